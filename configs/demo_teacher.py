@@ -1,0 +1,41 @@
+"""Pretrain the demo's teacher, 3.6 M parameters, on the Python documentation in demo/corpus.jsonl.xz.
+
+Two phases, the second at the demo's full context of 2048 positions:
+
+    python train.py --config configs/demo_teacher.py --out runs/demo_teacher
+    python train.py --config configs/demo_teacher.py --out runs/demo_teacher_2048 \
+        --set model=runs/demo_teacher/export --set steps=120 --set data.seq_len=2048 --set data.batch_size=2 \
+        --set data.seed=1 --set optimizer.learning_rate=6e-4
+
+The export of the second is demo/teacher. See demo/README.md for what it reached, on what machine, in what time.
+"""
+
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
+from swiftkv_jax.distill.data import DataConfig
+
+config = Experiment(
+    name="demo_teacher",
+    architecture=ModelConfig(
+        vocab_size=2048,
+        hidden_size=192,
+        intermediate_size=512,
+        num_layers=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=48,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    ),
+    tokenizer="demo/tokenizer",
+    data=DataConfig(sources=("demo/corpus.jsonl.xz",), split="train", seq_len=256, batch_size=16),
+    evaluation=DataConfig(sources=("demo/corpus.jsonl.xz",), split="held_out", seq_len=2048, batch_size=2),
+    trainable="all",
+    loss=LossConfig(kl_weight=0.0, lm_weight=1.0),
+    optimizer=OptimizerConfig(learning_rate=4e-3, warmup=0.05, weight_decay=0.1, beta2=0.98),
+    steps=1600,
+    evaluate_every=400,
+    evaluation_batches=6,
+    checkpoint_every=400,
+)

@@ -1,0 +1,191 @@
+"""The cache as a value: rows in pages, written and read by token position.
+
+A dense cache is a page table with one page per sequence. There is no length: a query at position p
+reads the keys at positions [0, p], all of which were written before it or with it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.layers import MASKED, attention
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.pytree import pytree, static
+from swiftkv_jax.shapes import Array, Float, Int, KeyValues, Queries
+
+_KEYS_PER_STEP = 512  # keys that one turn of the blockwise softmax reads
+
+
+@pytree
+class Batch:
+    """A flat ragged batch cut into blocks of at most C tokens of one sequence each.
+
+    Attributes:
+      sequence: [T] the sequence of each token. position: [T] its position. valid: [T] not padding.
+      block_token: [b, C] the tokens of each block, clamped into [0, T).
+      block_sequence: [b]. block_position: [b, C], -1 where a block has no token.
+      place: [T] where each token lies in the flattened [b * C].
+    """
+
+    sequence: Int[Array, " T"]
+    position: Int[Array, " T"]
+    valid: Int[Array, " T"]
+    block_token: Int[Array, "b C"]
+    block_sequence: Int[Array, " b"]
+    block_position: Int[Array, "b C"]
+    place: Int[Array, " T"]
+
+
+def make_batch(starts: Int[Array, " Q1"], position: Int[Array, " T"]) -> Batch:
+    """Sequence s owns tokens [starts[s], starts[s+1]); tokens from starts[-1] on are padding."""
+    tokens, sequences = position.shape[0], starts.shape[0] - 1
+    size = _block_size(tokens, sequences)
+    count = min(tokens, -(-tokens // size) + sequences)
+    blocks = -(-jnp.diff(starts) // size)
+    first = jnp.concatenate([jnp.zeros(1, blocks.dtype), jnp.cumsum(blocks)])
+
+    def owner(edges, index):
+        return jnp.clip(jnp.searchsorted(edges, index, side="right") - 1, 0, sequences - 1)
+
+    index = jnp.arange(tokens)
+    sequence = owner(starts, index)
+    turn = index - starts[sequence]
+    place = (first[sequence] + turn // size) * size + turn % size
+    number = jnp.arange(count)
+    block_sequence = owner(first, number)
+    token = starts[block_sequence, None] + (number - first[block_sequence])[:, None] * size + jnp.arange(size)
+    real = (token < starts[block_sequence + 1, None]) & (number < first[-1])[:, None]
+    token = jnp.clip(token, 0, tokens - 1)
+    return Batch(
+        sequence=sequence,
+        position=position,
+        valid=index < starts[-1],
+        block_token=token,
+        block_sequence=block_sequence,
+        block_position=jnp.where(real, position[token], -1),
+        place=jnp.clip(place, 0, count * size - 1),
+    )
+
+
+def _block_size(tokens: int, sequences: int) -> int:
+    """About the mean tokens of a sequence, as a power of two: 1 when every sequence decodes."""
+    mean = max(1, tokens // max(1, sequences))
+    return min(128, 1 << (mean - 1).bit_length())
+
+
+@pytree
+class Cache:
+    """Rows of keys and values, flat: `[rows, pages, page, kv_heads * head_dim]`, K and V apart.
+
+    Flat because other layouts make XLA copy the pool. `table[s]` names the pages of sequence s in order;
+    an entry of `pages` (one past the last) is nowhere: writes to it are dropped.
+    """
+
+    k: Float[Array, "R P Z E"]
+    v: Float[Array, "R P Z E"]
+    table: Int[Array, "Q slots"]
+    kv_heads: int = static()
+
+    @classmethod
+    def create(cls, config: ModelConfig, plan: KVPlan, table: Int[Array, "Q slots"], pages: int, page: int, dtype):
+        """An empty pool of `pages` pages of `page` tokens under the page table `table`."""
+        shape = (plan.num_rows, pages, page, config.kv_width)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), table, config.num_kv_heads)
+
+    @classmethod
+    def dense(cls, config: ModelConfig, plan: KVPlan, sequences: int, capacity: int, dtype) -> "Cache":
+        """One page of `capacity` tokens per sequence."""
+        table = jnp.arange(sequences, dtype=jnp.int32)[:, None]
+        return cls.create(config, plan, table, sequences, capacity, dtype)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence can hold."""
+        return self.table.shape[1] * self.k.shape[2]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all rows, read from the arrays."""
+        tokens = self.k.shape[1] * self.k.shape[2]
+        return (self.k.nbytes + self.v.nbytes) // tokens
+
+    def write(self, rows, k: KeyValues, v: KeyValues, batch: Batch) -> "Cache":
+        """Store the keys and values of a flat batch in one row ([T, K, H]) or in several ([rows, T, K, H])."""
+        page, slot = batch.position // self.k.shape[2], batch.position % self.k.shape[2]
+        page = self.table[batch.sequence, jnp.clip(page, 0, self.table.shape[1] - 1)]
+        page = jnp.where(batch.valid, page, self.k.shape[1])  # one past the last: dropped
+
+        def put(pool, new):
+            new = new.reshape(*new.shape[:-2], -1).astype(pool.dtype)
+            row = jnp.asarray(rows)[:, None] if new.ndim == 3 else rows
+            return pool.at[row, page, slot].set(new, mode="drop")
+
+        return Cache(put(self.k, k), put(self.v, v), self.table, self.kv_heads)
+
+    def attend(self, row: int, q: Queries, batch: Batch, window: int) -> Queries:
+        """What each query of the flat batch reads from `row`: [T, N, H] -> [T, N, H]."""
+        if batch.block_token.shape[1] == 1:
+            return self._attend_single(row, q, batch, window)
+        k, v = self.k[row], self.v[row]  # sliced here, so that the loop below never copies the pool
+        blocks = (q[batch.block_token], batch.block_sequence, batch.block_position)
+        mixed = lax.map(lambda block: self._attend_block(k, v, *block, window), blocks)
+        return mixed.reshape(-1, *mixed.shape[2:])[batch.place]
+
+    def _attend_single(self, row, q, batch, window):
+        """Blocks of one token: all sequences at once, over every key a page table can reach."""
+        position = batch.block_position
+        back = position - jnp.arange(self.capacity)
+        seen = (back >= 0) & (back < window)
+        table = self.table[batch.block_sequence]
+
+        def read(pool):
+            keys = pool[row, table].reshape(table.shape[0], self.capacity, self.kv_heads, -1)
+            return jnp.where(seen[..., None, None], keys, 0).astype(q.dtype)  # 0 x NaN of a stale page is NaN
+
+        scale = q.shape[-1] ** -0.5
+        mixed = attention(q[batch.block_token[:, 0]][:, None], read(self.k), read(self.v), seen[:, None], scale)
+        return mixed[:, 0][batch.place]
+
+    def _attend_block(self, k, v, q, sequence, position, window):
+        """C queries of one sequence against its keys, a few at a time, as far as the last query sees."""
+        size = min(_KEYS_PER_STEP, self.capacity)
+        heads = (self.kv_heads, q.shape[1] // self.kv_heads)
+        wide = q.reshape(q.shape[0], *heads, -1).astype(jnp.float32) * q.shape[-1] ** -0.5
+
+        def turn(i, carry):
+            top, total, mixed = carry
+            at = i * size + jnp.arange(size)
+            clipped = jnp.clip(at, 0, self.capacity - 1)
+            page, slot = self.table[sequence, clipped // k.shape[1]], clipped % k.shape[1]
+            back = position[:, None] - at
+            seen = (back >= 0) & (back < window)
+            some = jnp.any(seen, axis=0)[:, None, None]
+            keys, values = (
+                jnp.where(some, pool[page, slot].reshape(size, heads[0], -1), 0).astype(q.dtype) for pool in (k, v)
+            )
+            scores = jnp.einsum("ckgh,skh->kgcs", wide.astype(q.dtype), keys, preferred_element_type=jnp.float32)
+            scores = jnp.where(seen, scores, MASKED)
+            new_top = jnp.maximum(top, scores.max(-1))
+            weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
+            decay = jnp.exp(top - new_top)
+            gained = jnp.einsum(
+                "kgcs,skh->kgch", weights.astype(q.dtype), values, preferred_element_type=jnp.float32
+            )
+            return new_top, total * decay + weights.sum(-1), mixed * decay[..., None] + gained
+
+        shape = (*heads, q.shape[0])
+        start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, q.shape[-1])))
+        last = jnp.max(position) + 1
+        first = jnp.maximum(jnp.min(jnp.where(position < 0, last, position)) - window + 1, 0) // size
+        _, total, mixed = lax.fori_loop(first, -(-last // size), turn, start)
+        mixed = mixed / jnp.maximum(total, 1e-30)[..., None]
+        return jnp.moveaxis(mixed, 2, 0).reshape(q.shape).astype(q.dtype)
+
+
+def cache_shardings(cache: Cache, mesh) -> Cache:
+    """Where each array of a cache lies on `mesh`: kv heads over `tensor`, the table on every device."""
+    from swiftkv_jax import sharding
+
+    pool = sharding.named(mesh, ". . . E", cache.k.shape)
+    return Cache(pool, pool, sharding.named(mesh, ". .", cache.table.shape), cache.kv_heads)

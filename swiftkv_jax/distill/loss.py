@@ -1,0 +1,72 @@
+"""Losses between two streams of hidden states, in chunks of tokens so that [B, T, V] never exists whole."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from swiftkv_jax.shapes import Array, Float, Int
+
+Head = Callable[[Float[Array, "B c D"]], Float[Array, "B c V"]]
+
+
+def chunk_length(batch: int, length: int, vocab: int, mib: float) -> int:
+    """Positions per chunk so that [batch, chunk, vocab] float32 logits stay within `mib` MiB; at least 1."""
+    return max(1, min(length, int(mib * 2**20 / (4 * vocab * max(1, batch)))))
+
+
+def over_chunks(per_chunk, chunk: int, *arrays: Array):
+    """Sum `per_chunk` over time chunks of [B, T, ...] arrays; a tree of scalars.
+
+    The last chunk is filled up by zeros, which a mask among the arrays must make harmless. Each chunk's
+    logits are made again in the backward pass instead of being kept.
+    """
+    length = arrays[0].shape[1]
+    count = -(-length // chunk)
+
+    def cut(x):
+        x = jnp.pad(x, ((0, 0), (0, count * chunk - length)) + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], count, chunk, *x.shape[2:]), 1, 0)
+
+    def body(total, parts):
+        return jax.tree.map(jnp.add, total, per_chunk(*parts)), None
+
+    parts = tuple(cut(x) for x in arrays)
+    shapes = jax.eval_shape(per_chunk, *(jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in parts))
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.lax.scan(jax.checkpoint(body, prevent_cse=False), zero, parts)[0]
+
+
+def kl_sum(student: Head, teacher: Head, s, t, mask, temperature: float, chunk: int) -> Float[Array, ""]:
+    """Sum over unmasked tokens of KL(teacher || student) at `temperature`, times temperature^2, in float32.
+
+    `s` and `t` are the normalised hidden states [B, T, D] that the heads turn into logits.
+    """
+
+    def per_chunk(s, t, mask):
+        want = jax.nn.log_softmax(teacher(t) / temperature)
+        got = jax.nn.log_softmax(student(s) / temperature)
+        return jnp.sum(jnp.sum(jnp.exp(want) * (want - got), axis=-1) * mask)
+
+    return over_chunks(per_chunk, chunk, s, jax.lax.stop_gradient(t), mask) * temperature**2
+
+
+def cross_entropy_sum(head: Head, h, targets, mask, chunk: int) -> Float[Array, ""]:
+    """Sum over unmasked tokens of the cross-entropy of `targets`, in float32."""
+
+    def per_chunk(h, targets, mask):
+        return jnp.sum(cross_entropy(head(h), targets) * mask)
+
+    return over_chunks(per_chunk, chunk, h, targets, mask)
+
+
+def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """Per-token cross-entropy in nats."""
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def hidden_sum(s: Float[Array, "B T D"], t: Float[Array, "B T D"], real: Float[Array, "B T"]) -> Float[Array, ""]:
+    """Sum over real tokens of the mean squared difference of two streams, in float32."""
+    gap = s.astype(jnp.float32) - jax.lax.stop_gradient(t).astype(jnp.float32)
+    return jnp.sum(jnp.mean(gap * gap, axis=-1) * real)

@@ -1,0 +1,217 @@
+"""What one optimiser step computes: teacher and student from one lower half, and the update."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from swiftkv_jax import sharding
+from swiftkv_jax.distill import loss as losses
+from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
+from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.layers import rms_norm
+from swiftkv_jax.model import Transformer, embed, fill, forward, head, lower, own_rows, place, upper
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.pytree import pytree
+from swiftkv_jax.shapes import Array, PyTree
+from swiftkv_jax.surgery import standard_stacks, to_swiftkv
+
+
+@pytree
+class TrainState:
+    """All that changes from step to step; fp32 master copies of what trains."""
+
+    step: Array
+    trainable: PyTree
+    optimizer: PyTree
+    key: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What is compiled into a step: hashable, so it is a static argument."""
+
+    student: Transformer
+    loss: LossConfig
+    optimizer: OptimizerConfig
+    steps: int
+    trainable: str
+    remat: bool
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.trainable != "all"
+
+
+def schedule(config: OptimizerConfig, steps: int):
+    """Learning rate by step: linear warm-up, then linear, cosine or no decay."""
+    warm = max(1, round(config.warmup * steps)) if config.warmup else 0
+    rate, end, rest = config.learning_rate, config.learning_rate * config.final_share, max(1, steps - warm)
+    decay = {
+        "linear": lambda: optax.linear_schedule(rate, end, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(rate, rest, config.final_share),
+        "constant": lambda: optax.constant_schedule(rate),
+    }[config.schedule]()
+    return optax.join_schedules([optax.linear_schedule(0.0, rate, warm), decay], [warm]) if warm else decay
+
+
+def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Clipping, then AdamW; only matrices (kernels and embeddings) decay."""
+
+    def decays(tree: PyTree) -> PyTree:
+        def matrix(path, _):
+            return path[-1].key in ("kernel", "embed", "lm_head")
+
+        return jax.tree_util.tree_map_with_path(matrix, tree)
+
+    adamw = optax.adamw(
+        schedule(config, steps), config.beta1, config.beta2, weight_decay=config.weight_decay, mask=decays
+    )
+    return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+
+
+def split_trainable(params: PyTree, trainable: str) -> tuple[PyTree, PyTree]:
+    """(trained, frozen) of a student's parameters, two trees with disjoint leaves."""
+    if trainable == "all":
+        return params, {}
+    names = set(params["upper"]) if trainable == "upper" else {"q_proj", "q_norm"} & set(params["upper"])
+    trained = {"fill": params["fill"], "upper": {n: params["upper"][n] for n in names}}
+    rest = {n: p for n, p in params["upper"].items() if n not in names}
+    return trained, {n: p for n, p in params.items() if n not in ("fill", "upper")} | {"upper": rest}
+
+
+def merge(trained: PyTree, frozen: PyTree) -> PyTree:
+    """The student's parameters again; frozen leaves are the same arrays."""
+    both = {"upper": trained["upper"] | frozen["upper"]} if frozen else {}
+    return frozen | trained | both
+
+
+def prepare(teacher: Transformer, params: PyTree, plan: KVPlan, init: str, trainable: str):
+    """(student, trained in fp32, frozen): the frozen tree holds what the student keeps of its teacher, and,
+    under "teacher", the teacher's own upper layers, sharing every array the student does not train."""
+    if trainable == "all":
+        return teacher, _masters(params), {}
+    student, student_params = to_swiftkv(teacher, params, plan, init)
+    trained, frozen = split_trainable(student_params, trainable)
+    layers, makers = jax.tree.map(lambda leaf: leaf[plan.depth :], standard_stacks(params))
+    shared = {name: student_params["upper"][name] for name in layers}
+    return student, _masters(trained), frozen | {"teacher": (shared, makers)}
+
+
+def _masters(tree: PyTree) -> PyTree:
+    """fp32 copies: never the same buffers as the teacher's, because the trained ones are donated."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), tree)
+
+
+def init_state(recipe: Recipe, trained: PyTree, seed: int) -> TrainState:
+    """The state before the first step."""
+    tx = optimizer(recipe.optimizer, recipe.steps)
+    return TrainState(jnp.zeros((), jnp.int32), trained, tx.init(trained), jax.random.key(seed))
+
+
+def hidden_states(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch):
+    """Normalised hidden states and streams entering the last layer: (student's, teacher's or None).
+
+    The lower half is frozen and the same for both, so it runs once, and no gradient reaches it.
+    """
+    model = recipe.student
+    params = merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
+
+    def normal(x):
+        return rms_norm(x, params["norm"], model.config.rms_norm_eps)
+
+    if not recipe.has_teacher:
+        x = forward(model, params, batch.tokens, batch.positions, batch.segments, recipe.remat)
+        return (normal(x), x), None
+    at, segments = place(model, batch.tokens, batch.positions, batch.segments)
+    x = sharding.constrain(embed(model, params, batch.tokens), "B T .")
+    x = jax.lax.stop_gradient(lower(model, params, x, at, segments))
+    got, got_last = upper(model, params, x, fill(model, params, x, at), at, segments, recipe.remat)
+    stack = jax.lax.stop_gradient(frozen["teacher"])
+    want, want_last = own_rows(model.config, stack, model.plan.depth, x, at, segments)
+    return (normal(got), got_last), jax.lax.stop_gradient((normal(want), want_last))
+
+
+def chunk_of(recipe: Recipe, batch: Batch) -> int:
+    """Positions per chunk of logits, by what one device holds of the batch."""
+    mesh = jax.sharding.get_abstract_mesh()
+    shards = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
+    rows, length = batch.tokens.shape
+    return losses.chunk_length(-(-rows // shards), length, recipe.student.config.vocab_size, recipe.loss.chunk_mib)
+
+
+def batch_loss(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch, totals) -> tuple[Array, dict]:
+    """The loss of one (micro-)batch, already divided by the whole batch's token counts `totals`."""
+    config = recipe.loss
+    params = merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
+    (h, last), teacher = hidden_states(recipe, trained, frozen, batch)
+    chunk = chunk_of(recipe, batch)
+    counted, real = totals
+    parts = {}
+    if config.kl_weight:
+
+        def to_logits(h):
+            return head(params, h)
+
+        parts["kl"] = losses.kl_sum(to_logits, to_logits, h, teacher[0], batch.mask, config.temperature, chunk) / counted
+    if config.hidden_weight:
+        parts["hidden"] = losses.hidden_sum(last, teacher[1], (batch.segments > 0).astype(jnp.float32)) / real
+    if config.lm_weight:
+        ce = losses.cross_entropy_sum(lambda h: head(params, h), h, batch.targets, batch.mask, chunk)
+        parts["lm"] = ce / counted
+    weights = {"kl": config.kl_weight, "hidden": config.hidden_weight, "lm": config.lm_weight}
+    return sum(weights[name] * value for name, value in parts.items()), parts
+
+
+def train_step(recipe: Recipe, frozen: PyTree, state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
+    """One optimiser step over `optimizer.accumulate` micro-batches; metrics are float32 scalars."""
+    pieces = recipe.optimizer.accumulate
+    masked = recipe.loss.reduction == "mean"
+    counted = jnp.maximum(batch.mask.sum(), 1.0) if masked else jnp.float32(batch.mask.size)
+    totals = (counted, jnp.maximum((batch.segments > 0).sum(), 1).astype(jnp.float32))
+    grad = jax.value_and_grad(lambda trained, piece: batch_loss(recipe, trained, frozen, piece, totals), has_aux=True)
+
+    def add(total, piece):
+        return jax.tree.map(jnp.add, total, grad(state.trainable, piece)), None
+
+    if pieces == 1:
+        (value, parts), grads = grad(state.trainable, batch)
+    else:
+        cut = jax.tree.map(lambda x: x.reshape(pieces, x.shape[0] // pieces, *x.shape[1:]), batch)
+        shapes = jax.eval_shape(grad, state.trainable, jax.tree.map(lambda x: x[0], cut))
+        zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        ((value, parts), grads), _ = jax.lax.scan(add, zero, cut)
+    tx = optimizer(recipe.optimizer, recipe.steps)
+    updates, opt = tx.update(grads, state.optimizer, state.trainable)
+    metrics = {"loss": value, **parts, "grad_norm": optax.global_norm(grads), "tokens": batch.mask.sum()}
+    metrics["lr"] = jnp.asarray(schedule(recipe.optimizer, recipe.steps)(state.step), jnp.float32)
+    trained = optax.apply_updates(state.trainable, updates)
+    return TrainState(state.step + 1, trained, opt, state.key), metrics
+
+
+def evaluate_batch(recipe: Recipe, frozen: PyTree, trained: PyTree, batch: Batch) -> dict:
+    """Sums over unmasked tokens: student's and teacher's cross-entropy, KL at temperature 1, top-1 agreement.
+
+    Without a teacher, only the student's cross-entropy.
+    """
+    params = merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
+    (h, _), teacher = hidden_states(recipe, trained, frozen, batch)
+    want = h if teacher is None else teacher[0]
+
+    def per_chunk(h, want, targets, mask):
+        got, ref = head(params, h), head(params, want)
+        log_got, log_ref = jax.nn.log_softmax(got), jax.nn.log_softmax(ref)
+        sums = {
+            "student": losses.cross_entropy(got, targets),
+            "teacher": losses.cross_entropy(ref, targets),
+            "kl": jnp.sum(jnp.exp(log_ref) * (log_ref - log_got), axis=-1),
+            "agree": (jnp.argmax(got, -1) == jnp.argmax(ref, -1)).astype(jnp.float32),
+        }
+        return {name: jnp.sum(x * mask, axis=1) for name, x in sums.items()} | {"tokens": jnp.sum(mask, axis=1)}
+
+    return losses.over_chunks(per_chunk, chunk_of(recipe, batch), h, want, batch.targets, batch.mask)
+
+
+def make_recipe(experiment: Experiment, student: Transformer, steps: int) -> Recipe:
+    return Recipe(student, experiment.loss, experiment.optimizer, steps, experiment.trainable, experiment.remat)

@@ -1,0 +1,13 @@
+"""Errors a user can cause: one line that says what was wrong and what to do."""
+
+import difflib
+
+
+class UsageError(ValueError):
+    """Bad input: a flag, a config, a file or a prompt. The command line turns it into exit code 2."""
+
+
+def suggest(name: str, known) -> str:
+    """`"; did you mean 'x'?"` for the nearest known name, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

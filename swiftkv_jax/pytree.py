@@ -1,0 +1,24 @@
+"""The one decorator for values that cross `jit`: a frozen dataclass that is a pytree."""
+
+import dataclasses
+import typing
+
+import jax
+
+
+def static(**kwargs):
+    """A field that is part of the tree's structure: hashable, compared by value, never traced."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+def pytree(cls: type) -> type:
+    """Freeze `cls` and register it; fields made by `static()` become metadata, all others leaves.
+
+    `no_type_check` keeps jaxtyping's import hook from refusing to rebuild the value out of
+    non-arrays, which `jax.tree.map`, `eval_shape` and sharding trees all do.
+    """
+    cls = typing.no_type_check(dataclasses.dataclass(frozen=True)(cls))
+    names = {bool(f.metadata.get("static")): [] for f in dataclasses.fields(cls)}
+    for field in dataclasses.fields(cls):
+        names[bool(field.metadata.get("static"))].append(field.name)
+    return jax.tree_util.register_dataclass(cls, names.get(False, []), names.get(True, []))
