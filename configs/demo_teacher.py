@@ -29,7 +29,7 @@ config = Experiment(
         dtype="bfloat16",
     ),
     tokenizer="demo/tokenizer",
-    data=DataConfig(sources=("demo/corpus.jsonl.xz",), split="train", seq_len=256, batch_size=16),
+    data=DataConfig(sources=("demo/corpus.jsonl.xz",), split="train", seq_len=256, batch_size=16, long_documents="fill"),
     evaluation=DataConfig(sources=("demo/corpus.jsonl.xz",), split="held_out", seq_len=2048, batch_size=2),
     trainable="all",
     loss=LossConfig(kl_weight=0.0, lm_weight=1.0),

@@ -36,7 +36,7 @@ def _linear(n: int, i: tuple[str, int], o: tuple[str, int], bias: bool, std: flo
     return out | ({"bias": Weight((n, o[1]), f"L {o[0]}")} if bias else {})
 
 
-def _layers(config: ModelConfig, n: int) -> PyTree:
+def layers(config: ModelConfig, n: int) -> PyTree:
     """`n` equal layers, stacked, without the projections that make rows."""
     width, ffn = ("D", config.hidden_size), ("F", config.intermediate_size)
     heads = ("N", config.num_heads * config.head_dim)
@@ -54,7 +54,7 @@ def _layers(config: ModelConfig, n: int) -> PyTree:
     return tree | ({"q_norm": Weight((n, config.head_dim), "L .", fill=1.0)} if config.qk_norm else {})
 
 
-def _makers(config: ModelConfig, n: int) -> PyTree:
+def makers(config: ModelConfig, n: int) -> PyTree:
     """The k and v projections of `n` rows, stacked."""
     width, row = ("D", config.hidden_size), ("E", config.kv_width)
     tree = {
@@ -66,7 +66,7 @@ def _makers(config: ModelConfig, n: int) -> PyTree:
 
 def _fill(config: ModelConfig, plan: KVPlan) -> PyTree:
     """The makers of the upper rows: kernels [D, rows, E], so that one matmul with no copy fills them all."""
-    tree = _makers(config, len(plan.upper_makers))
+    tree = makers(config, len(plan.upper_makers))
     for name in ("k_proj", "v_proj"):
         n, width, row = tree[name]["kernel"].shape
         tree[name]["kernel"] = Weight((width, n, row), "D L E", 0.02)
@@ -82,10 +82,10 @@ def weights(config: ModelConfig, plan: KVPlan) -> PyTree:
     vocab, width = ("V", config.vocab_size), ("D", config.hidden_size)
     tree = {
         "embed": Weight((vocab[1], width[1]), "V D", 0.02),
-        "lower": _layers(config, plan.depth),
-        "lower_rows": _makers(config, len(plan.lower_makers)),
+        "lower": layers(config, plan.depth),
+        "lower_rows": makers(config, len(plan.lower_makers)),
         "fill": _fill(config, plan),
-        "upper": _layers(config, config.num_layers - plan.depth),
+        "upper": layers(config, config.num_layers - plan.depth),
         "norm": Weight((config.hidden_size,), ".", fill=1.0),
     }
     return tree if config.tie_word_embeddings else tree | {"lm_head": Weight((width[1], vocab[1]), "D V", 0.02)}

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 
 from swiftkv_jax.config import DTYPES, ModelConfig
@@ -24,13 +25,13 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise UsageError(f"{name} must be one of {', '.join(known)}, not {value!r}{suggest(value, known)}")
 
 
-def _positive(owner: str, **values: float) -> None:
+def _positive(owner: str, **values: float | int) -> None:
     for name, value in values.items():
         if not value > 0:
             raise UsageError(f"{owner}.{name} must be positive, not {value}")
 
 
-def _not_negative(owner: str, **values: float) -> None:
+def _not_negative(owner: str, **values: float | int) -> None:
     for name, value in values.items():
         if not value >= 0:
             raise UsageError(f"{owner}.{name} must not be negative, not {value}")
@@ -120,6 +121,7 @@ class Experiment:
         layers: the paper's ablation), "all" (plain language-model training).
       steps: optimiser steps; 0 means `epochs` passes over the data.
       evaluate_every, checkpoint_every: steps; 0 means only at the end.
+      evaluation_batches: of the held-out data, at most so many; 0 means all.
     """
 
     name: str
@@ -185,7 +187,7 @@ def load_experiment(path: str | Path) -> Experiment:
     return experiment
 
 
-def override(experiment: Experiment, assignments: typing.Sequence[str]) -> Experiment:
+def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
     """Apply `a.b=value` assignments; values are Python literals, or plain text for strings.
 
     Raises:
@@ -245,3 +247,24 @@ def _matches(value, annotation) -> bool:
 def resolved(experiment: Experiment) -> str:
     """The whole experiment as JSON: saved with the run, compared on resume."""
     return json.dumps(dataclasses.asdict(experiment), indent=2, sort_keys=True)
+
+
+def paper_recipe(name: str, model: str, architecture: ModelConfig, split: int, **changes) -> Experiment:
+    """The SwiftKV paper's distillation (appendix A.1): its data, 2 epochs, lr 3e-4, weight decay 0.05,
+    5 % warm-up, 8192 tokens with separated packing, temperature 2.
+    """
+    return Experiment(
+        **{
+            "name": name,
+            "model": model,
+            "architecture": architecture,
+            "plan": PlanConfig(split=split),
+            "data": DataConfig(sources=PAPER_DATA, seq_len=8192, batch_size=16, mask="assistant"),
+            "optimizer": OptimizerConfig(learning_rate=3e-4, weight_decay=0.05, warmup=0.05),
+            "epochs": 2,
+            **changes,
+        }
+    )
+
+
+PAPER_DATA = ("hf://HuggingFaceH4/ultrachat_200k", "hf://teknium/OpenHermes-2.5", "hf://Open-Orca/SlimOrca")

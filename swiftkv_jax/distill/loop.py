@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from swiftkv_jax import params as weights
 from swiftkv_jax import sharding
@@ -90,20 +91,25 @@ class Run:
         if rows % shards:
             raise UsageError(f"each micro-batch has {rows} rows, which the mesh's {shards} data shards do not divide")
         plan = experiment.plan.build(teacher.config.num_layers)
-        process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-        self.loader = DataLoader(experiment.data, self.tokenizer, **process)
+        self.process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+        self.loader = DataLoader(experiment.data, self.tokenizer, **self.process)
         total = experiment.steps or experiment.epochs * self.loader.steps_per_epoch()
-        student, trained, self.frozen = steps.prepare(teacher, params, plan, experiment.plan.init, experiment.trainable)
+        student, trained, frozen = steps.prepare(teacher, params, plan, experiment.plan.init, experiment.trainable)
         self.recipe = steps.make_recipe(experiment, student, total)
-        self.state = steps.init_state(self.recipe, trained, experiment.seed)
-        self.step_fn = jax.jit(partial(steps.train_step, self.recipe), donate_argnums=1)
+        self.abstract, abstract_frozen = steps.abstract_run(self.recipe, mesh)
+        places = jax.tree.map(lambda leaf: leaf.sharding, (self.abstract, abstract_frozen))
+        self.frozen = jax.device_put(frozen, places[1])
+        self.state = jax.jit(partial(steps.init_state, self.recipe, seed=experiment.seed), out_shardings=places[0])(trained)
+        self.step_fn = jax.jit(
+            partial(steps.train_step, self.recipe), donate_argnums=1, out_shardings=(places[0], None)
+        )
         self.evaluate_fn = jax.jit(partial(steps.evaluate_batch, self.recipe))
         self.batch_sharding = jax.sharding.NamedSharding(mesh, sharding.spec("B ."))
         self.first = jax.process_index() == 0
         _prepare_folder(out, experiment, resume)
         self.checkpoints = Checkpointer(out / "checkpoints", keep=experiment.keep_checkpoints)
         self.progress = self._progress() if self.first else Silence()
-        self.held_out = None
+        self.held_out, self.evaluated = None, None
         self.caught = 0
         if resume:
             self._restore()
@@ -178,13 +184,19 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Held-out cross-entropy and perplexity, and, with a teacher, its own, the KL and the agreement."""
-        e = self.experiment
-        if e.evaluation is None:
-            return {}
+        return summarise(self.row_sums(), self.recipe.has_teacher) if self.experiment.evaluation else {}
+
+    def row_sums(self) -> dict[str, np.ndarray]:
+        """`evaluate_batch`'s sums for every held-out row, at the current step (kept until the next one)."""
+        e, now = self.experiment, int(self.state.step)
         if self.held_out is None:
-            self.held_out = evaluation_batches(e.evaluation, self.tokenizer, e.evaluation_batches)
-        sums = [self.evaluate_fn(self.frozen, self.state.trainable, self._place(b)) for b in self.held_out]
-        return summarise(jax.device_get(sums), self.recipe.has_teacher)
+            limit = e.evaluation_batches or None
+            self.held_out = evaluation_batches(e.evaluation, self.tokenizer, limit, **self.process)
+        if self.evaluated is None or self.evaluated[0] != now:
+            sums = [self.evaluate_fn(self.frozen, self.state.trainable, self._place(b)) for b in self.held_out]
+            rows = [multihost_utils.process_allgather(s, tiled=True) for s in sums]
+            self.evaluated = now, {name: np.concatenate([r[name] for r in rows]) for name in rows[0]}
+        return self.evaluated[1]
 
     def _place(self, batch: Batch) -> Batch:
         put = partial(jax.make_array_from_process_local_data, self.batch_sharding)
@@ -192,14 +204,14 @@ class Run:
 
     def _save(self, done: int) -> None:
         meta = {
-            "data": self.loader.state(),
+            "data": global_state(self.loader.state()),
             "config": json.loads(resolved(self.experiment)),
             "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
         }
         self.checkpoints.save(done, self.state, meta)
 
     def _restore(self) -> None:
-        found = self.checkpoints.restore(abstract_state(self.state), report=self.say)
+        found = self.checkpoints.restore(self.abstract, report=self.say)
         if found is None:
             self.say(f"no checkpoint in {self.out / 'checkpoints'} yet: starting from the beginning")
             return
@@ -236,18 +248,23 @@ class Run:
         self.say(f"\n{signal.Signals(number).name}: finishing this step, saving, then leaving (again: leave at once)")
 
     def close(self) -> None:
+        self.loader.close()
         self.progress.close()
         self.checkpoints.close()
 
 
-def abstract_state(state) -> PyTree:
-    """Shapes, dtypes and shardings of a state: what a restore needs to know."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+def global_state(state: dict) -> dict:
+    """The data state of all processes as one: each lane's place, gathered from the process that owns it."""
+    if jax.process_count() == 1:
+        return state
+    mine = np.array([[int(lane), *place] for lane, place in state["lanes"].items()], np.int64)
+    every = multihost_utils.process_allgather(mine).reshape(-1, 3)
+    return state | {"lanes": {str(lane): [int(cursor), int(offset)] for lane, cursor, offset in every}}
 
 
-def summarise(sums: list[dict], has_teacher: bool) -> dict[str, float]:
-    """Means over all tokens of per-row sums from `evaluate_batch`."""
-    total = {name: float(np.sum([np.sum(s[name]) for s in sums])) for name in sums[0]}
+def summarise(rows: dict[str, np.ndarray], has_teacher: bool) -> dict[str, float]:
+    """Means over all tokens of the per-row sums from `Run.row_sums`."""
+    total = {name: float(np.sum(value, dtype=np.float64)) for name, value in rows.items()}
     tokens = max(total.pop("tokens"), 1.0)
     mean = {name: value / tokens for name, value in total.items()}
     out = {"cross_entropy": mean["student"], "perplexity": math.exp(min(mean["student"], 700))}

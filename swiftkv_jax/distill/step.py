@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from swiftkv_jax import params as weights
 from swiftkv_jax import sharding
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
@@ -110,6 +113,41 @@ def init_state(recipe: Recipe, trained: PyTree, seed: int) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), trained, tx.init(trained), jax.random.key(seed))
 
 
+def weight_trees(student: Transformer, trainable: str) -> tuple[PyTree, PyTree]:
+    """(trained, frozen) as trees of `Weight`s, in the shape that `prepare` gives."""
+    config, plan = student.config, student.plan
+    trained, frozen = split_trainable(weights.weights(config, plan), trainable)
+    if trainable == "all":
+        return trained, frozen
+    count = config.num_layers - plan.depth
+    return trained, frozen | {"teacher": (weights.layers(config, count), weights.makers(config, count))}
+
+
+def abstract_run(recipe: Recipe, mesh: Mesh) -> tuple[TrainState, PyTree]:
+    """(state, frozen) as shapes, dtypes and shardings: where everything of a run lies on `mesh`."""
+
+    def place(dtype):
+        return lambda w: jax.ShapeDtypeStruct(w.shape, dtype, sharding=sharding.named(mesh, w.axes, w.shape))
+
+    trees = weight_trees(recipe.student, recipe.trainable)
+    trained = jax.tree.map(place(jnp.float32), trees[0])
+    frozen = jax.tree.map(place(jnp.dtype(recipe.student.dtype)), trees[1])
+    state = jax.eval_shape(lambda tree: init_state(recipe, tree, 0), trained)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def whole(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+
+    moments = optax.tree.map_params(
+        optimizer(recipe.optimizer, recipe.steps),
+        lambda leaf, like: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=like.sharding),
+        state.optimizer,
+        trained,
+        transform_non_params=whole,
+    )
+    return TrainState(whole(state.step), trained, moments, whole(state.key)), frozen
+
+
 def hidden_states(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch):
     """Normalised hidden states and streams entering the last layer: (student's, teacher's or None).
 
@@ -184,7 +222,7 @@ def train_step(recipe: Recipe, frozen: PyTree, state: TrainState, batch: Batch) 
         ((value, parts), grads), _ = jax.lax.scan(add, zero, cut)
     tx = optimizer(recipe.optimizer, recipe.steps)
     updates, opt = tx.update(grads, state.optimizer, state.trainable)
-    metrics = {"loss": value, **parts, "grad_norm": optax.global_norm(grads), "tokens": batch.mask.sum()}
+    metrics = {"loss": value, **parts, "grad_norm": optax.tree.norm(grads), "tokens": batch.mask.sum()}
     metrics["lr"] = jnp.asarray(schedule(recipe.optimizer, recipe.steps)(state.step), jnp.float32)
     trained = optax.apply_updates(state.trainable, updates)
     return TrainState(state.step + 1, trained, opt, state.key), metrics

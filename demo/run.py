@@ -1,0 +1,211 @@
+"""The demo: convert the small teacher to SwiftKV, distil it, generate, and measure what was saved.
+
+    python demo/run.py            # `make demo`
+    python demo/run.py --long     # `make demo-long`: more steps, larger batches
+
+Everything lands in runs/demo: demo.json (its keys: demo/README.md), demo.png, and the two students.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+from benchmarks import latency  # noqa: E402
+from swiftkv_jax import sharding  # noqa: E402
+from swiftkv_jax.cache import Cache  # noqa: E402
+from swiftkv_jax.distill import loop  # noqa: E402
+from swiftkv_jax.distill.config import Experiment, load_experiment, override  # noqa: E402
+from swiftkv_jax.distill.data import evaluation_batches  # noqa: E402
+from swiftkv_jax.engine.llm import LLM  # noqa: E402
+from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
+from swiftkv_jax.errors import UsageError  # noqa: E402
+from swiftkv_jax.tokenizer import load_tokenizer  # noqa: E402
+
+STUDENTS = {"swiftkv": ("50 % SwiftKV", 1), "acrosskv": ("50 % SwiftKV + 2-way AcrossKV", 2)}
+LONG = ["steps=1200", "data.batch_size=8"]
+
+
+def distil(experiment: Experiment, out: Path) -> dict:
+    """Train one student; held-out sums per row before and after, and where it was exported."""
+    mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
+    with jax.set_mesh(mesh):
+        run = loop.Run(experiment, out, mesh, resume=False, say=print)
+        try:
+            before = run.row_sums()
+            result = run.go()
+            if result.signal:
+                raise KeyboardInterrupt
+            return {"before": before, "after": run.row_sums(), "export": result.export, "steps": result.step}
+        finally:
+            run.close()
+
+
+def quality(sums: dict) -> dict:
+    """Held-out figures of teacher and student, and the share of the gap that distillation closed.
+
+    The standard error of that share is a jackknife over the held-out rows: the same rows before and after.
+    """
+    before, after = sums["before"], sums["after"]
+
+    def mean(rows, name, keep):
+        return float(rows[name][keep].sum() / rows["tokens"][keep].sum())
+
+    def closed(keep):
+        gap = mean(before, "student", keep) - mean(before, "teacher", keep)
+        return 1 - (mean(after, "student", keep) - mean(after, "teacher", keep)) / gap
+
+    rows = np.flatnonzero(before["tokens"] > 0)
+    left_out = np.array([closed(np.delete(rows, i)) for i in range(len(rows))])
+    error = math.sqrt((len(rows) - 1) / len(rows) * ((left_out - left_out.mean()) ** 2).sum())
+    out = {"teacher_cross_entropy": mean(before, "teacher", rows), "gap_closed": closed(rows), "gap_closed_se": error}
+    for when, sums in (("before", before), ("after", after)):
+        out |= {f"cross_entropy_{when}": mean(sums, "student", rows)}
+        out |= {f"kl_{when}": mean(sums, "kl", rows), f"agreement_{when}": mean(sums, "agree", rows)}
+    return out
+
+
+def prompts(experiment: Experiment, count: int, tokens: int) -> list[list[int]]:
+    """The beginnings of some held-out documents."""
+    tokenizer = load_tokenizer(experiment.model)
+    rows = evaluation_batches(dataclasses.replace(experiment.evaluation, batch_size=1, pack=False), tokenizer)
+    long = [np.asarray(batch.tokens[0]) for batch in rows if int(batch.positions[0][tokens]) == tokens]
+    return [row[:tokens].tolist() for row in long[:: max(1, len(long) // count)][:count]]
+
+
+def generate(folders: dict[str, Path], chosen: list[list[int]]) -> list[dict]:
+    """Greedy continuations of the same prompts by every model."""
+    answers = {}
+    for name, folder in folders.items():
+        llm = LLM(folder, dtype="float32")
+        params = SamplingParams(temperature=0.0, max_tokens=48)
+        answers[name] = [o.outputs[0].text for o in llm.generate(chosen, params, use_tqdm=False)]
+    tail = load_tokenizer(folders["teacher"])
+    return [
+        {"prompt": tail.decode(ids), **{name: texts[i] for name, texts in answers.items()}} for i, ids in enumerate(chosen)
+    ]
+
+
+def bytes_per_token(contender: latency.Contender) -> int:
+    """Read from the arrays of a bfloat16 cache, the dtype the checkpoint is stored in."""
+    return Cache.dense(contender.model.config, contender.model.plan, 1, 16, jax.numpy.bfloat16).bytes_per_token
+
+
+def table(report: dict) -> str:
+    """The one table of the demo."""
+    lengths = list(report["latency"]["ttft"])
+    head = ["", "cross-entropy", "before", "KL", "agreement", "gap closed"]
+    head += [f"TTFT {n}" for n in lengths] + ["TPOT", "cache B/token"]
+    ttft, tpot = report["latency"]["ttft"], report["latency"]["tpot"]
+    decode = next(iter(tpot))
+
+    def times(name):
+        first = [f"{ttft[n][name]['ms']:.1f} ms" for n in lengths]
+        return [*first, f"{tpot[decode][name]['ms']:.2f} ms" if name in tpot[decode] else "as standard"]
+
+    teacher = f"{report['students']['swiftkv']['teacher_cross_entropy']:.4f}"
+    size = report["cache_bytes_per_token"]
+    lines = [head, ["teacher, full depth", teacher, "", "", "", "", *times("full_depth"), f"{size['standard']:,}"]]
+    lines.append(["teacher, our step", teacher, "", "", "", "", *times("standard"), f"{size['standard']:,}"])
+    for name, q in report["students"].items():
+        figures = [f"{q['cross_entropy_after']:.4f}", f"{q['cross_entropy_before']:.4f}", f"{q['kl_after']:.4f}"]
+        figures += [f"{q['agreement_after']:.3f}", f"{q['gap_closed']:.0%} ± {q['gap_closed_se']:.1%}"]
+        lines.append([STUDENTS[name][0], *figures, *times(name), f"{size[name]:,}"])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join("  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))) for line in lines)
+
+
+def plot(report: dict, path: Path) -> None:
+    """Quality on the left, time to first token on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    students = report["students"]
+    names = [STUDENTS[name][0].replace(" + ", "\n+ ") for name in students]
+    for shift, when, colour in ((-0.2, "before", "#c8553d"), (0.2, "after", "#28666e")):
+        values = [q[f"cross_entropy_{when}"] for q in students.values()]
+        bars = left.bar(np.arange(len(names)) + shift, values, 0.4, label=f"{when} distillation", color=colour)
+        left.bar_label(bars, fmt="%.2f")
+    teacher = students["swiftkv"]["teacher_cross_entropy"]
+    left.axhline(teacher, color="#222222", linestyle="--", label=f"teacher {teacher:.2f}")
+    left.set(xticks=np.arange(len(names)), xticklabels=names, ylabel="held-out cross-entropy, nats per token")
+    left.set_ylim(teacher - 0.3, None)
+    left.legend()
+    ttft = report["latency"]["ttft"]
+    labels = {"full_depth": "standard, full depth", "standard": "standard, our step"} | {n: t for n, (t, _) in STUDENTS.items()}
+    for name, label in labels.items():
+        right.plot([int(n) for n in ttft], [row[name]["ms"] for row in ttft.values()], marker="o", label=label)
+    right.set(xlabel="prompt tokens", ylabel="time to first token, ms")
+    right.set_ylim(0, None)
+    right.legend()
+    figure.savefig(path, dpi=130)
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--long", action="store_true", help="about half an hour instead of a few minutes")
+    p.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
+    args = p.parse_args()
+    try:
+        return run(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; what was done is in {args.out}", file=sys.stderr)
+        return 130
+
+
+def run(args: argparse.Namespace) -> int:
+    began, results = time.monotonic(), {}
+    for name, (title, share) in STUDENTS.items():
+        print(f"\n== {title}: convert and distil")
+        folder = args.out / name
+        shutil.rmtree(folder, ignore_errors=True)
+        changes = [f"plan.share={share}", f"name={name}", *(LONG if args.long else [])]
+        results[name] = distil(override(load_experiment(ROOT / "configs" / "tiny.py"), changes), folder)
+    experiment = load_experiment(ROOT / "configs" / "tiny.py")
+    folders = {"teacher": Path(experiment.model)} | {name: r["export"] for name, r in results.items()}
+    print("\n== generate from all three")
+    samples = generate(folders, prompts(experiment, 2, 96))
+    for sample in samples:
+        print(f"\n...{sample['prompt'][-160:]!r}")
+        for name in folders:
+            print(f"  {name:9s} {sample[name]!r}")
+    print("\n== time to first token and per output token (medians of interleaved rounds)")
+    standard = latency.load("standard", folders["teacher"])
+    contenders = [dataclasses.replace(standard, name="full_depth", full_depth=True), standard]
+    contenders += [latency.load(name, folders[name]) for name in results]
+    report = {
+        "students": {name: quality(r) | {"steps": r["steps"], "folder": str(r["export"])} for name, r in results.items()},
+        "latency": latency.measure(contenders, (256, 1024, 2048), 15, 30, [(256, 1), (2048, 16)]),
+        "cache_bytes_per_token": {c.name: bytes_per_token(c) for c in contenders[1:]},
+        "samples": samples,
+        "machine": {"processor": platform.processor() or platform.machine(), "jax": jax.__version__, "date": time.strftime("%Y-%m-%d")},
+        "seconds": time.monotonic() - began,
+    }
+    (args.out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
+    plot(report, args.out / "demo.png")
+    print("\n" + table(report))
+    print(f"\n{report['seconds']:.0f} s. Saved in {args.out}: demo.json, demo.png, and the students:")
+    for name, r in results.items():
+        print(f"  python serve.py --model {r['export']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Distillation: data, loss, step and the loop around them."""

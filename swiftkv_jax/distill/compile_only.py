@@ -1,0 +1,156 @@
+"""Compile the real training step for a chip that is not here: does it fit, and what does it communicate?
+
+It proves that the step is legal, fits and communicates as planned; it says nothing about speed.
+"""
+
+import dataclasses
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+
+from swiftkv_jax import params as weights
+from swiftkv_jax import sharding
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill import step as steps
+from swiftkv_jax.distill.config import Experiment
+from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.shapes import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A target: memory in bytes of one device, its name for the compiler, and the platform it belongs to."""
+
+    memory: float
+    name: str
+    platform: str = "tpu"
+    bandwidth: float = 0.0
+
+
+CHIPS = {
+    "v4": Chip(32 * 2**30, "v4"),
+    "v5p": Chip(95 * 2**30, "v5p"),
+    "v5e": Chip(16 * 2**30, "v5e"),
+    "v6e": Chip(32 * 2**30, "v6e"),
+    "h100": Chip(84_942_979_072, "NVIDIA H100 80GB HBM3", "cuda", 3.352e12),
+    "h200": Chip(150_000_000_000, "NVIDIA H200", "cuda", 4.8e12),
+}
+
+# Hopper as XLA:GPU's `target_config` wants it; memory, bandwidth and name differ between H100 and H200.
+_HOPPER = """gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: {bandwidth:.0f} l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: {memory:.0f} shared_memory_per_block_optin: 232448 cuda_compute_capability {{ major: 9 minor: 0 }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+device_description_str: "{name}"
+"""
+
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def topology(text: str):
+    """(chip, devices) of `v5p:2x2x4` (TPU: chips along each dimension) or `h100:1x1x8` (slices x hosts x devices).
+
+    Raises:
+      UsageError: an unknown chip, a malformed shape, or a compiler that is not installed.
+    """
+    kind, colon, shape = text.partition(":")
+    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
+        raise UsageError(
+            f"topology {text!r} is not like v5p:2x2x4 or h100:1x1x8; chips: {', '.join(CHIPS)}{suggest(kind, CHIPS)}"
+        )
+    chip = CHIPS[kind]
+    extra = {"topology_name": text} if chip.platform == "tpu" else {
+        "topology_name": kind.upper(),
+        "topology": shape,
+        "target_config": _HOPPER.format(**dataclasses.asdict(chip)),
+    }
+    try:
+        return chip, topologies.get_topology_desc(platform=chip.platform, **extra).devices
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise UsageError(
+            f"cannot describe {text}: {reason} (pip install 'swiftkv-jax[aot]' brings the compilers)"
+        ) from None
+
+
+def compile_step(experiment: Experiment, devices):
+    """The compiled train step of `experiment` on a mesh over `devices`, and its recipe; no array is made."""
+    config = experiment.architecture or ModelConfig.from_hf(experiment.model)
+    plan = experiment.plan.build(config.num_layers)
+    student = Transformer(config, plan, experiment.dtype)
+    recipe = steps.make_recipe(experiment, student, experiment.steps or 1000)
+    mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh), devices=devices)
+    state, frozen = steps.abstract_run(recipe, mesh)
+    batch = abstract_batch(experiment, mesh)
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    with jax.set_mesh(mesh):
+        step = jax.jit(partial(steps.train_step, recipe), donate_argnums=1, out_shardings=(places, None))
+        return step.lower(frozen, state, batch).compile(), recipe, mesh
+
+
+def abstract_batch(experiment: Experiment, mesh: Mesh) -> Batch:
+    """One global batch's shapes and shardings."""
+    shape = (experiment.data.batch_size, experiment.data.seq_len)
+    place = NamedSharding(mesh, sharding.spec("B .", shape, mesh))
+    dtypes = {f.name: jnp.float32 if f.name == "mask" else jnp.int32 for f in dataclasses.fields(Batch)}
+    return Batch(**{name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, dtype in dtypes.items()})
+
+
+def report(experiment: Experiment, where: str, say=print) -> int:
+    """Compile and print bytes per device, FLOPs and collectives; 0 if it fits the chip's memory, else 1."""
+    chip, devices = topology(where)
+    try:
+        compiled, recipe, mesh = compile_step(experiment, devices)
+    except UsageError:
+        raise
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+            raise
+        say(f"{where}: does not fit: {(str(error).splitlines() or [''])[0][:300]}")
+        return 1
+    memory = compiled.memory_analysis()
+    used = (
+        memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    )
+    size = " x ".join(f"{name} {extent}" for name, extent in mesh.shape.items())
+    say(f"{experiment.name} on {where}: {mesh.size} devices, mesh {size}")
+    say(f"  parameters        {weights.count(weights.weights(recipe.student.config, recipe.student.plan)) / 1e9:.3f} B")
+    say(f"  trained           {_count(recipe) / 1e6:,.1f} M")
+    say(f"  per device        arguments {_gib(memory.argument_size_in_bytes)}, temporaries {_gib(memory.temp_size_in_bytes)}")
+    say(f"  needed / memory   {_gib(used)} of {_gib(chip.memory)} ({used / chip.memory:.0%})")
+    say(f"  FLOPs per device  {_flops(compiled):.3e} (XLA's count; a loop's body may count once)")
+    say("  collectives       " + (", ".join(f"{n} {name}" for name, n in collectives(compiled.as_text()).items()) or "none"))
+    fits = used <= chip.memory
+    say("  fits" if fits else "  does NOT fit: more fsdp or tensor shards, a smaller data.batch_size, or optimizer.accumulate")
+    return 0 if fits else 1
+
+
+def collectives(hlo: str) -> dict[str, int]:
+    """How many of each collective an HLO text holds, asynchronous ones counted once."""
+    found = {name: len(re.findall(rf"= \S.*? {name}(?:-start)?\(", hlo)) for name in _COLLECTIVES}
+    return {name: n for name, n in found.items() if n}
+
+
+def _count(recipe: steps.Recipe) -> int:
+    tree: PyTree = steps.weight_trees(recipe.student, recipe.trainable)[0]
+    return weights.count(tree)
+
+
+def _flops(compiled) -> float:
+    cost = compiled.cost_analysis()
+    cost = cost[0] if isinstance(cost, list) else cost
+    return float((cost or {}).get("flops", float("nan")))
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,205 @@
+"""The data loader: batches in an order that follows from the seed alone, resumable after any of them."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numpy as np
+
+from swiftkv_jax.distill.packing import Batch, Place, Sample, assemble, fill_row
+from swiftkv_jax.distill.samples import DataConfig, Samples
+from swiftkv_jax.distill.sources import held_out
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.tokenizer import Tokenizer
+
+__all__ = ["Batch", "DataConfig", "DataLoader", "evaluation_batches", "held_out", "merge_states"]
+
+_MEASURED = 10_000  # samples that steps_per_epoch looks at
+_FUSE_STREAM = 2**64 - 1  # second word of the random key where epochs have their number
+
+
+class DataLoader:
+    """An endless iterator of `(Batch, ids)`: this process's rows of each batch, and the samples in each row.
+
+    The batch has `batch_size` lanes. The samples of all epochs form one sequence, each epoch in an order of
+    its own, a pure function of (seed, epoch); lane b packs numbers b, b + batch_size, ... of it and yields
+    one row a step. So the batches do not depend on the number of processes, and a process tokenises only
+    what its lanes pack. `ids[row][segment - 1]` is the sample of a segment.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        process_index: int = 0,
+        process_count: int = 1,
+        prefetch: int = 2,
+    ):
+        """`prefetch` batches are made ahead, by a thread; `state` counts only those handed out."""
+        if config.batch_size % process_count:
+            raise UsageError(
+                f"data.batch_size {config.batch_size} is not a multiple of the {process_count} processes"
+            )
+        share = config.batch_size // process_count
+        self.config, self.prefetch = config, prefetch
+        self.lanes = range(process_index * share, (process_index + 1) * share)
+        self.samples = Samples(config, tokenizer)
+        self._orders: dict[int, np.ndarray] = {}
+        self._ahead: collections.deque[Future] = collections.deque()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._step, self._places = 0, {lane: Place() for lane in self.lanes}
+        self._front = (self._step, self._places)
+
+    def __iter__(self) -> "DataLoader":
+        return self
+
+    def __next__(self) -> tuple[Batch, list[list[str]]]:
+        while len(self._ahead) <= self.prefetch:
+            self._ahead.append(self._worker.submit(self._produce))
+        batch, ids, (self._step, self._places) = self._ahead.popleft().result()
+        return batch, ids
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that all lanes of this process have finished."""
+        slowest = min(self._number(lane, place.cursor) for lane, place in self._places.items())
+        return slowest // len(self.samples)
+
+    def steps_per_epoch(self) -> int:
+        """Steps that one pass takes; with many samples, by the lengths of 10,000 evenly spaced ones."""
+        return self._worker.submit(self._measure).result()
+
+    def state(self) -> dict:
+        """What the next batch follows from, as JSON: the place of this process's lanes, and the config."""
+        lanes = {str(lane): [place.cursor, place.offset] for lane, place in self._places.items()}
+        return {"step": self._step, "lanes": lanes, "config": self._identity()}
+
+    def restore(self, state: dict) -> None:
+        """Go on exactly where `state` was taken, by as many processes as may be (see `merge_states`).
+
+        Raises:
+          UsageError: a state of other data or another config, or one that lacks lanes of this process.
+        """
+        try:
+            step, saved, lanes = int(state["step"]), dict(state["config"]), dict(state["lanes"])
+            places = {int(lane): Place(int(cursor), int(offset)) for lane, (cursor, offset) in lanes.items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"this is no state of a data loader: {error!r}") from error
+        mine = self._identity()
+        changed = [f"{k} {saved.get(k)!r} -> {mine.get(k)!r}" for k in mine if saved.get(k) != mine[k]]
+        if changed:
+            raise UsageError(f"the data differs from that of the saved state: {', '.join(changed)}")
+        missing = [lane for lane in self.lanes if lane not in places]
+        if missing:
+            raise UsageError(f"the saved data state lacks lanes {missing}: merge the states of all processes")
+        for future in self._ahead:
+            future.cancel()
+        wait(self._ahead)
+        self._ahead.clear()
+        self._step, self._places = step, {lane: places[lane] for lane in self.lanes}
+        self._front = (self._step, self._places)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._worker.shutdown(cancel_futures=True)
+        self._ahead.clear()
+
+    def _identity(self) -> dict:
+        """What the order and the content of batches follow from."""
+        fields = dataclasses.asdict(self.config)
+        del fields["sources"], fields["skip_bad_lines"]
+        samples = self.samples
+        return fields | {"documents": samples.documents.digest, "tokenizer": samples.tokenizer.fingerprint}
+
+    def _produce(self) -> tuple[Batch, list[list[str]], tuple[int, dict[int, Place]]]:
+        """The next batch and the state behind it; runs on the worker, which alone touches `_front`."""
+        step, places = self._front
+        rows, after, fused = [], {}, []
+        for lane in self.lanes:
+            pieces, after[lane] = fill_row(
+                lambda cursor, lane=lane: self.samples[self._index(self._number(lane, cursor))],
+                places[lane],
+                self.config.seq_len,
+                pack=self.config.pack,
+                cut_anywhere=self.config.long_documents == "fill",
+            )
+            rows.append(pieces)
+            fused.append(self._fused(lane, step))
+        self._front = (step + 1, after)
+        return assemble(rows, fused, self.config.seq_len), [[p.id for p in row] for row in rows], self._front
+
+    def _number(self, lane: int, cursor: int) -> int:
+        """Place, in the sequence of all epochs, of the sample that a lane packs as its `cursor`-th."""
+        return lane + cursor * self.config.batch_size
+
+    def _index(self, number: int) -> int:
+        """The sample at that place. Sorting raw Philox output: numpy promises that it never changes."""
+        epoch, at = divmod(number, len(self.samples))
+        if epoch not in self._orders:
+            raw = np.random.Philox(key=[self.config.seed, epoch]).random_raw(len(self.samples))
+            self._orders[epoch] = np.argsort(raw, kind="stable")
+            while len(self._orders) > 2:  # lanes are at most about an epoch apart
+                del self._orders[next(iter(self._orders))]
+        return int(self._orders[epoch][at])
+
+    def _fused(self, lane: int, step: int) -> bool:
+        if not self.config.fuse_positions:
+            return False
+        stream = np.random.Philox(key=[self.config.seed, _FUSE_STREAM], counter=[0, lane, step, 0])
+        return int(stream.random_raw(1)[0]) < self.config.fuse_positions * 2**64
+
+    def _measure(self) -> int:
+        indices = range(0, len(self.samples), -(-len(self.samples) // _MEASURED))
+        rows = len(_pack_once(self.config, self.samples, indices))
+        return math.ceil(rows * len(self.samples) / len(indices) / self.config.batch_size)
+
+
+def merge_states(states: Sequence[dict]) -> dict:
+    """The state of all processes' loaders as one, which any number of processes can restore."""
+    return {**states[0], "lanes": {lane: place for state in states for lane, place in state["lanes"].items()}}
+
+
+def evaluation_batches(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    limit: int | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> list[Batch]:
+    """Every sample of the config's split once, in order, as the same batches every time.
+
+    Args:
+      limit: at most so many batches. The last one is filled up with empty rows.
+      process_index, process_count: as in `DataLoader`: this process's rows of each batch.
+
+    Raises:
+      UsageError: an empty split (see `DataConfig`), or a batch size that the processes do not divide.
+    """
+    if config.batch_size % process_count:
+        raise UsageError(f"batch_size {config.batch_size} is not a multiple of the {process_count} processes")
+    samples, size = Samples(config, tokenizer), config.batch_size
+    rows = _pack_once(config, samples, range(len(samples)), None if limit is None else limit * size)
+    rows += [[] for _ in range(-len(rows) % size)]
+    share = size // process_count
+    starts = range(process_index * share, len(rows), size)
+    return [assemble(rows[i : i + share], [False] * share, config.seq_len) for i in starts]
+
+
+def _pack_once(
+    config: DataConfig, samples: Samples, indices: Sequence[int], limit: int | None = None
+) -> list[list[Sample]]:
+    """The rows that some samples make in this order, at most `limit`."""
+    rows, place = [], Place()
+    while place.cursor < len(indices) and (limit is None or len(rows) < limit):
+        pieces, place = fill_row(
+            lambda cursor: samples[indices[cursor]] if cursor < len(indices) else None,
+            place,
+            config.seq_len,
+            pack=config.pack,
+            cut_anywhere=config.long_documents == "fill",
+        )
+        if pieces:
+            rows.append(pieces)
+    return rows

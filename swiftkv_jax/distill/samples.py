@@ -1,0 +1,141 @@
+"""Samples: what a data config asks for, as token ids with the predictions that count."""
+
+import collections
+import dataclasses
+import datetime
+from collections.abc import Sequence
+
+import numpy as np
+
+from swiftkv_jax.distill.packing import Sample
+from swiftkv_jax.distill.sources import Document, Documents, held_out, open_documents
+from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.tokenizer import Tokenizer
+
+SPLITS = ("train", "held_out", "all")
+MASKS = ("all", "assistant")
+LONG_DOCUMENTS = ("split", "fill", "drop", "truncate")
+_CACHED_TOKENS = 1 << 24  # tokenised samples kept in memory: 80 MB
+_CHAT_DATE = datetime.date(2024, 7, 26)  # for templates that print one: data must not change from day to day
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on, and in what shape.
+
+    Attributes:
+      sources: see `open_documents`.
+      seq_len: tokens of a row. batch_size: rows of a step, over all processes.
+      pack: whole samples side by side in a row, in separate segments; otherwise one sample a row.
+      split: "train" leaves the held-out documents out, "held_out" keeps only them.
+      mask: predictions that count: of "all" tokens, or of the "assistant"'s in chats.
+      append_eos: end texts with EOS; chats end as their template does.
+      skip_bad_lines: leave broken rows out instead of stopping.
+      limit: use only the first so many samples; None for all.
+      long_documents: a sample longer than `seq_len` is "split" into pieces of `seq_len` and a rest, cut
+        wherever a row ends ("fill": no padding), dropped ("drop"), or cut short ("truncate").
+      fuse_positions: share of the rows that get one segment and running positions (ArcticTraining's
+        `fuse_positions_prob`, 0.1 in its long-context recipes).
+    """
+
+    sources: tuple[str, ...]
+    seq_len: int
+    batch_size: int
+    seed: int = 0
+    pack: bool = True
+    split: str = "all"
+    mask: str = "all"
+    append_eos: bool = True
+    skip_bad_lines: bool = False
+    limit: int | None = None
+    long_documents: str = "split"
+    fuse_positions: float = 0.0
+
+    def __post_init__(self):
+        if isinstance(self.sources, str) or not self.sources:
+            raise UsageError(f"data.sources is a tuple of at least one source, not {self.sources!r}")
+        object.__setattr__(self, "sources", tuple(self.sources))
+        for name, known in (("split", SPLITS), ("mask", MASKS), ("long_documents", LONG_DOCUMENTS)):
+            value = getattr(self, name)
+            if value not in known:
+                near = suggest(str(value), known)
+                raise UsageError(f"data.{name} must be one of {', '.join(known)}, not {value!r}{near}")
+        if self.seq_len < 2:
+            raise UsageError(f"data.seq_len must be at least 2, a token and its target, not {self.seq_len}")
+        if self.batch_size < 1:
+            raise UsageError(f"data.batch_size must be at least 1, not {self.batch_size}")
+        if not 0 <= self.seed < 2**64:
+            raise UsageError(f"data.seed must be in [0, 2^64), not {self.seed}")
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"data.limit must be at least 1, or None for all samples, not {self.limit}")
+        if not 0 <= self.fuse_positions <= 1:
+            raise UsageError(f"data.fuse_positions is a probability, not {self.fuse_positions}")
+        if self.fuse_positions and not self.pack:
+            raise UsageError("data.fuse_positions needs data.pack=True: one sample has nothing to fuse with")
+
+
+class Samples(Sequence):
+    """The samples of a config: its split of the documents, tokenised when asked for; the latest are kept."""
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer):
+        if config.append_eos and not tokenizer.eos_ids:
+            raise UsageError(f"the tokenizer of {tokenizer.name} has no EOS token: set data.append_eos=False")
+        self.config, self.tokenizer = config, tokenizer
+        self.documents = open_documents(config.sources, config.skip_bad_lines)
+        self.indices = _select(self.documents, config)
+        self._cache: collections.OrderedDict[int, Sample] = collections.OrderedDict()
+        self._cached = 0
+        if not any(len(self[index]) for index in range(len(self))):
+            dropped = config.long_documents == "drop"
+            reason = f"longer than data.seq_len {config.seq_len}" if dropped else "empty"
+            raise UsageError(f"every sample of {', '.join(config.sources)} is {reason}")
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = self._cache.pop(index, None)
+        if sample is None:
+            sample = self._tokenise(index)
+            self._cached += len(sample)
+        self._cache[index] = sample
+        while self._cached > _CACHED_TOKENS and len(self._cache) > 1:
+            self._cached -= len(self._cache.popitem(last=False)[1])
+        return sample
+
+    def _tokenise(self, index: int) -> Sample:
+        document = self.documents[self.indices[index]]
+        ids, learn = self._encode(document)
+        sample = Sample(document.id, np.asarray(ids, np.int32), np.asarray(learn, bool))
+        if len(sample) <= self.config.seq_len or self.config.long_documents in ("split", "fill"):
+            return sample
+        return sample.cut(0, self.config.seq_len if self.config.long_documents == "truncate" else 0)
+
+    def _encode(self, document: Document) -> tuple[list[int], list[bool]]:
+        if document.messages:
+            if self.config.mask == "assistant":
+                return self.tokenizer.assistant_mask(document.messages, _CHAT_DATE)
+            ids = self.tokenizer.encode_chat(document.messages, False, _CHAT_DATE)
+            return ids, [True] * len(ids)
+        if not document.text:
+            return [], []
+        if self.config.mask == "assistant":
+            raise UsageError(f'data.mask="assistant" needs chats, and document {document.id} is a text')
+        ids = self.tokenizer.encode(document.text)
+        if self.config.append_eos and ids[-1] not in self.tokenizer.eos_ids:
+            ids = [*ids, self.tokenizer.eos_ids[0]]
+        return ids, [True] * len(ids)
+
+
+def _select(documents: Documents, config: DataConfig) -> Sequence[int]:
+    """Indices of the documents in the split, in order, up to the limit."""
+    indices: Sequence[int] = range(len(documents))
+    if config.split != "all":
+        wanted = config.split == "held_out"
+        indices = [i for i in indices if held_out(documents[i].id) == wanted]
+    if not indices:
+        raise UsageError(
+            f'split "{config.split}" of {", ".join(config.sources)} is empty: of {len(documents)} documents '
+            'about 1 in 20 is held out; split="all" uses every one'
+        )
+    return indices[: config.limit]

@@ -1,0 +1,128 @@
+"""Experiment files, `--set`, and the recipes against the paper's trainable shares."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+
+from swiftkv_jax import params as weights
+from swiftkv_jax import sharding
+from swiftkv_jax.distill import step as steps
+from swiftkv_jax.distill.config import Experiment, load_experiment, override
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import Transformer
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+PUBLISHED = sorted(p.stem for p in CONFIGS.glob("*.py") if p.stem not in ("tiny", "demo_teacher"))
+
+# Total parameters in billions (model cards), and trained ones by the paper's rule, worked out by hand:
+# (L - split) * (D*N*H + 2*D*K*H) + D, plus q, k and v biases where the family has them.
+SIZES = {
+    "llama8b": (8.030, 16 * (4096 * 4096 + 2 * 4096 * 1024) + 4096),
+    "llama70b": (70.554, 40 * (8192 * 8192 + 2 * 8192 * 1024) + 8192),
+    "llama405b": (405.853, 63 * (16384 * 16384 + 2 * 16384 * 1024) + 16384),
+    "llama3_2_3b": (3.213, 11 * (3072 * 3072 + 2 * 3072 * 1024) + 3072),
+    "mistral_small": (22.247, 28 * (6144 * 6144 + 2 * 6144 * 1024) + 6144),
+    "qwen2_5_14b": (14.770, 12 * (5120 * 5120 + 2 * 5120 * 1024 + 5120 + 2 * 1024) + 5120),
+}
+
+
+def test_every_published_recipe_is_in_the_table():
+    assert sorted(SIZES) == PUBLISHED
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_recipe_trains_the_papers_share(name):
+    experiment = load_experiment(CONFIGS / f"{name}.py")
+    plan = experiment.plan.build(experiment.architecture.num_layers)
+    student = Transformer(experiment.architecture, plan, experiment.dtype)
+    recipe = steps.make_recipe(experiment, student, 10)
+    mesh = sharding.make_mesh(fsdp=-1, devices=jax.devices()[:1])
+    state, frozen = steps.abstract_run(recipe, mesh)
+    billions, trained = SIZES[name]
+    total = weights.count(weights.weights(experiment.architecture, plan))
+    assert total / 1e9 == pytest.approx(billions, abs=1e-3)
+    assert weights.count(state.trainable) == trained
+    assert trained / total < 0.10  # section 3.4: "typically <10% of the total"
+    teacher_copies = weights.count(frozen["teacher"]) + weights.count({n: p for n, p in frozen.items() if n != "teacher"})
+    assert teacher_copies > total - trained
+
+
+def test_llama8b_trains_402_7_million_of_8_03_billion():
+    assert SIZES["llama8b"][1] == pytest.approx(402.7e6, abs=1e5)
+    assert SIZES["llama8b"][1] / 8.03e9 == pytest.approx(0.050, abs=5e-4)
+
+
+@pytest.fixture
+def tiny() -> Experiment:
+    return load_experiment(CONFIGS / "tiny.py")
+
+
+def test_set_changes_one_field_and_nothing_else(tiny):
+    changed = override(tiny, ["optimizer.learning_rate=1e-5", "plan.share=2", "data.sources=('a.jsonl','b.txt')", "name=x"])
+    assert changed.optimizer.learning_rate == 1e-5 and changed.plan.share == 2
+    assert changed.data.sources == ("a.jsonl", "b.txt") and changed.name == "x"
+    back = dataclasses.replace(
+        changed,
+        optimizer=tiny.optimizer,
+        plan=tiny.plan,
+        name=tiny.name,
+        data=dataclasses.replace(changed.data, sources=tiny.data.sources),
+    )
+    assert back == tiny
+
+
+@pytest.mark.parametrize(
+    "assignment, message",
+    [
+        ("optimizer.lr=1", "unknown key 'optimizer.lr'"),
+        ("optimiser.clip=1", "did you mean 'optimizer'"),
+        ("los.temperature=1", "did you mean 'loss'"),
+        ("steps.x=1", "steps has no fields"),
+        ("steps=ten", "steps must be int, not 'ten'"),
+        ("steps=1.5", "steps must be int"),
+        ("remat=1", "remat must be bool"),
+        ("data.sources=[1]", "data.sources must be"),
+        ("steps", "--set takes key=value"),
+        ("trainable=qkv", "trainable must be one of"),
+        ("loss.temperature=0", "loss.temperature must be positive"),
+        ("optimizer.warmup=1.5", "warmup is a share"),
+        ("optimizer.accumulate=3", "is not a multiple of optimizer.accumulate 3"),
+        ("trainable=all", "plain language-model training"),
+    ],
+)
+def test_a_bad_assignment_names_the_way_out(tiny, assignment, message):
+    with pytest.raises(UsageError, match=message):
+        override(tiny, [assignment])
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("config = 1", "must define `config = Experiment"),
+        ("import nothing_at_all", "ModuleNotFoundError"),
+        ("from swiftkv_jax.distill.config import PlanConfig\nPlanConfig(init='x')", "plan.init must be one of"),
+    ],
+)
+def test_a_bad_config_file_is_one_line(tmp_path, text, message):
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message) as caught:
+        load_experiment(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_config_file_is_named():
+    with pytest.raises(UsageError, match=r"nowhere\.py does not exist"):
+        load_experiment("nowhere.py")
+
+
+@pytest.mark.parametrize("split", [0, 9, -1])
+def test_a_split_outside_the_model_is_refused(tiny, split):
+    if split:
+        with pytest.raises(UsageError, match=r"split must be in \[1, 8\]"):
+            override(tiny, [f"plan.split={split}"]).plan.build(8)
+    else:
+        with pytest.raises(UsageError, match="give model and plan.split"):
+            override(tiny, ["plan.split=0"])

@@ -1,0 +1,196 @@
+"""The training step against separate models, naive losses and itself cut into micro-batches."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill import step as steps
+from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
+from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.model import Transformer, forward, logits
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.surgery import to_swiftkv
+
+CONFIG = ModelConfig(
+    vocab_size=61, hidden_size=32, intermediate_size=40, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=12, qkv_bias=True
+)
+
+
+def teacher_of(seed: int = 0, config: ModelConfig = CONFIG):
+    model = Transformer(config, KVPlan.standard(config.num_layers))
+    params = model.init(jax.random.key(seed), jnp.zeros((1, 2), jnp.int32))["params"]
+    noise = iter(jax.random.split(jax.random.key(seed + 1), len(jax.tree.leaves(params))))
+    return model, jax.tree.map(lambda x: x + 0.2 * jax.random.normal(next(noise), x.shape), params)
+
+
+def packed_batch(rows: int = 4, length: int = 21) -> Batch:
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(0, 61, (rows, length)).astype(np.int32)
+    cut = rng.integers(5, length - 5, rows)
+    index = np.arange(length)
+    second = index >= cut[:, None]
+    segments = np.where(second, 2, 1).astype(np.int32)
+    segments[:, -3:] = 0
+    positions = np.where(second, index - cut[:, None], index).astype(np.int32)
+    targets = np.roll(tokens, -1, axis=1)
+    same = np.roll(segments, -1, axis=1) == segments
+    mask = (same & (segments > 0) & (rng.random((rows, length)) < 0.8)).astype(np.float32)
+    arrays = {"tokens": tokens, "targets": targets, "positions": positions, "segments": segments, "mask": mask}
+    return Batch(**{name: jnp.asarray(x) for name, x in arrays.items()})
+
+
+def recipe_of(student, trainable="swiftkv", loss=None, **changes):
+    optimizer = OptimizerConfig(learning_rate=1e-2, warmup=0.0, schedule="constant", **changes)
+    return steps.Recipe(student, loss or LossConfig(), optimizer, 10, trainable, remat=True)
+
+
+def prepared(trainable="swiftkv", split=2, share=2, loss=None, **changes):
+    teacher, params = teacher_of()
+    plan = KVPlan.swiftkv(5, split, share)
+    student, trained, frozen = steps.prepare(teacher, params, plan, "fold", trainable)
+    return teacher, params, recipe_of(student, trainable, loss, **changes), trained, frozen
+
+
+def naive(teacher, params, recipe, trained, frozen, batch):
+    """Loss from two whole, separate forward passes with all logits at once."""
+    merged = steps.merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
+
+    def full(model, params):
+        return logits(model, params, forward(model, params, batch.tokens, batch.positions, batch.segments))
+
+    tau = recipe.loss.temperature
+    want = jax.nn.log_softmax(full(teacher, params) / tau)
+    got = jax.nn.log_softmax(full(recipe.student, merged) / tau)
+    kl = jnp.sum(jnp.exp(want) * (want - got), -1) * batch.mask
+    return tau**2 * kl.sum() / batch.mask.sum()
+
+
+@pytest.mark.parametrize("trainable", ["swiftkv", "upper"])
+@pytest.mark.parametrize("split, share", [(2, 2), (3, 1), (4, 1), (1, 3)])
+def test_shared_lower_half_gives_the_loss_and_gradients_of_two_models(trainable, split, share):
+    teacher, params, recipe, trained, frozen = prepared(trainable, split, share)
+    batch = packed_batch()
+    totals = (batch.mask.sum(), 1.0)
+    ours = jax.jit(jax.value_and_grad(lambda t: steps.batch_loss(recipe, t, frozen, batch, totals)[0]))
+    plain = jax.jit(jax.value_and_grad(lambda t: naive(teacher, params, recipe, t, frozen, batch)))
+    (got, grads), (want, expected) = ours(trained), plain(trained)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), grads, expected)
+
+
+def test_reference_reduction_counts_masked_positions():
+    *_, recipe, trained, frozen = prepared(loss=LossConfig(reduction="reference"))
+    batch = packed_batch()
+    state = steps.init_state(recipe, trained, 0)
+    _, metrics = jax.jit(partial(steps.train_step, recipe))(frozen, state, batch)
+    mean = dataclasses.replace(recipe, loss=LossConfig())
+    _, other = jax.jit(partial(steps.train_step, mean))(frozen, state, batch)
+    np.testing.assert_allclose(metrics["loss"] * batch.mask.size, other["loss"] * batch.mask.sum(), rtol=1e-5)
+
+
+def test_hidden_loss_compares_the_streams_entering_the_last_layer():
+    """Hugging Face's `hidden_states[-2]`: what layer L-1 reads, not what it writes."""
+    teacher, params, recipe, trained, frozen = prepared(loss=LossConfig(kl_weight=0.0, hidden_weight=1.0))
+    batch = packed_batch()
+    short = dataclasses.replace(CONFIG, num_layers=4, windows=())
+    stacks = steps.standard_stacks(params)
+    without_last = jax.tree.map(lambda x: x[:4], stacks)
+    from swiftkv_jax.model import embed, own_rows, place
+
+    at, segments = place(teacher, batch.tokens, batch.positions, batch.segments)
+    want, _ = own_rows(short, without_last, 0, embed(teacher, params, batch.tokens), at, segments)
+    (_, got), (_, teachers) = jax.jit(partial(steps.hidden_states, recipe))(trained, frozen, batch)
+    np.testing.assert_allclose(teachers, want, atol=1e-5)
+    real = (batch.segments > 0)[..., None]
+    mse = ((np.asarray(got - want) ** 2) * real).sum() / (real.sum() * CONFIG.hidden_size)
+    totals = (batch.mask.sum(), (batch.segments > 0).sum())
+    value, _ = jax.jit(partial(steps.batch_loss, recipe))(trained, frozen, batch, totals)
+    np.testing.assert_allclose(value, mse, rtol=1e-5)
+
+
+@pytest.mark.parametrize("trainable", ["swiftkv", "upper", "all"])
+def test_micro_batches_add_up_to_the_batch(trainable):
+    loss = LossConfig(kl_weight=0.0, lm_weight=1.0) if trainable == "all" else LossConfig(hidden_weight=0.5, lm_weight=0.5)
+    *_, recipe, trained, frozen = prepared(trainable, loss=loss)
+    batch = packed_batch()
+    state = steps.init_state(recipe, trained, 0)
+    cut = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, accumulate=2))
+    one, metrics = jax.jit(partial(steps.train_step, recipe))(frozen, state, batch)
+    two, again = jax.jit(partial(steps.train_step, cut))(frozen, state, batch)
+    np.testing.assert_allclose(metrics["loss"], again["loss"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["grad_norm"], again["grad_norm"], rtol=1e-4)
+    moments = jax.tree.leaves(one.optimizer), jax.tree.leaves(two.optimizer)
+    for a, b in zip(*moments, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_what_trains_is_exactly_the_papers_list():
+    teacher, params, recipe, trained, frozen = prepared()
+    names = {"/".join(str(k.key) for k in path) for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0]}
+    assert names == {
+        "fill/norm_swiftkv",
+        *(f"fill/{m}_proj/{leaf}" for m in "kv" for leaf in ("kernel", "bias")),
+        "upper/q_proj/kernel",
+        "upper/q_proj/bias",
+    }
+    before = [np.asarray(x).copy() for x in jax.tree.leaves(frozen)]
+    state, _ = jax.jit(partial(steps.train_step, recipe))(frozen, steps.init_state(recipe, trained, 0), packed_batch())
+    assert all(np.array_equal(a, b) for a, b in zip(before, jax.tree.leaves(frozen), strict=True))
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.trainable))
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), state.trainable, trained)
+    still = [path for path, m in jax.tree_util.tree_flatten_with_path(moved)[0] if not m]
+    assert [path[1].key for path in still] in ([], ["k_proj"])  # a key bias shifts all scores of a query alike
+
+
+def test_student_shares_the_teachers_arrays():
+    """Under the frozen tree, what teacher and student have in common exists once."""
+    *_, frozen = prepared()
+    layers, _ = frozen["teacher"]
+    assert all(layers[n]["kernel"] is frozen["upper"][n]["kernel"] for n in ("o_proj", "gate_proj", "up_proj", "down_proj"))
+
+
+def test_evaluation_is_the_models_own():
+    teacher, params, recipe, trained, frozen = prepared(split=3)
+    batch = packed_batch()
+    merged = steps.merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
+    sums = jax.jit(partial(steps.evaluate_batch, recipe))(frozen, trained, batch)
+
+    @partial(jax.jit, static_argnums=0)
+    def ce(model, params):
+        lg = logits(model, params, forward(model, params, batch.tokens, batch.positions, batch.segments))
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(lg), batch.targets[..., None], -1)[..., 0]
+        return -(chosen * batch.mask).sum(1), jnp.argmax(lg, -1)
+
+    teachers, best = ce(teacher, params)
+    students, chosen = ce(recipe.student, merged)
+    np.testing.assert_allclose(sums["teacher"], teachers, rtol=1e-5)
+    np.testing.assert_allclose(sums["student"], students, rtol=1e-5)
+    np.testing.assert_allclose(sums["agree"], ((best == chosen) * batch.mask).sum(1))
+
+
+def test_folded_start_is_nearer_the_teacher_when_gains_are_spread():
+    """Why `init="fold"` is the default: input-norm gains over a factor of e either way."""
+    teacher, params = teacher_of(5)
+    gains = jnp.exp(jax.random.normal(jax.random.key(9), (5, CONFIG.hidden_size)))
+    params["lower"]["input_norm"], params["upper"]["input_norm"] = gains[:4], gains[4:]
+    tokens = jax.random.randint(jax.random.key(1), (4, 40), 0, 61)
+    want = jax.nn.log_softmax(teacher.apply({"params": params}, tokens))
+    for share in (1, 3):
+        kl = {}
+        for init in ("fold", "copy"):
+            student, tree = to_swiftkv(teacher, params, KVPlan.swiftkv(5, 2, share), init)
+            got = jax.nn.log_softmax(student.apply({"params": tree}, tokens))
+            kl[init] = float(jnp.mean(jnp.sum(jnp.exp(want) * (want - got), -1)))
+        assert kl["fold"] < kl["copy"], kl
+
+
+def test_schedule_warms_up_and_decays():
+    linear = steps.schedule(OptimizerConfig(learning_rate=1.0, warmup=0.1, schedule="linear"), 100)
+    np.testing.assert_allclose([linear(0), linear(5), linear(10), linear(55), linear(100)], [0, 0.5, 1, 0.5, 0], atol=1e-6)
+    cosine = steps.schedule(OptimizerConfig(learning_rate=1.0, warmup=0.0, schedule="cosine", final_share=0.1), 100)
+    np.testing.assert_allclose([cosine(0), cosine(50), cosine(100)], [1, 0.55, 0.1], atol=1e-6)

@@ -1,0 +1,88 @@
+"""Run in a process of its own with 8 virtual CPU devices: training and generation on meshes against one device."""
+
+import json
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax import params as weights
+from swiftkv_jax import sharding
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill import step as steps
+from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
+from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+
+CONFIG = ModelConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
+)
+PLAN = KVPlan.swiftkv(4, 2, 2)
+
+
+def teacher():
+    model = Transformer(CONFIG, KVPlan.standard(4))
+    params = weights.init(CONFIG, model.plan, jax.random.key(0))
+    return model, jax.tree.map(lambda x: x * 8 if x.ndim > 2 else x, params)
+
+
+def batch() -> Batch:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (8, 24)).astype(np.int32)
+    segments = np.where(np.arange(24) < rng.integers(6, 20, (8, 1)), 1, 2).astype(np.int32)
+    starts = np.argmax(segments == 2, axis=1)[:, None]
+    positions = np.where(segments == 2, np.arange(24) - starts, np.arange(24)).astype(np.int32)
+    mask = (rng.random((8, 24)) < 0.7).astype(np.float32)
+    return Batch(tokens=tokens, targets=np.roll(tokens, -1, 1), positions=positions, segments=segments, mask=mask)
+
+
+def trained(mesh, trainable: str):
+    """Parameters and metrics after three steps."""
+    student, tree, frozen = steps.prepare(*teacher(), PLAN, "fold", trainable)
+    loss = LossConfig(kl_weight=0.0, lm_weight=1.0) if trainable == "all" else LossConfig(hidden_weight=0.3, chunk_mib=0.01)
+    recipe = steps.Recipe(student, loss, OptimizerConfig(learning_rate=1e-3, warmup=0.0), 10, trainable, remat=True)
+    with jax.set_mesh(mesh):
+        places = jax.tree.map(lambda leaf: leaf.sharding, steps.abstract_run(recipe, mesh))
+        state = jax.device_put(steps.init_state(recipe, tree, 0), places[0])
+        frozen = jax.device_put(frozen, places[1])
+        rows = jax.sharding.NamedSharding(mesh, sharding.spec("B ."))
+        data = jax.tree.map(partial(jax.device_put, device=rows), batch())
+        step = jax.jit(partial(steps.train_step, recipe), out_shardings=(places[0], None))
+        for _ in range(3):
+            state, metrics = step(frozen, state, data)
+    split = sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state.trainable))
+    return jax.device_get((state.trainable, metrics)), split
+
+
+def generated(mesh):
+    student, tree, frozen = steps.prepare(*teacher(), PLAN, "fold", "swiftkv")
+    params = steps.merge(tree, {n: p for n, p in frozen.items() if n != "teacher"})
+    place = jax.tree.map(lambda leaf: leaf.sharding, weights.abstract(CONFIG, PLAN, jnp.float32, mesh))
+    llm = LLM.from_model(student, jax.device_put(params, place), mesh=mesh)
+    prompts = [list(range(1, n)) for n in (5, 17, 2, 9)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+def main() -> None:
+    one = sharding.make_mesh(devices=jax.devices()[:1])
+    report = {}
+    alone = {kind: trained(one, kind)[0] for kind in ("swiftkv", "all")}
+    tokens = generated(one)
+    for shape in ((8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)):
+        mesh = sharding.make_mesh(*shape)
+        for kind, want in alone.items():
+            got, split = trained(mesh, kind)
+            worst = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), got, want)
+            report[f"{kind} {shape}"] = {"worst": max(jax.tree.leaves(worst)), "split": split}
+        report[f"generate {shape}"] = {"same": generated(mesh) == tokens}
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
