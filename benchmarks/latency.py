@@ -135,8 +135,9 @@ def matmul_rate(size: int = 1024, rounds: int = 5) -> float:
 
 
 def prompt_flops(c: Contender, length: int) -> float:
-    """FLOPs of a prompt by the plan: every token's share, at the mean context of causal attention."""
-    table = flops_table(c.model.config, None if c.full_depth else c.model.plan, context=length)
+    """FLOPs of a prompt's tokens in the layers that run; the head, for one token, is left out."""
+    layers = c.model.config.num_layers if c.full_depth else c.model.plan.depth
+    table = flops_table(c.model.config, c.model.plan, context=length, layers=layers)
     return (table["total"] - table["vocab"]) * 1e9 * length
 
 

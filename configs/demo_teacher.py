@@ -4,7 +4,7 @@ Two phases, the second at the demo's full context of 2048 positions:
 
     python train.py --config configs/demo_teacher.py --out runs/demo_teacher
     python train.py --config configs/demo_teacher.py --out runs/demo_teacher_2048 \
-        --set model=runs/demo_teacher/export --set steps=120 --set data.seq_len=2048 --set data.batch_size=2 \
+        --set model=runs/demo_teacher/export --set steps=100 --set data.seq_len=2048 --set data.batch_size=2 \
         --set data.seed=1 --set optimizer.learning_rate=6e-4
 
 The export of the second is demo/teacher. See demo/README.md for what it reached, on what machine, in what time.

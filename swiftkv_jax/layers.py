@@ -9,6 +9,7 @@ from swiftkv_jax.config import ModelConfig, RopeConfig
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Angles, Array, Bool, Float, Hidden, Int, KeyValues, PyTree, Queries
 
+_SPANS = 4  # of a long sequence's queries, each with its own static number of keys
 MASKED = -1e30  # finite: a row with nothing to see gives an average, never NaN
 
 
@@ -147,17 +148,31 @@ def causal_attention(
 
     A query sees keys of its own segment, at or before it, fewer than `window` tokens back.
     """
-    scale = q.shape[-1] ** -0.5
+    length, scale = q.shape[1], q.shape[-1] ** -0.5
 
-    def one(start: int, stop: int, q, k, v):
-        back = jnp.arange(start, stop)[:, None] - jnp.arange(stop)[None, :]
+    def one(start, q, k, v):
+        """Queries [start, start + len(q)) against the first len(k) keys."""
+        stop = k.shape[1]
+        at = start + jnp.arange(q.shape[1])
+        back = at[:, None] - jnp.arange(stop)
         near = (back >= 0) & (back < window)
-        mask = near[None] & (segments[:, start:stop, None] == segments[:, None, :stop])
-        return attention(q[:, start:stop], k[:, :stop], v[:, :stop], mask, scale)
+        own = jnp.take(segments, jnp.minimum(at, length - 1), axis=1)
+        return attention(q, k, v, near & (own[:, :, None] == segments[:, None, :stop]), scale)
 
-    length = q.shape[1]
     if length <= block:
-        return one(0, length, q, k, v)
-    checkpointed = jax.checkpoint(one, static_argnums=(0, 1))  # one block's scores at a time, backwards too
-    spans = [(start, min(start + block, length)) for start in range(0, length, block)]
-    return jnp.concatenate([checkpointed(*span, q, k, v) for span in spans], axis=1)
+        return one(0, q, k, v)
+    # A few spans written out, so that early queries skip late keys; inside one, a loop over blocks, whose
+    # scores are made again in the backward pass: one block's exist at a time.
+    size = block * -(-length // (_SPANS * block))
+    checkpointed = jax.checkpoint(one, prevent_cse=False)
+    spans = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        pieces = -(-(stop - start) // block)
+        cut = jnp.pad(q[:, start:stop], ((0, 0), (0, pieces * block - (stop - start)), (0, 0), (0, 0)))
+        cut = jnp.moveaxis(cut.reshape(cut.shape[0], pieces, block, *cut.shape[2:]), 1, 0)
+        first = start + block * jnp.arange(pieces)
+        keys, values = k[:, :stop], v[:, :stop]
+        out = jax.lax.map(lambda x, keys=keys, values=values: checkpointed(*x, keys, values), (first, cut))
+        spans.append(jnp.moveaxis(out, 0, 1).reshape(q.shape[0], pieces * block, *out.shape[3:])[:, : stop - start])
+    return jnp.concatenate(spans, axis=1)

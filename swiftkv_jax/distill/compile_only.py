@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from swiftkv_jax import params as weights
 from swiftkv_jax import sharding
+from swiftkv_jax.analysis import flops
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import Experiment
@@ -23,23 +24,14 @@ from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import PyTree
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """A target: memory in bytes of one device, its name for the compiler, and the platform it belongs to."""
-
-    memory: float
-    name: str
-    platform: str = "tpu"
-    bandwidth: float = 0.0
-
-
+# Chip -> (the compiler's platform, JAX's device kind: the key of the tables in analysis/flops.py).
 CHIPS = {
-    "v4": Chip(32 * 2**30, "v4"),
-    "v5p": Chip(95 * 2**30, "v5p"),
-    "v5e": Chip(16 * 2**30, "v5e"),
-    "v6e": Chip(32 * 2**30, "v6e"),
-    "h100": Chip(84_942_979_072, "NVIDIA H100 80GB HBM3", "cuda", 3.352e12),
-    "h200": Chip(150_000_000_000, "NVIDIA H200", "cuda", 4.8e12),
+    "v4": ("tpu", "TPU v4"),
+    "v5p": ("tpu", "TPU v5"),
+    "v5e": ("tpu", "TPU v5 lite"),
+    "v6e": ("tpu", "TPU v6 lite"),
+    "h100": ("cuda", "NVIDIA H100 80GB HBM3"),
+    "h200": ("cuda", "NVIDIA H200"),
 }
 
 # Hopper as XLA:GPU's `target_config` wants it; memory, bandwidth and name differ between H100 and H200.
@@ -58,25 +50,25 @@ _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "col
 
 
 def topology(text: str):
-    """(chip, devices) of `v5p:2x2x4` (TPU: chips along each dimension) or `h100:1x1x8` (slices x hosts x devices).
+    """(device kind, devices) of `v5p:2x2x4` (TPU: chips along each dimension) or `h100:1x1x8` (slices x hosts x devices).
 
     Raises:
       UsageError: an unknown chip, a malformed shape, or a compiler that is not installed.
     """
-    kind, colon, shape = text.partition(":")
-    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
+    chip, _, shape = text.partition(":")
+    if chip not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
         raise UsageError(
-            f"topology {text!r} is not like v5p:2x2x4 or h100:1x1x8; chips: {', '.join(CHIPS)}{suggest(kind, CHIPS)}"
+            f"topology {text!r} is not like v5p:2x2x4 or h100:1x1x8; chips: {', '.join(CHIPS)}{suggest(chip, CHIPS)}"
         )
-    chip = CHIPS[kind]
-    extra = {"topology_name": text} if chip.platform == "tpu" else {
-        "topology_name": kind.upper(),
-        "topology": shape,
-        "target_config": _HOPPER.format(**dataclasses.asdict(chip)),
-    }
+    platform, kind = CHIPS[chip]
+    if platform == "tpu":
+        target = {"topology_name": text}
+    else:
+        description = _HOPPER.format(name=kind, memory=flops.HBM_BYTES[kind], bandwidth=flops.HBM_BANDWIDTH[kind])
+        target = {"topology_name": chip.upper(), "topology": shape, "target_config": description}
     try:
-        return chip, topologies.get_topology_desc(platform=chip.platform, **extra).devices
-    except Exception as error:
+        return kind, topologies.get_topology_desc(platform=platform, **target).devices
+    except Exception as error:  # compilers raise many kinds; to the user they are one: not available
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UsageError(
             f"cannot describe {text}: {reason} (pip install 'swiftkv-jax[aot]' brings the compilers)"
@@ -108,7 +100,8 @@ def abstract_batch(experiment: Experiment, mesh: Mesh) -> Batch:
 
 def report(experiment: Experiment, where: str, say=print) -> int:
     """Compile and print bytes per device, FLOPs and collectives; 0 if it fits the chip's memory, else 1."""
-    chip, devices = topology(where)
+    kind, devices = topology(where)
+    capacity = flops.HBM_BYTES[kind]
     try:
         compiled, recipe, mesh = compile_step(experiment, devices)
     except UsageError:
@@ -127,10 +120,10 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     say(f"  parameters        {weights.count(weights.weights(recipe.student.config, recipe.student.plan)) / 1e9:.3f} B")
     say(f"  trained           {_count(recipe) / 1e6:,.1f} M")
     say(f"  per device        arguments {_gib(memory.argument_size_in_bytes)}, temporaries {_gib(memory.temp_size_in_bytes)}")
-    say(f"  needed / memory   {_gib(used)} of {_gib(chip.memory)} ({used / chip.memory:.0%})")
+    say(f"  needed / memory   {_gib(used)} of {_gib(capacity)} ({used / capacity:.0%})")
     say(f"  FLOPs per device  {_flops(compiled):.3e} (XLA's count; a loop's body may count once)")
     say("  collectives       " + (", ".join(f"{n} {name}" for name, n in collectives(compiled.as_text()).items()) or "none"))
-    fits = used <= chip.memory
+    fits = used <= capacity
     say("  fits" if fits else "  does NOT fit: more fsdp or tensor shards, a smaller data.batch_size, or optimizer.accumulate")
     return 0 if fits else 1
 

@@ -138,7 +138,7 @@ class DataLoader:
         """The sample at that place. Sorting raw Philox output: numpy promises that it never changes."""
         epoch, at = divmod(number, len(self.samples))
         if epoch not in self._orders:
-            raw = np.random.Philox(key=[self.config.seed, epoch]).random_raw(len(self.samples))
+            raw = _philox(self.config.seed, epoch).random_raw(len(self.samples))
             self._orders[epoch] = np.argsort(raw, kind="stable")
             while len(self._orders) > 2:  # lanes are at most about an epoch apart
                 del self._orders[next(iter(self._orders))]
@@ -147,13 +147,20 @@ class DataLoader:
     def _fused(self, lane: int, step: int) -> bool:
         if not self.config.fuse_positions:
             return False
-        stream = np.random.Philox(key=[self.config.seed, _FUSE_STREAM], counter=[0, lane, step, 0])
+        stream = _philox(self.config.seed, _FUSE_STREAM, lane, step)
         return int(stream.random_raw(1)[0]) < self.config.fuse_positions * 2**64
 
     def _measure(self) -> int:
         indices = range(0, len(self.samples), -(-len(self.samples) // _MEASURED))
         rows = len(_pack_once(self.config, self.samples, indices))
         return math.ceil(rows * len(self.samples) / len(indices) / self.config.batch_size)
+
+
+def _philox(seed: int, stream: int, *place: int) -> np.random.Philox:
+    """Random bits that are a pure function of the arguments, each below 2^64."""
+    counter = np.zeros(4, np.uint64)
+    counter[1 : 1 + len(place)] = place
+    return np.random.Philox(key=np.array([seed, stream], np.uint64), counter=counter)
 
 
 def merge_states(states: Sequence[dict]) -> dict:

@@ -117,7 +117,9 @@ class Run:
     def _progress(self) -> Progress:
         e, student = self.experiment, self.recipe.student
         if self.recipe.has_teacher:
-            per_token = flops.training_flops_per_token(student.config, student.plan, e.data.seq_len, shared_lower=True)
+            per_token = flops.training_flops_per_token(
+                student.config, student.plan, e.data.seq_len, shared_lower=True, trainable=e.trainable
+            )
         else:
             per_token = flops.full_training_flops_per_token(student.config, e.data.seq_len)
         peak = flops.PEAK_FLOPS.get(jax.devices()[0].device_kind)

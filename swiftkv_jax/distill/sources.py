@@ -119,7 +119,7 @@ class HubDocuments(Sequence):
 class Documents(Sequence):
     """Several sources one after the other."""
 
-    def __init__(self, parts: Sequence[Sequence[Document]]):
+    def __init__(self, parts: Sequence[Sequence]):
         self.parts = [part for part in parts if len(part)]
         self.ends = [0]
         for part in self.parts:
@@ -185,7 +185,8 @@ def _read_local(source: str, bad: list[str]) -> Iterator[Document]:
     elif root.is_file():
         paths, names = [root], [root.name]
     else:
-        raise UsageError(f"source {source} does not exist; a dataset of the hub is written hf://{source}")
+        hint = f"; a hub dataset is written hf://{source}" if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else ""
+        raise UsageError(f"source {source} does not exist{hint}")
     for path, name in zip(paths, names, strict=True):
         kind = _kind(path)
         if kind is None:

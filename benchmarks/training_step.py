@@ -1,0 +1,102 @@
+"""One distillation step with the lower half shared, against two separate forward passes: interleaved, side by side.
+
+    python -m benchmarks.training_step --model demo/teacher
+
+The two-forward step is what the reference does: the whole teacher, then the whole student. Same loss, same chunks,
+same optimiser; the two losses are compared before anything is timed. The floor is the ratio of counted FLOPs.
+"""
+
+import argparse
+import json
+import statistics
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.latency import interleaved
+from swiftkv_jax.analysis.flops import training_flops_per_token
+from swiftkv_jax.checkpoint.hf import from_pretrained
+from swiftkv_jax.distill import loss as losses
+from swiftkv_jax.distill import step as steps
+from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
+from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.layers import rms_norm
+from swiftkv_jax.model import Transformer, forward, head
+from swiftkv_jax.plan import KVPlan
+
+
+def two_forwards_step(recipe: steps.Recipe, teacher: Transformer, teacher_params, frozen, state, batch: Batch):
+    """`steps.train_step` for the plain KL, with teacher and student each run from the embeddings."""
+    kept = {name: tree for name, tree in frozen.items() if name != "teacher"}
+
+    def loss(trained):
+        params = steps.merge(trained, kept)
+
+        def run(model, params):
+            x = forward(model, params, batch.tokens, batch.positions, batch.segments, recipe.remat)
+            return rms_norm(x, params["norm"], model.config.rms_norm_eps)
+
+        t, s = run(teacher, teacher_params), run(recipe.student, params)
+        to_logits = partial(head, params)
+        chunk = steps.chunk_of(recipe, batch)
+        return losses.kl_sum(to_logits, to_logits, s, t, batch.mask, recipe.loss.temperature, chunk) / batch.mask.sum()
+
+    value, grads = jax.value_and_grad(loss)(state.trainable)
+    updates, opt = steps.optimizer(recipe.optimizer, recipe.steps).update(grads, state.optimizer, state.trainable)
+    trained = optax.apply_updates(state.trainable, updates)
+    return steps.TrainState(state.step + 1, trained, opt, state.key), {"loss": value}
+
+
+def measure(folder: str, rows: int, length: int, rounds: int) -> dict:
+    """Median seconds of both steps, and the median of the rounds' ratios."""
+    teacher, params = from_pretrained(folder, dtype="float32")
+    layers = teacher.config.num_layers
+    plan = KVPlan.swiftkv(layers, layers // 2)
+    student, trained, frozen = steps.prepare(teacher, params, plan, "fold", "swiftkv")
+    recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1000, "swiftkv", remat=False)
+    tokens = np.random.default_rng(0).integers(2, teacher.config.vocab_size, (rows, length)).astype(np.int32)
+    whole = jnp.ones((rows, length), jnp.int32)
+    place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    batch = Batch(
+        tokens=jnp.asarray(tokens), targets=jnp.asarray(tokens), positions=place, segments=whole, mask=whole.astype(jnp.float32)
+    )
+    state = steps.init_state(recipe, trained, 0)
+    shared = jax.jit(partial(steps.train_step, recipe))
+    apart = jax.jit(partial(two_forwards_step, recipe, teacher, params))
+    first, second = shared(frozen, state, batch)[1]["loss"], apart(frozen, state, batch)[1]["loss"]
+    np.testing.assert_allclose(first, second, rtol=1e-4)
+    runs = {
+        "shared": lambda: jax.block_until_ready(shared(frozen, state, batch)),
+        "two_forwards": lambda: jax.block_until_ready(apart(frozen, state, batch)),
+    }
+    seconds = interleaved(runs, rounds)
+    pairs = zip(seconds["two_forwards"], seconds["shared"], strict=True)
+    count = partial(training_flops_per_token, teacher.config, plan, length)
+    return {
+        "tokens_per_step": rows * length,
+        **{f"{name}_ms": 1e3 * statistics.median(values) for name, values in seconds.items()},
+        "speedup": statistics.median(a / b for a, b in pairs),
+        "speedup_by_flops": count(shared_lower=False) / count(shared_lower=True),
+    }
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--model", default="demo/teacher")
+    p.add_argument("--rows", type=int, default=8)
+    p.add_argument("--length", type=int, default=256)
+    p.add_argument("--rounds", type=int, default=15)
+    p.add_argument("--output", type=Path)
+    args = p.parse_args()
+    text = json.dumps(measure(args.model, args.rows, args.length, args.rounds), indent=2)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Generate a batch: `python serve.py --model DIR --input prompts.jsonl --output out.jsonl`."""
+
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    import jax
+
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "swiftkv-jax" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    from swiftkv_jax.engine.main import main
+
+    sys.exit(main(root=Path(__file__).resolve().parent))

@@ -1,0 +1,43 @@
+"""Figures, drawn straight to PNG files: no window, no pyplot, no state between them."""
+
+from pathlib import Path
+
+import numpy as np
+
+
+def new_figure(columns: int = 1, width: float = 6.0, height: float = 4.0):
+    """An empty figure of `columns` axes side by side (inches each), and the list of them."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(columns * width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
+
+
+def save(figure, path: Path) -> Path:
+    """Write a figure as PNG; a plot that could not be written whole leaves nothing behind."""
+    partial = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(partial, format="png", dpi=120)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def layer_similarity(
+    scores: np.ndarray, matrix: np.ndarray, threshold: float, split: int, path: Path
+) -> Path:
+    """SimScore by layer (SwiftKV paper, figure 2) beside the matrix it averages; see similarity.py."""
+    figure, (left, right) = new_figure(columns=2)
+    left.plot(scores, marker="o", markersize=3)
+    left.axhline(threshold, color="gray", linestyle=":", label=f"threshold {threshold}")
+    left.axvline(split, color="tab:orange", linestyle="--", label=f"suggested split {split}")
+    left.set(xlabel="layer", ylabel="mean cosine with all later layers' inputs", title="SimScore")
+    left.legend()
+    image = right.imshow(matrix, origin="lower", vmin=min(0.0, float(matrix.min())), vmax=1.0)
+    right.set(xlabel="input of layer", ylabel="input of layer", title="cosine similarity")
+    figure.colorbar(image, ax=right)
+    return save(figure, path)

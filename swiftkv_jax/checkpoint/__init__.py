@@ -1,0 +1,1 @@
+"""Checkpoints: Hugging Face folders in and out, and the state of a training run."""

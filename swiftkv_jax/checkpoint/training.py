@@ -1,0 +1,279 @@
+"""Training checkpoints: saved in the background by Orbax, verified byte for byte before they are trusted.
+
+    DIR/20/state, meta       Orbax: the arrays, and one JSON object; committed together by a rename
+    DIR/20/manifest.json     ours, written after that; a step without it counts as unfinished
+
+Orbax restores a flipped bit silently and fails on a truncated file; here the step is rejected instead, and
+the next older one is used. An old step is deleted only when newer ones have their manifests.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from swiftkv_jax.checkpoint import manifest, storable
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.shapes import PyTree
+
+_TEMPORARY = "*.orbax-checkpoint-tmp*"
+_log = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read: a failure of the run, in one line."""
+
+
+class Checkpointer:
+    """The checkpoints of one run, in one directory, written by one run at a time.
+
+    Every process calls every method, in the same order; the directory is one they all see. Restore and
+    save through the same instance: it remembers which steps were rejected. Close it (or use `with`): what
+    is still being written when the interpreter exits is lost.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int = 3):
+        """Keep the newest `keep` good steps. Raises UsageError: `directory` is a file, or `keep` below 1."""
+        self.directory = Path(directory).absolute()
+        if self.directory.exists() and not self.directory.is_dir():
+            raise UsageError(f"checkpoint directory {directory} is a file; name a directory")
+        if keep < 1:
+            raise UsageError(f"keep={keep} checkpoints would leave none to resume from; use 1 or more")
+        self.keep = keep
+        self._latest: int | None = None  # saved or restored last, by this instance
+        self._rejected: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+        self._silence = lambda record: "/orbax/" not in record.pathname
+        _absl_logger().addFilter(self._silence)
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Committed steps, oldest first, good or not."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdecimal() and p.is_dir())
+
+    def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> None:
+        """Start saving; when this returns, `state` may be donated. A step just saved or restored is kept.
+
+        Args:
+          state: jax arrays, typed PRNG keys among them.
+          meta: what `json` can hold; read back with tuples as lists and all keys as strings.
+        Raises:
+          CheckpointError: this save could not start, or the one before it failed.
+          UsageError: the directory holds this step or a later one, of a run that was not resumed.
+        """
+        self.wait()
+        if step == self._latest:
+            return
+        self._refuse_overwriting(step)
+        arrays = storable.pack(state)
+        with _explained(f"saving checkpoint {step} in {self.directory}"):
+            import orbax.checkpoint as ocp
+
+            self._make_room(step, sum(array.nbytes for array in arrays.values()))
+            manager = self._manager()
+            stored = {"leaves": storable.describe(state), "meta": meta}
+            items = {"state": ocp.args.StandardSave(arrays), "meta": ocp.args.JsonSave(stored)}
+            manager.save(step, args=ocp.args.Composite(**items), force=True)
+        self._thread = threading.Thread(target=self._finish, args=(manager, step), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return once the last save is safe on disk, its manifest included.
+
+        Raises:
+          CheckpointError: it failed, in any process; the checkpoints before it are as they were.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        failed = _any_process(error is not None)
+        if error is not None:
+            intact = self._with_manifest()
+            kept = f"checkpoint {intact[-1]} is intact" if intact else "there is no older one"
+            raise CheckpointError(f"{error}; {kept}") from error.__cause__
+        if failed:
+            raise CheckpointError("saving a checkpoint failed in another process; its log says why")
+
+    def close(self) -> None:
+        """`wait`, and let Orbax's log messages through again."""
+        try:
+            self.wait()
+        finally:
+            _absl_logger().removeFilter(self._silence)
+
+    def restore(
+        self, abstract_state: PyTree, report: Callable[[str], object] = _log.warning
+    ) -> tuple[int, PyTree, dict[str, Any]] | None:
+        """(step, state, meta) of the newest good step, or None when there is no checkpoint at all.
+
+        Args:
+          abstract_state: arrays or `jax.ShapeDtypeStruct`s; the state comes back in their tree, shapes,
+            dtypes and shardings (on the first device where they have none).
+          report: is given one line for each step that had to be rejected (in process 0).
+        Raises:
+          CheckpointError: every step is damaged, or a good one could not be read.
+          UsageError: the checkpoint is of another model or optimiser.
+        """
+        self.wait()
+        if not (steps := self.steps()):
+            return None
+        step = self._newest_good(steps, report)
+        self._rejected |= {s for s in steps if s > step}
+        with _explained(f"restoring checkpoint {step} of {self.directory}"):
+            import orbax.checkpoint as ocp
+
+            with self._manager(read_only=True) as manager:
+                stored = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
+                self._refuse_other_model(step, storable.differences(stored["leaves"], abstract_state))
+                args = ocp.args.StandardRestore(storable.abstract(abstract_state))
+                arrays = manager.restore(step, args=ocp.args.Composite(state=args)).state
+        self._latest = step
+        return step, storable.unpack(abstract_state, arrays), stored["meta"]
+
+    def _manager(self, read_only: bool = False):
+        """A fresh Orbax manager: it lists the directory as it is now, and keeps nothing of a failed save."""
+        import orbax.checkpoint as ocp
+
+        options = ocp.CheckpointManagerOptions(save_root_metadata=False, create=False, read_only=read_only)
+        return ocp.CheckpointManager(self.directory, options=options)
+
+    def _finish(self, manager, step: int) -> None:
+        """In the background: wait for the commit, write the manifest, only then delete old steps."""
+        try:
+            with _explained(f"saving checkpoint {step} in {self.directory}"):
+                manager.close()
+                self._rejected.discard(step)
+                if jax.process_index() == 0:
+                    manifest.write(self.directory / str(step), step)
+                    self._delete_old()
+            self._latest = step
+        except CheckpointError as error:
+            self._error = error
+            self._sweep()
+
+    def _with_manifest(self) -> list[int]:
+        """Steps that are complete and not known to be damaged."""
+        complete = (s for s in self.steps() if (self.directory / str(s) / manifest.NAME).exists())
+        return [s for s in complete if s not in self._rejected]
+
+    def _delete_old(self) -> None:
+        """Delete what is older than the newest `keep` complete steps, unfinished and rejected ones too."""
+        oldest = self._with_manifest()[-self.keep :][0]
+        for step in self.steps():
+            if step < oldest:
+                _delete_step(self.directory / str(step))
+
+    def _sweep(self) -> None:
+        """Delete what killed or failed saves left half-written."""
+        if jax.process_index() == 0:
+            for path in self.directory.glob(_TEMPORARY):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _refuse_overwriting(self, step: int) -> None:
+        if later := [s for s in self._with_manifest() if s >= step]:
+            raise UsageError(
+                f"cannot save step {step}: {self.directory} already holds checkpoint {later[-1]}; "
+                "resume from it, or choose another directory"
+            )
+
+    def _make_room(self, step: int, size: int) -> None:
+        """Prepare the directory for `size` more bytes; a rejected step of the same number goes."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        if jax.process_index() == 0 and (old := self.directory / str(step)).exists():
+            _delete_step(old)
+        if (free := shutil.disk_usage(self.directory).free) < size:
+            raise OSError(errno.ENOSPC, f"No space left ({size:,} bytes needed, {free:,} free)")
+        _any_process(False)  # nobody goes on before the old step is gone
+
+    def _newest_good(self, steps: list[int], report: Callable[[str], object]) -> int:
+        """Chosen by process 0 for all; raises CheckpointError where none is left."""
+        good = -1
+        if jax.process_index() == 0:
+            for step in reversed(steps):
+                if (fault := manifest.fault(self.directory / str(step), step)) is None:
+                    good = step
+                    break
+                report(f"checkpoint {step} rejected: {fault}")
+        if (good := _from_process_0(good)) < 0:
+            raise CheckpointError(
+                f"none of the {len(steps)} checkpoint(s) in {self.directory} is whole; "
+                "put back a copy of one, or start again in another directory"
+            )
+        return good
+
+    def _refuse_other_model(self, step: int, differences: list[str]) -> None:
+        if differences:
+            raise UsageError(
+                f"checkpoint {step} in {self.directory} is of another model or optimiser: "
+                f"{'; '.join(differences)}. Resume with the run's own config, or choose another directory"
+            )
+
+
+def _delete_step(folder: Path) -> None:
+    """Manifest first: half-deleted, the step counts as unfinished."""
+    (folder / manifest.NAME).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def _any_process(flag: bool) -> bool:
+    """True in every process if it is in one; also a barrier."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+
+
+def _from_process_0(value: int) -> int:
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+@contextlib.contextmanager
+def _explained(doing: str) -> Iterator[None]:
+    """Turn whatever Orbax, TensorStore or the file system raise into a CheckpointError of one line."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{doing} failed: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The cause in one line; of TensorStore's long messages the operating system's word comes first."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    text = " ".join(str(error).split()) or type(error).__name__
+    code = re.search(r"os_error_code='(\d+)'", text)
+    return (f"{os.strerror(int(code[1]))}: " if code else "") + text[:200]
+
+
+def _absl_logger() -> logging.Logger:
+    """Orbax's logger, made by absl itself: one that `logging` made first would break absl."""
+    from absl import logging as absl_logging
+
+    return absl_logging.get_absl_logger()

@@ -1,0 +1,274 @@
+"""`LLM`: a checkpoint and a list of prompts in, completions out, as in vLLM."""
+
+import dataclasses
+import hashlib
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from swiftkv_jax import params as weights
+from swiftkv_jax.checkpoint.generation import GenerationDefaults, read_generation_config
+from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.engine.engine import Engine, Settings
+from swiftkv_jax.engine.request import Request, RequestOutput, SamplingParams, integer
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.tokenizer import load_tokenizer
+
+_FROM_GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class LLM:
+    """A model ready to generate; standard and SwiftKV checkpoints alike.
+
+    Attributes:
+      model, params, tokenizer: what it runs; params unstacked layer by layer.
+      settings: sizes in force. defaults: the SamplingParams used when a call gives none.
+      stats: of the last call, see `engine.Stats.as_dict`.
+    """
+
+    def __init__(
+        self,
+        path_or_id: str | Path,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
+        tokenizer=None,
+        mesh: Mesh | None = None,
+        seed: int = 0,
+        max_num_batched_tokens: int = 2048,
+        steps_per_launch: int = 16,
+    ):
+        """Load a folder or a hub id; `tokenizer` is another folder, or an object with its methods.
+
+        Raises:
+          UsageError: the checkpoint or the tokenizer cannot be read, or a size makes no sense.
+        """
+        folder = local_folder(path_or_id)
+        model, params = from_pretrained(folder, dtype=None if dtype == "auto" else dtype, mesh=mesh)
+        if tokenizer is None or isinstance(tokenizer, str | Path):
+            tokenizer = load_tokenizer(tokenizer or folder)
+        sizes = {"max_num_batched_tokens": max_num_batched_tokens, "steps_per_launch": steps_per_launch}
+        generation = read_generation_config(folder)
+        self._set(model, params, tokenizer, generation, mesh, seed, max_model_len, max_num_seqs, sizes)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Transformer,
+        params: PyTree,
+        tokenizer=None,
+        *,
+        generation: GenerationDefaults | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
+        mesh: Mesh | None = None,
+        seed: int = 0,
+        max_num_batched_tokens: int = 2048,
+        steps_per_launch: int = 16,
+    ) -> "LLM":
+        """An LLM on a model in memory. Without a tokenizer prompts must be token ids, and texts are empty.
+
+        `mesh` is found from the parameters when they lie on one.
+        """
+        llm = cls.__new__(cls)
+        sizes = {"max_num_batched_tokens": max_num_batched_tokens, "steps_per_launch": steps_per_launch}
+        generation = generation or GenerationDefaults()
+        llm._set(model, params, tokenizer, generation, mesh, seed, max_model_len, max_num_seqs, sizes)
+        return llm
+
+    def _set(self, model, params, tokenizer, generation, mesh, seed, max_model_len, max_num_seqs, sizes):
+        limit = _context(model.config, max_model_len)
+        for name, value in sizes.items() | {("max_num_seqs", max_num_seqs)}:
+            integer(name, value, 1)
+        self.model, self.tokenizer, self.mesh = model, tokenizer, mesh or _mesh_of(params)
+        self.params = params if isinstance(params["lower"], list) else weights.unstack(params)
+        self.settings = Settings(max_model_len=limit, max_num_seqs=max_num_seqs, **sizes)
+        self.defaults = _defaults(generation)
+        self.eos_ids = tuple(sorted({*generation.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}))
+        self.stats: dict[str, float] = {}
+        self._next_seed = integer("seed", seed, 0)
+
+    @typing.no_type_check  # user input: checked below, by name
+    def generate(
+        self,
+        prompts,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; the answers are in the prompts' order.
+
+        Args:
+          prompts: each a str, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}.
+          sampling_params: for all, or one for each prompt; `self.defaults` when None.
+          use_tqdm: show a progress bar on stderr.
+
+        Raises:
+          UsageError: any prompt or parameter is bad, before anything runs; the message names which.
+        """
+        prompts = [prompts] if _is_one(prompts) else prompts
+        if not isinstance(prompts, list | tuple):
+            raise UsageError(f"prompts must be a string or a list, not {type(prompts).__name__}")
+        params = _spread(sampling_params, len(prompts))
+        pairs = enumerate(zip(prompts, params, strict=True))
+        requests = [self.request(prompt, p, f"prompts[{i}]") for i, (prompt, p) in pairs]
+        return self._run_with_bar(requests, use_tqdm)
+
+    @typing.no_type_check
+    def chat(
+        self,
+        messages,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of {"role", "content"}) or a list of them, by the chat template."""
+        one = isinstance(messages, list) and bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if one else messages
+        if not isinstance(conversations, list | tuple):
+            raise UsageError(f"messages must be a list, not {type(messages).__name__}")
+        prompts = [{"messages": conversation} for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    @typing.no_type_check
+    def request(self, prompt, params: SamplingParams | None = None, where: str = "prompt") -> Request:
+        """Check one prompt and settle its parameters; `where` opens every error message.
+
+        Raises:
+          UsageError: no tokens, wrong types, ids out of range, or longer than the context.
+        """
+        params = self.defaults if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise UsageError(f"{where}: sampling_params must be SamplingParams, not {type(params).__name__}")
+        text, ids = self._encode(prompt, where)
+        vocab, limit = self.model.config.vocab_size, self.settings.max_model_len
+        if not ids:
+            raise UsageError(f"{where} is empty; give at least one token")
+        for name, values in (("token", ids), ("stop_token_ids:", params.stop_token_ids)):
+            for value in values:
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise UsageError(f"{where}: token ids must be integers, not {value!r}")
+                if not 0 <= value < vocab:
+                    raise UsageError(f"{where}: {name} id {value} is outside the vocabulary [0, {vocab})")
+        if params.stop and self.tokenizer is None:
+            raise UsageError(f"{where}: stop strings need a tokenizer; this LLM has none")
+        room = limit - len(ids)
+        if room < 1:
+            raise UsageError(
+                f"{where} has {len(ids)} tokens; a context of {limit} leaves no room to generate"
+            )
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise UsageError(
+                f"{where} has {len(ids)} tokens; max_tokens {params.max_tokens} would pass the context of "
+                f"{limit}: lower max_tokens to {room}, or give None to fill the context"
+            )
+        settled = {"max_tokens": params.max_tokens or room}
+        if params.seed is None:
+            settled["seed"], self._next_seed = self._next_seed, self._next_seed + params.n
+        params = dataclasses.replace(params, **settled)
+        eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < vocab)
+        return Request(prompt=text, token_ids=tuple(ids), params=params, eos_ids=eos)
+
+    def run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
+        """(number, output) of each request as it finishes; `stats` are up to date at each."""
+        if not requests:
+            return
+        engine = Engine(self.model, self.params, self.mesh, self.tokenizer, requests, self.settings)
+        while engine.busy:
+            finished = engine.step()
+            self.stats = engine.stats.as_dict()
+            yield from finished
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the architecture, the plan, the dtype, or training."""
+        model, leaves = self.model, jax.tree.leaves((self.params["norm"], self.params["fill"]))
+        seen = [jax.device_get(leaf.ravel()[:64]).tobytes() for leaf in leaves]
+        name = repr((model.config, model.plan, model.dtype)).encode()
+        return hashlib.sha256(b"".join([name, *seen])).hexdigest()[:16]
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes one token takes in the cache: keys and values of every row of the plan."""
+        itemsize = jax.numpy.dtype(self.model.dtype).itemsize
+        return 2 * self.model.plan.num_rows * self.model.config.kv_width * itemsize
+
+    def _encode(self, prompt, where: str) -> tuple[str | None, list[int]]:
+        """(text, token ids) of any form of prompt."""
+        if isinstance(prompt, Mapping):
+            known = [key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt]
+            if len(known) != 1:
+                raise UsageError(f"{where} must hold one of prompt, prompt_token_ids and messages")
+            value = prompt[known[0]]
+            if known[0] == "messages":
+                return None, self._need_tokenizer(where).encode_chat(
+                    _conversation(value, where), add_generation_prompt=True
+                )
+            if isinstance(value, str) != (known[0] == "prompt"):
+                raise UsageError(f"{where}: {known[0]} has the wrong type, {type(value).__name__}")
+            prompt = value
+        if isinstance(prompt, str):
+            return prompt, self._need_tokenizer(where).encode(prompt) if prompt else []
+        if isinstance(prompt, list | tuple):
+            return None, list(prompt)
+        raise UsageError(f"{where} must be a string or a list of token ids, not {type(prompt).__name__}")
+
+    def _need_tokenizer(self, where: str):
+        if self.tokenizer is None:
+            raise UsageError(f"{where} is text, but this LLM has no tokenizer; give token ids")
+        return self.tokenizer
+
+    def _run_with_bar(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        from tqdm import tqdm
+
+        outputs: list[RequestOutput | None] = [None] * len(requests)
+        with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
+            for number, output in self.run(requests):
+                outputs[number] = output
+                bar.set_postfix_str(f"{self.stats['output_tokens_per_s']:.1f} output tok/s", refresh=False)
+                bar.update()
+        return outputs
+
+
+def _defaults(generation: GenerationDefaults) -> SamplingParams:
+    """vLLM's reading of generation_config.json: its numbers count, whatever its `do_sample` says."""
+    found = {name: getattr(generation, name) for name in _FROM_GENERATION}
+    return SamplingParams(**{name: value for name, value in found.items() if value is not None})
+
+
+def _context(config: ModelConfig, wanted: int | None) -> int:
+    """The context limit in tokens; `dynamic` rotary scaling may be asked for more than it was trained on."""
+    trained, rope = config.max_position_embeddings, config.rope
+    most = int(trained * rope.factor) if rope.rope_type == "dynamic" else trained
+    return integer("max_model_len", wanted, 1, most) if wanted is not None else trained
+
+
+def _mesh_of(params: PyTree) -> Mesh | None:
+    place = jax.tree.leaves(params)[0].sharding
+    return place.mesh if isinstance(place, NamedSharding) else None
+
+
+def _is_one(prompts) -> bool:
+    """Whether this is a single prompt: a string, a dict, or a list of numbers."""
+    if isinstance(prompts, str | Mapping):
+        return True
+    return isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
+
+
+def _spread(params, count: int) -> list:
+    if not isinstance(params, list | tuple):
+        return [params] * count
+    if len(params) != count:
+        raise UsageError(f"{len(params)} sampling_params for {count} prompts; give one for all, or one each")
+    return list(params)
+
+
+def _conversation(messages, where: str) -> list[dict]:
+    good = isinstance(messages, list) and bool(messages)
+    if not good or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
+        raise UsageError(f"{where}: messages must be a list of {{role, content}} objects, not empty")
+    return [dict(message) for message in messages]

@@ -1,0 +1,206 @@
+"""The command line of serve.py: a batch of prompts in, completions out."""
+
+import argparse
+import statistics
+import sys
+import traceback
+from pathlib import Path
+
+from swiftkv_jax.engine.jobs import Job, Output, make_jobs, output_row, read_lines
+from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
+from swiftkv_jax.errors import UsageError, suggest
+
+_DEMO = Path("demo") / "teacher"
+_MAX_TOKENS = 128
+_SAMPLING = {  # flag: (type, help)
+    "max-tokens": (int, f"tokens to generate at most (default {_MAX_TOKENS})"),
+    "temperature": (float, "0 is greedy"),
+    "top-k": (int, "keep the k likeliest tokens; 0 keeps all"),
+    "top-p": (float, "keep the likeliest tokens that sum to p"),
+    "min-p": (float, "keep tokens at least p times as likely as the likeliest"),
+    "repetition-penalty": (float, "above 1: tokens seen before are less likely"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors as UsageError: one line, and the nearest flag."""
+
+    def error(self, message: str):
+        flags = [word for word in message.split() if word.startswith("--")]
+        near = suggest(flags[0], self._option_string_actions) if "unrecognized" in message and flags else ""
+        raise UsageError(f"{message}{near}; --help lists the flags")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags of serve.py."""
+    p = _Parser(
+        prog="serve.py",
+        description="Generate completions for a batch of prompts, with a standard or a SwiftKV model.",
+        epilog="Sampling flags override the model's generation_config.json, and fields of an input line "
+        'override both: {"prompt": "...", "id": 7, "max_tokens": 32, "temperature": 0.0}.',
+        allow_abbrev=False,
+    )
+    p.add_argument("--model", metavar="DIR", help="folder or hub id (default: demo/teacher)")
+    p.add_argument(
+        "--input",
+        metavar="FILE",
+        help=".jsonl of {prompt | messages | prompt_token_ids, id, ...}, .txt of one prompt a line, "
+        "or - for stdin (default: a few examples)",
+    )
+    p.add_argument(
+        "--output", metavar="FILE", help=".jsonl, or - for stdout (default: readable text on stdout)"
+    )
+    p.add_argument("--resume", action="store_true", help="finish what an interrupted run left in --output")
+    p.add_argument("--skip-bad-lines", action="store_true", help="go on without the input lines that are bad")
+    p.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
+    sampling = p.add_argument_group("sampling")
+    for name, (kind, text) in _SAMPLING.items():
+        sampling.add_argument(f"--{name}", type=kind, metavar="X" if kind is float else "N", help=text)
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; may be repeated")
+    sampling.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="line i samples with seed N + i (default 0)"
+    )
+    engine = p.add_argument_group("engine")
+    engine.add_argument(
+        "--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: the checkpoint's)"
+    )
+    engine.add_argument(
+        "--max-num-seqs", type=int, default=16, metavar="N", help="sequences at once (default 16)"
+    )
+    engine.add_argument(
+        "--max-model-len", type=int, metavar="N", help="context in tokens (default: the model's)"
+    )
+    return p
+
+
+def main(argv: list[str] | None = None, root: Path = Path()) -> int:
+    """Run; `root` is where demo/ lies. Exit code 0, 2 for bad usage, 1 for a failure, 130 for Ctrl-C."""
+    try:
+        args = build_parser().parse_args(argv)
+        return _run(args, root)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        traceback.print_exc()
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(args: argparse.Namespace, root: Path) -> int:
+    if args.resume and args.output in (None, "-"):
+        raise UsageError("--resume needs --output FILE: the file to finish")
+    lines = read_lines(args.input)
+    flags = {name.replace("-", "_"): None for name in _SAMPLING} | {"stop": None}
+    flags = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
+    SamplingParams().updated(flags)  # a bad flag is found before the model is loaded
+    from swiftkv_jax.engine.llm import LLM
+
+    def say(text: str) -> None:
+        if not args.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    llm = LLM(
+        args.model or _demo(root),
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+    )
+    defaults = llm.defaults.updated({"max_tokens": _MAX_TOKENS} | flags)
+    _describe(llm, defaults, args.model or _demo(root), say)
+    jobs = make_jobs(lines, defaults, args.seed, llm, args.skip_bad_lines, say)
+    output = Output(args.output, args.resume) if args.output else None
+    if output:
+        left = output.left(jobs)
+        if output.finished:
+            say(f"{len(jobs) - len(left)} of {len(jobs)} prompts are done already in {args.output}")
+        jobs = left
+    return _generate(llm, jobs, output, args, say)
+
+
+def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
+    from tqdm import tqdm
+
+    metrics: list[RequestMetrics] = []
+    bar = tqdm(total=len(jobs), desc="prompts", disable=args.quiet or not sys.stderr.isatty())
+    try:
+        with bar:
+            for number, result in llm.run([job.request for job in jobs]):
+                row = output_row(jobs[number], result)
+                if output:
+                    output.write(row)
+                else:
+                    bar.write(_readable(row), file=sys.stdout)
+                metrics.append(result.metrics)
+                bar.set_postfix_str(f"{llm.stats['output_tokens_per_s']:.1f} output tok/s", refresh=False)
+                bar.update()
+    except KeyboardInterrupt:
+        how = (
+            "the same command with --resume does the rest"
+            if output and args.output != "-"
+            else "nothing is kept"
+        )
+        print(f"interrupted after {len(metrics)} of {len(jobs)} prompts: {how}", file=sys.stderr)
+        return 130
+    except OSError as error:
+        raise RuntimeError(
+            f"cannot write {args.output or 'stdout'} ({error.strerror}); --resume finishes it later"
+        ) from error
+    finally:
+        if output:
+            output.close()
+    _summary(llm.stats, metrics, say)
+    return 0
+
+
+def _demo(root: Path) -> Path:
+    for folder in (root / _DEMO, _DEMO):
+        if (folder / "config.json").exists():
+            return folder
+    raise UsageError(
+        f"no demo model in {root / _DEMO}; give --model DIR, a folder with config.json and safetensors"
+    )
+
+
+def _describe(llm, defaults: SamplingParams, name, say) -> None:
+    """The start-up lines: what runs, on what, and the defaults in force."""
+    import jax
+
+    plan, model = llm.model.plan, llm.model
+    kind = f"standard, {plan.num_layers} layers"
+    if plan.is_swiftkv:
+        split, share = plan.split_and_share
+        kind = f"SwiftKV, {plan.num_layers} layers, split {split}, share {share}"
+    devices = sorted(jax.tree.leaves(llm.params)[0].devices(), key=str)
+    where = f"{len(devices)} x {devices[0].device_kind}"
+    say(f"model     {name} ({model.config.family}; {kind})")
+    say(f"running   {model.dtype} on {where}, context {llm.settings.max_model_len}")
+    say(f"cache     {llm.cache_bytes_per_token} bytes per token in {plan.num_rows} rows")
+    plain = SamplingParams(max_tokens=None)
+    shown = [
+        n for n in SamplingParams.names() if getattr(defaults, n) != getattr(plain, n) or n == "temperature"
+    ]
+    say(f"sampling  {', '.join(f'{n}={getattr(defaults, n)!r}' for n in shown)}")
+
+
+def _readable(row: dict) -> str:
+    prompt = row["prompt"] if row["prompt"] is not None else row.get("messages", row.get("prompt_token_ids"))
+    return f"--- {row['index']} ({row['finish_reason']})\n{prompt} >>>{row['text']}\n"
+
+
+def _summary(stats: dict, metrics: list[RequestMetrics], say) -> None:
+    if not metrics:
+        say("nothing to do")
+        return
+    first = statistics.median(m.ttft for m in metrics) * 1e3
+    each = statistics.median(m.tpot for m in metrics) * 1e3
+    say(
+        f"done: {len(metrics)} prompts in {stats['seconds']:.2f} s, compilation included; "
+        f"prompt {stats['prompt_tokens']} tokens, {stats['prompt_tokens_per_s']:.1f} tok/s; "
+        f"output {stats['output_tokens']} tokens, {stats['output_tokens_per_s']:.1f} tok/s; "
+        f"median TTFT {first:.1f} ms, TPOT {each:.2f} ms; "
+        f"cache {stats['cache_bytes'] / 2**20:.2f} MiB ({stats['cache_bytes_per_token']} bytes per token)"
+    )

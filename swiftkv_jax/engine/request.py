@@ -1,0 +1,242 @@
+"""What is asked of the engine and what it answers, under vLLM's names. Plain Python: no jax, no numpy."""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping, Sequence
+
+from swiftkv_jax.errors import UsageError, suggest
+
+MAX_LOGPROBS = 20
+GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow
+MIN_TEMPERATURE = 1e-2  # what a positive temperature is raised to, as vLLM does
+
+_RANGES = {  # field: (least, most), both allowed
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, math.inf),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+_POSITIVE = ("top_p", "repetition_penalty")
+
+
+@typing.no_type_check  # user input: its own checks below name the field
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when they end; names and defaults are vLLM's.
+
+    Attributes:
+      n: completions of the same prompt; completion i samples with seed + i.
+      max_tokens: most tokens to generate; None: until the context is full.
+      min_tokens: tokens before which no end-of-sequence token, stop id or stop string can end it.
+      temperature: 0 is greedy. top_k: 0 (or -1) keeps all. top_p, min_p: 1 and 0 keep all.
+      repetition_penalty: over prompt and output; presence and frequency count the output only.
+      seed: None (or -1) takes the engine's next one.
+      stop: strings that end the text; they are cut off unless `include_stop_str_in_output`.
+      stop_token_ids: ids that end it, beside the model's own end-of-sequence ids.
+      logprobs: None, or how many of the likeliest tokens to report at each position (at most 20), by the
+        model's own distribution: before penalties, temperature and filters.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self):
+        for name in _RANGES:
+            self._set(name, _number(name, getattr(self, name)))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        self._check_counts()
+        if self.temperature < GREEDY_BELOW:
+            self._set("temperature", 0.0)
+        elif self.temperature < MIN_TEMPERATURE:
+            self._set("temperature", MIN_TEMPERATURE)
+        self._set("stop", _strings(self.stop))
+        self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+
+    def _check_counts(self):
+        self._set("top_k", 0 if self.top_k == -1 else self.top_k)
+        self._set("seed", None if self.seed == -1 else self.seed)
+        integer("n", self.n, 1)
+        integer("top_k", self.top_k, 0, 2**31 - 1)
+        integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None:
+            integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise UsageError(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}")
+        if self.seed is not None:
+            integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+    def _set(self, name: str, value):
+        object.__setattr__(self, name, value)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The fields, in order."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    def updated(self, changes: Mapping) -> "SamplingParams":
+        """These with some fields changed.
+
+        Raises:
+          UsageError: a field is unknown or its value is out of range.
+        """
+        for name in changes:
+            if name not in self.names():
+                raise UsageError(f"unknown sampling field {name!r}{suggest(name, self.names())}")
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the choice depends on tokens that came before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens are ruled out by rank or probability."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+
+def integer(name: str, value, least: int, most: int | None = None) -> int:
+    """`value` when it is an integer in [least, most].
+
+    Raises:
+      UsageError: it is not; the message names the field and the bounds.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{name} must be an integer, not {value!r}")
+    if value < least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None else f"in [{least}, {most}]"
+        raise UsageError(f"{name} must be {bounds}, not {value}")
+    return value
+
+
+def _number(name: str, value) -> float:
+    least, most = _RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UsageError(f"{name} must be a finite number, not {value!r}")
+    if not least <= value <= most or (name in _POSITIVE and value == 0):
+        opening = "(" if name in _POSITIVE else "["
+        raise UsageError(f"{name} must be in {opening}{least:g}, {most:g}], not {value!r}")
+    return float(value)
+
+
+def _strings(value) -> tuple[str, ...]:
+    value = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise UsageError(f"stop must be a string or a list of strings, none of them empty, not {value!r}")
+    return tuple(value)
+
+
+def _ids(name: str, value) -> tuple[int, ...]:
+    value = () if value is None else value
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{name} must be a list of token ids, not {value!r}")
+    return tuple(integer(name, item, 0, 2**31 - 1) for item in value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A checked request: the engine takes it as it is.
+
+    Attributes:
+      prompt: its text, None when it came as ids. token_ids: the prompt, never empty.
+      params: with `max_tokens` and `seed` settled. eos_ids: the model's ends, empty under `ignore_eos`.
+    """
+
+    prompt: str | None
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every id that ends it."""
+        return tuple(sorted({*self.eos_ids, *self.params.stop_token_ids}))
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return len(self.token_ids) + self.params.max_tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Logprob:
+    """One token's natural-log probability; rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionOutput:
+    """One completion; `stop_reason` is the stop string or id that ended it, None for the model's own end."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str
+    stop_reason: int | str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestMetrics:
+    """Moments of one request, in seconds of one monotonic clock.
+
+    A decode launch yields several tokens at once, so `finished_time` is when the host saw the last one.
+    """
+
+    arrival_time: float
+    scheduled_time: float
+    first_token_time: float
+    finished_time: float
+    output_tokens: int
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from arrival to the first token, time in the queue included."""
+        return self.first_token_time - self.arrival_time
+
+    @property
+    def tpot(self) -> float:
+        """Seconds per token after the first; 0 when there is only one."""
+        return (self.finished_time - self.first_token_time) / max(1, self.output_tokens - 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """A finished request: its prompt and `n` completions. `metrics` are the first completion's."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    finished: bool = True

@@ -1,0 +1,214 @@
+"""Text to token ids and back: a thin wrapper over a fast Hugging Face tokenizer."""
+
+import bisect
+import datetime
+import hashlib
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from swiftkv_jax.errors import UsageError
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+_NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_MARKER = "swiftkvturn7f3a91c5e"  # stands for the content of a turn; one word, so that no template alters it
+
+
+def load_tokenizer(path: str | Path) -> "Tokenizer":
+    """The tokenizer in a folder, or that of a hub model (`org/name`).
+
+    Only fast tokenizers: a `tokenizer.json`, or what transformers turns into one. No model's own code is run.
+
+    Raises:
+      UsageError: no such folder or model, no tokenizer files in it, or files that cannot be read.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not any((folder / name).is_file() for name in _FILES):
+            raise UsageError(f"no tokenizer in {folder}: it needs {_FILES[0]} and tokenizer_config.json")
+    elif not re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", str(path)):
+        raise UsageError(f"tokenizer folder {path} does not exist")
+    try:
+        backend = _from_pretrained(str(folder) if folder.is_dir() else str(path), folder.is_dir())
+    except Exception as error:  # transformers raises many kinds, and tokenizers bare Exception
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"cannot load a tokenizer from {path}: {reason}") from error
+    if not backend.is_fast:
+        raise UsageError(f"{path} has only a slow tokenizer: save it with a tokenizer.json")
+    return Tokenizer(backend, str(path))
+
+
+def _from_pretrained(name: str, local: bool):
+    """By the config files; or by tokenizer.json, where transformers does not know the model's type."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
+    except ValueError:
+        if not (local and (Path(name) / _FILES[0]).is_file()):
+            raise
+        return PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)
+
+
+class Tokenizer:
+    """Token ids of texts and of chats.
+
+    Attributes:
+      hf: the transformers tokenizer. name: where it came from.
+      bos_id: the id put in front of a text, or None. eos_ids: ids that end one, as far as the tokenizer says.
+      vocab_size: tokens it knows, added ones included.
+    """
+
+    def __init__(self, hf, name: str):
+        self.hf, self.name = hf, name
+        self._rust = hf.backend_tokenizer
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self.bos_id: int | None = hf.bos_token_id
+        self.eos_ids: tuple[int, ...] = () if hf.eos_token_id is None else (hf.eos_token_id,)
+        self.vocab_size: int = len(hf)
+        added = {index for index, token in hf.added_tokens_decoder.items() if token.special}
+        self._special = added | set(hf.all_special_ids)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the ids of some text or chat may."""
+        return hashlib.sha256((self._rust.to_str() + str(self.hf.chat_template)).encode()).hexdigest()[:16]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text. A text that already begins with BOS (a rendered chat, say) gets no second one."""
+        ids = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids[1:] if add_special_tokens and self._two_bos(ids) else ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of some ids, white space untouched."""
+        return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def encode_chat(
+        self, messages: Sequence[dict], add_generation_prompt: bool, date: datetime.date | None = None
+    ) -> list[int]:
+        """Ids of a chat under the model's own template.
+
+        Args:
+          messages: `{"role": ..., "content": ...}` each.
+          add_generation_prompt: end with what opens an assistant turn.
+          date: what a template that prints the date sees; today if None.
+
+        Raises:
+          UsageError: no template, one that refuses these messages, or one that yields two BOS tokens.
+        """
+        text = self._render(messages, date, add_generation_prompt=add_generation_prompt)
+        return self._checked(self._rust.encode(text, add_special_tokens=False).ids)
+
+    def assistant_mask(
+        self, messages: Sequence[dict], date: datetime.date | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of a whole chat, and which of them are the assistant's: its turns and the token that ends each.
+
+        By the template's `{% generation %}` blocks where it has them. Otherwise the chat is rendered once
+        more for each turn, with a marker for its content: what stands before and after the marker bounds the
+        turn in the chat itself, however often its text occurs there.
+
+        Raises:
+          UsageError: as `encode_chat`, or when no assistant turn is found in the rendered chat.
+        """
+        if _GENERATION.search(str(self.hf.chat_template)):
+            ids, spans = self._generation_blocks(messages, date)
+        else:
+            ids, spans = self._marked_turns(messages, date)
+        mask = [False] * len(ids)
+        for start, end in spans:
+            end = self._turn_end(ids, start, end)
+            mask[start:end] = [True] * (end - start)
+        return self._checked(ids), mask
+
+    def _generation_blocks(self, messages, date) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a chat, and the tokens [start, end) of its generation blocks."""
+        values = {"return_dict": True, "return_assistant_tokens_mask": True, **self._template(date)}
+        found = self._guard(lambda: self.hf.apply_chat_template(list(messages), **values))
+        mask = [0, *found["assistant_masks"], 0]
+        edges = [i for i, (before, now) in enumerate(itertools.pairwise(mask)) if before != now]
+        return found["input_ids"], list(zip(edges[::2], edges[1::2], strict=True))
+
+    def _marked_turns(self, messages, date) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a chat, and the tokens [start, end) that the content of each assistant turn touches."""
+        text = self._render(messages, date)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = [span for i in turns if (span := self._turn(text, messages, i, date))]
+        if turns and not spans:
+            raise UsageError(f"the chat template of {self.name} does not show the assistant's turns")
+        encoded = self._rust.encode(text, add_special_tokens=False)
+        starts, ends = [a for a, _ in encoded.offsets], [b for _, b in encoded.offsets]
+        return encoded.ids, [(bisect.bisect_right(ends, a), bisect.bisect_left(starts, b)) for a, b in spans]
+
+    def _turn(self, text: str, messages, index: int, date) -> tuple[int, int] | None:
+        """The characters of `text` that turn `index` put there; None where the template leaves it out."""
+        marked = [*messages[:index], {**messages[index], "content": _MARKER}, *messages[index + 1 :]]
+        rendered = self._render(marked, date)
+        if _MARKER not in rendered:
+            return None
+        before, _, rest = rendered.partition(_MARKER)
+        after = rest.rpartition(_MARKER)[2]
+        start = _shared(text, before)
+        return start, len(text) - _shared(text[start:][::-1], after[::-1])
+
+    def _turn_end(self, ids: list[int], first: int, end: int) -> int:
+        """`end`, past the special token that ends the turn, or past one token where there is no such."""
+
+        def blank(index):
+            return not self.decode(ids[index : index + 1], skip_special_tokens=False).strip()
+
+        last = end
+        while last > first and blank(last - 1):
+            last -= 1
+        if last > first and ids[last - 1] in self._special:
+            return end  # a generation block that holds its own end
+        following = end
+        while following < len(ids) and ids[following] not in self._special and blank(following):
+            following += 1
+        if following < len(ids) and ids[following] in self._special:
+            return following + 1
+        return min(end + 1, len(ids))
+
+    def _render(self, messages, date=None, **options) -> str:
+        if not self.hf.chat_template:
+            raise UsageError(f"the tokenizer of {self.name} has no chat template: give texts, not messages")
+        values = {"tokenize": False, **options, **self._template(date)}
+        return self._guard(lambda: self.hf.apply_chat_template(list(messages), **values))
+
+    def _template(self, date: datetime.date | None) -> dict:
+        """Arguments that pin the date in both ways in which published templates ask for it."""
+        template = self.hf.chat_template
+        if date is None or not isinstance(template, str):
+            return {}
+        pinned = _NOW.sub(lambda call: repr(date.strftime(call[2])), template)
+        return {"date_string": date.strftime("%d %b %Y"), "chat_template": pinned}
+
+    def _guard(self, render):
+        import jinja2
+
+        try:
+            return render()
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"the chat template of {self.name} refuses these messages: {error}") from error
+
+    def _two_bos(self, ids: list[int]) -> bool:
+        return self.bos_id is not None and ids[:2] == [self.bos_id] * 2
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if self._two_bos(ids):
+            raise UsageError(
+                f"this chat begins with two BOS tokens under the template of {self.name}: "
+                f"take {self.hf.bos_token!r} out of the first message"
+            )
+        return ids
+
+
+def _shared(text: str, start: str) -> int:
+    """How many characters both begin with."""
+    if text.startswith(start):
+        return len(start)
+    pairs = zip(text, start, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(start)))

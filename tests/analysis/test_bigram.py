@@ -1,0 +1,67 @@
+"""The bigram floor: a probability, computed by hand once, and better than counting single tokens."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftkv_jax.analysis import bigram
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, 6), max_size=12).map(np.array), min_size=1, max_size=5)
+
+
+def probability(model, head: int, tail: int, discount: float, strength: float) -> float:
+    return math.exp(-model.nats([np.array([head, tail])], discount, strength)[0])
+
+
+@given(DOCUMENTS, st.sampled_from(bigram.DISCOUNTS), st.sampled_from(bigram.STRENGTHS))
+def test_probabilities_after_every_token_sum_to_one(documents, discount, strength):
+    if all(len(tokens) < 2 for tokens in documents):
+        return
+    model = bigram.Bigram(documents, 7)
+    for head in range(7):  # seen or not
+        total = sum(probability(model, head, tail, discount, strength) for tail in range(7))
+        assert total == pytest.approx(1, abs=1e-9)
+
+
+def test_an_example_by_hand():
+    """a b a b a c over {a, b, c}: ab twice, ba twice, ac once; discount 1/2, strength 1.
+
+    Lower order: followed kinds a 1, b 1, c 1, of 3 seen: (1 + 3/3) / (3 + 3) = 1/3 each.
+    After a (3 counts, 2 followers): P(b) = (2 - 1/2 + (1/2 + 1) * 2 / 3) / (3 + 2) = 1/2.
+    P(c) = (1 - 1/2 + 1) / 5 = 3/10, P(a) = 1 / 5. After c, never followed: the lower order.
+    """
+    model = bigram.Bigram([np.array([0, 1, 0, 1, 0, 2])], 3)
+    assert [probability(model, 0, tail, 0.5, 1.0) for tail in range(3)] == pytest.approx([0.2, 0.5, 0.3])
+    assert [probability(model, 2, tail, 0.5, 1.0) for tail in range(3)] == pytest.approx([1 / 3] * 3)
+    nats, count = model.nats([np.array([0, 1, 0]), np.array([2]), np.array([2, 0])], 0.5, 1.0)
+    after_b = (2 - 0.5 + 1.5 * 1 / 3) / (2 + 1)
+    assert (nats, count) == (pytest.approx(-math.log(0.5 * after_b / 3)), 3)
+
+
+def chain(seed: int, documents: int) -> list[np.ndarray]:
+    """Documents of a sticky chain over 20 tokens: each follows the last by a few likely steps."""
+    rng = np.random.default_rng(seed)
+    steps = rng.choice([1, 1, 1, 2, 7], (documents, 60))
+    return list((rng.integers(0, 20, (documents, 1)) + np.cumsum(steps, axis=1)) % 20)
+
+
+def test_beats_unigram_on_held_out_text_and_nears_the_entropy():
+    train, test = chain(0, 40), chain(1, 20)
+    counts = np.bincount(np.concatenate(train), minlength=20) + 1.0
+    unigram = -np.log(counts / counts.sum())[np.concatenate([tokens[1:] for tokens in test])].mean()
+    entropy = -(0.6 * math.log(0.6) + 0.4 * math.log(0.2))
+    got = bigram.held_out_nats(train, test, 20)
+    assert got < unigram - 1.5
+    assert entropy - 0.1 < got < entropy + 0.15
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="outside the vocabulary of 3"):
+        bigram.Bigram([np.array([0, 3])], 3)
+    with pytest.raises(ValueError, match="no two neighbouring tokens"):
+        bigram.Bigram([np.array([1]), np.array([], np.int64)], 3)
+    with pytest.raises(ValueError, match="no token to predict"):
+        bigram.held_out_nats([np.array([0, 1, 2])] * 11, [np.array([1])], 3)

@@ -1,0 +1,236 @@
+"""FLOPs and bytes: the paper's tables, a count of the real programs' matmuls, and the arrays' nbytes."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftkv_jax import params as weights
+from swiftkv_jax.analysis import flops
+from swiftkv_jax.cache import Cache
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import Transformer, embed, fill, forward, logits, lower, own_rows, place, upper
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.surgery import standard_stacks
+
+LLAMA_70B = ModelConfig(
+    vocab_size=128256,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_layers=80,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=128,
+)
+TINY = ModelConfig(
+    vocab_size=101,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=5,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=20,
+)
+
+SIZES = "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim".split()
+
+# SwiftKV paper, Table 1 (Llama-3.1-70B, 128K tokens): plan, vocab, kv, qo, mlp, attention, total, percent.
+TABLE_1 = {
+    "baseline": (KVPlan.standard(80), 4.3, 2.6, 22, 113, 160, 302, 100.0),
+    "25%": (KVPlan.swiftkv(80, 60), 4.3, 2.6, 16, 85, 120, 228, 75.5),
+    "50%": (KVPlan.swiftkv(80, 40), 4.3, 2.6, 11, 56, 80, 154, 51.0),
+    "50% + 4x AcrossKV": (KVPlan.swiftkv(80, 40, 4), 4.3, 1.7, 11, 56, 80, 153, 50.7),
+}
+
+
+@pytest.mark.parametrize("row", TABLE_1)
+def test_table_1_of_the_paper(row):
+    """Within one unit of each printed last digit: the paper prints 2.68 as 2.6 and 21.5 as 22."""
+    plan, vocab, kv, qo, mlp, attention, total, percent = TABLE_1[row]
+    config = ModelConfig(**{n: getattr(LLAMA_70B, n) for n in SIZES} | {"vocab_size": 131072})
+    got = flops.flops_table(config, plan, context=131072)
+    in_their_units = got["attention"] * 1e9 / 2**30
+    assert got["vocab"] == pytest.approx(vocab, abs=0.05)
+    assert got["kv"] == pytest.approx(kv, abs=0.1)
+    assert got["qo"] == pytest.approx(qo, abs=0.6)
+    assert got["mlp"] == pytest.approx(mlp, abs=0.6)
+    assert in_their_units == pytest.approx(attention, abs=0.01)
+    assert got["total"] - got["attention"] + in_their_units == pytest.approx(total, abs=1.0)
+    assert got["total"] == pytest.approx(sum(value for name, value in got.items() if name != "total"))
+    for model in (config, LLAMA_70B):  # the percentages hold for both vocabularies
+        whole = flops.flops_table(model)["total"]
+        assert 100 * flops.flops_table(model, plan)["total"] / whole == pytest.approx(percent, abs=0.12)
+
+
+def test_the_checkpoints_own_vocabulary():
+    assert flops.flops_table(LLAMA_70B)["vocab"] == pytest.approx(4.2, abs=0.05)
+
+
+# SwiftKV paper, Table 2: layers, split, share, cache reduction in percent.
+TABLE_2 = {
+    "8B 50% 2-way": (32, 16, 2, 25.0),
+    "8B 50% 4-way": (32, 16, 4, 37.5),
+    "8B 50% 8-way": (32, 16, 8, 43.75),
+    "8B 50% 16-way": (32, 16, 16, 46.875),
+    "70B 50% 2-way": (80, 40, 2, 25.0),
+    "70B 50% 4-way": (80, 40, 4, 37.5),
+    "Mistral-Small 50% 2-way": (56, 28, 2, 25.0),
+    "Mistral-Small 50% 4-way": (56, 28, 4, 37.5),
+}
+# Rows that the paper labels 25 % and 37.5 % too, though they rewire less than half of the layers (its section
+# 4.1 says "20-25 %"); what is saved at 40 % of 28 layers, 25 % of 48 and 45 % of 27.
+TABLE_2_LABELS = {
+    "3B 40% 2-way": (28, 17, 2, 100 * 5 / 28),
+    "3B 40% 4-way": (28, 17, 4, 100 * 8 / 28),
+    "Qwen2.5-14B 25% 2-way": (48, 36, 2, 12.5),
+    "Qwen2.5-14B 25% 4-way": (48, 36, 4, 18.75),
+    "DeepSeek-V2-Lite 45% 2-way": (27, 15, 2, 100 * 6 / 27),
+    "DeepSeek-V2-Lite 45% 4-way": (27, 15, 4, 100 * 9 / 27),
+}
+
+
+@pytest.mark.parametrize("row", TABLE_2 | TABLE_2_LABELS)
+def test_table_2_of_the_paper(row):
+    layers, split, share, percent = (TABLE_2 | TABLE_2_LABELS)[row]
+    plan = KVPlan.swiftkv(layers, split, share)
+    assert 100 * flops.cache_reduction(plan) == pytest.approx(percent)
+    assert flops.cache_reduction(KVPlan.swiftkv(layers, split)) == 0
+    assert flops.cache_reduction(KVPlan.standard(layers)) == 0
+    config = ModelConfig(**{n: getattr(TINY, n) for n in SIZES} | {"num_layers": layers})
+    bytes_of = {p: Cache.dense(config, p, 3, 7, "bfloat16") for p in (plan, KVPlan.standard(layers))}
+    used, whole = (cache.k.nbytes + cache.v.nbytes for cache in bytes_of.values())
+    assert 100 * (1 - used / whole) == pytest.approx(percent)
+    assert flops.cache_bytes_per_token(config, plan) * 3 * 7 == used
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", jnp.float16])
+@pytest.mark.parametrize(
+    "plan", [KVPlan.merge_all(5), KVPlan.from_rows((0, 1, 1, 2, 0)), KVPlan.swiftkv(5, 2, 2)]
+)
+def test_cache_bytes_are_the_arrays_nbytes(plan, dtype):
+    cache = Cache.dense(TINY, plan, 1, 13, dtype)
+    assert flops.cache_bytes_per_token(TINY, plan, dtype) == (cache.k.nbytes + cache.v.nbytes) / 13
+
+
+def matmul_flops(jaxpr) -> float:
+    """2 x (batch x rows x columns x inner) of every dot_general, times the length of the scans around it."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            inner = math.prod(eqn.invars[0].aval.shape[i] for i in contract)
+            total += 2.0 * inner * math.prod(eqn.outvars[0].aval.shape)
+        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        for value in eqn.params.values():
+            inside = getattr(value, "jaxpr", value)
+            if hasattr(inside, "eqns"):
+                total += times * matmul_flops(inside)
+    return total
+
+
+def tiny(plan: KVPlan, windows: tuple[int, ...] = ()):
+    """A model, its parameters and a batch of 2 x 8 tokens, both as shapes: programs are read here, never run."""
+    config = ModelConfig(**{n: getattr(TINY, n) for n in SIZES} | {"windows": windows})
+    return Transformer(config, plan), weights.abstract(config, plan, jnp.float32), TOKENS
+
+
+TOKENS = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+UNMASKED = 15  # programs compute masked scores too: 8 keys a query, which is the mean of 15 causal queries
+
+
+def per_token(program, *shapes) -> float:
+    return matmul_flops(jax.make_jaxpr(program)(*shapes).jaxpr) / math.prod(TOKENS.shape)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [KVPlan.standard(5), KVPlan.swiftkv(5, 3), KVPlan.swiftkv(5, 2, 2)],
+    ids=["standard", "50%", "2-way"],
+)
+def test_table_counts_the_programs_own_matmuls(plan):
+    model, params, tokens = tiny(plan)
+
+    def prompt(params, tokens):
+        """What every prompt token runs: the lower layers and the makers of the upper rows."""
+        at, segments = place(model, tokens, None, None)
+        x = lower(model, params, embed(model, params, tokens), at, segments)
+        return fill(model, params, x, at)
+
+    table = flops.flops_table(model.config, plan, UNMASKED, layers=plan.depth)
+    counted = per_token(prompt, params, tokens) / 1e9
+    assert table["total"] - table["vocab"] == pytest.approx(counted, rel=1e-12)
+
+
+def test_full_training_counts_the_programs_own_matmuls():
+    model, params, tokens = tiny(KVPlan.standard(5))
+
+    def loss(params, tokens):
+        return jnp.sum(logits(model, params, forward(model, params, tokens)) ** 2)
+
+    counted = per_token(jax.grad(loss), params, tokens)
+    assert flops.full_training_flops_per_token(model.config, UNMASKED) == pytest.approx(counted, rel=1e-12)
+
+
+@pytest.mark.parametrize("trainable", ["swiftkv", "upper"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
+@pytest.mark.parametrize("split, share", [(3, 1), (2, 2), (1, 4)])
+def test_distillation_counts_the_programs_own_matmuls(split, share, shared, trainable):
+    plan = KVPlan.swiftkv(5, split, share)
+    model, params, tokens = tiny(plan)
+    config = model.config
+    top = jax.eval_shape(
+        lambda p: jax.tree.map(lambda leaf: leaf[split:], standard_stacks(p)), tiny(KVPlan.standard(5))[1]
+    )
+    names = params["upper"] if trainable == "upper" else ("q_proj",)
+    trained = {"fill": params["fill"], "upper": {name: params["upper"][name] for name in names}}
+
+    def loss(trained, params, top, tokens):
+        student = params | {"fill": trained["fill"], "upper": params["upper"] | trained["upper"]}
+        at, segments = place(model, tokens, None, None)
+        x = lower(model, params, embed(model, params, tokens), at, segments)
+        again = x if shared else lower(model, params, embed(model, params, tokens), at, segments)
+        want = logits(model, params, own_rows(config, top, split, again, at, segments)[0])
+        got = logits(model, params, upper(model, student, x, fill(model, student, x, at), at, segments)[0])
+        return jnp.sum((got - want) ** 2)
+
+    counted = per_token(jax.grad(loss), trained, params, top, tokens)
+    got = flops.training_flops_per_token(config, plan, UNMASKED, shared, trainable)
+    assert got == pytest.approx(counted, rel=1e-12)
+
+
+@given(context=st.integers(1, 40), windows=st.lists(st.integers(1, 50), min_size=5, max_size=5))
+def test_attention_counts_the_keys_each_query_sees(context, windows):
+    model, _, _ = tiny(KVPlan.standard(5), tuple(windows))
+    seen = sum(max(0, min(p + 1, w)) for w in windows for p in range(context)) / context
+    want = 2 * 2 * 4 * 20 * seen / 1e9
+    assert flops.flops_table(model.config, context=context)["attention"] == pytest.approx(want)
+
+
+@given(split=st.integers(1, 5), share=st.integers(1, 6), context=st.integers(1, 10_000))
+def test_rewiring_more_never_costs_more(split, share, context):
+    plan = KVPlan.swiftkv(5, split, share)
+    got, whole = flops.flops_table(TINY, plan, context), flops.flops_table(TINY, context=context)
+    assert all(got[name] <= whole[name] for name in whole)
+    deeper = flops.flops_table(TINY, KVPlan.swiftkv(5, min(5, split + 1), share), context)
+    assert got["total"] <= deeper["total"]
+
+
+def test_merge_all_saves_bytes_and_no_work():
+    plan = KVPlan.merge_all(5)
+    assert flops.flops_table(TINY, plan) == flops.flops_table(TINY)
+    assert flops.cache_reduction(plan) == pytest.approx(0.8)
+
+
+def test_bad_input_is_named():
+    with pytest.raises(UsageError, match="plan has 4 layers, the model 5"):
+        flops.flops_table(TINY, KVPlan.standard(4))
+    with pytest.raises(UsageError, match="context must be at least 1 token, not 0"):
+        flops.flops_table(TINY, context=0)
+
+
+def test_tables_of_chips_agree_on_their_names():
+    assert set(flops.PEAK_FLOPS) == set(flops.HBM_BYTES) == set(flops.HBM_BANDWIDTH)

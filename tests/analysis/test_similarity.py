@@ -1,0 +1,170 @@
+"""Equation 1 against float64 loops over transformers' own hidden states, and the command line."""
+
+import json
+
+import hf_models
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from swiftkv_jax.analysis import similarity
+from swiftkv_jax.analysis.flops import flops_table
+from swiftkv_jax.checkpoint.hf import from_pretrained
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+
+CASES = ("llama_biases", "qwen3_bias_window")  # head_dim 24; one kv head, q/k norms, a sliding window
+LENGTH, BLOCK = 57, 25  # the last block is ragged
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Saved models by name, the first with a tokenizer whose word wN is token N."""
+    out = {}
+    for name in CASES:
+        out[name] = hf_models.save(hf_models.make(name), tmp_path_factory.mktemp(name))
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(out[CASES[0]])
+    return out
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"w{i}" for i in hf_models.tokens(LENGTH, 1)[0]))
+    return path
+
+
+def true_matrix(folder, tokens: np.ndarray) -> np.ndarray:
+    """Mean cosine between every two layers' inputs: a loop in float64 over transformers' hidden states."""
+    model = hf_models.load(folder)
+    layers = model.config.num_hidden_layers
+    out = np.zeros((layers, layers))
+    for start in range(0, len(tokens), BLOCK):
+        ids = torch.tensor(tokens[None, start : start + BLOCK])
+        with torch.no_grad():
+            states = model(ids, output_hidden_states=True).hidden_states
+        streams = [state[0].double().numpy() for state in states[:layers]]
+        for i in range(layers):
+            for j in range(layers):
+                for a, b in zip(streams[i], streams[j], strict=True):
+                    out[i, j] += (a @ b) / (np.linalg.norm(a) * np.linalg.norm(b)) / len(tokens)
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_a_float64_loop_over_transformers_hidden_states(name, folders):
+    tokens = hf_models.tokens(LENGTH, 1)[0]
+    got, matrix = similarity.layer_similarity(*from_pretrained(folders[name]), tokens, BLOCK)
+    want = true_matrix(folders[name], tokens)
+    np.testing.assert_allclose(matrix, want, atol=2e-6)
+    layers = len(want)
+    by_hand = [sum(want[i, j] for j in range(i + 1, layers)) / (layers - i - 1) for i in range(layers - 1)]
+    np.testing.assert_allclose(got[:-1], by_hand, atol=2e-6)
+    assert np.isnan(got[-1])
+    assert np.ptp(by_hand) > 0.05  # the layers differ, so an average over the wrong ones would show
+
+
+def test_suggested_split_by_hand():
+    nan = np.nan
+    assert similarity.suggested_split(np.array([0.1, 0.4, 0.6, 0.7, nan])) == 2
+    assert (
+        similarity.suggested_split(np.array([0.9, 0.9, 0.4, 0.7, nan])) == 3
+    )  # an early bump does not count
+    assert similarity.suggested_split(np.array([0.1, 0.2, 0.3, 0.5, nan])) == 4  # nothing is above 0.5
+    assert similarity.suggested_split(np.array([0.9, 0.9, 0.9, nan])) == 1
+    assert similarity.suggested_split(np.array([nan])) == 1
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=8), st.floats(-1, 1))
+def test_suggested_split_is_the_least_with_nothing_low_above_it(values, threshold):
+    scores = np.array([*values, np.nan])
+    split = similarity.suggested_split(scores, threshold)
+    assert 1 <= split <= len(values)  # a split that KVPlan.swiftkv takes
+    assert all(score > threshold for score in values[split:])
+    assert split == 1 or values[split - 1] <= threshold
+
+
+def test_command_writes_what_it_measured(folders, text, tmp_path, capsys):
+    out = tmp_path / "new" / "out"
+    args = ["--model", str(folders[CASES[0]]), "--text", str(text), "--out", str(out)]
+    assert similarity.main([*args, "--max-tokens", "40"]) == 0
+    saved = json.loads((out / "similarity.json").read_text())
+    tokens = hf_models.tokens(LENGTH, 1)[0][:40]
+    model, params = from_pretrained(folders[CASES[0]])
+    want, matrix = similarity.layer_similarity(model, params, tokens)
+    np.testing.assert_allclose(saved["matrix"], matrix, atol=1e-5)
+    np.testing.assert_allclose(saved["scores"][:-1], want[:-1], atol=1e-5)
+    assert saved["scores"][-1] is None and saved["tokens"] == 40
+    split = similarity.suggested_split(want)
+    plan, context = KVPlan.swiftkv(4, split), model.config.max_position_embeddings
+    left = (
+        flops_table(model.config, plan, context)["total"] / flops_table(model.config, None, context)["total"]
+    )
+    assert saved["suggested_split"] == split
+    assert saved["prefill_flops_left"] == pytest.approx(left, abs=1e-5)
+    printed = capsys.readouterr().out
+    assert all(f"{score:.4f}" in printed for score in want[:-1]) and f"{100 * left:.1f} %" in printed
+    assert (out / "similarity.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in out.iterdir()) == ["similarity.json", "similarity.png"]
+
+
+def one_line(capsys) -> str:
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and not captured.out
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (None, "does not exist"),
+        (b"w1 w2 w3", "holds 3 token(s); give a text of at least 16"),
+        (b"", "holds 0 token(s)"),
+        (b"\xff\xfe w1", "is not UTF-8 text"),
+    ],
+    ids=["missing", "short", "empty", "binary"],
+)
+def test_bad_text_is_one_line_and_exit_code_2(content, said, folders, tmp_path, capsys):
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    out = tmp_path / "out"
+    args = ["--model", str(folders[CASES[0]]), "--text", str(path), "--out", str(out)]
+    assert similarity.main(args) == 2
+    assert said in one_line(capsys) and not out.exists()
+
+
+def test_bad_model_flag_and_folder(folders, text, tmp_path, capsys):
+    good = ["--model", str(folders[CASES[0]]), "--text", str(text)]
+    assert similarity.main(["--model", str(tmp_path / "none"), "--text", str(text)]) == 2
+    assert "none" in one_line(capsys)
+    assert similarity.main([*good, "--max-tokens", "3"]) == 2
+    assert "--max-tokens must be at least 16, not 3" in one_line(capsys)
+    assert similarity.main(["--model", str(folders[CASES[1]]), "--text", str(text)]) == 2
+    assert "tokenizer" in one_line(capsys)
+    assert similarity.main([*good, "--out", str(text)]) == 1  # a file is in the way
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_student_is_refused():
+    config = ModelConfig(
+        vocab_size=7,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=3,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+    )
+    with pytest.raises(UsageError, match="measured on a standard model"):
+        similarity.layer_similarity(Transformer(config, KVPlan.swiftkv(3, 2)), {}, np.arange(5))
+    with pytest.raises(UsageError, match="at least one token"):
+        similarity.layer_similarity(Transformer(config, KVPlan.standard(3)), {}, np.arange(0))

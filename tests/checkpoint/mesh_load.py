@@ -1,0 +1,49 @@
+"""Run by test_hf.py with 8 virtual devices: load a folder over several meshes, and say what was read.
+
+    python mesh_load.py FOLDER
+
+Prints one JSON object: the largest number of values read at once, for each mesh. Fails where a value or
+its place is wrong.
+"""
+
+import json
+import sys
+
+import jax
+import numpy as np
+
+from swiftkv_jax import params as weights
+from swiftkv_jax.checkpoint import hf
+from swiftkv_jax.sharding import make_mesh
+
+MESHES = [(1, 8, 1), (2, 2, 2), (1, 1, 8), (8, 1, 1)]
+
+
+def main(folder: str) -> None:
+    jax.config.update("jax_num_cpu_devices", 8)
+    model, want = hf.from_pretrained(folder)
+    read, sizes = hf._read, []
+
+    def measured(*arguments):
+        piece = read(*arguments)
+        sizes.append(piece.size)
+        return piece
+
+    hf._read = measured
+    largest = {}
+    for axes in MESHES:
+        mesh = make_mesh(*axes)
+        sizes.clear()
+        _, got = hf.from_pretrained(folder, mesh=mesh)
+        largest[str(axes)] = max(sizes)
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want)
+        places = jax.tree.map(
+            lambda x: x.sharding, weights.abstract(model.config, model.plan, np.float32, mesh)
+        )
+        assert jax.tree.map(lambda x: x.sharding, got) == places, (
+            "an array lies where sharding.py does not say"
+        )
+    print(json.dumps(largest))
+
+
+main(sys.argv[1])

@@ -1,0 +1,224 @@
+"""Documents out of files, folders and datasets; what is broken is named by its place."""
+
+import gzip
+import json
+import lzma
+from hashlib import sha256
+from pathlib import Path
+
+import datasets
+import pytest
+
+from swiftkv_jax.distill.sources import held_out, open_documents
+from swiftkv_jax.errors import UsageError
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+SHARE = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+SHARED = (
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "a"},
+)
+
+
+def write_rows(path: Path, rows: list, opener=open) -> str:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    with opener(path, "wt", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix, opener", [("", open), (".xz", lzma.open), (".gz", gzip.open)])
+def test_rows_of_jsonl(tmp_path, suffix, opener):
+    rows = [{"id": "a#0", "text": "one\u2028two"}, {"messages": CHAT}, "", {"text": "naïve 雪"}]
+    documents = open_documents([write_rows(tmp_path / f"rows.jsonl{suffix}", rows, opener)])
+    assert [d.text for d in documents] == ["one\u2028two", "", "naïve 雪"]
+    assert documents[1].messages == tuple(CHAT)
+    assert documents[0].id == "a#0"
+    assert documents[2].id == sha256("naïve 雪".encode()).hexdigest()
+
+
+def test_folder_json_and_text_files_in_one_order(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.md").write_text("two")
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")  # a byte order mark is no text
+    with lzma.open(tmp_path / "c.txt.xz", "wt") as file:
+        file.write("three")
+    (tmp_path / "d.json").write_text(json.dumps([{"text": "four"}, {"conversations": SHARE}]))
+    (tmp_path / "ignored.bin").write_bytes(b"\xff")
+    documents = open_documents([str(tmp_path), str(tmp_path / "a.txt")])
+    assert [d.text for d in documents] == ["one", "two", "three", "four", "", "one"]
+    assert [d.id for d in documents][:3] == ["a.txt", "b/two.md", "c.txt.xz"]
+    assert documents[4].messages == SHARED
+
+
+def test_held_out_is_by_document_not_by_piece():
+    names = [f"doc{i}.txt" for i in range(4000)]
+    share = sum(map(held_out, names)) / len(names)
+    assert 0.04 < share < 0.06
+    assert all(held_out(f"{name}#{piece}") == held_out(name) for name in names[:50] for piece in range(3))
+    assert [held_out(x) for x in ("library/json.rst.txt#0", "library/json.rst.txt#1")] == [False, False]
+
+
+BROKEN = [
+    ("{", "not JSON"),
+    ('["text"]', "a row is an object, not list"),
+    ('{"txt": "x"}', 'neither "text" nor "messages"'),
+    ('{"text": 3}', "neither"),
+    ('{"text": "\\ud800"}', "surrogate"),
+    ('{"messages": []}', "at least one"),
+    ('{"messages": [{"role": "user"}]}', 'needs "role" and "content"'),
+    ('{"messages": [{"role": "user", "content": ["x"]}]}', 'needs "role" and "content"'),
+    ('{"conversations": [{"from": "nobody", "value": "x"}]}', 'needs "from"'),
+    ("[" * 100_000, "not JSON"),
+]
+
+
+@pytest.mark.parametrize("line, reason", BROKEN, ids=[reason for _, reason in BROKEN])
+def test_a_broken_line_is_named_or_left_out(tmp_path, line, reason):
+    source = write_rows(tmp_path / "rows.jsonl", [{"text": "good"}, "", line, {"text": "also good"}])
+    with pytest.raises(UsageError, match=f"rows.jsonl:3 .*{reason}"):
+        open_documents([source])
+    assert [d.text for d in open_documents([source], skip_bad_lines=True)] == ["good", "also good"]
+
+
+def test_broken_lines_of_all_files_in_one_error_of_one_line(tmp_path):
+    sources = [write_rows(tmp_path / f"{n}.jsonl", [{"text": "x"}, *["{"] * 7]) for n in "ab"]
+    with pytest.raises(UsageError) as error:
+        open_documents(sources)
+    message = str(error.value)
+    places = [
+        f"{name}.jsonl:{line}" for name, lines in (("a", range(2, 9)), ("b", range(2, 5))) for line in lines
+    ]
+    assert all(f"{place} (" in message for place in places)
+    assert "b.jsonl:5" not in message and "and 4 more" in message and "\n" not in message
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "x"}\n{"text": "\xff"}\n')
+    with pytest.raises(UsageError, match=r"rows.jsonl:2 \(not UTF-8\)"):
+        open_documents([str(tmp_path / "rows.jsonl")])
+    (tmp_path / "x.txt").write_bytes(b"\xff")
+    with pytest.raises(UsageError, match=r"x.txt is not UTF-8"):
+        open_documents([str(tmp_path / "x.txt")])
+
+
+@pytest.mark.parametrize("suffix, pack", [(".xz", lzma.compress), (".gz", gzip.compress)])
+def test_packed_files_cut_short_or_scrambled(tmp_path, suffix, pack):
+    path = tmp_path / f"rows.jsonl{suffix}"
+    raw = pack(b'{"text": "%s"}\n' % bytes(range(97, 123)) * 50)
+    for broken in (raw[:-12], b"no archive", raw[:20] + b"\0\1\2\3\4\5" + raw[26:]):
+        path.write_bytes(broken)
+        with pytest.raises(UsageError, match=r"cannot read .*rows.jsonl"):
+            open_documents([str(path)])
+
+
+@pytest.mark.parametrize(
+    "name, content, expected",
+    [
+        ("absent.jsonl", None, "absent.jsonl does not exist$"),
+        ("x.csv", "a,b", "x.csv is none of .txt"),
+        ("empty.jsonl", "\n\n", "empty.jsonl holds no documents"),
+        ("x.json", '{"text": "x"}', "x.json must hold a list"),
+        ("x.json", "[", "x.json: not JSON"),
+    ],
+)
+def test_sources_that_cannot_be_used(tmp_path, name, content, expected):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=expected):
+        open_documents([str(tmp_path / name)])
+
+
+def test_a_hub_name_without_its_prefix():
+    with pytest.raises(
+        UsageError, match="source teknium/x does not exist; a hub dataset is written hf://teknium/x"
+    ):
+        open_documents(["teknium/x"])
+
+
+def test_empty_folder_and_nothing_but_broken_lines(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError, match="files in folder"):
+        open_documents([str(tmp_path / "folder")])
+    source = write_rows(tmp_path / "rows.jsonl", ["{", "{"])
+    with pytest.raises(UsageError, match=r"no usable documents in .*2 broken lines"):
+        open_documents([source], skip_bad_lines=True)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """`datasets.load_dataset` finds a local folder of this name before it asks the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+
+    def save(name: str, split: str, rows: list[dict]):
+        folder = tmp_path / name / "data"
+        folder.mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_list(rows).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+
+    return save
+
+
+def test_ultrachat(hub):
+    name = "HuggingFaceH4/ultrachat_200k"
+    row = {"prompt": "hi", "prompt_id": "f0e37e9f7800261167ce91143f98f511f768847236f133f2d0aed60b444ebe57"}
+    hub(name, "train_sft", [row | {"messages": CHAT}])
+    hub(name, "test_sft", [row | {"messages": [*CHAT, *CHAT]}])
+    (document,) = open_documents([f"hf://{name}"])
+    assert (document.id, document.messages) == (row["prompt_id"], tuple(CHAT))
+    (document,) = open_documents([f"hf://{name}[test_sft]"])
+    assert document.messages == (*CHAT, *CHAT)
+
+
+def test_openhermes_and_slimorca(hub):
+    hub(
+        "teknium/OpenHermes-2.5",
+        "train",
+        [{"conversations": SHARE, "source": "airoboros", "id": None, "system_prompt": None}],
+    )
+    orca = [turn | {"weight": None if turn["from"] != "gpt" else 1.0} for turn in SHARE]
+    hub("Open-Orca/SlimOrca", "train", [{"conversations": orca}] * 3)
+    documents = open_documents(["hf://teknium/OpenHermes-2.5", "hf://Open-Orca/SlimOrca[train[:2]]"])
+    assert [d.messages for d in documents] == [SHARED] * 3
+    content = json.dumps(SHARED, ensure_ascii=False, sort_keys=True)
+    assert {d.id for d in documents} == {sha256(content.encode()).hexdigest()}
+
+
+def test_other_datasets_by_their_columns(hub):
+    hub("some/books", "train", [{"text": "one", "id": "b#1"}, {"text": "", "id": "b#2"}])
+    assert [(d.id, d.text) for d in open_documents(["hf://some/books"])] == [("b#1", "one"), ("b#2", "")]
+    hub("some/table", "train", [{"question": "x"}])
+    with pytest.raises(UsageError, match=r"hf://some/table has no column text.* its columns are question"):
+        open_documents(["hf://some/table"])
+    hub("some/mixed", "train", [{"text": "one"}, {"text": None}])
+    with pytest.raises(UsageError, match=r"hf://some/mixed, row 1: neither"):
+        list(open_documents(["hf://some/mixed"]))
+    assert [d.text for d in open_documents(["hf://some/mixed"], skip_bad_lines=True)] == ["one", ""]
+
+
+def test_a_dataset_or_split_that_is_not_there(hub):
+    hub("some/books", "train", [{"text": "one"}])
+    with pytest.raises(UsageError, match=r"cannot load hf://some/books\[dev\] \(split dev\)"):
+        open_documents(["hf://some/books[dev]"])
+    with pytest.raises(UsageError, match="cannot load hf://nobody/nothing"):
+        open_documents(["hf://nobody/nothing"])
+    with pytest.raises(UsageError, match="is written hf://org/name"):
+        open_documents(["hf://[train]"])
+
+
+def test_digest_follows_content_ids_and_order(tmp_path):
+    def digest(*rows):
+        return open_documents([write_rows(tmp_path / "rows.jsonl", list(rows))]).digest
+
+    one, two = {"id": "1", "text": "x"}, {"id": "2", "text": "y"}
+    digests = [
+        digest(one, two),
+        digest(two, one),
+        digest(one),
+        digest(one, two | {"text": "z"}),
+        digest(one, two | {"id": "3"}),
+    ]
+    assert len(set(digests)) == 5
+    assert digest(one, two) == digests[0]

@@ -1,0 +1,171 @@
+"""Sampling on the device against transformers' processors, NumPy and statistics."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from swiftkv_jax.engine import sampling
+from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Tally
+
+FULL = Mode(sampled=True, filtered=True, penalised=True, logprobs=True)
+
+
+def policy(lanes: int, **changes) -> Policy:
+    """Neutral rules for every lane, some of them changed."""
+    one, whole = jnp.ones(lanes), jnp.zeros(lanes, jnp.int32)
+    neutral = {"temperature": one, "top_k": whole, "top_p": one, "min_p": 0 * one, "repetition": one}
+    neutral |= {"presence": 0 * one, "frequency": 0 * one, "min_tokens": whole, "max_tokens": whole + 99}
+    seeds = np.stack([np.zeros(lanes), np.arange(lanes)], 1).astype(np.uint32)
+    neutral |= {"seed": jnp.asarray(seeds), "stop_ids": jnp.full((lanes, 4), NO_ID)}
+    given = {k: jnp.broadcast_to(jnp.asarray(v, neutral[k].dtype), neutral[k].shape) for k, v in changes.items()}
+    return Policy(**(neutral | given))
+
+
+def no_tally(lanes: int) -> Tally:
+    return Tally(jnp.zeros((lanes, 0), bool), jnp.zeros((lanes, 0), jnp.int32))
+
+
+def random_logits(lanes: int = 32, vocab: int = 300, seed: int = 0):
+    return jnp.asarray(np.random.default_rng(seed).normal(0, 3, (lanes, vocab)), jnp.float32)
+
+
+FILTERS = [
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 299},
+    {"top_k": 5000},
+    {"top_p": 0.01},
+    {"top_p": 0.5},
+    {"top_p": 0.97},
+    {"min_p": 0.02},
+    {"min_p": 1.0},
+    {"min_p": 0.01, "top_k": 20},
+    {"top_k": 40, "top_p": 0.7},
+    {"min_p": 0.005, "top_k": 30, "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("wanted", FILTERS, ids=str)
+def test_filters_keep_exactly_what_transformers_keeps(wanted):
+    import torch
+    from transformers.generation import logits_process as hf
+
+    logits = random_logits()
+    theirs = torch.tensor(np.asarray(logits))
+    for name, make in (
+        ("min_p", hf.MinPLogitsWarper),
+        ("top_k", hf.TopKLogitsWarper),
+        ("top_p", hf.TopPLogitsWarper),
+    ):
+        theirs = make(wanted[name])(None, theirs) if name in wanted else theirs
+    got = sampling.kept(logits, policy(len(logits), **wanted))
+    np.testing.assert_array_equal(np.asarray(got), np.isfinite(theirs.numpy()))
+
+
+def test_each_lane_has_its_own_filter_and_neutral_ones_keep_all():
+    logits = random_logits(4)
+    both = sampling.kept(logits, policy(4, top_k=[0, 3, 0, 0], top_p=[1, 1, 0.3, 1], min_p=[0, 0, 0, 0]))
+    assert both.sum(1)[0] == both.sum(1)[3] == 300 and both.sum(1)[1] == 3 and 0 < both.sum(1)[2] < 30
+
+
+def test_the_order_of_tied_tokens_does_not_matter():
+    logits = jnp.asarray([[1.0, 2.0, 2.0, 0.0, -0.0, 2.0]])
+    assert sampling.kept(logits, policy(1, top_k=2)).tolist() == [[False, True, True, False, False, True]]
+    assert sampling.kept(logits, policy(1, top_k=5)).all()  # 0.0 and -0.0 are one number
+
+
+def test_penalties():
+    import torch
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    random = np.random.default_rng(1)
+    lanes, vocab, length = 6, 50, 30
+    logits = random_logits(lanes, vocab)
+    history = jnp.asarray(random.integers(0, 20, (lanes, length)), jnp.int32)
+    prompt = jnp.asarray([10, 1, 5, 10, 20, 30])
+    tally = Tally.of(history, prompt, jnp.full(lanes, length), vocab)
+    got = sampling.penalise(logits, policy(lanes, repetition=1.7), tally)
+    theirs = torch.tensor(np.asarray(logits))
+    want = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(np.asarray(history, np.int64)), theirs)
+    np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
+
+    got = sampling.penalise(logits, policy(lanes, presence=0.6, frequency=-0.25), tally)
+    for lane in range(lanes):  # the output alone counts
+        counts = np.bincount(np.asarray(history[lane, int(prompt[lane]) :]), minlength=vocab)
+        want = np.asarray(logits[lane]) - 0.6 * (counts > 0) + 0.25 * counts
+        np.testing.assert_allclose(got[lane], want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tally_grown_token_by_token_is_the_tally_of_the_whole():
+    random = np.random.default_rng(2)
+    history = jnp.asarray(random.integers(0, 9, (3, 8)), jnp.int32)
+    prompt = jnp.asarray([2, 5, 3])
+    tally = Tally.of(history, prompt, prompt, 9)
+    for i in range(3):
+        tally = tally.add(history[jnp.arange(3), prompt + i])
+    tally = tally.add(jnp.full(3, NO_ID))
+    want = Tally.of(history, prompt, prompt + 3, 9)
+    jax.tree.map(np.testing.assert_array_equal, tally, want)
+
+
+def test_no_end_before_min_tokens():
+    logits = jnp.zeros((3, 8)).at[:, 5].set(9.0).at[:, 2].set(5.0)
+    rules = policy(3, temperature=0, min_tokens=[0, 4, 4], stop_ids=[[5, NO_ID, NO_ID, NO_ID]])
+    got = sampling.sample(logits, rules, no_tally(3), jnp.asarray([3, 3, 4]), jnp.zeros(3, jnp.int32), Mode())
+    assert got.token.tolist() == [5, 2, 5]
+
+
+@pytest.mark.parametrize("rules", [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5, "min_p": 0.05}], ids=str)
+def test_frequencies_are_those_of_softmax(rules):
+    draws, vocab = 40_000, 12
+    logits = jnp.broadcast_to(random_logits(1, vocab, 3) / 2, (draws, vocab))
+    lanes = policy(draws, **rules)
+    position = jnp.arange(draws, dtype=jnp.int32) % 7
+    got = sampling.sample(logits, lanes, no_tally(draws), position, position, Mode(True, True, False, False))
+    scaled = np.asarray(logits[0], np.float64) / rules["temperature"]
+    keep = np.exp(scaled - scaled.max()) >= rules.get("min_p", 0)
+    keep &= scaled >= np.sort(scaled)[-rules.get("top_k", vocab)]
+    want = np.where(keep, np.exp(scaled), 0) / np.exp(scaled[keep]).sum()
+    counts = np.bincount(np.asarray(got.token), minlength=vocab)
+    assert not counts[~keep].any()
+    chi = ((counts - draws * want)[keep] ** 2 / (draws * want[keep])).sum()
+    assert chi < 3.5 * keep.sum()  # p < 1e-4 for these degrees of freedom
+
+
+def test_noise_is_fold_in_of_seed_and_position_whatever_the_neighbours():
+    seeds = jnp.asarray([[0, 7], [0, 8], [1, 7]], jnp.uint32)
+    noise = sampling.gumbel(seeds, jnp.asarray([3, 3, 3]), 40)
+    key = jax.random.fold_in(jax.random.key(7, impl="threefry2x32"), 3)
+    np.testing.assert_array_equal(noise[0], jax.random.gumbel(key, (40,)))
+    np.testing.assert_array_equal(noise[1:2], sampling.gumbel(seeds[1:2], jnp.asarray([3]), 40))
+    assert not np.allclose(noise[0], noise[2])  # the high word of a seed counts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_richer_mode_changes_nothing_for_a_plain_lane(temperature):
+    logits, position = random_logits(), jnp.arange(32, dtype=jnp.int32)
+    rules = policy(32, temperature=temperature)
+    tally = Tally(jnp.ones((32, 300), bool), jnp.ones((32, 300), jnp.int32))
+    plain = sampling.sample(logits, rules, no_tally(32), position, position, Mode(sampled=temperature > 0))
+    rich = sampling.sample(logits, rules, tally, position, position, FULL)
+    assert plain.token.tolist() == rich.token.tolist()
+    if not temperature:
+        assert plain.token.tolist() == logits.argmax(-1).tolist()
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    logits, position = random_logits(5), jnp.arange(5, dtype=jnp.int32)
+    rules = dataclasses.replace(policy(5, temperature=1.9, top_k=50, repetition=3.0))
+    tally = Tally(jnp.ones((5, 300), bool), jnp.ones((5, 300), jnp.int32))
+    got = sampling.sample(logits, rules, tally, position, position, FULL)
+    wide = np.asarray(logits, np.float64)
+    want = wide - np.log(np.exp(wide).sum(1, keepdims=True))
+    order = np.argsort(-want, axis=1)
+    np.testing.assert_array_equal(got.top_ids, order[:, :20])
+    np.testing.assert_allclose(got.top_logprobs, np.take_along_axis(want, order, 1)[:, :20], atol=1e-5)
+    for lane, token in enumerate(got.token.tolist()):
+        assert got.logprob[lane] == pytest.approx(want[lane, token], abs=1e-5)
+        assert got.rank[lane] == 1 + order[lane].tolist().index(token)

@@ -1,0 +1,113 @@
+"""Text from tokens and the ends of a sequence, against the whole text looked at once."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import tiny
+
+from swiftkv_jax.engine.request import Request, SamplingParams
+from swiftkv_jax.engine.sequence import Choice, Sequence
+from swiftkv_jax.engine.text import Detokenizer, find_stop
+
+TEXT = st.text(st.sampled_from("ab é漢🙂"), max_size=20)
+
+
+def start(params: SamplingParams, eos: tuple[int, ...] = (tiny.EOS,)) -> Sequence:
+    params = dataclasses.replace(params, seed=0, max_tokens=params.max_tokens or 500)
+    return Sequence(Request(prompt="x", token_ids=(120,), params=params, eos_ids=eos), 0, tiny.Bytes(), 0.0)
+
+
+def feed(sequence: Sequence, tokens) -> Sequence:
+    """As the engine does: until it ends, whatever else was sampled behind."""
+    for moment, token in enumerate(tokens):
+        if sequence.finish_reason:
+            break
+        sequence.append(Choice(token), float(moment))
+    return sequence
+
+
+@hypothesis.given(TEXT, TEXT)
+def test_text_grows_by_whole_characters_to_the_whole_text(prompt, text):
+    words = Detokenizer(tiny.Bytes(), tuple(prompt.encode()), True)
+    for token in text.encode():
+        before = words.text
+        words.push(token)
+        assert words.text.startswith(before) and text.startswith(words.text)
+        assert "\ufffd" not in words.text
+    assert words.text == text
+
+
+def test_bytes_that_are_no_text_do_not_hold_the_rest_back():
+    words = Detokenizer(tiny.Bytes(), (120,), True)
+    for token in [0xFF, 0xFE, 0xFD, 0xFC, *b"then text"]:
+        words.push(token)
+    assert words.text.endswith("then text") and words.text.startswith("\ufffd")
+
+
+class Spaced:
+    """Words with a leading space that decoding drops at the start, as sentencepiece does."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return " ".join("abc"[i] for i in ids)
+
+
+def test_the_space_between_prompt_and_output_is_kept():
+    words = Detokenizer(Spaced(), (0, 1), True)
+    for token in (2, 0):
+        words.push(token)
+    assert words.text == " c a"
+
+
+@hypothesis.given(TEXT, st.lists(st.text(st.sampled_from("ab é漢"), min_size=1, max_size=3), max_size=3), st.booleans())
+def test_stop_strings_cut_where_the_whole_text_says(text, stops, keep):
+    params = SamplingParams(stop=stops, include_stop_str_in_output=keep, max_tokens=None)
+    sequence = feed(start(params), text.encode())
+    # The stop that is complete first ends it; of several complete at once, the one that begins first.
+    ends = [(text.find(s) + len(s), text.find(s), i) for i, s in enumerate(stops) if s in text]
+    if not ends:
+        assert sequence.finish_reason is None
+        return
+    end, begin, which = min(ends)
+    got = sequence.completion()
+    assert (got.finish_reason, got.stop_reason) == ("stop", stops[which])
+    assert got.text == text[: end if keep else begin]
+    assert bytes(got.token_ids) == text[:end].encode()  # tokens up to the one that completed it
+
+
+@pytest.mark.parametrize(("keep", "text"), [(False, "ab"), (True, "ab</s>")])
+def test_an_end_token_shows_only_when_asked(keep, text):
+    params = SamplingParams(include_stop_str_in_output=keep, skip_special_tokens=False)
+    got = feed(start(params), [97, 98, tiny.EOS, 99]).completion()
+    assert (got.text, got.token_ids, got.finish_reason, got.stop_reason) == (text, [97, 98, tiny.EOS], "stop", None)
+
+
+def test_stop_ids_say_which_and_length_counts_the_last_token():
+    got = feed(start(SamplingParams(stop_token_ids=[98])), [97, 98, 99]).completion()
+    assert (got.text, got.finish_reason, got.stop_reason) == ("a", "stop", 98)
+    got = feed(start(SamplingParams(max_tokens=2, stop="c")), [97, 98, 99]).completion()
+    assert (got.text, got.finish_reason, got.stop_reason) == ("ab", "length", None)
+    got = feed(start(SamplingParams(max_tokens=2, stop="b")), [97, 98, 99]).completion()
+    assert (got.text, got.finish_reason, got.stop_reason) == ("a", "stop", "b")
+
+
+def test_nothing_ends_before_min_tokens():
+    params = SamplingParams(min_tokens=4, stop="ab", stop_token_ids=[98])
+    got = feed(start(params), b"abababab").completion()
+    assert got.token_ids == list(b"abab") and got.stop_reason == 98
+    got = feed(start(dataclasses.replace(params, stop_token_ids=())), b"abababab").completion()
+    assert (got.token_ids, got.text, got.stop_reason) == (list(b"abab"), "ab", "ab")
+
+
+def test_find_stop_looks_back_just_far_enough():
+    assert find_stop("xxab", ("ab",), 3) == (2, "ab")  # only "b" is new
+    assert find_stop("abxx", ("ab",), 2) is None  # it was there, and allowed, before
+    assert find_stop("xabc", ("bc", "ab", "abc"), 1) == (1, "ab")
+
+
+def test_metrics_are_differences_of_moments():
+    sequence = start(SamplingParams(max_tokens=5))
+    sequence.arrival = -2.0
+    metrics = feed(sequence, b"abcde").metrics
+    assert (metrics.ttft, metrics.tpot, metrics.output_tokens) == (2.0, 1.0, 5)

@@ -1,0 +1,77 @@
+"""Tiny models with odd shapes, a byte tokenizer, and the slow definition of greedy decoding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax import params as weights
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+
+LAYERS, VOCAB, CONTEXT, EOS = 5, 258, 96, 257
+PLANS = {
+    "standard": KVPlan.standard(LAYERS),
+    "swiftkv": KVPlan.swiftkv(LAYERS, 2),
+    "acrosskv": KVPlan.swiftkv(LAYERS, 2, 2),
+}
+
+
+class Bytes:
+    """UTF-8 bytes as tokens; EOS is special."""
+
+    bos_id, eos_ids, vocab_size = None, (EOS,), VOCAB
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages, add_generation_prompt: bool) -> list[int]:
+        end = "A:" if add_generation_prompt else ""
+        return self.encode("".join(f"{m['role'][0]}:{m['content']}|" for m in messages) + end)
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        special = "" if skip_special_tokens else "</s>"
+        parts, run = [], bytearray()
+        for token in ids:
+            if token < 256:
+                run.append(token)
+            else:
+                parts += [run.decode(errors="replace"), special]
+                run = bytearray()
+        return "".join([*parts, run.decode(errors="replace")])
+
+
+def make_model(plan: KVPlan, seed: int = 0, **fields) -> tuple[Transformer, dict]:
+    """Random float32 weights, large enough that logits differ by units; head_dim 20, one kv head, biases."""
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_layers": LAYERS,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 20,
+        "max_position_embeddings": CONTEXT,
+        "qkv_bias": True,
+    }
+    config = ModelConfig(**(shape | fields))
+    tree = weights.init(config, plan, jax.random.key(seed))
+    keys = iter(jax.random.split(jax.random.key(seed + 1), len(jax.tree.leaves(tree))))
+    loud = jax.tree.map(lambda leaf: leaf * 6 + 0.1 * jax.random.normal(next(keys), leaf.shape), tree)
+    return Transformer(config, plan), loud
+
+
+def prompts(lengths, seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 256, length).tolist() for length in lengths]
+
+
+def greedy(model: Transformer, params, prompt: list[int], count: int) -> list[int]:
+    """The argmax of the full forward pass over everything so far, `count` times."""
+    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens))
+    tokens = list(prompt)
+    for _ in range(count):
+        padded = np.zeros((1, CONTEXT), np.int32)
+        padded[0, : len(tokens)] = tokens
+        tokens.append(int(jnp.argmax(apply(padded)[0, len(tokens) - 1])))
+    return tokens[len(prompt) :]

@@ -1,0 +1,116 @@
+"""Small random transformers models of every family, saved as a user would find them."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+transformers.utils.logging.disable_progress_bar()
+
+BASE = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "attn_implementation": "eager",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+
+# name -> (model_type, fields that differ from BASE)
+CASES: dict[str, tuple[str, dict]] = {
+    "llama2": ("llama", {"num_key_value_heads": 4}),
+    "llama3_tied_one_kv_head": (
+        "llama",
+        {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_theta": 5e5},
+    ),
+    "llama31_rope": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 5e5, "head_dim": 20}),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "llama_linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
+    "llama_dynamic_short": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+    "llama_dynamic_long": (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 32},
+    ),
+    "llama_yarn": ("llama", {"rope_scaling": YARN, "head_dim": 24}),
+    "llama_yarn_mscale": (
+        "llama",
+        {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.6, "beta_fast": 16.0, "beta_slow": 2.0}},
+    ),
+    "llama_yarn_untruncated": (
+        "llama",
+        {"rope_scaling": YARN | {"truncate": False, "attention_factor": 1.3}},
+    ),
+    "mistral_window": ("mistral", {"sliding_window": 7, "head_dim": 20, "num_key_value_heads": 1}),
+    "mistral_no_window": ("mistral", {"sliding_window": None, "head_dim": 16, "rope_theta": 1e6}),
+    "qwen2_tied": ("qwen2", {"use_sliding_window": False, "sliding_window": 7, "tie_word_embeddings": True}),
+    "qwen2_window": ("qwen2", WINDOWED),
+    "qwen2_yarn": ("qwen2", {"rope_scaling": YARN, "num_key_value_heads": 4}),
+    "qwen3": ("qwen3", {"head_dim": 20, "rope_theta": 1e6}),
+    "qwen3_bias_window": (
+        "qwen3",
+        {"head_dim": 24, "attention_bias": True, "num_key_value_heads": 1} | WINDOWED,
+    ),
+}
+
+
+def make(name: str) -> transformers.PreTrainedModel:
+    """The model of one case, float32 on the CPU."""
+    family, fields = CASES[name]
+    return build(family, **fields)
+
+
+def build(family: str, seed: int = 0, **fields) -> transformers.PreTrainedModel:
+    """A random model whose norms and biases are random too, and whose logits differ by several units."""
+    config = transformers.AutoConfig.for_model(family, **(BASE | fields))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=random)
+            if "norm" in key:
+                weight.copy_(1 + 0.3 * noise)
+            elif key.endswith("bias"):
+                weight.copy_(0.3 * noise)
+            elif "embed" in key:
+                weight.copy_(noise * (0.3 if config.tie_word_embeddings else 1.0))
+            else:
+                weight.copy_(noise * (3.0 if "lm_head" in key else 1.3) * weight.shape[1] ** -0.5)
+    return model
+
+
+def save(model: transformers.PreTrainedModel, folder: Path, **options) -> Path:
+    """Save as transformers does; returns the folder."""
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def load(folder: Path, **options) -> transformers.PreTrainedModel:
+    """Load as transformers does."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", **options
+    ).eval()
+
+
+def tokens(length: int = 57, batch: int = 2, seed: int = 0) -> np.ndarray:
+    """[batch, length] random token ids of BASE's vocabulary."""
+    return np.random.default_rng(seed).integers(0, BASE["vocab_size"], (batch, length))
+
+
+def torch_logits(model: transformers.PreTrainedModel, ids: np.ndarray) -> np.ndarray:
+    """[B, T, V] float32 logits of token ids [B, T]."""
+    with torch.no_grad():
+        return model(torch.tensor(ids)).logits.float().numpy()

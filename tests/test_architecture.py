@@ -1,0 +1,272 @@
+"""What keeps the code base honest: imports point down, state is visible, prose matches the disk."""
+
+import ast
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIBRARY = ROOT / "swiftkv_jax"
+LEVELS = (
+    "shapes pytree errors config config_json rope plan sharding",
+    "layers cache params tokenizer",
+    "model surgery checkpoint slim predict",
+    "distill engine analysis",
+)
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}
+STRANGERS = {("distill", "engine"), ("engine", "distill"), ("analysis", "distill"), ("analysis", "engine")}
+HEAVY = ("torch", "flax.nnx", "tokamax", "qwix")
+HOST_ONLY = ("request", "pages", "prefix", "scheduler")  # of engine/
+LINE = 110
+SET_BY_USERS = ("Config", "Plan", "Params", "Settings", "Experiment")
+SPREAD = {"MeshConfig": "make_mesh"}  # configs whose fields are the arguments of one function, given by **
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of a chain of attributes, or nothing."""
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def imports(nodes) -> set[str]:
+    """Every `import a.b` as a.b and every `from a import b` as a.b."""
+    out = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            out |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"relative import of {node.module}: write the whole name"
+            out |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return out
+
+
+def at_import_time(module: ast.AST):
+    """The nodes that run when a module is imported: all but the bodies of functions."""
+    for node in ast.iter_child_nodes(module):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield node
+            yield from at_import_time(node)
+
+
+def unit(name: str) -> str:
+    """The module or folder directly under swiftkv_jax that a dotted name lies in."""
+    return ([*name.split("."), ""])[1]
+
+
+def edges() -> set[tuple[str, str]]:
+    """(importing unit, imported unit) within the library, imports inside functions included."""
+    out = set()
+    for path in python_files("swiftkv_jax"):
+        here = path.relative_to(LIBRARY).parts[0].removesuffix(".py")
+        names = {unit(n) for n in imports(ast.walk(tree(path))) if n.startswith("swiftkv_jax.")}
+        out |= {(here, there) for there in names if there != here and here != "__init__"}
+    return out
+
+
+def test_every_unit_has_a_level():
+    units = {path.relative_to(LIBRARY).parts[0].removesuffix(".py") for path in python_files("swiftkv_jax")}
+    assert units - {"__init__"} <= set(LEVEL)
+
+
+def test_imports_point_down():
+    wrong = sorted((a, b) for a, b in edges() if b != "kernels" and (b not in LEVEL or LEVEL[a] < LEVEL[b]))
+    assert not wrong
+
+
+def test_distill_and_engine_are_strangers_and_analysis_knows_neither():
+    assert not edges() & STRANGERS
+
+
+def test_imports_have_no_cycles():
+    graph: dict[str, set[str]] = {}
+    for a, b in edges():
+        graph.setdefault(a, set()).add(b)
+
+    def visit(name: str, trail: tuple[str, ...]):
+        assert name not in trail, " -> ".join((*trail, name))
+        for below in sorted(graph.get(name, ())):
+            visit(below, (*trail, name))
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+def test_kernels_import_jax_only():
+    allowed = {"jax", "swiftkv_jax", *sys.stdlib_module_names}
+    for path in python_files("kernels"):
+        names = imports(ast.walk(tree(path)))
+        assert {name.split(".")[0] for name in names} <= allowed, path
+        assert all(n.startswith("swiftkv_jax.kernels") for n in names if n.startswith("swiftkv_jax")), path
+
+
+@pytest.mark.parametrize("heavy", HEAVY)
+def test_heavy_packages_are_not_imported_by_importing_the_library(heavy):
+    for path in python_files("swiftkv_jax", "kernels"):
+        names = imports(at_import_time(tree(path)))
+        assert not any(f"{name}.".startswith(f"{heavy}.") for name in names), path
+
+
+def test_the_schedulers_half_of_the_engine_is_plain_python():
+    for path in (LIBRARY / "engine" / f"{name}.py" for name in HOST_ONLY):
+        if path.exists():
+            assert not {name.split(".")[0] for name in imports(ast.walk(tree(path)))} & {
+                "jax",
+                "numpy",
+                "flax",
+            }, path
+
+
+def test_no_hidden_state():
+    """The environment and jax.config belong to train.py, serve.py and conftest.py."""
+    for path in python_files("swiftkv_jax", "kernels"):
+        used = {dotted(node) for node in ast.walk(tree(path))} | imports(ast.walk(tree(path)))
+        hidden = {"os.environ", "os.getenv", "os.putenv", "jax.config", "jax.config.update"}
+        assert not used & hidden, path
+
+
+def test_modules_say_what_they_are():
+    for path in [
+        *python_files("swiftkv_jax", "kernels", "tests", "configs", "demo", "benchmarks"),
+        *ROOT.glob("*.py"),
+    ]:
+        assert ast.get_docstring(tree(path)), path
+
+
+def test_lines_are_short():
+    files = [
+        *python_files("swiftkv_jax", "kernels", "tests", "configs", "demo", "benchmarks"),
+        *ROOT.glob("*.py"),
+    ]
+    long = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in files
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > LINE
+    ]
+    assert not long
+
+
+def config_classes() -> list[tuple[Path, ast.ClassDef]]:
+    """Frozen, keyword-only dataclasses that users set, told from results by their names."""
+
+    def frozen(decorator: ast.expr) -> bool:
+        words = {
+            k.arg for k in getattr(decorator, "keywords", ()) if getattr(k.value, "value", False) is True
+        }
+        return {"frozen", "kw_only"} <= words
+
+    return [
+        (path, node)
+        for path in python_files("swiftkv_jax")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+        and node.name.endswith(SET_BY_USERS)
+        and any(frozen(d) for d in node.decorator_list)
+    ]
+
+
+def reads(skip: ast.ClassDef) -> set[str]:
+    """Attributes read anywhere but in the checks and constructors of one class."""
+    own = {
+        f
+        for f in skip.body
+        if isinstance(f, ast.FunctionDef) and f.name in ("__post_init__", "from_hf", "to_hf")
+    }
+
+    def walk(node: ast.AST):
+        if node not in own:
+            yield node
+            for child in ast.iter_child_nodes(node):
+                yield from walk(child)
+
+    files = [*python_files("swiftkv_jax"), *ROOT.glob("*.py")]
+    nodes = (node for path in files for node in walk(tree(path)))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+
+
+def test_there_are_config_classes():
+    assert {"ModelConfig", "KVPlan"} <= {node.name for _, node in config_classes()}
+
+
+def parameters(function: str) -> set[str]:
+    """The parameters of every function of that name."""
+    nodes = (node for path in python_files("swiftkv_jax") for node in ast.walk(tree(path)))
+    found = (n.args for n in nodes if isinstance(n, ast.FunctionDef) and n.name == function)
+    return {argument.arg for arguments in found for argument in (*arguments.args, *arguments.kwonlyargs)}
+
+
+@pytest.mark.parametrize("node", [node for _, node in config_classes()], ids=lambda node: node.name)
+def test_every_config_field_is_read(node):
+    fields = {
+        f.target.id for f in node.body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)
+    }
+    read = parameters(SPREAD[node.name]) if node.name in SPREAD else reads(node)
+    assert fields and not fields - read
+
+
+def readme_tree(text: str) -> list[str]:
+    """Paths in the first fenced block that draws `swiftkv_jax/`; two spaces end a line's names."""
+    blocks = [
+        block
+        for block in re.findall(r"```\w*\n(.*?)```", text, re.S)
+        if re.search(r"^swiftkv_jax/", block, re.M)
+    ]
+    paths, trail = [], []
+    for line in blocks[0].splitlines() if blocks else ():
+        if not line.strip():
+            continue
+        indent = len(line) - len(line.lstrip())
+        while trail and trail[-1][0] >= indent:
+            trail.pop()
+        folder = "".join(name for _, name in trail)
+        names = re.split(r"\s{2,}", line.strip())[0].split()
+        paths += [folder + name for name in names]
+        if names[0].endswith("/"):
+            trail.append((indent, names[0]))
+    return paths
+
+
+def test_readme_tree_is_read_as_drawn():
+    text = """What it is.
+```
+train.py        distil
+swiftkv_jax/
+  a.py b.py     level 0
+  engine/       serve
+    run.py
+tests/          laws
+```
+"""
+    want = "train.py swiftkv_jax/ swiftkv_jax/a.py swiftkv_jax/b.py swiftkv_jax/engine/"
+    want += " swiftkv_jax/engine/run.py tests/"
+    assert readme_tree(text) == want.split()
+
+
+def test_readme_tree_equals_the_disk():
+    readme = ROOT / "README.md"
+    drawn = readme_tree(readme.read_text(encoding="utf-8")) if readme.exists() else []
+    if not drawn:
+        pytest.skip("README.md draws no tree")
+    missing = [path for path in drawn if not (ROOT / path).exists()]
+    top = [p for p in ROOT.iterdir() if p.suffix == ".py" or (p.is_dir() and any(p.rglob("*.py")))]
+    inside = [p for p in LIBRARY.iterdir() if p.suffix == ".py" or (p.is_dir() and any(p.glob("*.py")))]
+    hidden = ("build/", "dist/", "runs/")
+    disk = {f"{p.relative_to(ROOT)}/" if p.is_dir() else str(p.relative_to(ROOT)) for p in top + inside}
+    forgotten = sorted(
+        p for p in disk - set(drawn) if not p.startswith((".", *hidden)) and ".egg-info" not in p
+    )
+    assert not missing and not forgotten, (missing, forgotten)

@@ -1,0 +1,228 @@
+"""step agrees with forward for every plan, chunking and page table; a last-layer student is its teacher."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import ODD, PLAIN, tiny
+
+from swiftkv_jax.cache import Cache
+from swiftkv_jax.config import ModelConfig, RopeConfig
+from swiftkv_jax.model import forward, logits, step
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.surgery import to_swiftkv
+
+LAYERS = 5
+LENGTHS = (19, 4, 11)
+BATCH = 16  # tokens of one padded flat batch
+PAGE, SLOTS = 3, 7
+PAGES = 31  # more than 3 sequences of 7 slots use: the rest stay NaN
+
+PLANS = {"standard": KVPlan.standard(LAYERS)}
+PLANS |= {f"split{s}": KVPlan.swiftkv(LAYERS, s) for s in range(1, LAYERS)}
+PLANS |= {
+    f"split{s}x{g}": KVPlan.swiftkv(LAYERS, s, g) for s, g in [(1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2)]
+}
+PLANS |= {
+    "cross_layer": KVPlan.from_rows([0, 0, 1, 1, 2]),
+    "early_row_again": KVPlan.from_rows([0, 1, 2, 0, 3], split=3),
+    "merge_all": KVPlan.merge_all(LAYERS),
+}
+run_step = jax.jit(step, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def full_logits(model, params, tokens):
+    return logits(model, params, forward(model, params, tokens))
+
+
+def sequences(seed: int, lengths=LENGTHS) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, PLAIN.vocab_size, (len(lengths), max(lengths)), np.int32)
+
+
+def paged_cache(model, seed: int) -> Cache:
+    """A pool full of NaN under a shuffled page table: reading what was never written shows."""
+    order = (
+        np.random.default_rng(seed).permutation(PAGES)[: len(LENGTHS) * SLOTS].reshape(len(LENGTHS), SLOTS)
+    )
+    cache = Cache.create(model.config, model.plan, jnp.asarray(order, jnp.int32), PAGES, PAGE, jnp.float32)
+    return dataclasses.replace(cache, k=jnp.full_like(cache.k, jnp.nan), v=jnp.full_like(cache.v, jnp.nan))
+
+
+def flat_batch(tokens, done, counts, wanted):
+    """Arrays of one padded flat batch: `counts[s]` tokens of each sequence after the first `done[s]`."""
+    flat = [(s, done[s] + i) for s in range(len(counts)) for i in range(counts[s])]
+    fill = BATCH - len(flat)
+    ids = np.array([tokens[s, p] for s, p in flat] + [66] * fill, np.int32)
+    positions = np.array([p for _, p in flat] + [0] * fill, np.int32)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    survivors = np.array([*wanted, *[BATCH] * (BATCH - len(wanted))], np.int32)
+    return flat, (ids, positions, starts, survivors)
+
+
+def feed(model, params, tokens, cache, chunkings, choose):
+    """Feed the sequences in these chunks; yields (sequence, position, logits) of every survivor."""
+    done = [0] * len(LENGTHS)
+    for counts in chunkings:
+        counts = [min(n, length - d) for n, length, d in zip(counts, LENGTHS, done, strict=True)]
+        flat = [s for s, n in enumerate(counts) for _ in range(n)]
+        wanted = [i for i in range(len(flat)) if choose(i)]
+        flat, arrays = flat_batch(tokens, done, counts, wanted)
+        got, cache = run_step(model, params, *arrays, cache)
+        for row, i in enumerate(wanted):
+            yield *flat[i], np.asarray(got[row])
+        done = [d + n for d, n in zip(done, counts, strict=True)]
+
+
+def check_step(plan, config, chunks, choose=lambda i: True) -> int:
+    """Compare every survivor with `forward`; the number of positions compared."""
+    model, params = tiny(config, plan)
+    tokens, seen = sequences(1), 0
+    want = np.asarray(full_logits(model, params, tokens))
+    assert want.std() > 0.5, "flat logits would hide errors"
+    for s, p, got in feed(model, params, tokens, paged_cache(model, 3), chunks, choose):
+        np.testing.assert_allclose(got, want[s, p], rtol=0, atol=1e-5)
+        seen += 1
+    return seen
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_step_is_forward_for_every_plan(plan):
+    """At every position of a ragged, chunked, padded batch over shuffled pages with NaN around them."""
+    assert check_step(plan, ODD, [(5, 4, 7), (0, 0, 3), (8, 0, 1), (6, 0, 0)]) == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("plan", [PLANS["standard"], PLANS["split2x2"], PLANS["early_row_again"]])
+def test_step_is_forward_with_grouped_heads(plan):
+    assert check_step(plan, PLAIN, [(8, 0, 8), (3, 4, 3), (8, 0, 0)]) == sum(LENGTHS)
+
+
+CHUNKS = st.lists(st.tuples(*[st.integers(0, 5)] * 3), min_size=1, max_size=12)
+
+
+@given(chunks=CHUNKS, choices=st.randoms(use_true_random=False))
+def test_step_is_forward_for_any_chunks_and_survivors(chunks, choices):
+    """Chunks of nothing included; only some tokens survive, the rest of `survivors` is padding."""
+    check_step(PLANS["split2x2"], ODD, chunks, lambda i: choices.random() < 0.4)
+
+
+@pytest.mark.parametrize("plan", ["standard", "split3", "split2x2"])
+@pytest.mark.parametrize("config", [PLAIN, ODD], ids=["plain", "odd"])
+def test_greedy_tokens_are_those_of_forward(plan, config):
+    """Prompts in one ragged batch, then one token of each sequence a step, over a dense cache."""
+    model, params = tiny(config, PLANS[plan])
+    prompt_lengths, new = (5, 3, 8), 9
+    tokens = sequences(5, (17,) * 3)
+    want = tokens.copy()
+    for i in range(new):
+        best = np.asarray(full_logits(model, params, want)).argmax(-1)
+        for s, n in enumerate(prompt_lengths):
+            want[s, n + i] = best[s, n + i - 1]
+
+    cache = Cache.dense(config, model.plan, 3, 17, jnp.float32)
+    ends = np.cumsum(prompt_lengths) - 1
+    _, arrays = flat_batch(tokens, (0, 0, 0), prompt_lengths, ends)
+    out, cache = run_step(model, params, *arrays, cache)
+    for i in range(new):
+        best = np.asarray(out[:3]).argmax(-1).astype(np.int32)
+        positions = np.array([n + i for n in prompt_lengths], np.int32)
+        np.testing.assert_array_equal(best, want[np.arange(3), positions])
+        out, cache = run_step(
+            model, params, best, positions, np.arange(4, dtype=np.int32), np.arange(3), cache
+        )
+
+
+def test_packed_rows_are_their_sequences_apart():
+    """forward with segments and restarting positions: nothing leaks between neighbours."""
+    model, params = tiny(ODD, PLANS["split2x2"])
+    a, b = np.random.default_rng(0).integers(0, 67, (2, 1, 9))
+    positions = np.tile(np.arange(9, dtype=np.int32), 2)[None]
+    segments = np.repeat(np.array([1, 2], np.int32), 9)[None]
+    both = forward(model, params, jnp.concatenate([a, b], 1), positions, segments)
+    apart = jnp.concatenate([forward(model, params, jnp.asarray(x)) for x in (a, b)], 1)
+    np.testing.assert_allclose(both, apart, rtol=0, atol=1e-5)
+
+
+def test_remat_changes_nothing():
+    model, params = tiny(PLAIN, PLANS["split3"])
+    tokens = jnp.asarray(sequences(1))
+    want, got = forward(model, params, tokens), forward(model, params, tokens, remat=True)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def test_long_sequences_are_attended_in_blocks():
+    """1100 tokens, more than one query block and one cache turn, with a window across their edges."""
+    config = dataclasses.replace(PLAIN, num_layers=2, windows=(600, 2**30), max_position_embeddings=4096)
+    model, params = tiny(config, KVPlan.swiftkv(2, 1))
+    tokens = np.random.default_rng(0).integers(0, 67, (1, 1100), np.int32)
+    want = np.asarray(full_logits(model, params, tokens))
+    cache = Cache.dense(config, model.plan, 1, 1200, jnp.float32)
+    for start, stop in [(0, 700), (700, 1100)]:
+        ids, at = tokens[0, start:stop], np.arange(start, stop, dtype=np.int32)
+        starts = np.array([0, stop - start], np.int32)
+        got, cache = run_step(model, params, ids, at, starts, np.arange(stop - start), cache)
+        np.testing.assert_allclose(got, want[0, start:stop], rtol=0, atol=2e-5)  # sums of 1100 terms
+
+
+def test_dynamic_rope_is_fixed_at_the_capacity():
+    """`forward` follows the length, as transformers does; a cache has one length for all: its capacity."""
+    config = dataclasses.replace(
+        PLAIN, rope=RopeConfig(rope_type="dynamic", factor=2.0), max_position_embeddings=16
+    )
+    model, params = tiny(config, PLANS["split3"])
+    tokens = sequences(1, (40,))
+    want = np.asarray(full_logits(model, params, tokens))
+    shorter = np.asarray(full_logits(model, params, tokens[:, :20]))
+    assert np.abs(shorter - want[:, :20]).max() > 1e-2
+    cache = Cache.dense(config, model.plan, 1, 40, jnp.float32)
+    for start in (0, 20):
+        ids, at = tokens[0, start : start + 20], np.arange(start, start + 20, dtype=np.int32)
+        got, cache = run_step(model, params, ids, at, np.array([0, 20], np.int32), np.arange(20), cache)
+        np.testing.assert_allclose(got, want[0, start : start + 20], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [PLAIN, ODD], ids=["plain", "odd"])
+@pytest.mark.parametrize("init", ["copy", "fold"])
+def test_a_student_of_the_last_layer_alone_is_its_teacher(init, config):
+    """At split = L-1 the only rewired layer already reads the stream entering itself."""
+    teacher, params = tiny(config, PLANS["standard"])
+    student, rewired = to_swiftkv(teacher, params, KVPlan.swiftkv(LAYERS, LAYERS - 1), init=init)
+    assert student.plan.is_swiftkv
+    tokens = sequences(1)
+    want = full_logits(teacher, params, tokens)
+    np.testing.assert_allclose(full_logits(student, rewired, tokens), want, rtol=0, atol=1e-5)
+    earlier, rewired = to_swiftkv(teacher, params, KVPlan.swiftkv(LAYERS, LAYERS - 2), init=init)
+    assert np.abs(full_logits(earlier, rewired, tokens) - want).max() > 1e-2, "rewiring must matter"
+
+
+LLAMA_8B = ModelConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+)
+
+
+@pytest.mark.parametrize(
+    "plan, dtype, want",
+    [
+        (KVPlan.standard(32), "bfloat16", 131072),  # 32 rows x 2 x 1024 x 2 bytes
+        (KVPlan.swiftkv(32, 16), "bfloat16", 131072),
+        (KVPlan.swiftkv(32, 16, 2), "bfloat16", 98304),
+        (KVPlan.swiftkv(32, 16, 4), "bfloat16", 81920),
+        (KVPlan.swiftkv(32, 16, 16), "float32", 139264),
+        (KVPlan.merge_all(32), "bfloat16", 4096),
+    ],
+)
+def test_cache_bytes_per_token_are_the_plans(plan, dtype, want):
+    """Read from the arrays, for Llama-3.1-8B's shape."""
+    cache = Cache.dense(LLAMA_8B, plan, sequences=2, capacity=3, dtype=dtype)
+    assert (cache.k.nbytes + cache.v.nbytes) / 6 == cache.bytes_per_token == want

@@ -1,0 +1,142 @@
+"""An independent SwiftKV in plain PyTorch, on transformers' layers, agrees with ours through our own export.
+
+Written from the description of the reference: one shared RMSNorm on the stream entering layer `split`,
+keys and values of every later layer (or group of layers) from it, RoPE at the token's own position, and
+each later layer's own input norm for its query only.
+"""
+
+import hf_models
+import jax
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
+
+from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.surgery import to_swiftkv
+
+LAYERS = 5
+TOKENS = hf_models.tokens()
+
+# (family, split, share, fields): uniform groups, ragged last groups, one group for all, biases, odd heads.
+CASES = [
+    ("llama", 3, 1, {}),
+    ("llama", 4, 1, {"tie_word_embeddings": True}),
+    ("llama", 1, 2, {"num_key_value_heads": 1, "head_dim": 20}),
+    ("llama", 2, 2, {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    ("llama", 1, 3, {"rope_scaling": hf_models.LLAMA3}),
+    ("llama", 1, 4, {"num_key_value_heads": 4}),
+    ("qwen2", 3, 1, {}),
+    ("qwen2", 2, 2, {"num_key_value_heads": 1}),
+    ("qwen3", 2, 2, {"head_dim": 20}),
+]
+
+
+class Oracle:
+    """A transformers model turned into a SwiftKV student, with the reference's start from the teacher."""
+
+    def __init__(self, teacher, split: int, share: int):
+        self.model, self.split, self.share = teacher, split, share
+        inner = teacher.model
+        inner.norm_swiftkv = type(inner.norm)(inner.norm.weight.shape[0], inner.norm.variance_epsilon)
+        inner.norm_swiftkv.weight.data.copy_(inner.layers[split].input_layernorm.weight)
+        upper = range(split, LAYERS)
+        for j in upper:
+            for name in ["q_proj", "q_norm"]:
+                self._replace(j, name, [j])
+        for j in upper:
+            if (j - split) % share == 0:
+                for name in ["k_proj", "v_proj", "k_norm"]:
+                    self._replace(j, name, range(j, min(j + share, LAYERS)))
+        for j in upper:
+            for name in ["q_proj", "k_proj", "v_proj", "q_norm", "k_norm"]:
+                if hasattr(inner.layers[j].self_attn, name):
+                    delattr(inner.layers[j].self_attn, name)
+
+    def _replace(self, j: int, name: str, group):
+        """`<name>_swiftkv` of layer j: the mean of the teacher's over `group`."""
+        attention = self.model.model.layers[j].self_attn
+        if not hasattr(attention, name):
+            return
+        old = [getattr(self.model.model.layers[i].self_attn, name) for i in group]
+        if isinstance(old[0], nn.Linear):
+            new = nn.Linear(old[0].in_features, old[0].out_features, bias=old[0].bias is not None)
+        else:
+            new = type(old[0])(old[0].weight.shape[0], old[0].variance_epsilon)
+        for key, value in new.named_parameters():
+            value.data.copy_(torch.stack([dict(layer.named_parameters())[key].data for layer in old]).mean(0))
+        setattr(attention, f"{name}_swiftkv", new)
+
+    @torch.no_grad()
+    def logits(self, tokens) -> np.ndarray:
+        inner = self.model.model
+        x = inner.embed_tokens(torch.tensor(tokens))
+        batch, length, _ = x.shape
+        cos, sin = inner.rotary_emb(x, torch.arange(length)[None].expand(batch, -1))
+        mask = torch.full((length, length), float("-inf")).triu(1)[None, None]
+        for layer in inner.layers[: self.split]:
+            x = layer(x, attention_mask=mask, position_embeddings=(cos, sin))
+            x = x[0] if isinstance(x, tuple) else x
+        s = inner.norm_swiftkv(x)
+        for j in range(self.split, LAYERS):
+            layer = inner.layers[j]
+            if (j - self.split) % self.share == 0:
+                leader = layer.self_attn
+                k, v = self._heads(leader, "k", s), self._heads(leader, "v", s)
+            q = self._heads(layer.self_attn, "q", layer.input_layernorm(x))
+            rotated_q, rotated_k = apply_rotary_pos_emb(q, k, cos, sin)
+            groups = q.shape[1] // k.shape[1]
+            scores = rotated_q @ repeat_kv(rotated_k, groups).transpose(2, 3) / q.shape[-1] ** 0.5 + mask
+            mixed = scores.softmax(-1) @ repeat_kv(v, groups)
+            x = x + layer.self_attn.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.model.lm_head(inner.norm(x)).numpy()
+
+    @staticmethod
+    def _heads(attention, name: str, x) -> torch.Tensor:
+        """[batch, heads, tokens, head_dim] of one projection, with its per-head norm where there is one."""
+        y = getattr(attention, f"{name}_proj_swiftkv")(x).unflatten(-1, (-1, attention.head_dim))
+        norm = getattr(attention, f"{name}_norm_swiftkv", None)
+        return (y if norm is None else norm(y)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("family, split, share, fields", CASES)
+def test_forward_start_and_export_equal_the_oracle(family, split, share, fields, tmp_path):
+    teacher = hf_models.build(family, num_hidden_layers=LAYERS, **fields)
+    model, params = from_pretrained(hf_models.save(teacher, tmp_path / "teacher"))
+    plan = KVPlan.swiftkv(LAYERS, split, share)
+    student = Transformer(model.config, plan)
+    copied = jax.jit(lambda params: to_swiftkv(model, params, plan, init="copy")[1])(params)
+    oracle = Oracle(teacher, split, share)
+    apply = jax.jit(student.apply)
+
+    # The untrained student is the reference's untrained student.
+    started = oracle.logits(TOKENS)
+    np.testing.assert_allclose(apply({"params": copied}, TOKENS), started, rtol=0, atol=1e-4)
+
+    # Any student, by its published names: strict loading finds every name and shape, and no other.
+    moved = _moved(copied)
+    save_pretrained(tmp_path / "student", student, moved)
+    tensors = load_file(tmp_path / "student" / "model.safetensors")
+    if fields.get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    oracle.model.load_state_dict(tensors, strict=True)
+    trained = oracle.logits(TOKENS)
+    assert np.abs(trained - started).max() > 0.5
+    np.testing.assert_allclose(apply({"params": moved}, TOKENS), trained, rtol=0, atol=1e-4)
+
+
+def _moved(params):
+    """Every parameter changed by a tenth of its own spread, as training might."""
+    random = np.random.default_rng(7)
+
+    def move(leaf):
+        leaf = np.asarray(leaf)
+        noise = random.standard_normal(leaf.shape, np.float32)
+        return leaf + 0.1 * leaf.std() * noise if leaf.size else leaf
+
+    return jax.tree.map(move, params)

@@ -1,0 +1,64 @@
+"""Logits equal transformers' on the files it saved itself, in every family, and again after our export."""
+
+import hf_models
+import jax
+import numpy as np
+import pytest
+
+from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
+
+TOKENS = hf_models.tokens()
+
+
+def our_logits(folder, **options):
+    model, params = from_pretrained(folder, **options)
+    return np.asarray(jax.jit(model.apply)({"params": params}, TOKENS)), model, params
+
+
+@pytest.mark.parametrize("name", hf_models.CASES)
+def test_logits_equal_transformers_before_and_after_a_round_trip(name, tmp_path):
+    theirs = hf_models.make(name)
+    want = hf_models.torch_logits(theirs, TOKENS)
+    assert want.std() > 2, "flat logits would hide errors"
+    got, model, params = our_logits(hf_models.save(theirs, tmp_path / "theirs"))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+    save_pretrained(tmp_path / "ours", model, params)
+    again = hf_models.torch_logits(hf_models.load(tmp_path / "ours"), TOKENS)
+    np.testing.assert_allclose(again, want, rtol=0, atol=1e-6)
+
+
+def test_the_cases_are_different_models():
+    """Each rope type, window and bias changes the logits by far more than the tolerance: none is ignored."""
+    base = dict(hf_models.BASE, num_hidden_layers=2)
+    variants = {
+        "plain": {},
+        "llama3": {"rope_scaling": hf_models.LLAMA3},
+        "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
+        "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 32},
+        "yarn": {"rope_scaling": hf_models.YARN},
+        "yarn_mscale": {"rope_scaling": hf_models.CASES["llama_yarn_mscale"][1]["rope_scaling"]},
+        "yarn_untruncated": {"rope_scaling": hf_models.CASES["llama_yarn_untruncated"][1]["rope_scaling"]},
+    }
+    out = [hf_models.torch_logits(hf_models.build("llama", **base | v), TOKENS) for v in variants.values()]
+    for i, a in enumerate(out):
+        for b in out[:i]:
+            assert np.abs(a - b).max() > 0.05
+
+
+@pytest.mark.parametrize("name", ["llama31_rope", "mistral_window", "qwen2_window", "qwen3"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16(name, tmp_path):
+    """The same bf16 weights, computed in fp32 by transformers, are the truth that both bf16 runs miss.
+
+    Bound: our rms error is at most 1.5 times theirs, and both are rounding (below 4 % of the logits' spread).
+    """
+    hf_models.save(hf_models.make(name).bfloat16(), tmp_path)
+    truth = hf_models.torch_logits(hf_models.load(tmp_path, dtype="float32"), TOKENS)
+    theirs = hf_models.torch_logits(hf_models.load(tmp_path, dtype="bfloat16"), TOKENS)
+    ours, model, params = our_logits(tmp_path)
+    assert model.dtype == "bfloat16" and {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {"bfloat16"}
+    our_error, their_error = np.sqrt(np.mean((ours - truth) ** 2)), np.sqrt(np.mean((theirs - truth) ** 2))
+    assert our_error < 1.5 * their_error
+    assert 0 < our_error < 0.04 * truth.std()
+    exact, _, _ = our_logits(tmp_path, dtype="float32")
+    np.testing.assert_allclose(exact, truth, rtol=0, atol=1e-4)

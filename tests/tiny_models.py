@@ -1,0 +1,45 @@
+"""Tiny random models whose norms, biases and logits are all far from trivial."""
+
+import jax
+import numpy as np
+
+from swiftkv_jax import params as weights
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+
+SIZES = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 40, "num_layers": 5, "num_heads": 4}
+PLAIN = ModelConfig(**SIZES, num_kv_heads=2, head_dim=12)
+# One kv head, head_dim 20, biases, per-head norms, tied, windows of every size: more than any family has.
+ODD = ModelConfig(
+    **SIZES,
+    num_kv_heads=1,
+    head_dim=20,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
+    tie_word_embeddings=True,
+    windows=(3, 2**30, 5, 2**30, 4),
+)
+
+
+def random_params(config: ModelConfig, plan: KVPlan, seed: int = 0):
+    """Numpy parameters: kernels keep the scale of the stream, gains spread around 1, biases around 0."""
+    random = np.random.default_rng(seed)
+
+    def one(path, w: weights.Weight):
+        noise = random.standard_normal(w.shape, np.float32)
+        name = path[-1].key
+        if w.fill:
+            return 1 + 0.3 * noise
+        if name == "bias":
+            return 0.2 * noise
+        return noise * (0.3 if name == "embed" else config.hidden_size**-0.5)
+
+    return jax.tree_util.tree_map_with_path(one, weights.weights(config, plan))
+
+
+def tiny(config: ModelConfig, plan: KVPlan, seed: int = 0) -> tuple[Transformer, dict]:
+    """A float32 model and its parameters on the device."""
+    return Transformer(config, plan), jax.tree.map(jax.numpy.asarray, random_params(config, plan, seed))
