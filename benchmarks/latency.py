@@ -2,8 +2,8 @@
 
     python -m benchmarks.latency demo/teacher runs/demo/swiftkv/export
 
-The first model also runs at full depth for every prompt token, which is what other systems do. Floors: FLOPs over
-the matmul rate measured in the same run.
+The first model also runs at full depth for every prompt token, which is what other systems do. Floors: FLOPs
+over the matmul rate measured in the same run.
 """
 
 import argparse
@@ -71,7 +71,8 @@ def decode(model: Transformer, params, cache: Cache, start, count: int):
 
 
 def interleaved(runs: dict, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each callable, in `rounds` rounds of all of them in turn (order reversed every other round)."""
+    """Seconds of each callable, in `rounds` rounds of all of them in turn (order reversed every other
+    round)."""
     for run in runs.values():
         run()
     seconds = {name: [] for name in runs}
@@ -85,8 +86,11 @@ def interleaved(runs: dict, rounds: int) -> dict[str, list[float]]:
 
 
 def time_to_first_token(contenders: list[Contender], length: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds from a prompt of `length` random tokens to its first output token, each round of each contender."""
-    tokens = jnp.asarray(np.random.default_rng(length).integers(2, contenders[0].model.config.vocab_size, length))
+    """Seconds from a prompt of `length` random tokens to its first output token, each round of each
+    contender."""
+    tokens = jnp.asarray(
+        np.random.default_rng(length).integers(2, contenders[0].model.config.vocab_size, length)
+    )
 
     def runner(c: Contender):
         held = [Cache.dense(c.model.config, c.model.plan, 1, length + 64, jnp.dtype(c.model.dtype))]
@@ -100,7 +104,9 @@ def time_to_first_token(contenders: list[Contender], length: int, rounds: int) -
     return interleaved({c.name: runner(c) for c in contenders}, rounds)
 
 
-def time_per_output_token(contenders, context: int, batch: int, rounds: int, count: int = 16) -> dict[str, list[float]]:
+def time_per_output_token(
+    contenders, context: int, batch: int, rounds: int, count: int = 16
+) -> dict[str, list[float]]:
     """Seconds per decode step of `batch` sequences at about `context` tokens each."""
 
     def runner(c: Contender):

@@ -1,8 +1,10 @@
-"""One distillation step with the lower half shared, against two separate forward passes: interleaved, side by side.
+"""One distillation step with the lower half shared, against two separate forward passes: interleaved, side
+by side.
 
     python -m benchmarks.training_step --model demo/teacher
 
-The two-forward step is what the reference does: the whole teacher, then the whole student. Same loss, same chunks,
+The two-forward step is what the reference does: the whole teacher, then the whole student. Same loss, same
+chunks,
 same optimiser; the two losses are compared before anything is timed. The floor is the ratio of counted FLOPs.
 """
 
@@ -29,7 +31,9 @@ from swiftkv_jax.model import Transformer, forward, head
 from swiftkv_jax.plan import KVPlan
 
 
-def two_forwards_step(recipe: steps.Recipe, teacher: Transformer, teacher_params, frozen, state, batch: Batch):
+def two_forwards_step(
+    recipe: steps.Recipe, teacher: Transformer, teacher_params, frozen, state, batch: Batch
+):
     """`steps.train_step` for the plain KL, with teacher and student each run from the embeddings."""
     kept = {name: tree for name, tree in frozen.items() if name != "teacher"}
 
@@ -43,10 +47,15 @@ def two_forwards_step(recipe: steps.Recipe, teacher: Transformer, teacher_params
         t, s = run(teacher, teacher_params), run(recipe.student, params)
         to_logits = partial(head, params)
         chunk = steps.chunk_of(recipe, batch)
-        return losses.kl_sum(to_logits, to_logits, s, t, batch.mask, recipe.loss.temperature, chunk) / batch.mask.sum()
+        return (
+            losses.kl_sum(to_logits, to_logits, s, t, batch.mask, recipe.loss.temperature, chunk)
+            / batch.mask.sum()
+        )
 
     value, grads = jax.value_and_grad(loss)(state.trainable)
-    updates, opt = steps.optimizer(recipe.optimizer, recipe.steps).update(grads, state.optimizer, state.trainable)
+    updates, opt = steps.optimizer(recipe.optimizer, recipe.steps).update(
+        grads, state.optimizer, state.trainable
+    )
     trained = optax.apply_updates(state.trainable, updates)
     return steps.TrainState(state.step + 1, trained, opt, state.key), {"loss": value}
 
@@ -62,7 +71,11 @@ def measure(folder: str, rows: int, length: int, rounds: int) -> dict:
     whole = jnp.ones((rows, length), jnp.int32)
     place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     batch = Batch(
-        tokens=jnp.asarray(tokens), targets=jnp.asarray(tokens), positions=place, segments=whole, mask=whole.astype(jnp.float32)
+        tokens=jnp.asarray(tokens),
+        targets=jnp.asarray(tokens),
+        positions=place,
+        segments=whole,
+        mask=whole.astype(jnp.float32),
     )
     state = steps.init_state(recipe, trained, 0)
     shared = jax.jit(partial(steps.train_step, recipe))

@@ -7,7 +7,8 @@ Two phases, the second at the demo's full context of 2048 positions:
         --set model=runs/demo_teacher/export --set steps=100 --set data.seq_len=2048 --set data.batch_size=2 \
         --set data.seed=1 --set optimizer.learning_rate=6e-4
 
-The export of the second is demo/teacher. See demo/README.md for what it reached, on what machine, in what time.
+The export of the second is demo/teacher. See demo/README.md for what it reached, on what machine, in what
+time.
 """
 
 from swiftkv_jax.config import ModelConfig
@@ -29,7 +30,9 @@ config = Experiment(
         dtype="bfloat16",
     ),
     tokenizer="demo/tokenizer",
-    data=DataConfig(sources=("demo/corpus.jsonl.xz",), split="train", seq_len=256, batch_size=16, long_documents="fill"),
+    data=DataConfig(
+        sources=("demo/corpus.jsonl.xz",), split="train", seq_len=256, batch_size=16, long_documents="fill"
+    ),
     evaluation=DataConfig(sources=("demo/corpus.jsonl.xz",), split="held_out", seq_len=2048, batch_size=2),
     trainable="all",
     loss=LossConfig(kl_weight=0.0, lm_weight=1.0),

@@ -1,12 +1,14 @@
-"""SwiftKV for Llama-3.1-405B-Instruct, 50 % of the prompt's layers skipped: the paper's recipe (appendix A.1).
+"""SwiftKV for Llama-3.1-405B-Instruct, 50 % of the prompt's layers skipped: the paper's recipe (appendix
+A.1).
 
     python train.py --config configs/llama405b.py
     python train.py --config configs/llama405b.py --compile-only --topology v5p:4x4x8
 
-Meant for v5p:4x4x8 or h100:1x16x8. The paper trains on FP8 weights and reports 85.9 against the teacher's 86.6 (Table 2).
+Meant for v5p:4x4x8 or h100:1x16x8. The paper trains on FP8 weights and reports 85.9 against the teacher's
+86.6 (Table 2).
 
-The reference recipe (ArcticTraining) differs: 1 epoch, lr 2e-4, no weight decay, OpenOrca + AceMath + lmsys-chat,
-plus a hidden-state loss and its own mean:
+The reference recipe (ArcticTraining) differs: 1 epoch, lr 2e-4, no weight decay, OpenOrca + AceMath +
+lmsys-chat, plus a hidden-state loss and its own mean:
     --set epochs=1 --set optimizer.learning_rate=2e-4 --set optimizer.weight_decay=0.0
     --set loss.hidden_weight=1.0 --set loss.reduction=reference --set plan.init=copy
 """

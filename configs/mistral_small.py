@@ -1,12 +1,14 @@
-"""SwiftKV for Mistral-Small-Instruct-2409, 50 % of the prompt's layers skipped: the paper's recipe (appendix A.1).
+"""SwiftKV for Mistral-Small-Instruct-2409, 50 % of the prompt's layers skipped: the paper's recipe (appendix
+A.1).
 
     python train.py --config configs/mistral_small.py
     python train.py --config configs/mistral_small.py --compile-only --topology v5p:2x2x4
 
-Meant for v5p:2x2x4 or h100:1x4x8. The paper reports 77.24 against the teacher's 78.23 (Table 2); no public code trains this family.
+Meant for v5p:2x2x4 or h100:1x4x8. The paper reports 77.24 against the teacher's 78.23 (Table 2); no public
+code trains this family.
 
-The reference recipe (ArcticTraining) differs: 1 epoch, lr 2e-4, no weight decay, OpenOrca + AceMath + lmsys-chat,
-plus a hidden-state loss and its own mean:
+The reference recipe (ArcticTraining) differs: 1 epoch, lr 2e-4, no weight decay, OpenOrca + AceMath +
+lmsys-chat, plus a hidden-state loss and its own mean:
     --set epochs=1 --set optimizer.learning_rate=2e-4 --set optimizer.weight_decay=0.0
     --set loss.hidden_weight=1.0 --set loss.reduction=reference --set plan.init=copy
 """

@@ -3,10 +3,11 @@
     python train.py --config configs/qwen2_5_14b.py
     python train.py --config configs/qwen2_5_14b.py --compile-only --topology v5p:2x2x4
 
-Meant for v5p:2x2x4 or h100:1x4x8. The paper reports 76.23 against the teacher's 77.38 at 25 %; at 50 % it falls to 69.93 (Table 2).
+Meant for v5p:2x2x4 or h100:1x4x8. The paper reports 76.23 against the teacher's 77.38 at 25 %; at 50 % it
+falls to 69.93 (Table 2).
 
-The reference recipe (ArcticTraining) differs: 1 epoch, lr 2e-4, no weight decay, OpenOrca + AceMath + lmsys-chat,
-plus a hidden-state loss and its own mean:
+The reference recipe (ArcticTraining) differs: 1 epoch, lr 2e-4, no weight decay, OpenOrca + AceMath +
+lmsys-chat, plus a hidden-state loss and its own mean:
     --set epochs=1 --set optimizer.learning_rate=2e-4 --set optimizer.weight_decay=0.0
     --set loss.hidden_weight=1.0 --set loss.reduction=reference --set plan.init=copy
 """

@@ -3,8 +3,10 @@
     python train.py --config configs/tiny.py
     python train.py --config configs/tiny.py --set plan.share=2 --out runs/tiny_acrosskv
 
-About a minute and a half of steps on 2 CPU cores; expect about three quarters of the cross-entropy that rewiring
-cost to come back, and more with AcrossKV, which costs more to begin with. demo/README.md has the recorded run.
+About a minute and a half of steps on 2 CPU cores; expect about three quarters of the cross-entropy that
+rewiring
+cost to come back, and more with AcrossKV, which costs more to begin with. demo/README.md has the recorded
+run.
 """
 
 from swiftkv_jax.distill.config import Experiment, OptimizerConfig, PlanConfig

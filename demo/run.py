@@ -69,7 +69,11 @@ def quality(sums: dict) -> dict:
     rows = np.flatnonzero(before["tokens"] > 0)
     left_out = np.array([closed(np.delete(rows, i)) for i in range(len(rows))])
     error = math.sqrt((len(rows) - 1) / len(rows) * ((left_out - left_out.mean()) ** 2).sum())
-    out = {"teacher_cross_entropy": mean(before, "teacher", rows), "gap_closed": closed(rows), "gap_closed_se": error}
+    out = {
+        "teacher_cross_entropy": mean(before, "teacher", rows),
+        "gap_closed": closed(rows),
+        "gap_closed_se": error,
+    }
     for when, sums in (("before", before), ("after", after)):
         out |= {f"cross_entropy_{when}": mean(sums, "student", rows)}
         out |= {f"kl_{when}": mean(sums, "kl", rows), f"agreement_{when}": mean(sums, "agree", rows)}
@@ -93,13 +97,16 @@ def generate(folders: dict[str, Path], chosen: list[list[int]]) -> list[dict]:
         answers[name] = [o.outputs[0].text for o in llm.generate(chosen, params, use_tqdm=False)]
     tail = load_tokenizer(folders["teacher"])
     return [
-        {"prompt": tail.decode(ids), **{name: texts[i] for name, texts in answers.items()}} for i, ids in enumerate(chosen)
+        {"prompt": tail.decode(ids), **{name: texts[i] for name, texts in answers.items()}}
+        for i, ids in enumerate(chosen)
     ]
 
 
 def bytes_per_token(contender: latency.Contender) -> int:
     """Read from the arrays of a bfloat16 cache, the dtype the checkpoint is stored in."""
-    return Cache.dense(contender.model.config, contender.model.plan, 1, 16, jax.numpy.bfloat16).bytes_per_token
+    return Cache.dense(
+        contender.model.config, contender.model.plan, 1, 16, jax.numpy.bfloat16
+    ).bytes_per_token
 
 
 def table(report: dict) -> str:
@@ -116,14 +123,27 @@ def table(report: dict) -> str:
 
     teacher = f"{report['students']['swiftkv']['teacher_cross_entropy']:.4f}"
     size = report["cache_bytes_per_token"]
-    lines = [head, ["teacher, full depth", teacher, "", "", "", "", *times("full_depth"), f"{size['standard']:,}"]]
+    lines = [
+        head,
+        ["teacher, full depth", teacher, "", "", "", "", *times("full_depth"), f"{size['standard']:,}"],
+    ]
     lines.append(["teacher, our step", teacher, "", "", "", "", *times("standard"), f"{size['standard']:,}"])
     for name, q in report["students"].items():
-        figures = [f"{q['cross_entropy_after']:.4f}", f"{q['cross_entropy_before']:.4f}", f"{q['kl_after']:.4f}"]
+        figures = [
+            f"{q['cross_entropy_after']:.4f}",
+            f"{q['cross_entropy_before']:.4f}",
+            f"{q['kl_after']:.4f}",
+        ]
         figures += [f"{q['agreement_after']:.3f}", f"{q['gap_closed']:.0%} ± {q['gap_closed_se']:.1%}"]
         lines.append([STUDENTS[name][0], *figures, *times(name), f"{size[name]:,}"])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return "\n".join("  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))) for line in lines)
+    return "\n".join(
+        "  ".join(
+            cell.rjust(w) if i else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
 
 
 def plot(report: dict, path: Path) -> None:
@@ -138,7 +158,9 @@ def plot(report: dict, path: Path) -> None:
     names = [STUDENTS[name][0].replace(" + ", "\n+ ") for name in students]
     for shift, when, colour in ((-0.2, "before", "#c8553d"), (0.2, "after", "#28666e")):
         values = [q[f"cross_entropy_{when}"] for q in students.values()]
-        bars = left.bar(np.arange(len(names)) + shift, values, 0.4, label=f"{when} distillation", color=colour)
+        bars = left.bar(
+            np.arange(len(names)) + shift, values, 0.4, label=f"{when} distillation", color=colour
+        )
         left.bar_label(bars, fmt="%.2f")
     teacher = students["swiftkv"]["teacher_cross_entropy"]
     left.axhline(teacher, color="#222222", linestyle="--", label=f"teacher {teacher:.2f}")
@@ -146,9 +168,13 @@ def plot(report: dict, path: Path) -> None:
     left.set_ylim(teacher - 0.3, None)
     left.legend()
     ttft = report["latency"]["ttft"]
-    labels = {"full_depth": "standard, full depth", "standard": "standard, our step"} | {n: t for n, (t, _) in STUDENTS.items()}
+    labels = {"full_depth": "standard, full depth", "standard": "standard, our step"} | {
+        n: t for n, (t, _) in STUDENTS.items()
+    }
     for name, label in labels.items():
-        right.plot([int(n) for n in ttft], [row[name]["ms"] for row in ttft.values()], marker="o", label=label)
+        right.plot(
+            [int(n) for n in ttft], [row[name]["ms"] for row in ttft.values()], marker="o", label=label
+        )
     right.set(xlabel="prompt tokens", ylabel="time to first token, ms")
     right.set_ylim(0, None)
     right.legend()
@@ -191,18 +217,25 @@ def run(args: argparse.Namespace) -> int:
     contenders = [dataclasses.replace(standard, name="full_depth", full_depth=True), standard]
     contenders += [latency.load(name, folders[name]) for name in results]
     report = {
-        "students": {name: quality(r) | {"steps": r["steps"], "folder": str(r["export"])} for name, r in results.items()},
+        "students": {
+            name: quality(r) | {"steps": r["steps"], "folder": str(r["export"])}
+            for name, r in results.items()
+        },
         "latency": latency.measure(contenders, (256, 1024, 2048), 15, 30, [(256, 1), (2048, 16)]),
         "cache_bytes_per_token": {c.name: bytes_per_token(c) for c in contenders[1:]},
         "samples": samples,
-        "machine": {"processor": platform.processor() or platform.machine(), "jax": jax.__version__, "date": time.strftime("%Y-%m-%d")},
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "jax": jax.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+        },
         "seconds": time.monotonic() - began,
     }
     (args.out / "demo.json").write_text(json.dumps(report, indent=2) + "\n")
     plot(report, args.out / "demo.png")
     print("\n" + table(report))
     print(f"\n{report['seconds']:.0f} s. Saved in {args.out}: demo.json, demo.png, and the students:")
-    for name, r in results.items():
+    for r in results.values():
         print(f"  python serve.py --model {r['export']}")
     return 0
 

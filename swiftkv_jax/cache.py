@@ -4,10 +4,11 @@ A dense cache is a page table with one page per sequence. There is no length: a 
 reads the keys at positions [0, p], all of which were written before it or with it.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
+from swiftkv_jax import sharding
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.layers import MASKED, attention
 from swiftkv_jax.plan import KVPlan
@@ -88,7 +89,9 @@ class Cache:
     kv_heads: int = static()
 
     @classmethod
-    def create(cls, config: ModelConfig, plan: KVPlan, table: Int[Array, "Q slots"], pages: int, page: int, dtype):
+    def create(
+        cls, config: ModelConfig, plan: KVPlan, table: Int[Array, "Q slots"], pages: int, page: int, dtype
+    ):
         """An empty pool of `pages` pages of `page` tokens under the page table `table`."""
         shape = (plan.num_rows, pages, page, config.kv_width)
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), table, config.num_kv_heads)
@@ -111,7 +114,8 @@ class Cache:
         return (self.k.nbytes + self.v.nbytes) // tokens
 
     def write(self, rows, k: KeyValues, v: KeyValues, batch: Batch) -> "Cache":
-        """Store the keys and values of a flat batch in one row ([T, K, H]) or in several ([rows, T, K, H])."""
+        """Store the keys and values of a flat batch in one row ([T, K, H]) or in several ([rows, T, K,
+        H])."""
         page, slot = batch.position // self.k.shape[2], batch.position % self.k.shape[2]
         page = self.table[batch.sequence, jnp.clip(page, 0, self.table.shape[1] - 1)]
         page = jnp.where(batch.valid, page, self.k.shape[1])  # one past the last: dropped
@@ -144,7 +148,9 @@ class Cache:
             return jnp.where(seen[..., None, None], keys, 0).astype(q.dtype)  # 0 x NaN of a stale page is NaN
 
         scale = q.shape[-1] ** -0.5
-        mixed = attention(q[batch.block_token[:, 0]][:, None], read(self.k), read(self.v), seen[:, None], scale)
+        mixed = attention(
+            q[batch.block_token[:, 0]][:, None], read(self.k), read(self.v), seen[:, None], scale
+        )
         return mixed[:, 0][batch.place]
 
     def _attend_block(self, k, v, q, sequence, position, window):
@@ -162,9 +168,12 @@ class Cache:
             seen = (back >= 0) & (back < window)
             some = jnp.any(seen, axis=0)[:, None, None]
             keys, values = (
-                jnp.where(some, pool[page, slot].reshape(size, heads[0], -1), 0).astype(q.dtype) for pool in (k, v)
+                jnp.where(some, pool[page, slot].reshape(size, heads[0], -1), 0).astype(q.dtype)
+                for pool in (k, v)
             )
-            scores = jnp.einsum("ckgh,skh->kgcs", wide.astype(q.dtype), keys, preferred_element_type=jnp.float32)
+            scores = jnp.einsum(
+                "ckgh,skh->kgcs", wide.astype(q.dtype), keys, preferred_element_type=jnp.float32
+            )
             scores = jnp.where(seen, scores, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
@@ -183,9 +192,7 @@ class Cache:
         return jnp.moveaxis(mixed, 2, 0).reshape(q.shape).astype(q.dtype)
 
 
-def cache_shardings(cache: Cache, mesh) -> Cache:
+def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
     """Where each array of a cache lies on `mesh`: kv heads over `tensor`, the table on every device."""
-    from swiftkv_jax import sharding
-
     pool = sharding.named(mesh, ". . . E", cache.k.shape)
     return Cache(pool, pool, sharding.named(mesh, ". .", cache.table.shape), cache.kv_heads)

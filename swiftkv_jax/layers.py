@@ -65,7 +65,8 @@ def _llama3(freq: Float[Array, " half"], rope: RopeConfig) -> Float[Array, " hal
 
 
 def _yarn(period: Float[Array, " half"], rope: RopeConfig, dim: int) -> Float[Array, " half"]:
-    """Interpolated below `beta_slow` turns, kept above `beta_fast`, a linear ramp between (arXiv 2309.00071)."""
+    """Interpolated below `beta_slow` turns, kept above `beta_fast`, a linear ramp between (arXiv
+    2309.00071)."""
 
     def dimension(turns: float) -> float:
         ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
@@ -174,5 +175,7 @@ def causal_attention(
         first = start + block * jnp.arange(pieces)
         keys, values = k[:, :stop], v[:, :stop]
         out = jax.lax.map(lambda x, keys=keys, values=values: checkpointed(*x, keys, values), (first, cut))
-        spans.append(jnp.moveaxis(out, 0, 1).reshape(q.shape[0], pieces * block, *out.shape[3:])[:, : stop - start])
+        spans.append(
+            jnp.moveaxis(out, 0, 1).reshape(q.shape[0], pieces * block, *out.shape[3:])[:, : stop - start]
+        )
     return jnp.concatenate(spans, axis=1)

@@ -26,8 +26,8 @@ from swiftkv_jax.layers import (
     rotate,
 )
 from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.sharding import constrain
 from swiftkv_jax.shapes import Array, Float, Hidden, Int, Logits, PyTree, Tokens
+from swiftkv_jax.sharding import constrain
 
 STREAM = "B T ."
 
@@ -47,7 +47,8 @@ class Transformer(nn.Module):
     def __call__(self, tokens: Tokens) -> Logits:
         """Logits [B, T, V] in float32 at every position of full, causal sequences [B, T]."""
         tree = {
-            name: self.param(name, partial(_init_subtree, self, name)) for name in weights.weights(self.config, self.plan)
+            name: self.param(name, partial(_init_subtree, self, name))
+            for name in weights.weights(self.config, self.plan)
         }
         return logits(self, tree, forward(self, tree, tokens))
 
@@ -55,7 +56,9 @@ class Transformer(nn.Module):
 def _init_subtree(model: Transformer, name: str, key: Array) -> PyTree:
     leaves, tree = jax.tree.flatten(weights.weights(model.config, model.plan)[name])
     keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(tree, [w.init(k, jnp.dtype(model.dtype)) for w, k in zip(leaves, keys, strict=True)])
+    return jax.tree.unflatten(
+        tree, [w.init(k, jnp.dtype(model.dtype)) for w, k in zip(leaves, keys, strict=True)]
+    )
 
 
 def embed(model: Transformer, params: PyTree, tokens: Int[Array, "*batch"]) -> Hidden:
@@ -166,7 +169,9 @@ def upper(model: Transformer, params: PyTree, x, rows, at: Rotary, segments, rem
 
     def layer(x, p):
         p, row, window = p
-        return decoder_layer(config, p, x, at, lambda q: causal_attention(q, k[row], v[row], segments, window))
+        return decoder_layer(
+            config, p, x, at, lambda q: causal_attention(q, k[row], v[row], segments, window)
+        )
 
     return _scan(layer, x, (params["upper"], reads, windows), remat)
 

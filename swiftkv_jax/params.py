@@ -88,7 +88,9 @@ def weights(config: ModelConfig, plan: KVPlan) -> PyTree:
         "upper": layers(config, config.num_layers - plan.depth),
         "norm": Weight((config.hidden_size,), ".", fill=1.0),
     }
-    return tree if config.tie_word_embeddings else tree | {"lm_head": Weight((width[1], vocab[1]), "D V", 0.02)}
+    return (
+        tree if config.tie_word_embeddings else tree | {"lm_head": Weight((width[1], vocab[1]), "D V", 0.02)}
+    )
 
 
 def init(config: ModelConfig, plan: KVPlan, key: Array, dtype=jnp.float32) -> PyTree:

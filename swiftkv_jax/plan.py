@@ -38,7 +38,9 @@ class KVPlan:
         owners = {row: layer for layer, row in reversed(list(enumerate(self.rows)))}
         orphans = sorted(row for row, owner in owners.items() if owner not in self.makers)
         if orphans:
-            raise UsageError(f"rows {orphans} are read before any layer has made them: their first readers are no makers")
+            raise UsageError(
+                f"rows {orphans} are read before any layer has made them: their first readers are no makers"
+            )
 
     @classmethod
     def from_rows(cls, rows, split: int | None = None) -> "KVPlan":

@@ -51,7 +51,9 @@ def spec(axes: str, shape: tuple[int, ...] | None = None, mesh: Mesh | None = No
     """`spec("D N")` is `P("fsdp", "tensor")`; an axis whose size does not divide evenly stays whole."""
     names = [RULES.get(letter) for letter in axes.split()]
     if shape is not None and mesh is not None:
-        names = [n if n and size % _extent(mesh, n) == 0 else None for n, size in zip(names, shape, strict=True)]
+        names = [
+            n if n and size % _extent(mesh, n) == 0 else None for n, size in zip(names, shape, strict=True)
+        ]
     return P(*names)
 
 

@@ -12,7 +12,9 @@ from swiftkv_jax.shapes import PyTree
 INITS = ("fold", "copy")
 
 
-def to_swiftkv(model: Transformer, params: PyTree, plan: KVPlan, init: str = "fold") -> tuple[Transformer, PyTree]:
+def to_swiftkv(
+    model: Transformer, params: PyTree, plan: KVPlan, init: str = "fold"
+) -> tuple[Transformer, PyTree]:
     """An untrained student of `model` under `plan`; its frozen parameters are the teacher's values.
 
     Each maker starts as the mean of the teacher's k and v over the layers that will read its row.
@@ -30,7 +32,9 @@ def to_swiftkv(model: Transformer, params: PyTree, plan: KVPlan, init: str = "fo
     if plan.num_layers != model.config.num_layers:
         raise UsageError(f"the plan has {plan.num_layers} layers, the model {model.config.num_layers}")
     if model.plan != KVPlan.standard(model.config.num_layers):
-        raise UsageError("to_swiftkv starts from a standard model; this one's rows are already shared or rewired")
+        raise UsageError(
+            "to_swiftkv starts from a standard model; this one's rows are already shared or rewired"
+        )
     student = Transformer(model.config, plan, model.dtype)
     layers, makers = standard_stacks(params)
     out = {name: value for name, value in params.items() if name in ("embed", "norm", "lm_head")}
@@ -47,7 +51,9 @@ def to_swiftkv(model: Transformer, params: PyTree, plan: KVPlan, init: str = "fo
 
 def rows_last(makers: PyTree) -> PyTree:
     """Stacked kernels [rows, D, E] as `fill` stores them, [D, rows, E]; its own inverse."""
-    return makers | {n: makers[n] | {"kernel": jnp.swapaxes(makers[n]["kernel"], 0, 1)} for n in ("k_proj", "v_proj")}
+    return makers | {
+        n: makers[n] | {"kernel": jnp.swapaxes(makers[n]["kernel"], 0, 1)} for n in ("k_proj", "v_proj")
+    }
 
 
 def standard_stacks(params: PyTree) -> tuple[PyTree, PyTree]:
@@ -82,4 +88,6 @@ def _fold(makers: PyTree, gains) -> PyTree:
 def trainable_count(model: Transformer) -> int:
     """Parameters that distillation trains: norm_swiftkv, q of the upper layers, k and v of their makers."""
     tree = weights.weights(model.config, model.plan)
-    return weights.count([tree["fill"], {name: tree["upper"][name] for name in ("q_proj", "q_norm") if name in tree["upper"]}])
+    return weights.count(
+        [tree["fill"], {name: tree["upper"][name] for name in ("q_proj", "q_norm") if name in tree["upper"]}]
+    )

@@ -1,4 +1,5 @@
-"""Run in a process of its own with 8 virtual CPU devices: training and generation on meshes against one device."""
+"""Run in a process of its own with 8 virtual CPU devices: training and generation on meshes against one
+device."""
 
 import json
 import sys
@@ -38,14 +39,22 @@ def batch() -> Batch:
     starts = np.argmax(segments == 2, axis=1)[:, None]
     positions = np.where(segments == 2, np.arange(24) - starts, np.arange(24)).astype(np.int32)
     mask = (rng.random((8, 24)) < 0.7).astype(np.float32)
-    return Batch(tokens=tokens, targets=np.roll(tokens, -1, 1), positions=positions, segments=segments, mask=mask)
+    return Batch(
+        tokens=tokens, targets=np.roll(tokens, -1, 1), positions=positions, segments=segments, mask=mask
+    )
 
 
 def trained(mesh, trainable: str):
     """Parameters and metrics after three steps."""
     student, tree, frozen = steps.prepare(*teacher(), PLAN, "fold", trainable)
-    loss = LossConfig(kl_weight=0.0, lm_weight=1.0) if trainable == "all" else LossConfig(hidden_weight=0.3, chunk_mib=0.01)
-    recipe = steps.Recipe(student, loss, OptimizerConfig(learning_rate=1e-3, warmup=0.0), 10, trainable, remat=True)
+    loss = (
+        LossConfig(kl_weight=0.0, lm_weight=1.0)
+        if trainable == "all"
+        else LossConfig(hidden_weight=0.3, chunk_mib=0.01)
+    )
+    recipe = steps.Recipe(
+        student, loss, OptimizerConfig(learning_rate=1e-3, warmup=0.0), 10, trainable, remat=True
+    )
     with jax.set_mesh(mesh):
         places = jax.tree.map(lambda leaf: leaf.sharding, steps.abstract_run(recipe, mesh))
         state = jax.device_put(steps.init_state(recipe, tree, 0), places[0])
@@ -65,7 +74,9 @@ def generated(mesh):
     place = jax.tree.map(lambda leaf: leaf.sharding, weights.abstract(CONFIG, PLAN, jnp.float32, mesh))
     llm = LLM.from_model(student, jax.device_put(params, place), mesh=mesh)
     prompts = [list(range(1, n)) for n in (5, 17, 2, 9)]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    outputs = llm.generate(
+        prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), use_tqdm=False
+    )
     return [o.outputs[0].token_ids for o in outputs]
 
 

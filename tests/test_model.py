@@ -17,7 +17,7 @@ from swiftkv_jax.model import forward, logits, step
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.surgery import to_swiftkv
 
-LAYERS = 5
+LAYERS = 4
 LENGTHS = (19, 4, 11)
 BATCH = 16  # tokens of one padded flat batch
 PAGE, SLOTS = 3, 7
@@ -25,18 +25,21 @@ PAGES = 31  # more than 3 sequences of 7 slots use: the rest stay NaN
 
 PLANS = {"standard": KVPlan.standard(LAYERS)}
 PLANS |= {f"split{s}": KVPlan.swiftkv(LAYERS, s) for s in range(1, LAYERS)}
+PLANS |= {f"split{s}x{g}": KVPlan.swiftkv(LAYERS, s, g) for s, g in [(1, 2), (1, 3), (2, 2)]}
 PLANS |= {
-    f"split{s}x{g}": KVPlan.swiftkv(LAYERS, s, g) for s, g in [(1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2)]
-}
-PLANS |= {
-    "cross_layer": KVPlan.from_rows([0, 0, 1, 1, 2]),
-    "early_row_again": KVPlan.from_rows([0, 1, 2, 0, 3], split=3),
+    "cross_layer": KVPlan.from_rows([0, 0, 1, 1]),
+    "early_row_again": KVPlan.from_rows([0, 1, 0, 2], split=2),
     "merge_all": KVPlan.merge_all(LAYERS),
 }
-run_step = jax.jit(step, static_argnums=0)
+
+# Most of this file's time is compiling; the numbers are the same without LLVM's optimisations.
+jit_model = functools.partial(
+    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
+)
+run_step = jit_model(step)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jit_model
 def full_logits(model, params, tokens):
     return logits(model, params, forward(model, params, tokens))
 
@@ -97,7 +100,7 @@ def test_step_is_forward_for_every_plan(plan):
     assert check_step(plan, ODD, [(5, 4, 7), (0, 0, 3), (8, 0, 1), (6, 0, 0)]) == sum(LENGTHS)
 
 
-@pytest.mark.parametrize("plan", [PLANS["standard"], PLANS["split2x2"], PLANS["early_row_again"]])
+@pytest.mark.parametrize("plan", [PLANS["standard"], PLANS["split1x2"], PLANS["early_row_again"]])
 def test_step_is_forward_with_grouped_heads(plan):
     assert check_step(plan, PLAIN, [(8, 0, 8), (3, 4, 3), (8, 0, 0)]) == sum(LENGTHS)
 
@@ -108,10 +111,10 @@ CHUNKS = st.lists(st.tuples(*[st.integers(0, 5)] * 3), min_size=1, max_size=12)
 @given(chunks=CHUNKS, choices=st.randoms(use_true_random=False))
 def test_step_is_forward_for_any_chunks_and_survivors(chunks, choices):
     """Chunks of nothing included; only some tokens survive, the rest of `survivors` is padding."""
-    check_step(PLANS["split2x2"], ODD, chunks, lambda i: choices.random() < 0.4)
+    check_step(PLANS["split1x2"], ODD, chunks, lambda i: choices.random() < 0.4)
 
 
-@pytest.mark.parametrize("plan", ["standard", "split3", "split2x2"])
+@pytest.mark.parametrize("plan", ["standard", "split2", "split1x2"])
 @pytest.mark.parametrize("config", [PLAIN, ODD], ids=["plain", "odd"])
 def test_greedy_tokens_are_those_of_forward(plan, config):
     """Prompts in one ragged batch, then one token of each sequence a step, over a dense cache."""
@@ -139,7 +142,7 @@ def test_greedy_tokens_are_those_of_forward(plan, config):
 
 def test_packed_rows_are_their_sequences_apart():
     """forward with segments and restarting positions: nothing leaks between neighbours."""
-    model, params = tiny(ODD, PLANS["split2x2"])
+    model, params = tiny(ODD, PLANS["split1x2"])
     a, b = np.random.default_rng(0).integers(0, 67, (2, 1, 9))
     positions = np.tile(np.arange(9, dtype=np.int32), 2)[None]
     segments = np.repeat(np.array([1, 2], np.int32), 9)[None]
@@ -149,7 +152,7 @@ def test_packed_rows_are_their_sequences_apart():
 
 
 def test_remat_changes_nothing():
-    model, params = tiny(PLAIN, PLANS["split3"])
+    model, params = tiny(PLAIN, PLANS["split2"])
     tokens = jnp.asarray(sequences(1))
     want, got = forward(model, params, tokens), forward(model, params, tokens, remat=True)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
@@ -174,7 +177,7 @@ def test_dynamic_rope_is_fixed_at_the_capacity():
     config = dataclasses.replace(
         PLAIN, rope=RopeConfig(rope_type="dynamic", factor=2.0), max_position_embeddings=16
     )
-    model, params = tiny(config, PLANS["split3"])
+    model, params = tiny(config, PLANS["split2"])
     tokens = sequences(1, (40,))
     want = np.asarray(full_logits(model, params, tokens))
     shorter = np.asarray(full_logits(model, params, tokens[:, :20]))

@@ -52,10 +52,9 @@ def test_generation_equals_one_devices(report, shape):
 
 
 def test_every_weight_has_as_many_axis_letters_as_dimensions():
-    config = ModelConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8,
-        qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True,
-    )  # fmt: skip
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 4}
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    config = ModelConfig(**sizes, **heads, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
     for weight in jax.tree.leaves(weights.weights(config, KVPlan.swiftkv(4, 2))):
         assert len(weight.axes.split()) == len(weight.shape), weight
 
@@ -77,4 +76,8 @@ def test_a_mesh_that_does_not_match_the_devices_says_so(axes):
 
 
 def test_minus_one_takes_what_is_left():
-    assert dict(sharding.make_mesh(fsdp=-1, devices=jax.devices()[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert dict(sharding.make_mesh(fsdp=-1, devices=jax.devices()[:1]).shape) == {
+        "data": 1,
+        "fsdp": 1,
+        "tensor": 1,
+    }

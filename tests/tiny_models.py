@@ -8,7 +8,7 @@ from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 
-SIZES = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 40, "num_layers": 5, "num_heads": 4}
+SIZES = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 40, "num_layers": 4, "num_heads": 4}
 PLAIN = ModelConfig(**SIZES, num_kv_heads=2, head_dim=12)
 # One kv head, head_dim 20, biases, per-head norms, tied, windows of every size: more than any family has.
 ODD = ModelConfig(
@@ -20,7 +20,7 @@ ODD = ModelConfig(
     mlp_bias=True,
     qk_norm=True,
     tie_word_embeddings=True,
-    windows=(3, 2**30, 5, 2**30, 4),
+    windows=(3, 2**30, 5, 2**30),
 )
 
 

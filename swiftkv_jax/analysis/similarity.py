@@ -89,9 +89,10 @@ def scores(matrix: Float[np.ndarray, "L L"]) -> Float[np.ndarray, " L"]:
 
 
 def suggested_split(scores: Float[np.ndarray, " L"], threshold: float = THRESHOLD) -> int:
-    """The smallest split from which every score is above `threshold`; at most the last layer, which is free."""
+    """The smallest split from which every score is above `threshold`; at most the last layer, which is
+    free."""
     split = len(scores) - 1
-    while split > 1 and scores[split - 1] > threshold:
+    while split > 0 and scores[split - 1] > threshold:
         split -= 1
     return max(1, split)
 

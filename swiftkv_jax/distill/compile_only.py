@@ -5,7 +5,9 @@ It proves that the step is legal, fits and communicates as planned; it says noth
 
 import dataclasses
 import re
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,6 @@ from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import PyTree
 
-
 # Chip -> (the compiler's platform, JAX's device kind: the key of the tables in analysis/flops.py).
 CHIPS = {
     "v4": ("tpu", "TPU v4"),
@@ -36,10 +37,13 @@ CHIPS = {
 
 # Hopper as XLA:GPU's `target_config` wants it; memory, bandwidth and name differ between H100 and H200.
 _HOPPER = """gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core:
+  233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
   block_dim_limit_z: 65535 memory_bandwidth: {bandwidth:.0f} l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: {memory:.0f} shared_memory_per_block_optin: 232448 cuda_compute_capability {{ major: 9 minor: 0 }}
+  device_memory_size: {memory:.0f} shared_memory_per_block_optin: 232448 cuda_compute_capability {{ major: 9
+  minor: 0 }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 }}
@@ -50,7 +54,8 @@ _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "col
 
 
 def topology(text: str):
-    """(device kind, devices) of `v5p:2x2x4` (TPU: chips along each dimension) or `h100:1x1x8` (slices x hosts x devices).
+    """(device kind, devices) of `v5p:2x2x4` (TPU: chips along each dimension) or `h100:1x1x8` (slices x
+    hosts x devices).
 
     Raises:
       UsageError: an unknown chip, a malformed shape, or a compiler that is not installed.
@@ -58,13 +63,16 @@ def topology(text: str):
     chip, _, shape = text.partition(":")
     if chip not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
         raise UsageError(
-            f"topology {text!r} is not like v5p:2x2x4 or h100:1x1x8; chips: {', '.join(CHIPS)}{suggest(chip, CHIPS)}"
+            f"topology {text!r} is not like v5p:2x2x4 or h100:1x1x8; chips: {', '.join(CHIPS)}"
+            f"{suggest(chip, CHIPS)}"
         )
     platform, kind = CHIPS[chip]
     if platform == "tpu":
         target = {"topology_name": text}
     else:
-        description = _HOPPER.format(name=kind, memory=flops.HBM_BYTES[kind], bandwidth=flops.HBM_BANDWIDTH[kind])
+        description = _HOPPER.format(
+            name=kind, memory=flops.HBM_BYTES[kind], bandwidth=flops.HBM_BANDWIDTH[kind]
+        )
         target = {"topology_name": chip.upper(), "topology": shape, "target_config": description}
     try:
         return kind, topologies.get_topology_desc(platform=platform, **target).devices
@@ -76,7 +84,7 @@ def topology(text: str):
 
 
 def compile_step(experiment: Experiment, devices):
-    """The compiled train step of `experiment` on a mesh over `devices`, and its recipe; no array is made."""
+    """(compiled train step, its HLO text, recipe, mesh) on a mesh over `devices`; no array is made."""
     config = experiment.architecture or ModelConfig.from_hf(experiment.model)
     plan = experiment.plan.build(config.num_layers)
     student = Transformer(config, plan, experiment.dtype)
@@ -85,9 +93,21 @@ def compile_step(experiment: Experiment, devices):
     state, frozen = steps.abstract_run(recipe, mesh)
     batch = abstract_batch(experiment, mesh)
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    with jax.set_mesh(mesh):
+    # The text is dumped by the target's own compiler: this jaxlib cannot always read a newer libtpu's
+    # program.
+    with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as dump:
         step = jax.jit(partial(steps.train_step, recipe), donate_argnums=1, out_shardings=(places, None))
-        return step.lower(frozen, state, batch).compile(), recipe, mesh
+        options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+        compiled = step.lower(frozen, state, batch).compile(compiler_options=options)
+        return compiled, _final_hlo(Path(dump)), recipe, mesh
+
+
+def _final_hlo(dump: Path) -> str:
+    """The optimised program of the step, as the compiler wrote it."""
+    found = [
+        p for p in dump.glob("*train_step*after_optimizations*.txt") if "-" not in p.name.split(".after_")[-1]
+    ]
+    return max(found, key=lambda path: path.stat().st_size).read_text() if found else ""
 
 
 def abstract_batch(experiment: Experiment, mesh: Mesh) -> Batch:
@@ -95,7 +115,9 @@ def abstract_batch(experiment: Experiment, mesh: Mesh) -> Batch:
     shape = (experiment.data.batch_size, experiment.data.seq_len)
     place = NamedSharding(mesh, sharding.spec("B .", shape, mesh))
     dtypes = {f.name: jnp.float32 if f.name == "mask" else jnp.int32 for f in dataclasses.fields(Batch)}
-    return Batch(**{name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, dtype in dtypes.items()})
+    return Batch(
+        **{name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, dtype in dtypes.items()}
+    )
 
 
 def report(experiment: Experiment, where: str, say=print) -> int:
@@ -103,7 +125,7 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     kind, devices = topology(where)
     capacity = flops.HBM_BYTES[kind]
     try:
-        compiled, recipe, mesh = compile_step(experiment, devices)
+        compiled, hlo, recipe, mesh = compile_step(experiment, devices)
     except UsageError:
         raise
     except Exception as error:
@@ -112,19 +134,28 @@ def report(experiment: Experiment, where: str, say=print) -> int:
         say(f"{where}: does not fit: {(str(error).splitlines() or [''])[0][:300]}")
         return 1
     memory = compiled.memory_analysis()
+    total = weights.count(weights.weights(recipe.student.config, recipe.student.plan))
+    arguments, temporaries = _gib(memory.argument_size_in_bytes), _gib(memory.temp_size_in_bytes)
     used = (
-        memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
     )
     size = " x ".join(f"{name} {extent}" for name, extent in mesh.shape.items())
     say(f"{experiment.name} on {where}: {mesh.size} devices, mesh {size}")
-    say(f"  parameters        {weights.count(weights.weights(recipe.student.config, recipe.student.plan)) / 1e9:.3f} B")
+    say(f"  parameters        {total / 1e9:.3f} B")
     say(f"  trained           {_count(recipe) / 1e6:,.1f} M")
-    say(f"  per device        arguments {_gib(memory.argument_size_in_bytes)}, temporaries {_gib(memory.temp_size_in_bytes)}")
+    say(f"  per device        arguments {arguments}, temporaries {temporaries}")
     say(f"  needed / memory   {_gib(used)} of {_gib(capacity)} ({used / capacity:.0%})")
     say(f"  FLOPs per device  {_flops(compiled):.3e} (XLA's count; a loop's body may count once)")
-    say("  collectives       " + (", ".join(f"{n} {name}" for name, n in collectives(compiled.as_text()).items()) or "none"))
+    say("  collectives       " + (", ".join(f"{n} {name}" for name, n in collectives(hlo).items()) or "none"))
     fits = used <= capacity
-    say("  fits" if fits else "  does NOT fit: more fsdp or tensor shards, a smaller data.batch_size, or optimizer.accumulate")
+    say(
+        "  fits"
+        if fits
+        else "  does NOT fit: more fsdp or tensor shards, a smaller data.batch_size, or optimizer.accumulate"
+    )
     return 0 if fits else 1
 
 

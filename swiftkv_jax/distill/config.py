@@ -49,7 +49,9 @@ class PlanConfig:
         _one_of("plan.init", self.init, INITS)
 
     def build(self, num_layers: int) -> KVPlan:
-        return KVPlan.swiftkv(num_layers, self.split, self.share) if self.split else KVPlan.standard(num_layers)
+        return (
+            KVPlan.swiftkv(num_layers, self.split, self.share) if self.split else KVPlan.standard(num_layers)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,8 @@ class LossConfig:
     Attributes:
       reduction: "mean" over unmasked tokens, or "reference": over all positions, masked ones counting
         as zeros (ArcticTraining).
-      hidden_weight: of the mean squared error between the streams entering the last layer, over all real tokens.
+      hidden_weight: of the mean squared error between the streams entering the last layer, over all real
+      tokens.
       lm_weight: of the cross-entropy with the data.
       chunk_mib: MiB of float32 logits that exist at a time on one device.
     """
@@ -73,10 +76,14 @@ class LossConfig:
 
     def __post_init__(self):
         _positive("loss", temperature=self.temperature, chunk_mib=self.chunk_mib)
-        _not_negative("loss", kl_weight=self.kl_weight, hidden_weight=self.hidden_weight, lm_weight=self.lm_weight)
+        _not_negative(
+            "loss", kl_weight=self.kl_weight, hidden_weight=self.hidden_weight, lm_weight=self.lm_weight
+        )
         _one_of("loss.reduction", self.reduction, REDUCTIONS)
         if not (self.kl_weight or self.hidden_weight or self.lm_weight):
-            raise UsageError("loss: kl_weight, hidden_weight and lm_weight are all 0; nothing would be trained")
+            raise UsageError(
+                "loss: kl_weight, hidden_weight and lm_weight are all 0; nothing would be trained"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +102,9 @@ class OptimizerConfig:
 
     def __post_init__(self):
         _positive("optimizer", learning_rate=self.learning_rate, clip=self.clip, accumulate=self.accumulate)
-        _not_negative("optimizer", weight_decay=self.weight_decay, warmup=self.warmup, final_share=self.final_share)
+        _not_negative(
+            "optimizer", weight_decay=self.weight_decay, warmup=self.warmup, final_share=self.final_share
+        )
         _one_of("optimizer.schedule", self.schedule, SCHEDULES)
         if self.warmup >= 1:
             raise UsageError(f"optimizer.warmup is a share of the steps, below 1, not {self.warmup}")
@@ -153,23 +162,30 @@ class Experiment:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("export_dtype", self.export_dtype, DTYPES)
         if not self.model and self.architecture is None:
-            raise UsageError("an experiment needs a model (folder or id), or an architecture to train from random weights")
+            raise UsageError(
+                "an experiment needs a model (folder or id), or an architecture to train from random weights"
+            )
         if self.trainable == "all" and (self.loss.kl_weight or self.loss.hidden_weight):
             raise UsageError(
-                'trainable="all" is plain language-model training: set loss.kl_weight=0, loss.hidden_weight=0, loss.lm_weight=1'
+                'trainable="all" is plain language-model training: '
+                "set loss.kl_weight=0, loss.hidden_weight=0, loss.lm_weight=1"
             )
         if self.trainable != "all" and (not self.model or not self.plan.split):
-            raise UsageError(f'trainable={self.trainable!r} distils a model under a plan: give model and plan.split')
+            raise UsageError(
+                f"trainable={self.trainable!r} distils a model under a plan: give model and plan.split"
+            )
         if self.steps < 0 or self.epochs < 1 or self.log_every < 1 or self.keep_checkpoints < 1:
             raise UsageError("steps must be 0 or more; epochs, log_every and keep_checkpoints at least 1")
         if self.data.batch_size % self.optimizer.accumulate:
             raise UsageError(
-                f"data.batch_size {self.data.batch_size} is not a multiple of optimizer.accumulate {self.optimizer.accumulate}"
+                f"data.batch_size {self.data.batch_size} is not a multiple of "
+                f"optimizer.accumulate {self.optimizer.accumulate}"
             )
 
 
 def load_experiment(path: str | Path) -> Experiment:
-    """The `config` that a Python config file defines. Running it runs its code: trust it as you would a script."""
+    """The `config` that a Python config file defines. Running it runs its code: trust it as you would a
+    script."""
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"config file {path} does not exist")
@@ -205,7 +221,9 @@ def _replace(value, path: list[str], text: str, key: str):
     fields = {f.name: f for f in dataclasses.fields(value)}
     name = path[0]
     if name not in fields:
-        raise UsageError(f"unknown key {key!r}: {type(value).__name__} has no {name!r}{suggest(name, fields)}")
+        raise UsageError(
+            f"unknown key {key!r}: {type(value).__name__} has no {name!r}{suggest(name, fields)}"
+        )
     if len(path) == 1:
         new = _parse(text, typing.get_type_hints(type(value))[name], key)
     elif dataclasses.is_dataclass(getattr(value, name)):

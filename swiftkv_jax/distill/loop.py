@@ -54,13 +54,17 @@ def load_teacher(experiment: Experiment, mesh) -> tuple[Transformer, PyTree]:
     model = Transformer(config, KVPlan.standard(config.num_layers), experiment.dtype)
     tree = weights.abstract(config, model.plan, jnp.float32, mesh)
     make = jax.jit(
-        lambda key: weights.init(config, model.plan, key), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, tree)
+        lambda key: weights.init(config, model.plan, key),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, tree),
     )
     return model, make(jax.random.key(experiment.seed))
 
 
-def train(experiment: Experiment, out: Path, resume: bool = False, say: Callable[[str], None] = print) -> Result:
-    """Run an experiment to its end, or to a signal; `out` gets config.json, metrics, checkpoints and the export.
+def train(
+    experiment: Experiment, out: Path, resume: bool = False, say: Callable[[str], None] = print
+) -> Result:
+    """Run an experiment to its end, or to a signal; `out` gets config.json, metrics, checkpoints and the
+    export.
 
     Raises:
       UsageError: bad input, found before the first step.
@@ -84,22 +88,29 @@ class Run:
         teacher, params = load_teacher(experiment, mesh)
         if self.tokenizer.vocab_size > teacher.config.vocab_size:
             raise UsageError(
-                f"the tokenizer has {self.tokenizer.vocab_size} tokens, the model only {teacher.config.vocab_size}"
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens, "
+                f"the model only {teacher.config.vocab_size}"
             )
         rows = experiment.data.batch_size // experiment.optimizer.accumulate
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         if rows % shards:
-            raise UsageError(f"each micro-batch has {rows} rows, which the mesh's {shards} data shards do not divide")
+            raise UsageError(
+                f"each micro-batch has {rows} rows, which the mesh's {shards} data shards do not divide"
+            )
         plan = experiment.plan.build(teacher.config.num_layers)
         self.process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
         self.loader = DataLoader(experiment.data, self.tokenizer, **self.process)
         total = experiment.steps or experiment.epochs * self.loader.steps_per_epoch()
-        student, trained, frozen = steps.prepare(teacher, params, plan, experiment.plan.init, experiment.trainable)
+        student, trained, frozen = steps.prepare(
+            teacher, params, plan, experiment.plan.init, experiment.trainable
+        )
         self.recipe = steps.make_recipe(experiment, student, total)
         self.abstract, abstract_frozen = steps.abstract_run(self.recipe, mesh)
         places = jax.tree.map(lambda leaf: leaf.sharding, (self.abstract, abstract_frozen))
         self.frozen = jax.device_put(frozen, places[1])
-        self.state = jax.jit(partial(steps.init_state, self.recipe, seed=experiment.seed), out_shardings=places[0])(trained)
+        self.state = jax.jit(
+            partial(steps.init_state, self.recipe, seed=experiment.seed), out_shardings=places[0]
+        )(trained)
         self.step_fn = jax.jit(
             partial(steps.train_step, self.recipe), donate_argnums=1, out_shardings=(places[0], None)
         )
@@ -177,8 +188,9 @@ class Run:
             names = sorted({name for row in ids for name in row})
             shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
             raise TrainingError(
-                f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}; samples of the batch: {shown}. "
-                "The last checkpoint is good: --resume goes back to it, with a lower optimizer.learning_rate, say"
+                f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}; "
+                f"samples of the batch: {shown}. "
+                "The last checkpoint is good"
             )
         now = time.monotonic()
         self.progress.record(step, values, now - began)
@@ -195,7 +207,9 @@ class Run:
             limit = e.evaluation_batches or None
             self.held_out = evaluation_batches(e.evaluation, self.tokenizer, limit, **self.process)
         if self.evaluated is None or self.evaluated[0] != now:
-            sums = [self.evaluate_fn(self.frozen, self.state.trainable, self._place(b)) for b in self.held_out]
+            sums = [
+                self.evaluate_fn(self.frozen, self.state.trainable, self._place(b)) for b in self.held_out
+            ]
             rows = [multihost_utils.process_allgather(s, tiled=True) for s in sums]
             self.evaluated = now, {name: np.concatenate([r[name] for r in rows]) for name in rows[0]}
         return self.evaluated[1]
@@ -208,7 +222,10 @@ class Run:
         meta = {
             "data": global_state(self.loader.state()),
             "config": json.loads(resolved(self.experiment)),
-            "versions": {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")},
+            "versions": {
+                name: importlib.metadata.version(name)
+                for name in ("jax", "flax", "optax", "orbax-checkpoint")
+            },
         }
         self.checkpoints.save(done, self.state, meta)
 
@@ -238,7 +255,8 @@ class Run:
         total = weights.count(weights.weights(model.config, model.plan))
         mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         self.say(
-            f"{e.name}: {total / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M trained ({trained / total:.1%}); "
+            f"{e.name}: {total / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M trained "
+            f"({trained / total:.1%}); "
             f"{self.recipe.steps} steps of {e.data.batch_size} x {e.data.seq_len} tokens; "
             f"{jax.devices()[0].device_kind}, mesh {mesh}; {e.dtype}"
         )
@@ -247,7 +265,10 @@ class Run:
         if self.caught:
             raise KeyboardInterrupt
         self.caught = number
-        self.say(f"\n{signal.Signals(number).name}: finishing this step, saving, then leaving (again: leave at once)")
+        self.say(
+            f"\n{signal.Signals(number).name}: finishing this step, saving, then leaving "
+            "(again: leave at once)"
+        )
 
     def close(self) -> None:
         self.loader.close()
@@ -272,7 +293,10 @@ def summarise(rows: dict[str, np.ndarray], has_teacher: bool) -> dict[str, float
     out = {"cross_entropy": mean["student"], "perplexity": math.exp(min(mean["student"], 700))}
     if not has_teacher:
         return out
-    teacher = {"teacher_cross_entropy": mean["teacher"], "teacher_perplexity": math.exp(min(mean["teacher"], 700))}
+    teacher = {
+        "teacher_cross_entropy": mean["teacher"],
+        "teacher_perplexity": math.exp(min(mean["teacher"], 700)),
+    }
     return out | teacher | {"kl": mean["kl"], "agreement": mean["agree"]}
 
 
@@ -284,7 +308,9 @@ def _prepare_folder(out: Path, experiment: Experiment, resume: bool) -> None:
         if path.exists() and not resume:
             raise UsageError(f"{out} already holds a run: give --resume to go on with it, or another --out")
         if path.exists() and _identity(path.read_text()) != _identity(text):
-            raise UsageError(f"{path} belongs to another run (model, data, plan or optimiser differ): use another --out")
+            raise UsageError(
+                f"{path} belongs to another run (model, data, plan or optimiser differ): use another --out"
+            )
         path.write_text(text)
     except OSError as error:
         raise UsageError(f"cannot write to {out}: {error.strerror}") from None
@@ -293,6 +319,14 @@ def _prepare_folder(out: Path, experiment: Experiment, resume: bool) -> None:
 def _identity(text: str) -> str:
     """What must not change between a run and its resumption."""
     kept = json.loads(text)
-    for name in ("log_every", "evaluate_every", "checkpoint_every", "keep_checkpoints", "tensorboard", "mesh", "evaluation"):
+    for name in (
+        "log_every",
+        "evaluate_every",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "tensorboard",
+        "mesh",
+        "evaluation",
+    ):
         kept.pop(name, None)
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -66,7 +66,9 @@ def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> 
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
-def hidden_sum(s: Float[Array, "B T D"], t: Float[Array, "B T D"], real: Float[Array, "B T"]) -> Float[Array, ""]:
+def hidden_sum(
+    s: Float[Array, "B T D"], t: Float[Array, "B T D"], real: Float[Array, "B T"]
+) -> Float[Array, ""]:
     """Sum over real tokens of the mean squared difference of two streams, in float32."""
     gap = s.astype(jnp.float32) - jax.lax.stop_gradient(t).astype(jnp.float32)
     return jnp.sum(jnp.mean(gap * gap, axis=-1) * real)

@@ -12,14 +12,25 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="train.py",
         description="Convert a checkpoint to SwiftKV and distil it, as a Python config file says.",
-        epilog="example: python train.py --config configs/tiny.py --set optimizer.learning_rate=2e-3 --out runs/mine",
+        epilog="example: python train.py --config configs/tiny.py --set steps=100 --out runs/mine",
     )
-    p.add_argument("--config", required=True, metavar="FILE", help="a Python file that defines `config = Experiment(...)`")
-    p.add_argument("--set", action="append", default=[], metavar="a.b=value", help="override one field; may be repeated")
+    p.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="a Python file that defines `config = Experiment(...)`",
+    )
+    p.add_argument(
+        "--set", action="append", default=[], metavar="a.b=value", help="override one field; may be repeated"
+    )
     p.add_argument("--out", type=Path, metavar="DIR", help="where the run is kept (default: runs/<name>)")
     p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in --out")
-    p.add_argument("--compile-only", action="store_true", help="compile the real step for --topology, without hardware")
-    p.add_argument("--topology", metavar="T", help="v5p:2x2x4, v4:2x2x1, v6e:2x2, h100:1x1x8, ... (with --compile-only)")
+    p.add_argument(
+        "--compile-only", action="store_true", help="compile the real step for --topology, without hardware"
+    )
+    p.add_argument(
+        "--topology", metavar="T", help="v5p:2x2x4, v4:2x2x1, v6e:2x2, h100:1x1x8, ... (with --compile-only)"
+    )
     return p
 
 

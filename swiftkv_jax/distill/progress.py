@@ -14,7 +14,15 @@ class Progress:
     A line that is not a terminal's is printed every `log_every` steps; a terminal's is rewritten in place.
     """
 
-    def __init__(self, folder: Path, steps: int, log_every: int, flops_per_token: float, peak: float | None, tensorboard: bool):
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        log_every: int,
+        flops_per_token: float,
+        peak: float | None,
+        tensorboard: bool,
+    ):
         self.steps, self.log_every = steps, log_every
         self.flops_per_token, self.peak = flops_per_token, peak
         self.file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
@@ -42,7 +50,9 @@ class Progress:
 
     def evaluation(self, step: int, result: dict[str, float]) -> None:
         self._write({"step": step, **{f"eval/{name}": value for name, value in result.items()}})
-        self.say(f"eval {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in result.items()), keep=True)
+        self.say(
+            f"eval {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in result.items()), keep=True
+        )
 
     def say(self, line: str, keep: bool = False) -> None:
         """Print a line; on a terminal the next one replaces it unless `keep`."""
@@ -79,5 +89,7 @@ def _tensorboard(folder: Path):
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
-        raise UsageError("tensorboard=True needs tensorboardX: pip install 'swiftkv-jax[tensorboard]'") from None
+        raise UsageError(
+            "tensorboard=True needs tensorboardX: pip install 'swiftkv-jax[tensorboard]'"
+        ) from None
     return SummaryWriter(str(folder / "tensorboard"))

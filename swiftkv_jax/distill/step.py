@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import optax
-
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from swiftkv_jax import params as weights
@@ -176,7 +175,9 @@ def chunk_of(recipe: Recipe, batch: Batch) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     shards = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
     rows, length = batch.tokens.shape
-    return losses.chunk_length(-(-rows // shards), length, recipe.student.config.vocab_size, recipe.loss.chunk_mib)
+    return losses.chunk_length(
+        -(-rows // shards), length, recipe.student.config.vocab_size, recipe.loss.chunk_mib
+    )
 
 
 def batch_loss(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch, totals) -> tuple[Array, dict]:
@@ -192,7 +193,10 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch, to
         def to_logits(h):
             return head(params, h)
 
-        parts["kl"] = losses.kl_sum(to_logits, to_logits, h, teacher[0], batch.mask, config.temperature, chunk) / counted
+        parts["kl"] = (
+            losses.kl_sum(to_logits, to_logits, h, teacher[0], batch.mask, config.temperature, chunk)
+            / counted
+        )
     if config.hidden_weight:
         parts["hidden"] = losses.hidden_sum(last, teacher[1], (batch.segments > 0).astype(jnp.float32)) / real
     if config.lm_weight:
@@ -208,7 +212,9 @@ def train_step(recipe: Recipe, frozen: PyTree, state: TrainState, batch: Batch) 
     masked = recipe.loss.reduction == "mean"
     counted = jnp.maximum(batch.mask.sum(), 1.0) if masked else jnp.float32(batch.mask.size)
     totals = (counted, jnp.maximum((batch.segments > 0).sum(), 1).astype(jnp.float32))
-    grad = jax.value_and_grad(lambda trained, piece: batch_loss(recipe, trained, frozen, piece, totals), has_aux=True)
+    grad = jax.value_and_grad(
+        lambda trained, piece: batch_loss(recipe, trained, frozen, piece, totals), has_aux=True
+    )
 
     def add(total, piece):
         return jax.tree.map(jnp.add, total, grad(state.trainable, piece)), None
@@ -246,10 +252,14 @@ def evaluate_batch(recipe: Recipe, frozen: PyTree, trained: PyTree, batch: Batch
             "kl": jnp.sum(jnp.exp(log_ref) * (log_ref - log_got), axis=-1),
             "agree": (jnp.argmax(got, -1) == jnp.argmax(ref, -1)).astype(jnp.float32),
         }
-        return {name: jnp.sum(x * mask, axis=1) for name, x in sums.items()} | {"tokens": jnp.sum(mask, axis=1)}
+        return {name: jnp.sum(x * mask, axis=1) for name, x in sums.items()} | {
+            "tokens": jnp.sum(mask, axis=1)
+        }
 
     return losses.over_chunks(per_chunk, chunk_of(recipe, batch), h, want, batch.targets, batch.mask)
 
 
 def make_recipe(experiment: Experiment, student: Transformer, steps: int) -> Recipe:
-    return Recipe(student, experiment.loss, experiment.optimizer, steps, experiment.trainable, experiment.remat)
+    return Recipe(
+        student, experiment.loss, experiment.optimizer, steps, experiment.trainable, experiment.remat
+    )

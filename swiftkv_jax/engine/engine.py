@@ -40,7 +40,7 @@ class Stats:
     cache_bytes: int = 0
     cache_bytes_per_token: int = 0
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, int | float]:
         """All fields, seconds in all, and tokens per second: of prompts while read, of output in all."""
         seconds = self.prompt_seconds + self.decode_seconds
         return dataclasses.asdict(self) | {

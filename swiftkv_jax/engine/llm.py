@@ -26,6 +26,8 @@ _FROM_GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalt
 class LLM:
     """A model ready to generate; standard and SwiftKV checkpoints alike.
 
+    With `dynamic` rotary scaling the frequencies are those of `max_model_len`, whatever a request's length.
+
     Attributes:
       model, params, tokenizer: what it runs; params unstacked layer by layer.
       settings: sizes in force. defaults: the SamplingParams used when a call gives none.
@@ -91,7 +93,7 @@ class LLM:
         self.settings = Settings(max_model_len=limit, max_num_seqs=max_num_seqs, **sizes)
         self.defaults = _defaults(generation)
         self.eos_ids = tuple(sorted({*generation.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}))
-        self.stats: dict[str, float] = {}
+        self.stats: dict[str, int | float] = {}
         self._next_seed = integer("seed", seed, 0)
 
     @typing.no_type_check  # user input: checked below, by name

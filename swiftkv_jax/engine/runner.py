@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from swiftkv_jax import params as weights
 from swiftkv_jax.cache import Cache, cache_shardings
+from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.engine.request import Request
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
 from swiftkv_jax.engine.scheduler import Work, power_of_two
@@ -139,8 +140,13 @@ def _advance(lanes: Lanes, token: Int[Array, " Q"], policy: Policy) -> Lanes:
     )
 
 
-def capacity_for(tokens: int, limit: int) -> int:
-    """Cache tokens per lane for sequences of `tokens`: one of a few sizes, never above `limit`."""
+def capacity_for(config: ModelConfig, tokens: int, limit: int) -> int:
+    """Cache tokens per lane for sequences of `tokens`: one of a few sizes, never above `limit`.
+
+    Dynamic rotary scaling past the trained length takes its frequencies from the capacity: `limit`, always.
+    """
+    if config.rope.rope_type == "dynamic" and limit > config.max_position_embeddings:
+        return limit
     unit = max(_SMALLEST_CAPACITY, power_of_two(tokens)) // (2 * _CAPACITY_STEPS)
     return min(max(_SMALLEST_CAPACITY, -(-tokens // unit) * unit), limit)
 
@@ -165,7 +171,7 @@ class Runner:
         """`limit` is the context in tokens, `steps` the tokens a decode launch yields at most."""
         self.model, self.mesh, self.steps, self.lanes = model, mesh, steps, lanes
         self.params = params if isinstance(params["lower"], list) else weights.unstack(params)
-        self.capacity = capacity_for(max(request.max_length for request in requests), limit)
+        self.capacity = capacity_for(model.config, max(r.max_length for r in requests), limit)
         wanted = [request.params for request in requests]
         self.mode = Mode(
             sampled=not all(p.greedy for p in wanted),

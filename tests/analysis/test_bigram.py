@@ -27,18 +27,19 @@ def test_probabilities_after_every_token_sum_to_one(documents, discount, strengt
 
 
 def test_an_example_by_hand():
-    """a b a b a c over {a, b, c}: ab twice, ba twice, ac once; discount 1/2, strength 1.
+    """a b a b c b over {a, b, c, d}: ab twice; ba, bc, cb once; discount 1/2, strength 1.
 
-    Lower order: followed kinds a 1, b 1, c 1, of 3 seen: (1 + 3/3) / (3 + 3) = 1/3 each.
-    After a (3 counts, 2 followers): P(b) = (2 - 1/2 + (1/2 + 1) * 2 / 3) / (3 + 2) = 1/2.
-    P(c) = (1 - 1/2 + 1) / 5 = 3/10, P(a) = 1 / 5. After c, never followed: the lower order.
+    Lower order: b follows 2 kinds, a and c 1, d none; 3 tokens seen, so b has (2 + 3/4) / (4 + 3).
+    After a (2 counts, 1 follower): b has (2 - 1/2 + (1/2 + 1) lower(b)) / (2 + 1). After d: the lower order.
     """
-    model = bigram.Bigram([np.array([0, 1, 0, 1, 0, 2])], 3)
-    assert [probability(model, 0, tail, 0.5, 1.0) for tail in range(3)] == pytest.approx([0.2, 0.5, 0.3])
-    assert [probability(model, 2, tail, 0.5, 1.0) for tail in range(3)] == pytest.approx([1 / 3] * 3)
-    nats, count = model.nats([np.array([0, 1, 0]), np.array([2]), np.array([2, 0])], 0.5, 1.0)
-    after_b = (2 - 0.5 + 1.5 * 1 / 3) / (2 + 1)
-    assert (nats, count) == (pytest.approx(-math.log(0.5 * after_b / 3)), 3)
+    model = bigram.Bigram([np.array([0, 1, 0, 1, 2, 1])], 4)
+    lower = [1.75 / 7, 2.75 / 7, 1.75 / 7, 0.75 / 7]
+    after_a = [1.5 * lower[0] / 3, (1.5 + 1.5 * lower[1]) / 3, 1.5 * lower[2] / 3, 1.5 * lower[3] / 3]
+    after_b = [(0.5 + 1.5 * 2 * p) / 4 for p in lower[:1]]
+    assert [probability(model, 0, tail, 0.5, 1.0) for tail in range(4)] == pytest.approx(after_a)
+    assert [probability(model, 3, tail, 0.5, 1.0) for tail in range(4)] == pytest.approx(lower)
+    nats, count = model.nats([np.array([0, 1, 0]), np.array([2]), np.array([3, 3])], 0.5, 1.0)
+    assert (nats, count) == (pytest.approx(-math.log(after_a[1] * after_b[0] * lower[3])), 3)
 
 
 def chain(seed: int, documents: int) -> list[np.ndarray]:

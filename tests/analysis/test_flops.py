@@ -133,7 +133,8 @@ def matmul_flops(jaxpr) -> float:
 
 
 def tiny(plan: KVPlan, windows: tuple[int, ...] = ()):
-    """A model, its parameters and a batch of 2 x 8 tokens, both as shapes: programs are read here, never run."""
+    """A model, its parameters and a batch of 2 x 8 tokens, both as shapes: programs are read here, never
+    run."""
     config = ModelConfig(**{n: getattr(TINY, n) for n in SIZES} | {"windows": windows})
     return Transformer(config, plan), weights.abstract(config, plan, jnp.float32), TOKENS
 

@@ -1,4 +1,4 @@
-"""The laws of packing and of the order of samples: nothing lost, nothing mixed, the same however it is run."""
+"""Laws of packing and of the order of samples: nothing lost, nothing mixed, the same however it is run."""
 
 import functools
 import itertools
@@ -140,8 +140,7 @@ def test_fused_rows_are_one_segment_with_running_positions():
 @pytest.mark.parametrize("count, batch_size", [(37, 4), (8, 4), (3, 8), (1, 2)])
 @pytest.mark.parametrize("long_documents", ["split", "fill"])
 def test_each_epoch_has_every_sample_once(tmp_path, count, batch_size, long_documents):
-    """Lanes run apart by a few rows, so epochs are told apart by counting: after the slowest lane has passed e
-    epochs, every sample has come at least e times, and the lanes' own parts in their epochs' order."""
+    """Lanes are a few rows apart, so each lane's samples are put together first; epochs come of them."""
     rows = texts(count)
     settings = config(write(tmp_path, rows), batch_size=batch_size, long_documents=long_documents, seed=5)
     loader = DataLoader(settings, tokenizer())
@@ -283,15 +282,13 @@ def test_held_out_documents_are_never_trained_on_and_all_evaluated_once(tmp_path
     assert seen == {row["id"] for row in rows} - set(kept_out)
 
     batches = evaluation_batches(config(source, split="held_out"), tokenizer())
-    want = [*[tokenizer().encode(r["text"]) + [tokenizer().eos_ids[0]] for r in rows if r["id"] in kept_out]]
+    eos = tokenizer().eos_ids[0]
+    want = [[*tokenizer().encode(row["text"]), eos] for row in rows if row["id"] in kept_out]
     got = [t for b in batches for t in b.tokens[b.segments > 0].tolist()]
     assert got == [t for tokens in want for t in tokens]
     assert all(b.tokens.shape == (4, 16) for b in batches)
-    assert all(
-        same(a, b) for a, b in zip(batches, evaluation_batches(config(source, split="held_out"), tokenizer()))
-    )
-    first = evaluation_batches(config(source, split="held_out"), tokenizer(), 2)
-    assert len(first) == 2 and all(same(a, b) for a, b in zip(first, batches))
+    assert same(batches, evaluation_batches(config(source, split="held_out"), tokenizer()))
+    assert same(batches[:2], evaluation_batches(config(source, split="held_out"), tokenizer(), 2))
     halves = [evaluation_batches(config(source, split="held_out"), tokenizer(), None, p, 2) for p in range(2)]
     for batch, *parts in zip(batches, *halves, strict=True):
         assert same(batch, jax.tree.map(lambda *x: np.concatenate(x), *parts))
@@ -404,7 +401,7 @@ def test_configs_that_make_no_sense(fields, expected):
 
 def test_data_that_cannot_be_used(tmp_path):
     source = write(tmp_path, [{"id": "library/json.rst.txt", "text": "x" * 100}])
-    with pytest.raises(UsageError, match='split "held_out" of .* is empty: of 1 documents'):
+    with pytest.raises(UsageError, match=r'split "held_out" of .* is empty: of 1 documents'):
         DataLoader(config(source, split="held_out"), tokenizer())
     with pytest.raises(UsageError, match=r"every sample of .* is longer than data.seq_len 16"):
         DataLoader(config(source, long_documents="drop"), tokenizer())

@@ -1,4 +1,5 @@
-"""Runs of train.py as a user starts them: killed, resumed, interrupted, misled; each against the undisturbed run."""
+"""Runs of train.py as a user starts them: killed, resumed, interrupted, misled; each against the undisturbed
+run."""
 
 import json
 import os
@@ -43,15 +44,28 @@ def config(tmp_path_factory) -> Path:
     """A config file for a 4-layer teacher, a few sentences, and the demo's tokenizer."""
     folder = tmp_path_factory.mktemp("small")
     architecture = ModelConfig(
-        vocab_size=2048, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8
+        vocab_size=2048,
+        hidden_size=16,
+        intermediate_size=24,
+        num_layers=4,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
     )
     model = Transformer(architecture, KVPlan.standard(4))
     save_pretrained(folder / "teacher", model, weights.init(architecture, model.plan, jax.random.key(0)))
-    words = random.Random(0).choices("a row of keys and values in the cache , made once read often".split(), k=4000)
+    words = random.Random(0).choices(
+        "a row of keys and values in the cache , made once read often".split(), k=4000
+    )
     texts = [" ".join(words[i : i + 20]) for i in range(0, 4000, 20)]
-    (folder / "data.jsonl").write_text("".join(json.dumps({"text": t, "id": str(i)}) + "\n" for i, t in enumerate(texts)))
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps({"text": t, "id": str(i)}) + "\n" for i, t in enumerate(texts))
+    )
     text = CONFIG.format(
-        model=str(folder / "teacher"), tokenizer=str(ROOT / "demo" / "tokenizer"), data=str(folder / "data.jsonl"), steps=STEPS
+        model=str(folder / "teacher"),
+        tokenizer=str(ROOT / "demo" / "tokenizer"),
+        data=str(folder / "data.jsonl"),
+        steps=STEPS,
     )
     (folder / "small.py").write_text(text)
     return folder / "small.py"
@@ -92,7 +106,10 @@ def final_state(out: Path) -> dict[str, np.ndarray]:
     with ocp.CheckpointManager(out / "checkpoints") as manager:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(), meta=ocp.args.JsonRestore())
         found = manager.restore(manager.latest_step(), args=args)
-    flat = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(found.state)}
+    flat = {
+        jax.tree_util.keystr(path): np.asarray(x)
+        for path, x in jax.tree_util.tree_leaves_with_path(found.state)
+    }
     return flat | {"data": found.meta["meta"]["data"]}
 
 
@@ -127,7 +144,11 @@ def killed_and_resumed(config: Path, out: Path, kills: int, seed: int) -> None:
     for number in range(kills):
         more = ["--resume"] if (out / "config.json").exists() else []
         child = subprocess.Popen(
-            command(config, out, *more), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT
+            command(config, out, *more),
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
         )
         goal = chance.randint(number * STEPS // kills, (number + 1) * STEPS // kills)
         began = time.monotonic()
@@ -157,7 +178,12 @@ def test_twenty_kills_lose_nothing_but_steps(config, undisturbed, tmp_path):
 def test_a_signal_saves_and_leaves(config, undisturbed, tmp_path, number, code):
     out = tmp_path / "run"
     child = subprocess.Popen(
-        command(config, out), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+        command(config, out),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
     )
     while not ((out / "metrics.jsonl").exists() and max(losses(out), default=0) >= 5):
         assert child.poll() is None
@@ -188,7 +214,9 @@ def test_a_flipped_byte_falls_back_to_the_older_checkpoint(config, undisturbed, 
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_samples(config, tmp_path):
-    done = run(config, tmp_path / "run", "--set", "optimizer.learning_rate=1e30", "--set", "optimizer.warmup=0.0")
+    done = run(
+        config, tmp_path / "run", "--set", "optimizer.learning_rate=1e30", "--set", "optimizer.warmup=0.0"
+    )
     assert done.returncode == 1
     assert "gradient norm" in done.stderr and "samples of the batch: " in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
@@ -229,11 +257,16 @@ def test_no_write_permission_is_one_line(config):
 
 
 def test_the_export_is_the_student(undisturbed):
-    """What was exported is what was trained: the checkpoint's masters, merged with the teacher's frozen weights."""
+    """What was exported is what was trained: the checkpoint's masters, merged with the teacher's frozen
+    weights."""
     state = final_state(undisturbed)
     export = safetensors.numpy.load_file(undisturbed / "export" / "model.safetensors")
     kernels = [x for name, x in state.items() if "trainable" in name or x.shape == (16, 1, 8)]
     norm = export["model.norm_swiftkv.weight"]
     assert any(np.array_equal(norm, x) for x in state.values() if x.shape == norm.shape)
-    assert any(np.array_equal(export["model.layers.2.self_attn.k_proj_swiftkv.weight"].T, x[:, 0]) for x in kernels if x.ndim == 3)
+    assert any(
+        np.array_equal(export["model.layers.2.self_attn.k_proj_swiftkv.weight"].T, x[:, 0])
+        for x in kernels
+        if x.ndim == 3
+    )
     assert jnp.asarray(norm).dtype == jnp.float32

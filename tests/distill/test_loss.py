@@ -48,7 +48,9 @@ def test_kl_gradient_is_torchs(arrays):
     x = torch.tensor(wide(s), requires_grad=True)
     w = torch.tensor(wide(kernel))
     teacher = (torch.tensor(wide(t)) @ w / 2).log_softmax(-1)
-    each = torch.nn.functional.kl_div((x @ w / 2).log_softmax(-1), teacher, log_target=True, reduction="none").sum(-1)
+    each = torch.nn.functional.kl_div(
+        (x @ w / 2).log_softmax(-1), teacher, log_target=True, reduction="none"
+    ).sum(-1)
     ((each * torch.tensor(wide(mask))).sum() * 4).backward()
     np.testing.assert_allclose(got, x.grad.numpy(), atol=1e-5)
 
@@ -88,7 +90,9 @@ def test_peak_memory_does_not_grow_with_the_vocabulary():
         def loss(s, t, mask, kernel):
             return losses.kl_sum(head_of(kernel), head_of(kernel), s, t, mask, 2.0, chunk)
 
-        return jax.jit(jax.grad(loss)).lower(h, h, mask, kernel).compile().memory_analysis().temp_size_in_bytes
+        return (
+            jax.jit(jax.grad(loss)).lower(h, h, mask, kernel).compile().memory_analysis().temp_size_in_bytes
+        )
 
     whole = batch * length * 20480 * 4
     assert temporaries(20480) < whole / 8

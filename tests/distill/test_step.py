@@ -17,7 +17,14 @@ from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.surgery import to_swiftkv
 
 CONFIG = ModelConfig(
-    vocab_size=61, hidden_size=32, intermediate_size=40, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=12, qkv_bias=True
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=40,
+    num_layers=5,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    qkv_bias=True,
 )
 
 
@@ -40,7 +47,13 @@ def packed_batch(rows: int = 4, length: int = 21) -> Batch:
     targets = np.roll(tokens, -1, axis=1)
     same = np.roll(segments, -1, axis=1) == segments
     mask = (same & (segments > 0) & (rng.random((rows, length)) < 0.8)).astype(np.float32)
-    arrays = {"tokens": tokens, "targets": targets, "positions": positions, "segments": segments, "mask": mask}
+    arrays = {
+        "tokens": tokens,
+        "targets": targets,
+        "positions": positions,
+        "segments": segments,
+        "mask": mask,
+    }
     return Batch(**{name: jnp.asarray(x) for name, x in arrays.items()})
 
 
@@ -115,7 +128,11 @@ def test_hidden_loss_compares_the_streams_entering_the_last_layer():
 
 @pytest.mark.parametrize("trainable", ["swiftkv", "upper", "all"])
 def test_micro_batches_add_up_to_the_batch(trainable):
-    loss = LossConfig(kl_weight=0.0, lm_weight=1.0) if trainable == "all" else LossConfig(hidden_weight=0.5, lm_weight=0.5)
+    loss = (
+        LossConfig(kl_weight=0.0, lm_weight=1.0)
+        if trainable == "all"
+        else LossConfig(hidden_weight=0.5, lm_weight=0.5)
+    )
     *_, recipe, trained, frozen = prepared(trainable, loss=loss)
     batch = packed_batch()
     state = steps.init_state(recipe, trained, 0)
@@ -130,8 +147,10 @@ def test_micro_batches_add_up_to_the_batch(trainable):
 
 
 def test_what_trains_is_exactly_the_papers_list():
-    teacher, params, recipe, trained, frozen = prepared()
-    names = {"/".join(str(k.key) for k in path) for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0]}
+    *_, recipe, trained, frozen = prepared()
+    names = {
+        "/".join(str(k.key) for k in path) for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0]
+    }
     assert names == {
         "fill/norm_swiftkv",
         *(f"fill/{m}_proj/{leaf}" for m in "kv" for leaf in ("kernel", "bias")),
@@ -139,19 +158,27 @@ def test_what_trains_is_exactly_the_papers_list():
         "upper/q_proj/bias",
     }
     before = [np.asarray(x).copy() for x in jax.tree.leaves(frozen)]
-    state, _ = jax.jit(partial(steps.train_step, recipe))(frozen, steps.init_state(recipe, trained, 0), packed_batch())
+    state, _ = jax.jit(partial(steps.train_step, recipe))(
+        frozen, steps.init_state(recipe, trained, 0), packed_batch()
+    )
     assert all(np.array_equal(a, b) for a, b in zip(before, jax.tree.leaves(frozen), strict=True))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.trainable))
     moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), state.trainable, trained)
     still = [path for path, m in jax.tree_util.tree_flatten_with_path(moved)[0] if not m]
-    assert [path[1].key for path in still] in ([], ["k_proj"])  # a key bias shifts all scores of a query alike
+    assert [path[1].key for path in still] in (
+        [],
+        ["k_proj"],
+    )  # a key bias shifts all scores of a query alike
 
 
 def test_student_shares_the_teachers_arrays():
     """Under the frozen tree, what teacher and student have in common exists once."""
     *_, frozen = prepared()
     layers, _ = frozen["teacher"]
-    assert all(layers[n]["kernel"] is frozen["upper"][n]["kernel"] for n in ("o_proj", "gate_proj", "up_proj", "down_proj"))
+    assert all(
+        layers[n]["kernel"] is frozen["upper"][n]["kernel"]
+        for n in ("o_proj", "gate_proj", "up_proj", "down_proj")
+    )
 
 
 def test_evaluation_is_the_models_own():
@@ -191,6 +218,10 @@ def test_folded_start_is_nearer_the_teacher_when_gains_are_spread():
 
 def test_schedule_warms_up_and_decays():
     linear = steps.schedule(OptimizerConfig(learning_rate=1.0, warmup=0.1, schedule="linear"), 100)
-    np.testing.assert_allclose([linear(0), linear(5), linear(10), linear(55), linear(100)], [0, 0.5, 1, 0.5, 0], atol=1e-6)
-    cosine = steps.schedule(OptimizerConfig(learning_rate=1.0, warmup=0.0, schedule="cosine", final_share=0.1), 100)
+    np.testing.assert_allclose(
+        [linear(0), linear(5), linear(10), linear(55), linear(100)], [0, 0.5, 1, 0.5, 0], atol=1e-6
+    )
+    cosine = steps.schedule(
+        OptimizerConfig(learning_rate=1.0, warmup=0.0, schedule="cosine", final_share=0.1), 100
+    )
     np.testing.assert_allclose([cosine(0), cosine(50), cosine(100)], [1, 0.55, 0.1], atol=1e-6)

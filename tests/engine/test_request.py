@@ -11,7 +11,15 @@ from swiftkv_jax.errors import UsageError
 
 def test_defaults_are_vllms():
     got = dataclasses.asdict(SamplingParams())
-    want = {"n": 1, "max_tokens": 16, "min_tokens": 0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    want = {
+        "n": 1,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+    }
     want |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None}
     want |= {"stop": (), "stop_token_ids": (), "ignore_eos": False, "include_stop_str_in_output": False}
     assert got == want | {"logprobs": None, "skip_special_tokens": True}

@@ -20,7 +20,9 @@ def policy(lanes: int, **changes) -> Policy:
     neutral |= {"presence": 0 * one, "frequency": 0 * one, "min_tokens": whole, "max_tokens": whole + 99}
     seeds = np.stack([np.zeros(lanes), np.arange(lanes)], 1).astype(np.uint32)
     neutral |= {"seed": jnp.asarray(seeds), "stop_ids": jnp.full((lanes, 4), NO_ID)}
-    given = {k: jnp.broadcast_to(jnp.asarray(v, neutral[k].dtype), neutral[k].shape) for k, v in changes.items()}
+    given = {
+        k: jnp.broadcast_to(jnp.asarray(v, neutral[k].dtype), neutral[k].shape) for k, v in changes.items()
+    }
     return Policy(**(neutral | given))
 
 
@@ -118,7 +120,9 @@ def test_no_end_before_min_tokens():
     assert got.token.tolist() == [5, 2, 5]
 
 
-@pytest.mark.parametrize("rules", [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5, "min_p": 0.05}], ids=str)
+@pytest.mark.parametrize(
+    "rules", [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5, "min_p": 0.05}], ids=str
+)
 def test_frequencies_are_those_of_softmax(rules):
     draws, vocab = 40_000, 12
     logits = jnp.broadcast_to(random_logits(1, vocab, 3) / 2, (draws, vocab))

@@ -5,7 +5,7 @@ import dataclasses
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-import tiny
+import tiny_engine as tiny
 
 from swiftkv_jax.engine.request import Request, SamplingParams
 from swiftkv_jax.engine.sequence import Choice, Sequence
@@ -60,7 +60,9 @@ def test_the_space_between_prompt_and_output_is_kept():
     assert words.text == " c a"
 
 
-@hypothesis.given(TEXT, st.lists(st.text(st.sampled_from("ab é漢"), min_size=1, max_size=3), max_size=3), st.booleans())
+@hypothesis.given(
+    TEXT, st.lists(st.text(st.sampled_from("ab é漢"), min_size=1, max_size=3), max_size=3), st.booleans()
+)
 def test_stop_strings_cut_where_the_whole_text_says(text, stops, keep):
     params = SamplingParams(stop=stops, include_stop_str_in_output=keep, max_tokens=None)
     sequence = feed(start(params), text.encode())
@@ -80,7 +82,12 @@ def test_stop_strings_cut_where_the_whole_text_says(text, stops, keep):
 def test_an_end_token_shows_only_when_asked(keep, text):
     params = SamplingParams(include_stop_str_in_output=keep, skip_special_tokens=False)
     got = feed(start(params), [97, 98, tiny.EOS, 99]).completion()
-    assert (got.text, got.token_ids, got.finish_reason, got.stop_reason) == (text, [97, 98, tiny.EOS], "stop", None)
+    assert (got.text, got.token_ids, got.finish_reason, got.stop_reason) == (
+        text,
+        [97, 98, tiny.EOS],
+        "stop",
+        None,
+    )
 
 
 def test_stop_ids_say_which_and_length_counts_the_last_token():

@@ -9,11 +9,11 @@ from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 
-LAYERS, VOCAB, CONTEXT, EOS = 5, 258, 96, 257
+LAYERS, VOCAB, CONTEXT, EOS = 4, 258, 96, 257
 PLANS = {
     "standard": KVPlan.standard(LAYERS),
     "swiftkv": KVPlan.swiftkv(LAYERS, 2),
-    "acrosskv": KVPlan.swiftkv(LAYERS, 2, 2),
+    "acrosskv": KVPlan.swiftkv(LAYERS, 1, 2),  # the last group is shorter
 }
 
 

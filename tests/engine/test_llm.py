@@ -1,0 +1,262 @@
+"""`LLM.generate` against plain loops over the full forward pass, alone and in company."""
+
+import dataclasses
+import functools
+
+import hf_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_engine as tiny
+
+from swiftkv_jax.checkpoint.generation import GenerationDefaults
+from swiftkv_jax.engine import llm as llm_module
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.errors import UsageError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+LENGTHS = (1, 45, 3, 20, 33, 2)  # more prompts than lanes, one of them longer than a launch
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "steps_per_launch": 4}
+
+
+@functools.cache
+def model(plan: str):
+    return tiny.make_model(tiny.PLANS[plan])
+
+
+@functools.cache
+def definition(plan: str) -> list[list[int]]:
+    return [tiny.greedy(*model(plan), prompt, 10) for prompt in tiny.prompts(LENGTHS)]
+
+
+def make(plan: str = "acrosskv", **changes) -> LLM:
+    return LLM.from_model(*model(plan), tiny.Bytes(), **(SIZES | changes))
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("plan", tiny.PLANS)
+def test_greedy_tokens_are_those_of_the_definition(plan):
+    """Ragged prompts, in chunks, with lanes taken over by later requests."""
+    assert len({token for row in definition(plan) for token in row}) > 30  # a model with something to say
+    llm = make(plan)
+    outputs = llm.generate(tiny.prompts(LENGTHS), GREEDY, use_tqdm=False)
+    assert tokens(outputs) == definition(plan)
+    assert [output.prompt_token_ids for output in outputs] == tiny.prompts(LENGTHS)
+    rows, width = llm.model.plan.num_rows, llm.model.config.kv_width
+    assert llm.stats["cache_bytes_per_token"] == llm.cache_bytes_per_token == 2 * 4 * rows * width
+    assert llm.stats["prompt_tokens"] == sum(LENGTHS) and llm.stats["output_tokens"] == 10 * len(LENGTHS)
+
+
+def test_neither_chunks_nor_launches_nor_lanes_change_tokens():
+    llm = make(max_num_batched_tokens=7, steps_per_launch=3, max_num_seqs=2)
+    assert tokens(llm.generate(tiny.prompts(LENGTHS), GREEDY, use_tqdm=False)) == definition("acrosskv")
+
+
+KINDS = (
+    GREEDY,
+    SamplingParams(max_tokens=10, seed=5, ignore_eos=True),
+    SamplingParams(max_tokens=10, seed=2**40 + 5, top_k=30, top_p=0.9, min_p=0.01, ignore_eos=True),
+    SamplingParams(max_tokens=10, seed=9, repetition_penalty=1.6, presence_penalty=0.5, logprobs=3),
+    SamplingParams(max_tokens=10, temperature=0.0, frequency_penalty=1.5, min_tokens=10),
+)
+
+
+def test_neighbours_never_matter():
+    """Each kind of request alone, with only its own machinery compiled, and in a batch of all kinds."""
+    llm, prompts = make(), tiny.prompts((4, 30, 11, 17, 6))
+    together = llm.generate(prompts, list(KINDS), use_tqdm=False)
+    backwards = llm.generate(prompts[::-1], list(KINDS[::-1]), use_tqdm=False)
+    assert tokens(together) == tokens(backwards)[::-1]
+    for prompt, params, output in zip(prompts, KINDS, together, strict=True):
+        assert tokens(llm.generate([prompt], params, use_tqdm=False)) == [output.outputs[0].token_ids]
+    assert len({tuple(t) for t in tokens(llm.generate([prompts[0]] * 5, list(KINDS), use_tqdm=False))}) == 5
+
+
+def test_logprobs_are_the_full_forward_passes():
+    llm, prompts = make(), tiny.prompts((4, 30, 11, 17, 6))
+    output = llm.generate(prompts, list(KINDS), use_tqdm=False)[3]
+    chosen = output.outputs[0]
+    whole = np.zeros((1, 64), np.int32)
+    whole[0, : 17 + len(chosen.token_ids)] = output.prompt_token_ids + chosen.token_ids
+    net, params = model("acrosskv")
+    raw = jax.jit(lambda t: jax.nn.log_softmax(net.apply({"params": params}, t)))(whole)[0]
+    for i, (token, entries) in enumerate(zip(chosen.token_ids, chosen.logprobs, strict=True)):
+        row = raw[16 + i]
+        best = jnp.argsort(-row)[:3].tolist()
+        assert list(entries) == list(dict.fromkeys([token, *best]))
+        for entry, value in entries.items():
+            assert value.logprob == pytest.approx(float(row[entry]), abs=1e-4)
+            assert value.rank == 1 + int((row > row[entry]).sum())
+    assert chosen.cumulative_logprob == pytest.approx(
+        sum(e[t].logprob for e, t in zip(chosen.logprobs, chosen.token_ids, strict=True))
+    )
+
+
+def test_ends():
+    """End-of-sequence lists, stop ids and stop strings end a request where the endless one passes them."""
+    prompts = tiny.prompts(LENGTHS)
+    endless = definition("acrosskv")
+    eos, stop = endless[1][3], endless[3][5]
+    llm = make("acrosskv")
+    llm = LLM.from_model(
+        llm.model, llm.params, None, generation=GenerationDefaults(eos_token_ids=(eos, 300)), **SIZES
+    )
+    params = dataclasses.replace(GREEDY, ignore_eos=False, stop_token_ids=[stop])
+    for want, output in zip(endless, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        ends = [i for i, token in enumerate(want) if token in (eos, stop)]
+        got = output.outputs[0]
+        assert got.token_ids == (want[: ends[0] + 1] if ends else want)
+        assert got.finish_reason == ("stop" if ends else "length")
+        assert got.stop_reason == (stop if ends and want[ends[0]] == stop else None)
+    late = llm.generate(prompts, dataclasses.replace(params, min_tokens=10), use_tqdm=False)
+    assert all(len(t) == 10 and not {eos, stop} & set(t[:9]) for t in tokens(late))
+
+
+class Letters(tiny.Bytes):
+    """Every token is a letter, so that any run of tokens is a stop string."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(97 + token % 26) for token in ids)
+
+
+def test_a_stop_string_over_several_tokens_and_launches():
+    net, params = model("acrosskv")
+    llm = LLM.from_model(net, params, Letters(), **SIZES)
+    want = definition("acrosskv")[4]
+    text = Letters().decode(want)
+    stop = text[2:7]  # over the border between two launches of four steps
+    rules = dataclasses.replace(GREEDY, stop=[stop, "never!"])
+    prompts = tiny.prompts(LENGTHS)
+    got = llm.generate(prompts, rules, use_tqdm=False)
+    assert got[4].outputs[0].text == text[: text.index(stop)]
+    assert got[4].outputs[0].token_ids == want[: text.index(stop) + 5]
+    assert (got[4].outputs[0].finish_reason, got[4].outputs[0].stop_reason) == ("stop", stop)
+    assert tokens(got)[:4] + tokens(got)[5:] == definition("acrosskv")[:4] + definition("acrosskv")[5:]
+
+
+def test_n_completions_are_n_seeds_in_order():
+    llm, prompts = make(), tiny.prompts((4, 9))
+    params = SamplingParams(n=3, seed=20, max_tokens=10, ignore_eos=True)
+    several = llm.generate(prompts, params, use_tqdm=False)
+    assert [[c.index for c in output.outputs] for output in several] == [[0, 1, 2]] * 2
+    for i in range(3):
+        alone = dataclasses.replace(params, n=1, seed=20 + i)
+        assert tokens(llm.generate(prompts, alone, use_tqdm=False)) == [
+            o.outputs[i].token_ids for o in several
+        ]
+
+
+def test_requests_without_a_seed_differ_and_a_new_llm_repeats_them():
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    prompt = tiny.prompts((4,)) * 4
+    first = make(seed=3)
+    both = [tokens(first.generate(prompt, params, use_tqdm=False)) for _ in range(2)]
+    assert len({tuple(t) for rows in both for t in rows}) == 8
+    assert tokens(make(seed=3).generate(prompt, params, use_tqdm=False)) == both[0]
+
+
+def test_prompts_in_any_form_and_defaults_of_the_checkpoint():
+    net, params = model("acrosskv")
+    generation = GenerationDefaults(temperature=0.0, repetition_penalty=1.2, do_sample=False)
+    llm = LLM.from_model(net, params, tiny.Bytes(), generation=generation, **SIZES)
+    assert llm.defaults == SamplingParams(temperature=0.0, repetition_penalty=1.2)
+    forms = ["hi", {"prompt": "hi"}, [104, 105], {"prompt_token_ids": [104, 105]}]
+    outputs = llm.generate(forms, use_tqdm=False)
+    assert len({tuple(t) for t in tokens(outputs)}) == 1
+    assert [output.prompt for output in outputs] == ["hi", "hi", None, None]
+    assert tokens(llm.generate("hi", use_tqdm=False)) == tokens(llm.generate([104, 105], use_tqdm=False))
+    chat = llm.chat([{"role": "user", "content": "yo"}], use_tqdm=False)
+    assert bytes(chat[0].prompt_token_ids) == b"u:yo|A:"
+    assert llm.generate([], use_tqdm=False) == []
+    filled = llm.generate(
+        ["hi"], SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True), use_tqdm=False
+    )
+    assert len(filled[0].outputs[0].token_ids) == 62  # to the end of the context
+    assert filled[0].metrics.ttft > 0 and filled[0].metrics.tpot > 0
+
+
+BAD_PROMPTS = [
+    ("", "empty"),
+    ([], "empty"),
+    ([1, 258], "258 is outside"),
+    ([-1], "-1 is outside"),
+    ([2**40], "outside"),
+    ([1, 2.0], "integers"),
+    ([True], "integers"),
+    (["a"], "integers"),
+    (None, "NoneType"),
+    (7, "int"),
+    ({"text": "a"}, "one of prompt"),
+    ({"prompt": [1]}, "wrong type"),
+    ({"prompt_token_ids": "a"}, "wrong type"),
+    ({"messages": [{"content": "a"}]}, "role"),
+    ({"messages": []}, "messages"),
+    ("x" * 64, "leaves no room"),
+    ("x" * 55, "lower max_tokens to 9"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "problem"), BAD_PROMPTS, ids=lambda value: str(value)[:20])
+def test_one_bad_prompt_stops_the_call_before_anything_runs(prompt, problem, monkeypatch):
+    monkeypatch.setattr(llm_module, "Engine", None)
+    with pytest.raises(UsageError, match=problem) as error:
+        make().generate(["good", prompt], GREEDY)
+    assert "prompts[1]" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_other_bad_calls(monkeypatch):
+    monkeypatch.setattr(llm_module, "Engine", None)
+    llm, bare = make(), LLM.from_model(*model("acrosskv"), **SIZES)
+    for call, problem in (
+        (lambda: llm.generate(5), "prompts must be"),
+        (lambda: llm.generate(["a", "b"], [GREEDY]), "1 sampling_params for 2 prompts"),
+        (lambda: llm.generate(["a"], {"temperature": 0}), "must be SamplingParams"),
+        (lambda: llm.generate(["a"], SamplingParams(stop_token_ids=[258])), "stop_token_ids: id 258"),
+        (lambda: llm.chat("hello"), "messages must be"),
+        (lambda: bare.generate(["a"]), "no tokenizer"),
+        (lambda: bare.generate([[1]], SamplingParams(stop="a")), "no\\w* tokenizer|none"),
+        (lambda: make(max_model_len=97), r"max_model_len must be in \[1, 96\]"),
+        (lambda: make(max_num_seqs=0), "max_num_seqs"),
+        (lambda: make(max_num_batched_tokens=-5), "max_num_batched_tokens"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            call()
+
+
+@pytest.mark.parametrize("name", ["qwen3_bias_window", "llama31_rope"])
+def test_greedy_tokens_are_transformers(name, tmp_path):
+    import torch
+
+    theirs = hf_models.make(name)
+    hf_models.save(theirs, tmp_path)
+    llm = LLM(tmp_path, tokenizer=tiny.Bytes(), max_num_seqs=4, max_model_len=64, steps_per_launch=8)
+    prompts = [[token % 101 for token in prompt] for prompt in tiny.prompts((1, 30, 7))]
+    got = llm.generate(prompts, GREEDY, use_tqdm=False)
+    for prompt, output in zip(prompts, got, strict=True):
+        want = theirs.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=10,
+            min_new_tokens=10,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert output.outputs[0].token_ids == want[0, len(prompt) :].tolist()
+
+
+def test_dynamic_rope_is_fixed_at_the_context():
+    """Past the trained length, tokens must not depend on how large a neighbour made the cache."""
+    from swiftkv_jax.rope import RopeConfig
+
+    rope = RopeConfig(rope_type="dynamic", factor=4.0)
+    net, params = tiny.make_model(tiny.PLANS["swiftkv"], max_position_embeddings=40, rope=rope)
+    llm = LLM.from_model(net, params, max_num_seqs=2, max_model_len=160, max_num_batched_tokens=32)
+    short, long = tiny.prompts((50, 120))
+    alone = tokens(llm.generate([short], GREEDY, use_tqdm=False))
+    assert tokens(llm.generate([short, long], GREEDY, use_tqdm=False))[:1] == alone

@@ -1,0 +1,268 @@
+"""serve.py end to end on a small model: files in and out, resumed after a kill, bad input refused."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import hf_models
+import pytest
+import transformers
+
+from swiftkv_jax.checkpoint.generation import read_generation_config
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.main import main
+from swiftkv_jax.engine.request import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [f"The function number {i} returns" + " a list of" * (i % 3) for i in range(8)]
+FLAGS = ["--max-num-seqs", "2", "--max-model-len", "64", "--max-tokens", "6", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random model with the demo's tokenizer, as transformers saves it."""
+    path = tmp_path_factory.mktemp("model")
+    fields = {"vocab_size": 2048, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 1}
+    hf_models.save(hf_models.build("llama", **fields), path)
+    transformers.AutoTokenizer.from_pretrained(ROOT / "demo" / "tokenizer").save_pretrained(path)
+    (path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.8, "top_k": 50, "eos_token_id": [1]})
+    )
+    return path
+
+
+def jsonl(path: Path, rows) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path) -> dict[int, dict]:
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    assert len({row["index"] for row in rows}) == len(rows)
+    return {row["index"]: row for row in rows}
+
+
+def answers(rows: dict[int, dict]) -> list[tuple]:
+    return [
+        (i, row["token_ids"], row["text"], row["finish_reason"], row["key"])
+        for i, row in sorted(rows.items())
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    """(input file, rows) of a run that nothing interrupts."""
+    place = tmp_path_factory.mktemp("whole")
+    source = jsonl(place / "in.jsonl", [{"prompt": text} for text in TEXTS])
+    out = place / "out.jsonl"
+    assert main(["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]) == 0
+    return source, read(out)
+
+
+def test_output_lines_hold_what_llm_generate_gives(folder, whole):
+    rows = whole[1]
+    llm = LLM(folder, max_num_seqs=2, max_model_len=64)
+    assert llm.defaults == SamplingParams(temperature=0.8, top_k=50)
+    assert read_generation_config(folder).eos_token_ids == llm.eos_ids[-1:]
+    params = [llm.defaults.updated({"max_tokens": 6, "seed": i}) for i in range(len(TEXTS))]
+    for i, output in enumerate(llm.generate(TEXTS, params, use_tqdm=False)):
+        got = rows[i]
+        assert (got["prompt"], got["id"], got["prompt_tokens"]) == (
+            TEXTS[i],
+            None,
+            len(output.prompt_token_ids),
+        )
+        assert (got["text"], got["token_ids"]) == (output.outputs[0].text, output.outputs[0].token_ids)
+        assert got["finish_reason"] == output.outputs[0].finish_reason
+        timings = got["timings"]
+        assert 0 <= timings["queue_s"] < timings["ttft_s"] <= timings["total_s"] and timings["tpot_s"] > 0
+
+
+KILLER = """
+import os, runpy, signal, sys
+from swiftkv_jax.engine.jobs import Output
+
+write, lines = Output.write, []
+
+def write_some(self, row):
+    if len(lines) == 3:
+        self._file.write('{"index": 7, "te')
+        self._file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    lines.append(row)
+    write(self, row)
+
+Output.write = write_some
+sys.argv = ["serve.py", *sys.argv[1:]]
+runpy.run_path("serve.py", run_name="__main__")
+"""
+
+
+def test_killed_and_resumed_equals_uninterrupted(folder, whole, tmp_path):
+    """kill -9 in the middle of a line, then --resume: nothing missing, nothing twice, the same tokens."""
+    source, want = whole
+    out = tmp_path / "out.jsonl"
+    flags = ["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests"), "PYTHONPATH": str(ROOT)}
+    killed = subprocess.run([sys.executable, "-c", KILLER, *flags], cwd=ROOT, env=os.environ | cache)
+    assert killed.returncode == -signal.SIGKILL
+    kept = out.read_bytes()
+    whole_lines = kept[: kept.rfind(b"\n") + 1]
+    assert whole_lines.count(b"\n") == 3 and len(whole_lines) < len(kept)
+    assert main([*flags, "--resume"]) == 0
+    assert out.read_bytes().startswith(whole_lines)
+    assert answers(read(out)) == answers(want)
+    finished = out.read_bytes()
+    assert main([*flags, "--resume"]) == 0  # nothing left: nothing changes
+    assert out.read_bytes() == finished
+
+
+def test_rows_override_flags_and_flags_the_checkpoint(folder, tmp_path, capsys):
+    rows = [
+        {"prompt": TEXTS[0], "id": "first", "temperature": 0.0, "max_tokens": 2, "note": "kept by the user"},
+        {"prompt_token_ids": [5, 6, 7], "id": 2, "n": 2, "logprobs": 1},
+    ]
+    source, out = jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    flags = [
+        "--model",
+        str(folder),
+        "--input",
+        source,
+        "--output",
+        str(out),
+        *FLAGS[:-1],
+        "--top-k",
+        "3",
+        "--seed",
+        "4",
+    ]
+    assert main(flags) == 0
+    said = capsys.readouterr().err
+    for piece in (
+        "llama; standard, 2 layers",
+        "float32",
+        "top_k=3",
+        "temperature=0.8",
+        "ignored fields of the input: note",
+    ):
+        assert piece in said
+    assert "bytes per token" in said and "tok/s" in said and "TTFT" in said and "TPOT" in said
+    got = read(out)
+    assert (got[0]["id"], len(got[0]["token_ids"])) == ("first", 2)
+    assert got[1]["prompt"] is None and got[1]["prompt_token_ids"] == [5, 6, 7]
+    assert len(got[1]["completions"]) == 2 and got[1]["completions"][0]["text"] == got[1]["text"]
+    assert all(
+        set(entry) == {"logprob", "rank", "decoded_token"} for e in got[1]["logprobs"] for entry in e.values()
+    )
+
+
+def test_text_files_give_readable_text_on_stdout(folder, tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("One prompt\n\nTwo prompt\r\n")
+    assert main(["--model", str(folder), "--input", str(tmp_path / "in.txt"), *FLAGS]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("--- ") == 2 and "\nOne prompt >>>" in out and "\nTwo prompt >>>" in out and err == ""
+
+
+BROKEN = [
+    '{"prompt": "good"}',
+    '{"prompt": "torn',
+    "[1, 2]",
+    '{"text": "a"}',
+    '{"prompt": "a", "max_token": 3}',
+    '{"prompt": "a", "temperature": NaN}',
+    '{"prompt": ""}',
+    '{"prompt_token_ids": [2048]}',
+    '{"messages": [{"role": "user", "content": "a"}]}',
+    '{"prompt": "a", "id": [1]}',
+    '{"prompt": "\\ud800"}',
+    '{"prompt": "a", "max_tokens": 99}',
+    '{"prompt": "good too"}',
+]
+
+
+def test_broken_lines_are_all_named_or_skipped(folder, tmp_path, capsys):
+    source, out = jsonl(tmp_path / "in.jsonl", BROKEN), tmp_path / "out.jsonl"
+    flags = ["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]
+    assert main(flags) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and not out.exists()
+    for number in range(1, 14):
+        assert (f"line {number}: " in message) == (1 < number < 13)
+    assert (
+        "did you mean 'max_tokens'" in message
+        and "no chat template" in message
+        and "2048 is outside" in message
+    )
+    assert main([*flags, "--skip-bad-lines"]) == 0
+    assert sorted(read(out)) == [0, 12]
+
+
+def test_an_output_that_is_not_ours_is_left_alone(folder, whole, tmp_path, capsys):
+    source, out = whole[0], tmp_path / "out.jsonl"
+    flags = ["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]
+    for held, more, problem in (
+        ("precious\n", [], "--resume finishes it"),
+        ("precious\n", ["--resume"], "line 1, is no output"),
+        ('{"index": 3, "key": "0"}\n', ["--resume"], "other sampling settings, at index 3"),
+    ):
+        out.write_text(held)
+        assert main([*flags, *more]) == 2
+        assert problem in capsys.readouterr().err and out.read_text() == held
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--max-token", "3"], "did you mean '--max-tokens'"),
+        (["--max-tokens", "many"], "invalid int value"),
+        (["--max-tokens", "0"], "max_tokens must be at least 1|max_tokens must be in"),
+        (["--temperature", "nan"], "temperature must be a finite number"),
+        (["--input", "absent.jsonl"], "cannot read absent.jsonl"),
+        (["--resume"], "--resume needs --output"),
+        (["--model", "./nowhere"], "no such folder"),
+        (["--dtype", "int8"], "dtype 'int8' is not supported"),
+        (["--max-model-len", "999"], "max_model_len"),
+        (["--output", "/nowhere/out.jsonl"], "cannot write /nowhere/out.jsonl"),
+    ],
+    ids=str,
+)
+def test_bad_flags_exit_with_2_and_one_line(folder, flags, problem, capsys):
+    given = flags if "--model" in flags else ["--model", str(folder), *flags]
+    assert main([*given, "--quiet"]) == 2
+    out, err = capsys.readouterr()
+    assert re.search(problem, err) and err.startswith("error: ") and err.count("\n") == 1 and not out
+
+
+def test_without_a_model_the_demo_is_looked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([], root=tmp_path) == 2
+    assert "no demo model" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_how_to_go_on(folder, whole, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.jsonl"
+    run = LLM.run
+
+    def interrupted(self, requests):
+        for count, finished in enumerate(run(self, requests)):
+            if count == 3:
+                raise KeyboardInterrupt
+            yield finished
+
+    flags = ["--model", str(folder), "--input", whole[0], "--output", str(out), *FLAGS]
+    monkeypatch.setattr(LLM, "run", interrupted)
+    assert main(flags) == 130
+    assert "3 of 8 prompts: the same command with --resume" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main([*flags, "--resume"]) == 0
+    assert answers(read(out)) == answers(whole[1])
+
+
+def test_help_fits_two_screens(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0 and capsys.readouterr().out.count("\n") < 60
