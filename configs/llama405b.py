@@ -44,5 +44,8 @@ config = paper_recipe(
     architecture,
     split=63,
     mesh=MeshConfig(fsdp=-1, tensor=4),
-    data=DataConfig(sources=PAPER_DATA, seq_len=8192, batch_size=32, mask="assistant"),
+    data=DataConfig(sources=PAPER_DATA, split="train", seq_len=8192, batch_size=32, mask="assistant"),
+    evaluation=DataConfig(
+        sources=PAPER_DATA, split="held_out", seq_len=8192, batch_size=32, mask="assistant", limit=2000
+    ),
 )

@@ -42,5 +42,8 @@ config = paper_recipe(
     "meta-llama/Llama-3.1-70B-Instruct",
     architecture,
     split=40,
-    data=DataConfig(sources=PAPER_DATA, seq_len=8192, batch_size=64, mask="assistant"),
+    data=DataConfig(sources=PAPER_DATA, split="train", seq_len=8192, batch_size=64, mask="assistant"),
+    evaluation=DataConfig(
+        sources=PAPER_DATA, split="held_out", seq_len=8192, batch_size=64, mask="assistant", limit=2000
+    ),
 )

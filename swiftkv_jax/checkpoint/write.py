@@ -97,6 +97,7 @@ def _write_weights(folder: Path, params: PyTree, table: dict[str, Slot], dtype: 
         file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
         tensors = {name: _tensor(params, table[name], dtype) for name in names}
         save_file(tensors, folder / file, {"format": "pt"})
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors gives the owner alone access
         del tensors
         where |= dict.fromkeys(names, file)
     if len(shards) > 1:

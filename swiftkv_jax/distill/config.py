@@ -277,7 +277,18 @@ def paper_recipe(name: str, model: str, architecture: ModelConfig, split: int, *
             "model": model,
             "architecture": architecture,
             "plan": PlanConfig(split=split),
-            "data": DataConfig(sources=PAPER_DATA, seq_len=8192, batch_size=16, mask="assistant"),
+            "data": DataConfig(
+                sources=PAPER_DATA, split="train", seq_len=8192, batch_size=16, mask="assistant"
+            ),
+            "evaluation": DataConfig(
+                sources=PAPER_DATA,
+                split="held_out",
+                seq_len=8192,
+                batch_size=16,
+                mask="assistant",
+                limit=2000,
+            ),
+            "evaluate_every": 500,
             "optimizer": OptimizerConfig(learning_rate=3e-4, weight_decay=0.05, warmup=0.05),
             "epochs": 2,
             **changes,

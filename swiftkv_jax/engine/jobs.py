@@ -17,6 +17,7 @@ EXAMPLES = (
     "If the file does not exist, an",
     "Changed in version",
 )
+DEFAULT_MAX_TOKENS = 128
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _SHOWN = 20  # broken lines shown in one error
 
@@ -126,7 +127,11 @@ def _job(index: int, line: str, defaults: SamplingParams, seed: int, llm) -> tup
     prompt = {name: row[name] for name in _PROMPTS if name in row}
     content = json.dumps([llm.fingerprint, prompt, dataclasses.asdict(params)], sort_keys=True)
     key = hashlib.sha256(content.encode()).hexdigest()[:16]
-    return Job(index, row.get("id"), prompt, llm.request(prompt, params), key), unknown
+    request = llm.request(prompt, params)
+    if params.max_tokens is None and "max_tokens" not in row:  # nobody asked for more: the room that is left
+        capped = min(DEFAULT_MAX_TOKENS, request.params.max_tokens)
+        request = dataclasses.replace(request, params=request.params.updated({"max_tokens": capped}))
+    return Job(index, row.get("id"), prompt, request, key), unknown
 
 
 def _parse(line: str) -> dict:
@@ -177,17 +182,17 @@ class Output:
     """Answers as JSON lines, each written and flushed as it comes.
 
     Attributes:
-      finished: keys of the lines that were there already, by index.
+      left: the jobs that have no line yet.
     """
 
-    def __init__(self, path: str, resume: bool):
+    def __init__(self, path: str, resume: bool, jobs: list[Job]):
         """Open for writing; with `resume`, behind what an earlier run left, less a torn last line.
 
         Raises:
-          UsageError: the file holds something and `resume` is not set, or is not ours, or cannot be written.
+          UsageError: the file holds something and `resume` is not set, or holds what is no output of these
+            jobs, or cannot be written.
         """
-        self.path = path
-        self.finished: dict[int, str] = {}
+        self.left = jobs
         if path == "-":
             self._file = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
             return
@@ -198,26 +203,12 @@ class Output:
                     f"{path} is not empty: --resume finishes it, another --output leaves it alone"
                 )
             whole = held[: held.rfind(b"\n") + 1]
-            self.finished = _finished(path, whole)
+            self.left = _left(path, jobs, _finished(path, whole))
             self._file = open(path, "r+" if held else "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
             self._file.truncate(len(whole))
             self._file.seek(0, os.SEEK_END)
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
-
-    def left(self, jobs: list[Job]) -> list[Job]:
-        """The jobs that have no line yet.
-
-        Raises:
-          UsageError: a line there answers another prompt, or the same under other parameters.
-        """
-        for job in jobs:
-            if self.finished.get(job.index, job.key) != job.key:
-                raise UsageError(
-                    f"{self.path} answers another prompt, or other sampling settings, at index {job.index}; "
-                    "resume with the input and flags of the first run, or choose another --output"
-                )
-        return [job for job in jobs if job.index not in self.finished]
 
     def write(self, row: dict) -> None:
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -225,6 +216,16 @@ class Output:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _left(path: str, jobs: list[Job], finished: dict[int, str]) -> list[Job]:
+    for job in jobs:
+        if finished.get(job.index, job.key) != job.key:
+            raise UsageError(
+                f"{path} answers another prompt, or is of another model or other sampling settings, at index "
+                f"{job.index}; resume with the input and flags of the first run, or choose another --output"
+            )
+    return [job for job in jobs if job.index not in finished]
 
 
 def _finished(path: str, content: bytes) -> dict[int, str]:

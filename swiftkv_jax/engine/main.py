@@ -6,14 +6,16 @@ import sys
 import traceback
 from pathlib import Path
 
-from swiftkv_jax.engine.jobs import Job, Output, make_jobs, output_row, read_lines
+from swiftkv_jax.engine.jobs import DEFAULT_MAX_TOKENS, Job, Output, make_jobs, output_row, read_lines
 from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
 from swiftkv_jax.errors import UsageError, suggest
 
 _DEMO = Path("demo") / "teacher"
-_MAX_TOKENS = 128
 _SAMPLING = {  # flag: (type, help)
-    "max-tokens": (int, f"tokens to generate at most (default {_MAX_TOKENS})"),
+    "max-tokens": (
+        int,
+        f"tokens to generate at most (default {DEFAULT_MAX_TOKENS}, or what the context leaves)",
+    ),
     "temperature": (float, "0 is greedy"),
     "top-k": (int, "keep the k likeliest tokens; 0 keeps all"),
     "top-p": (float, "keep the likeliest tokens that sum to p"),
@@ -109,16 +111,15 @@ def _run(args: argparse.Namespace, root: Path) -> int:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
     )
-    defaults = llm.defaults.updated({"max_tokens": _MAX_TOKENS} | flags)
+    defaults = llm.defaults.updated({"max_tokens": None} | flags)
     _describe(llm, defaults, args.model or _demo(root), say)
     jobs = make_jobs(lines, defaults, args.seed, llm, args.skip_bad_lines, say)
-    output = Output(args.output, args.resume) if args.output else None
-    if output:
-        left = output.left(jobs)
-        if output.finished:
-            say(f"{len(jobs) - len(left)} of {len(jobs)} prompts are done already in {args.output}")
-        jobs = left
-    return _generate(llm, jobs, output, args, say)
+    if not args.output:
+        return _generate(llm, jobs, None, args, say)
+    output = Output(args.output, args.resume, jobs)
+    if len(output.left) < len(jobs):
+        say(f"{len(jobs) - len(output.left)} of {len(jobs)} prompts are done already in {args.output}")
+    return _generate(llm, output.left, output, args, say)
 
 
 def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
@@ -179,7 +180,8 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     say(f"model     {name} ({model.config.family}; {kind})")
     say(f"running   {model.dtype} on {where}, context {llm.settings.max_model_len}")
     say(f"cache     {llm.cache_bytes_per_token} bytes per token in {plan.num_rows} rows")
-    plain = SamplingParams(max_tokens=None)
+    defaults = defaults.updated({"max_tokens": defaults.max_tokens or DEFAULT_MAX_TOKENS})
+    plain = SamplingParams()
     shown = [
         n for n in SamplingParams.names() if getattr(defaults, n) != getattr(plain, n) or n == "temperature"
     ]
