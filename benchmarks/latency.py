@@ -2,8 +2,8 @@
 
     python -m benchmarks.latency demo/teacher runs/demo/swiftkv/export
 
-The first model also runs at full depth for every prompt token, which is what other systems do. Floors: FLOPs
-over the matmul rate measured in the same run.
+The first model also runs at full depth for every prompt token, which is what other systems do. Floors:
+FLOPs over the matmul rate measured in the same run.
 """
 
 import argparse

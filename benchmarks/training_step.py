@@ -4,8 +4,8 @@ by side.
     python -m benchmarks.training_step --model demo/teacher
 
 The two-forward step is what the reference does: the whole teacher, then the whole student. Same loss, same
-chunks,
-same optimiser; the two losses are compared before anything is timed. The floor is the ratio of counted FLOPs.
+chunks, same optimiser; the two losses are compared before anything is timed. The floor is the ratio of
+counted FLOPs.
 """
 
 import argparse

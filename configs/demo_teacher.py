@@ -3,12 +3,13 @@
 Two phases, the second at the demo's full context of 2048 positions:
 
     python train.py --config configs/demo_teacher.py --out runs/demo_teacher
-    python train.py --config configs/demo_teacher.py --out runs/demo_teacher_2048 \
-        --set model=runs/demo_teacher/export --set steps=100 --set data.seq_len=2048 --set data.batch_size=2 \
-        --set data.seed=1 --set optimizer.learning_rate=6e-4
+    python train.py --config configs/demo_teacher.py --out runs/demo_teacher_2048 \\
+        --set model=runs/demo_teacher/export --set steps=100 --set optimizer.learning_rate=6e-4 \\
+        --set data.seq_len=2048 --set data.batch_size=2 --set data.seed=1
 
-The export of the second is demo/teacher. See demo/README.md for what it reached, on what machine, in what
-time.
+The export of the second is demo/teacher. On 2 cores of a shared Xeon with AMX the first took 45 minutes; held
+out, the teacher reaches 3.09 nats per token against 4.19 of an interpolated bigram model
+(demo/check_teacher.py, 2026-11-20).
 """
 
 from swiftkv_jax.config import ModelConfig

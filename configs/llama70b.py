@@ -1,4 +1,5 @@
-"""SwiftKV for Llama-3.1-70B-Instruct, 50 % of the prompt's layers skipped: the paper's recipe (appendix A.1).
+"""SwiftKV for Llama-3.1-70B-Instruct, 50 % of the prompt's layers skipped: the paper's recipe (appendix
+A.1).
 
     python train.py --config configs/llama70b.py
     python train.py --config configs/llama70b.py --compile-only --topology v5p:4x4x4

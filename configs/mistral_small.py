@@ -1,5 +1,5 @@
-"""SwiftKV for Mistral-Small-Instruct-2409, 50 % of the prompt's layers skipped: the paper's recipe (appendix
-A.1).
+"""SwiftKV for Mistral-Small-Instruct-2409, 50 % of the prompt's layers skipped: the paper's recipe
+(appendix A.1).
 
     python train.py --config configs/mistral_small.py
     python train.py --config configs/mistral_small.py --compile-only --topology v5p:2x2x4

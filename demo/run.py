@@ -34,7 +34,7 @@ from swiftkv_jax.errors import UsageError  # noqa: E402
 from swiftkv_jax.tokenizer import load_tokenizer  # noqa: E402
 
 STUDENTS = {"swiftkv": ("50 % SwiftKV", 1), "acrosskv": ("50 % SwiftKV + 2-way AcrossKV", 2)}
-LONG = ["steps=1200", "data.batch_size=8"]
+LONG = ["steps=1600"]
 
 
 def distil(experiment: Experiment, out: Path) -> dict:
@@ -83,8 +83,9 @@ def quality(sums: dict) -> dict:
 def prompts(experiment: Experiment, count: int, tokens: int) -> list[list[int]]:
     """The beginnings of some held-out documents."""
     tokenizer = load_tokenizer(experiment.model)
-    rows = evaluation_batches(dataclasses.replace(experiment.evaluation, batch_size=1, pack=False), tokenizer)
-    long = [np.asarray(batch.tokens[0]) for batch in rows if int(batch.positions[0][tokens]) == tokens]
+    config = dataclasses.replace(experiment.evaluation, batch_size=1, pack=False, long_documents="truncate")
+    rows = [batch.tokens[0] for batch in evaluation_batches(config, tokenizer) if batch.segments[0][tokens]]
+    long = [np.asarray(row) for row in rows]
     return [row[:tokens].tolist() for row in long[:: max(1, len(long) // count)][:count]]
 
 

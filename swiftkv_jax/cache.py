@@ -114,8 +114,7 @@ class Cache:
         return (self.k.nbytes + self.v.nbytes) // tokens
 
     def write(self, rows, k: KeyValues, v: KeyValues, batch: Batch) -> "Cache":
-        """Store the keys and values of a flat batch in one row ([T, K, H]) or in several ([rows, T, K,
-        H])."""
+        """Store a flat batch's keys and values in one row ([T, K, H]) or in several ([rows, T, K, H])."""
         page, slot = batch.position // self.k.shape[2], batch.position % self.k.shape[2]
         page = self.table[batch.sequence, jnp.clip(page, 0, self.table.shape[1] - 1)]
         page = jnp.where(batch.valid, page, self.k.shape[1])  # one past the last: dropped

@@ -5,13 +5,16 @@ import typing
 
 import jax
 
+T = typing.TypeVar("T")
 
-def static(**kwargs):
+
+def static(**kwargs) -> typing.Any:
     """A field that is part of the tree's structure: hashable, compared by value, never traced."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
-def pytree(cls: type) -> type:
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
+def pytree(cls: type[T]) -> type[T]:
     """Freeze `cls` and register it; fields made by `static()` become metadata, all others leaves.
 
     `no_type_check` keeps jaxtyping's import hook from refusing to rebuild the value out of

@@ -4,7 +4,7 @@ import math
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swiftkv_jax.errors import UsageError
@@ -47,7 +47,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices=None) -> Me
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def spec(axes: str, shape: tuple[int, ...] | None = None, mesh: Mesh | None = None) -> P:
+def spec(axes: str, shape: tuple[int, ...] | None = None, mesh: Mesh | AbstractMesh | None = None) -> P:
     """`spec("D N")` is `P("fsdp", "tensor")`; an axis whose size does not divide evenly stays whole."""
     names = [RULES.get(letter) for letter in axes.split()]
     if shape is not None and mesh is not None:
@@ -70,5 +70,5 @@ def constrain(x: jax.Array, axes: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
 
 
-def _extent(mesh, names: str | tuple[str, ...]) -> int:
+def _extent(mesh: Mesh | AbstractMesh, names: str | tuple[str, ...]) -> int:
     return math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))

@@ -199,7 +199,7 @@ class LLM:
         itemsize = jax.numpy.dtype(self.model.dtype).itemsize
         return 2 * self.model.plan.num_rows * self.model.config.kv_width * itemsize
 
-    def _encode(self, prompt, where: str) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt, where: str) -> tuple[str | None, list]:
         """(text, token ids) of any form of prompt."""
         if isinstance(prompt, Mapping):
             known = [key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt]

@@ -383,16 +383,18 @@ def test_a_full_disk_leaves_nothing_half_written(there_before, tmp_path):
 def test_interrupted_between_files_the_old_config_stands(tmp_path, monkeypatch):
     """config.json is the last file to change, and the staging folder goes whatever happens."""
     saved(tmp_path / "out", QWEN2)
-    real = os.replace
+    real, moved = os.replace, []
 
     def stop_at_config(source, target):
         if os.fspath(target).endswith("config.json"):
             raise KeyboardInterrupt
+        moved.append(os.path.basename(target))
         real(source, target)
 
     monkeypatch.setattr(write.os, "replace", stop_at_config)
     with pytest.raises(KeyboardInterrupt):
         saved(tmp_path / "out", LLAMA)
+    assert moved == ["model.safetensors"]
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen2"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
