@@ -53,7 +53,9 @@ def config(tmp_path_factory) -> Path:
         head_dim=8,
     )
     model = Transformer(architecture, KVPlan.standard(4))
-    save_pretrained(folder / "teacher", model, weights.init(architecture, model.plan, jax.random.key(0)))
+    params = weights.init(architecture, model.plan, jax.random.key(0))
+    sharp = jax.tree.map(lambda x: x * 10 if x.ndim > 1 else x, params)  # as drawn, all its logits are alike
+    save_pretrained(folder / "teacher", model, sharp)
     words = random.Random(0).choices(
         "a row of keys and values in the cache , made once read often".split(), k=4000
     )
@@ -174,7 +176,9 @@ def test_twenty_kills_lose_nothing_but_steps(config, undisturbed, tmp_path):
     assert_same_run(tmp_path / "run", undisturbed)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, code", [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_leaves(config, undisturbed, tmp_path, number, code):
     out = tmp_path / "run"
     child = subprocess.Popen(

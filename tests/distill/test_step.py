@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from swiftkv_jax import params as weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
@@ -30,7 +31,7 @@ CONFIG = ModelConfig(
 
 def teacher_of(seed: int = 0, config: ModelConfig = CONFIG):
     model = Transformer(config, KVPlan.standard(config.num_layers))
-    params = model.init(jax.random.key(seed), jnp.zeros((1, 2), jnp.int32))["params"]
+    params = weights.init(config, model.plan, jax.random.key(seed))
     noise = iter(jax.random.split(jax.random.key(seed + 1), len(jax.tree.leaves(params))))
     return model, jax.tree.map(lambda x: x + 0.2 * jax.random.normal(next(noise), x.shape), params)
 
@@ -83,8 +84,16 @@ def naive(teacher, params, recipe, trained, frozen, batch):
     return tau**2 * kl.sum() / batch.mask.sum()
 
 
-@pytest.mark.parametrize("trainable", ["swiftkv", "upper"])
-@pytest.mark.parametrize("split, share", [(2, 2), (3, 1), (4, 1), (1, 3)])
+@pytest.mark.parametrize(
+    "trainable, split, share",
+    [
+        ("swiftkv", 2, 2),
+        ("swiftkv", 4, 1),
+        ("upper", 1, 3),
+        pytest.param("swiftkv", 3, 1, marks=pytest.mark.slow),
+        pytest.param("upper", 2, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_shared_lower_half_gives_the_loss_and_gradients_of_two_models(trainable, split, share):
     teacher, params, recipe, trained, frozen = prepared(trainable, split, share)
     batch = packed_batch()
@@ -126,7 +135,7 @@ def test_hidden_loss_compares_the_streams_entering_the_last_layer():
     np.testing.assert_allclose(value, mse, rtol=1e-5)
 
 
-@pytest.mark.parametrize("trainable", ["swiftkv", "upper", "all"])
+@pytest.mark.parametrize("trainable", ["swiftkv", "all", pytest.param("upper", marks=pytest.mark.slow)])
 def test_micro_batches_add_up_to_the_batch(trainable):
     loss = (
         LossConfig(kl_weight=0.0, lm_weight=1.0)

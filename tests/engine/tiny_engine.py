@@ -42,7 +42,7 @@ class Bytes:
 
 
 def make_model(plan: KVPlan, seed: int = 0, **fields) -> tuple[Transformer, dict]:
-    """Random float32 weights, large enough that logits differ by units; head_dim 20, one kv head, biases."""
+    """Random float32 weights with logits that differ by units; head_dim 20, one kv head, biases."""
     shape = {
         "vocab_size": VOCAB,
         "hidden_size": 48,
@@ -55,10 +55,21 @@ def make_model(plan: KVPlan, seed: int = 0, **fields) -> tuple[Transformer, dict
         "qkv_bias": True,
     }
     config = ModelConfig(**(shape | fields))
-    tree = weights.init(config, plan, jax.random.key(seed))
-    keys = iter(jax.random.split(jax.random.key(seed + 1), len(jax.tree.leaves(tree))))
-    loud = jax.tree.map(lambda leaf: leaf * 6 + 0.1 * jax.random.normal(next(keys), leaf.shape), tree)
-    return Transformer(config, plan), loud
+    described, tree = jax.tree.flatten(weights.weights(config, plan))
+    keys = jax.random.split(jax.random.key(seed), len(described))
+    leaves = [_loud(weight, key) for weight, key in zip(described, keys, strict=True)]
+    return Transformer(config, plan), jax.tree.unflatten(tree, leaves)
+
+
+def _loud(weight: weights.Weight, key):
+    """Gains near 1, small biases, and matrices that keep a stream's size whatever their width."""
+    noise = jax.random.normal(key, weight.shape)
+    if not weight.std:
+        return weight.fill + 0.2 * noise
+    if weight.axes == "V D":
+        return noise
+    width = weight.shape[weight.axes.split().index("D")] if "D" in weight.axes else weight.shape[-2]
+    return (4.0 if weight.axes == "D V" else 1.3) * width**-0.5 * noise
 
 
 def prompts(lengths, seed: int = 0) -> list[list[int]]:
