@@ -1,7 +1,7 @@
 """The demo: convert the small teacher to SwiftKV, distil it, generate, and measure what was saved.
 
     python demo/run.py            # `make demo`
-    python demo/run.py --long     # `make demo-long`: more steps, larger batches
+    python demo/run.py --long     # `make demo-long`: more steps
 
 Everything lands in runs/demo: demo.json (its keys: demo/README.md), demo.png, and the two students.
 """
@@ -185,6 +185,9 @@ def plot(report: dict, path: Path) -> None:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--long", action="store_true", help="about half an hour instead of a few minutes")
+    p.add_argument(
+        "--set", action="append", default=[], metavar="a.b=value", help="override a field of configs/tiny.py"
+    )
     p.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
     args = p.parse_args()
     try:
@@ -203,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n== {title}: convert and distil")
         folder = args.out / name
         shutil.rmtree(folder, ignore_errors=True)
-        changes = [f"plan.share={share}", f"name={name}", *(LONG if args.long else [])]
+        changes = [f"plan.share={share}", f"name={name}", *(LONG if args.long else []), *args.set]
         results[name] = distil(override(load_experiment(ROOT / "configs" / "tiny.py"), changes), folder)
     experiment = load_experiment(ROOT / "configs" / "tiny.py")
     folders = {"teacher": Path(experiment.model)} | {name: r["export"] for name, r in results.items()}

@@ -4,6 +4,8 @@ A dense cache is a page table with one page per sequence. There is no length: a 
 reads the keys at positions [0, p], all of which were written before it or with it.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
@@ -132,7 +134,7 @@ class Cache:
             return self._attend_single(row, q, batch, window)
         k, v = self.k[row], self.v[row]  # sliced here, so that the loop below never copies the pool
         blocks = (q[batch.block_token], batch.block_sequence, batch.block_position)
-        mixed = lax.map(lambda block: self._attend_block(k, v, *block, window), blocks)
+        mixed = lax.map(lambda block: self._attend_block(k, v, *block, window=window), blocks)
         return mixed.reshape(-1, *mixed.shape[2:])[batch.place]
 
     def _attend_single(self, row, q, batch, window):
@@ -194,4 +196,4 @@ class Cache:
 def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
     """Where each array of a cache lies on `mesh`: kv heads over `tensor`, the table on every device."""
     pool = sharding.named(mesh, ". . . E", cache.k.shape)
-    return Cache(pool, pool, sharding.named(mesh, ". .", cache.table.shape), cache.kv_heads)
+    return dataclasses.replace(cache, k=pool, v=pool, table=sharding.named(mesh, ". .", cache.table.shape))

@@ -171,7 +171,8 @@ def _windows_from_hf(family: str, raw: Mapping) -> tuple[int, ...]:
         raise UsageError("config.json: layer_types has sliding_attention, but no sliding window is in force")
     if window is not None and family == "mistral" and "full_attention" in types:
         raise UsageError("config.json: mistral has its window on every layer; layer_types has full_attention")
-    return tuple(window if kind == "sliding_attention" else FULL_ATTENTION for kind in types)
+    span = FULL_ATTENTION if window is None else window
+    return tuple(span if kind == "sliding_attention" else FULL_ATTENTION for kind in types)
 
 
 def window_fields(family: str, windows: tuple[int, ...]) -> dict:

@@ -185,7 +185,8 @@ class _Rows(dict):
         return _Rows(self | {row: (k[i], v[i]) for i, row in enumerate(rows)})
 
     def attend(self, row, q, batch, window):
-        return causal_attention(q, *self[row], batch, window)
+        k, v = self[row]
+        return causal_attention(q, k, v, batch, window)
 
 
 def _forward_any_rows(model, params, x, at, segments):

@@ -21,7 +21,7 @@ def pytree(cls: type[T]) -> type[T]:
     non-arrays, which `jax.tree.map`, `eval_shape` and sharding trees all do.
     """
     cls = typing.no_type_check(dataclasses.dataclass(frozen=True)(cls))
-    names = {bool(f.metadata.get("static")): [] for f in dataclasses.fields(cls)}
-    for field in dataclasses.fields(cls):
+    names: dict[bool, list[str]] = {False: [], True: []}
+    for field in dataclasses.fields(typing.cast(typing.Any, cls)):
         names[bool(field.metadata.get("static"))].append(field.name)
-    return jax.tree_util.register_dataclass(cls, names.get(False, []), names.get(True, []))
+    return jax.tree_util.register_dataclass(cls, names[False], names[True])

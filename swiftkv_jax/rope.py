@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import typing
 from collections.abc import Mapping
 
 from swiftkv_jax.errors import UsageError
@@ -79,13 +80,15 @@ class RopeConfig:
         unknown = sorted(set(fields) - _FIELDS[kind])
         if unknown:
             raise UsageError(f"config.json: rope_type {kind!r} does not take {', '.join(unknown)}")
-        fields = {name: _typed(name, value) for name, value in fields.items() if value is not None}
+        typed: dict[str, typing.Any] = {
+            name: _typed(name, value) for name, value in fields.items() if value is not None
+        }
         try:
             if kind == "yarn":
-                fields = _yarn_fields(fields, raw["max_position_embeddings"])
-            if kind != "default" and "factor" not in fields:
+                typed = _yarn_fields(typed, raw["max_position_embeddings"])
+            if kind != "default" and "factor" not in typed:
                 raise UsageError(f"rope_type {kind!r} needs a factor")
-            return cls(rope_type=kind, rope_theta=theta, **fields)
+            return cls(rope_type=kind, rope_theta=theta, **typed)
         except UsageError as error:
             raise UsageError(f"config.json: {error}") from None
 

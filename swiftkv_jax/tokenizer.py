@@ -4,6 +4,7 @@ import bisect
 import datetime
 import hashlib
 import itertools
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,12 +45,23 @@ def _from_pretrained(name: str, local: bool):
     """By the config files; or by tokenizer.json, where transformers does not know the model's type."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    has_json = local and (Path(name) / _FILES[0]).is_file()
+    if has_json and _is_swiftkv(Path(name) / "config.json"):
+        return PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)
     try:
         return AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
     except ValueError:
-        if not (local and (Path(name) / _FILES[0]).is_file()):
+        if not has_json:
             raise
         return PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)
+
+
+def _is_swiftkv(path: Path) -> bool:
+    """Whether config.json names a type that transformers would warn about on every load."""
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8")).get("model_type")).endswith("_swiftkv")
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 class Tokenizer:

@@ -123,7 +123,7 @@ def test_step_is_forward_for_any_chunks_and_survivors(chunks, choices):
     ids=["standard", "split2", "split1x2_odd"],
 )
 def test_greedy_tokens_are_those_of_forward(plan, config):
-    """Prompts in one ragged batch, then one token of each sequence a step, over a dense cache."""
+    """Prompts in one ragged batch, then one token of each sequence a step, over NaN-filled pages."""
     model, params = tiny(config, PLANS[plan])
     prompt_lengths, new = (5, 3, 8), 9
     tokens = sequences(5, (17,) * 3)
@@ -133,7 +133,7 @@ def test_greedy_tokens_are_those_of_forward(plan, config):
         for s, n in enumerate(prompt_lengths):
             want[s, n + i] = best[s, n + i - 1]
 
-    cache = Cache.dense(config, model.plan, 3, 17, jnp.float32)
+    cache = paged_cache(model, 6)
     ends = np.cumsum(prompt_lengths) - 1
     _, arrays = flat_batch(tokens, (0, 0, 0), prompt_lengths, ends)
     out, cache = run_step(model, params, *arrays, cache)

@@ -1,6 +1,7 @@
 """The sampling defaults that a checkpoint asks for: generation_config.json, and what config.json adds."""
 
 import dataclasses
+import typing
 from pathlib import Path
 
 from swiftkv_jax.config import read_config_json
@@ -44,7 +45,7 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
     fields = {name: own.get(name) if own.get(name) is not None else model.get(name) for name in _IDS}
     eos = fields.pop("eos_token_id")
     eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    values = {"eos_token_ids": tuple(_integer("eos_token_id", value) for value in eos)}
+    values: dict[str, typing.Any] = {"eos_token_ids": tuple(_integer("eos_token_id", value) for value in eos)}
     values |= {name: None if value is None else _integer(name, value) for name, value in fields.items()}
     for name, kind in _NUMBERS.items():
         value = own.get(name)

@@ -1,6 +1,7 @@
 """A model from a Hugging Face folder: safetensors read lazily, each shard into its place on a mesh."""
 
 import contextlib
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def local_folder(path_or_id: str | Path) -> Path:
         ) from None
 
 
-def _open_all(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, object]]:
+def _open_all(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, typing.Any]]:
     """Tensor name -> (its file, a lazy slice of it), over all files of the checkpoint."""
     if (folder / SINGLE).exists() or not (folder / INDEX).exists():
         return _open(_single(folder), stack)
@@ -127,7 +128,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     return dict(where)
 
 
-def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, object]]:
+def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, typing.Any]]:
     try:
         file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
         return {name: (path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (not a dict)
@@ -169,10 +170,10 @@ def _load(weight: weights.Weight, parts: list, dtype: np.dtype, mesh: Mesh | Non
     else:
         place = sharding.named(mesh, weight.axes, weight.shape)
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index) -> np.ndarray:
         spans = [slice(*s.indices(size)[:2]) for s, size in zip(index, weight.shape, strict=True)]
         if parts and parts[0][0].axis is None:
-            return _read(*parts[0], spans).astype(dtype)
+            return _read(*parts[0], spans=spans).astype(dtype)
         axis = parts[0][0].axis if parts else 0
         out = np.empty([s.stop - s.start for s in spans], dtype)
         rest = spans[:axis] + spans[axis + 1 :]
@@ -183,7 +184,7 @@ def _load(weight: weights.Weight, parts: list, dtype: np.dtype, mesh: Mesh | Non
     return jax.make_array_from_callback(weight.shape, place, shard)
 
 
-def _read(slot: Slot, tensor: tuple[Path, object], spans: list[slice]) -> np.ndarray:
+def _read(slot: Slot, tensor: tuple[Path, typing.Any], spans: list[slice]) -> np.ndarray:
     path, found = tensor
     try:
         return found[tuple(spans[::-1])].T if slot.transposed else found[tuple(spans)]

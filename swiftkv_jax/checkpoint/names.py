@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import typing
 
 from swiftkv_jax import params as weights
 from swiftkv_jax.config import ModelConfig
@@ -89,7 +90,7 @@ def ignored(name: str, config: ModelConfig, plan: KVPlan, swiftkv: bool) -> bool
     return swiftkv and original is not None and plan.split <= int(original[1]) < plan.num_layers
 
 
-def leaves(tree: PyTree, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], object]]:
+def leaves(tree: PyTree, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], typing.Any]]:
     """(path, leaf) of a nested dict; empty dicts have none."""
     if not isinstance(tree, dict):
         return [(path, tree)]

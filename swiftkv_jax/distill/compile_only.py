@@ -134,6 +134,7 @@ def report(experiment: Experiment, where: str, say=print) -> int:
         say(f"{where}: does not fit: {(str(error).splitlines() or [''])[0][:300]}")
         return 1
     memory = compiled.memory_analysis()
+    assert memory is not None  # the compilers of all these chips report it
     total = weights.count(weights.weights(recipe.student.config, recipe.student.plan))
     arguments, temporaries = _gib(memory.argument_size_in_bytes), _gib(memory.temp_size_in_bytes)
     used = (

@@ -190,6 +190,8 @@ def load_experiment(path: str | Path) -> Experiment:
     if not path.is_file():
         raise UsageError(f"config file {path} does not exist")
     module_spec = importlib.util.spec_from_file_location(f"swiftkv_config_{path.stem}", path)
+    if module_spec is None or module_spec.loader is None:
+        raise UsageError(f"config file {path} is not Python; its name must end in .py")
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)

@@ -51,6 +51,7 @@ def load_teacher(experiment: Experiment, mesh) -> tuple[Transformer, PyTree]:
     if experiment.model:
         return from_pretrained(experiment.model, dtype=experiment.dtype, mesh=mesh)
     config = experiment.architecture
+    assert config is not None  # an Experiment without a model has an architecture
     model = Transformer(config, KVPlan.standard(config.num_layers), experiment.dtype)
     tree = weights.abstract(config, model.plan, jnp.float32, mesh)
     make = jax.jit(
@@ -204,6 +205,7 @@ class Run:
         """`evaluate_batch`'s sums for every held-out row, at the current step (kept until the next one)."""
         e, now = self.experiment, int(self.state.step)
         if self.held_out is None:
+            assert e.evaluation is not None  # `evaluate` asks only when there is held-out data
             limit = e.evaluation_batches or None
             self.held_out = evaluation_batches(e.evaluation, self.tokenizer, limit, **self.process)
         if self.evaluated is None or self.evaluated[0] != now:

@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Float, Int
 
 from swiftkv_jax.pytree import pytree
 
-Ints = Int[jax.Array | np.ndarray, "B T"]
+Ints = Int[Any, "B T"]
 
 
 @pytree
 class Batch:
-    """Rows of packed samples; numpy arrays as they come from the loader.
+    """Rows of packed samples; numpy arrays as they come from the loader, jax arrays in a step.
 
     Attributes:
       tokens: int32. targets: int32, the next token of the same segment; 0 where there is none.
@@ -26,7 +26,7 @@ class Batch:
     targets: Ints
     positions: Ints
     segments: Ints
-    mask: Float[jax.Array | np.ndarray, "B T"]
+    mask: Float[Any, "B T"]
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class Progress:
             self.say(self._line(step, row))
 
     def _line(self, step: int, row: dict) -> str:
+        assert self.first is not None  # `record` has set it
         done = max(1, step - self.first + 1)
         left = (time.monotonic() - self.began) / done * (self.steps - step)
         parts = [f"step {step}/{self.steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
@@ -87,7 +88,7 @@ class Silence:
 
 def _tensorboard(folder: Path):
     try:
-        from tensorboardX import SummaryWriter
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UsageError(
             "tensorboard=True needs tensorboardX: pip install 'swiftkv-jax[tensorboard]'"

@@ -144,10 +144,11 @@ def abstract_run(recipe: Recipe, mesh: Mesh) -> tuple[TrainState, PyTree]:
         trained,
         transform_non_params=whole,
     )
-    return TrainState(whole(state.step), trained, moments, whole(state.key)), frozen
+    places = {"step": whole(state.step), "trainable": trained, "optimizer": moments, "key": whole(state.key)}
+    return dataclasses.replace(state, **places), frozen
 
 
-def hidden_states(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch):
+def hidden_states(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
     """Normalised hidden states and streams entering the last layer: (student's, teacher's or None).
 
     The lower half is frozen and the same for both, so it runs once, and no gradient reaches it.
@@ -203,7 +204,7 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch, to
         ce = losses.cross_entropy_sum(lambda h: head(params, h), h, batch.targets, batch.mask, chunk)
         parts["lm"] = ce / counted
     weights = {"kl": config.kl_weight, "hidden": config.hidden_weight, "lm": config.lm_weight}
-    return sum(weights[name] * value for name, value in parts.items()), parts
+    return sum((weights[name] * value for name, value in parts.items()), jnp.float32(0)), parts
 
 
 def train_step(recipe: Recipe, frozen: PyTree, state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
