@@ -123,8 +123,9 @@ class Cache:
 
         def put(pool, new):
             new = new.reshape(*new.shape[:-2], -1).astype(pool.dtype)
-            row = jnp.asarray(rows)[:, None] if new.ndim == 3 else rows
-            return pool.at[row, page, slot].set(new, mode="drop")
+            for row, one in [(rows, new)] if new.ndim == 2 else zip(rows, new, strict=True):
+                pool = pool.at[row, page, slot].set(one, mode="drop")  # one scatter for all rows is slower
+            return pool
 
         return Cache(put(self.k, k), put(self.v, v), self.table, self.kv_heads)
 

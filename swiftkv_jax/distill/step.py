@@ -188,7 +188,7 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch, to
     (h, last), teacher = hidden_states(recipe, trained, frozen, batch)
     chunk = chunk_of(recipe, batch)
     counted, real = totals
-    parts = {}
+    parts: dict[str, Array] = {}
     if config.kl_weight:
 
         def to_logits(h):
@@ -204,7 +204,7 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch, to
         ce = losses.cross_entropy_sum(lambda h: head(params, h), h, batch.targets, batch.mask, chunk)
         parts["lm"] = ce / counted
     weights = {"kl": config.kl_weight, "hidden": config.hidden_weight, "lm": config.lm_weight}
-    return sum((weights[name] * value for name, value in parts.items()), jnp.float32(0)), parts
+    return sum((weights[name] * value for name, value in parts.items()), jnp.zeros(())), parts
 
 
 def train_step(recipe: Recipe, frozen: PyTree, state: TrainState, batch: Batch) -> tuple[TrainState, dict]:

@@ -194,7 +194,7 @@ class Output:
         """
         self.left = jobs
         if path == "-":
-            self._file = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+            self._file = sys.stdout
             return
         try:
             held = Path(path).read_bytes() if Path(path).exists() else b""
@@ -215,7 +215,8 @@ class Output:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not sys.stdout:
+            self._file.close()
 
 
 def _left(path: str, jobs: list[Job], finished: dict[int, str]) -> list[Job]:

@@ -227,13 +227,13 @@ class LLM:
     def _run_with_bar(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         from tqdm import tqdm
 
-        outputs: list[RequestOutput | None] = [None] * len(requests)
+        outputs: dict[int, RequestOutput] = {}
         with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
             for number, output in self.run(requests):
                 outputs[number] = output
                 bar.set_postfix_str(f"{self.stats['output_tokens_per_s']:.1f} output tok/s", refresh=False)
                 bar.update()
-        return outputs
+        return [outputs[number] for number in range(len(requests))]
 
 
 def _defaults(generation: GenerationDefaults) -> SamplingParams:
@@ -251,7 +251,7 @@ def _context(config: ModelConfig, wanted: int | None) -> int:
 
 def _mesh_of(params: PyTree) -> Mesh | None:
     place = jax.tree.leaves(params)[0].sharding
-    return place.mesh if isinstance(place, NamedSharding) else None
+    return place.mesh if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh) else None
 
 
 def _is_one(prompts) -> bool:

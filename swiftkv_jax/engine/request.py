@@ -176,11 +176,12 @@ class Request:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Every id that ends it."""
-        return tuple(sorted({*self.eos_ids, *self.params.stop_token_ids}))
+        return tuple(sorted({*self.eos_ids, *(self.params.stop_token_ids or ())}))
 
     @property
     def max_length(self) -> int:
         """Most tokens of prompt and completion together."""
+        assert self.params.max_tokens is not None  # settled: see above
         return len(self.token_ids) + self.params.max_tokens
 
 

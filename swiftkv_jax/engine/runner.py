@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ _SMALLEST_CAPACITY = 64
 
 @pytree
 class Lanes:
-    """Where each lane stands: [Q].
+    """Where each lane stands: [Q]; numpy arrays from the host, jax arrays in a launch.
 
     Attributes:
       token: the last token known, not yet cached. position: its place.
@@ -33,11 +34,11 @@ class Lanes:
       history: [Q, S] all tokens known, S = 0 when no lane is penalised.
     """
 
-    token: Int[Array, " Q"]
-    position: Int[Array, " Q"]
-    produced: Int[Array, " Q"]
-    alive: Bool[Array, " Q"]
-    history: Int[Array, "Q S"]
+    token: Int[Any, " Q"]
+    position: Int[Any, " Q"]
+    produced: Int[Any, " Q"]
+    alive: Bool[Any, " Q"]
+    history: Int[Any, "Q S"]
 
     def tally(self, vocab: int) -> Tally:
         """What each lane has met, for the penalties."""
@@ -218,9 +219,11 @@ class Runner:
             first, stop = item.sequence.cached, start + item.count
             tokens[start:stop] = item.sequence.tokens[first : first + item.count]
             positions[start:stop] = range(first, first + item.count)
-            counts[item.sequence.lane] = item.count
+            lane = item.sequence.lane
+            assert lane is not None  # work is for what runs
+            counts[lane] = item.count
             if item.completes:
-                survivors[done], survivor_lanes[done] = stop - 1, item.sequence.lane
+                survivors[done], survivor_lanes[done] = stop - 1, lane
                 done += 1
             start = stop
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -275,7 +278,7 @@ def _idle_policy(lanes: int, stops: int) -> Policy:
     )
 
 
-def _choices(sampled: Sampled, places: list[tuple[int, ...]]) -> list[Choice]:
+def _choices(sampled: Sampled, places: list[tuple]) -> list[Choice]:
     """The device's arrays at some places as plain numbers."""
     out = []
     for at in places:

@@ -1,6 +1,6 @@
 """Logits to tokens on the device, each lane by its own rules and its own random stream."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +24,22 @@ class Mode(NamedTuple):
 
 @pytree
 class Policy:
-    """Each lane's sampling parameters; stop ids are padded with NO_ID, seeds are high and low words."""
+    """Each lane's sampling parameters; stop ids are padded with NO_ID, seeds are high and low words.
 
-    temperature: Float[Array, " Q"]
-    top_k: Int[Array, " Q"]
-    top_p: Float[Array, " Q"]
-    min_p: Float[Array, " Q"]
-    repetition: Float[Array, " Q"]
-    presence: Float[Array, " Q"]
-    frequency: Float[Array, " Q"]
-    seed: UInt[Array, "Q 2"]
-    stop_ids: Int[Array, "Q I"]
-    min_tokens: Int[Array, " Q"]
-    max_tokens: Int[Array, " Q"]
+    numpy arrays where the host fills them in, jax arrays in a launch.
+    """
+
+    temperature: Float[Any, " Q"]
+    top_k: Int[Any, " Q"]
+    top_p: Float[Any, " Q"]
+    min_p: Float[Any, " Q"]
+    repetition: Float[Any, " Q"]
+    presence: Float[Any, " Q"]
+    frequency: Float[Any, " Q"]
+    seed: UInt[Any, "Q 2"]
+    stop_ids: Int[Any, "Q I"]
+    min_tokens: Int[Any, " Q"]
+    max_tokens: Int[Any, " Q"]
 
 
 @pytree

@@ -78,6 +78,7 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Take a finished sequence's lane back."""
+        assert sequence.lane is not None  # only what runs is released
         del self.running[sequence.lane]
         self._free.append(sequence.lane)
         self._free.sort(reverse=True)

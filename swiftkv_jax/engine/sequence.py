@@ -1,6 +1,7 @@
 """One completion in the making: its tokens, its text, and whether it has ended. No jax, no numpy."""
 
 import dataclasses
+import typing
 
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, RequestMetrics
 from swiftkv_jax.engine.text import Detokenizer, find_stop
@@ -56,6 +57,7 @@ class Sequence:
 
     @property
     def seed(self) -> int:
+        assert self.request.params.seed is not None  # settled in every Request
         return self.request.params.seed + self.child
 
     def append(self, choice: Choice, now: float) -> None:
@@ -77,11 +79,12 @@ class Sequence:
         if self._words and (not self.finish_reason or params.include_stop_str_in_output):
             seen = len(self._words.text)
             self._words.push(token)
-            stop = find_stop(self._words.text, params.stop, seen) if may_end else None
+            stops = typing.cast(tuple[str, ...], params.stop)  # SamplingParams makes it one
+            stop = find_stop(self._words.text, stops, seen) if may_end else None
             if stop and not self.finish_reason:
                 self.finish_reason, self.stop_reason = "stop", stop[1]
                 self._text_end = stop[0] + (len(stop[1]) if params.include_stop_str_in_output else 0)
-        if not self.finish_reason and len(self.output) >= params.max_tokens:
+        if not self.finish_reason and self.length >= self.request.max_length:
             self.finish_reason = "length"
 
     @property
@@ -97,6 +100,7 @@ class Sequence:
     def completion(self) -> CompletionOutput:
         """What the user gets, once `finish_reason` is set."""
         wanted = self.request.params.logprobs
+        assert self.finish_reason is not None  # the engine asks only then
         return CompletionOutput(
             index=self.child,
             text=self._words.text[: self._text_end] if self._words else "",

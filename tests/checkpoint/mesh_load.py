@@ -24,8 +24,8 @@ def main(folder: str) -> None:
     model, want = hf.from_pretrained(folder)
     read, sizes = hf._read, []
 
-    def measured(*arguments):
-        piece = read(*arguments)
+    def measured(*arguments, **named):
+        piece = read(*arguments, **named)
         sizes.append(piece.size)
         return piece
 

@@ -1,5 +1,6 @@
 """serve.py end to end on a small model: files in and out, resumed after a kill, bad input refused."""
 
+import io
 import json
 import os
 import re
@@ -165,6 +166,14 @@ def test_text_files_give_readable_text_on_stdout(folder, tmp_path, capsys):
     assert main(["--model", str(folder), "--input", str(tmp_path / "in.txt"), *FLAGS]) == 0
     out, err = capsys.readouterr()
     assert out.count("--- ") == 2 and "\nOne prompt >>>" in out and "\nTwo prompt >>>" in out and err == ""
+
+
+def test_stdin_to_stdout(folder, whole, monkeypatch, capsys):
+    lines = f"{TEXTS[0]}\n{json.dumps({'prompt': TEXTS[1]})}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert main(["--model", str(folder), "--input", "-", "--output", "-", *FLAGS]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert answers({row["index"]: row for row in rows}) == answers(whole[1])[:2]
 
 
 BROKEN = [
