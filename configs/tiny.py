@@ -3,9 +3,9 @@
     python train.py --config configs/tiny.py
     python train.py --config configs/tiny.py --set plan.share=2 --out runs/tiny_acrosskv
 
-About a minute and a half of steps on 2 CPU cores; expect about three quarters of the cross-entropy that
-rewiring cost to come back, and more with AcrossKV, which costs more to begin with. demo/README.md has the
-recorded run.
+A few minutes of steps on 2 CPU cores. 250 steps at a learning rate of 4e-3 closed 69.5 % of the
+cross-entropy gap that rewiring had opened, on held-out rows of 256 tokens, with 0.890 agreement
+(2026-11-20, jax 0.10.2).
 """
 
 from swiftkv_jax.distill.config import Experiment, OptimizerConfig, PlanConfig
