@@ -22,6 +22,7 @@ from swiftkv_jax import params as weights
 from swiftkv_jax.analysis.flops import flops_table
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.checkpoint.hf import from_pretrained
+from swiftkv_jax.engine.runner import new_cache
 from swiftkv_jax.layers import rotary
 from swiftkv_jax.model import Transformer, embed, fill, logits, run_lower, run_upper, step
 
@@ -73,16 +74,13 @@ def decode(model: Transformer, params, cache: Cache, start, count: int):
 def interleaved(runs: dict, rounds: int) -> dict[str, list[float]]:
     """Seconds of each callable, in `rounds` rounds of all of them in turn (order reversed every other
     round)."""
-    for run in [
-        *runs.values()
-    ] * 2:  # twice: a donated cache comes back placed on its device, and compiles again
-        run()
+    for run in runs.values():
+        run()  # compiles
     seconds = {name: [] for name in runs}
     for number in range(rounds):
         for name in list(runs)[:: 1 if number % 2 else -1]:
             began = time.perf_counter()
-            run = runs[name]
-            run()
+            runs[name]()
             seconds[name].append(time.perf_counter() - began)
     return seconds
 
@@ -95,7 +93,7 @@ def time_to_first_token(contenders: list[Contender], length: int, rounds: int) -
     )
 
     def runner(c: Contender):
-        held = [Cache.dense(c.model.config, c.model.plan, 1, length + 64, jnp.dtype(c.model.dtype))]
+        held = [new_cache(c.model, c.params, None, 1, length + 64)]
 
         def run():
             token, held[0] = first_token(c.model, c.full_depth, c.params, tokens, held[0])
@@ -112,7 +110,7 @@ def time_per_output_token(
     """Seconds per decode step of `batch` sequences at about `context` tokens each."""
 
     def runner(c: Contender):
-        held = [Cache.dense(c.model.config, c.model.plan, batch, context, jnp.dtype(c.model.dtype))]
+        held = [new_cache(c.model, c.params, None, batch, context)]
 
         def run():
             token, held[0] = decode(c.model, c.params, held[0], context - count, count)

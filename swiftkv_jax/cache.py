@@ -12,12 +12,14 @@ from jax.sharding import Mesh
 
 from swiftkv_jax import sharding
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.layers import MASKED, attention
+from swiftkv_jax.layers import MASKED
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.pytree import pytree, static
 from swiftkv_jax.shapes import Array, Float, Int, KeyValues, Queries
 
-_KEYS_PER_STEP = 512  # keys that one turn of the blockwise softmax reads
+_TURN_KEYS = 4096  # of all blocks together, that one turn of the blockwise softmax reads: they stay in caches
+_DENSE_PAGE = 64  # largest page of a dense cache, in tokens
+_TURN_SCORES = 65536  # of all blocks together, per head
 
 
 @pytree
@@ -100,9 +102,11 @@ class Cache:
 
     @classmethod
     def dense(cls, config: ModelConfig, plan: KVPlan, sequences: int, capacity: int, dtype) -> "Cache":
-        """One page of `capacity` tokens per sequence."""
-        table = jnp.arange(sequences, dtype=jnp.int32)[:, None]
-        return cls.create(config, plan, table, sequences, capacity, dtype)
+        """`capacity` tokens per sequence, whose pages lie one after the other."""
+        page = next(size for size in range(min(_DENSE_PAGE, capacity), 0, -1) if capacity % size == 0)
+        slots = capacity // page
+        table = jnp.arange(sequences * slots, dtype=jnp.int32).reshape(sequences, slots)
+        return cls.create(config, plan, table, sequences * slots, page, dtype)
 
     @property
     def capacity(self) -> int:
@@ -131,67 +135,57 @@ class Cache:
 
     def attend(self, row: int, q: Queries, batch: Batch, window: int) -> Queries:
         """What each query of the flat batch reads from `row`: [T, N, H] -> [T, N, H]."""
-        if batch.block_token.shape[1] == 1:
-            return self._attend_single(row, q, batch, window)
-        k, v = self.k[row], self.v[row]  # sliced here, so that the loop below never copies the pool
         blocks = (q[batch.block_token], batch.block_sequence, batch.block_position)
-        mixed = lax.map(lambda block: self._attend_block(k, v, *block, window=window), blocks)
+        if batch.block_token.shape[1] == 1:  # every sequence decodes: all at once
+            mixed = self._attend_blocks(row, *blocks, window=window)
+        else:
+            one = lambda block: self._attend_blocks(row, *(x[None] for x in block), window=window)[0]  # noqa: E731
+            mixed = lax.map(one, blocks)
         return mixed.reshape(-1, *mixed.shape[2:])[batch.place]
 
-    def _attend_single(self, row, q, batch, window):
-        """Blocks of one token: all sequences at once, over every key a page table can reach."""
-        position = batch.block_position
-        back = position - jnp.arange(self.capacity)
-        seen = (back >= 0) & (back < window)
-        table = self.table[batch.block_sequence]
+    def _attend_blocks(self, row, q, sequence, position, window):
+        """Blocks of C queries, one sequence each, against their keys: a few pages a turn, as far as any sees.
 
-        def read(pool):
-            keys = pool[row, table].reshape(table.shape[0], self.capacity, self.kv_heads, -1)
-            return jnp.where(seen[..., None, None], keys, 0).astype(q.dtype)  # 0 x NaN of a stale page is NaN
-
-        scale = q.shape[-1] ** -0.5
-        mixed = attention(
-            q[batch.block_token[:, 0]][:, None], read(self.k), read(self.v), seen[:, None], scale
-        )
-        return mixed[:, 0][batch.place]
-
-    def _attend_block(self, k, v, q, sequence, position, window):
-        """C queries of one sequence against its keys, a few at a time, as far as the last query sees."""
-        size = min(_KEYS_PER_STEP, self.capacity)
-        heads = (self.kv_heads, q.shape[1] // self.kv_heads)
-        wide = q.reshape(q.shape[0], *heads, -1).astype(jnp.float32) * q.shape[-1] ** -0.5
+        q [b, C, N, H], sequence [b], position [b, C] -> [b, C, N, H]. Softmax in float32, rescaled as the
+        largest score grows, so that scores of [C, capacity] never exist whole.
+        """
+        (blocks, queries, _, width), page, slots = q.shape, self.k.shape[2], self.table.shape[1]
+        heads = (self.kv_heads, q.shape[2] // self.kv_heads)
+        most = min(_TURN_KEYS // blocks, _TURN_SCORES // (blocks * queries))
+        pages = min(slots, max(1, most // page))
+        keys = pages * page
+        table = jnp.pad(self.table[sequence], ((0, 0), (0, -slots % pages)))
+        q = q.reshape(blocks, queries, *heads, width)
 
         def turn(i, carry):
             top, total, mixed = carry
-            at = i * size + jnp.arange(size)
-            clipped = jnp.clip(at, 0, self.capacity - 1)
-            page, slot = self.table[sequence, clipped // k.shape[1]], clipped % k.shape[1]
-            back = position[:, None] - at
+            names = lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
+            back = position[..., None] - (i * keys + jnp.arange(keys))
             seen = (back >= 0) & (back < window)
-            some = jnp.any(seen, axis=0)[:, None, None]
-            keys, values = (
-                jnp.where(some, pool[page, slot].reshape(size, heads[0], -1), 0).astype(q.dtype)
-                for pool in (k, v)
-            )
-            scores = jnp.einsum(
-                "ckgh,skh->kgcs", wide.astype(q.dtype), keys, preferred_element_type=jnp.float32
-            )
-            scores = jnp.where(seen, scores, MASKED)
-            new_top = jnp.maximum(top, scores.max(-1))
-            weights = jnp.where(seen, jnp.exp(scores - new_top[..., None]), 0)
-            decay = jnp.exp(top - new_top)
+            k = self.k[row, names].reshape(blocks, keys, heads[0], width).astype(q.dtype)
+            v = self.v[row, names].reshape(blocks, keys, heads[0], width).astype(q.dtype)
+            v = jnp.where(seen.any(1)[..., None, None], v, 0)  # 0 x NaN of a stale page is NaN
+            scores = jnp.einsum("bckgh,bskh->bkgcs", q, k, preferred_element_type=jnp.float32)
+            scores = jnp.where(seen[:, None, None], scores * width**-0.5, MASKED)
+            higher = jnp.maximum(top, scores.max(-1))
+            weights = jnp.where(seen[:, None, None], jnp.exp(scores - higher[..., None]), 0)
+            decay = jnp.exp(top - higher)
             gained = jnp.einsum(
-                "kgcs,skh->kgch", weights.astype(q.dtype), values, preferred_element_type=jnp.float32
+                "bkgcs,bskh->bkgch", weights.astype(q.dtype), v, preferred_element_type=jnp.float32
             )
-            return new_top, total * decay + weights.sum(-1), mixed * decay[..., None] + gained
+            return higher, total * decay + weights.sum(-1), mixed * decay[..., None] + gained
 
-        shape = (*heads, q.shape[0])
-        start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, q.shape[-1])))
-        last = jnp.max(position) + 1
-        first = jnp.maximum(jnp.min(jnp.where(position < 0, last, position)) - window + 1, 0) // size
-        _, total, mixed = lax.fori_loop(first, -(-last // size), turn, start)
+        shape = (blocks, *heads, queries)
+        carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
+        if pages == slots:
+            carry = turn(0, carry)
+        else:
+            last = jnp.max(position) + 1
+            first = jnp.maximum(jnp.min(jnp.where(position < 0, last, position)) - window + 1, 0)
+            carry = lax.fori_loop(first // keys, -(-last // keys), turn, carry)
+        _, total, mixed = carry
         mixed = mixed / jnp.maximum(total, 1e-30)[..., None]
-        return jnp.moveaxis(mixed, 2, 0).reshape(q.shape).astype(q.dtype)
+        return jnp.moveaxis(mixed, 3, 1).reshape(blocks, queries, -1, width).astype(q.dtype)
 
 
 def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:

@@ -149,7 +149,10 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     say(f"  trained           {_count(recipe) / 1e6:,.1f} M")
     say(f"  per device        arguments {arguments}, temporaries {temporaries}")
     say(f"  needed / memory   {_gib(used)} of {_gib(capacity)} ({used / capacity:.0%})")
-    say(f"  FLOPs per device  {_flops(compiled):.3e} (XLA's count; a loop's body may count once)")
+    tokens = experiment.data.batch_size * experiment.data.seq_len
+    work = steps.flops_per_token(recipe, experiment.data.seq_len) * tokens / mesh.size
+    best = work / flops.PEAK_FLOPS[kind]
+    say(f"  FLOPs per device  {work:.3e} a step of {tokens:,} tokens; {best:.2f} s at the chip's bf16 peak")
     say("  collectives       " + (", ".join(f"{n} {name}" for name, n in collectives(hlo).items()) or "none"))
     fits = used <= capacity
     say(
@@ -169,12 +172,6 @@ def collectives(hlo: str) -> dict[str, int]:
 def _count(recipe: steps.Recipe) -> int:
     tree: PyTree = steps.weight_trees(recipe.student, recipe.trainable)[0]
     return weights.count(tree)
-
-
-def _flops(compiled) -> float:
-    cost = compiled.cost_analysis()
-    cost = cost[0] if isinstance(cost, list) else cost
-    return float((cost or {}).get("flops", float("nan")))
 
 
 def _gib(size: float) -> str:

@@ -127,13 +127,8 @@ class Run:
             self._restore()
 
     def _progress(self) -> Progress:
-        e, student = self.experiment, self.recipe.student
-        if self.recipe.has_teacher:
-            per_token = flops.training_flops_per_token(
-                student.config, student.plan, e.data.seq_len, shared_lower=True, trainable=e.trainable
-            )
-        else:
-            per_token = flops.full_training_flops_per_token(student.config, e.data.seq_len)
+        e = self.experiment
+        per_token = steps.flops_per_token(self.recipe, e.data.seq_len)
         peak = flops.PEAK_FLOPS.get(jax.devices()[0].device_kind)
         return Progress(
             self.out, self.recipe.steps, e.log_every, per_token, peak and peak * self.mesh.size, e.tensorboard

@@ -16,10 +16,11 @@ def chunk_length(batch: int, length: int, vocab: int, mib: float) -> int:
 
 
 def over_chunks(per_chunk, chunk: int, *arrays: Array):
-    """Sum `per_chunk` over time chunks of [B, T, ...] arrays; a tree of scalars.
+    """Run `per_chunk` over time chunks of [B, T, ...] arrays; it returns (a tree to sum, a tree to keep).
 
-    The last chunk is filled up by zeros, which a mask among the arrays must make harmless. Each chunk's
-    logits are made again in the backward pass instead of being kept.
+    Returns the sums, and what was kept, joined to [B, T, ...] again. The last chunk is filled up by zeros,
+    which a mask among the arrays must make harmless. Each chunk's logits are made again in the backward pass
+    instead of being kept.
     """
     length = arrays[0].shape[1]
     count = -(-length // chunk)
@@ -29,35 +30,47 @@ def over_chunks(per_chunk, chunk: int, *arrays: Array):
         return jnp.moveaxis(x.reshape(x.shape[0], count, chunk, *x.shape[2:]), 1, 0)
 
     def body(total, parts):
-        return jax.tree.map(jnp.add, total, per_chunk(*parts)), None
+        sums, kept = per_chunk(*parts)
+        return jax.tree.map(jnp.add, total, sums), kept
+
+    def join(x):
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], count * chunk, *x.shape[3:])[:, :length]
 
     parts = tuple(cut(x) for x in arrays)
-    shapes = jax.eval_shape(per_chunk, *(jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in parts))
+    shapes = jax.eval_shape(per_chunk, *(jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in parts))[0]
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.scan(jax.checkpoint(body, prevent_cse=False), zero, parts)[0]
+    sums, kept = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), zero, parts)
+    return sums, jax.tree.map(join, kept)
 
 
 def kl_sum(student: Head, teacher: Head, s, t, mask, temperature: float, chunk: int) -> Float[Array, ""]:
     """Sum over unmasked tokens of KL(teacher || student) at `temperature`, times temperature^2, in float32.
 
-    `s` and `t` are the normalised hidden states [B, T, D] that the heads turn into logits.
+    `s` and `t` are the normalised hidden states [B, T, D] that the heads turn into logits. The gradient with
+    respect to `s` is made in the same pass, so no logits are made twice; nothing else gets one.
     """
 
     def per_chunk(s, t, mask):
         want = jax.nn.log_softmax(teacher(t) / temperature)
-        got = jax.nn.log_softmax(student(s) / temperature)
-        return jnp.sum(jnp.sum(jnp.exp(want) * (want - got), axis=-1) * mask)
+        got, pull = jax.vjp(lambda s: student(s) / temperature, s)
+        got = jax.nn.log_softmax(got)
+        value = jnp.sum(jnp.sum(jnp.exp(want) * (want - got), axis=-1) * mask)
+        return value, pull((jnp.exp(got) - jnp.exp(want)) * mask[..., None])[0]
 
-    return over_chunks(per_chunk, chunk, s, jax.lax.stop_gradient(t), mask) * temperature**2
+    total, slope = over_chunks(per_chunk, chunk, *jax.lax.stop_gradient((s, t, mask)))
+    total, slope = jax.lax.stop_gradient((total, slope))
+    moved = jnp.sum(slope * s.astype(jnp.float32))  # its gradient is `slope`
+    return (total + moved - jax.lax.stop_gradient(moved)) * temperature**2
 
 
 def cross_entropy_sum(head: Head, h, targets, mask, chunk: int) -> Float[Array, ""]:
     """Sum over unmasked tokens of the cross-entropy of `targets`, in float32."""
 
     def per_chunk(h, targets, mask):
-        return jnp.sum(cross_entropy(head(h), targets) * mask)
+        return jnp.sum(cross_entropy(head(h), targets) * mask), ()
 
-    return over_chunks(per_chunk, chunk, h, targets, mask)
+    return over_chunks(per_chunk, chunk, h, targets, mask)[0]
 
 
 def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from swiftkv_jax import params as weights
 from swiftkv_jax import sharding
+from swiftkv_jax.analysis import flops
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
@@ -253,14 +254,21 @@ def evaluate_batch(recipe: Recipe, frozen: PyTree, trained: PyTree, batch: Batch
             "kl": jnp.sum(jnp.exp(log_ref) * (log_ref - log_got), axis=-1),
             "agree": (jnp.argmax(got, -1) == jnp.argmax(ref, -1)).astype(jnp.float32),
         }
-        return {name: jnp.sum(x * mask, axis=1) for name, x in sums.items()} | {
-            "tokens": jnp.sum(mask, axis=1)
-        }
+        sums = {name: jnp.sum(x * mask, axis=1) for name, x in sums.items()}
+        return sums | {"tokens": jnp.sum(mask, axis=1)}, ()
 
-    return losses.over_chunks(per_chunk, chunk_of(recipe, batch), h, want, batch.targets, batch.mask)
+    return losses.over_chunks(per_chunk, chunk_of(recipe, batch), h, want, batch.targets, batch.mask)[0]
 
 
 def make_recipe(experiment: Experiment, student: Transformer, steps: int) -> Recipe:
     return Recipe(
         student, experiment.loss, experiment.optimizer, steps, experiment.trainable, experiment.remat
     )
+
+
+def flops_per_token(recipe: Recipe, seq_len: int) -> float:
+    """FLOPs that one step of rows of `seq_len` tokens must do per token: see analysis/flops.py."""
+    config, plan = recipe.student.config, recipe.student.plan
+    if not recipe.has_teacher:
+        return flops.full_training_flops_per_token(config, seq_len)
+    return flops.training_flops_per_token(config, plan, seq_len, True, recipe.trainable)

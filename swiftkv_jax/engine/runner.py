@@ -46,11 +46,14 @@ class Lanes:
         return Tally.of(self.history, length - self.produced, length, vocab if self.history.shape[1] else 0)
 
 
-def new_cache(model: Transformer, mesh: Mesh | None, lanes: int, capacity: int) -> Cache:
-    """An empty dense cache of `lanes` sequences of `capacity` tokens, laid out on `mesh`."""
+def new_cache(model: Transformer, params: PyTree, mesh: Mesh | None, lanes: int, capacity: int) -> Cache:
+    """An empty dense cache of `lanes` sequences of `capacity` tokens, on `mesh` or where `params` lie.
+
+    Committed there from the start, as every launch's result is: else the second launch would compile again.
+    """
     make = partial(Cache.dense, model.config, model.plan, lanes, capacity, jnp.dtype(model.dtype))
     if mesh is None:
-        return make()
+        return jax.device_put(make(), jax.tree.leaves(params)[0].sharding)
     return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), mesh))()
 
 
@@ -180,7 +183,7 @@ class Runner:
             penalised=any(p.penalised for p in wanted),
             logprobs=any(p.logprobs is not None for p in wanted),
         )
-        self.cache = new_cache(model, mesh, lanes, self.capacity)
+        self.cache = new_cache(model, self.params, mesh, lanes, self.capacity)
         stops = power_of_two(max(4, *(len(request.stop_ids) for request in requests)))
         self._policy = _idle_policy(lanes, stops)
 

@@ -77,6 +77,8 @@ def test_neighbours_never_matter():
     assert tokens(together) == tokens(backwards)[::-1]
     for i in (2, 3):
         assert tokens(llm.generate([prompts[i]], KINDS[i], use_tqdm=False)) == tokens(together[i : i + 1])
+    long = make(steps_per_launch=16).generate(prompts, list(KINDS), use_tqdm=False)
+    assert tokens(long) == tokens(together)  # what a lane has met is carried from launch to launch
     assert len({tuple(t) for t in tokens(llm.generate([prompts[0]] * 5, list(KINDS), use_tqdm=False))}) == 5
 
 

@@ -1,0 +1,54 @@
+"""`train.py --compile-only`: the real step, compiled for chips that are not here. Needs the `aot` extra."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.aot
+
+
+def compile_only(*arguments):
+    """(exit code, stdout, stderr) of a process of its own: libtpu and the CUDA plugin are loaded once."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    command = [sys.executable, "train.py", "--compile-only", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    return done.returncode, done.stdout, done.stderr
+
+
+def gib(out: str) -> tuple[float, float]:
+    used, capacity = re.search(r"needed / memory\s+([\d.]+) GiB of ([\d.]+) GiB", out).groups()
+    return float(used), float(capacity)
+
+
+@pytest.mark.parametrize(
+    ("where", "devices", "capacity"), [("v5p:2x2x4", 16, 95.0), ("h100:1x1x8", 8, 79.11)]
+)
+def test_the_8b_step_fits(where, devices, capacity):
+    code, out, err = compile_only("--config", "configs/llama8b.py", "--topology", where)
+    assert code == 0, err
+    assert f"{devices} devices" in out
+    assert "402.7 M" in out  # SwiftKV paper, appendix A.1: about 5 % of the parameters train
+    used, has = gib(out)
+    assert has == capacity
+    # fp32 masters and two moments of 402.7 M parameters, and 8 B parameters in bf16, over all devices.
+    assert used * devices > (402.7e6 * 12 + 8.03e9 * 2) / 2**30
+    # Weights are gathered, gradients scattered; the TPU compiler overlaps the latter as permutes in a ring.
+    assert "all-gather" in out and ("reduce-scatter" in out or "collective-permute" in out)
+
+
+def test_one_chip_is_too_small():
+    code, out, err = compile_only("--config", "configs/llama8b.py", "--topology", "v5e:1x1")
+    assert code == 1, err
+    assert "not fit" in out
+
+
+def test_an_unknown_chip_is_bad_usage():
+    code, _, err = compile_only("--config", "configs/llama8b.py", "--topology", "h10:1x1x8")
+    assert code == 2
+    assert "h100" in err and len(err.strip().splitlines()) == 1
