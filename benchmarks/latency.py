@@ -71,6 +71,11 @@ def decode(model: Transformer, params, cache: Cache, start, count: int):
     return jax.lax.fori_loop(0, count, turn, (jnp.zeros(sequences, jnp.int32), cache))
 
 
+def _dense(c: Contender, sequences: int, capacity: int) -> Cache:
+    make = partial(Cache.dense, c.model.config, c.model.plan, sequences, capacity, jnp.dtype(c.model.dtype))
+    return new_cache(c.model, c.params, None, make)
+
+
 def interleaved(runs: dict, rounds: int) -> dict[str, list[float]]:
     """Seconds of each callable, in `rounds` rounds of all of them in turn (order reversed every other
     round)."""
@@ -93,7 +98,7 @@ def time_to_first_token(contenders: list[Contender], length: int, rounds: int) -
     )
 
     def runner(c: Contender):
-        held = [new_cache(c.model, c.params, None, 1, length + 64)]
+        held = [_dense(c, 1, length + 64)]
 
         def run():
             token, held[0] = first_token(c.model, c.full_depth, c.params, tokens, held[0])
@@ -110,7 +115,7 @@ def time_per_output_token(
     """Seconds per decode step of `batch` sequences at about `context` tokens each."""
 
     def runner(c: Contender):
-        held = [new_cache(c.model, c.params, None, batch, context)]
+        held = [_dense(c, batch, context)]
 
         def run():
             token, held[0] = decode(c.model, c.params, held[0], context - count, count)

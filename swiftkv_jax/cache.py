@@ -1,7 +1,7 @@
 """The cache as a value: rows in pages, written and read by token position.
 
-A dense cache is a page table with one page per sequence. There is no length: a query at position p
-reads the keys at positions [0, p], all of which were written before it or with it.
+A dense cache is a page table whose pages lie in order. There is no length: a query at position p reads the
+keys at positions [0, p], all of which were written before it or with it.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from swiftkv_jax.pytree import pytree, static
 from swiftkv_jax.shapes import Array, Float, Int, KeyValues, Queries
 
 _TURN_KEYS = 4096  # of all blocks together, that one turn of the blockwise softmax reads: they stay in caches
+LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}  # of the rounding forms: what a row's largest value becomes
 _DENSE_PAGE = 64  # largest page of a dense cache, in tokens
 _TURN_SCORES = 65536  # of all blocks together, per head
 
@@ -79,59 +80,125 @@ def _block_size(tokens: int, sequences: int) -> int:
     return min(128, 1 << (mean - 1).bit_length())
 
 
+def encode(x: Float[Array, "*batch K H"], dtype) -> tuple[Array, Float[Array, "*batch K"] | None]:
+    """`x` as a pool of `dtype` stores it, and, for the rounding forms, its scale per token and head."""
+    largest = LARGEST.get(jnp.dtype(dtype).name)
+    if largest is None:
+        return x.astype(dtype), None
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.abs(x).max(-1), 1e-30) / largest
+    x = x / scale[..., None]
+    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype), scale
+
+
+def decode(stored: Array, scale: Float[Array, "*batch K"] | None, dtype) -> Float[Array, "*batch K H"]:
+    """The inverse of `encode`, up to its rounding."""
+    return (stored if scale is None else stored.astype(jnp.float32) * scale[..., None]).astype(dtype)
+
+
 @pytree
 class Cache:
     """Rows of keys and values, flat: `[rows, pages, page, kv_heads * head_dim]`, K and V apart.
 
-    Flat because other layouts make XLA copy the pool. `table[s]` names the pages of sequence s in order;
-    an entry of `pages` (one past the last) is nowhere: writes to it are dropped.
+    Flat because other layouts make XLA copy the pool. `table[s]` names the pages of sequence s in order.
+    Page 0 is scratch: padding and dead lanes write there, and a table is filled up with it.
+
+    Attributes:
+      k_scale, v_scale: [rows, pages, page, kv_heads] float32 beside a pool of fp8 or int8, else None.
+      capacity: tokens that one sequence may hold.
     """
 
-    k: Float[Array, "R P Z E"]
-    v: Float[Array, "R P Z E"]
+    k: Array
+    v: Array
+    k_scale: Array | None
+    v_scale: Array | None
     table: Int[Array, "Q slots"]
     kv_heads: int = static()
+    capacity: int = static()
 
     @classmethod
     def create(
-        cls, config: ModelConfig, plan: KVPlan, table: Int[Array, "Q slots"], pages: int, page: int, dtype
-    ):
-        """An empty pool of `pages` pages of `page` tokens under the page table `table`."""
-        shape = (plan.num_rows, pages, page, config.kv_width)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), table, config.num_kv_heads)
+        cls,
+        config: ModelConfig,
+        plan: KVPlan,
+        table: Int[Array, "Q slots"],
+        pages: int,
+        page: int,
+        dtype,
+        capacity: int | None = None,
+    ) -> "Cache":
+        """An empty pool of `pages` pages (scratch included) of `page` tokens under the page table `table`.
+
+        `dtype` is a float type, or float8_e4m3fn or int8 with a scale per token and head.
+        """
+        shape = (plan.num_rows, pages, page, config.num_kv_heads)
+
+        def scales():
+            return jnp.zeros(shape, jnp.float32) if jnp.dtype(dtype).name in LARGEST else None
+
+        k, v = (jnp.zeros((*shape[:3], config.kv_width), dtype) for _ in range(2))
+        capacity = table.shape[1] * page if capacity is None else capacity
+        return cls(k, v, scales(), scales(), table, config.num_kv_heads, capacity)
 
     @classmethod
     def dense(cls, config: ModelConfig, plan: KVPlan, sequences: int, capacity: int, dtype) -> "Cache":
         """`capacity` tokens per sequence, whose pages lie one after the other."""
-        page = next(size for size in range(min(_DENSE_PAGE, capacity), 0, -1) if capacity % size == 0)
-        slots = capacity // page
-        table = jnp.arange(sequences * slots, dtype=jnp.int32).reshape(sequences, slots)
-        return cls.create(config, plan, table, sequences * slots, page, dtype)
+        page = min(_DENSE_PAGE, capacity)
+        slots = -(-capacity // page)
+        table = 1 + jnp.arange(sequences * slots, dtype=jnp.int32).reshape(sequences, slots)
+        return cls.create(config, plan, table, 1 + sequences * slots, page, dtype, capacity)
 
     @property
-    def capacity(self) -> int:
-        """Tokens that one sequence can hold."""
-        return self.table.shape[1] * self.k.shape[2]
+    def page(self) -> int:
+        """Tokens in a page."""
+        return self.k.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool, of arrays or of their shapes."""
+        pools = (self.k, self.v, self.k_scale, self.v_scale)
+        return sum(x.size * x.dtype.itemsize for x in pools if x is not None)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all rows, read from the arrays."""
-        tokens = self.k.shape[1] * self.k.shape[2]
-        return (self.k.nbytes + self.v.nbytes) // tokens
+        return self.nbytes // (self.k.shape[1] * self.page)
 
     def write(self, rows, k: KeyValues, v: KeyValues, batch: Batch) -> "Cache":
         """Store a flat batch's keys and values in one row ([T, K, H]) or in several ([rows, T, K, H])."""
-        page, slot = batch.position // self.k.shape[2], batch.position % self.k.shape[2]
+        page, slot = batch.position // self.page, batch.position % self.page
         page = self.table[batch.sequence, jnp.clip(page, 0, self.table.shape[1] - 1)]
-        page = jnp.where(batch.valid, page, self.k.shape[1])  # one past the last: dropped
+        page = jnp.where(batch.valid, page, 0)
 
         def put(pool, new):
-            new = new.reshape(*new.shape[:-2], -1).astype(pool.dtype)
-            for row, one in [(rows, new)] if new.ndim == 2 else zip(rows, new, strict=True):
-                pool = pool.at[row, page, slot].set(one, mode="drop")  # one scatter for all rows is slower
+            for row, one in [(rows, new)] if isinstance(rows, int) else zip(rows, new, strict=True):
+                one = one.reshape(one.shape[0], -1)
+                pool = pool.at[row, page, slot].set(one)  # one scatter for all rows is slower
             return pool
 
-        return Cache(put(self.k, k), put(self.v, v), self.table, self.kv_heads)
+        (k, k_scale), (v, v_scale) = encode(k, self.k.dtype), encode(v, self.v.dtype)
+        if k_scale is not None:
+            k_scale, v_scale = put(self.k_scale, k_scale), put(self.v_scale, v_scale)
+        return dataclasses.replace(self, k=put(self.k, k), v=put(self.v, v), k_scale=k_scale, v_scale=v_scale)
+
+    def clear(self, pages: Int[Array, " n"]) -> "Cache":
+        """Zeros in these pages of every row."""
+        pools = {name: getattr(self, name) for name in ("k", "v", "k_scale", "v_scale")}
+        return dataclasses.replace(
+            self, **{n: None if x is None else x.at[:, pages].set(0) for n, x in pools.items()}
+        )
+
+    def _read(self, row: int, names: Int[Array, "b n"], dtype):
+        """Keys and values of some pages of each block, [b, n * page, K, H]."""
+
+        def one(pool, scales):
+            stored = pool[row, names].reshape(
+                names.shape[0], -1, self.kv_heads, pool.shape[-1] // self.kv_heads
+            )
+            scales = scales if scales is None else scales[row, names].reshape(stored.shape[:3])
+            return decode(stored, scales, dtype)
+
+        return one(self.k, self.k_scale), one(self.v, self.v_scale)
 
     def attend(self, row: int, q: Queries, batch: Batch, window: int) -> Queries:
         """What each query of the flat batch reads from `row`: [T, N, H] -> [T, N, H]."""
@@ -149,7 +216,7 @@ class Cache:
         q [b, C, N, H], sequence [b], position [b, C] -> [b, C, N, H]. Softmax in float32, rescaled as the
         largest score grows, so that scores of [C, capacity] never exist whole.
         """
-        (blocks, queries, _, width), page, slots = q.shape, self.k.shape[2], self.table.shape[1]
+        (blocks, queries, _, width), page, slots = q.shape, self.page, self.table.shape[1]
         heads = (self.kv_heads, q.shape[2] // self.kv_heads)
         most = min(_TURN_KEYS // blocks, _TURN_SCORES // (blocks * queries))
         pages = min(slots, max(1, most // page))
@@ -162,8 +229,7 @@ class Cache:
             names = lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
             back = position[..., None] - (i * keys + jnp.arange(keys))
             seen = (back >= 0) & (back < window)
-            k = self.k[row, names].reshape(blocks, keys, heads[0], width).astype(q.dtype)
-            v = self.v[row, names].reshape(blocks, keys, heads[0], width).astype(q.dtype)
+            k, v = self._read(row, names, q.dtype)
             v = jnp.where(seen.any(1)[..., None, None], v, 0)  # 0 x NaN of a stale page is NaN
             scores = jnp.einsum("bckgh,bskh->bkgcs", q, k, preferred_element_type=jnp.float32)
             scores = jnp.where(seen[:, None, None], scores * width**-0.5, MASKED)
@@ -190,5 +256,15 @@ class Cache:
 
 def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
     """Where each array of a cache lies on `mesh`: kv heads over `tensor`, the table on every device."""
-    pool = sharding.named(mesh, ". . . E", cache.k.shape)
-    return dataclasses.replace(cache, k=pool, v=pool, table=sharding.named(mesh, ". .", cache.table.shape))
+
+    def place(x, axes):
+        return None if x is None else sharding.named(mesh, axes, x.shape)
+
+    return dataclasses.replace(
+        cache,
+        k=place(cache.k, ". . . E"),
+        v=place(cache.v, ". . . E"),
+        k_scale=place(cache.k_scale, ". . . K"),
+        v_scale=place(cache.v_scale, ". . . K"),
+        table=place(cache.table, ". ."),
+    )

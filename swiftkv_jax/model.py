@@ -92,7 +92,7 @@ def forward(
     at, segments = place(model, tokens, positions, segments)
     x = constrain(embed(model, params, tokens), STREAM)
     if not model.plan.stackable:
-        return _forward_any_rows(model, params, x, at, segments)
+        return forward_layers(model, params, x, at, segments)
     x = lower(model, params, x, at, segments, remat)
     return upper(model, params, x, fill(model, params, x, at), at, segments, remat)[0]
 
@@ -189,7 +189,7 @@ class _Rows(dict):
         return causal_attention(q, k, v, batch, window)
 
 
-def _forward_any_rows(model, params, x, at, segments):
+def forward_layers(model, params, x, at, segments):
     """`forward` for a row map that no scan can run: layer by layer, exactly as `step` does."""
     x, rows = run_lower(model, params, x, at, segments, _Rows())
     rows = rows.write(model.plan.upper_rows, *fill(model, params, x, at), segments)

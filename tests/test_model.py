@@ -49,10 +49,9 @@ def sequences(seed: int, lengths=LENGTHS) -> np.ndarray:
 
 def paged_cache(model, seed: int) -> Cache:
     """A pool full of NaN under a shuffled page table: reading what was never written shows."""
-    order = (
-        np.random.default_rng(seed).permutation(PAGES)[: len(LENGTHS) * SLOTS].reshape(len(LENGTHS), SLOTS)
-    )
-    cache = Cache.create(model.config, model.plan, jnp.asarray(order, jnp.int32), PAGES, PAGE, jnp.float32)
+    order = 1 + np.random.default_rng(seed).permutation(PAGES)[: len(LENGTHS) * SLOTS]
+    table = jnp.asarray(order.reshape(len(LENGTHS), SLOTS), jnp.int32)
+    cache = Cache.create(model.config, model.plan, table, 1 + PAGES, PAGE, jnp.float32)
     return dataclasses.replace(cache, k=jnp.full_like(cache.k, jnp.nan), v=jnp.full_like(cache.v, jnp.nan))
 
 
@@ -227,4 +226,5 @@ LLAMA_8B = ModelConfig(
 def test_cache_bytes_per_token_are_the_plans(plan, dtype, want):
     """Read from the arrays, for Llama-3.1-8B's shape."""
     cache = Cache.dense(LLAMA_8B, plan, sequences=2, capacity=3, dtype=dtype)
-    assert (cache.k.nbytes + cache.v.nbytes) / 6 == cache.bytes_per_token == want
+    tokens = 3 * 3  # two sequences of one page, and the scratch page
+    assert (cache.k.nbytes + cache.v.nbytes) / tokens == cache.bytes_per_token == want

@@ -7,6 +7,7 @@ counted. Causal attention counts the keys a query sees on average, not the maske
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from swiftkv_jax.cache import LARGEST
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.plan import KVPlan
@@ -86,9 +87,10 @@ def flops_table(
 def cache_bytes_per_token(
     config: ModelConfig, plan: KVPlan | None = None, dtype: DTypeLike = "bfloat16"
 ) -> int:
-    """Bytes that one token takes in a cache of `dtype`: keys and values of every row."""
+    """Bytes that one token takes in a cache of `dtype`: keys and values of every row, and their scales."""
     plan = _checked(config, plan)
-    return plan.num_rows * 2 * config.kv_width * jnp.dtype(dtype).itemsize
+    scales = 4 * config.num_kv_heads if jnp.dtype(dtype).name in LARGEST else 0
+    return plan.num_rows * 2 * (config.kv_width * jnp.dtype(dtype).itemsize + scales)
 
 
 def cache_reduction(plan: KVPlan) -> float:

@@ -1,9 +1,10 @@
 """`LLM`: a checkpoint and a list of prompts in, completions out, as in vLLM."""
 
 import dataclasses
+import functools
 import hashlib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -13,9 +14,11 @@ from swiftkv_jax import params as weights
 from swiftkv_jax.checkpoint.generation import GenerationDefaults, read_generation_config
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.engine.engine import Engine, Settings
-from swiftkv_jax.engine.request import Request, RequestOutput, SamplingParams, integer
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.engine import prefix
+from swiftkv_jax.engine.engine import Engine, Group, Settings, Stats, empty_pool, settle
+from swiftkv_jax.engine.request import Logprob, Request, RequestOutput, SamplingParams, integer
+from swiftkv_jax.engine.score import prompt_logprobs
+from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.tokenizer import load_tokenizer
@@ -39,25 +42,25 @@ class LLM:
         path_or_id: str | Path,
         dtype: str = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int = 16,
         tokenizer=None,
         mesh: Mesh | None = None,
         seed: int = 0,
-        max_num_batched_tokens: int = 2048,
-        steps_per_launch: int = 16,
+        **settings,
     ):
         """Load a folder or a hub id; `tokenizer` is another folder, or an object with its methods.
 
+        `settings` are the other fields of `engine.Settings`: max_num_seqs, num_pages, cache_dtype, ...
+
         Raises:
-          UsageError: the checkpoint or the tokenizer cannot be read, or a size makes no sense.
+          UsageError: the checkpoint or the tokenizer cannot be read, or a setting makes no sense.
         """
         folder = local_folder(path_or_id)
         model, params = from_pretrained(folder, dtype=None if dtype == "auto" else dtype, mesh=mesh)
         if tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer or folder)
-        sizes = {"max_num_batched_tokens": max_num_batched_tokens, "steps_per_launch": steps_per_launch}
-        generation = read_generation_config(folder)
-        self._set(model, params, tokenizer, generation, mesh, seed, max_model_len, max_num_seqs, sizes)
+        self._set(
+            model, params, tokenizer, read_generation_config(folder), mesh, seed, max_model_len, settings
+        )
 
     @classmethod
     def from_model(
@@ -68,33 +71,34 @@ class LLM:
         *,
         generation: GenerationDefaults | None = None,
         max_model_len: int | None = None,
-        max_num_seqs: int = 16,
         mesh: Mesh | None = None,
         seed: int = 0,
-        max_num_batched_tokens: int = 2048,
-        steps_per_launch: int = 16,
+        **settings,
     ) -> "LLM":
         """An LLM on a model in memory. Without a tokenizer prompts must be token ids, and texts are empty.
 
         `mesh` is found from the parameters when they lie on one.
         """
         llm = cls.__new__(cls)
-        sizes = {"max_num_batched_tokens": max_num_batched_tokens, "steps_per_launch": steps_per_launch}
         generation = generation or GenerationDefaults()
-        llm._set(model, params, tokenizer, generation, mesh, seed, max_model_len, max_num_seqs, sizes)
+        llm._set(model, params, tokenizer, generation, mesh, seed, max_model_len, settings)
         return llm
 
-    def _set(self, model, params, tokenizer, generation, mesh, seed, max_model_len, max_num_seqs, sizes):
-        limit = _context(model.config, max_model_len)
-        for name, value in sizes.items() | {("max_num_seqs", max_num_seqs)}:
-            integer(name, value, 1)
+    def _set(self, model, params, tokenizer, generation, mesh, seed, max_model_len, settings):
         self.model, self.tokenizer, self.mesh = model, tokenizer, mesh or _mesh_of(params)
         self.params = params if isinstance(params["lower"], list) else weights.unstack(params)
-        self.settings = Settings(max_model_len=limit, max_num_seqs=max_num_seqs, **sizes)
+        limit = _context(model.config, max_model_len)
+        device = min(jax.tree.leaves(params)[0].devices(), key=lambda d: d.id)
+        self.settings = settle(_settings(limit, settings), model, device)
         self.defaults = _defaults(generation)
         self.eos_ids = tuple(sorted({*generation.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}))
         self.stats: dict[str, int | float] = {}
-        self._next_seed = integer("seed", seed, 0)
+        self._next_seed, self._next_id = integer("seed", seed, 0), 0
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        """The one engine of this LLM: its cache lives on between calls."""
+        return Engine(self.model, self.params, self.mesh, self.tokenizer, self.settings)
 
     @typing.no_type_check  # user input: checked below, by name
     def generate(
@@ -137,8 +141,12 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     @typing.no_type_check
-    def request(self, prompt, params: SamplingParams | None = None, where: str = "prompt") -> Request:
+    def request(
+        self, prompt, params: SamplingParams | None = None, where: str = "prompt", salt: str = ""
+    ) -> Request:
         """Check one prompt and settle its parameters; `where` opens every error message.
+
+        Only requests of one `salt` share cached prefixes.
 
         Raises:
           UsageError: no tokens, wrong types, ids out of range, or longer than the context.
@@ -150,7 +158,13 @@ class LLM:
         vocab, limit = self.model.config.vocab_size, self.settings.max_model_len
         if not ids:
             raise UsageError(f"{where} is empty; give at least one token")
-        for name, values in (("token", ids), ("stop_token_ids:", params.stop_token_ids)):
+        named = {
+            "token": ids,
+            "stop_token_ids:": params.stop_token_ids,
+            "allowed_token_ids:": params.allowed_token_ids or (),
+            "logit_bias:": list(dict(params.logit_bias)),
+        }
+        for name, values in named.items():
             for value in values:
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise UsageError(f"{where}: token ids must be integers, not {value!r}")
@@ -173,19 +187,60 @@ class LLM:
             settled["seed"], self._next_seed = self._next_seed, self._next_seed + params.n
         params = dataclasses.replace(params, **settled)
         eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < vocab)
-        return Request(prompt=text, token_ids=tuple(ids), params=params, eos_ids=eos)
+        self._next_id += 1
+        return Request(
+            prompt=text,
+            token_ids=tuple(ids),
+            params=params,
+            eos_ids=eos,
+            bad_ids=self._bad_ids(params, where),
+            root=self._root(salt),
+            request_id=str(self._next_id),
+        )
 
     def run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
-        """(number, output) of each request as it finishes; `stats` are up to date at each."""
+        """(number, output) of each request as it finishes; `stats` are this call's, up to date at each.
+
+        Requests that are not waited for, because the caller stops or fails, are aborted.
+        """
+        numbers = {request.request_id: number for number, request in enumerate(requests)}
         if not requests:
             return
-        engine = Engine(self.model, self.params, self.mesh, self.tokenizer, requests, self.settings)
-        while engine.busy:
-            finished = engine.step()
-            self.stats = engine.stats.as_dict()
-            yield from finished
+        engine = self.engine
+        engine.stats = Stats(
+            cache_bytes=engine.stats.cache_bytes, cache_bytes_per_token=self.cache_bytes_per_token
+        )
+        try:
+            for request in requests:
+                engine.add(request)
+            while engine.busy:
+                groups = engine.step()
+                self.stats = engine.stats.as_dict()
+                for group in groups:
+                    if group.finished:
+                        yield numbers[group.request.request_id], self._output(group)
+        finally:
+            for request in requests:
+                engine.abort(request.request_id)
+            while engine.busy:
+                engine.step()
 
-    @property
+    def _output(self, group: Group) -> RequestOutput:
+        output, wanted = group.output(), group.request.params.prompt_logprobs
+        if wanted is None:
+            return output
+        return dataclasses.replace(output, prompt_logprobs=self.score(group.request.token_ids, wanted))
+
+    def score(self, token_ids: Sequence[int], top: int = 0) -> list[dict[int, Logprob] | None]:
+        """Log probabilities of a prompt's own tokens, and of the `top` likeliest at each place.
+
+        A prompt's tokens stop at the split when it is served, so this is a computation of its own, through
+        all layers: `forward`. One entry a token; None for the first, which nothing precedes.
+        """
+        word = self.tokenizer.decode if self.tokenizer else None
+        return prompt_logprobs(self.model, self.params, token_ids, top, self.settings.max_model_len, word)
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Changes with the architecture, the plan, the dtype, or training."""
         model, leaves = self.model, jax.tree.leaves((self.params["norm"], self.params["fill"]))
@@ -193,11 +248,22 @@ class LLM:
         name = repr((model.config, model.plan, model.dtype)).encode()
         return hashlib.sha256(b"".join([name, *seen])).hexdigest()[:16]
 
+    def _root(self, salt: str) -> bytes:
+        return prefix.root(self.fingerprint, self.settings.cache_dtype, str(self.settings.page_size), salt)
+
+    def _bad_ids(self, params: SamplingParams, where: str) -> tuple[tuple[int, ...], ...]:
+        """Each bad word's tokens, at the beginning of a text and behind a space."""
+        found = {}
+        for word in params.bad_words or ():
+            for text in (word.lstrip(), " " + word.lstrip()):
+                found[tuple(self._need_tokenizer(where).encode(text, add_special_tokens=False))] = None
+        return tuple(ids for ids in found if ids)
+
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes one token takes in the cache: keys and values of every row of the plan."""
-        itemsize = jax.numpy.dtype(self.model.dtype).itemsize
-        return 2 * self.model.plan.num_rows * self.model.config.kv_width * itemsize
+        """Bytes one token takes in the cache: keys and values of every row of the plan, and their scales."""
+        pool = jax.eval_shape(functools.partial(empty_pool, self.model, self.settings))
+        return pool.bytes_per_token
 
     def _encode(self, prompt, where: str) -> tuple[str | None, list]:
         """(text, token ids) of any form of prompt."""
@@ -247,6 +313,22 @@ def _context(config: ModelConfig, wanted: int | None) -> int:
     trained, rope = config.max_position_embeddings, config.rope
     most = int(trained * rope.factor) if rope.rope_type == "dynamic" else trained
     return integer("max_model_len", wanted, 1, most) if wanted is not None else trained
+
+
+def _settings(limit: int, given: dict) -> Settings:
+    """Engine settings of keyword arguments, each checked by name."""
+    known = [field.name for field in dataclasses.fields(Settings) if field.name != "max_model_len"]
+    for name, value in given.items():
+        if name not in known:
+            raise UsageError(f"unknown setting {name!r}{suggest(name, known)}")
+        if name in ("cache_dtype", "prefix_caching", "memory_fraction"):
+            continue
+        if value is not None:
+            integer(name, value, 0 if name == "drafts" else 1)
+    settings = Settings(max_model_len=limit, **given)
+    if not 0 < settings.memory_fraction <= 1:
+        raise UsageError(f"memory_fraction must be in (0, 1], not {settings.memory_fraction}")
+    return settings
 
 
 def _mesh_of(params: PyTree) -> Mesh | None:

@@ -4,6 +4,7 @@ import argparse
 import statistics
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 from swiftkv_jax.engine.jobs import DEFAULT_MAX_TOKENS, Job, Output, make_jobs, output_row, read_lines
@@ -11,6 +12,16 @@ from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
 from swiftkv_jax.errors import UsageError, suggest
 
 _DEMO = Path("demo") / "teacher"
+_ENGINE = {  # flag: (type, help); the fields of engine.Settings, whose defaults hold
+    "max-num-seqs": (int, "sequences at once (default 16)"),
+    "max-num-batched-tokens": (int, "tokens of one step (default 2048)"),
+    "steps-per-launch": (int, "tokens decoded before the host looks (default 8)"),
+    "page-size": (int, "tokens of a cache page (default 64)"),
+    "num-pages": (int, "pages of the cache (default: what memory allows)"),
+    "memory-fraction": (float, "of the device's memory that weights and cache may take (default 0.9)"),
+    "cache-dtype": (str, "auto, float32, bfloat16, float16, float8_e4m3fn or int8"),
+    "drafts": (int, "tokens guessed from the prompt and checked in one step (default 0)"),
+}
 _SAMPLING = {  # flag: (type, help)
     "max-tokens": (
         int,
@@ -67,11 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: the checkpoint's)"
     )
     engine.add_argument(
-        "--max-num-seqs", type=int, default=16, metavar="N", help="sequences at once (default 16)"
-    )
-    engine.add_argument(
         "--max-model-len", type=int, metavar="N", help="context in tokens (default: the model's)"
     )
+    for name, (kind, text) in _ENGINE.items():
+        engine.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=text)
     return p
 
 
@@ -96,8 +106,7 @@ def _run(args: argparse.Namespace, root: Path) -> int:
     if args.resume and args.output in (None, "-"):
         raise UsageError("--resume needs --output FILE: the file to finish")
     lines = read_lines(args.input)
-    flags = {name.replace("-", "_"): None for name in _SAMPLING} | {"stop": None}
-    flags = {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
+    flags = _given(args, (*_SAMPLING, "stop"))
     SamplingParams().updated(flags)  # a bad flag is found before the model is loaded
     from swiftkv_jax.engine.llm import LLM
 
@@ -109,7 +118,7 @@ def _run(args: argparse.Namespace, root: Path) -> int:
         args.model or _demo(root),
         dtype=args.dtype,
         max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
+        **_given(args, _ENGINE),
     )
     defaults = llm.defaults.updated({"max_tokens": None} | flags)
     _describe(llm, defaults, args.model or _demo(root), say)
@@ -120,6 +129,12 @@ def _run(args: argparse.Namespace, root: Path) -> int:
     if len(output.left) < len(jobs):
         say(f"{len(jobs) - len(output.left)} of {len(jobs)} prompts are done already in {args.output}")
     return _generate(llm, output.left, output, args, say)
+
+
+def _given(args: argparse.Namespace, flags: Iterable[str]) -> dict:
+    """The flags that were given, by their fields' names."""
+    names = [flag.replace("-", "_") for flag in flags]
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
@@ -179,13 +194,27 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     where = f"{len(devices)} x {devices[0].device_kind}"
     say(f"model     {name} ({model.config.family}; {kind})")
     say(f"running   {model.dtype} on {where}, context {llm.settings.max_model_len}")
-    say(f"cache     {llm.cache_bytes_per_token} bytes per token in {plan.num_rows} rows")
+    say(f"cache     {llm.cache_bytes_per_token} bytes per token in {plan.num_rows} rows; {_room(llm)}")
     defaults = defaults.updated({"max_tokens": defaults.max_tokens or DEFAULT_MAX_TOKENS})
     plain = SamplingParams()
     shown = [
         n for n in SamplingParams.names() if getattr(defaults, n) != getattr(plain, n) or n == "temperature"
     ]
     say(f"sampling  {', '.join(f'{n}={getattr(defaults, n)!r}' for n in shown)}")
+
+
+def _room(llm) -> str:
+    """How many tokens the cache holds, at what concurrency, and what a standard model's would."""
+    s, plan = llm.settings, llm.model.plan
+    tokens = s.num_pages * s.page_size
+
+    def concurrency(factor: float) -> str:
+        return f"{tokens * factor / s.max_model_len:.1f}"
+
+    text = f"room for {tokens:,} tokens: {concurrency(1)} sequences of {s.max_model_len}"
+    if plan.num_rows == plan.num_layers:
+        return text
+    return f"{text} (with a row for every layer {concurrency(plan.num_rows / plan.num_layers)})"
 
 
 def _readable(row: dict) -> str:

@@ -36,8 +36,11 @@ class SamplingParams:
       seed: None (or -1) takes the engine's next one.
       stop: strings that end the text; they are cut off unless `include_stop_str_in_output`.
       stop_token_ids: ids that end it, beside the model's own end-of-sequence ids.
+      bad_words: texts that may not be generated; a word also counts with a space before it.
+      logit_bias: added to the logits of these ids, within [-100, 100]. allowed_token_ids: all others never.
       logprobs: None, or how many of the likeliest tokens to report at each position (at most 20), by the
         model's own distribution: before penalties, temperature and filters.
+      prompt_logprobs: the same of the prompt, by a pass of its own through all layers.
     """
 
     n: int = 1
@@ -54,8 +57,12 @@ class SamplingParams:
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
+    bad_words: Sequence[str] | None = ()
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self):
@@ -69,8 +76,14 @@ class SamplingParams:
             self._set("temperature", 0.0)
         elif self.temperature < MIN_TEMPERATURE:
             self._set("temperature", MIN_TEMPERATURE)
-        self._set("stop", _strings(self.stop))
+        self._set("stop", _strings("stop", self.stop))
+        self._set("bad_words", _strings("bad_words", self.bad_words))
         self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise UsageError("allowed_token_ids is empty: no token could be generated; give None for all")
+        self._set("logit_bias", _bias(self.logit_bias))
 
     def _check_counts(self):
         self._set("top_k", 0 if self.top_k == -1 else self.top_k)
@@ -84,8 +97,9 @@ class SamplingParams:
                 raise UsageError(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}")
         if self.seed is not None:
             integer("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name), 0, MAX_LOGPROBS)
 
     def _set(self, name: str, value):
         object.__setattr__(self, name, value)
@@ -114,6 +128,11 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether the choice depends on tokens that came before."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def biased(self) -> bool:
+        """Whether some tokens are favoured, or ruled out, by their ids."""
+        return bool(self.logit_bias or self.bad_words) or self.allowed_token_ids is not None
 
     @property
     def filtered(self) -> bool:
@@ -145,11 +164,26 @@ def _number(name: str, value) -> float:
     return float(value)
 
 
-def _strings(value) -> tuple[str, ...]:
+def _strings(name: str, value) -> tuple[str, ...]:
     value = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
-        raise UsageError(f"stop must be a string or a list of strings, none of them empty, not {value!r}")
+        raise UsageError(f"{name} must be a string or a list of strings, none of them empty, not {value!r}")
     return tuple(value)
+
+
+def _bias(value) -> tuple[tuple[int, float], ...]:
+    """(id, bias) pairs in order; JSON's ids are strings."""
+    value = {} if value is None else dict(value) if isinstance(value, tuple) else value
+    if not isinstance(value, Mapping):
+        raise UsageError(f"logit_bias must map token ids to numbers, not {value!r}")
+    out = {}
+    for token, bias in value.items():
+        token = int(token) if isinstance(token, str) and token.isdecimal() else token
+        integer("logit_bias: a token id", token, 0, 2**31 - 1)
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            raise UsageError(f"logit_bias of token {token} must be in [-100, 100], not {bias!r}")
+        out[token] = float(bias)
+    return tuple(sorted(out.items()))
 
 
 def _ids(name: str, value) -> tuple[int, ...]:
@@ -166,12 +200,19 @@ class Request:
     Attributes:
       prompt: its text, None when it came as ids. token_ids: the prompt, never empty.
       params: with `max_tokens` and `seed` settled. eos_ids: the model's ends, empty under `ignore_eos`.
+      bad_ids: the tokens of each bad word. priority: lower goes first. key: who asks; keys take turns.
+      root: where its page names begin (prefix.py).
     """
 
     prompt: str | None
     token_ids: tuple[int, ...]
     params: SamplingParams
     eos_ids: tuple[int, ...] = ()
+    bad_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    key: str = ""
+    root: bytes = b""
+    request_id: str = ""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -196,15 +237,22 @@ class Logprob:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionOutput:
-    """One completion; `stop_reason` is the stop string or id that ended it, None for the model's own end."""
+    """One completion, or, while it streams, what is new of it.
+
+    Attributes:
+      finish_reason: "stop", "length", "abort" or "error"; None while it runs.
+      stop_reason: the stop string or id that ended it, None for the model's own end.
+      error: what failed, when `finish_reason` is "error".
+    """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: int | str | None
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,11 +281,15 @@ class RequestMetrics:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """A finished request: its prompt and `n` completions. `metrics` are the first completion's."""
+    """A finished request: its prompt and `n` completions. `metrics` are the first completion's.
+
+    `prompt_logprobs`: None unless asked for; then one entry a prompt token, None for the first.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True

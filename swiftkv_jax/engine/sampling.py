@@ -1,5 +1,6 @@
 """Logits to tokens on the device, each lane by its own rules and its own random stream."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import UInt
 
 from swiftkv_jax.engine.request import MAX_LOGPROBS
+from swiftkv_jax.engine.sequence import BAD
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Array, Bool, Float, Int
 
@@ -19,14 +21,20 @@ class Mode(NamedTuple):
     sampled: bool = False
     filtered: bool = False
     penalised: bool = False
+    biased: bool = False
     logprobs: bool = False
+
+    def covers(self, other: "Mode") -> bool:
+        """Whether lanes that need `other` can run in this mode."""
+        return all(mine or not theirs for mine, theirs in zip(self, other, strict=True))
 
 
 @pytree
 class Policy:
     """Each lane's sampling parameters; stop ids are padded with NO_ID, seeds are high and low words.
 
-    numpy arrays where the host fills them in, jax arrays in a launch.
+    numpy arrays where the host fills them in, jax arrays in a launch. `bias` is of zero width when no lane is
+    biased.
     """
 
     temperature: Float[Any, " Q"]
@@ -40,6 +48,7 @@ class Policy:
     stop_ids: Int[Any, "Q I"]
     min_tokens: Int[Any, " Q"]
     max_tokens: Int[Any, " Q"]
+    bias: Float[Any, "Q V"]
 
 
 @pytree
@@ -91,10 +100,13 @@ def sample(
 ) -> Sampled:
     """The next token of each lane, after `produced` tokens of output, to stand at `position`.
 
-    The order is vLLM's: minimum length, penalties, temperature, min-p, top-k, top-p, then a draw
-    by the Gumbel trick, whose noise depends on the lane's seed and the position alone.
+    The order is vLLM's: ids ruled out or favoured, minimum length, penalties, temperature, min-p, top-k,
+    top-p, then a draw by the Gumbel trick, whose noise depends on the lane's seed and the position alone.
+    Where a logit is not finite the token is BAD.
     """
-    raw = logits
+    raw, sane = logits, jnp.isfinite(logits).all(-1)
+    if mode.biased:
+        logits = logits + policy.bias
     logits = forbid_ends(logits, policy, produced)
     if mode.penalised:
         logits = penalise(logits, policy, tally)
@@ -105,7 +117,8 @@ def sample(
             scaled = jnp.where(kept(scaled, policy), scaled, -jnp.inf)
         drawn = jnp.argmax(scaled + gumbel(policy.seed, position, logits.shape[1]), axis=-1)
         token = jnp.where(policy.temperature > 0, drawn, token)
-    return _with_logprobs(raw, token.astype(jnp.int32), mode)
+    sampled = _with_logprobs(raw, token.astype(jnp.int32), mode)
+    return dataclasses.replace(sampled, token=jnp.where(sane, sampled.token, BAD))
 
 
 def _with_logprobs(raw, token, mode: Mode) -> Sampled:

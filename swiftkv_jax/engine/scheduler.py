@@ -1,8 +1,15 @@
-"""Which tokens run next. Plain Python: no jax, no arrays, no clock."""
+"""Which tokens run next. Plain Python: no jax, no arrays, no clock.
+
+A sequence has tokens known and tokens cached; there is no prompt phase and no decode phase. A step takes up
+to a budget of tokens from whoever is next: one from each sequence that decodes, then prompts in chunks.
+"""
 
 import dataclasses
 from collections import deque
+from collections.abc import Iterator
 
+from swiftkv_jax.engine import prefix
+from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.sequence import Sequence
 
 _SMALLEST = 32  # tokens: below this a launch costs the same whatever its size
@@ -14,7 +21,7 @@ def power_of_two(n: int) -> int:
 
 
 def launch_size(pending: int, budget: int) -> int:
-    """Array size of the next prompt launch, a power of two (or `budget`), so that few are ever compiled.
+    """Array size of a launch that could take `pending` tokens, a power of two (or `budget`): few compile.
 
     Padding of more than a quarter is not taken: 1100 tokens run as 1024 and then 76.
     """
@@ -25,10 +32,11 @@ def launch_size(pending: int, budget: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The next `count` tokens of one sequence's prompt."""
+    """The next `count` known tokens of one sequence, and `draft` tokens guessed to follow them."""
 
     sequence: Sequence
     count: int
+    draft: tuple[int, ...] = ()
 
     @property
     def completes(self) -> bool:
@@ -36,50 +44,233 @@ class Work:
         return self.count == self.sequence.pending
 
 
-class Scheduler:
-    """Sequences wait, take a lane, read their prompt in chunks, decode, and give the lane back."""
+class Queue:
+    """Who waits: the most urgent priority first; within it the key that was served least; then by arrival.
 
-    def __init__(self, lanes: int, budget: int):
-        self.budget = budget
-        self.waiting: deque[Sequence] = deque()
+    Attributes:
+      tokens: known tokens of all that wait.
+    """
+
+    def __init__(self):
+        self._lines: dict[tuple[int, str], deque[Sequence]] = {}
+        self._served: dict[tuple[int, str], int] = {}
+        self._clock = 0
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return sum(len(line) for line in self._lines.values())
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for line in self._lines.values() for sequence in line)
+
+    def push(self, sequence: Sequence, front: bool = False) -> None:
+        line = (sequence.request.priority, sequence.request.key)
+        if line not in self._lines:  # a key that comes back starts level with whoever was served last
+            self._lines[line], self._served[line] = deque(), self._clock
+        (self._lines[line].appendleft if front else self._lines[line].append)(sequence)
+        self.tokens += sequence.length
+
+    def head(self) -> Sequence | None:
+        """Who is next."""
+        if not self._lines:
+            return None
+        best = min(self._lines, key=lambda line: (line[0], self._served[line], self._lines[line][0].number))
+        return self._lines[best][0]
+
+    def pop(self) -> Sequence:
+        """Take the head, and charge its key for its tokens."""
+        sequence = self.head()
+        assert sequence is not None
+        line = (sequence.request.priority, sequence.request.key)
+        self._served[line] += sequence.length
+        self._clock = self._served[line]
+        self.remove(sequence)
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        line = (sequence.request.priority, sequence.request.key)
+        self._lines[line].remove(sequence)
+        self.tokens -= sequence.length
+        if not self._lines[line]:
+            del self._lines[line], self._served[line]
+
+
+class Scheduler:
+    """Sequences wait, take a lane and pages, run, and give both back.
+
+    Pages for everything a sequence knows are taken when it is admitted; decoding takes more as it goes, and
+    when none are left the last to come gives its own back and later reads its tokens again (preemption by
+    recompute). Full pages are named as soon as they are computed, so that others can begin with them.
+    """
+
+    def __init__(self, pages: Pages, page: int, lanes: int, budget: int, share_prefixes: bool = True):
+        """`page` is in tokens; `lanes` sequences run at once; `budget` tokens run in one step."""
+        self.pages, self.page, self.budget, self.share_prefixes = pages, page, budget, share_prefixes
+        self.waiting = Queue()
         self.running: dict[int, Sequence] = {}
+        self.preemptions, self.prefix_queries, self.prefix_hits = 0, 0, 0  # the latter two in tokens
         self._free = list(range(lanes))[::-1]
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(len(self.waiting) or self.running)
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.push(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is; its lane and pages are free at once."""
+        if sequence.lane is not None:
+            self._leave(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def in_order(self) -> list[Sequence]:
+        """What runs, first come first."""
+        return sorted(self.running.values(), key=_urgency)
+
+    @property
+    def reading(self) -> bool:
+        """Whether any running sequence has more to read than the token it decodes from."""
+        return any(s.pending > 1 or not s.output for s in self.running.values())
 
     def admit(self) -> list[Sequence]:
-        """Give free lanes to those that waited longest; the sequences that got one."""
+        """Give lanes and pages to those who are next, while there are any; who got them."""
         admitted = []
-        while self.waiting and self._free:
-            sequence = self.waiting.popleft()
+        while self._free and (sequence := self.waiting.head()) is not None:
+            if not self._can_start(sequence) or not self._take_pages(sequence):
+                break
+            self.waiting.pop()
             sequence.lane = self._free.pop()
             self.running[sequence.lane] = sequence
             admitted.append(sequence)
         return admitted
 
-    def plan(self) -> tuple[list[Work], int]:
-        """Prompt chunks in lane order, and the array size to run them in; no work means decode."""
-        reading = [s for _, s in sorted(self.running.items()) if s.pending > 1 or not s.output]
-        if not reading:
-            return [], 0
-        size = launch_size(sum(s.pending for s in reading), self.budget)
-        work, left = [], size
+    def plan(self, draft=None) -> tuple[list[Work], int]:
+        """One step: (work in the order it was asked for, array size). Sequences may be preempted for it.
+
+        `draft(sequence, most)` guesses tokens to follow a sequence that decodes; each takes budget.
+        """
+        work: list[Work] = []
+        left = self.budget
+        for sequence in self.in_order():
+            decodes = sequence.pending == 1 and bool(sequence.output)
+            if decodes and sequence.lane is not None and left and self.grow(sequence, sequence.length):
+                guess = tuple(draft(sequence, left - 1)) if draft else ()
+                if guess and not self.grow(sequence, sequence.length + len(guess), preempt=False):
+                    guess = ()
+                work.append(Work(sequence, 1, guess))
+                left -= 1 + len(guess)
+        work = [item for item in work if item.sequence.lane is not None]
+        reading = [s for s in self.in_order() if s.pending > 1 or not s.output]
+        size = launch_size(self.budget - left + sum(s.pending for s in reading), self.budget)
+        left -= self.budget - size
         for sequence in reading:
-            count = min(sequence.pending, left)
-            if count:
+            count = self._chunk(sequence, left)
+            if count > 0:
                 work.append(Work(sequence, count))
-            left -= count
+                left -= count
         return work, size
 
-    def release(self, sequence: Sequence) -> None:
-        """Take a finished sequence's lane back."""
-        assert sequence.lane is not None  # only what runs is released
+    def grow(self, sequence: Sequence, tokens: int, preempt: bool = True) -> bool:
+        """Pages for `tokens` tokens of a running sequence; whether it has them (it may lose its own lane)."""
+        need = -(-tokens // self.page) - len(sequence.pages)
+        while need > 0:
+            got = self.pages.allocate(need)
+            if got is not None:
+                sequence.pages += got
+                break
+            if not preempt:
+                return False
+            victim = self.in_order()[-1]
+            self._leave(victim)
+            self.waiting.push(victim, front=True)
+            self.preemptions += 1
+            if victim is sequence:
+                return False
+        return True
+
+    def cached(self, sequence: Sequence, count: int) -> None:
+        """`count` more tokens of a sequence are in the cache; the pages that are full now get their names."""
+        sequence.cached += count
+        if not self.share_prefixes:
+            return
+        tokens = None
+        while (len(sequence.names) + 1) * self.page <= sequence.cached:
+            tokens = sequence.tokens if tokens is None else tokens
+            at = len(sequence.names) * self.page
+            self._name(sequence, tuple(tokens[at : at + self.page]))
+
+    def spoil(self, sequence: Sequence) -> list[int]:
+        """The pages of a sequence that only it holds: nobody may find them again."""
+        own = [page for page in sequence.pages if self.pages.references(page) == 1]
+        for page in own:
+            self.pages.forget(page)
+        return own
+
+    def _name(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
+        name = prefix.extend(sequence.names[-1] if sequence.names else sequence.request.root, tokens)
+        self.pages.name(sequence.pages[len(sequence.names)], name, tokens)
+        sequence.names.append(name)
+
+    def _can_start(self, sequence: Sequence) -> bool:
+        """A sibling that still reads their common prompt is waited for: then its pages are there to share."""
+        running = self.running.values()
+        return not self.share_prefixes or not any(
+            other.request is sequence.request and not other.output for other in running
+        )
+
+    def _take_pages(self, sequence: Sequence) -> bool:
+        tokens = sequence.tokens
+        shared, names = self._find(sequence, tokens)
+        for page in shared:
+            self.pages.share(page)
+        fresh = self.pages.allocate(-(-len(tokens) // self.page) - len(shared))
+        spare = self.pages.available >= len(self.running)  # for those that decode
+        if fresh is None or not (spare or not self.running):
+            self.pages.release(fresh or [])
+            self.pages.release(shared)
+            return False
+        sequence.pages, sequence.names = shared + fresh, names
+        sequence.cached = len(shared) * self.page
+        if not sequence.output:
+            self.prefix_queries += len(tokens)
+            self.prefix_hits += sequence.cached
+        return True
+
+    def _find(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], list[bytes]]:
+        """Named pages that hold the beginning of `tokens`; at least one token is left to run."""
+        pages: list[int] = []
+        names: list[bytes] = []
+        if not self.share_prefixes:
+            return pages, names
+        name = sequence.request.root
+        for at in range(0, (len(tokens) - 1) // self.page * self.page, self.page):
+            part = tuple(tokens[at : at + self.page])
+            name = prefix.extend(name, part)
+            page = self.pages.find(name, part)
+            if page is None:
+                break
+            pages.append(page)
+            names.append(name)
+        return pages, names
+
+    def _chunk(self, sequence: Sequence, left: int) -> int:
+        """Tokens to read now: all, or up to a page's end."""
+        count = min(sequence.pending, left)
+        if count < sequence.pending:
+            stop = (sequence.cached + count) // self.page * self.page
+            count = stop - sequence.cached if stop > sequence.cached else count
+        return count
+
+    def _leave(self, sequence: Sequence) -> None:
+        assert sequence.lane is not None
         del self.running[sequence.lane]
         self._free.append(sequence.lane)
         self._free.sort(reverse=True)
-        sequence.lane = None
+        self.pages.release(sequence.pages)
+        sequence.lane, sequence.pages, sequence.names, sequence.cached = None, [], [], 0
+
+
+def _urgency(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request.priority, sequence.number

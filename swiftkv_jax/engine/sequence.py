@@ -6,6 +6,8 @@ import typing
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, RequestMetrics
 from swiftkv_jax.engine.text import Detokenizer, find_stop
 
+BAD = -2  # in place of a token: the model's logits were not finite
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -21,18 +23,23 @@ class Sequence:
     """A request's completion number `child`.
 
     Attributes:
+      number: later ones are preempted first.
       output: tokens generated so far. cached: tokens of prompt + output whose rows are in the cache.
-      lane: its place in the batch, None when it has none.
-      finish_reason: None while it runs, then "stop" or "length".
+      lane: its place in the batch, None when it has none. pages: of the cache, in order.
+      names: of those pages that are full and can be shared.
+      finish_reason: None while it runs, then "stop", "length", "abort" or "error"; `error` says what failed.
       arrival, scheduled, first_token, finished: moments, in seconds.
     """
 
-    def __init__(self, request: Request, child: int, tokenizer, arrival: float):
-        self.request, self.child, self.tokenizer = request, child, tokenizer
+    def __init__(self, request: Request, child: int, tokenizer, arrival: float, number: int = 0):
+        self.request, self.child, self.tokenizer, self.number = request, child, tokenizer, number
         self.output: list[int] = []
         self.cached = 0
         self.lane: int | None = None
+        self.pages: list[int] = []
+        self.names: list[bytes] = []
         self.finish_reason: str | None = None
+        self.error: str | None = None
         self.stop_reason: int | str | None = None
         self.arrival, self.scheduled, self.first_token, self.finished = arrival, 0.0, 0.0, 0.0
         self._choices: list[Choice] = []
@@ -40,11 +47,31 @@ class Sequence:
         self._words = None if tokenizer is None else Detokenizer(tokenizer, request.token_ids, skip)
         self._text_end: int | None = None
         self._stop_ids = frozenset(request.stop_ids)
+        self._held_back = (
+            0 if request.params.include_stop_str_in_output else max(map(len, self._stops), default=1) - 1
+        )
+        self._told = (0, 0)  # characters and tokens that `delta` has given
+
+    @property
+    def _stops(self) -> tuple[str, ...]:
+        return typing.cast(tuple[str, ...], self.request.params.stop)  # SamplingParams makes it one
 
     @property
     def tokens(self) -> list[int]:
         """Prompt and output."""
         return [*self.request.token_ids, *self.output]
+
+    def slice(self, start: int, stop: int) -> list[int]:
+        """`tokens[start:stop]`, without joining the rest."""
+        prompt = len(self.request.token_ids)
+        return [
+            *self.request.token_ids[start:stop],
+            *self.output[max(0, start - prompt) : max(0, stop - prompt)],
+        ]
+
+    @property
+    def last(self) -> int:
+        return self.output[-1] if self.output else self.request.token_ids[-1]
 
     @property
     def length(self) -> int:
@@ -62,6 +89,8 @@ class Sequence:
 
     def append(self, choice: Choice, now: float) -> None:
         """Take one sampled token; it may end the sequence."""
+        if choice.token == BAD:
+            return self.end("error", now, "the model's logits are not finite (NaN or infinity)")
         if not self.output:
             self.first_token = now
         self.output.append(choice.token)
@@ -79,13 +108,50 @@ class Sequence:
         if self._words and (not self.finish_reason or params.include_stop_str_in_output):
             seen = len(self._words.text)
             self._words.push(token)
-            stops = typing.cast(tuple[str, ...], params.stop)  # SamplingParams makes it one
-            stop = find_stop(self._words.text, stops, seen) if may_end else None
+            stop = find_stop(self._words.text, self._stops, seen) if may_end else None
             if stop and not self.finish_reason:
                 self.finish_reason, self.stop_reason = "stop", stop[1]
                 self._text_end = stop[0] + (len(stop[1]) if params.include_stop_str_in_output else 0)
         if not self.finish_reason and self.length >= self.request.max_length:
             self.finish_reason = "length"
+
+    def end(self, reason: str, now: float, error: str | None = None) -> None:
+        """End it from outside: "abort", or "error" and what failed."""
+        if not self.finish_reason:
+            self.finish_reason, self.error, self.finished = reason, error, now
+
+    def forbidden(self) -> list[int]:
+        """Ids that would now complete a bad word."""
+        out = []
+        for word in self.request.bad_ids:
+            before = word[:-1]
+            if not before or tuple(self.output[-len(before) :]) == before:
+                out.append(word[-1])
+        return out
+
+    def delta(self) -> CompletionOutput:
+        """What is new since the last call; text that could yet turn out to be part of a stop string waits."""
+        (characters, tokens), text = self._told, self._words.text if self._words else ""
+        end = self._text_end if self.finish_reason else max(characters, len(text) - self._held_back)
+        self._told = (len(text[:end]), len(self.output))
+        return self._since(characters, tokens, end)
+
+    def completion(self) -> CompletionOutput:
+        """All of it, once `finish_reason` is set."""
+        return self._since(0, 0, self._text_end)
+
+    def _since(self, characters: int, tokens: int, end: int | None) -> CompletionOutput:
+        wanted, new = self.request.params.logprobs, self._choices[tokens:]
+        return CompletionOutput(
+            index=self.child,
+            text=self._words.text[characters:end] if self._words else "",
+            token_ids=self.output[tokens:],
+            cumulative_logprob=None if wanted is None else sum(choice.logprob for choice in self._choices),
+            logprobs=None if wanted is None else [self._logprobs(choice, wanted) for choice in new],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+        )
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -95,20 +161,6 @@ class Sequence:
             first_token_time=self.first_token,
             finished_time=self.finished,
             output_tokens=len(self.output),
-        )
-
-    def completion(self) -> CompletionOutput:
-        """What the user gets, once `finish_reason` is set."""
-        wanted = self.request.params.logprobs
-        assert self.finish_reason is not None  # the engine asks only then
-        return CompletionOutput(
-            index=self.child,
-            text=self._words.text[: self._text_end] if self._words else "",
-            token_ids=list(self.output),
-            cumulative_logprob=None if wanted is None else sum(choice.logprob for choice in self._choices),
-            logprobs=None if wanted is None else [self._logprobs(choice, wanted) for choice in self._choices],
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
         )
 
     def _word(self, token: int) -> str | None:

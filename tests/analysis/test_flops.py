@@ -102,18 +102,21 @@ def test_table_2_of_the_paper(row):
     assert flops.cache_reduction(KVPlan.standard(layers)) == 0
     config = ModelConfig(**{n: getattr(TINY, n) for n in SIZES} | {"num_layers": layers})
     bytes_of = {p: Cache.dense(config, p, 3, 7, "bfloat16") for p in (plan, KVPlan.standard(layers))}
-    used, whole = (cache.k.nbytes + cache.v.nbytes for cache in bytes_of.values())
+    used, whole = (cache.nbytes for cache in bytes_of.values())
     assert 100 * (1 - used / whole) == pytest.approx(percent)
-    assert flops.cache_bytes_per_token(config, plan) * 3 * 7 == used
+    assert flops.cache_bytes_per_token(config, plan) == bytes_of[plan].bytes_per_token
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", jnp.float16])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "int8", jnp.float16])
 @pytest.mark.parametrize(
     "plan", [KVPlan.merge_all(5), KVPlan.from_rows((0, 1, 1, 2, 0)), KVPlan.swiftkv(5, 2, 2)]
 )
 def test_cache_bytes_are_the_arrays_nbytes(plan, dtype):
     cache = Cache.dense(TINY, plan, 1, 13, dtype)
-    assert flops.cache_bytes_per_token(TINY, plan, dtype) == (cache.k.nbytes + cache.v.nbytes) / 13
+    arrays = [x for x in (cache.k, cache.v, cache.k_scale, cache.v_scale) if x is not None]
+    tokens = cache.k.shape[1] * cache.k.shape[2]
+    assert len(arrays) == (4 if jnp.dtype(dtype).name in ("float8_e4m3fn", "int8") else 2)
+    assert flops.cache_bytes_per_token(TINY, plan, dtype) == sum(x.nbytes for x in arrays) / tokens
 
 
 def matmul_flops(jaxpr) -> float:

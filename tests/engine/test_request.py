@@ -22,6 +22,7 @@ def test_defaults_are_vllms():
     }
     want |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "seed": None}
     want |= {"stop": (), "stop_token_ids": (), "ignore_eos": False, "include_stop_str_in_output": False}
+    want |= {"bad_words": (), "logit_bias": (), "allowed_token_ids": None, "prompt_logprobs": None}
     assert got == want | {"logprobs": None, "skip_special_tokens": True}
 
 
@@ -62,6 +63,16 @@ BAD = [
     ("skip_special_tokens", None),
     ("logprobs", 21),
     ("logprobs", -1),
+    ("prompt_logprobs", 21),
+    ("bad_words", [""]),
+    ("bad_words", 3),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [1.5]),
+    ("logit_bias", {"a": 1.0}),
+    ("logit_bias", {-1: 1.0}),
+    ("logit_bias", {3: 101}),
+    ("logit_bias", {3: math.nan}),
+    ("logit_bias", [3]),
 ]
 
 

@@ -20,6 +20,7 @@ def policy(lanes: int, **changes) -> Policy:
     neutral |= {"presence": 0 * one, "frequency": 0 * one, "min_tokens": whole, "max_tokens": whole + 99}
     seeds = np.stack([np.zeros(lanes), np.arange(lanes)], 1).astype(np.uint32)
     neutral |= {"seed": jnp.asarray(seeds), "stop_ids": jnp.full((lanes, 4), NO_ID)}
+    neutral |= {"bias": jnp.zeros((lanes, 0))}
     given = {
         k: jnp.broadcast_to(jnp.asarray(v, neutral[k].dtype), neutral[k].shape) for k, v in changes.items()
     }

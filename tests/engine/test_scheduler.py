@@ -1,57 +1,152 @@
-"""The scheduler under random traffic: every token runs once, in order, within the budget."""
+"""The scheduler under random traffic: every token runs once, in order, within the budget; pages balance."""
 
 import dataclasses
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from swiftkv_jax.engine import prefix
+from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.request import Request, SamplingParams
-from swiftkv_jax.engine.scheduler import Scheduler, launch_size
+from swiftkv_jax.engine.scheduler import Queue, Scheduler, launch_size
 from swiftkv_jax.engine.sequence import Choice, Sequence
 
+PAGE = 4
 
-def sequence(prompt: int, output: int) -> Sequence:
+
+def sequence(prompt, output: int, number: int = 0, **fields) -> Sequence:
     params = dataclasses.replace(SamplingParams(), max_tokens=output, seed=0)
-    return Sequence(Request(prompt=None, token_ids=(5,) * prompt, params=params), 0, None, 0.0)
+    tokens = (5,) * prompt if isinstance(prompt, int) else tuple(prompt)
+    request = Request(prompt=None, token_ids=tokens, params=params, root=prefix.root("m"), **fields)
+    return Sequence(request, 0, None, 0.0, number)
 
 
-TRAFFIC = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 6)), min_size=1, max_size=20)
+def next_token(tokens: list[int]) -> int:
+    """A model of sorts: what follows depends on everything before."""
+    return hash(tuple(tokens)) % 3
 
 
-@hypothesis.given(TRAFFIC, st.integers(1, 5), st.integers(1, 200))
-def test_everything_runs_once_in_order_and_within_bounds(traffic, lanes, budget):
-    scheduler = Scheduler(lanes, budget)
-    everyone = [sequence(*sizes) for sizes in traffic]
-    for one in everyone:
-        scheduler.add(one)
-    admitted, launches = [], 0
-    while scheduler.busy:
-        admitted += scheduler.admit()
-        assert len(scheduler.running) <= lanes
-        assert all(one.lane == lane for lane, one in scheduler.running.items())
-        assert len(scheduler.running) == lanes or not scheduler.waiting  # no lane idles while someone waits
-        work, size = scheduler.plan()
-        assert sum(item.count for item in work) <= size <= budget
-        assert [item.sequence.lane for item in work] == sorted({item.sequence.lane for item in work})
+class Traffic(RuleBasedStateMachine):
+    """Requests that often begin alike come, run, decode in loops, are cancelled; pages are scarce.
+
+    What each page holds is modelled beside the scheduler: a sequence must find its own tokens in its pages.
+    """
+
+    arrivals = Bundle("arrivals")
+
+    def __init__(self):
+        super().__init__()
+        self.pages = Pages(13)
+        self.scheduler = Scheduler(self.pages, PAGE, lanes=3, budget=10)
+        self.holds: dict[int, list] = {}
+        self.count = 0
+        self.everyone: list[Sequence] = []
+
+    @rule(
+        target=arrivals,
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        output=st.integers(1, 12),
+        priority=st.integers(0, 1),
+        key=st.sampled_from("ab"),
+    )
+    def arrive(self, prompt, output, priority, key):
+        one = sequence(prompt, output, self.count, priority=priority, key=key)
+        self.count += 1
+        self.everyone.append(one)
+        self.scheduler.add(one)
+        return one
+
+    @rule(one=arrivals)
+    def cancel(self, one):
+        if not one.finish_reason:
+            one.end("abort", 0.0)
+            self.scheduler.remove(one)
+
+    def _write(self, one: Sequence, start: int, stop: int) -> None:
+        for at, token in zip(range(start, stop), one.slice(start, stop), strict=True):
+            page = one.pages[at // PAGE]
+            assert self.pages.references(page) == 1, "a shared page is never written"
+            self.holds.setdefault(page, [None] * PAGE)[at % PAGE] = token
+
+    def _check(self, one: Sequence) -> None:
+        held = [self.holds[one.pages[at // PAGE]][at % PAGE] for at in range(one.cached)]
+        assert held == one.slice(0, one.cached)
+
+    def _sample(self, one: Sequence) -> None:
+        one.append(Choice(next_token(one.tokens)), 0.0)
+        if one.finish_reason:
+            self.scheduler.remove(one)
+
+    @rule()
+    def step(self):
+        for one in self.scheduler.admit():
+            self._check(one)  # what it shares is what it would have computed
+        work, size = self.scheduler.plan()
+        assert sum(item.count for item in work) <= size <= 10
+        assert len({id(item.sequence) for item in work}) == len(work)
+        assert bool(work) == bool(self.scheduler.running)
         for item in work:
-            assert 1 <= item.count <= item.sequence.pending
+            one = item.sequence
+            assert 1 <= item.count <= one.pending and one.lane is not None
+            self._write(one, one.cached, one.cached + item.count)
             completes = item.completes
-            item.sequence.cached += item.count
+            self.scheduler.cached(one, item.count)
+            self._check(one)
             if completes:
-                item.sequence.append(Choice(1), 0.0)
-        if not work:
-            for one in scheduler.running.values():
-                assert one.pending == 1  # only decoding is left
-                one.append(Choice(1), 0.0)
-                one.cached += 1
-        for one in [one for one in scheduler.running.values() if one.finish_reason]:
-            scheduler.release(one)
-        launches += 1
-        assert launches < 10_000
-    assert admitted == everyone  # first come, first served
-    assert [len(one.output) for one in everyone] == [output for _, output in traffic]
-    assert sorted(scheduler._free) == list(range(lanes))
+                self._sample(one)
+
+    @rule(steps=st.integers(1, 6))
+    def loop(self, steps):
+        if self.scheduler.reading:
+            return
+        for one in self.scheduler.in_order():
+            if one.lane is not None:
+                self.scheduler.grow(one, min(one.length + steps - 1, one.request.max_length))
+        for one in self.scheduler.in_order():
+            for _ in range(steps):
+                if not one.finish_reason:
+                    self._write(one, one.cached, one.cached + 1)
+                    self.scheduler.cached(one, 1)
+                    self._sample(one)
+
+    @invariant()
+    def books_balance(self):
+        running = list(self.scheduler.running.values())
+        flat = [page for one in running for page in one.pages]
+        assert len(set(flat)) == self.pages.used
+        assert len(self.pages._free) + self.pages.cached + self.pages.used == self.pages.total
+        assert all(self.pages.references(page) == flat.count(page) for page in set(flat))
+        assert self.scheduler.waiting.tokens == sum(one.length for one in self.scheduler.waiting)
+        assert all(not one.pages and not one.cached for one in self.scheduler.waiting)
+        assert sorted([*self.scheduler._free, *self.scheduler.running]) == [0, 1, 2]
+        for one in running:
+            assert one.cached <= len(one.pages) * PAGE and not one.finish_reason
+
+    def teardown(self):
+        for _ in range(2000):
+            if not self.scheduler.busy:
+                break
+            self.step()
+        assert not self.scheduler.busy
+        assert self.pages.available == self.pages.total
+        for one in self.everyone:
+            tokens = list(one.request.token_ids)
+            for _ in one.output:
+                tokens.append(next_token(tokens))
+            assert one.tokens == tokens  # preempted or not, shared or not
+            assert one.finish_reason in ("length", "abort")
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = hypothesis.settings(max_examples=100, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.slow
+def test_twenty_thousand_steps():
+    settings = hypothesis.settings(max_examples=400, stateful_step_count=60, deadline=None)
+    hypothesis.stateful.run_state_machine_as_test(Traffic, settings=settings)
 
 
 @pytest.mark.parametrize("budget", [64, 100, 2048])
@@ -61,3 +156,46 @@ def test_launches_are_few_sizes_with_little_padding(budget):
     for pending in range(129, budget + 1):
         taken = min(pending, launch_size(pending, budget))
         assert 4 * taken >= 3 * launch_size(pending, budget)
+
+
+def test_decoding_goes_before_prompts_and_chunks_end_with_pages():
+    scheduler = Scheduler(Pages(100), PAGE, lanes=4, budget=32)
+    first, second = sequence(5, 9, 0), sequence(90, 9, 1)
+    for one in (first, second):
+        scheduler.add(one)
+    scheduler.admit()
+    work, size = scheduler.plan()
+    assert [(item.sequence, item.count) for item in work] == [(first, 5), (second, 24)] and size == 32
+    for item in work:
+        scheduler.cached(item.sequence, item.count)
+    first.append(Choice(1), 0.0)
+    work, _ = scheduler.plan()
+    assert [(item.sequence, item.count) for item in work] == [(first, 1), (second, 28)]
+
+
+def test_keys_take_turns_whatever_their_number_of_requests():
+    queue, order = Queue(), []
+    for number in range(8):
+        queue.push(sequence(10, 1, number, key="many"))
+    for number in range(8, 10):
+        queue.push(sequence(10, 1, number, key="few"))
+    queue.push(sequence(10, 1, 10, key="many", priority=-1))
+    while len(queue):
+        order.append(queue.pop().number)
+    assert order[0] == 10  # the most urgent first
+    assert set(order[1:5]) == {0, 1, 8, 9} and order[5:] == [2, 3, 4, 5, 6, 7]
+
+
+def test_completions_of_one_prompt_share_its_pages():
+    scheduler = Scheduler(Pages(100), PAGE, lanes=4, budget=64)
+    params = dataclasses.replace(SamplingParams(), max_tokens=3, seed=0, n=2)
+    request = Request(prompt=None, token_ids=(7,) * 11, params=params, root=b"m")
+    pair = [Sequence(request, child, None, 0.0, child) for child in range(2)]
+    for one in pair:
+        scheduler.add(one)
+    assert scheduler.admit() == pair[:1]  # the second waits for the first one's prompt
+    scheduler.cached(pair[0], scheduler.plan()[0][0].count)
+    pair[0].append(Choice(1), 0.0)
+    assert scheduler.admit() == pair[1:]
+    assert pair[1].pages[:2] == pair[0].pages[:2] and pair[1].pages[2] != pair[0].pages[2]
+    assert pair[1].cached == 8 and scheduler.prefix_hits == 8

@@ -22,7 +22,7 @@ class Bytes:
 
     bos_id, eos_ids, vocab_size = None, (EOS,), VOCAB
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def encode_chat(self, messages, add_generation_prompt: bool) -> list[int]:

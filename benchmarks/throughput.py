@@ -1,0 +1,239 @@
+"""Prompt and output tokens per second of a saturated engine: standard, merge-all, SwiftKV, AcrossKV, fp8.
+
+    python -m benchmarks.throughput [--model demo/teacher] [--workloads 512:64 1984:62] [--rounds 5]
+
+All variants run the teacher's weights on the same engine with the same settings, in one process, in turn;
+ratios are medians over the rounds. Output lengths are forced. Quality is not measured here: only `distill`
+makes a student worth serving. Beside each gain stands the one that the run's own costs predict,
+(n + c) / (n r + c): n prompt tokens per output token, c the cost of an output token in prompt tokens, r the
+share of a prompt token's cost that SwiftKV leaves.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import swiftkv_jax as skv
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to cache: its plan, and the dtype of its rows."""
+
+    name: str
+    plan: skv.KVPlan
+    cache_dtype: str = "auto"
+
+
+def variants(layers: int, share: int) -> list[Variant]:
+    """The columns of the paper's Table 3."""
+    half = layers // 2
+    shared = skv.KVPlan.swiftkv(layers, half, share)
+    return [
+        Variant("standard", skv.KVPlan.standard(layers)),
+        Variant("merge-all", skv.KVPlan.merge_all(layers)),
+        Variant("SwiftKV 50 %", skv.KVPlan.swiftkv(layers, half)),
+        Variant(f"+ {share}-way AcrossKV", shared),
+        Variant("+ fp8", shared, "float8_e4m3fn"),
+    ]
+
+
+def engine(model, params, variant: Variant, context: int, **settings) -> skv.LLM:
+    """An LLM of this variant; prefixes are not shared, so that every prompt token is paid for."""
+    if variant.plan != model.plan:
+        model, params = skv.to_swiftkv(model, params, variant.plan)
+    settings |= {"cache_dtype": variant.cache_dtype, "prefix_caching": False}
+    return skv.LLM.from_model(model, params, max_model_len=context, **settings)
+
+
+def timed(llm: skv.LLM, prompts: list[list[int]], outputs: int) -> float:
+    """Seconds from the first prompt's arrival to the last token."""
+    params = skv.SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
+    requests = [llm.request(prompt, params) for prompt in prompts]
+    began = time.perf_counter()
+    for _, output in llm.run(requests):
+        assert len(output.outputs[0].token_ids) == outputs
+    return time.perf_counter() - began
+
+
+def interleaved(llms: dict[str, skv.LLM], prompts, outputs: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every variant in `rounds` rounds, after one that compiles; the order alternates."""
+    for llm in llms.values():
+        timed(llm, prompts, outputs)
+    seconds: dict[str, list[float]] = {name: [] for name in llms}
+    for number in range(rounds):
+        for name in list(llms)[:: 1 if number % 2 else -1]:
+            seconds[name].append(timed(llms[name], prompts, outputs))
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], name: str, base: str = "standard") -> float:
+    """How many times faster than `base`: the median of the rounds."""
+    return statistics.median(b / a for a, b in zip(seconds[name], seconds[base], strict=True))
+
+
+def measure(llms: dict[str, skv.LLM], length: int, outputs: int, requests: int, rounds: int) -> dict:
+    """One workload: tokens per second, gains, and what the costs of the same run predict."""
+    vocab = next(iter(llms.values())).model.config.vocab_size
+    prompts = np.random.default_rng(length).integers(2, vocab, (requests, length)).tolist()
+    whole = interleaved(llms, prompts, outputs, rounds)
+    first = interleaved(llms, prompts, 1, rounds)
+    medians = {name: statistics.median(s) for name, s in whole.items()}
+    prompt_cost = {name: statistics.median(s) / (requests * length) for name, s in first.items()}
+    output_cost = (medians["standard"] - statistics.median(first["standard"])) / (requests * (outputs - 1))
+    n, c = length / outputs, output_cost / prompt_cost["standard"]
+    out = {}
+    for name, llm in llms.items():
+        r = 1 / ratio(first, name)
+        out[name] = {
+            "tokens_per_s": requests * (length + outputs) / medians[name],
+            "gain": ratio(whole, name),
+            "predicted_gain": (n + c) / (n * r + c),
+            "prompt_share": r,
+            "tpot_ms": 1e3 * llm.stats["decode_seconds"] / max(1, llm.stats["decoded_steps"]),
+            "host_ms_per_step": 1e3 * llm.stats["decode_host_seconds"] / max(1, llm.stats["decoded_steps"]),
+            "cache_bytes_per_token": llm.cache_bytes_per_token,
+        }
+    return out
+
+
+def budgets(model, params, kinds: list[Variant], args, shares: list[float]) -> dict:
+    """Table 3: throughput when the cache may take only a share of what a standard model's sequences need."""
+    length, outputs = (int(part) for part in args.budget_workload.split(":"))
+    context, page = length + outputs, args.page_size
+    standard = engine(model, params, kinds[0], context, page_size=page).cache_bytes_per_token
+    prompts = np.random.default_rng(1).integers(2, model.config.vocab_size, (args.requests, length)).tolist()
+    out = {}
+    for share in shares:
+        budget = share * standard * args.max_num_seqs * context
+        llms = {}
+        for kind in kinds:
+            per_token = engine(model, params, kind, context, page_size=page).cache_bytes_per_token
+            pages = int(budget / (per_token * page))
+            if pages >= -(-context // page):
+                settings = {"num_pages": pages, "page_size": page, "max_num_seqs": args.max_num_seqs}
+                llms[kind.name] = engine(model, params, kind, context, **settings)
+        seconds = interleaved(llms, prompts, outputs, args.rounds)
+        tokens = args.requests * context
+        out[f"{share:.0%}"] = {name: tokens / statistics.median(s) for name, s in seconds.items()}
+    return out
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def report(result: dict) -> str:
+    """The result as Markdown."""
+    machine = result["machine"]
+    parts = [f"{machine['command']}, {machine['device']}, jax {machine['jax']}, {machine['date']}\n"]
+    head = ["variant", "tokens/s", "gain", "predicted", "prompt cost", "TPOT ms", "host ms/step", "B/token"]
+    for name, rows in result["workloads"].items():
+        parts.append(f"{name} tokens in:out\n")
+        lines = [
+            [
+                variant,
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['gain']:.2f}",
+                f"{row['predicted_gain']:.2f}",
+                f"{row['prompt_share']:.2f}",
+                f"{row['tpot_ms']:.2f}",
+                f"{row['host_ms_per_step']:.3f}",
+                f"{row['cache_bytes_per_token']:,}",
+            ]
+            for variant, row in rows.items()
+        ]
+        parts.append(table(head, lines) + "\n")
+    if result["budgets"]:
+        names = list(next(iter(result["budgets"].values())))
+        lines = [
+            [share, *(f"{row[name]:,.0f}" if name in row else "too small" for name in names)]
+            for share, row in result["budgets"].items()
+        ]
+        parts.append("tokens/s by cache budget (of what a full standard batch needs)\n")
+        parts.append(table(["budget", *names], lines) + "\n")
+    return "\n".join(parts)
+
+
+def plot(result: dict, path: Path) -> None:
+    """Gains by workload."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    names = list(result["workloads"])
+    kinds = list(result["workloads"][names[0]])
+    for i, kind in enumerate(kinds):
+        values = [result["workloads"][name][kind]["gain"] for name in names]
+        bars = axis.bar(np.arange(len(names)) + i * 0.16, values, 0.15, label=kind)
+        axis.bar_label(bars, fmt="%.2f", fontsize=7)
+    axis.set_xticks(np.arange(len(names)) + 0.32, names)
+    axis.set(xlabel="tokens in:out", ylabel="throughput over standard")
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def write(name: str, result: dict, text: str, folder: Path) -> None:
+    """NAME.json and NAME.md in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    (folder / f"{name}.md").write_text(text)
+
+
+def machine(command: str) -> dict:
+    """Where and when a result was made."""
+    device = jax.devices()[0]
+    kind = platform.processor() or platform.machine() if device.platform == "cpu" else device.device_kind
+    return {
+        "command": command,
+        "device": f"{len(jax.devices())} x {kind}",
+        "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--model", default="demo/teacher", help="a standard model's folder")
+    p.add_argument("--dtype", default="float32")
+    p.add_argument("--workloads", nargs="+", default=["512:64", "1984:62"], metavar="IN:OUT")
+    p.add_argument("--budgets", type=float, nargs="*", default=[1.0, 0.5, 0.25, 0.1])
+    p.add_argument("--budget-workload", default="512:64", metavar="IN:OUT")
+    p.add_argument("--share", type=int, default=2, help="AcrossKV group (default 2)")
+    p.add_argument("--requests", type=int, default=32)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--max-num-seqs", type=int, default=32)
+    p.add_argument("--page-size", type=int, default=64)
+    p.add_argument("--output", type=Path, default=RESULTS)
+    args = p.parse_args()
+    model, params = skv.from_pretrained(args.model, dtype=args.dtype)
+    kinds = variants(model.config.num_layers, args.share)
+    result: dict = {"machine": machine("python -m benchmarks.throughput"), "workloads": {}, "budgets": {}}
+    for workload in args.workloads:
+        length, outputs = (int(part) for part in workload.split(":"))
+        sizes = {"max_num_seqs": args.max_num_seqs, "page_size": args.page_size}
+        llms = {kind.name: engine(model, params, kind, length + outputs, **sizes) for kind in kinds}
+        result["workloads"][workload] = measure(llms, length, outputs, args.requests, args.rounds)
+    result["budgets"] = budgets(model, params, kinds, args, args.budgets) if args.budgets else {}
+    text = report(result)
+    print(text)
+    write("throughput", result, text, args.output)
+    plot(result, args.output / "throughput.png")
+
+
+if __name__ == "__main__":
+    main()

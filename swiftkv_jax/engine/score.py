@@ -1,0 +1,61 @@
+"""Log probabilities of a prompt's own tokens, by the model's definition: every token through every layer."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
+from swiftkv_jax.engine.scheduler import power_of_two
+from swiftkv_jax.layers import rotary
+from swiftkv_jax.model import Transformer, embed, forward_layers, logits
+from swiftkv_jax.shapes import Array, Int, PyTree
+
+_BLOCK = 64  # positions whose logits exist at a time
+_SHORTEST = 64
+
+
+def prompt_logprobs(
+    model: Transformer, params: PyTree, ids: Sequence[int], top: int, limit: int, word: Callable | None
+) -> list[dict[int, Logprob] | None]:
+    """One entry a token: its log probability and rank, then the `top` likeliest; None for the first.
+
+    `limit` is the context in tokens, which `dynamic` rotary scaling takes its frequencies from; `word`
+    decodes a list of ids.
+    """
+    size = max(_SHORTEST, power_of_two(len(ids)))
+    tokens = np.zeros((1, size), np.int32)
+    tokens[0, : len(ids)] = ids
+    found = jax.device_get(_score(model, limit, params, tokens))
+    return [None, *(_entries(found, i - 1, ids[i], top, word) for i in range(1, len(ids)))]
+
+
+def _entries(found, at: int, token: int, top: int, word: Callable | None) -> dict[int, Logprob]:
+    chosen, rank, top_ids, top_values = (array[at] for array in found)
+    entries = {token: (chosen.item(), rank.item())}
+    for place, (other, value) in enumerate(zip(top_ids[:top].tolist(), top_values.tolist(), strict=False), 1):
+        entries.setdefault(other, (value, place))
+    return {
+        t: Logprob(logprob=value, rank=place, decoded_token=word([t]) if word else None)
+        for t, (value, place) in entries.items()
+    }
+
+
+@partial(jax.jit, static_argnames=("model", "limit"))
+def _score(model: Transformer, limit: int, params: PyTree, tokens: Int[Array, "1 T"]):
+    """For each position, the next token's log probability and rank, and the likeliest ids and theirs."""
+    at = rotary(model.config, jnp.arange(tokens.shape[1])[None], limit)
+    x = forward_layers(model, params, embed(model, params, tokens), at, jnp.ones_like(tokens))[0]
+    following = jnp.roll(tokens[0], -1)
+
+    def block(part):
+        x, target = part
+        found = jax.nn.log_softmax(logits(model, params, x), axis=-1)
+        chosen = jnp.take_along_axis(found, target[:, None], axis=1)
+        values, ids = jax.lax.top_k(found, min(MAX_LOGPROBS, found.shape[1]))
+        return chosen[:, 0], 1 + jnp.sum(found > chosen, axis=-1), ids, values
+
+    cut = (x.reshape(-1, _BLOCK, x.shape[-1]), following.reshape(-1, _BLOCK))
+    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), jax.lax.map(block, cut))

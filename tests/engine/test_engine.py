@@ -1,0 +1,446 @@
+"""The engine: the same tokens however requests are run, and no request hurts another."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_engine as tiny
+
+from swiftkv_jax.cache import decode, encode
+from swiftkv_jax.engine import runner
+from swiftkv_jax.engine.draft import lookup
+from swiftkv_jax.engine.engine import Engine, Overloaded
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.layers import rotary
+from swiftkv_jax.model import _Rows, embed, fill, logits, run_lower, run_upper
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 64,
+    "steps_per_launch": 4,
+    "page_size": 8,
+}
+LENGTHS = (1, 45, 3, 20, 33, 2, 17, 8)
+
+
+@functools.cache
+def model(plan: str):
+    return tiny.make_model(tiny.PLANS[plan])
+
+
+@functools.cache
+def definition(plan: str, count: int = 10) -> list[list[int]]:
+    return [tiny.greedy(*model(plan), prompt, count) for prompt in tiny.prompts(LENGTHS)]
+
+
+def make(plan: str = "acrosskv", **changes) -> LLM:
+    return LLM.from_model(*model(plan), tiny.Bytes(), **(SIZES | changes))
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def run(llm: LLM, prompts=None, params=GREEDY):
+    return llm.generate(prompts or tiny.prompts(LENGTHS), params, use_tqdm=False)
+
+
+def all_free(engine: Engine) -> bool:
+    return not engine.busy and engine.scheduler.pages.available == engine.scheduler.pages.total
+
+
+def poison(llm: LLM) -> None:
+    """NaN in every page of the pool."""
+    cache = llm.engine.runner.cache
+    llm.engine.runner.cache = dataclasses.replace(cache, k=cache.k * jnp.nan, v=cache.v * jnp.nan)
+
+
+WAYS = {
+    "chunks of 7, three steps a launch, two lanes": {
+        "max_num_batched_tokens": 7, "steps_per_launch": 3, "max_num_seqs": 2
+    },
+    "pages of 1": {"page_size": 1, "max_num_batched_tokens": 16},
+    "pages of 5": {"page_size": 5},
+    "no prefix cache": {"prefix_caching": False},
+    "so few pages that sequences are preempted": {"num_pages": 33, "page_size": 2},
+    "one sequence at a time": {"max_num_seqs": 1},
+    "guesses checked": {"drafts": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_tokens_are_the_definitions_however_they_are_run(way):
+    """Twice: the second time from a warm prefix cache. Unused pages hold NaN."""
+    llm = make(**({"num_pages": 200} | WAYS[way]))
+    poison(llm)
+    for _ in range(2):
+        assert tokens(run(llm)) == definition("acrosskv")
+        assert all_free(llm.engine)
+    stats = llm.engine.stats
+    assert (stats.preemptions > 0) == ("preempted" in way)
+    assert (stats.prefix_hits > 0) == ("no prefix" not in way and "so few" not in way)
+
+
+@pytest.mark.parametrize("plan", ["standard", "swiftkv"])
+def test_a_prefix_hit_reuses_all_rows(plan):
+    llm, prompt = make(plan), tiny.prompts((40,))[0]
+    first = run(llm, [prompt])
+    cold = llm.engine.stats.prompt_tokens
+    assert tokens(run(llm, [prompt])) == tokens(first) == [tiny.greedy(*model(plan), prompt, 10)]
+    assert cold == 40 and llm.engine.stats.prompt_tokens == 8  # four of five pages; one token must run
+    longer = [*prompt, *first[0].outputs[0].token_ids, 7]
+    assert tokens(run(llm, [longer])) == [tiny.greedy(*model(plan), longer, 10)]
+    assert llm.engine.stats.prompt_tokens == 51 - 48  # what was generated is shared too
+
+
+def test_prefixes_are_shared_within_a_salt_only():
+    llm, prompt = make(), tiny.prompts((40,))[0]
+    for salt, read in (("a", 40), ("b", 40), ("a", 8), ("", 40)):
+        request = llm.request(prompt, GREEDY, salt=salt)
+        before = llm.engine.stats.prompt_tokens if "engine" in vars(llm) else 0
+        llm.engine.add(request)
+        while llm.engine.busy:
+            llm.engine.step()
+        assert llm.engine.stats.prompt_tokens - before == read
+
+
+def repeating(llm: LLM):
+    """Prompts whose greedy continuation the n-gram lookup can sometimes guess."""
+    return [p * 3 for p in tiny.prompts((4, 9, 7, 5), seed=3)]
+
+
+def test_guesses_change_no_token_greedy_or_sampled():
+    plain, guessing = make(), make(drafts=3)
+    kinds = [
+        dataclasses.replace(GREEDY, max_tokens=24),
+        SamplingParams(max_tokens=24, seed=5, temperature=0.3, ignore_eos=True),
+        SamplingParams(max_tokens=24, seed=6, top_k=3, logprobs=2),
+        SamplingParams(max_tokens=24, temperature=0.0, repetition_penalty=1.3),
+    ]
+    prompts = repeating(plain)
+    want, got = run(plain, prompts, kinds), run(guessing, prompts, kinds)
+    assert tokens(got) == tokens(want)
+    for a, b in zip(got[2].outputs[0].logprobs, want[2].outputs[0].logprobs, strict=True):
+        assert a.keys() == b.keys()
+        assert all(a[t].logprob == pytest.approx(b[t].logprob, abs=1e-4) for t in a)
+    assert guessing.engine.stats.drafted_tokens > 0
+
+
+def test_right_guesses_are_taken(monkeypatch):
+    """An oracle's guesses: four tokens a step, and the same tokens; wrong ones cost nothing but time."""
+    llm, prompt = make(drafts=3), tiny.prompts((20,))[0]
+    want = tiny.greedy(*model("acrosskv"), prompt, 16)
+    whole = prompt + want
+
+    for wrong in (0, 1):
+        monkeypatch.setattr(
+            "swiftkv_jax.engine.draft.lookup",
+            lambda known, most, wrong=wrong: [t ^ wrong for t in whole[len(known) : len(known) + most]],
+        )
+        assert tokens(run(llm, [prompt], dataclasses.replace(GREEDY, max_tokens=16))) == [want]
+        assert (llm.stats["accepted_tokens"] > 8) == (not wrong)
+        assert (llm.stats["steps"] < 8) == (not wrong)
+
+
+def test_lookup_finds_the_last_and_longest_repetition():
+    assert lookup([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3], 2) == [8, 1]
+    assert lookup([7, 1, 2, 5, 9, 1, 2, 6, 7, 1, 2], 3) == [5, 9, 1]  # three tokens match there
+    assert lookup([1, 2, 3, 4], 3) == [] and lookup([], 3) == []
+
+
+@functools.cache
+def rounded_definition(plan: str, dtype: str) -> list[list[int]]:
+    """Greedy tokens of the model's definition with every row passed through the rounding of its store."""
+    net, params = model(plan)
+
+    class Rounded(_Rows):
+        def write(self, rows, k, v, batch):
+            k, v = (decode(*encode(x, jnp.dtype(dtype)), jnp.float32) for x in (k, v))
+            return Rounded(super().write(rows, k, v, batch))
+
+    @jax.jit
+    def apply(ids):
+        at, segments = rotary(net.config, jnp.arange(64)[None], 64), jnp.ones_like(ids)
+        x, rows = run_lower(net, params, embed(net, params, ids), at, segments, Rounded())
+        rows = rows.write(net.plan.upper_rows, *fill(net, params, x, at), segments)
+        return logits(net, params, run_upper(net, params, x, at, segments, rows))[0]
+
+    out = []
+    for prompt in tiny.prompts(LENGTHS):
+        known = list(prompt)
+        for _ in range(8):
+            ids = np.zeros((1, 64), np.int32)
+            ids[0, : len(known)] = known
+            known.append(int(apply(ids)[len(known) - 1].argmax()))
+        out.append(known[len(prompt) :])
+    return out
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_rounding_caches_give_one_result_for_any_chunking(dtype):
+    params = dataclasses.replace(GREEDY, max_tokens=8)
+    want = rounded_definition("acrosskv", dtype)
+    assert want != [row[:8] for row in definition("acrosskv")], "rounding must matter"
+    for budget in (32, 7):
+        llm = make(cache_dtype=dtype, max_num_batched_tokens=budget)
+        assert tokens(run(llm, params=params)) == want
+    rows, config = llm.model.plan.num_rows, llm.model.config
+    assert llm.cache_bytes_per_token == 2 * rows * (config.kv_width + 4 * config.num_kv_heads)
+    assert llm.engine.runner.cache.bytes_per_token == llm.cache_bytes_per_token
+
+
+def test_a_page_budget_holds_more_sequences_by_exactly_the_plans_factor():
+    sizes = {"num_pages": 24, "max_num_seqs": 16, "prefix_caching": False, "max_num_batched_tokens": 256}
+    peak = {}
+    for plan in ("standard", "acrosskv"):
+        rows = tiny.PLANS[plan].num_rows
+        llm = make(plan, **(sizes | {"num_pages": 24 * tiny.PLANS["standard"].num_rows // rows}))
+        requests = [llm.request(p, GREEDY) for p in tiny.prompts([22] * 16)]  # four pages to the end
+        for request in requests:
+            llm.engine.add(request)
+        peak[plan] = 0
+        while llm.engine.busy:
+            llm.engine.step()
+            peak[plan] = max(peak[plan], len(llm.engine.scheduler.running))
+        assert llm.engine.stats.preemptions == 0 or plan == "standard"
+    assert peak["acrosskv"] > peak["standard"]
+
+
+POINTS = ("schedule", "run", "sample", "detokenise")
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_request_that_fails_inside_ends_alone(point):
+    llm = make()
+    requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
+    victim, passed = requests[3].request_id, []
+
+    def probe(where, request_id):
+        if (where, request_id) == (point, victim):
+            passed.append(where)
+            if len(passed) == 2 or point == "schedule":
+                raise RuntimeError("injected")
+
+    llm.engine.probe = probe
+    outputs = dict(llm.run(requests))
+    failed = outputs.pop(3).outputs[0]
+    assert failed.finish_reason == "error" and "injected" in failed.error
+    want = dict(enumerate(definition("acrosskv")))
+    assert {i: o.outputs[0].token_ids for i, o in outputs.items()} == {i: want[i] for i in outputs}
+    assert failed.token_ids == want[3][: len(failed.token_ids)]
+    assert all_free(llm.engine) and llm.engine.stats.failed_requests == 1
+
+
+def test_a_failure_on_arrival_reaches_the_caller_only():
+    llm = make()
+
+    def probe(where, request_id):
+        if where == "admit":
+            raise RuntimeError("injected")
+
+    llm.engine.probe = probe
+    with pytest.raises(RuntimeError, match="injected"):
+        llm.engine.add(llm.request([1, 2], GREEDY))
+    assert all_free(llm.engine)
+
+
+def test_a_detokenizer_that_raises_ends_its_request_only():
+    class Fragile(tiny.Bytes):
+        def decode(self, ids, skip_special_tokens=True):
+            if 250 in ids:
+                raise ValueError("no such piece")
+            return super().decode(ids, skip_special_tokens)
+
+    llm = LLM.from_model(*model("acrosskv"), Fragile(), **SIZES)
+    outputs = run(llm)
+    for want, output in zip(definition("acrosskv"), outputs, strict=True):
+        if 250 in want or 250 in output.prompt_token_ids[-6:]:
+            assert output.outputs[0].finish_reason == "error"
+        else:
+            assert output.outputs[0].token_ids == want
+    assert all_free(llm.engine)
+
+
+def test_not_a_number_ends_its_request_and_is_wiped_before_anyone_else_sees_it():
+    """One token's embedding is NaN: its row of the cache, in pages that others will get, must be cleared."""
+    net, params = model("acrosskv")
+    params = params | {"embed": params["embed"].at[200].set(jnp.nan)}
+    llm = LLM.from_model(net, params, tiny.Bytes(), **(SIZES | {"num_pages": 20}))
+    prompts = [[t % 200 for t in p] for p in tiny.prompts(LENGTHS)]
+    want = tokens(run(LLM.from_model(*model("acrosskv"), tiny.Bytes(), **SIZES), prompts))
+    bad = [*prompts[3][:-1], 200]
+    for _ in range(2):
+        outputs = run(llm, [*prompts[:3], bad, *prompts[4:]])
+        assert outputs[3].outputs[0].finish_reason == "error" and "finite" in outputs[3].outputs[0].error
+        for i, output in enumerate(outputs):
+            assert i == 3 or 200 in want[i] or output.outputs[0].token_ids == want[i]
+        cache = llm.engine.runner.cache
+        assert np.isfinite(np.asarray(cache.k)[:, 1:]).all() and np.isfinite(np.asarray(cache.v)[:, 1:]).all()
+        assert all_free(llm.engine)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 5])
+def test_abort_at_any_moment_frees_everything_and_changes_nobody(after):
+    llm = make()
+    requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
+    for request in requests:
+        llm.engine.add(request)
+    done = {}
+    for turn in range(1000):
+        if turn == after:
+            for i in (1, 3, 7):
+                llm.engine.abort(requests[i].request_id)
+            llm.engine.abort("unknown")
+        if not llm.engine.busy:
+            break
+        done |= {g.request.request_id: g.output() for g in llm.engine.step() if g.finished}
+    for i, (request, want) in enumerate(zip(requests, definition("acrosskv"), strict=True)):
+        got = done[request.request_id].outputs[0]
+        assert got.token_ids == want or (i in (1, 3, 7) and got.finish_reason == "abort")
+    assert all_free(llm.engine)
+
+
+def test_what_a_caller_does_not_wait_for_is_aborted():
+    llm = make()
+    requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
+    stream = llm.run(requests)
+    next(stream)
+    stream.close()
+    assert all_free(llm.engine)
+    assert tokens(run(llm)) == definition("acrosskv")
+
+
+def test_streamed_pieces_are_the_whole_and_stop_strings_never_leak():
+    llm = make(steps_per_launch=2)
+    want = run(llm, ["hello there"], dataclasses.replace(GREEDY, max_tokens=20))[0].outputs[0]
+    stop = want.text[5:8]
+    for params, text in (
+        (dataclasses.replace(GREEDY, max_tokens=20), want.text),
+        (dataclasses.replace(GREEDY, max_tokens=20, stop=[stop]), want.text[: want.text.index(stop)]),
+    ):
+        llm.engine.add(llm.request("hello there", params))
+        pieces, ids = "", []
+        while llm.engine.busy:
+            for group in llm.engine.step():
+                delta = group.sequences[0].delta()
+                pieces, ids = pieces + delta.text, ids + delta.token_ids
+                assert text.startswith(pieces)
+        assert pieces == text and ids == want.token_ids[: len(ids)]
+
+
+def test_nothing_compiles_after_warm_up():
+    """A server's traffic of all kinds, counted by JAX itself."""
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **kwargs: compiled.append(event) if "backend_compile" in event else None
+    )
+    llm = make("swiftkv", drafts=2, max_num_seqs=2, max_num_batched_tokens=32)
+    assert llm.engine.warm_up() > 4
+    before = len(compiled)
+    assert before > 4
+    kinds = (
+        GREEDY,
+        SamplingParams(max_tokens=9, seed=1),
+        SamplingParams(max_tokens=9, seed=1, top_p=0.9, repetition_penalty=1.2, logprobs=3, n=2),
+        SamplingParams(max_tokens=9, seed=1, logit_bias={3: 5.0}, bad_words=["ab"]),
+    )
+    prompts = tiny.prompts((1, 40, 9, 22, 33, 5, 2, 17))
+    outputs = run(llm, prompts, [kinds[i % 4] for i in range(8)])
+    llm.engine.runner.clear([1, 2, 3])
+    assert len(outputs) == 8 and compiled[before:] == []
+    jax.monitoring.clear_event_listeners()
+
+
+def test_launches_update_the_pool_in_place():
+    llm = make()
+    run(llm, [[1, 2, 3]])
+    machine = llm.engine.runner
+    before = machine.cache
+    run(llm, [[4, 5, 6]])
+    assert before.k.is_deleted() and before.v.is_deleted()
+    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (machine.params, machine.cache))
+    dtypes = (np.int32, np.int32, np.int32, bool)
+    lanes = runner.Lanes(*(np.zeros(4, dtype) for dtype in dtypes), np.zeros((4, 0), np.int32))
+    table, policy = np.zeros((4, machine.slots), np.int32), machine._gather([], 4, runner.MODES[0])
+    big = dataclasses.replace(
+        shape[1],
+        k=jax.ShapeDtypeStruct((shape[1].k.shape[0], 4096, *shape[1].k.shape[2:]), jnp.float32),
+        v=jax.ShapeDtypeStruct((shape[1].v.shape[0], 4096, *shape[1].v.shape[2:]), jnp.float32),
+    )
+    compiled = runner.decode.lower(
+        machine.model, runner.MODES[0], None, 4, shape[0], big, table, lanes, policy
+    ).compile()
+    pool = big.nbytes
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool / 20
+
+
+def test_bias_allowed_ids_and_bad_words():
+    llm, prompt = make(), tiny.prompts((9,))[0]
+    free = run(llm, [prompt])[0].outputs[0].token_ids
+    allowed = run(llm, [prompt], dataclasses.replace(GREEDY, allowed_token_ids=[65, 66]))[0].outputs[0]
+    assert set(allowed.token_ids) <= {65, 66}
+    pushed = run(llm, [prompt], dataclasses.replace(GREEDY, logit_bias={77: 100}))[0].outputs[0]
+    assert pushed.token_ids == [77] * 10
+    banned = run(llm, [prompt], dataclasses.replace(GREEDY, logit_bias={free[0]: -100}))[0].outputs[0]
+    assert free[0] not in banned.token_ids
+    never = run(
+        llm, [prompt], dataclasses.replace(GREEDY, allowed_token_ids=[65, 66], bad_words=["AB", "BB"])
+    )
+    text = bytes(never[0].outputs[0].token_ids)
+    assert len(text) == 10 and b"AB" not in text and b"BB" not in text
+
+
+@pytest.mark.parametrize("plan", ["standard", "acrosskv"])
+def test_prompt_logprobs_are_the_full_depth_models(plan):
+    llm, (prompt,) = make(plan), tiny.prompts((45,))
+    output = run(llm, [prompt], dataclasses.replace(GREEDY, prompt_logprobs=2, max_tokens=1))[0]
+    net, params = model(plan)
+    raw = jax.jit(lambda t: jax.nn.log_softmax(net.apply({"params": params}, t)))(jnp.asarray([prompt]))[0]
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == 45
+    for i, entries in enumerate(output.prompt_logprobs[1:]):
+        best = jnp.argsort(-raw[i])[:2].tolist()
+        assert list(entries) == list(dict.fromkeys([prompt[i + 1], *best]))
+        for token, entry in entries.items():
+            assert entry.logprob == pytest.approx(float(raw[i][token]), abs=1e-4)
+            assert entry.rank == 1 + int((raw[i] > raw[i][token]).sum())
+
+
+def test_scores_are_what_decoding_reports():
+    """The full-depth score of a generated text is the log probability that each token was generated with."""
+    llm, (prompt,) = make("acrosskv"), tiny.prompts((30,))
+    chosen = run(llm, [prompt], dataclasses.replace(GREEDY, logprobs=0))[0].outputs[0]
+    scored = llm.score([*prompt, *chosen.token_ids])[30:]
+    for token, reported, entries in zip(chosen.token_ids, chosen.logprobs, scored, strict=True):
+        assert entries[token].logprob == pytest.approx(reported[token].logprob, abs=1e-4)
+
+
+def test_bad_settings_and_full_queues():
+    for changes, problem in (
+        ({"num_pages": 7}, "8 are needed"),
+        ({"cache_dtype": "int9"}, "did you mean 'int8'"),
+        ({"page_sise": 8}, "did you mean 'page_size'"),
+        ({"drafts": -1}, "drafts must be at least 0"),
+        ({"memory_fraction": 0.0}, "memory_fraction"),
+        ({"page_size": 0}, "page_size must be at least 1"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            make(**changes)
+    llm = make(max_queued_requests=2, max_queued_tokens=20)
+    llm.engine.add(llm.request([1] * 15, GREEDY))
+    with pytest.raises(Overloaded, match="tokens are waiting"):
+        llm.engine.add(llm.request([1] * 6, GREEDY))
+    llm.engine.add(llm.request([1], GREEDY))
+    with pytest.raises(Overloaded, match="requests are waiting"):
+        llm.engine.add(llm.request([1], GREEDY))
+    small = make(num_pages=8)
+    with pytest.raises(UsageError, match="lower max_tokens"):
+        small.request([1] * 60, dataclasses.replace(GREEDY, max_tokens=5))

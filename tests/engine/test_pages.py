@@ -1,0 +1,120 @@
+"""The page allocator under random traffic, and the names of pages."""
+
+import hypothesis
+import hypothesis.strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from swiftkv_jax.engine import prefix
+from swiftkv_jax.engine.pages import Pages
+
+COUNT = 13
+
+
+class Traffic(RuleBasedStateMachine):
+    """Owners take, name, share and release pages; a plain model says who holds what."""
+
+    owners = Bundle("owners")
+
+    def __init__(self):
+        super().__init__()
+        self.pages = Pages(COUNT)
+        self.held: dict[int, list[int]] = {}
+        self.next = 0
+
+    def _own(self, pages: list[int]) -> int:
+        self.next += 1
+        self.held[self.next] = pages
+        return self.next
+
+    @rule(target=owners, n=st.integers(0, COUNT))
+    def allocate(self, n):
+        before = {p for pages in self.held.values() for p in pages}
+        got = self.pages.allocate(n)
+        if n > COUNT - 1 - len(before):
+            assert got is None
+            return self._own([])
+        assert got is not None and len(set(got)) == n
+        assert not set(got) & before and 0 not in got  # nobody else's, and never the scratch page
+        return self._own(got)
+
+    @rule(owner=owners, name=st.integers(0, 5))
+    def name(self, owner, name):
+        for page in self.held.get(owner, [])[:1]:
+            self.pages.name(page, bytes([name]), (name,))
+
+    @rule(target=owners, name=st.integers(0, 5))
+    def share(self, name):
+        page = self.pages.find(bytes([name]), (name,))
+        if page is None:
+            return self._own([])
+        self.pages.share(page)
+        return self._own([page])
+
+    @rule(owner=consumes(owners))
+    def release(self, owner):
+        self.pages.release(self.held.pop(owner, []))
+
+    @rule(owner=owners)
+    def forget(self, owner):
+        for page in self.held.get(owner, []):
+            self.pages.forget(page)
+
+    @invariant()
+    def books_balance(self):
+        pages, flat = self.pages, [p for held in self.held.values() for p in held]
+        assert all(pages.references(p) == flat.count(p) for p in range(COUNT))
+        assert pages.used == len(set(flat))
+        assert len(pages._free) + pages.cached + pages.used == pages.total == COUNT - 1
+        assert not set(pages._free) & set(flat) and not set(pages._cached) & set(flat)
+        assert not set(pages._free) & set(pages._cached)
+        assert set(pages._cached) <= set(pages._name)
+        assert {name: page for page, name in pages._name.items()} == {
+            name: page for name, (page, _) in pages._named.items()
+        }
+
+    def teardown(self):
+        for held in self.held.values():
+            self.pages.release(held)
+        assert self.pages.available == self.pages.total
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = hypothesis.settings(max_examples=100, stateful_step_count=100, deadline=None)
+
+
+def test_the_least_recently_used_contents_go_first_and_tails_before_heads():
+    pages = Pages(5)
+    first, second = pages.allocate(2), pages.allocate(2)
+    for owner in (first, second):
+        for i, page in enumerate(owner):
+            pages.name(page, bytes([page]), (i,))
+    pages.release(first)
+    pages.release(second)
+    pages.share(first[0])  # used again
+    pages.release(first[:1])
+    gone = [pages.allocate(1)[0] for _ in range(4)]
+    assert gone == [first[1], second[1], second[0], first[0]]
+
+
+def test_a_hit_needs_the_tokens_not_only_the_name():
+    pages = Pages(3)
+    (page,) = pages.allocate(1)
+    pages.name(page, b"x", (1, 2))
+    assert pages.find(b"x", (1, 2)) == page
+    assert pages.find(b"x", (1, 3)) is None
+
+
+@hypothesis.given(st.lists(st.text(max_size=4), max_size=4), st.lists(st.text(max_size=4), max_size=4))
+def test_roots_are_equal_only_for_equal_parts(a, b):
+    assert (prefix.root(*a) == prefix.root(*b)) == (a == b)
+
+
+@hypothesis.given(*[st.lists(st.integers(0, 3), min_size=1, max_size=9)] * 2)
+def test_names_tell_chains_apart(a, b):
+    def chain(tokens):
+        name = prefix.root("model")
+        for i in range(0, len(tokens), 2):
+            name = prefix.extend(name, tokens[i : i + 2])
+        return name
+
+    assert (chain(a) == chain(b)) == (a == b)
