@@ -61,11 +61,10 @@ def first_token(model: Transformer, full_depth: bool, params, tokens, cache: Cac
 def decode(model: Transformer, params, cache: Cache, start, count: int):
     """`count` greedy tokens for every sequence of the cache, from position `start` on, in one launch."""
     sequences = cache.table.shape[0]
-    starts = jnp.arange(sequences + 1)
 
     def turn(i, carry):
         token, cache = carry
-        out, cache = step(model, params, token, jnp.full(sequences, start + i), starts, starts[:-1], cache)
+        out, cache = step(model, params, token, jnp.full(sequences, start + i), None, None, cache)
         return jnp.argmax(out, -1).astype(token.dtype), cache
 
     return jax.lax.fori_loop(0, count, turn, (jnp.zeros(sequences, jnp.int32), cache))

@@ -17,10 +17,18 @@ from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.pytree import pytree, static
 from swiftkv_jax.shapes import Array, Float, Int, KeyValues, Queries
 
-_TURN_KEYS = 4096  # of all blocks together, that one turn of the blockwise softmax reads: they stay in caches
+_TURN_KEYS = (
+    16384  # of all blocks together, that one turn of the blockwise softmax reads: they stay in caches
+)
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}  # of the rounding forms: what a row's largest value becomes
 _DENSE_PAGE = 64  # largest page of a dense cache, in tokens
-_TURN_SCORES = 65536  # of all blocks together, per head
+# What one turn of the blockwise softmax takes on, measured on a CPU: small enough to stay in its caches.
+_TURN_KEYS = 2048  # of all blocks together
+_TURN_QUERIES = 128  # of all blocks together, unless each has one
+_TURN_SCORES = 16384  # queries times keys
+_BLOCK = 128  # queries of one sequence at most
+_FEW_HEADS = 4
+_FEW_ROWS = 8
 
 
 @pytree
@@ -43,8 +51,15 @@ class Batch:
     place: Int[Array, " T"]
 
 
-def make_batch(starts: Int[Array, " Q1"], position: Int[Array, " T"]) -> Batch:
-    """Sequence s owns tokens [starts[s], starts[s+1]); tokens from starts[-1] on are padding."""
+def make_batch(starts: Int[Array, " Q1"] | None, position: Int[Array, " T"]) -> Batch:
+    """Sequence s owns tokens [starts[s], starts[s+1]); tokens from starts[-1] on are padding.
+
+    None: sequence s owns token s. Saying so spares the work of finding it out for every score that is masked.
+    """
+    if starts is None:
+        each = jnp.arange(position.shape[0])
+        whole = jnp.ones(position.shape, bool)
+        return Batch(each, position, whole, each[:, None], each, position[:, None], each)
     tokens, sequences = position.shape[0], starts.shape[0] - 1
     size = _block_size(tokens, sequences)
     count = min(tokens, -(-tokens // size) + sequences)
@@ -77,7 +92,7 @@ def make_batch(starts: Int[Array, " Q1"], position: Int[Array, " T"]) -> Batch:
 def _block_size(tokens: int, sequences: int) -> int:
     """About the mean tokens of a sequence, as a power of two: 1 when every sequence decodes."""
     mean = max(1, tokens // max(1, sequences))
-    return min(128, 1 << (mean - 1).bit_length())
+    return min(_BLOCK, 1 << (mean - 1).bit_length())
 
 
 def encode(x: Float[Array, "*batch K H"], dtype) -> tuple[Array, Float[Array, "*batch K"] | None]:
@@ -203,11 +218,9 @@ class Cache:
     def attend(self, row: int, q: Queries, batch: Batch, window: int) -> Queries:
         """What each query of the flat batch reads from `row`: [T, N, H] -> [T, N, H]."""
         blocks = (q[batch.block_token], batch.block_sequence, batch.block_position)
-        if batch.block_token.shape[1] == 1:  # every sequence decodes: all at once
-            mixed = self._attend_blocks(row, *blocks, window=window)
-        else:
-            one = lambda block: self._attend_blocks(row, *(x[None] for x in block), window=window)[0]  # noqa: E731
-            mixed = lax.map(one, blocks)
+        size = batch.block_token.shape[1]
+        at_once = blocks[1].shape[0] if size == 1 else max(1, _TURN_QUERIES // size)
+        mixed = _in_groups(lambda some: self._attend_blocks(row, *some, window=window), blocks, at_once)
         return mixed.reshape(-1, *mixed.shape[2:])[batch.place]
 
     def _attend_blocks(self, row, q, sequence, position, window):
@@ -216,33 +229,39 @@ class Cache:
         q [b, C, N, H], sequence [b], position [b, C] -> [b, C, N, H]. Softmax in float32, rescaled as the
         largest score grows, so that scores of [C, capacity] never exist whole.
         """
-        (blocks, queries, _, width), page, slots = q.shape, self.page, self.table.shape[1]
-        heads = (self.kv_heads, q.shape[2] // self.kv_heads)
+        (blocks, queries, _, _), page, slots = q.shape, self.page, self.table.shape[1]
         most = min(_TURN_KEYS // blocks, _TURN_SCORES // (blocks * queries))
         pages = min(slots, max(1, most // page))
         keys = pages * page
         table = jnp.pad(self.table[sequence], ((0, 0), (0, -slots % pages)))
-        q = q.reshape(blocks, queries, *heads, width)
+        scale, dtype = q.shape[-1] ** -0.5, q.dtype
+        q = _spread(q, self.kv_heads)
+        groups, rows, width = q.shape[1:]
+        q = q.reshape(-1, rows, width)
+
+        def cut(x):
+            """Stored numbers by group: [b * J, keys, w]; with one group nothing moves."""
+            return jnp.moveaxis(x.reshape(blocks, keys, groups, width), 2, 1).reshape(-1, keys, width)
 
         def turn(i, carry):
             top, total, mixed = carry
             names = lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
-            back = position[..., None] - (i * keys + jnp.arange(keys))
-            seen = (back >= 0) & (back < window)
-            k, v = self._read(row, names, q.dtype)
-            v = jnp.where(seen.any(1)[..., None, None], v, 0)  # 0 x NaN of a stale page is NaN
-            scores = jnp.einsum("bckgh,bskh->bkgcs", q, k, preferred_element_type=jnp.float32)
-            scores = jnp.where(seen[:, None, None], scores * width**-0.5, MASKED)
+            back = position[:, None] - (i * keys + jnp.arange(keys))[:, None]
+            seen = (back >= 0) & (back < window)  # [b, keys, C]
+            k, v = self._read(row, names, dtype)
+            v = jnp.where(seen.any(2)[..., None, None], v, 0)  # 0 x NaN of a stale page is NaN
+            seen = jnp.repeat(jnp.repeat(jnp.moveaxis(seen, 1, 2), rows // queries, axis=1), groups, axis=0)
+            scores = jnp.where(seen, _scores(q, cut(k)) * scale, MASKED)
             higher = jnp.maximum(top, scores.max(-1))
-            weights = jnp.where(seen[:, None, None], jnp.exp(scores - higher[..., None]), 0)
+            weights = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0)
             decay = jnp.exp(top - higher)
             gained = jnp.einsum(
-                "bkgcs,bskh->bkgch", weights.astype(q.dtype), v, preferred_element_type=jnp.float32
+                "brs,bse->bre", weights.astype(dtype), cut(v), preferred_element_type=jnp.float32
             )
             return higher, total * decay + weights.sum(-1), mixed * decay[..., None] + gained
 
-        shape = (blocks, *heads, queries)
-        carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, width)))
+        shape = q.shape[:2]
+        carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q.shape))
         if pages == slots:
             carry = turn(0, carry)
         else:
@@ -251,7 +270,51 @@ class Cache:
             carry = lax.fori_loop(first // keys, -(-last // keys), turn, carry)
         _, total, mixed = carry
         mixed = mixed / jnp.maximum(total, 1e-30)[..., None]
-        return jnp.moveaxis(mixed, 3, 1).reshape(blocks, queries, -1, width).astype(q.dtype)
+        return _gather(mixed.reshape(blocks, groups, rows, width), queries, self.kv_heads).astype(dtype)
+
+
+def _scores(q: Float[Array, "b r w"], k: Float[Array, "b s w"]) -> Float[Array, "b r s"]:
+    """q k^T; few queries are multiplied from the right, so that the keys are read in the order they lie."""
+    if q.shape[1] <= _FEW_ROWS:
+        return jnp.moveaxis(jnp.einsum("bse,bre->bsr", k, q, preferred_element_type=jnp.float32), 1, 2)
+    return jnp.einsum("bre,bse->brs", q, k, preferred_element_type=jnp.float32)
+
+
+def _in_groups(run, arrays, size: int):
+    """`run` over `size` leading entries of the arrays at a time; the last group repeats an entry."""
+    count = arrays[0].shape[0]
+    if size >= count:
+        return run(arrays)
+    groups = -(-count // size)
+    index = jnp.minimum(jnp.arange(groups * size), count - 1).reshape(groups, size)
+    out = lax.map(lambda at: run(tuple(x[at] for x in arrays)), index)
+    return out.reshape(-1, *out.shape[2:])[:count]
+
+
+def _spread(q: Float[Array, "b C N H"], kv_heads: int) -> Float[Array, "b J r w"]:
+    """Queries as rows that match J groups of w numbers of a stored key.
+
+    With few kv heads and one query a block there is one group, the whole key: each query stands at its own
+    head's place among zeros. That multiplies by K, but the keys are used as they lie; cutting them up by
+    heads would move every byte of them twice, and bytes are what decoding waits for.
+    """
+    blocks, queries, heads, width = q.shape
+    q = q.reshape(blocks, queries, kv_heads, heads // kv_heads, width)
+    if queries > 1 or kv_heads > _FEW_HEADS:
+        return jnp.moveaxis(q, 2, 1).reshape(blocks, kv_heads, -1, width)
+    at = jnp.eye(kv_heads, dtype=q.dtype)[:, None, :, None]
+    return (q[..., None, :] * at).reshape(blocks, 1, heads, kv_heads * width)
+
+
+def _gather(mixed: Float[Array, "b J r w"], queries: int, kv_heads: int) -> Float[Array, "b C N H"]:
+    """The inverse of `_spread`: each query's own head of what was mixed for it."""
+    blocks, groups, rows, width = mixed.shape
+    if groups == kv_heads:
+        mixed = mixed.reshape(blocks, kv_heads, queries, -1, width)
+        return jnp.moveaxis(mixed, 1, 2).reshape(blocks, queries, -1, width)
+    mixed = mixed.reshape(blocks, kv_heads, rows // kv_heads, kv_heads, -1)
+    own = jnp.diagonal(mixed, axis1=1, axis2=3)  # [b, G, H, K]
+    return jnp.moveaxis(own, 3, 1).reshape(blocks, 1, rows, -1)
 
 
 def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:

@@ -224,8 +224,8 @@ def step(
     params: PyTree,
     tokens: Int[Array, " T"],
     positions: Int[Array, " T"],
-    query_starts: Int[Array, " Q1"],
-    survivors: Int[Array, " M"],
+    query_starts: Int[Array, " Q1"] | None,
+    survivors: Int[Array, " M"] | None,
     cache: Cache,
 ) -> tuple[Float[Array, "M V"], Cache]:
     """Add a flat ragged batch to the cache; logits at the survivors.
@@ -233,6 +233,7 @@ def step(
     A prompt, a chunk of one and a decode token are the same call. Sequence s owns tokens
     [query_starts[s], query_starts[s+1]) and page-table row s; tokens from query_starts[-1] on are padding.
     `survivors` are ascending indices into `tokens`; an index of T pads, and its logits mean nothing.
+    None in their place: every sequence has one token, and every token survives.
     Positions index the cache, so they must lie in [0, cache.capacity): the caller checks.
     """
     at = rotary(model.config, positions, cache.capacity)
@@ -240,6 +241,8 @@ def step(
     x, cache = run_lower(model, params, embed(model, params, tokens), at, batch, cache)
     if model.plan.upper_rows:
         cache = cache.write(model.plan.upper_rows, *fill(model, params, x, at), batch)
+    if query_starts is None or survivors is None:
+        return logits(model, params, run_upper(model, params, x, at, batch, cache)), cache
     alive = jnp.clip(survivors, 0, tokens.shape[0] - 1)
     starts = jnp.searchsorted(survivors, query_starts).astype(query_starts.dtype)
     at = Rotary(at.cos[alive], at.sin[alive])

@@ -109,12 +109,12 @@ def decode(
     The sampled arrays are [steps, Q, ...]; a token of NO_ID says that the row had ended. Dead rows run along
     and write to the scratch page.
     """
-    each, vocab = jnp.arange(lanes.token.shape[0] + 1, dtype=jnp.int32), model.config.vocab_size
+    vocab = model.config.vocab_size
 
     def one(lanes: Lanes, tally: Tally, cache: Cache):
         at = dataclasses.replace(cache, table=jnp.where(lanes.alive[:, None], table, 0))
         position = jnp.where(lanes.alive, lanes.position, 0)
-        logits, at = step(model, params, lanes.token, position, each, each[:-1], at)
+        logits, at = step(model, params, lanes.token, position, None, None, at)
         sampled = sample(logits, policy, tally, lanes.produced, lanes.position + 1, mode)
         token = jnp.where(lanes.alive, sampled.token, NO_ID)
         return dataclasses.replace(sampled, token=token), dataclasses.replace(at, table=cache.table)
