@@ -21,10 +21,10 @@ config = Experiment(
     evaluation=DataConfig(sources=corpus, split="held_out", seq_len=256, batch_size=8, long_documents="fill"),
     evaluation_batches=0,
     optimizer=OptimizerConfig(
-        learning_rate=2.5e-3, warmup=0.05, beta2=0.98, weight_decay=0.0, schedule="linear"
+        learning_rate=5e-3, warmup=0.05, beta2=0.98, weight_decay=0.0, schedule="linear"
     ),
     dtype="float32",
-    steps=320,
+    steps=480,
     remat=False,
     log_every=25,
     checkpoint_every=100,
