@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
+from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from swiftkv_jax import params as weights
@@ -51,6 +52,8 @@ def save_pretrained(
     Everything is written to a sibling folder first. A new `out_dir` appears whole or not at all; in one that
     exists each file is replaced whole, config.json last, and weights that the new ones supersede are removed.
 
+    With several processes all of them call this: each tensor is gathered in turn, and process 0 writes.
+
     Args:
       source: folder to copy generation_config.json and the tokenizer from, and config.json's token ids.
       max_shard_bytes: more weights than this are spread over several files with an index.
@@ -65,11 +68,19 @@ def save_pretrained(
         raise UsageError(f"dtype {dtype!r} is not supported; known: {', '.join(DTYPES)}")
     config = dataclasses.replace(model.config, dtype=dtype).to_hf(model.plan)
     table = slots(model.config, model.plan)
+    if jax.process_index():
+        for names in _shards(table, jnp.dtype(dtype).itemsize, max_shard_bytes):
+            for name in names:
+                _tensor(params, table[name], jnp.dtype(dtype))
+        multihost_utils.sync_global_devices("save_pretrained")
+        return
     with _staged(Path(out_dir)) as folder:
         if source is not None:
             config |= _copy_extras(Path(source), folder)
         _write_weights(folder, params, table, jnp.dtype(dtype), max_shard_bytes)
         _write_json(folder / "config.json", config)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("save_pretrained")
 
 
 def _check_params(model: Transformer, params: PyTree) -> None:
@@ -126,7 +137,10 @@ def _tensor(params: PyTree, slot: Slot, dtype: np.dtype) -> np.ndarray:
     leaf = params
     for key in slot.path:
         leaf = leaf[key]
-    part = np.asarray(jax.device_get(slot.part(leaf))).astype(dtype)
+    part = slot.part(leaf)
+    if jax.process_count() > 1:
+        part = multihost_utils.process_allgather(part, tiled=True)
+    part = np.asarray(jax.device_get(part)).astype(dtype)
     return np.ascontiguousarray(part.T if slot.transposed else part)
 
 

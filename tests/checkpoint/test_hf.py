@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -469,3 +470,29 @@ def test_generation_config_of_wrong_types(field, value, message, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({field: value}))
     with pytest.raises(UsageError, match=message):
         read_generation_config(tmp_path)
+
+
+def test_two_processes_save_a_model_that_lies_on_both(tmp_path):
+    """Real multi-process JAX: no process holds all of it, and the folder is what one process would write."""
+    import two_processes
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    script = Path(__file__).with_name("two_processes.py")
+    command = [sys.executable, str(script), str(port)]
+    runs = [
+        subprocess.Popen(
+            [*command, str(i), str(tmp_path / "both")], env=env, stderr=subprocess.PIPE, text=True
+        )
+        for i in (0, 1)
+    ]
+    errors = [run.communicate(timeout=240)[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], errors
+    model = Transformer(two_processes.CONFIG, two_processes.PLAN)
+    save_pretrained(tmp_path / "one", model, jax.jit(two_processes.make)())
+    both, one = (load_file(tmp_path / name / "model.safetensors") for name in ("both", "one"))
+    assert both.keys() == one.keys()
+    for name, want in one.items():
+        np.testing.assert_array_equal(both[name], want, err_msg=name)

@@ -123,6 +123,10 @@ def test_a_bad_config_file_is_one_line(tmp_path, text, message):
 def test_a_missing_config_file_is_named():
     with pytest.raises(UsageError, match=r"nowhere\.py does not exist"):
         load_experiment("nowhere.py")
+    unnamed = tmp_path / "config"
+    unnamed.write_text("config = 1")
+    with pytest.raises(UsageError, match=r"its name must end in \.py"):
+        load_experiment(unnamed)
 
 
 @pytest.mark.parametrize("split", [0, 9, -1])

@@ -1,0 +1,60 @@
+"""The embedded demo's assets: a teacher that transformers loads, better than a bigram model; no leaks."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax.distill.sources import held_out, open_documents
+from swiftkv_jax.tokenizer import load_tokenizer
+
+DEMO = Path(__file__).resolve().parents[1] / "demo"
+sys.path.insert(0, str(DEMO))
+
+
+@pytest.fixture(scope="module")
+def check():
+    import check_teacher
+
+    return check_teacher
+
+
+def test_transformers_loads_the_teacher_and_gives_the_same_logits():
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = AutoModelForCausalLM.from_pretrained(DEMO / "teacher", dtype=torch.float32).eval()
+    text = "The module provides a class which, if the file does not exist, raises an error.\n"
+    ids = AutoTokenizer.from_pretrained(DEMO / "teacher")(text)["input_ids"]
+    assert ids == load_tokenizer(DEMO / "teacher").encode(text) and 15 < len(ids) < 40
+    with torch.inference_mode():
+        want = theirs(torch.tensor([ids])).logits[0].numpy()
+    model, params = skv.from_pretrained(DEMO / "teacher", dtype="float32")
+    got = np.asarray(model.apply({"params": params}, np.array([ids])))[0]
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+    assert sum(p.numel() for p in theirs.parameters()) <= 5_000_000
+    assert sum(f.stat().st_size for f in (DEMO / "teacher").iterdir()) <= 10_000_000
+    assert (DEMO / "corpus.jsonl.xz").stat().st_size <= 2_000_000
+
+
+def test_the_teacher_beats_an_interpolated_bigram_model_by_half_a_nat(check):
+    """On the first held-out rows of 2048; `demo/check_teacher.py` measures all of them."""
+    from swiftkv_jax.analysis.bigram import held_out_nats
+
+    tokenizer = load_tokenizer(DEMO / "teacher")
+    train, test, _ = check.documents(tokenizer)
+    nats, count = check.model_nats(DEMO / "teacher", limit=4)
+    assert count > 15_000
+    assert nats < held_out_nats(train, test, tokenizer.vocab_size) - 0.5
+
+
+def test_whole_documents_are_held_out():
+    """The pieces of a document are all on one side."""
+    sides: dict[str, set[bool]] = {}
+    for document in open_documents((str(DEMO / "corpus.jsonl.xz"),), False):
+        sides.setdefault(document.id.split("#")[0], set()).add(held_out(document.id))
+    assert all(len(side) == 1 for side in sides.values())
+    out = sum(side == {True} for side in sides.values())
+    assert 0.03 < out / len(sides) < 0.08
