@@ -208,13 +208,11 @@ def _room(llm) -> str:
     s, plan = llm.settings, llm.model.plan
     tokens = s.num_pages * s.page_size
 
-    def concurrency(factor: float) -> str:
-        return f"{tokens * factor / s.max_model_len:.1f}"
-
-    text = f"room for {tokens:,} tokens: {concurrency(1)} sequences of {s.max_model_len}"
+    full = tokens / s.max_model_len
+    text = f"room for {tokens:,} tokens: {full:.1f} sequences of {s.max_model_len}"
     if plan.num_rows == plan.num_layers:
         return text
-    return f"{text} (with a row for every layer {concurrency(plan.num_rows / plan.num_layers)})"
+    return f"{text} (with a row for every layer {full * plan.num_rows / plan.num_layers:.1f})"
 
 
 def _readable(row: dict) -> str:

@@ -120,7 +120,7 @@ def test_a_bad_config_file_is_one_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_config_file_is_named():
+def test_a_missing_config_file_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"nowhere\.py does not exist"):
         load_experiment("nowhere.py")
     unnamed = tmp_path / "config"
