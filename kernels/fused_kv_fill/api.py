@@ -51,8 +51,8 @@ def fused_kv_fill(
     dispatch.expect(
         x_and_cos=(x.shape[:1], cos.shape[:1]),
         cos_and_sin=(cos.shape, sin.shape),
-        w_k_and_x_rows_k=(makers.w_k.shape, (x.shape[1], filled, pools.k.shape[-1])),
-        w_v_and_x_rows_v=(makers.w_v.shape, (x.shape[1], filled, pools.v.shape[-1])),
+        w_k_and_rows_x_k=(makers.w_k.shape, (filled, x.shape[1], pools.k.shape[-1])),
+        w_v_and_rows_x_v=(makers.w_v.shape, (filled, x.shape[1], pools.v.shape[-1])),
         k_and_v=(pools.k.shape[:-1], pools.v.shape[:-1]),
         names_and_pages_of_x=(names.shape, (x.shape[0] // page,)),
         names_and_live=(names.shape, live.shape),

@@ -49,8 +49,8 @@ class Case:
         pool, stored = (self.of, self.pages), jnp.dtype(self.stored)
         scale = make((*pool, self.heads, self.page), jnp.float32) if stored.itemsize == 1 else None
         makers = Makers(
-            make((self.dim, filled, k), dtype),
-            make((self.dim, filled, v), dtype),
+            make((filled, self.dim, k), dtype),
+            make((filled, self.dim, v), dtype),
             make((filled, k), dtype) if self.bias else None,
             make((filled, v), dtype) if self.bias else None,
             make((filled, self.width), dtype) if self.k_norm else None,
@@ -107,7 +107,7 @@ _LLAMA_8B = Case(
     live=(64,) * 128,
     rows=tuple(range(16, 32)),
     of=32,
-    pages=2048,
+    pages=1024,
     page=64,
     dim=4096,
     heads=8,
@@ -119,11 +119,11 @@ _LLAMA_8B = Case(
 REAL = {
     "llama_8b": _LLAMA_8B,
     "llama_8b_share4": replace(_LLAMA_8B, rows=(16, 17, 18, 19), of=20),
-    "llama_8b_int8": replace(_LLAMA_8B, stored="int8", page=128, live=(128,) * 64, pages=1024),
-    "llama_8b_float8": replace(_LLAMA_8B, stored="float8_e4m3fn", page=128, live=(128,) * 64, pages=1024),
+    "llama_8b_int8": replace(_LLAMA_8B, stored="int8", page=128, live=(128,) * 64, pages=512),
+    "llama_8b_float8": replace(_LLAMA_8B, stored="float8_e4m3fn", page=128, live=(128,) * 64, pages=512),
     "llama_8b_chunk": replace(_LLAMA_8B, live=(64,) * 8),
-    "llama2_7b": replace(_LLAMA_8B, heads=32, pages=512),
-    "llama_70b": replace(_LLAMA_8B, dim=8192, rows=tuple(range(40, 48)), of=48, pages=1024),
+    "llama2_7b": replace(_LLAMA_8B, heads=32, pages=256),
+    "llama_70b": replace(_LLAMA_8B, dim=8192, rows=tuple(range(40, 48)), of=48, pages=512),
     "qwen3_8b": replace(_LLAMA_8B, k_norm=True),
     "qwen2_7b": replace(_LLAMA_8B, dim=3584, heads=4, bias=True),
     "llama_1b": replace(_LLAMA_8B, dim=2048, width=64, rows=tuple(range(8, 16)), of=16),

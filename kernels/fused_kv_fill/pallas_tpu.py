@@ -38,7 +38,7 @@ class Blocks:
 
 
 class _Inputs(NamedTuple):
-    """x [T, D]; makers with [D, F * E] weights and [F, 1, E] biases; cos, sin [T, H / 2]; pools in HBM."""
+    """x [T, D]; makers with [F, D, E] weights and [F, 1, E] biases; cos, sin [T, H / 2]; pools in HBM."""
 
     x: Any
     makers: Any
@@ -90,8 +90,8 @@ def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
         scratch.squares[...] = jnp.zeros_like(scratch.squares)
 
     stream = x.x[...]
-    scratch.k[...] += dot(stream, x.makers.w_k[...])
-    scratch.v[...] += dot(stream, x.makers.w_v[...])
+    scratch.k[...] += dot(stream, x.makers.w_k[0])
+    scratch.v[...] += dot(stream, x.makers.w_v[0])
     wide = stream.astype(jnp.float32)
     scratch.squares[...] += jnp.sum(wide * wide, axis=1, keepdims=True)
 
@@ -188,7 +188,7 @@ def _vmem_bytes(blocks: Blocks, x, pools: Pools) -> int:
     """VMEM that a grid step takes: operands twice, sums, stages, and sums once more for temporaries."""
     columns = (pools.k.shape[-1] + pools.v.shape[-1]) // blocks.pieces
     operands = 2 * blocks.depth * (blocks.tokens + columns) * x.dtype.itemsize
-    angles = 4 * blocks.tokens * max(_LANES, pools.k.shape[-1]) // blocks.pieces // 8
+    angles = 2 * 2 * 4 * blocks.tokens * _LANES  # cos and sin, whole lanes of them, twice
     return (
         operands + angles + blocks.tokens * columns * (8 + 2 * pools.k.dtype.itemsize) + blocks.tokens * 512
     )
@@ -197,14 +197,14 @@ def _vmem_bytes(blocks: Blocks, x, pools: Pools) -> int:
 def choose(x, makers: Makers, pools: Pools, heads: int) -> Blocks | None:
     """The cut that fits VMEM and reads least: the stream once a column block, weights once or once a tile."""
     chip, (tokens, width), page = chips.current(), x.shape, pools.k.shape[2]
-    filled = makers.w_k.shape[1]
+    filled = makers.w_k.shape[0]
     tile = 8 if pools.k.dtype.itemsize == 1 else 1
     fits = []
     for pieces in (p for p in range(1, heads + 1) if heads % p == 0):
         lanes = all(pool.shape[-1] // pieces % _LANES == 0 for pool in (pools.k, pools.v))
         if pieces > 1 and not (lanes and heads // pieces % tile == 0):
             continue
-        for size in sorted({page * max(1, min(most, tokens) // page) for most in (128, 256, 512, 1024)}):
+        for size in sorted({page * max(1, min(most, tokens) // page) for most in (128, 256, 512)}):
             for depth in (d for d in (width, 4096, 2048, 1024, 512) if width % d == 0):
                 cores = chip.cores if filled * pieces % chip.cores == 0 else 1
                 blocks = Blocks(size, pieces, depth, cores)
@@ -259,7 +259,11 @@ def fused_kv_fill(
 
     def weight(array):
         size = array.shape[-1] // pieces
-        return pl.BlockSpec((blocks.depth, size), lambda c, n, t, k, *_: (k, column(c, n)))
+
+        def place(c, n, t, k, *_):
+            return column(c, n) // pieces, k, column(c, n) % pieces
+
+        return pl.BlockSpec((1, blocks.depth, size), place)
 
     def of_row(array, split: int):
         """A block of [F, 1, E]: the whole row, or one of `split` pieces."""
@@ -273,8 +277,8 @@ def fused_kv_fill(
         return None if array is None else spec(array)
 
     flat = Makers(
-        makers.w_k.reshape(width, -1),
-        makers.w_v.reshape(width, -1),
+        makers.w_k,
+        makers.w_v,
         *(maybe(a, lambda a: a[:, None]) for a in (makers.b_k, makers.b_v, makers.k_norm)),
     )
     angle = pl.BlockSpec((blocks.tokens, cos.shape[-1]), lambda c, n, t, k, *_: (t, 0))

@@ -27,7 +27,7 @@ class Makers(NamedTuple):
     """What makes rows of the normalised stream.
 
     Attributes:
-      w_k: [D, F, K * H] and w_v: [D, F, K * U], the norm's gain folded in. b_k: [F, K * H], b_v: [F, K * U]
+      w_k: [F, D, K * H] and w_v: [F, D, K * U], as `fold_gain` makes them. b_k: [F, K * H], b_v: [F, K * U]
       biases, and k_norm: [F, H] gain of a norm of each key, or None.
     """
 
@@ -39,8 +39,13 @@ class Makers(NamedTuple):
 
 
 def fold_gain(gain: jax.Array, w: jax.Array) -> jax.Array:
-    """The norm's gain [D] in the projections [D, F, E] that follow it: done once, when weights are loaded."""
-    return (w.astype(jnp.float32) * gain.astype(jnp.float32)[:, None, None]).astype(w.dtype)
+    """Projections [F, D, E] for the kernels: w [D, F, E] with the gain [D] of the norm before it folded in.
+
+    Done once, when weights are loaded; rows come first, because a column block of one row is then contiguous
+    tiles of a TPU's memory.
+    """
+    folded = w.astype(jnp.float32) * gain.astype(jnp.float32)[:, None, None]
+    return jnp.swapaxes(folded, 0, 1).astype(w.dtype)
 
 
 def largest(dtype) -> float:
@@ -78,7 +83,7 @@ def rows_of(x, makers: Makers, cos, sin, wide, heads: int, eps: float) -> tuple[
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
     def project(w, bias):
-        y = jnp.einsum("td,dfe->tfe", x, w.astype(wide), precision="highest")
+        y = jnp.einsum("td,fde->tfe", x, w.astype(wide), precision="highest")
         return y if bias is None else y + bias.astype(wide)
 
     k, v = project(makers.w_k, makers.b_k), project(makers.w_v, makers.b_v)

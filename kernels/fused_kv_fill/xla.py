@@ -14,7 +14,7 @@ def fused_kv_fill(x, makers: Makers, cos, sin, pools: Pools, names, live, *, row
     h = (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
     def project(w, bias):
-        y = jnp.einsum("td,dfe->tfe", h, w, preferred_element_type=jnp.float32)
+        y = jnp.einsum("td,fde->tfe", h, w, preferred_element_type=jnp.float32)
         return y if bias is None else y + bias.astype(jnp.float32)
 
     k, v = project(makers.w_k, makers.b_k), project(makers.w_v, makers.b_v)

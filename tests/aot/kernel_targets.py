@@ -7,6 +7,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from swiftkv_jax.distill.compile_only import topology
+from swiftkv_jax.kernels.fused_kv_fill import api as fused
+from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
 from swiftkv_jax.kernels.k_cache_attention import api as k_cache
 from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
 from swiftkv_jax.kernels.paged_attention import api as paged
@@ -41,3 +43,10 @@ def attention(kernel: str, case: str, implementation: str):
     chosen = cases.REAL[case]
     args, arrays = chosen.shapes()
     return functools.partial(api, **chosen.options, implementation=implementation), args, arrays
+
+
+def fill(case: str, implementation: str):
+    """(call, arguments, array options) of a real case of the fused fill; argument 4 is to be donated."""
+    chosen = fill_cases.REAL[case]
+    call = functools.partial(fused.fused_kv_fill, **chosen.options, implementation=implementation)
+    return call, chosen.shapes(), {}
