@@ -1,0 +1,67 @@
+"""The fused fill. A named implementation runs or raises; None picks by platform."""
+
+import jax
+
+from swiftkv_jax.kernels import dispatch
+from swiftkv_jax.kernels.dispatch import Implementation
+from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu, reference, xla
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools, fold_gain
+
+FUSED_KV_FILL = {
+    "reference": Implementation(reference.fused_kv_fill),
+    "xla": Implementation(xla.fused_kv_fill),
+    "pallas_tpu": Implementation(pallas_tpu.fused_kv_fill, pallas_tpu.refuses),
+}
+
+__all__ = ["FUSED_KV_FILL", "Makers", "Pools", "fold_gain", "fused_kv_fill"]
+
+
+def fused_kv_fill(
+    x: jax.Array,
+    makers: Makers,
+    cos: jax.Array,
+    sin: jax.Array,
+    pools: Pools,
+    names: jax.Array,
+    live: jax.Array,
+    *,
+    rows: tuple[int, ...],
+    eps: float,
+    implementation: str | None = None,
+) -> Pools:
+    """The pools with keys and values of `rows` made from the stream, whole pages at a time.
+
+    RMS norm, projections, bias, a norm of the keys, rotary embedding, rounding to the pool's dtype (8 bits
+    with a float32 scale for each token and head). The kernels update the pools in place: donate them.
+
+    Args:
+      x: [T, D] the stream, unnormalised; every Z tokens, from the first on, are one page of one sequence.
+      makers: the projections, with the norm's gain folded in by `fold_gain`.
+      cos, sin: [T, H / 2] of the rotary angles of each token.
+      pools: where the rows are. Pages that are not named stay as they are.
+      names: [T / Z] page of each Z tokens; P (one past the last) is nowhere.
+      live: [T / Z] tokens of each page; those after are written as zeros, whatever x holds.
+      rows: of the pools, one for each maker. eps: of the norms.
+      implementation: "reference", "xla", "pallas_tpu", or None.
+
+    Raises:
+      dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.
+    """
+    page, filled = pools.k.shape[2], len(rows)
+    dispatch.expect(
+        x_and_cos=(x.shape[:1], cos.shape[:1]),
+        cos_and_sin=(cos.shape, sin.shape),
+        w_k_and_rows_x_k=(makers.w_k.shape, (filled, x.shape[1], pools.k.shape[-1])),
+        w_v_and_rows_x_v=(makers.w_v.shape, (filled, x.shape[1], pools.v.shape[-1])),
+        k_and_v=(pools.k.shape[:-1], pools.v.shape[:-1]),
+        names_and_pages_of_x=(names.shape, (x.shape[0] // page,)),
+        names_and_live=(names.shape, live.shape),
+    )
+    if x.shape[0] % page or pools.k.shape[-1] % (2 * cos.shape[-1]):
+        raise dispatch.UnsupportedError(
+            f"x {x.shape} and cos {cos.shape} do not fit pages of k {pools.k.shape}: whole pages, whole heads"
+        )
+    if (pools.k.dtype.itemsize == 1) != (pools.k_scale is not None):
+        raise dispatch.UnsupportedError(f"{pools.k.dtype} rows: 8-bit rows have scales, wider ones have none")
+    args = (x, makers, cos, sin, pools, names, live)
+    return dispatch.call("fused_kv_fill", FUSED_KV_FILL, implementation, args, {"rows": rows, "eps": eps})

@@ -1,0 +1,110 @@
+"""The definition of the fused fill.
+
+Letters: T tokens, D width of the stream, F filled rows, K kv heads, H width of a key, U of a value, R rows,
+P pages, Z tokens of a page.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Pools(NamedTuple):
+    """Where rows go.
+
+    Attributes:
+      k: [R, P, Z, K * H]. v: [R, P, Z, K * U]. k_scale, v_scale: [R, P, K, Z] float32, with 8-bit rows only.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+
+
+class Makers(NamedTuple):
+    """What makes rows of the normalised stream.
+
+    Attributes:
+      w_k: [F, D, K * H] and w_v: [F, D, K * U], as `fold_gain` makes them. b_k: [F, K * H], b_v: [F, K * U]
+      biases, and k_norm: [F, H] gain of a norm of each key, or None.
+    """
+
+    w_k: jax.Array
+    w_v: jax.Array
+    b_k: jax.Array | None = None
+    b_v: jax.Array | None = None
+    k_norm: jax.Array | None = None
+
+
+def fold_gain(gain: jax.Array, w: jax.Array) -> jax.Array:
+    """Projections [F, D, E] for the kernels: w [D, F, E] with the gain [D] of the norm before it folded in.
+
+    Done once, when weights are loaded; rows come first, because a column block of one row is then contiguous
+    tiles of a TPU's memory.
+    """
+    folded = w.astype(jnp.float32) * gain.astype(jnp.float32)[:, None, None]
+    return jnp.swapaxes(folded, 0, 1).astype(w.dtype)
+
+
+def largest(dtype) -> float:
+    """The value that a row's largest becomes in an 8-bit dtype."""
+    return 127.0 if jnp.dtype(dtype) == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
+def quantise(heads: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """[..., width] in 8 bits, and the factor [...] that gives it back: its largest value fills the range."""
+    scale = jnp.max(jnp.abs(heads), axis=-1) / largest(dtype)
+    small = heads * jnp.where(scale > 0, 1 / scale, 0)[..., None]
+    return (jnp.round(small) if jnp.dtype(dtype) == jnp.int8 else small).astype(dtype), scale
+
+
+def store(pool, scales, filled, heads: int, rows: tuple[int, ...], names, live):
+    """A pool and its scales with pages `filled` [T, F, E] written; tokens of a page from `live` on are 0."""
+    page, dtype = pool.shape[2], pool.dtype
+    dead = (jnp.arange(page) >= live[:, None])[..., None, None]
+    filled = jnp.where(dead, 0, filled.reshape(-1, page, *filled.shape[1:]))
+    filled = jnp.moveaxis(filled, 2, 0)  # F, pages, Z, E
+    if dtype.itemsize == 1:
+        split, factor = quantise(filled.reshape(*filled.shape[:3], heads, -1), dtype)
+        filled = split.reshape(filled.shape)
+        factor = jnp.swapaxes(factor, 2, 3).astype(jnp.float32)
+    for i, row in enumerate(rows):
+        pool = pool.at[row, names].set(filled[i].astype(dtype), mode="drop")
+        if dtype.itemsize == 1:
+            scales = scales.at[row, names].set(factor[i], mode="drop")
+    return pool, scales
+
+
+def rows_of(x, makers: Makers, cos, sin, wide, heads: int, eps: float) -> tuple[jax.Array, jax.Array]:
+    """Keys [T, F, K * H] and values [T, F, K * U] of the stream [T, D], computed in dtype `wide`."""
+    x = x.astype(wide)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+    def project(w, bias):
+        y = jnp.einsum("td,fde->tfe", x, w.astype(wide), precision="highest")
+        return y if bias is None else y + bias.astype(wide)
+
+    k, v = project(makers.w_k, makers.b_k), project(makers.w_v, makers.b_v)
+    return finish_keys(k.reshape(*k.shape[:2], heads, -1), makers.k_norm, cos, sin, eps), v
+
+
+def finish_keys(k, gain, cos, sin, eps: float) -> jax.Array:
+    """Norm and rotary embedding of keys [T, F, K, H]: [T, F, K * H]."""
+    if gain is not None:
+        k = k * jax.lax.rsqrt(jnp.mean(k * k, axis=-1, keepdims=True) + eps)
+        k = k * gain.astype(k.dtype)[:, None]
+    a, b = jnp.split(k, 2, axis=-1)
+    cos, sin = (angle.astype(k.dtype)[:, None, None] for angle in (cos, sin))
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(*k.shape[:2], -1)
+
+
+def fused_kv_fill(x, makers: Makers, cos, sin, pools: Pools, names, live, *, rows, eps) -> Pools:
+    """As `api.fused_kv_fill`, in at least float32."""
+    heads = pools.k.shape[-1] // (2 * cos.shape[-1])
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    k, v = rows_of(x, makers, cos, sin, wide, heads, eps)
+    k, k_scale = store(pools.k, pools.k_scale, k, heads, rows, names, live)
+    v, v_scale = store(pools.v, pools.v_scale, v, heads, rows, names, live)
+    return Pools(k, v, k_scale, v_scale)

@@ -1,0 +1,1 @@
+"""Attention that reads keys (or layer inputs) and never values: Slim attention."""

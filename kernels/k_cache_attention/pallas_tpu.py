@@ -1,0 +1,298 @@
+"""Attention from a cache of keys (or inputs) alone on TPU: all heads in one pass over the rows (Mosaic TPU).
+
+A grid step holds a few pages of one sequence. Scores of all heads are one matmul with a block-diagonal query
+[N * C, E], the weighted sum of whole rows is another, and W_KV is applied afterwards by XLA: it reads as many
+bytes as the W_V that it replaces.
+
+Rotary embedding: a rotation by position t0 + s is one by t0 after one by s. One table of the angles in a
+step turns every tile by s, and the query is turned by -t0 once a step, so no table as long as the context
+is streamed.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from swiftkv_jax.kernels import chips, tpu_pages
+from swiftkv_jax.kernels.k_cache_attention import reference
+from swiftkv_jax.kernels.tpu_pages import LANES
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What is static in the kernel. half: columns of half a group of heads, 0 without rotary embedding."""
+
+    steps: tpu_pages.Steps
+    half: int
+    rotated: bool
+    scale: float
+    threshold: float
+
+
+class _Inputs(NamedTuple):
+    """q [b, rows, E]; position [b, rows, 1]; cos, sin [keys, half] in a step; cos0, sin0 [slots, 1, half] at
+    its first page; pool [R, P, Z, E] and scales [R, P, 1, Z] in HBM. None where there is none."""
+
+    q: Any
+    position: Any
+    cos: Any
+    sin: Any
+    cos0: Any
+    sin0: Any
+    pool: Any
+    scales: Any
+
+
+class _Scratch(NamedTuple):
+    """tile [2, keys, E]; scales [2, pages, 1, Z]; turned [keys, E]; top, total [rows, 128]; arrived [2]."""
+
+    tile: Any
+    scales: Any
+    turned: Any
+    top: Any
+    total: Any
+    arrived: Any
+
+
+def _turn(x, cos, sin, half: int):
+    """Rotate [m, E]: of each slice of 2 * half columns, the two halves are the planes."""
+    out = []
+    for start in range(0, x.shape[-1], 2 * half):
+        a, b = x[:, start : start + half], x[:, start + half : start + 2 * half]
+        out += [a * cos - b * sin, b * cos + a * sin]
+    return jnp.concatenate(out, axis=-1)
+
+
+def _kernel(form: _Form, s: tpu_pages.Scalars, x: _Inputs, out, scratch: _Scratch):
+    optional = [] if x.scales is None else [(x.scales, scratch.scales)]
+    pools, buffers = zip((x.pool, scratch.tile), *optional, strict=True)
+    place = tpu_pages.arrive(s, form.steps, pools, buffers, scratch.arrived)
+    dtype = x.q.dtype
+    exact = "highest" if dtype == jnp.float32 else None
+    dot = functools.partial(jax.lax.dot_general, precision=exact, preferred_element_type=jnp.float32)
+
+    @pl.when(place.live & place.is_first)
+    def _():
+        scratch.top[...] = jnp.full_like(scratch.top, -1e30)
+        scratch.total[...] = jnp.zeros_like(scratch.total)
+        out[...] = jnp.zeros_like(out)
+
+    def turn_tile(sign: float):
+        """The tile, turned by its positions in the step, group by group to stay in registers."""
+
+        def turn(rows):
+            cos, sin = x.cos[rows, :], sign * x.sin[rows, :]
+            for start in range(0, out.shape[-1], 2 * form.half):
+                columns = slice(start, start + 2 * form.half)
+                group = scratch.tile[place.slot, rows, columns].astype(jnp.float32)
+                scratch.turned[rows, columns] = _turn(group, cos, sin, form.half).astype(dtype)
+
+        tpu_pages.each_page(form.steps, turn)
+
+    def attend(inner: bool):
+        q = x.q[0]
+        if not inner:
+            tpu_pages.clear_unseen(scratch.tile, place, s, form.steps)
+        if form.half and not form.rotated:
+            turn_tile(1.0)
+            q = _turn(q.astype(jnp.float32), x.cos0[0], -x.sin0[0], form.half).astype(dtype)
+            keys = scratch.turned[...]
+        else:
+            keys = scratch.tile[place.slot].astype(dtype)
+        scores = dot(q, keys, (((1,), (1,)), ((), ()))) * form.scale
+        visible = None if inner else tpu_pages.seen(x.position[0], place, s, form.steps)
+        scales = None
+        if x.scales is not None:
+            scales = jnp.concatenate(
+                [scratch.scales[place.slot, i] for i in range(form.steps.pages)], axis=-1
+            )
+            scores = scores * scales
+        weights, decay = tpu_pages.rescale(scores, visible, scratch.top, scratch.total)
+        if scales is not None:
+            weights = weights * (scales if visible is None else jnp.where(visible, scales, 0.0))
+        out[0] = out[0] * decay
+
+        def add():
+            if not (form.half and form.rotated):
+                out[0] += dot(
+                    weights.astype(dtype), scratch.tile[place.slot].astype(dtype), (((1,), (0,)), ((), ()))
+                )
+                return
+            turn_tile(-1.0)
+            gained = dot(weights.astype(dtype), scratch.turned[...], (((1,), (0,)), ((), ())))
+            out[0] += _turn(gained, x.cos0[0], -x.sin0[0], form.half)
+
+        if form.threshold:
+            pl.when(jnp.max(weights) >= form.threshold)(add)
+        else:
+            add()
+
+    @pl.when(place.live & place.is_inner)
+    def _():
+        attend(inner=True)
+
+    @pl.when(place.live & ~place.is_inner)
+    def _():
+        attend(inner=False)
+
+    @pl.when(place.live & place.is_last)
+    def _():
+        alive = x.position[0] >= 0
+        out[0] = jnp.where(alive, out[0] / jnp.maximum(scratch.total[...][:, :1], 1e-30), 0.0)
+
+
+def _sum_rows(q, pool, table, sequence, position, row, window, angles, form: _Form, k_scale, interpret):
+    """Softmax-weighted sums of rows, [b, rows, E] in float32, for queries [b, rows, E] at [b, rows]."""
+    (_, rows, width), steps = q.shape, form.steps
+    s = tpu_pages.scalars(row, window, table, sequence, position, steps)
+    step = functools.partial(tpu_pages.first_page, steps=steps)
+
+    def mine(core, index, s):
+        return tpu_pages.block_of(core, index, s), 0, 0
+
+    def page(core, index, s):
+        return (
+            jnp.minimum(step(tpu_pages.worklist.step_of(core, index, s.work.begin), s), steps.slots - 1),
+            0,
+            0,
+        )
+
+    cos, sin, cos0, sin0 = angles
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    whole = pl.BlockSpec((steps.keys, form.half), lambda *_: (0, 0))
+    base = pl.BlockSpec((1, 1, form.half), page)
+    own = pl.BlockSpec((1, rows, width), mine)
+    some = form.half > 0
+    specs = _Inputs(
+        q=own,
+        position=pl.BlockSpec((1, rows, 1), mine),
+        cos=whole if some else None,
+        sin=whole if some else None,
+        cos0=base if some else None,
+        sin0=base if some else None,
+        pool=hbm,
+        scales=None if k_scale is None else hbm,
+    )
+    scratch = _Scratch(
+        tile=pltpu.VMEM((2, steps.keys, width), pool.dtype),
+        scales=None if k_scale is None else pltpu.VMEM((2, steps.pages, *k_scale.shape[2:]), jnp.float32),
+        turned=pltpu.VMEM((steps.keys, width), q.dtype) if some else None,
+        top=pltpu.VMEM((rows, LANES), jnp.float32),
+        total=pltpu.VMEM((rows, LANES), jnp.float32),
+        arrived=pltpu.SemaphoreType.DMA((2,)),
+    )
+    return pl.pallas_call(
+        lambda *refs: _kernel(form, refs[0], refs[1], refs[2], _Scratch(*refs[3])),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=tpu_pages.worklist.grid(s.work),
+            in_specs=[specs],
+            out_specs=own,
+            scratch_shapes=[tuple(scratch)],
+        ),
+        out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=chips.current().vmem_limit
+        ),
+        interpret=interpret,
+        name="k_cache_attention",
+    )(s, _Inputs(q, position[..., None], cos, sin, cos0, sin0, pool, k_scale))
+
+
+def _tables(frequencies, steps: tpu_pages.Steps, group: int):
+    """cos, sin [keys, half] in a step, and cos, sin [slots, 1, half] of the angle at each page's start."""
+    wide = jnp.tile(frequencies.astype(jnp.float32), group)
+    inside = jnp.arange(steps.keys)[:, None] * wide
+    starts = (jnp.arange(steps.slots) * steps.page)[:, None, None] * wide
+    return jnp.cos(inside), jnp.sin(inside), jnp.cos(starts), jnp.sin(starts)
+
+
+def _steps(pool, table, pages: int | None = None) -> tpu_pages.Steps:
+    page, width = pool.shape[2:]
+    # Rows are computed with in two bytes or more, whatever they are stored in.
+    pages = pages or tpu_pages.step_pages(width * max(2, pool.dtype.itemsize), page, table.shape[1])
+    return tpu_pages.Steps(pages, page, table.shape[1])
+
+
+def k_cache_attention(
+    q,
+    k,
+    w_kv,
+    table,
+    sequence,
+    position,
+    *,
+    row,
+    frequencies,
+    scale,
+    window,
+    group,
+    rotated,
+    threshold,
+    k_scale,
+    pages: int | None = None,
+    interpret: Any = False,
+):
+    """As `api.k_cache_attention`, in grid steps of `pages` pages: as many as fit the chip by default."""
+    blocks, queries, heads, width = q.shape
+    steps = _steps(k, table, pages)
+    # [b, N, C, E]: head n's query in its own columns of a row, zero elsewhere.
+    spread = jnp.einsum("bcnh,nm->bncmh", q, jnp.eye(heads, dtype=q.dtype))
+    spread = reference.to_rows(spread, group).reshape(blocks, heads * queries, -1)
+    half, angles = 0, (None,) * 4
+    if frequencies is not None:
+        half, angles = group * width // 2, _tables(frequencies, steps, group)
+    form = _Form(steps, half, rotated, scale, threshold)
+    every = jnp.tile(position, (1, heads))
+    mixed = _sum_rows(spread, k, table, sequence, every, row, window, angles, form, k_scale, interpret)
+    mixed = mixed.reshape(blocks, heads, queries, -1)
+    return jnp.einsum("bnce,neu->bcnu", mixed, w_kv, preferred_element_type=jnp.float32).astype(q.dtype)
+
+
+def x_cache_attention(
+    q,
+    x,
+    w_k,
+    w_v,
+    table,
+    sequence,
+    position,
+    *,
+    row,
+    scale,
+    window,
+    pages: int | None = None,
+    interpret: Any = False,
+):
+    """As `api.x_cache_attention`, in grid steps of `pages` pages."""
+    blocks, queries, heads, _ = q.shape
+    absorbed = jnp.einsum("bcnh,neh->bnce", q, w_k, preferred_element_type=jnp.float32).astype(q.dtype)
+    absorbed = absorbed.reshape(blocks, heads * queries, -1)
+    form = _Form(_steps(x, table, pages), 0, False, scale, 0.0)
+    every = jnp.tile(position, (1, heads))
+    mixed = _sum_rows(absorbed, x, table, sequence, every, row, window, (None,) * 4, form, None, interpret)
+    mixed = mixed.reshape(blocks, heads, queries, -1)
+    return jnp.einsum("bnce,neu->bcnu", mixed, w_v, preferred_element_type=jnp.float32).astype(q.dtype)
+
+
+def refuses(q, pool, *args, **_) -> str:
+    """What of a call is not supported here, and what is, or ""; for both operations."""
+    table = args[1] if args[0].ndim == 3 and args[1].ndim == 2 else args[2]
+    if q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"{q.dtype} queries: bfloat16, float32"
+    blocks, queries, heads, _ = q.shape
+    steps = _steps(pool, table)
+    need = vmem_bytes(queries * heads, pool.shape[-1], steps.keys, pool.dtype.itemsize, q.dtype.itemsize)
+    if need > (most := chips.current().vmem_limit):
+        return f"{queries} queries a block, for {need} bytes of VMEM: at most {most}, so fewer queries"
+    return tpu_pages.refuses(pool, table, blocks, steps.pages)
+
+
+def vmem_bytes(rows: int, width: int, keys: int, stored: int, computed: int) -> int:
+    """VMEM that a grid step takes: two tiles, the turned tile, queries and sums twice, scores."""
+    return keys * width * (2 * stored + computed) + rows * width * (2 * computed + 8) + rows * keys * 8

@@ -1,0 +1,108 @@
+"""The definition of attention from a cache of keys alone, or of layer inputs alone.
+
+Slim attention (arXiv 2503.05840): with W_KV = W_K^-1 W_V, values are V = K W_KV, so head i of a query is
+softmax(q_i K_i^T) K W_KV,i. The weighted sum is over whole rows K of all heads, before rotary embedding.
+
+Letters: b blocks of queries, C queries of a block (of one sequence), N heads, H their width, U the width
+of an output head, E the width of a cached row, R rows, P pages, Z tokens of a page.
+"""
+
+import jax
+import jax.numpy as jnp
+
+NO_WINDOW = 1 << 30
+
+
+def to_rows(heads: jax.Array, group: int = 1) -> jax.Array:
+    """[..., N, H] -> [..., N * H] as a cache stores it, `group` heads at a time.
+
+    Within a group, the first halves of its heads precede their second halves, so that rotary embedding works
+    on slices of group * H / 2 columns. `group=1` is heads one after the other. The same permutation of the
+    columns of W_K makes a model write such rows.
+    """
+    *batch, count, width = heads.shape
+    split = heads.reshape(*batch, count // group, group, 2, width // 2)
+    return jnp.swapaxes(split, -3, -2).reshape(*batch, count * width)
+
+
+def to_heads(rows: jax.Array, count: int, group: int = 1) -> jax.Array:
+    """The inverse of `to_rows`: [..., N * H] -> [..., N, H]."""
+    *batch, width = rows.shape
+    split = rows.reshape(*batch, count // group, 2, group, width // count // 2)
+    return jnp.swapaxes(split, -3, -2).reshape(*batch, count, width // count)
+
+
+def rotate(heads: jax.Array, angle: jax.Array) -> jax.Array:
+    """Rotary embedding of [..., N, H] by angles [..., H / 2]: the two halves of a head are a plane each."""
+    cos, sin = (f(angle)[..., None, :].astype(heads.dtype) for f in (jnp.cos, jnp.sin))
+    a, b = jnp.split(heads, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def gather(pool: jax.Array, row: int, names: jax.Array) -> jax.Array:
+    """Pages `names` [b, slots] of a row, as keys in order: [b, slots * Z, E]."""
+    return pool[row, names].reshape(names.shape[0], -1, pool.shape[-1])
+
+
+def visible(position: jax.Array, keys: int, window) -> jax.Array:
+    """[b, C, keys]: key t is seen from position p if 0 <= p - t < window. Position -1 sees nothing."""
+    back = position[..., None] - jnp.arange(keys)
+    return (back >= 0) & (back < (NO_WINDOW if window is None else window))
+
+
+def weights_of(scores: jax.Array, seen: jax.Array) -> jax.Array:
+    """Softmax over the last axis of what is seen; zeros where nothing is."""
+    top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
+    raw = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0)), 0)
+    return raw / jnp.maximum(raw.sum(-1, keepdims=True), 1e-30)
+
+
+def k_cache_attention(
+    q,
+    k,
+    w_kv,
+    table,
+    sequence,
+    position,
+    *,
+    row,
+    frequencies,
+    scale,
+    window,
+    group,
+    rotated,
+    threshold,
+    k_scale,
+):
+    """As `api.k_cache_attention`, in at least float32; `threshold` skips nothing here."""
+    del threshold
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    stored = gather(k, row, table[sequence]).astype(wide)
+    keys = stored.shape[1]
+    seen = visible(position, keys, window)
+    stored = jnp.where(seen.any(1)[..., None], stored, 0)
+    if k_scale is not None:
+        scales = k_scale[row, table[sequence]].reshape(len(sequence), keys, 1)
+        stored = stored * jnp.where(seen.any(1)[..., None], scales, 0)
+    heads = to_heads(stored, q.shape[2], group)
+    raw, turned = heads, heads
+    if frequencies is not None:
+        angle = jnp.arange(keys)[:, None] * frequencies.astype(wide)
+        raw, turned = (rotate(heads, -angle), heads) if rotated else (heads, rotate(heads, angle))
+    scores = jnp.einsum("bcnh,bsnh->bncs", q.astype(wide), turned, precision="highest") * scale
+    weights = weights_of(scores, seen[:, None])
+    mixed = jnp.einsum("bncs,bse->bcne", weights, to_rows(raw, group), precision="highest")
+    return jnp.einsum("bcne,neu->bcnu", mixed, w_kv.astype(wide), precision="highest").astype(q.dtype)
+
+
+def x_cache_attention(q, x, w_k, w_v, table, sequence, position, *, row, scale, window):
+    """As `api.x_cache_attention`: keys and values made from the cached inputs, in at least float32."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    seen = visible(position, table.shape[1] * x.shape[2], window)
+    inputs = gather(x, row, table[sequence]).astype(wide)
+    inputs = jnp.where(seen.any(1)[..., None], inputs, 0)
+    keys = jnp.einsum("bse,neh->bsnh", inputs, w_k.astype(wide), precision="highest")
+    values = jnp.einsum("bse,neu->bsnu", inputs, w_v.astype(wide), precision="highest")
+    scores = jnp.einsum("bcnh,bsnh->bncs", q.astype(wide), keys, precision="highest") * scale
+    weights = weights_of(scores, seen[:, None])
+    return jnp.einsum("bncs,bsnu->bcnu", weights, values, precision="highest").astype(q.dtype)

@@ -1,0 +1,232 @@
+"""Attention over paged keys and values on TPU (Mosaic TPU).
+
+A grid step holds a few pages of one sequence, keys and values of all heads. Decoding has few rows of queries,
+so several heads share one matmul: their queries stand in a block-diagonal matrix, and of the weighted sums
+only the diagonal blocks are kept. The cache passes the matrix unit once either way. Chunks have rows enough,
+and take the heads one by one.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from swiftkv_jax.kernels import chips, tpu_pages
+from swiftkv_jax.kernels.tpu_pages import LANES
+
+_ROWS = 128  # of queries, up to which heads share a matmul
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What is static in the kernel: `joint` kv heads share a matmul."""
+
+    steps: tpu_pages.Steps
+    heads: int
+    joint: int
+    scale: float
+
+
+class _Inputs(NamedTuple):
+    """q [b, K / joint, rows, joint * H]; position [b, rows, 1]; pools and scales [R, P, K, Z] in HBM."""
+
+    q: Any
+    position: Any
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class _Scratch(NamedTuple):
+    """k [2, keys, K * H]; v [2, keys, K * U]; scales [2, pages, K, Z]; top, total [K / joint, rows, 128];
+    arrived [2]."""
+
+    k: Any
+    v: Any
+    k_scale: Any
+    v_scale: Any
+    top: Any
+    total: Any
+    arrived: Any
+
+
+def _kernel(form: _Form, s: tpu_pages.Scalars, x: _Inputs, out, scratch: _Scratch):
+    pairs = [(x.k, scratch.k), (x.v, scratch.v), (x.k_scale, scratch.k_scale), (x.v_scale, scratch.v_scale)]
+    pools, buffers = zip(*(pair for pair in pairs if pair[0] is not None), strict=True)
+    place = tpu_pages.arrive(s, form.steps, pools, buffers, scratch.arrived)
+    dtype, (groups, rows) = x.q.dtype, x.q.shape[1:3]
+    exact = "highest" if dtype == jnp.float32 else None
+    dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+
+    @pl.when(place.live & place.is_first)
+    def _():
+        scratch.top[...] = jnp.full_like(scratch.top, -1e30)
+        scratch.total[...] = jnp.zeros_like(scratch.total)
+        out[...] = jnp.zeros_like(out)
+
+    def factors(buffer, group: int):
+        """[rows, keys]: the scale of each row's head and each key, by a matmul with ones."""
+        heads = slice(group * form.joint, (group + 1) * form.joint)
+        scales = [buffer[place.slot, i][heads] for i in range(form.steps.pages)]
+        owner = jax.lax.broadcasted_iota(jnp.int32, (rows, form.joint), 0) // (rows // form.joint)
+        mine = owner == jax.lax.broadcasted_iota(jnp.int32, (rows, form.joint), 1)
+        scales = jnp.concatenate(scales, axis=-1)
+        return dot(mine.astype(jnp.float32), scales, (((1,), (0,)), ((), ())), precision="highest")
+
+    def columns(buffer, group: int):
+        width = buffer.shape[-1] // groups
+        return buffer[place.slot, :, group * width : (group + 1) * width].astype(dtype)
+
+    def attend(inner: bool):
+        visible = None
+        if not inner:
+            tpu_pages.clear_unseen(scratch.k, place, s, form.steps)
+            tpu_pages.clear_unseen(scratch.v, place, s, form.steps)
+            visible = tpu_pages.seen(x.position[0], place, s, form.steps)
+        for group in range(groups):
+            keys = columns(scratch.k, group)
+            scores = dot(x.q[0, group], keys, (((1,), (1,)), ((), ())), precision=exact) * form.scale
+            if x.k_scale is not None:
+                scores = scores * factors(scratch.k_scale, group)
+            top, total = scratch.top.at[group], scratch.total.at[group]
+            weights, decay = tpu_pages.rescale(scores, visible, top, total)
+            if x.v_scale is not None:
+                scales = factors(scratch.v_scale, group)
+                weights = weights * (scales if visible is None else jnp.where(visible, scales, 0.0))
+            values = columns(scratch.v, group)
+            gained = dot(weights.astype(dtype), values, (((1,), (0,)), ((), ())), precision=exact)
+            out[0, group] = out[0, group] * decay + gained
+
+    @pl.when(place.live & place.is_inner)
+    def _():
+        attend(inner=True)
+
+    @pl.when(place.live & ~place.is_inner)
+    def _():
+        attend(inner=False)
+
+    @pl.when(place.live & place.is_last)
+    def _():
+        alive = x.position[0] >= 0
+        for group in range(groups):
+            total = jnp.maximum(scratch.total[group][:, :1], 1e-30)
+            out[0, group] = jnp.where(alive, out[0, group] / total, 0.0)
+
+
+def _joint(heads: int, rows: int, width: int) -> int:
+    """How many kv heads of `rows` query rows each share a matmul: at most _ROWS rows, whole lanes if any."""
+    fits = [g for g in range(1, heads + 1) if heads % g == 0 and (g == 1 or g * rows <= _ROWS)]
+    return max((g for g in fits if g * width % LANES == 0), default=fits[-1])
+
+
+def _form(q, k, v, table, scale: float, pages: int | None) -> _Form:
+    (_, queries, heads, width), page = q.shape, k.shape[2]
+    kv_heads, slots = k.shape[-1] // width, table.shape[1]
+    # Rows are computed with in two bytes or more, whatever they are stored in.
+    token = (k.shape[-1] + v.shape[-1]) * max(2, k.dtype.itemsize)
+    pages = pages or tpu_pages.step_pages(token, page, slots)
+    joint = _joint(kv_heads, heads // kv_heads * queries, width)
+    return _Form(tpu_pages.Steps(pages, page, slots), kv_heads, joint, scale)
+
+
+def paged_attention(
+    q,
+    k,
+    v,
+    table,
+    sequence,
+    position,
+    *,
+    row,
+    scale,
+    window,
+    k_scale,
+    v_scale,
+    pages: int | None = None,
+    interpret: Any = False,
+):
+    """As `api.paged_attention`, in grid steps of `pages` pages: as many as fit the chip by default."""
+    form = _form(q, k, v, table, scale, pages)
+    (blocks, queries, heads, width), joint, steps = q.shape, form.joint, form.steps
+    groups, each = form.heads // joint, heads // form.heads
+    s = tpu_pages.scalars(row, window, table, sequence, position, steps)
+    rows, value = joint * each * queries, v.shape[-1] // form.heads
+    # [b, K / joint, joint * G * C, joint * H]: a head's queries in its own columns, zero elsewhere.
+    spread = q.reshape(blocks, queries, groups, joint, each, width)
+    spread = jnp.einsum("bcjkgh,km->bjkgcmh", spread, jnp.eye(joint, dtype=q.dtype))
+    spread = spread.reshape(blocks, groups, rows, joint * width)
+
+    def mine(core, index, s):
+        return tpu_pages.block_of(core, index, s), 0, 0, 0
+
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    specs = _Inputs(
+        q=pl.BlockSpec((1, groups, rows, joint * width), mine),
+        position=pl.BlockSpec((1, rows, 1), lambda *at: mine(*at)[:3]),
+        k=hbm,
+        v=hbm,
+        k_scale=None if k_scale is None else hbm,
+        v_scale=None if v_scale is None else hbm,
+    )
+
+    def scales(array):
+        return None if array is None else pltpu.VMEM((2, steps.pages, *array.shape[2:]), jnp.float32)
+
+    scratch = _Scratch(
+        k=pltpu.VMEM((2, steps.keys, k.shape[-1]), k.dtype),
+        v=pltpu.VMEM((2, steps.keys, v.shape[-1]), v.dtype),
+        k_scale=scales(k_scale),
+        v_scale=scales(v_scale),
+        top=pltpu.VMEM((groups, rows, LANES), jnp.float32),
+        total=pltpu.VMEM((groups, rows, LANES), jnp.float32),
+        arrived=pltpu.SemaphoreType.DMA((2,)),
+    )
+    mixed = pl.pallas_call(
+        lambda *refs: _kernel(form, refs[0], refs[1], refs[2], _Scratch(*refs[3])),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=tpu_pages.worklist.grid(s.work),
+            in_specs=[specs],
+            out_specs=pl.BlockSpec((1, groups, rows, joint * value), mine),
+            scratch_shapes=[tuple(scratch)],
+        ),
+        out_shape=jax.ShapeDtypeStruct((blocks, groups, rows, joint * value), jnp.float32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=chips.current().vmem_limit
+        ),
+        interpret=interpret,
+        name="paged_attention",
+    )(s, _Inputs(spread, jnp.tile(position, (1, joint * each))[..., None], k, v, k_scale, v_scale))
+    mixed = mixed.reshape(blocks, groups, joint, each, queries, joint, value)
+    mixed = jnp.einsum("bjkgcku->bcjkgu", mixed)
+    return mixed.reshape(blocks, queries, heads, value).astype(q.dtype)
+
+
+def refuses(q, k, v, table, sequence, position, *, scale, k_scale=None, **_) -> str:
+    """What of a call is not supported here, and what is, or ""."""
+    if q.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"{q.dtype} queries: bfloat16, float32"
+    form = _form(q, k, v, table, scale, None)
+    need = _vmem_bytes(form, q, k, v)
+    if need > (most := chips.current().vmem_limit):
+        return f"{q.shape[1]} queries a block, for {need} bytes of VMEM: at most {most}, so fewer queries"
+    if (
+        k_scale is not None and k.shape[2] % LANES
+    ):  # XLA would copy all scales into whole lanes, at every call
+        return f"a page of {k.shape[2]} tokens with scales: a multiple of {LANES}"
+    return tpu_pages.refuses(k, table, q.shape[0], form.steps.pages)
+
+
+def _vmem_bytes(form: _Form, q, k, v) -> int:
+    """VMEM that a grid step takes: two tiles, queries and sums twice, statistics, one group's scores."""
+    groups, keys = form.heads // form.joint, form.steps.keys
+    rows = q.shape[1] * q.shape[2] // groups
+    wide = form.joint * (k.shape[-1] // form.heads), form.joint * (v.shape[-1] // form.heads)
+    tiles = 2 * keys * (k.shape[-1] * k.dtype.itemsize + v.shape[-1] * v.dtype.itemsize)
+    own = groups * rows * (2 * wide[0] * q.dtype.itemsize + 2 * wide[1] * 4 + 2 * LANES * 4)
+    return tiles + own + rows * keys * 8

@@ -1,0 +1,135 @@
+"""The fused fill: every implementation equals its definition, and the definition equals the model's fill."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftkv_jax import layers
+from swiftkv_jax.kernels import dispatch
+from swiftkv_jax.kernels.fused_kv_fill import api, cases, pallas_tpu, reference
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
+
+QUICK = ("plain", "k_norm", "one_token", "int8")  # interpreted by default; the others are slow
+
+
+def exact(case: cases.Case, args) -> Pools:
+    """The definition in float64, of the same rounded inputs, stored in float64 or in the same 8 bits."""
+    with jax.enable_x64(True):
+        x, makers, cos, sin, pools, names, live = args
+        x, makers, cos, sin = jax.tree.map(lambda a: a.astype(jnp.float64), (x, makers, cos, sin))
+        if pools.k_scale is None:
+            pools = jax.tree.map(lambda a: a.astype(jnp.float64), pools)
+        run = jax.jit(functools.partial(reference.fused_kv_fill, **case.options))
+        return jax.tree.map(np.asarray, run(x, makers, cos, sin, pools, names, live))
+
+
+def values(pool, scale, heads: int) -> np.ndarray:
+    """What a pool stands for, in float64."""
+    pool = np.asarray(pool, np.float32).astype(np.float64)
+    if scale is None:
+        return pool
+    split = pool.reshape(*pool.shape[:3], heads, -1)
+    return (split * np.swapaxes(np.asarray(scale, np.float64), 2, 3)[..., None]).reshape(pool.shape)
+
+
+def by_xla(case: cases.Case):
+    """Through the door, by name."""
+    return functools.partial(api.fused_kv_fill, **case.options, implementation="xla")
+
+
+def interpreted(case: cases.Case, pieces: int = 1, cores: int = 1):
+    """The TPU kernel on this CPU: tiles of two pages, the stream in two parts."""
+    blocks = pallas_tpu.Blocks(2 * case.page, pieces, case.dim // 2, cores)
+    return functools.partial(pallas_tpu.fused_kv_fill, **case.options, blocks=blocks, interpret=True)
+
+
+def agree(case: cases.Case, run):
+    args = case.make()
+    want, got, pools = exact(case, args), jax.jit(run)(*args), args[4]
+    names = np.asarray(args[5])
+    for name in ("k", "v"):
+        scale = f"{name}_scale"
+        a, b, old = (values(getattr(p, name), getattr(p, scale), case.heads) for p in (want, got, pools))
+        written = np.zeros(a.shape[:2], bool)
+        written[np.ix_(case.rows, names[names < case.pages])] = True
+        np.testing.assert_array_equal(b[~written], old[~written])  # nothing else is touched
+        error = np.abs(a - b)[written].max()
+        assert error <= cases.TOLERANCE[case.stored] * np.abs(a[written]).max(), error
+        for page, count in zip(names, case.live, strict=True):
+            assert page == case.pages or (b[list(case.rows), page, count:] == 0).all()
+
+
+@pytest.mark.parametrize("name", cases.SMALL)
+def test_xla_agrees_with_the_definition(name):
+    agree(cases.SMALL[name], by_xla(cases.SMALL[name]))
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
+)
+def test_tpu_kernel_agrees_with_the_definition(name):
+    agree(cases.SMALL[name], interpreted(cases.SMALL[name]))
+
+
+def test_pieces_of_a_row_and_two_cores_agree_with_the_definition():
+    case = cases.SMALL["width128"]
+    agree(case, interpreted(case, pieces=2, cores=2))
+
+
+@settings(max_examples=4)
+@given(
+    live=st.lists(st.integers(0, 8), min_size=1, max_size=5),
+    heads=st.integers(1, 3),
+    bias=st.booleans(),
+    k_norm=st.booleans(),
+    implementation=st.sampled_from([by_xla, interpreted]),
+)
+def test_any_shape_agrees_with_the_definition(live, heads, bias, k_norm, implementation):
+    live = (8, *live)
+    case = cases.Case(live=live, heads=heads, width=16, bias=bias, k_norm=k_norm, page=8, dim=32)
+    agree(case, implementation(case))
+
+
+def test_the_gain_may_be_folded_into_the_weights():
+    """RMS norm with gain, projection, norm of keys and rotation by the layers, against the fill."""
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    x, gain = jax.random.normal(next(keys), (16, 32)) * 3, 1 + jax.random.normal(next(keys), (32,))
+    w_k, w_v = (jax.random.normal(next(keys), (32, 2, 24)) for _ in range(2))
+    k_norm = jax.random.normal(next(keys), (2, 8))
+    angle = jnp.arange(16)[:, None] * jnp.array([1.0, 0.1, 0.01, 0.001])
+    at = layers.Rotary(jnp.cos(angle), jnp.sin(angle))
+    h = layers.rms_norm(x, gain, 1e-5)
+    want_k = [
+        layers.rotate(layers.rms_norm((h @ w_k[:, i]).reshape(16, 3, 8), k_norm[i], 1e-5), at) for i in (0, 1)
+    ]
+    makers = Makers(*(reference.fold_gain(gain, w) for w in (w_k, w_v)), k_norm=k_norm)
+    pools = Pools(jnp.zeros((2, 2, 8, 24)), jnp.zeros((2, 2, 8, 24)))
+    got = api.fused_kv_fill(
+        x,
+        makers,
+        at.cos,
+        at.sin,
+        pools,
+        jnp.array([1, 0]),
+        jnp.array([8, 8]),
+        rows=(0, 1),
+        eps=1e-5,
+        implementation="reference",
+    )
+    np.testing.assert_allclose(got.k[:, ::-1].reshape(2, 16, 3, 8), jnp.stack(want_k), atol=1e-4)
+    want_v = jnp.einsum("td,dfe->fte", h, w_v)
+    np.testing.assert_allclose(got.v[:, ::-1].reshape(2, 16, 24), want_v, atol=1e-3)
+
+
+def test_bad_calls_are_named():
+    x, makers, cos, sin, pools, names, live = cases.SMALL["plain"].make()
+    call = functools.partial(api.fused_kv_fill, rows=(1, 2), eps=1e-5)
+    with pytest.raises(dispatch.UnsupportedError, match=r"names has \(2,\) where pages_of_x has \(3,\)"):
+        call(x, makers, cos, sin, pools, names[:2], live)
+    with pytest.raises(dispatch.UnsupportedError, match="8-bit rows have scales"):
+        call(x, makers, cos, sin, pools._replace(k_scale=jnp.zeros(1)), names, live)

@@ -1,0 +1,155 @@
+"""Attention without values: every implementation equals its definition, which equals ordinary attention."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftkv_jax.kernels import dispatch
+from swiftkv_jax.kernels.k_cache_attention import api, cases, pallas_tpu, reference
+
+QUICK = ("lengths", "halves", "rotated", "chunk", "int8")  # interpreted by default; the others are slow
+
+
+def exact(case: cases.Case, args, arrays) -> np.ndarray:
+    """The definition in float64, of the same rounded inputs."""
+    with jax.enable_x64(True):
+        wide = [a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args]
+        if case.stored == "int8":
+            wide[1] = args[1].astype(jnp.float64)
+        arrays = {k: None if a is None else a.astype(jnp.float64) for k, a in arrays.items()}
+        run = jax.jit(lambda *a, **k: reference.k_cache_attention(*a, **k, **case.options))
+        return np.asarray(run(*wide, **arrays))
+
+
+def interpreted(case: cases.Case, pages: int = 2):
+    """The TPU kernel on this CPU."""
+    return functools.partial(pallas_tpu.k_cache_attention, **case.options, pages=pages, interpret=True)
+
+
+def by_xla(case: cases.Case):
+    """Through the door, by name."""
+    return functools.partial(api.k_cache_attention, **case.options, implementation="xla")
+
+
+def agree(case: cases.Case, got, want):
+    error = np.abs(np.asarray(got, np.float64) - want).max()
+    assert error <= cases.TOLERANCE[case.computed] * max(np.abs(want).max(), 1e-30), error
+    assert (np.asarray(got)[np.array(case.lengths) == 0] == 0).all()
+
+
+def slow_unless_quick(names):
+    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("name", cases.SMALL)
+def test_xla_agrees_with_the_definition(name):
+    case = cases.SMALL[name]
+    args, arrays = case.make()
+    agree(case, jax.jit(by_xla(case))(*args, **arrays), exact(case, args, arrays))
+
+
+@pytest.mark.parametrize("name", slow_unless_quick(cases.SMALL))
+def test_tpu_kernel_agrees_with_the_definition(name):
+    case = cases.SMALL[name]
+    args, arrays = case.make()
+    agree(case, jax.jit(interpreted(case))(*args, **arrays), exact(case, args, arrays))
+
+
+def test_values_never_stored_are_those_of_ordinary_attention():
+    """softmax(q K^T) K W_KV = softmax(q K^T) V where V = X W_V, K = X W_K and W_KV = W_K^-1 W_V."""
+    with jax.enable_x64(True):
+        tokens, heads, width, group = 45, 4, 8, 2
+        size = heads * width
+        keys = iter(jax.random.split(jax.random.key(0), 4))
+        x = jax.random.normal(next(keys), (tokens, size), jnp.float64)
+        w_k, w_v = (jax.random.normal(next(keys), (size, size), jnp.float64) for _ in range(2))
+        q = jax.random.normal(next(keys), (1, 1, heads, width), jnp.float64)
+        frequencies = 1e4 ** (-jnp.arange(0, width, 2) / width)
+        angle = jnp.arange(tokens)[:, None] * frequencies
+        k = (x @ w_k).reshape(tokens, heads, width)
+        v = (x @ w_v).reshape(tokens, heads, width)
+        scores = jnp.einsum("bcnh,snh->bncs", q, reference.rotate(k, angle)) * width**-0.5
+        want = jnp.einsum("bncs,snh->bcnh", jax.nn.softmax(scores), v)
+
+        w_kv = jnp.linalg.solve(w_k, w_v).reshape(size, heads, width).transpose(1, 0, 2)
+        order = reference.to_rows(jnp.arange(size).reshape(heads, width), group)
+        pool = jnp.full((1, 3, 16, size), jnp.nan).reshape(1, 48, size)
+        pool = pool.at[0, :tokens].set(reference.to_rows(k, group)).reshape(1, 3, 16, size)
+        place = (jnp.arange(3)[None], jnp.zeros(1, int), jnp.full((1, 1), tokens - 1))
+        got = api.k_cache_attention(
+            q, pool, w_kv[:, order], *place, frequencies=frequencies, group=group, implementation="reference"
+        )
+        np.testing.assert_allclose(got, want, atol=1e-9)
+
+
+@pytest.mark.parametrize("threshold", [0.01, 0.2])
+def test_skipped_keys_weigh_less_than_the_threshold(threshold):
+    case = cases.Case(lengths=(128,), rotated=True, threshold=threshold)
+    args, arrays = case.make()
+    got = jax.jit(interpreted(case, pages=1))(*args, **arrays)
+    want = exact(case, args, arrays)
+    rows = np.abs(np.asarray(args[1][1])).max() * 2**0.5
+    bound = threshold * case.lengths[0] * rows * np.abs(np.asarray(args[2])).sum(1).max()
+    assert 0 < np.abs(got - want).max() <= bound
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("name", ["reference", "xla", "pallas_tpu"])
+def test_cached_inputs_give_ordinary_attention(name, queries):
+    """Keys and values made from X, 40 columns wide, against the forms that never make them."""
+    case = cases.Case(lengths=(0, 1, 33, 60), queries=queries)
+    (q, _, _, table, sequence, position), _ = case.make()
+    keys = iter(jax.random.split(jax.random.key(1), 3))
+    x = jax.random.normal(next(keys), (2, 16, 32, 40))
+    w_k, w_v = (jax.random.normal(next(keys), (4, 40, 64)) * 40**-0.5 for _ in range(2))
+    seen = reference.visible(position, 128, None).any(1).reshape(4, 4, 32)
+    x = jnp.where(jnp.zeros((16, 32), bool).at[table].set(seen)[..., None], x, jnp.nan)
+    rows = jnp.where(seen.reshape(4, 128)[..., None], x[1, table].reshape(4, 128, 40), 0)
+    k, v = (jnp.einsum("bse,neh->bsnh", rows, w) for w in (w_k, w_v))
+    scores = jnp.einsum("bcnh,bsnh->bncs", q, k) / 8
+    weights = reference.weights_of(scores, reference.visible(position, 128, None)[:, None])
+    want = jnp.einsum("bncs,bsnh->bcnh", weights, v)
+    args = (q, x, w_k, w_v, table, sequence, position)
+    if name == "pallas_tpu":
+        got = pallas_tpu.x_cache_attention(*args, row=1, scale=1 / 8, window=None, pages=2, interpret=True)
+    else:
+        got = api.x_cache_attention(*args, row=1, implementation=name)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@settings(max_examples=6)
+@given(
+    lengths=st.lists(st.integers(0, 96), min_size=1, max_size=4),
+    queries=st.integers(1, 3),
+    rotated=st.booleans(),
+    window=st.sampled_from([None, 1, 33]),
+    implementation=st.sampled_from(["xla", "pallas_tpu"]),
+)
+def test_any_shape_agrees_with_the_definition(lengths, queries, rotated, window, implementation):
+    case = cases.Case(
+        lengths=tuple(lengths), queries=queries, rotated=rotated, window=window, heads=2, width=16, slots=3
+    )
+    args, arrays = case.make()
+    run = {"xla": by_xla, "pallas_tpu": interpreted}[implementation](case)
+    got = jax.jit(run)(*args, **arrays)
+    agree(case, got, exact(case, args, arrays))
+
+
+def test_storing_in_groups_is_a_permutation():
+    heads = jnp.arange(2 * 8 * 6).reshape(2, 8, 6)
+    for group in (1, 2, 8):
+        np.testing.assert_array_equal(reference.to_heads(reference.to_rows(heads, group), 8, group), heads)
+    np.testing.assert_array_equal(reference.to_rows(heads, 1), heads.reshape(2, 48))
+
+
+def test_bad_shapes_are_named():
+    args, arrays = cases.SMALL["lengths"].make()
+    with pytest.raises(dispatch.UnsupportedError, match=r"q has \(256,\) where k has \(128,\)"):
+        api.k_cache_attention(args[0], args[1][..., :128], *args[2:], **arrays)
+    with pytest.raises(dispatch.UnsupportedError, match="groups of 3"):
+        api.k_cache_attention(*args, **arrays, group=3)

@@ -1,0 +1,114 @@
+"""Paged attention: every implementation equals its definition, and the definition equals the cache's own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftkv_jax.cache import Cache, make_batch
+from swiftkv_jax.kernels import dispatch
+from swiftkv_jax.kernels.paged_attention import api, cases, pallas_tpu, reference
+
+QUICK = (
+    "lengths",
+    "chunk",
+    "window",
+    "bfloat16",
+    "int8_chunk",
+)  # interpreted by default; the others are slow
+
+
+def exact(case: cases.Case, args, arrays) -> np.ndarray:
+    """The definition in float64, of the same rounded inputs."""
+    with jax.enable_x64(True):
+        q, k, v, *rest = args
+        wide = [a.astype(jnp.float64) for a in (q, k, v)]
+        arrays = {name: None if a is None else a.astype(jnp.float64) for name, a in arrays.items()}
+        run = jax.jit(functools.partial(reference.paged_attention, **case.options))
+        return np.asarray(run(*wide, *rest, **arrays))
+
+
+def interpreted(case: cases.Case, pages: int = 2):
+    """The TPU kernel on this CPU."""
+    return functools.partial(pallas_tpu.paged_attention, **case.options, pages=pages, interpret=True)
+
+
+def by_xla(case: cases.Case):
+    """Through the door, by name."""
+    return functools.partial(api.paged_attention, **case.options, implementation="xla")
+
+
+def agree(case: cases.Case, run):
+    args, arrays = case.make()
+    want, got = exact(case, args, arrays), np.asarray(jax.jit(run)(*args, **arrays), np.float64)
+    error = np.abs(got - want).max()
+    assert error <= cases.TOLERANCE[case.computed] * max(np.abs(want).max(), 1e-30), error
+    assert (got[np.array(case.lengths) == 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", cases.SMALL)
+def test_xla_agrees_with_the_definition(name):
+    agree(cases.SMALL[name], by_xla(cases.SMALL[name]))
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
+)
+def test_tpu_kernel_agrees_with_the_definition(name):
+    agree(cases.SMALL[name], interpreted(cases.SMALL[name]))
+
+
+@settings(max_examples=5)
+@given(
+    lengths=st.lists(st.integers(0, 96), min_size=1, max_size=4),
+    queries=st.integers(1, 3),
+    each=st.sampled_from([1, 3]),
+    kv_heads=st.integers(1, 2),
+    window=st.sampled_from([None, 1, 33]),
+    implementation=st.sampled_from([by_xla, interpreted]),
+)
+def test_any_shape_agrees_with_the_definition(lengths, queries, each, kv_heads, window, implementation):
+    case = cases.Case(
+        lengths=tuple(lengths),
+        queries=queries,
+        heads=each * kv_heads,
+        kv_heads=kv_heads,
+        window=window,
+        width=16,
+        slots=3,
+    )
+    agree(case, implementation(case))
+
+
+def test_the_cache_reads_the_same():
+    """A ragged batch of a chunk, a decode token and padding, cut into blocks by the cache itself."""
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    pools = [jax.random.normal(next(keys), (2, 6, 16, 32)) for _ in range(2)]
+    table = jnp.array([[4, 1, 0], [5, 2, 3]], jnp.int32)
+    cache = Cache(*pools, table, kv_heads=2)
+    q = jax.random.normal(next(keys), (8, 4, 16))
+    batch = make_batch(jnp.array([0, 5, 6]), jnp.array([17, 18, 19, 20, 21, 40, 0, 0]))
+    want = cache.attend(1, q, batch, window=20)[:6]
+    got = api.paged_attention(
+        q[batch.block_token],
+        *pools,
+        table,
+        batch.block_sequence,
+        batch.block_position,
+        row=1,
+        window=20,
+        implementation="reference",
+    )
+    np.testing.assert_allclose(got.reshape(-1, 4, 16)[batch.place][:6], want, atol=1e-5)
+
+
+def test_bad_shapes_are_named():
+    args, arrays = cases.SMALL["lengths"].make()
+    with pytest.raises(dispatch.UnsupportedError, match="4 query heads 64 wide do not fit"):
+        api.paged_attention(args[0], args[1][..., :100], *args[2:], **arrays)
+    with pytest.raises(dispatch.UnsupportedError, match=r"q has \(6, 1\) where position has \(6, 2\)"):
+        api.paged_attention(*args[:-1], jnp.zeros((6, 2), jnp.int32), **arrays)
