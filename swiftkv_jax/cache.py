@@ -7,12 +7,11 @@ keys at positions [0, p], all of which were written before it or with it.
 import dataclasses
 
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 
 from swiftkv_jax import sharding
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.layers import MASKED
+from swiftkv_jax.kernels.paged_attention.api import paged_attention
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.pytree import pytree, static
 from swiftkv_jax.shapes import Array, Float, Int, KeyValues, Queries
@@ -22,13 +21,7 @@ _TURN_KEYS = (
 )
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}  # of the rounding forms: what a row's largest value becomes
 _DENSE_PAGE = 64  # largest page of a dense cache, in tokens
-# What one turn of the blockwise softmax takes on, measured on a CPU: small enough to stay in its caches.
-_TURN_KEYS = 2048  # of all blocks together
-_TURN_QUERIES = 128  # of all blocks together, unless each has one
-_TURN_SCORES = 16384  # queries times keys
-_BLOCK = 128  # queries of one sequence at most
-_FEW_HEADS = 4
-_FEW_ROWS = 8
+_BLOCK = 128  # queries of one sequence in a block, at most
 
 
 @pytree
@@ -119,8 +112,9 @@ class Cache:
     Page 0 is scratch: padding and dead lanes write there, and a table is filled up with it.
 
     Attributes:
-      k_scale, v_scale: [rows, pages, page, kv_heads] float32 beside a pool of fp8 or int8, else None.
+      k_scale, v_scale: [rows, pages, kv_heads, page] float32 beside a pool of fp8 or int8, else None.
       capacity: tokens that one sequence may hold.
+      implementation: of paged attention, by name; None: the platform's.
     """
 
     k: Array
@@ -130,6 +124,7 @@ class Cache:
     table: Int[Array, "Q slots"]
     kv_heads: int = static()
     capacity: int = static()
+    implementation: str | None = static(default=None)
 
     @classmethod
     def create(
@@ -146,12 +141,12 @@ class Cache:
 
         `dtype` is a float type, or float8_e4m3fn or int8 with a scale per token and head.
         """
-        shape = (plan.num_rows, pages, page, config.num_kv_heads)
 
         def scales():
+            shape = (plan.num_rows, pages, config.num_kv_heads, page)
             return jnp.zeros(shape, jnp.float32) if jnp.dtype(dtype).name in LARGEST else None
 
-        k, v = (jnp.zeros((*shape[:3], config.kv_width), dtype) for _ in range(2))
+        k, v = (jnp.zeros((plan.num_rows, pages, page, config.kv_width), dtype) for _ in range(2))
         capacity = table.shape[1] * page if capacity is None else capacity
         return cls(k, v, scales(), scales(), table, config.num_kv_heads, capacity)
 
@@ -185,16 +180,18 @@ class Cache:
         page = self.table[batch.sequence, jnp.clip(page, 0, self.table.shape[1] - 1)]
         page = jnp.where(batch.valid, page, 0)
 
-        def put(pool, new):
+        def put(pool, new, *where):
             for row, one in [(rows, new)] if isinstance(rows, int) else zip(rows, new, strict=True):
                 one = one.reshape(one.shape[0], -1)
-                pool = pool.at[row, page, slot].set(one)  # one scatter for all rows is slower
+                pool = pool.at[(row, page, *where)].set(one)  # one scatter for all rows is slower
             return pool
 
         (k, k_scale), (v, v_scale) = encode(k, self.k.dtype), encode(v, self.v.dtype)
         if k_scale is not None:
-            k_scale, v_scale = put(self.k_scale, k_scale), put(self.v_scale, v_scale)
-        return dataclasses.replace(self, k=put(self.k, k), v=put(self.v, v), k_scale=k_scale, v_scale=v_scale)
+            k_scale = put(self.k_scale, k_scale, slice(None), slot)
+            v_scale = put(self.v_scale, v_scale, slice(None), slot)
+        k, v = put(self.k, k, slot), put(self.v, v, slot)
+        return dataclasses.replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
     def clear(self, pages: Int[Array, " n"]) -> "Cache":
         """Zeros in these pages of every row."""
@@ -203,118 +200,23 @@ class Cache:
             self, **{n: None if x is None else x.at[:, pages].set(0) for n, x in pools.items()}
         )
 
-    def _read(self, row: int, names: Int[Array, "b n"], dtype):
-        """Keys and values of some pages of each block, [b, n * page, K, H]."""
-
-        def one(pool, scales):
-            stored = pool[row, names].reshape(
-                names.shape[0], -1, self.kv_heads, pool.shape[-1] // self.kv_heads
-            )
-            scales = scales if scales is None else scales[row, names].reshape(stored.shape[:3])
-            return decode(stored, scales, dtype)
-
-        return one(self.k, self.k_scale), one(self.v, self.v_scale)
-
     def attend(self, row: int, q: Queries, batch: Batch, window: int) -> Queries:
         """What each query of the flat batch reads from `row`: [T, N, H] -> [T, N, H]."""
-        blocks = (q[batch.block_token], batch.block_sequence, batch.block_position)
-        size = batch.block_token.shape[1]
-        at_once = blocks[1].shape[0] if size == 1 else max(1, _TURN_QUERIES // size)
-        mixed = _in_groups(lambda some: self._attend_blocks(row, *some, window=window), blocks, at_once)
+        blocks = q[batch.block_token]
+        mixed = paged_attention(
+            blocks,
+            self.k,
+            self.v,
+            self.table,
+            batch.block_sequence,
+            batch.block_position,
+            row=row,
+            window=window,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            implementation=self.implementation,
+        )
         return mixed.reshape(-1, *mixed.shape[2:])[batch.place]
-
-    def _attend_blocks(self, row, q, sequence, position, window):
-        """Blocks of C queries, one sequence each, against their keys: a few pages a turn, as far as any sees.
-
-        q [b, C, N, H], sequence [b], position [b, C] -> [b, C, N, H]. Softmax in float32, rescaled as the
-        largest score grows, so that scores of [C, capacity] never exist whole.
-        """
-        (blocks, queries, _, _), page, slots = q.shape, self.page, self.table.shape[1]
-        most = min(_TURN_KEYS // blocks, _TURN_SCORES // (blocks * queries))
-        pages = min(slots, max(1, most // page))
-        keys = pages * page
-        table = jnp.pad(self.table[sequence], ((0, 0), (0, -slots % pages)))
-        scale, dtype = q.shape[-1] ** -0.5, q.dtype
-        q = _spread(q, self.kv_heads)
-        groups, rows, width = q.shape[1:]
-        q = q.reshape(-1, rows, width)
-
-        def cut(x):
-            """Stored numbers by group: [b * J, keys, w]; with one group nothing moves."""
-            return jnp.moveaxis(x.reshape(blocks, keys, groups, width), 2, 1).reshape(-1, keys, width)
-
-        def turn(i, carry):
-            top, total, mixed = carry
-            names = lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
-            back = position[:, None] - (i * keys + jnp.arange(keys))[:, None]
-            seen = (back >= 0) & (back < window)  # [b, keys, C]
-            k, v = self._read(row, names, dtype)
-            v = jnp.where(seen.any(2)[..., None, None], v, 0)  # 0 x NaN of a stale page is NaN
-            seen = jnp.repeat(jnp.repeat(jnp.moveaxis(seen, 1, 2), rows // queries, axis=1), groups, axis=0)
-            scores = jnp.where(seen, _scores(q, cut(k)) * scale, MASKED)
-            higher = jnp.maximum(top, scores.max(-1))
-            weights = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0)
-            decay = jnp.exp(top - higher)
-            gained = jnp.einsum(
-                "brs,bse->bre", weights.astype(dtype), cut(v), preferred_element_type=jnp.float32
-            )
-            return higher, total * decay + weights.sum(-1), mixed * decay[..., None] + gained
-
-        shape = q.shape[:2]
-        carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q.shape))
-        if pages == slots:
-            carry = turn(0, carry)
-        else:
-            last = jnp.max(position) + 1
-            first = jnp.maximum(jnp.min(jnp.where(position < 0, last, position)) - window + 1, 0)
-            carry = lax.fori_loop(first // keys, -(-last // keys), turn, carry)
-        _, total, mixed = carry
-        mixed = mixed / jnp.maximum(total, 1e-30)[..., None]
-        return _gather(mixed.reshape(blocks, groups, rows, width), queries, self.kv_heads).astype(dtype)
-
-
-def _scores(q: Float[Array, "b r w"], k: Float[Array, "b s w"]) -> Float[Array, "b r s"]:
-    """q k^T; few queries are multiplied from the right, so that the keys are read in the order they lie."""
-    if q.shape[1] <= _FEW_ROWS:
-        return jnp.moveaxis(jnp.einsum("bse,bre->bsr", k, q, preferred_element_type=jnp.float32), 1, 2)
-    return jnp.einsum("bre,bse->brs", q, k, preferred_element_type=jnp.float32)
-
-
-def _in_groups(run, arrays, size: int):
-    """`run` over `size` leading entries of the arrays at a time; the last group repeats an entry."""
-    count = arrays[0].shape[0]
-    if size >= count:
-        return run(arrays)
-    groups = -(-count // size)
-    index = jnp.minimum(jnp.arange(groups * size), count - 1).reshape(groups, size)
-    out = lax.map(lambda at: run(tuple(x[at] for x in arrays)), index)
-    return out.reshape(-1, *out.shape[2:])[:count]
-
-
-def _spread(q: Float[Array, "b C N H"], kv_heads: int) -> Float[Array, "b J r w"]:
-    """Queries as rows that match J groups of w numbers of a stored key.
-
-    With few kv heads and one query a block there is one group, the whole key: each query stands at its own
-    head's place among zeros. That multiplies by K, but the keys are used as they lie; cutting them up by
-    heads would move every byte of them twice, and bytes are what decoding waits for.
-    """
-    blocks, queries, heads, width = q.shape
-    q = q.reshape(blocks, queries, kv_heads, heads // kv_heads, width)
-    if queries > 1 or kv_heads > _FEW_HEADS:
-        return jnp.moveaxis(q, 2, 1).reshape(blocks, kv_heads, -1, width)
-    at = jnp.eye(kv_heads, dtype=q.dtype)[:, None, :, None]
-    return (q[..., None, :] * at).reshape(blocks, 1, heads, kv_heads * width)
-
-
-def _gather(mixed: Float[Array, "b J r w"], queries: int, kv_heads: int) -> Float[Array, "b C N H"]:
-    """The inverse of `_spread`: each query's own head of what was mixed for it."""
-    blocks, groups, rows, width = mixed.shape
-    if groups == kv_heads:
-        mixed = mixed.reshape(blocks, kv_heads, queries, -1, width)
-        return jnp.moveaxis(mixed, 1, 2).reshape(blocks, queries, -1, width)
-    mixed = mixed.reshape(blocks, kv_heads, rows // kv_heads, kv_heads, -1)
-    own = jnp.diagonal(mixed, axis1=1, axis2=3)  # [b, G, H, K]
-    return jnp.moveaxis(own, 3, 1).reshape(blocks, 1, rows, -1)
 
 
 def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
@@ -327,7 +229,7 @@ def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
         cache,
         k=place(cache.k, ". . . E"),
         v=place(cache.v, ". . . E"),
-        k_scale=place(cache.k_scale, ". . . K"),
-        v_scale=place(cache.v_scale, ". . . K"),
+        k_scale=place(cache.k_scale, ". . K ."),
+        v_scale=place(cache.v_scale, ". . K ."),
         table=place(cache.table, ". ."),
     )

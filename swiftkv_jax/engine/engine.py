@@ -18,6 +18,7 @@ from swiftkv_jax.engine.runner import Launch, Runner, new_cache
 from swiftkv_jax.engine.scheduler import Scheduler
 from swiftkv_jax.engine.sequence import Choice, Sequence
 from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import PyTree
 
@@ -37,6 +38,8 @@ class Settings:
         the device's memory leaves beside the weights, if that is less.
       cache_dtype: "auto" (the model's), or a float type, or "float8_e4m3fn" or "int8", which round.
       prefix_caching: keep full pages, for prompts that begin the same way.
+      attention: how pages are read: an implementation of kernels/paged_attention, by name; None: the
+        platform's choice ("xla" where the model lies on several devices).
       drafts: tokens guessed by prompt lookup and checked in one step; 0: none.
       max_queued_requests, max_queued_tokens: above these a request is refused; None: no bound.
     """
@@ -50,6 +53,7 @@ class Settings:
     memory_fraction: float = 0.9
     cache_dtype: str = "auto"
     prefix_caching: bool = True
+    attention: str | None = None
     drafts: int = 0
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
@@ -378,25 +382,32 @@ def empty_pool(model: Transformer, settings: Settings) -> Cache:
     assert settings.num_pages is not None  # see `settle`
     dtype = model.dtype if settings.cache_dtype == "auto" else settings.cache_dtype
     table, pages = jnp.zeros((1, 1), jnp.int32), settings.num_pages + 1
-    return Cache.create(
-        model.config, model.plan, table, pages, settings.page_size, jnp.dtype(dtype), settings.max_model_len
-    )
+    page, dtype = settings.page_size, jnp.dtype(dtype)
+    cache = Cache.create(model.config, model.plan, table, pages, page, dtype, settings.max_model_len)
+    return dataclasses.replace(cache, implementation=settings.attention)
 
 
-def settle(settings: Settings, model: Transformer, device) -> Settings:
-    """`settings` with `num_pages` a number.
+def settle(settings: Settings, model: Transformer, devices: list) -> Settings:
+    """`settings` with `num_pages` a number, for a model on these devices.
 
     Raises:
-      UsageError: an unknown `cache_dtype`, or pages for less than one sequence of `max_model_len`.
+      UsageError: an unknown `cache_dtype` or `attention`, or pages for less than one sequence.
     """
     known = ("auto", *CACHE_DTYPES)
     if settings.cache_dtype not in known:
         near = suggest(settings.cache_dtype, known)
         raise UsageError(f"cache_dtype must be one of {', '.join(known)}, not {settings.cache_dtype!r}{near}")
+    if settings.attention not in (None, *PAGED_ATTENTION):
+        near = suggest(settings.attention, PAGED_ATTENTION)
+        raise UsageError(
+            f"attention must be one of {', '.join(PAGED_ATTENTION)}, not {settings.attention!r}{near}"
+        )
+    if settings.attention is None and len(devices) > 1:  # kernels are not cut up by the compiler
+        settings = dataclasses.replace(settings, attention="xla")
     least, pages = settings.pages_per_sequence, settings.num_pages
     if pages is None:
         one = jax.eval_shape(partial(empty_pool, model, dataclasses.replace(settings, num_pages=0)))
-        room = int(_free_bytes(device, settings.memory_fraction) / one.nbytes) - 1
+        room = int(_free_bytes(devices[0], settings.memory_fraction) / one.nbytes) - 1
         pages = min(settings.max_num_seqs * least, room)
     if pages < least:
         raise UsageError(

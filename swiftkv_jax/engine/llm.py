@@ -88,8 +88,8 @@ class LLM:
         self.model, self.tokenizer, self.mesh = model, tokenizer, mesh or _mesh_of(params)
         self.params = params if isinstance(params["lower"], list) else weights.unstack(params)
         limit = _context(model.config, max_model_len)
-        device = min(jax.tree.leaves(params)[0].devices(), key=lambda d: d.id)
-        self.settings = settle(_settings(limit, settings), model, device)
+        devices = sorted(jax.tree.leaves(params)[0].devices(), key=lambda device: device.id)
+        self.settings = settle(_settings(limit, settings), model, devices)
         self.defaults = _defaults(generation)
         self.eos_ids = tuple(sorted({*generation.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}))
         self.stats: dict[str, int | float] = {}
@@ -321,7 +321,7 @@ def _settings(limit: int, given: dict) -> Settings:
     for name, value in given.items():
         if name not in known:
             raise UsageError(f"unknown setting {name!r}{suggest(name, known)}")
-        if name in ("cache_dtype", "prefix_caching", "memory_fraction"):
+        if name in ("cache_dtype", "prefix_caching", "memory_fraction", "attention"):
             continue
         if value is not None:
             integer(name, value, 0 if name == "drafts" else 1)

@@ -72,6 +72,8 @@ WAYS = {
     "so few pages that sequences are preempted": {"num_pages": 33, "page_size": 2},
     "one sequence at a time": {"max_num_seqs": 1},
     "guesses checked": {"drafts": 3},
+    "pages read by the definition": {"attention": "reference"},
+    "pages read a few at a time": {"attention": "xla"},
 }  # fmt: skip
 
 
@@ -197,7 +199,7 @@ def test_rounding_caches_give_one_result_for_any_chunking(dtype):
 
 
 def test_a_page_budget_holds_more_sequences_by_exactly_the_plans_factor():
-    sizes = {"num_pages": 24, "max_num_seqs": 16, "prefix_caching": False, "max_num_batched_tokens": 256}
+    sizes = {"num_pages": 24, "max_num_seqs": 16, "prefix_caching": False, "max_num_batched_tokens": 64}
     peak = {}
     for plan in ("standard", "acrosskv"):
         rows = tiny.PLANS[plan].num_rows
@@ -341,7 +343,7 @@ def test_nothing_compiles_after_warm_up():
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **kwargs: compiled.append(event) if "backend_compile" in event else None
     )
-    llm = make("swiftkv", drafts=2, max_num_seqs=2, max_num_batched_tokens=32)
+    llm = make("swiftkv", drafts=2, max_num_seqs=1, max_num_batched_tokens=32)
     assert llm.engine.warm_up() > 4
     before = len(compiled)
     assert before > 4
@@ -427,6 +429,7 @@ def test_bad_settings_and_full_queues():
     for changes, problem in (
         ({"num_pages": 7}, "8 are needed"),
         ({"cache_dtype": "int9"}, "did you mean 'int8'"),
+        ({"attention": "pallas"}, "attention must be one of reference, xla"),
         ({"page_sise": 8}, "did you mean 'page_size'"),
         ({"drafts": -1}, "drafts must be at least 0"),
         ({"memory_fraction": 0.0}, "memory_fraction"),

@@ -89,7 +89,7 @@ def test_the_cache_reads_the_same():
     keys = iter(jax.random.split(jax.random.key(0), 3))
     pools = [jax.random.normal(next(keys), (2, 6, 16, 32)) for _ in range(2)]
     table = jnp.array([[4, 1, 0], [5, 2, 3]], jnp.int32)
-    cache = Cache(*pools, table, kv_heads=2)
+    cache = Cache(*pools, None, None, table, kv_heads=2, capacity=48)
     q = jax.random.normal(next(keys), (8, 4, 16))
     batch = make_batch(jnp.array([0, 5, 6]), jnp.array([17, 18, 19, 20, 21, 40, 0, 0]))
     want = cache.attend(1, q, batch, window=20)[:6]
