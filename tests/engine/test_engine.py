@@ -90,6 +90,55 @@ def test_greedy_tokens_are_the_definitions_however_they_are_run(way):
     assert (stats.prefix_hits > 0) == ("no prefix" not in way and "so few" not in way)
 
 
+def greedy_of_all(net, params, prompts, count: int) -> tuple[list[list[int]], list[list[float]]]:
+    """Greedy tokens of the full forward pass for many prompts, and by how much each was the likeliest."""
+    width = max(map(len, prompts)) + count
+    ids = np.zeros((len(prompts), width), np.int32)
+    ends = np.array([len(p) for p in prompts])
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+
+    @jax.jit
+    def best(ids, at):
+        values, tokens = jax.lax.top_k(net.apply({"params": params}, ids)[jnp.arange(ids.shape[0]), at], 2)
+        return tokens[:, 0], values[:, 0] - values[:, 1]
+
+    tokens, margins = [], []
+    for i in range(count):
+        token, margin = best(jnp.asarray(ids), jnp.asarray(ends + i - 1))
+        ids[np.arange(len(prompts)), ends + i] = token
+        tokens.append(np.asarray(token))
+        margins.append(np.asarray(margin))
+    return np.stack(tokens, 1).tolist(), np.stack(margins, 1).tolist()
+
+
+@pytest.mark.parametrize("plan", ["standard", "acrosskv"])
+def test_three_hundred_random_prompts(plan):
+    """Many begin alike, pages are scarce, guesses are checked; 150 prompts for each plan.
+
+    A token may differ only where the definition's two best logits lie within 1e-5, which is counted.
+    """
+    random = np.random.default_rng(7)
+    stems = [random.integers(0, 256, 40).tolist() for _ in range(12)]
+    prompts = []
+    for _ in range(150):
+        stem = stems[random.integers(12)][: random.integers(1, 41)]
+        prompts.append(stem + random.integers(0, 256, random.integers(0, 10)).tolist())
+    want, margins = greedy_of_all(*model(plan), prompts, 10)
+    llm = make(plan, num_pages=40, page_size=4, drafts=2, max_num_batched_tokens=24)
+    poison(llm)
+    ties = 0
+    for got, tokens_, margin in zip(tokens(run(llm, prompts)), want, margins, strict=True):
+        first = next((i for i, pair in enumerate(zip(got, tokens_, strict=True)) if pair[0] != pair[1]), None)
+        if first is not None:
+            assert margin[first] < 1e-5
+            ties += 1
+    assert ties <= 1
+    stats = llm.engine.stats
+    assert stats.prefix_hits > 500 and stats.preemptions > 0
+    assert all_free(llm.engine)
+
+
 @pytest.mark.parametrize("plan", ["standard", "swiftkv"])
 def test_a_prefix_hit_reuses_all_rows(plan):
     llm, prompt = make(plan), tiny.prompts((40,))[0]
