@@ -51,12 +51,20 @@ class Traffic(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         key=st.sampled_from("ab"),
     )
+    def arrives(self, prompt, output, priority, key):
+        return self.arrive(prompt, output, priority, key)
+
     def arrive(self, prompt, output, priority, key):
         one = sequence(prompt, output, self.count, priority=priority, key=key)
         self.count += 1
         self.everyone.append(one)
         self.scheduler.add(one)
         return one
+
+    @rule(target=arrivals, other=arrivals, more=st.lists(st.integers(0, 2), max_size=3))
+    def follow_up(self, other, more):
+        """A prompt that goes on from what another sequence has, generated tokens included, even right now."""
+        return self.arrive([*other.tokens, *more][:20], 6, 0, "a")
 
     @rule(one=arrivals)
     def cancel(self, one):
