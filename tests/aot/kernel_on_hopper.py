@@ -8,15 +8,11 @@ A process of its own: a wrong register layout can make this compiler search for 
 import json
 import sys
 
-from kernel_targets import attention, compiled, mesh_of
-
-from swiftkv_jax.kernels import dispatch
+from kernel_targets import attention, compiled
 
 
 def main(case: str) -> None:
     """Print temporary and argument bytes of `case`, compiled by name through the door."""
-    mesh_of("h100:1x1x1")
-    dispatch.device = lambda: ("gpu", "NVIDIA H100 80GB HBM3", 1)  # the topology's devices name no platform
     memory = compiled("h100:1x1x1", *attention("paged_attention", case, "pallas_gpu")).memory_analysis()
     print(json.dumps({"temp": memory.temp_size_in_bytes, "arguments": memory.argument_size_in_bytes}))
 
