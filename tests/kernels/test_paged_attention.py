@@ -52,14 +52,12 @@ def agree(case: cases.Case, run):
     assert (got[np.array(case.lengths) == 0] == 0).all()
 
 
-@pytest.mark.parametrize("name", cases.SMALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_xla_agrees_with_the_definition(name):
     agree(cases.SMALL[name], by_xla(cases.SMALL[name]))
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_tpu_kernel_agrees_with_the_definition(name):
     agree(cases.SMALL[name], interpreted(cases.SMALL[name]))
 
