@@ -44,8 +44,7 @@ def device() -> tuple[str, str, int]:
     Ahead-of-time compilation names its chip by `jax.sharding.use_abstract_mesh`.
     """
     chip: Any = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    platform = "gpu" if chip.platform in ("cuda", "rocm") else chip.platform
-    return platform, chip.device_kind, getattr(chip, "num_cores", None) or 1
+    return chip.platform, chip.device_kind, getattr(chip, "num_cores", None) or 1
 
 
 def call(operation: str, table: Mapping[str, Implementation], implementation: str | None, args, kwargs):

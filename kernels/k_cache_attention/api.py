@@ -12,12 +12,12 @@ from swiftkv_jax.kernels.k_cache_attention import pallas_tpu, reference, xla
 K_CACHE = {
     "reference": Implementation(reference.k_cache_attention),
     "xla": Implementation(xla.k_cache_attention),
-    "pallas_tpu": Implementation(pallas_tpu.k_cache_attention, pallas_tpu.refuses),
+    "pallas_tpu": Implementation(pallas_tpu.k_cache_attention, pallas_tpu.refuses_keys),
 }
 X_CACHE = {
     "reference": Implementation(reference.x_cache_attention),
     "xla": Implementation(xla.x_cache_attention),
-    "pallas_tpu": Implementation(pallas_tpu.x_cache_attention, pallas_tpu.refuses),
+    "pallas_tpu": Implementation(pallas_tpu.x_cache_attention, pallas_tpu.refuses_inputs),
 }
 
 

@@ -280,19 +280,29 @@ def x_cache_attention(
     return jnp.einsum("bnce,neu->bcnu", mixed, w_v, preferred_element_type=jnp.float32).astype(q.dtype)
 
 
-def refuses(q, pool, *args, **_) -> str:
-    """What of a call is not supported here, and what is, or ""; for both operations."""
-    table = args[1] if args[0].ndim == 3 and args[1].ndim == 2 else args[2]
+def refuses_keys(q, k, w_kv, table, *_, **__) -> str:
+    """What of a call of `k_cache_attention` is not supported here, and what is, or ""."""
+    del w_kv
+    return _refuses(q, k, table)
+
+
+def refuses_inputs(q, x, w_k, w_v, table, *_, **__) -> str:
+    """The same for `x_cache_attention`."""
+    del w_k, w_v
+    return _refuses(q, x, table)
+
+
+def _refuses(q, pool, table) -> str:
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"{q.dtype} queries: bfloat16, float32"
     blocks, queries, heads, _ = q.shape
     steps = _steps(pool, table)
-    need = vmem_bytes(queries * heads, pool.shape[-1], steps.keys, pool.dtype.itemsize, q.dtype.itemsize)
+    need = _vmem_bytes(queries * heads, pool.shape[-1], steps.keys, pool.dtype.itemsize, q.dtype.itemsize)
     if need > (most := chips.current().vmem_limit):
         return f"{queries} queries a block, for {need} bytes of VMEM: at most {most}, so fewer queries"
     return tpu_pages.refuses(pool, table, blocks, steps.pages)
 
 
-def vmem_bytes(rows: int, width: int, keys: int, stored: int, computed: int) -> int:
+def _vmem_bytes(rows: int, width: int, keys: int, stored: int, computed: int) -> int:
     """VMEM that a grid step takes: two tiles, the turned tile, queries and sums twice, scores."""
     return keys * width * (2 * stored + computed) + rows * width * (2 * computed + 8) + rows * keys * 8

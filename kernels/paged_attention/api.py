@@ -4,12 +4,13 @@ import jax
 
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.dispatch import Implementation
-from swiftkv_jax.kernels.paged_attention import pallas_tpu, reference, xla
+from swiftkv_jax.kernels.paged_attention import pallas_gpu, pallas_tpu, reference, xla
 
 PAGED_ATTENTION = {
     "reference": Implementation(reference.paged_attention),
     "xla": Implementation(xla.paged_attention),
     "pallas_tpu": Implementation(pallas_tpu.paged_attention, pallas_tpu.refuses),
+    "pallas_gpu": Implementation(pallas_gpu.paged_attention, pallas_gpu.refuses),
 }
 
 
@@ -39,7 +40,7 @@ def paged_attention(
       position: [b, C] of each query; -1 is no query and gives zeros. A query sees the keys at its own
         position and before, fewer than `window` back. Unseen keys may hold anything, NaN included.
       row: of the pool. scale: of the scores, H ** -0.5 by default.
-      implementation: "reference", "xla", "pallas_tpu", or None.
+      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16, few queries), or None.
 
     Returns:
       [b, C, N, U] in q's dtype.

@@ -59,4 +59,4 @@ def test_no_name_passes_over_what_does_not_support_the_call(monkeypatch):
 )
 def test_the_tpu_kernels_say_what_they_support(pool, slots, message):
     q, table = jnp.zeros((2, 1, 1, 128), jnp.bfloat16), jnp.zeros((2, slots), jnp.int32)
-    assert message in pallas_tpu.refuses(q, pool, jnp.zeros((1, 128, 128)), table)
+    assert message in pallas_tpu.refuses_keys(q, pool, jnp.zeros((1, 128, 128)), table)

@@ -14,7 +14,8 @@ from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.fused_kv_fill import api, cases, pallas_tpu, reference
 from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
 
-QUICK = ("plain", "k_norm", "one_token", "int8")  # interpreted by default; the others are slow
+QUICK = ("plain", "k_norm", "one_token", "int8")  # by default; the others are slow
+NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
 
 
 def exact(case: cases.Case, args) -> Pools:
@@ -64,14 +65,12 @@ def agree(case: cases.Case, run):
             assert page == case.pages or (b[list(case.rows), page, count:] == 0).all()
 
 
-@pytest.mark.parametrize("name", cases.SMALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_xla_agrees_with_the_definition(name):
     agree(cases.SMALL[name], by_xla(cases.SMALL[name]))
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_tpu_kernel_agrees_with_the_definition(name):
     agree(cases.SMALL[name], interpreted(cases.SMALL[name]))
 

@@ -1,5 +1,6 @@
 """Paged attention: every implementation equals its definition, and the definition equals the cache's own."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.paged_attention import api, cases, pallas_tpu, reference
+from swiftkv_jax.kernels.paged_attention import api, cases, pallas_gpu, pallas_tpu, reference
 
 QUICK = (
     "lengths",
@@ -50,19 +52,35 @@ def agree(case: cases.Case, run):
     assert (got[np.array(case.lengths) == 0] == 0).all()
 
 
-@pytest.mark.parametrize("name", cases.SMALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_xla_agrees_with_the_definition(name):
     agree(cases.SMALL[name], by_xla(cases.SMALL[name]))
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_tpu_kernel_agrees_with_the_definition(name):
     agree(cases.SMALL[name], interpreted(cases.SMALL[name]))
 
 
-@settings(max_examples=5)
+HOPPER = {
+    "lengths": cases.Case(lengths=(0, 1, 64, 65, 200)),
+    "chunk_window": cases.Case(lengths=(70, 256), queries=2, window=50, heads=8),
+    "width128": cases.Case(lengths=(130,), width=128, heads=2, kv_heads=2),
+    "split": cases.Case(lengths=(60, 700), slots=12),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "lengths" else pytest.param(n, marks=pytest.mark.slow) for n in HOPPER]
+)
+def test_hopper_kernel_agrees_with_the_definition(name):
+    """All but the matmuls and the layouts in registers, which the interpreter does not know."""
+    case = dataclasses.replace(HOPPER[name], page=64, stored="bfloat16", computed="bfloat16")
+    case = dataclasses.replace(case, slots=max(case.slots, 5))
+    agree(case, functools.partial(pallas_gpu.paged_attention, **case.options, interpret=InterpretGPUParams()))
+
+
+@settings(max_examples=4)
 @given(
     lengths=st.lists(st.integers(0, 96), min_size=1, max_size=4),
     queries=st.integers(1, 3),

@@ -1,0 +1,307 @@
+"""Time of every kernel at its real shapes, as a share of a copy and a matmul measured in the same run.
+
+    python -m benchmarks.kernels [--platform gpu|tpu|cpu] [--kernel NAME] [--case NAME]
+
+Contenders of a case take turns; a time is the median over the rounds. Writes Markdown and JSON under
+benchmarks/results/. On a CPU the cases are the tests' small ones: that it runs, not how fast.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from swiftkv_jax.kernels.fused_kv_fill import api as fill
+from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
+from swiftkv_jax.kernels.k_cache_attention import api as k_cache
+from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
+from swiftkv_jax.kernels.paged_attention import api as paged
+from swiftkv_jax.kernels.paged_attention import cases as paged_cases
+
+RESULTS = Path(__file__).parent / "results"
+CASES = {
+    "fused_kv_fill": fill_cases,
+    "paged_attention": paged_cases,
+    "k_cache_attention": k_cache_cases,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A name and a function of no arguments that starts one call and returns its arrays."""
+
+    name: str
+    call: Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a case must do at least: operations, and bytes from and to memory."""
+
+    flops: float
+    bytes: float
+
+
+def sample(call: Callable, inner: int) -> float:
+    """Seconds of one call, of `inner` in a row."""
+    start = time.perf_counter()
+    out = None
+    for _ in range(inner):
+        out = call()
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) / inner
+
+
+def measure(contenders: list[Contender], rounds: int, inner: int) -> dict[str, float | str]:
+    """Median seconds of each contender, or why it did not run."""
+    times: dict[str, list[float]] = {}
+    failed: dict[str, float | str] = {}
+    for contender in contenders:
+        try:
+            jax.block_until_ready(contender.call())
+            times[contender.name] = []
+        except Exception as error:  # a peer that is not there, or a shape it refuses, is a line in the table
+            failed[contender.name] = (str(error).splitlines() or [type(error).__name__])[0][:120]
+    for _ in range(rounds):
+        for contender in contenders:
+            if contender.name in times:
+                times[contender.name].append(sample(contender.call, inner))
+    return {name: statistics.median(seconds) for name, seconds in times.items()} | failed
+
+
+def ceilings(small: bool, rounds: int, inner: int) -> dict[str, float]:
+    """Bytes a second of a copy and FLOP a second of a square bfloat16 matmul."""
+    count, size = (1 << 22, 512) if small else (1 << 29, 8192)
+    x = jnp.ones(count, jnp.bfloat16)
+    a = jnp.ones((size, size), jnp.bfloat16)
+    copy, matmul = jax.jit(lambda x: x + 1), jax.jit(jnp.matmul)
+    seconds = measure(
+        [Contender("copy", lambda: copy(x)), Contender("matmul", lambda: matmul(a, a))], rounds, inner
+    )
+    return {"bytes": 2 * x.nbytes / float(seconds["copy"]), "flops": 2 * size**3 / float(seconds["matmul"])}
+
+
+def seen_keys(case) -> int:
+    """Keys that are read, over all blocks."""
+    window = case.window or max(case.lengths)
+    return sum(min(length, window + case.queries - 1) for length in case.lengths)
+
+
+def attention_work(case, kernel: str) -> Work:
+    """Each key, and value if there is one, is read once; the scores and the sum take 2 FLOP an element."""
+    stored, keys = jnp.dtype(case.stored).itemsize, seen_keys(case)
+    rows = case.heads * case.queries
+    if kernel == "k_cache_attention":
+        width = case.heads * case.width
+        weights = case.heads * width * case.width * jnp.dtype(case.computed).itemsize
+        return Work(keys * rows * 2 * (case.width + width), keys * width * stored + weights)
+    value = case.value or case.width
+    scales = 8 if case.scaled else 0
+    token = case.kv_heads * ((case.width + value) * stored + scales)
+    return Work(keys * rows * 2 * (case.width + value), keys * token)
+
+
+def fill_work(case) -> Work:
+    """The projections; the stream and the weights once, the rows written once."""
+    tokens, computed = len(case.live) * case.page, jnp.dtype(case.computed).itemsize
+    columns = len(case.rows) * case.heads * (case.width + (case.value or case.width))
+    moved = (tokens + columns) * case.dim * computed + tokens * columns * jnp.dtype(case.stored).itemsize
+    return Work(2 * tokens * case.dim * columns, moved)
+
+
+def attention_contenders(kernel: str, case) -> list[Contender]:
+    """Our implementations that this platform can have, and those of others on contiguous keys and values."""
+    table, api = {
+        "paged_attention": (paged.PAGED_ATTENTION, paged.paged_attention),
+        "k_cache_attention": (k_cache.K_CACHE, k_cache.k_cache_attention),
+    }[kernel]
+    args, arrays = case.make()
+    out = []
+    for name in table:
+        if name != "reference":
+            run = jax.jit(functools.partial(api, **case.options, implementation=name))
+            out.append(Contender(name, functools.partial(run, *args, **arrays)))
+    if kernel == "paged_attention" and not case.scaled and not case.window:
+        out += peers(case)
+    return out
+
+
+def peers(case) -> list[Contender]:
+    """jax.nn by XLA and by cuDNN, the deprecated Pallas Triton kernel, and torch, without pages but one."""
+    blocks, keys = len(case.lengths), max(case.lengths)
+    dtype = jnp.dtype(case.computed)
+    q = jnp.ones((blocks, case.queries, case.heads, case.width), dtype)
+    k = jnp.ones((blocks, keys, case.kv_heads, case.width), dtype)
+
+    def attend(name):
+        run = jax.jit(functools.partial(jax.nn.dot_product_attention, implementation=name))
+        return functools.partial(run, q, k, k)
+
+    out = [Contender(f"jax.nn {name}, contiguous", attend(name)) for name in ("xla", "cudnn")]
+    return [
+        *out,
+        Contender("Pallas Triton (deprecated)", triton_paged(case)),
+        Contender("torch SDPA", torch_sdpa(case)),
+    ]
+
+
+def triton_paged(case) -> Callable:
+    """One sequence a block, one query each, pages in order."""
+
+    def call():
+        from jax.experimental.pallas.ops.gpu import paged_attention as triton
+
+        pages = len(case.lengths) * case.slots
+        shape = (case.kv_heads, pages, case.page, case.width)
+        k = jnp.ones(shape, jnp.dtype(case.computed))
+        q = jnp.ones((len(case.lengths), case.heads, case.width), k.dtype)
+        table = jnp.arange(pages, dtype=jnp.int32).reshape(len(case.lengths), -1)
+        run = jax.jit(triton.paged_attention)
+        state["run"] = functools.partial(run, q, k, k, table, jnp.array(case.lengths, jnp.int32))
+        return state["run"]()
+
+    state: dict = {}
+    return lambda: state["run"]() if "run" in state else call()
+
+
+def torch_sdpa(case) -> Callable:
+    """torch's scaled_dot_product_attention on a GPU, keys and values contiguous."""
+
+    def call():
+        import torch
+
+        if not torch.cuda.is_available():
+            raise RuntimeError("torch has no GPU here")
+        shape = (len(case.lengths), case.kv_heads, max(case.lengths), case.width)
+        k = torch.ones(shape, dtype=torch.bfloat16, device="cuda")
+        q = torch.ones((shape[0], case.heads, case.queries, case.width), dtype=k.dtype, device="cuda")
+
+        def run():
+            torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+            torch.cuda.synchronize()
+
+        state["run"] = run
+        return run()
+
+    state: dict = {}
+    return lambda: state["run"]() if "run" in state else call()
+
+
+def fill_contenders(case) -> list[Contender]:
+    """Each implementation updates pools of its own in place."""
+    out = []
+    for name in fill.FUSED_KV_FILL:
+        if name == "reference":
+            continue
+        x, makers, cos, sin, pools, names, live = case.make()
+        run = jax.jit(
+            functools.partial(fill.fused_kv_fill, **case.options, implementation=name), donate_argnums=4
+        )
+        state = {"pools": pools}
+
+        def call(run=run, state=state, before=(x, makers, cos, sin), after=(names, live)):
+            state["pools"] = run(*before, state["pools"], *after)
+            return state["pools"]
+
+        out.append(Contender(name, call))
+    return out
+
+
+def run(platform: str, kernels: list[str], only: str | None, rounds: int, inner: int) -> dict:
+    """Every case of the kernels: seconds of each contender and the work they share."""
+    small = platform == "cpu"
+    top = ceilings(small, rounds, inner)
+    cases = []
+    for kernel in kernels:
+        for name, case in (CASES[kernel].SMALL if small else CASES[kernel].REAL).items():
+            if only not in (None, name):
+                continue
+            work = fill_work(case) if kernel == "fused_kv_fill" else attention_work(case, kernel)
+            made = fill_contenders(case) if kernel == "fused_kv_fill" else attention_contenders(kernel, case)
+            seconds = measure(made, rounds, inner)
+            floor = max(work.flops / top["flops"], work.bytes / top["bytes"])
+            cases.append(
+                {
+                    "kernel": kernel,
+                    "case": name,
+                    **dataclasses.asdict(work),
+                    "floor": floor,
+                    "seconds": seconds,
+                }
+            )
+            print(f"{kernel} {name}: {seconds}", flush=True)
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        "ceilings": top,
+        "cases": cases,
+    }
+
+
+def markdown(result: dict) -> str:
+    """The table: time, bandwidth, FLOP rate, and the share of the floor that the ceilings give."""
+    top = result["ceilings"]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines = [
+        f"# Kernels on {result['device']}",
+        "",
+        f"{result['date']}, {versions}. Measured ceilings: copy "
+        f"{top['bytes'] / 1e9:.0f} GB/s, bfloat16 matmul {top['flops'] / 1e12:.1f} TFLOP/s. Share: the"
+        " time these allow over the time taken.",
+        "",
+        "| kernel | case | by | ms | GB/s | TFLOP/s | share |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in result["cases"]:
+        for name, seconds in case["seconds"].items():
+            start = f"| {case['kernel']} | {case['case']} | {name} |"
+            if isinstance(seconds, str):
+                lines.append(f"{start} not run: {seconds.replace('|', '/')} | | | |")
+                continue
+            rates = f"{case['bytes'] / seconds / 1e9:.1f} | {case['flops'] / seconds / 1e12:.3f}"
+            lines.append(f"{start} {seconds * 1e3:.3f} | {rates} | {100 * case['floor'] / seconds:.1f} % |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--platform", choices=["gpu", "tpu", "cpu"])
+    parser.add_argument("--kernel", choices=list(CASES), help="one kernel instead of all")
+    parser.add_argument("--case", help="one case instead of all")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    platform = options.platform or jax.default_backend()
+    path = RESULTS / f"kernels_{platform}"
+    path.parent.mkdir(exist_ok=True)
+    try:
+        jax.devices(platform)
+    except RuntimeError:
+        text = f"# Kernels on {platform}\n\nNot measured: no {platform} was at hand. "
+        text += f"`python -m benchmarks.kernels --platform {platform}` writes this file.\n"
+        path.with_suffix(".md").write_text(text, encoding="utf-8")
+        path.with_suffix(".json").write_text('{"measured": false}\n', encoding="utf-8")
+        print(f"no {platform} here: {path.with_suffix('.md')} says not measured")
+        return 1
+    with jax.default_device(jax.devices(platform)[0]):
+        kernels = [options.kernel] if options.kernel else list(CASES)
+        result = run(platform, kernels, options.case, options.rounds, inner=2 if platform == "cpu" else 20)
+    path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(path.with_suffix(".md"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
