@@ -85,8 +85,8 @@ def measure(llms: dict[str, skv.LLM], length: int, outputs: int, requests: int, 
     """One workload: tokens per second, gains, and what the costs of the same run predict."""
     vocab = next(iter(llms.values())).model.config.vocab_size
     prompts = np.random.default_rng(length).integers(2, vocab, (requests, length)).tolist()
-    whole = interleaved(llms, prompts, outputs, rounds)
     first = interleaved(llms, prompts, 1, rounds)
+    whole = interleaved(llms, prompts, outputs, rounds)  # last: `llm.stats` below are of its last round
     medians = {name: statistics.median(s) for name, s in whole.items()}
     prompt_cost = {name: statistics.median(s) / (requests * length) for name, s in first.items()}
     output_cost = (medians["standard"] - statistics.median(first["standard"])) / (requests * (outputs - 1))
