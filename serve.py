@@ -1,4 +1,8 @@
-"""Generate a batch: `python serve.py --model DIR --input prompts.jsonl --output out.jsonl`."""
+"""Generate a batch: `python serve.py --model DIR --input prompts.jsonl --output out.jsonl`.
+
+Or serve OpenAI's API: `python serve.py --model DIR --http 127.0.0.1:8000`; the variable SWIFTKV_API_KEY may
+hold a key.
+"""
 
 import os
 import sys
@@ -13,4 +17,5 @@ if __name__ == "__main__":
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     from swiftkv_jax.engine.main import main
 
-    sys.exit(main(root=Path(__file__).resolve().parent))
+    key = os.environ.get("SWIFTKV_API_KEY")
+    sys.exit(main(root=Path(__file__).resolve().parent, api_key=key))

@@ -2,6 +2,7 @@
 
 import bisect
 import datetime
+import functools
 import hashlib
 import itertools
 import json
@@ -83,6 +84,11 @@ class Tokenizer:
         self.vocab_size: int = len(hf)
         added = {index for index, token in hf.added_tokens_decoder.items() if token.special}
         self._special = added | set(hf.all_special_ids)
+
+    @functools.cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """How the control tokens are written: a text that holds one is encoded to that token."""
+        return tuple(sorted(str(self.hf.convert_ids_to_tokens(index)) for index in self._special))
 
     @property
     def fingerprint(self) -> str:

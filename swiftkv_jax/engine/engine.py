@@ -257,7 +257,7 @@ class Engine:
             else:
                 self._decode()
         except jax.errors.JaxRuntimeError as error:  # the device failed, not a request
-            self._restart(error)
+            self.restart(error)
 
     def _run(self) -> None:
         work, size = self.scheduler.plan(self._draft if self.settings.drafts else None)
@@ -362,8 +362,8 @@ class Engine:
         if key in self._groups:
             self._changed[key] = self._groups[key]
 
-    def _restart(self, error: Exception) -> None:
-        """The device failed: what ran has failed, what waits will run on a new cache."""
+    def restart(self, error: Exception) -> None:
+        """The device or the engine failed: what ran has failed, what waits will run on a new cache."""
         self._flight = None
         waiting = list(self.scheduler.waiting)
         for sequence in self.scheduler.in_order():

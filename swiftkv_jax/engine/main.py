@@ -1,12 +1,14 @@
-"""The command line of serve.py: a batch of prompts in, completions out."""
+"""The command line of serve.py: a batch of prompts in, completions out; or the HTTP server."""
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+from swiftkv_jax.engine.http import flags as http
 from swiftkv_jax.engine.jobs import DEFAULT_MAX_TOKENS, Job, Output, make_jobs, output_row, read_lines
 from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
 from swiftkv_jax.errors import UsageError, suggest
@@ -48,7 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
     """All flags of serve.py."""
     p = _Parser(
         prog="serve.py",
-        description="Generate completions for a batch of prompts, with a standard or a SwiftKV model.",
+        description="Generate completions for a batch of prompts, or serve OpenAI's API (--http), with a "
+        "standard or a SwiftKV model.",
         epilog="Sampling flags override the model's generation_config.json, and fields of an input line "
         'override both: {"prompt": "...", "id": 7, "max_tokens": 32, "temperature": 0.0}.',
         allow_abbrev=False,
@@ -82,14 +85,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     for name, (kind, text) in _ENGINE.items():
         engine.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=text)
+    http.add_flags(p)
     return p
 
 
-def main(argv: list[str] | None = None, root: Path = Path()) -> int:
-    """Run; `root` is where demo/ lies. Exit code 0, 2 for bad usage, 1 for a failure, 130 for Ctrl-C."""
+def main(argv: list[str] | None = None, root: Path = Path(), api_key: str | None = None) -> int:
+    """Run; `root` is where demo/ lies, `api_key` one more key for the server.
+
+    Exit code 0, 2 for bad usage, 1 for a failure, 130 for Ctrl-C.
+    """
     try:
         args = build_parser().parse_args(argv)
-        return _run(args, root)
+        return _serve(args, root, api_key) if args.http else _run(args, root)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -108,18 +115,7 @@ def _run(args: argparse.Namespace, root: Path) -> int:
     lines = read_lines(args.input)
     flags = _given(args, (*_SAMPLING, "stop"))
     SamplingParams().updated(flags)  # a bad flag is found before the model is loaded
-    from swiftkv_jax.engine.llm import LLM
-
-    def say(text: str) -> None:
-        if not args.quiet:
-            print(text, file=sys.stderr, flush=True)
-
-    llm = LLM(
-        args.model or _demo(root),
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        **_given(args, _ENGINE),
-    )
+    say, llm = _say(args), _load(args, root)
     defaults = llm.defaults.updated({"max_tokens": None} | flags)
     _describe(llm, defaults, args.model or _demo(root), say)
     jobs = make_jobs(lines, defaults, args.seed, llm, args.skip_bad_lines, say)
@@ -129,6 +125,47 @@ def _run(args: argparse.Namespace, root: Path) -> int:
     if len(output.left) < len(jobs):
         say(f"{len(jobs) - len(output.left)} of {len(jobs)} prompts are done already in {args.output}")
     return _generate(llm, output.left, output, args, say)
+
+
+def _serve(args: argparse.Namespace, root: Path, api_key: str | None) -> int:
+    """OpenAI's API until a signal; sampling flags are the server's defaults."""
+    batch = ("input", "output", "resume", "skip_bad_lines", "max_tokens", "stop")
+    wrong = [f"--{name.replace('_', '-')}" for name in batch if getattr(args, name)]
+    if wrong:
+        raise UsageError(f"{', '.join(wrong)} belong to a batch, not to --http")
+    flags = _given(args, _SAMPLING)
+    SamplingParams().updated(flags)
+    settings = http.http_settings(args, str(args.model or _demo(root)), api_key)
+    try:
+        from swiftkv_jax.engine.http import server
+    except ImportError as error:
+        raise UsageError(f"--http needs {error.name}: pip install 'swiftkv-jax[serve]'") from error
+
+    listener = server.listen(*http.address(args.http))
+    say, llm = _say(args), _load(args, root)
+    llm.defaults = llm.defaults.updated(flags)
+    bounds = http.queue_bounds(args, llm.settings.max_num_batched_tokens, llm.settings.max_model_len)
+    llm.settings = dataclasses.replace(llm.settings, **bounds)
+    _describe(llm, llm.defaults, args.model or _demo(root), say)
+    host, port = listener.getsockname()[:2]
+    keys = f"{len(settings.api_keys)} API keys" if settings.api_keys else "no API key"
+    say(f"listening http://{f'[{host}]' if ':' in host else host}:{port} ({settings.model_name}; {keys})")
+    return server.run(llm, settings, listener, say)
+
+
+def _say(args: argparse.Namespace):
+    def say(text: str) -> None:
+        if not args.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    return say
+
+
+def _load(args: argparse.Namespace, root: Path):
+    from swiftkv_jax.engine.llm import LLM
+
+    model, dtype = args.model or _demo(root), args.dtype
+    return LLM(model, dtype=dtype, max_model_len=args.max_model_len, **_given(args, _ENGINE))
 
 
 def _given(args: argparse.Namespace, flags: Iterable[str]) -> dict:

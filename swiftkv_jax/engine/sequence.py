@@ -146,7 +146,7 @@ class Sequence:
             index=self.child,
             text=self._words.text[characters:end] if self._words else "",
             token_ids=self.output[tokens:],
-            cumulative_logprob=None if wanted is None else sum(choice.logprob for choice in self._choices),
+            cumulative_logprob=None if wanted is None else sum((c.logprob for c in self._choices), start=0.0),
             logprobs=None if wanted is None else [self._logprobs(choice, wanted) for choice in new],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,

@@ -1,0 +1,119 @@
+"""The flags of `serve.py --http`. Imports nothing heavy."""
+
+import argparse
+import ipaddress
+from pathlib import Path
+
+from swiftkv_jax.engine.http.settings import HttpSettings
+from swiftkv_jax.errors import UsageError
+
+DEFAULT = "127.0.0.1:8000"
+QUEUED_REQUESTS = 256
+_LIMITS = {  # flag: (type, field of HttpSettings, help)
+    "shutdown-timeout": (float, "shutdown_s", "seconds that running requests get on SIGTERM (default 30)"),
+    "max-requests-per-key": (int, "max_requests_per_key", "running or waiting for one key (default: no cap)"),
+    "max-scored-tokens": (int, "max_scored_tokens", "longest prompt to score with echo (default 4096)"),
+    "metrics-prefix": (str, "metrics_prefix", "of metric names (default swiftkv_; vllm: suits their boards)"),
+}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The group "server"."""
+    p = parser.add_argument_group("server")
+    p.add_argument(
+        "--http",
+        nargs="?",
+        const=DEFAULT,
+        metavar="HOST:PORT",
+        help=f"serve OpenAI's API instead of a batch (default {DEFAULT})",
+    )
+    p.add_argument("--served-model-name", metavar="NAME", help="(default: the folder's name)")
+    p.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="asked for on every route but /health; may be repeated",
+    )
+    p.add_argument(
+        "--api-key-file", metavar="FILE", help="one key a line; unlike --api-key, not seen by `ps`"
+    )
+    p.add_argument("--insecure", action="store_true", help="let others than this machine call without a key")
+    p.add_argument(
+        "--no-warm-up", action="store_true", help="compile when needed: the first requests are slow"
+    )
+    p.add_argument("--show-template", action="store_true", help="/tokenizer_info gives the chat template")
+    p.add_argument("--max-queued-requests", type=int, metavar="N", help=f"(default {QUEUED_REQUESTS})")
+    p.add_argument("--max-queued-tokens", type=int, metavar="N", help="(default: 64 steps' worth)")
+    for flag, (kind, _, text) in _LIMITS.items():
+        p.add_argument(f"--{flag}", type=kind, metavar="X" if kind is float else "N", help=text)
+
+
+def address(text: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, HOST, or :PORT; IPv6 hosts stand in brackets.
+
+    Raises:
+      UsageError: it is none of these.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, DEFAULT.rpartition(":")[2]
+    if not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"--http must be HOST:PORT, such as {DEFAULT}, not {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> HttpSettings:
+    """The settings that the flags ask for; `api_key` is one more key, from the environment.
+
+    Raises:
+      UsageError: a limit makes no sense, or the server would be open to strangers.
+    """
+    keys = [*(args.api_key or ()), *_file_keys(args.api_key_file), *([api_key] if api_key else ())]
+    if any(not key.strip() or not key.isascii() for key in keys):
+        raise UsageError("--api-key must be printable ASCII text, not empty")
+    host = address(args.http)[0]
+    if not is_loopback(host) and not keys and not args.insecure:
+        raise UsageError(
+            f"{host} can be reached by others and no key is set: pass --api-key KEY or --api-key-file FILE, "
+            "listen on 127.0.0.1, or pass --insecure"
+        )
+    given = {field: getattr(args, flag.replace("-", "_")) for flag, (_, field, _) in _LIMITS.items()}
+    given = {field: value for field, value in given.items() if value is not None}
+    for field, value in given.items():
+        if not isinstance(value, str) and value <= 0:
+            raise UsageError(f"--{field.replace('_', '-')} must be above 0, not {value}")
+    return HttpSettings(
+        model_name=args.served_model_name or Path(model).name or "model",
+        api_keys=tuple(keys),
+        warm_up=not args.no_warm_up,
+        show_template=args.show_template,
+        **given,
+    )
+
+
+def queue_bounds(args: argparse.Namespace, budget: int, context: int) -> dict[str, int]:
+    """Engine settings: what may wait. `budget` tokens a step; one whole context may always wait."""
+    return {
+        "max_queued_requests": args.max_queued_requests or QUEUED_REQUESTS,
+        "max_queued_tokens": args.max_queued_tokens or max(64 * budget, 4 * context),
+    }
+
+
+def _file_keys(path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text(encoding="ascii").split()
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"cannot read --api-key-file {path}: {error}") from error
+    if not lines:
+        raise UsageError(f"--api-key-file {path} holds no key")
+    return lines

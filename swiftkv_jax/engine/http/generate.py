@@ -1,0 +1,300 @@
+"""From a checked body to an answer: `/v1/completions` and `/v1/chat/completions`."""
+
+import dataclasses
+import json
+import logging
+import re
+import time
+import typing
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
+
+from starlette.responses import Response
+
+from swiftkv_jax.engine.http import answers, schema
+from swiftkv_jax.engine.http.asgi import EventStream
+from swiftkv_jax.engine.http.errors import ApiError, clip
+from swiftkv_jax.engine.http.service import Delta, Service, Stream
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, SamplingParams
+from swiftkv_jax.errors import UsageError
+
+log = logging.getLogger("swiftkv_jax.http")
+_BYTES_PER_TOKEN = 4  # of text, for a guess before it is tokenised
+_MOST_BYTES_PER_TOKEN = 16  # a text longer than this times the context is refused unread
+_PLAIN = (  # fields of a body that SamplingParams has too
+    "n min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed "
+    "stop stop_token_ids bad_words allowed_token_ids logit_bias ignore_eos include_stop_str_in_output "
+    "skip_special_tokens"
+).split()
+_NAMED = re.compile(r"^(?:prompt|messages)(?: \d+)?: (\w+): |^(\w+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked request for completions.
+
+    Attributes:
+      prompts: what `LLM.request` takes. where: how errors call them. max_tokens: None fills the context, 0
+        only scores. logprobs: how many of the likeliest tokens; None: none. echo: the prompt comes first.
+      tenant: whose prefixes it may share. client_id: what the caller calls it, for the log only.
+    """
+
+    body: schema.Sampling
+    shape: answers.CompletionShape | answers.ChatShape
+    prompts: list
+    where: str
+    max_tokens: int | None
+    logprobs: int | None
+    echo: bool
+    tenant: str
+    request_id: str
+    client_id: str
+
+    @property
+    def salt(self) -> str:
+        return f"{self.tenant}:{self.body.cache_salt or ''}"
+
+    @property
+    def n(self) -> int:
+        return self.body.n or 1
+
+    @property
+    def counts_usage(self) -> bool:
+        options = self.body.stream_options
+        return bool(options and options.include_usage)
+
+
+def completion_call(body: schema.CompletionRequest, common: dict, most_prompts: int) -> Call:
+    """Raises ApiError: 400."""
+    max_tokens = 16 if body.max_tokens is None else body.max_tokens
+    if not max_tokens and not body.echo:
+        raise ApiError(400, "max_tokens: 0 generates nothing; with echo it scores the prompt", "max_tokens")
+    found = schema.prompts(body.prompt, most_prompts)
+    shape = _shape(answers.CompletionShape, "cmpl", common)
+    echo = bool(body.echo)
+    return Call(body, shape, found, "prompt", max_tokens, body.logprobs, echo, **common["call"])
+
+
+def chat_call(body: schema.ChatRequest, common: dict) -> Call:
+    """Raises ApiError: 400."""
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
+    if body.max_tokens == 0:
+        raise ApiError(400, "max_tokens: must be at least 1", "max_tokens")
+    messages = [message.as_dict() for message in body.messages]
+    wanted = (body.top_logprobs or 0) if body.logprobs else None
+    limit = body.max_completion_tokens or body.max_tokens
+    shape = _shape(answers.ChatShape, "chatcmpl", common, top=wanted or 0)
+    return Call(body, shape, [{"messages": messages}], "messages", limit, wanted, False, **common["call"])
+
+
+def _shape(kind, prefix: str, common: dict, **fields):
+    return kind(id=f"{prefix}-{uuid.uuid4().hex}", **common["shape"], **fields)
+
+
+class Generator:
+    """Answers calls with one service."""
+
+    def __init__(self, service: Service):
+        self.service, self.llm = service, service.llm
+
+    async def respond(self, call: Call) -> Response:
+        """Run a call; what it holds of the server is given back however it ends.
+
+        Raises:
+          ApiError: it was refused, or failed before anything was sent.
+        """
+        self._check_size(call)
+        tally = _Tally(call)
+        async with AsyncExitStack() as stack:
+            stack.callback(tally.log)
+            sequences = len(call.prompts) * call.n
+            tokens = call.n * sum(_size(prompt) // _BYTES_PER_TOKEN + 1 for prompt in call.prompts)
+            ticket = stack.enter_context(self.service.admit(call.tenant, sequences, tokens))
+            requests = await self.service.encode(lambda: make_requests(self.llm, call))
+            ticket.tokens = call.n * sum(len(request.token_ids) for request in requests)
+            tally.prompt = sum(len(request.token_ids) for request in requests)
+            openings = [await self._opening(call, request) for request in requests]
+            stream = None
+            if call.max_tokens != 0:
+                stream = await stack.enter_async_context(self.service.stream(requests, ticket))
+            deltas = self._deltas(call, openings, stream, tally)
+            if call.body.stream:
+                return EventStream(_events(call, deltas, tally), stack.pop_all())
+            return await _whole(call, deltas, tally)
+        raise AssertionError("unreachable: nothing above swallows an exception")
+
+    def _check_size(self, call: Call) -> None:
+        limits = self.service.settings
+        if call.n > limits.max_n:
+            raise ApiError(400, f"n: must be at most {limits.max_n}", "n")
+        context = self.llm.settings.max_model_len
+        for prompt in call.prompts:
+            if _size(prompt) > _MOST_BYTES_PER_TOKEN * context:
+                message = f"{call.where}: too long for a context of {context} tokens"
+                raise ApiError(400, message, call.where, "context_length_exceeded")
+
+    async def _opening(self, call: Call, request: Request) -> CompletionOutput | None:
+        """What `echo` puts in front: the prompt, and, with `logprobs`, how likely its tokens are."""
+        if not call.echo:
+            return None
+        ids, entries = request.token_ids, None
+        if call.logprobs is not None:
+            most = self.service.settings.max_scored_tokens
+            if len(ids) > most:
+                message = f"echo: prompts of more than {most} tokens are not scored; this has {len(ids)}"
+                raise ApiError(400, message, "echo", "context_length_exceeded")
+            scored = await self.service.score(ids, call.logprobs)
+            first = {ids[0]: Logprob(logprob=0.0, rank=0, decoded_token=_text(self.llm, ids[:1]))}
+            entries = [first, *(entry or {} for entry in scored[1:])]
+        text = request.prompt if request.prompt is not None else _text(self.llm, ids)
+        return CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=[],
+            cumulative_logprob=None,
+            logprobs=entries,
+            finish_reason=None if call.max_tokens else "length",
+            stop_reason=None,
+        )
+
+    async def _deltas(
+        self, call: Call, openings: list[CompletionOutput | None], stream: Stream | None, tally: "_Tally"
+    ) -> AsyncGenerator[Delta, None]:
+        for number, opening in enumerate(openings):
+            for child in range(call.n if opening else 0):
+                assert opening is not None
+                yield number, dataclasses.replace(opening, index=child)
+        if stream is None:
+            return
+        async for number, delta in stream:
+            tally.completion += len(delta.token_ids)
+            tally.reasons.add(delta.finish_reason or "")
+            if delta.finish_reason == "error":
+                log.error("request %s failed: %s", call.request_id, delta.error)
+                raise ApiError(500, f"the model failed on this request ({call.request_id})", retry=True)
+            yield number, delta
+
+
+@dataclasses.dataclass
+class _Tally:
+    """What the one log line of a request says."""
+
+    call: Call
+    prompt: int = 0
+    completion: int = 0
+    reasons: set[str] = dataclasses.field(default_factory=set)
+    began: float = dataclasses.field(default_factory=time.monotonic)
+
+    def log(self) -> None:
+        """As JSON, so that nothing a client sent can look like a line of its own."""
+        record = {
+            "request": self.call.request_id,
+            "client": self.call.client_id,
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "finished": sorted(self.reasons - {""}),
+            "seconds": round(time.monotonic() - self.began, 4),
+        }
+        log.info(json.dumps(record))
+
+
+def make_requests(llm: LLM, call: Call) -> list[Request]:
+    """Tokenise and settle; runs on the encoder's thread.
+
+    Raises:
+      ApiError: 400, naming the field.
+    """
+    fields = {name: getattr(call.body, name) for name in _PLAIN}
+    given = {name: value for name, value in fields.items() if value is not None}
+    given |= {"max_tokens": 1 if call.max_tokens == 0 else call.max_tokens, "logprobs": call.logprobs}
+    try:
+        params = llm.defaults.updated(given)
+        return [_request(llm, call, params, number) for number in range(len(call.prompts))]
+    except UsageError as error:
+        raise _bad_request(llm, call, error) from error
+
+
+def _request(llm: LLM, call: Call, params: SamplingParams, number: int) -> Request:
+    where = call.where if len(call.prompts) == 1 else f"{call.where} {number}"
+    prompt = call.prompts[number]
+    if call.where == "messages":
+        refuse_control_tokens(llm, prompt["messages"])
+    request = llm.request(prompt, params, where, call.salt)
+    return dataclasses.replace(request, priority=call.body.priority or 0)
+
+
+def refuse_control_tokens(llm: LLM, messages: list[dict[str, str]]) -> None:
+    """A message cannot hold what would become a control token: it could end its own turn.
+
+    Raises:
+      ApiError: 400.
+    """
+    for number, message in enumerate(messages):
+        for name, text in message.items():
+            found = next((t for t in getattr(llm.tokenizer, "special_texts", ()) if t in text), None)
+            if found is not None:
+                where = f"messages.{number}.{name}"
+                raise ApiError(400, f"{where}: holds the control token {clip(found, 40)}", where)
+
+
+def _bad_request(llm: LLM, call: Call, error: UsageError) -> ApiError:
+    message = str(error).replace(str(getattr(llm.tokenizer, "name", "") or "the model"), "the model")
+    match = _NAMED.match(message)
+    named = (match[1] or match[2]) if match else ""
+    param = named if named in type(call.body).model_fields else call.where
+    code = "context_length_exceeded" if "a context of" in message or "the context of" in message else None
+    return ApiError(400, message, param, code)
+
+
+async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: _Tally) -> Response:
+    parts: dict[int, list[CompletionOutput]] = {}
+    async for number, delta in deltas:
+        parts.setdefault(number * call.n + delta.index, []).append(delta)
+    choices = [call.shape.final(index, _joined(parts[index]), True, 0) for index in sorted(parts)]
+    body = call.shape.envelope(call.shape.whole, choices)
+    body["usage"] = answers.usage(tally.prompt, tally.completion)
+    return Response(answers.encode(body), media_type="application/json")
+
+
+def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
+    logprobs: typing.Any = [entry for part in parts for entry in part.logprobs or ()]
+    return dataclasses.replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        logprobs=None if parts[-1].logprobs is None else logprobs,
+    )
+
+
+async def _events(
+    call: Call, deltas: AsyncGenerator[Delta, None], tally: _Tally
+) -> AsyncGenerator[bytes, None]:
+    written: dict[int, int] = {}  # characters sent of each choice
+    try:
+        async for number, delta in deltas:
+            index = number * call.n + delta.index
+            choice = call.shape.choice(index, delta, index not in written, written.get(index, 0))
+            written[index] = written.get(index, 0) + len(delta.text)
+            yield answers.event(call.shape.envelope(call.shape.part, [choice]))
+    except ApiError as error:  # the status is sent already
+        yield b"data: " + error.body() + b"\n\n"
+    else:
+        if call.counts_usage:
+            last = call.shape.envelope(call.shape.part, [])
+            yield answers.event(last | {"usage": answers.usage(tally.prompt, tally.completion)})
+    yield answers.DONE
+
+
+def _size(prompt) -> int:
+    """Bytes of text, or as many as its tokens may be thought to stand for."""
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    if isinstance(prompt, dict):
+        return sum(len(message["content"].encode()) for message in prompt["messages"])
+    return _BYTES_PER_TOKEN * len(prompt)
+
+
+def _text(llm: LLM, ids: Sequence[int]) -> str:
+    return llm.tokenizer.decode(list(ids), skip_special_tokens=False) if llm.tokenizer else ""

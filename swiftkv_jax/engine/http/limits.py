@@ -1,0 +1,149 @@
+"""The first thing a request meets: size, time and key are checked before any route sees it."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import traceback
+import uuid
+from collections.abc import Callable
+
+from swiftkv_jax.engine.http.errors import ApiError
+from swiftkv_jax.engine.http.settings import HttpSettings
+
+log = logging.getLogger("swiftkv_jax.http")
+OPEN = ("/health",)  # the only route that no key guards
+TENANT = "swiftkv.tenant"  # in an ASGI scope: the digest of the caller's key, "" where none is asked for
+REQUEST_ID = "swiftkv.request_id"
+_CLOSING = (401, 408, 413, 431, 500)  # a body may be left unread, so the connection ends with the answer
+
+
+class Keys:
+    """Who may call. Digests are compared, all of them, in constant time."""
+
+    def __init__(self, keys: tuple[str, ...]):
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def tenant(self, authorization: bytes) -> str | None:
+        """The digest of the bearer's key; "" when no key is asked for; None when it is wrong."""
+        if not self._digests:
+            return ""
+        scheme, _, key = authorization.partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return digest.hex() if any(matches) and scheme.lower() == b"bearer" else None
+
+
+class Limits:
+    """ASGI middleware: limits, key, request id; and no exception passes it."""
+
+    def __init__(self, app, settings: HttpSettings, draining: Callable[[], bool]):
+        """`draining`: whether connections should close after their answer."""
+        self.app, self.settings, self.draining = app, settings, draining
+        self.keys = Keys(settings.api_keys)
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        answer = _Answer(send, uuid.uuid4().hex, self.draining)
+        scope[REQUEST_ID] = answer.request_id
+        try:
+            self._check(scope)
+            body = _Body(receive, self.settings)
+            await self.app(scope, body.receive, answer.send)
+        except ApiError as error:
+            await answer.error(error)
+        except Exception:
+            log.error("request %s failed\n%s", answer.request_id, traceback.format_exc())
+            await answer.error(ApiError(500, f"internal error; request id {answer.request_id}"))
+
+    def _check(self, scope) -> None:
+        """Header limits, then the key, then the announced length.
+
+        Raises:
+          ApiError: 431, 401, 413 or 400.
+        """
+        limits, headers = self.settings, scope["headers"]
+        size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > limits.max_headers or size > limits.max_header_bytes:
+            raise ApiError(
+                431, f"more than {limits.max_headers} headers or {limits.max_header_bytes} bytes of them"
+            )
+        found = dict(headers)
+        tenant = self.keys.tenant(found.get(b"authorization", b""))
+        if tenant is None and scope["path"] not in OPEN:
+            raise ApiError(401, "no such API key; send the header Authorization: Bearer KEY")
+        scope[TENANT] = tenant or ""
+        length = found.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 18:
+            raise ApiError(400, "content-length is not a number")
+        if int(length) > limits.max_body_bytes:
+            raise too_large(limits)
+
+
+def too_large(limits: HttpSettings) -> ApiError:
+    """413."""
+    return ApiError(413, f"the body is larger than {limits.max_body_bytes} bytes; send less")
+
+
+class _Body:
+    """`receive` that counts bytes, chunks and seconds until the body is whole."""
+
+    def __init__(self, receive, limits: HttpSettings):
+        self._receive, self._limits = receive, limits
+        self._bytes = self._chunks = 0
+        self._deadline: float | None = None
+        self._whole = False
+
+    async def receive(self):
+        if self._whole:
+            return await self._receive()
+        now = asyncio.get_running_loop().time()
+        self._deadline = self._deadline or now + self._limits.body_timeout_s
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            seconds = self._limits.body_timeout_s
+            raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
+        if message["type"] == "http.request":
+            self._bytes += len(message.get("body", b""))
+            self._chunks += 1
+            self._whole = not message.get("more_body", False)
+            if self._bytes > self._limits.max_body_bytes:
+                raise too_large(self._limits)
+            if self._chunks > self._limits.max_body_chunks:
+                raise ApiError(413, f"the body came in more than {self._limits.max_body_chunks} pieces")
+        return message
+
+
+class _Answer:
+    """`send` that adds the request id, and can still tell an error while nothing has been sent."""
+
+    def __init__(self, send, request_id: str, draining: Callable[[], bool]):
+        self._send, self.request_id, self._draining = send, request_id, draining
+        self._started = self._whole = False
+
+    async def send(self, message) -> None:
+        if message["type"] == "http.response.start":
+            self._started = True
+            headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            if self._draining() or message["status"] in _CLOSING:
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
+        elif message["type"] == "http.response.body":
+            self._whole = not message.get("more_body", False)
+        await self._send(message)
+
+    async def error(self, error: ApiError) -> None:
+        """Send it; where an answer is under way the connection breaks off, and that says it."""
+        if self._whole:
+            return
+        if self._started:
+            raise ConnectionAbortedError("the answer could not be finished") from error
+        body = error.body()
+        headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})

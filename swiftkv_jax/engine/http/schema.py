@@ -1,0 +1,221 @@
+"""What a request body may hold. Read from raw bytes, strictly: no coercion, no NaN, nothing unbounded."""
+
+import typing
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from swiftkv_jax.engine.http.errors import MAX_ECHO, ApiError, clip
+from swiftkv_jax.engine.request import MAX_LOGPROBS
+
+_TEXT = 2**21  # characters: the body's own limit
+_ID = Field(ge=0, le=2**31 - 1)
+Id = typing.Annotated[int, _ID]
+Ids = typing.Annotated[list[Id], Field(max_length=2**20)]
+Text = typing.Annotated[str, Field(max_length=_TEXT)]
+Stop = typing.Annotated[str, Field(min_length=1, max_length=1024)]
+Count = typing.Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+_REFUSED = {  # field: why; a value that asks for nothing is let through
+    "best_of": "best_of is not offered; use n",
+    "suffix": "suffix is not offered",
+    "tools": "tools are not offered by this server",
+    "tool_choice": "tools are not offered by this server",
+    "functions": "functions are not offered by this server",
+    "function_call": "functions are not offered by this server",
+    "response_format": "only response_format {'type': 'text'} is offered",
+    "structured_outputs": "structured output is not offered",
+    "guided_json": "structured output is not offered",
+    "guided_regex": "structured output is not offered",
+    "guided_choice": "structured output is not offered",
+    "guided_grammar": "structured output is not offered",
+    "chat_template": "the model's own chat template is used; a request cannot bring one",
+    "chat_template_kwargs": "the model's own chat template is used as it is",
+    "lora_request": "LoRA adapters are not offered",
+    "lora": "LoRA adapters are not offered",
+    "prompt_embeds": "prompts are text or token ids",
+    "modalities": "only text is offered",
+    "audio": "only text is offered",
+    "use_beam_search": "beam search is not offered; use temperature 0",
+    "prompt_logprobs": "use echo with logprobs in /v1/completions",
+    "truncate_prompt_tokens": "prompts are not truncated; send fewer tokens",
+}
+_NOTHING: tuple = (None, False, "", "none", "auto", [], {}, {"type": "text"}, ["text"])
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    """`include_usage`: a last chunk that counts tokens."""
+
+    include_usage: bool | None = None
+
+
+class Sampling(_Body):
+    """What completions and chats share. None takes the model's default, then the API's."""
+
+    model: typing.Annotated[str, Field(max_length=512)] | None = None
+    n: Count | None = None
+    max_tokens: typing.Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    min_tokens: typing.Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    temperature: typing.Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: typing.Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: typing.Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: typing.Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: typing.Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: typing.Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: typing.Annotated[float, Field(gt=0, le=1e6)] | None = None
+    seed: typing.Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stop | typing.Annotated[list[Stop], Field(max_length=32)] | None = None
+    stop_token_ids: typing.Annotated[list[Id], Field(max_length=64)] | None = None
+    bad_words: typing.Annotated[list[Stop], Field(max_length=32)] | None = None
+    allowed_token_ids: typing.Annotated[list[Id], Field(min_length=1, max_length=1024)] | None = None
+    logit_bias: (
+        typing.Annotated[
+            dict[
+                typing.Annotated[str, Field(pattern=r"^[0-9]{1,10}$")],
+                typing.Annotated[float, Field(ge=-100, le=100)],
+            ],
+            Field(max_length=1024),
+        ]
+        | None
+    ) = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: typing.Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
+    priority: typing.Annotated[int, Field(ge=0, le=100)] | None = None
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    prompt: typing.Any
+    echo: bool | None = None
+    logprobs: typing.Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class Part(_Body):
+    """One piece of a message's content."""
+
+    type: typing.Literal["text"]
+    text: Text
+
+
+class Message(_Body):
+    """One turn of a chat."""
+
+    role: typing.Annotated[str, Field(min_length=1, max_length=64)]
+    content: Text | typing.Annotated[list[Part], Field(max_length=256)]
+
+    def as_dict(self) -> dict[str, str]:
+        """What a chat template reads."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": self.role, "content": text}
+
+
+Messages = typing.Annotated[list[Message], Field(min_length=1, max_length=1024)]
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: typing.Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TokenizeRequest(_Body):
+    """POST /tokenize."""
+
+    model: typing.Annotated[str, Field(max_length=512)] | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(_Body):
+    """POST /detokenize."""
+
+    model: typing.Annotated[str, Field(max_length=512)] | None = None
+    tokens: Ids
+
+
+Body = typing.TypeVar("Body", bound=_Body)
+
+_PROMPTS: dict[type, pydantic.TypeAdapter] = {
+    str: pydantic.TypeAdapter(
+        typing.Annotated[list[Text], Field(min_length=1)], config=ConfigDict(strict=True)
+    ),
+    list: pydantic.TypeAdapter(
+        typing.Annotated[list[typing.Annotated[list[Id], Field(min_length=1)]], Field(min_length=1)],
+        config=ConfigDict(strict=True),
+    ),
+}
+
+
+def parse(model: type[Body], raw: bytes) -> Body:
+    """The body, checked.
+
+    Raises:
+      ApiError: 400, naming the first field at fault and never its value.
+    """
+    try:
+        body = model.model_validate_json(raw)
+    except pydantic.ValidationError as error:
+        raise _bad(error) from None
+    for name, value in (body.model_extra or {}).items():
+        if name in _REFUSED and value not in _NOTHING:
+            raise ApiError(400, f"{name}: {_REFUSED[name]}", name, "unsupported_parameter")
+    return body
+
+
+def unknown_fields(body: BaseModel) -> list[str]:
+    """Names that were sent and mean nothing here, cut short for a log."""
+    return [clip(name, 40) for name in list(body.model_extra or {})[:8] if name not in _REFUSED]
+
+
+def prompts(value: typing.Any, most: int) -> list[str | list[int]]:
+    """The prompts of a completion request: each a text or a list of token ids.
+
+    Raises:
+      ApiError: 400: none, too many, an empty one, or a mixture.
+    """
+    one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
+    value = [value] if one else value
+    if not isinstance(value, list) or not value:
+        raise ApiError(400, "prompt must be a text, a list of texts, token ids, or a list of those", "prompt")
+    if len(value) > most:
+        raise ApiError(400, f"prompt holds {len(value)} prompts; at most {most} may come at once", "prompt")
+    adapter = _PROMPTS[str if isinstance(value[0], str) else list]
+    try:
+        found = adapter.validate_python(value)
+    except pydantic.ValidationError as error:
+        raise _bad(error, "prompt") from None
+    empty = next((i for i, prompt in enumerate(found) if not prompt), None)
+    if empty is not None:
+        raise ApiError(400, f"prompt {empty} is empty; give at least one token", "prompt")
+    return found
+
+
+def _bad(error: pydantic.ValidationError, *where: str) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return ApiError(
+            400, f"the body is not valid JSON ({clip(first['msg'], MAX_ECHO)})", None, "invalid_json"
+        )
+    # A union reports one place for each of its members: their names are not fields.
+    parts = [str(part) for part in (*where, *first["loc"])]
+    place = parts[:1] + [part for part in parts[1:] if not part.startswith(_UNION_TAGS)]
+    param = clip(".".join(place), MAX_ECHO) or None
+    return ApiError(400, f"{param or 'the body'}: {first['msg']}", param)
+
+
+_UNION_TAGS = ("constrained-", "list[", "str", "function-")

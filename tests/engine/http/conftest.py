@@ -1,0 +1,18 @@
+"""One server for all tests that leave it as it was."""
+
+import http_server
+import pytest
+
+
+@pytest.fixture(scope="session")
+def running():
+    with http_server.Running(http_server.make_llm()) as server:
+        yield server
+
+
+@pytest.fixture
+def served(running):
+    """The shared server, idle before and after."""
+    http_server.wait_for(running.idle)
+    yield running
+    http_server.wait_for(running.idle)

@@ -1,0 +1,119 @@
+"""A real server on a free port of this machine, around a tiny model; and clients for it."""
+
+import asyncio
+import contextlib
+import functools
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import tiny_engine as tiny  # beside the folder of these tests
+
+from swiftkv_jax.engine.http import server
+from swiftkv_jax.engine.http.app import Api
+from swiftkv_jax.engine.http.settings import HttpSettings
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.plan import KVPlan
+
+NAME = "tiny"
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 64,
+    "steps_per_launch": 4,
+    "page_size": 8,
+}
+
+
+@functools.cache
+def model():
+    """Two layers: compiling is what these tests wait for."""
+    return tiny.make_model(KVPlan.swiftkv(2, 1), num_layers=2)
+
+
+def make_llm(tokenizer=None, **changes) -> LLM:
+    return LLM.from_model(*model(), tokenizer or tiny.Bytes(), **(SIZES | changes))
+
+
+class Running:
+    """A server in a thread. Attributes: api; url; http, a client with a key when there is one."""
+
+    def __init__(self, llm: LLM, **settings):
+        self.api = Api(llm, HttpSettings(model_name=NAME, **settings))
+        self._listener = server.listen("127.0.0.1", 0)
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        key = self.api.settings.api_keys[:1]
+        headers = {"authorization": f"Bearer {key[0]}"} if key else {}
+        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False, headers=headers)
+        config = uvicorn.Config(
+            self.api.asgi,
+            http=server.protocol(self.api.settings),
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            ws="none",
+            h11_max_incomplete_event_size=2 * self.api.settings.max_header_bytes,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(self._server._serve([self._listener]))
+
+    def __enter__(self) -> "Running":
+        self._thread.start()
+        wait_for(lambda: self._server.started and self.api.service.ready, 1500)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.http.close()
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(20)
+
+    @property
+    def engine(self):
+        return self.api.llm.engine
+
+    def idle(self) -> bool:
+        """Nothing runs, and every page, lane and ticket is back."""
+        pages = self.engine.scheduler.pages
+        return not self.engine.busy and pages.available == pages.total and not self.api.service.tickets
+
+    def complete(self, prompt, **fields) -> dict:
+        """The body of a completion that must succeed."""
+        answer = self.http.post("/v1/completions", json={"prompt": prompt, "temperature": 0} | fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def events(self, route: str = "/v1/completions", **body) -> list:
+        """The events of a streamed answer, [DONE] included as a string."""
+        with self.http.stream("POST", route, json=body | {"stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def wait_for(condition, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def error_of(answer: httpx.Response) -> dict:
+    """The one shape: an object with four fields, small, JSON, with an id."""
+    assert answer.headers["content-type"] == "application/json", answer.text
+    assert answer.headers["x-request-id"] and len(answer.content) <= 2048
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) <= 500
+    assert "Traceback" not in error["message"] and "0x" not in error["message"]
+    assert answer.headers["x-should-retry"] == str(answer.status_code in (408, 429, 503)).lower()
+    return error
