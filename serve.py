@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch; we do not
     import jax
 
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import platform
 import shutil
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch; we do not
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
