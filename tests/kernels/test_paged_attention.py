@@ -15,13 +15,8 @@ from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.paged_attention import api, cases, pallas_gpu, pallas_tpu, reference
 
-QUICK = (
-    "lengths",
-    "chunk",
-    "window",
-    "bfloat16",
-    "int8_chunk",
-)  # interpreted by default; the others are slow
+QUICK = ("lengths", "chunk", "window", "bfloat16", "int8_chunk")  # by default; the others are slow
+NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
 
 
 def exact(case: cases.Case, args, arrays) -> np.ndarray:
