@@ -1,0 +1,121 @@
+"""`serve.py --http`: wrong usage is told in a line; SIGTERM under load loses no request."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from http_server import error_of, wait_for
+
+from swiftkv_jax.engine.http.flags import address
+from swiftkv_jax.engine.main import main
+
+ROOT = Path(__file__).parents[3]
+SMALL = "--max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 128 --no-warm-up".split()
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--http", "0.0.0.0:0"], "can be reached by others and no key is set"),
+        (["--http", "[::]:0"], "can be reached by others"),
+        (["--http", "127.0.0.1:notaport"], "--http must be HOST:PORT"),
+        (["--http", "127.0.0.1:70000"], "--http must be HOST:PORT"),
+        (["--http", "203.0.113.9:0", "--insecure"], "cannot listen on 203.0.113.9:0"),
+        (["--http", ":0", "--input", "x"], "--input belong to a batch, not to --http"),
+        (["--http", ":0", "--api-key", ""], "--api-key must be printable ASCII text, not empty"),
+        (["--http", ":0", "--api-key-file", "/nowhere"], "cannot read --api-key-file"),
+        (["--http", ":0", "--shutdown-timeout", "-1"], "must be above 0"),
+        (["--http", ":0", "--temperature", "9"], "temperature"),
+        (["--htpp"], "did you mean '--http'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_told_in_one_line(capsys, flags, said):
+    assert main([*flags], root=ROOT) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and error.startswith("error: ")
+
+
+def test_addresses():
+    assert address("127.0.0.1:80") == ("127.0.0.1", 80) and address(":9") == ("127.0.0.1", 9)
+    assert address("localhost") == ("localhost", 8000) and address("[::1]:5") == ("::1", 5)
+
+
+def start(*flags: str) -> tuple[subprocess.Popen, str]:
+    """A server of the demo's model, and its address once it is ready."""
+    environment = os.environ | {"SWIFTKV_API_KEY": "from-the-environment"}
+    command = [sys.executable, str(ROOT / "serve.py"), "--http", "127.0.0.1:0", *SMALL, *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    said = process.stderr
+    assert said is not None
+    url = ""
+    for line in said:
+        url = url or (re.findall(r"http://[\d.:]+", line) or [""])[0]
+        if line.startswith("ready"):
+            threading.Thread(target=lambda: (said.read(), said.close()), daemon=True).start()
+            return process, url
+    raise AssertionError(f"the server ended with {process.wait()}")
+
+
+def check_sigterm(process: subprocess.Popen, client: httpx.Client) -> None:
+    """Requests that run when the signal comes are answered whole; later ones are refused; the code is 0."""
+    body = {"prompt": "The function", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    answers: list[httpx.Response] = []
+
+    def ask():
+        answers.append(client.post("/v1/completions", json=body))
+
+    def running() -> bool:
+        found = re.search(r"num_requests_running\{.*\} ([\d.]+)", client.get("/metrics").text)
+        return found is not None and float(found[1]) > 0
+
+    callers = [threading.Thread(target=ask) for _ in range(6)]
+    for caller in callers:
+        caller.start()
+    wait_for(running, 60)
+    process.send_signal(signal.SIGTERM)
+    for caller in callers:
+        caller.join(60)
+    assert process.wait(30) == 0
+    whole = [json.loads(answer.content) for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert len(answers) == 6 and whole
+    assert all(answer["usage"]["completion_tokens"] == 100 for answer in whole)
+    assert all(error_of(answer)["code"] == "server_is_overloaded" for answer in refused)
+
+
+def test_sigterm_under_load_loses_no_request():
+    process, url = start()
+    try:
+        headers = {"authorization": "Bearer from-the-environment"}
+        with httpx.Client(base_url=url, timeout=120, trust_env=False, headers=headers) as client:
+            stranger = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, trust_env=False)
+            assert stranger.status_code == 401 and error_of(stranger)
+            first = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "model": "teacher"})
+            assert first.status_code == 200, first.text
+            chat = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
+            assert chat.status_code == 400 and str(ROOT) not in chat.text
+            check_sigterm(process, client)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_twenty_sigterms_under_load_lose_no_request():
+    for _ in range(20):
+        process, url = start()
+        try:
+            headers = {"authorization": "Bearer from-the-environment"}
+            with httpx.Client(base_url=url, timeout=120, trust_env=False, headers=headers) as client:
+                check_sigterm(process, client)
+        finally:
+            process.kill()
+            process.wait()
