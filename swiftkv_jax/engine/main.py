@@ -6,6 +6,7 @@ import statistics
 import sys
 import traceback
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from swiftkv_jax.engine.http import flags as http
@@ -50,6 +51,8 @@ def build_parser() -> argparse.ArgumentParser:
     """All flags of serve.py."""
     p = _Parser(
         prog="serve.py",
+        usage="serve.py [--model DIR] [--input FILE] [--output FILE] [flags], or serve.py --http [flags]",
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=32, width=100),
         description="Generate completions for a batch of prompts, or serve OpenAI's API (--http), with a "
         "standard or a SwiftKV model.",
         epilog="Sampling flags override the model's generation_config.json, and fields of an input line "
