@@ -332,6 +332,7 @@ def test_not_a_number_ends_its_request_and_is_wiped_before_anyone_else_sees_it()
         assert outputs[3].outputs[0].finish_reason == "error" and "finite" in outputs[3].outputs[0].error
         for i, output in enumerate(outputs):
             assert i == 3 or 200 in want[i] or output.outputs[0].token_ids == want[i]
+        run(llm, [bad])  # alone and last: nobody comes after it to overwrite what it left
         cache = llm.engine.runner.cache
         assert np.isfinite(np.asarray(cache.k)[:, 1:]).all() and np.isfinite(np.asarray(cache.v)[:, 1:]).all()
         assert all_free(llm.engine)
