@@ -40,7 +40,8 @@ _READ = frozenset(
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings rope_theta "
     "rope_scaling rope_parameters torch_dtype dtype attention_bias mlp_bias sliding_window "
-    "use_sliding_window max_window_layers layer_types num_key_value_layers key_value_group_size".split()
+    "use_sliding_window max_window_layers layer_types num_key_value_layers key_value_group_size "
+    "exit_head".split()
 )
 # transformers' own defaults, for fields that a published file may leave out.
 _QWEN3_HEAD_DIM = 128
@@ -123,6 +124,10 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         raise UsageError(f"config.json: attention_bias is true, but {family} has no such choice")
     if flag(raw, "mlp_bias") and family != "llama":
         raise UsageError(f"config.json: mlp_bias is true, but {family} has no MLP biases")
+    if flag(raw, "exit_head") and not is_swiftkv(raw):
+        raise UsageError(
+            f"config.json: exit_head is true, but model_type {raw.get('model_type')!r} is not SwiftKV's"
+        )
     eps = raw.get("rms_norm_eps", 1e-6)
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps > 0:
         raise UsageError(f"config.json: rms_norm_eps must be a positive number, not {eps!r}")
@@ -143,6 +148,7 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         "mlp_bias": flag(raw, "mlp_bias"),
         "qk_norm": family == "qwen3",
         "windows": _windows_from_hf(family, raw),
+        "exit_head": flag(raw, "exit_head"),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
     }
 

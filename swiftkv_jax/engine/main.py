@@ -23,7 +23,9 @@ _ENGINE = {  # flag: (type, help); the fields of engine.Settings, whose defaults
     "num-pages": (int, "pages of the cache (default: what memory allows)"),
     "memory-fraction": (float, "of the device's memory that weights and cache may take (default 0.9)"),
     "cache-dtype": (str, "auto, float32, bfloat16, float16, float8_e4m3fn or int8"),
-    "drafts": (int, "tokens guessed from the prompt and checked in one step (default 0)"),
+    "drafts": (int, "tokens guessed and checked at once (default 0)"),
+    "drafter": (str, "who guesses: prompt (the default), or exit, the model's exit head"),
+    "exit-threshold": (float, "lossy: tokens the exit head is surer of run no further (default off)"),
 }
 _SAMPLING = {  # flag: (type, help)
     "max-tokens": (
@@ -230,6 +232,7 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     if plan.is_swiftkv:
         split, share = plan.split_and_share
         kind = f"SwiftKV, {plan.num_layers} layers, split {split}, share {share}"
+        kind += ", exit head" if model.config.exit_head else ""
     devices = sorted(jax.tree.leaves(llm.params)[0].devices(), key=str)
     where = f"{len(devices)} x {devices[0].device_kind}"
     say(f"model     {name} ({model.config.family}; {kind})")

@@ -11,12 +11,14 @@ BAD = -2  # in place of a token: the model's logits were not finite
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One sampled token as the device reports it; `top` holds (id, log probability), likeliest first."""
+    """One sampled token as the device reports it; `top` holds (id, log probability), likeliest first;
+    `guessed`: the exit head's guess at it proved right, so it is not the first of its turn."""
 
     token: int
     logprob: float = 0.0
     rank: int = 0
     top: tuple[tuple[int, float], ...] = ()
+    guessed: bool = False
 
 
 class Sequence:
