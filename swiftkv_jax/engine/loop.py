@@ -160,9 +160,10 @@ def _guess(model, mode, exits: Exits, params, table, policy, lanes, tally, cache
     Returns (the streams entering the split [each, Q, D], what the exit head samples after each of them,
     whether that needs no check, the cache with the lower rows).
     """
-    # A guess that nothing follows is of use to the lossy rule alone.
     mode = mode._replace(logprobs=mode.logprobs and exits.threshold is not None)
-    wanted = exits.drafts + (exits.threshold is not None)
+    wanted = exits.drafts + (
+        exits.threshold is not None
+    )  # what follows the last guess: the lossy rule's alone
 
     def one(carry, place):
         token, tally, cache = carry

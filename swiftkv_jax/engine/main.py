@@ -269,10 +269,12 @@ def _summary(stats: dict, metrics: list[RequestMetrics], say) -> None:
         return
     first = statistics.median(m.ttft for m in metrics) * 1e3
     each = statistics.median(m.tpot for m in metrics) * 1e3
+    drafted, accepted = stats["drafted_tokens"], stats["accepted_tokens"]
+    guesses = f"{accepted} of {drafted} guesses right; " if drafted else ""
     say(
         f"done: {len(metrics)} prompts in {stats['seconds']:.2f} s, compilation included; "
         f"prompt {stats['prompt_tokens']} tokens, {stats['prompt_tokens_per_s']:.1f} tok/s; "
         f"output {stats['output_tokens']} tokens, {stats['output_tokens_per_s']:.1f} tok/s; "
-        f"median TTFT {first:.1f} ms, TPOT {each:.2f} ms; "
+        f"median TTFT {first:.1f} ms, TPOT {each:.2f} ms; {guesses}"
         f"cache {stats['cache_bytes'] / 2**20:.2f} MiB ({stats['cache_bytes_per_token']} bytes per token)"
     )
