@@ -73,8 +73,8 @@ class _Form:
 
 class _Inputs(NamedTuple):
     """In global memory: q [b, parts, wide, columns]; pool [R, P, Z, E]; table [Q, slots]; sequence, low,
-    high, first, last [b]; window [1]; position [b, rows]; cos, sin [Z, 64] in a page; cos0, sin0 [slots, 64]
-    of its start. None without rotary embedding."""
+    high, first, last [b]; window [1]; position [b, rows]; cos, sin [slots, Z, 64] of every position, or
+    None without rotary embedding."""
 
     q: Any
     pool: Any
@@ -88,8 +88,6 @@ class _Inputs(NamedTuple):
     position: Any
     cos: Any
     sin: Any
-    cos0: Any
-    sin0: Any
 
 
 class _Scratch(NamedTuple):
@@ -127,12 +125,10 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
 
     @pl.when(group == _SUMMERS)
     def _():
-        form.tiles.keep_registers(192, "increase")
         _score(form, x, s, at)
 
     @pl.when(group < _SUMMERS)
     def _():
-        form.tiles.keep_registers(152, "decrease")
         _sum(form, x, outs, s, at, group)
 
 
@@ -162,14 +158,14 @@ def _score(form: _Form, x: _Inputs, s: _Scratch, at: _Share) -> None:
             for column in range(0, form.columns, _PIECE):
                 yield piece(slot, column).astype(s.q.dtype), s.q.at[:, pl.ds(column, _PIECE)]
             return
-        cos, sin = tiles.load(x.cos), tiles.load(x.sin)
-        cos0, sin0 = (down(tiles.load(y.at[at.start + i]), cos.shape) for y in (x.cos0, x.sin0))
-        cos, sin = cos * cos0 - sin * sin0, sin * cos0 + cos * sin0
+        cos, sin = (tiles.load(angle.at[at.start + i]) for angle in (x.cos, x.sin))
         for first in range(0, form.columns, 2 * form.half):
             for column in range(first, first + form.half, _PIECE):
-                a, b = piece(slot, column), piece(slot, column + form.half)
+                other = column + form.half
+                a, b = piece(slot, column), piece(slot, other)
                 yield (a * cos - b * sin).astype(s.q.dtype), s.q.at[:, pl.ds(column, _PIECE)]
-                yield (b * cos + a * sin).astype(s.q.dtype), s.q.at[:, pl.ds(column + form.half, _PIECE)]
+                a, b = piece(slot, column), piece(slot, other)  # again: they need not stay in registers
+                yield (b * cos + a * sin).astype(s.q.dtype), s.q.at[:, pl.ds(other, _PIECE)]
 
     def turn(i, carry):
         slot, buffer = lax.rem(i, _STAGES), lax.rem(i, _BUFFERS)
@@ -301,11 +297,11 @@ def _queries(q, position, form: _Form, group: int):
     return spread.reshape(blocks, form.parts, form.wide, -1), every.reshape(blocks, -1).astype(jnp.int32)
 
 
-def _angles(frequencies, slots: int) -> tuple:
-    """cos, sin [Z, 64] of the angle in a page, and cos, sin [slots, 64] of that at a page's start."""
+def _angles(frequencies, slots: int) -> tuple[jax.Array, jax.Array]:
+    """cos, sin [slots, Z, 64] of every position, as often as 64 columns of half a group of heads repeat."""
     wide = jnp.tile(frequencies.astype(jnp.float32), _PIECE // frequencies.shape[0])
-    inside, starts = (n[:, None] * wide for n in (jnp.arange(_KEYS), jnp.arange(slots) * _KEYS))
-    return jnp.cos(inside), jnp.sin(inside), jnp.cos(starts), jnp.sin(starts)
+    angle = (jnp.arange(slots * _KEYS)[:, None] * wide).reshape(slots, _KEYS, _PIECE)
+    return jnp.cos(angle), jnp.sin(angle)
 
 
 def k_cache_attention(
@@ -337,7 +333,7 @@ def k_cache_attention(
     window = jnp.asarray(reference.NO_WINDOW if window is None else window, jnp.int32).reshape(1)
     work = worklist.make(position, window[0], _KEYS, 1, slots, 1)
     edge = work.edge.reshape(-1, 4)
-    angles = (None,) * 4 if frequencies is None else _angles(frequencies, slots)
+    angles = (None,) * 2 if frequencies is None else _angles(frequencies, slots)
     x = _Inputs(
         spread,
         k,
