@@ -1,4 +1,4 @@
-"""The Hopper kernels at real shapes, by the compiler for H100: no copy of a pool, no spill but those named."""
+"""The Hopper kernels at real shapes, by the H100 compiler: no copy of a pool, no spills but those known."""
 
 import json
 import os
