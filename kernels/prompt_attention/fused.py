@@ -3,13 +3,15 @@
 cuDNN's can be neither compiled nor run without a GPU; that it is called with the right arguments is tested.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
 _WIDEST = 256
 
 
-def prompt_attention(q, k, v, lengths, *, scale, window, by: str):
+def prompt_attention(q, k, v, lengths, *, scale, window, by: Literal["xla", "cudnn"]):
     """As `api.prompt_attention`; `by` is jax.nn's implementation."""
     live = (jnp.arange(q.shape[1]) < lengths[:, None])[..., None, None]
     k, v = (jnp.where(live, x, 0) for x in (k, v))  # 0 x NaN of a dead token is NaN

@@ -63,7 +63,7 @@ def test_tpu_kernel_agrees_with_the_definition(name):
 
 
 HOPPER = {
-    "page_edge": cases.Case(lengths=(65,), slots=2, heads=1, width=128),
+    "two_pages": cases.Case(lengths=(100,), slots=2, heads=1, width=128),
     "lengths": cases.Case(lengths=(0, 1, 64, 129), slots=3, heads=1, width=128),
     "chunk_window": cases.Case(lengths=(70, 190), slots=3, queries=2, window=50, group=2),
     "no_rope": cases.Case(lengths=(70,), slots=3, rope=False),
@@ -72,7 +72,7 @@ HOPPER = {
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "page_edge" else pytest.param(n, marks=pytest.mark.slow) for n in HOPPER]
+    "name", [n if n == "two_pages" else pytest.param(n, marks=pytest.mark.slow) for n in HOPPER]
 )
 def test_hopper_kernel_agrees_with_the_definition(name):
     """With one CTA in a cluster: all but the exchange of scores, the matmuls and the layouts in registers."""
