@@ -26,12 +26,17 @@ from swiftkv_jax.kernels.k_cache_attention import api as k_cache
 from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
 from swiftkv_jax.kernels.paged_attention import api as paged
 from swiftkv_jax.kernels.paged_attention import cases as paged_cases
+from swiftkv_jax.kernels.prompt_attention import api as prompt
+from swiftkv_jax.kernels.prompt_attention import cases as prompt_cases
 
 RESULTS = Path(__file__).parent / "results"
+# Small cases for a CPU, real ones for the rest.
 CASES = {
-    "fused_kv_fill": fill_cases,
-    "paged_attention": paged_cases,
-    "k_cache_attention": k_cache_cases,
+    "fused_kv_fill": (fill_cases.SMALL, fill_cases.REAL),
+    "paged_attention": (paged_cases.SMALL, paged_cases.REAL),
+    "k_cache_attention": (k_cache_cases.SMALL, k_cache_cases.REAL),
+    "x_cache_attention": (k_cache_cases.INPUTS_SMALL, k_cache_cases.INPUTS_REAL),
+    "prompt_attention": (prompt_cases.SMALL, prompt_cases.REAL),
 }
 
 
@@ -118,11 +123,39 @@ def fill_work(case) -> Work:
     return Work(2 * tokens * case.dim * columns, moved)
 
 
+def prompt_work(case) -> Work:
+    """Every seen pair of tokens takes 4 FLOP an element; q, k, v and the result move once."""
+    window = case.window or case.tokens
+    pairs = sum(min(n, window) * (min(n, window) + 1) / 2 + max(n - window, 0) * window for n in case.lengths)
+    heads = 2 * case.heads + 2 * case.kv_heads
+    moved = sum(case.lengths) * heads * case.width * jnp.dtype(case.computed).itemsize
+    return Work(4 * pairs * case.heads * case.width, moved)
+
+
+def inputs_work(case) -> Work:
+    """Each cached row is read once, the absorbed weights too; scores and sum take 2 FLOP an element."""
+    keys, item = sum(case.lengths), jnp.dtype(case.computed).itemsize
+    weights = 2 * case.heads * case.inputs * case.width * item
+    return Work(keys * case.heads * 4 * case.inputs, keys * case.inputs * item + weights)
+
+
+def prompt_contenders(case) -> list[Contender]:
+    """XLA's composition and cuDNN's flash attention, both by jax.nn."""
+    args = case.make()
+    runs = {
+        name: jax.jit(functools.partial(prompt.prompt_attention, **case.options, implementation=name))
+        for name in prompt.PROMPT_ATTENTION
+        if name != "reference"
+    }
+    return [Contender(name, functools.partial(run, *args)) for name, run in runs.items()]
+
+
 def attention_contenders(kernel: str, case) -> list[Contender]:
     """Our implementations that this platform can have, and those of others on contiguous keys and values."""
     table, api = {
         "paged_attention": (paged.PAGED_ATTENTION, paged.paged_attention),
         "k_cache_attention": (k_cache.K_CACHE, k_cache.k_cache_attention),
+        "x_cache_attention": (k_cache.X_CACHE, k_cache.x_cache_attention),
     }[kernel]
     args, arrays = case.make()
     out = []
@@ -216,17 +249,27 @@ def fill_contenders(case) -> list[Contender]:
     return out
 
 
+def task(kernel: str, case) -> tuple[Work, list[Contender]]:
+    """What a case must do at least, and who does it."""
+    if kernel == "fused_kv_fill":
+        return fill_work(case), fill_contenders(case)
+    if kernel == "prompt_attention":
+        return prompt_work(case), prompt_contenders(case)
+    if kernel == "x_cache_attention":
+        return inputs_work(case), attention_contenders(kernel, case)
+    return attention_work(case, kernel), attention_contenders(kernel, case)
+
+
 def run(platform: str, kernels: list[str], only: str | None, rounds: int, inner: int) -> dict:
     """Every case of the kernels: seconds of each contender and the work they share."""
     small = platform == "cpu"
     top = ceilings(small, rounds, inner)
     cases = []
     for kernel in kernels:
-        for name, case in (CASES[kernel].SMALL if small else CASES[kernel].REAL).items():
+        for name, case in CASES[kernel][0 if small else 1].items():
             if only not in (None, name):
                 continue
-            work = fill_work(case) if kernel == "fused_kv_fill" else attention_work(case, kernel)
-            made = fill_contenders(case) if kernel == "fused_kv_fill" else attention_contenders(kernel, case)
+            work, made = task(kernel, case)
             seconds = measure(made, rounds, inner)
             floor = max(work.flops / top["flops"], work.bytes / top["bytes"])
             cases.append(

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-# In order of preference; the first that supports the call runs. The Hopper kernels are not here: they have
-# been compiled and interpreted but not yet timed, and a kernel is the default only where it was seen to win.
+# In order of preference; the first that supports the call runs. The Hopper kernels and cuDNN are not here:
+# they have not run on hardware, and on a GPU a kernel is the default only where it was seen to win.
 BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
 
 _PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}

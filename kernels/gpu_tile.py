@@ -6,7 +6,7 @@ Layouts are cast where they are known: left to the compiler, the search for them
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,11 @@ from jax.experimental.pallas import mosaic_gpu
 
 plgpu: Any = mosaic_gpu  # some of its names are not exported as type checkers understand it
 
+SMEM_BYTES = 232448  # of shared memory that a CTA may have on Hopper
+
 _TILE = plgpu.Layout.WGMMA
 _VECTOR = plgpu.Layout.WGMMA.reduce(0)
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +52,62 @@ class Tiles:
             tile = plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.transpose_ref(ref, (1, 0))[...] = tile
 
-    def load(self, ref):
-        """A tile of shared memory, or a vector of global memory."""
+    def add_matmul(self, sums, a, b):
+        """`sums` + a^T @ b^T of references in shared memory, in the registers of `sums`."""
+        if self.interpreted:
+            return sums + self.matmul(sums.shape, a, b, (True, True))
+
+        def run(sums):
+            plgpu.wgmma(sums, *(plgpu.transpose_ref(x, (1, 0)) for x in (a, b)))
+            plgpu.wgmma_wait(0)
+
+        return pl.run_state(run)(plgpu.ACC.init(sums))
+
+    def products(self, shape: tuple[int, int], terms):
+        """The sum of a @ b^T over (a [m, k] in registers, b [n, k] in shared memory)."""
+        if self.interpreted:
+            return sum(jnp.dot(a.astype(jnp.float32), b[...].T.astype(jnp.float32)) for a, b in terms)
+
+        def run(sums):
+            for a, b in terms:  # made one by one: few are in registers at a time
+                plgpu.wgmma(sums, a, plgpu.transpose_ref(b, (1, 0)))
+                plgpu.wgmma_wait(0)
+            return sums[...]
+
+        return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+    def send(self, tile, ref, arrived, parts: int, axis: str) -> None:
+        """A tile to the same place of shared memory in each of the `parts` CTAs of a cluster."""
+        if self.interpreted or parts == 1:
+            ref[...] = tile
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(arrived)
+            return
+        for part in range(parts):
+            plgpu.async_store_smem(
+                tile, ref, arrived, cluster_idx=jnp.int32(part), cluster_dim=axis, optimized=False
+            )
+
+    def accumulate(self, shape: tuple[int, int], add):
+        """What `add(sums)` leaves in an accumulator that starts at zero."""
+
+        def run(sums):
+            add(sums)
+            return sums[...]
+
+        return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+    def keep_registers(self, count: int, action: Literal["increase", "decrease"]) -> None:
+        """Share the multiprocessor's registers out among its warpgroups."""
+        if not self.interpreted:
+            plgpu.set_max_registers(count, action=action)
+
+    def load(self, ref, rows: bool = False):
+        """A tile of shared or global memory, or a vector of global memory along the columns (or the rows)."""
         if self.interpreted:
             return ref[...]
-        return plgpu.load(ref, (), layout=_TILE if len(ref.shape) == 2 else _VECTOR, optimized=False)
+        vector = _ROWS if rows else _VECTOR
+        return plgpu.load(ref, (), layout=_TILE if len(ref.shape) == 2 else vector, optimized=False)
 
     def constant(self, value: float, shape: tuple[int, ...]):
         """A tile or a vector of one value."""
@@ -70,3 +124,8 @@ class Tiles:
 def down(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """A vector [n] along the columns of [m, n]."""
     return lax.broadcast_in_dim(vector, shape, (1,))
+
+
+def across(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A vector [m] along the rows of [m, n]."""
+    return lax.broadcast_in_dim(vector, shape, (0,))

@@ -4,13 +4,14 @@ import jax
 
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.dispatch import Implementation
-from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu, reference, xla
+from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu, pallas_tpu, reference, xla
 from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools, fold_gain
 
 FUSED_KV_FILL = {
     "reference": Implementation(reference.fused_kv_fill),
     "xla": Implementation(xla.fused_kv_fill),
     "pallas_tpu": Implementation(pallas_tpu.fused_kv_fill, pallas_tpu.refuses),
+    "pallas_gpu": Implementation(pallas_gpu.fused_kv_fill, pallas_gpu.refuses),
 }
 
 __all__ = ["FUSED_KV_FILL", "Makers", "Pools", "fold_gain", "fused_kv_fill"]
@@ -42,7 +43,7 @@ def fused_kv_fill(
       names: [T / Z] page of each Z tokens; P (one past the last) is nowhere.
       live: [T / Z] tokens of each page; those after are written as zeros, whatever x holds.
       rows: of the pools, one for each maker. eps: of the norms.
-      implementation: "reference", "xla", "pallas_tpu", or None.
+      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16 streams), or None.
 
     Raises:
       dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.

@@ -7,12 +7,13 @@ import jax
 
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.dispatch import Implementation
-from swiftkv_jax.kernels.k_cache_attention import pallas_tpu, reference, xla
+from swiftkv_jax.kernels.k_cache_attention import pallas_gpu, pallas_tpu, reference, xla
 
 K_CACHE = {
     "reference": Implementation(reference.k_cache_attention),
     "xla": Implementation(xla.k_cache_attention),
     "pallas_tpu": Implementation(pallas_tpu.k_cache_attention, pallas_tpu.refuses_keys),
+    "pallas_gpu": Implementation(pallas_gpu.k_cache_attention, pallas_gpu.refuses),
 }
 X_CACHE = {
     "reference": Implementation(reference.x_cache_attention),
@@ -54,7 +55,7 @@ def k_cache_attention(
       rotated: keys are stored after rotary embedding and turned back for the sum (section 3, option 2).
       threshold: pallas_tpu leaves a step's keys out of the weighted sum if none has this weight so far
         (section 2): each dropped weight is smaller. 0 is exact.
-      implementation: "reference", "xla", "pallas_tpu", or None.
+      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16, raw keys, decoding), or None.
 
     Returns:
       [b, C, N, U] in q's dtype.

@@ -156,3 +156,64 @@ REAL = {
     "width80": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=80, group=1),
     "width96": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=96, group=8),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InputCase:
+    """One call of `x_cache_attention`.
+
+    Attributes:
+      lengths: keys that each sequence's query sees. heads, width: of the keys. inputs: width of a cached row.
+      page, slots: of the pool.
+    """
+
+    lengths: tuple[int, ...]
+    heads: int
+    width: int
+    inputs: int
+    page: int = 64
+    slots: int = 24
+    computed: str = "bfloat16"
+
+    @property
+    def options(self) -> dict:
+        """The static options of the call."""
+        return {"row": 1, "scale": self.width**-0.5}
+
+    def shapes(self) -> tuple[tuple, dict]:
+        """Arguments and array options of the call, as `jax.ShapeDtypeStruct`s."""
+        blocks, dtype, make = len(self.lengths), jnp.dtype(self.computed), jax.ShapeDtypeStruct
+        weight = make((self.heads, self.inputs, self.width), dtype)
+        args = (
+            make((blocks, 1, self.heads, self.width), dtype),
+            make((2, blocks * self.slots, self.page, self.inputs), dtype),
+            weight,
+            weight,
+            make((blocks, self.slots), jnp.int32),
+            make((blocks,), jnp.int32),
+            make((blocks, 1), jnp.int32),
+        )
+        return args, {}
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def make(self, seed: int = 0) -> tuple[tuple, dict]:
+        """Random arguments and no array options; pages in no order."""
+        *arrays, table, sequence, _ = self.shapes()[0]
+        keys = jax.random.split(jax.random.key(seed), 5)
+        q, x, w_k, w_v = (
+            jax.random.normal(key, s.shape).astype(s.dtype) for key, s in zip(keys, arrays, strict=False)
+        )
+        names = jax.random.permutation(keys[4], x.shape[1]).reshape(table.shape).astype(jnp.int32)
+        w_k, w_v = (w * self.inputs**-0.5 for w in (w_k, w_v))
+        position = jnp.array(self.lengths, jnp.int32)[:, None] - 1
+        return (q, x, w_k, w_v, names, jnp.arange(*sequence.shape, dtype=jnp.int32), position), {}
+
+
+INPUTS_SMALL = {"narrow": InputCase(lengths=(0, 33, 64), heads=4, width=64, inputs=40, page=32, slots=2)}
+
+# Caches of layer inputs (arXiv 2503.05840, section 5): Whisper small's decoder, square weights; T5-3B's
+# (arXiv 1910.10683), 4096 columns of keys from 1024 of inputs.
+INPUTS_REAL = {
+    "whisper_small": InputCase(lengths=(1500,) * 16, heads=12, width=64, inputs=768),
+    "t5_3b": InputCase(lengths=(1500,) * 16, heads=32, width=128, inputs=1024),
+}

@@ -37,10 +37,11 @@ def compiled(where: str, call, args, arrays, donate=()):
 def attention(kernel: str, case: str, implementation: str):
     """(call, arguments, array options) of a real case of one of the attention kernels."""
     api, cases = {
-        "paged_attention": (paged.paged_attention, paged_cases),
-        "k_cache_attention": (k_cache.k_cache_attention, k_cache_cases),
+        "paged_attention": (paged.paged_attention, paged_cases.REAL),
+        "k_cache_attention": (k_cache.k_cache_attention, k_cache_cases.REAL),
+        "x_cache_attention": (k_cache.x_cache_attention, k_cache_cases.INPUTS_REAL),
     }[kernel]
-    chosen = cases.REAL[case]
+    chosen = cases[case]
     args, arrays = chosen.shapes()
     return functools.partial(api, **chosen.options, implementation=implementation), args, arrays
 

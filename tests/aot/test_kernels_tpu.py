@@ -18,6 +18,7 @@ pytestmark = [
 ]
 ATTENTION = [("paged_attention", name) for name in paged_cases.REAL]
 ATTENTION += [("k_cache_attention", name) for name in k_cache_cases.REAL]
+ATTENTION += [("x_cache_attention", name) for name in k_cache_cases.INPUTS_REAL]
 
 
 def size(tree) -> int:

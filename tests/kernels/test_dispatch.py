@@ -7,7 +7,11 @@ import pytest
 
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.dispatch import Implementation, UnsupportedError
+from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
+from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill
 from swiftkv_jax.kernels.k_cache_attention import pallas_tpu
+from swiftkv_jax.kernels.paged_attention import cases as paged_cases
+from swiftkv_jax.kernels.paged_attention import pallas_tpu as paged
 
 TABLE = {
     "reference": Implementation(lambda x: ("reference", x)),
@@ -60,3 +64,15 @@ def test_no_name_passes_over_what_does_not_support_the_call(monkeypatch):
 def test_the_tpu_kernels_say_what_they_support(pool, slots, message):
     q, table = jnp.zeros((2, 1, 1, 128), jnp.bfloat16), jnp.zeros((2, slots), jnp.int32)
     assert message in pallas_tpu.refuses_keys(q, pool, jnp.zeros((1, 128, 128)), table)
+
+
+def test_8_bit_pages_with_scales_say_which_pages_a_tpu_takes():
+    """XLA would copy all scales at every call, were a page of them not whole lanes."""
+    message = "a page of 32 tokens with scales: a multiple of 128"
+    args, arrays = paged_cases.SMALL["int8"].shapes()
+    assert paged.refuses(*args, **arrays, **paged_cases.SMALL["int8"].options) == message
+    assert fill.refuses(*fill_cases.SMALL["int8"].shapes()) == message
+
+
+def test_no_kernel_that_never_ran_on_its_chip_is_chosen_without_a_name():
+    assert "pallas_gpu" not in dispatch.BY_PLATFORM["gpu"]

@@ -1,5 +1,6 @@
 """The fused fill: every implementation equals its definition, and the definition equals the model's fill."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax import layers
 from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.fused_kv_fill import api, cases, pallas_tpu, reference
+from swiftkv_jax.kernels.fused_kv_fill import api, cases, pallas_gpu, pallas_tpu, reference
 from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
 
 QUICK = ("plain", "k_norm", "one_token", "int8")  # by default; the others are slow
@@ -73,6 +75,43 @@ def test_xla_agrees_with_the_definition(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_tpu_kernel_agrees_with_the_definition(name):
     agree(cases.SMALL[name], interpreted(cases.SMALL[name]))
+
+
+HOPPER = {
+    "one_page": cases.Case(live=(7,), rows=(1,), heads=1),
+    "boundaries": cases.Case(live=(64, 1, 0), bias=True, k_norm=True),
+    "page128": cases.Case(live=(128, 70, 0), page=128, width=128),
+    "page16": cases.Case(live=(16, 3, 0, 16, 9), page=16, heads=1),
+    "int8": cases.Case(live=(64, 7), stored="int8", heads=4),
+    "float8": cases.Case(live=(64, 7), stored="float8_e4m3fn", heads=4, k_norm=True),
+    "width256": cases.Case(live=(64, 7), width=256, heads=1, value=128),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "one_page" else pytest.param(n, marks=pytest.mark.slow) for n in HOPPER]
+)
+def test_hopper_kernel_agrees_with_the_definition(name):
+    """All but the layouts in registers and shared memory, which the interpreter does not know."""
+    case = dataclasses.replace(HOPPER[name], dim=128, computed="bfloat16")
+    case = dataclasses.replace(case, page=case.page if case.page != 32 else 64)
+    case = dataclasses.replace(case, stored="bfloat16" if case.stored == "float32" else case.stored)
+    assert not pallas_gpu.refuses(*case.shapes())
+    agree(case, functools.partial(pallas_gpu.fused_kv_fill, **case.options, interpret=InterpretGPUParams()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"computed": "float32"}, "a float32 stream and float32 weights: both bfloat16"),
+        ({"page": 48, "live": (48,)}, "a page of 48 tokens: 16, 32, or a multiple of 64"),
+        ({"dim": 96}, "a stream 96 wide: a multiple of 64"),
+        ({"width": 512}, "heads 512 wide, for 296448 bytes of shared memory: at most 232448"),
+    ],
+)
+def test_the_hopper_kernel_says_what_it_supports(change, message):
+    case = cases.Case(live=(64,), page=64, dim=128, stored="bfloat16", computed="bfloat16")
+    assert pallas_gpu.refuses(*dataclasses.replace(case, **change).shapes()) == message
 
 
 def test_pieces_of_a_row_and_two_cores_agree_with_the_definition():

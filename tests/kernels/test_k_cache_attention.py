@@ -1,5 +1,6 @@
 """Attention without values: every implementation equals its definition, which equals ordinary attention."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.k_cache_attention import api, cases, pallas_tpu, reference
+from swiftkv_jax.kernels.k_cache_attention import api, cases, pallas_gpu, pallas_tpu, reference
 
 QUICK = ("lengths", "halves", "rotated", "chunk", "int8")  # by default; the others are slow
 
@@ -58,6 +60,64 @@ def test_tpu_kernel_agrees_with_the_definition(name):
     case = cases.SMALL[name]
     args, arrays = case.make()
     agree(case, jax.jit(interpreted(case))(*args, **arrays), exact(case, args, arrays))
+
+
+HOPPER = {
+    "two_pages": cases.Case(lengths=(100,), slots=2, heads=1, width=128),
+    "lengths": cases.Case(lengths=(0, 1, 64, 129), slots=3, heads=1, width=128),
+    "chunk_window": cases.Case(lengths=(70, 190), slots=3, queries=2, window=50, group=2),
+    "no_rope": cases.Case(lengths=(70,), slots=3, rope=False),
+    "split": cases.Case(lengths=(700,), slots=12, heads=2, width=128, group=2),  # in three shares
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "two_pages" else pytest.param(n, marks=pytest.mark.slow) for n in HOPPER]
+)
+def test_hopper_kernel_agrees_with_the_definition(name):
+    """With one CTA in a cluster: all but the exchange of scores, the matmuls and the layouts in registers."""
+    case = dataclasses.replace(HOPPER[name], page=64, stored="bfloat16", computed="bfloat16")
+    args, arrays = case.make()
+    assert not pallas_gpu.refuses(*args, **arrays, **case.options)
+    run = functools.partial(pallas_gpu.k_cache_attention, **case.options, interpret=InterpretGPUParams())
+    agree(case, jax.jit(run)(*args, **arrays), exact(case, args, arrays))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stored": "int8"}, "bfloat16 queries of int8 rows: both bfloat16"),
+        ({"rotated": True}, "rotated rows: keys stored before rotary embedding"),
+        ({"page": 32}, "a page of 32 tokens: 64"),
+        ({"width": 96}, "heads 96 wide with rotary embedding"),
+        ({"queries": 2}, "2 queries a block, for 239104 bytes of shared memory: at most 232448"),
+        ({"queries": 4}, "4 queries of 32 heads 128 wide in groups of 4: at most 64 query rows"),
+    ],
+)
+def test_the_hopper_kernel_says_what_it_supports(change, message):
+    args, arrays = dataclasses.replace(cases.REAL["llama2_7b"], **change).shapes()
+    options = dataclasses.replace(cases.REAL["llama2_7b"], **change).options
+    assert message in pallas_gpu.refuses(*args, **arrays, **options)
+
+
+def test_the_scores_of_a_cluster_of_ctas_add_up_to_those_of_all_heads():
+    """The queries' layout for a cluster, without the chip: every CTA's scores, put where it sends them."""
+    case = dataclasses.replace(cases.REAL["llama2_7b"], lengths=(40,), slots=1, queries=1, heads=8, group=1)
+    q = jax.random.normal(jax.random.key(0), (1, 1, 8, 128))
+    keys = jax.random.normal(jax.random.key(1), (64, 8 * 128))
+    position = jnp.full((1, 1), 39)
+    parts, columns, own = pallas_gpu._cut(8, 1, 128, 1, 64)
+    assert (parts, columns, own) == (2, 512, 4)
+    form = pallas_gpu._Form(0, parts, columns, own, 64, 1, 1.0, pallas_gpu.Tiles(True))
+    spread, every = pallas_gpu._queries(q, position, form, case.group)
+    buffers = np.zeros((form.layers, 64, form.rows))
+    for part in range(parts):
+        mine = keys[:, part * columns : (part + 1) * columns] @ spread[0, part].T
+        start = part // form.layers * form.wide
+        buffers[part % form.layers, :, start : start + form.wide] += mine
+    want = jnp.einsum("nh,snh->sn", q[0, 0], keys.reshape(64, 8, 128))
+    np.testing.assert_allclose(buffers.sum(0), want, rtol=1e-4, atol=1e-3)
+    np.testing.assert_array_equal(every, np.full((1, 8), 39))
 
 
 def test_values_never_stored_are_those_of_ordinary_attention():

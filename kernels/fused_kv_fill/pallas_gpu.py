@@ -1,0 +1,307 @@
+"""The fused fill on Hopper (Mosaic GPU, Warpgroup semantics): a blocked matmul whose epilogue writes pages.
+
+Compiled for H100 and interpreted on a CPU, never run on hardware: it is chosen by name only.
+
+A CTA makes some heads of one row for 128 tokens. One warpgroup brings tiles of the stream and of the weights
+in by TMA, two multiply, 64 tokens each. What they hold in registers is then scaled by 1 / rms (from a small
+reduction by XLA: the tiles lie in shared memory as wgmma wants them), normed, rotated, rounded, and leaves by
+one TMA store a page, in place. Keys and values are a launch each, of the same kernel.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from swiftkv_jax.kernels import dispatch
+from swiftkv_jax.kernels.fused_kv_fill import reference
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
+from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, across, down, plgpu
+
+_TOKENS = 64  # of a warpgroup
+_GROUPS = 2  # warpgroups that multiply
+_DEPTH = 64  # columns of the stream in a step
+_COLUMNS = 256  # of a block at most: 128 accumulators a thread
+_STAGES = 4
+_NEAR = 16  # tiles of tokens that go through all columns together, so that the L2 cache serves both
+_BARRIERS = 1024  # bytes of shared memory left to barriers and alignment
+_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What is static in the kernel.
+
+    heads: of a block, each `width` wide. blocks: of a row's columns. steps: of the depth. near: tiles.
+    """
+
+    page: int
+    heads: int
+    width: int
+    blocks: int
+    steps: int
+    stages: int
+    near: int
+    eps: float
+    tiles: Tiles
+
+    @property
+    def columns(self) -> int:
+        return self.heads * self.width
+
+
+class _Inputs(NamedTuple):
+    """In global memory: x [T, D]; w [F, D, E]; bias [F, E]; gain [F, H]; inverse, alive [T]; cos, sin
+    [T, H / 2]; names [T / Z]; rows [F]; pool [R, P, Z, E]; scales [R, P, K, Z]. None where there is none."""
+
+    x: Any
+    w: Any
+    bias: Any
+    gain: Any
+    inverse: Any
+    alive: Any
+    cos: Any
+    sin: Any
+    names: Any
+    rows: Any
+    pool: Any
+    scales: Any
+
+
+class _Scratch(NamedTuple):
+    """x [stages * groups, tokens, depth]; w [stages, depth, columns]; out [groups, tokens, H]; scales
+    [groups, tokens]; full, free [stages]."""
+
+    x: Any
+    w: Any
+    out: Any
+    scales: Any
+    full: Any
+    free: Any
+
+
+class _Place(NamedTuple):
+    """What a warpgroup works on: 64 tokens of the stream, a row of the makers, a block of its columns."""
+
+    group: Any
+    tile: Any
+    row: Any
+    block: Any
+
+
+def _kernel(form: _Form, x: _Inputs, s: _Scratch):
+    far, column, near, group = (lax.axis_index(name) for name in ("far", "column", "near", "group"))
+    tile = (far * form.near + near) * _GROUPS
+    at = _Place(group, tile, column // form.blocks, lax.rem(column, form.blocks))
+    some = tile * _TOKENS < x.x.shape[0]
+
+    @pl.when(some & (group == _GROUPS))
+    def _():
+        form.tiles.keep_registers(40, "decrease")
+        _bring(form, x, s, at)
+
+    @pl.when(some & (group < _GROUPS))
+    def _():
+        form.tiles.keep_registers(232, "increase")
+        shape = (_TOKENS, form.columns)
+        sums = form.tiles.accumulate(shape, functools.partial(_multiply, form, s, group))
+        for head in range(form.heads):
+            _finish(form, x, s, at._replace(tile=tile + group), sums, head)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _bring(form: _Form, x: _Inputs, s: _Scratch, at: _Place) -> None:
+    """Keep the ring of stages full."""
+
+    def turn(k, carry):
+        slot, deep = lax.rem(k, form.stages), pl.ds(k * _DEPTH, _DEPTH)
+        pl.when(k >= form.stages)(lambda: plgpu.barrier_wait(s.free.at[slot]))
+        for group in range(_GROUPS):
+            tokens = pl.ds((at.tile + group) * _TOKENS, _TOKENS)
+            plgpu.copy_gmem_to_smem(x.x.at[tokens, deep], s.x.at[slot * _GROUPS + group], s.full.at[slot])
+        columns = pl.ds(at.block * form.columns, form.columns)
+        plgpu.copy_gmem_to_smem(x.w.at[at.row, deep, columns], s.w.at[slot], s.full.at[slot])
+        return carry
+
+    lax.fori_loop(0, form.steps, turn, 0)
+
+
+def _multiply(form: _Form, s: _Scratch, group, sums) -> None:
+    """Add the products of all stages, giving each back once the multiplication after it is under way."""
+
+    def turn(k, carry):
+        slot = lax.rem(k, form.stages)
+        plgpu.barrier_wait(s.full.at[slot])
+        plgpu.wgmma(sums, s.x.at[slot * _GROUPS + group], s.w.at[slot])
+        plgpu.wgmma_wait(1)
+        pl.when(k > 0)(lambda: plgpu.barrier_arrive(s.free.at[lax.rem(k - 1, form.stages)]))
+        return carry
+
+    lax.fori_loop(0, form.steps, turn, 0)
+    plgpu.wgmma_wait(0)
+
+
+def _finish(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums, head: int) -> None:
+    """One head of 64 tokens, from the sums in registers to its pages, as two halves of its width."""
+    tiles, half, first = form.tiles, form.width // 2, at.tile * _TOKENS
+    shape, tokens = (_TOKENS, half), pl.ds(first, _TOKENS)
+    column = (at.block * form.heads + head) * form.width
+    inverse = across(tiles.load(x.inverse.at[tokens], rows=True), shape)
+    starts = (head * form.width, head * form.width + half)
+    parts = [sums[:, start : start + half] * inverse for start in starts]
+    if x.bias is not None:
+        biases = (x.bias.at[at.row, pl.ds(column + i * half, half)] for i in range(2))
+        parts = [y + down(tiles.load(bias), shape) for y, bias in zip(parts, biases, strict=True)]
+    if x.gain is not None:
+        squares = jnp.sum(parts[0] * parts[0], axis=1) + jnp.sum(parts[1] * parts[1], axis=1)
+        inverse = across(lax.rsqrt(squares / form.width + form.eps), shape)
+        gains = (x.gain.at[at.row, pl.ds(i * half, half)] for i in range(2))
+        parts = [y * inverse * down(tiles.load(gain), shape) for y, gain in zip(parts, gains, strict=True)]
+    if x.cos is not None:
+        (a, b), cos, sin = parts, tiles.load(x.cos.at[tokens]), tiles.load(x.sin.at[tokens])
+        parts = [a * cos - b * sin, b * cos + a * sin]
+    alive = across(tiles.load(x.alive.at[tokens], rows=True), shape) > 0  # what is dead may be NaN
+    parts = [jnp.where(alive, y, 0.0) for y in parts]
+    if head:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the head before has left the stage
+    if x.scales is not None:
+        top = jnp.maximum(*(jnp.max(jnp.abs(y), axis=1) for y in parts))
+        scale = top / reference.largest(x.pool.dtype)
+        factor = across(jnp.where(scale > 0, 1 / scale, 0.0), shape)
+        parts = [y * factor for y in parts]
+        parts = [jnp.round(y) for y in parts] if x.pool.dtype == jnp.int8 else parts
+        s.scales.at[at.group][...] = scale
+    for i, y in enumerate(parts):
+        s.out.at[at.group, :, pl.ds(i * half, half)][...] = y.astype(x.pool.dtype)
+    plgpu.commit_smem()
+    each = min(form.page, _TOKENS)
+    for i in range(_TOKENS // each):
+        page = first + i * each
+        name, inside = x.names[page // form.page], pl.ds(lax.rem(page, form.page), each)
+
+        @pl.when(name < x.pool.shape[1])
+        def _(i=i, name=name, inside=inside):
+            row, here = x.rows[at.row], pl.ds(i * each, each)
+            target = x.pool.at[row, name, inside, pl.ds(column, form.width)]
+            plgpu.copy_smem_to_gmem(s.out.at[at.group, here], target)
+            if x.scales is not None:
+                target = x.scales.at[row, name, at.block * form.heads + head, inside]
+                plgpu.copy_smem_to_gmem(s.scales.at[at.group, here], target)
+
+
+def _smem_bytes(heads: int, width: int, stages: int, dtype) -> int:
+    """Shared memory of a CTA."""
+    ring = stages * 2 * _DEPTH * (_GROUPS * _TOKENS + heads * width)
+    return ring + _GROUPS * _TOKENS * (width * dtype.itemsize + 4) + _BARRIERS
+
+
+def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> tuple:
+    """The pool and scales of `inputs`, with keys or with values of all its rows written."""
+    x, (filled, _, row_width) = inputs.x, inputs.w.shape
+    width, dtype = row_width // heads, inputs.pool.dtype
+    some = dispatch.divisor(heads, max(1, _COLUMNS // width))
+    tiles = -(-x.shape[0] // (_GROUPS * _TOKENS))
+    fitting = (n for n in range(_STAGES, 1, -1) if _smem_bytes(some, width, n, dtype) <= SMEM_BYTES)
+    form = _Form(
+        page=inputs.pool.shape[2],
+        heads=some,
+        width=width,
+        blocks=heads // some,
+        steps=x.shape[1] // _DEPTH,
+        stages=next(fitting),
+        near=min(_NEAR, tiles),
+        eps=eps,
+        tiles=Tiles(bool(interpret)),
+    )
+    scratch = _Scratch(
+        x=plgpu.SMEM((form.stages * _GROUPS, _TOKENS, _DEPTH), x.dtype),
+        w=plgpu.SMEM((form.stages, _DEPTH, form.columns), x.dtype),
+        out=plgpu.SMEM((_GROUPS, _TOKENS, width), dtype),
+        scales=None if inputs.scales is None else plgpu.SMEM((_GROUPS, _TOKENS), jnp.float32),
+        full=plgpu.Barrier(num_arrivals=_GROUPS + 1, num_barriers=form.stages),
+        free=plgpu.Barrier(num_arrivals=_GROUPS, num_barriers=form.stages),
+    )
+    in_place = functools.partial(jax.new_ref, memory_space=plgpu.GMEM)
+    pools = jax.tree.map(in_place, (inputs.pool, inputs.scales))
+    leaves, tree = jax.tree.flatten(inputs._replace(pool=None, scales=None))
+    kinds, shape = jax.tree.flatten(scratch)
+
+    def body(*refs):
+        pool, scales = jax.tree.unflatten(jax.tree.structure(pools), refs[len(leaves) :])
+        read = jax.tree.unflatten(tree, refs[: len(leaves)])._replace(pool=pool, scales=scales)
+        pl.run_scoped(
+            lambda *s: _kernel(form, read, jax.tree.unflatten(shape, s)), *kinds, collective_axes="group"
+        )
+
+    pl.kernel(
+        body,
+        out_type=(),
+        mesh=plgpu.Mesh(
+            grid=(-(-tiles // form.near), filled * form.blocks, form.near),
+            grid_names=("far", "column", "near"),
+            num_threads=_GROUPS + 1,
+            thread_name="group",
+            kernel_name="fused_kv_fill",
+        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
+    )(*leaves, *jax.tree.leaves(pools))
+    return jax.tree.map(jax.freeze, pools)
+
+
+def fused_kv_fill(
+    x, makers: Makers, cos, sin, pools: Pools, names, live, *, rows, eps, interpret: Any = False
+) -> Pools:
+    """As `api.fused_kv_fill`."""
+    heads, page = pools.k.shape[-1] // (2 * cos.shape[-1]), pools.k.shape[2]
+    spare = -x.shape[0] % math.lcm(_GROUPS * _TOKENS, page)
+    wide = x.astype(jnp.float32)
+    alive = (jnp.arange(page) < live[:, None]).astype(jnp.float32).reshape(-1)
+    inputs = _Inputs(
+        x=jnp.pad(x, ((0, spare), (0, 0))),
+        w=makers.w_k,
+        bias=makers.b_k,
+        gain=makers.k_norm,
+        inverse=jnp.pad(lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps), (0, spare)),
+        alive=jnp.pad(alive, (0, spare)),
+        cos=jnp.pad(cos.astype(jnp.float32), ((0, spare), (0, 0))),
+        sin=jnp.pad(sin.astype(jnp.float32), ((0, spare), (0, 0))),
+        names=jnp.pad(names.astype(jnp.int32), (0, spare // page), constant_values=pools.k.shape[1]),
+        rows=jnp.array(rows, jnp.int32),
+        pool=pools.k,
+        scales=pools.k_scale,
+    )
+    inputs = inputs._replace(**{n: _wide(getattr(inputs, n)) for n in ("bias", "gain")})
+    k, k_scale = _fill(inputs, heads, eps, interpret)
+    inputs = inputs._replace(w=makers.w_v, bias=_wide(makers.b_v), gain=None, cos=None, sin=None)
+    v, v_scale = _fill(inputs._replace(pool=pools.v, scales=pools.v_scale), heads, eps, interpret)
+    return Pools(k, v, k_scale, v_scale)
+
+
+def _wide(array):
+    return None if array is None else array.astype(jnp.float32)
+
+
+def refuses(x, makers: Makers, cos, sin, pools: Pools, *_, **__) -> str:
+    """What of a call is not supported here, and what is, or ""."""
+    if x.dtype != jnp.bfloat16 or makers.w_k.dtype != x.dtype:
+        return f"a {x.dtype} stream and {makers.w_k.dtype} weights: both bfloat16"
+    if pools.k.dtype.name not in _DTYPES:
+        return f"{pools.k.dtype} rows: {', '.join(_DTYPES)}"
+    if x.shape[1] % _DEPTH:
+        return f"a stream {x.shape[1]} wide: a multiple of {_DEPTH}"
+    if (page := pools.k.shape[2]) % _TOKENS and page not in (16, 32):
+        return f"a page of {page} tokens: 16, 32, or a multiple of {_TOKENS}"
+    heads = pools.k.shape[-1] // (2 * cos.shape[-1])
+    for width in (pools.k.shape[-1] // heads, pools.v.shape[-1] // heads):
+        need = _smem_bytes(dispatch.divisor(heads, max(1, _COLUMNS // width)), width, 2, pools.k.dtype)
+        if width > _COLUMNS or need > SMEM_BYTES:
+            return f"heads {width} wide, for {need} bytes of shared memory: at most {SMEM_BYTES}"
+        if width % 16:
+            return f"heads {width} wide: a multiple of 16, at most {_COLUMNS}"
+    return ""
