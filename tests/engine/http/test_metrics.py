@@ -42,7 +42,7 @@ def test_vllms_names_are_there_with_its_labels(served):
     ours = [labels for name in NAMES for labels, _ in found[name]]
     assert all(labels["model_name"] == "tiny" for labels in ours if "model_name" in labels)
     assert {labels["finished_reason"] for labels, _ in found["request_success_total"]} >= {"stop", "length"}
-    assert found["kv_bytes"][0][1] == served.engine.runner.cache.nbytes > 0
+    wait_for(lambda: value(served, "kv_bytes") == served.engine.runner.cache.nbytes > 0)
 
 
 def gaps(server: Running) -> tuple[float, float]:
