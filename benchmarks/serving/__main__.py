@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     words = ["python", "-m", "benchmarks.serving", *(sys.argv[1:] if argv is None else argv)]
     about |= {"command": shlex.join(words), "percentile": args.percentiles[-1]}
-    table = report.aggregate(runs, about["percentile"])
+    table = report.aggregate(runs, about["percentile"], about["systems"][0])
     text = report.markdown(about, table)
     print(text)
     if not args.save_detailed:

@@ -15,21 +15,21 @@ _TITLES = {
 }
 
 
-def aggregate(runs: Sequence[dict], percentile: float) -> dict[str, dict[str, dict[str, dict]]]:
-    """Workload -> point -> system -> its row. Gains are over the first system in the same round."""
+def aggregate(runs: Sequence[dict], percentile: float, base: str) -> dict[str, dict[str, dict[str, dict]]]:
+    """Workload -> point -> system -> its row. Gains are over the system `base`, in the same round."""
     out: dict[str, dict[str, dict[str, dict]]] = {}
     for run in runs:
         points = out.setdefault(run["workload"], {})
         points.setdefault(run["point"], {}).setdefault(run["system"], {}).setdefault("runs", []).append(run)
     for points in out.values():
         for systems in points.values():
-            base = {run["round"]: run for run in next(iter(systems.values()))["runs"]}
+            bases = {run["round"]: run for run in systems.get(base, {"runs": ()})["runs"]}
             for row in systems.values():
-                row |= _row(row.pop("runs"), base, percentile)
+                row |= _row(row.pop("runs"), bases, percentile)
     return out
 
 
-def _row(runs: list[dict], base: dict[int, dict], percentile: float) -> dict:
+def _row(runs: list[dict], bases: dict[int, dict], percentile: float) -> dict:
     def median(name: str) -> float:
         return statistics.median(run[name] for run in runs)
 
@@ -39,7 +39,7 @@ def _row(runs: list[dict], base: dict[int, dict], percentile: float) -> dict:
         row[f"tail_{name}_ms"] = median(f"p{percentile:g}_{name}_ms")
     goods = [run["request_goodput"] for run in runs]
     row["request_goodput"] = None if None in goods else statistics.median(goods)
-    pairs = [(run, base[run["round"]]) for run in runs if run["round"] in base]
+    pairs = [(run, bases[run["round"]]) for run in runs if run["round"] in bases]
     speed = "total_token_throughput"
     gains = sorted(run[speed] / other[speed] for run, other in pairs if other[speed])
     row["gains"] = gains

@@ -63,8 +63,8 @@ def started(name: str, flags: list[str], say) -> Iterator[Server]:
     command = [sys.executable, "-m", "benchmarks.serving.system", "--system", name, *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert process.stdout is not None
         try:
-            assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
                 process.wait()
@@ -81,6 +81,7 @@ def started(name: str, flags: list[str], say) -> Iterator[Server]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            process.stdout.close()
 
 
 def _await_ready(name: str, url: str, process: subprocess.Popen, log) -> None:

@@ -408,7 +408,9 @@ def test_gains_are_of_the_same_round():
             result = summary(random_timelines(9), 1.0, (99,)) | {"total_token_throughput": factor * speed}
             about = {"workload": "fixed", "point": "p", "system": name, "round": number, "num_prompts": 9}
             runs.append(result | about | {"compilations": number})
-    row = report.aggregate(runs, 99)["fixed"]["p"]["b"]
+    row = report.aggregate(runs, 99, "a")["fixed"]["p"]["b"]
+    without = report.aggregate(runs[1::2], 99, "a")["fixed"]["p"]["b"]
+    assert without["gain"] is None and without["total_token_throughput"] == 110.0
     assert row["gains"] == [2.0, 2.0] and row["gain"] == 2.0 and row["total_token_throughput"] == 110.0
     assert row["requests"] == 18 and row["failed"] == 2 * runs[0]["failed"] and row["compilations"] == 1
 

@@ -34,12 +34,11 @@ TEXT = (
     "list of the names that were found, in the order of the search path, and the last one wins.\n"
 )
 CHOICES = [
-    {"context": "If the file does not exist, an", "choices": [" error is raised.", " apple", " exception"]},
+    # The first choices of these two are what the model writes by itself.
+    {"context": "If the file does not exist, an", "choices": [" :exc:`OSError", " apple", " exception"]},
+    {"context": "The module provides", "choices": [" a module that", " a modern that"]},
     {"context": "This function returns a list of ", "choices": ["strings", "the following", "x"]},
-    {  # longer than the context, and so often said before that the model says it again
-        "context": TEXT * 3 + "The module",
-        "choices": [" provides access to", " provides a", " provides"],
-    },
+    {"context": TEXT * 3 + "The module", "choices": [" provides access to", " zzz"]},  # longer than CONTEXT
     {"context": "", "choices": ["The", " the"]},
 ]
 DOCUMENTS = [{"text": "x"}, {"text": TEXT}, {"text": TEXT * 4}]  # one token, one window, several windows
@@ -145,7 +144,7 @@ def test_in_process_equals_transformers(folders, tasks, in_process):
         assert [ll for ll, _ in mine] == pytest.approx([ll for ll, _ in other], abs=1e-3)
     assert np.ravel(got["tiny_rolling"]) == pytest.approx(np.ravel(want["tiny_rolling"]), abs=1e-3)
     assert in_process["metrics"] == pytest.approx(theirs["metrics"], rel=1e-4)
-    assert any(greedy for row in got["tiny_choice"] for _, greedy in row)
+    assert [row[0][1] for row in got["tiny_choice"][:3]] == [True, True, False]
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +183,8 @@ def test_the_client_of_servers_gives_the_same_numbers(folders, tasks, in_process
 
 
 def test_the_client_may_ask_the_server_to_tokenize(folders, tasks, serving):
-    """Told nothing of a tokenizer, the client finds the server's; it sends no BOS, and so we are told."""
+    """Told nothing of a tokenizer, the client finds the server's. It sends no BOS, and takes a BOS whose
+    id is 0 for none: windows begin with EOS then. Told the same, we give the same numbers."""
     got = evaluate(
         tasks,
         "local-completions",
@@ -201,6 +201,7 @@ def test_the_client_may_ask_the_server_to_tokenize(folders, tasks, serving):
         pretrained=str(folders / "standard"),
         max_length=CONTEXT,
         add_bos_token=False,
+        prefix_token_id=1,
     )
     assert got["answers"] == mine["answers"] and got["metrics"] == mine["metrics"]
 
