@@ -187,7 +187,7 @@ def bars(values: dict[str, dict[str, float]], words: tuple[str, str], path: Path
         axis.bar_label(drawn, [f"{height:.3g}" if height else "" for height in heights], fontsize=7)
     axis.set_xticks(np.arange(len(values)) + 0.4 - width / 2, list(values))
     axis.set(xlabel=words[0], ylabel=words[1])
-    axis.legend(fontsize=8)
+    figure.legend(loc="outside upper center", ncols=len(kinds), fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

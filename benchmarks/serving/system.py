@@ -43,7 +43,11 @@ def main() -> int:
     llm = engine(model, params, variant, args.context, tokenizer=load_tokenizer(args.model), **sizes)
     settings = HttpSettings(model_name=args.system, warm_up=not args.no_warm_up)
     listener = server.listen("127.0.0.1", 0)
-    told = {"port": listener.getsockname()[1], "machine": machine(""), "settings": vars(llm.settings)}
+    told = {
+        "port": listener.getsockname()[1],
+        "machine": machine("python -m benchmarks.serving"),
+        "settings": vars(llm.settings),
+    }
     print(json.dumps(told | {"cache_bytes_per_token": llm.cache_bytes_per_token}), flush=True)
     return server.run(llm, settings, listener, lambda text: print(text, file=sys.stderr, flush=True))
 
