@@ -29,7 +29,7 @@ from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.errors import UsageError, suggest
 
 try:
-    import lm_eval.models  # noqa: F401 (its own must be listed too: a registry with any model is taken for whole)
+    import lm_eval.models  # noqa: F401 (lists its own: a registry that holds ours is taken for whole)
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
