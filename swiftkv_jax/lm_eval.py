@@ -137,7 +137,9 @@ class SwiftKV(TemplateLM):
                 )
             ids = (context + continuation)[-(self.max_length + 1) :]
             entries = self.llm.score(ids)[len(ids) - len(continuation) :]
-            chosen = [entry[token] for token, entry in zip(ids[-len(continuation) :], entries, strict=True)]
+            chosen = [
+                (entry or {})[token] for token, entry in zip(ids[-len(continuation) :], entries, strict=True)
+            ]
             answer = sum(found.logprob for found in chosen), all(found.rank == 1 for found in chosen)
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
