@@ -15,6 +15,7 @@ LEVELS = (
     "layers cache params tokenizer",
     "model surgery checkpoint slim predict",
     "distill engine analysis",
+    "lm_eval",
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}
 STRANGERS = {("distill", "engine"), ("engine", "distill"), ("analysis", "distill"), ("analysis", "engine")}
