@@ -29,6 +29,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--served-model-name", metavar="NAME", help="(default: the folder's name)")
     p.add_argument(
+        "--compare", metavar="DIR", help="a second model beside the first; the page at / shows both"
+    )
+    p.add_argument(
         "--api-key",
         action="append",
         metavar="KEY",
@@ -91,12 +94,30 @@ def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> 
         if not isinstance(value, str) and value <= 0:
             raise UsageError(f"--{field.replace('_', '-')} must be above 0, not {value}")
     return HttpSettings(
-        model_name=args.served_model_name or Path(model).name or "model",
+        model_name=args.served_model_name or model_name(model),
         api_keys=tuple(keys),
         warm_up=not args.no_warm_up,
         show_template=args.show_template,
         **given,
     )
+
+
+def model_name(folder: str) -> str:
+    """A folder's name; for `runs/mine/export`, where training puts a student, that of the run."""
+    path = Path(folder)
+    return (path.parent.name if path.name == "export" else path.name) or "model"
+
+
+def compared_name(folder: str, first: str) -> str:
+    """What the second model is called.
+
+    Raises:
+      UsageError: as the first.
+    """
+    name = model_name(folder)
+    if name == first:
+        raise UsageError(f"--compare: both models are called {name!r}; name the first by --served-model-name")
+    return name
 
 
 def queue_bounds(args: argparse.Namespace, budget: int, context: int) -> dict[str, int]:
