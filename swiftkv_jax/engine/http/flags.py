@@ -11,6 +11,7 @@ DEFAULT = "127.0.0.1:8000"
 QUEUED_REQUESTS = 256
 _LIMITS = {  # flag: (type, field of HttpSettings, help)
     "shutdown-timeout": (float, "shutdown_s", "seconds that running requests get on SIGTERM (default 30)"),
+    "queue-timeout": (float, "queue_timeout_s", "seconds that a request may wait for a place (default 120)"),
     "max-requests-per-key": (int, "max_requests_per_key", "running or waiting for one key (default: no cap)"),
     "max-scored-tokens": (int, "max_scored_tokens", "longest prompt to score with echo (default 4096)"),
     "metrics-prefix": (str, "metrics_prefix", "of metric names (default swiftkv_; vllm: suits their boards)"),

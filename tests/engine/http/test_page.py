@@ -213,7 +213,7 @@ def test_errors_are_told_in_one_line(both, opened):
 
 
 def test_samples_fit_the_context(both, opened, monkeypatch):
-    """The demo's context is many passages long; here a passage has as many tokens as the server is made to say."""
+    """A passage has as many tokens as the server says; here it is made to say 7."""
     opened.click(".sample[data-share='0']")
     opened.click("#run")
     done(opened)
