@@ -119,8 +119,8 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
     if flag(raw, "mlp_bias") and family != "llama":
         raise UsageError(f"config.json: mlp_bias is true, but {family} has no MLP biases")
     eps = raw.get("rms_norm_eps", 1e-6)
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1:
-        raise UsageError(f"config.json: rms_norm_eps must be a number between 0 and 1, not {eps!r}")
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1e30:
+        raise UsageError(f"config.json: rms_norm_eps must be a positive number, not {eps!r}")
     return {
         "family": family,
         "vocab_size": integer(raw, "vocab_size"),

@@ -114,7 +114,7 @@ def _typed(name: str, value) -> float | int | bool:
     return kind(value)
 
 
-def _is(kind: type[int] | type[float], value: float) -> bool:
+def _is(kind: type[int] | type[float], value: int | float) -> bool:
     try:
         return kind(value) == value
     except OverflowError:  # infinity as an int; an int beyond every float

@@ -61,7 +61,7 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
     return GenerationDefaults(do_sample=sample, **values)
 
 
-def _is(kind: type[int] | type[float], value: float) -> bool:
+def _is(kind: type[int] | type[float], value: int | float) -> bool:
     try:
         return kind(value) == value
     except OverflowError:  # infinity as an int; an int beyond every float

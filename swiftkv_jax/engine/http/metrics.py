@@ -202,7 +202,7 @@ class _Totals(Collector):
 
 def render(everyone: Iterable[Metrics]) -> bytes:
     """Prometheus' text format; what several models count stands under one name, told apart by label."""
-    return generate_latest(_Together(everyone))  # pyright: ignore[reportArgumentType] (only `collect` is used)
+    return generate_latest(_Together(everyone))  # pyright: ignore[reportArgumentType]
 
 
 class _Together(Collector):

@@ -10,6 +10,7 @@ from swiftkv_jax.engine.request import CompletionOutput, Request
 Delta = tuple[int, CompletionOutput]  # prompt number, what is new of one of its completions
 
 
+@typing.runtime_checkable
 class Owner(typing.Protocol):
     """What calls need of the service."""
 

@@ -51,7 +51,7 @@ class Running:
         self.url = f"http://127.0.0.1:{self.port}"
         key = self.api.settings.api_keys[:1]
         headers = {"authorization": f"Bearer {key[0]}"} if key else {}
-        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False, headers=headers)
+        self.http = httpx.Client(base_url=self.url, timeout=300, trust_env=False, headers=headers)
         config = uvicorn.Config(
             self.api.asgi,
             http=server.protocol(self.api.settings),

@@ -54,32 +54,33 @@ def test_a_client_that_does_not_read_is_cut_off():
 
 def test_one_connection_too_many_is_closed_and_the_others_live():
     with Running(make_llm(), warm_up=False, max_connections=3) as server:
-        request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
         callers = [connect(server) for _ in range(3)]
-        for caller in callers:
-            caller.sendall(request)
-            assert caller.recv(4096).startswith(b"HTTP/1.1 200")
+        assert all(is_healthy(caller) for caller in callers)
         with connect(server) as fourth:
-            try:
-                fourth.sendall(request)
-                assert not fourth.recv(4096)
-            except ConnectionError:
-                pass  # closed before it could be told
+            assert not is_healthy(fourth)
+        assert all(is_healthy(caller) for caller in callers)
         for caller in callers:
-            caller.sendall(request)
-            assert caller.recv(4096).startswith(b"HTTP/1.1 200")
             caller.close()
-        wait_for(lambda: http_answers(server))
+
+        def taken_again() -> bool:
+            with connect(server) as caller:
+                return is_healthy(caller)
+
+        wait_for(taken_again)
 
 
-def http_answers(server: Running) -> bool:
-    """Whether a new connection is taken."""
-    with connect(server) as caller:
-        try:
-            caller.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            return caller.recv(4096).startswith(b"HTTP/1.1 200")
-        except ConnectionError:
-            return False
+def is_healthy(caller: socket.socket) -> bool:
+    """Whether `/health` is answered on this connection; False when it is closed instead."""
+    try:
+        caller.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"}"):
+            if not (chunk := caller.recv(4096)):
+                return False
+            answer += chunk
+    except ConnectionError:
+        return False
+    return answer.startswith(b"HTTP/1.1 200")
 
 
 def test_a_body_in_too_many_pieces_is_refused():
@@ -167,25 +168,23 @@ def test_the_command_ends_with_1_when_its_engine_dies():
         reader = threading.Thread(target=lambda: rest.extend(said))
         reader.start()
         codes = []
-        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
-            for _ in range(service._RESTARTS + 1):
-                answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+        with httpx.Client(base_url=url, timeout=300, trust_env=False) as client:
+            while len(codes) <= service._RESTARTS and process.poll() is None:
+                try:
+                    answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2})
+                except httpx.TransportError:
+                    break  # it has ended
                 codes.append(answer.status_code)
-                assert error_of_failure(answer)
-        assert codes == [500] * (service._RESTARTS + 1)
-        assert process.wait(60) == 1
+                assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                assert answer.headers["x-should-retry"] == "true"
+        assert codes[0] == 500 and set(codes) <= {500, 503}
+        assert process.wait(120) == 1
         reader.join(10)
         assert "error: the engine has stopped; see the log\n" in rest
     finally:
         process.kill()
         process.wait()
         process.stderr.close()
-
-
-def error_of_failure(answer: httpx.Response) -> bool:
-    """A failure of ours: in the one shape, and worth another try."""
-    error = answer.json()["error"]
-    return error["type"] == "server_error" and answer.headers["x-should-retry"] == "true"
 
 
 @pytest.fixture(scope="module")
