@@ -94,7 +94,7 @@ def _tokenizer_config(raw: Mapping, where: str) -> dict:
 
 def _tokens(raw: Mapping, where: str) -> dict:
     """`*_token` fields and the two lists of them; null says nothing."""
-    out = {
+    out: dict = {
         name: _token(value, f"{where}: {name}")
         for name, value in raw.items()
         if name.endswith("_token") and not isinstance(value, bool | None)

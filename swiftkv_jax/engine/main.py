@@ -195,8 +195,8 @@ def _load(args: argparse.Namespace, root: Path, model: str | Path | None = None)
     """The LLM of `model`, or of --model, or of the demo."""
     from swiftkv_jax.engine.llm import LLM
 
-    model, dtype = model or args.model or _demo(root), args.dtype
-    return LLM(model, dtype=dtype, max_model_len=args.max_model_len, **_given(args, _ENGINE))
+    folder: str | Path = model or args.model or _demo(root)
+    return LLM(folder, dtype=args.dtype, max_model_len=args.max_model_len, **_given(args, _ENGINE))
 
 
 def _given(args: argparse.Namespace, flags: Iterable[str]) -> dict:

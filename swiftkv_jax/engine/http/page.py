@@ -30,7 +30,7 @@ _HEADERS = {
 
 def routes() -> list[Route]:
     """A route for each file."""
-    folder = importlib.resources.files(__package__) / "static"
+    folder = importlib.resources.files("swiftkv_jax.engine.http") / "static"
     return [_route(path, (folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()]
 
 
