@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
@@ -121,6 +121,7 @@ class Metrics(Observer):
         self._refused = self._several("admission_rejections", "requests not taken", "reason", REFUSALS)
         info = Info(f"{self._prefix}cache_config", "the cache", registry=self._registry)
         sizes = dataclasses.asdict(llm.settings) | {"bytes_per_token": llm.cache_bytes_per_token}
+        sizes |= {"model_name": settings.model_name}
         info.info({name: str(value) for name, value in sizes.items()})
         self._registry.register(_Totals(self))
         jax.monitoring.register_event_duration_secs_listener(self._heard)
@@ -142,9 +143,9 @@ class Metrics(Observer):
         """Programs compiled, or read from the compilation cache, since this object was made."""
         return self._compiled
 
-    def render(self) -> bytes:
-        """Prometheus' text format."""
-        return generate_latest(self._registry)
+    def collect(self) -> Iterator[Metric]:
+        """Every metric and its samples now."""
+        return iter(self._registry.collect())
 
     def stepped(self, engine: Engine, load: Load) -> None:
         self._stats = dataclasses.replace(engine.stats)
@@ -239,3 +240,21 @@ class _Totals(Collector):
 
     def collect(self) -> Iterator[Metric]:
         return self._metrics.totals()
+
+
+def render(everyone: Iterable[Metrics]) -> bytes:
+    """Prometheus' text format; what several models count stands under one name, told apart by label."""
+    return generate_latest(_Together(everyone))  # pyright: ignore[reportArgumentType]
+
+
+class _Together(Collector):
+    def __init__(self, everyone: Iterable[Metrics]):
+        self._everyone = everyone
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for family in (family for metrics in self._everyone for family in metrics.collect()):
+            known = families.setdefault(family.name, family)
+            if known is not family:
+                known.samples += family.samples
+        return iter(families.values())

@@ -243,7 +243,7 @@ ROUTES = (
     "/ready",
     "/metrics",
     "/nowhere",
-    "/",
+    "/page",
     "/health/",
 )
 POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
