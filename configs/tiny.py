@@ -26,7 +26,7 @@ config = Experiment(
         learning_rate=5e-3, warmup=0.05, beta2=0.98, weight_decay=0.0, schedule="linear"
     ),
     dtype="float32",
-    steps=480,
+    steps=320,
     remat=False,
     log_every=25,
     checkpoint_every=100,

@@ -231,7 +231,7 @@ def run(args: argparse.Namespace) -> int:
             name: quality(r) | {"steps": r["steps"], "folder": str(r["export"])}
             for name, r in results.items()
         },
-        "latency": latency.measure(contenders, (256, 1024, 2048), 15, 30, [(256, 1), (2048, 16)]),
+        "latency": latency.measure(contenders, (256, 1024, 2048), 15, 60, [(256, 1), (2048, 16)]),
         "cache_bytes_per_token": {c.name: bytes_per_token(c) for c in contenders[1:]},
         "samples": samples,
         "machine": {

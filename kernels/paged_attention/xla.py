@@ -1,5 +1,10 @@
-"""Attention over paged keys and values in jax.numpy, a few pages a turn, in forms that suit XLA on CPUs."""
+"""Attention over paged keys and values in jax.numpy, a few pages a turn, in forms that suit XLA on CPUs.
 
+Blocks of many queries go through their pages together, with a running softmax. Single queries go page by
+page: each page in use is one piece of work, so that a short sequence costs what it holds.
+"""
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -8,7 +13,7 @@ from swiftkv_jax.kernels.paged_attention import reference
 
 # What one turn takes on, measured on a CPU: small enough to stay in its caches.
 _TURN_KEYS = 2048  # of all blocks together
-_TURN_QUERIES = 128  # of all blocks together, unless each has one
+_TURN_QUERIES = 128  # of all blocks together
 _TURN_SCORES = 16384  # queries times keys
 _FEW_HEADS = 4
 _FEW_ROWS = 8
@@ -17,13 +22,14 @@ _FEW_ROWS = 8
 def paged_attention(q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale):
     """As `api.paged_attention`."""
     window = reference.NO_WINDOW if window is None else window
-    blocks, queries = position.shape
-    at_once = blocks if queries == 1 else max(1, _TURN_QUERIES // queries)  # decoding: every sequence at once
+    pools = (k, v, k_scale, v_scale)
+    if position.shape[1] == 1:
+        return _singles(q, pools, table[sequence], position[:, 0], row, scale, window)
 
     def some(q, sequence, position):
-        return _blocks(q, k, v, table[sequence], position, row, scale, window, k_scale, v_scale)
+        return _blocks(q, pools, table[sequence], position, row, scale, window)
 
-    return _in_groups(some, (q, sequence, position), at_once)
+    return _in_groups(some, (q, sequence, position), max(1, _TURN_QUERIES // position.shape[1]))
 
 
 def _in_groups(run, arrays, size: int):
@@ -37,8 +43,62 @@ def _in_groups(run, arrays, size: int):
     return out.reshape(-1, *out.shape[2:])[:count]
 
 
-def _blocks(q, k, v, table, position, row, scale, window, k_scale, v_scale):
+def _singles(q, pools, table, position, row, scale, window):
+    """One query in each block, [b, 1, N, H], against the pages that it sees of `table` [b, slots]."""
+    k, v, k_scale, v_scale = pools
+    (blocks, _, _, width), page, slots = q.shape, k.shape[2], table.shape[1]
+    heads, dtype = k.shape[-1] // width, q.dtype
+    first = jnp.maximum(position - window + 1, 0) // page
+    count = jnp.where(position < 0, 0, position // page + 1 - first)
+    end = jnp.cumsum(count)
+    begin = end - count
+    # All blocks' pages in a row: of which block, which of its pages, and the query's distance from its start.
+    pages = max(1, min(blocks * slots, _TURN_KEYS // page))
+    most = -(-blocks * slots // pages) * pages
+    at = jnp.arange(most)
+    owner = jnp.minimum(jnp.searchsorted(end, at, side="right", method="compare_all"), blocks - 1)
+    number = jnp.minimum(at - begin[owner] + first[owner], slots - 1)
+    names, back = table[owner, number], position[owner] - number * page
+    q = _spread(q, heads)
+    groups, rows = q.shape[1:3]
+
+    def turn(i, parts):
+        of, name, distance = (lax.dynamic_slice_in_dim(x, i * pages, pages) for x in (owner, names, back))
+        distance = distance[:, None] - jnp.arange(page)
+        seen = (distance >= 0) & (distance < window)
+        keys = _read(k, k_scale, row, name[:, None], heads, dtype)
+        values = _read(v, v_scale, row, name[:, None], heads, dtype)
+        values = jnp.where(seen[..., None, None], values, 0)  # 0 x NaN of a stale page is NaN
+        scores = _scores(q[of].reshape(pages * groups, rows, -1), _cut(keys, groups)) * scale
+        seen = jnp.repeat(seen, groups, axis=0)[:, None]
+        scores = jnp.where(seen, scores, online.MASKED)
+        top = scores.max(-1)
+        weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0)
+        new = (top, weights.sum(-1), _mix(weights.astype(dtype), _cut(values, groups)))
+        new = (x.reshape(pages, groups, *x.shape[1:]) for x in new)
+        return tuple(
+            lax.dynamic_update_slice_in_dim(o, x, i * pages, 0) for o, x in zip(parts, new, strict=True)
+        )
+
+    shape = (most, groups, rows)
+    parts = (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1] // groups)))
+    top, total, mixed = (
+        turn(0, parts) if most == pages else lax.fori_loop(0, -(-end[-1] // pages), turn, parts)
+    )
+    # Each block puts its pages' sums together.
+    own = jnp.minimum(begin[:, None] + jnp.arange(slots), most - 1)
+    some = (jnp.arange(slots) < count[:, None])[..., None, None]
+    top = jnp.where(some, top[own], online.MASKED)
+    share = jnp.where(some, jnp.exp(top - top.max(1, keepdims=True)), 0)
+    mixed = jnp.where(some[..., None], mixed[own], 0)
+    total = (share * total[own]).sum(1)
+    mixed = (share[..., None] * mixed).sum(1) / jnp.maximum(total, 1e-30)[..., None]
+    return _gather(mixed, 1, heads).reshape(blocks, 1, -1, v.shape[-1] // heads).astype(dtype)
+
+
+def _blocks(q, pools, table, position, row, scale, window):
     """Blocks of C queries against the pages `table` [b, slots], as far as any of them sees."""
+    k, v, k_scale, v_scale = pools
     (blocks, queries, _, width), page, slots = q.shape, k.shape[2], table.shape[1]
     heads = k.shape[-1] // width
     most = min(_TURN_KEYS // blocks, _TURN_SCORES // (blocks * queries))
@@ -49,27 +109,16 @@ def _blocks(q, k, v, table, position, row, scale, window, k_scale, v_scale):
     groups, rows = q.shape[1:3]
     q = q.reshape(-1, rows, q.shape[-1])
 
-    def cut(x):
-        """Stored numbers by group: [b * J, keys, w]; with one group nothing moves."""
-        return jnp.moveaxis(x.reshape(blocks, keys, groups, -1), 2, 1).reshape(blocks * groups, keys, -1)
-
     def turn(i):
         names = lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
         back = position[..., None] - (i * keys + jnp.arange(keys))
         seen = (back >= 0) & (back < window)
-        stored, values = (
-            _read(k, k_scale, row, names, heads, dtype),
-            _read(v, v_scale, row, names, heads, dtype),
-        )
+        stored = _read(k, k_scale, row, names, heads, dtype)
+        values = _read(v, v_scale, row, names, heads, dtype)
         values = jnp.where(seen.any(1)[..., None, None], values, 0)  # 0 x NaN of a stale page is NaN
-        scores = _scores(q, cut(stored)) * scale
+        scores = _scores(q, _cut(stored, groups)) * scale
         seen = jnp.repeat(jnp.repeat(seen, rows // queries, axis=1), groups, axis=0)
-
-        def weigh(weights):
-            weights = weights.astype(dtype)
-            return jnp.einsum("brs,bse->bre", weights, cut(values), preferred_element_type=jnp.float32)
-
-        return scores, seen, weigh
+        return scores, seen, lambda weights: _mix(weights.astype(dtype), _cut(values, groups))
 
     width = v.shape[-1] // groups
     if pages == slots:
@@ -87,6 +136,17 @@ def _read(pool, scale, row: int, names, heads: int, dtype):
         return rows.astype(dtype)
     factor = jnp.swapaxes(scale[row, names], 2, 3).reshape(*rows.shape[:3], 1)
     return (rows.astype(jnp.float32) * factor).astype(dtype)
+
+
+def _cut(stored, groups: int):
+    """Stored numbers [b, keys, K, w] by group, [b * J, keys, w']; with one group nothing moves."""
+    blocks, keys = stored.shape[:2]
+    return jnp.moveaxis(stored.reshape(blocks, keys, groups, -1), 2, 1).reshape(blocks * groups, keys, -1)
+
+
+def _mix(weights, values) -> jax.Array:
+    """Sums of values [b, s, w] by weights [b, r, s], in float32."""
+    return jnp.einsum("brs,bse->bre", weights, values, preferred_element_type=jnp.float32)
 
 
 def _scores(q, k):

@@ -56,12 +56,14 @@ def measure(
         return jax.nn.softmax(early).max(-1), jnp.argmax(early, -1) == jnp.argmax(final, -1)
 
     block = min(block, len(tokens))
-    found = []
+    tops, same = [], []
     for start in range(0, len(tokens), block):
         piece = np.asarray(tokens[start : start + block], np.int32)
         padded = np.pad(piece, (0, block - len(piece)))  # at the end, where causal attention cannot see it
-        found.append([np.asarray(x)[: len(piece)] for x in both(params, padded[None])])
-    return tuple(np.concatenate(parts) for parts in zip(*found, strict=True))
+        top, agree = both(params, padded[None])
+        tops.append(np.asarray(top)[: len(piece)])
+        same.append(np.asarray(agree)[: len(piece)])
+    return np.concatenate(tops), np.concatenate(same)
 
 
 def by_bin(

@@ -174,7 +174,7 @@ def _share_memory(llms: list) -> None:
     """Room for the caches of models on the same devices: each gets its part of what the weights leave."""
     import jax
 
-    from swiftkv_jax.engine.engine import settle
+    from swiftkv_jax.engine.settings import settle
 
     for llm in llms:
         devices = sorted(jax.tree.leaves(llm.params)[0].devices(), key=lambda device: device.id)
