@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # As many workers as cores, at most four: each holds a JAX runtime.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 
-.PHONY: demo demo-long test test-slow test-aot lint clean
+.PHONY: demo demo-long test test-slow test-aot test-eval lint clean
 
 demo: $(VENV)/.base
 	$(BIN)/python demo/run.py
@@ -22,6 +22,9 @@ test-slow: $(VENV)/.test
 
 test-aot: $(VENV)/.aot
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot
+
+test-eval: $(VENV)/.eval
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/engine/http/test_lm_eval.py
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -46,4 +49,8 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 
 $(VENV)/.aot: pyproject.toml | $(BIN)/python
 	$(PIP) --editable '.[test,aot]'
+	touch $@ $(VENV)/.test $(VENV)/.base
+
+$(VENV)/.eval: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[test,eval]'
 	touch $@ $(VENV)/.test $(VENV)/.base

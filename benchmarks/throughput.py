@@ -106,6 +106,12 @@ def measure(llms: dict[str, skv.LLM], length: int, outputs: int, requests: int, 
     return out
 
 
+def pages_within(budget: float, bytes_per_token: int, page: int, context: int) -> int:
+    """Pages that `budget` bytes of cache hold; 0 if they are too few for one sequence of `context` tokens."""
+    pages = int(budget / (bytes_per_token * page))
+    return pages if pages >= -(-context // page) else 0
+
+
 def budgets(model, params, kinds: list[Variant], args, shares: list[float]) -> dict:
     """Table 3: throughput when the cache may take only a share of what a standard model's sequences need."""
     length, outputs = (int(part) for part in args.budget_workload.split(":"))
@@ -118,8 +124,7 @@ def budgets(model, params, kinds: list[Variant], args, shares: list[float]) -> d
         llms = {}
         for kind in kinds:
             per_token = engine(model, params, kind, context, page_size=page).cache_bytes_per_token
-            pages = int(budget / (per_token * page))
-            if pages >= -(-context // page):
+            if pages := pages_within(budget, per_token, page, context):
                 settings = {"num_pages": pages, "page_size": page, "max_num_seqs": args.max_num_seqs}
                 llms[kind.name] = engine(model, params, kind, context, **settings)
         seconds = interleaved(llms, prompts, outputs, args.rounds)
@@ -166,23 +171,23 @@ def report(result: dict) -> str:
     return "\n".join(parts)
 
 
-def plot(result: dict, path: Path) -> None:
-    """Gains by workload."""
+def bars(values: dict[str, dict[str, float]], words: tuple[str, str], path: Path) -> None:
+    """Bars of every kind beside each other, for every group. `words`: of the groups, of the values."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    names = list(result["workloads"])
-    kinds = list(result["workloads"][names[0]])
+    kinds = list(dict.fromkeys(kind for row in values.values() for kind in row))
+    width = 0.8 / len(kinds)
     for i, kind in enumerate(kinds):
-        values = [result["workloads"][name][kind]["gain"] for name in names]
-        bars = axis.bar(np.arange(len(names)) + i * 0.16, values, 0.15, label=kind)
-        axis.bar_label(bars, fmt="%.2f", fontsize=7)
-    axis.set_xticks(np.arange(len(names)) + 0.32, names)
-    axis.set(xlabel="tokens in:out", ylabel="throughput over standard")
-    axis.legend(fontsize=8)
+        heights = [row.get(kind, 0.0) for row in values.values()]
+        drawn = axis.bar(np.arange(len(values)) + i * width, heights, 0.95 * width, label=kind)
+        axis.bar_label(drawn, [f"{height:.3g}" if height else "" for height in heights], fontsize=7)
+    axis.set_xticks(np.arange(len(values)) + 0.4 - width / 2, list(values))
+    axis.set(xlabel=words[0], ylabel=words[1])
+    figure.legend(loc="outside upper center", ncols=len(kinds), fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -232,7 +237,10 @@ def main() -> None:
     text = report(result)
     print(text)
     write("throughput", result, text, args.output)
-    plot(result, args.output / "throughput.png")
+    gains = {
+        name: {kind: row["gain"] for kind, row in rows.items()} for name, rows in result["workloads"].items()
+    }
+    bars(gains, ("tokens in:out", "throughput over standard"), args.output / "throughput.png")
 
 
 if __name__ == "__main__":

@@ -44,15 +44,19 @@ class Batch:
     place: Int[Array, " T"]
 
 
-def make_batch(starts: Int[Array, " Q1"] | None, position: Int[Array, " T"]) -> Batch:
+def make_batch(starts: Int[Array, " Q1"] | None, position: Int[Array, " T"], each: int = 1) -> Batch:
     """Sequence s owns tokens [starts[s], starts[s+1]); tokens from starts[-1] on are padding.
 
-    None: sequence s owns token s. Saying so spares the work of finding it out for every score that is masked.
+    None: it owns the `each` tokens from s * each on. Saying so spares the work of finding it out for every
+    score that is masked.
     """
     if starts is None:
-        each = jnp.arange(position.shape[0])
+        token = jnp.arange(position.shape[0])
         whole = jnp.ones(position.shape, bool)
-        return Batch(each, position, whole, each[:, None], each, position[:, None], each)
+        block = token.reshape(-1, each)
+        own = jnp.arange(block.shape[0])
+        sequence = jnp.repeat(own, each) if each > 1 else own
+        return Batch(sequence, position, whole, block, own, position.reshape(-1, each), token)
     tokens, sequences = position.shape[0], starts.shape[0] - 1
     size = _block_size(tokens, sequences)
     count = min(tokens, -(-tokens // size) + sequences)

@@ -54,6 +54,8 @@ class ModelConfig:
       windows: tokens each layer's attention sees, itself included; FULL_ATTENTION for all.
       dtype: the checkpoint's dtype, and the default for loading it.
       max_position_embeddings: context length in tokens.
+      exit_head: whether a norm and an output head of their own read the stream entering `split`, for early
+        exit (SwiftKV paper, B.4); of SwiftKV plans only.
     """
 
     family: str = "llama"
@@ -74,6 +76,7 @@ class ModelConfig:
     qk_norm: bool = False
     windows: tuple[int, ...] = ()
     dtype: str = "float32"
+    exit_head: bool = False
 
     def __post_init__(self):
         if self.family not in FAMILIES:
@@ -148,6 +151,8 @@ class ModelConfig:
         if plan.is_swiftkv:
             out |= {"model_type": f"{self.family}_swiftkv", "swiftkv": True}
             out |= {"num_key_value_layers": split, "key_value_group_size": share}
+        if self.exit_head:
+            out["exit_head"] = True  # ours: published checkpoints have none
         self._check_says_all(out)
         return out
 

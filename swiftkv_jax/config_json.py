@@ -1,10 +1,10 @@
 """config.json as it is published: which fields are read, which must be neutral, which do not matter."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.folder import read_json
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 FULL_ATTENTION = 2**30  # a window no sequence fills
@@ -40,12 +40,14 @@ _READ = frozenset(
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings rope_theta "
     "rope_scaling rope_parameters torch_dtype dtype attention_bias mlp_bias sliding_window "
-    "use_sliding_window max_window_layers layer_types num_key_value_layers key_value_group_size".split()
+    "use_sliding_window max_window_layers layer_types num_key_value_layers key_value_group_size "
+    "exit_head".split()
 )
 # transformers' own defaults, for fields that a published file may leave out.
 _QWEN3_HEAD_DIM = 128
 _QWEN_MAX_WINDOW_LAYERS = 28
 _MISTRAL_WINDOW = 4096
+_MOST, _MOST_LAYERS = 2**31 - 1, 4096  # no model is larger; a hostile file may say so
 _KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -54,16 +56,7 @@ def read_config_json(source: Mapping | str | Path) -> Mapping:
     if isinstance(source, Mapping):
         return source
     path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise UsageError(f"{path} must hold a JSON object, not {type(raw).__name__}")
-    return raw
+    return read_json(path / "config.json" if path.is_dir() else path)
 
 
 def base_family(raw: Mapping) -> str:
@@ -104,6 +97,9 @@ def integer(raw: Mapping, name: str, default: int | None = None) -> int:
         raise UsageError(f"config.json: field {name!r} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"config.json: {name} must be a positive integer, not {value!r}")
+    most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST
+    if value > most:
+        raise UsageError(f"config.json: {name} must be at most {most}, not {value}")
     return value
 
 
@@ -123,8 +119,12 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         raise UsageError(f"config.json: attention_bias is true, but {family} has no such choice")
     if flag(raw, "mlp_bias") and family != "llama":
         raise UsageError(f"config.json: mlp_bias is true, but {family} has no MLP biases")
+    if flag(raw, "exit_head") and not is_swiftkv(raw):
+        raise UsageError(
+            f"config.json: exit_head is true, but model_type {raw.get('model_type')!r} is not SwiftKV's"
+        )
     eps = raw.get("rms_norm_eps", 1e-6)
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not eps > 0:
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1e30:
         raise UsageError(f"config.json: rms_norm_eps must be a positive number, not {eps!r}")
     return {
         "family": family,
@@ -143,6 +143,7 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         "mlp_bias": flag(raw, "mlp_bias"),
         "qk_norm": family == "qwen3",
         "windows": _windows_from_hf(family, raw),
+        "exit_head": flag(raw, "exit_head"),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
     }
 

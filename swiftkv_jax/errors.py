@@ -2,9 +2,14 @@
 
 import difflib
 
+LONGEST = 2000  # characters of a message; it may show a value that somebody else wrote
+
 
 class UsageError(ValueError):
     """Bad input: a flag, a config, a file or a prompt. The command line turns it into exit code 2."""
+
+    def __init__(self, message: str):
+        super().__init__(message if len(message) <= LONGEST else f"{message[: LONGEST - 3]}...")
 
 
 def suggest(name: str, known) -> str:

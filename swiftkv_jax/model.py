@@ -77,6 +77,12 @@ def head(params: PyTree, h: Hidden) -> Float[Array, "*batch V"]:
     return jnp.matmul(h, kernel.astype(h.dtype), preferred_element_type=jnp.float32)
 
 
+def exit_logits(model: Transformer, params: PyTree, x: Hidden) -> Float[Array, "*batch V"]:
+    """Float32 logits of the exit head, on the stream entering `split` (SwiftKV paper, B.4)."""
+    p = params["exit"]
+    return head(p, rms_norm(x, p["norm"], model.config.rms_norm_eps))
+
+
 def forward(
     model: Transformer,
     params: PyTree,
@@ -236,15 +242,27 @@ def step(
     None in their place: every sequence has one token, and every token survives.
     Positions index the cache, so they must lie in [0, cache.capacity): the caller checks.
     """
+    x, at, batch, cache = read(model, params, tokens, positions, query_starts, cache)
+    if query_starts is not None and survivors is not None:
+        x, at, batch = survive(x, at, positions, query_starts, survivors)
+    return logits(model, params, run_upper(model, params, x, at, batch, cache)), cache
+
+
+def read(model: Transformer, params: PyTree, tokens, positions, query_starts, cache: Cache):
+    """The half of `step` that every token runs: all its rows are in the cache it returns.
+
+    Returns (the stream entering the upper layers, its angles, its batch, the cache).
+    """
     at = rotary(model.config, positions, cache.capacity)
     batch = make_batch(query_starts, positions)
     x, cache = run_lower(model, params, embed(model, params, tokens), at, batch, cache)
     if model.plan.upper_rows:
         cache = cache.write(model.plan.upper_rows, *fill(model, params, x, at), batch)
-    if query_starts is None or survivors is None:
-        return logits(model, params, run_upper(model, params, x, at, batch, cache)), cache
-    alive = jnp.clip(survivors, 0, tokens.shape[0] - 1)
+    return x, at, batch, cache
+
+
+def survive(x: Float[Array, "T D"], at: Rotary, positions, query_starts, survivors):
+    """The survivors of a flat ragged batch: their (stream, angles, batch)."""
+    alive = jnp.clip(survivors, 0, x.shape[0] - 1)
     starts = jnp.searchsorted(survivors, query_starts).astype(query_starts.dtype)
-    at = Rotary(at.cos[alive], at.sin[alive])
-    x = run_upper(model, params, x[alive], at, make_batch(starts, positions[alive]), cache)
-    return logits(model, params, x), cache
+    return x[alive], Rotary(at.cos[alive], at.sin[alive]), make_batch(starts, positions[alive])

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from swiftkv_jax import sharding
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.shapes import Array, PyTree
 
@@ -77,8 +78,17 @@ def weights(config: ModelConfig, plan: KVPlan) -> PyTree:
     """The tree of `Weight`s of one model.
 
     lower, upper: the layers before and after `plan.depth`; lower_rows: the makers inside lower;
-    fill: the makers whose rows come from the stream leaving lower, and their shared norm (SwiftKV only).
+    fill: the makers whose rows come from the stream leaving lower, and their shared norm (SwiftKV only);
+    exit: the exit head's norm and kernel, on that same stream.
+
+    Raises:
+      UsageError: an exit head in a plan that has no split for it to stand at.
     """
+    if config.exit_head and not plan.is_swiftkv:
+        raise UsageError(
+            "an exit head reads the stream entering a SwiftKV plan's split; this plan has none: "
+            "use KVPlan.swiftkv, or exit_head=False"
+        )
     vocab, width = ("V", config.vocab_size), ("D", config.hidden_size)
     tree = {
         "embed": Weight((vocab[1], width[1]), "V D", 0.02),
@@ -88,9 +98,10 @@ def weights(config: ModelConfig, plan: KVPlan) -> PyTree:
         "upper": layers(config, config.num_layers - plan.depth),
         "norm": Weight((config.hidden_size,), ".", fill=1.0),
     }
-    return (
-        tree if config.tie_word_embeddings else tree | {"lm_head": Weight((width[1], vocab[1]), "D V", 0.02)}
-    )
+    head = {"lm_head": Weight((width[1], vocab[1]), "D V", 0.02)}
+    if config.exit_head:
+        tree["exit"] = head | {"norm": tree["norm"]}
+    return tree if config.tie_word_embeddings else tree | head
 
 
 def init(config: ModelConfig, plan: KVPlan, key: Array, dtype=jnp.float32) -> PyTree:

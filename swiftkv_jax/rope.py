@@ -75,7 +75,7 @@ class RopeConfig:
         theta = _typed("rope_theta", theta)
         if fields.pop("partial_rotary_factor", 1.0) not in (1, 1.0, None):
             raise UsageError("config.json: partial_rotary_factor other than 1.0 is not supported")
-        if kind not in _FIELDS:
+        if not isinstance(kind, str) or kind not in _FIELDS:
             raise UsageError(f"config.json: rope_type {kind!r} is not supported; known: {', '.join(_FIELDS)}")
         unknown = sorted(set(fields) - _FIELDS[kind])
         if unknown:
@@ -108,10 +108,17 @@ def _typed(name: str, value) -> float | int | bool:
             raise UsageError(f"config.json: truncate must be true or false, not {value!r}")
         return value
     kind = int if name == "original_max_position_embeddings" else float
-    if isinstance(value, bool) or not isinstance(value, int | float) or kind(value) != value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is(kind, value):
         wanted = "an integer" if kind is int else "a number"
         raise UsageError(f"config.json: {name} must be {wanted}, not {value!r}")
     return kind(value)
+
+
+def _is(kind: type[int] | type[float], value: int | float) -> bool:
+    try:
+        return kind(value) == value
+    except OverflowError:  # infinity as an int; an int beyond every float
+        return False
 
 
 def _yarn_fields(fields: dict, context: int) -> dict:

@@ -1,5 +1,7 @@
 """A teacher's weights, rewired for a plan: which arrays a student starts from."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -13,7 +15,7 @@ INITS = ("fold", "copy")
 
 
 def to_swiftkv(
-    model: Transformer, params: PyTree, plan: KVPlan, init: str = "fold"
+    model: Transformer, params: PyTree, plan: KVPlan, init: str = "fold", exit_head: bool = False
 ) -> tuple[Transformer, PyTree]:
     """An untrained student of `model` under `plan`; its frozen parameters are the teacher's values.
 
@@ -23,9 +25,11 @@ def to_swiftkv(
       "fold": every layer's own input-norm gain is multiplied into its k and v first and `norm_swiftkv`
         starts as ones, so that a key sees the gain it was trained behind.
       "copy": the reference's start (ArcticTraining): `norm_swiftkv` copies layer `split`'s gain.
+    exit_head: give the student an exit head too, which starts as the teacher's final norm and output head.
 
     Raises:
-      UsageError: the plan has another number of layers, or the model is not a standard one.
+      UsageError: the plan has another number of layers, or no split for an exit head, or the model is not a
+        standard one.
     """
     if init not in INITS:
         raise UsageError(f"init must be one of {', '.join(INITS)}, not {init!r}")
@@ -35,7 +39,8 @@ def to_swiftkv(
         raise UsageError(
             "to_swiftkv starts from a standard model; this one's rows are already shared or rewired"
         )
-    student = Transformer(model.config, plan, model.dtype)
+    student = Transformer(dataclasses.replace(model.config, exit_head=exit_head), plan, model.dtype)
+    weights.weights(student.config, plan)  # refuses an exit head where there is no split
     layers, makers = standard_stacks(params)
     out = {name: value for name, value in params.items() if name in ("embed", "norm", "lm_head")}
     out["lower"] = jax.tree.map(lambda leaf: leaf[: plan.depth], layers)
@@ -46,6 +51,9 @@ def to_swiftkv(
     out["fill"] = rows_last(_merge(plan, plan.upper_makers, _fold(makers, gains) if fold else makers))
     if plan.is_swiftkv:
         out["fill"]["norm_swiftkv"] = jnp.ones_like(gains[0]) if fold else gains[plan.split]
+    if exit_head:
+        kernel = params["lm_head"] if "lm_head" in params else params["embed"].T
+        out["exit"] = {"norm": params["norm"], "lm_head": kernel}
     return student, out
 
 
@@ -86,8 +94,8 @@ def _fold(makers: PyTree, gains) -> PyTree:
 
 
 def trainable_count(model: Transformer) -> int:
-    """Parameters that distillation trains: norm_swiftkv, q of the upper layers, k and v of their makers."""
+    """Parameters that distillation trains: norm_swiftkv, q of the upper layers, k and v of their makers, and
+    an exit head."""
     tree = weights.weights(model.config, model.plan)
-    return weights.count(
-        [tree["fill"], {name: tree["upper"][name] for name in ("q_proj", "q_norm") if name in tree["upper"]}]
-    )
+    queries = {name: tree["upper"][name] for name in ("q_proj", "q_norm") if name in tree["upper"]}
+    return weights.count([tree["fill"], queries, tree.get("exit", {})])

@@ -4,17 +4,19 @@ import bisect
 import datetime
 import functools
 import hashlib
-import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.template import Template
+from swiftkv_jax.tokenizer_files import staged
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+_DOWNLOAD = ("tokenizer*", "*token*.json", "config.json", "*.jinja", *_FILES, "merges.txt")
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
-_NOW = re.compile(r"""\bstrftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARKER = "swiftkvturn7f3a91c5e"  # stands for the content of a turn; one word, so that no template alters it
 
 
@@ -33,36 +35,44 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     elif not re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", str(path)):
         raise UsageError(f"tokenizer folder {path} does not exist")
     try:
-        backend = _from_pretrained(str(folder) if folder.is_dir() else str(path), folder.is_dir())
-    except Exception as error:  # transformers raises many kinds, and tokenizers bare Exception
+        backend = _from_folder(folder) if folder.is_dir() else _from_hub(str(path))
+    except UsageError:
+        raise
+    except BaseException as error:  # transformers raises many kinds, tokenizers bare Exception or a panic
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"cannot load a tokenizer from {path}: {reason}") from error
+        raise UsageError(f"cannot load a tokenizer from {path}: {reason[:300]}") from error
     if not backend.is_fast:
         raise UsageError(f"{path} has only a slow tokenizer: save it with a tokenizer.json")
     return Tokenizer(backend, str(path))
 
 
-def _from_pretrained(name: str, local: bool):
+def _from_hub(name: str):
+    from huggingface_hub import snapshot_download
+
+    return _from_folder(Path(snapshot_download(name, allow_patterns=list(_DOWNLOAD))))
+
+
+def _from_folder(folder: Path):
     """By the config files; or by tokenizer.json, where transformers does not know the model's type."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    has_json = local and (Path(name) / _FILES[0]).is_file()
-    if has_json and _is_swiftkv(Path(name) / "config.json"):
-        return PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)
-    try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
-    except ValueError:
-        if not has_json:
-            raise
-        return PreTrainedTokenizerFast.from_pretrained(name, local_files_only=True)
+    with staged(folder) as files:
+        has_json = (files / _FILES[0]).is_file()
+        known = _says_type(files / "config.json") or not has_json
+        try:
+            kind = AutoTokenizer if known else PreTrainedTokenizerFast
+            return kind.from_pretrained(str(files), local_files_only=True)
+        except ValueError:
+            if not has_json:
+                raise
+            return PreTrainedTokenizerFast.from_pretrained(str(files), local_files_only=True)
 
 
-def _is_swiftkv(path: Path) -> bool:
-    """Whether config.json names a type that transformers would warn about on every load."""
-    try:
-        return str(json.loads(path.read_text(encoding="utf-8")).get("model_type")).endswith("_swiftkv")
-    except (OSError, ValueError, AttributeError):
-        return False
+def _says_type(path: Path) -> bool:
+    """Whether there is no config.json, or one of a type that transformers knows."""
+    return not path.exists() or "model_type" in json.loads(path.read_text(encoding="utf-8"))
 
 
 class Tokenizer:
@@ -144,11 +154,8 @@ class Tokenizer:
 
     def _generation_blocks(self, messages, date) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids of a chat, and the tokens [start, end) of its generation blocks."""
-        values = {"return_dict": True, "return_assistant_tokens_mask": True, **self._template(date)}
-        found = self._guard(lambda: self.hf.apply_chat_template(list(messages), **values))
-        mask = [0, *found["assistant_masks"], 0]
-        edges = [i for i, (before, now) in enumerate(itertools.pairwise(mask)) if before != now]
-        return found["input_ids"], list(zip(edges[::2], edges[1::2], strict=True))
+        text, spans = self._rendered(messages, date)
+        return self._tokens_of(text, [span for span in spans if span[0] < span[1]])
 
     def _marked_turns(self, messages, date) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids of a chat, and the tokens [start, end) that the content of each assistant turn touches."""
@@ -157,6 +164,10 @@ class Tokenizer:
         spans = [span for i in turns if (span := self._turn(text, messages, i, date))]
         if turns and not spans:
             raise UsageError(f"the chat template of {self.name} does not show the assistant's turns")
+        return self._tokens_of(text, spans)
+
+    def _tokens_of(self, text: str, spans) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text, and which of its tokens [start, end) touch each span of characters."""
         encoded = self._rust.encode(text, add_special_tokens=False)
         starts, ends = [a for a, _ in encoded.offsets], [b for _, b in encoded.offsets]
         return encoded.ids, [(bisect.bisect_right(ends, a), bisect.bisect_left(starts, b)) for a, b in spans]
@@ -191,26 +202,32 @@ class Tokenizer:
         return min(end + 1, len(ids))
 
     def _render(self, messages, date=None, **options) -> str:
-        if not self.hf.chat_template:
+        return self._rendered(messages, date, **options)[0]
+
+    def _rendered(self, messages, date, **options) -> tuple[str, list[tuple[int, int]]]:
+        """A chat's text, and the characters [start, end) of its generation blocks."""
+        if self._template is None:
             raise UsageError(f"the tokenizer of {self.name} has no chat template: give texts, not messages")
-        values = {"tokenize": False, **options, **self._template(date)}
-        return self._guard(lambda: self.hf.apply_chat_template(list(messages), **values))
-
-    def _template(self, date: datetime.date | None) -> dict:
-        """Arguments that pin the date in both ways in which published templates ask for it."""
-        template = self.hf.chat_template
-        if date is None or not isinstance(template, str):
-            return {}
-        pinned = _NOW.sub(lambda call: repr(date.strftime(call[2])), template)
-        return {"date_string": date.strftime("%d %b %Y"), "chat_template": pinned}
-
-    def _guard(self, render):
-        import jinja2
-
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise UsageError(
+                f"the chat template of {self.name} refuses these messages: give {{role, content}} objects"
+            )
+        values = {name: _plain(token) for name, token in self.hf.special_tokens_map.items()}
+        values |= {"tools": None, "documents": None, "add_generation_prompt": False, **options}
+        values["messages"] = [_aliased({k: v for k, v in m.items() if v is not None}) for m in messages]
+        if date is not None:
+            values["date_string"] = date.strftime("%d %b %Y")
         try:
-            return render()
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
+            return self._template.render(values, date)
+        except UsageError as error:
             raise UsageError(f"the chat template of {self.name} refuses these messages: {error}") from error
+
+    @functools.cached_property
+    def _template(self) -> Template | None:
+        found = self.hf.chat_template
+        if isinstance(found, Mapping):
+            found = found.get("default")
+        return Template(found) if isinstance(found, str) and found else None
 
     def _two_bos(self, ids: list[int]) -> bool:
         return self.bos_id is not None and ids[:2] == [self.bos_id] * 2
@@ -222,6 +239,17 @@ class Tokenizer:
                 f"take {self.hf.bos_token!r} out of the first message"
             )
         return ids
+
+
+def _plain(token):
+    """A special token as templates see it: its text, or a list of texts."""
+    return [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
+
+
+def _aliased(message: dict) -> dict:
+    """With a turn's reasoning under every name that published templates read."""
+    found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _shared(text: str, start: str) -> int:

@@ -11,10 +11,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "swiftkv_jax"
 LEVELS = (
-    "shapes pytree errors config config_json rope plan sharding",
-    "layers cache params tokenizer",
+    "shapes pytree errors folder config config_json rope plan sharding template template_worker",
+    "layers cache params tokenizer tokenizer_files",
     "model surgery checkpoint slim predict",
     "distill engine analysis",
+    "lm_eval",
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}
 STRANGERS = {("distill", "engine"), ("engine", "distill"), ("analysis", "distill"), ("analysis", "engine")}

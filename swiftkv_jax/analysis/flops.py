@@ -106,8 +106,8 @@ def training_flops_per_token(
     Counted: the lower layers forward, once when teacher and student share them, else twice; the teacher's
     upper layers forward; the student's `fill` and upper layers forward, their activation gradients (as much
     again; twice for attention), and the weight gradients of what trains (k, v and q; with trainable="upper"
-    also o and the MLP); two output heads forward and one activation gradient. Recomputation (remat) is not
-    counted, nor is the mask between packed documents.
+    also o and the MLP); two output heads forward and one activation gradient; an exit head forward and its
+    weight gradient. Recomputation (remat) is not counted, nor is the mask between packed documents.
     """
     plan = _checked(config, plan)
     one, head = _layer(config), _head(config)
@@ -119,7 +119,7 @@ def training_flops_per_token(
     made = len(plan.upper_makers) * one["kv"]
     forward = top * dense + made + attention + head
     backward = top * dense + made + 2 * attention + head
-    trained = made + top * (dense if trainable == "upper" else one["q"])
+    trained = made + top * (dense if trainable == "upper" else one["q"]) + 2 * head * config.exit_head
     return (1 if shared_lower else 2) * low + teacher + forward + backward + trained
 
 

@@ -41,3 +41,18 @@ def layer_similarity(
     right.set(xlabel="input of layer", ylabel="input of layer", title="cosine similarity")
     figure.colorbar(image, ax=right)
     return save(figure, path)
+
+
+def early_exit(share: np.ndarray, agreement: np.ndarray, threshold: float, path: Path) -> Path:
+    """Shares of places (bars) and agreement (line) by bin of the exit head's largest probability (SwiftKV
+    paper, figure B.1); see early_exit.py."""
+    figure, (left,) = new_figure()
+    width = 1 / len(share)
+    middle = (np.arange(len(share)) + 0.5) * width
+    left.bar(middle, share, width=0.9 * width, color="tab:blue", alpha=0.5)
+    left.axvline(threshold, color="gray", linestyle=":")
+    left.set(xlabel="largest probability of the exit head", ylabel="share of places", xlim=(0, 1))
+    right = left.twinx()
+    right.plot(middle, agreement, color="tab:orange", marker="o", markersize=3)
+    right.set(ylabel="agreement with the whole model", ylim=(0, 1))
+    return save(figure, path)

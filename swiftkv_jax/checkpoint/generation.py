@@ -51,7 +51,7 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
         value = own.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or kind(value) != value:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is(kind, value):
             wanted = "an integer" if kind is int else "a number"
             raise UsageError(f"generation_config.json: {name} must be {wanted}, not {value!r}")
         values[name] = kind(value)
@@ -59,6 +59,13 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
     if sample not in (None, True, False):
         raise UsageError(f"generation_config.json: do_sample must be true or false, not {sample!r}")
     return GenerationDefaults(do_sample=sample, **values)
+
+
+def _is(kind: type[int] | type[float], value: int | float) -> bool:
+    try:
+        return kind(value) == value
+    except OverflowError:  # infinity as an int; an int beyond every float
+        return False
 
 
 def _integer(name: str, value) -> int:

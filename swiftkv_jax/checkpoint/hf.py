@@ -1,6 +1,7 @@
 """A model from a Hugging Face folder: safetensors read lazily, each shard into its place on a mesh."""
 
 import contextlib
+import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from swiftkv_jax.checkpoint.names import Slot, ignored, leaves, slots
 from swiftkv_jax.checkpoint.write import INDEX, SINGLE, save_pretrained
 from swiftkv_jax.config import DTYPES, ModelConfig, is_swiftkv, plan_from_hf, read_config_json
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.folder import inside
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import Array, PyTree
 
@@ -26,6 +28,7 @@ _ON_DISK = ("F32", "BF16", "F16")
 # Not `*.safetensors`: some repositories carry the weights twice, in a vendor's own layout.
 _DOWNLOAD = ("model*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt")
 _WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".gguf", ".safetensors")
+_BARE = re.compile(r"[\w.+-]{1,200}\.safetensors", re.ASCII)  # a file's name, without a folder
 _NAMES_SHOWN = 20
 
 
@@ -121,8 +124,10 @@ def _weight_map(path: Path) -> dict[str, str]:
     if not isinstance(where, Mapping) or not where or not all(isinstance(v, str) for v in where.values()):
         raise UsageError(f"{path}: weight_map must be an object that names a file for each tensor")
     for name in sorted(set(where.values())):
-        if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
-            raise UsageError(f"{path}: {name!r} is not the bare name of a safetensors file in this folder")
+        if not _BARE.fullmatch(name):
+            raise UsageError(
+                f"{path}: {name[:100]!r} is not the bare name of a safetensors file in this folder"
+            )
         if not (path.parent / name).exists():
             raise UsageError(f"{path} names {name}, which is not in {path.parent}; download it again")
     return dict(where)
@@ -130,7 +135,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, typing.Any]]:
     try:
-        file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
+        file = stack.enter_context(safetensors.safe_open(inside(path), framework="numpy"))
         return {name: (path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None

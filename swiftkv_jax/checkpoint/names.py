@@ -28,6 +28,8 @@ _TOP = {
     ("norm",): "model.norm.weight",
     ("fill", "norm_swiftkv"): "model.norm_swiftkv.weight",
     ("lm_head",): "lm_head.weight",
+    ("exit", "norm"): "exit.norm.weight",  # the exit head's names are ours: none is published
+    ("exit", "lm_head"): "exit.lm_head.weight",
 }
 # What SwiftKV replaces in the upper layers; the published names add a suffix (ArcticTraining).
 _REPLACED = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")

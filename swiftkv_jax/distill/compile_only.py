@@ -87,6 +87,7 @@ def compile_step(experiment: Experiment, devices):
     """(compiled train step, its HLO text, recipe, mesh) on a mesh over `devices`; no array is made."""
     config = experiment.architecture or ModelConfig.from_hf(experiment.model)
     plan = experiment.plan.build(config.num_layers)
+    config = dataclasses.replace(config, exit_head=experiment.loss.exit_weight > 0)
     student = Transformer(config, plan, experiment.dtype)
     recipe = steps.make_recipe(experiment, student, experiment.steps or 1000)
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh), devices=devices)

@@ -64,6 +64,8 @@ class LossConfig:
       hidden_weight: of the mean squared error between the streams entering the last layer, over all real
       tokens.
       lm_weight: of the cross-entropy with the data.
+      exit_weight: of an exit head's KL to the teacher (SwiftKV paper, B.4, where it is 1); above 0 the
+        student gets that head. Its gradient reaches the head alone.
       chunk_mib: MiB of float32 logits that exist at a time on one device.
     """
 
@@ -71,18 +73,20 @@ class LossConfig:
     kl_weight: float = 1.0
     hidden_weight: float = 0.0
     lm_weight: float = 0.0
+    exit_weight: float = 0.0
     reduction: str = "mean"
     chunk_mib: float = 256.0
 
     def __post_init__(self):
         _positive("loss", temperature=self.temperature, chunk_mib=self.chunk_mib)
-        _not_negative(
-            "loss", kl_weight=self.kl_weight, hidden_weight=self.hidden_weight, lm_weight=self.lm_weight
-        )
+        names = ("kl_weight", "hidden_weight", "lm_weight", "exit_weight")
+        weights: dict[str, float] = {name: getattr(self, name) for name in names}
+        _not_negative("loss", **weights)
         _one_of("loss.reduction", self.reduction, REDUCTIONS)
-        if not (self.kl_weight or self.hidden_weight or self.lm_weight):
+        if not any(weights.values()):
             raise UsageError(
-                "loss: kl_weight, hidden_weight and lm_weight are all 0; nothing would be trained"
+                "loss: kl_weight, hidden_weight, lm_weight and exit_weight are all 0; "
+                "nothing would be trained"
             )
 
 
@@ -169,6 +173,10 @@ class Experiment:
             raise UsageError(
                 'trainable="all" is plain language-model training: '
                 "set loss.kl_weight=0, loss.hidden_weight=0, loss.lm_weight=1"
+            )
+        if self.trainable == "all" and self.loss.exit_weight:
+            raise UsageError(
+                'loss.exit_weight is of a student\'s exit head; trainable="all" has no student: set it to 0'
             )
         if self.trainable != "all" and (not self.model or not self.plan.split):
             raise UsageError(

@@ -103,7 +103,12 @@ class Run:
         self.loader = DataLoader(experiment.data, self.tokenizer, **self.process)
         total = experiment.steps or experiment.epochs * self.loader.steps_per_epoch()
         student, trained, frozen = steps.prepare(
-            teacher, params, plan, experiment.plan.init, experiment.trainable
+            teacher,
+            params,
+            plan,
+            experiment.plan.init,
+            experiment.trainable,
+            exit_head=experiment.loss.exit_weight > 0,
         )
         self.recipe = steps.make_recipe(experiment, student, total)
         self.abstract, abstract_frozen = steps.abstract_run(self.recipe, mesh)
@@ -193,7 +198,10 @@ class Run:
         return now
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out cross-entropy and perplexity, and, with a teacher, its own, the KL and the agreement."""
+        """Held-out cross-entropy and perplexity, and, with a teacher, its own, the KL and the agreement.
+
+        Of an exit head, the KL to the teacher and the agreement with the student.
+        """
         return summarise(self.row_sums(), self.recipe.has_teacher) if self.experiment.evaluation else {}
 
     def row_sums(self) -> dict[str, np.ndarray]:
@@ -294,7 +302,10 @@ def summarise(rows: dict[str, np.ndarray], has_teacher: bool) -> dict[str, float
         "teacher_cross_entropy": mean["teacher"],
         "teacher_perplexity": math.exp(min(mean["teacher"], 700)),
     }
-    return out | teacher | {"kl": mean["kl"], "agreement": mean["agree"]}
+    out |= teacher | {"kl": mean["kl"], "agreement": mean["agree"]}
+    if "exit_kl" in mean:
+        out |= {"exit_kl": mean["exit_kl"], "exit_agreement": mean["exit_agree"]}
+    return out
 
 
 def _prepare_folder(out: Path, experiment: Experiment, resume: bool) -> None:
@@ -314,8 +325,15 @@ def _prepare_folder(out: Path, experiment: Experiment, resume: bool) -> None:
 
 
 def _identity(text: str) -> str:
-    """What must not change between a run and its resumption."""
-    kept = json.loads(text)
+    """What must not change between a run and its resumption.
+
+    A field that is off (0, false, null) counts as absent: a run that began before the field existed lacks it.
+    """
+
+    def on(tree):
+        return {n: on(v) for n, v in tree.items() if v} if isinstance(tree, dict) else tree
+
+    kept = on(json.loads(text))
     for name in (
         "log_every",
         "evaluate_every",

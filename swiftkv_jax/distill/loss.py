@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.shapes import Array, Float, Int
+from swiftkv_jax.shapes import Array, Float, Int, PyTree
 
 Head = Callable[[Float[Array, "B c D"]], Float[Array, "B c V"]]
 
@@ -52,16 +52,42 @@ def kl_sum(student: Head, teacher: Head, s, t, mask, temperature: float, chunk: 
     """
 
     def per_chunk(s, t, mask):
-        want = jax.nn.log_softmax(teacher(t) / temperature)
         got, pull = jax.vjp(lambda s: student(s) / temperature, s)
-        got = jax.nn.log_softmax(got)
-        value = jnp.sum(jnp.sum(jnp.exp(want) * (want - got), axis=-1) * mask)
-        return value, pull((jnp.exp(got) - jnp.exp(want)) * mask[..., None])[0]
+        value, slope = _kl_and_slope(got, teacher(t) / temperature, mask)
+        return value, pull(slope)[0]
 
     total, slope = over_chunks(per_chunk, chunk, *jax.lax.stop_gradient((s, t, mask)))
+    return _with_slope(total, slope, s) * temperature**2
+
+
+def head_kl_sum(
+    student, kernels: PyTree, teacher: Head, x, t, mask, temperature: float, chunk: int
+) -> Float[Array, ""]:
+    """As `kl_sum`, of the logits `student(kernels, x)`; the gradient is with respect to `kernels` alone."""
+    fixed = jax.lax.stop_gradient(kernels)
+
+    def per_chunk(x, t, mask):
+        got, pull = jax.vjp(lambda kernels: student(kernels, x) / temperature, fixed)
+        value, slope = _kl_and_slope(got, teacher(t) / temperature, mask)
+        return (value, pull(slope)[0]), ()
+
+    (total, slope), _ = over_chunks(per_chunk, chunk, *jax.lax.stop_gradient((x, t, mask)))
+    return _with_slope(total, slope, kernels) * temperature**2
+
+
+def _kl_and_slope(got, want, mask) -> tuple[Float[Array, ""], Float[Array, "B c V"]]:
+    """Masked sum of KL(want || got) of logits, and its gradient with respect to `got`."""
+    got, want = jax.nn.log_softmax(got), jax.nn.log_softmax(want)
+    value = jnp.sum(jnp.sum(jnp.exp(want) * (want - got), axis=-1) * mask)
+    return value, (jnp.exp(got) - jnp.exp(want)) * mask[..., None]
+
+
+def _with_slope(total: Float[Array, ""], slope: PyTree, at: PyTree) -> Float[Array, ""]:
+    """`total`, whose gradient with respect to `at` is `slope`."""
     total, slope = jax.lax.stop_gradient((total, slope))
-    moved = jnp.sum(slope * s.astype(jnp.float32))  # its gradient is `slope`
-    return (total + moved - jax.lax.stop_gradient(moved)) * temperature**2
+    each = jax.tree.map(lambda g, a: jnp.sum(g * a.astype(jnp.float32)), slope, at)
+    moved = sum(jax.tree.leaves(each), jnp.zeros(()))
+    return total + moved - jax.lax.stop_gradient(moved)
 
 
 def cross_entropy_sum(head: Head, h, targets, mask, chunk: int) -> Float[Array, ""]:

@@ -14,7 +14,18 @@ from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
 from swiftkv_jax.layers import rms_norm
-from swiftkv_jax.model import Transformer, embed, fill, forward, head, lower, own_rows, place, upper
+from swiftkv_jax.model import (
+    Transformer,
+    embed,
+    exit_logits,
+    fill,
+    forward,
+    head,
+    lower,
+    own_rows,
+    place,
+    upper,
+)
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Array, PyTree
@@ -79,9 +90,10 @@ def split_trainable(params: PyTree, trainable: str) -> tuple[PyTree, PyTree]:
     if trainable == "all":
         return params, {}
     names = set(params["upper"]) if trainable == "upper" else {"q_proj", "q_norm"} & set(params["upper"])
-    trained = {"fill": params["fill"], "upper": {n: params["upper"][n] for n in names}}
+    trained = {n: params[n] for n in ("fill", "exit") if n in params}
+    trained["upper"] = {n: params["upper"][n] for n in names}
     rest = {n: p for n, p in params["upper"].items() if n not in names}
-    return trained, {n: p for n, p in params.items() if n not in ("fill", "upper")} | {"upper": rest}
+    return trained, {n: p for n, p in params.items() if n not in trained} | {"upper": rest}
 
 
 def merge(trained: PyTree, frozen: PyTree) -> PyTree:
@@ -90,12 +102,14 @@ def merge(trained: PyTree, frozen: PyTree) -> PyTree:
     return frozen | trained | both
 
 
-def prepare(teacher: Transformer, params: PyTree, plan: KVPlan, init: str, trainable: str):
+def prepare(
+    teacher: Transformer, params: PyTree, plan: KVPlan, init: str, trainable: str, exit_head: bool = False
+):
     """(student, trained in fp32, frozen): the frozen tree holds what the student keeps of its teacher, and,
     under "teacher", the teacher's own upper layers, sharing every array the student does not train."""
     if trainable == "all":
         return teacher, _masters(params), {}
-    student, student_params = to_swiftkv(teacher, params, plan, init)
+    student, student_params = to_swiftkv(teacher, params, plan, init, exit_head)
     trained, frozen = split_trainable(student_params, trainable)
     layers, makers = jax.tree.map(lambda leaf: leaf[plan.depth :], standard_stacks(params))
     shared = {name: student_params["upper"][name] for name in layers}
@@ -149,8 +163,11 @@ def abstract_run(recipe: Recipe, mesh: Mesh) -> tuple[TrainState, PyTree]:
     return dataclasses.replace(state, **places), frozen
 
 
-def hidden_states(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch) -> tuple[PyTree, PyTree]:
-    """Normalised hidden states and streams entering the last layer: (student's, teacher's or None).
+def hidden_states(
+    recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Normalised hidden states and streams entering the last layer: (student's, teacher's or None); and the
+    stream entering the split, None without a teacher.
 
     The lower half is frozen and the same for both, so it runs once, and no gradient reaches it.
     """
@@ -162,14 +179,14 @@ def hidden_states(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch)
 
     if not recipe.has_teacher:
         x = forward(model, params, batch.tokens, batch.positions, batch.segments, recipe.remat)
-        return (normal(x), x), None
+        return (normal(x), x), None, None
     at, segments = place(model, batch.tokens, batch.positions, batch.segments)
     x = sharding.constrain(embed(model, params, batch.tokens), "B T .")
     x = jax.lax.stop_gradient(lower(model, params, x, at, segments))
     got, got_last = upper(model, params, x, fill(model, params, x, at), at, segments, recipe.remat)
     stack = jax.lax.stop_gradient(frozen["teacher"])
     want, want_last = own_rows(model.config, stack, model.plan.depth, x, at, segments)
-    return (normal(got), got_last), jax.lax.stop_gradient((normal(want), want_last))
+    return (normal(got), got_last), jax.lax.stop_gradient((normal(want), want_last)), x
 
 
 def chunk_of(recipe: Recipe, batch: Batch) -> int:
@@ -186,7 +203,7 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch, to
     """The loss of one (micro-)batch, already divided by the whole batch's token counts `totals`."""
     config = recipe.loss
     params = merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
-    (h, last), teacher = hidden_states(recipe, trained, frozen, batch)
+    (h, last), teacher, x = hidden_states(recipe, trained, frozen, batch)
     chunk = chunk_of(recipe, batch)
     counted, real = totals
     parts: dict[str, Array] = {}
@@ -204,7 +221,15 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch, to
     if config.lm_weight:
         ce = losses.cross_entropy_sum(lambda h: head(params, h), h, batch.targets, batch.mask, chunk)
         parts["lm"] = ce / counted
+    if config.exit_weight:
+
+        def early(kernels, x):
+            return exit_logits(recipe.student, {"exit": kernels}, x)
+
+        exits = (early, params["exit"], lambda h: head(params, h), x, teacher[0])
+        parts["exit_kl"] = losses.head_kl_sum(*exits, batch.mask, config.temperature, chunk) / counted
     weights = {"kl": config.kl_weight, "hidden": config.hidden_weight, "lm": config.lm_weight}
+    weights["exit_kl"] = config.exit_weight
     return sum((weights[name] * value for name, value in parts.items()), jnp.zeros(())), parts
 
 
@@ -239,13 +264,14 @@ def train_step(recipe: Recipe, frozen: PyTree, state: TrainState, batch: Batch) 
 def evaluate_batch(recipe: Recipe, frozen: PyTree, trained: PyTree, batch: Batch) -> dict:
     """Sums over unmasked tokens: student's and teacher's cross-entropy, KL at temperature 1, top-1 agreement.
 
-    Without a teacher, only the student's cross-entropy.
+    Without a teacher, only the student's cross-entropy. With an exit head, its KL to the teacher too, and how
+    often its likeliest token is the student's own.
     """
     params = merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
-    (h, _), teacher = hidden_states(recipe, trained, frozen, batch)
+    (h, _), teacher, x = hidden_states(recipe, trained, frozen, batch)
     want = h if teacher is None else teacher[0]
 
-    def per_chunk(h, want, targets, mask):
+    def per_chunk(h, want, targets, mask, *x):
         got, ref = head(params, h), head(params, want)
         log_got, log_ref = jax.nn.log_softmax(got), jax.nn.log_softmax(ref)
         sums = {
@@ -254,10 +280,16 @@ def evaluate_batch(recipe: Recipe, frozen: PyTree, trained: PyTree, batch: Batch
             "kl": jnp.sum(jnp.exp(log_ref) * (log_ref - log_got), axis=-1),
             "agree": (jnp.argmax(got, -1) == jnp.argmax(ref, -1)).astype(jnp.float32),
         }
+        if x:
+            early = exit_logits(recipe.student, params, *x)
+            log_early = jax.nn.log_softmax(early)
+            sums["exit_kl"] = jnp.sum(jnp.exp(log_ref) * (log_ref - log_early), axis=-1)
+            sums["exit_agree"] = (jnp.argmax(early, -1) == jnp.argmax(got, -1)).astype(jnp.float32)
         sums = {name: jnp.sum(x * mask, axis=1) for name, x in sums.items()}
         return sums | {"tokens": jnp.sum(mask, axis=1)}, ()
 
-    return losses.over_chunks(per_chunk, chunk_of(recipe, batch), h, want, batch.targets, batch.mask)[0]
+    arrays = [h, want, batch.targets, batch.mask, *([x] if recipe.student.config.exit_head else [])]
+    return losses.over_chunks(per_chunk, chunk_of(recipe, batch), *arrays)[0]
 
 
 def make_recipe(experiment: Experiment, student: Transformer, steps: int) -> Recipe:

@@ -1,66 +1,23 @@
 """Plan, run, record: requests come and go while the batch keeps running."""
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from swiftkv_jax.cache import LARGEST, Cache
 from swiftkv_jax.engine import draft
 from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.request import Request, RequestOutput
 from swiftkv_jax.engine.runner import Launch, Runner, new_cache
 from swiftkv_jax.engine.scheduler import Scheduler
 from swiftkv_jax.engine.sequence import Choice, Sequence
-from swiftkv_jax.errors import UsageError, suggest
-from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
+from swiftkv_jax.engine.settings import Settings, empty_pool
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import PyTree
-
-CACHE_DTYPES = ("float32", "bfloat16", "float16", *LARGEST)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How an engine runs. None of it but `cache_dtype` changes a request's tokens.
-
-    Attributes:
-      max_model_len: most tokens of prompt and completion together.
-      max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of one step.
-      steps_per_launch: tokens a sequence decodes before the host looks at stop strings and new requests.
-      page_size: tokens of a page; prompts share whole pages.
-      num_pages: of the cache. None: enough for `max_num_seqs` full contexts, or what `memory_fraction` of
-        the device's memory leaves beside the weights, if that is less.
-      cache_dtype: "auto" (the model's), or a float type, or "float8_e4m3fn" or "int8", which round.
-      prefix_caching: keep full pages, for prompts that begin the same way.
-      attention: how pages are read: an implementation of kernels/paged_attention, by name; None: the
-        platform's choice ("xla" where the model lies on several devices).
-      drafts: tokens guessed by prompt lookup and checked in one step; 0: none.
-      max_queued_requests, max_queued_tokens: above these a request is refused; None: no bound.
-    """
-
-    max_model_len: int
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 2048
-    steps_per_launch: int = 8
-    page_size: int = 64
-    num_pages: int | None = None
-    memory_fraction: float = 0.9
-    cache_dtype: str = "auto"
-    prefix_caching: bool = True
-    attention: str | None = None
-    drafts: int = 0
-    max_queued_requests: int | None = None
-    max_queued_tokens: int | None = None
-
-    @property
-    def pages_per_sequence(self) -> int:
-        return -(-self.max_model_len // self.page_size)
 
 
 class Overloaded(RuntimeError):
@@ -155,8 +112,8 @@ class Engine:
         self._new_cache = partial(new_cache, model, params, mesh, partial(empty_pool, model, settings))
         cache = self._new_cache()
         budget, steps = settings.max_num_batched_tokens, settings.steps_per_launch
-        lanes, drafts = settings.max_num_seqs, settings.drafts
-        self.runner = Runner(model, params, mesh, cache, lanes, budget, steps, drafts)
+        lanes, lookups, exits = settings.max_num_seqs, settings.lookups, settings.exits
+        self.runner = Runner(model, params, mesh, cache, lanes, budget, steps, lookups, exits=exits)
         self._start()
         self.stats = Stats(cache_bytes=cache.nbytes, cache_bytes_per_token=cache.bytes_per_token)
         self.probe: Callable[[str, str], None] = lambda point, request_id: None
@@ -252,7 +209,7 @@ class Engine:
             for sequence in self.scheduler.admit():
                 sequence.scheduled = time.perf_counter()
                 self._guarded(sequence, "schedule", self.runner.seat, sequence)
-            if self.scheduler.reading or self.settings.drafts or self._one_by_one():
+            if self.scheduler.reading or self.settings.lookups or self._one_by_one():
                 self._run()
             else:
                 self._decode()
@@ -260,7 +217,7 @@ class Engine:
             self.restart(error)
 
     def _run(self) -> None:
-        work, size = self.scheduler.plan(self._draft if self.settings.drafts else None)
+        work, size = self.scheduler.plan(self._draft if self.settings.lookups else None)
         for item in work:
             self._guarded(item.sequence, "run")
         work = [item for item in work if item.sequence.lane is not None]
@@ -276,7 +233,7 @@ class Engine:
             self._read(launch)
 
     def _decode(self) -> None:
-        steps = self.settings.steps_per_launch
+        steps = self.runner.steps
         for sequence in self.scheduler.in_order():
             if sequence.lane is not None:
                 self.scheduler.grow(sequence, min(sequence.length + steps - 1, sequence.request.max_length))
@@ -284,7 +241,7 @@ class Engine:
             self._guarded(sequence, "run")
         rows = self.scheduler.in_order()
         if rows:
-            self._flight = self.runner.decode(rows, steps)
+            self._flight = self.runner.decode(rows)
 
     def _follow(self, launch: Launch) -> Launch | None:
         """The launch after `launch`, when nothing that the host does not know yet could change it."""
@@ -317,6 +274,7 @@ class Engine:
         self.probe("detokenise", sequence.request.request_id)
         for i, choice in enumerate(choices):
             if guess is None:
+                self._count_guesses(sequence, choice)
                 self.scheduler.cached(sequence, 1)
             elif i:
                 if choices[i - 1].token != guess[i - 1]:
@@ -328,8 +286,16 @@ class Engine:
             if sequence.finish_reason:  # what lies behind a stop string that only the host can see is dropped
                 break
 
+    def _count_guesses(self, sequence: Sequence, choice: Choice) -> None:
+        """Of a decode loop, before its `choice` is taken: a token that was not guessed opens a turn."""
+        exits = self.runner.exits
+        if choice.guessed:
+            self.stats.accepted_tokens += 1
+        elif exits:
+            self.stats.drafted_tokens += min(exits.drafts, sequence.request.max_length - sequence.length - 1)
+
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
-        room = min(most, self.settings.drafts, sequence.request.max_length - sequence.length - 1)
+        room = min(most, self.settings.lookups, sequence.request.max_length - sequence.length - 1)
         if room < 1 or sequence.request.params.penalised or sequence.request.bad_ids:
             return []
         return draft.lookup(sequence.tokens, room)
@@ -375,52 +341,3 @@ class Engine:
         self._start()
         for sequence in waiting:
             self.scheduler.add(sequence)
-
-
-def empty_pool(model: Transformer, settings: Settings) -> Cache:
-    """The engine's pool of `settings.num_pages` pages and the scratch page; its own table is empty."""
-    assert settings.num_pages is not None  # see `settle`
-    dtype = model.dtype if settings.cache_dtype == "auto" else settings.cache_dtype
-    table, pages = jnp.zeros((1, 1), jnp.int32), settings.num_pages + 1
-    page, dtype = settings.page_size, jnp.dtype(dtype)
-    cache = Cache.create(model.config, model.plan, table, pages, page, dtype, settings.max_model_len)
-    return dataclasses.replace(cache, implementation=settings.attention)
-
-
-def settle(settings: Settings, model: Transformer, devices: list) -> Settings:
-    """`settings` with `num_pages` a number, for a model on these devices.
-
-    Raises:
-      UsageError: an unknown `cache_dtype` or `attention`, or pages for less than one sequence.
-    """
-    known = ("auto", *CACHE_DTYPES)
-    if settings.cache_dtype not in known:
-        near = suggest(settings.cache_dtype, known)
-        raise UsageError(f"cache_dtype must be one of {', '.join(known)}, not {settings.cache_dtype!r}{near}")
-    if settings.attention not in (None, *PAGED_ATTENTION):
-        near = suggest(settings.attention, PAGED_ATTENTION)
-        raise UsageError(
-            f"attention must be one of {', '.join(PAGED_ATTENTION)}, not {settings.attention!r}{near}"
-        )
-    if settings.attention is None and len(devices) > 1:  # kernels are not cut up by the compiler
-        settings = dataclasses.replace(settings, attention="xla")
-    least, pages = settings.pages_per_sequence, settings.num_pages
-    if pages is None:
-        one = jax.eval_shape(partial(empty_pool, model, dataclasses.replace(settings, num_pages=0)))
-        room = int(_free_bytes(devices[0], settings.memory_fraction) / one.nbytes) - 1
-        pages = min(settings.max_num_seqs * least, room)
-    if pages < least:
-        raise UsageError(
-            f"{pages} pages of {settings.page_size} tokens cannot hold one sequence of max_model_len "
-            f"{settings.max_model_len}: {least} are needed; raise num_pages or memory_fraction, or lower "
-            "max_model_len"
-        )
-    return dataclasses.replace(settings, num_pages=pages)
-
-
-def _free_bytes(device, fraction: float) -> float:
-    """What `fraction` of a device's memory leaves beside what is in use; on a CPU, half of what is free."""
-    stats = device.memory_stats() or {}
-    if "bytes_limit" in stats:
-        return fraction * stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return fraction / 2 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -15,14 +15,23 @@ from swiftkv_jax.checkpoint.generation import GenerationDefaults, read_generatio
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.engine import prefix
-from swiftkv_jax.engine.engine import Engine, Group, Settings, Stats, empty_pool, settle
+from swiftkv_jax.engine.engine import Engine, Group, Stats
 from swiftkv_jax.engine.request import Logprob, Request, RequestOutput, SamplingParams, integer
 from swiftkv_jax.engine.score import prompt_logprobs
+from swiftkv_jax.engine.settings import Settings, empty_pool, settle
 from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.tokenizer import load_tokenizer
 
+_NOT_COUNTS = (  # settings that are no whole numbers
+    "cache_dtype",
+    "prefix_caching",
+    "memory_fraction",
+    "attention",
+    "drafter",
+    "exit_threshold",
+)
 _FROM_GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -321,7 +330,7 @@ def _settings(limit: int, given: dict) -> Settings:
     for name, value in given.items():
         if name not in known:
             raise UsageError(f"unknown setting {name!r}{suggest(name, known)}")
-        if name in ("cache_dtype", "prefix_caching", "memory_fraction", "attention"):
+        if name in _NOT_COUNTS:
             continue
         if value is not None:
             integer(name, value, 0 if name == "drafts" else 1)

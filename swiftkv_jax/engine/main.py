@@ -23,7 +23,9 @@ _ENGINE = {  # flag: (type, help); the fields of engine.Settings, whose defaults
     "num-pages": (int, "pages of the cache (default: what memory allows)"),
     "memory-fraction": (float, "of the device's memory that weights and cache may take (default 0.9)"),
     "cache-dtype": (str, "auto, float32, bfloat16, float16, float8_e4m3fn or int8"),
-    "drafts": (int, "tokens guessed from the prompt and checked in one step (default 0)"),
+    "drafts": (int, "tokens guessed and checked at once (default 0)"),
+    "drafter": (str, "who guesses: prompt (the default), or exit, the model's exit head"),
+    "exit-threshold": (float, "lossy: tokens the exit head is surer of run no further (default off)"),
 }
 _SAMPLING = {  # flag: (type, help)
     "max-tokens": (
@@ -116,6 +118,8 @@ def _run(args: argparse.Namespace, root: Path) -> int:
     if args.resume and args.output in (None, "-"):
         raise UsageError("--resume needs --output FILE: the file to finish")
     lines = read_lines(args.input)
+    if args.compare:
+        raise UsageError("--compare belongs to --http, not to a batch")
     flags = _given(args, (*_SAMPLING, "stop"))
     SamplingParams().updated(flags)  # a bad flag is found before the model is loaded
     say, llm = _say(args), _load(args, root)
@@ -139,21 +143,46 @@ def _serve(args: argparse.Namespace, root: Path, api_key: str | None) -> int:
     flags = _given(args, _SAMPLING)
     SamplingParams().updated(flags)
     settings = http.http_settings(args, str(args.model or _demo(root)), api_key)
+    second = http.compared_name(args.compare, settings.model_name) if args.compare else ""
     try:
         from swiftkv_jax.engine.http import server
+        from swiftkv_jax.engine.http.app import Api
     except ImportError as error:
         raise UsageError(f"--http needs {error.name}: pip install 'swiftkv-jax[serve]'") from error
 
     listener = server.listen(*http.address(args.http))
     say, llm = _say(args), _load(args, root)
-    llm.defaults = llm.defaults.updated(flags)
-    bounds = http.queue_bounds(args, llm.settings.max_num_batched_tokens, llm.settings.max_model_len)
-    llm.settings = dataclasses.replace(llm.settings, **bounds)
-    _describe(llm, llm.defaults, args.model or _demo(root), say)
+    llms = {settings.model_name: llm}
+    if args.compare:
+        llms[second] = _load(args, root, args.compare)
+        if args.num_pages is None:
+            _share_memory(list(llms.values()))
+    for name, each in llms.items():
+        each.defaults = each.defaults.updated(flags)
+        bounds = http.queue_bounds(args, each.settings.max_num_batched_tokens, each.settings.max_model_len)
+        each.settings = dataclasses.replace(each.settings, **bounds)
+        _describe(each, each.defaults, name, say)
+    api = Api(llm, settings, {name: each for name, each in llms.items() if each is not llm})
     host, port = listener.getsockname()[:2]
     keys = f"{len(settings.api_keys)} API keys" if settings.api_keys else "no API key"
-    say(f"listening http://{f'[{host}]' if ':' in host else host}:{port} ({settings.model_name}; {keys})")
-    return server.run(llm, settings, listener, say)
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    say(f"listening {where} ({', '.join(llms)}; {keys}); a page for people is at {where}/")
+    return server.run(api, listener, say)
+
+
+def _share_memory(llms: list) -> None:
+    """Room for the caches of models on the same devices: each gets its part of what the weights leave."""
+    import jax
+
+    from swiftkv_jax.engine.engine import settle
+
+    for llm in llms:
+        devices = sorted(jax.tree.leaves(llm.params)[0].devices(), key=lambda device: device.id)
+        stats = devices[0].memory_stats() or {}
+        used = stats["bytes_in_use"] / stats["bytes_limit"] if "bytes_limit" in stats else 0.0
+        part = used + (llm.settings.memory_fraction - used) / len(llms)
+        settings = dataclasses.replace(llm.settings, num_pages=None, memory_fraction=part)
+        llm.settings = settle(settings, llm.model, devices)
 
 
 def _say(args: argparse.Namespace):
@@ -164,11 +193,12 @@ def _say(args: argparse.Namespace):
     return say
 
 
-def _load(args: argparse.Namespace, root: Path):
+def _load(args: argparse.Namespace, root: Path, model: str | Path | None = None):
+    """The LLM of `model`, or of --model, or of the demo."""
     from swiftkv_jax.engine.llm import LLM
 
-    model, dtype = args.model or _demo(root), args.dtype
-    return LLM(model, dtype=dtype, max_model_len=args.max_model_len, **_given(args, _ENGINE))
+    folder: str | Path = model or args.model or _demo(root)
+    return LLM(folder, dtype=args.dtype, max_model_len=args.max_model_len, **_given(args, _ENGINE))
 
 
 def _given(args: argparse.Namespace, flags: Iterable[str]) -> dict:
@@ -230,6 +260,7 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     if plan.is_swiftkv:
         split, share = plan.split_and_share
         kind = f"SwiftKV, {plan.num_layers} layers, split {split}, share {share}"
+        kind += ", exit head" if model.config.exit_head else ""
     devices = sorted(jax.tree.leaves(llm.params)[0].devices(), key=str)
     where = f"{len(devices)} x {devices[0].device_kind}"
     say(f"model     {name} ({model.config.family}; {kind})")
@@ -266,10 +297,12 @@ def _summary(stats: dict, metrics: list[RequestMetrics], say) -> None:
         return
     first = statistics.median(m.ttft for m in metrics) * 1e3
     each = statistics.median(m.tpot for m in metrics) * 1e3
+    drafted, accepted = stats["drafted_tokens"], stats["accepted_tokens"]
+    guesses = f"{accepted} of {drafted} guesses right; " if drafted else ""
     say(
         f"done: {len(metrics)} prompts in {stats['seconds']:.2f} s, compilation included; "
         f"prompt {stats['prompt_tokens']} tokens, {stats['prompt_tokens_per_s']:.1f} tok/s; "
         f"output {stats['output_tokens']} tokens, {stats['output_tokens_per_s']:.1f} tok/s; "
-        f"median TTFT {first:.1f} ms, TPOT {each:.2f} ms; "
+        f"median TTFT {first:.1f} ms, TPOT {each:.2f} ms; {guesses}"
         f"cache {stats['cache_bytes'] / 2**20:.2f} MiB ({stats['cache_bytes_per_token']} bytes per token)"
     )

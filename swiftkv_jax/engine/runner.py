@@ -1,4 +1,4 @@
-"""What runs on the device: a step of any tokens, and a loop that decodes several tokens a launch."""
+"""What runs on the device: a step of any tokens, and launches of the loop that decodes several (loop.py)."""
 
 import dataclasses
 from functools import partial
@@ -10,40 +10,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from swiftkv_jax.cache import Cache, cache_shardings
+from swiftkv_jax.engine.loop import Exits, Lanes, choose, decode, early_exit, pin
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
 from swiftkv_jax.engine.scheduler import Work, launch_size, power_of_two
-from swiftkv_jax.engine.sequence import BAD, Choice, Sequence
-from swiftkv_jax.model import Transformer, step
-from swiftkv_jax.pytree import pytree
-from swiftkv_jax.shapes import Array, Bool, Int, PyTree
+from swiftkv_jax.engine.sequence import Choice, Sequence
+from swiftkv_jax.model import Transformer, logits, read, run_upper, survive
+from swiftkv_jax.shapes import Array, Int, PyTree
 
 # Few, so that few programs are compiled: greedy, plain sampling, and all that SamplingParams can ask for.
 MODES = (Mode(), Mode(sampled=True), Mode(*[True] * len(Mode._fields)))
 _STOPS = 8  # stop ids a launch has room for without being compiled anew
 _CLEARED = 16  # pages cleared at a time
-
-
-@pytree
-class Lanes:
-    """Where each row of a launch stands: [Q]; numpy arrays from the host, jax arrays in a launch.
-
-    Attributes:
-      token: the last token known, not yet cached. position: its place.
-      produced: output tokens so far. alive: whether it decodes.
-      history: [Q, S] all tokens known, S = 0 when no row is penalised.
-    """
-
-    token: Int[Any, " Q"]
-    position: Int[Any, " Q"]
-    produced: Int[Any, " Q"]
-    alive: Bool[Any, " Q"]
-    history: Int[Any, "Q S"]
-
-    def tally(self, vocab: int) -> Tally:
-        """What each row has met, for the penalties."""
-        length = self.position + 1
-        return Tally.of(self.history, length - self.produced, length, vocab if self.history.shape[1] else 0)
 
 
 def new_cache(model: Transformer, params: PyTree, mesh: Mesh | None, make) -> Cache:
@@ -56,11 +34,7 @@ def new_cache(model: Transformer, params: PyTree, mesh: Mesh | None, make) -> Ca
     return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), mesh))()
 
 
-def _pin(cache: Cache, mesh: Mesh | None) -> Cache:
-    return cache if mesh is None else jax.lax.with_sharding_constraint(cache, cache_shardings(cache, mesh))
-
-
-@partial(jax.jit, static_argnames=("model", "mode", "mesh"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("model", "mode", "mesh", "threshold"), donate_argnames=("cache",))
 def run_any(
     model: Transformer,
     mode: Mode,
@@ -76,86 +50,26 @@ def run_any(
     prompts: Int[Array, " Q"],
     history: Int[Array, "Q S"],
     policy: Policy,
+    threshold: float | None = None,
 ) -> tuple[Sampled, Cache]:
     """Cache a flat ragged batch of tokens, decoded ones and chunks of prompts; sample after each survivor.
 
     Survivor i is a token of row `survivor_rows[i]`; both are padded at the end, survivors with T. Row q's
-    prompt has `prompts[q]` tokens.
+    prompt has `prompts[q]` tokens. Under a `threshold` the exit head's token stands where it is surer.
     """
-    logits, pool = step(
-        model, params, tokens, positions, query_starts, survivors, dataclasses.replace(cache, table=table)
-    )
+    at_table = dataclasses.replace(cache, table=table)
+    x, at, _, pool = read(model, params, tokens, positions, query_starts, at_table)
+    x, at, batch = survive(x, at, positions, query_starts, survivors)
+    scores = logits(model, params, run_upper(model, params, x, at, batch, pool))
     length = positions[jnp.clip(survivors, 0, tokens.shape[0] - 1)] + 1
     policy, history, prompt = jax.tree.map(lambda x: x[survivor_rows], (policy, history, prompts))
-    tally = Tally.of(history, prompt, length, logits.shape[1] if history.shape[1] else 0)
-    sampled = sample(logits, policy, tally, length - prompt, length, mode)
-    return sampled, _pin(dataclasses.replace(pool, table=cache.table), mesh)
-
-
-@partial(jax.jit, static_argnames=("model", "mode", "mesh", "steps"), donate_argnames=("cache",))
-def decode(
-    model: Transformer,
-    mode: Mode,
-    mesh: Mesh | None,
-    steps: int,
-    params: PyTree,
-    cache: Cache,
-    table: Int[Array, "Q slots"],
-    lanes: Lanes,
-    policy: Policy,
-) -> tuple[Sampled, Lanes, Cache]:
-    """Up to `steps` tokens for every living row, ending early when none is left alive.
-
-    The sampled arrays are [steps, Q, ...]; a token of NO_ID says that the row had ended. Dead rows run along
-    and write to the scratch page.
-    """
-    vocab = model.config.vocab_size
-
-    def one(lanes: Lanes, tally: Tally, cache: Cache):
-        at = dataclasses.replace(cache, table=jnp.where(lanes.alive[:, None], table, 0))
-        position = jnp.where(lanes.alive, lanes.position, 0)
-        logits, at = step(model, params, lanes.token, position, None, None, at)
-        sampled = sample(logits, policy, tally, lanes.produced, lanes.position + 1, mode)
-        token = jnp.where(lanes.alive, sampled.token, NO_ID)
-        return dataclasses.replace(sampled, token=token), dataclasses.replace(at, table=cache.table)
-
-    def body(carry):
-        i, lanes, tally, cache, out = carry
-        sampled, cache = one(lanes, tally, cache)
-        out = jax.tree.map(lambda buffer, new: buffer.at[i].set(new), out, sampled)
-        return i + 1, _advance(lanes, sampled.token, policy), tally.add(sampled.token), _pin(cache, mesh), out
-
-    tally = lanes.tally(vocab)
-    shapes = jax.eval_shape(one, lanes, tally, cache)[0]
-    out = jax.tree.map(lambda s: jnp.zeros((steps, *s.shape), s.dtype), shapes)
-    out = dataclasses.replace(out, token=out.token + NO_ID)
-    start = (jnp.int32(0), lanes, tally, cache, out)
-    _, lanes, tally, cache, out = jax.lax.while_loop(lambda c: (c[0] < steps) & c[1].alive.any(), body, start)
-    return out, _remember(lanes, out.token), cache
-
-
-def _advance(lanes: Lanes, token: Int[Array, " Q"], policy: Policy) -> Lanes:
-    """Each living row one token further; an end id, the last token allowed or a bad one kills it."""
-    alive, produced = lanes.alive, lanes.produced + lanes.alive
-    ended = (token[:, None] == policy.stop_ids).any(-1) | (produced >= policy.max_tokens) | (token == BAD)
-    return Lanes(
-        token=jnp.where(alive, token, lanes.token),
-        position=lanes.position + alive,
-        produced=produced,
-        alive=alive & ~ended,
-        history=lanes.history,
-    )
-
-
-def _remember(lanes: Lanes, tokens: Int[Array, "steps Q"]) -> Lanes:
-    """The history with a launch's tokens in it, for a launch that follows without the host."""
-    if not lanes.history.shape[1]:
-        return lanes
-    count = (tokens >= 0).sum(0)
-    at = lanes.position + 1 - count + jnp.arange(tokens.shape[0])[:, None]
-    at = jnp.where(tokens >= 0, at, lanes.history.shape[1])
-    row = jnp.arange(tokens.shape[1])
-    return dataclasses.replace(lanes, history=lanes.history.at[row, at].set(tokens, mode="drop"))
+    tally = Tally.of(history, prompt, length, scores.shape[1] if history.shape[1] else 0)
+    where = (policy, tally, length - prompt, length, mode)
+    sampled = sample(scores, *where)
+    if threshold is not None:
+        guessed, sure = early_exit(model, params, x, threshold, *where)
+        sampled = choose(sure, guessed, sampled)
+    return sampled, pin(dataclasses.replace(pool, table=cache.table), mesh)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -169,7 +83,7 @@ class Launch:
 
     Attributes:
       rows: the sequences, row by row. places: for each row, where its tokens stand in `sampled`.
-      work: what a step ran; empty for a decode loop of `steps` steps.
+      work: what a step ran; empty for a decode loop of `steps` steps, `each` of them a turn.
     """
 
     rows: list[Sequence]
@@ -181,14 +95,18 @@ class Launch:
     table: Any = None
     policy: Policy | None = None
     mode: Mode | None = None
+    each: int = 1
 
     def read(self) -> list[list[Choice]]:
         """Wait for it; each row's tokens in order."""
         sampled = jax.device_get(self.sampled)
         if self.work:
             return [[_choice(sampled, at) for at in places] for places in self.places]
-        counts = (sampled.token != NO_ID).sum(0)
-        return [[_choice(sampled, (i, row)) for i in range(counts[row])] for row in range(len(self.rows))]
+        given = sampled.token != NO_ID
+        return [
+            [_choice(sampled, (i, row), i % self.each > 0) for i in np.flatnonzero(given[:, row]).tolist()]
+            for row in range(len(self.rows))
+        ]
 
 
 class Runner:
@@ -211,14 +129,19 @@ class Runner:
         steps: int,
         drafts: int = 0,
         modes: tuple[Mode, ...] = MODES,
+        exits: Exits | None = None,
     ):
-        """`budget` tokens a step and `steps` tokens a decode loop at most; `drafts` guesses a sequence.
+        """`budget` tokens a step and `steps` tokens a decode loop at most (with `exits`, whole turns);
+        `drafts` guesses a sequence in a step.
 
         A launch runs in the first of `modes` that has what its rows need; the last must have all.
         """
         self.model, self.mesh, self.params, self.cache = model, mesh, params, cache
         self.fewest_rows = 1
-        self.lanes, self.budget, self.steps, self.drafts, self.modes = lanes, budget, steps, drafts, modes
+        self.lanes, self.budget, self.drafts, self.modes, self.exits = lanes, budget, drafts, modes, exits
+        self._each = exits.each if exits else 1
+        self.steps = -(-steps // self._each) * self._each
+        self._threshold = exits.threshold if exits else None
         self.slots = -(-cache.capacity // cache.page)
         self._policy = _idle_policy(lanes, _STOPS)
         self._seated: dict[tuple, Policy] = {}
@@ -277,10 +200,11 @@ class Runner:
         prompts[: len(rows)] = [len(s.request.token_ids) for s in rows]
         batch = (tokens, positions, starts, survivors, survivor_rows, prompts, history, policy)
         fixed = (self.model, mode, self.mesh, self.params)
-        sampled, self.cache = run_any(*fixed, self.cache, self._table(rows, count), *batch)
+        table = self._table(rows, count)
+        sampled, self.cache = run_any(*fixed, self.cache, table, *batch, threshold=self._threshold)
         return Launch(rows, sampled, places, work)
 
-    def decode(self, rows: list[Sequence], steps: int) -> Launch:
+    def decode(self, rows: list[Sequence]) -> Launch:
         """Send up to `steps` more tokens for each of these sequences: all their tokens but one are cached."""
         count = self.rows(len(rows))
         mode, policy, history = self._sampling(rows, count)
@@ -294,17 +218,18 @@ class Runner:
         for row, s in enumerate(rows):
             lanes.token[row], lanes.position[row], lanes.produced[row] = s.last, s.length - 1, len(s.output)
         table = self._table(rows, count)
-        return self._loop(rows, steps, table, lanes, policy, mode)
+        return self._loop(rows, table, lanes, policy, mode)
 
     def follow(self, launch: Launch) -> Launch:
         """Send the same rows on, from where `launch` will leave them: nothing of it has to be read."""
         table = self._table(launch.rows, launch.table.shape[0])
-        return self._loop(launch.rows, launch.steps, table, launch.lanes, launch.policy, launch.mode)
+        return self._loop(launch.rows, table, launch.lanes, launch.policy, launch.mode)
 
-    def _loop(self, rows, steps, table, lanes, policy, mode) -> Launch:
+    def _loop(self, rows, table, lanes, policy, mode) -> Launch:
+        steps = self.steps
         fixed = (self.model, mode, self.mesh, steps, self.params)
-        sampled, lanes, self.cache = decode(*fixed, self.cache, table, lanes, policy)
-        return Launch(rows, sampled, [], [], lanes, steps, table, policy, mode)
+        sampled, lanes, self.cache = decode(*fixed, self.cache, table, lanes, policy, exits=self.exits)
+        return Launch(rows, sampled, [], [], lanes, steps, table, policy, mode, self._each)
 
     def clear(self, pages: list[int]) -> None:
         """Zeros in these pages: what a faulty request left."""
@@ -328,11 +253,11 @@ class Runner:
                 flat, starts = np.zeros(size, np.int32), np.zeros(count + 1, np.int32)
                 batch = (flat, flat, starts, many + size, many, zero, history, policy)
                 fixed = (self.model, mode, self.mesh, self.params)
-                _, self.cache = run_any(*fixed, self.cache, table, *batch)
+                _, self.cache = run_any(*fixed, self.cache, table, *batch, threshold=self._threshold)
                 continue
             lanes = Lanes(zero, zero, zero, np.zeros(count, bool), history)
             for _ in range(2):  # from the host, and from the launch before
-                lanes = self._loop([], self.steps, table, lanes, policy, mode).lanes
+                lanes = self._loop([], table, lanes, policy, mode).lanes
         self.clear([0])
         jax.block_until_ready(self.cache.k)
         return len(jobs)
@@ -412,8 +337,8 @@ def _idle_policy(lanes: int, stops: int) -> Policy:
     )
 
 
-def _choice(sampled: Sampled, at: tuple[int, ...]) -> Choice:
+def _choice(sampled: Sampled, at: tuple[int, ...], guessed: bool = False) -> Choice:
     """The device's arrays at one place as plain numbers."""
     token, logprob, rank = (array[at].item() for array in (sampled.token, sampled.logprob, sampled.rank))
     top = zip(sampled.top_ids[at].tolist(), sampled.top_logprobs[at].tolist(), strict=True)
-    return Choice(token, logprob, rank, tuple(top))
+    return Choice(token, logprob, rank, tuple(top), guessed)

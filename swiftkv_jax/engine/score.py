@@ -9,6 +9,7 @@ import numpy as np
 
 from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
 from swiftkv_jax.engine.scheduler import power_of_two
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.layers import rotary
 from swiftkv_jax.model import Transformer, embed, forward_layers, logits
 from swiftkv_jax.shapes import Array, Int, PyTree
@@ -23,12 +24,17 @@ def prompt_logprobs(
     """One entry a token: its log probability and rank, then the `top` likeliest; None for the first.
 
     `limit` is the context in tokens, which `dynamic` rotary scaling takes its frequencies from; `word`
-    decodes a list of ids.
+    decodes a list of ids. The last token is only predicted, so a context reads one token more than it holds.
+
+    Raises:
+      UsageError: there are more tokens than that.
     """
-    size = max(_SHORTEST, power_of_two(len(ids)))
-    tokens = np.zeros((1, size), np.int32)
-    tokens[0, : len(ids)] = ids
-    found = jax.device_get(_score(model, limit, params, tokens))
+    if len(ids) > limit + 1:
+        raise UsageError(f"{len(ids)} tokens cannot be scored: a context of {limit} predicts {limit + 1}")
+    size = max(_SHORTEST, power_of_two(len(ids) - 1))
+    tokens, following = np.zeros((1, size), np.int32), np.zeros(size, np.int32)
+    tokens[0, : len(ids) - 1], following[: len(ids) - 1] = ids[:-1], ids[1:]
+    found = jax.device_get(_score(model, limit, params, tokens, following))
     return [None, *(_entries(found, i - 1, ids[i], top, word) for i in range(1, len(ids)))]
 
 
@@ -44,11 +50,12 @@ def _entries(found, at: int, token: int, top: int, word: Callable | None) -> dic
 
 
 @partial(jax.jit, static_argnames=("model", "limit"))
-def _score(model: Transformer, limit: int, params: PyTree, tokens: Int[Array, "1 T"]):
-    """For each position, the next token's log probability and rank, and the likeliest ids and theirs."""
+def _score(
+    model: Transformer, limit: int, params: PyTree, tokens: Int[Array, "1 T"], following: Int[Array, " T"]
+):
+    """For each position, the log probability and rank of `following`, and the likeliest ids and theirs."""
     at = rotary(model.config, jnp.arange(tokens.shape[1])[None], limit)
     x = forward_layers(model, params, embed(model, params, tokens), at, jnp.ones_like(tokens))[0]
-    following = jnp.roll(tokens[0], -1)
 
     def block(part):
         x, target = part

@@ -11,12 +11,14 @@ BAD = -2  # in place of a token: the model's logits were not finite
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One sampled token as the device reports it; `top` holds (id, log probability), likeliest first."""
+    """One sampled token as the device reports it; `top` holds (id, log probability), likeliest first;
+    `guessed`: the exit head's guess at it proved right, so it is not the first of its turn."""
 
     token: int
     logprob: float = 0.0
     rank: int = 0
     top: tuple[tuple[int, float], ...] = ()
+    guessed: bool = False
 
 
 class Sequence:
@@ -28,7 +30,7 @@ class Sequence:
       lane: its place in the batch, None when it has none. pages: of the cache, in order.
       names: of those pages that are full and can be shared.
       finish_reason: None while it runs, then "stop", "length", "abort" or "error"; `error` says what failed.
-      arrival, scheduled, first_token, finished: moments, in seconds.
+      arrival, scheduled, first_token, last_token, finished: moments, in seconds.
     """
 
     def __init__(self, request: Request, child: int, tokenizer, arrival: float, number: int = 0):
@@ -42,6 +44,7 @@ class Sequence:
         self.error: str | None = None
         self.stop_reason: int | str | None = None
         self.arrival, self.scheduled, self.first_token, self.finished = arrival, 0.0, 0.0, 0.0
+        self.last_token = 0.0
         self._choices: list[Choice] = []
         skip = request.params.skip_special_tokens
         self._words = None if tokenizer is None else Detokenizer(tokenizer, request.token_ids, skip)
@@ -93,6 +96,7 @@ class Sequence:
             return self.end("error", now, "the model's logits are not finite (NaN or infinity)")
         if not self.output:
             self.first_token = now
+        self.last_token = now
         self.output.append(choice.token)
         self._choices.append(choice)
         self._check_end(choice.token)

@@ -94,6 +94,7 @@ def test_set_changes_one_field_and_nothing_else(tiny):
         ("optimizer.warmup=1.5", "warmup is a share"),
         ("optimizer.accumulate=3", "is not a multiple of optimizer.accumulate 3"),
         ("trainable=all", "plain language-model training"),
+        ("loss.exit_weight=-1", "loss.exit_weight must not be negative"),
     ],
 )
 def test_a_bad_assignment_names_the_way_out(tiny, assignment, message):

@@ -126,7 +126,7 @@ def test_hidden_loss_compares_the_streams_entering_the_last_layer():
 
     at, segments = place(teacher, batch.tokens, batch.positions, batch.segments)
     want, _ = own_rows(short, without_last, 0, embed(teacher, params, batch.tokens), at, segments)
-    (_, got), (_, teachers) = jax.jit(partial(steps.hidden_states, recipe))(trained, frozen, batch)
+    (_, got), (_, teachers), _ = jax.jit(partial(steps.hidden_states, recipe))(trained, frozen, batch)
     np.testing.assert_allclose(teachers, want, atol=1e-5)
     real = (batch.segments > 0)[..., None]
     mse = ((np.asarray(got - want) ** 2) * real).sum() / (real.sum() * CONFIG.hidden_size)

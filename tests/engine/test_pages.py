@@ -1,7 +1,10 @@
 """The page allocator under random traffic, and the names of pages."""
 
+import random
+
 import hypothesis
 import hypothesis.strategies as st
+import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from swiftkv_jax.engine import prefix
@@ -118,3 +121,37 @@ def test_names_tell_chains_apart(a, b):
         return name
 
     assert (chain(a) == chain(b)) == (a == b)
+
+
+def check_tenants(lookups: int) -> None:
+    """Prompts of few tokens, so that equal ones abound; pages named for one tenant are found by no other."""
+    source, pages, size = random.Random(3), Pages(400), 4
+    owner: dict[int, int] = {}
+    same = others = 0
+    for _ in range(lookups):
+        tenant, salt = source.randrange(8), source.choice(("", "a"))
+        parent = prefix.root("model", "float32", str(size), f"{tenant:064x}:{salt}")
+        identity = 2 * tenant + bool(salt)
+        for _ in range(source.randint(1, 4)):
+            tokens = tuple(source.randrange(2) for _ in range(size))
+            parent = prefix.extend(parent, tokens)
+            page = pages.find(parent, tokens)
+            if page is not None:
+                same += owner[page] == identity
+                others += owner[page] != identity
+                continue
+            (page,) = pages.allocate(1) or (None,)
+            assert page is not None
+            pages.name(page, parent, tokens)
+            owner[page] = identity
+            pages.release([page])
+    assert others == 0 and same > lookups // 4
+
+
+def test_no_tenant_finds_anothers_page():
+    check_tenants(10_000)
+
+
+@pytest.mark.slow
+def test_no_tenant_finds_anothers_page_in_many_lookups():
+    check_tenants(100_000)

@@ -47,7 +47,11 @@ class EventStream(Response):
 
     async def __call__(self, scope, receive, send) -> None:
         async with self._held:
-            await until_disconnect(receive, self._send(send))
+            try:
+                await until_disconnect(receive, self._send(send))
+            except ApiError as error:
+                if error.status != 499:  # who left needs no answer, and is no fault to log
+                    raise
 
     async def _send(self, send) -> None:
         async with aclosing(self._chunks) as chunks:

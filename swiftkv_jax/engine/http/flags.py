@@ -11,6 +11,7 @@ DEFAULT = "127.0.0.1:8000"
 QUEUED_REQUESTS = 256
 _LIMITS = {  # flag: (type, field of HttpSettings, help)
     "shutdown-timeout": (float, "shutdown_s", "seconds that running requests get on SIGTERM (default 30)"),
+    "queue-timeout": (float, "queue_timeout_s", "seconds that a request may wait for a place (default 120)"),
     "max-requests-per-key": (int, "max_requests_per_key", "running or waiting for one key (default: no cap)"),
     "max-scored-tokens": (int, "max_scored_tokens", "longest prompt to score with echo (default 4096)"),
     "metrics-prefix": (str, "metrics_prefix", "of metric names (default swiftkv_; vllm: suits their boards)"),
@@ -28,6 +29,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"serve OpenAI's API instead of a batch (default {DEFAULT})",
     )
     p.add_argument("--served-model-name", metavar="NAME", help="(default: the folder's name)")
+    p.add_argument(
+        "--compare", metavar="DIR", help="a second model beside the first; the page at / shows both"
+    )
     p.add_argument(
         "--api-key",
         action="append",
@@ -91,12 +95,30 @@ def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> 
         if not isinstance(value, str) and value <= 0:
             raise UsageError(f"--{field.replace('_', '-')} must be above 0, not {value}")
     return HttpSettings(
-        model_name=args.served_model_name or Path(model).name or "model",
+        model_name=args.served_model_name or model_name(model),
         api_keys=tuple(keys),
         warm_up=not args.no_warm_up,
         show_template=args.show_template,
         **given,
     )
+
+
+def model_name(folder: str) -> str:
+    """A folder's name; for `runs/mine/export`, where training puts a student, that of the run."""
+    path = Path(folder)
+    return (path.parent.name if path.name == "export" else path.name) or "model"
+
+
+def compared_name(folder: str, first: str) -> str:
+    """What the second model is called.
+
+    Raises:
+      UsageError: as the first.
+    """
+    name = model_name(folder)
+    if name == first:
+        raise UsageError(f"--compare: both models are called {name!r}; name the first by --served-model-name")
+    return name
 
 
 def queue_bounds(args: argparse.Namespace, budget: int, context: int) -> dict[str, int]:

@@ -8,14 +8,15 @@ import time
 import typing
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 
 from starlette.responses import Response
 
 from swiftkv_jax.engine.http import answers, schema
 from swiftkv_jax.engine.http.asgi import EventStream
 from swiftkv_jax.engine.http.errors import ApiError, clip
-from swiftkv_jax.engine.http.service import Delta, Service, Stream
+from swiftkv_jax.engine.http.service import Service
+from swiftkv_jax.engine.http.streams import Delta, Stream
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, SamplingParams
 from swiftkv_jax.errors import UsageError
@@ -122,6 +123,7 @@ class Generator:
                 stream = await stack.enter_async_context(self.service.stream(requests, ticket))
             deltas = self._deltas(call, openings, stream, tally)
             if call.body.stream:
+                deltas = await _begun(deltas)
                 return EventStream(_events(call, deltas, tally), stack.pop_all())
             return await _whole(call, deltas, tally)
         raise AssertionError("unreachable: nothing above swallows an exception")
@@ -247,6 +249,20 @@ def _bad_request(llm: LLM, call: Call, error: UsageError) -> ApiError:
     param = named if named in type(call.body).model_fields else call.where
     code = "context_length_exceeded" if "a context of" in message or "the context of" in message else None
     return ApiError(400, message, param, code)
+
+
+async def _begun(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    """The same, with the first at hand: until then a failure can still be told by its status."""
+    first = await anext(deltas, None)
+
+    async def again() -> AsyncGenerator[Delta, None]:
+        async with aclosing(deltas):
+            if first is not None:
+                yield first
+            async for delta in deltas:
+                yield delta
+
+    return again()
 
 
 async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: _Tally) -> Response:

@@ -8,11 +8,13 @@ import traceback
 import uuid
 from collections.abc import Callable
 
+from swiftkv_jax.engine.http import page
 from swiftkv_jax.engine.http.errors import ApiError
 from swiftkv_jax.engine.http.settings import HttpSettings
 
 log = logging.getLogger("swiftkv_jax.http")
-OPEN = ("/health",)  # the only route that no key guards
+# The only paths that no key guards; the page's files hold nothing of the models or of who uses them.
+OPEN = ("/health", *page.FILES)
 TENANT = "swiftkv.tenant"  # in an ASGI scope: the digest of the caller's key, "" where none is asked for
 REQUEST_ID = "swiftkv.request_id"
 _CLOSING = (401, 408, 413, 431, 500)  # a body may be left unread, so the connection ends with the answer

@@ -1,17 +1,22 @@
 """What `/metrics` shows, under vLLM's names behind our prefix. No label ever comes from a request."""
 
+import bisect
 import dataclasses
-from collections.abc import Iterator
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator
 
 import jax
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from swiftkv_jax.engine.engine import Engine, Group, Stats
 from swiftkv_jax.engine.http.service import Load, Observer
 from swiftkv_jax.engine.http.settings import HttpSettings
 from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.sequence import Sequence
 
 _LATENCY = (
     0.001,
@@ -101,6 +106,7 @@ class Metrics(Observer):
                 "num_requests_running": "sequences in the batch",
                 "num_requests_waiting": "sequences that wait for a place",
                 "kv_cache_usage_perc": "share of the cache's pages in use, 0 to 1",
+                "kv_bytes": "bytes of the whole cache",
             }.items()
         }
         self._times = {name: self._one(Histogram, name, text, _LATENCY) for name, text in _TIMES.items()}
@@ -108,12 +114,14 @@ class Metrics(Observer):
             Histogram, "request_time_per_output_token_seconds", "seconds a token after the first", _PER_TOKEN
         )
         self._sizes = {name: self._one(Histogram, name, text, _SIZES) for name, text in _COUNTS.items()}
+        self._gaps = _Gaps()
         self._ended = self._several(
             "request_success", "requests that ended, by how", "finished_reason", REASONS
         )
         self._refused = self._several("admission_rejections", "requests not taken", "reason", REFUSALS)
         info = Info(f"{self._prefix}cache_config", "the cache", registry=self._registry)
         sizes = dataclasses.asdict(llm.settings) | {"bytes_per_token": llm.cache_bytes_per_token}
+        sizes |= {"model_name": settings.model_name}
         info.info({name: str(value) for name, value in sizes.items()})
         self._registry.register(_Totals(self))
         jax.monitoring.register_event_duration_secs_listener(self._heard)
@@ -135,19 +143,22 @@ class Metrics(Observer):
         """Programs compiled, or read from the compilation cache, since this object was made."""
         return self._compiled
 
-    def render(self) -> bytes:
-        """Prometheus' text format."""
-        return generate_latest(self._registry)
+    def collect(self) -> Iterator[Metric]:
+        """Every metric and its samples now."""
+        return iter(self._registry.collect())
 
     def stepped(self, engine: Engine, load: Load) -> None:
         self._stats = dataclasses.replace(engine.stats)
         self._gauges["num_requests_running"].set(load.running)
         self._gauges["num_requests_waiting"].set(load.waiting)
         self._gauges["kv_cache_usage_perc"].set(load.pages_used / load.pages)
+        self._gauges["kv_bytes"].set(engine.runner.cache.nbytes)
         tokens = self._stats.prompt_tokens + self._stats.output_tokens
         if tokens > self._tokens:
             self._sizes["iteration_tokens_total"].observe(tokens - self._tokens)
         self._tokens = tokens
+        for sequence in engine.scheduler.running.values():
+            self._gaps.observe(sequence)
 
     def finished(self, group: Group) -> None:
         params = group.request.params
@@ -156,6 +167,7 @@ class Metrics(Observer):
         self._sizes["request_params_max_tokens"].observe(params.max_tokens or 0)
         self._sizes["request_params_n"].observe(params.n)
         for sequence in group.sequences:
+            self._gaps.observe(sequence)
             self._ended[sequence.finish_reason or "error"].inc()
             if not sequence.first_token:
                 continue
@@ -177,22 +189,72 @@ class Metrics(Observer):
     def refused(self, reason: str) -> None:
         self._refused[reason].inc()
 
-    def totals(self) -> Iterator[CounterMetricFamily]:
-        """Counters that the engine keeps itself."""
+    def totals(self) -> Iterator[Metric]:
+        """Counters that the engine keeps itself, and the gaps between tokens."""
         values = {name: (getattr(self._stats, field), text) for name, (field, text) in _COUNTED.items()}
         skipped = self._stats.prompt_tokens * self._skipped_layers
         values["prefill_tokens_skipped"] = (skipped, "prompt tokens times layers that they did not run")
         values["compilations"] = (self._compiled, "programs compiled; flat once the server is ready")
-        values["kv_bytes"] = (self._stats.cache_bytes, "bytes of the whole cache")
         for name, (value, text) in values.items():
             family = CounterMetricFamily(f"{self._prefix}{name}", text, labels=_LABELS)
             family.add_metric(self._names, value)
             yield family
+        text = "seconds between a completion's tokens; those of one launch share its time"
+        gaps = HistogramMetricFamily(f"{self._prefix}inter_token_latency_seconds", text, labels=_LABELS)
+        gaps.add_metric(self._names, self._gaps.buckets(), self._gaps.seconds)
+        yield gaps
+
+
+class _Gaps:
+    """A histogram of the times between tokens. A launch yields several tokens at once and they are counted
+    in one go: an observation for every token would cost the engine's thread more than the launch's own.
+
+    Attributes:
+      seconds: the sum of all gaps, which is the time from first to last tokens.
+    """
+
+    def __init__(self):
+        self.seconds = 0.0
+        self._counts = [0] * (len(_PER_TOKEN) + 1)
+        self._seen: weakref.WeakKeyDictionary[Sequence, tuple[int, float]] = weakref.WeakKeyDictionary()
+
+    def observe(self, sequence: Sequence) -> None:
+        """Count the tokens that came since the last call."""
+        tokens, now = len(sequence.output), sequence.last_token
+        seen, before = self._seen.get(sequence, (1, sequence.first_token))
+        if tokens > seen:
+            self.seconds += now - before
+            self._counts[bisect.bisect_left(_PER_TOKEN, (now - before) / (tokens - seen))] += tokens - seen
+        if tokens:
+            self._seen[sequence] = (tokens, now)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bounds with the gaps up to each, as Prometheus wants them."""
+        bounds = [*(floatToGoString(bound) for bound in _PER_TOKEN), "+Inf"]
+        return list(zip(bounds, map(float, itertools.accumulate(self._counts)), strict=True))
 
 
 class _Totals(Collector):
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         return self._metrics.totals()
+
+
+def render(everyone: Iterable[Metrics]) -> bytes:
+    """Prometheus' text format; what several models count stands under one name, told apart by label."""
+    return generate_latest(_Together(everyone))  # pyright: ignore[reportArgumentType]
+
+
+class _Together(Collector):
+    def __init__(self, everyone: Iterable[Metrics]):
+        self._everyone = everyone
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for family in (family for metrics in self._everyone for family in metrics.collect()):
+            known = families.setdefault(family.name, family)
+            if known is not family:
+                known.samples += family.samples
+        return iter(families.values())

@@ -120,16 +120,16 @@ async def serve(api: Api, listener: socket.socket, say: Callable[[str], None]) -
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    api.service.start()
+    api.models.start()
     running = asyncio.create_task(server.serve([listener]))
     watching = asyncio.create_task(_progress(api, say))
     try:
-        while not (stop.is_set() or running.done() or api.service.dead):
+        while not (stop.is_set() or running.done() or api.models.dead):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _LOOK_S)
-        if stop.is_set() and not api.service.dead:
-            say(f"stopping: {api.service.tickets} requests may finish within {api.settings.shutdown_s:g} s")
-            draining = asyncio.create_task(api.service.drain())
+        if stop.is_set() and not api.models.dead:
+            say(f"stopping: {api.models.tickets} requests may finish within {api.settings.shutdown_s:g} s")
+            draining = asyncio.create_task(api.models.drain())
             while not (draining.done() or server.force_exit):
                 await asyncio.sleep(0.01)
             draining.cancel()
@@ -137,17 +137,17 @@ async def serve(api: Api, listener: socket.socket, say: Callable[[str], None]) -
         await running
     finally:
         watching.cancel()
-        api.service.stop()
-    if api.service.dead:
+        api.models.stop()
+    if api.models.dead:
         say("error: the engine has stopped; see the log")
-    return int(api.service.dead)
+    return int(api.models.dead)
 
 
 async def _progress(api: Api, say: Callable[[str], None]) -> None:
     """A line for every tenth of the warm-up, and one when all is ready."""
     began, told = asyncio.get_running_loop().time(), -1
-    while not api.service.ready:
-        done, total = api.service.progress
+    while not api.models.ready:
+        done, total = api.models.progress
         if total and 10 * done // total > told:
             told = 10 * done // total
             say(f"warming up: {done} of {total} programs")
@@ -180,7 +180,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def run(llm, settings: HttpSettings, listener: socket.socket, say: Callable[[str], None]) -> int:
-    """Serve `llm` on a bound socket until told to stop; the exit code."""
+def run(api: Api, listener: socket.socket, say: Callable[[str], None]) -> int:
+    """Serve on a bound socket until told to stop; the exit code."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    return asyncio.run(serve(Api(llm, settings), listener, say))
+    return asyncio.run(serve(api, listener, say))

@@ -15,15 +15,16 @@ import traceback
 import typing
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from swiftkv_jax.engine.engine import Engine, Group, Overloaded
 from swiftkv_jax.engine.http.errors import ApiError
 from swiftkv_jax.engine.http.settings import HttpSettings
+from swiftkv_jax.engine.http.streams import Delta, Stream, Ticket, ends, news
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request
+from swiftkv_jax.engine.request import Logprob, Request
 from swiftkv_jax.engine.scheduler import power_of_two
 from swiftkv_jax.errors import UsageError
 
@@ -33,8 +34,6 @@ _RESTARTS, _WITHIN_S = 5, 60.0  # more restarts than this in so long, and the en
 _ANSWER = typing.TypeVar("_ANSWER")
 _ACCEPTED = "accepted"
 _SHORTEST_SCORE = 64  # tokens: the smallest program of `LLM.score`
-
-Delta = tuple[int, CompletionOutput]  # prompt number, what is new of one of its completions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,60 +59,6 @@ class Observer:
 
     def refused(self, reason: str) -> None:
         """A request was not taken: "queue", "key", "draining" or "starting"."""
-
-
-class Ticket:
-    """The right to have `sequences` sequences in the server; given back when its `with` block ends.
-
-    Attributes:
-      waiting: whether the engine has not yet taken them over into its own queue.
-    """
-
-    def __init__(self, service: "Service", tenant: str, sequences: int, tokens: int):
-        self._service, self.tenant = service, tenant
-        self.sequences, self.tokens, self.waiting = sequences, tokens, True
-
-    def __enter__(self) -> "Ticket":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._service.release(self)
-
-
-class Stream:
-    """The completions of one call as they grow. Used as `async with`, which aborts what is left."""
-
-    def __init__(self, service: "Service", requests: list[Request], ticket: Ticket):
-        self._service, self.requests, self.ticket = service, requests, ticket
-        self.numbers = {request.request_id: number for number, request in enumerate(requests)}
-        self.left = sum(request.params.n for request in requests)
-        self.told: set[tuple[str, int]] = set()  # completions whose end was posted; the engine's thread only
-        self.loop = asyncio.get_running_loop()
-        self._inbox: asyncio.Queue = asyncio.Queue()
-
-    def post(self, item) -> None:
-        self._inbox.put_nowait(item)
-
-    async def __aenter__(self) -> "Stream":
-        self._service.enter(self)
-        try:
-            first = await self._inbox.get()
-        except BaseException:
-            self._service.leave(self)
-            raise
-        if isinstance(first, Exception):
-            raise first
-        return self
-
-    async def __aexit__(self, *_) -> None:
-        if self.left:
-            self._service.leave(self)
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        while self.left:
-            for delta in await self._inbox.get():
-                self.left -= delta[1].finish_reason is not None
-                yield delta
 
 
 class Service:
@@ -292,7 +237,24 @@ class Service:
                 self._post(engine.step())
             except Exception as error:
                 self._recover(error)
+            self._refuse_late()
         self._measure()
+
+    def _refuse_late(self) -> None:
+        """Who has waited for too long, with nothing begun, is told to come back."""
+        latest = time.perf_counter() - self.settings.queue_timeout_s
+        waiting = [sequence for sequence in self.llm.engine.scheduler.waiting if not sequence.scheduled]
+        late = Counter(s.request.request_id for s in waiting if s.arrival < latest)
+        streams = Counter[Stream]()
+        for request_id, count in late.items():
+            if request_id in self._streams:
+                streams[self._streams[request_id]] += count
+        for stream, count in streams.items():
+            if count == stream.sequences:
+                self._abort(stream)
+                self.observer.refused("queue")
+                seconds = f"{self.settings.queue_timeout_s:g}"
+                self._tell(stream.loop, [(stream, self._full(f"no place came free in {seconds} seconds"))])
 
     def _recover(self, error: Exception) -> None:
         """Something outside every request's own boundary failed: what ran fails, what waits goes on."""
@@ -345,7 +307,7 @@ class Service:
         """The engine is gone: every stream ends with an error."""
         posts = []
         for stream in set(self._streams.values()):
-            posts += [(stream, _ends(stream, request)) for request in stream.requests]
+            posts += [(stream, ends(stream, request)) for request in stream.requests]
         self._streams.clear()
         for stream, deltas in posts:
             self._tell(stream.loop, [(stream, deltas)])
@@ -366,12 +328,12 @@ class Service:
     def _told(self, stream: Stream, group: Group) -> list[Delta]:
         """What is new of a group; when even that cannot be said, its end."""
         try:
-            return _news(stream, group)
+            return news(stream, group)
         except Exception:
             log.error("an answer could not be told\n%s", traceback.format_exc())
             key = group.request.request_id
             self._forget(key)
-            return _ends(stream, group.request)
+            return ends(stream, group.request)
 
     def _tell(self, loop: asyncio.AbstractEventLoop, posts) -> None:
         def post():
@@ -399,38 +361,3 @@ class Service:
             if taken:
                 taken.waiting = False
         self.observer.stepped(engine, load)
-
-
-def _news(stream: Stream, group: Group) -> list[Delta]:
-    """What is new of a group's completions; each end is told once."""
-    out, key = [], group.request.request_id
-    for sequence in group.sequences:
-        if (key, sequence.child) in stream.told:
-            continue
-        delta = sequence.delta()
-        if delta.finish_reason:
-            stream.told.add((key, sequence.child))
-        if delta.finish_reason or delta.token_ids or delta.text:
-            out.append((stream.numbers[key], delta))
-    return out
-
-
-def _ends(stream: Stream, request: Request) -> list[Delta]:
-    """An error for each completion of a request whose end was not told yet."""
-    key = request.request_id
-    left = [child for child in range(request.params.n) if (key, child) not in stream.told]
-    stream.told |= {(key, child) for child in left}
-    return [(stream.numbers[key], _failed(child)) for child in left]
-
-
-def _failed(child: int) -> CompletionOutput:
-    return CompletionOutput(
-        index=child,
-        text="",
-        token_ids=[],
-        cumulative_logprob=None,
-        logprobs=None,
-        finish_reason="error",
-        stop_reason=None,
-        error="the engine could not go on with it",
-    )

@@ -14,6 +14,7 @@ class HttpSettings:
       max_headers, max_header_bytes, header_timeout_s: of one request's head.
       max_connections: open at once. max_requests_per_key: running or waiting; None: no cap.
       write_timeout_s: a client that does not read its answer for so long is cut off.
+      queue_timeout_s: a request that has not got a place by then is refused.
       heartbeat_s: an engine silent for longer is unhealthy; while warming up, `warm_up_heartbeat_s`.
       shutdown_s: what running requests get when the server is told to stop.
       max_prompts, max_n, max_sequences: of one request; sequences are prompts times n.
@@ -34,6 +35,7 @@ class HttpSettings:
     max_connections: int = 1024
     max_requests_per_key: int | None = None
     write_timeout_s: float = 30.0
+    queue_timeout_s: float = 120.0
     heartbeat_s: float = 10.0
     warm_up_heartbeat_s: float = 1800.0
     shutdown_s: float = 30.0

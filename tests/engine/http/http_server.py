@@ -44,14 +44,14 @@ def make_llm(tokenizer=None, **changes) -> LLM:
 class Running:
     """A server in a thread. Attributes: api; url; http, a client with a key when there is one."""
 
-    def __init__(self, llm: LLM, **settings):
-        self.api = Api(llm, HttpSettings(model_name=NAME, **settings))
+    def __init__(self, llm: LLM, others: dict[str, LLM] | None = None, name: str = NAME, **settings):
+        self.api = Api(llm, HttpSettings(model_name=name, **settings), others)
         self._listener = server.listen("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         key = self.api.settings.api_keys[:1]
         headers = {"authorization": f"Bearer {key[0]}"} if key else {}
-        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False, headers=headers)
+        self.http = httpx.Client(base_url=self.url, timeout=300, trust_env=False, headers=headers)
         config = uvicorn.Config(
             self.api.asgi,
             http=server.protocol(self.api.settings),
@@ -70,7 +70,7 @@ class Running:
 
     def __enter__(self) -> "Running":
         self._thread.start()
-        wait_for(lambda: self._server.started and self.api.service.ready, 1500)
+        wait_for(lambda: self._server.started and self.api.models.ready, 1500)
         return self
 
     def __exit__(self, *_) -> None:
@@ -84,8 +84,10 @@ class Running:
 
     def idle(self) -> bool:
         """Nothing runs, and every page, lane and ticket is back."""
-        pages = self.engine.scheduler.pages
-        return not self.engine.busy and pages.available == pages.total and not self.api.service.tickets
+        engines = [model.llm.engine for model in self.api.models.by_name.values()]
+        pages = [engine.scheduler.pages for engine in engines]
+        free = all(each.available == each.total for each in pages)
+        return free and not any(engine.busy for engine in engines) and not self.api.models.tickets
 
     def complete(self, prompt, **fields) -> dict:
         """The body of a completion that must succeed."""

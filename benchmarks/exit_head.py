@@ -1,0 +1,112 @@
+"""Time per output token with an exit head's guesses against plain decoding: medians of interleaved rounds.
+
+    python -m benchmarks.exit_head --model runs/tiny_exit/export --text FILE [--out FILE.json]
+
+The text is cut into prompts; every contender continues the same ones to a forced length, greedily. Checked
+guesses must give plain decoding's tokens, which is looked at; the lossy rule's share of equal tokens is told.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import jax
+
+from benchmarks.latency import interleaved, ratio
+from swiftkv_jax import params as weights
+from swiftkv_jax.analysis.similarity import read_tokens
+from swiftkv_jax.checkpoint.hf import from_pretrained
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.tokenizer import load_tokenizer
+
+
+def contenders(drafts: list[int], threshold: float | None) -> dict[str, dict]:
+    """Settings by name: plain decoding first."""
+    out: dict[str, dict] = {"plain": {}}
+    out |= {f"drafts {k}": {"drafts": k, "drafter": "exit"} for k in drafts}
+    if threshold is not None:
+        out[f"exits above {threshold}"] = {"exit_threshold": threshold}
+        out |= {f"drafts {k}, exits above {threshold}": out[f"drafts {k}"] | {"exit_threshold": threshold}
+                for k in drafts[-1:]}  # fmt: skip
+    return out
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """What the JSON holds."""
+    model, params = from_pretrained(args.model, dtype=args.dtype)
+    need = args.batch * args.prompt_tokens
+    ids = read_tokens(args.text, load_tokenizer(args.model).encode, need, model.config.vocab_size)
+    if len(ids) < need:
+        raise UsageError(f"{args.text} holds {len(ids)} tokens; {args.batch} prompts need {need}")
+    prompts = ids.reshape(args.batch, args.prompt_tokens).tolist()
+    sampling = SamplingParams(temperature=0.0, max_tokens=args.new_tokens, ignore_eos=True)
+    sizes = {"max_num_seqs": args.batch, "max_model_len": args.prompt_tokens + args.new_tokens}
+    settings, answers, stats, pace = contenders(args.drafts, args.threshold), {}, {}, {}
+    params = weights.unstack(params)  # once for all
+    llms = {name: LLM.from_model(model, params, **sizes, **more) for name, more in settings.items()}
+
+    def runner(name: str):
+        def run():
+            outputs = llms[name].generate(prompts, sampling, use_tqdm=False)
+            answers[name] = [o.outputs[0].token_ids for o in outputs]
+            stats[name] = llms[name].stats
+            pace.setdefault(name, []).append(statistics.median(o.metrics.tpot for o in outputs))
+
+        return run
+
+    interleaved({name: runner(name) for name in llms}, args.rounds)
+    pace = {name: values[1:] for name, values in pace.items()}  # the first of each compiled
+    rows = {}
+    for name in llms:
+        pairs = [
+            p for a, b in zip(answers[name], answers["plain"], strict=True) for p in zip(a, b, strict=True)
+        ]
+        drafted, accepted = stats[name]["drafted_tokens"], stats[name]["accepted_tokens"]
+        rows[name] = {
+            "tpot_ms": statistics.median(pace[name]) * 1e3,
+            "ratio_to_plain": ratio(pace, name, "plain"),
+            "drafted": drafted,
+            "accepted": accepted,
+            "equal_tokens": sum(a == b for a, b in pairs) / len(pairs),
+        }
+    given = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
+    device = jax.devices()[0].device_kind
+    return given | {"device": device, "jax": jax.__version__, "rows": rows}
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.exit_head", description=(__doc__ or "").split("\n")[0]
+    )
+    p.add_argument("--model", required=True, metavar="DIR", help="a student with an exit head")
+    p.add_argument("--text", required=True, type=Path, metavar="FILE", help="what prompts are cut from")
+    p.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
+    p.add_argument("--dtype", default="float32")
+    p.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4], metavar="N")
+    p.add_argument("--threshold", type=float, default=0.95, help="of the lossy rule (0.95)")
+    for name, value in (("batch", 1), ("prompt-tokens", 256), ("new-tokens", 64), ("rounds", 10)):
+        p.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"(default {value})")
+    args = p.parse_args(argv)
+    try:
+        result = measure(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{result['device']}, jax {result['jax']}, batch {args.batch}, {args.rounds} rounds\n")
+    print("| | TPOT, ms | to plain | guessed | right | equal tokens |\n|---|---|---|---|---|---|")
+    for name, row in result["rows"].items():
+        right = f"{row['accepted'] / row['drafted']:.1%}" if row["drafted"] else ""
+        cells = (f"{row['tpot_ms']:.2f}", f"{row['ratio_to_plain']:.2f}", row["drafted"] or "", right)
+        print("|", " | ".join(map(str, (name, *cells, f"{row['equal_tokens']:.2%}"))), "|")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""The command line: python -m benchmarks.serving [fixed] [sharegpt] [rates] [budgets]."""
+
+import argparse
+import dataclasses
+import math
+import shlex
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+
+from benchmarks.serving import bench, report, workloads
+from benchmarks.serving.system import SYSTEMS
+from benchmarks.serving.timeline import DETAILS
+from benchmarks.throughput import RESULTS, write
+from swiftkv_jax.config import ModelConfig, read_config_json
+from swiftkv_jax.errors import UsageError, suggest
+
+WORKLOADS = ("fixed", "sharegpt", "rates", "budgets")
+_GOALS = ("ttft", "tpot", "e2el")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors as UsageError: one line, and the nearest flag."""
+
+    def error(self, message: str):
+        flags = [word for word in message.split() if word.startswith("--")]
+        near = suggest(flags[0], self._option_string_actions) if "unrecognized" in message and flags else ""
+        raise UsageError(f"{message}{near}; --help lists the flags")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = _Parser(
+        prog="python -m benchmarks.serving",
+        usage="%(prog)s [fixed] [sharegpt] [rates] [budgets] [flags]",
+        description="Time servers as `vllm bench serve` does, side by side: standard, SwiftKV, + AcrossKV, "
+        "+ fp8. Lengths are in tokens; rates in requests a second, or, with an x behind, in what the first "
+        "system can take.",
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=30, width=110),
+        allow_abbrev=False,
+    )
+    p.add_argument("workloads", nargs="*", metavar="workload", help="what to measure (default fixed)")
+    add = p.add_argument
+    add("--model", default="demo/teacher", metavar="DIR", help="a standard model's folder (demo/teacher)")
+    add("--dtype", default="float32", help="of weights and cache (float32)")
+    add("--systems", nargs="+", metavar="NAME", help=f"some of {', '.join(SYSTEMS)}")
+    add("--base-url", nargs="+", metavar="NAME=URL", help="servers that run already; none is started")
+    add("--alone", action="store_true", help="one server at a time: a device's memory holds one")
+    add("--lengths", type=int, nargs="+", default=list(workloads.LENGTHS), metavar="N", help="of fixed")
+    add("--load", type=int, default=8000, metavar="N", help="tokens in, of rates and budgets (8000)")
+    add("--output-len", type=int, default=workloads.OUTPUTS, metavar="N", help="tokens out (256)")
+    add("--scale", type=float, metavar="X", help="divides all lengths (default: what makes 128K fit)")
+    add("--ratios", type=float, nargs="+", default=list(workloads.RATIOS), metavar="X", help="of sharegpt")
+    add("--dataset", type=Path, metavar="FILE", help="a ShareGPT json, instead of lengths like its")
+    add("--rates", nargs="+", default="0.25x 0.5x 0.75x 0.9x 1x 1.25x".split(), metavar="R", help="of rates")
+    add("--budgets", type=float, nargs="+", default=[1.0, 0.5, 0.25, 0.2], metavar="X", help="of budgets")
+    add("--num-prompts", type=int, default=32, metavar="N", help="requests of a run (32)")
+    add("--rounds", type=int, default=3, metavar="N", help="runs of each, interleaved (3)")
+    add("--num-warmups", type=int, default=1, metavar="N", help="requests before, not counted (1)")
+    add("--burstiness", type=float, default=1.0, metavar="X", help="1 is Poisson, inf is even (1)")
+    add("--max-concurrency", type=int, metavar="N", help="requests under way at once (no bound)")
+    add("--goodput", nargs="+", default=[], metavar="GOAL:MS", help="such as ttft:500 tpot:50 e2el:5000")
+    add("--metric-percentiles", default="90,99", metavar="P,P", help="(90,99); tables show the last one")
+    add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="kept in the JSON")
+    add("--save-detailed", action="store_true", help="keep every request's figures in the JSON")
+    add("--share", type=int, default=2, metavar="N", help="layers that share a row in AcrossKV (2)")
+    add("--max-num-seqs", type=int, default=16, metavar="N", help="sequences a server runs at once (16)")
+    add("--page-size", type=int, default=64, metavar="N", help="tokens of a cache page (64)")
+    add("--no-warm-up", action="store_true", help="compile when needed: a quick look, no measurement")
+    add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrivals (0)")
+    add("--output", type=Path, default=RESULTS, metavar="DIR", help="(benchmarks/results)")
+    return p
+
+
+def checked(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments, with what is derived from them: goals, percentiles, wanted rates, systems.
+
+    Raises:
+      UsageError: any of them makes no sense.
+    """
+    args = parser().parse_args(argv)
+    args.workloads = args.workloads or ["fixed"]
+    for name in args.workloads:
+        if name not in WORKLOADS:
+            raise UsageError(
+                f"no workload {name!r}{suggest(name, WORKLOADS)}; choose of {', '.join(WORKLOADS)}"
+            )
+    for name in ("load", "output_len", "num_prompts", "rounds", "share", "max_num_seqs", "page_size"):
+        _above(name, getattr(args, name), 1)
+    _above("max_concurrency", args.max_concurrency, 1)
+    _above("num_warmups", args.num_warmups, 0)
+    for name in ("scale", "burstiness"):
+        _above(name, getattr(args, name), 0, inclusive=False)
+    for name, bound in (("lengths", 1), ("ratios", 0)):
+        for value in getattr(args, name):
+            _above(name, value, bound)
+    for share in args.budgets:
+        _above("budgets", share, 0, inclusive=False)
+    args.goals = dict(_goal(text) for text in args.goodput)
+    args.wanted = [_rate(text) for text in args.rates]
+    args.percentiles = _percentiles(args.metric_percentiles)
+    args.metadata = dict(_pair("metadata", text) for text in args.metadata)
+    args.base_url = dict(_pair("base-url", text) for text in args.base_url or ())
+    if args.base_url and ("budgets" in args.workloads or args.systems or args.alone):
+        raise UsageError(
+            "--base-url names servers that run already: no budgets, --systems or --alone with it"
+        )
+    for name in args.systems or ():
+        if name not in SYSTEMS:
+            raise UsageError(f"no system {name!r}{suggest(name, SYSTEMS)}; choose of {', '.join(SYSTEMS)}")
+    return args
+
+
+def _above(name: str, value, least: float, inclusive: bool = True) -> None:
+    if value is not None and not (value >= least if inclusive else value > least):
+        word = "at least" if inclusive else "above"
+        raise UsageError(f"--{name.replace('_', '-')} must be {word} {least:g}, not {value:g}")
+
+
+def _number(flag: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise UsageError(f"--{flag}: {text!r} is no number")
+    return value
+
+
+def _pair(flag: str, text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign and value):
+        raise UsageError(f"--{flag} must be NAME=VALUE, not {text!r}")
+    return name, value
+
+
+def _goal(text: str) -> tuple[str, float]:
+    name, _, value = text.partition(":")
+    if name not in _GOALS:
+        raise UsageError(f"--goodput must be such as ttft:500 (of {', '.join(_GOALS)}, in ms), not {text!r}")
+    found = _number("goodput", value)
+    _above("goodput", found, 0, inclusive=False)
+    return name, found
+
+
+def _rate(text: str) -> tuple[float, bool]:
+    """(a number, whether it counts in what the first system can take)."""
+    value = _number("rates", text.removesuffix("x"))
+    _above("rates", value, 0, inclusive=False)
+    return value, text.endswith("x")
+
+
+def _percentiles(text: str) -> list[float]:
+    values = [_number("metric-percentiles", part) for part in text.split(",")]
+    for value in values:
+        if not 0 <= value <= 100:
+            raise UsageError(f"--metric-percentiles must be in [0, 100], not {value:g}")
+    return values
+
+
+def run(args: argparse.Namespace, say) -> tuple[list[dict], dict]:
+    """All workloads: the runs, and what the report says about them."""
+    folder = Path(args.model)
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"--model {folder} is no model's folder: it has no config.json")
+    config = ModelConfig.from_hf(read_config_json(folder / "config.json"))
+    if args.dataset and "sharegpt" in args.workloads:
+        from swiftkv_jax.tokenizer import load_tokenizer
+
+        args.tokenizer = load_tokenizer(folder)
+    runs: list[dict] = []
+    about: dict = {"left_out": {}, "machine": {}}
+    for workload in args.workloads:
+        runs += (
+            _budgets(args, config, about, say)
+            if workload == "budgets"
+            else _even(args, config, workload, about, say)
+        )
+    return runs, about
+
+
+def _even(args, config: ModelConfig, workload: str, about: dict, say) -> list[dict]:
+    """A workload whose servers are the same for all its points."""
+    systems = list(args.base_url) or args.systems or [name for name in SYSTEMS if name != "merge-all"]
+    point = None
+    if workload == "rates":
+        point, context = bench.load(args, config)
+        points = [dataclasses.replace(point, name="inf")]
+    else:
+        points, context = (bench.fixed if workload == "fixed" else bench.sharegpt)(args, config)
+    flags = {name: bench.server_flags(args, context) for name in systems}
+    with bench.Fleet(args, flags, say) as fleet:
+        runs = bench.measure(args, fleet, workload, points, systems, say)
+        if point:
+            most = statistics.median(r["request_throughput"] for r in runs if r["system"] == systems[0])
+            at_rates = bench.rates(point, args.wanted, most)
+            runs += bench.measure(args, fleet, workload, at_rates, systems, say)
+        _note(about, systems, fleet.told)
+    return runs
+
+
+def _budgets(args, config: ModelConfig, about: dict, say) -> list[dict]:
+    """Servers of their own for every budget; a system is left out where its cache would be too small."""
+    systems, runs = args.systems or list(SYSTEMS), []
+    point, context = bench.load(args, config)
+    for share in args.budgets:
+        pages = {name: bench.budget_pages(args, config, context, share, name) for name in systems}
+        fit = [name for name in systems if pages[name]]
+        name = f"{share:.0%}"
+        about["left_out"][name] = [name for name in systems if not pages[name]]
+        flags = {name: bench.server_flags(args, context, pages[name]) for name in fit}
+        with bench.Fleet(args, flags, say) as fleet:
+            here = dataclasses.replace(point, name=name)
+            runs += bench.measure(args, fleet, "budgets", [here], fit, say)
+            _note(about, systems, fleet.told)
+    return runs
+
+
+def _note(about: dict, systems: list[str], told: dict[str, dict]) -> None:
+    about["systems"] = systems
+    for name, words in told.items():
+        about["machine"] = words.get("machine") or about["machine"]
+        about.setdefault("servers", {})[name] = words
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0; 1 when not one request was answered; 2 for bad usage; 130 for Ctrl-C."""
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    try:
+        args = checked(argv)
+        runs, about = run(args, say)
+    except UsageError as error:
+        say(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        say("interrupted; nothing is kept")
+        return 130
+    words = ["python", "-m", "benchmarks.serving", *(sys.argv[1:] if argv is None else argv)]
+    about |= {"command": shlex.join(words), "percentile": args.percentiles[-1]}
+    table = report.aggregate(runs, about["percentile"], about["systems"][0])
+    text = report.markdown(about, table)
+    print(text)
+    if not args.save_detailed:
+        runs = [{key: value for key, value in run.items() if key not in DETAILS} for run in runs]
+    write("serving", {"about": about, "runs": runs}, text, args.output)
+    report.plots(table, args.output)
+    return 0 if any(run["completed"] for run in runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

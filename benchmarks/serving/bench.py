@@ -1,0 +1,221 @@
+"""Points to measure, and the rounds that measure them: every system in turn, in an order that alternates."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.serving import workloads
+from benchmarks.serving.client import Ask, run
+from benchmarks.serving.servers import Server, found, started
+from benchmarks.serving.system import system
+from benchmarks.serving.timeline import arrivals, summary
+from benchmarks.throughput import pages_within
+from swiftkv_jax.analysis.flops import cache_bytes_per_token
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One load. `asks` makes its requests from a seed; `rate` is in requests a second."""
+
+    name: str
+    asks: Callable[[int], list[Ask]]
+    rate: float = math.inf
+
+
+class Fleet:
+    """The servers of one workload, started when they are first asked for. Used in a `with` block.
+
+    With `alone` only one runs at a time: where a device's memory holds one model.
+    """
+
+    def __init__(self, args, flags: dict[str, list[str]], say):
+        """`flags`: of each system's process; none for servers that run elsewhere."""
+        self._args, self._flags, self._say = args, flags, say
+        self._running: dict[str, Server] = {}
+        self._warm: set[tuple[str, str]] = set()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stack.close()
+
+    def ready(self, name: str, point: Point) -> Server:
+        """The server, which has answered a few requests of this point."""
+        if name not in self._running:
+            self._start(name)
+        server = self._running[name]
+        if (name, point.name) not in self._warm and self._args.num_warmups:
+            first = point.asks(self._args.seed + 999_983)[: self._args.num_warmups]
+            run(server.target, first, [0.0] * len(first))
+            self._warm.add((name, point.name))
+        return server
+
+    def _start(self, name: str) -> None:
+        if self._args.base_url:
+            self._running[name] = found(name, self._args.base_url[name])
+            return
+        if self._args.alone:
+            self._stack.close()
+            self._running.clear()
+            self._warm.clear()
+        self._say(f"{name}: starting")
+        self._running[name] = self._stack.enter_context(started(name, self._flags[name], self._say))
+
+    @property
+    def told(self) -> dict[str, dict]:
+        """What each server that runs said of itself."""
+        return {name: server.told for name, server in self._running.items()}
+
+
+def measure(args, fleet: Fleet, workload: str, points: Sequence[Point], systems: Sequence[str], say) -> list:
+    """All runs of some points: vLLM's keys, and which workload, point, system and round it was."""
+    runs = []
+    for number in range(args.rounds):
+        order = list(systems)[:: -1 if number % 2 else 1]
+        pairs = [(p, s) for p in points for s in order]
+        if args.alone:
+            pairs.sort(key=lambda pair: order.index(pair[1]))
+        for point, name in pairs:
+            server = fleet.ready(name, point)
+            result = one_run(args, server, point, args.seed + number)
+            say(_said(workload, point, name, number, result))
+            runs.append({"workload": workload, "point": point.name, "round": number} | result)
+    return runs
+
+
+def one_run(args, server: Server, point: Point, seed: int) -> dict:
+    """One run of one point on one server. The same seed asks the same of every server."""
+    asks = point.asks(seed)
+    delays = arrivals(len(asks), point.rate, args.burstiness, seed)
+    before, date = server.compilations(), time.strftime("%Y%m%d-%H%M%S")
+    timelines, duration = run(server.target, asks, delays, args.max_concurrency)
+    after = server.compilations()
+    about = {
+        "date": date,
+        "backend": "openai",
+        "endpoint_type": "openai",
+        "label": None,
+        "model_id": server.target.model,
+        "tokenizer_id": str(args.model),
+        "num_prompts": len(asks),
+        "request_rate": "inf" if math.isinf(point.rate) else point.rate,
+        "burstiness": args.burstiness if math.isfinite(args.burstiness) else "inf",
+        "max_concurrency": args.max_concurrency,
+    }
+    more = {
+        "system": server.name,
+        "seed": seed,
+        "compilations": None if after is None else after - (before or 0),
+    }
+    return about | args.metadata | summary(timelines, duration, args.percentiles, args.goals) | more
+
+
+def _said(workload: str, point: Point, name: str, number: int, result: dict) -> str:
+    lines = [
+        f"{workload} {point.name}, round {number + 1}, {name}: {result['request_throughput']:.2f} req/s, "
+        f"{result['total_token_throughput']:,.0f} tokens/s, TTFT {result['median_ttft_ms']:.1f} ms, "
+        f"TPOT {result['median_tpot_ms']:.2f} ms, failed {result['failed']}"
+    ]
+    return "\n".join(lines + [f"  {error}" for error in [e for e in result["errors"] if e][:10]])
+
+
+def fixed(args, config: ModelConfig) -> tuple[list[Point], int]:
+    """A point for every length that fits, and the context they need."""
+    outputs, scale = _outputs(args, config), _scale(args, config)
+    pairs = [(workloads.scaled(length, scale), outputs) for length in args.lengths]
+    pairs = [pair for pair in pairs if sum(pair) <= config.max_position_embeddings]
+    if not pairs:
+        raise UsageError(
+            f"no length of {args.lengths} fits a context of {config.max_position_embeddings} at --scale "
+            f"{scale:g}: raise --scale"
+        )
+    return [_even(args, config, pair) for pair in pairs], max(map(sum, pairs))
+
+
+def sharegpt(args, config: ModelConfig) -> tuple[list[Point], int]:
+    """A point for every ratio, and the context they need. Lengths are divided only where --scale says so."""
+    context, scale = config.max_position_embeddings, args.scale or 1.0
+
+    def point(ratio: float) -> Point:
+        def asks(seed: int) -> list[Ask]:
+            if args.dataset:
+                found_asks = workloads.from_file(args.dataset, args.tokenizer, ratio, context, seed)
+                chosen = [ask for ask, _ in zip(found_asks, range(args.num_prompts), strict=False)]
+                if not chosen:
+                    raise UsageError(f"{args.dataset} has no request of ratio {ratio:g} that fits {context}")
+                return chosen
+            # What is drawn must fit once it is divided; rounding up may add a token on each side.
+            room = int(scale * (context - 2))
+            lengths = workloads.like_sharegpt(args.num_prompts, ratio, room, seed)
+            small = [(workloads.scaled(n, scale), workloads.scaled(m, scale)) for n, m in lengths]
+            return workloads.asks(small, config.vocab_size, seed)
+
+        return Point(f"{ratio:g}", asks)
+
+    return [point(ratio) for ratio in args.ratios], context
+
+
+def load(args, config: ModelConfig) -> tuple[Point, int]:
+    """The one length of rate sweeps and budgets, and the context it needs."""
+    pair = (workloads.scaled(args.load, _scale(args, config)), _outputs(args, config))
+    if sum(pair) > config.max_position_embeddings:
+        raise UsageError(f"--load {args.load} does not fit {config.max_position_embeddings}: raise --scale")
+    return _even(args, config, pair), sum(pair)
+
+
+def rates(point: Point, wanted: Sequence[tuple[float, bool]], saturation: float) -> list[Point]:
+    """The point at rates a second; those marked are in units of what the first system could take."""
+    values = [value * saturation if relative else value for value, relative in wanted]
+    return [dataclasses.replace(point, name=f"{rate:.4g}", rate=rate) for rate in values]
+
+
+def budget_pages(args, config: ModelConfig, context: int, share: float, name: str) -> int:
+    """Pages of a system's cache that take `share` of a full batch's in the standard model; 0: too few."""
+
+    def per_token(which: str) -> int:
+        variant = system(which, config.num_layers, args.share)
+        kind = args.dtype if variant.cache_dtype == "auto" else variant.cache_dtype
+        return cache_bytes_per_token(config, variant.plan, kind)
+
+    budget = share * per_token("standard") * args.max_num_seqs * context
+    return pages_within(budget, per_token(name), args.page_size, context)
+
+
+def server_flags(args, context: int, num_pages: int | None = None) -> list[str]:
+    """The command line of one system's process."""
+    named = {
+        "model": Path(args.model).resolve(),
+        "dtype": args.dtype,
+        "share": args.share,
+        "context": context,
+        "max-num-seqs": args.max_num_seqs,
+        "page-size": args.page_size,
+    }
+    named |= {} if num_pages is None else {"num-pages": num_pages}
+    flags = [part for name, value in named.items() for part in (f"--{name}", str(value))]
+    return [*flags, "--no-warm-up"] if args.no_warm_up else flags
+
+
+def _even(args, config: ModelConfig, pair: tuple[int, int]) -> Point:
+    def asks(seed: int) -> list[Ask]:
+        own = int(np.random.default_rng((seed, *pair)).integers(2**31))
+        return workloads.asks([pair] * args.num_prompts, config.vocab_size, own)
+
+    return Point(f"{pair[0]}:{pair[1]}", asks)
+
+
+def _scale(args, config: ModelConfig) -> float:
+    return args.scale or workloads.default_scale(config.max_position_embeddings)
+
+
+def _outputs(args, config: ModelConfig) -> int:
+    return workloads.scaled(args.output_len, _scale(args, config))

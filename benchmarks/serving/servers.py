@@ -1,0 +1,110 @@
+"""The servers that are compared: started here, one process for each system, or already running elsewhere."""
+
+import contextlib
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.serving.client import Target
+from swiftkv_jax.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+_COMPILED = re.compile(r"^\w*?compilations_total(?:\{.*\})? (\S+)$", re.M)
+_START_S = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A server that is ready. `told`: what the process said of itself, nothing for one that was found."""
+
+    name: str
+    target: Target
+    told: dict
+
+    def compilations(self) -> float | None:
+        """Programs compiled so far; None where the server does not say."""
+        try:
+            text = _get(f"{self.target.url}/metrics").decode()
+        except OSError:
+            return None
+        found = _COMPILED.search(text)
+        return float(found[1]) if found else None
+
+
+def found(name: str, url: str) -> Server:
+    """A server somebody else runs.
+
+    Raises:
+      UsageError: it does not answer, or lists no model.
+    """
+    url = url.rstrip("/").removesuffix("/v1")
+    try:
+        [card, *_] = json.loads(_get(f"{url}/v1/models"))["data"]
+        return Server(name, Target(url, card["id"]), {})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"no server of OpenAI's API at {url} ({type(error).__name__}: {error})") from None
+
+
+@contextlib.contextmanager
+def started(name: str, flags: list[str], say) -> Iterator[Server]:
+    """A server of ours in a process of its own, ready; stopped at the end.
+
+    Raises:
+      UsageError: it ended before it was ready; with its last words.
+    """
+    command = [sys.executable, "-m", "benchmarks.serving.system", "--system", name, *flags]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if not line:
+                process.wait()
+                raise _died(name, log)
+            told = json.loads(line)
+            url = f"http://127.0.0.1:{told['port']}"
+            say(f"{name}: warming up")
+            _await_ready(name, url, process, log)
+            yield Server(name, Target(url, name), told)
+        finally:
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+
+
+def _await_ready(name: str, url: str, process: subprocess.Popen, log) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise _died(name, log)
+        with contextlib.suppress(OSError):
+            _get(f"{url}/ready")
+            return
+        time.sleep(0.1)
+    raise UsageError(f"{name} was not ready within {_START_S:g} s")
+
+
+def _died(name: str, log) -> UsageError:
+    log.seek(0)
+    last = (log.read().strip().splitlines() or ["no word"])[-1]
+    hint = "; where a device's memory holds one model only, pass --alone" if "memory" in last.lower() else ""
+    return UsageError(f"the server {name} ended: {last[:300]}{hint}")
+
+
+def _get(url: str) -> bytes:
+    """The body of a 200. Raises OSError for anything else."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=10) as answer:
+        return answer.read()

@@ -1,0 +1,60 @@
+"""One server of one way to cache, on the teacher's weights, without distilling: a process of its own.
+
+    python -m benchmarks.serving.system --system swiftkv --model demo/teacher
+
+Speed is that of a distilled student; its texts are not. A line of JSON on stdout says where it listens and
+what it runs; then it serves until SIGTERM. Prefixes are not shared: every prompt token is paid for.
+"""
+
+import argparse
+import json
+import sys
+
+import swiftkv_jax as skv
+from benchmarks.throughput import Variant, engine, machine, variants
+from swiftkv_jax.engine.http import server
+from swiftkv_jax.engine.http.settings import HttpSettings
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.tokenizer import load_tokenizer
+
+SYSTEMS = ("standard", "merge-all", "swiftkv", "acrosskv", "fp8")  # in the order of `variants`
+
+
+def system(name: str, layers: int, share: int) -> Variant:
+    """The variant of a system's short name."""
+    return dict(zip(SYSTEMS, variants(layers, share), strict=True))[name]
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    p.add_argument("--system", choices=SYSTEMS, default="standard")
+    p.add_argument("--model", default="demo/teacher", help="a standard model's folder")
+    p.add_argument("--dtype", default="float32")
+    p.add_argument("--share", type=int, default=2, help="AcrossKV group (default 2)")
+    p.add_argument("--context", type=int, default=2048)
+    p.add_argument("--max-num-seqs", type=int, default=16)
+    p.add_argument("--page-size", type=int, default=64)
+    p.add_argument("--num-pages", type=int)
+    p.add_argument("--no-warm-up", action="store_true")
+    args = p.parse_args()
+    model, params = skv.from_pretrained(args.model, dtype=args.dtype)
+    sizes = {"max_num_seqs": args.max_num_seqs, "page_size": args.page_size, "num_pages": args.num_pages}
+    variant = system(args.system, model.config.num_layers, args.share)
+    llm = engine(model, params, variant, args.context, tokenizer=load_tokenizer(args.model), **sizes)
+    settings = HttpSettings(model_name=args.system, warm_up=not args.no_warm_up)
+    listener = server.listen("127.0.0.1", 0)
+    told = {
+        "port": listener.getsockname()[1],
+        "machine": machine("python -m benchmarks.serving"),
+        "settings": vars(llm.settings),
+    }
+    print(json.dumps(told | {"cache_bytes_per_token": llm.cache_bytes_per_token}), flush=True)
+    return server.run(llm, settings, listener, lambda text: print(text, file=sys.stderr, flush=True))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,114 @@
+"""What a server serves: one model, or two side by side, each with an engine and metrics of its own."""
+
+import asyncio
+import dataclasses
+
+from swiftkv_jax.engine.http.generate import Generator
+from swiftkv_jax.engine.http.metrics import Metrics
+from swiftkv_jax.engine.http.service import Service
+from swiftkv_jax.engine.http.settings import HttpSettings
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.errors import UsageError
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """One model, the engine that runs it, and who answers for it."""
+
+    name: str
+    llm: LLM
+    metrics: Metrics
+    service: Service
+    generator: Generator
+
+    @classmethod
+    def of(cls, llm: LLM, settings: HttpSettings) -> "Model":
+        metrics = Metrics(llm, settings)
+        service = Service(llm, settings, metrics)
+        return cls(settings.model_name, llm, metrics, service, Generator(service))
+
+    def card(self, created: int) -> dict:
+        """What `/v1/models` says of it; `created` is in Unix seconds."""
+        plan = self.llm.model.plan
+        split, share = plan.split_and_share if plan.is_swiftkv else (None, None)
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "swiftkv-jax",
+            "max_model_len": self.llm.settings.max_model_len,
+            "sampling_defaults": {name: getattr(self.llm.defaults, name) for name in _DEFAULTS},
+            "layers": plan.num_layers,
+            "split": split,
+            "share": share,
+            "cache_bytes_per_token": self.llm.cache_bytes_per_token,
+        }
+
+
+class Models:
+    """The models of one server. What holds of all of them holds of the server.
+
+    Attributes:
+      first: answers requests that name no model. by_name: all, in the order they were given.
+    """
+
+    def __init__(self, llms: dict[str, LLM], settings: HttpSettings):
+        """`settings.model_name` is the first of `llms`.
+
+        Raises:
+          UsageError: it is not.
+        """
+        if next(iter(llms), None) != settings.model_name:
+            raise UsageError(f"the first model must be {settings.model_name!r}, not one of {list(llms)}")
+        self.by_name = {
+            name: Model.of(llm, dataclasses.replace(settings, model_name=name)) for name, llm in llms.items()
+        }
+        self.first = self.by_name[settings.model_name]
+        self._services = [model.service for model in self.by_name.values()]
+
+    def start(self) -> None:
+        """Start every engine's thread."""
+        for service in self._services:
+            service.start()
+
+    def stop(self) -> None:
+        """End them; what still runs is dropped."""
+        for service in self._services:
+            service.stop()
+
+    @property
+    def ready(self) -> bool:
+        """Whether each takes requests."""
+        return all(service.ready for service in self._services)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether each engine has been heard of lately."""
+        return all(service.healthy for service in self._services)
+
+    @property
+    def dead(self) -> bool:
+        """Whether an engine was given up: only a new process helps."""
+        return any(service.dead for service in self._services)
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is taken."""
+        return any(service.draining for service in self._services)
+
+    @property
+    def tickets(self) -> int:
+        """Calls that are being answered."""
+        return sum(service.tickets for service in self._services)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Programs compiled while warming up, of how many."""
+        done, total = zip(*(service.progress for service in self._services), strict=True)
+        return sum(done), sum(total)
+
+    async def drain(self) -> None:
+        """Take nothing new; wait for what runs, as long as the settings say."""
+        await asyncio.gather(*(service.drain() for service in self._services))

@@ -1,0 +1,117 @@
+"""A call's hold on the server: its right to sequences, and its completions as they grow."""
+
+import asyncio
+import typing
+from collections.abc import AsyncIterator
+
+from swiftkv_jax.engine.engine import Group
+from swiftkv_jax.engine.request import CompletionOutput, Request
+
+Delta = tuple[int, CompletionOutput]  # prompt number, what is new of one of its completions
+
+
+@typing.runtime_checkable
+class Owner(typing.Protocol):
+    """What calls need of the service."""
+
+    def release(self, ticket: "Ticket") -> None: ...
+
+    def enter(self, stream: "Stream") -> None: ...
+
+    def leave(self, stream: "Stream") -> None: ...
+
+
+class Ticket:
+    """The right to have `sequences` sequences in the server; given back when its `with` block ends.
+
+    Attributes:
+      waiting: whether the engine has not yet taken them over into its own queue.
+    """
+
+    def __init__(self, service: Owner, tenant: str, sequences: int, tokens: int):
+        self._service, self.tenant = service, tenant
+        self.sequences, self.tokens, self.waiting = sequences, tokens, True
+
+    def __enter__(self) -> "Ticket":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._service.release(self)
+
+
+class Stream:
+    """The completions of one call as they grow. Used as `async with`, which aborts what is left.
+
+    Attributes:
+      numbers: request id -> prompt number. sequences: completions in all. left: those that go on.
+    """
+
+    def __init__(self, service: Owner, requests: list[Request], ticket: Ticket):
+        self._service, self.requests, self.ticket = service, requests, ticket
+        self.numbers = {request.request_id: number for number, request in enumerate(requests)}
+        self.left = self.sequences = sum(request.params.n for request in requests)
+        self.told: set[tuple[str, int]] = set()  # completions whose end was posted; the engine's thread only
+        self.loop = asyncio.get_running_loop()
+        self._inbox: asyncio.Queue = asyncio.Queue()
+
+    def post(self, item) -> None:
+        self._inbox.put_nowait(item)
+
+    async def __aenter__(self) -> "Stream":
+        self._service.enter(self)
+        try:
+            first = await self._inbox.get()
+        except BaseException:
+            self._service.leave(self)
+            raise
+        if isinstance(first, Exception):
+            raise first
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        if self.left:
+            self._service.leave(self)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while self.left:
+            found = await self._inbox.get()
+            if isinstance(found, Exception):
+                raise found
+            for delta in found:
+                self.left -= delta[1].finish_reason is not None
+                yield delta
+
+
+def news(stream: Stream, group: Group) -> list[Delta]:
+    """What is new of a group's completions; each end is told once."""
+    out, key = [], group.request.request_id
+    for sequence in group.sequences:
+        if (key, sequence.child) in stream.told:
+            continue
+        delta = sequence.delta()
+        if delta.finish_reason:
+            stream.told.add((key, sequence.child))
+        if delta.finish_reason or delta.token_ids or delta.text:
+            out.append((stream.numbers[key], delta))
+    return out
+
+
+def ends(stream: Stream, request: Request) -> list[Delta]:
+    """An error for each completion of a request whose end was not told yet."""
+    key = request.request_id
+    left = [child for child in range(request.params.n) if (key, child) not in stream.told]
+    stream.told |= {(key, child) for child in left}
+    return [(stream.numbers[key], _failed(child)) for child in left]
+
+
+def _failed(child: int) -> CompletionOutput:
+    return CompletionOutput(
+        index=child,
+        text="",
+        token_ids=[],
+        cumulative_logprob=None,
+        logprobs=None,
+        finish_reason="error",
+        stop_reason=None,
+        error="the engine could not go on with it",
+    )

@@ -1,0 +1,55 @@
+"""Reading a model's folder: plain files that lie in it, of bounded size, and JSON."""
+
+import json
+from pathlib import Path
+
+from swiftkv_jax.errors import UsageError
+
+MOST_JSON = 2**26  # bytes of one JSON file; the largest published tokenizer.json is a quarter of it
+
+
+def inside(path: Path) -> Path:
+    """`path`, when it is a plain file whose content lies in its own folder.
+
+    A link may lead elsewhere in the folder; in a snapshot of Hugging Face's cache, to the `blobs` beside it.
+
+    Raises:
+      UsageError: it is a link that leaves the folder, or no plain file.
+    """
+    folder = path.parent.resolve()
+    homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
+    try:
+        found = path.resolve(strict=True)
+    except RuntimeError:  # Python 3.12 and before: a link to itself
+        raise UsageError(f"{path} is a link that leads nowhere") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    if not any(found.is_relative_to(home) for home in homes):
+        raise UsageError(f"{path} is a link that leaves its folder; put the file itself there")
+    if not found.is_file():
+        raise UsageError(f"{path} is not a plain file")
+    return path
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file of a model's folder.
+
+    Raises:
+      UsageError: the file lies elsewhere, is too large, or holds no JSON object.
+    """
+    try:
+        size = inside(path).stat().st_size
+        if size > MOST_JSON:
+            raise UsageError(f"{path} has {size} bytes; at most {MOST_JSON} are read")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+    except UsageError:
+        raise
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deeply") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path} must hold a JSON object, not {type(raw).__name__}")
+    return raw

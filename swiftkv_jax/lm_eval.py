@@ -1,0 +1,216 @@
+"""The `swiftkv` model of lm-eval, EleutherAI's evaluation harness: any checkpoint of ours, in process.
+
+    python -m swiftkv_jax.lm_eval --model swiftkv --model_args pretrained=DIR,dtype=float32 --tasks hellaswag
+
+takes all arguments of `lm_eval`; importing this module registers the model for those who call lm-eval from
+Python. It follows lm-eval's own `hf` model in what is read, so that both give the same numbers:
+
+* `loglikelihood`: of context and continuation the last C + 1 tokens count, in a context of C (`max_length`).
+  The last token is only predicted, never read; what is cut off is the beginning of the context.
+* `loglikelihood_rolling`: windows of C tokens, each token predicted once: the first window begins with the
+  prefix token (BOS, or else EOS), each later one with the token before its first prediction, and the last is
+  a full one too, with tokens that were predicted before as its context.
+* `generate_until`: the last C - `max_gen_toks` tokens of the context; the end of text is a stop as well.
+
+`local-completions`, the harness's client for servers, reads less: of `max_length=M` it keeps M - 1 tokens
+for `loglikelihood`, rolls windows of M - 2, and leaves M - 1 - `max_gen_toks` for a context. It also leaves
+out the tokenizer's BOS unless told `add_bos_token=True`. Shorter texts are the same both ways, and then so
+are the numbers, to the last bit: the server and this model call the same `LLM.score`.
+"""
+
+# pyright: reportMissingImports=false
+import sys
+import typing
+
+from tqdm import tqdm
+
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.errors import UsageError, suggest
+
+try:
+    import lm_eval.models  # noqa: F401 (lists its own: a registry that holds ours is taken for whole)
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"error: this needs {error.name}: pip install 'swiftkv-jax[eval]'", file=sys.stderr)
+    sys.exit(2)
+
+_CONTROL = ("do_sample", "until", "max_gen_toks")  # of a task's generation_kwargs: not for SamplingParams
+_Window = tuple[typing.Any, list[int], list[int]]  # cache key, context, continuation
+
+
+@register_model("swiftkv")
+class SwiftKV(TemplateLM):
+    """One `LLM` under lm-eval's three questions.
+
+    Attributes:
+      llm: what answers. tokenizer: transformers' own, for chat templates. max_length: C, see above.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | LLM,
+        dtype: str = "auto",
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        tokenizer: str | None = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        seed: int = 1234,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **settings,
+    ):
+        """Load a folder or hub id, or take an LLM.
+
+        Args:
+          max_gen_toks: for tasks that do not say. add_bos_token: None does as the tokenizer does.
+          seed: of tasks that sample, the same for all their requests, as the harness's client has it.
+          batch_size, max_batch_size, device: lm-eval always sends them, and they are not used: the engine
+            batches by itself, up to `max_num_seqs`, and JAX chooses the device (JAX_PLATFORMS).
+          settings: other arguments of `LLM`, as max_num_seqs, cache_dtype, num_pages.
+
+        Raises:
+          UsageError: the checkpoint cannot be read, has no tokenizer, or an argument makes no sense.
+        """
+        super().__init__()
+        if isinstance(pretrained, LLM):
+            self.llm = pretrained
+        else:
+            self.llm = LLM(pretrained, dtype=dtype, max_model_len=max_length, tokenizer=tokenizer, **settings)
+        if self.llm.tokenizer is None or not hasattr(self.llm.tokenizer, "hf"):
+            raise UsageError("evaluation needs a tokenizer; this LLM has none")
+        self.tokenizer = self.llm.tokenizer.hf
+        self.max_length = max_length or self.llm.settings.max_model_len
+        self.max_gen_toks, self.add_bos_token, self.seed = int(max_gen_toks), add_bos_token, int(seed)
+        self._prefix = prefix_token_id
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text with no context: BOS, or EOS where there is none."""
+        known = (self._prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        found = next((token for token in known if token is not None), None)
+        if found is None:
+            raise UsageError("the tokenizer has no BOS and no EOS token; give prefix_token_id=N")
+        return found
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the cache of requests."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True):
+        """The text of a chat under the model's own template; without a prompt its last turn stays open."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        """Token ids; a text that begins with BOS gets no second one."""
+        chosen = (add_special_tokens, self.add_bos_token, True)
+        special = next(flag for flag in chosen if flag is not None)
+        return self.llm.tokenizer.encode(string, add_special_tokens=special)
+
+    def _loglikelihood_tokens(
+        self, requests: list[_Window], disable_tqdm: bool = False, **kwargs
+    ) -> list[tuple[float, bool]]:
+        """The summed log probability of each continuation, and whether greedy decoding would write it."""
+        out = []
+        for key, context, continuation in tqdm(requests, desc="loglikelihood", disable=disable_tqdm):
+            if len(continuation) > self.max_length:
+                raise UsageError(
+                    f"a continuation of {len(continuation)} tokens does not fit a context of "
+                    f"{self.max_length}"
+                )
+            ids = (context + continuation)[-(self.max_length + 1) :]
+            entries = self.llm.score(ids)[len(ids) - len(continuation) :]
+            chosen = [
+                (entry or {})[token] for token, entry in zip(ids[-len(continuation) :], entries, strict=True)
+            ]
+            answer = sum(found.logprob for found in chosen), all(found.rank == 1 for found in chosen)
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+            out.append(answer)
+        return out
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """The log probability of whole texts, see above."""
+        out = []
+        for (text,) in tqdm([r.args for r in requests], desc="rolling", disable=disable_tqdm):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            pairs = [(None, *make_disjoint_window(window)) for window in windows]
+            total = sum(value for value, _ in self._loglikelihood_tokens(pairs, disable_tqdm=True))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+            out.append(total)
+        return out
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        """Texts up to a stop; one batch for all requests, whatever their arguments."""
+        prompts, params = [], []
+        for context, given in (r.args for r in requests):
+            chosen = self._params(given)
+            ids = self.tok_encode(context) or [self.prefix_token_id]
+            prompts.append(ids[-(self.max_length - (chosen.max_tokens or 0)) :])
+            params.append(chosen)
+        outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
+        texts = [output.outputs[0].text for output in outputs]
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _params(self, given: dict) -> SamplingParams:
+        """A task's generation_kwargs over the model's own defaults.
+
+        Raises:
+          UsageError: a field is unknown, or asks for what is not offered.
+        """
+        kwargs = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        until = handle_stop_sequences(kwargs["until"], eos=self.tokenizer.eos_token)
+        most = kwargs["max_gen_toks"]
+        if most >= self.max_length:
+            raise UsageError(f"max_gen_toks {most} leaves no room for a prompt in {self.max_length} tokens")
+        if kwargs.pop("num_beams", 1) != 1:
+            raise UsageError("num_beams: beam search is not offered")
+        changes = {name: value for name, value in kwargs.items() if name not in _CONTROL}
+        unknown = next((name for name in changes if name not in SamplingParams.names()), None)
+        if unknown is not None:
+            near = suggest(unknown, SamplingParams.names())
+            raise UsageError(f"generation_kwargs: {unknown!r} means nothing here{near}")
+        if not kwargs["do_sample"]:
+            changes["temperature"] = 0.0
+        stop = [text for text in until if text]
+        return self.llm.defaults.updated({"seed": self.seed} | changes | {"stop": stop, "max_tokens": most})
+
+
+def main() -> int:
+    """`lm_eval` with one more model; exit code 2 for what this model refuses."""
+    from lm_eval.__main__ import cli_evaluate
+
+    try:
+        cli_evaluate()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

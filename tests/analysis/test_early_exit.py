@@ -1,0 +1,106 @@
+"""Figure B.1's numbers against float64 over transformers' own streams, and the command line."""
+
+import json
+
+import hf_models
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from swiftkv_jax.analysis import early_exit
+from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.surgery import to_swiftkv
+
+LENGTH, BLOCK = 57, 25  # the last block is ragged
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A transformers model with a tokenizer (word wN is token N), and its student of the last layer.
+
+    Untrained, that student is its teacher, so transformers can say what the whole model answers.
+    """
+    teacher, student = (tmp_path_factory.mktemp(name) for name in ("teacher", "student"))
+    hf_models.save(hf_models.make("llama_biases"), teacher)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(teacher)
+    model, params = to_swiftkv(*from_pretrained(teacher), KVPlan.swiftkv(4, 3), exit_head=True)
+    save_pretrained(student, model, params, source=teacher)
+    return teacher, student
+
+
+def truth(teacher, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(largest probability, agreement) in float64 from the stream entering transformers' layer 3."""
+    model = hf_models.load(teacher)
+    gain, kernel = (w.detach().double().numpy() for w in (model.model.norm.weight, model.lm_head.weight))
+    sure, agree = [], []
+    for start in range(0, len(tokens), BLOCK):
+        with torch.no_grad():
+            out = model(torch.tensor(tokens[None, start : start + BLOCK]), output_hidden_states=True)
+        x, final = out.hidden_states[3][0].double().numpy(), out.logits[0].double().numpy()
+        for stream, scores in zip(x, final, strict=True):
+            early = kernel @ (stream / np.sqrt((stream**2).mean() + model.config.rms_norm_eps) * gain)
+            sure.append(1 / np.exp(early - early.max()).sum())
+            agree.append(early.argmax() == scores.argmax())
+    return np.array(sure), np.array(agree)
+
+
+def test_every_place_is_transformers_in_float64(folders):
+    tokens = hf_models.tokens(LENGTH, 1)[0]
+    sure, agree = early_exit.measure(*from_pretrained(folders[1]), tokens, BLOCK)
+    want, same = truth(folders[0], tokens)
+    np.testing.assert_allclose(sure, want, atol=1e-5)
+    np.testing.assert_array_equal(agree, same)
+    assert 5 < same.sum() < LENGTH - 5 and np.ptp(want) > 0.3
+
+
+def test_bins_by_hand():
+    sure, agree = np.array([0.0, 0.24, 0.25, 0.6, 0.99, 1.0]), np.array([1, 0, 1, 0, 1, 1], bool)
+    share, right = early_exit.by_bin(sure, agree, 4)
+    np.testing.assert_allclose(share, np.array([2, 1, 1, 2]) / 6)
+    np.testing.assert_allclose(right, [0.5, 1, 0, 1])
+    assert np.isnan(early_exit.by_bin(sure[:2], agree[:2], 4)[1][1:]).all()
+
+
+def test_command_writes_what_it_measured(folders, tmp_path, capsys):
+    tokens = hf_models.tokens(LENGTH, 1)[0]
+    text, out = tmp_path / "text.txt", tmp_path / "new" / "out"
+    text.write_text(" ".join(f"w{i}" for i in tokens))
+    args = ["--model", str(folders[1]), "--text", str(text), "--out", str(out), "--bins", "5"]
+    assert early_exit.main(args) == 0
+    saved = json.loads((out / "early_exit.json").read_text())
+    sure, agree = early_exit.measure(*from_pretrained(folders[1]), tokens)
+    share, right = early_exit.by_bin(sure, agree, 5)
+    np.testing.assert_allclose(saved["share_by_bin"], share, atol=1e-6)
+    np.testing.assert_allclose(
+        [np.nan if a is None else a for a in saved["agreement_by_bin"]], right, atol=1e-6
+    )
+    assert saved["edges"] == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0] and saved["tokens"] == LENGTH
+    assert saved["agreement"] == pytest.approx(agree.mean(), abs=1e-6)
+    assert saved["share_above"] == pytest.approx((sure > 0.95).mean(), abs=1e-6)
+    assert f"{agree.mean():.4f} of {LENGTH} places" in capsys.readouterr().out
+    assert (out / "early_exit.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in out.iterdir()) == ["early_exit.json", "early_exit.png"]
+
+
+def test_bad_input_is_one_line_and_exit_code_2(folders, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{i}" for i in range(20)))
+    for model, more, said in (
+        (folders[0], [], "no exit head: train one with"),
+        (folders[1], ["--bins", "0"], "--bins must be at least 1, not 0"),
+        (folders[1], ["--max-tokens", "3"], "--max-tokens must be at least 16"),
+        (folders[1], ["--text", str(tmp_path / "none")], "does not exist"),
+    ):
+        out = tmp_path / "out"
+        assert early_exit.main(["--model", str(model), "--text", str(text), "--out", str(out), *more]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and said in captured.err
+        assert not out.exists()
+    with pytest.raises(UsageError, match="at least one token"):
+        early_exit.measure(*from_pretrained(folders[1]), np.arange(0))

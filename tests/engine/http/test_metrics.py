@@ -1,0 +1,84 @@
+"""`/metrics`: vLLM's names are all there, and what they count is what was streamed."""
+
+import re
+import time
+
+import pytest
+from http_server import Running, wait_for
+
+NAMES = (  # vLLM's, and what SwiftKV adds; a counter's name gets _total, a histogram's among others _count
+    "num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total "
+    "prefix_cache_hits_total prompt_tokens_total generation_tokens_total request_success_total "
+    "num_preemptions_total time_to_first_token_seconds_count inter_token_latency_seconds_count "
+    "request_time_per_output_token_seconds_count e2e_request_latency_seconds_count "
+    "request_queue_time_seconds_count request_prefill_time_seconds_count request_decode_time_seconds_count "
+    "request_inference_time_seconds_count request_prompt_tokens_count request_generation_tokens_count "
+    "request_params_max_tokens_count request_params_n_count iteration_tokens_total_count cache_config_info "
+    "corrupted_requests_total admission_rejections_total prefill_tokens_skipped_total kv_bytes "
+    "compilations_total"
+).split()
+LINE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.M)
+
+
+def read(server: Running) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Every sample by its name: its labels and its value."""
+    out: dict[str, list] = {}
+    answer = server.http.get("/metrics")
+    assert answer.status_code == 200, answer.text
+    for name, labels, number in LINE.findall(answer.text):
+        pairs = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        out.setdefault(name.removeprefix("swiftkv_"), []).append((pairs, float(number)))
+    return out
+
+
+def value(server: Running, name: str) -> float:
+    [(_, found)] = read(server)[name]
+    return found
+
+
+def test_vllms_names_are_there_with_its_labels(served):
+    found = read(served)
+    assert not set(NAMES) - set(found)
+    ours = [labels for name in NAMES for labels, _ in found[name]]
+    assert all(labels["model_name"] == "tiny" for labels in ours if "model_name" in labels)
+    assert {labels["finished_reason"] for labels, _ in found["request_success_total"]} >= {"stop", "length"}
+    wait_for(lambda: value(served, "kv_bytes") == served.engine.runner.cache.nbytes > 0)
+
+
+def gaps(server: Running) -> tuple[float, float]:
+    return value(server, "inter_token_latency_seconds_count"), value(
+        server, "inter_token_latency_seconds_sum"
+    )
+
+
+@pytest.mark.parametrize("n, tokens", [(1, 1), (1, 2), (1, 23), (3, 14)])
+def test_gaps_between_tokens_follow_the_stream(served, n, tokens):
+    """A gap for every token after a completion's first; together they last from first to last token."""
+    count, seconds = gaps(served)
+    decoding = value(served, "request_decode_time_seconds_sum")
+    body = {"prompt": "x", "max_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "n": n, "seed": 1}
+    began = time.perf_counter()
+    events = served.events(**body, stream_options={"include_usage": True})
+    took = time.perf_counter() - began
+    assert events[-2]["usage"]["completion_tokens"] == n * tokens
+    wait_for(served.idle)
+    wait_for(lambda: gaps(served)[0] - count == n * (tokens - 1))
+    passed = gaps(served)[1] - seconds
+    assert passed == pytest.approx(value(served, "request_decode_time_seconds_sum") - decoding, abs=1e-6)
+    assert (0 < passed < n * took) if tokens > 1 else passed == 0
+
+
+def test_gaps_are_counted_while_a_stream_runs(served):
+    before = gaps(served)[0]
+    body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True, "temperature": 0, "stream": True}
+    with served.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        wait_for(lambda: gaps(served)[0] > before)
+        for _ in lines:
+            pass
+    wait_for(lambda: gaps(served)[0] - before == 39)
+    samples = read(served)["inter_token_latency_seconds_bucket"]
+    heights = [height for _, height in samples]
+    assert [labels["le"] for labels, _ in samples][-1] == "+Inf" and heights == sorted(heights)
+    assert heights[-1] == gaps(served)[0]

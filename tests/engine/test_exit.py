@@ -1,0 +1,270 @@
+"""The exit head: guesses that change no token, and the lossy rule exactly as it is written down."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+import tiny_engine as tiny
+
+from swiftkv_jax.engine import loop, runner
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import embed, exit_logits, fill, logits, lower, place, upper
+from swiftkv_jax.plan import KVPlan
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "page_size": 8}
+LENGTHS = (1, 45, 3, 20, 33, 2)
+
+
+@functools.cache
+def model(agreement: float):
+    """An exit head that is the model's own, below upper layers that add less and less (1: nothing).
+
+    Below 0: a random head.
+    """
+    net, params = tiny.make_model(KVPlan.swiftkv(3, 1, 2), exit_head=True, num_layers=3)
+    if agreement < 0:
+        return net, params
+    top = dict(params["upper"])
+    for name in ("o_proj", "down_proj"):
+        top[name] = jax.tree.map(lambda x: x * (1 - agreement), top[name])
+    exits = {"norm": params["norm"], "lm_head": params["lm_head"]}
+    return net, params | {"upper": top, "exit": exits}
+
+
+def make(agreement: float = 0.7, drafts: int = 0, **changes) -> LLM:
+    given = {"drafts": drafts, "drafter": "exit"} if drafts else {}
+    return LLM.from_model(*model(agreement), tiny.Bytes(), **(SIZES | given | changes))
+
+
+def run(llm: LLM, params, prompts=None):
+    return llm.generate(prompts or tiny.prompts(LENGTHS), params, use_tqdm=False)
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def poison(llm: LLM) -> None:
+    """NaN in every page of the pool."""
+    cache = llm.engine.runner.cache
+    llm.engine.runner.cache = dataclasses.replace(cache, k=cache.k * jnp.nan, v=cache.v * jnp.nan)
+
+
+KINDS = [  # one for each prompt: all that can decide a token, together in one batch
+    dataclasses.replace(GREEDY, max_tokens=19),
+    SamplingParams(max_tokens=19, seed=5, temperature=0.5, ignore_eos=True),  # to the end of the context
+    SamplingParams(max_tokens=17, seed=6, top_p=0.9, logprobs=2, min_tokens=6, stop_token_ids=[*range(90)]),
+    dataclasses.replace(GREEDY, max_tokens=16, repetition_penalty=1.3, frequency_penalty=0.5),
+    SamplingParams(max_tokens=15, seed=7, temperature=0.7, stop_token_ids=[*range(0, 256, 16)]),
+    dataclasses.replace(GREEDY, max_tokens=13, logit_bias={65: 2.0}, bad_words=["A"], logprobs=0),
+]
+WAYS = {
+    "one guess, pages of 1": {"drafts": 1, "page_size": 1, "num_pages": 200},
+    "so few pages that sequences are preempted": {"drafts": 3, "num_pages": 33, "page_size": 2},
+    "five guesses, one turn a launch, two lanes": {
+        "drafts": 5, "steps_per_launch": 1, "max_num_seqs": 2, "page_size": 5
+    },
+}  # fmt: skip
+
+
+@functools.cache
+def plain(agreement: float, kinds: bool):
+    return run(make(agreement), KINDS if kinds else GREEDY)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_guesses_change_no_token_of_any_kind(way):
+    """Ragged prompts, ends by length and by stop ids, penalties, biases; unused pages hold NaN.
+
+    Twice: the second time from a warm prefix cache.
+    """
+    want = plain(0.7, True)
+    assert {o.outputs[0].finish_reason for o in want} == {"length", "stop"}
+    llm = make(**WAYS[way])
+    poison(llm)
+    for _ in range(2):
+        for a, b in zip(run(llm, KINDS), want, strict=True):
+            a, b = a.outputs[0], b.outputs[0]
+            assert (a.token_ids, a.finish_reason, a.stop_reason) == (
+                b.token_ids,
+                b.finish_reason,
+                b.stop_reason,
+            )
+            for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
+                assert x.keys() == y.keys()
+                assert all(x[t].logprob == pytest.approx(y[t].logprob, abs=1e-4) for t in x)
+        assert (
+            not llm.engine.busy and llm.engine.scheduler.pages.available == llm.engine.scheduler.pages.total
+        )
+    stats = llm.engine.stats
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert (stats.preemptions > 0) == ("preempted" in way)
+
+
+def test_guesses_that_are_nearly_always_wrong_cost_only_time():
+    llm = make(-1, drafts=2)
+    assert tokens(run(llm, GREEDY)) == tokens(plain(-1, False))
+    stats = llm.engine.stats
+    assert stats.accepted_tokens < stats.drafted_tokens / 10
+
+
+def test_a_head_that_agrees_is_always_right(monkeypatch):
+    """Upper layers that add nothing: 24 tokens after the prompt's own in the fewest turns, none in vain."""
+    llm = make(1.0, drafts=3)
+    params = dataclasses.replace(GREEDY, max_tokens=25)
+    launches = []
+
+    def counted(*args, **kwargs):
+        launches.append(args[3])
+        return loop.decode(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "decode", counted)
+    got = tokens(run(llm, params, tiny.prompts((20,))))
+    assert got == [tiny.greedy(*model(1.0), tiny.prompts((20,))[0], 25)]
+    assert llm.engine.stats.drafted_tokens == llm.engine.stats.accepted_tokens == 6 * 3
+    assert launches == [8] * 3  # three launches of 8 tokens, each of two turns
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def both_heads(net, params, ids):
+    """(exit head's, model's) logits at every position, by full-sequence functions that know no cache."""
+    at, segments = place(net, ids, None, None)
+    x = lower(net, params, embed(net, params, ids), at, segments)
+    last = upper(net, params, x, fill(net, params, x, at), at, segments)[0]
+    return exit_logits(net, params, x), logits(net, params, last)
+
+
+def ruled(agreement: float, prompt: list[int], count: int, threshold: float) -> tuple[list[int], int]:
+    """Greedy tokens under the lossy rule, by its definition; and how many were the exit head's."""
+    known, exited = list(prompt), 0
+    for _ in range(count):
+        ids = np.zeros((1, tiny.CONTEXT), np.int32)
+        ids[0, : len(known)] = known
+        early, final = (
+            np.asarray(x[0, len(known) - 1], np.float64) for x in both_heads(*model(agreement), ids)
+        )
+        sure = np.exp(early - early.max()).sum() ** -1 > threshold
+        exited += sure
+        known.append(int((early if sure else final).argmax()))
+    return known[len(prompt) :], exited
+
+
+@pytest.mark.parametrize("threshold, drafts", [(0.0, 3), (0.6, 0), (1.0, 3)])
+def test_the_lossy_rule_is_exactly_its_definition(threshold, drafts):
+    """However many tokens are guessed, whoever the neighbours are: 0 takes every exit, 1 takes none."""
+    want = [ruled(0.5, prompt, 10, threshold) for prompt in tiny.prompts(LENGTHS)]
+    exited = sum(count for _, count in want)
+    share = exited / (10 * len(LENGTHS))
+    assert {0.0: share == 1, 1.0: share == 0}.get(threshold, 0.1 < share < 0.9)
+    llm = make(0.5, drafts=drafts, exit_threshold=threshold)
+    poison(llm)
+    assert tokens(run(llm, dataclasses.replace(GREEDY, max_tokens=10))) == [row for row, _ in want]
+
+
+def test_lossy_tokens_of_any_kind_do_not_depend_on_the_guesses():
+    one, three = (run(make(0.5, drafts=drafts, exit_threshold=0.6), KINDS) for drafts in (0, 3))
+    assert tokens(one) == tokens(three)
+
+
+def test_a_guess_that_breaks_the_model_breaks_no_request():
+    """Tokens that the exit head guesses and the model never says have NaN embeddings."""
+    net, params = model(-1)
+    prompts, want = tiny.prompts(LENGTHS), tokens(plain(-1, False))
+    said = {t for row in [*prompts, *want] for t in row}
+    guessed = set()
+    for prompt, row in zip(prompts, want, strict=True):
+        ids = np.zeros((1, tiny.CONTEXT), np.int32)
+        ids[0, : len(prompt) + len(row)] = prompt + row
+        guessed |= set(np.asarray(both_heads(net, params, ids)[0][0, len(prompt) :].argmax(-1)).tolist())
+    broken = jnp.array(sorted(guessed - said))
+    assert len(broken) > 2
+    bad = params | {"embed": params["embed"].at[broken].set(jnp.nan)}
+    llm = LLM.from_model(net, bad, tiny.Bytes(), **SIZES, drafts=2, drafter="exit")
+    assert tokens(run(llm, GREEDY)) == want
+
+
+def test_not_a_number_in_the_upper_half_ends_the_request():
+    net, params = model(0.7)
+    bad = params | {"norm": params["norm"] * jnp.nan}
+    llm = LLM.from_model(net, bad, tiny.Bytes(), **SIZES, drafts=2, drafter="exit")
+    assert {o.outputs[0].finish_reason for o in run(llm, GREEDY)} == {"error"}
+
+
+def test_guessed_samples_have_the_models_distribution():
+    """Chi-square of 600 triples of tokens against the product of the model's own conditionals."""
+    ids, (prompt,) = (65, 97, 130), tiny.prompts((4,))
+    # All 64 at once, so that every token but the first is one of the decode loop's.
+    llm = make(0.7, drafts=2, max_num_seqs=64, max_num_batched_tokens=256, prefix_caching=False)
+    params = SamplingParams(n=600, max_tokens=3, seed=11, temperature=2.0, allowed_token_ids=ids)
+    drawn = [tuple(c.token_ids) for c in run(llm, params, [prompt])[0].outputs]
+    stats = llm.engine.stats
+    assert stats.accepted_tokens > 100 and stats.drafted_tokens - stats.accepted_tokens > 20
+
+    def chances(known):
+        padded = np.zeros((1, tiny.CONTEXT), np.int32)
+        padded[0, : len(known)] = known
+        final = np.asarray(both_heads(*model(0.7), padded)[1][0, len(known) - 1], np.float64)[list(ids)] / 2.0
+        return np.exp(final - final.max()) / np.exp(final - final.max()).sum()
+
+    cells = []
+    for triple in itertools.product(range(3), repeat=3):
+        said = [ids[i] for i in triple]
+        p = np.prod([chances([*prompt, *said[:i]])[triple[i]] for i in range(3)])
+        cells.append((600 * p, drawn.count(tuple(said))))
+    rare = [cell for cell in cells if cell[0] < 5]  # counted as one: chi-square wants five or so in each
+    cells = [cell for cell in cells if cell[0] >= 5] + [tuple(np.sum(rare, axis=0))] * bool(rare)
+    assert len(cells) > 5 and sum(count for _, count in cells) == 600
+    statistic = sum((count - want) ** 2 / want for want, count in cells)
+    assert statistic < scipy.stats.chi2.ppf(0.999, len(cells) - 1)
+
+
+def test_nothing_compiles_after_warm_up():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **kwargs: compiled.append(event) if "backend_compile" in event else None
+    )
+    llm = make(0.7, drafts=2, exit_threshold=0.9, max_num_seqs=1)
+    llm.engine.warm_up()
+    before = len(compiled)
+    assert before > 4
+    outputs = run(llm, [dataclasses.replace(kind, n=2, stop_token_ids=[3]) for kind in KINDS])
+    assert len(outputs) == len(KINDS) and compiled[before:] == []
+    jax.monitoring.clear_event_listeners()
+
+
+def test_launches_update_the_pool_in_place():
+    machine = make(0.7, drafts=3, exit_threshold=0.9).engine.runner
+    shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (machine.params, machine.cache))
+    lanes = runner.Lanes(
+        *(np.zeros(4, t) for t in (np.int32, np.int32, np.int32, bool)), np.zeros((4, 0), np.int32)
+    )
+    table, policy = np.zeros((4, machine.slots), np.int32), machine._gather([], 4, runner.MODES[0])
+    wide = {n: jax.ShapeDtypeStruct((x.shape[0], 4096, *x.shape[2:]), x.dtype)
+            for n, x in (("k", shape[1].k), ("v", shape[1].v))}  # fmt: skip
+    big = dataclasses.replace(shape[1], **wide)
+    args = (machine.model, runner.MODES[0], None, 8, shape[0], big, table, lanes, policy)
+    memory = loop.decode.lower(*args, exits=machine.exits).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= big.nbytes
+    assert memory.temp_size_in_bytes < big.nbytes / 20
+
+
+def test_what_makes_no_sense_is_refused():
+    for changes, problem in (
+        ({"drafter": "exits", "drafts": 2}, "did you mean 'exit'"),
+        ({"drafter": "exit"}, "guesses nothing while drafts is 0"),
+        ({"exit_threshold": 1.5}, "a probability in .0, 1., or None, not 1.5"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            make(0.7, **changes)
+    headless = tiny.make_model(tiny.PLANS["swiftkv"])
+    for changes in ({"drafter": "exit", "drafts": 1}, {"exit_threshold": 0.95}):
+        with pytest.raises(UsageError, match="needs an exit head"):
+            LLM.from_model(*headless, tiny.Bytes(), **SIZES, **changes)
