@@ -19,7 +19,7 @@ from swiftkv_jax.analysis.bigram import held_out_nats  # noqa: E402
 from swiftkv_jax.checkpoint.hf import from_pretrained  # noqa: E402
 from swiftkv_jax.distill import loss as losses  # noqa: E402
 from swiftkv_jax.distill.data import DataConfig, evaluation_batches  # noqa: E402
-from swiftkv_jax.distill.sources import held_out, open_documents  # noqa: E402
+from swiftkv_jax.distill.sources import open_documents, split_of  # noqa: E402
 from swiftkv_jax.layers import rms_norm  # noqa: E402
 from swiftkv_jax.model import forward, head  # noqa: E402
 from swiftkv_jax.tokenizer import load_tokenizer  # noqa: E402
@@ -28,11 +28,11 @@ CORPUS = (str(ROOT / "demo" / "corpus.jsonl.xz"),)
 
 
 def documents(tokenizer) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """(training, held-out) documents as tokens, bos first and eos last, and the held-out text's bytes."""
+    """(other, held-out) documents as tokens, bos first and eos last, and the held-out text's bytes."""
     found = {False: [], True: []}
     size = 0
     for document in open_documents(CORPUS, False):
-        out = held_out(document.id)
+        out = split_of(document.id) == "held_out"
         size += len(document.text.encode()) * out
         found[out].append(np.array([*tokenizer.encode(document.text), tokenizer.eos_ids[0]]))
     return found[False], found[True], size

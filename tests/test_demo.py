@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.distill.sources import held_out, open_documents
+from swiftkv_jax.distill.sources import open_documents, split_of
 from swiftkv_jax.tokenizer import load_tokenizer
 
 DEMO = Path(__file__).resolve().parents[1] / "demo"
@@ -52,10 +52,10 @@ def test_the_teacher_beats_an_interpolated_bigram_model_by_half_a_nat(check):
 
 
 def test_whole_documents_are_held_out():
-    """The pieces of a document are all on one side."""
-    sides: dict[str, set[bool]] = {}
+    """The pieces of a document are all in one split."""
+    splits: dict[str, set[str]] = {}
     for document in open_documents((str(DEMO / "corpus.jsonl.xz"),), False):
-        sides.setdefault(document.id.split("#")[0], set()).add(held_out(document.id))
-    assert all(len(side) == 1 for side in sides.values())
-    out = sum(side == {True} for side in sides.values())
-    assert 0.03 < out / len(sides) < 0.08
+        splits.setdefault(document.id.split("#")[0], set()).add(split_of(document.id))
+    assert all(len(split) == 1 for split in splits.values())
+    out = sum(split == {"held_out"} for split in splits.values())
+    assert 0.03 < out / len(splits) < 0.08

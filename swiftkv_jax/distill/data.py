@@ -10,11 +10,11 @@ import numpy as np
 
 from swiftkv_jax.distill.packing import Batch, Place, Sample, assemble, fill_row
 from swiftkv_jax.distill.samples import DataConfig, Samples
-from swiftkv_jax.distill.sources import held_out
+from swiftkv_jax.distill.sources import split_of
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.tokenizer import Tokenizer
 
-__all__ = ["Batch", "DataConfig", "DataLoader", "evaluation_batches", "held_out", "merge_states"]
+__all__ = ["Batch", "DataConfig", "DataLoader", "evaluation_batches", "merge_states", "split_of"]
 
 _MEASURED = 10_000  # samples that steps_per_epoch looks at
 _FUSE_STREAM = 2**64 - 1  # second word of the random key where epochs have their number

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from swiftkv_jax.distill.packing import Sample
-from swiftkv_jax.distill.sources import Document, Documents, held_out, open_documents
+from swiftkv_jax.distill.sources import Document, Documents, open_documents, split_of
 from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.tokenizer import Tokenizer
 
-SPLITS = ("train", "held_out", "all")
+SPLITS = ("train", "tuning", "held_out", "all")
 MASKS = ("all", "assistant")
 LONG_DOCUMENTS = ("split", "fill", "drop", "truncate")
 _CACHED_TOKENS = 1 << 24  # tokenised samples kept in memory: 80 MB
@@ -27,7 +27,8 @@ class DataConfig:
       sources: see `open_documents`.
       seq_len: tokens of a row. batch_size: rows of a step, over all processes.
       pack: whole samples side by side in a row, in separate segments; otherwise one sample a row.
-      split: "train" leaves the held-out documents out, "held_out" keeps only them.
+      split: "train", or the documents kept from it: "tuning" to choose a recipe by, "held_out" to report;
+        "all" for every one, where the evaluation has data of its own.
       mask: predictions that count: of "all" tokens, or of the "assistant"'s in chats.
       append_eos: end texts with EOS; chats end as their template does.
       skip_bad_lines: leave broken rows out instead of stopping.
@@ -131,11 +132,10 @@ def _select(documents: Documents, config: DataConfig) -> Sequence[int]:
     """Indices of the documents in the split, in order, up to the limit."""
     indices: Sequence[int] = range(len(documents))
     if config.split != "all":
-        wanted = config.split == "held_out"
-        indices = [i for i in indices if held_out(documents[i].id) == wanted]
+        indices = [i for i in indices if split_of(documents[i].id) == config.split]
     if not indices:
         raise UsageError(
             f'split "{config.split}" of {", ".join(config.sources)} is empty: of {len(documents)} documents '
-            'about 1 in 20 is held out; split="all" uses every one'
+            'about 1 in 20 is held out, 1 in 40 for tuning; split="all" uses every one'
         )
     return indices[: config.limit]

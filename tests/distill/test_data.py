@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers_made import CHATML, END, make_tokenizer
 
-from swiftkv_jax.distill.data import DataConfig, DataLoader, evaluation_batches, held_out, merge_states
+from swiftkv_jax.distill.data import DataConfig, DataLoader, evaluation_batches, merge_states, split_of
 from swiftkv_jax.distill.packing import Place, Sample, assemble, fill_row
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.tokenizer import Tokenizer, load_tokenizer
@@ -273,13 +273,14 @@ def test_a_state_of_other_documents_or_none_at_all_is_refused(tmp_path):
 def test_held_out_documents_are_never_trained_on_and_all_evaluated_once(tmp_path):
     rows = [{"id": f"doc{i // 3}#{i % 3}", "text": f"{i}:" + "y" * (i % 40)} for i in range(300)]
     source = write(tmp_path, rows)
-    kept_out = [row["id"] for row in rows if held_out(row["id"])]
-    assert 0 < len(kept_out) < 60
+    splits = {row["id"]: split_of(row["id"]) for row in rows}
+    kept_out = [name for name, split in splits.items() if split == "held_out"]
+    assert 0 < len(kept_out) < 60 and "tuning" in splits.values()
     loader = DataLoader(config(source, split="train"), tokenizer())
     seen = set()
     while loader.epoch < 1:
         seen.update(name for row in next(loader)[1] for name in row)
-    assert seen == {row["id"] for row in rows} - set(kept_out)
+    assert seen == {name for name, split in splits.items() if split == "train"}
 
     batches = evaluation_batches(config(source, split="held_out"), tokenizer())
     eos = tokenizer().eos_ids[0]
@@ -297,14 +298,15 @@ def test_held_out_documents_are_never_trained_on_and_all_evaluated_once(tmp_path
 def test_documents_without_ids_are_held_out_by_their_text(tmp_path):
     rows = [{"text": f"document {i}"} for i in range(120)]
     names = []
-    for split in ("train", "held_out", "all"):
+    for split in ("train", "held_out", "tuning", "all"):
         loader = DataLoader(config(write(tmp_path, rows), split=split, seq_len=64), tokenizer())
         found: set[str] = set()
         while loader.epoch < 1:
             found.update(name for row in next(loader)[1] for name in row)
         names.append(found)
-    assert names[0] | names[1] == names[2] and not names[0] & names[1] and names[1]
-    assert all(map(held_out, names[1]))
+    assert names[0] | names[1] | names[2] == names[3] and all(names)
+    assert sum(map(len, names[:3])) == len(names[3])
+    assert all(split_of(name) == "held_out" for name in names[1])
 
 
 @pytest.mark.parametrize(
@@ -421,4 +423,5 @@ def test_the_demo_corpus_splits_by_source_file():
     documents = [loader.samples.documents[i].id for i in loader.samples.indices]
     others = {d.id.split("#")[0] for d in loader.samples.documents} - {d.split("#")[0] for d in documents}
     assert len(documents) > 5
-    assert all(map(held_out, documents)) and not any(map(held_out, others))
+    assert {split_of(d) for d in documents} == {"held_out"}
+    assert {split_of(d) for d in others} == {"train", "tuning"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from swiftkv_jax.distill.sources import held_out, open_documents
+from swiftkv_jax.distill.sources import open_documents, split_of
 from swiftkv_jax.errors import UsageError
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -52,12 +52,14 @@ def test_folder_json_and_text_files_in_one_order(tmp_path):
     assert documents[4].messages == SHARED
 
 
-def test_held_out_is_by_document_not_by_piece():
+def test_a_split_is_by_document_not_by_piece():
     names = [f"doc{i}.txt" for i in range(4000)]
-    share = sum(map(held_out, names)) / len(names)
-    assert 0.04 < share < 0.06
-    assert all(held_out(f"{name}#{piece}") == held_out(name) for name in names[:50] for piece in range(3))
-    assert [held_out(x) for x in ("library/json.rst.txt#0", "library/json.rst.txt#1")] == [False, False]
+    splits = [split_of(name) for name in names]
+    assert 0.04 < splits.count("held_out") / len(names) < 0.06
+    assert 0.015 < splits.count("tuning") / len(names) < 0.035
+    assert splits.count("train") == len(names) - splits.count("held_out") - splits.count("tuning")
+    assert all(split_of(f"{name}#{piece}") == split_of(name) for name in names[:50] for piece in range(3))
+    assert [split_of(x) for x in ("library/json.rst.txt#0", "library/json.rst.txt#1")] == ["train"] * 2
 
 
 BROKEN = [
