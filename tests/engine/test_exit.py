@@ -62,7 +62,7 @@ KINDS = [  # one for each prompt: all that can decide a token, together in one b
     dataclasses.replace(GREEDY, max_tokens=19),
     SamplingParams(max_tokens=19, seed=5, temperature=0.5, ignore_eos=True),  # to the end of the context
     SamplingParams(max_tokens=17, seed=6, top_p=0.9, logprobs=2, min_tokens=6, stop_token_ids=[*range(90)]),
-    dataclasses.replace(GREEDY, max_tokens=16, repetition_penalty=1.3, frequency_penalty=0.5),
+    dataclasses.replace(GREEDY, max_tokens=16, frequency_penalty=2.0, allowed_token_ids=[*range(66, 72)]),
     SamplingParams(max_tokens=15, seed=7, temperature=0.7, stop_token_ids=[*range(0, 256, 16)]),
     dataclasses.replace(GREEDY, max_tokens=13, logit_bias={65: 2.0}, bad_words=["A"], logprobs=0),
 ]
@@ -114,6 +114,18 @@ def test_guesses_that_are_nearly_always_wrong_cost_only_time():
     assert tokens(run(llm, GREEDY)) == tokens(plain(-1, False))
     stats = llm.engine.stats
     assert stats.accepted_tokens < stats.drafted_tokens / 10
+
+
+def test_the_cache_afterwards_is_plain_decodings():
+    """Wrong guesses are overwritten, and nothing was written beyond the last token that another follows."""
+    pools = []
+    for drafts in (0, 5):
+        llm = make(0.7, drafts=drafts, max_num_seqs=1)
+        poison(llm)
+        run(llm, dataclasses.replace(GREEDY, max_tokens=15), tiny.prompts((20,)))
+        pools.append(np.asarray(llm.engine.runner.cache.k)[:, 1:])  # page 0 is scratch
+    assert np.isfinite(pools[0][:, :, :, 0]).sum() == llm.model.plan.num_rows * 34
+    np.testing.assert_allclose(pools[1], pools[0], atol=1e-4)
 
 
 def test_a_head_that_agrees_is_always_right(monkeypatch):
