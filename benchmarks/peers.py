@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 import swiftkv_jax as skv
+from benchmarks.latency import in_turn
 from benchmarks.throughput import RESULTS, machine, table, timed, write
 
 
@@ -94,7 +95,7 @@ def main() -> None:
         run()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(args.rounds):
-        for name in list(runs)[:: 1 if number % 2 else -1]:
+        for name in in_turn(runs, number):
             seconds[name].append(runs[name]())
     base, tokens = next(iter(runs)), sum(lengths.tolist()) + args.prompts * args.outputs
     rows = {

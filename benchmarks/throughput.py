@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 import swiftkv_jax as skv
+from benchmarks.latency import in_turn
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -71,7 +72,7 @@ def interleaved(llms: dict[str, skv.LLM], prompts, outputs: int, rounds: int) ->
         timed(llm, prompts, outputs)
     seconds: dict[str, list[float]] = {name: [] for name in llms}
     for number in range(rounds):
-        for name in list(llms)[:: 1 if number % 2 else -1]:
+        for name in in_turn(llms, number):
             seconds[name].append(timed(llms[name], prompts, outputs))
     return seconds
 

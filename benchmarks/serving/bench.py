@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.latency import in_turn
 from benchmarks.serving import workloads
 from benchmarks.serving.client import Ask, run
 from benchmarks.serving.servers import Server, found, started
@@ -80,7 +81,7 @@ def measure(args, fleet: Fleet, workload: str, points: Sequence[Point], systems:
     """All runs of some points: vLLM's keys, and which workload, point, system and round it was."""
     runs = []
     for number in range(args.rounds):
-        order = list(systems)[:: -1 if number % 2 else 1]
+        order = in_turn(systems, number)
         pairs = [(p, s) for p in points for s in order]
         if args.alone:
             pairs.sort(key=lambda pair: order.index(pair[1]))
