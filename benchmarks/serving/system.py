@@ -13,6 +13,7 @@ import sys
 import swiftkv_jax as skv
 from benchmarks.throughput import Variant, engine, machine, variants
 from swiftkv_jax.engine.http import server
+from swiftkv_jax.engine.http.app import Api
 from swiftkv_jax.engine.http.settings import HttpSettings
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.tokenizer import load_tokenizer
@@ -49,7 +50,7 @@ def main() -> int:
         "settings": vars(llm.settings),
     }
     print(json.dumps(told | {"cache_bytes_per_token": llm.cache_bytes_per_token}), flush=True)
-    return server.run(llm, settings, listener, lambda text: print(text, file=sys.stderr, flush=True))
+    return server.run(Api(llm, settings), listener, lambda text: print(text, file=sys.stderr, flush=True))
 
 
 if __name__ == "__main__":

@@ -87,12 +87,15 @@ def _singles(q, pools, table, position, row, scale, window):
     )
     # Each block puts its pages' sums together.
     own = jnp.minimum(begin[:, None] + jnp.arange(slots), most - 1)
-    some = (jnp.arange(slots) < count[:, None])[..., None, None]
-    top = jnp.where(some, top[own], online.MASKED)
-    share = jnp.where(some, jnp.exp(top - top.max(1, keepdims=True)), 0)
-    mixed = jnp.where(some[..., None], mixed[own], 0)
-    total = (share * total[own]).sum(1)
-    mixed = (share[..., None] * mixed).sum(1) / jnp.maximum(total, 1e-30)[..., None]
+    some = jnp.arange(slots) < count[:, None]
+    top, total, mixed = (
+        # Not what stands in another's place: 0 x NaN is NaN.
+        jnp.where(some.reshape(*some.shape, *(1,) * (x.ndim - 1)), x[own], rest)
+        for x, rest in ((top, online.MASKED), (total, 0), (mixed, 0))
+    )
+    share = jnp.exp(top - top.max(1, keepdims=True))
+    total = jnp.maximum((share * total).sum(1), 1e-30)
+    mixed = (share[..., None] * mixed).sum(1) / total[..., None]
     return _gather(mixed, 1, heads).reshape(blocks, 1, -1, v.shape[-1] // heads).astype(dtype)
 
 

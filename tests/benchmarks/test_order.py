@@ -1,6 +1,7 @@
 """The order in which benchmarks take their contenders: what a run finds in the caches is the same for all."""
 
 import collections
+import itertools
 
 import pytest
 
@@ -15,5 +16,5 @@ def test_everyone_stands_everywhere_and_nobody_alone_follows_itself(count):
     for place in range(count):
         assert set(collections.Counter(order[place] for order in rounds).values()) == {4}
     flat = [name for order in rounds for name in order]
-    repeats = collections.Counter(a for a, b in zip(flat, flat[1:], strict=False) if a == b)
+    repeats = collections.Counter(a for a, b in itertools.pairwise(flat) if a == b)
     assert max(repeats[name] for name in names) - min(repeats[name] for name in names) <= 1

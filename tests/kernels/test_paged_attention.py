@@ -57,6 +57,22 @@ def test_tpu_kernel_agrees_with_the_definition(name):
     agree(cases.SMALL[name], interpreted(cases.SMALL[name]))
 
 
+@pytest.mark.parametrize("name", ["lengths", "chunk"])
+@pytest.mark.parametrize("by", [by_xla, interpreted])
+def test_what_one_sequence_sees_stays_its_own(by, name):
+    """A value that is not a number, seen by the queries of one sequence, reaches no other sequence."""
+    case = cases.SMALL[name]
+    (q, k, v, table, sequence, position), arrays = case.make()
+    spoilt = int(np.argmax(np.array(case.lengths)))
+    v = v.at[case.options["row"], table[spoilt, 0], 0].set(jnp.nan)
+    args = (q, k, v, table, sequence, position)
+    got = np.asarray(jax.jit(by(case))(*args, **arrays), np.float64)
+    want = exact(case, args, arrays)
+    own = np.asarray(sequence) == spoilt
+    assert np.isnan(want[own]).any() and np.isnan(got[own]).any()
+    assert np.isfinite(want[~own]).all() and np.isfinite(got[~own]).all()
+
+
 HOPPER = {
     "split": cases.Case(lengths=(0, 1, 65, 700), slots=12),  # in three shares
     "chunk_window": cases.Case(lengths=(70, 256), queries=2, window=50, heads=8),
