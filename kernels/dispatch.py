@@ -78,11 +78,20 @@ def _log_choice(operation: str, name: str, platform: str, kind: str) -> None:
 
 
 def expect(**pairs) -> None:
-    """Each keyword names two shapes that must agree: `q_and_k=(q.shape[-1:], k.shape[-1:])`."""
-    for name, (one, other) in pairs.items():
-        if tuple(one) != tuple(other):
+    """Each keyword names two shapes that must agree, or arrays: `q_and_k=(q.shape[-1:], k.shape[-1:])`.
+
+    An array that is None is not there, and agrees with anything.
+
+    Raises:
+      UnsupportedError: two that do not, by name.
+    """
+    for name, pair in pairs.items():
+        if any(x is None for x in pair):
+            continue
+        one, other = (tuple(getattr(x, "shape", x)) for x in pair)
+        if one != other:
             first, _, second = name.partition("_and_")
-            raise UnsupportedError(f"{first} has {tuple(one)} where {second} has {tuple(other)}")
+            raise UnsupportedError(f"{first} has {one} where {second} has {other}")
 
 
 def divisor(number: int, most: int, multiple: int = 1) -> int:

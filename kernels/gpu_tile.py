@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu
 plgpu: Any = mosaic_gpu  # some of its names are not exported as type checkers understand it
 
 SMEM_BYTES = 232448  # of shared memory that a CTA may have on Hopper
+BARRIER_BYTES = 1024  # of them left to barriers and alignment
 
 _TILE = plgpu.Layout.WGMMA
 _VECTOR = plgpu.Layout.WGMMA.reduce(0)

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from swiftkv_jax.kernels import chips, worklist
+from swiftkv_jax.kernels import chips, mask, worklist
 
-NO_WINDOW = 1 << 30
 LANES = 128
 
 
@@ -43,7 +42,7 @@ class Steps:
 
 def scalars(row, window, table, sequence, position, steps: Steps) -> Scalars:
     """The scalar operands of blocks of queries at `position` [b, C] of sequences `sequence` [b]."""
-    window = jnp.asarray(NO_WINDOW if window is None else window, jnp.int32)
+    window = jnp.asarray(mask.window_of(window), jnp.int32)
     work = worklist.make(position, window, steps.page, steps.pages, steps.slots, chips.current().cores)
     one = jnp.asarray(row, jnp.int32).reshape(1)
     return Scalars(
@@ -56,7 +55,7 @@ def step_pages(keys_bytes: int, page: int, slots: int) -> int:
     return max(1, min(slots, chips.current().tile // (keys_bytes * page)))
 
 
-def refuses(pool: jax.Array, table, blocks: int, pages: int) -> str:
+def refuses(pool, table, blocks: int, pages: int) -> str:
     """Why whole pages of `pool` cannot be brought in, or ""."""
     tile = 32 // pool.dtype.itemsize
     if pool.dtype == jnp.float16 or pool.dtype.itemsize > 4:

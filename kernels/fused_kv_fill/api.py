@@ -48,21 +48,33 @@ def fused_kv_fill(
     Raises:
       dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.
     """
-    page, filled = pools.k.shape[2], len(rows)
-    dispatch.expect(
-        x_and_cos=(x.shape[:1], cos.shape[:1]),
-        cos_and_sin=(cos.shape, sin.shape),
-        w_k_and_rows_x_k=(makers.w_k.shape, (filled, x.shape[1], pools.k.shape[-1])),
-        w_v_and_rows_x_v=(makers.w_v.shape, (filled, x.shape[1], pools.v.shape[-1])),
-        k_and_v=(pools.k.shape[:-1], pools.v.shape[:-1]),
-        names_and_pages_of_x=(names.shape, (x.shape[0] // page,)),
-        names_and_live=(names.shape, live.shape),
-    )
-    if x.shape[0] % page or pools.k.shape[-1] % (2 * cos.shape[-1]):
-        raise dispatch.UnsupportedError(
-            f"x {x.shape} and cos {cos.shape} do not fit pages of k {pools.k.shape}: whole pages, whole heads"
-        )
-    if (pools.k.dtype.itemsize == 1) != (pools.k_scale is not None):
-        raise dispatch.UnsupportedError(f"{pools.k.dtype} rows: 8-bit rows have scales, wider ones have none")
+    _check(x, makers, cos, sin, pools, names, live, len(rows))
     args = (x, makers, cos, sin, pools, names, live)
     return dispatch.call("fused_kv_fill", FUSED_KV_FILL, implementation, args, {"rows": rows, "eps": eps})
+
+
+def _check(x, makers: Makers, cos, sin, pools: Pools, names, live, filled: int) -> None:
+    (*pool, page, k_width), v_width, width = pools.k.shape, pools.v.shape[-1], 2 * cos.shape[-1]
+    scales = (*pool, k_width // width, page)
+    for one, scale in ((pools.k, pools.k_scale), (pools.v, pools.v_scale)):
+        if (one.dtype.itemsize == 1) != (scale is not None):
+            raise dispatch.UnsupportedError(f"{one.dtype} rows: 8-bit rows have scales, wider ones have none")
+    dispatch.expect(
+        x_and_cos=(x.shape[:1], cos.shape[:1]),
+        cos_and_sin=(cos, sin),
+        w_k_and_rows_x_k=(makers.w_k, (filled, x.shape[1], k_width)),
+        w_v_and_rows_x_v=(makers.w_v, (filled, x.shape[1], v_width)),
+        b_k_and_rows_k=(makers.b_k, (filled, k_width)),
+        b_v_and_rows_v=(makers.b_v, (filled, v_width)),
+        k_norm_and_rows_cos=(makers.k_norm, (filled, width)),
+        k_and_v=(pools.k.shape[:-1], pools.v.shape[:-1]),
+        k_and_k_scale=(scales, pools.k_scale),
+        v_and_v_scale=(scales, pools.v_scale),
+        names_and_pages_of_x=(names, (x.shape[0] // page,)),
+        names_and_live=(names, live),
+    )
+    if x.shape[0] % page or k_width % width or v_width % (k_width // width):
+        raise dispatch.UnsupportedError(
+            f"x {x.shape} and cos {cos.shape} do not fit pages of k {pools.k.shape} and v {pools.v.shape}: "
+            "whole pages, whole heads"
+        )

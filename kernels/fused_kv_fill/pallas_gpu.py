@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.fused_kv_fill import reference
 from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
-from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, across, down, plgpu
+from swiftkv_jax.kernels.gpu_tile import BARRIER_BYTES, SMEM_BYTES, Tiles, across, down, plgpu
 
 _TOKENS = 64  # of a warpgroup
 _GROUPS = 2  # warpgroups that multiply
@@ -29,7 +29,6 @@ _DEPTH = 64  # columns of the stream in a step
 _COLUMNS = 256  # of a block at most: 128 accumulators a thread
 _STAGES = 4
 _NEAR = 16  # tiles of tokens that go through all columns together, so that the L2 cache serves both
-_BARRIERS = 1024  # bytes of shared memory left to barriers and alignment
 _DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 
 
@@ -197,7 +196,7 @@ def _finish(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums, head: int) -
 def _smem_bytes(heads: int, width: int, stages: int, dtype) -> int:
     """Shared memory of a CTA."""
     ring = stages * 2 * _DEPTH * (_GROUPS * _TOKENS + heads * width)
-    return ring + _GROUPS * _TOKENS * (width * dtype.itemsize + 4) + _BARRIERS
+    return ring + _GROUPS * _TOKENS * (width * dtype.itemsize + 4) + BARRIER_BYTES
 
 
 def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> tuple:
@@ -291,8 +290,8 @@ def refuses(x, makers: Makers, cos, sin, pools: Pools, *_, **__) -> str:
     """What of a call is not supported here, and what is, or ""."""
     if x.dtype != jnp.bfloat16 or makers.w_k.dtype != x.dtype:
         return f"a {x.dtype} stream and {makers.w_k.dtype} weights: both bfloat16"
-    if pools.k.dtype.name not in _DTYPES:
-        return f"{pools.k.dtype} rows: {', '.join(_DTYPES)}"
+    if pools.k.dtype.name not in _DTYPES or pools.v.dtype != pools.k.dtype:
+        return f"{pools.k.dtype} keys and {pools.v.dtype} values: both {' or '.join(_DTYPES)}"
     if x.shape[1] % _DEPTH:
         return f"a stream {x.shape[1]} wide: a multiple of {_DEPTH}"
     if (page := pools.k.shape[2]) % _TOKENS and page not in (16, 32):

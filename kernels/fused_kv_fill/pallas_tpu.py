@@ -7,6 +7,7 @@ from two stages: a step waits for the copies of the step before the last.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -196,23 +197,32 @@ def _vmem_bytes(blocks: Blocks, x, pools: Pools) -> int:
 
 def choose(x, makers: Makers, pools: Pools, heads: int) -> Blocks | None:
     """The cut that fits VMEM and reads least: the stream once a column block, weights once or once a tile."""
-    chip, (tokens, width), page = chips.current(), x.shape, pools.k.shape[2]
-    filled = makers.w_k.shape[0]
+    (tokens, width), filled = x.shape, makers.w_k.shape[0]
+    weights = width * filled * (pools.k.shape[-1] + pools.v.shape[-1])
+
+    def moved(blocks: Blocks) -> tuple[int, int, int]:
+        again = 1 if blocks.depth == width else -(-tokens // blocks.tokens)
+        return filled * blocks.pieces * tokens * width + again * weights, -blocks.tokens, -blocks.depth
+
+    fits = (b for b in _cuts(x, filled, pools, heads) if _vmem_bytes(b, x, pools) <= _vmem_limit())
+    return min(fits, key=moved, default=None)
+
+
+def _vmem_limit() -> int:
+    return int(0.85 * chips.current().vmem_limit)
+
+
+def _cuts(x, filled: int, pools: Pools, heads: int) -> Iterator[Blocks]:
+    """Every cut into whole pages, whole lanes and whole tiles of scales, whether it fits or not."""
+    (tokens, width), page, cores = x.shape, pools.k.shape[2], chips.current().cores
     tile = 8 if pools.k.dtype.itemsize == 1 else 1
-    fits = []
     for pieces in (p for p in range(1, heads + 1) if heads % p == 0):
         lanes = all(pool.shape[-1] // pieces % _LANES == 0 for pool in (pools.k, pools.v))
         if pieces > 1 and not (lanes and heads // pieces % tile == 0):
             continue
         for size in sorted({page * max(1, min(most, tokens) // page) for most in (128, 256, 512)}):
             for depth in (d for d in (width, 4096, 2048, 1024, 512) if width % d == 0):
-                cores = chip.cores if filled * pieces % chip.cores == 0 else 1
-                blocks = Blocks(size, pieces, depth, cores)
-                if _vmem_bytes(blocks, x, pools) <= 0.85 * chip.vmem_limit:
-                    weights = width * filled * (pools.k.shape[-1] + pools.v.shape[-1])
-                    again = 1 if depth == width else -(-tokens // size)
-                    fits.append((filled * pieces * tokens * width + again * weights, -size, -depth, blocks))
-    return min(fits, key=lambda fit: fit[:3])[-1] if fits else None
+                yield Blocks(size, pieces, depth, cores if filled * pieces % cores == 0 else 1)
 
 
 def fused_kv_fill(
@@ -233,8 +243,7 @@ def fused_kv_fill(
     (tokens, width), page = x.shape, pools.k.shape[2]
     heads = pools.k.shape[-1] // (2 * cos.shape[-1])
     blocks = blocks or choose(x, makers, pools, heads)
-    if blocks is None:
-        raise ValueError("no blocks fit")
+    assert blocks is not None  # `refuses` has looked
     filled, pieces = len(rows), blocks.pieces
     tiles, columns = -(-tokens // blocks.tokens), filled * pieces // blocks.cores
     form = _Form(
@@ -341,11 +350,15 @@ def refuses(x, makers: Makers, cos, sin, pools: Pools, *_, **__) -> str:
     if x.dtype not in (jnp.bfloat16, jnp.float32) or makers.w_k.dtype != x.dtype:
         return f"a {x.dtype} stream and {makers.w_k.dtype} weights: both bfloat16 or both float32"
     page, tile = pools.k.shape[2], 32 // pools.k.dtype.itemsize
+    if pools.k.dtype != pools.v.dtype:
+        return f"{pools.k.dtype} keys and {pools.v.dtype} values: both of one dtype"
     if pools.k.dtype == jnp.float16 or page % tile:
         return f"a page of {page} tokens of {pools.k.dtype}: a multiple of {tile}, not of float16"
     if pools.k_scale is not None and page % _LANES:
         return f"a page of {page} tokens with scales: a multiple of {_LANES}"
     heads = pools.k.shape[-1] // (2 * cos.shape[-1])
     if choose(x, makers, pools, heads) is None:
-        return f"rows {pools.k.shape[-1]} and {pools.v.shape[-1]} wide: no block of them fits VMEM"
+        need = min(_vmem_bytes(b, x, pools) for b in _cuts(x, makers.w_k.shape[0], pools, heads))
+        widths = f"rows {pools.k.shape[-1]} and {pools.v.shape[-1]} wide"
+        return f"{widths}, for {need} bytes of VMEM in the smallest blocks: at most {_vmem_limit()}"
     return ""

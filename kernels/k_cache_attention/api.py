@@ -67,13 +67,11 @@ def k_cache_attention(
     dispatch.expect(
         q_and_k=((heads * width,), k.shape[-1:]),
         q_and_w_kv=((heads, heads * width), w_kv.shape[:2]),
-        q_and_position=(q.shape[:2], position.shape),
-        q_and_sequence=(q.shape[:1], sequence.shape),
+        q_and_frequencies=((width // 2,), frequencies),
+        q_and_position=(q.shape[:2], position),
+        q_and_sequence=(q.shape[:1], sequence),
+        k_and_k_scale=((*k.shape[:2], 1, k.shape[2]), k_scale),
     )
-    if frequencies is not None:
-        dispatch.expect(q_and_frequencies=((width // 2,), frequencies.shape))
-    if k_scale is not None:
-        dispatch.expect(k_and_k_scale=((*k.shape[:2], 1, k.shape[2]), k_scale.shape))
     if heads % group:
         raise dispatch.UnsupportedError(f"{heads} heads do not divide into groups of {group}")
     options = {
@@ -120,10 +118,10 @@ def x_cache_attention(
     """
     heads, width = q.shape[2:]
     dispatch.expect(
-        w_k_and_q_x=(w_k.shape, (heads, x.shape[-1], width)),
+        w_k_and_q_x=(w_k, (heads, x.shape[-1], width)),
         w_v_and_q_x=(w_v.shape[:2], (heads, x.shape[-1])),
-        q_and_position=(q.shape[:2], position.shape),
-        q_and_sequence=(q.shape[:1], sequence.shape),
+        q_and_position=(q.shape[:2], position),
+        q_and_sequence=(q.shape[:1], sequence),
     )
     options = {"row": row, "scale": width**-0.5 if scale is None else scale, "window": window}
     args = (q, x, w_k, w_v, table, sequence, position)

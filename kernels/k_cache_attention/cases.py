@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.k_cache_attention import reference
+from swiftkv_jax.kernels.mask import visible
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Case:
         table = jax.random.permutation(next(keys), pages).reshape(blocks, self.slots).astype(jnp.int32)
         ends = jnp.array(self.lengths)[:, None]
         position = jnp.maximum(ends - self.queries + jnp.arange(self.queries), -1).astype(jnp.int32)
-        seen = reference.visible(position, self.slots * self.page, self.window).any(1)
+        seen = visible(position, self.slots * self.page, self.window).any(1)
         seen = jnp.zeros((pages, self.page), bool).at[table].set(seen.reshape(blocks, self.slots, -1))
         rows = jax.random.normal(next(keys), shapes[1].shape)
         scale = None

@@ -22,12 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from swiftkv_jax.kernels import worklist
-from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, down, plgpu
+from swiftkv_jax.kernels import gpu_pages
+from swiftkv_jax.kernels.gpu_pages import COLUMNS
+from swiftkv_jax.kernels.gpu_tile import BARRIER_BYTES, SMEM_BYTES, Tiles, down, plgpu
 from swiftkv_jax.kernels.k_cache_attention import reference
+from swiftkv_jax.kernels.k_cache_attention.reference import Options
+from swiftkv_jax.kernels.online import MASKED
 
 _KEYS = 64  # of a page
-_PIECE = 64  # columns that are rotated at a time
 _STAGES = 2
 _BUFFERS = 3
 _SUMMERS = 2  # warpgroups that add up rows
@@ -35,8 +37,6 @@ _LEAST = 8  # columns of the smallest matmul
 _ROWS = 64  # of queries, of all heads together
 _SLICE = 512  # columns of a CTA at most
 _CTAS = 132
-_SHORTEST = 4  # pages of a share
-_BARRIERS = 1024  # bytes of shared memory left to barriers and alignment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,27 +72,21 @@ class _Form:
 
 
 class _Inputs(NamedTuple):
-    """In global memory: q [b, parts, wide, columns]; pool [R, P, Z, E]; table [Q, slots]; sequence, low,
-    high, first, last [b]; window [1]; position [b, rows]; cos, sin [slots, Z, 64] of every position, or
-    None without rotary embedding."""
+    """In global memory: q [b, parts, wide, columns]; pool [R, P, Z, E]; position [b, rows]; pages; cos, sin
+    [slots, Z, 64] of every position, or None without rotary embedding."""
 
     q: Any
     pool: Any
-    table: Any
-    sequence: Any
-    low: Any
-    high: Any
-    first: Any
-    last: Any
-    window: Any
     position: Any
+    pages: Any
     cos: Any
     sin: Any
 
 
 class _Scratch(NamedTuple):
     """q [wide, columns]; tile [stages * 2, Z, columns / 2]; scores [buffers * layers, Z, rows]; weights
-    [2, rows, Z]; out [2, 64, rows]; stats [2, 2, rows]; asked, came, free [stages], sent [buffers]."""
+    [2, rows, Z]; out [2, 64, rows]; stats [2, rows]; barriers asked, came and free [stages], sent
+    [buffers]."""
 
     q: Any
     tile: Any
@@ -118,10 +112,7 @@ class _Share(NamedTuple):
 
 def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
     block, split, part, group = (lax.axis_index(name) for name in ("block", "split", "part", "group"))
-    share = pl.cdiv(x.high[block] - x.low[block], form.splits)
-    start = x.low[block] + split * share
-    count = jnp.maximum(jnp.minimum(x.high[block] - start, share), 0)
-    at = _Share(block, split, part, start, count)
+    at = _Share(block, split, part, *x.pages.share(block, split, form.splits))
 
     @pl.when(group == _SUMMERS)
     def _():
@@ -138,7 +129,7 @@ def _score(form: _Form, x: _Inputs, s: _Scratch, at: _Share) -> None:
     plgpu.copy_gmem_to_smem(x.q.at[at.block, at.part], s.q, s.asked)
 
     def ask(i):
-        slot, name = lax.rem(i, _STAGES), x.table[x.sequence[at.block], at.start + i]
+        slot, name = lax.rem(i, _STAGES), x.pages.name(at.block, at.start + i)
         for side in range(2):
             columns = pl.ds(at.part * form.columns + side * half, half)
             source = x.pool.at[form.row, name, :, columns]
@@ -150,22 +141,22 @@ def _score(form: _Form, x: _Inputs, s: _Scratch, at: _Share) -> None:
 
     def piece(slot, column: int):
         side, inside = divmod(column, half)
-        return tiles.load(s.tile.at[slot * 2 + side, :, pl.ds(inside, _PIECE)]).astype(jnp.float32)
+        return tiles.load(s.tile.at[slot * 2 + side, :, pl.ds(inside, COLUMNS)]).astype(jnp.float32)
 
     def terms(i, slot):
         """Pieces of the keys, turned to their positions, each with the queries' columns."""
         if not form.half:
-            for column in range(0, form.columns, _PIECE):
-                yield piece(slot, column).astype(s.q.dtype), s.q.at[:, pl.ds(column, _PIECE)]
+            for column in range(0, form.columns, COLUMNS):
+                yield piece(slot, column).astype(s.q.dtype), s.q.at[:, pl.ds(column, COLUMNS)]
             return
         cos, sin = (tiles.load(angle.at[at.start + i]) for angle in (x.cos, x.sin))
         for first in range(0, form.columns, 2 * form.half):
-            for column in range(first, first + form.half, _PIECE):
+            for column in range(first, first + form.half, COLUMNS):
                 other = column + form.half
                 a, b = piece(slot, column), piece(slot, other)
-                yield (a * cos - b * sin).astype(s.q.dtype), s.q.at[:, pl.ds(column, _PIECE)]
+                yield (a * cos - b * sin).astype(s.q.dtype), s.q.at[:, pl.ds(column, COLUMNS)]
                 a, b = piece(slot, column), piece(slot, other)  # again: they need not stay in registers
-                yield (b * cos + a * sin).astype(s.q.dtype), s.q.at[:, pl.ds(other, _PIECE)]
+                yield (b * cos + a * sin).astype(s.q.dtype), s.q.at[:, pl.ds(other, COLUMNS)]
 
     def turn(i, carry):
         slot, buffer = lax.rem(i, _STAGES), lax.rem(i, _BUFFERS)
@@ -188,7 +179,7 @@ def _score(form: _Form, x: _Inputs, s: _Scratch, at: _Share) -> None:
 
 def _sum(form: _Form, x: _Inputs, outs, s: _Scratch, at: _Share, group) -> None:
     """Softmax over the scores of all heads, and the weighted sums of half of this CTA's columns."""
-    tiles, half, shape = form.tiles, form.columns // 2, (_KEYS, form.rows)
+    tiles, half = form.tiles, form.columns // 2
 
     def turn(i, carry):
         top, total, mixed = carry
@@ -196,49 +187,35 @@ def _sum(form: _Form, x: _Inputs, outs, s: _Scratch, at: _Share, group) -> None:
         plgpu.barrier_wait(s.sent.at[buffer])
         scores = sum(tiles.load(s.scores.at[buffer * form.layers + n]) for n in range(form.layers))
         position = tiles.load(x.position.at[at.block])  # every turn: registers are what there is least of
-        back = down(position, shape) - (key + tiles.row_number(shape))
-        seen = (back >= 0) & (back < x.window[0])
-        scores = jnp.where(seen, scores, -1e30)
-        higher = jnp.maximum(top, jnp.max(scores, axis=0))
-        weights = jnp.where(seen, jnp.exp(scores - down(higher, shape)), 0.0)
-        decay = jnp.exp(top - higher)
+        top, weights, decay = x.pages.weigh(tiles, scores, position, key, top)
         tiles.store_transposed(s.weights.at[group], weights)
         plgpu.barrier_wait(s.came.at[slot])
         rows = s.tile.at[slot * 2 + group]
-
-        @pl.when((key < x.first[at.block]) | (key + _KEYS > x.last[at.block]))
-        def _():
-            token = key + tiles.row_number((_KEYS, _PIECE))
-            kept = (token >= x.first[at.block]) & (token < x.last[at.block])
-            for column in range(0, half, _PIECE):
-                some = rows.at[:, pl.ds(column, _PIECE)]
-                stored = tiles.load(some)
-                some[...] = jnp.where(kept, stored, jnp.zeros_like(stored))
-
+        x.pages.clear_unseen(tiles, rows, at.block, key)
         plgpu.commit_smem()
         mixed = tiles.add_matmul(mixed * down(decay, mixed.shape), rows, s.weights.at[group])
         plgpu.barrier_arrive(s.free.at[slot])
-        return higher, total * decay + jnp.sum(weights, axis=0), mixed
+        return top, total * decay + jnp.sum(weights, axis=0), mixed
 
     carry = (
-        tiles.constant(-1e30, (form.rows,)),
+        tiles.constant(MASKED, (form.rows,)),
         tiles.constant(0.0, (form.rows,)),
         tiles.constant(0.0, (half, form.rows)),
     )
     top, total, mixed = lax.fori_loop(0, at.count, turn, carry)
-    for column in range(0, half, _PIECE):
+    for column in range(0, half, COLUMNS):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        s.out.at[group][...] = mixed[column : column + _PIECE]
+        s.out.at[group][...] = mixed[column : column + COLUMNS]
         plgpu.commit_smem()
-        target = pl.ds(at.part * form.columns + group * half + column, _PIECE)
-        plgpu.copy_smem_to_gmem(s.out.at[group], outs[0].at[at.block, at.split, target])
+        target = pl.ds(at.part * form.columns + group * half + column, COLUMNS)
+        plgpu.copy_smem_to_gmem(s.out.at[group], outs[2].at[at.block, at.split, target])
 
     @pl.when((at.part == 0) & (group == 0))
     def _():
-        for source, value, target in zip((0, 1), (top, total), outs[1:], strict=True):
-            s.stats.at[source][...] = value
+        for i, value in enumerate((top, total)):
+            s.stats.at[i][...] = value
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s.stats.at[source], target.at[at.block, at.split])
+            plgpu.copy_smem_to_gmem(s.stats.at[i], outs[i].at[at.block, at.split])
 
     plgpu.wait_smem_to_gmem(0)
 
@@ -247,7 +224,7 @@ def _cut(heads: int, queries: int, width: int, group: int, half: int) -> tuple[i
     """(CTAs of a cluster, columns of each, query rows of each), or None: whole groups, whole pieces."""
     for parts in (n for n in range(1, 9) if heads % n == 0):
         columns, real = heads // parts * width, heads // parts * queries
-        whole = columns % (2 * _PIECE) == 0 and heads // parts % group == 0 and half % _PIECE == 0
+        whole = columns % (2 * COLUMNS) == 0 and heads // parts % group == 0 and half % COLUMNS == 0
         sizes = (
             n for n in (1, 2, 4, *range(_LEAST, _ROWS + 1, _LEAST)) if n >= real and n * parts % _LEAST == 0
         )
@@ -260,8 +237,9 @@ def _cut(heads: int, queries: int, width: int, group: int, half: int) -> tuple[i
 def _smem_bytes(columns: int, own: int, parts: int) -> int:
     """Shared memory of a CTA."""
     wide, rows = max(_LEAST, own), own * parts
+    tiles = 2 * columns * (wide + _STAGES * _KEYS)
     scores = _BUFFERS * (wide // own) * _KEYS * rows * 4
-    return 2 * columns * (wide + _STAGES * _KEYS) + scores + 2 * rows * _KEYS * (2 + 4) + 8 * rows + _BARRIERS
+    return tiles + scores + 2 * rows * _KEYS * (2 + 4) + 8 * rows + BARRIER_BYTES
 
 
 def _scratch(form: _Form, dtype) -> _Scratch:
@@ -271,7 +249,7 @@ def _scratch(form: _Form, dtype) -> _Scratch:
         tile=plgpu.SMEM((_STAGES * 2, _KEYS, half), dtype),
         scores=plgpu.SMEM((_BUFFERS * form.layers, _KEYS, rows), jnp.float32),
         weights=plgpu.SMEM((_SUMMERS, rows, _KEYS), dtype),
-        out=plgpu.SMEM((_SUMMERS, _PIECE, rows), jnp.float32),
+        out=plgpu.SMEM((_SUMMERS, COLUMNS, rows), jnp.float32),
         stats=plgpu.SMEM((2, rows), jnp.float32),
         asked=plgpu.Barrier(),
         came=plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
@@ -299,70 +277,32 @@ def _queries(q, position, form: _Form, group: int):
 
 def _angles(frequencies, slots: int) -> tuple[jax.Array, jax.Array]:
     """cos, sin [slots, Z, 64] of every position, as often as 64 columns of half a group of heads repeat."""
-    wide = jnp.tile(frequencies.astype(jnp.float32), _PIECE // frequencies.shape[0])
-    angle = (jnp.arange(slots * _KEYS)[:, None] * wide).reshape(slots, _KEYS, _PIECE)
+    wide = jnp.tile(frequencies.astype(jnp.float32), COLUMNS // frequencies.shape[0])
+    angle = (jnp.arange(slots * _KEYS)[:, None] * wide).reshape(slots, _KEYS, COLUMNS)
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def k_cache_attention(
-    q,
-    k,
-    w_kv,
-    table,
-    sequence,
-    position,
-    *,
-    row,
-    frequencies,
-    scale,
-    window,
-    group,
-    rotated,
-    threshold,
-    k_scale,
-    interpret: Any = False,
-):
+    q, k, w_kv, table, sequence, position, *, interpret: Any = False, **options
+) -> jax.Array:
     """As `api.k_cache_attention`."""
-    del rotated, threshold, k_scale
+    how = Options(**options)
     (blocks, queries, heads, width), slots = q.shape, table.shape[1]
-    half = 0 if frequencies is None else group * width // 2
-    parts, columns, own = _cut(heads, queries, width, group, half) or (0, 0, 0)
-    splits = max(1, min(-(-_CTAS // (blocks * parts)), slots // _SHORTEST))
-    form = _Form(row, parts, columns, own, half, splits, scale, Tiles(bool(interpret)))
-    spread, every = _queries(q, position, form, group)
-    window = jnp.asarray(reference.NO_WINDOW if window is None else window, jnp.int32).reshape(1)
-    work = worklist.make(position, window[0], _KEYS, 1, slots, 1)
-    edge = work.edge.reshape(-1, 4)
-    angles = (None,) * 2 if frequencies is None else _angles(frequencies, slots)
-    x = _Inputs(
-        spread,
-        k,
-        table.astype(jnp.int32),
-        sequence.astype(jnp.int32),
-        work.low,
-        work.high,
-        edge[:, 0],
-        edge[:, 3],
-        window,
-        every,
-        *angles,
-    )
-    leaves, tree = jax.tree.flatten(x)
-    kinds, shape = jax.tree.flatten(_scratch(form, q.dtype))
-
-    def body(*refs):
-        outs, scratch = refs[len(leaves) : len(leaves) + 3], refs[len(leaves) + 3 :]
-        inputs = jax.tree.unflatten(tree, refs[: len(leaves)])
-        _kernel(form, inputs, outs, jax.tree.unflatten(shape, scratch))
-
-    o, m, parts_of = plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((blocks, splits, k.shape[-1], form.rows), jnp.float32),
-            jax.ShapeDtypeStruct((blocks, splits, form.rows), jnp.float32),
-            jax.ShapeDtypeStruct((blocks, splits, form.rows), jnp.float32),
-        ),
-        scratch_types=kinds,
+    half = 0 if how.frequencies is None else how.group * width // 2
+    cut = _cut(heads, queries, width, how.group, half)
+    assert cut is not None  # `refuses` has looked
+    parts, columns, own = cut
+    splits = gpu_pages.splits_of(_CTAS, blocks * parts, slots)
+    form = _Form(how.row, parts, columns, own, half, splits, how.scale, Tiles(bool(interpret)))
+    spread, every = _queries(q, position, form, how.group)
+    pages = gpu_pages.pages_of(position, table, sequence, how.window, _KEYS)
+    angles = (None,) * 2 if how.frequencies is None else _angles(how.frequencies, slots)
+    shapes = *((blocks, splits, form.rows),) * 2, (blocks, splits, k.shape[-1], form.rows)
+    found = gpu_pages.launch(
+        functools.partial(_kernel, form),
+        _Inputs(spread, k, every, pages, *angles),
+        _scratch(form, q.dtype),
+        tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
         grid=(blocks, splits),
         grid_names=("block", "split"),
         cluster=(parts,),
@@ -370,13 +310,9 @@ def k_cache_attention(
         num_threads=_SUMMERS + 1,
         thread_name="group",
         kernel_name="k_cache_attention",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=interpret,
-    )(*leaves)
-    share = jnp.exp(m - jnp.max(m, axis=1, keepdims=True))
-    total = jnp.maximum(jnp.sum(parts_of * share, axis=1), 1e-30)
-    mixed = jnp.sum(o * share[:, :, None], axis=1) / total[:, None]
-    mixed = mixed.reshape(blocks, -1, parts, own)[..., : heads // parts * queries]
+    )
+    mixed = gpu_pages.merge(*found).reshape(blocks, -1, parts, own)[..., : heads // parts * queries]
     mixed = mixed.reshape(blocks, -1, heads, queries)
     out = jnp.einsum("benc,neu->bcnu", mixed, w_kv.astype(jnp.float32))
     return jnp.where(position[..., None, None] >= 0, out, 0).astype(q.dtype)
@@ -398,7 +334,8 @@ def refuses(q, k, w_kv, table, *_, frequencies=None, group=1, rotated=False, k_s
     if cut is None:
         return (
             f"{queries} queries of {heads} heads {width} wide in groups of {group}: at most {_ROWS} query"
-            f" rows; slices for 8 CTAs of at most {_SLICE} columns, multiples of {2 * _PIECE} in whole groups"
+            f" rows; slices for 8 CTAs of at most {_SLICE} columns, multiples of {2 * COLUMNS} in whole"
+            " groups"
         )
     parts, columns, own = cut
     if (need := _smem_bytes(columns, own, parts)) > SMEM_BYTES:

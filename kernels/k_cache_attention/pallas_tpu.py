@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from swiftkv_jax.kernels import chips, tpu_pages
 from swiftkv_jax.kernels.k_cache_attention import reference
+from swiftkv_jax.kernels.k_cache_attention.reference import Options
 from swiftkv_jax.kernels.tpu_pages import LANES
 
 
@@ -147,8 +148,10 @@ def _kernel(form: _Form, s: tpu_pages.Scalars, x: _Inputs, out, scratch: _Scratc
 
 
 def _sum_rows(q, pool, table, sequence, position, row, window, angles, form: _Form, k_scale, interpret):
-    """Softmax-weighted sums of rows, [b, rows, E] in float32, for queries [b, rows, E] at [b, rows]."""
-    (_, rows, width), steps = q.shape, form.steps
+    """Softmax-weighted sums of rows [b, N, C, E], in float32, for queries [b, N, C, E] at `position`."""
+    (blocks, heads, queries, width), steps = q.shape, form.steps
+    rows = heads * queries
+    q, position = q.reshape(blocks, rows, width), jnp.tile(position, (1, heads))
     s = tpu_pages.scalars(row, window, table, sequence, position, steps)
     step = functools.partial(tpu_pages.first_page, steps=steps)
 
@@ -186,7 +189,7 @@ def _sum_rows(q, pool, table, sequence, position, row, window, angles, form: _Fo
         total=pltpu.VMEM((rows, LANES), jnp.float32),
         arrived=pltpu.SemaphoreType.DMA((2,)),
     )
-    return pl.pallas_call(
+    mixed = pl.pallas_call(
         lambda *refs: _kernel(form, refs[0], refs[1], refs[2], _Scratch(*refs[3])),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -202,6 +205,7 @@ def _sum_rows(q, pool, table, sequence, position, row, window, angles, form: _Fo
         interpret=interpret,
         name="k_cache_attention",
     )(s, _Inputs(q, position[..., None], cos, sin, cos0, sin0, pool, k_scale))
+    return mixed.reshape(blocks, heads, queries, width)
 
 
 def _tables(frequencies, steps: tpu_pages.Steps, group: int):
@@ -220,63 +224,31 @@ def _steps(pool, table, pages: int | None = None) -> tpu_pages.Steps:
 
 
 def k_cache_attention(
-    q,
-    k,
-    w_kv,
-    table,
-    sequence,
-    position,
-    *,
-    row,
-    frequencies,
-    scale,
-    window,
-    group,
-    rotated,
-    threshold,
-    k_scale,
-    pages: int | None = None,
-    interpret: Any = False,
+    q, k, w_kv, table, sequence, position, *, pages: int | None = None, interpret: Any = False, **options
 ):
     """As `api.k_cache_attention`, in grid steps of `pages` pages: as many as fit the chip by default."""
-    blocks, queries, heads, width = q.shape
+    how, heads = Options(**options), q.shape[2]
     steps = _steps(k, table, pages)
     # [b, N, C, E]: head n's query in its own columns of a row, zero elsewhere.
     spread = jnp.einsum("bcnh,nm->bncmh", q, jnp.eye(heads, dtype=q.dtype))
-    spread = reference.to_rows(spread, group).reshape(blocks, heads * queries, -1)
+    spread = reference.to_rows(spread, how.group)
     half, angles = 0, (None,) * 4
-    if frequencies is not None:
-        half, angles = group * width // 2, _tables(frequencies, steps, group)
-    form = _Form(steps, half, rotated, scale, threshold)
-    every = jnp.tile(position, (1, heads))
-    mixed = _sum_rows(spread, k, table, sequence, every, row, window, angles, form, k_scale, interpret)
-    mixed = mixed.reshape(blocks, heads, queries, -1)
+    if how.frequencies is not None:
+        half, angles = how.group * q.shape[3] // 2, _tables(how.frequencies, steps, how.group)
+    form = _Form(steps, half, how.rotated, how.scale, how.threshold)
+    places = table, sequence, position, how.row, how.window
+    mixed = _sum_rows(spread, k, *places, angles, form, how.k_scale, interpret)
     return jnp.einsum("bnce,neu->bcnu", mixed, w_kv, preferred_element_type=jnp.float32).astype(q.dtype)
 
 
 def x_cache_attention(
-    q,
-    x,
-    w_k,
-    w_v,
-    table,
-    sequence,
-    position,
-    *,
-    row,
-    scale,
-    window,
-    pages: int | None = None,
-    interpret: Any = False,
+    q, x, w_k, w_v, table, sequence, position, *, row, scale, window, pages=None, interpret: Any = False
 ):
     """As `api.x_cache_attention`, in grid steps of `pages` pages."""
-    blocks, queries, heads, _ = q.shape
     absorbed = jnp.einsum("bcnh,neh->bnce", q, w_k, preferred_element_type=jnp.float32).astype(q.dtype)
-    absorbed = absorbed.reshape(blocks, heads * queries, -1)
     form = _Form(_steps(x, table, pages), 0, False, scale, 0.0)
-    every = jnp.tile(position, (1, heads))
-    mixed = _sum_rows(absorbed, x, table, sequence, every, row, window, (None,) * 4, form, None, interpret)
-    mixed = mixed.reshape(blocks, heads, queries, -1)
+    places = table, sequence, position, row, window
+    mixed = _sum_rows(absorbed, x, *places, (None,) * 4, form, None, interpret)
     return jnp.einsum("bnce,neu->bcnu", mixed, w_v, preferred_element_type=jnp.float32).astype(q.dtype)
 
 

@@ -7,10 +7,27 @@ Letters: b blocks of queries, C queries of a block (of one sequence), N heads, H
 of an output head, E the width of a cached row, R rows, P pages, Z tokens of a page.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-NO_WINDOW = 1 << 30
+from swiftkv_jax.kernels.mask import visible, weights_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of `api.k_cache_attention`, all given."""
+
+    row: int
+    frequencies: Any
+    scale: float
+    window: Any
+    group: int
+    rotated: bool
+    threshold: float
+    k_scale: Any
 
 
 def to_rows(heads: jax.Array, group: int = 1) -> jax.Array:
@@ -44,54 +61,24 @@ def gather(pool: jax.Array, row: int, names: jax.Array) -> jax.Array:
     return pool[row, names].reshape(names.shape[0], -1, pool.shape[-1])
 
 
-def visible(position: jax.Array, keys: int, window) -> jax.Array:
-    """[b, C, keys]: key t is seen from position p if 0 <= p - t < window. Position -1 sees nothing."""
-    back = position[..., None] - jnp.arange(keys)
-    return (back >= 0) & (back < (NO_WINDOW if window is None else window))
-
-
-def weights_of(scores: jax.Array, seen: jax.Array) -> jax.Array:
-    """Softmax over the last axis of what is seen; zeros where nothing is."""
-    top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
-    raw = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0)), 0)
-    return raw / jnp.maximum(raw.sum(-1, keepdims=True), 1e-30)
-
-
-def k_cache_attention(
-    q,
-    k,
-    w_kv,
-    table,
-    sequence,
-    position,
-    *,
-    row,
-    frequencies,
-    scale,
-    window,
-    group,
-    rotated,
-    threshold,
-    k_scale,
-):
+def k_cache_attention(q, k, w_kv, table, sequence, position, **options):
     """As `api.k_cache_attention`, in at least float32; `threshold` skips nothing here."""
-    del threshold
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    stored = gather(k, row, table[sequence]).astype(wide)
+    how, wide = Options(**options), jnp.promote_types(q.dtype, jnp.float32)
+    stored = gather(k, how.row, table[sequence]).astype(wide)
     keys = stored.shape[1]
-    seen = visible(position, keys, window)
+    seen = visible(position, keys, how.window)
     stored = jnp.where(seen.any(1)[..., None], stored, 0)
-    if k_scale is not None:
-        scales = k_scale[row, table[sequence]].reshape(len(sequence), keys, 1)
+    if how.k_scale is not None:
+        scales = how.k_scale[how.row, table[sequence]].reshape(len(sequence), keys, 1)
         stored = stored * jnp.where(seen.any(1)[..., None], scales, 0)
-    heads = to_heads(stored, q.shape[2], group)
+    heads = to_heads(stored, q.shape[2], how.group)
     raw, turned = heads, heads
-    if frequencies is not None:
-        angle = jnp.arange(keys)[:, None] * frequencies.astype(wide)
-        raw, turned = (rotate(heads, -angle), heads) if rotated else (heads, rotate(heads, angle))
-    scores = jnp.einsum("bcnh,bsnh->bncs", q.astype(wide), turned, precision="highest") * scale
+    if how.frequencies is not None:
+        angle = jnp.arange(keys)[:, None] * how.frequencies.astype(wide)
+        raw, turned = (rotate(heads, -angle), heads) if how.rotated else (heads, rotate(heads, angle))
+    scores = jnp.einsum("bcnh,bsnh->bncs", q.astype(wide), turned, precision="highest") * how.scale
     weights = weights_of(scores, seen[:, None])
-    mixed = jnp.einsum("bncs,bse->bcne", weights, to_rows(raw, group), precision="highest")
+    mixed = jnp.einsum("bncs,bse->bcne", weights, to_rows(raw, how.group), precision="highest")
     return jnp.einsum("bcne,neu->bcnu", mixed, w_kv.astype(wide), precision="highest").astype(q.dtype)
 
 

@@ -3,43 +3,27 @@
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels import online
+from swiftkv_jax.kernels import mask, online
 from swiftkv_jax.kernels.k_cache_attention import reference
+from swiftkv_jax.kernels.k_cache_attention.reference import Options
 
 
-def k_cache_attention(
-    q,
-    k,
-    w_kv,
-    table,
-    sequence,
-    position,
-    *,
-    row,
-    frequencies,
-    scale,
-    window,
-    group,
-    rotated,
-    threshold,
-    k_scale,
-):
+def k_cache_attention(q, k, w_kv, table, sequence, position, **options):
     """As `api.k_cache_attention`; `threshold` skips nothing."""
-    del threshold
-    heads = q.shape[2]
+    how, heads = Options(**options), q.shape[2]
 
     def turned(stored, at):
         """Keys for the scores, and rows for the sum, of stored rows [b, s, E] at positions [s]."""
-        if frequencies is None:
-            return reference.to_heads(stored, heads, group), stored
-        angle = at[:, None] * frequencies
-        split = reference.to_heads(stored, heads, group)
-        if rotated:
+        split = reference.to_heads(stored, heads, how.group)
+        if how.frequencies is None:
+            return split, stored
+        angle = at[:, None] * how.frequencies
+        if how.rotated:
             raw = reference.rotate(split.astype(jnp.float32), -angle).astype(stored.dtype)
-            return split, reference.to_rows(raw, group)
+            return split, reference.to_rows(raw, how.group)
         return reference.rotate(split.astype(jnp.float32), angle).astype(stored.dtype), stored
 
-    mixed = _attend(q, k, table[sequence], position, row, scale, window, k_scale, turned)
+    mixed = _attend(q, k, table[sequence], position, how.row, how.scale, how.window, how.k_scale, turned)
     out = jnp.einsum("bnce,neu->bcnu", mixed, w_kv, preferred_element_type=jnp.float32)
     return out.astype(q.dtype)
 
@@ -60,7 +44,7 @@ def _attend(q, pool, table, position, row, scale, window, k_scale, turned) -> ja
     """Softmax-weighted sums of rows [b, N, C, E] in float32; `turned` as in `k_cache_attention`."""
     (blocks, queries, heads, _), (page, width) = q.shape, pool.shape[2:]
     slots = table.shape[1]
-    window = reference.NO_WINDOW if window is None else window
+    window = mask.window_of(window)
     pages = online.pages_per_turn(blocks, page, slots)
     table = jnp.pad(table, ((0, 0), (0, -slots % pages)))
 

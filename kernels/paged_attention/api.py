@@ -54,16 +54,14 @@ def paged_attention(
         raise dispatch.UnsupportedError(
             f"{heads} query heads {width} wide do not fit k {k.shape} and v {v.shape}"
         )
+    scales = (*k.shape[:2], kv_heads, k.shape[2])
     dispatch.expect(
         k_and_v=(k.shape[:-1], v.shape[:-1]),
-        q_and_position=(q.shape[:2], position.shape),
-        q_and_sequence=(q.shape[:1], sequence.shape),
+        k_and_k_scale=(scales, k_scale),
+        v_and_v_scale=(scales, v_scale),
+        q_and_position=(q.shape[:2], position),
+        q_and_sequence=(q.shape[:1], sequence),
     )
-    for name, scales in (("k", k_scale), ("v", v_scale)):
-        if scales is not None:
-            dispatch.expect(
-                **{f"{name}_and_{name}_scale": ((*k.shape[:2], kv_heads, k.shape[2]), scales.shape)}
-            )
     options = {
         "row": row,
         "scale": width**-0.5 if scale is None else scale,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.paged_attention import reference
+from swiftkv_jax.kernels.mask import visible
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Case:
         table = jax.random.permutation(next(keys), pages).reshape(blocks, slots).astype(jnp.int32)
         ends = jnp.array(self.lengths)[:, None]
         position = jnp.maximum(ends - self.queries + jnp.arange(self.queries), -1).astype(jnp.int32)
-        seen = reference.visible(position, slots * self.page, self.window).any(1)
+        seen = visible(position, slots * self.page, self.window).any(1)
         seen = jnp.zeros((pages, self.page), bool).at[table].set(seen.reshape(blocks, slots, -1))
         pools, scales = [], []
         for shape in shapes[1:3]:

@@ -207,7 +207,7 @@ def paged_attention(
     return mixed.reshape(blocks, queries, heads, value).astype(q.dtype)
 
 
-def refuses(q, k, v, table, sequence, position, *, scale, k_scale=None, **_) -> str:
+def refuses(q, k, v, table, *_, scale, k_scale=None, v_scale=None, **__) -> str:
     """What of a call is not supported here, and what is, or ""."""
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"{q.dtype} queries: bfloat16, float32"
@@ -215,11 +215,11 @@ def refuses(q, k, v, table, sequence, position, *, scale, k_scale=None, **_) -> 
     need = _vmem_bytes(form, q, k, v)
     if need > (most := chips.current().vmem_limit):
         return f"{q.shape[1]} queries a block, for {need} bytes of VMEM: at most {most}, so fewer queries"
-    if (
-        k_scale is not None and k.shape[2] % LANES
-    ):  # XLA would copy all scales into whole lanes, at every call
+    if (k_scale is not None or v_scale is not None) and k.shape[2] % LANES:
+        # XLA would copy all scales into whole lanes, at every call.
         return f"a page of {k.shape[2]} tokens with scales: a multiple of {LANES}"
-    return tpu_pages.refuses(k, table, q.shape[0], form.steps.pages)
+    reasons = (tpu_pages.refuses(pool, table, q.shape[0], form.steps.pages) for pool in (k, v))
+    return next(filter(None, reasons), "")
 
 
 def _vmem_bytes(form: _Form, q, k, v) -> int:

@@ -7,13 +7,7 @@ of a key, U of a value, R rows, P pages, Z tokens of a page.
 import jax
 import jax.numpy as jnp
 
-NO_WINDOW = 1 << 30
-
-
-def visible(position: jax.Array, keys: int, window) -> jax.Array:
-    """[b, C, keys]: key t is seen from position p if 0 <= p - t < window. Position -1 sees nothing."""
-    back = position[..., None] - jnp.arange(keys)
-    return (back >= 0) & (back < (NO_WINDOW if window is None else window))
+from swiftkv_jax.kernels.mask import visible, weights_of
 
 
 def gather(pool, scale, row, names, heads: int, seen, dtype) -> jax.Array:
@@ -33,9 +27,6 @@ def paged_attention(q, k, v, table, sequence, position, *, row, scale, window, k
     values = gather(v, v_scale, row, names, heads, seen, wide)
     grouped = q.astype(wide).reshape(*q.shape[:2], heads, -1, q.shape[-1])
     scores = jnp.einsum("bckgh,bskh->bkgcs", grouped, keys, precision="highest") * scale
-    seen = seen[:, None, None]
-    top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
-    weights = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0)), 0)
-    weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    weights = weights_of(scores, seen[:, None, None])
     mixed = jnp.einsum("bkgcs,bsku->bckgu", weights, values, precision="highest")
     return mixed.reshape(*q.shape[:3], -1).astype(q.dtype)

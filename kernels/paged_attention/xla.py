@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from swiftkv_jax.kernels import online
-from swiftkv_jax.kernels.paged_attention import reference
+from swiftkv_jax.kernels import mask, online
 
 # What one turn takes on, measured on a CPU: small enough to stay in its caches.
 _TURN_KEYS = 2048  # of all blocks together
@@ -21,7 +20,7 @@ _FEW_ROWS = 8
 
 def paged_attention(q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale):
     """As `api.paged_attention`."""
-    window = reference.NO_WINDOW if window is None else window
+    window = mask.window_of(window)
     pools = (k, v, k_scale, v_scale)
     if position.shape[1] == 1:
         return _singles(q, pools, table[sequence], position[:, 0], row, scale, window)

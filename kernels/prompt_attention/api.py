@@ -41,9 +41,9 @@ def prompt_attention(
       dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.
     """
     dispatch.expect(
-        k_and_v=(k.shape, v.shape),
+        k_and_v=(k, v),
         q_and_k=((*q.shape[:2], q.shape[-1]), (*k.shape[:2], k.shape[-1])),
-        q_and_lengths=(q.shape[:1], lengths.shape),
+        q_and_lengths=(q.shape[:1], lengths),
     )
     if q.shape[2] % k.shape[2]:
         raise dispatch.UnsupportedError(f"{q.shape[2]} query heads do not share {k.shape[2]} kv heads evenly")

@@ -13,6 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.k_cache_attention import api, cases, pallas_gpu, pallas_tpu, reference
+from swiftkv_jax.kernels.mask import visible, weights_of
 
 QUICK = ("lengths", "halves", "rotated", "chunk", "int8")  # by default; the others are slow
 
@@ -167,12 +168,12 @@ def test_cached_inputs_give_ordinary_attention(name, queries):
     keys = iter(jax.random.split(jax.random.key(1), 3))
     x = jax.random.normal(next(keys), (2, 16, 32, 40))
     w_k, w_v = (jax.random.normal(next(keys), (4, 40, 64)) * 40**-0.5 for _ in range(2))
-    seen = reference.visible(position, 128, None).any(1).reshape(4, 4, 32)
+    seen = visible(position, 128, None).any(1).reshape(4, 4, 32)
     x = jnp.where(jnp.zeros((16, 32), bool).at[table].set(seen)[..., None], x, jnp.nan)
     rows = jnp.where(seen.reshape(4, 128)[..., None], x[1, table].reshape(4, 128, 40), 0)
     k, v = (jnp.einsum("bse,neh->bsnh", rows, w) for w in (w_k, w_v))
     scores = jnp.einsum("bcnh,bsnh->bncs", q, k) / 8
-    weights = reference.weights_of(scores, reference.visible(position, 128, None)[:, None])
+    weights = weights_of(scores, visible(position, 128, None)[:, None])
     want = jnp.einsum("bncs,bsnh->bcnh", weights, v)
     args = (q, x, w_k, w_v, table, sequence, position)
     if name == "pallas_tpu":

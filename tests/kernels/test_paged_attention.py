@@ -77,6 +77,7 @@ HOPPER = {
     "split": cases.Case(lengths=(0, 1, 65, 700), slots=12),  # in three shares
     "chunk_window": cases.Case(lengths=(70, 256), queries=2, window=50, heads=8),
     "width128": cases.Case(lengths=(130,), width=128, heads=2, kv_heads=2),
+    "page128": cases.Case(lengths=(1, 129, 600), page=128, value=128),
 }
 
 
@@ -85,9 +86,44 @@ HOPPER = {
 )
 def test_hopper_kernel_agrees_with_the_definition(name):
     """All but the matmuls and the layouts in registers, which the interpreter does not know."""
-    case = dataclasses.replace(HOPPER[name], page=64, stored="bfloat16", computed="bfloat16")
-    case = dataclasses.replace(case, slots=max(case.slots, 5))
+    case = dataclasses.replace(HOPPER[name], stored="bfloat16", computed="bfloat16")
+    case = dataclasses.replace(case, page=max(case.page, 64), slots=max(case.slots, 5))
+    args, arrays = case.shapes()
+    assert not pallas_gpu.refuses(*args, **arrays, **case.options)
     agree(case, functools.partial(pallas_gpu.paged_attention, **case.options, interpret=InterpretGPUParams()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stored": "int8"}, "bfloat16 queries of int8 keys and int8 values: all bfloat16"),
+        ({"computed": "float32"}, "float32 queries of bfloat16 keys and bfloat16 values: all bfloat16"),
+        ({"width": 96}, "heads 96 and 96 wide: 64, 128"),
+        ({"page": 32}, "a page of 32 tokens: 64, 128"),
+        ({"queries": 17}, "68 queries of a kv head: at most 64"),
+        (
+            {"queries": 16, "page": 128},
+            "64 queries of a kv head, for 263680 bytes of shared memory: at most 232448",
+        ),
+    ],
+)
+def test_the_hopper_kernel_says_what_it_supports(change, message):
+    case = dataclasses.replace(cases.REAL["llama_8b"], **change)
+    args, arrays = case.shapes()
+    assert pallas_gpu.refuses(*args, **arrays, **case.options) == message
+
+
+def test_no_kernel_passes_over_scales_or_the_dtype_of_values():
+    """Rows that are not 8 bits wide may have scales, and values a dtype of their own: by XLA."""
+    case = dataclasses.replace(cases.REAL["llama_8b"], page=128)
+    (q, k, v, *rest), arrays = case.shapes()
+    scales = jax.ShapeDtypeStruct((*k.shape[:2], case.kv_heads, case.page), jnp.float32)
+    for one in ({"k_scale": scales}, {"v_scale": scales}):
+        assert "scales" in pallas_gpu.refuses(q, k, v, *rest, **case.options, **(arrays | one))
+    half = jax.ShapeDtypeStruct(v.shape, jnp.float16)
+    for kernel in (pallas_gpu, pallas_tpu):
+        assert not kernel.refuses(q, k, v, *rest, **case.options, **arrays)
+        assert "float16" in kernel.refuses(q, k, half, *rest, **case.options, **arrays)
 
 
 @settings(max_examples=4)
@@ -140,3 +176,5 @@ def test_bad_shapes_are_named():
         api.paged_attention(args[0], args[1][..., :100], *args[2:], **arrays)
     with pytest.raises(dispatch.UnsupportedError, match=r"q has \(6, 1\) where position has \(6, 2\)"):
         api.paged_attention(*args[:-1], jnp.zeros((6, 2), jnp.int32), **arrays)
+    with pytest.raises(dispatch.UnsupportedError, match=r"v has \(2, 24, 2, 32\) where v_scale has \(3,\)"):
+        api.paged_attention(*args, **arrays | {"v_scale": jnp.zeros(3)})

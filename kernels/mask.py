@@ -1,0 +1,24 @@
+"""Which keys a query sees: its own position's and those before, fewer than a window back."""
+
+import jax
+import jax.numpy as jnp
+
+_ALL = 1 << 30  # further back than any context
+
+
+def window_of(window):
+    """`window`, or for None one that leaves nothing out."""
+    return _ALL if window is None else window
+
+
+def visible(position: jax.Array, keys: int, window) -> jax.Array:
+    """[b, C, keys]: key t is seen from position p if 0 <= p - t < window. Position -1 sees nothing."""
+    back = position[..., None] - jnp.arange(keys)
+    return (back >= 0) & (back < window_of(window))
+
+
+def weights_of(scores: jax.Array, seen: jax.Array) -> jax.Array:
+    """Softmax over the last axis of what is seen; zeros where nothing is."""
+    top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
+    raw = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0)), 0)
+    return raw / jnp.maximum(raw.sum(-1, keepdims=True), 1e-30)
