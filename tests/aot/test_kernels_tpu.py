@@ -1,52 +1,56 @@
-"""Every kernel x real shape x TPU generation, by the real compiler: it fits, and no pool is copied.
+"""Every kernel x real shape x TPU generation, by the real compiler: it fits, and no pool is copied."""
 
-A block that does not fit VMEM fails here, and the compiler's message has the number of bytes.
-"""
+import functools
 
-import jax
 import pytest
-from kernel_targets import TPUS, attention, compiled, fill
+from kernel_targets import FILL, KERNELS, TPUS, compiled, pools, shapes, size
 
-from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
-from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
-from swiftkv_jax.kernels.paged_attention import cases as paged_cases
+from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill
+from swiftkv_jax.kernels.k_cache_attention import pallas_tpu as k_cache
+from swiftkv_jax.kernels.paged_attention import pallas_tpu as paged
 
 pytestmark = [
     pytest.mark.aot,
     # The compiler's own notes about machines that are not there, and about programs it cannot print.
     pytest.mark.filterwarnings("ignore"),
 ]
-ATTENTION = [("paged_attention", name) for name in paged_cases.REAL]
-ATTENTION += [("k_cache_attention", name) for name in k_cache_cases.REAL]
-ATTENTION += [("x_cache_attention", name) for name in k_cache_cases.INPUTS_REAL]
-
-
-def size(tree) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+ATTENTION = [(kernel, case) for kernel, (_, cases) in KERNELS.items() if kernel != FILL for case in cases]
 
 
 @pytest.mark.parametrize(("kernel", "case"), ATTENTION)
 @pytest.mark.parametrize("chip", TPUS)
 def test_attention_compiles_and_copies_no_pool(chip, kernel, case):
-    call, args, arrays = attention(kernel, case, "pallas_tpu")
-    memory = compiled(TPUS[chip], call, args, arrays).memory_analysis()
+    memory = compiled(TPUS[chip], kernel, case, implementation="pallas_tpu").memory_analysis()
     # Queries and sums spread over the heads that share a matmul take some; a copy of a pool would take more.
-    assert memory.temp_size_in_bytes < size(args[1]) // 4
+    assert memory.temp_size_in_bytes < size(pools(kernel, case)) // 4
 
 
-@pytest.mark.parametrize("case", fill_cases.REAL)
+@pytest.mark.parametrize("case", KERNELS[FILL][1])
 @pytest.mark.parametrize("chip", TPUS)
 def test_the_fill_compiles_in_place(chip, case):
-    call, args, arrays = fill(case, "pallas_tpu")
-    memory = compiled(TPUS[chip], call, args, arrays, donate=(4,)).memory_analysis()
-    assert memory.alias_size_in_bytes == size(args[4])
+    memory = compiled(TPUS[chip], FILL, case, implementation="pallas_tpu").memory_analysis()
+    assert memory.alias_size_in_bytes == size(pools(FILL, case))
     # For v5p alone XLA copies the angles into whole lanes; the stream, the weights and the pools nowhere.
-    angles = 2 * 4 * 128 * args[2].shape[0] + (1 << 16) if chip == "v5p" else 0
-    assert memory.temp_size_in_bytes <= angles
+    tokens = shapes(FILL, case)[0][0].shape[0]
+    assert memory.temp_size_in_bytes <= (2 * 4 * 128 * tokens + (1 << 16) if chip == "v5p" else 0)
 
 
 def test_a_pool_that_is_not_donated_is_copied():
     """What the law above would miss if it looked at nothing: without donation there is no alias."""
-    call, args, arrays = fill("llama_1b", "pallas_tpu")
-    memory = compiled(TPUS["v5e"], call, args, arrays).memory_analysis()
-    assert memory.alias_size_in_bytes == 0
+    made = compiled(TPUS["v5e"], FILL, "llama_1b", donate=False, implementation="pallas_tpu")
+    assert made.memory_analysis().alias_size_in_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case", "run"),
+    [
+        ("paged_attention", "llama_8b", functools.partial(paged.paged_attention, pages=64)),
+        ("k_cache_attention", "llama2_7b", functools.partial(k_cache.k_cache_attention, pages=64)),
+        ("x_cache_attention", "t5_3b", functools.partial(k_cache.x_cache_attention, window=None, pages=128)),
+        (FILL, "llama_8b", functools.partial(fill.fused_kv_fill, blocks=fill.Blocks(4096, 1, 4096, 1))),
+    ],
+)
+def test_a_block_that_does_not_fit_fails_with_its_bytes(kernel, case, run):
+    """Past `refuses`, as a wrong block size would be: the compiler says what it needed, and of how much."""
+    with pytest.raises(Exception, match=r"vmem[^\n]*\d+(\.\d+)?[MK]?\b"):
+        compiled(TPUS["v4"], kernel, case, run=run)
