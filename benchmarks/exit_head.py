@@ -24,15 +24,12 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.tokenizer import load_tokenizer
 
 
-def contenders(drafts: list[int], threshold: float | None) -> dict[str, dict]:
+def contenders(drafts: list[int], threshold: float) -> dict[str, dict]:
     """Settings by name: plain decoding first."""
-    out: dict[str, dict] = {"plain": {}}
-    out |= {f"drafts {k}": {"drafts": k, "drafter": "exit"} for k in drafts}
-    if threshold is not None:
-        out[f"exits above {threshold}"] = {"exit_threshold": threshold}
-        out |= {f"drafts {k}, exits above {threshold}": out[f"drafts {k}"] | {"exit_threshold": threshold}
-                for k in drafts[-1:]}  # fmt: skip
-    return out
+    checked = {f"drafts {k}": {"drafts": k, "drafter": "exit"} for k in drafts}
+    lossy, (last, most) = {"exit_threshold": threshold}, list(checked.items())[-1]
+    name = f"exits above {threshold}"
+    return {"plain": {}} | checked | {name: lossy, f"{last}, {name}": most | lossy}
 
 
 def measure(args: argparse.Namespace) -> dict:

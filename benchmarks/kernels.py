@@ -1,6 +1,6 @@
 """Time of every kernel at its real shapes, as a share of a copy and a matmul measured in the same run.
 
-    python -m benchmarks.kernels [--platform gpu|tpu|cpu] [--kernel NAME] [--case NAME]
+    python -m benchmarks.kernels [--platform gpu|tpu|cpu] [--kernel NAME] [--case NAME] [--minutes 10]
 
 Contenders of a case take turns; a time is the median over the rounds. Writes Markdown and JSON under
 benchmarks/results/. On a CPU the cases are the tests' small ones: that it runs, not how fast.
@@ -11,7 +11,6 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from benchmarks.throughput import RESULTS, not_measured, write
 from swiftkv_jax.kernels.fused_kv_fill import api as fill
 from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
 from swiftkv_jax.kernels.k_cache_attention import api as k_cache
@@ -29,7 +29,6 @@ from swiftkv_jax.kernels.paged_attention import cases as paged_cases
 from swiftkv_jax.kernels.prompt_attention import api as prompt
 from swiftkv_jax.kernels.prompt_attention import cases as prompt_cases
 
-RESULTS = Path(__file__).parent / "results"
 # Small cases for a CPU, real ones for the rest.
 CASES = {
     "fused_kv_fill": (fill_cases.SMALL, fill_cases.REAL),
@@ -169,64 +168,74 @@ def attention_contenders(kernel: str, case) -> list[Contender]:
 
 
 def peers(case) -> list[Contender]:
-    """jax.nn by XLA and by cuDNN, the deprecated Pallas Triton kernel, and torch, without pages but one."""
+    """jax.nn by XLA and by cuDNN, cuDNN's and the deprecated Pallas Triton kernel for pages, and torch."""
     blocks, keys = len(case.lengths), max(case.lengths)
     dtype = jnp.dtype(case.computed)
-    q = jnp.ones((blocks, case.queries, case.heads, case.width), dtype)
-    k = jnp.ones((blocks, keys, case.kv_heads, case.width), dtype)
 
-    def attend(name):
-        run = jax.jit(functools.partial(jax.nn.dot_product_attention, implementation=name))
-        return functools.partial(run, q, k, k)
+    def contiguous(name):
+        q = jnp.ones((blocks, case.queries, case.heads, case.width), dtype)
+        k = jnp.ones((blocks, keys, case.kv_heads, case.width), dtype)
+        run = functools.partial(jax.nn.dot_product_attention, implementation=name)
+        return functools.partial(jax.jit(run), q, k, k)
 
-    out = [Contender(f"jax.nn {name}, contiguous", attend(name)) for name in ("xla", "cudnn")]
-    return [
-        *out,
-        Contender("Pallas Triton (deprecated)", triton_paged(case)),
-        Contender("torch SDPA", torch_sdpa(case)),
-    ]
+    makers = {f"jax.nn {name}, contiguous": functools.partial(contiguous, name) for name in ("xla", "cudnn")}
+    makers |= {"cuDNN, pages": functools.partial(cudnn_paged, case)}
+    makers |= {"Pallas Triton (deprecated)": functools.partial(triton_paged, case)}
+    makers |= {
+        f"torch {name}": functools.partial(torch_dense, case, name) for name in ("SDPA", "FlexAttention")
+    }
+    return [Contender(name, lazily(make)) for name, make in makers.items()]
+
+
+def lazily(make: Callable[[], Callable]) -> Callable:
+    """A call made when it is first called: a peer that cannot be made fails as one that cannot run."""
+    made = functools.cache(make)
+    return lambda: made()()
+
+
+def cudnn_paged(case) -> Callable:
+    """cuDNN's paged attention, pages in order; its name in JAX is private."""
+    from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
+
+    blocks, pages = len(case.lengths), len(case.lengths) * case.slots
+    k = jnp.ones((pages, case.page, case.kv_heads, case.width), jnp.dtype(case.computed))
+    q = jnp.ones((blocks, case.queries, case.heads, case.width), k.dtype)
+    table = jnp.arange(pages, dtype=jnp.int32).reshape(blocks, 1, case.slots, 1)
+    sizes = jnp.full(blocks, case.queries, jnp.int32), jnp.array(case.lengths, jnp.int32)
+    run = functools.partial(paged_attention, scale=case.width**-0.5, mask_type=MaskType.PADDING)
+    return functools.partial(jax.jit(run), q, k, k, *sizes, table, table)
 
 
 def triton_paged(case) -> Callable:
     """One sequence a block, one query each, pages in order."""
+    from jax.experimental.pallas.ops.gpu import paged_attention as triton
 
-    def call():
-        from jax.experimental.pallas.ops.gpu import paged_attention as triton
-
-        pages = len(case.lengths) * case.slots
-        shape = (case.kv_heads, pages, case.page, case.width)
-        k = jnp.ones(shape, jnp.dtype(case.computed))
-        q = jnp.ones((len(case.lengths), case.heads, case.width), k.dtype)
-        table = jnp.arange(pages, dtype=jnp.int32).reshape(len(case.lengths), -1)
-        run = jax.jit(triton.paged_attention)
-        state["run"] = functools.partial(run, q, k, k, table, jnp.array(case.lengths, jnp.int32))
-        return state["run"]()
-
-    state: dict = {}
-    return lambda: state["run"]() if "run" in state else call()
+    pages = len(case.lengths) * case.slots
+    k = jnp.ones((case.kv_heads, pages, case.page, case.width), jnp.dtype(case.computed))
+    q = jnp.ones((len(case.lengths), case.heads, case.width), k.dtype)
+    table = jnp.arange(pages, dtype=jnp.int32).reshape(len(case.lengths), -1)
+    run = jax.jit(triton.paged_attention)
+    return functools.partial(run, q, k, k, table, jnp.array(case.lengths, jnp.int32))
 
 
-def torch_sdpa(case) -> Callable:
-    """torch's scaled_dot_product_attention on a GPU, keys and values contiguous."""
+def torch_dense(case, name: str) -> Callable:
+    """torch's scaled_dot_product_attention or FlexAttention on a GPU, keys and values contiguous."""
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
 
-    def call():
-        import torch
+    if not torch.cuda.is_available():
+        raise RuntimeError("torch has no GPU here")
+    shape = (len(case.lengths), case.kv_heads, max(case.lengths), case.width)
+    k = torch.ones(shape, dtype=torch.bfloat16, device="cuda")
+    q = torch.ones((shape[0], case.heads, case.queries, case.width), dtype=k.dtype, device="cuda")
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    attend = sdpa if name == "SDPA" else torch.compile(flex_attention)
 
-        if not torch.cuda.is_available():
-            raise RuntimeError("torch has no GPU here")
-        shape = (len(case.lengths), case.kv_heads, max(case.lengths), case.width)
-        k = torch.ones(shape, dtype=torch.bfloat16, device="cuda")
-        q = torch.ones((shape[0], case.heads, case.queries, case.width), dtype=k.dtype, device="cuda")
+    def run():
+        attend(q, k, k, enable_gqa=True)
+        torch.cuda.synchronize()
 
-        def run():
-            torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
-            torch.cuda.synchronize()
-
-        state["run"] = run
-        return run()
-
-    state: dict = {}
-    return lambda: state["run"]() if "run" in state else call()
+    return run
 
 
 def fill_contenders(case) -> list[Contender]:
@@ -260,14 +269,18 @@ def task(kernel: str, case) -> tuple[Work, list[Contender]]:
     return attention_work(case, kernel), attention_contenders(kernel, case)
 
 
-def run(platform: str, kernels: list[str], only: str | None, rounds: int, inner: int) -> dict:
+def run(platform: str, kernels: list[str], only: str | None, rounds: int, deadline: float) -> dict:
     """Every case of the kernels: seconds of each contender and the work they share."""
     small = platform == "cpu"
+    inner = 2 if small else 20
     top = ceilings(small, rounds, inner)
-    cases = []
+    cases, missing = [], []
     for kernel in kernels:
         for name, case in CASES[kernel][0 if small else 1].items():
             if only not in (None, name):
+                continue
+            if time.perf_counter() > deadline:
+                missing.append(f"{kernel} {name}")
                 continue
             work, made = task(kernel, case)
             seconds = measure(made, rounds, inner)
@@ -289,6 +302,7 @@ def run(platform: str, kernels: list[str], only: str | None, rounds: int, inner:
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         "ceilings": top,
         "cases": cases,
+        "no_time_for": missing,
     }
 
 
@@ -314,6 +328,8 @@ def markdown(result: dict) -> str:
                 continue
             rates = f"{case['bytes'] / seconds / 1e9:.1f} | {case['flops'] / seconds / 1e12:.3f}"
             lines.append(f"{start} {seconds * 1e3:.3f} | {rates} | {100 * case['floor'] / seconds:.1f} % |")
+    if result["no_time_for"]:
+        lines += ["", f"No time was left for: {', '.join(result['no_time_for'])}."]
     return "\n".join(lines) + "\n"
 
 
@@ -324,25 +340,26 @@ def main() -> int:
     parser.add_argument("--kernel", choices=list(CASES), help="one kernel instead of all")
     parser.add_argument("--case", help="one case instead of all")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=10.0, help="after which no case begins (default 10)")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     platform = options.platform or jax.default_backend()
-    path = RESULTS / f"kernels_{platform}"
-    path.parent.mkdir(exist_ok=True)
+    # A part of the cases has a file of its own, so that the whole table stays.
+    name = "_".join(filter(None, ("kernels", platform, options.kernel, options.case)))
     try:
         jax.devices(platform)
     except RuntimeError:
-        text = f"# Kernels on {platform}\n\nNot measured: no {platform} was at hand. "
-        text += f"`python -m benchmarks.kernels --platform {platform}` writes this file.\n"
-        path.with_suffix(".md").write_text(text, encoding="utf-8")
-        path.with_suffix(".json").write_text('{"measured": false}\n', encoding="utf-8")
-        print(f"no {platform} here: {path.with_suffix('.md')} says not measured")
+        command = f"python -m benchmarks.kernels --platform {platform}"
+        print(
+            not_measured(f"kernels_{platform}", f"Kernels on {platform}", platform, command, options.output)
+        )
         return 1
     with jax.default_device(jax.devices(platform)[0]):
         kernels = [options.kernel] if options.kernel else list(CASES)
-        result = run(platform, kernels, options.case, options.rounds, inner=2 if platform == "cpu" else 20)
-    path.with_suffix(".md").write_text(markdown(result), encoding="utf-8")
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(path.with_suffix(".md"))
+        deadline = time.perf_counter() + 60 * options.minutes
+        result = run(platform, kernels, options.case, options.rounds, deadline)
+    write(name, result, markdown(result), options.output)
+    print(options.output / f"{name}.md")
     return 0
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -87,17 +87,27 @@ def in_turn(names: Iterable[str], number: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def interleaved(runs: dict, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each callable, in `rounds` rounds of all of them in turn."""
+def in_rounds(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """The seconds that each of `runs` returns, in `rounds` rounds of all of them in turn."""
     for run in runs.values():
         run()  # compiles
     seconds = {name: [] for name in runs}
     for number in range(rounds):
         for name in in_turn(runs, number):
-            began = time.perf_counter()
-            runs[name]()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(runs[name]())
     return seconds
+
+
+def seconds_of(run: Callable) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def interleaved(runs: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each callable, in `rounds` rounds of all of them in turn."""
+    return in_rounds({name: partial(seconds_of, run) for name, run in runs.items()}, rounds)
 
 
 def time_to_first_token(contenders: list[Contender], length: int, rounds: int) -> dict[str, list[float]]:

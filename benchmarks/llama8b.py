@@ -13,6 +13,7 @@ over the time taken; the ceilings are a matmul and a copy measured in the same r
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,7 @@ import numpy as np
 
 import swiftkv_jax as skv
 from benchmarks.kernels import ceilings
-from benchmarks.throughput import RESULTS, machine, table, timed, write
+from benchmarks.throughput import RESULTS, machine, not_measured, table, timed, write
 from swiftkv_jax import params as weights
 from swiftkv_jax.analysis.flops import flops_table
 from swiftkv_jax.config import ModelConfig
@@ -287,15 +288,11 @@ def main() -> int:
         return run_peer(shape, args.peer)
     if min(args.lengths or [1]) < 1 or args.minutes <= 0:
         p.error("--lengths and --minutes must be positive")
+    # By default JAX takes most of a GPU's memory at its first look at it, and the peer needs that memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if args.shape == "llama8b" and jax.default_backend() == "cpu":
-        text = "# Llama-3.1-8B's shape\n\nNot measured: no accelerator was at hand. "
-        write(
-            "llama8b",
-            {"measured": False},
-            text + "`python -m benchmarks.llama8b` writes this file.\n",
-            args.output,
-        )
-        print(f"no accelerator here: {args.output / 'llama8b.md'} says not measured")
+        what = "Llama-3.1-8B's shape", "accelerator", "python -m benchmarks.llama8b"
+        print(not_measured("llama8b", *what, args.output))
         return 1
     result = run(args.shape, shape, args.lengths or list(shape.lengths), args.minutes)
     text = report(result)

@@ -9,13 +9,12 @@ projections (untrained): its speed is that of a distilled one.
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 
 import numpy as np
 
 import swiftkv_jax as skv
-from benchmarks.latency import in_turn
+from benchmarks.latency import in_rounds, seconds_of
 from benchmarks.throughput import RESULTS, machine, table, timed, write
 
 
@@ -47,12 +46,6 @@ def theirs(model, prompts: list[list[int]], outputs: int, batch: int) -> list[li
 def ours(llm: skv.LLM, prompts: list[list[int]], outputs: int) -> list[list[int]]:
     params = skv.SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
     return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def seconds_of(run) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -91,12 +84,7 @@ def main() -> None:
         f"transformers, batch {best}": lambda: seconds_of(lambda: theirs(peer, prompts, args.outputs, best))
     }
     runs |= {name: lambda llm=llm: timed(llm, prompts, args.outputs) for name, llm in llms.items()}
-    for run in runs.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(args.rounds):
-        for name in in_turn(runs, number):
-            seconds[name].append(runs[name]())
+    seconds = in_rounds(runs, args.rounds)
     base, tokens = next(iter(runs)), sum(lengths.tolist()) + args.prompts * args.outputs
     rows = {
         name: {

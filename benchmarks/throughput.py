@@ -15,13 +15,14 @@ import json
 import platform
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 
 import swiftkv_jax as skv
-from benchmarks.latency import in_turn
+from benchmarks.latency import in_rounds
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -67,14 +68,8 @@ def timed(llm: skv.LLM, prompts: list[list[int]], outputs: int) -> float:
 
 
 def interleaved(llms: dict[str, skv.LLM], prompts, outputs: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every variant in `rounds` rounds, after one that compiles; the order alternates."""
-    for llm in llms.values():
-        timed(llm, prompts, outputs)
-    seconds: dict[str, list[float]] = {name: [] for name in llms}
-    for number in range(rounds):
-        for name in in_turn(llms, number):
-            seconds[name].append(timed(llms[name], prompts, outputs))
-    return seconds
+    """`timed` of every variant in `rounds` rounds, each of which begins with another."""
+    return in_rounds({name: partial(timed, llm, prompts, outputs) for name, llm in llms.items()}, rounds)
 
 
 def ratio(seconds: dict[str, list[float]], name: str, base: str = "standard") -> float:
@@ -198,6 +193,16 @@ def write(name: str, result: dict, text: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     (folder / f"{name}.md").write_text(text)
+
+
+def not_measured(name: str, title: str, lacking: str, command: str, folder: Path) -> str:
+    """Write NAME.json and NAME.md that say so, or leave there what was measured before; tells which."""
+    path = folder / f"{name}.json"
+    if path.exists() and json.loads(path.read_text()) != {"measured": False}:
+        return f"no {lacking} here: {path.with_suffix('.md')} keeps what was measured before"
+    text = f"# {title}\n\nNot measured: no {lacking} was at hand. `{command}` writes this file.\n"
+    write(name, {"measured": False}, text, folder)
+    return f"no {lacking} here: {path.with_suffix('.md')} says not measured"
 
 
 def machine(command: str) -> dict:

@@ -1,4 +1,4 @@
-"""Points to measure, and the rounds that measure them: every system in turn, in an order that alternates."""
+"""Points to measure, and rounds that measure them: all systems in turn, each round beginning with another."""
 
 import contextlib
 import dataclasses
@@ -40,6 +40,7 @@ class Fleet:
         """`flags`: of each system's process; none for servers that run elsewhere."""
         self._args, self._flags, self._say = args, flags, say
         self._running: dict[str, Server] = {}
+        self.told: dict[str, dict] = {}  # what each server that ran said of itself
         self._warm: set[tuple[str, str]] = set()
         self._stack = contextlib.ExitStack()
 
@@ -62,19 +63,15 @@ class Fleet:
 
     def _start(self, name: str) -> None:
         if self._args.base_url:
-            self._running[name] = found(name, self._args.base_url[name])
-            return
-        if self._args.alone:
-            self._stack.close()
-            self._running.clear()
-            self._warm.clear()
-        self._say(f"{name}: starting")
-        self._running[name] = self._stack.enter_context(started(name, self._flags[name], self._say))
-
-    @property
-    def told(self) -> dict[str, dict]:
-        """What each server that runs said of itself."""
-        return {name: server.told for name, server in self._running.items()}
+            server = found(name, self._args.base_url[name])
+        else:
+            if self._args.alone:
+                self._stack.close()
+                self._running.clear()
+                self._warm.clear()
+            self._say(f"{name}: starting")
+            server = self._stack.enter_context(started(name, self._flags[name], self._say))
+        self._running[name], self.told[name] = server, server.told
 
 
 def measure(args, fleet: Fleet, workload: str, points: Sequence[Point], systems: Sequence[str], say) -> list:

@@ -45,7 +45,7 @@ class Events:
 
     def feed(self, data: bytes) -> list[bytes]:
         """The data of every event that is whole by now."""
-        *whole, self._rest = (self._rest + data.replace(b"\r\n", b"\n")).split(b"\n\n")
+        *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         lines = [line for event in whole for line in event.split(b"\n")]
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
