@@ -16,9 +16,6 @@ from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.pytree import pytree, static
 from swiftkv_jax.shapes import Array, Float, Int, KeyValues, Queries
 
-_TURN_KEYS = (
-    16384  # of all blocks together, that one turn of the blockwise softmax reads: they stay in caches
-)
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}  # of the rounding forms: what a row's largest value becomes
 _DENSE_PAGE = 64  # largest page of a dense cache, in tokens
 _BLOCK = 128  # queries of one sequence in a block, at most

@@ -14,23 +14,14 @@ from benchmarks.serving.system import SYSTEMS
 from benchmarks.serving.timeline import DETAILS
 from benchmarks.throughput import RESULTS, write
 from swiftkv_jax.config import ModelConfig, read_config_json
-from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.errors import Parser, UsageError, suggest
 
 WORKLOADS = ("fixed", "sharegpt", "rates", "budgets")
 _GOALS = ("ttft", "tpot", "e2el")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors as UsageError: one line, and the nearest flag."""
-
-    def error(self, message: str):
-        flags = [word for word in message.split() if word.startswith("--")]
-        near = suggest(flags[0], self._option_string_actions) if "unrecognized" in message and flags else ""
-        raise UsageError(f"{message}{near}; --help lists the flags")
-
-
-def parser() -> argparse.ArgumentParser:
-    p = _Parser(
+def parser() -> Parser:
+    p = Parser(
         prog="python -m benchmarks.serving",
         usage="%(prog)s [fixed] [sharegpt] [rates] [budgets] [flags]",
         description="Time servers as `vllm bench serve` does, side by side: standard, SwiftKV, + AcrossKV, "

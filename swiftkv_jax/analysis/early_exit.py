@@ -8,8 +8,6 @@ within it, say what the lossy rule of a threshold would cost, and what share of 
 upper layers. The agreement in all is the acceptance that greedy self-speculation can expect of one guess.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.analysis import plots
+from swiftkv_jax.analysis import command, plots
 from swiftkv_jax.analysis.similarity import BLOCK, read_tokens
 from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.errors import UsageError
@@ -109,36 +107,17 @@ def report(model_path: str, text: Path, out: Path, max_tokens: int, bins: int) -
     right = f", agreement {agree[above].mean():.4f}" if above.any() else ""
     print(f"above {THRESHOLD}: {above.mean():.1%} of places{right}")
     plots.early_exit(share, agreement, THRESHOLD, out / "early_exit.png")
-    partial = out / ".early_exit.json.partial"
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(out / "early_exit.json")
+    command.save(result, out / "early_exit.json")
     print(f"saved {out / 'early_exit.json'} and {out / 'early_exit.png'}")
     return result
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; exit code 0, 2 for bad input, 1 when the results cannot be written."""
-    p = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.analysis.early_exit",
-        description="How often an exit head agrees with its whole model, by how sure it is.",
-    )
-    p.add_argument("--model", required=True, metavar="DIR", help="a student with an exit head: folder or id")
-    p.add_argument("--text", required=True, type=Path, metavar="FILE", help="UTF-8 text to measure on")
-    p.add_argument(
-        "--out", type=Path, default=Path("runs/early_exit"), metavar="DIR", help="default: runs/early_exit"
-    )
-    p.add_argument("--max-tokens", type=int, default=16384, metavar="N", help="read at most N tokens (16384)")
+    about = "How often an exit head agrees with its whole model, by how sure it is."
+    p = command.parser("early_exit", about, "a student with an exit head: folder or id")
     p.add_argument("--bins", type=int, default=BINS, metavar="N", help=f"bins of probability ({BINS})")
-    args = p.parse_args(argv)
-    try:
-        report(args.model, args.text, args.out, args.max_tokens, args.bins)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: cannot write to {args.out}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    return 0
+    return command.run(p, argv, lambda a: report(a.model, a.text, a.out, a.max_tokens, a.bins))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ above 0.5, which the paper found at about half depth in all its models (section 
 only distillation tells.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.analysis import plots
+from swiftkv_jax.analysis import command, plots
 from swiftkv_jax.analysis.flops import flops_table
 from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.errors import UsageError
@@ -151,40 +149,17 @@ def report(model_path: str, text: Path, out: Path, max_tokens: int) -> dict:
     )
     print(f"split {split} of {config.num_layers}: the smallest from which SimScore stays above {THRESHOLD}")
     print(f"prefill FLOPs it would leave at {context} tokens: {100 * share:.1f} %")
-    _write(out, result, by_layer, matrix)
+    plots.layer_similarity(by_layer, matrix, THRESHOLD, split, out / "similarity.png")
+    command.save(result, out / "similarity.json")
     print(f"saved {out / 'similarity.json'} and {out / 'similarity.png'}")
     return result
 
 
-def _write(out: Path, result: dict, by_layer, matrix) -> None:
-    plots.layer_similarity(by_layer, matrix, THRESHOLD, result["suggested_split"], out / "similarity.png")
-    partial = out / ".similarity.json.partial"
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(out / "similarity.json")
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command line; exit code 0, 2 for bad input, 1 when the results cannot be written."""
-    p = argparse.ArgumentParser(
-        prog="python -m swiftkv_jax.analysis.similarity",
-        description="How alike the streams entering a model's layers are, and the split that suggests.",
-    )
-    p.add_argument("--model", required=True, metavar="DIR", help="a standard model: a folder, or a hub id")
-    p.add_argument("--text", required=True, type=Path, metavar="FILE", help="UTF-8 text to measure on")
-    p.add_argument(
-        "--out", type=Path, default=Path("runs/similarity"), metavar="DIR", help="default: runs/similarity"
-    )
-    p.add_argument("--max-tokens", type=int, default=16384, metavar="N", help="read at most N tokens (16384)")
-    args = p.parse_args(argv)
-    try:
-        report(args.model, args.text, args.out, args.max_tokens)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: cannot write to {args.out}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    return 0
+    about = "How alike the streams entering a model's layers are, and the split that suggests."
+    p = command.parser("similarity", about, "a standard model: a folder, or a hub id")
+    return command.run(p, argv, lambda args: report(args.model, args.text, args.out, args.max_tokens))
 
 
 if __name__ == "__main__":

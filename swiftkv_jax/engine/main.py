@@ -12,7 +12,7 @@ from pathlib import Path
 from swiftkv_jax.engine.http import flags as http
 from swiftkv_jax.engine.jobs import DEFAULT_MAX_TOKENS, Job, Output, make_jobs, output_row, read_lines
 from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
-from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.errors import Parser, UsageError
 
 _DEMO = Path("demo") / "teacher"
 _ENGINE = {  # flag: (type, help); the fields of engine.Settings, whose defaults hold
@@ -40,18 +40,9 @@ _SAMPLING = {  # flag: (type, help)
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors as UsageError: one line, and the nearest flag."""
-
-    def error(self, message: str):
-        flags = [word for word in message.split() if word.startswith("--")]
-        near = suggest(flags[0], self._option_string_actions) if "unrecognized" in message and flags else ""
-        raise UsageError(f"{message}{near}; --help lists the flags")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """All flags of serve.py."""
-    p = _Parser(
+    p = Parser(
         prog="serve.py",
         usage="serve.py [--model DIR] [--input FILE] [--output FILE] [flags], or serve.py --http [flags]",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=32, width=100),
