@@ -1,11 +1,13 @@
 """The order in which benchmarks take their contenders: what a run finds in the caches is the same for all."""
 
 import collections
+import functools
 import itertools
 
 import pytest
 
-from benchmarks.latency import in_turn
+from benchmarks.exit_head import contenders
+from benchmarks.latency import in_rounds, in_turn
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
@@ -18,3 +20,26 @@ def test_everyone_stands_everywhere_and_nobody_alone_follows_itself(count):
     flat = [name for order in rounds for name in order]
     repeats = collections.Counter(a for a, b in itertools.pairwise(flat) if a == b)
     assert max(repeats[name] for name in names) - min(repeats[name] for name in names) <= 1
+
+
+def test_rounds_keep_what_each_call_returned_but_the_first():
+    called: list[str] = []
+
+    def run(name: str) -> float:
+        called.append(name)
+        return float(len(called))
+
+    seconds = in_rounds({name: functools.partial(run, name) for name in "ab"}, 3)
+    assert "".join(called) == "ab" + "ab" + "ba" + "ab"
+    assert seconds == {"a": [3.0, 6.0, 7.0], "b": [4.0, 5.0, 8.0]}
+
+
+def test_an_exit_head_is_timed_with_and_without_checks():
+    exits, lossy = {"drafter": "exit"}, {"exit_threshold": 0.9}
+    assert contenders([1, 4], 0.9) == {
+        "plain": {},
+        "drafts 1": exits | {"drafts": 1},
+        "drafts 4": exits | {"drafts": 4},
+        "exits above 0.9": lossy,
+        "drafts 4, exits above 0.9": exits | {"drafts": 4} | lossy,
+    }

@@ -1,0 +1,86 @@
+"""`benchmarks.kernels`: its arithmetic by hand, a table of one case, and what is written without a device."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from benchmarks import kernels
+from benchmarks.throughput import write
+from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
+from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
+from swiftkv_jax.kernels.paged_attention import cases as paged_cases
+from swiftkv_jax.kernels.prompt_attention import cases as prompt_cases
+
+MIB = 2**20
+
+
+def run(monkeypatch, folder, *flags: str) -> int:
+    monkeypatch.setattr("sys.argv", ["kernels", "--output", str(folder), "--rounds", "1", *flags])
+    return kernels.main()
+
+
+def test_the_least_work_of_a_case_by_hand():
+    """Of Llama-3.1-8B: 64 x 8192 tokens of 2 x 1024 numbers; of Llama-2-7B half a cache, and W_KV."""
+    paged = paged_cases.REAL["llama_8b"]
+    got = kernels.attention_work(paged, "paged_attention")
+    assert got == kernels.Work(64 * 8192 * 32 * 4 * 128, 64 * 8192 * 2 * 1024 * 2)
+    window = dataclasses.replace(paged, window=100, queries=3)
+    assert kernels.attention_work(window, "paged_attention").bytes == 64 * 102 * 2 * 1024 * 2
+    scaled = dataclasses.replace(paged, stored="int8")
+    assert kernels.attention_work(scaled, "paged_attention").bytes == 64 * 8192 * 8 * (2 * 128 + 8)
+    k_cache = kernels.attention_work(k_cache_cases.REAL["llama2_7b"], "k_cache_attention")
+    assert k_cache.bytes == 16 * 8192 * 4096 * 2 + 32 * MIB
+    fill = kernels.fill_work(fill_cases.REAL["llama_8b"])
+    assert fill.flops == 2 * 8192 * 4096 * 16 * 2048
+    assert fill.bytes == 2 * (8192 * 4096 + 16 * 2048 * 4096 + 8192 * 16 * 2048)
+    prompt = dataclasses.replace(prompt_cases.REAL["llama_8b"], lengths=(5,), window=2)
+    assert kernels.prompt_work(prompt).flops == 4 * (1 + 2 + 2 + 2 + 2) * 32 * 128
+
+
+def test_a_table_of_one_case(monkeypatch, tmp_path):
+    assert (
+        run(monkeypatch, tmp_path, "--platform", "cpu", "--kernel", "paged_attention", "--case", "gqa4") == 0
+    )
+    result = json.loads((tmp_path / "kernels_cpu_paged_attention_gqa4.json").read_text())
+    [case] = result["cases"]
+    work = kernels.attention_work(paged_cases.SMALL["gqa4"], "paged_attention")
+    assert (case["flops"], case["bytes"]) == (work.flops, work.bytes)
+    top = result["ceilings"]
+    assert case["floor"] == pytest.approx(max(work.flops / top["flops"], work.bytes / top["bytes"]))
+    seconds = case["seconds"]
+    assert {"xla", "jax.nn xla, contiguous"} <= {name for name, s in seconds.items() if isinstance(s, float)}
+    others = {"pallas_tpu", "pallas_gpu", "cuDNN, pages", "torch SDPA", "torch FlexAttention"}
+    assert others <= {name for name, s in seconds.items() if isinstance(s, str)}
+    table = (tmp_path / "kernels_cpu_paged_attention_gqa4.md").read_text()
+    ms, share = 1e3 * seconds["xla"], 100 * case["floor"] / seconds["xla"]
+    assert f"| paged_attention | gqa4 | xla | {ms:.3f} |" in table and f"| {share:.1f} % |" in table
+    assert "| pallas_gpu | not run: paged_attention: pallas_gpu needs a gpu, this is cpu" in table
+
+
+def test_when_its_time_is_up_no_case_begins_and_all_are_named(monkeypatch, tmp_path):
+    flags = "--platform", "cpu", "--kernel", "prompt_attention", "--minutes", "0"
+    assert run(monkeypatch, tmp_path, *flags) == 0
+    result = json.loads((tmp_path / "kernels_cpu_prompt_attention.json").read_text())
+    assert not result["cases"]
+    assert result["no_time_for"] == [f"prompt_attention {name}" for name in prompt_cases.SMALL]
+    text = (tmp_path / "kernels_cpu_prompt_attention.md").read_text()
+    assert "No time was left for: prompt_attention lengths, " in text
+
+
+def test_without_a_device_it_says_not_measured_and_keeps_what_was(monkeypatch, tmp_path, capsys):
+    def devices(platform):
+        raise RuntimeError(f"no {platform}")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    for _ in range(2):
+        assert run(monkeypatch, tmp_path, "--platform", "gpu") == 1
+        assert json.loads((tmp_path / "kernels_gpu.json").read_text()) == {"measured": False}
+        assert "Not measured: no gpu was at hand" in (tmp_path / "kernels_gpu.md").read_text()
+        assert "says not measured" in capsys.readouterr().out
+    write("kernels_gpu", {"cases": [1]}, "a table", tmp_path)
+    assert run(monkeypatch, tmp_path, "--platform", "gpu") == 1
+    assert json.loads((tmp_path / "kernels_gpu.json").read_text()) == {"cases": [1]}
+    assert (tmp_path / "kernels_gpu.md").read_text() == "a table"
+    assert "keeps what was measured before" in capsys.readouterr().out
