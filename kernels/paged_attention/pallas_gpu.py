@@ -98,8 +98,8 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
         plgpu.barrier_wait(s.v_came.at[slot])
         pages.clear_unseen(tiles, s.v.at[slot], block, key)
         plgpu.commit_smem()
-        gained = tiles.matmul((form.value, form.rows), s.v.at[slot], s.weights, (True, True))
-        return top, total * decay + jnp.sum(weights, axis=0), mixed * down(decay, mixed.shape) + gained
+        mixed = tiles.add_matmul(mixed * down(decay, mixed.shape), s.v.at[slot], s.weights)
+        return top, total * decay + jnp.sum(weights, axis=0), mixed
 
     carry = (
         tiles.constant(MASKED, (form.rows,)),
