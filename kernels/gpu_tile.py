@@ -6,6 +6,7 @@ Layouts are cast where they are known: left to the compiler, the search for them
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -17,11 +18,22 @@ from jax.experimental.pallas import mosaic_gpu
 plgpu: Any = mosaic_gpu  # some of its names are not exported as type checkers understand it
 
 SMEM_BYTES = 232448  # of shared memory that a CTA may have on Hopper
-BARRIER_BYTES = 1024  # of them left to barriers and alignment
 
 _TILE = plgpu.Layout.WGMMA
 _VECTOR = plgpu.Layout.WGMMA.reduce(0)
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
+
+
+def smem_bytes(scratch) -> int:
+    """Shared memory that the compiler gives a tree of `plgpu.SMEM` and `plgpu.Barrier`, at most.
+
+    Every buffer starts at a multiple of 1024 bytes, and reductions across warps, if any, take two of those.
+    """
+    leaves = jax.tree.leaves(scratch)
+    barriers = sum(math.prod(x.num_barriers) for x in leaves if isinstance(x, plgpu.Barrier))
+    buffers = (x for x in leaves if not isinstance(x, plgpu.Barrier))
+    sizes = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
+    return sum(-(-size // 1024) * 1024 for size in sizes) + 2048 + 8 * barriers
 
 
 @dataclasses.dataclass(frozen=True)

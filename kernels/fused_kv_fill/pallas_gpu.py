@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.fused_kv_fill import reference
 from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
-from swiftkv_jax.kernels.gpu_tile import BARRIER_BYTES, SMEM_BYTES, Tiles, across, down, plgpu
+from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, across, down, plgpu, smem_bytes
 
 _TOKENS = 64  # of a warpgroup
 _GROUPS = 2  # warpgroups that multiply
@@ -193,37 +193,41 @@ def _finish(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums, head: int) -
                 plgpu.copy_smem_to_gmem(s.scales.at[at.group, here], target)
 
 
-def _smem_bytes(heads: int, width: int, stages: int, dtype) -> int:
-    """Shared memory of a CTA."""
-    ring = stages * 2 * _DEPTH * (_GROUPS * _TOKENS + heads * width)
-    return ring + _GROUPS * _TOKENS * (width * dtype.itemsize + 4) + BARRIER_BYTES
+def _scratch(stages: int, heads: int, width: int, dtype) -> _Scratch:
+    """Of a block of `heads` heads, each `width` wide, of a pool of `dtype`."""
+    scaled = jnp.dtype(dtype).itemsize == 1
+    return _Scratch(
+        x=plgpu.SMEM((stages * _GROUPS, _TOKENS, _DEPTH), jnp.bfloat16),
+        w=plgpu.SMEM((stages, _DEPTH, heads * width), jnp.bfloat16),
+        out=plgpu.SMEM((_GROUPS, _TOKENS, width), dtype),
+        scales=plgpu.SMEM((_GROUPS, _TOKENS), jnp.float32) if scaled else None,
+        full=plgpu.Barrier(num_arrivals=_GROUPS + 1, num_barriers=stages),
+        free=plgpu.Barrier(num_arrivals=_GROUPS, num_barriers=stages),
+    )
+
+
+def _block(heads: int, width: int) -> int:
+    """Heads of a block."""
+    return dispatch.divisor(heads, max(1, _COLUMNS // width))
 
 
 def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> tuple:
     """The pool and scales of `inputs`, with keys or with values of all its rows written."""
     x, (filled, _, row_width) = inputs.x, inputs.w.shape
-    width, dtype = row_width // heads, inputs.pool.dtype
-    some = dispatch.divisor(heads, max(1, _COLUMNS // width))
-    tiles = -(-x.shape[0] // (_GROUPS * _TOKENS))
-    fitting = (n for n in range(_STAGES, 1, -1) if _smem_bytes(some, width, n, dtype) <= SMEM_BYTES)
+    width = row_width // heads
+    some, tiles = _block(heads, width), -(-x.shape[0] // (_GROUPS * _TOKENS))
+    rings = (_scratch(n, some, width, inputs.pool.dtype) for n in range(_STAGES, 1, -1))
+    scratch = next(ring for ring in rings if smem_bytes(ring) <= SMEM_BYTES)
     form = _Form(
         page=inputs.pool.shape[2],
         heads=some,
         width=width,
         blocks=heads // some,
         steps=x.shape[1] // _DEPTH,
-        stages=next(fitting),
+        stages=scratch.w.shape[0],
         near=min(_NEAR, tiles),
         eps=eps,
         tiles=Tiles(bool(interpret)),
-    )
-    scratch = _Scratch(
-        x=plgpu.SMEM((form.stages * _GROUPS, _TOKENS, _DEPTH), x.dtype),
-        w=plgpu.SMEM((form.stages, _DEPTH, form.columns), x.dtype),
-        out=plgpu.SMEM((_GROUPS, _TOKENS, width), dtype),
-        scales=None if inputs.scales is None else plgpu.SMEM((_GROUPS, _TOKENS), jnp.float32),
-        full=plgpu.Barrier(num_arrivals=_GROUPS + 1, num_barriers=form.stages),
-        free=plgpu.Barrier(num_arrivals=_GROUPS, num_barriers=form.stages),
     )
     in_place = functools.partial(jax.new_ref, memory_space=plgpu.GMEM)
     pools = jax.tree.map(in_place, (inputs.pool, inputs.scales))
@@ -298,7 +302,7 @@ def refuses(x, makers: Makers, cos, sin, pools: Pools, *_, **__) -> str:
         return f"a page of {page} tokens: 16, 32, or a multiple of {_TOKENS}"
     heads = pools.k.shape[-1] // (2 * cos.shape[-1])
     for width in (pools.k.shape[-1] // heads, pools.v.shape[-1] // heads):
-        need = _smem_bytes(dispatch.divisor(heads, max(1, _COLUMNS // width)), width, 2, pools.k.dtype)
+        need = smem_bytes(_scratch(2, _block(heads, width), width, pools.k.dtype))
         if width > _COLUMNS or need > SMEM_BYTES:
             return f"heads {width} wide, for {need} bytes of shared memory: at most {SMEM_BYTES}"
         if width % 16:

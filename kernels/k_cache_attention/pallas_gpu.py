@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from swiftkv_jax.kernels import gpu_pages
 from swiftkv_jax.kernels.gpu_pages import COLUMNS
-from swiftkv_jax.kernels.gpu_tile import BARRIER_BYTES, SMEM_BYTES, Tiles, down, plgpu
+from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, down, plgpu, smem_bytes
 from swiftkv_jax.kernels.k_cache_attention import reference
 from swiftkv_jax.kernels.k_cache_attention.reference import Options
 from swiftkv_jax.kernels.online import MASKED
@@ -234,14 +234,6 @@ def _cut(heads: int, queries: int, width: int, group: int, half: int) -> tuple[i
     return None
 
 
-def _smem_bytes(columns: int, own: int, parts: int) -> int:
-    """Shared memory of a CTA."""
-    wide, rows = max(_LEAST, own), own * parts
-    tiles = 2 * columns * (wide + _STAGES * _KEYS)
-    scores = _BUFFERS * (wide // own) * _KEYS * rows * 4
-    return tiles + scores + 2 * rows * _KEYS * (2 + 4) + 8 * rows + BARRIER_BYTES
-
-
 def _scratch(form: _Form, dtype) -> _Scratch:
     half, rows = form.columns // 2, form.rows
     return _Scratch(
@@ -337,7 +329,7 @@ def refuses(q, k, w_kv, table, *_, frequencies=None, group=1, rotated=False, k_s
             f" rows; slices for 8 CTAs of at most {_SLICE} columns, multiples of {2 * COLUMNS} in whole"
             " groups"
         )
-    parts, columns, own = cut
-    if (need := _smem_bytes(columns, own, parts)) > SMEM_BYTES:
+    form = _Form(0, *cut, half=0, splits=1, scale=1.0, tiles=Tiles())
+    if (need := smem_bytes(_scratch(form, q.dtype))) > SMEM_BYTES:
         return f"{queries} queries a block, for {need} bytes of shared memory: at most {SMEM_BYTES}"
     return ""

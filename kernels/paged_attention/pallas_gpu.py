@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from swiftkv_jax.kernels import gpu_pages
-from swiftkv_jax.kernels.gpu_tile import BARRIER_BYTES, SMEM_BYTES, Tiles, down, plgpu
+from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, down, plgpu, smem_bytes
 from swiftkv_jax.kernels.online import MASKED
 
 _CTAS = 2 * 132  # two on each multiprocessor of a Hopper
@@ -131,12 +131,6 @@ def _scratch(form: _Form, dtype) -> _Scratch:
     )
 
 
-def _smem_bytes(page: int, width: int, value: int, rows: int) -> int:
-    """Shared memory of a CTA."""
-    halves = rows * (width + page) + _STAGES * page * (width + value)
-    return 2 * halves + 4 * rows * (value + 2) + BARRIER_BYTES
-
-
 def _rows(q, kv_heads: int) -> int:
     """Queries of a kv head in a block, padded to whole columns of a matmul."""
     return -(-q.shape[1] * q.shape[2] // kv_heads // 8) * 8
@@ -188,6 +182,7 @@ def refuses(q, k, v, *_, k_scale=None, v_scale=None, **__) -> str:
         return f"a page of {page} tokens: 64, 128"
     if (rows := _rows(q, kv_heads)) > _ROWS:
         return f"{q.shape[1] * q.shape[2] // kv_heads} queries of a kv head: at most {_ROWS}"
-    if (need := _smem_bytes(page, *widths, rows)) > SMEM_BYTES:
+    form = _Form(0, page, *widths, rows, splits=1, scale=1.0, tiles=Tiles())
+    if (need := smem_bytes(_scratch(form, q.dtype))) > SMEM_BYTES:
         return f"{rows} queries of a kv head, for {need} bytes of shared memory: at most {SMEM_BYTES}"
     return ""

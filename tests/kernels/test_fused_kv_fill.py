@@ -108,7 +108,7 @@ def test_hopper_kernel_agrees_with_the_definition(name):
         ({"page": 48, "live": (48,)}, "a page of 48 tokens: 16, 32, or a multiple of 64"),
         ({"stored": "float32"}, "float32 keys and float32 values: both bfloat16 or int8 or float8_e4m3fn"),
         ({"dim": 96}, "a stream 96 wide: a multiple of 64"),
-        ({"width": 512}, "heads 512 wide, for 296448 bytes of shared memory: at most 232448"),
+        ({"width": 512}, "heads 512 wide, for 296992 bytes of shared memory: at most 232448"),
     ],
 )
 def test_the_hopper_kernel_says_what_it_supports(change, message):
