@@ -40,7 +40,8 @@ def paged_attention(
       position: [b, C] of each query; -1 is no query and gives zeros. A query sees the keys at its own
         position and before, fewer than `window` back. Unseen keys may hold anything, NaN included.
       row: of the pool. scale: of the scores, H ** -0.5 by default.
-      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16, few queries), or None.
+      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16 queries, few of them), or
+        None.
 
     Returns:
       [b, C, N, U] in q's dtype.

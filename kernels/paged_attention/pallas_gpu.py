@@ -4,7 +4,8 @@ Compiled for H100 and interpreted on a CPU, never run on hardware: it is chosen 
 
 Keys stand on the long side of the tensor core: S^T = K q^T and O^T = V^T P^T, so a few queries take 8 columns
 and not 64 rows. One CTA takes one kv head of one block of queries over a share of its pages, which come by
-TMA into a ring of stages; partial sums of the shares are merged by XLA.
+TMA into a ring of stages; partial sums of the shares are merged by XLA. 8-bit rows are widened on the chip:
+keys in registers, values into shared memory; their scales multiply scores and weights.
 """
 
 import dataclasses
@@ -17,12 +18,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from swiftkv_jax.kernels import gpu_pages
-from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, down, plgpu, smem_bytes
+from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, across, down, plgpu, smem_bytes
 from swiftkv_jax.kernels.online import MASKED
 
 _CTAS = 2 * 132  # two on each multiprocessor of a Hopper
 _STAGES = 3
 _ROWS = 64  # of queries
+_STORED = ("bfloat16", "int8", "float8_e4m3fn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,22 +42,26 @@ class _Form:
 
 
 class _Inputs(NamedTuple):
-    """In global memory: q [b, K, rows, H]; k, v [R, P, Z, K * H]; position [b, rows]; pages."""
+    """In global memory: q [b, K, rows, H]; k, v [R, P, Z, K * H]; scales [R, P, K, Z], None of wide rows;
+    position [b, rows]; pages."""
 
     q: Any
     k: Any
     v: Any
+    k_scale: Any
+    v_scale: Any
     position: Any
     pages: Any
 
 
 class _Scratch(NamedTuple):
-    """q [rows, H]; k, v [stages, Z, H]; weights [rows, Z]; sums [U, rows]; top, total [rows]; barriers:
-    asked, k_came, v_came [stages]."""
+    """q [rows, H]; k, v [stages, Z, H]; wide [Z, U], None of wide rows; weights [rows, Z]; sums [U, rows];
+    top, total [rows]; barriers asked, k_came and v_came [stages]."""
 
     q: Any
     k: Any
     v: Any
+    wide: Any
     weights: Any
     sums: Any
     top: Any
@@ -87,19 +93,42 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
     tiles = form.tiles
     position = tiles.load(x.position.at[block])
 
+    def scores_of(slot):
+        shape = form.page, form.rows
+        if x.k_scale is None:
+            return tiles.matmul(shape, s.k.at[slot], s.q, (False, True))
+        parts = ((_widened(form, s.k.at[slot], at), s.q.at[:, at]) for at in _pieces(form.width))
+        return tiles.products(shape, parts)
+
+    def factors(scale, i):
+        """A page's scales [Z], along the queries."""
+        scale = scale.at[form.row, pages.name(block, start + i), head]
+        return across(tiles.load(scale, rows=True), (form.page, form.rows))
+
+    def values_of(slot):
+        if x.v_scale is None:
+            return s.v.at[slot]
+        for at in _pieces(form.value):
+            s.wide.at[:, at][...] = _widened(form, s.v.at[slot], at)
+        return s.wide
+
     def turn(i, carry):
         top, total, mixed = carry
         slot, key = lax.rem(i, _STAGES), (start + i) * form.page
         plgpu.barrier_wait(s.k_came.at[slot])
         pl.when(i + _STAGES - 1 < count)(lambda: ask(i + _STAGES - 1))
-        scores = tiles.matmul((form.page, form.rows), s.k.at[slot], s.q, (False, True)) * form.scale
+        scores = scores_of(slot) * form.scale
+        scores = scores if x.k_scale is None else scores * factors(x.k_scale, i)
         top, weights, decay = pages.weigh(tiles, scores, position, key, top)
+        total = total * decay + jnp.sum(weights, axis=0)
+        if x.v_scale is not None:  # that of a key nobody sees may be NaN
+            weights = jnp.where(weights > 0, weights * factors(x.v_scale, i), 0.0)
         tiles.store_transposed(s.weights, weights)
         plgpu.barrier_wait(s.v_came.at[slot])
-        pages.clear_unseen(tiles, s.v.at[slot], block, key)
+        values = values_of(slot)
+        pages.clear_unseen(tiles, values, block, key)
         plgpu.commit_smem()
-        mixed = tiles.add_matmul(mixed * down(decay, mixed.shape), s.v.at[slot], s.weights)
-        return top, total * decay + jnp.sum(weights, axis=0), mixed
+        return top, total, tiles.add_matmul(mixed * down(decay, mixed.shape), values, s.weights)
 
     carry = (
         tiles.constant(MASKED, (form.rows,)),
@@ -116,11 +145,22 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _scratch(form: _Form, dtype) -> _Scratch:
+def _pieces(width: int) -> list:
+    return [pl.ds(start, gpu_pages.COLUMNS) for start in range(0, width, gpu_pages.COLUMNS)]
+
+
+def _widened(form: _Form, tile, at) -> jax.Array:
+    """Columns of a tile of 8-bit numbers; float8 has no way to bfloat16 but by float32."""
+    return form.tiles.load(tile.at[:, at]).astype(jnp.float32).astype(jnp.bfloat16)
+
+
+def _scratch(form: _Form, stored) -> _Scratch:
+    dtype = jnp.bfloat16
     return _Scratch(
         q=plgpu.SMEM((form.rows, form.width), dtype),
-        k=plgpu.SMEM((_STAGES, form.page, form.width), dtype),
-        v=plgpu.SMEM((_STAGES, form.page, form.value), dtype),
+        k=plgpu.SMEM((_STAGES, form.page, form.width), stored),
+        v=plgpu.SMEM((_STAGES, form.page, form.value), stored),
+        wide=None if stored == dtype else plgpu.SMEM((form.page, form.value), dtype),
         weights=plgpu.SMEM((form.rows, form.page), dtype),
         sums=plgpu.SMEM((form.value, form.rows), jnp.float32),
         top=plgpu.SMEM((form.rows,), jnp.float32),
@@ -140,7 +180,6 @@ def paged_attention(
     q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, interpret: Any = False
 ):
     """As `api.paged_attention`."""
-    del k_scale, v_scale
     (blocks, queries, heads, width), page = q.shape, k.shape[2]
     kv_heads = k.shape[-1] // width
     each, value, rows = heads // kv_heads, v.shape[-1] // kv_heads, _rows(q, kv_heads)
@@ -156,8 +195,8 @@ def paged_attention(
     shapes = (*part, rows), (*part, rows), (*part, value, rows)
     found = gpu_pages.launch(
         functools.partial(_kernel, form),
-        _Inputs(spread, k, v, every.astype(jnp.int32), pages),
-        _scratch(form, q.dtype),
+        _Inputs(spread, k, v, k_scale, v_scale, every.astype(jnp.int32), pages),
+        _scratch(form, k.dtype),
         tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
         grid=part,
         grid_names=("block", "head", "split"),
@@ -170,10 +209,11 @@ def paged_attention(
 
 def refuses(q, k, v, *_, k_scale=None, v_scale=None, **__) -> str:
     """What of a call is not supported here, and what is, or ""."""
-    if {x.dtype.name for x in (q, k, v)} != {"bfloat16"}:
-        return f"{q.dtype} queries of {k.dtype} keys and {v.dtype} values: all bfloat16"
-    if k_scale is not None or v_scale is not None:
-        return "rows with scales: bfloat16 rows without"
+    if q.dtype != jnp.bfloat16 or k.dtype.name not in _STORED or v.dtype != k.dtype:
+        rows = f"{k.dtype} keys and {v.dtype} values"
+        return f"{q.dtype} queries of {rows}: bfloat16 queries, both rows {' or '.join(_STORED)}"
+    if {k.dtype.itemsize == 1} != {scale is not None for scale in (k_scale, v_scale)}:
+        return f"{k.dtype} rows with these scales: 8-bit rows have two, bfloat16 rows none"
     kv_heads, page = k.shape[-1] // q.shape[-1], k.shape[2]
     widths = q.shape[-1], v.shape[-1] // kv_heads
     if any(width not in (64, 128) for width in widths):
@@ -183,6 +223,6 @@ def refuses(q, k, v, *_, k_scale=None, v_scale=None, **__) -> str:
     if (rows := _rows(q, kv_heads)) > _ROWS:
         return f"{q.shape[1] * q.shape[2] // kv_heads} queries of a kv head: at most {_ROWS}"
     form = _Form(0, page, *widths, rows, splits=1, scale=1.0, tiles=Tiles())
-    if (need := smem_bytes(_scratch(form, q.dtype))) > SMEM_BYTES:
+    if (need := smem_bytes(_scratch(form, k.dtype))) > SMEM_BYTES:
         return f"{rows} queries of a kv head, for {need} bytes of shared memory: at most {SMEM_BYTES}"
     return ""
