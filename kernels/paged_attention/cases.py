@@ -131,6 +131,9 @@ REAL = {
     "llama_8b_window": replace(_LLAMA_8B, window=4096),
     "llama_8b_chunks": replace(_LLAMA_8B, lengths=(4096,) * 32, slots=64, queries=64),
     "llama_8b_mixed": replace(_LLAMA_8B, lengths=(2048,) * 48, slots=64, queries=16),
+    "llama_8b_mixed_int8": replace(
+        _LLAMA_8B, lengths=(8192,) * 16, slots=64, page=128, queries=6, stored="int8"
+    ),
     "llama2_7b": replace(_LLAMA_8B, lengths=(8192,) * 16, kv_heads=32),
     "llama_1b": replace(_LLAMA_8B, width=64),
     "qwen_0.5b": replace(_LLAMA_8B, heads=14, kv_heads=2, width=64),

@@ -23,7 +23,7 @@ from swiftkv_jax.kernels.online import MASKED
 
 _CTAS = 2 * 132  # two on each multiprocessor of a Hopper
 _STAGES = 3
-_ROWS = 64  # of queries
+_SCORES = {2: 4096, 1: 3072}  # bytes of a number: most keys x queries whose scores stay in registers
 _STORED = ("bfloat16", "int8", "float8_e4m3fn")
 
 
@@ -91,7 +91,6 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
         pl.when(i < count)(functools.partial(ask, i))
     plgpu.barrier_wait(s.asked)
     tiles = form.tiles
-    position = tiles.load(x.position.at[block])
 
     def scores_of(slot):
         shape = form.page, form.rows
@@ -119,10 +118,11 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
         pl.when(i + _STAGES - 1 < count)(lambda: ask(i + _STAGES - 1))
         scores = scores_of(slot) * form.scale
         scores = scores if x.k_scale is None else scores * factors(x.k_scale, i)
+        position = tiles.load(x.position.at[block])  # every turn: it need not stay in registers
         top, weights, decay = pages.weigh(tiles, scores, position, key, top)
         total = total * decay + jnp.sum(weights, axis=0)
         if x.v_scale is not None:  # that of a key nobody sees may be NaN
-            weights = jnp.where(weights > 0, weights * factors(x.v_scale, i), 0.0)
+            weights = weights * jnp.where(weights > 0, factors(x.v_scale, i), 0.0)
         tiles.store_transposed(s.weights, weights)
         plgpu.barrier_wait(s.v_came.at[slot])
         values = values_of(slot)
@@ -220,8 +220,8 @@ def refuses(q, k, v, *_, k_scale=None, v_scale=None, **__) -> str:
         return f"heads {widths[0]} and {widths[1]} wide: 64, 128"
     if page not in (64, 128):
         return f"a page of {page} tokens: 64, 128"
-    if (rows := _rows(q, kv_heads)) > _ROWS:
-        return f"{q.shape[1] * q.shape[2] // kv_heads} queries of a kv head: at most {_ROWS}"
+    if (rows := _rows(q, kv_heads)) > (most := _SCORES[k.dtype.itemsize] // page):
+        return f"{q.shape[1] * q.shape[2] // kv_heads} queries of a kv head: at most {most}"
     form = _Form(0, page, *widths, rows, splits=1, scale=1.0, tiles=Tiles())
     if (need := smem_bytes(_scratch(form, k.dtype))) > SMEM_BYTES:
         return f"{rows} queries of a kv head, for {need} bytes of shared memory: at most {SMEM_BYTES}"

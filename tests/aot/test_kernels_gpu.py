@@ -25,7 +25,7 @@ pytestmark = pytest.mark.aot
 def test_what_is_supported():
     least = {
         "paged_attention": "llama_8b llama_8b_few llama_8b_page128 llama_8b_window llama_8b_mixed llama2_7b "
-        "llama_8b_int8 llama_8b_float8",
+        "llama_8b_int8 llama_8b_float8 llama_8b_mixed_int8",
         "k_cache_attention": "llama2_7b llama2_7b_heads whisper_small",
         FILL: " ".join(KERNELS[FILL][1]),
     }

@@ -107,9 +107,11 @@ def test_hopper_kernel_agrees_with_the_definition(name):
         ({"width": 96}, "heads 96 and 96 wide: 64, 128"),
         ({"page": 32}, "a page of 32 tokens: 64, 128"),
         ({"queries": 17}, "68 queries of a kv head: at most 64"),
+        ({"queries": 13, "stored": "int8"}, "52 queries of a kv head: at most 48"),
+        ({"queries": 16, "page": 128}, "64 queries of a kv head: at most 32"),
         (
-            {"queries": 16, "page": 128},
-            "64 queries of a kv head, for 266296 bytes of shared memory: at most 232448",
+            {"queries": 8, "page": 128},
+            "32 queries of a kv head, for 233528 bytes of shared memory: at most 232448",
         ),
     ],
 )
