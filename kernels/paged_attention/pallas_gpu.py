@@ -23,7 +23,7 @@ from swiftkv_jax.kernels.online import MASKED
 
 _CTAS = 2 * 132  # two on each multiprocessor of a Hopper
 _STAGES = 3
-_SCORES = {2: 4096, 1: 3072}  # bytes of a number: most keys x queries whose scores stay in registers
+_MOST_SCORES = {2: 4096, 1: 3072}  # bytes of a number: most keys x queries whose scores stay in registers
 _STORED = ("bfloat16", "int8", "float8_e4m3fn")
 
 
@@ -71,62 +71,41 @@ class _Scratch(NamedTuple):
     v_came: Any
 
 
+class _Share(NamedTuple):
+    """What a CTA takes: `count` pages of block `block` from `start` on, of kv head `head`."""
+
+    block: Any
+    head: Any
+    split: Any
+    start: Any
+    count: Any
+
+
 def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
     block, head, split = (lax.axis_index(name) for name in ("block", "head", "split"))
-    pages: gpu_pages.Pages = x.pages
-    start, count = pages.share(block, split, form.splits)
-
-    def ask(i):
-        """Start the copies of the i-th page of this share."""
-        slot, name = lax.rem(i, _STAGES), pages.name(block, start + i)
-        for pool, width, tile, came in (
-            (x.k, form.width, s.k, s.k_came),
-            (x.v, form.value, s.v, s.v_came),
-        ):
-            source = pool.at[form.row, name, :, pl.ds(head * width, width)]
-            plgpu.copy_gmem_to_smem(source, tile.at[slot], came.at[slot])
-
+    at = _Share(block, head, split, *x.pages.share(block, split, form.splits))
+    tiles = form.tiles
     plgpu.copy_gmem_to_smem(x.q.at[block, head], s.q, s.asked)
     for i in range(_STAGES - 1):
-        pl.when(i < count)(functools.partial(ask, i))
+        pl.when(i < at.count)(functools.partial(_ask, form, x, s, at, i))
     plgpu.barrier_wait(s.asked)
-    tiles = form.tiles
-
-    def scores_of(slot):
-        shape = form.page, form.rows
-        if x.k_scale is None:
-            return tiles.matmul(shape, s.k.at[slot], s.q, (False, True))
-        parts = ((_widened(form, s.k.at[slot], at), s.q.at[:, at]) for at in _pieces(form.width))
-        return tiles.products(shape, parts)
-
-    def factors(scale, i):
-        """A page's scales [Z], along the queries."""
-        scale = scale.at[form.row, pages.name(block, start + i), head]
-        return across(tiles.load(scale, rows=True), (form.page, form.rows))
-
-    def values_of(slot):
-        if x.v_scale is None:
-            return s.v.at[slot]
-        for at in _pieces(form.value):
-            s.wide.at[:, at][...] = _widened(form, s.v.at[slot], at)
-        return s.wide
 
     def turn(i, carry):
         top, total, mixed = carry
-        slot, key = lax.rem(i, _STAGES), (start + i) * form.page
+        slot, key = lax.rem(i, _STAGES), (at.start + i) * form.page
         plgpu.barrier_wait(s.k_came.at[slot])
-        pl.when(i + _STAGES - 1 < count)(lambda: ask(i + _STAGES - 1))
-        scores = scores_of(slot) * form.scale
-        scores = scores if x.k_scale is None else scores * factors(x.k_scale, i)
+        ahead = i + _STAGES - 1
+        pl.when(ahead < at.count)(functools.partial(_ask, form, x, s, at, ahead))
+        scores = _scores(form, x, s, at, i)
         position = tiles.load(x.position.at[block])  # every turn: it need not stay in registers
-        top, weights, decay = pages.weigh(tiles, scores, position, key, top)
+        top, weights, decay = x.pages.weigh(tiles, scores, position, key, top)
         total = total * decay + jnp.sum(weights, axis=0)
         if x.v_scale is not None:  # that of a key nobody sees may be NaN
-            weights = weights * jnp.where(weights > 0, factors(x.v_scale, i), 0.0)
+            weights = weights * jnp.where(weights > 0, _factors(form, x, at, x.v_scale, i), 0.0)
         tiles.store_transposed(s.weights, weights)
         plgpu.barrier_wait(s.v_came.at[slot])
-        values = values_of(slot)
-        pages.clear_unseen(tiles, values, block, key)
+        values = _values(form, s, slot)
+        x.pages.clear_unseen(tiles, values, block, key)
         plgpu.commit_smem()
         return top, total, tiles.add_matmul(mixed * down(decay, mixed.shape), values, s.weights)
 
@@ -135,7 +114,7 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
         tiles.constant(0.0, (form.rows,)),
         tiles.constant(0.0, (form.value, form.rows)),
     )
-    found = lax.fori_loop(0, count, turn, carry)
+    found = lax.fori_loop(0, at.count, turn, carry)
     stages = s.top, s.total, s.sums
     for stage, value in zip(stages, found, strict=True):
         stage[...] = value
@@ -145,13 +124,45 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
     plgpu.wait_smem_to_gmem(0)
 
 
+def _ask(form: _Form, x: _Inputs, s: _Scratch, at: _Share, i) -> None:
+    """Start the copies of the i-th page of a share."""
+    slot, name = lax.rem(i, _STAGES), x.pages.name(at.block, at.start + i)
+    for pool, width, tile, came in ((x.k, form.width, s.k, s.k_came), (x.v, form.value, s.v, s.v_came)):
+        source = pool.at[form.row, name, :, pl.ds(at.head * width, width)]
+        plgpu.copy_gmem_to_smem(source, tile.at[slot], came.at[slot])
+
+
+def _scores(form: _Form, x: _Inputs, s: _Scratch, at: _Share, i):
+    """[Z, rows] of the i-th page of a share."""
+    shape, tile = (form.page, form.rows), s.k.at[lax.rem(i, _STAGES)]
+    if x.k_scale is None:
+        return form.tiles.matmul(shape, tile, s.q, (False, True)) * form.scale
+    parts = ((_widened(form, tile, piece), s.q.at[:, piece]) for piece in _pieces(form.width))
+    return form.tiles.products(shape, parts) * form.scale * _factors(form, x, at, x.k_scale, i)
+
+
+def _factors(form: _Form, x: _Inputs, at: _Share, scales, i):
+    """The scales of the i-th page of a share, [Z, rows]."""
+    scales = scales.at[form.row, x.pages.name(at.block, at.start + i), at.head]
+    return across(form.tiles.load(scales, rows=True), (form.page, form.rows))
+
+
+def _values(form: _Form, s: _Scratch, slot):
+    """The reference [Z, U] where a stage's values are wide."""
+    if s.wide is None:
+        return s.v.at[slot]
+    for piece in _pieces(form.value):
+        s.wide.at[:, piece][...] = _widened(form, s.v.at[slot], piece)
+    return s.wide
+
+
 def _pieces(width: int) -> list:
     return [pl.ds(start, gpu_pages.COLUMNS) for start in range(0, width, gpu_pages.COLUMNS)]
 
 
-def _widened(form: _Form, tile, at) -> jax.Array:
-    """Columns of a tile of 8-bit numbers; float8 has no way to bfloat16 but by float32."""
-    return form.tiles.load(tile.at[:, at]).astype(jnp.float32).astype(jnp.bfloat16)
+def _widened(form: _Form, tile, piece) -> jax.Array:
+    """Some columns of a tile of 8-bit numbers; float8 has no way to bfloat16 but by float32."""
+    return form.tiles.load(tile.at[:, piece]).astype(jnp.float32).astype(jnp.bfloat16)
 
 
 def _scratch(form: _Form, stored) -> _Scratch:
@@ -220,7 +231,7 @@ def refuses(q, k, v, *_, k_scale=None, v_scale=None, **__) -> str:
         return f"heads {widths[0]} and {widths[1]} wide: 64, 128"
     if page not in (64, 128):
         return f"a page of {page} tokens: 64, 128"
-    if (rows := _rows(q, kv_heads)) > (most := _SCORES[k.dtype.itemsize] // page):
+    if (rows := _rows(q, kv_heads)) > (most := _MOST_SCORES[k.dtype.itemsize] // page):
         return f"{q.shape[1] * q.shape[2] // kv_heads} queries of a kv head: at most {most}"
     form = _Form(0, page, *widths, rows, splits=1, scale=1.0, tiles=Tiles())
     if (need := smem_bytes(_scratch(form, k.dtype))) > SMEM_BYTES:
