@@ -83,7 +83,7 @@ def in_turn(names: Iterable[str], number: int) -> list[str]:
     in the processor's caches, and never those between.
     """
     names = list(names)
-    first = number % len(names)
+    first = number % max(1, len(names))
     return names[first:] + names[:first]
 
 

@@ -108,14 +108,14 @@ def pages_within(budget: float, bytes_per_token: int, page: int, context: int) -
     return pages if pages >= -(-context // page) else 0
 
 
-def budgets(model, params, kinds: list[Variant], args, shares: list[float]) -> dict:
+def budgets(model, params, kinds: list[Variant], args) -> dict:
     """Table 3: throughput when the cache may take only a share of what a standard model's sequences need."""
     length, outputs = (int(part) for part in args.budget_workload.split(":"))
     context, page = length + outputs, args.page_size
     standard = engine(model, params, kinds[0], context, page_size=page).cache_bytes_per_token
     prompts = np.random.default_rng(1).integers(2, model.config.vocab_size, (args.requests, length)).tolist()
     out = {}
-    for share in shares:
+    for share in args.budgets:
         budget = share * standard * args.max_num_seqs * context
         llms = {}
         for kind in kinds:
@@ -239,7 +239,7 @@ def main() -> None:
         sizes = {"max_num_seqs": args.max_num_seqs, "page_size": args.page_size}
         llms = {kind.name: engine(model, params, kind, length + outputs, **sizes) for kind in kinds}
         result["workloads"][workload] = measure(llms, length, outputs, args.requests, args.rounds)
-    result["budgets"] = budgets(model, params, kinds, args, args.budgets) if args.budgets else {}
+    result["budgets"] = budgets(model, params, kinds, args) if args.budgets else {}
     text = report(result)
     print(text)
     write("throughput", result, text, args.output)

@@ -6,12 +6,12 @@ import jax
 
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.dispatch import Implementation
-from swiftkv_jax.kernels.prompt_attention import fused, reference
+from swiftkv_jax.kernels.prompt_attention import jax_nn, reference
 
 PROMPT_ATTENTION = {
     "reference": Implementation(reference.prompt_attention),
-    "xla": Implementation(functools.partial(fused.prompt_attention, by="xla")),
-    "cudnn": Implementation(functools.partial(fused.prompt_attention, by="cudnn"), fused.refuses_cudnn),
+    "xla": Implementation(functools.partial(jax_nn.prompt_attention, by="xla")),
+    "cudnn": Implementation(functools.partial(jax_nn.prompt_attention, by="cudnn"), jax_nn.refuses_cudnn),
 }
 
 

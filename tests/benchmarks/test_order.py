@@ -10,6 +10,11 @@ from benchmarks.exit_head import contenders
 from benchmarks.latency import in_rounds, in_turn
 
 
+def test_nobody_has_no_order():
+    """As where a budget is too small for every system."""
+    assert [in_turn([], number) for number in range(3)] == [[]] * 3
+
+
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_everyone_stands_everywhere_and_nobody_alone_follows_itself(count):
     names = "abcde"[:count]

@@ -359,3 +359,9 @@ def test_a_run_side_by_side(folder, tmp_path, capsys, monkeypatch):
     text = (tmp_path / "serving.md").read_text()
     assert text in capsys.readouterr().out and "| swiftkv | " in text and "0 of 6" in text
     assert (tmp_path / "serving_fixed.png").stat().st_size > 5000
+
+
+def test_a_budget_too_small_for_every_system_is_told(folder, tmp_path, capsys):
+    flags = ["budgets", "--model", str(folder), "--scale", "1", "--load", "20", "--output-len", "6"]
+    assert main([*flags, "--budgets", "0.01", "--output", str(tmp_path)]) == 1  # no request was answered
+    assert "1%: too small for every system" in (tmp_path / "serving.md").read_text()

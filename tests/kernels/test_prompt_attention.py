@@ -10,7 +10,7 @@ import pytest
 
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.paged_attention import reference as paged
-from swiftkv_jax.kernels.prompt_attention import api, cases, fused, reference
+from swiftkv_jax.kernels.prompt_attention import api, cases, jax_nn, reference
 
 
 def exact(case: cases.Case, args) -> np.ndarray:
@@ -45,7 +45,7 @@ def test_cudnn_is_asked_for_the_same(name, monkeypatch):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
     case = dataclasses.replace(cases.SMALL[name], computed="bfloat16")
-    agree(case, functools.partial(fused.prompt_attention, **case.options, by="cudnn"))
+    agree(case, functools.partial(jax_nn.prompt_attention, **case.options, by="cudnn"))
     assert asked == ["cudnn"]
 
 
