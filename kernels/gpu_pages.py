@@ -50,11 +50,12 @@ class Pages(NamedTuple):
         Scores are [keys, rows], `top` [rows] their maximum so far. Gives the maximum now, the weights, and
         the factor of what came before.
         """
-        back = down(position, scores.shape) - (key + tiles.row_number(scores.shape))
+        shape = scores.shape
+        back = down(position, shape) - (key + tiles.row_number(shape))
         seen = (back >= 0) & (back < self.window[0])
         scores = jnp.where(seen, scores, MASKED)
         higher = jnp.maximum(top, jnp.max(scores, axis=0))
-        weights = jnp.where(seen, jnp.exp(scores - down(higher, scores.shape)), 0.0)
+        weights = jnp.where(seen, jnp.exp(scores - down(higher, shape)), 0.0)
         return higher, weights, jnp.exp(top - higher)
 
     def clear_unseen(self, tiles: Tiles, rows, block, key) -> None:
