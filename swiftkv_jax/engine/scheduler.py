@@ -176,7 +176,7 @@ class Scheduler:
         """Pages for `tokens` tokens of a running sequence; whether it has them (it may lose its own lane)."""
         need = -(-tokens // self.page) - len(sequence.pages)
         while need > 0:
-            got = self.pages.allocate(need)
+            got = self.pages.allocate(need, sequence.request.key)
             if got is not None:
                 sequence.pages += got
                 break
@@ -225,10 +225,10 @@ class Scheduler:
         shared, names = self._find(sequence, tokens)
         for page in shared:
             self.pages.share(page)
-        fresh = self.pages.allocate(-(-len(tokens) // self.page) - len(shared))
-        spare = self.pages.available >= len(self.running)  # for those that decode
-        if fresh is None or not (spare or not self.running):
-            self.pages.release(fresh or [])
+        need = -(-len(tokens) // self.page) - len(shared)
+        spare = self.pages.available - need >= len(self.running)  # for those that decode
+        fresh = self.pages.allocate(need, sequence.request.key) if spare or not self.running else None
+        if fresh is None:  # and nothing cached was forgotten for it
             self.pages.release(shared)
             return False
         sequence.pages, sequence.names = shared + fresh, names
