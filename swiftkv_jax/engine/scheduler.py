@@ -108,7 +108,7 @@ class Scheduler:
         self.pages, self.page, self.budget, self.share_prefixes = pages, page, budget, share_prefixes
         self.waiting = Queue()
         self.running: dict[int, Sequence] = {}
-        self.preemptions, self.prefix_queries, self.prefix_hits = 0, 0, 0  # the latter two in tokens
+        self.preemptions = self.prefix_queries = self.prefix_hits = 0  # the latter two in tokens
         self._free = list(range(lanes))[::-1]
 
     @property
@@ -124,6 +124,12 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+
+    def counted(self) -> tuple[int, int, int]:
+        """Preemptions, tokens looked up in the prefix cache, and tokens found there, since the last call."""
+        found = self.preemptions, self.prefix_queries, self.prefix_hits
+        self.preemptions = self.prefix_queries = self.prefix_hits = 0
+        return found
 
     def in_order(self) -> list[Sequence]:
         """What runs, first come first."""
