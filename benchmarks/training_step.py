@@ -60,13 +60,14 @@ def two_forwards_step(
     return steps.TrainState(state.step + 1, trained, opt, state.key), {"loss": value}
 
 
-def measure(folder: str, rows: int, length: int, rounds: int) -> dict:
+def measure(folder: str, rows: int, length: int, chunk_mib: float, rounds: int) -> dict:
     """Median seconds of both steps, and the median of the rounds' ratios."""
     teacher, params = from_pretrained(folder, dtype="float32")
     layers = teacher.config.num_layers
     plan = KVPlan.swiftkv(layers, layers // 2)
     student, trained, frozen = steps.prepare(teacher, params, plan, "fold", "swiftkv")
-    recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1000, "swiftkv", remat=False)
+    loss = LossConfig(chunk_mib=chunk_mib)
+    recipe = steps.Recipe(student, loss, OptimizerConfig(), 1000, "swiftkv", remat=False)
     tokens = np.random.default_rng(0).integers(2, teacher.config.vocab_size, (rows, length)).astype(np.int32)
     whole = jnp.ones((rows, length), jnp.int32)
     place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
@@ -102,10 +103,11 @@ def main() -> None:
     p.add_argument("--model", default="demo/teacher")
     p.add_argument("--rows", type=int, default=8)
     p.add_argument("--length", type=int, default=256)
+    p.add_argument("--chunk-mib", type=float, default=4, help="of logits at a time (configs/tiny.py: 4)")
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--output", type=Path)
     args = p.parse_args()
-    text = json.dumps(measure(args.model, args.rows, args.length, args.rounds), indent=2)
+    text = json.dumps(measure(args.model, args.rows, args.length, args.chunk_mib, args.rounds), indent=2)
     print(text)
     if args.output:
         args.output.write_text(text + "\n")

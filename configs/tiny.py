@@ -10,7 +10,7 @@ beside the student, for `serve.py --drafter exit`, and changes nothing else of i
 bound on the gradient's norm.
 """
 
-from swiftkv_jax.distill.config import Experiment, OptimizerConfig, PlanConfig
+from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
 
 corpus = ("demo/corpus.jsonl.xz",)
@@ -22,6 +22,7 @@ config = Experiment(
     data=DataConfig(sources=corpus, split="train", seq_len=256, batch_size=8, long_documents="fill"),
     evaluation=DataConfig(sources=corpus, split="held_out", seq_len=256, batch_size=8, long_documents="fill"),
     evaluation_batches=0,
+    loss=LossConfig(chunk_mib=4),  # a chunk of logits stays in a CPU's caches
     optimizer=OptimizerConfig(
         learning_rate=5e-3, warmup=0.05, beta2=0.98, weight_decay=0.0, schedule="linear"
     ),

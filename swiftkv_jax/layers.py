@@ -129,12 +129,17 @@ def attention(
     scale: float,
 ) -> Float[Array, "*batch T N Hv"]:
     """Grouped-query attention over the keys that `mask` lets each query see; softmax in float32."""
-    groups = q.shape[-2] // k.shape[-2]
-    q = q.reshape(*q.shape[:-2], k.shape[-2], groups, q.shape[-1])
-    scores = jnp.einsum("...tkgh,...skh->...kgts", q, k, preferred_element_type=jnp.float32) * scale
+    (length, heads), groups = q.shape[-3:-1], q.shape[-2] // k.shape[-2]
+    # Heads outermost and a group's queries in one matrix: both products are plain ones, whose operands no
+    # compiler needs to transpose.
+    q, k, v = (jnp.moveaxis(x, -2, -3) for x in (q, k, v))
+    q = q.reshape(*k.shape[:-2], groups * length, q.shape[-1])
+    scores = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32) * scale
+    scores = scores.reshape(*k.shape[:-2], groups, length, -1)
     weights = jax.nn.softmax(jnp.where(mask[..., None, None, :, :], scores, MASKED), axis=-1)
-    mixed = jnp.einsum("...kgts,...skh->...tkgh", weights.astype(v.dtype), v)
-    return mixed.reshape(*mixed.shape[:-3], -1, mixed.shape[-1])
+    weights = weights.astype(v.dtype).reshape(*k.shape[:-2], groups * length, -1)
+    mixed = jnp.einsum("...qs,...sh->...qh", weights, v)
+    return jnp.moveaxis(mixed.reshape(*k.shape[:-3], heads, length, -1), -3, -2)
 
 
 def causal_attention(

@@ -30,6 +30,7 @@ from swiftkv_jax.shapes import Array, Float, Hidden, Int, Logits, PyTree, Tokens
 from swiftkv_jax.sharding import constrain
 
 STREAM = "B T ."
+_TURN = 4  # upper layers in one turn of the scan that runs them
 
 
 class Transformer(nn.Module):
@@ -132,15 +133,15 @@ def own_rows(config: ModelConfig, stack, first: int, x, at: Rotary, segments, re
     return _scan(layer, x, (*stack, windows), remat)
 
 
-def _scan(layer, x, stack, remat: bool):
-    """Run `layer` over a stack; the last stream and the one before it."""
+def _scan(layer, x, stack, remat: bool, unroll: int = 1):
+    """Run `layer` over a stack, `unroll` at a turn; the last stream and the one before it."""
 
     def body(carry, p):
         x, _ = carry
         return (constrain(layer(x, p), STREAM), x), None
 
     body = jax.checkpoint(body, prevent_cse=False) if remat else body
-    return jax.lax.scan(body, (x, x), stack)[0]
+    return jax.lax.scan(body, (x, x), stack, unroll=unroll)[0]
 
 
 def fill(model: Transformer, params: PyTree, x: Float[Array, "*batch D"], at: Rotary):
@@ -179,7 +180,9 @@ def upper(model: Transformer, params: PyTree, x, rows, at: Rotary, segments, rem
             config, p, x, at, lambda q: causal_attention(q, k[row], v[row], segments, window)
         )
 
-    return _scan(layer, x, (params["upper"], reads, windows), remat)
+    # What the backward pass keeps of a turn goes through one stack for each of its arrays: longer turns copy
+    # less. With remat there is next to nothing to keep.
+    return _scan(layer, x, (params["upper"], reads, windows), remat, unroll=1 if remat else _TURN)
 
 
 class _Rows(dict):

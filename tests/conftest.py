@@ -13,10 +13,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import gc
 from pathlib import Path
 
 import hypothesis
 import jax
+import pytest
 
 _CACHE = Path(__file__).parent.parent / ".cache" / "jax-tests"
 
@@ -35,3 +37,12 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs():
+    """Compiled programs live as long as their module: each maps memory, and a process may hold 65 530 maps
+    (vm.max_map_count); beyond, XLA aborts it."""
+    yield
+    jax.clear_caches()
+    gc.collect()

@@ -1,10 +1,10 @@
-"""One server for all tests that leave it as it was."""
+"""One server for all tests of a module that leave it as it was."""
 
 import http_server
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def running():
     with http_server.Running(http_server.make_llm()) as server:
         yield server
