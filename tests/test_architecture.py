@@ -139,6 +139,20 @@ def test_no_hidden_state():
         assert not used & hidden, path
 
 
+def test_no_data_is_run():
+    """Nothing pickled, evaluated, or handed to a shell: what is read can only be data (SECURITY.md)."""
+    modules = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml", "runpy"}
+    calls = {"eval", "exec", "os.system", "os.popen"}
+    flags = {"shell", "allow_pickle", "trust_remote_code"}
+    for path in python_files("swiftkv_jax", "kernels"):
+        nodes = list(ast.walk(tree(path)))
+        assert not {name.split(".")[0] for name in imports(nodes)} & modules, path
+        for call in (node for node in nodes if isinstance(node, ast.Call)):
+            assert dotted(call.func) not in calls, (path, call.lineno)
+            said = [k for k in call.keywords if k.arg in flags]
+            assert all(getattr(k.value, "value", True) is False for k in said), (path, call.lineno)
+
+
 def test_modules_say_what_they_are():
     for path in [
         *python_files("swiftkv_jax", "kernels", "tests", "configs", "demo", "benchmarks"),

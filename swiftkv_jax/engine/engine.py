@@ -13,7 +13,7 @@ from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.request import Request, RequestOutput
 from swiftkv_jax.engine.runner import Launch, Runner, new_cache
 from swiftkv_jax.engine.scheduler import Scheduler
-from swiftkv_jax.engine.sequence import Choice, Sequence
+from swiftkv_jax.engine.sequence import RULED_OUT, Choice, Sequence
 from swiftkv_jax.engine.settings import Settings, empty_pool
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
@@ -140,32 +140,44 @@ class Engine:
         self._ready = True
         return self.runner.warm_up(say)
 
-    def add(self, request: Request) -> None:
-        """Queue a request; its `request_id` must be new.
+    def add(self, *requests: Request) -> None:
+        """Queue requests, all or none; each `request_id` must be new.
+
+        Where nothing waits, any number of tokens may come at once: later they would be too many as well.
 
         Raises:
-          UsageError: it could never run. Overloaded: too much is waiting.
+          UsageError: one could never run. Overloaded: too much is waiting.
         """
+        for request in requests:
+            self._check(request)
         s, waiting = self.settings, self.scheduler.waiting
-        need = -(-request.max_length // s.page_size)
-        if need > self.scheduler.pages.total:
+        count = len(waiting) + sum(request.params.n for request in requests)
+        tokens = waiting.tokens + sum(request.params.n * len(request.token_ids) for request in requests)
+        if s.max_queued_requests is not None and count > s.max_queued_requests:
+            raise Overloaded(f"{len(waiting)} requests are waiting; at most {s.max_queued_requests} may")
+        if s.max_queued_tokens is not None and len(waiting) and tokens > s.max_queued_tokens:
+            raise Overloaded(f"{waiting.tokens} tokens are waiting; at most {s.max_queued_tokens} may")
+        groups = [self._group(request) for request in requests]
+        for group in groups:
+            self._groups[group.request.request_id] = group
+            for sequence in group.sequences:
+                self.scheduler.add(sequence)
+
+    def _check(self, request: Request) -> None:
+        need, pages = -(-request.max_length // self.settings.page_size), self.scheduler.pages.total
+        if need > pages:
             raise UsageError(
-                f"{request.max_length} tokens of prompt and completion need {need} pages of {s.page_size}; "
-                f"the cache has {self.scheduler.pages.total}: raise num_pages, or lower max_tokens"
+                f"{request.max_length} tokens of prompt and completion need {need} pages of "
+                f"{self.settings.page_size}; the cache has {pages}: raise num_pages, or lower max_tokens"
             )
         if request.request_id in self._groups:
             raise UsageError(f"request_id {request.request_id!r} is in use")
-        requests, tokens = len(waiting) + request.params.n, waiting.tokens + len(request.token_ids)
-        if s.max_queued_requests is not None and requests > s.max_queued_requests:
-            raise Overloaded(f"{len(waiting)} requests are waiting; at most {s.max_queued_requests} may")
-        if s.max_queued_tokens is not None and tokens > s.max_queued_tokens:
-            raise Overloaded(f"{waiting.tokens} tokens are waiting; at most {s.max_queued_tokens} may")
+
+    def _group(self, request: Request) -> Group:
         self.probe("admit", request.request_id)
         group = Group(request, self.tokenizer, time.perf_counter(), self._count)
         self._count += request.params.n
-        self._groups[request.request_id] = group
-        for sequence in group.sequences:
-            self.scheduler.add(sequence)
+        return group
 
     def abort(self, request_id: str) -> None:
         """End a request, whatever it is doing; its pages are free at once. Unknown ids are ignored."""
@@ -189,9 +201,10 @@ class Engine:
             self.stats.decode_seconds += seconds
         if self.stats.decoded_steps > decoded:
             self.stats.decode_host_seconds += seconds - self._waited
-        scheduler = self.scheduler
-        self.stats.preemptions = scheduler.preemptions
-        self.stats.prefix_queries, self.stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
+        preemptions, queries, hits = self.scheduler.counted()
+        self.stats.preemptions += preemptions
+        self.stats.prefix_queries += queries
+        self.stats.prefix_hits += hits
         changed, self._changed = list(self._changed.values()), {}
         for group in changed:
             if group.finished:
@@ -296,13 +309,13 @@ class Engine:
 
     def _draft(self, sequence: Sequence, most: int) -> list[int]:
         room = min(most, self.settings.lookups, sequence.request.max_length - sequence.length - 1)
-        if room < 1 or sequence.request.params.penalised or sequence.request.bad_ids:
+        if room < 1 or sequence.request.params.penalised or sequence.request.bad_ids or sequence.one_by_one:
             return []
         return draft.lookup(sequence.tokens, room)
 
     def _one_by_one(self) -> bool:
-        """Whether the host must look at every token: a bad word of several tokens may be under way."""
-        return any(len(word) > 1 for s in self.scheduler.running.values() for word in s.request.bad_ids)
+        """Whether the host must look at every token."""
+        return any(sequence.one_by_one for sequence in self.scheduler.running.values())
 
     def _guarded(self, sequence: Sequence, point: str, action: Callable = lambda: None, *args) -> None:
         """Whatever is raised here ends this sequence, and nothing else."""
@@ -317,7 +330,7 @@ class Engine:
 
     def _leave(self, sequence: Sequence) -> None:
         """Take an ended sequence out; what a failed one left in the cache is wiped and never found."""
-        if sequence.finish_reason == "error":
+        if sequence.finish_reason == "error" and sequence.error != RULED_OUT:
             self.stats.failed_requests += 1
             self.runner.clear(self.scheduler.spoil(sequence))
         self.scheduler.remove(sequence)
@@ -331,12 +344,13 @@ class Engine:
     def restart(self, error: Exception) -> None:
         """The device or the engine failed: what ran has failed, what waits will run on a new cache."""
         self._flight = None
-        waiting = list(self.scheduler.waiting)
+        waiting, reason = list(self.scheduler.waiting), (str(error).splitlines() or [""])[0][:200]
         for sequence in self.scheduler.in_order():
-            sequence.end(
-                "error", time.perf_counter(), f"the device failed: {str(error).splitlines()[0][:200]}"
-            )
+            sequence.end("error", time.perf_counter(), f"the device failed: {reason}")
+            self.stats.failed_requests += 1
             self._touch(sequence)
+        for array in jax.tree.leaves(self.runner.cache):  # there may be no room for two
+            array.delete()
         self.runner.cache = self._new_cache()
         self._start()
         for sequence in waiting:

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from swiftkv_jax.cache import Cache, cache_shardings, make_batch
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
-from swiftkv_jax.engine.sequence import BAD
 from swiftkv_jax.layers import rotary
 from swiftkv_jax.model import Transformer, embed, exit_logits, fill, logits, run_lower, run_upper, step
 from swiftkv_jax.pytree import pytree
@@ -235,7 +234,7 @@ def early_exit(
     sampled = sample(scores, policy, tally, produced, position, mode)
     if threshold is None:
         return sampled, jnp.zeros(scores.shape[0], bool)
-    return sampled, (largest_probability(scores) > threshold) & (sampled.token != BAD)
+    return sampled, (largest_probability(scores) > threshold) & (sampled.token >= 0)
 
 
 def largest_probability(scores: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
@@ -251,7 +250,7 @@ def choose(first: Bool[Array, " Q"], a: Sampled, b: Sampled) -> Sampled:
 def _advance(lanes: Lanes, token: Int[Array, " Q"], policy: Policy) -> Lanes:
     """Each living row one token further; an end id, the last token allowed or a bad one kills it."""
     alive, produced = lanes.alive, lanes.produced + lanes.alive
-    ended = (token[:, None] == policy.stop_ids).any(-1) | (produced >= policy.max_tokens) | (token == BAD)
+    ended = (token[:, None] == policy.stop_ids).any(-1) | (produced >= policy.max_tokens) | (token < NO_ID)
     return Lanes(
         token=jnp.where(alive, token, lanes.token),
         position=lanes.position + alive,

@@ -141,24 +141,30 @@ def _serve(args: argparse.Namespace, root: Path, api_key: str | None) -> int:
     except ImportError as error:
         raise UsageError(f"--http needs {error.name}: pip install 'swiftkv-jax[serve]'") from error
 
-    listener = server.listen(*http.address(args.http))
-    say, llm = _say(args), _load(args, root)
-    llms = {settings.model_name: llm}
-    if args.compare:
-        llms[second] = _load(args, root, args.compare)
-        if args.num_pages is None:
-            _share_memory(list(llms.values()))
-    for name, each in llms.items():
-        each.defaults = each.defaults.updated(flags)
-        bounds = http.queue_bounds(args, each.settings.max_num_batched_tokens, each.settings.max_model_len)
-        each.settings = dataclasses.replace(each.settings, **bounds)
-        _describe(each, each.defaults, name, say)
-    api = Api(llm, settings, {name: each for name, each in llms.items() if each is not llm})
-    host, port = listener.getsockname()[:2]
-    keys = f"{len(settings.api_keys)} API keys" if settings.api_keys else "no API key"
-    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    say(f"listening {where} ({', '.join(llms)}; {keys}); a page for people is at {where}/")
-    return server.run(api, listener, say)
+    say = _say(args)
+    with server.listen(*http.address(args.http)) as listener:
+        llms = _loaded(args, root, {settings.model_name: None} | ({second: args.compare} if second else {}))
+        for name, llm in llms.items():
+            llm.defaults = llm.defaults.updated(flags)
+            _describe(llm, llm.defaults, name, say)
+        others = dict(llms)
+        api = Api(others.pop(settings.model_name), settings, others)
+        host, port = listener.getsockname()[:2]
+        keys = f"{len(settings.api_keys)} API keys" if settings.api_keys else "no API key"
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        say(f"listening {where} ({', '.join(llms)}; {keys}); a page for people is at {where}/")
+        return server.run(api, listener, say)
+
+
+def _loaded(args: argparse.Namespace, root: Path, folders: dict[str, str | None]) -> dict:
+    """The LLMs of a server, by name, each with a bounded queue; None is --model, or the demo's."""
+    llms = {name: _load(args, root, folder) for name, folder in folders.items()}
+    if len(llms) > 1 and args.num_pages is None:
+        _share_memory(list(llms.values()))
+    for llm in llms.values():
+        bounds = http.queue_bounds(args, llm.settings.max_num_batched_tokens, llm.settings.max_model_len)
+        llm.settings = dataclasses.replace(llm.settings, **bounds)
+    return llms
 
 
 def _share_memory(llms: list) -> None:

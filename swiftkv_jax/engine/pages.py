@@ -2,9 +2,13 @@
 
 A page is free, used by one or more sequences, or cached: full, used by nobody, kept for a prompt that begins
 the same way. Page 0 is scratch and never handed out.
+
+A page that is not free belongs to a key, that of the request which took it. Where a cached page must make
+room, it is the least recently used one of the key that has most pages: a key that keeps to its equal share
+loses no cached page to what others send, unless they need the room to run in. A key alone may have all.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 
@@ -21,7 +25,9 @@ class Pages:
         self._references = [0] * count
         self._named: dict[bytes, tuple[int, tuple[int, ...]]] = {}
         self._name: dict[int, bytes] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._key: dict[int, str] = {}  # whose a page is
+        self._owned: Counter[str] = Counter()  # pages of each key, used or cached
+        self._cached: dict[str, OrderedDict[int, None]] = {}  # of each key, least recently used first
 
     @property
     def total(self) -> int:
@@ -30,7 +36,7 @@ class Pages:
     @property
     def available(self) -> int:
         """Pages that `allocate` can give: free ones, and cached ones, whose contents are then forgotten."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.cached
 
     @property
     def used(self) -> int:
@@ -38,23 +44,32 @@ class Pages:
 
     @property
     def cached(self) -> int:
-        return len(self._cached)
+        return sum(map(len, self._cached.values()))
 
     def references(self, page: int) -> int:
         return self._references[page]
 
-    def allocate(self, n: int) -> list[int] | None:
-        """`n` pages for one owner, or None and nothing changes."""
+    def owned(self, key: str) -> int:
+        """Pages of a key, used or cached."""
+        return self._owned[key]
+
+    def allocate(self, n: int, key: str = "") -> list[int] | None:
+        """`n` pages for one owner, a request of `key`'s; or None and nothing changes."""
         if n > self.available:
             return None
         out = []
         for _ in range(n):
             if not self._free:
-                self.forget(next(iter(self._cached)))
+                self.forget(self._least_needed(key))
             page = self._free.pop()
-            self._references[page] = 1
+            self._references[page], self._key[page] = 1, key
+            self._owned[key] += 1
             out.append(page)
         return out
+
+    def _least_needed(self, asking: str) -> int:
+        richest = max(self._cached, key=lambda key: (self._owned[key], key == asking))
+        return next(iter(self._cached[richest]))
 
     def find(self, name: bytes, tokens: tuple[int, ...]) -> int | None:
         """The page of this name, if it holds exactly these tokens."""
@@ -63,9 +78,10 @@ class Pages:
 
     def share(self, page: int) -> None:
         """One more owner of a page that is used or cached."""
-        assert self._references[page] or page in self._cached
+        assert self._references[page] or page in self._name
+        if not self._references[page]:
+            self._uncache(page)
         self._references[page] += 1
-        self._cached.pop(page, None)
 
     def name(self, page: int, name: bytes, tokens: tuple[int, ...]) -> None:
         """A used page is full of these tokens; the first page to take a name keeps it."""
@@ -81,15 +97,29 @@ class Pages:
             if self._references[page]:
                 continue
             if page in self._name:
-                self._cached[page] = None
+                self._cached.setdefault(self._key[page], OrderedDict())[page] = None
             else:
-                self._free.append(page)
+                self._free_one(page)
 
     def forget(self, page: int) -> None:
         """Nobody will find this page by its name again; if it was cached it is free."""
         name = self._name.pop(page, None)
-        if name is not None:
-            del self._named[name]
-        if page in self._cached:
-            del self._cached[page]
-            self._free.append(page)
+        if name is None:
+            return
+        del self._named[name]
+        if not self._references[page]:
+            self._uncache(page)
+            self._free_one(page)
+
+    def _uncache(self, page: int) -> None:
+        line = self._cached[self._key[page]]
+        del line[page]
+        if not line:
+            del self._cached[self._key[page]]
+
+    def _free_one(self, page: int) -> None:
+        key = self._key.pop(page)
+        self._owned[key] -= 1
+        if not self._owned[key]:
+            del self._owned[key]
+        self._free.append(page)

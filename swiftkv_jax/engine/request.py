@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from swiftkv_jax.errors import UsageError, suggest
 
 MAX_LOGPROBS = 20
+MOST_STOPS = 8  # stop ids of one request that a launch looks for; room for more would be another program
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow
 MIN_TEMPERATURE = 1e-2  # what a positive temperature is raised to, as vLLM does
 
@@ -216,8 +217,18 @@ class Request:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Every id that ends it."""
-        return tuple(sorted({*self.eos_ids, *(self.params.stop_token_ids or ())}))
+        """Every id that ends it, the model's own first."""
+        return tuple(dict.fromkeys((*self.eos_ids, *(self.params.stop_token_ids or ()))))
+
+    @property
+    def unseen_stops(self) -> tuple[int, ...]:
+        """Those of them that the device does not look for: the host does."""
+        return self.stop_ids[MOST_STOPS:]
+
+    @property
+    def biased(self) -> bool:
+        """Whether some tokens are favoured, or ruled out, by their ids."""
+        return self.params.biased or bool(self.params.min_tokens and self.unseen_stops)
 
     @property
     def max_length(self) -> int:

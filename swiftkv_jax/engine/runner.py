@@ -11,16 +11,15 @@ from jax.sharding import Mesh
 
 from swiftkv_jax.cache import Cache, cache_shardings
 from swiftkv_jax.engine.loop import Exits, Lanes, choose, decode, early_exit, pin
-from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.engine.request import MOST_STOPS, Request
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
-from swiftkv_jax.engine.scheduler import Work, launch_size, power_of_two
+from swiftkv_jax.engine.scheduler import Work, launch_size
 from swiftkv_jax.engine.sequence import Choice, Sequence
 from swiftkv_jax.model import Transformer, logits, read, run_upper, survive
 from swiftkv_jax.shapes import Array, Int, PyTree
 
 # Few, so that few programs are compiled: greedy, plain sampling, and all that SamplingParams can ask for.
 MODES = (Mode(), Mode(sampled=True), Mode(*[True] * len(Mode._fields)))
-_STOPS = 8  # stop ids a launch has room for without being compiled anew
 _CLEARED = 16  # pages cleared at a time
 
 
@@ -143,18 +142,13 @@ class Runner:
         self.steps = -(-steps // self._each) * self._each
         self._threshold = exits.threshold if exits else None
         self.slots = -(-cache.capacity // cache.page)
-        self._policy = _idle_policy(lanes, _STOPS)
+        self._policy = _idle_policy(lanes)
         self._seated: dict[tuple, Policy] = {}
 
     def seat(self, sequence: Sequence) -> None:
         """Write a sequence's parameters into its lane."""
         p, row = sequence.request.params, sequence.lane
-        seed, stops = sequence.seed % 2**64, sequence.request.stop_ids
-        room = self._policy.stop_ids.shape[1]
-        if len(stops) > room:
-            wider = np.full((self.lanes, power_of_two(len(stops))), NO_ID, np.int32)
-            wider[:, :room] = self._policy.stop_ids
-            self._policy = dataclasses.replace(self._policy, stop_ids=wider)
+        seed, stops = sequence.seed % 2**64, sequence.request.stop_ids[:MOST_STOPS]
         values = {
             "temperature": p.temperature,
             "top_k": p.top_k,
@@ -164,7 +158,7 @@ class Runner:
             "presence": p.presence_penalty,
             "frequency": p.frequency_penalty,
             "seed": (seed >> 32, seed & 0xFFFFFFFF),
-            "stop_ids": stops + (NO_ID,) * (self._policy.stop_ids.shape[1] - len(stops)),
+            "stop_ids": stops + (NO_ID,) * (MOST_STOPS - len(stops)),
             "min_tokens": p.min_tokens,
             "max_tokens": p.max_tokens,
         }
@@ -276,16 +270,17 @@ class Runner:
         return table
 
     def _sampling(self, rows: list[Sequence], count: int) -> tuple[Mode, Policy, Any]:
-        mode = self._mode([s.request.params for s in rows])
+        mode = self._mode([s.request for s in rows])
         return mode, self._gather(rows, count, mode), self._history(rows, count, mode)
 
-    def _mode(self, wanted: list[SamplingParams]) -> Mode:
+    def _mode(self, wanted: list[Request]) -> Mode:
+        params = [request.params for request in wanted]
         need = Mode(
-            sampled=not all(p.greedy for p in wanted),
-            filtered=any(p.filtered for p in wanted),
-            penalised=any(p.penalised for p in wanted),
-            biased=any(p.biased for p in wanted),
-            logprobs=any(p.logprobs is not None for p in wanted),
+            sampled=not all(p.greedy for p in params),
+            filtered=any(p.filtered for p in params),
+            penalised=any(p.penalised for p in params),
+            biased=any(request.biased for request in wanted),
+            logprobs=any(p.logprobs is not None for p in params),
         )
         return next(mode for mode in self.modes if mode.covers(need))
 
@@ -317,7 +312,7 @@ class Runner:
         return history
 
 
-def _idle_policy(lanes: int, stops: int) -> Policy:
+def _idle_policy(lanes: int) -> Policy:
     """Greedy, endless rules for lanes that nobody sits in."""
     zero, one = np.zeros(lanes, np.float32), np.ones(lanes, np.float32)
     whole = np.zeros(lanes, np.int32)
@@ -330,7 +325,7 @@ def _idle_policy(lanes: int, stops: int) -> Policy:
         presence=zero.copy(),
         frequency=zero.copy(),
         seed=np.zeros((lanes, 2), np.uint32),
-        stop_ids=np.full((lanes, stops), NO_ID, np.int32),
+        stop_ids=np.full((lanes, MOST_STOPS), NO_ID, np.int32),
         min_tokens=whole.copy(),
         max_tokens=whole.copy(),
         bias=np.zeros((lanes, 0), np.float32),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import UInt
 
 from swiftkv_jax.engine.request import MAX_LOGPROBS
-from swiftkv_jax.engine.sequence import BAD
+from swiftkv_jax.engine.sequence import BAD, NONE_LEFT
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Array, Bool, Float, Int
 
@@ -102,7 +102,7 @@ def sample(
 
     The order is vLLM's: ids ruled out or favoured, minimum length, penalties, temperature, min-p, top-k,
     top-p, then a draw by the Gumbel trick, whose noise depends on the lane's seed and the position alone.
-    Where a logit is not finite the token is BAD.
+    Where a logit is not finite the token is BAD; where every token is ruled out, NONE_LEFT.
     """
     raw, sane = logits, jnp.isfinite(logits).all(-1)
     if mode.biased:
@@ -110,15 +110,19 @@ def sample(
     logits = forbid_ends(logits, policy, produced)
     if mode.penalised:
         logits = penalise(logits, policy, tally)
-    token = jnp.argmax(logits, axis=-1)
+    token, best = jnp.argmax(logits, axis=-1), logits.max(-1)
     if mode.sampled:
         scaled = logits / jnp.where(policy.temperature > 0, policy.temperature, 1.0)[:, None]
         if mode.filtered:
             scaled = jnp.where(kept(scaled, policy), scaled, -jnp.inf)
         drawn = jnp.argmax(scaled + gumbel(policy.seed, position, logits.shape[1]), axis=-1)
         token = jnp.where(policy.temperature > 0, drawn, token)
+        best = jnp.where(policy.temperature > 0, scaled.max(-1), best)
     sampled = _with_logprobs(raw, token.astype(jnp.int32), mode)
-    return dataclasses.replace(sampled, token=jnp.where(sane, sampled.token, BAD))
+    token = sampled.token
+    if mode.biased or mode.filtered:
+        token = jnp.where(best > -jnp.inf, token, NONE_LEFT)
+    return dataclasses.replace(sampled, token=jnp.where(sane, token, BAD))
 
 
 def _with_logprobs(raw, token, mode: Mode) -> Sampled:

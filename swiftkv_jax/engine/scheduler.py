@@ -108,7 +108,7 @@ class Scheduler:
         self.pages, self.page, self.budget, self.share_prefixes = pages, page, budget, share_prefixes
         self.waiting = Queue()
         self.running: dict[int, Sequence] = {}
-        self.preemptions, self.prefix_queries, self.prefix_hits = 0, 0, 0  # the latter two in tokens
+        self.preemptions = self.prefix_queries = self.prefix_hits = 0  # the latter two in tokens
         self._free = list(range(lanes))[::-1]
 
     @property
@@ -124,6 +124,12 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+
+    def counted(self) -> tuple[int, int, int]:
+        """Preemptions, tokens looked up in the prefix cache, and tokens found there, since the last call."""
+        found = self.preemptions, self.prefix_queries, self.prefix_hits
+        self.preemptions = self.prefix_queries = self.prefix_hits = 0
+        return found
 
     def in_order(self) -> list[Sequence]:
         """What runs, first come first."""
@@ -176,7 +182,7 @@ class Scheduler:
         """Pages for `tokens` tokens of a running sequence; whether it has them (it may lose its own lane)."""
         need = -(-tokens // self.page) - len(sequence.pages)
         while need > 0:
-            got = self.pages.allocate(need)
+            got = self.pages.allocate(need, sequence.request.key)
             if got is not None:
                 sequence.pages += got
                 break
@@ -225,10 +231,10 @@ class Scheduler:
         shared, names = self._find(sequence, tokens)
         for page in shared:
             self.pages.share(page)
-        fresh = self.pages.allocate(-(-len(tokens) // self.page) - len(shared))
-        spare = self.pages.available >= len(self.running)  # for those that decode
-        if fresh is None or not (spare or not self.running):
-            self.pages.release(fresh or [])
+        need = -(-len(tokens) // self.page) - len(shared)
+        spare = self.pages.available - need >= len(self.running)  # for those that decode
+        fresh = self.pages.allocate(need, sequence.request.key) if spare or not self.running else None
+        if fresh is None:  # and nothing cached was forgotten for it
             self.pages.release(shared)
             return False
         sequence.pages, sequence.names = shared + fresh, names

@@ -49,6 +49,14 @@ def _entries(found, at: int, token: int, top: int, word: Callable | None) -> dic
     }
 
 
+def lengths(longest: int) -> list[int]:
+    """Of prompts that have everything compiled which prompts of up to `longest` tokens need."""
+    sizes = [_SHORTEST]
+    while sizes[-1] < power_of_two(longest):
+        sizes.append(2 * sizes[-1])
+    return [min(size, longest) for size in sizes]
+
+
 @partial(jax.jit, static_argnames=("model", "limit"))
 def _score(
     model: Transformer, limit: int, params: PyTree, tokens: Int[Array, "1 T"], following: Int[Array, " T"]

@@ -7,6 +7,9 @@ from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, Reque
 from swiftkv_jax.engine.text import Detokenizer, find_stop
 
 BAD = -2  # in place of a token: the model's logits were not finite
+NONE_LEFT = -3  # in place of a token: the request rules out every one
+RULED_OUT = "no token is left: allowed_token_ids, bad_words, min_tokens and the like rule out every one"
+_NO_TOKEN = {BAD: "the model's logits are not finite (NaN or infinity)", NONE_LEFT: RULED_OUT}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Sequence:
         self.arrival, self.scheduled, self.first_token, self.finished = arrival, 0.0, 0.0, 0.0
         self.last_token = 0.0
         self._choices: list[Choice] = []
+        self._logprob = 0.0  # of all of them
         skip = request.params.skip_special_tokens
         self._words = None if tokenizer is None else Detokenizer(tokenizer, request.token_ids, skip)
         self._text_end: int | None = None
@@ -92,13 +96,14 @@ class Sequence:
 
     def append(self, choice: Choice, now: float) -> None:
         """Take one sampled token; it may end the sequence."""
-        if choice.token == BAD:
-            return self.end("error", now, "the model's logits are not finite (NaN or infinity)")
+        if choice.token in _NO_TOKEN:
+            return self.end("error", now, _NO_TOKEN[choice.token])
         if not self.output:
             self.first_token = now
         self.last_token = now
         self.output.append(choice.token)
         self._choices.append(choice)
+        self._logprob += choice.logprob
         self._check_end(choice.token)
         if self.finish_reason:
             self.finished = now
@@ -124,9 +129,18 @@ class Sequence:
         if not self.finish_reason:
             self.finish_reason, self.error, self.finished = reason, error, now
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether every token may change what the next may not be, as only the host can tell."""
+        return self._too_short or any(len(word) > 1 for word in self.request.bad_ids)
+
+    @property
+    def _too_short(self) -> bool:
+        return bool(self.request.unseen_stops) and len(self.output) < self.request.params.min_tokens
+
     def forbidden(self) -> list[int]:
-        """Ids that would now complete a bad word."""
-        out = []
+        """Ids that would now complete a bad word, or end it too early unseen by the device."""
+        out = list(self.request.unseen_stops) if self._too_short else []
         for word in self.request.bad_ids:
             before = word[:-1]
             if not before or tuple(self.output[-len(before) :]) == before:
@@ -150,7 +164,7 @@ class Sequence:
             index=self.child,
             text=self._words.text[characters:end] if self._words else "",
             token_ids=self.output[tokens:],
-            cumulative_logprob=None if wanted is None else sum((c.logprob for c in self._choices), start=0.0),
+            cumulative_logprob=None if wanted is None else self._logprob,
             logprobs=None if wanted is None else [self._logprobs(choice, wanted) for choice in new],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,

@@ -388,26 +388,108 @@ def test_streamed_pieces_are_the_whole_and_stop_strings_never_leak():
 
 
 def test_nothing_compiles_after_warm_up():
-    """A server's traffic of all kinds, counted by JAX itself."""
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **kwargs: compiled.append(event) if "backend_compile" in event else None
-    )
-    llm = make("swiftkv", drafts=2, max_num_seqs=1, max_num_batched_tokens=32)
-    assert llm.engine.warm_up() > 4
-    before = len(compiled)
-    assert before > 4
+    """A server's traffic of all kinds."""
     kinds = (
         GREEDY,
-        SamplingParams(max_tokens=9, seed=1),
+        SamplingParams(max_tokens=9, seed=1, stop_token_ids=[*range(100, 164)], min_tokens=4),
         SamplingParams(max_tokens=9, seed=1, top_p=0.9, repetition_penalty=1.2, logprobs=3, n=2),
         SamplingParams(max_tokens=9, seed=1, logit_bias={3: 5.0}, bad_words=["ab"]),
     )
-    prompts = tiny.prompts((1, 40, 9, 22, 33, 5, 2, 17))
-    outputs = run(llm, prompts, [kinds[i % 4] for i in range(8)])
-    llm.engine.runner.clear([1, 2, 3])
-    assert len(outputs) == 8 and compiled[before:] == []
-    jax.monitoring.clear_event_listeners()
+    with tiny.compilations() as compiled:
+        llm = make("swiftkv", drafts=2, max_num_seqs=1, max_num_batched_tokens=32)
+        assert llm.engine.warm_up() > 4
+        before = len(compiled)
+        assert before > 4
+        prompts = tiny.prompts((1, 40, 9, 22, 33, 5, 2, 17))
+        outputs = run(llm, prompts, [kinds[i % 4] for i in range(8)])
+        llm.engine.runner.clear([1, 2, 3])
+        assert len(outputs) == 8 and compiled[before:] == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"drafts": 3}, {"steps_per_launch": 1}], ids=str)
+def test_any_number_of_stop_ids_ends_at_the_first_and_not_too_early(changes):
+    """More than a launch looks for: the host ends at the others, and rules them out before `min_tokens`."""
+    net, params = model("acrosskv")
+    apply = jax.jit(lambda tokens: net.apply({"params": params}, tokens))
+
+    def want(prompt: list[int], stops: list[int], least: int) -> list[int]:
+        out: list[int] = []
+        while len(out) < 20 and not (out and out[-1] in stops):
+            padded = np.zeros((1, tiny.CONTEXT), np.int32)
+            padded[0, : len(prompt) + len(out)] = prompt + out
+            scores = np.array(apply(padded)[0, len(prompt) + len(out) - 1])
+            scores[stops if len(out) < least else []] = -np.inf
+            out.append(int(scores.argmax()))
+        return out
+
+    prompts = tiny.prompts((9, 3, 14, 6))
+    free = tokens(run(make(), prompts, dataclasses.replace(GREEDY, max_tokens=20)))
+    ends = 0
+    for least in (0, 5):
+        for many in (4, 40):  # ids of every prompt's own text are among them, the last of them first
+            stops = [list(dict.fromkeys([*range(200, 200 + many), *out[6:9]]))[::-1] for out in free]
+            stops = [ids[::-1] if many > 4 else ids for ids in stops]
+            rules = [
+                dataclasses.replace(GREEDY, max_tokens=20, min_tokens=least, stop_token_ids=ids)
+                for ids in stops
+            ]
+            found = run(make(**changes), prompts, rules)
+            for prompt, ids, output in zip(prompts, stops, found, strict=True):
+                expected = want(prompt, ids, least)
+                assert output.outputs[0].token_ids == expected
+                ends += output.outputs[0].finish_reason == "stop" and len(expected) < 20
+    assert ends > 8
+
+
+def test_a_request_that_rules_out_every_token_is_told_so_alone():
+    llm, prompt = make(), tiny.prompts((9,))[0]
+    ruled = [
+        dataclasses.replace(GREEDY, ignore_eos=False, allowed_token_ids=[tiny.EOS], min_tokens=3),
+        dataclasses.replace(GREEDY, allowed_token_ids=[65, 66], bad_words=["A", "B"]),
+        SamplingParams(seed=1, max_tokens=9, allowed_token_ids=[65], bad_words=["AA"]),
+    ]
+    outputs = run(llm, [prompt] * 4, [*ruled, GREEDY])
+    for output, length in zip(outputs[:3], (0, 0, 1), strict=True):
+        got = output.outputs[0]
+        assert (got.finish_reason, len(got.token_ids)) == (
+            "error",
+            length,
+        ) and "no token is left" in got.error
+    assert tokens(outputs[3:]) == tokens(run(make(), [prompt]))
+    assert all_free(llm.engine) and llm.engine.stats.failed_requests == 0
+
+
+def test_a_new_start_frees_the_old_cache_first_and_counts_on():
+    """There is no room for two caches on a device, and counters never fall."""
+    llm = make(num_pages=33, page_size=2, max_num_seqs=3)
+    run(llm)
+    engine = llm.engine
+    requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
+    engine.add(*requests)
+    for _ in range(3):
+        engine.step()
+    old, make_cache, deleted = engine.runner.cache, engine._new_cache, []
+
+    def watched():
+        deleted.extend(array.is_deleted() for array in jax.tree.leaves(old))
+        return make_cache()
+
+    engine._new_cache = watched
+    before, running = dataclasses.replace(engine.stats), len(engine.scheduler.running)
+    assert before.preemptions and before.prefix_queries and running
+    engine.restart(RuntimeError(""))
+    assert deleted and all(deleted)
+    ended = {}
+    while engine.busy:
+        ended |= {g.request.request_id: g for g in engine.step() if g.finished}
+    stats = engine.stats
+    assert stats.failed_requests == before.failed_requests + running
+    assert stats.preemptions >= before.preemptions and stats.prefix_queries > before.prefix_queries
+    reasons = [ended[r.request_id].sequences[0].finish_reason for r in requests]
+    assert reasons.count("error") == running and set(reasons) == {"error", "length"}
+    for request, want in zip(requests, definition("acrosskv"), strict=True):
+        one = ended[request.request_id].sequences[0]
+        assert one.output == want[: len(one.output)] and all_free(engine)
 
 
 def test_launches_update_the_pool_in_place():
@@ -494,6 +576,17 @@ def test_bad_settings_and_full_queues():
     llm.engine.add(llm.request([1], GREEDY))
     with pytest.raises(Overloaded, match="requests are waiting"):
         llm.engine.add(llm.request([1], GREEDY))
+    llm = make(max_queued_requests=4, max_queued_tokens=20)
+    whole = [llm.request([1] * 15, GREEDY) for _ in range(3)]
+    with pytest.raises(Overloaded, match="0 requests are waiting"):
+        llm.engine.add(*whole, llm.request([1], dataclasses.replace(GREEDY, n=2)))
+    assert not llm.engine.busy and not llm.engine._groups, "all or none"
+    with pytest.raises(UsageError, match="in use"):
+        llm.engine.add(whole[0])
+        llm.engine.add(whole[1], whole[0])
+    llm.engine.abort(whole[0].request_id)
+    llm.engine.step()
+    llm.engine.add(*whole)  # more tokens than may wait, and nobody waits
     small = make(num_pages=8)
     with pytest.raises(UsageError, match="lower max_tokens"):
         small.request([1] * 60, dataclasses.replace(GREEDY, max_tokens=5))

@@ -239,17 +239,13 @@ def test_guessed_samples_have_the_models_distribution():
 
 
 def test_nothing_compiles_after_warm_up():
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **kwargs: compiled.append(event) if "backend_compile" in event else None
-    )
-    llm = make(0.7, drafts=2, exit_threshold=0.9, max_num_seqs=1)
-    llm.engine.warm_up()
-    before = len(compiled)
-    assert before > 4
-    outputs = run(llm, [dataclasses.replace(kind, n=2, stop_token_ids=[3]) for kind in KINDS])
-    assert len(outputs) == len(KINDS) and compiled[before:] == []
-    jax.monitoring.clear_event_listeners()
+    with tiny.compilations() as compiled:
+        llm = make(0.7, drafts=2, exit_threshold=0.9, max_num_seqs=1)
+        llm.engine.warm_up()
+        before = len(compiled)
+        assert before > 4
+        outputs = run(llm, [dataclasses.replace(kind, n=2) for kind in KINDS])
+        assert len(outputs) == len(KINDS) and compiled[before:] == []
 
 
 def test_launches_update_the_pool_in_place():

@@ -1,6 +1,8 @@
 """The page allocator under random traffic, and the names of pages."""
 
+import itertools
 import random
+from collections import Counter
 
 import hypothesis
 import hypothesis.strategies as st
@@ -29,10 +31,10 @@ class Traffic(RuleBasedStateMachine):
         self.held[self.next] = pages
         return self.next
 
-    @rule(target=owners, n=st.integers(0, COUNT))
-    def allocate(self, n):
+    @rule(target=owners, n=st.integers(0, COUNT), key=st.sampled_from(("", "a", "b")))
+    def allocate(self, n, key):
         before = {p for pages in self.held.values() for p in pages}
-        got = self.pages.allocate(n)
+        got = self.pages.allocate(n, key)
         if n > COUNT - 1 - len(before):
             assert got is None
             return self._own([])
@@ -68,9 +70,12 @@ class Traffic(RuleBasedStateMachine):
         assert all(pages.references(p) == flat.count(p) for p in range(COUNT))
         assert pages.used == len(set(flat))
         assert len(pages._free) + pages.cached + pages.used == pages.total == COUNT - 1
-        assert not set(pages._free) & set(flat) and not set(pages._cached) & set(flat)
-        assert not set(pages._free) & set(pages._cached)
-        assert set(pages._cached) <= set(pages._name)
+        cached = {page for line in pages._cached.values() for page in line}
+        assert not set(pages._free) & set(flat) and not cached & set(flat)
+        assert not set(pages._free) & cached and cached <= set(pages._name)
+        assert set(pages._key) == cached | set(flat)
+        assert Counter(pages._key.values()) == pages._owned and all(pages._cached.values())
+        assert all(pages._key[page] == key for key, line in pages._cached.items() for page in line)
         assert {name: page for page, name in pages._name.items()} == {
             name: page for name, (page, _) in pages._named.items()
         }
@@ -97,6 +102,50 @@ def test_the_least_recently_used_contents_go_first_and_tails_before_heads():
     pages.release(first[:1])
     gone = [pages.allocate(1)[0] for _ in range(4)]
     assert gone == [first[1], second[1], second[0], first[0]]
+
+
+def keep(pages: Pages, key: str, count: int, made: itertools.count) -> list[bytes]:
+    """`count` pages of a key's, one after the other, full and no longer used; their names."""
+    names = [b"%d" % next(made) for _ in range(count)]
+    for name in names:
+        (page,) = pages.allocate(1, key)
+        pages.name(page, name, (1,))
+        pages.release([page])
+    return names
+
+
+def left(pages: Pages, names: list[bytes]) -> int:
+    return sum(pages.find(name, (1,)) is not None for name in names)
+
+
+def test_a_key_that_floods_the_cache_loses_its_own():
+    """Who keeps to an equal share loses nothing; who has more makes room; one alone may have all."""
+    pages, made = Pages(13), itertools.count()
+    first = keep(pages, "greedy", 12, made)
+    assert left(pages, first) == 12
+    modest = keep(pages, "modest", 3, made)
+    assert left(pages, first) == 9 and left(pages, modest) == 3
+    keep(pages, "greedy", 500, made)
+    assert left(pages, modest) == 3 and pages.owned("greedy") == 9
+    equal = keep(pages, "late", 500, made)  # from the greedy one until both have as much
+    assert left(pages, modest) == 3 and left(pages, equal) == pages.owned("late") in (4, 5)
+    running = pages.allocate(6, "late")  # its own first, then in turn: what runs comes before what is kept
+    assert left(pages, equal) == 0 and left(pages, modest) == 3 and pages.owned("greedy") == 3
+    assert pages.allocate(7, "late") is None and left(pages, modest) == 3
+    pages.release(running)
+    assert pages.allocate(12, "late") is not None and not left(pages, modest) and pages.owned("late") == 12
+
+
+@hypothesis.given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4)), max_size=60))
+def test_no_key_within_its_equal_share_loses_a_page_to_another(turns):
+    """Keys fill pages in any order: with 12 pages for three keys nobody is pushed below four."""
+    pages, made = Pages(13), itertools.count()
+    kept: dict[str, list[bytes]] = {key: [] for key in "abc"}
+    for key, count in turns:
+        kept[key] += keep(pages, key, count, made)
+        for each, names in kept.items():
+            now = left(pages, names)
+            assert now >= min(len(names), 4) and now == pages.owned(each)
 
 
 def test_a_hit_needs_the_tokens_not_only_the_name():

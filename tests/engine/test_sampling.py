@@ -9,6 +9,7 @@ import pytest
 
 from swiftkv_jax.engine import sampling
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Tally
+from swiftkv_jax.engine.sequence import BAD, NONE_LEFT
 
 FULL = Mode(sampled=True, filtered=True, penalised=True, logprobs=True)
 
@@ -112,6 +113,20 @@ def test_a_tally_grown_token_by_token_is_the_tally_of_the_whole():
     tally = tally.add(jnp.full(3, NO_ID))
     want = Tally.of(history, prompt, prompt + 3, 9)
     jax.tree.map(np.testing.assert_array_equal, tally, want)
+
+
+def test_no_token_is_made_up_where_every_one_is_ruled_out():
+    """By a bias, by the length, or by rules that leave only infinities; a lane beside it is untouched."""
+    mode = FULL._replace(biased=True)
+    for sampled in (0.0, 1.0):
+        bias = jnp.zeros((4, 8)).at[0].set(-jnp.inf).at[1].set(-jnp.inf).at[1, 5].set(0)
+        rules = policy(4, temperature=sampled, min_tokens=9, stop_ids=[[5, NO_ID, NO_ID, NO_ID]])
+        rules = dataclasses.replace(rules, bias=bias, repetition=jnp.asarray([1, 1, 1, 1.0]))
+        logits = jnp.zeros((4, 8)).at[3, 2].set(jnp.nan)
+        nobody = Tally(jnp.zeros((4, 8), bool), jnp.zeros((4, 8), jnp.int32))
+        zero = jnp.zeros(4, jnp.int32)
+        got = sampling.sample(logits, rules, nobody, zero, zero, mode).token.tolist()
+        assert got[:2] == [NONE_LEFT] * 2 and 0 <= got[2] < 8 and got[2] != 5 and got[3] == BAD
 
 
 def test_no_end_before_min_tokens():

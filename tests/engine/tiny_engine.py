@@ -1,5 +1,8 @@
 """Tiny models with odd shapes, a byte tokenizer, and the slow definition of greedy decoding."""
 
+import contextlib
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +73,22 @@ def _loud(weight: weights.Weight, key):
         return noise
     width = weight.shape[weight.axes.split().index("D")] if "D" in weight.axes else weight.shape[-2]
     return (4.0 if weight.axes == "D V" else 1.3) * width**-0.5 * noise
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What was compiled, or read from the compilation cache, so far in the block; counted by JAX itself."""
+    found: list[str] = []
+
+    def heard(event: str, seconds: float, **kwargs) -> None:
+        if "backend_compile" in event:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)
 
 
 def prompts(lengths, seed: int = 0) -> list[list[int]]:

@@ -4,26 +4,24 @@ import asyncio
 import contextlib
 import time
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from swiftkv_jax.engine.http import generate, page, schema
+from swiftkv_jax.engine.http import generate, openapi, page, schema
 from swiftkv_jax.engine.http.answers import encode
 from swiftkv_jax.engine.http.asgi import until_disconnect
 from swiftkv_jax.engine.http.errors import ApiError, clip
-from swiftkv_jax.engine.http.limits import REQUEST_ID, TENANT, Limits, log
+from swiftkv_jax.engine.http.limits import OPEN, REQUEST_ID, TENANT, Limits, log
 from swiftkv_jax.engine.http.metrics import render
+from swiftkv_jax.engine.http.openapi import EVENTS, JSON, Operation
 from swiftkv_jax.engine.http.served import Model, Models
 from swiftkv_jax.engine.http.settings import HttpSettings
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.errors import UsageError
-
-_JSON = "application/json"
 
 
 class Api:
@@ -31,6 +29,7 @@ class Api:
 
     Attributes:
       models: all. llm, service, metrics: of the first, which answers where no model is named.
+      operations: every route there is.
     """
 
     def __init__(self, llm: LLM, settings: HttpSettings, others: Mapping[str, LLM] | None = None):
@@ -40,24 +39,30 @@ class Api:
         self.llm, self.service = llm, self.models.first.service
         self.metrics = self.models.first.metrics
         self._created = int(time.time())
-        routes = [
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/models", self.list_models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
-            Route("/health", self.health, methods=["GET"]),
-            Route("/ready", self.ready, methods=["GET"]),
-            Route("/metrics", self.show_metrics, methods=["GET"]),
-            *page.routes(),
-        ]
+        self.operations = self._all_operations()
         handlers: dict[typing.Any, typing.Any] = {ApiError: _api_error, HTTPException: _http_error}
         handlers |= {ClientDisconnect: _client_left, Exception: _bug}
+        routes = [operation.route() for operation in self.operations]
         app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
         app.router.redirect_slashes = False
         self.asgi = Limits(app, settings, lambda: self.models.draining)
+
+    def _all_operations(self) -> list[Operation]:
+        answers = (JSON, EVENTS)
+        return [
+            Operation("/v1/completions", self.completions, schema.CompletionRequest, answers),
+            Operation("/v1/chat/completions", self.chat, schema.ChatRequest, answers),
+            Operation("/v1/models", self.list_models),
+            Operation("/v1/models/{name:path}", self.model),
+            Operation("/tokenize", self.tokenize, schema.TokenizeRequest),
+            Operation("/detokenize", self.detokenize, schema.DetokenizeRequest),
+            Operation("/tokenizer_info", self.tokenizer_info),
+            Operation("/openapi.json", self.describe),
+            Operation("/health", self.health),
+            Operation("/ready", self.ready),
+            Operation("/metrics", self.show_metrics, media=("text/plain",)),
+            *page.operations(),
+        ]
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _):
@@ -93,20 +98,17 @@ class Api:
         body, model = await self._read(request, schema.TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
-        ids = await model.service.encode(lambda: _tokens(model.llm, body))
-        limit = model.llm.settings.max_model_len
-        return Response(encode({"tokens": ids, "count": len(ids), "max_model_len": limit}), media_type=_JSON)
+        return await self._consult(request, model, lambda: _tokens(model.llm, body))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         body, model = await self._read(request, schema.DetokenizeRequest)
-        vocab = model.llm.model.config.vocab_size
-        bad = next((i for i, token in enumerate(body.tokens) if token >= vocab), None)
-        if bad is not None:
-            raise ApiError(400, f"tokens.{bad}: is outside the vocabulary [0, {vocab})", "tokens")
-        tokenizer = _tokenizer(model.llm)
-        text = await model.service.encode(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
-        return Response(encode({"prompt": text}), media_type=_JSON)
+        return await self._consult(request, model, lambda: _text(model.llm, body.tokens))
+
+    async def _consult(self, request: Request, model: Model, work: Callable[[], dict]) -> Response:
+        """The answer of `work` as JSON, both made where they hold nobody up."""
+        made = model.service.consult(request.scope[TENANT], lambda: encode(work()))
+        return Response(await until_disconnect(request.receive, made), media_type=JSON)
 
     async def tokenizer_info(self, _: Request) -> Response:
         """The strings that begin and end texts; the chat template only where that was asked for."""
@@ -117,7 +119,11 @@ class Api:
         info["model_max_length"] = self.llm.settings.max_model_len
         if self.settings.show_template:
             info["chat_template"] = getattr(known, "chat_template", None)
-        return Response(encode(info), media_type=_JSON)
+        return Response(encode(info), media_type=JSON)
+
+    async def describe(self, _: Request) -> Response:
+        """This description: OpenAPI 3.1."""
+        return JSONResponse(openapi.describe(self.operations, bool(self.settings.api_keys), OPEN))
 
     async def health(self, _: Request) -> Response:
         """Whether the engine still moves."""
@@ -141,8 +147,8 @@ class Api:
     async def _read(self, request: Request, kind: type[schema.Body]) -> tuple[schema.Body, Model]:
         """The body, checked, and the model it names."""
         media = request.headers.get("content-type", "").split(";")[0].strip().lower()
-        if media != _JSON:
-            raise ApiError(415, f"the body must be JSON: send the header Content-Type: {_JSON}")
+        if media != JSON:
+            raise ApiError(415, f"the body must be JSON: send the header Content-Type: {JSON}")
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise ApiError(415, "compressed bodies are not read")
         raw = await request.body()
@@ -178,16 +184,25 @@ def _tokenizer(llm: LLM):
     return llm.tokenizer
 
 
-def _tokens(llm: LLM, body: schema.TokenizeRequest) -> list[int]:
+def _tokens(llm: LLM, body: schema.TokenizeRequest) -> dict:
     try:
         if body.prompt is not None:
-            return list(_tokenizer(llm).encode(body.prompt, add_special_tokens=body.add_special_tokens))
-        messages = [message.as_dict() for message in body.messages or ()]
-        generate.refuse_control_tokens(llm, messages)
-        return list(_tokenizer(llm).encode_chat(messages, body.add_generation_prompt))
+            ids = _tokenizer(llm).encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            messages = [message.as_dict() for message in body.messages or ()]
+            generate.refuse_control_tokens(llm, messages)
+            ids = _tokenizer(llm).encode_chat(messages, body.add_generation_prompt)
     except UsageError as error:
-        name = str(getattr(llm.tokenizer, "name", "") or "the model")
-        raise ApiError(400, str(error).replace(name, "the model"), "messages") from error
+        raise ApiError(400, generate.without_place(llm, error), "messages") from error
+    return {"tokens": ids, "count": len(ids), "max_model_len": llm.settings.max_model_len}
+
+
+def _text(llm: LLM, ids: list[int]) -> dict:
+    vocab = llm.model.config.vocab_size
+    bad = next((i for i, token in enumerate(ids) if token >= vocab), None)
+    if bad is not None:
+        raise ApiError(400, f"tokens.{bad}: is outside the vocabulary [0, {vocab})", "tokens")
+    return {"prompt": _tokenizer(llm).decode(ids, skip_special_tokens=False)}
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:

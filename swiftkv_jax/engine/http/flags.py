@@ -2,6 +2,8 @@
 
 import argparse
 import ipaddress
+import math
+import re
 from pathlib import Path
 
 from swiftkv_jax.engine.http.settings import HttpSettings
@@ -9,6 +11,10 @@ from swiftkv_jax.errors import UsageError
 
 DEFAULT = "127.0.0.1:8000"
 QUEUED_REQUESTS = 256
+_QUEUES = {  # flag: help; how much may wait, fields of the engine's settings
+    "max-queued-requests": f"(default {QUEUED_REQUESTS})",
+    "max-queued-tokens": "(default: 64 steps' worth)",
+}
 _LIMITS = {  # flag: (type, field of HttpSettings, help)
     "shutdown-timeout": (float, "shutdown_s", "seconds that running requests get on SIGTERM (default 30)"),
     "queue-timeout": (float, "queue_timeout_s", "seconds that a request may wait for a place (default 120)"),
@@ -46,8 +52,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--no-warm-up", action="store_true", help="compile when needed: the first requests are slow"
     )
     p.add_argument("--show-template", action="store_true", help="/tokenizer_info gives the chat template")
-    p.add_argument("--max-queued-requests", type=int, metavar="N", help=f"(default {QUEUED_REQUESTS})")
-    p.add_argument("--max-queued-tokens", type=int, metavar="N", help="(default: 64 steps' worth)")
+    for flag, text in _QUEUES.items():
+        p.add_argument(f"--{flag}", type=int, metavar="N", help=text)
     for flag, (kind, _, text) in _LIMITS.items():
         p.add_argument(f"--{flag}", type=kind, metavar="X" if kind is float else "N", help=text)
 
@@ -89,17 +95,20 @@ def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> 
             f"{host} can be reached by others and no key is set: pass --api-key KEY or --api-key-file FILE, "
             "listen on 127.0.0.1, or pass --insecure"
         )
-    given = {field: getattr(args, flag.replace("-", "_")) for flag, (_, field, _) in _LIMITS.items()}
-    given = {field: value for field, value in given.items() if value is not None}
-    for field, value in given.items():
-        if not isinstance(value, str) and value <= 0:
-            raise UsageError(f"--{field.replace('_', '-')} must be above 0, not {value}")
+    given = {flag: getattr(args, flag.replace("-", "_")) for flag in (*_LIMITS, *_QUEUES)}
+    for flag, value in given.items():
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            raise UsageError(f"--{flag} must be a number above 0, not {value}")
+    prefix = args.metrics_prefix
+    if prefix is not None and not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prefix):
+        raise UsageError(f"--metrics-prefix must be letters, digits, _ and :, such as vllm:, not {prefix!r}")
+    limits = {field: given[flag] for flag, (_, field, _) in _LIMITS.items() if given[flag] is not None}
     return HttpSettings(
         model_name=args.served_model_name or model_name(model),
         api_keys=tuple(keys),
         warm_up=not args.no_warm_up,
         show_template=args.show_template,
-        **given,
+        **limits,
     )
 
 

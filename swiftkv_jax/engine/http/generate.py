@@ -1,5 +1,6 @@
 """From a checked body to an answer: `/v1/completions` and `/v1/chat/completions`."""
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -19,10 +20,12 @@ from swiftkv_jax.engine.http.service import Service
 from swiftkv_jax.engine.http.streams import Delta, Stream
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, SamplingParams
+from swiftkv_jax.engine.sequence import RULED_OUT
 from swiftkv_jax.errors import UsageError
 
 log = logging.getLogger("swiftkv_jax.http")
 _BYTES_PER_TOKEN = 4  # of text, for a guess before it is tokenised
+_MOST_ENTRIES = 2**20  # log probabilities of prompts in one answer: 100 MB of JSON
 _MOST_BYTES_PER_TOKEN = 16  # a text longer than this times the context is refused unread
 _PLAIN = (  # fields of a body that SamplingParams has too
     "n min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed "
@@ -117,7 +120,7 @@ class Generator:
             requests = await self.service.encode(lambda: make_requests(self.llm, call))
             ticket.tokens = call.n * sum(len(request.token_ids) for request in requests)
             tally.prompt = sum(len(request.token_ids) for request in requests)
-            openings = [await self._opening(call, request) for request in requests]
+            openings = await self._openings(call, requests)
             stream = None
             if call.max_tokens != 0:
                 stream = await stack.enter_async_context(self.service.stream(requests, ticket))
@@ -138,20 +141,34 @@ class Generator:
                 message = f"{call.where}: too long for a context of {context} tokens"
                 raise ApiError(400, message, call.where, "context_length_exceeded")
 
-    async def _opening(self, call: Call, request: Request) -> CompletionOutput | None:
-        """What `echo` puts in front: the prompt, and, with `logprobs`, how likely its tokens are."""
+    async def _openings(self, call: Call, requests: list[Request]) -> list[CompletionOutput]:
+        """What `echo` puts in front: the prompts, and, with `logprobs`, how likely their tokens are.
+
+        Raises:
+          ApiError: 400: too much to score.
+        """
         if not call.echo:
-            return None
+            return []
+        if call.logprobs is not None:
+            most, sizes = self.service.settings.max_scored_tokens, [len(r.token_ids) for r in requests]
+            if max(sizes) > most:
+                message = f"echo: prompts of more than {most} tokens are not scored; this has {max(sizes)}"
+                raise ApiError(400, message, "echo", "context_length_exceeded")
+            entries = call.n * sum(sizes) * (1 + call.logprobs)
+            if entries > _MOST_ENTRIES:
+                message = f"echo: {entries} log probabilities are too many for one answer: send fewer prompts"
+                raise ApiError(400, message, "echo")
+        return [await self._opening(call, request) for request in requests]
+
+    async def _opening(self, call: Call, request: Request) -> CompletionOutput:
         ids, entries = request.token_ids, None
         if call.logprobs is not None:
-            most = self.service.settings.max_scored_tokens
-            if len(ids) > most:
-                message = f"echo: prompts of more than {most} tokens are not scored; this has {len(ids)}"
-                raise ApiError(400, message, "echo", "context_length_exceeded")
             scored = await self.service.score(ids, call.logprobs)
             first = {ids[0]: Logprob(logprob=0.0, rank=0, decoded_token=_text(self.llm, ids[:1]))}
             entries = [first, *(entry or {} for entry in scored[1:])]
-        text = request.prompt if request.prompt is not None else _text(self.llm, ids)
+        text = request.prompt
+        if text is None:
+            text = await self.service.encode(lambda: _text(self.llm, ids))
         return CompletionOutput(
             index=0,
             text=text,
@@ -163,17 +180,18 @@ class Generator:
         )
 
     async def _deltas(
-        self, call: Call, openings: list[CompletionOutput | None], stream: Stream | None, tally: "_Tally"
+        self, call: Call, openings: list[CompletionOutput], stream: Stream | None, tally: "_Tally"
     ) -> AsyncGenerator[Delta, None]:
         for number, opening in enumerate(openings):
-            for child in range(call.n if opening else 0):
-                assert opening is not None
+            for child in range(call.n):
                 yield number, dataclasses.replace(opening, index=child)
         if stream is None:
             return
         async for number, delta in stream:
             tally.completion += len(delta.token_ids)
             tally.reasons.add(delta.finish_reason or "")
+            if delta.error == RULED_OUT:
+                raise ApiError(400, RULED_OUT, "allowed_token_ids")
             if delta.finish_reason == "error":
                 log.error("request %s failed: %s", call.request_id, delta.error)
                 raise ApiError(500, f"the model failed on this request ({call.request_id})", retry=True)
@@ -242,8 +260,14 @@ def refuse_control_tokens(llm: LLM, messages: list[dict[str, str]]) -> None:
                 raise ApiError(400, f"{where}: holds the control token {clip(found, 40)}", where)
 
 
+def without_place(llm: LLM, error: UsageError) -> str:
+    """What went wrong, without the folder that the tokenizer came from."""
+    name = getattr(llm.tokenizer, "name", None)
+    return str(error).replace(f"of {name}", "of the model") if name else str(error)
+
+
 def _bad_request(llm: LLM, call: Call, error: UsageError) -> ApiError:
-    message = str(error).replace(str(getattr(llm.tokenizer, "name", "") or "the model"), "the model")
+    message = without_place(llm, error)
     match = _NAMED.match(message)
     named = (match[1] or match[2]) if match else ""
     param = named if named in type(call.body).model_fields else call.where
@@ -269,10 +293,17 @@ async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: _Tally)
     parts: dict[int, list[CompletionOutput]] = {}
     async for number, delta in deltas:
         parts.setdefault(number * call.n + delta.index, []).append(delta)
+    if call.logprobs is None:
+        content = _written(call, parts, tally)
+    else:  # as much as a hundred times the text
+        content = await asyncio.to_thread(_written, call, parts, tally)
+    return Response(content, media_type="application/json")
+
+
+def _written(call: Call, parts: dict[int, list[CompletionOutput]], tally: _Tally) -> bytes:
     choices = [call.shape.final(index, _joined(parts[index]), True, 0) for index in sorted(parts)]
     body = call.shape.envelope(call.shape.whole, choices)
-    body["usage"] = answers.usage(tally.prompt, tally.completion)
-    return Response(answers.encode(body), media_type="application/json")
+    return answers.encode(body | {"usage": answers.usage(tally.prompt, tally.completion)})
 
 
 def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
@@ -289,11 +320,12 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     written: dict[int, int] = {}  # characters sent of each choice
     try:
-        async for number, delta in deltas:
-            index = number * call.n + delta.index
-            choice = call.shape.choice(index, delta, index not in written, written.get(index, 0))
-            written[index] = written.get(index, 0) + len(delta.text)
-            yield answers.event(call.shape.envelope(call.shape.part, [choice]))
+        async with aclosing(deltas):
+            async for number, delta in deltas:
+                index = number * call.n + delta.index
+                choice = call.shape.choice(index, delta, index not in written, written.get(index, 0))
+                written[index] = written.get(index, 0) + len(delta.text)
+                yield answers.event(call.shape.envelope(call.shape.part, [choice]))
     except ApiError as error:  # the status is sent already
         yield b"data: " + error.body() + b"\n\n"
     else:

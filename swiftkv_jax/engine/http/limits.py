@@ -55,6 +55,10 @@ class Limits:
             await self.app(scope, body.receive, answer.send)
         except ApiError as error:
             await answer.error(error)
+        except asyncio.CancelledError:  # the server waits no longer for what runs
+            if not answer.started:
+                await answer.error(ApiError(503, "the server has stopped", retry_after=5))
+            raise
         except Exception:
             log.error("request %s failed\n%s", answer.request_id, traceback.format_exc())
             await answer.error(ApiError(500, f"internal error; request id {answer.request_id}"))
@@ -125,11 +129,11 @@ class _Answer:
 
     def __init__(self, send, request_id: str, draining: Callable[[], bool]):
         self._send, self.request_id, self._draining = send, request_id, draining
-        self._started = self._whole = False
+        self.started = self._whole = False
 
     async def send(self, message) -> None:
         if message["type"] == "http.response.start":
-            self._started = True
+            self.started = True
             headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
             if self._draining() or message["status"] in _CLOSING:
                 headers.append((b"connection", b"close"))
@@ -142,7 +146,7 @@ class _Answer:
         """Send it; where an answer is under way the connection breaks off, and that says it."""
         if self._whole:
             return
-        if self._started:
+        if self.started:
             raise ConnectionAbortedError("the answer could not be finished") from error
         body = error.body()
         headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]

@@ -13,7 +13,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from swiftkv_jax.engine.engine import Engine, Group, Stats
-from swiftkv_jax.engine.http.service import Load, Observer
+from swiftkv_jax.engine.http.admission import Load
+from swiftkv_jax.engine.http.service import Observer
 from swiftkv_jax.engine.http.settings import HttpSettings
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.sequence import Sequence
@@ -125,6 +126,10 @@ class Metrics(Observer):
         info.info({name: str(value) for name, value in sizes.items()})
         self._registry.register(_Totals(self))
         jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def close(self) -> None:
+        """Count compilations no longer."""
+        jax.monitoring.unregister_event_duration_listener(self._heard)
 
     def _one(self, kind, name: str, text: str, buckets=None):
         options = {} if buckets is None else {"buckets": buckets}

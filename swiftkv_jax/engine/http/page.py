@@ -4,7 +4,8 @@ import importlib.resources
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+
+from swiftkv_jax.engine.http.openapi import Operation
 
 FILES = {  # route: (file, media type)
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -28,14 +29,15 @@ _HEADERS = {
 }
 
 
-def routes() -> list[Route]:
+def operations() -> list[Operation]:
     """A route for each file."""
     folder = importlib.resources.files("swiftkv_jax.engine.http") / "static"
-    return [_route(path, (folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()]
+    return [_operation(path, (folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()]
 
 
-def _route(path: str, content: bytes, kind: str) -> Route:
+def _operation(path: str, content: bytes, kind: str) -> Operation:
     async def answer(_: Request) -> Response:
+        """A file of the page for people."""
         return Response(content, headers=_HEADERS, media_type=kind)
 
-    return Route(path, answer, methods=["GET"])
+    return Operation(path, answer, media=(kind.partition(";")[0],))

@@ -3,7 +3,8 @@
 import typing
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from swiftkv_jax.engine.http.errors import MAX_ECHO, ApiError, clip
 from swiftkv_jax.engine.request import MAX_LOGPROBS
@@ -11,7 +12,8 @@ from swiftkv_jax.engine.request import MAX_LOGPROBS
 _TEXT = 2**21  # characters: the body's own limit
 _ID = Field(ge=0, le=2**31 - 1)
 Id = typing.Annotated[int, _ID]
-Ids = typing.Annotated[list[Id], Field(max_length=2**20)]
+# Lists stop at their first bad item: an error for each of a million would cost seconds and gigabytes.
+Ids = typing.Annotated[list[Id], Field(max_length=2**20, fail_fast=True)]
 Text = typing.Annotated[str, Field(max_length=_TEXT)]
 Stop = typing.Annotated[str, Field(min_length=1, max_length=1024)]
 Count = typing.Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -43,6 +45,24 @@ _REFUSED = {  # field: why; a value that asks for nothing is let through
 _NOTHING: tuple = (None, False, "", "none", "auto", [], {}, {"type": "text"}, ["text"])
 
 
+def _few(value: typing.Any) -> typing.Any:
+    """Maps, unlike lists, are checked whole before they are counted."""
+    if isinstance(value, dict) and len(value) > _MOST_BIASES:
+        raise PydanticCustomError("too_long", "Map should have at most {most} items", {"most": _MOST_BIASES})
+    return value
+
+
+_MOST_BIASES = 1024
+_Bias = typing.Annotated[
+    dict[
+        typing.Annotated[str, Field(pattern=r"^[0-9]{1,10}$")],
+        typing.Annotated[float, Field(ge=-100, le=100)],
+    ],
+    Field(max_length=_MOST_BIASES),
+    BeforeValidator(_few),
+]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", protected_namespaces=())
 
@@ -68,20 +88,13 @@ class Sampling(_Body):
     frequency_penalty: typing.Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: typing.Annotated[float, Field(gt=0, le=1e6)] | None = None
     seed: typing.Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Stop | typing.Annotated[list[Stop], Field(max_length=32)] | None = None
-    stop_token_ids: typing.Annotated[list[Id], Field(max_length=64)] | None = None
-    bad_words: typing.Annotated[list[Stop], Field(max_length=32)] | None = None
-    allowed_token_ids: typing.Annotated[list[Id], Field(min_length=1, max_length=1024)] | None = None
-    logit_bias: (
-        typing.Annotated[
-            dict[
-                typing.Annotated[str, Field(pattern=r"^[0-9]{1,10}$")],
-                typing.Annotated[float, Field(ge=-100, le=100)],
-            ],
-            Field(max_length=1024),
-        ]
-        | None
+    stop: Stop | typing.Annotated[list[Stop], Field(max_length=32, fail_fast=True)] | None = None
+    stop_token_ids: typing.Annotated[list[Id], Field(max_length=64, fail_fast=True)] | None = None
+    bad_words: typing.Annotated[list[Stop], Field(max_length=32, fail_fast=True)] | None = None
+    allowed_token_ids: (
+        typing.Annotated[list[Id], Field(min_length=1, max_length=1024, fail_fast=True)] | None
     ) = None
+    logit_bias: _Bias | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -91,10 +104,23 @@ class Sampling(_Body):
     priority: typing.Annotated[int, Field(ge=0, le=100)] | None = None
 
 
+_SOME_TEXT = {"type": "string", "minLength": 1}
+_SOME_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
+_PROMPT = {
+    "anyOf": [
+        _SOME_TEXT,
+        {"type": "array", "minItems": 1, "items": _SOME_TEXT},
+        _SOME_IDS,
+        {"type": "array", "minItems": 1, "items": _SOME_IDS},
+    ],
+    "description": "texts or token ids, one or several",
+}
+
+
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: typing.Any
+    prompt: typing.Annotated[typing.Any, WithJsonSchema(_PROMPT)]  # checked by `prompts`
     echo: bool | None = None
     logprobs: typing.Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -110,7 +136,7 @@ class Message(_Body):
     """One turn of a chat."""
 
     role: typing.Annotated[str, Field(min_length=1, max_length=64)]
-    content: Text | typing.Annotated[list[Part], Field(max_length=256)]
+    content: Text | typing.Annotated[list[Part], Field(max_length=256, fail_fast=True)]
 
     def as_dict(self) -> dict[str, str]:
         """What a chat template reads."""
@@ -119,7 +145,7 @@ class Message(_Body):
         return {"role": self.role, "content": text}
 
 
-Messages = typing.Annotated[list[Message], Field(min_length=1, max_length=1024)]
+Messages = typing.Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 class ChatRequest(Sampling):
@@ -132,7 +158,7 @@ class ChatRequest(Sampling):
 
 
 class TokenizeRequest(_Body):
-    """POST /tokenize."""
+    """POST /tokenize: either a prompt or messages."""
 
     model: typing.Annotated[str, Field(max_length=512)] | None = None
     prompt: Text | None = None
@@ -150,14 +176,14 @@ class DetokenizeRequest(_Body):
 
 Body = typing.TypeVar("Body", bound=_Body)
 
+_STRICT = ConfigDict(strict=True)
+_Texts = typing.Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+_Lists = typing.Annotated[
+    list[typing.Annotated[Ids, Field(min_length=1)]], Field(min_length=1, fail_fast=True)
+]
 _PROMPTS: dict[type, pydantic.TypeAdapter] = {
-    str: pydantic.TypeAdapter(
-        typing.Annotated[list[Text], Field(min_length=1)], config=ConfigDict(strict=True)
-    ),
-    list: pydantic.TypeAdapter(
-        typing.Annotated[list[typing.Annotated[list[Id], Field(min_length=1)]], Field(min_length=1)],
-        config=ConfigDict(strict=True),
-    ),
+    str: pydantic.TypeAdapter(_Texts, config=_STRICT),
+    list: pydantic.TypeAdapter(_Lists, config=_STRICT),
 }
 
 
@@ -172,9 +198,16 @@ def parse(model: type[Body], raw: bytes) -> Body:
     except pydantic.ValidationError as error:
         raise _bad(error) from None
     for name, value in (body.model_extra or {}).items():
-        if name in _REFUSED and value not in _NOTHING:
+        if name in _REFUSED and _asks(name, value):
             raise ApiError(400, f"{name}: {_REFUSED[name]}", name, "unsupported_parameter")
     return body
+
+
+def _asks(name: str, value: typing.Any) -> bool:
+    """Whether a value asks for anything; 0 is a number, not the False that equals it."""
+    if name == "best_of" and type(value) is int:
+        return value != 1
+    return not any(type(value) is type(nothing) and value == nothing for nothing in _NOTHING)
 
 
 def unknown_fields(body: BaseModel) -> list[str]:

@@ -8,7 +8,6 @@ from swiftkv_jax.engine.http.metrics import Metrics
 from swiftkv_jax.engine.http.service import Service
 from swiftkv_jax.engine.http.settings import HttpSettings
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.errors import UsageError
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -55,13 +54,7 @@ class Models:
     """
 
     def __init__(self, llms: dict[str, LLM], settings: HttpSettings):
-        """`settings.model_name` is the first of `llms`.
-
-        Raises:
-          UsageError: it is not.
-        """
-        if next(iter(llms), None) != settings.model_name:
-            raise UsageError(f"the first model must be {settings.model_name!r}, not one of {list(llms)}")
+        """`settings.model_name` is one of `llms`."""
         self.by_name = {
             name: Model.of(llm, dataclasses.replace(settings, model_name=name)) for name, llm in llms.items()
         }
@@ -75,8 +68,9 @@ class Models:
 
     def stop(self) -> None:
         """End them; what still runs is dropped."""
-        for service in self._services:
-            service.stop()
+        for model in self.by_name.values():
+            model.service.stop()
+            model.metrics.close()
 
     @property
     def ready(self) -> bool:
@@ -101,7 +95,7 @@ class Models:
     @property
     def tickets(self) -> int:
         """Calls that are being answered."""
-        return sum(service.tickets for service in self._services)
+        return sum(service.admission.tickets for service in self._services)
 
     @property
     def progress(self) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -124,9 +125,11 @@ async def serve(api: Api, listener: socket.socket, say: Callable[[str], None]) -
     running = asyncio.create_task(server.serve([listener]))
     watching = asyncio.create_task(_progress(api, say))
     try:
-        while not (stop.is_set() or running.done() or api.models.dead):
+        looks = 0  # two in a row: a process that was paused as a whole is not dead when it wakes
+        while not (stop.is_set() or running.done() or looks == 2):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _LOOK_S)
+            looks = looks + 1 if api.models.dead else 0
         if stop.is_set() and not api.models.dead:
             say(f"stopping: {api.models.tickets} requests may finish within {api.settings.shutdown_s:g} s")
             draining = asyncio.create_task(api.models.drain())
@@ -181,6 +184,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(api: Api, listener: socket.socket, say: Callable[[str], None]) -> int:
-    """Serve on a bound socket until told to stop; the exit code."""
+    """Serve on a bound socket until told to stop; the exit code. When the engine was given up, no return."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
-    return asyncio.run(serve(api, listener, say))
+    code = asyncio.run(serve(api, listener, say))
+    if code:  # a thread that is stuck in the device would keep the process from ending
+        logging.shutdown()
+        os._exit(code)
+    return code

@@ -7,7 +7,6 @@ loop. The loop never waits for the engine, and the engine never waits for the lo
 import asyncio
 import dataclasses
 import logging
-import math
 import queue
 import threading
 import time
@@ -19,13 +18,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from swiftkv_jax.engine import score
 from swiftkv_jax.engine.engine import Engine, Group, Overloaded
+from swiftkv_jax.engine.http.admission import Admission, Load, Ticket
 from swiftkv_jax.engine.http.errors import ApiError
 from swiftkv_jax.engine.http.settings import HttpSettings
-from swiftkv_jax.engine.http.streams import Delta, Stream, Ticket, ends, news
+from swiftkv_jax.engine.http.streams import Delta, Stream, ends, news
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import Logprob, Request
-from swiftkv_jax.engine.scheduler import power_of_two
 from swiftkv_jax.errors import UsageError
 
 log = logging.getLogger("swiftkv_jax.http")
@@ -33,19 +33,6 @@ _IDLE_S = 0.2  # how long an idle engine thread sleeps between heartbeats
 _RESTARTS, _WITHIN_S = 5, 60.0  # more restarts than this in so long, and the engine is given up
 _ANSWER = typing.TypeVar("_ANSWER")
 _ACCEPTED = "accepted"
-_SHORTEST_SCORE = 64  # tokens: the smallest program of `LLM.score`
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """What the engine holds: sequences and their known tokens; pages in use of all."""
-
-    waiting: int = 0
-    waiting_tokens: int = 0
-    running: int = 0
-    pages_used: int = 0
-    pages: int = 1
-    tokens_per_s: float = 0.0
 
 
 class Observer:
@@ -66,21 +53,19 @@ class Service:
 
     Attributes:
       llm: its engine belongs to this service alone. draining: nothing new is taken.
+      admission: who may come in. progress: programs compiled while warming up, of how many.
     """
 
     def __init__(self, llm: LLM, settings: HttpSettings, observer: Observer):
         self.llm, self.settings, self.observer = llm, settings, observer
         self.draining = False
-        self.load = Load(pages=max(1, llm.settings.num_pages or 1))
-        self.progress = (0, 0)  # programs compiled while warming up, of how many
+        self.admission = Admission(llm.settings, settings, observer.refused)
+        self.progress = (0, 0)
         self._ready = self._stopping = self._dead = False
         self._beat = time.monotonic()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # by request id; the engine's thread only
         self._restarts: list[float] = []
-        self._tickets: set[Ticket] = set()
-        self._per_tenant: Counter[str] = Counter()
-        self._lock = threading.Lock()  # of what both threads write: `load` and `Ticket.waiting`
         self._encoder = ThreadPoolExecutor(1, "encode")
         self._scorer = ThreadPoolExecutor(1, "score")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -89,7 +74,7 @@ class Service:
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread; what still runs is dropped."""
+        """End the threads; what still runs is dropped."""
         self._stopping = True
         self._calls.put(lambda: None)
         self._encoder.shutdown(wait=False, cancel_futures=True)
@@ -105,62 +90,42 @@ class Service:
 
     @property
     def dead(self) -> bool:
-        """Whether the engine was given up: only a new process helps."""
-        return self._dead
+        """Whether the engine was given up, or is silent as if for ever: only a new process helps."""
+        settings = self.settings
+        compiled = self._ready and settings.warm_up
+        limit = settings.give_up_s if compiled else settings.warm_up_heartbeat_s
+        return self._dead or time.monotonic() - self._beat > limit
 
     @property
     def ready(self) -> bool:
         return self._ready and self.healthy and not self.draining
 
-    @property
-    def tickets(self) -> int:
-        """Calls that are being answered."""
-        return len(self._tickets)
-
     def admit(self, tenant: str, sequences: int, tokens: int) -> Ticket:
-        """Room for a call's sequences, with about `tokens` tokens to read; refused before any work is done.
+        """`Admission.admit`, while the server is open.
 
         Raises:
-          ApiError: 503 while starting, draining or full; 429 above the key's share; 400 if it can never fit.
+          ApiError: 503 while starting or draining; or as there.
         """
-        limits, engine = self.settings, self.llm.settings
-        if self.draining:
-            raise self._refuse("draining", ApiError(503, "the server is shutting down", retry_after=5))
+        self._check_not_draining()
         if not self._ready or not self.healthy:
-            raise self._refuse("starting", ApiError(503, "the server is not ready", retry_after=5))
-        most, cap = engine.max_queued_requests, limits.max_requests_per_key
-        if sequences > min(limits.max_sequences, most or limits.max_sequences):
-            raise ApiError(400, f"n times prompts is {sequences}; at most {limits.max_sequences}", "n")
-        if cap is not None and self._per_tenant[tenant] >= cap:
-            message = f"this key has {cap} requests here already; wait for one to end"
-            raise self._refuse("key", ApiError(429, message, retry_after=1))
-        with self._lock:
-            coming = [ticket for ticket in self._tickets if ticket.waiting]
-            waiting = self.load.waiting + sum(ticket.sequences for ticket in coming)
-            known = self.load.waiting_tokens + sum(ticket.tokens for ticket in coming)
-        if most is not None and waiting + sequences > most:
-            raise self._refuse("queue", self._full(f"{waiting} requests are waiting"))
-        if engine.max_queued_tokens is not None and waiting and known + tokens > engine.max_queued_tokens:
-            raise self._refuse("queue", self._full(f"{known} tokens are waiting"))
-        ticket = Ticket(self, tenant, sequences, tokens)
-        self._tickets.add(ticket)
-        self._per_tenant[tenant] += 1
-        return ticket
+            error = ApiError(503, "the server is not ready", retry_after=5)
+            raise self.admission.refuse("starting", error)
+        return self.admission.admit(tenant, sequences, tokens)
 
-    def release(self, ticket: Ticket) -> None:
-        self._tickets.discard(ticket)
-        self._per_tenant[ticket.tenant] -= 1
-        if not self._per_tenant[ticket.tenant]:
-            del self._per_tenant[ticket.tenant]
+    async def consult(self, tenant: str, work: Callable[[], _ANSWER]) -> _ANSWER:
+        """Run `work`, which wants the tokenizer and nothing else.
 
-    def _refuse(self, reason: str, error: ApiError) -> ApiError:
-        self.observer.refused(reason)
-        return error
+        Raises:
+          ApiError: 503 while draining; or as `Admission.admit_reader`.
+        """
+        self._check_not_draining()
+        with self.admission.admit_reader(tenant):
+            return await self.encode(work)
 
-    def _full(self, why: str) -> ApiError:
-        rate = self.load.tokens_per_s
-        seconds = math.ceil(self.load.waiting_tokens / rate) if rate else 1
-        return ApiError(503, f"the server is busy: {why}", retry_after=min(60, max(1, seconds)))
+    def _check_not_draining(self) -> None:
+        if self.draining:
+            error = ApiError(503, "the server is shutting down", retry_after=5)
+            raise self.admission.refuse("draining", error)
 
     async def encode(self, work: Callable[[], _ANSWER]) -> _ANSWER:
         """Run `work` on the one thread that uses the tokenizer and numbers requests."""
@@ -187,7 +152,7 @@ class Service:
         self.draining = True
         for seconds in (self.settings.shutdown_s, 5.0):
             deadline = time.monotonic() + seconds
-            while self._tickets and time.monotonic() < deadline:
+            while self.admission.tickets and time.monotonic() < deadline:
                 await asyncio.sleep(0.02)
             self._calls.put(self._abort_all)
 
@@ -204,41 +169,46 @@ class Service:
             self._dead = True
             self._fail_all()
         while not self._stopping:  # the engine is gone, but callers still wait for an answer
-            self._calls.get()()
+            try:
+                self._calls.get()()
+            except Exception:
+                log.error("what was left of the engine failed\n%s", traceback.format_exc())
 
     def _warm_up(self) -> None:
         longest = min(self.settings.max_scored_tokens, self.llm.settings.max_model_len)
-        sizes = [_SHORTEST_SCORE]
-        while sizes[-1] < power_of_two(longest):
-            sizes.append(2 * sizes[-1])
+        lengths = score.lengths(longest)
 
         def say(done: int, total: int) -> None:
             self._beat = time.monotonic()
-            self.progress = (done, total + len(sizes))
+            self.progress = (done, total + len(lengths))
 
         done = self.llm.engine.warm_up(say)
-        for number, size in enumerate(sizes):
+        for number, length in enumerate(lengths):
             say(done + number, done)
-            self.llm.score([0] * min(size, longest))
-        say(done + len(sizes), done)
+            self.llm.score([0] * length)
+        say(done + len(lengths), done)
 
     def _turn(self) -> None:
         self._beat = time.monotonic()
         engine = self.llm.engine
         try:
-            call = self._calls.get(timeout=0 if engine.busy else _IDLE_S)
+            self._take_calls(0.0 if engine.busy else _IDLE_S)
+            if engine.busy:
+                self._post(engine.step())
+                self._refuse_late()
+        except Exception as error:
+            self._recover(error)
+        self._measure()
+
+    def _take_calls(self, seconds: float) -> None:
+        """Whatever the event loop wants; the first of it is waited for."""
+        try:
+            call = self._calls.get(timeout=seconds)
             while True:
                 call()
                 call = self._calls.get_nowait()
         except queue.Empty:
-            pass
-        if engine.busy:
-            try:
-                self._post(engine.step())
-            except Exception as error:
-                self._recover(error)
-            self._refuse_late()
-        self._measure()
+            return
 
     def _refuse_late(self) -> None:
         """Who has waited for too long, with nothing begun, is told to come back."""
@@ -252,9 +222,9 @@ class Service:
         for stream, count in streams.items():
             if count == stream.sequences:
                 self._abort(stream)
-                self.observer.refused("queue")
-                seconds = f"{self.settings.queue_timeout_s:g}"
-                self._tell(stream.loop, [(stream, self._full(f"no place came free in {seconds} seconds"))])
+                why = f"no place came free in {self.settings.queue_timeout_s:g} seconds"
+                error = self.admission.refuse("queue", self.admission.full(why))
+                self._tell(stream.loop, [(stream, error)])
 
     def _recover(self, error: Exception) -> None:
         """Something outside every request's own boundary failed: what ran fails, what waits goes on."""
@@ -266,28 +236,21 @@ class Service:
         self.llm.engine.restart(error)
 
     def _add(self, stream: Stream) -> None:
-        engine, added = self.llm.engine, []
         answer: str | ApiError = _ACCEPTED
         try:
             if self._dead:
                 raise RuntimeError("the engine has stopped")
-            for request in stream.requests:
-                engine.add(request)
-                added.append(request)
-                self._streams[request.request_id] = stream
+            self.llm.engine.add(*stream.requests)
+            self._streams |= dict.fromkeys(stream.numbers, stream)
         except Overloaded as error:
-            self.observer.refused("queue")
-            answer = self._full(str(error))
+            answer = self.admission.refuse("queue", self.admission.full(str(error)))
         except UsageError as error:
             answer = ApiError(400, str(error), "prompt", "context_length_exceeded")
         except Exception:
             log.error("a request was not admitted\n%s", traceback.format_exc())
             answer = ApiError(500, "the engine could not take this request")
-        if answer is not _ACCEPTED:
-            for request in added:
-                self._forget(request.request_id)
-        self._measure(stream.ticket)
         self._tell(stream.loop, [(stream, answer)])
+        self._measure(stream.ticket)
 
     def _abort(self, stream: Stream) -> None:
         for request_id in stream.numbers:
@@ -352,12 +315,9 @@ class Service:
             waiting=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting.tokens,
             running=len(scheduler.running),
-            pages_used=scheduler.pages.total - scheduler.pages.available,
+            pages_used=scheduler.pages.used,
             pages=scheduler.pages.total,
             tokens_per_s=stats.prompt_tokens / stats.prompt_seconds if stats.prompt_seconds else 0.0,
         )
-        with self._lock:
-            self.load = load
-            if taken:
-                taken.waiting = False
+        self.admission.publish(load, taken)
         self.observer.stepped(engine, load)

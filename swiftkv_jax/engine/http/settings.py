@@ -15,7 +15,9 @@ class HttpSettings:
       max_connections: open at once. max_requests_per_key: running or waiting; None: no cap.
       write_timeout_s: a client that does not read its answer for so long is cut off.
       queue_timeout_s: a request that has not got a place by then is refused.
-      heartbeat_s: an engine silent for longer is unhealthy; while warming up, `warm_up_heartbeat_s`.
+      heartbeat_s: an engine silent for longer is unhealthy; one silent for longer than `give_up_s` ends the
+        process. While it may be compiling, warming up or without having warmed up, either takes
+        `warm_up_heartbeat_s`.
       shutdown_s: what running requests get when the server is told to stop.
       max_prompts, max_n, max_sequences: of one request; sequences are prompts times n.
       max_scored_tokens: longest prompt whose own log probabilities may be asked for.
@@ -37,6 +39,7 @@ class HttpSettings:
     write_timeout_s: float = 30.0
     queue_timeout_s: float = 120.0
     heartbeat_s: float = 10.0
+    give_up_s: float = 300.0
     warm_up_heartbeat_s: float = 1800.0
     shutdown_s: float = 30.0
     max_prompts: int = 128

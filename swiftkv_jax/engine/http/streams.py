@@ -1,10 +1,11 @@
-"""A call's hold on the server: its right to sequences, and its completions as they grow."""
+"""A call's completions as they grow, and how they get from the engine's thread to the event loop."""
 
 import asyncio
 import typing
 from collections.abc import AsyncIterator
 
 from swiftkv_jax.engine.engine import Group
+from swiftkv_jax.engine.http.admission import Ticket
 from swiftkv_jax.engine.request import CompletionOutput, Request
 
 Delta = tuple[int, CompletionOutput]  # prompt number, what is new of one of its completions
@@ -12,31 +13,11 @@ Delta = tuple[int, CompletionOutput]  # prompt number, what is new of one of its
 
 @typing.runtime_checkable
 class Owner(typing.Protocol):
-    """What calls need of the service."""
-
-    def release(self, ticket: "Ticket") -> None: ...
+    """What streams need of the service."""
 
     def enter(self, stream: "Stream") -> None: ...
 
     def leave(self, stream: "Stream") -> None: ...
-
-
-class Ticket:
-    """The right to have `sequences` sequences in the server; given back when its `with` block ends.
-
-    Attributes:
-      waiting: whether the engine has not yet taken them over into its own queue.
-    """
-
-    def __init__(self, service: Owner, tenant: str, sequences: int, tokens: int):
-        self._service, self.tenant = service, tenant
-        self.sequences, self.tokens, self.waiting = sequences, tokens, True
-
-    def __enter__(self) -> "Ticket":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._service.release(self)
 
 
 class Stream:

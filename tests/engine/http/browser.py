@@ -34,15 +34,22 @@ class Browser:
         options = {"binary": CHROMIUM, "args": [*_FLAGS, f"--user-data-dir={folder}"]}
         logs = {"browser": "ALL", "performance": "ALL"}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": logs}
+        try:
+            self._session = f"/session/{self._begin(wanted)['sessionId']}"
+        except BaseException:
+            self._end()
+            raise
+
+    def _begin(self, wanted: dict) -> dict:
         deadline = time.monotonic() + 60
         while True:
             try:
-                answer = self._http.post("/session", json={"capabilities": {"alwaysMatch": wanted}})
-                break
+                return self._value(
+                    self._http.post("/session", json={"capabilities": {"alwaysMatch": wanted}})
+                )
             except httpx.ConnectError:
                 assert time.monotonic() < deadline, "chromedriver does not come up"
                 time.sleep(0.05)
-        self._session = f"/session/{self._value(answer)['sessionId']}"
 
     def __enter__(self) -> "Browser":
         return self
@@ -51,9 +58,12 @@ class Browser:
         try:
             self._http.delete(self._session)
         finally:
-            self._http.close()
-            self._driver.terminate()
-            self._driver.wait()
+            self._end()
+
+    def _end(self) -> None:
+        self._http.close()
+        self._driver.terminate()
+        self._driver.wait()
 
     @staticmethod
     def _value(answer: httpx.Response):

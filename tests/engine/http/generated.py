@@ -4,8 +4,8 @@ import json
 import random
 
 ROUTES = (
-    "/v1/completions /v1/chat/completions /v1/models /v1/models/tiny /tokenize /detokenize /tokenizer_info "
-    "/health /ready /metrics / /nowhere"
+    "/v1/completions /v1/chat/completions /tokenize /detokenize /v1/models /v1/models/tiny /tokenizer_info "
+    "/openapi.json /health /ready /metrics / /page.css /page.js /nowhere"
 ).split()
 _VALUES = (
     None, True, False, 0, 1, -1, 2, 3.5, -0.0, 1e-45, 1e308, 2**31, 2**63, -(2**63) - 1, 10**40, "", "x",
@@ -22,7 +22,7 @@ _FIELDS = (
 _GOOD = {
     "n": (1, 2), "temperature": (0, 0.7, 2), "top_p": (0.1, 1), "top_k": (-1, 0, 3), "min_p": (0.0, 0.2),
     "presence_penalty": (-2, 1.5), "frequency_penalty": (0, 2), "repetition_penalty": (0.5, 1.3),
-    "seed": (0, -1, 5), "stop": ("e", ["a", "bc"], None), "stop_token_ids": ([], [65]),
+    "seed": (0, -1, 5), "stop": ("e", ["a", "bc"], None), "stop_token_ids": ([], [65], [*range(60, 100)]),
     "bad_words": ([], ["ab"]), "allowed_token_ids": ([65, 66],), "logit_bias": ({"65": 5}, {}),
     "ignore_eos": (True, False), "stream": (True, False), "cache_salt": ("s1", "s2"), "min_tokens": (0, 2),
     "echo": (True, False), "priority": (0, 3), "stream_options": ({"include_usage": True},),
@@ -52,7 +52,7 @@ def request(random: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
         )
     if random.random() < 0.05:
         headers["x-request-id"] = random.choice(("1", "a" * 400, '"}{'))
-    method = "GET" if "models" in route or route in ROUTES[6:] else "POST"
+    method = "POST" if route in ROUTES[:4] else "GET"
     if random.random() < 0.05:
         method = random.choice(("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "ODD"))
     return method, route, raw, headers

@@ -4,9 +4,12 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import sys
 import threading
 import time
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -21,6 +24,7 @@ from swiftkv_jax.engine.http.settings import HttpSettings
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.plan import KVPlan
 
+_T = typing.TypeVar("_T")
 NAME = "tiny"
 SIZES = {
     "max_num_seqs": 4,
@@ -66,17 +70,28 @@ class Running:
 
     def _run(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
-            asyncio.run(self._server._serve([self._listener]))
+            asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        await self._server._serve([self._listener])
 
     def __enter__(self) -> "Running":
         self._thread.start()
-        wait_for(lambda: self._server.started and self.api.models.ready, 1500)
+        try:
+            wait_for(lambda: self._server.started and self.api.models.ready, 1500)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_) -> None:
         self.http.close()
         self._server.should_exit = self._server.force_exit = True
-        self._thread.join(20)
+        self._thread.join(30)
+        engines = [model.service._thread for model in self.api.models.by_name.values()]
+        left = [thread for thread in (self._thread, *engines) if thread.is_alive()]
+        assert not left, f"outlive their server: {left}"
 
     @property
     def engine(self):
@@ -101,6 +116,71 @@ class Running:
             assert answer.status_code == 200, answer.read()
             lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+class Canary(threading.Thread):
+    """Streams one greedy answer again and again; `texts` is what came."""
+
+    def __init__(self, server: Running):
+        super().__init__(daemon=True)
+        self.server, self.texts, self.stop = server, [], threading.Event()
+
+    def run(self) -> None:
+        body = {"prompt": "canary", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "stream": True}
+        with httpx.Client(base_url=self.server.url, timeout=60, trust_env=False) as client:
+            while not self.stop.is_set():
+                with client.stream("POST", "/v1/completions", json=body) as answer:
+                    lines = [json.loads(x[6:]) for x in answer.iter_lines() if x.startswith("data: {")]
+                self.texts.append("".join(line["choices"][0]["text"] for line in lines))
+
+
+def held(server: Running) -> dict[str, int]:
+    """What a server could forget to give back, with that of all else in this process."""
+    pools = ("encode", "score", "asyncio")  # they grow to a bound, and stay
+    threads = [thread for thread in threading.enumerate() if not thread.name.startswith(pools)]
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "tasks": len(asyncio.all_tasks(server.loop)),
+        "threads": len(threads),
+        "streams": len(server.api.service._streams),
+        "groups": len(server.engine._groups),
+        "programs": server.api.metrics.compilations,
+    }
+
+
+@contextlib.contextmanager
+def gives_all_back(server: Running) -> Iterator[None]:
+    """After the block the idle server holds nothing that it did not before, and has compiled nothing."""
+    wait_for(server.idle)
+    before = held(server)
+    yield
+    wait_for(server.idle)
+    before["descriptors"] += 8  # connections that a client keeps for later
+    left: dict = {}
+
+    def back() -> bool:
+        left.update({name: (before[name], now) for name, now in held(server).items()})
+        return all(now <= most for most, now in left.values())
+
+    with contextlib.suppress(AssertionError):
+        wait_for(back)
+    assert back(), left
+
+
+def unharmed(server: Running, harm: Callable[[], _T]) -> _T:
+    """What `harm` returns; the server gives all back, and a canary has sung its one song all along."""
+    want = server.complete("canary", max_tokens=40, ignore_eos=True)["choices"][0]["text"]
+    with gives_all_back(server):
+        canary = Canary(server)
+        canary.start()
+        try:
+            found = harm()
+            wait_for(lambda: len(canary.texts) > 3, 60)
+        finally:
+            canary.stop.set()
+            canary.join(60)
+        assert not canary.is_alive() and set(canary.texts) == {want}
+    return found
 
 
 def wait_for(condition, seconds: float = 20) -> None:

@@ -37,7 +37,10 @@ BAD = {  # what is sent to /v1/completions beside a good prompt: (raw JSON of a 
     "odd salt": ('"cache_salt": "a b"', "cache_salt"),
     "empty salt": ('"cache_salt": ""', "cache_salt"),
     "best_of": ('"best_of": 4', "best_of"),
+    "best_of 0": ('"best_of": 0', "best_of"),
     "suffix": ('"suffix": "x"', "suffix"),
+    "0 of a prompt's logprobs": ('"prompt_logprobs": 0', "prompt_logprobs"),
+    "beams": ('"use_beam_search": true', "use_beam_search"),
     "a grammar": ('"guided_regex": "(a+)+$"', "guided_regex"),
     "a format": ('"response_format": {"type": "json_object"}', "response_format"),
     "embeddings": ('"prompt_embeds": "AAAA"', "prompt_embeds"),
@@ -158,6 +161,8 @@ def test_asking_for_nothing_is_fine(served):
     }
     nothing |= {"user": "someone", "store": False, "a_field_of_tomorrow": {"deep": [1]}, "max_tokens": 2}
     assert served.http.post("/v1/chat/completions", json=CHAT | nothing).status_code == 200
+    nothing = {"best_of": 1, "suffix": "", "prompt_logprobs": None, "use_beam_search": False, "max_tokens": 1}
+    assert served.http.post("/v1/completions", json={"prompt": "x"} | nothing).status_code == 200
 
 
 def test_the_last_of_equal_keys_counts(served):

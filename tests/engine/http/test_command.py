@@ -33,7 +33,10 @@ SMALL += ["--shutdown-timeout", "300"]
         (["--http", ":0", "--input", "x"], "--input belong to a batch, not to --http"),
         (["--http", ":0", "--api-key", ""], "--api-key must be printable ASCII text, not empty"),
         (["--http", ":0", "--api-key-file", "/nowhere"], "cannot read --api-key-file"),
-        (["--http", ":0", "--shutdown-timeout", "-1"], "must be above 0"),
+        (["--http", ":0", "--shutdown-timeout", "-1"], "--shutdown-timeout must be a number above 0"),
+        (["--http", ":0", "--queue-timeout", "nan"], "--queue-timeout must be a number above 0, not nan"),
+        (["--http", ":0", "--max-queued-requests", "0"], "--max-queued-requests must be a number above 0"),
+        (["--http", ":0", "--metrics-prefix", "a-b"], "--metrics-prefix must be letters"),
         (["--http", ":0", "--temperature", "9"], "temperature"),
         (["--htpp"], "did you mean '--http'?"),
     ],
@@ -105,6 +108,27 @@ def test_sigterm_under_load_loses_no_request():
             chat = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
             assert chat.status_code == 400 and str(ROOT) not in chat.text
             check_sigterm(process, client)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_second_signal_ends_it_at_once():
+    """The first one gives what runs 300 seconds here."""
+    process, url = start()
+    try:
+        headers = {"authorization": "Bearer from-the-environment"}
+        body = {"prompt": "The function", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        client = httpx.Client(base_url=url, timeout=300, trust_env=False, headers=headers)
+        with client, client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            wait_for(lambda: client.get("/ready").status_code == 503, 60)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+            with pytest.raises(httpx.TransportError):
+                list(lines)
     finally:
         process.kill()
         process.wait()

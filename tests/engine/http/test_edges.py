@@ -15,10 +15,12 @@ import httpx
 import pytest
 import tiny_engine as tiny
 from http_server import SIZES, Running, error_of, make_llm, wait_for
+from patience import no_longer_than
 from tokenizers_made import CHATML, END, make_tokenizer
 from transformers import AutoTokenizer
 
-from swiftkv_jax.engine.http import service
+from swiftkv_jax.engine.http import generate, schema, service
+from swiftkv_jax.engine.http.errors import ApiError
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.tokenizer import load_tokenizer
@@ -50,6 +52,31 @@ def test_a_client_that_does_not_read_is_cut_off():
                 raise ConnectionResetError  # an end is as good as a reset, if it came too early
             assert got < size, "all was sent, though nobody read"
         assert server.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_a_million_bad_items_cost_no_more_than_one():
+    """Reading them holds everybody up: a list ends at its first fault, a map is counted before it is read."""
+    ids, keys = b"[" + b"-1," * 600_000 + b"-1]", ",".join(f'"a{i}": "x"' for i in range(120_000)).encode()
+    bodies = {
+        "prompt": b'{"prompt": %s}' % ids,
+        "prompt.0": b'{"prompt": [%s]}' % ids,
+        "logit_bias": b'{"prompt": "x", "logit_bias": {%s}}' % keys,
+    }
+    for name, raw in bodies.items():
+        began = time.process_time()
+        with pytest.raises(ApiError) as caught:
+            schema.prompts(schema.parse(schema.CompletionRequest, raw).prompt, 128)
+        assert time.process_time() - began < 0.5, name
+        assert caught.value.param.startswith(name)
+
+
+def test_too_many_scores_for_one_answer_are_refused(served, monkeypatch):
+    monkeypatch.setattr(generate, "_MOST_ENTRIES", 100)
+    body = {"prompt": ["x" * 20] * 2, "echo": True, "logprobs": 1, "max_tokens": 0}
+    assert served.http.post("/v1/completions", json=body).status_code == 200
+    refused = served.http.post("/v1/completions", json=body | {"n": 2})
+    assert refused.status_code == 400 and error_of(refused)["param"] == "echo"
+    assert "160 log probabilities are too many" in refused.text
 
 
 def test_one_connection_too_many_is_closed_and_the_others_live():
@@ -133,7 +160,7 @@ def test_a_stuck_engine_is_unhealthy_within_ten_seconds_by_default():
             body = b'{"prompt": "x"}'
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             caller.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            wait_for(lambda: server.api.service.tickets)
+            wait_for(lambda: server.api.models.tickets)
             began = time.monotonic()
             wait_for(lambda: server.http.get("/health").status_code == 503, 20)
             assert 8 < time.monotonic() - began < 10.5
@@ -142,20 +169,24 @@ def test_a_stuck_engine_is_unhealthy_within_ten_seconds_by_default():
 
 DYING = """
 import sys
-import jax
+import time
+from functools import partial
 from pathlib import Path
 from swiftkv_jax.engine.engine import Engine
+from swiftkv_jax.engine.http import flags
 from swiftkv_jax.engine.main import main
 
-Engine.step = lambda self: 1 / 0
+Engine.step = lambda self: 1 / 0 if {dies} else time.sleep(1000)
+flags.HttpSettings = partial(flags.HttpSettings, heartbeat_s=3.0, warm_up_heartbeat_s=6.0)
 sys.exit(main(["--http", "127.0.0.1:0", "--no-warm-up", "--max-num-seqs", "2"], root=Path(sys.argv[1])))
 """
 
 
-def test_the_command_ends_with_1_when_its_engine_dies():
-    """So that a supervisor starts another; every caller was answered in the one shape."""
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "is stuck"])
+def test_the_command_ends_with_1_when_its_engine_does_no_more(dies):
+    """So that a supervisor starts another; callers are answered in the one shape, or cut off in the end."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", DYING, str(ROOT)]
+    command = [sys.executable, "-c", DYING.format(dies=dies), str(ROOT)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         said, url = process.stderr, ""
@@ -177,7 +208,7 @@ def test_the_command_ends_with_1_when_its_engine_dies():
                 codes.append(answer.status_code)
                 assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
                 assert answer.headers["x-should-retry"] == "true"
-        assert codes[0] == 500 and set(codes) <= {500, 503}
+        assert codes[:1] == [500 if dies else 503] and set(codes) <= {500, 503}
         assert process.wait(120) == 1
         reader.join(10)
         assert "error: the engine has stopped; see the log\n" in rest
@@ -231,8 +262,10 @@ def test_a_chat_can_hold_no_control_token_of_its_template(chatty):
 def test_a_template_without_end_costs_its_request_only(chatty, monkeypatch):
     server, _ = chatty
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    monkeypatch.setattr(server.api.llm.tokenizer._template, "source", endless)
-    answer = server.http.post("/v1/chat/completions", json={"messages": CHATS[0]})
+    template = server.api.llm.tokenizer._template
+    monkeypatch.setattr(template, "source", endless)
+    with no_longer_than(60.0, template):
+        answer = server.http.post("/v1/chat/completions", json={"messages": CHATS[0]})
     assert answer.status_code == 400 and "takes more than" in error_of(answer)["message"]
     assert server.http.get("/health").status_code == 200
     assert server.complete([1, 2], max_tokens=2)["usage"]["completion_tokens"] == 2

@@ -4,7 +4,8 @@ import re
 import time
 
 import pytest
-from http_server import Running, wait_for
+from http_server import Running, make_llm, wait_for
+from jax._src import monitoring
 
 NAMES = (  # vLLM's, and what SwiftKV adds; a counter's name gets _total, a histogram's among others _count
     "num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total "
@@ -82,3 +83,52 @@ def test_gaps_are_counted_while_a_stream_runs(served):
     heights = [height for _, height in samples]
     assert [labels["le"] for labels, _ in samples][-1] == "+Inf" and heights == sorted(heights)
     assert heights[-1] == gaps(served)[0]
+
+
+def test_counters_count_what_was_asked_and_answered(served):
+    """A prompt of 20 tokens in pages of 8, twice: the second completion finds two pages of the first."""
+    names = (
+        "prompt_tokens_total generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total "
+        "request_prompt_tokens_sum request_generation_tokens_sum request_params_n_sum request_params_n_count "
+        "request_params_max_tokens_sum time_to_first_token_seconds_count e2e_request_latency_seconds_count "
+        "corrupted_requests_total"
+    ).split()
+
+    def now() -> dict[str, float]:
+        found = {name: value(served, name) for name in names}
+        ended = {labels["finished_reason"]: count for labels, count in read(served)["request_success_total"]}
+        return found | ended
+
+    before = now()
+    served.complete("counted once, twice.", max_tokens=5, n=2, ignore_eos=True, cache_salt="counters")
+    want = (24, 10, 40, 16, 20, 10, 2, 1, 5, 2, 2, 0)
+    want = dict(zip(names, want, strict=True)) | {"length": 2, "stop": 0, "abort": 0, "error": 0}
+    wait_for(lambda: {name: count - before[name] for name, count in now().items()} == want)
+
+
+def test_a_failed_request_is_counted_as_such(served):
+    def probe(point, request_id):
+        if point == "sample":
+            raise RuntimeError("injected")
+
+    before = value(served, "corrupted_requests_total")
+    served.engine.probe = probe
+    try:
+        assert served.http.post("/v1/completions", json={"prompt": "x"}).status_code == 500
+    finally:
+        served.engine.probe = lambda point, request_id: None
+    wait_for(lambda: value(served, "corrupted_requests_total") == before + 1)
+
+
+def test_names_may_begin_as_vllms_do():
+    with Running(make_llm(), warm_up=False, metrics_prefix="vllm:") as server:
+        text = server.http.get("/metrics").text
+    assert "vllm:num_requests_running{" in text and "vllm:cache_config_info{" in text
+    assert "swiftkv_" not in text
+
+
+def test_a_stopped_server_listens_to_jax_no_longer():
+    with Running(make_llm(), warm_up=False) as server:
+        heard = server.api.metrics._heard
+        assert heard in monitoring.get_event_duration_listeners()
+    assert heard not in monitoring.get_event_duration_listeners()
