@@ -1,6 +1,6 @@
 """What `make test` compiles for chips that are not here, where their compilers are: a case of each kernel.
 
-`make test` installs libtpu and the CUDA plugin where they can be had, and `make test-aot` compiles every case.
+It installs libtpu and the CUDA plugin where they can be had; `make test-aot` compiles every case.
 """
 
 import importlib.util
