@@ -22,7 +22,7 @@ config = Experiment(
     data=DataConfig(sources=corpus, split="train", seq_len=256, batch_size=8, long_documents="fill"),
     evaluation=DataConfig(sources=corpus, split="held_out", seq_len=256, batch_size=8, long_documents="fill"),
     evaluation_batches=0,
-    loss=LossConfig(chunk_mib=4),  # a chunk of logits stays in a CPU's caches
+    loss=LossConfig(chunk_mib=4.0),  # a chunk of logits stays in a CPU's caches
     optimizer=OptimizerConfig(
         learning_rate=5e-3, warmup=0.05, beta2=0.98, weight_decay=0.0, schedule="linear"
     ),
