@@ -94,7 +94,7 @@ def _singles(q, pools, table, position, row, scale, window):
     )
     share = jnp.exp(top - top.max(1, keepdims=True))
     total = jnp.maximum((share * total).sum(1), 1e-30)
-    mixed = (share[..., None] * mixed).sum(1) / total[..., None]
+    mixed = jnp.einsum("bpgr,bpgre->bgre", share, mixed) / total[..., None]
     return _gather(mixed, 1, heads).reshape(blocks, 1, -1, v.shape[-1] // heads).astype(dtype)
 
 
@@ -152,9 +152,13 @@ def _mix(weights, values) -> jax.Array:
 
 
 def _scores(q, k):
-    """q k^T; few queries are multiplied from the right, so that the keys are read in the order they lie."""
+    """q k^T in float32, [b, r, s]; few queries go one by one, as matrix times vector: the matrix is not packed."""
     if q.shape[1] <= _FEW_ROWS:
-        return jnp.moveaxis(jnp.einsum("bse,bre->bsr", k, q, preferred_element_type=jnp.float32), 1, 2)
+        rows = [
+            jnp.einsum("bse,be->bs", k, q[:, r], preferred_element_type=jnp.float32)
+            for r in range(q.shape[1])
+        ]
+        return jnp.stack(rows, axis=1)
     return jnp.einsum("bre,bse->brs", q, k, preferred_element_type=jnp.float32)
 
 
