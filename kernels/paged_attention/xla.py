@@ -52,8 +52,9 @@ def _singles(q, pools, table, position, row, scale, window):
     end = jnp.cumsum(count)
     begin = end - count
     # All blocks' pages in a row: of which block, which of its pages, and the query's distance from its start.
-    pages = max(1, min(blocks * slots, _TURN_KEYS // page))
-    most = -(-blocks * slots // pages) * pages
+    turns = -(-blocks * slots // max(1, _TURN_KEYS // page))
+    pages = -(-blocks * slots // turns)
+    most = turns * pages
     at = jnp.arange(most)
     owner = jnp.minimum(jnp.searchsorted(end, at, side="right", method="compare_all"), blocks - 1)
     number = jnp.minimum(at - begin[owner] + first[owner], slots - 1)
@@ -82,7 +83,7 @@ def _singles(q, pools, table, position, row, scale, window):
     shape = (most, groups, rows)
     parts = (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1] // groups)))
     top, total, mixed = (
-        turn(0, parts) if most == pages else lax.fori_loop(0, -(-end[-1] // pages), turn, parts)
+        turn(0, parts) if turns == 1 else lax.fori_loop(0, -(-end[-1] // pages), turn, parts)
     )
     # Each block puts its pages' sums together.
     own = jnp.minimum(begin[:, None] + jnp.arange(slots), most - 1)
