@@ -153,7 +153,7 @@ def _mix(weights, values) -> jax.Array:
 
 
 def _scores(q, k):
-    """q k^T in float32, [b, r, s]; few queries go one by one, as matrix times vector, which packs no matrix."""
+    """q k^T in float32, [b, r, s]; few queries go one by one, matrix times vector, which packs no matrix."""
     if q.shape[1] <= _FEW_ROWS:
         rows = [
             jnp.einsum("bse,be->bs", k, q[:, r], preferred_element_type=jnp.float32)
