@@ -82,9 +82,7 @@ def _singles(q, pools, table, position, row, scale, window):
 
     shape = (most, groups, rows)
     parts = (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1] // groups)))
-    top, total, mixed = (
-        turn(0, parts) if turns == 1 else lax.fori_loop(0, -(-end[-1] // pages), turn, parts)
-    )
+    top, total, mixed = turn(0, parts) if turns == 1 else lax.fori_loop(0, -(-end[-1] // pages), turn, parts)
     # Each block puts its pages' sums together.
     own = jnp.minimum(begin[:, None] + jnp.arange(slots), most - 1)
     some = jnp.arange(slots) < count[:, None]
