@@ -52,8 +52,9 @@ def _singles(q, pools, table, position, row, scale, window):
     end = jnp.cumsum(count)
     begin = end - count
     # All blocks' pages in a row: of which block, which of its pages, and the query's distance from its start.
-    pages = max(1, min(blocks * slots, _TURN_KEYS // page))
-    most = -(-blocks * slots // pages) * pages
+    turns = -(-blocks * slots // max(1, _TURN_KEYS // page))
+    pages = -(-blocks * slots // turns)
+    most = turns * pages
     at = jnp.arange(most)
     owner = jnp.minimum(jnp.searchsorted(end, at, side="right", method="compare_all"), blocks - 1)
     number = jnp.minimum(at - begin[owner] + first[owner], slots - 1)
@@ -81,9 +82,7 @@ def _singles(q, pools, table, position, row, scale, window):
 
     shape = (most, groups, rows)
     parts = (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1] // groups)))
-    top, total, mixed = (
-        turn(0, parts) if most == pages else lax.fori_loop(0, -(-end[-1] // pages), turn, parts)
-    )
+    top, total, mixed = turn(0, parts) if turns == 1 else lax.fori_loop(0, -(-end[-1] // pages), turn, parts)
     # Each block puts its pages' sums together.
     own = jnp.minimum(begin[:, None] + jnp.arange(slots), most - 1)
     some = jnp.arange(slots) < count[:, None]
@@ -152,7 +151,7 @@ def _mix(weights, values) -> jax.Array:
 
 
 def _scores(q, k):
-    """q k^T in float32, [b, r, s]; few queries go one by one, as matrix times vector: the matrix is not packed."""
+    """q k^T in float32, [b, r, s]; few queries go one by one, matrix times vector, which packs no matrix."""
     if q.shape[1] <= _FEW_ROWS:
         rows = [
             jnp.einsum("bse,be->bs", k, q[:, r], preferred_element_type=jnp.float32)
