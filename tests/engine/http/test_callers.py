@@ -91,7 +91,7 @@ def test_what_is_refused_is_not_read_first():
             asked.append(text)
             return super().encode(text, add_special_tokens)
 
-    llm = make_llm(Counting(), max_num_seqs=1, max_queued_requests=1)
+    llm = make_llm(Counting(), max_num_seqs=1, max_queued_requests=2)
     with Running(llm, warm_up=False, api_keys=("one", "two"), max_requests_per_key=2) as server:
         server.engine.probe = lambda point, request_id: point == "run" and released.wait(60)
         body = raw_request(b'{"prompt": "known"}').replace(
@@ -112,6 +112,7 @@ def test_what_is_refused_is_not_read_first():
             assert statuses == [429, 503, 503] and asked == ["known"] * 2
             server.api.service.draining = False
             released.set()
+        wait_for(server.idle, 300)  # what was held up compiles now
 
 
 def test_a_call_larger_than_the_queue_is_taken_when_nothing_waits():

@@ -20,14 +20,17 @@ def tokens_of(prompts: list) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in make_llm().generate(prompts, params, use_tqdm=False)]
 
 
+def poison(server: Running, token: int) -> dict:
+    """Parameters by which whoever reads this token computes NaN."""
+    params = server.api.llm.params
+    return params | {"embed": params["embed"].at[token].set(jnp.nan)}
+
+
 @contextlib.contextmanager
-def poisoned(server: Running, token: int):
-    """Whoever reads this token computes NaN."""
+def served_by(server: Running, params: dict):
     llm, machine = server.api.llm, server.engine.runner
     good = llm.params
-    rows = np.array(good["embed"])
-    rows[token] = np.nan
-    llm.params = machine.params = good | {"embed": jnp.asarray(rows)}
+    llm.params = machine.params = params
     try:
         yield
     finally:
@@ -77,11 +80,11 @@ def corrupted(server: Running) -> float:
     return next(float(line.split()[-1]) for line in lines if line.startswith("swiftkv_corrupted_requests_t"))
 
 
-def check_forgotten(server: Running, prompt: list[int], want: str) -> None:
+def check_forgotten(server: Running, prompt: list[int], salt: str, want: str) -> None:
     """The same prompt finds none of its pages, is read anew, and its rows are whole this time."""
     for hits in (0, (len(prompt) - 1) // 8 * 8):
         before = server.engine.stats.prefix_hits
-        assert text_of(server, prompt, cache_salt="doomed") == want
+        assert text_of(server, prompt, cache_salt=salt) == want
         wait_for(server.idle)
         assert server.engine.stats.prefix_hits - before == hits
     cache = server.engine.runner.cache
@@ -102,16 +105,17 @@ def test_a_prompt_that_gives_nan_is_an_error_and_is_forgotten(served, stream, n)
     token = unused_token(answers)
     prompt = [*range(60, 76), token, *range(60, 83)]  # 40: more than one launch reads
     want, failed = text_of(served, prompt, cache_salt="apart"), corrupted(served)
-    body = {"prompt": prompt, "max_tokens": 4, "n": n, "stream": stream, "cache_salt": "doomed"}
+    body = {"prompt": prompt, "max_tokens": 4, "n": n, "stream": stream, "cache_salt": f"{n}{stream}"}
+    bad = poison(served, token)
     with gives_all_back(served):
-        with neighbours(served), poisoned(served, token):
+        with neighbours(served), served_by(served, bad):
             for _ in range(3):
                 answer = served.http.post("/v1/completions", json=body)
                 assert answer.status_code == 500 and answer.headers["x-should-retry"] == "true"
                 error = answer.json()["error"]
                 assert (error["type"], error["code"]) == ("server_error", "internal_error")
         assert 3 <= corrupted(served) - failed <= 3 * n  # when one has failed the other may not be waited for
-        check_forgotten(served, prompt, want)
+        check_forgotten(served, prompt, body["cache_salt"], want)
 
 
 def test_nan_in_the_midst_of_a_stream_ends_it_with_an_error(served):
@@ -127,20 +131,21 @@ def test_nan_in_the_midst_of_a_stream_ends_it_with_an_error(served):
     )
     want = text_of(served, prompt, cache_salt="apart")
     body = {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
+    bad = poison(served, token)
     with gives_all_back(served):
-        with neighbours(served), poisoned(served, token):
+        with neighbours(served), served_by(served, bad):
             events = served.events(**body, cache_salt="doomed")
         assert events[-1] == "[DONE]" and set(events[-2]) == {"error"}
         assert events[-2]["error"]["type"] == "server_error"
         begun = "".join(event["choices"][0]["text"] for event in events[:-2])
         assert begun and want.startswith(begun) and begun != want
         assert all(event["choices"][0]["finish_reason"] is None for event in events[:-2])
-        check_forgotten(served, prompt, want)
+        check_forgotten(served, prompt, "doomed", want)
 
 
 def test_an_error_of_the_model_has_the_one_shape(served):
     token = unused_token([])
-    with poisoned(served, token):
+    with served_by(served, poison(served, token)):
         answer = served.http.post("/v1/completions", json={"prompt": [token], "max_tokens": 2})
     assert answer.status_code == 500
     answer.headers["x-should-retry"] = "false"  # that it may be retried is said above
@@ -150,9 +155,9 @@ def test_an_error_of_the_model_has_the_one_shape(served):
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_a_score_that_is_nan_is_an_error_too(served, stream):
     token = unused_token([])
-    body = {"prompt": ["fine", [65, token, 66]], "echo": True, "logprobs": 1, "max_tokens": 0}
+    body = {"prompt": [[65, 66], [65, token, 66]], "echo": True, "logprobs": 1, "max_tokens": 0}
     failed = corrupted(served)
-    with poisoned(served, token):
+    with served_by(served, poison(served, token)):
         answer = served.http.post("/v1/completions", json=body | {"stream": stream})
     assert answer.status_code == 500 and answer.headers["x-should-retry"] == "true"
     assert "the model failed on this request" in answer.json()["error"]["message"]
