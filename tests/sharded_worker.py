@@ -1,6 +1,7 @@
 """Run in a process of its own with 8 virtual CPU devices: training and generation on meshes against one
 device."""
 
+import dataclasses
 import json
 import sys
 from functools import partial
@@ -68,15 +69,26 @@ def trained(mesh, trainable: str):
     return jax.device_get((state.trainable, metrics)), split
 
 
-def generated(mesh):
+def generated(mesh, drafts: int = 0):
+    """Greedy tokens; `drafts` of them guessed at a time by an exit head, the model's own final one."""
     student, tree, frozen = steps.prepare(*teacher(), PLAN, "fold", "swiftkv")
     params = steps.merge(tree, {n: p for n, p in frozen.items() if n != "teacher"})
-    place = jax.tree.map(lambda leaf: leaf.sharding, weights.abstract(CONFIG, PLAN, jnp.float32, mesh))
-    llm = LLM.from_model(student, jax.device_put(params, place), mesh=mesh)
+    params["exit"] = {"norm": params["norm"], "lm_head": params["lm_head"]}
+    student = dataclasses.replace(student, config=dataclasses.replace(CONFIG, exit_head=True))
+    place = weights.abstract(student.config, PLAN, jnp.float32, mesh)
+    place = jax.tree.map(lambda leaf: leaf.sharding, place)
+    llm = LLM.from_model(
+        student,
+        jax.device_put(params, place),
+        mesh=mesh,
+        drafts=drafts,
+        drafter="exit" if drafts else "prompt",
+    )
     prompts = [list(range(1, n)) for n in (5, 17, 2, 9)]
     outputs = llm.generate(
         prompts, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True), use_tqdm=False
     )
+    assert (llm.stats["accepted_tokens"] > 0) == (drafts > 0)
     return [o.outputs[0].token_ids for o in outputs]
 
 
@@ -92,6 +104,7 @@ def main() -> None:
             worst = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), got, want)
             report[f"{kind} {shape}"] = {"worst": max(jax.tree.leaves(worst)), "split": split}
         report[f"generate {shape}"] = {"same": generated(mesh) == tokens}
+    report["guess"] = {"same": generated(mesh, drafts=2) == tokens}
     json.dump(report, sys.stdout)
 
 

@@ -51,6 +51,10 @@ def test_generation_equals_one_devices(report, shape):
     assert report[f"generate {shape}"]["same"]
 
 
+def test_an_exit_heads_guesses_on_a_mesh_change_no_token(report):
+    assert report["guess"]["same"]
+
+
 def test_every_weight_has_as_many_axis_letters_as_dimensions():
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 4}
     heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}

@@ -109,6 +109,14 @@ def test_guesses_change_no_token_of_any_kind(way):
     assert (stats.preemptions > 0) == ("preempted" in way)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_guesses_change_no_token_over_rows_that_round(dtype):
+    want = tokens(run(make(0.7, cache_dtype=dtype), GREEDY))
+    llm = make(0.7, drafts=3, cache_dtype=dtype)
+    assert tokens(run(llm, GREEDY)) == want != tokens(plain(0.7, False))
+    assert 0 < llm.engine.stats.accepted_tokens < llm.engine.stats.drafted_tokens
+
+
 def test_guesses_that_are_nearly_always_wrong_cost_only_time():
     llm = make(-1, drafts=2)
     assert tokens(run(llm, GREEDY)) == tokens(plain(-1, False))
