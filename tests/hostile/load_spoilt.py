@@ -22,6 +22,7 @@ from pathlib import Path
 import jax
 import ml_dtypes
 import numpy as np
+import transformers
 from mutations import Folder
 
 from swiftkv_jax.engine.llm import LLM
@@ -113,8 +114,11 @@ def attempt(folder: Path) -> str:
 
 
 def own(name: str) -> bool:
-    """Whether a module is one that transformers fetches when a tokenizer fails: protobuf, for its errors."""
+    """Whether a module is one that transformers fetches from where it is installed: its own, of the tokenizer
+    class that a folder names, and, when a tokenizer fails, protobuf, for its errors."""
     file = getattr(sys.modules[name], "__file__", None) or ""
+    if name.startswith("transformers.models."):
+        return file.startswith(f"{Path(transformers.__file__).parent}{os.sep}")
     return name.split(".")[0] == "google" and (not file or file.startswith(sys.prefix))
 
 
