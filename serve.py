@@ -12,9 +12,14 @@ if __name__ == "__main__":
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch; we do not
     import jax
 
+    from swiftkv_jax.folder import private
+
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "swiftkv-jax" / "xla"))
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftkv-jax" / "xla"
+        if private(cache):  # who writes there can run code here
+            jax.config.update("jax_compilation_cache_dir", str(cache))
+        else:
+            print(f"warning: no compilation cache: {cache} must be yours alone (chmod 700)", file=sys.stderr)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     from swiftkv_jax.engine.main import main
 

@@ -1,6 +1,7 @@
-"""Reading a model's folder: plain files that lie in it, of bounded size, and JSON."""
+"""Folders: of models, whose plain files of bounded size are read, and JSON in them; and private ones."""
 
 import json
+import os
 from pathlib import Path
 
 from swiftkv_jax.errors import UsageError
@@ -53,3 +54,19 @@ def read_json(path: Path) -> dict:
     if not isinstance(raw, dict):
         raise UsageError(f"{path} must hold a JSON object, not {type(raw).__name__}")
     return raw
+
+
+def private(path: Path) -> bool:
+    """Whether a folder and the one it lies in are ours and nobody else can write to them.
+
+    Those that are missing are made, for us alone.
+    """
+    try:
+        for folder in (path.parent, path):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+                return False
+    except OSError:
+        return False
+    return True

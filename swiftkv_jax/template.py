@@ -49,7 +49,7 @@ class Template:
 
     def _ask(self, line: str) -> dict:
         process = self._running()
-        assert process.stdin and process.stdout
+        assert process.stdin is not None and process.stdout is not None  # it was started with pipes
         try:
             process.stdin.write(line + "\n")
             process.stdin.flush()

@@ -17,6 +17,7 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _DOWNLOAD = ("tokenizer*", "*token*.json", "config.json", "*.jinja", *_FILES, "merges.txt")
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_LONG = 2**12  # characters or ids: a call for more lets other threads run meanwhile
 _MARKER = "swiftkvturn7f3a91c5e"  # stands for the content of a turn; one word, so that no template alters it
 
 
@@ -107,12 +108,14 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text. A text that already begins with BOS (a rendered chat, say) gets no second one."""
-        ids = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._ids(text, add_special_tokens)
         return ids[1:] if add_special_tokens and self._two_bos(ids) else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of some ids, white space untouched."""
-        return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < _LONG:
+            return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self._rust.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def encode_chat(
         self, messages: Sequence[dict], add_generation_prompt: bool, date: datetime.date | None = None
@@ -128,7 +131,7 @@ class Tokenizer:
           UsageError: no template, one that refuses these messages, or one that yields two BOS tokens.
         """
         text = self._render(messages, date, add_generation_prompt=add_generation_prompt)
-        return self._checked(self._rust.encode(text, add_special_tokens=False).ids)
+        return self._checked(self._ids(text, add_special_tokens=False))
 
     def assistant_mask(
         self, messages: Sequence[dict], date: datetime.date | None = None
@@ -228,6 +231,13 @@ class Tokenizer:
         if isinstance(found, Mapping):
             found = found.get("default")
         return Template(found) if isinstance(found, str) and found else None
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a text. Only the library's calls for many texts give up Python's lock, and a server's event
+        loop needs it more often than once in the seconds that megabytes of text take."""
+        if len(text) < _LONG:
+            return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _two_bos(self, ids: list[int]) -> bool:
         return self.bos_id is not None and ids[:2] == [self.bos_id] * 2

@@ -153,6 +153,28 @@ def test_no_data_is_run():
             assert all(getattr(k.value, "value", True) is False for k in said), (path, call.lineno)
 
 
+def only_narrows(test: ast.expr) -> bool:
+    """Whether a condition says no more than that something is there, to the type checker."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return all(map(only_narrows, test.values))
+    compared = isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot)
+    return compared and len(test.ops) == 1 and ast.unparse(test.comparators[0]) == "None"
+
+
+def test_no_check_is_an_assert():
+    """`python -O` drops them: what must not be is refused by `raise`. A None fails at its use anyway."""
+    nodes = [
+        (path, n)
+        for path in [*python_files("swiftkv_jax", "kernels"), *ROOT.glob("*.py")]
+        for n in ast.walk(tree(path))
+    ]
+    asserts = [(path, n) for path, n in nodes if isinstance(n, ast.Assert)]
+    checks = [f"{path.relative_to(ROOT)}:{n.lineno}" for path, n in asserts if not only_narrows(n.test)]
+    assert asserts and not checks
+    debug = [str(path) for path, n in nodes if isinstance(n, ast.Name) and n.id == "__debug__"]
+    assert not debug
+
+
 def test_modules_say_what_they_are():
     for path in [
         *python_files("swiftkv_jax", "kernels", "tests", "configs", "demo", "benchmarks"),

@@ -52,8 +52,9 @@ def _singles(q, pools, table, position, row, scale, window):
     end = jnp.cumsum(count)
     begin = end - count
     # All blocks' pages in a row: of which block, which of its pages, and the query's distance from its start.
-    pages = max(1, min(blocks * slots, _TURN_KEYS // page))
-    most = -(-blocks * slots // pages) * pages
+    turns = -(-blocks * slots // max(1, _TURN_KEYS // page))
+    pages = -(-blocks * slots // turns)
+    most = turns * pages
     at = jnp.arange(most)
     owner = jnp.minimum(jnp.searchsorted(end, at, side="right", method="compare_all"), blocks - 1)
     number = jnp.minimum(at - begin[owner] + first[owner], slots - 1)
@@ -81,9 +82,7 @@ def _singles(q, pools, table, position, row, scale, window):
 
     shape = (most, groups, rows)
     parts = (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1] // groups)))
-    top, total, mixed = (
-        turn(0, parts) if most == pages else lax.fori_loop(0, -(-end[-1] // pages), turn, parts)
-    )
+    top, total, mixed = turn(0, parts) if turns == 1 else lax.fori_loop(0, -(-end[-1] // pages), turn, parts)
     # Each block puts its pages' sums together.
     own = jnp.minimum(begin[:, None] + jnp.arange(slots), most - 1)
     some = jnp.arange(slots) < count[:, None]
@@ -94,7 +93,7 @@ def _singles(q, pools, table, position, row, scale, window):
     )
     share = jnp.exp(top - top.max(1, keepdims=True))
     total = jnp.maximum((share * total).sum(1), 1e-30)
-    mixed = (share[..., None] * mixed).sum(1) / total[..., None]
+    mixed = jnp.einsum("bpgr,bpgre->bgre", share, mixed) / total[..., None]
     return _gather(mixed, 1, heads).reshape(blocks, 1, -1, v.shape[-1] // heads).astype(dtype)
 
 
@@ -152,9 +151,13 @@ def _mix(weights, values) -> jax.Array:
 
 
 def _scores(q, k):
-    """q k^T; few queries are multiplied from the right, so that the keys are read in the order they lie."""
+    """q k^T in float32, [b, r, s]; few queries go one by one, matrix times vector, which packs no matrix."""
     if q.shape[1] <= _FEW_ROWS:
-        return jnp.moveaxis(jnp.einsum("bse,bre->bsr", k, q, preferred_element_type=jnp.float32), 1, 2)
+        rows = [
+            jnp.einsum("bse,be->bs", k, q[:, r], preferred_element_type=jnp.float32)
+            for r in range(q.shape[1])
+        ]
+        return jnp.stack(rows, axis=1)
     return jnp.einsum("bre,bse->brs", q, k, preferred_element_type=jnp.float32)
 
 

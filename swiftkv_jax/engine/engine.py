@@ -332,9 +332,16 @@ class Engine:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Take an ended sequence out; what a failed one left in the cache is wiped and never found."""
+        """Take an ended sequence out; what a failed one left in the cache is wiped and never found.
+
+        So it is with what the other completions of its request leave: nobody may wait for their end.
+        """
         if sequence.finish_reason == "error" and sequence.error != RULED_OUT:
             self.stats.failed_requests += 1
+            group = self._groups.get(sequence.request.request_id)
+            for one in group.sequences if group else [sequence]:
+                one.spoilt = True
+        if sequence.spoilt:
             self.runner.clear(self.scheduler.spoil(sequence))
         self.scheduler.remove(sequence)
         self._touch(sequence)

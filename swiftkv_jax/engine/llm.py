@@ -240,13 +240,21 @@ class LLM:
         output, wanted = group.output(), group.request.params.prompt_logprobs
         if wanted is None:
             return output
-        return dataclasses.replace(output, prompt_logprobs=self.score(group.request.token_ids, wanted))
+        try:
+            return dataclasses.replace(output, prompt_logprobs=self.score(group.request.token_ids, wanted))
+        except FloatingPointError as error:  # of this prompt; the others' answers stand
+            failed = {"finish_reason": "error", "error": str(error)}
+            outputs = [dataclasses.replace(each, **failed) for each in output.outputs]
+            return dataclasses.replace(output, outputs=outputs)
 
     def score(self, token_ids: Sequence[int], top: int = 0) -> list[dict[int, Logprob] | None]:
         """Log probabilities of a prompt's own tokens, and of the `top` likeliest at each place.
 
         A prompt's tokens stop at the split when it is served, so this is a computation of its own, through
         all layers: `forward`. One entry a token; None for the first, which nothing precedes.
+
+        Raises:
+          FloatingPointError: they are not finite.
         """
         word = self.tokenizer.decode if self.tokenizer else None
         limit, how = self.settings.max_model_len, self.settings.scoring
@@ -264,12 +272,15 @@ class LLM:
         return prefix.root(self.fingerprint, self.settings.cache_dtype, str(self.settings.page_size), salt)
 
     def _bad_ids(self, params: SamplingParams, where: str) -> tuple[tuple[int, ...], ...]:
-        """Each bad word's tokens, at the beginning of a text and behind a space."""
-        found = {}
+        """Each bad word's tokens, at the beginning of a text and behind a space.
+
+        A tokenizer may know more tokens than the model: a word that holds such a one is never generated.
+        """
+        found, vocab = {}, self.model.config.vocab_size
         for word in params.bad_words or ():
             for text in (word.lstrip(), " " + word.lstrip()):
                 found[tuple(self._need_tokenizer(where).encode(text, add_special_tokens=False))] = None
-        return tuple(ids for ids in found if ids)
+        return tuple(ids for ids in found if ids and max(ids) < vocab)
 
     @property
     def cache_bytes_per_token(self) -> int:

@@ -77,22 +77,37 @@ class Pages:
         return page if held == tokens else None
 
     def share(self, page: int) -> None:
-        """One more owner of a page that is used or cached."""
-        assert self._references[page] or page in self._name
+        """One more owner of a page that is used or cached.
+
+        Raises:
+          RuntimeError: it is free.
+        """
+        if page not in self._key:
+            raise RuntimeError(f"page {page} is free: nothing in it can be shared")
         if not self._references[page]:
             self._uncache(page)
         self._references[page] += 1
 
     def name(self, page: int, name: bytes, tokens: tuple[int, ...]) -> None:
-        """A used page is full of these tokens; the first page to take a name keeps it."""
-        assert self._references[page]
+        """A used page is full of these tokens; the first page to take a name keeps it.
+
+        Raises:
+          RuntimeError: nobody uses it.
+        """
+        if not self._references[page]:
+            raise RuntimeError(f"page {page} is used by nobody: what it holds cannot get a name")
         if name not in self._named and page not in self._name:
             self._named[name], self._name[page] = (page, tokens), name
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner less of each; the last of them are the first to be reused."""
+        """One owner less of each; the last of them are the first to be reused.
+
+        Raises:
+          RuntimeError: one of them has no owner left.
+        """
         for page in reversed(list(pages)):
-            assert self._references[page] > 0
+            if not self._references[page]:
+                raise RuntimeError(f"page {page} was given back by its last owner already")
             self._references[page] -= 1
             if self._references[page]:
                 continue

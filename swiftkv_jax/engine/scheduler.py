@@ -208,11 +208,15 @@ class Scheduler:
             self._name(sequence, tuple(tokens[at : at + self.page]))
 
     def spoil(self, sequence: Sequence) -> list[int]:
-        """The pages of a sequence that only it holds: nobody may find them again."""
-        own = [page for page in sequence.pages if self.pages.references(page) == 1]
-        for page in own:
+        """Nobody may find the pages of a sequence again; those of them that only it holds.
+
+        Who shares one is spoilt too: it may leave before it comes to see what is wrong.
+        """
+        for page in sequence.pages:
             self.pages.forget(page)
-        return own
+        for other in self.running.values():
+            other.spoilt |= not set(other.pages).isdisjoint(sequence.pages)
+        return [page for page in sequence.pages if self.pages.references(page) == 1]
 
     def _name(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
         name = prefix.extend(sequence.names[-1] if sequence.names else sequence.request.root, tokens)

@@ -9,6 +9,7 @@ import numpy as np
 
 from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
 from swiftkv_jax.engine.scheduler import power_of_two
+from swiftkv_jax.engine.sequence import NOT_FINITE
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.prompt_attention.api import prompt_attention
 from swiftkv_jax.layers import causal_attention, rotary
@@ -35,7 +36,7 @@ def prompt_logprobs(
     token is only predicted, so a context reads one token more than it holds.
 
     Raises:
-      UsageError: there are more tokens than that.
+      UsageError: there are more tokens than that. FloatingPointError: what the model gives is not finite.
     """
     if len(ids) > limit + 1:
         raise UsageError(f"{len(ids)} tokens cannot be scored: a context of {limit} predicts {limit + 1}")
@@ -43,6 +44,8 @@ def prompt_logprobs(
     tokens, following = np.zeros((1, size), np.int32), np.zeros(size, np.int32)
     tokens[0, : len(ids) - 1], following[: len(ids) - 1] = ids[:-1], ids[1:]
     found = jax.device_get(scores(model, limit, attention, params, tokens, following))
+    if not np.isfinite(found[0][: len(ids) - 1]).all():
+        raise FloatingPointError(NOT_FINITE)
     return [None, *(_entries(found, i - 1, ids[i], top, word) for i in range(1, len(ids)))]
 
 

@@ -9,7 +9,8 @@ from swiftkv_jax.engine.text import Detokenizer, find_stop
 BAD = -2  # in place of a token: the model's logits were not finite
 NONE_LEFT = -3  # in place of a token: the request rules out every one
 RULED_OUT = "no token is left: allowed_token_ids, bad_words, min_tokens and the like rule out every one"
-_NO_TOKEN = {BAD: "the model's logits are not finite (NaN or infinity)", NONE_LEFT: RULED_OUT}
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+_NO_TOKEN = {BAD: NOT_FINITE, NONE_LEFT: RULED_OUT}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Sequence:
       number: later ones are preempted first.
       output: tokens generated so far. cached: tokens of prompt + output whose rows are in the cache.
       lane: its place in the batch, None when it has none. pages: of the cache, in order.
-      names: of those pages that are full and can be shared.
+      names: of those pages that are full and can be shared. spoilt: what they hold may be wrong.
       finish_reason: None while it runs, then "stop", "length", "abort" or "error"; `error` says what failed.
       arrival, scheduled, first_token, last_token, finished: moments, in seconds.
     """
@@ -43,6 +44,7 @@ class Sequence:
         self.lane: int | None = None
         self.pages: list[int] = []
         self.names: list[bytes] = []
+        self.spoilt = False
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.stop_reason: int | str | None = None

@@ -1,5 +1,6 @@
 """Training checkpoints: bit-exact, every damage noticed, nothing lost to a kill or a full disk."""
 
+import gc
 import hashlib
 import json
 import logging
@@ -321,16 +322,19 @@ def test_other_model_is_refused(tmp_path):
 
 @pytest.fixture
 def late_writes(monkeypatch):
-    """When one write fails, TensorStore's others still report to Orbax's event loop, which is closed."""
+    """When one write fails, TensorStore's others still report to Orbax's event loop, which is closed, and
+    some never begin: collected here, lest a later test be blamed for them."""
 
     def hook(args):
-        if str(args.exc_value) != "Event loop is closed":
+        known = ("Event loop is closed", "write_fragment' was never awaited")
+        if not str(args.exc_value).endswith(known):
             other.append(args.exc_value)
 
     other = []
     monkeypatch.setattr(sys, "unraisablehook", hook)
     yield
     time.sleep(0.3)
+    gc.collect()
     assert not other
 
 

@@ -1,4 +1,4 @@
-"""The engine: the same tokens however requests are run, and no request hurts another."""
+"""The engine: the same tokens however requests are run."""
 
 import dataclasses
 import functools
@@ -8,59 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_engine as tiny
+from tiny_engine import GREEDY, LENGTHS, all_free, definition, make, model, poison, run, tokens
 
 from swiftkv_jax.cache import decode, encode
 from swiftkv_jax.engine import runner
 from swiftkv_jax.engine.draft import lookup
-from swiftkv_jax.engine.engine import Engine, Overloaded
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.layers import rotary
 from swiftkv_jax.model import _Rows, embed, fill, logits, run_lower, run_upper
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-SIZES = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "max_model_len": 64,
-    "steps_per_launch": 4,
-    "page_size": 8,
-}
-LENGTHS = (1, 45, 3, 20, 33, 2, 17, 8)
-
-
-@functools.cache
-def model(plan: str):
-    return tiny.make_model(tiny.PLANS[plan])
-
-
-@functools.cache
-def definition(plan: str, count: int = 10) -> list[list[int]]:
-    return [tiny.greedy(*model(plan), prompt, count) for prompt in tiny.prompts(LENGTHS)]
-
-
-def make(plan: str = "acrosskv", **changes) -> LLM:
-    return LLM.from_model(*model(plan), tiny.Bytes(), **(SIZES | changes))
-
-
-def tokens(outputs) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def run(llm: LLM, prompts=None, params=GREEDY):
-    return llm.generate(prompts or tiny.prompts(LENGTHS), params, use_tqdm=False)
-
-
-def all_free(engine: Engine) -> bool:
-    return not engine.busy and engine.scheduler.pages.available == engine.scheduler.pages.total
-
-
-def poison(llm: LLM) -> None:
-    """NaN in every page of the pool."""
-    cache = llm.engine.runner.cache
-    llm.engine.runner.cache = dataclasses.replace(cache, k=cache.k * jnp.nan, v=cache.v * jnp.nan)
-
 
 WAYS = {
     "chunks of 7, three steps a launch, two lanes": {
@@ -272,111 +228,6 @@ def test_a_page_budget_holds_more_sequences_by_exactly_the_plans_factor():
     assert peak["acrosskv"] > peak["standard"]
 
 
-POINTS = ("schedule", "run", "sample", "detokenise")
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_a_request_that_fails_inside_ends_alone(point):
-    llm = make()
-    requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
-    victim, passed = requests[3].request_id, []
-
-    def probe(where, request_id):
-        if (where, request_id) == (point, victim):
-            passed.append(where)
-            if len(passed) == 2 or point == "schedule":
-                raise RuntimeError("injected")
-
-    llm.engine.probe = probe
-    outputs = dict(llm.run(requests))
-    failed = outputs.pop(3).outputs[0]
-    assert failed.finish_reason == "error" and "injected" in failed.error
-    want = dict(enumerate(definition("acrosskv")))
-    assert {i: o.outputs[0].token_ids for i, o in outputs.items()} == {i: want[i] for i in outputs}
-    assert failed.token_ids == want[3][: len(failed.token_ids)]
-    assert all_free(llm.engine) and llm.engine.stats.failed_requests == 1
-
-
-def test_a_failure_on_arrival_reaches_the_caller_only():
-    llm = make()
-
-    def probe(where, request_id):
-        if where == "admit":
-            raise RuntimeError("injected")
-
-    llm.engine.probe = probe
-    with pytest.raises(RuntimeError, match="injected"):
-        llm.engine.add(llm.request([1, 2], GREEDY))
-    assert all_free(llm.engine)
-
-
-def test_a_detokenizer_that_raises_ends_its_request_only():
-    class Fragile(tiny.Bytes):
-        def decode(self, ids, skip_special_tokens=True):
-            if 250 in ids:
-                raise ValueError("no such piece")
-            return super().decode(ids, skip_special_tokens)
-
-    llm = LLM.from_model(*model("acrosskv"), Fragile(), **SIZES)
-    outputs = run(llm)
-    for want, output in zip(definition("acrosskv"), outputs, strict=True):
-        if 250 in want or 250 in output.prompt_token_ids[-6:]:
-            assert output.outputs[0].finish_reason == "error"
-        else:
-            assert output.outputs[0].token_ids == want
-    assert all_free(llm.engine)
-
-
-def test_not_a_number_ends_its_request_and_is_wiped_before_anyone_else_sees_it():
-    """One token's embedding is NaN: its row of the cache, in pages that others will get, must be cleared."""
-    net, params = model("acrosskv")
-    params = params | {"embed": params["embed"].at[200].set(jnp.nan)}
-    llm = LLM.from_model(net, params, tiny.Bytes(), **(SIZES | {"num_pages": 20}))
-    prompts = [[t % 200 for t in p] for p in tiny.prompts(LENGTHS)]
-    want = tokens(run(LLM.from_model(*model("acrosskv"), tiny.Bytes(), **SIZES), prompts))
-    bad = [*prompts[3][:-1], 200]
-    for _ in range(2):
-        outputs = run(llm, [*prompts[:3], bad, *prompts[4:]])
-        assert outputs[3].outputs[0].finish_reason == "error" and "finite" in outputs[3].outputs[0].error
-        for i, output in enumerate(outputs):
-            assert i == 3 or 200 in want[i] or output.outputs[0].token_ids == want[i]
-        run(llm, [bad])  # alone and last: nobody comes after it to overwrite what it left
-        cache = llm.engine.runner.cache
-        assert np.isfinite(np.asarray(cache.k)[:, 1:]).all() and np.isfinite(np.asarray(cache.v)[:, 1:]).all()
-        assert all_free(llm.engine)
-
-
-@pytest.mark.parametrize("after", [0, 1, 2, 3, 5])
-def test_abort_at_any_moment_frees_everything_and_changes_nobody(after):
-    llm = make()
-    requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
-    for request in requests:
-        llm.engine.add(request)
-    done = {}
-    for turn in range(1000):
-        if turn == after:
-            for i in (1, 3, 7):
-                llm.engine.abort(requests[i].request_id)
-            llm.engine.abort("unknown")
-        if not llm.engine.busy:
-            break
-        done |= {g.request.request_id: g.output() for g in llm.engine.step() if g.finished}
-    for i, (request, want) in enumerate(zip(requests, definition("acrosskv"), strict=True)):
-        got = done[request.request_id].outputs[0]
-        assert got.token_ids == want or (i in (1, 3, 7) and got.finish_reason == "abort")
-    assert all_free(llm.engine)
-
-
-def test_what_a_caller_does_not_wait_for_is_aborted():
-    llm = make()
-    requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
-    stream = llm.run(requests)
-    next(stream)
-    stream.close()
-    assert all_free(llm.engine)
-    assert tokens(run(llm)) == definition("acrosskv")
-
-
 def test_streamed_pieces_are_the_whole_and_stop_strings_never_leak():
     llm = make(steps_per_launch=2)
     want = run(llm, ["hello there"], dataclasses.replace(GREEDY, max_tokens=20))[0].outputs[0]
@@ -449,57 +300,6 @@ def test_any_number_of_stop_ids_ends_at_the_first_and_not_too_early(changes):
     assert ends > 8
 
 
-def test_a_request_that_rules_out_every_token_is_told_so_alone():
-    llm, prompt = make(), tiny.prompts((9,))[0]
-    ruled = [
-        dataclasses.replace(GREEDY, ignore_eos=False, allowed_token_ids=[tiny.EOS], min_tokens=3),
-        dataclasses.replace(GREEDY, allowed_token_ids=[65, 66], bad_words=["A", "B"]),
-        SamplingParams(seed=1, max_tokens=9, allowed_token_ids=[65], bad_words=["AA"]),
-    ]
-    outputs = run(llm, [prompt] * 4, [*ruled, GREEDY])
-    for output, length in zip(outputs[:3], (0, 0, 1), strict=True):
-        got = output.outputs[0]
-        assert (got.finish_reason, len(got.token_ids)) == (
-            "error",
-            length,
-        ) and "no token is left" in got.error
-    assert tokens(outputs[3:]) == tokens(run(make(), [prompt]))
-    assert all_free(llm.engine) and llm.engine.stats.failed_requests == 0
-
-
-def test_a_new_start_frees_the_old_cache_first_and_counts_on():
-    """There is no room for two caches on a device, and counters never fall."""
-    llm = make(num_pages=33, page_size=2, max_num_seqs=3)
-    run(llm)
-    engine = llm.engine
-    requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
-    engine.add(*requests)
-    for _ in range(3):
-        engine.step()
-    old, make_cache, deleted = engine.runner.cache, engine._new_cache, []
-
-    def watched():
-        deleted.extend(array.is_deleted() for array in jax.tree.leaves(old))
-        return make_cache()
-
-    engine._new_cache = watched
-    before, running = dataclasses.replace(engine.stats), len(engine.scheduler.running)
-    assert before.preemptions and before.prefix_queries and running
-    engine.restart(RuntimeError(""))
-    assert deleted and all(deleted)
-    ended = {}
-    while engine.busy:
-        ended |= {g.request.request_id: g for g in engine.step() if g.finished}
-    stats = engine.stats
-    assert stats.failed_requests == before.failed_requests + running
-    assert stats.preemptions >= before.preemptions and stats.prefix_queries > before.prefix_queries
-    reasons = [ended[r.request_id].sequences[0].finish_reason for r in requests]
-    assert reasons.count("error") == running and set(reasons) == {"error", "length"}
-    for request, want in zip(requests, definition("acrosskv"), strict=True):
-        one = ended[request.request_id].sequences[0]
-        assert one.output == want[: len(one.output)] and all_free(engine)
-
-
 def test_launches_update_the_pool_in_place():
     llm = make()
     run(llm, [[1, 2, 3]])
@@ -563,41 +363,3 @@ def test_scores_are_what_decoding_reports():
     scored = llm.score([*prompt, *chosen.token_ids])[30:]
     for token, reported, entries in zip(chosen.token_ids, chosen.logprobs, scored, strict=True):
         assert entries[token].logprob == pytest.approx(reported[token].logprob, abs=1e-4)
-
-
-def test_bad_settings_and_full_queues():
-    for changes, problem in (
-        ({"num_pages": 7}, "8 are needed"),
-        ({"cache_dtype": "int9"}, "did you mean 'int8'"),
-        ({"attention": "pallas"}, "attention must be one of reference, xla"),
-        ({"attention": "pallas_gpu"}, "paged_attention: pallas_gpu needs a gpu, this is cpu: reference, xla"),
-        ({"fill": "pallas-tpu"}, "fill must be one of .* did you mean 'pallas_tpu'"),
-        ({"fill": "pallas_tpu"}, "fused_kv_fill: pallas_tpu needs a tpu, this is cpu: reference, xla"),
-        ({"page_sise": 8}, "did you mean 'page_size'"),
-        ({"drafts": -1}, "drafts must be at least 0"),
-        ({"memory_fraction": 0.0}, "memory_fraction"),
-        ({"page_size": 0}, "page_size must be at least 1"),
-    ):
-        with pytest.raises(UsageError, match=problem):
-            make(**changes)
-    llm = make(max_queued_requests=2, max_queued_tokens=20)
-    llm.engine.add(llm.request([1] * 15, GREEDY))
-    with pytest.raises(Overloaded, match="tokens are waiting"):
-        llm.engine.add(llm.request([1] * 6, GREEDY))
-    llm.engine.add(llm.request([1], GREEDY))
-    with pytest.raises(Overloaded, match="requests are waiting"):
-        llm.engine.add(llm.request([1], GREEDY))
-    llm = make(max_queued_requests=4, max_queued_tokens=20)
-    whole = [llm.request([1] * 15, GREEDY) for _ in range(3)]
-    with pytest.raises(Overloaded, match="0 requests are waiting"):
-        llm.engine.add(*whole, llm.request([1], dataclasses.replace(GREEDY, n=2)))
-    assert not llm.engine.busy and not llm.engine._groups, "all or none"
-    with pytest.raises(UsageError, match="in use"):
-        llm.engine.add(whole[0])
-        llm.engine.add(whole[1], whole[0])
-    llm.engine.abort(whole[0].request_id)
-    llm.engine.step()
-    llm.engine.add(*whole)  # more tokens than may wait, and nobody waits
-    small = make(num_pages=8)
-    with pytest.raises(UsageError, match="lower max_tokens"):
-        small.request([1] * 60, dataclasses.replace(GREEDY, max_tokens=5))

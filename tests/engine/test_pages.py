@@ -204,3 +204,19 @@ def test_no_tenant_finds_anothers_page():
 @pytest.mark.slow
 def test_no_tenant_finds_anothers_page_in_many_lookups():
     check_tenants(100_000)
+
+
+def test_what_would_mix_owners_up_is_refused():
+    """By more than an `assert`: `tests/test_architecture.py` sees to that."""
+    pages = Pages(4)
+    (page,) = pages.allocate(1) or ()
+    pages.release([page])
+    for wrong in (
+        lambda: pages.release([page]),
+        lambda: pages.share(page),
+        lambda: pages.name(page, b"x", (1,)),
+        lambda: pages.release([0]),
+    ):
+        with pytest.raises(RuntimeError, match=r"page \d (is|was)"):
+            wrong()
+    assert pages.available == pages.total == 3 and pages.find(b"x", (1,)) is None

@@ -17,6 +17,7 @@ from swiftkv_jax.checkpoint.generation import read_generation_config
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.main import main
 from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.folder import private
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"The function number {i} returns" + " a list of" * (i % 3) for i in range(8)]
@@ -277,3 +278,30 @@ def test_help_fits_two_screens(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--help"])
     assert stopped.value.code == 0 and capsys.readouterr().out.count("\n") < 60
+
+
+def help_of_serve(home: Path) -> str:
+    """What `serve.py --help` says on stderr, with the compilation cache somewhere in `home`."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    environment |= {"XDG_CACHE_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "serve.py"), "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0
+    return done.stderr
+
+
+def test_the_compilation_cache_is_its_users_alone_or_not_used(tmp_path):
+    """Who can write there can run code in the process: as much as whoever may put another in its place."""
+    cache = tmp_path / "swiftkv-jax" / "xla"
+    assert "warning" not in help_of_serve(tmp_path)
+    assert [folder.stat().st_mode & 0o777 for folder in (cache.parent, cache)] == [0o700] * 2
+    cache.chmod(0o770)
+    said = help_of_serve(tmp_path)
+    assert f"warning: no compilation cache: {cache} must be yours alone" in said and said.count("\n") == 1
+    for mode, parents, alone in ((0o755, 0o755, True), (0o702, 0o700, False), (0o700, 0o770, False)):
+        cache.chmod(mode)
+        cache.parent.chmod(parents)
+        assert private(cache) == alone
+    cache.parent.chmod(0o700)
+    (tmp_path / "file").write_text("")
+    assert private(cache) and not private(tmp_path / "file" / "xla")

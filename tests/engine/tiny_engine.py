@@ -1,6 +1,8 @@
-"""Tiny models with odd shapes, a byte tokenizer, and the slow definition of greedy decoding."""
+"""Tiny models with odd shapes, a byte tokenizer, the slow definition of greedy decoding, and engines."""
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -9,6 +11,9 @@ import numpy as np
 
 from swiftkv_jax import params as weights
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.engine.engine import Engine
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 
@@ -18,6 +23,15 @@ PLANS = {
     "swiftkv": KVPlan.swiftkv(LAYERS, 2),
     "acrosskv": KVPlan.swiftkv(LAYERS, 1, 2),  # the last group is shorter
 }
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 64,
+    "steps_per_launch": 4,
+    "page_size": 8,
+}
+LENGTHS = (1, 45, 3, 20, 33, 2, 17, 8)
 
 
 class Bytes:
@@ -105,3 +119,35 @@ def greedy(model: Transformer, params, prompt: list[int], count: int) -> list[in
         padded[0, : len(tokens)] = tokens
         tokens.append(int(jnp.argmax(apply(padded)[0, len(tokens) - 1])))
     return tokens[len(prompt) :]
+
+
+@functools.cache
+def model(plan: str):
+    return make_model(PLANS[plan])
+
+
+@functools.cache
+def definition(plan: str, count: int = 10) -> list[list[int]]:
+    return [greedy(*model(plan), prompt, count) for prompt in prompts(LENGTHS)]
+
+
+def make(plan: str = "acrosskv", **changes) -> LLM:
+    return LLM.from_model(*model(plan), Bytes(), **(SIZES | changes))
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def run(llm: LLM, texts=None, params=GREEDY):
+    return llm.generate(texts or prompts(LENGTHS), params, use_tqdm=False)
+
+
+def all_free(engine: Engine) -> bool:
+    return not engine.busy and engine.scheduler.pages.available == engine.scheduler.pages.total
+
+
+def poison(llm: LLM) -> None:
+    """NaN in every page of the pool."""
+    cache = llm.engine.runner.cache
+    llm.engine.runner.cache = dataclasses.replace(cache, k=cache.k * jnp.nan, v=cache.v * jnp.nan)

@@ -46,12 +46,12 @@ class EventStream(Response):
         self._chunks, self._held = chunks, held
 
     async def __call__(self, scope, receive, send) -> None:
-        async with self._held:
-            try:
+        try:
+            async with self._held:
                 await until_disconnect(receive, self._send(send))
-            except ApiError as error:
-                if error.status != 499:  # who left needs no answer, and is no fault to log
-                    raise
+        except ApiError as error:
+            if error.status != 499:  # who left needs no answer, and is no fault to log
+                raise
 
     async def _send(self, send) -> None:
         async with aclosing(self._chunks) as chunks:

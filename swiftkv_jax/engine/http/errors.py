@@ -40,7 +40,7 @@ class ApiError(Exception):
         super().__init__(self.message)
 
     def body(self) -> bytes:
-        """The error object, at most about 1 KiB of UTF-8."""
+        """The error object, at most 1 KiB of UTF-8 where at most `MAX_ECHO` characters are a caller's."""
         kind, code = _KINDS.get(self.status, ("invalid_request_error", "invalid_value"))
         fields = {
             "message": clip(self.message, MAX_MESSAGE),
@@ -48,7 +48,7 @@ class ApiError(Exception):
             "param": None if self.param is None else clip(self.param, MAX_ECHO),
             "code": self.code or code,
         }
-        return json.dumps({"error": fields}).encode()
+        return json.dumps({"error": fields}, ensure_ascii=False).encode()
 
     def headers(self) -> dict[str, str]:
         """What tells a client whether and when to try again."""

@@ -111,9 +111,8 @@ class Generator:
           ApiError: it was refused, or failed before anything was sent.
         """
         self._check_size(call)
-        tally = _Tally(call)
         async with AsyncExitStack() as stack:
-            stack.callback(tally.log)
+            tally = stack.enter_context(_Tally(call))
             sequences = len(call.prompts) * call.n
             tokens = call.n * sum(_size(prompt) // _BYTES_PER_TOKEN + 1 for prompt in call.prompts)
             ticket = stack.enter_context(self.service.admit(call.tenant, sequences, tokens))
@@ -145,7 +144,7 @@ class Generator:
         """What `echo` puts in front: the prompts, and, with `logprobs`, how likely their tokens are.
 
         Raises:
-          ApiError: 400: too much to score.
+          ApiError: 400: too much to score; 500: what the model gives is not finite.
         """
         if not call.echo:
             return []
@@ -163,7 +162,10 @@ class Generator:
     async def _opening(self, call: Call, request: Request) -> CompletionOutput:
         ids, entries = request.token_ids, None
         if call.logprobs is not None:
-            scored = await self.service.score(ids, call.logprobs)
+            try:
+                scored = await self.service.score(ids, call.logprobs)
+            except FloatingPointError as error:
+                raise _model_failed(call, str(error)) from None
             first = {ids[0]: Logprob(logprob=0.0, rank=0, decoded_token=_text(self.llm, ids[:1]))}
             entries = [first, *(entry or {} for entry in scored[1:])]
         text = request.prompt
@@ -193,9 +195,14 @@ class Generator:
             if delta.error == RULED_OUT:
                 raise ApiError(400, RULED_OUT, "allowed_token_ids")
             if delta.finish_reason == "error":
-                log.error("request %s failed: %s", call.request_id, delta.error)
-                raise ApiError(500, f"the model failed on this request ({call.request_id})", retry=True)
+                raise _model_failed(call, delta.error)
             yield number, delta
+
+
+def _model_failed(call: Call, why: str | None) -> ApiError:
+    """What the client is told; `why` is for the log."""
+    log.error("request %s failed: %s", call.request_id, why)
+    return ApiError(500, f"the model failed on this request ({call.request_id})", retry=True)
 
 
 @dataclasses.dataclass
@@ -208,9 +215,13 @@ class _Tally:
     reasons: set[str] = dataclasses.field(default_factory=set)
     began: float = dataclasses.field(default_factory=time.monotonic)
 
-    def log(self) -> None:
-        """As JSON, so that nothing a client sent can look like a line of its own."""
+    def __enter__(self) -> "_Tally":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _) -> None:
+        """Log it: as JSON, so that nothing a client sent can look like a line of its own."""
         record = {
+            "status": _status(error),
             "request": self.call.request_id,
             "client": self.call.client_id,
             "prompt_tokens": self.prompt,
@@ -219,6 +230,13 @@ class _Tally:
             "seconds": round(time.monotonic() - self.began, 4),
         }
         log.info(json.dumps(record))
+
+
+def _status(error: BaseException | None) -> int:
+    """What a call's end would be called; who is cancelled has been left by the client."""
+    if isinstance(error, ApiError):
+        return error.status
+    return 200 if error is None else 499 if isinstance(error, asyncio.CancelledError) else 500
 
 
 def make_requests(llm: LLM, call: Call) -> list[Request]:
@@ -301,9 +319,9 @@ async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: _Tally)
 
 
 def _written(call: Call, parts: dict[int, list[CompletionOutput]], tally: _Tally) -> bytes:
-    choices = [call.shape.final(index, _joined(parts[index]), True, 0) for index in sorted(parts)]
-    body = call.shape.envelope(call.shape.whole, choices)
-    return answers.encode(body | {"usage": answers.usage(tally.prompt, tally.completion)})
+    choices = (call.shape.final(index, _joined(parts[index]), True, 0) for index in sorted(parts))
+    body = call.shape.envelope(call.shape.whole, [])
+    return answers.joined(body | {"usage": answers.usage(tally.prompt, tally.completion)}, choices)
 
 
 def _joined(parts: list[CompletionOutput]) -> CompletionOutput:

@@ -5,6 +5,7 @@ loop. The loop never waits for the engine, and the engine never waits for the lo
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import queue
@@ -132,9 +133,17 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     async def score(self, ids: tuple[int, ...], top: int) -> list[dict[int, Logprob] | None]:
-        """`LLM.score`, one at a time."""
+        """`LLM.score`, one at a time.
+
+        Raises:
+          FloatingPointError: as there; it is counted with the engine's own failures.
+        """
         work = partial(self.llm.score, ids, top)
-        return await asyncio.get_running_loop().run_in_executor(self._scorer, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._scorer, work)
+        except FloatingPointError:
+            self._calls.put(self._count_failed)
+            raise
 
     def stream(self, requests: list[Request], ticket: Ticket) -> Stream:
         """Run these; every one gets an id of ours, whatever the caller calls it."""
@@ -185,8 +194,12 @@ class Service:
         done = self.llm.engine.warm_up(say)
         for number, length in enumerate(lengths):
             say(done + number, done)
-            self.llm.score([0] * length)
+            with contextlib.suppress(FloatingPointError):  # compiled all the same
+                self.llm.score([0] * length)
         say(done + len(lengths), done)
+
+    def _count_failed(self) -> None:
+        self.llm.engine.stats.failed_requests += 1
 
     def _turn(self) -> None:
         self._beat = time.monotonic()

@@ -19,7 +19,7 @@ _FIELDS = (
     "top_logprobs max_completion_tokens tokens add_special_tokens add_generation_prompt tools "
     "response_format best_of suffix user unheard_of"
 ).split()
-_GOOD = {
+GOOD = {
     "n": (1, 2), "temperature": (0, 0.7, 2), "top_p": (0.1, 1), "top_k": (-1, 0, 3), "min_p": (0.0, 0.2),
     "presence_penalty": (-2, 1.5), "frequency_penalty": (0, 2), "repetition_penalty": (0.5, 1.3),
     "seed": (0, -1, 5), "stop": ("e", ["a", "bc"], None), "stop_token_ids": ([], [65], [*range(60, 100)]),
@@ -38,8 +38,8 @@ def request(random: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
         body["logprobs"] = random.random() < 0.2
     elif random.random() < 0.2:
         body["logprobs"] = random.randint(0, 20)
-    for name in random.sample(sorted(_GOOD), random.randint(0, 5)):
-        body[name] = random.choice(_GOOD[name])
+    for name in random.sample(sorted(GOOD), random.randint(0, 5)):
+        body[name] = random.choice(GOOD[name])
     for _ in range(random.choice((0, 0, 0, 1, 1, 2))):
         body[random.choice(_FIELDS)] = random.choice(_VALUES)
     raw = json.dumps(body).encode()

@@ -2,9 +2,13 @@
 
 import asyncio
 import contextlib
+import ctypes
 import functools
+import gc
 import json
 import os
+import random
+import socket
 import sys
 import threading
 import time
@@ -12,6 +16,7 @@ import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import generated
 import httpx
 import uvicorn
 
@@ -33,6 +38,7 @@ SIZES = {
     "steps_per_launch": 4,
     "page_size": 8,
 }
+LONG = {"prompt": "The cache", "max_tokens": 50, "ignore_eos": True}
 
 
 @functools.cache
@@ -183,6 +189,38 @@ def unharmed(server: Running, harm: Callable[[], _T]) -> _T:
     return found
 
 
+def resident() -> float:
+    """MiB of memory that this process holds, the server with all else; what can be given back is."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def raw_request(body: bytes, path: str = "/v1/completions") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    return head.encode() + b"\r\n\r\n" + body
+
+
+def connect(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def torment(server: Running, seed: int, count: int, ballast: int = 0) -> dict[int, int]:
+    """Send `count` generated requests; how often each status came. `ballast`: more bytes in each body."""
+    source, seen = random.Random(seed), {}
+    for number in range(count):
+        method, route, raw, headers = generated.request(source)
+        if ballast and raw.endswith(b"}"):
+            raw = raw[:-1] + b', "ballast": "%s"}' % source.randbytes(ballast // 2).hex().encode()
+        answer = server.http.request(method, route, content=raw, headers=headers)
+        seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
+        assert answer.status_code < 500, (number, method, route, raw[:300], answer.text)
+        if answer.status_code >= 400 and method != "HEAD":
+            error_of(answer)
+    return seen
+
+
 def wait_for(condition, seconds: float = 20) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -193,7 +231,7 @@ def wait_for(condition, seconds: float = 20) -> None:
 def error_of(answer: httpx.Response) -> dict:
     """The one shape: an object with four fields, small, JSON, with an id."""
     assert answer.headers["content-type"] == "application/json", answer.text
-    assert answer.headers["x-request-id"] and len(answer.content) <= 2048
+    assert answer.headers["x-request-id"] and len(answer.content) <= 1024
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) <= 500
     assert "Traceback" not in error["message"] and "0x" not in error["message"]

@@ -178,10 +178,12 @@ def test_nothing_long_is_echoed(served):
         {"prompt": "x", "logit_bias": {word: 1}},
         {"prompt": "x", "lora_request": word},
         {"prompt": {word: word}},
+        {"prompt": "x", "logit_bias": {"🙂" * 5000: 1}},
+        {"prompt": "x", "model": "🙂" * 500},
     ):
         answer = served.http.post("/v1/completions", json=raw)
         assert 400 <= answer.status_code < 500 and "q" * 101 not in answer.text
-        http_server.error_of(answer)
+        http_server.error_of(answer)  # 1 KiB, though a character may take four bytes, or twelve if escaped
 
 
 def test_wrong_routes_methods_and_types(served):

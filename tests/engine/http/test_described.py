@@ -1,5 +1,10 @@
 """`/openapi.json`: all of the server is in it, and requests made from it by schemathesis do no harm."""
 
+import contextlib
+import itertools
+import json
+import random
+
 import generated
 import hypothesis
 import hypothesis.strategies as st
@@ -46,6 +51,18 @@ def test_every_route_is_in_it_and_answers_as_it_says(served, described):
 def test_our_own_generator_tries_every_route(described):
     tried = {route.replace("/v1/models/tiny", "/v1/models/{name}") for route in generated.ROUTES}
     assert tried == {*described["paths"], "/nowhere"}
+
+
+def test_our_own_generator_tries_every_pair_of_options():
+    """Faults of samplers lie in combinations; those of the requests that `make test` sends."""
+    source, seen = random.Random(1), set()
+    for _ in range(2000):
+        _, route, raw, _ = generated.request(source)
+        with contextlib.suppress(ValueError):
+            body = json.loads(raw)
+            good = [name for name, values in generated.GOOD.items() if body.get(name) in values]
+            seen |= set(itertools.combinations(sorted(good), 2)) if "completions" in route else set()
+    assert seen >= set(itertools.combinations(sorted(generated.GOOD), 2))
 
 
 def test_it_says_where_a_key_is_asked_for(described):

@@ -14,7 +14,7 @@ import http_server
 import httpx
 import pytest
 import tiny_engine as tiny
-from http_server import SIZES, Running, error_of, make_llm, wait_for
+from http_server import LONG, SIZES, Running, connect, error_of, make_llm, wait_for
 from patience import no_longer_than
 from tokenizers_made import CHATML, END, make_tokenizer
 from transformers import AutoTokenizer
@@ -26,11 +26,6 @@ from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
-LONG = {"prompt": "The cache", "max_tokens": 50, "ignore_eos": True}
-
-
-def connect(server: Running) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
 
 
 def test_a_client_that_does_not_read_is_cut_off():

@@ -2,44 +2,32 @@
 
 import asyncio
 import dataclasses
-import hmac
+import json
+import logging
 import random
-import socket
 import threading
 import time
 
-import generated
 import http_server
 import httpx
 import pytest
 import tiny_engine as tiny
-from http_server import Canary, Running, error_of, gives_all_back, make_llm, unharmed, wait_for
+from http_server import (
+    LONG,
+    Canary,
+    Running,
+    connect,
+    error_of,
+    gives_all_back,
+    make_llm,
+    raw_request,
+    resident,
+    torment,
+    unharmed,
+    wait_for,
+)
 
 from swiftkv_jax.engine.http import generate
-
-LONG = {"prompt": "The cache", "max_tokens": 50, "ignore_eos": True}
-
-
-def raw_request(body: bytes, path: str = "/v1/completions") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    return head.encode() + b"\r\n\r\n" + body
-
-
-def connect(server: Running) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
-
-
-def torment(server: Running, seed: int, count: int) -> dict[int, int]:
-    """Send `count` generated requests; how often each status came."""
-    source, seen = random.Random(seed), {}
-    for number in range(count):
-        method, route, raw, headers = generated.request(source)
-        answer = server.http.request(method, route, content=raw, headers=headers)
-        seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
-        assert answer.status_code < 500, (number, method, route, raw[:300], answer.text)
-        if answer.status_code >= 400 and method != "HEAD":
-            error_of(answer)
-    return seen
 
 
 def check_torment(server: Running, count: int) -> None:
@@ -53,7 +41,26 @@ def test_a_canary_stays_the_same_beside_generated_requests(served):
 
 @pytest.mark.slow
 def test_a_canary_stays_the_same_beside_many_generated_requests(served):
+    """64 MiB are the most that 20 000 requests may leave behind: 3 KiB each, a tenth of what one needs."""
+    check_torment(served, 500)
+    before = resident()
     check_torment(served, 20000)
+    assert resident() - before < 64
+
+
+BALLAST = 2**17  # bytes
+
+
+def test_memory_stays_where_it_was(served):
+    """Each request brings 128 KiB that differ from all others'. If one in four left its body behind, in
+    whatever form and place, 400 requests would leave 12.5 MiB; noise stays well below that. What else a
+    server could hold on to is counted one by one (`held`), and none of it may grow.
+    """
+    torment(served, 2, 150, BALLAST)
+    with gives_all_back(served):
+        before = resident()
+        torment(served, 3, 400, BALLAST)
+    assert resident() - before < 12.5
 
 
 def check_disconnects(server: Running, count: int) -> None:
@@ -78,6 +85,24 @@ def test_who_leaves_takes_nothing_along(served):
         check_disconnects(served, 50)
     assert served.engine.stats.output_tokens - before < 50 * 2 * 50 // 2, "answers ran on for nobody"
     assert served.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_left_is_in_the_log(served, caplog, stream):
+    """One line a request, which says how it ended; the status is one that no client ever sees."""
+    caplog.set_level(logging.INFO, "swiftkv_jax.http")
+    with connect(served) as caller:
+        caller.sendall(raw_request(json.dumps(LONG | {"stream": stream}).encode()))
+        wait_for(lambda: served.engine.scheduler.running)
+    wait_for(served.idle)
+    served.complete("x", max_tokens=2)
+    refused = served.http.post("/v1/completions", json={"prompt": "x" * 100})
+    assert refused.status_code == 400
+    lines = [record.getMessage() for record in caplog.records]
+    said = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [line["status"] for line in said] == [499, 200, 400]
+    assert [line["finished"] for line in said] == [[], ["length"], []]
+    assert said[2]["request"] == refused.headers["x-request-id"]
 
 
 @pytest.mark.slow
@@ -168,84 +193,6 @@ def test_a_stuck_engine_is_unhealthy():
         wait_for(lambda: server.http.get("/health").status_code == 200)
 
 
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
-    with Running(make_llm(max_queued_requests=3), warm_up=False) as server:
-        server.complete("x", max_tokens=50, ignore_eos=True)
-        callers = [connect(server) for _ in range(40)]
-        for caller in callers:
-            caller.sendall(raw_request(b'{"prompt": "abcdefgh", "max_tokens": 50, "ignore_eos": true}'))
-        answers = []
-        for caller in callers:
-            data = b""
-            while b"\r\n\r\n" not in data or not data.rstrip().endswith(b"}"):
-                data += caller.recv(65536)
-            answers.append(data)
-            caller.close()
-        refused = [data for data in answers if data.startswith(b"HTTP/1.1 503")]
-        done = [data for data in answers if data.startswith(b"HTTP/1.1 200")]
-        assert len(done) + len(refused) == 40 and len(done) >= 3 and len(refused) >= 10
-        assert all(b"\r\nretry-after: " in data and b'"server_is_overloaded"' in data for data in refused)
-        wait_for(server.idle)
-        assert (
-            b'admission_rejections_total{engine="0",model_name="tiny",reason="queue"}'
-            in server.http.get("/metrics").content
-        )
-        too_many = server.http.post("/v1/completions", json={"prompt": ["a"] * 5})
-        assert too_many.status_code == 400 and error_of(too_many)["param"] == "n"
-
-
-def test_a_key_has_its_share():
-    with Running(make_llm(), warm_up=False, api_keys=("one", "two"), max_requests_per_key=1) as server:
-        with connect(server) as caller:
-            body = raw_request(b'{"prompt": "x", "max_tokens": 60, "ignore_eos": true, "stream": true}')
-            caller.sendall(body.replace(b"host: x", b"host: x\r\nauthorization: Bearer one"))
-            wait_for(lambda: server.api.models.tickets)
-            answers = [
-                server.http.post(
-                    "/v1/completions", json={"prompt": "x"}, headers={"authorization": f"Bearer {k}"}
-                )
-                for k in ("one", "two")
-            ]
-            texts = [
-                server.http.post("/tokenize", json={"prompt": "x"}, headers={"authorization": f"Bearer {k}"})
-                for k in ("one", "two")
-            ]
-        for found in (answers, texts):  # the tokenizer's time is counted too
-            assert [answer.status_code for answer in found] == [429, 200]
-            assert error_of(found[0])["type"] == "rate_limit_error" and found[0].headers["retry-after"]
-
-
-def test_texts_that_wait_for_the_tokenizer_are_bounded_and_given_up_with_their_clients():
-    released, asked = threading.Event(), []
-
-    class Slow(tiny.Bytes):
-        def encode(self, text, add_special_tokens=True):
-            asked.append(text)
-            released.wait(60)
-            return super().encode(text)
-
-    with Running(make_llm(Slow()), warm_up=False, max_sequences=3) as server:
-        callers = [connect(server) for _ in range(3)]
-        for number, caller in enumerate(callers):
-            caller.sendall(raw_request(b'{"prompt": "%d"}' % number, "/tokenize"))
-        wait_for(lambda: server.api.models.tickets == 3)
-        refused = server.http.post("/tokenize", json={"prompt": "x"})
-        assert refused.status_code == 503 and "3 texts are waiting" in error_of(refused)["message"]
-        assert server.http.get("/health").status_code == 200, "the event loop waits for nobody"
-        for caller in callers:
-            caller.close()
-        wait_for(lambda: server.api.models.tickets == 0)
-        released.set()
-        assert server.http.post("/tokenize", json={"prompt": "last"}).json()["count"] == 4
-        assert len(asked) == 2 and asked[1] == "last", "what nobody waits for is not begun"
-
-
-def test_a_call_larger_than_the_queue_is_taken_when_nothing_waits():
-    with Running(make_llm(max_queued_tokens=40), warm_up=False) as server:
-        body = server.complete(["a" * 20] * 6, max_tokens=2)
-        assert body["usage"]["prompt_tokens"] == 120
-
-
 def test_a_callers_own_id_means_nothing(served):
     """Two calls under one id: the first leaves, and the second is answered whole."""
     want = served.complete(**LONG)["choices"][0]["text"]
@@ -300,127 +247,6 @@ def test_a_failure_between_steps_is_contained_too(monkeypatch):
             wait_for(lambda: server.engine.scheduler.running)
         wait_for(lambda: failures)
         assert server.complete(**LONG)["choices"][0]["text"] == want and not server.api.models.dead
-
-
-ROUTES = (
-    "/v1/models",
-    "/v1/models/tiny",
-    "/tokenizer_info",
-    "/ready",
-    "/metrics",
-    "/nowhere",
-    "/page",
-    "/health/",
-)
-POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
-
-
-@pytest.fixture(scope="module")
-def keyed():
-    keys = ("first-key", "second-key", "third-key")
-    with Running(make_llm(num_pages=64), warm_up=False, api_keys=keys) as server:
-        yield server
-
-
-def test_every_route_but_health_asks_for_a_key(keyed):
-    with httpx.Client(base_url=keyed.url, trust_env=False) as stranger:
-        for headers in (
-            {},
-            {"authorization": "Bearer wrong"},
-            {"authorization": "first-key"},
-            {"authorization": "Basic first-key"},
-            {"host": "x/health?"},
-            {"x-forwarded-path": "/health", "x-original-url": "/health"},
-        ):
-            for route in ROUTES:
-                answer = stranger.get(route, headers=headers)
-                assert answer.status_code == 401 and error_of(answer)["code"] == "invalid_api_key"
-            for route in POSTS:
-                assert stranger.post(route, json={"prompt": "x"}, headers=headers).status_code == 401
-        assert stranger.get("/health").status_code == 200
-    for key in ("first-key", "third-key"):
-        answer = keyed.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
-        assert answer.status_code == 200
-
-
-def test_keys_are_compared_in_constant_time(keyed, monkeypatch):
-    calls, compare = [], hmac.compare_digest
-    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: calls.append((len(a), len(b))) or compare(a, b))
-    for key in ("first-key", "third-key", "f", "wrong" * 100):
-        calls.clear()
-        keyed.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
-        assert calls == [(32, 32)] * 3, "every key, by digests of one length"
-
-
-def test_no_key_finds_anothers_prefixes(keyed):
-    def hits(key: str, **fields) -> int:
-        before = keyed.engine.stats.prefix_hits
-        headers = {"authorization": f"Bearer {key}"}
-        body = {"prompt": "s" * 40, "max_tokens": 1} | fields
-        assert keyed.http.post("/v1/completions", json=body, headers=headers).status_code == 200
-        wait_for(keyed.idle)
-        return keyed.engine.stats.prefix_hits - before
-
-    assert [hits("first-key"), hits("first-key"), hits("second-key")] == [0, 32, 0]
-    assert [hits("second-key"), hits("second-key", cache_salt="a"), hits("first-key", cache_salt="a")] == [
-        32,
-        0,
-        0,
-    ]
-
-
-def test_a_key_that_floods_the_prefix_cache_pushes_no_other_out(keyed):
-    """64 pages of 8 tokens; one key keeps 4 of them, another sends a hundred times as much as there is."""
-
-    def ask(key: str, prompt: str) -> int:
-        before = keyed.engine.stats.prefix_hits
-        body = {"prompt": prompt, "max_tokens": 1}
-        headers = {"authorization": f"Bearer {key}"}
-        assert keyed.http.post("/v1/completions", json=body, headers=headers).status_code == 200
-        wait_for(keyed.idle)
-        return keyed.engine.stats.prefix_hits - before
-
-    ask("first-key", "m" * 40)
-    for number in range(120):
-        ask("second-key", f"{number:04d}" * 10)
-    assert keyed.engine.scheduler.pages.cached > 50, "the cache is full of the second's"
-    assert ask("first-key", "m" * 40) == 32
-    assert ask("second-key", "0000" * 10) == 0, "of its own it lost the oldest"
-
-
-def labels(server: Running) -> set[str]:
-    lines = server.http.get("/metrics").text.splitlines()
-    return {line.rsplit(" ", 1)[0] for line in lines if not line.startswith("#")}
-
-
-def test_no_label_comes_from_a_request(served):
-    before = labels(served)
-    torment(served, 9, 60)
-    for i in range(30):
-        odd = served.http.request(f"ODD{i}", f"/route{i}", headers={"user-agent": f"agent{i}"})
-        assert odd.status_code in (404, 405)
-        served.http.post("/v1/completions", json={"prompt": "x", "model": f"m{i}", "user": f"u{i}"})
-    assert labels(served) == before
-    names = "num_requests_running kv_cache_usage_perc prompt_tokens_total time_to_first_token_seconds_count "
-    names += "request_success_total compilations_total kv_bytes prefill_tokens_skipped_total"
-    for name in names.split():
-        assert any(line.startswith(f"swiftkv_{name}") for line in before), name
-
-
-def test_the_server_calls_nobody(served, monkeypatch):
-    callers, real = [], socket.socket.connect
-
-    def watched(self, to):
-        callers.append(threading.current_thread())
-        return real(self, to)
-
-    monkeypatch.setattr(socket.socket, "connect", watched)
-    with httpx.Client(base_url=served.url, trust_env=False, timeout=30) as client:
-        image = {"type": "image_url", "image_url": {"url": f"{served.url}/health"}}
-        for content in ("hello http://127.0.0.1/", [image]):
-            client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
-        client.post("/v1/completions", json={"prompt": "http://127.0.0.1/", "model": "http://127.0.0.1/"})
-    assert callers and set(callers) == {threading.main_thread()}
 
 
 def test_half_a_request_is_not_waited_for():
@@ -487,20 +313,25 @@ def test_what_outlasts_the_drain_is_aborted_and_told_so():
         wait_for(server.idle)
 
 
-class Controlled(tiny.Bytes):
-    """With a control token that texts can spell."""
-
-    special_texts = ("</s>",)
-
-
-def test_a_message_cannot_hold_a_control_token():
-    with Running(make_llm(Controlled()), warm_up=False) as server:
-        for message in ({"role": "user", "content": "a</s>b"}, {"role": "</s>", "content": "x"}):
-            for route in ("/v1/chat/completions", "/tokenize"):
-                answer = server.http.post(route, json={"messages": [message]})
-                assert answer.status_code == 400 and error_of(answer)["param"].startswith("messages.0.")
-
-
 def test_settings_are_one_frozen_value():
     with pytest.raises(dataclasses.FrozenInstanceError):
         http_server.HttpSettings(model_name="x").model_name = "y"
+
+
+class Wide(tiny.Bytes):
+    """Knows a token that the model does not: folders of models with such tokenizers are about."""
+
+    def encode(self, text, add_special_tokens=True):
+        return [999 if character == "☃" else ord(character) for character in text]
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_harms_nobody():
+    """As often as failures of the engine would end the process."""
+    with Running(make_llm(Wide()), warm_up=False) as server:
+        want = server.complete("x", max_tokens=4)["choices"][0]["text"]
+        for words in (["☃"], ["a☃"], ["☃b", "qqq"]):
+            for _ in range(3):
+                assert server.complete("x", max_tokens=4, bad_words=words)["choices"][0]["text"] == want
+        refused = server.http.post("/v1/completions", json={"prompt": "a☃"})
+        assert refused.status_code == 400 and error_of(refused)["param"] == "prompt"
+        assert not server.api.service._restarts

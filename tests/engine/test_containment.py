@@ -1,0 +1,284 @@
+"""What fails, is given up or is refused ends alone: its pages come back and everybody else goes on."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_engine as tiny
+from tiny_engine import GREEDY, LENGTHS, SIZES, all_free, definition, make, model, run, tokens
+
+from swiftkv_jax.engine.engine import Overloaded
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.errors import UsageError
+
+POINTS = ("schedule", "run", "sample", "detokenise")
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_request_that_fails_inside_ends_alone(point):
+    llm = make()
+    requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
+    victim, passed = requests[3].request_id, []
+
+    def probe(where, request_id):
+        if (where, request_id) == (point, victim):
+            passed.append(where)
+            if len(passed) == 2 or point == "schedule":
+                raise RuntimeError("injected")
+
+    llm.engine.probe = probe
+    outputs = dict(llm.run(requests))
+    failed = outputs.pop(3).outputs[0]
+    assert failed.finish_reason == "error" and "injected" in failed.error
+    want = dict(enumerate(definition("acrosskv")))
+    assert {i: o.outputs[0].token_ids for i, o in outputs.items()} == {i: want[i] for i in outputs}
+    assert failed.token_ids == want[3][: len(failed.token_ids)]
+    assert all_free(llm.engine) and llm.engine.stats.failed_requests == 1
+
+
+def test_a_failure_on_arrival_reaches_the_caller_only():
+    llm = make()
+
+    def probe(where, request_id):
+        if where == "admit":
+            raise RuntimeError("injected")
+
+    llm.engine.probe = probe
+    with pytest.raises(RuntimeError, match="injected"):
+        llm.engine.add(llm.request([1, 2], GREEDY))
+    assert all_free(llm.engine)
+
+
+def test_a_detokenizer_that_raises_ends_its_request_only():
+    class Fragile(tiny.Bytes):
+        def decode(self, ids, skip_special_tokens=True):
+            if 250 in ids:
+                raise ValueError("no such piece")
+            return super().decode(ids, skip_special_tokens)
+
+    llm = LLM.from_model(*model("acrosskv"), Fragile(), **SIZES)
+    outputs = run(llm)
+    for want, output in zip(definition("acrosskv"), outputs, strict=True):
+        if 250 in want or 250 in output.prompt_token_ids[-6:]:
+            assert output.outputs[0].finish_reason == "error"
+        else:
+            assert output.outputs[0].token_ids == want
+    assert all_free(llm.engine)
+
+
+def test_not_a_number_ends_its_request_and_is_wiped_before_anyone_else_sees_it():
+    """One token's embedding is NaN: its row of the cache, in pages that others will get, must be cleared."""
+    net, params = model("acrosskv")
+    params = params | {"embed": params["embed"].at[200].set(jnp.nan)}
+    llm = LLM.from_model(net, params, tiny.Bytes(), **(SIZES | {"num_pages": 20}))
+    prompts = [[t % 200 for t in p] for p in tiny.prompts(LENGTHS)]
+    want = tokens(run(LLM.from_model(*model("acrosskv"), tiny.Bytes(), **SIZES), prompts))
+    bad = [*prompts[3][:-1], 200]
+    for _ in range(2):
+        outputs = run(llm, [*prompts[:3], bad, *prompts[4:]])
+        assert outputs[3].outputs[0].finish_reason == "error" and "finite" in outputs[3].outputs[0].error
+        for i, output in enumerate(outputs):
+            assert i == 3 or 200 in want[i] or output.outputs[0].token_ids == want[i]
+        run(llm, [bad])  # alone and last: nobody comes after it to overwrite what it left
+        cache = llm.engine.runner.cache
+        assert np.isfinite(np.asarray(cache.k)[:, 1:]).all() and np.isfinite(np.asarray(cache.v)[:, 1:]).all()
+        assert all_free(llm.engine)
+
+
+def check_reads_anew(llm: LLM, prompt: list[int]) -> None:
+    """A prompt whose pages held NaN finds none of them, and its tokens are right."""
+    for hits in (0, 40):  # all that can be shared of it, once it is whole
+        request, before = llm.request(prompt, GREEDY), llm.engine.stats.prefix_hits
+        llm.engine.add(request)
+        found: list[list[int]] = []
+        while llm.engine.busy:
+            found += [g.sequences[0].output for g in llm.engine.step() if g.finished]
+        assert found == [tiny.greedy(*model("acrosskv"), prompt, 10)]
+        assert llm.engine.stats.prefix_hits - before == hits
+    assert all_free(llm.engine)
+    cache = llm.engine.runner.cache
+    assert np.isfinite(np.asarray(cache.k)[:, 1:]).all() and np.isfinite(np.asarray(cache.v)[:, 1:]).all()
+
+
+def poisoned(llm: LLM, token: int):
+    """Parameters under which whoever reads this token computes NaN."""
+    params = llm.engine.runner.params
+    return params | {"embed": params["embed"].at[token].set(jnp.nan)}
+
+
+def test_who_shares_a_faulty_prompt_and_leaves_makes_nobody_find_it_again():
+    """Pages are shared as soon as they are written, and NaN is seen only where a token is sampled: by then
+    another may hold them too, and leave before it comes to see it."""
+    llm, (prompt,) = make(max_num_batched_tokens=16), tiny.prompts((45,))
+    prompt = [200 if i == 3 else t % 200 for i, t in enumerate(prompt)]
+    machine, good = llm.engine.runner, llm.engine.runner.params
+    machine.params = poisoned(llm, 200)
+    first, second = llm.request(prompt, GREEDY), llm.request(prompt, GREEDY)
+    llm.engine.add(first)
+    llm.engine.step()
+    llm.engine.add(second)
+    failed: list[str] = []
+    while not failed:
+        failed = [str(g.sequences[0].error) for g in llm.engine.step() if g.finished]
+    assert "not finite" in failed[0]
+    (other,) = llm.engine.scheduler.running.values()
+    assert other.request is second and other.cached >= 16 and not other.output, "it shares, and has not seen"
+    llm.engine.abort(second.request_id)
+    llm.engine.step()
+    machine.params = good
+    check_reads_anew(llm, prompt)
+
+
+def test_a_completion_that_fails_takes_those_beside_it_along():
+    """Its caller wants no more: what another completion of the request has read by then is as bad."""
+    llm, (prompt,) = make(max_num_batched_tokens=16), tiny.prompts((45,))
+    prompt = [200 if i == 3 else t % 200 for i, t in enumerate(prompt)]
+    machine, good = llm.engine.runner, llm.engine.runner.params
+    machine.params = poisoned(llm, 200)
+    request = llm.request(prompt, dataclasses.replace(GREEDY, n=2))
+    llm.engine.add(request)
+    group = llm.engine._groups[request.request_id]
+    while not group.sequences[0].finish_reason:
+        llm.engine.step()
+    llm.engine.step()
+    assert group.sequences[1].cached >= 16 and not group.sequences[1].finish_reason
+    llm.engine.abort(request.request_id)
+    llm.engine.step()
+    machine.params = good
+    check_reads_anew(llm, prompt)
+
+
+def test_a_score_that_is_not_a_number_ends_its_request_only():
+    net, params = model("acrosskv")
+    params = params | {"embed": params["embed"].at[200].set(jnp.nan)}
+    llm = LLM.from_model(net, params, tiny.Bytes(), **SIZES)
+    params = dataclasses.replace(GREEDY, prompt_logprobs=1, max_tokens=1)
+    fine, bad = run(llm, [[1, 2, 3], [4, 200, 5]], params)
+    assert fine.outputs[0].finish_reason == "length" and fine.prompt_logprobs[2][3].logprob < 0
+    assert bad.outputs[0].finish_reason == "error" and "not finite" in bad.outputs[0].error
+    assert bad.prompt_logprobs is None
+    with pytest.raises(FloatingPointError, match="not finite"):
+        llm.score([4, 200, 5])
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 5])
+def test_abort_at_any_moment_frees_everything_and_changes_nobody(after):
+    llm = make()
+    requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
+    for request in requests:
+        llm.engine.add(request)
+    done = {}
+    for turn in range(1000):
+        if turn == after:
+            for i in (1, 3, 7):
+                llm.engine.abort(requests[i].request_id)
+            llm.engine.abort("unknown")
+        if not llm.engine.busy:
+            break
+        done |= {g.request.request_id: g.output() for g in llm.engine.step() if g.finished}
+    for i, (request, want) in enumerate(zip(requests, definition("acrosskv"), strict=True)):
+        got = done[request.request_id].outputs[0]
+        assert got.token_ids == want or (i in (1, 3, 7) and got.finish_reason == "abort")
+    assert all_free(llm.engine)
+
+
+def test_what_a_caller_does_not_wait_for_is_aborted():
+    llm = make()
+    requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
+    stream = llm.run(requests)
+    next(stream)
+    stream.close()
+    assert all_free(llm.engine)
+    assert tokens(run(llm)) == definition("acrosskv")
+
+
+def test_a_request_that_rules_out_every_token_is_told_so_alone():
+    llm, prompt = make(), tiny.prompts((9,))[0]
+    ruled = [
+        dataclasses.replace(GREEDY, ignore_eos=False, allowed_token_ids=[tiny.EOS], min_tokens=3),
+        dataclasses.replace(GREEDY, allowed_token_ids=[65, 66], bad_words=["A", "B"]),
+        SamplingParams(seed=1, max_tokens=9, allowed_token_ids=[65], bad_words=["AA"]),
+    ]
+    outputs = run(llm, [prompt] * 4, [*ruled, GREEDY])
+    for output, length in zip(outputs[:3], (0, 0, 1), strict=True):
+        got = output.outputs[0]
+        assert (got.finish_reason, len(got.token_ids)) == (
+            "error",
+            length,
+        ) and "no token is left" in got.error
+    assert tokens(outputs[3:]) == tokens(run(make(), [prompt]))
+    assert all_free(llm.engine) and llm.engine.stats.failed_requests == 0
+
+
+def test_a_new_start_frees_the_old_cache_first_and_counts_on():
+    """There is no room for two caches on a device, and counters never fall."""
+    llm = make(num_pages=33, page_size=2, max_num_seqs=3)
+    run(llm)
+    engine = llm.engine
+    requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
+    engine.add(*requests)
+    for _ in range(3):
+        engine.step()
+    old, make_cache, deleted = engine.runner.cache, engine._new_cache, []
+
+    def watched():
+        deleted.extend(array.is_deleted() for array in jax.tree.leaves(old))
+        return make_cache()
+
+    engine._new_cache = watched
+    before, running = dataclasses.replace(engine.stats), len(engine.scheduler.running)
+    assert before.preemptions and before.prefix_queries and running
+    engine.restart(RuntimeError(""))
+    assert deleted and all(deleted)
+    ended = {}
+    while engine.busy:
+        ended |= {g.request.request_id: g for g in engine.step() if g.finished}
+    stats = engine.stats
+    assert stats.failed_requests == before.failed_requests + running
+    assert stats.preemptions >= before.preemptions and stats.prefix_queries > before.prefix_queries
+    reasons = [ended[r.request_id].sequences[0].finish_reason for r in requests]
+    assert reasons.count("error") == running and set(reasons) == {"error", "length"}
+    for request, want in zip(requests, definition("acrosskv"), strict=True):
+        one = ended[request.request_id].sequences[0]
+        assert one.output == want[: len(one.output)] and all_free(engine)
+
+
+def test_bad_settings_and_full_queues():
+    for changes, problem in (
+        ({"num_pages": 7}, "8 are needed"),
+        ({"cache_dtype": "int9"}, "did you mean 'int8'"),
+        ({"attention": "pallas"}, "attention must be one of reference, xla"),
+        ({"attention": "pallas_gpu"}, "paged_attention: pallas_gpu needs a gpu, this is cpu: reference, xla"),
+        ({"fill": "pallas-tpu"}, "fill must be one of .* did you mean 'pallas_tpu'"),
+        ({"fill": "pallas_tpu"}, "fused_kv_fill: pallas_tpu needs a tpu, this is cpu: reference, xla"),
+        ({"page_sise": 8}, "did you mean 'page_size'"),
+        ({"drafts": -1}, "drafts must be at least 0"),
+        ({"memory_fraction": 0.0}, "memory_fraction"),
+        ({"page_size": 0}, "page_size must be at least 1"),
+    ):
+        with pytest.raises(UsageError, match=problem):
+            make(**changes)
+    llm = make(max_queued_requests=2, max_queued_tokens=20)
+    llm.engine.add(llm.request([1] * 15, GREEDY))
+    with pytest.raises(Overloaded, match="tokens are waiting"):
+        llm.engine.add(llm.request([1] * 6, GREEDY))
+    llm.engine.add(llm.request([1], GREEDY))
+    with pytest.raises(Overloaded, match="requests are waiting"):
+        llm.engine.add(llm.request([1], GREEDY))
+    llm = make(max_queued_requests=4, max_queued_tokens=20)
+    whole = [llm.request([1] * 15, GREEDY) for _ in range(3)]
+    with pytest.raises(Overloaded, match="0 requests are waiting"):
+        llm.engine.add(*whole, llm.request([1], dataclasses.replace(GREEDY, n=2)))
+    assert not llm.engine.busy and not llm.engine._groups, "all or none"
+    with pytest.raises(UsageError, match="in use"):
+        llm.engine.add(whole[0])
+        llm.engine.add(whole[1], whole[0])
+    llm.engine.abort(whole[0].request_id)
+    llm.engine.step()
+    llm.engine.add(*whole)  # more tokens than may wait, and nobody waits
+    small = make(num_pages=8)
+    with pytest.raises(UsageError, match="lower max_tokens"):
+        small.request([1] * 60, dataclasses.replace(GREEDY, max_tokens=5))
