@@ -160,6 +160,12 @@ def _score(form: Form, x: Inputs, s: Scratch, at: _Share) -> None:
         return carry
 
     lax.fori_loop(0, at.count, turn, 0)
+    for last in (
+        2,
+        1,
+    ):  # tiles given back that nothing was brought into: a barrier is seen through to its end
+        slot = lax.rem(jnp.maximum(at.count - last, 0), _STAGES)
+        pl.when(at.count >= last)(functools.partial(plgpu.barrier_wait, s.free.at[slot]))
 
 
 def _terms(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot):
