@@ -24,9 +24,11 @@ def fold(plan: KVPlan, params: PyTree, dtype) -> PyTree:
     """`params` with `fill` as the kernels take it: `Makers` of `dtype`, the norm's gain folded in."""
     p = params["fill"]
     gain = p["norm_swiftkv"] if plan.is_swiftkv else weights.layer(params["upper"], 0)["input_norm"]
-    kernels = (fold_gain(gain, p[name]["kernel"]).astype(dtype) for name in ("k_proj", "v_proj"))
-    biases = (p[name].get("bias") for name in ("k_proj", "v_proj"))
-    return params | {"fill": Makers(*kernels, *biases, p.get("k_norm"))}
+    (w_k, b_k), (w_v, b_v) = (
+        (fold_gain(gain, p[name]["kernel"]).astype(dtype), p[name].get("bias"))
+        for name in ("k_proj", "v_proj")
+    )
+    return params | {"fill": Makers(w_k, w_v, b_k, b_v, p.get("k_norm"))}
 
 
 def write(
