@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # As many workers as cores, at most four: each holds a JAX runtime.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
+# Compilations are alone each: a worker that is done takes some of another's.
+AOT_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
 
 .PHONY: demo demo-long test test-slow test-aot test-eval lint clean
 
@@ -25,7 +27,7 @@ test-slow: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
 test-aot: $(VENV)/.aot
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m aot
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(AOT_ARGS) -m aot
 
 test-eval: $(VENV)/.eval
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/engine/http/test_lm_eval.py

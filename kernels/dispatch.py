@@ -12,7 +12,7 @@ import jax
 # they have not run on hardware, and on a GPU a kernel is the default only where it was seen to win.
 BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
 
-_PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
+PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
 _LOG = logging.getLogger(__name__)
 
 
@@ -60,9 +60,9 @@ def call(operation: str, table: Mapping[str, Implementation], implementation: st
         return table[name].run(*args, **kwargs)
     if implementation not in table:
         raise UnsupportedError(f"{operation} has no {implementation!r}; it has {', '.join(table)}")
-    needed = _PLATFORM_OF.get(implementation, platform)
+    needed = PLATFORM_OF.get(implementation, platform)
     if needed != platform:
-        here = [n for n in table if _PLATFORM_OF.get(n, platform) == platform]
+        here = [n for n in table if PLATFORM_OF.get(n, platform) == platform]
         raise UnsupportedError(
             f"{operation}: {implementation} needs a {needed}, this is {platform}: {', '.join(here)}"
         )

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from swiftkv_jax import sharding
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.kernels.fused_kv_fill.api import quantise
 from swiftkv_jax.kernels.paged_attention.api import paged_attention
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.pytree import pytree, static
@@ -30,6 +31,7 @@ class Batch:
       block_token: [b, C] the tokens of each block, clamped into [0, T).
       block_sequence: [b]. block_position: [b, C], -1 where a block has no token.
       place: [T] where each token lies in the flattened [b * C].
+      chunks: whether it may hold chunks of prompts, not only tokens that decode.
     """
 
     sequence: Int[Array, " T"]
@@ -39,6 +41,7 @@ class Batch:
     block_sequence: Int[Array, " b"]
     block_position: Int[Array, "b C"]
     place: Int[Array, " T"]
+    chunks: bool = static(default=False)
 
 
 def make_batch(starts: Int[Array, " Q1"] | None, position: Int[Array, " T"], each: int = 1) -> Batch:
@@ -80,6 +83,7 @@ def make_batch(starts: Int[Array, " Q1"] | None, position: Int[Array, " T"], eac
         block_sequence=block_sequence,
         block_position=jnp.where(real, position[token], -1),
         place=jnp.clip(place, 0, count * size - 1),
+        chunks=True,
     )
 
 
@@ -91,13 +95,9 @@ def _block_size(tokens: int, sequences: int) -> int:
 
 def encode(x: Float[Array, "*batch K H"], dtype) -> tuple[Array, Float[Array, "*batch K"] | None]:
     """`x` as a pool of `dtype` stores it, and, for the rounding forms, its scale per token and head."""
-    largest = LARGEST.get(jnp.dtype(dtype).name)
-    if largest is None:
+    if jnp.dtype(dtype).name not in LARGEST:
         return x.astype(dtype), None
-    x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.abs(x).max(-1), 1e-30) / largest
-    x = x / scale[..., None]
-    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype), scale
+    return quantise(x.astype(jnp.float32), dtype)
 
 
 def decode(stored: Array, scale: Float[Array, "*batch K"] | None, dtype) -> Float[Array, "*batch K H"]:
@@ -116,6 +116,7 @@ class Cache:
       k_scale, v_scale: [rows, pages, kv_heads, page] float32 beside a pool of fp8 or int8, else None.
       capacity: tokens that one sequence may hold.
       implementation: of paged attention, by name; None: the platform's.
+      fill: of the fused fill, by name; None: rows are made by XLA's composition and written token by token.
     """
 
     k: Array
@@ -126,6 +127,7 @@ class Cache:
     kv_heads: int = static()
     capacity: int = static()
     implementation: str | None = static(default=None)
+    fill: str | None = static(default=None)
 
     @classmethod
     def create(
@@ -177,9 +179,7 @@ class Cache:
 
     def write(self, rows, k: KeyValues, v: KeyValues, batch: Batch) -> "Cache":
         """Store a flat batch's keys and values in one row ([T, K, H]) or in several ([rows, T, K, H])."""
-        page, slot = batch.position // self.page, batch.position % self.page
-        page = self.table[batch.sequence, jnp.clip(page, 0, self.table.shape[1] - 1)]
-        page = jnp.where(batch.valid, page, 0)
+        page, slot = self.names(batch), batch.position % self.page
 
         def put(pool, new, *where):
             for row, one in [(rows, new)] if isinstance(rows, int) else zip(rows, new, strict=True):
@@ -193,6 +193,11 @@ class Cache:
             v_scale = put(self.v_scale, v_scale, slice(None), slot)
         k, v = put(self.k, k, slot), put(self.v, v, slot)
         return dataclasses.replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+
+    def names(self, batch: Batch) -> Int[Array, " T"]:
+        """The page that each token of a flat batch belongs in; scratch for padding."""
+        number = jnp.clip(batch.position // self.page, 0, self.table.shape[1] - 1)
+        return jnp.where(batch.valid, self.table[batch.sequence, number], 0)
 
     def clear(self, pages: Int[Array, " n"]) -> "Cache":
         """Zeros in these pages of every row."""

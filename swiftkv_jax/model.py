@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from swiftkv_jax import page_fill
 from swiftkv_jax import params as weights
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.config import ModelConfig
@@ -186,21 +187,24 @@ def upper(model: Transformer, params: PyTree, x, rows, at: Rotary, segments, rem
 
 
 class _Rows(dict):
-    """Full-sequence rows by number, with a cache's two verbs."""
+    """Full-sequence rows by number, with a cache's two verbs; `attention` as `causal_attention`."""
+
+    def __init__(self, rows=(), attention=causal_attention):
+        super().__init__(rows)
+        self.attention = attention
 
     def write(self, rows, k, v, batch):
-        if isinstance(rows, int):
-            return _Rows(self | {rows: (k, v)})
-        return _Rows(self | {row: (k[i], v[i]) for i, row in enumerate(rows)})
+        new = {rows: (k, v)} if isinstance(rows, int) else {row: (k[i], v[i]) for i, row in enumerate(rows)}
+        return _Rows(self | new, self.attention)
 
     def attend(self, row, q, batch, window):
         k, v = self[row]
-        return causal_attention(q, k, v, batch, window)
+        return self.attention(q, k, v, batch, window)
 
 
-def forward_layers(model, params, x, at, segments):
+def forward_layers(model, params, x, at, segments, attention=causal_attention):
     """`forward` for a row map that no scan can run: layer by layer, exactly as `step` does."""
-    x, rows = run_lower(model, params, x, at, segments, _Rows())
+    x, rows = run_lower(model, params, x, at, segments, _Rows(attention=attention))
     rows = rows.write(model.plan.upper_rows, *fill(model, params, x, at), segments)
     return run_upper(model, params, x, at, segments, rows)
 
@@ -259,9 +263,18 @@ def read(model: Transformer, params: PyTree, tokens, positions, query_starts, ca
     at = rotary(model.config, positions, cache.capacity)
     batch = make_batch(query_starts, positions)
     x, cache = run_lower(model, params, embed(model, params, tokens), at, batch, cache)
-    if model.plan.upper_rows:
-        cache = cache.write(model.plan.upper_rows, *fill(model, params, x, at), batch)
-    return x, at, batch, cache
+    return x, at, batch, write_upper(model, params, x, at, batch, cache)
+
+
+def write_upper(model: Transformer, params: PyTree, x: Float[Array, "T D"], at: Rotary, batch, cache: Cache):
+    """The cache with the upper rows of a flat batch in it, made from the stream `x` as `cache.fill` says.
+
+    A named fused fill takes `params` as `page_fill.fold` makes them.
+    """
+    rows = model.plan.upper_rows
+    if cache.fill is None:
+        return cache.write(rows, *fill(model, params, x, at), batch)
+    return page_fill.write(params["fill"], rows, model.config.rms_norm_eps, x, at, batch, cache)
 
 
 def survive(x: Float[Array, "T D"], at: Rotary, positions, query_starts, survivors):

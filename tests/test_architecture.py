@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "swiftkv_jax"
 LEVELS = (
     "shapes pytree errors folder config config_json rope plan sharding template template_worker",
-    "layers cache params tokenizer tokenizer_files",
+    "layers cache page_fill params tokenizer tokenizer_files",
     "model surgery checkpoint slim predict",
     "distill engine analysis",
     "lm_eval",

@@ -88,6 +88,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2, "float8_e4m3fn": 4
 SMALL = {
     "plain": Case(live=(32, 32, 5)),
     "one_token": Case(live=(1, 0)),
+    "nowhere": Case(live=(32, 0, 0, 0, 5, 0, 0, 0)),  # tiles of two pages: some all nowhere
     "bias": Case(live=(32, 7), bias=True),
     "k_norm": Case(live=(32, 7), k_norm=True, bias=True),
     "one_row": Case(live=(32, 7, 32), rows=(0,)),

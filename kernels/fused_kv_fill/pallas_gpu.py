@@ -97,7 +97,7 @@ def _kernel(form: _Form, x: _Inputs, s: _Scratch):
     far, column, near, group = (lax.axis_index(name) for name in ("far", "column", "near", "group"))
     tile = (far * form.near + near) * _GROUPS
     at = _Place(group, tile, column // form.blocks, lax.rem(column, form.blocks))
-    some = tile * _TOKENS < x.x.shape[0]
+    some = (tile * _TOKENS < x.x.shape[0]) & _somewhere(form, x, tile)
 
     @pl.when(some & (group == _GROUPS))
     def _():
@@ -112,6 +112,14 @@ def _kernel(form: _Form, x: _Inputs, s: _Scratch):
         for head in range(form.heads):
             _finish(form, x, s, at._replace(tile=tile + group), sums, head)
         plgpu.wait_smem_to_gmem(0)
+
+
+def _somewhere(form: _Form, x: _Inputs, tile):
+    """Whether any page of a CTA's tokens is to be written."""
+    first, last = tile * _TOKENS, x.names.shape[0] - 1
+    starts = range(0, _GROUPS * _TOKENS, min(form.page, _TOKENS))
+    names = (x.names[jnp.minimum((first + start) // form.page, last)] for start in starts)
+    return functools.reduce(jnp.logical_or, (name < x.pool.shape[1] for name in names))
 
 
 def _bring(form: _Form, x: _Inputs, s: _Scratch, at: _Place) -> None:

@@ -90,11 +90,17 @@ def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
         scratch.v[...] = jnp.zeros_like(scratch.v)
         scratch.squares[...] = jnp.zeros_like(scratch.squares)
 
-    stream = x.x[...]
-    scratch.k[...] += dot(stream, x.makers.w_k[0])
-    scratch.v[...] += dot(stream, x.makers.w_v[0])
-    wide = stream.astype(jnp.float32)
-    scratch.squares[...] += jnp.sum(wide * wide, axis=1, keepdims=True)
+    somewhere = functools.reduce(
+        jnp.logical_or, (names[tile * pages + i] < out.k.shape[1] for i in range(pages))
+    )
+
+    @pl.when(somewhere)  # a tile whose pages are all nowhere costs its copies alone
+    def _():
+        stream = x.x[...]
+        scratch.k[...] += dot(stream, x.makers.w_k[0])
+        scratch.v[...] += dot(stream, x.makers.w_v[0])
+        wide = stream.astype(jnp.float32)
+        scratch.squares[...] += jnp.sum(wide * wide, axis=1, keepdims=True)
 
     def copies(step, slot, act):
         """Act on the copies of the pages that `step` of this core made."""
@@ -169,7 +175,10 @@ def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
             put(scratch.v, makers.b_v, None, None, stage=stage.v, scales=stage.v_scale)
             return carry
 
-        jax.lax.fori_loop(0, pages, page, 0)
+        @pl.when(somewhere)
+        def _():
+            jax.lax.fori_loop(0, pages, page, 0)
+
         copies(here, slot, lambda copy: copy.start())
 
         @pl.when(here == form.columns * form.tiles - 1)

@@ -7,9 +7,8 @@ from swiftkv_jax.kernels.fused_kv_fill import reference
 from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
 
 
-def fused_kv_fill(x, makers: Makers, cos, sin, pools: Pools, names, live, *, rows, eps) -> Pools:
-    """As `api.fused_kv_fill`."""
-    heads = pools.k.shape[-1] // (2 * cos.shape[-1])
+def rows_of(x, makers: Makers, cos, sin, heads: int, eps: float) -> tuple[jax.Array, jax.Array]:
+    """Float32 keys [T, F, K * H] and values [T, F, K * U] of the stream [T, D]: matmuls in its dtype."""
     wide = x.astype(jnp.float32)
     h = (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -18,7 +17,13 @@ def fused_kv_fill(x, makers: Makers, cos, sin, pools: Pools, names, live, *, row
         return y if bias is None else y + bias.astype(jnp.float32)
 
     k, v = project(makers.w_k, makers.b_k), project(makers.w_v, makers.b_v)
-    k = reference.finish_keys(k.reshape(*k.shape[:2], heads, -1), makers.k_norm, cos, sin, eps)
+    return reference.finish_keys(k.reshape(*k.shape[:2], heads, -1), makers.k_norm, cos, sin, eps), v
+
+
+def fused_kv_fill(x, makers: Makers, cos, sin, pools: Pools, names, live, *, rows, eps) -> Pools:
+    """As `api.fused_kv_fill`."""
+    heads = pools.k.shape[-1] // (2 * cos.shape[-1])
+    k, v = rows_of(x, makers, cos, sin, heads, eps)
     k, k_scale = reference.store(pools.k, pools.k_scale, k, heads, rows, names, live)
     v, v_scale = reference.store(pools.v, pools.v_scale, v, heads, rows, names, live)
     return Pools(k, v, k_scale, v_scale)

@@ -19,6 +19,7 @@ X_CACHE = {
     "reference": Implementation(reference.x_cache_attention),
     "xla": Implementation(xla.x_cache_attention),
     "pallas_tpu": Implementation(pallas_tpu.x_cache_attention, pallas_tpu.refuses_inputs),
+    "pallas_gpu": Implementation(pallas_gpu.x_cache_attention, pallas_gpu.refuses_inputs),
 }
 
 
@@ -55,7 +56,7 @@ def k_cache_attention(
       rotated: keys are stored after rotary embedding and turned back for the sum (section 3, option 2).
       threshold: pallas_tpu leaves a step's keys out of the weighted sum if none has this weight so far
         (section 2): each dropped weight is smaller. 0 is exact.
-      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16, raw keys, decoding), or None.
+      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16, decoding), or None.
 
     Returns:
       [b, C, N, U] in q's dtype.

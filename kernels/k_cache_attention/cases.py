@@ -155,6 +155,8 @@ REAL = {
     "whisper_small": _WHISPER,
     "width80": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=80, group=1),
     "width96": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=96, group=8),
+    "width96_group4": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=96, group=4),
+    "width256": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, heads=16, width=256, group=1),
 }
 
 

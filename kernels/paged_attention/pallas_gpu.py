@@ -6,6 +6,9 @@ Keys stand on the long side of the tensor core: S^T = K q^T and O^T = V^T P^T, s
 and not 64 rows. One CTA takes one kv head of one block of queries over a share of its pages, which come by
 TMA into a ring of stages; partial sums of the shares are merged by XLA. 8-bit rows are widened on the chip:
 keys in registers, values into shared memory; their scales multiply scores and weights.
+
+A tile is 64, 128 or 256 columns wide. Where heads are not, a head is read with some columns of its
+neighbours: queries are zero there, and those rows of the sum are dropped.
 """
 
 import dataclasses
@@ -24,17 +27,45 @@ from swiftkv_jax.kernels.online import MASKED
 _CTAS = 2 * 132  # two on each multiprocessor of a Hopper
 _STAGES = 3
 _MOST_SCORES = {2: 4096, 1: 3072}  # bytes of a number: most keys x queries whose scores stay in registers
+_MOST_SUMS = 8192  # a value's columns x queries whose sums stay in registers
 _STORED = ("bfloat16", "int8", "float8_e4m3fn")
+_WIDTHS = (64, 80, 96, 128, 256)  # of heads
+_TILES = (64, 128, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Columns:
+    """Where heads of one width lie in rows of `heads` of them, and the tile that one is read in."""
+
+    width: int
+    heads: int
+
+    @property
+    def tile(self) -> int:
+        return next(wide for wide in _TILES if wide >= self.width)
+
+    @property
+    def last(self) -> int:
+        """The last column that a tile may begin with."""
+        return self.width * self.heads - self.tile
+
+    def start(self, head):
+        """The column that the tile of a head begins with."""
+        return head * self.width if self.tile == self.width else jnp.minimum(head * self.width, self.last)
+
+    def inside(self, head: int) -> int:
+        """Where in its tile a head begins."""
+        return max(0, head * self.width - self.last) if self.tile > self.width else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """What is static in the kernel. width of a key, value of a value; rows: queries of a kv head, padded."""
+    """What is static in the kernel. keys, values: columns of the pools; rows: of queries of a kv head."""
 
     row: int
     page: int
-    width: int
-    value: int
+    keys: _Columns
+    values: _Columns
     rows: int
     splits: int
     scale: float
@@ -42,7 +73,7 @@ class _Form:
 
 
 class _Inputs(NamedTuple):
-    """In global memory: q [b, K, rows, H]; k, v [R, P, Z, K * H]; scales [R, P, K, Z], None of wide rows;
+    """In global memory: q [b, K, rows, tile]; k, v [R, P, Z, K * H]; scales [R, P, K, Z], None of wide rows;
     position [b, rows]; pages."""
 
     q: Any
@@ -55,8 +86,8 @@ class _Inputs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """q [rows, H]; k, v [stages, Z, H]; wide [Z, U], None of wide rows; weights [rows, Z]; sums [U, rows];
-    top, total [rows]; barriers asked, k_came and v_came [stages]."""
+    """q [rows, tile]; k, v [stages, Z, tile]; wide [Z, tile], None of wide rows; weights [rows, Z]; sums
+    [tile, rows]; top, total [rows]; barriers asked, k_came and v_came [stages]."""
 
     q: Any
     k: Any
@@ -112,7 +143,7 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
     carry = (
         tiles.constant(MASKED, (form.rows,)),
         tiles.constant(0.0, (form.rows,)),
-        tiles.constant(0.0, (form.value, form.rows)),
+        tiles.constant(0.0, (form.values.tile, form.rows)),
     )
     found = lax.fori_loop(0, at.count, turn, carry)
     stages = s.top, s.total, s.sums
@@ -127,8 +158,8 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
 def _ask(form: _Form, x: _Inputs, s: _Scratch, at: _Share, i) -> None:
     """Start the copies of the i-th page of a share."""
     slot, name = lax.rem(i, _STAGES), x.pages.name(at.block, at.start + i)
-    for pool, width, tile, came in ((x.k, form.width, s.k, s.k_came), (x.v, form.value, s.v, s.v_came)):
-        source = pool.at[form.row, name, :, pl.ds(at.head * width, width)]
+    for pool, columns, tile, came in ((x.k, form.keys, s.k, s.k_came), (x.v, form.values, s.v, s.v_came)):
+        source = pool.at[form.row, name, :, pl.ds(columns.start(at.head), columns.tile)]
         plgpu.copy_gmem_to_smem(source, tile.at[slot], came.at[slot])
 
 
@@ -137,7 +168,7 @@ def _scores(form: _Form, x: _Inputs, s: _Scratch, at: _Share, i):
     shape, tile = (form.page, form.rows), s.k.at[lax.rem(i, _STAGES)]
     if x.k_scale is None:
         return form.tiles.matmul(shape, tile, s.q, (False, True)) * form.scale
-    parts = ((_widened(form, tile, piece), s.q.at[:, piece]) for piece in _pieces(form.width))
+    parts = ((_widened(form, tile, piece), s.q.at[:, piece]) for piece in _pieces(form.keys))
     return form.tiles.products(shape, parts) * form.scale * _factors(form, x, at, x.k_scale, i)
 
 
@@ -148,16 +179,16 @@ def _factors(form: _Form, x: _Inputs, at: _Share, scales, i):
 
 
 def _values(form: _Form, s: _Scratch, slot):
-    """The reference [Z, U] where a stage's values are wide."""
+    """The reference [Z, tile] where a stage's values are wide."""
     if s.wide is None:
         return s.v.at[slot]
-    for piece in _pieces(form.value):
+    for piece in _pieces(form.values):
         s.wide.at[:, piece][...] = _widened(form, s.v.at[slot], piece)
     return s.wide
 
 
-def _pieces(width: int) -> list:
-    return [pl.ds(start, gpu_pages.COLUMNS) for start in range(0, width, gpu_pages.COLUMNS)]
+def _pieces(columns: _Columns) -> list:
+    return [pl.ds(start, gpu_pages.COLUMNS) for start in range(0, columns.tile, gpu_pages.COLUMNS)]
 
 
 def _widened(form: _Form, tile, piece) -> jax.Array:
@@ -168,12 +199,12 @@ def _widened(form: _Form, tile, piece) -> jax.Array:
 def _scratch(form: _Form, stored) -> _Scratch:
     dtype = jnp.bfloat16
     return _Scratch(
-        q=plgpu.SMEM((form.rows, form.width), dtype),
-        k=plgpu.SMEM((_STAGES, form.page, form.width), stored),
-        v=plgpu.SMEM((_STAGES, form.page, form.value), stored),
-        wide=None if stored == dtype else plgpu.SMEM((form.page, form.value), dtype),
+        q=plgpu.SMEM((form.rows, form.keys.tile), dtype),
+        k=plgpu.SMEM((_STAGES, form.page, form.keys.tile), stored),
+        v=plgpu.SMEM((_STAGES, form.page, form.values.tile), stored),
+        wide=None if stored == dtype else plgpu.SMEM((form.page, form.values.tile), dtype),
         weights=plgpu.SMEM((form.rows, form.page), dtype),
-        sums=plgpu.SMEM((form.value, form.rows), jnp.float32),
+        sums=plgpu.SMEM((form.values.tile, form.rows), jnp.float32),
         top=plgpu.SMEM((form.rows,), jnp.float32),
         total=plgpu.SMEM((form.rows,), jnp.float32),
         asked=plgpu.Barrier(),
@@ -187,26 +218,44 @@ def _rows(q, kv_heads: int) -> int:
     return -(-q.shape[1] * q.shape[2] // kv_heads // 8) * 8
 
 
+def _columns(q, k, v) -> tuple[_Columns, _Columns]:
+    """Of keys and of values."""
+    heads = k.shape[-1] // q.shape[-1]
+    return _Columns(q.shape[-1], heads), _Columns(v.shape[-1] // heads, heads)
+
+
+def _spread(q, columns: _Columns, rows: int):
+    """q [b, K, rows, tile]: queries of each kv head where its keys lie in their tile; zero elsewhere."""
+    blocks, queries, heads, width = q.shape
+    each = heads // columns.heads
+    q = q.reshape(blocks, queries, columns.heads, each, width).transpose(2, 0, 3, 1, 4)
+    q = q.reshape(columns.heads, blocks, each * queries, width)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - each * queries), (0, 0)))
+    starts = map(columns.inside, range(columns.heads))
+    placed = (
+        jnp.pad(one, ((0, 0), (0, 0), (at, columns.tile - width - at)))
+        for one, at in zip(q, starts, strict=True)
+    )
+    return jnp.stack(list(placed), axis=1)
+
+
 def paged_attention(
     q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, interpret: Any = False
 ):
     """As `api.paged_attention`."""
-    (blocks, queries, heads, width), page = q.shape, k.shape[2]
-    kv_heads = k.shape[-1] // width
-    each, value, rows = heads // kv_heads, v.shape[-1] // kv_heads, _rows(q, kv_heads)
+    (blocks, queries, heads, _), page = q.shape, k.shape[2]
+    keys, values = _columns(q, k, v)
+    kv_heads, each = keys.heads, heads // keys.heads
+    rows, real = _rows(q, kv_heads), each * queries
     splits = gpu_pages.splits_of(_CTAS, blocks * kv_heads, table.shape[1])
-    form = _Form(row, page, width, value, rows, splits, scale, Tiles(bool(interpret)))
-    real = each * queries
-    spread = q.reshape(blocks, queries, kv_heads, each, width).transpose(0, 2, 3, 1, 4)
-    spread = spread.reshape(blocks, kv_heads, real, width)
-    spread = jnp.pad(spread, ((0, 0), (0, 0), (0, rows - real), (0, 0)))
+    form = _Form(row, page, keys, values, rows, splits, scale, Tiles(bool(interpret)))
     every = jnp.pad(jnp.tile(position, (1, each)), ((0, 0), (0, rows - real)), constant_values=-1)
     pages = gpu_pages.pages_of(position, table, sequence, window, page)
     part = (blocks, kv_heads, splits)
-    shapes = (*part, rows), (*part, rows), (*part, value, rows)
+    shapes = (*part, rows), (*part, rows), (*part, values.tile, rows)
     found = gpu_pages.launch(
         functools.partial(_kernel, form),
-        _Inputs(spread, k, v, k_scale, v_scale, every.astype(jnp.int32), pages),
+        _Inputs(_spread(q, keys, rows), k, v, k_scale, v_scale, every.astype(jnp.int32), pages),
         _scratch(form, k.dtype),
         tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
         grid=part,
@@ -214,8 +263,11 @@ def paged_attention(
         kernel_name="paged_attention",
         interpret=interpret,
     )
-    mixed = gpu_pages.merge(*found)[..., :real].reshape(blocks, kv_heads, value, each, queries)
-    return mixed.transpose(0, 4, 1, 3, 2).reshape(blocks, queries, heads, value).astype(q.dtype)
+    mixed = gpu_pages.merge(*found)[..., :real]
+    starts = map(values.inside, range(kv_heads))
+    mixed = jnp.stack([mixed[:, head, at : at + values.width] for head, at in enumerate(starts)], axis=1)
+    mixed = mixed.reshape(blocks, kv_heads, values.width, each, queries)
+    return mixed.transpose(0, 4, 1, 3, 2).reshape(blocks, queries, heads, values.width).astype(q.dtype)
 
 
 def refuses(q, k, v, *_, k_scale=None, v_scale=None, **__) -> str:
@@ -225,15 +277,17 @@ def refuses(q, k, v, *_, k_scale=None, v_scale=None, **__) -> str:
         return f"{q.dtype} queries of {rows}: bfloat16 queries, both rows {' or '.join(_STORED)}"
     if {k.dtype.itemsize == 1} != {scale is not None for scale in (k_scale, v_scale)}:
         return f"{k.dtype} rows with these scales: 8-bit rows have two, bfloat16 rows none"
-    kv_heads, page = k.shape[-1] // q.shape[-1], k.shape[2]
-    widths = q.shape[-1], v.shape[-1] // kv_heads
-    if any(width not in (64, 128) for width in widths):
-        return f"heads {widths[0]} and {widths[1]} wide: 64, 128"
+    (keys, values), page = _columns(q, k, v), k.shape[2]
+    if any(columns.width not in _WIDTHS for columns in (keys, values)):
+        return f"heads {keys.width} and {values.width} wide: {', '.join(map(str, _WIDTHS))}"
+    if min(keys.last, values.last) < 0:
+        return f"a single kv head {keys.width} and {values.width} wide: {', '.join(map(str, _TILES))}"
     if page not in (64, 128):
         return f"a page of {page} tokens: 64, 128"
-    if (rows := _rows(q, kv_heads)) > (most := _MOST_SCORES[k.dtype.itemsize] // page):
-        return f"{q.shape[1] * q.shape[2] // kv_heads} queries of a kv head: at most {most}"
-    form = _Form(0, page, *widths, rows, splits=1, scale=1.0, tiles=Tiles())
+    rows = _rows(q, keys.heads)
+    if rows > (most := min(_MOST_SCORES[k.dtype.itemsize] // page, _MOST_SUMS // values.tile)):
+        return f"{q.shape[1] * q.shape[2] // keys.heads} queries of a kv head: at most {most}"
+    form = _Form(0, page, keys, values, rows, splits=1, scale=1.0, tiles=Tiles())
     if (need := smem_bytes(_scratch(form, k.dtype))) > SMEM_BYTES:
         return f"{rows} queries of a kv head, for {need} bytes of shared memory: at most {SMEM_BYTES}"
     return ""

@@ -29,6 +29,8 @@ _NOT_COUNTS = (  # settings that are no whole numbers
     "prefix_caching",
     "memory_fraction",
     "attention",
+    "fill",
+    "scoring",
     "drafter",
     "exit_threshold",
 )
@@ -255,7 +257,8 @@ class LLM:
           FloatingPointError: they are not finite.
         """
         word = self.tokenizer.decode if self.tokenizer else None
-        return prompt_logprobs(self.model, self.params, token_ids, top, self.settings.max_model_len, word)
+        limit, how = self.settings.max_model_len, self.settings.scoring
+        return prompt_logprobs(self.model, self.params, token_ids, top, limit, word, how)
 
     @functools.cached_property
     def fingerprint(self) -> str:

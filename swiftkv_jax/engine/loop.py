@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from swiftkv_jax.cache import Cache, cache_shardings, make_batch
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
 from swiftkv_jax.layers import rotary
-from swiftkv_jax.model import Transformer, embed, exit_logits, fill, logits, run_lower, run_upper, step
+from swiftkv_jax.model import Transformer, embed, exit_logits, logits, run_lower, run_upper, step, write_upper
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Array, Bool, Float, Hidden, Int, PyTree
 
@@ -202,8 +202,7 @@ def _check(model, exits: Exits, params, table, x, position, useful, sure, cache)
     batch = make_batch(None, place, each)
     seeing = jnp.where(useful, position, -1).T  # -1 is no query
     batch = dataclasses.replace(batch, valid=valid, block_position=seeing)
-    pool = dataclasses.replace(cache, table=table)
-    pool = pool.write(model.plan.upper_rows, *fill(model, params, x, at), batch)
+    pool = write_upper(model, params, x, at, batch, dataclasses.replace(cache, table=table))
 
     def check():
         out = logits(model, params, run_upper(model, params, x, at, batch, pool))

@@ -11,31 +11,39 @@ from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
 from swiftkv_jax.engine.scheduler import power_of_two
 from swiftkv_jax.engine.sequence import NOT_FINITE
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.layers import rotary
+from swiftkv_jax.kernels.prompt_attention.api import prompt_attention
+from swiftkv_jax.layers import causal_attention, rotary
 from swiftkv_jax.model import Transformer, embed, forward_layers, logits
 from swiftkv_jax.shapes import Array, Int, PyTree
 
 _BLOCK = 64  # positions whose logits exist at a time
-_SHORTEST = 64
+SHORTEST = 64
 
 
 def prompt_logprobs(
-    model: Transformer, params: PyTree, ids: Sequence[int], top: int, limit: int, word: Callable | None
+    model: Transformer,
+    params: PyTree,
+    ids: Sequence[int],
+    top: int,
+    limit: int,
+    word: Callable | None,
+    attention: str | None = None,
 ) -> list[dict[int, Logprob] | None]:
     """One entry a token: its log probability and rank, then the `top` likeliest; None for the first.
 
     `limit` is the context in tokens, which `dynamic` rotary scaling takes its frequencies from; `word`
-    decodes a list of ids. The last token is only predicted, so a context reads one token more than it holds.
+    decodes a list of ids; `attention` is one of kernels/prompt_attention, None the model's own. The last
+    token is only predicted, so a context reads one token more than it holds.
 
     Raises:
       UsageError: there are more tokens than that. FloatingPointError: what the model gives is not finite.
     """
     if len(ids) > limit + 1:
         raise UsageError(f"{len(ids)} tokens cannot be scored: a context of {limit} predicts {limit + 1}")
-    size = max(_SHORTEST, power_of_two(len(ids) - 1))
+    size = max(SHORTEST, power_of_two(len(ids) - 1))
     tokens, following = np.zeros((1, size), np.int32), np.zeros(size, np.int32)
     tokens[0, : len(ids) - 1], following[: len(ids) - 1] = ids[:-1], ids[1:]
-    found = jax.device_get(_score(model, limit, params, tokens, following))
+    found = jax.device_get(scores(model, limit, attention, params, tokens, following))
     if not np.isfinite(found[0][: len(ids) - 1]).all():
         raise FloatingPointError(NOT_FINITE)
     return [None, *(_entries(found, i - 1, ids[i], top, word) for i in range(1, len(ids)))]
@@ -54,19 +62,32 @@ def _entries(found, at: int, token: int, top: int, word: Callable | None) -> dic
 
 def lengths(longest: int) -> list[int]:
     """Of prompts that have everything compiled which prompts of up to `longest` tokens need."""
-    sizes = [_SHORTEST]
+    sizes = [SHORTEST]
     while sizes[-1] < power_of_two(longest):
         sizes.append(2 * sizes[-1])
     return [min(size, longest) for size in sizes]
 
 
-@partial(jax.jit, static_argnames=("model", "limit"))
-def _score(
-    model: Transformer, limit: int, params: PyTree, tokens: Int[Array, "1 T"], following: Int[Array, " T"]
+def whole(implementation: str, q, k, v, segments: Int[Array, "B T"], window: int):
+    """`causal_attention` of rows that are a segment each, by one of kernels/prompt_attention."""
+    lengths = jnp.full(segments.shape[:1], segments.shape[1], jnp.int32)
+    near = window if window < segments.shape[1] else None
+    return prompt_attention(q, k, v, lengths, window=near, implementation=implementation)
+
+
+@partial(jax.jit, static_argnames=("model", "limit", "attention"))
+def scores(
+    model: Transformer,
+    limit: int,
+    attention: str | None,
+    params: PyTree,
+    tokens: Int[Array, "1 T"],
+    following: Int[Array, " T"],
 ):
     """For each position, the log probability and rank of `following`, and the likeliest ids and theirs."""
     at = rotary(model.config, jnp.arange(tokens.shape[1])[None], limit)
-    x = forward_layers(model, params, embed(model, params, tokens), at, jnp.ones_like(tokens))[0]
+    attend = partial(whole, attention) if attention else causal_attention
+    x = forward_layers(model, params, embed(model, params, tokens), at, jnp.ones_like(tokens), attend)[0]
 
     def block(part):
         x, target = part

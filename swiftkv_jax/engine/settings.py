@@ -7,14 +7,21 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from swiftkv_jax import page_fill
+from swiftkv_jax import params as weights
 from swiftkv_jax.cache import LARGEST, Cache
 from swiftkv_jax.engine.loop import Exits
+from swiftkv_jax.engine.score import SHORTEST, scores
 from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.kernels.dispatch import PLATFORM_OF, UnsupportedError
+from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
-from swiftkv_jax.model import Transformer
+from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
+from swiftkv_jax.model import Transformer, step
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *LARGEST)
 DRAFTERS = ("prompt", "exit")
+_KERNELS = {"attention": PAGED_ATTENTION, "fill": FUSED_KV_FILL, "scoring": PROMPT_ATTENTION}  # by setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +39,10 @@ class Settings:
       prefix_caching: keep full pages, for prompts that begin the same way.
       attention: how pages are read: an implementation of kernels/paged_attention, by name; None: the
         platform's choice ("xla" where the model lies on several devices).
+      fill: how a prompt's upper rows are made: whole pages at a time by an implementation of
+        kernels/fused_kv_fill, by name; None: by XLA's composition, token by token.
+      scoring: how whole prompts are read to be scored: an implementation of kernels/prompt_attention, by
+        name; None: the model's own blocks of queries.
       drafts: tokens guessed and then checked at once; 0: none. drafter: who guesses them, "prompt" (what
         followed the same words before) or "exit" (the model's exit head, inside a decode launch).
       exit_threshold: a token to which the exit head gives more probability than this is its, and runs no
@@ -49,6 +60,8 @@ class Settings:
     cache_dtype: str = "auto"
     prefix_caching: bool = True
     attention: str | None = None
+    fill: str | None = None
+    scoring: str | None = None
     drafts: int = 0
     drafter: str = "prompt"
     exit_threshold: float | None = None
@@ -78,26 +91,22 @@ def empty_pool(model: Transformer, settings: Settings) -> Cache:
     table, pages = jnp.zeros((1, 1), jnp.int32), settings.num_pages + 1
     page, dtype = settings.page_size, jnp.dtype(dtype)
     cache = Cache.create(model.config, model.plan, table, pages, page, dtype, settings.max_model_len)
-    return dataclasses.replace(cache, implementation=settings.attention)
+    return dataclasses.replace(cache, implementation=settings.attention, fill=settings.fill)
 
 
 def settle(settings: Settings, model: Transformer, devices: list) -> Settings:
     """`settings` with `num_pages` a number, for a model on these devices.
 
     Raises:
-      UsageError: an unknown `cache_dtype`, `attention` or `drafter`, an exit head that the model has not, or
-        pages for less than one sequence.
+      UsageError: an unknown `cache_dtype`, `attention`, `fill` or `drafter`, a kernel that cannot run this
+        model here, an exit head that the model has not, or pages for less than one sequence.
     """
     _check_exits(settings, model)
     known = ("auto", *CACHE_DTYPES)
     if settings.cache_dtype not in known:
         near = suggest(settings.cache_dtype, known)
         raise UsageError(f"cache_dtype must be one of {', '.join(known)}, not {settings.cache_dtype!r}{near}")
-    if settings.attention not in (None, *PAGED_ATTENTION):
-        near = suggest(settings.attention, PAGED_ATTENTION)
-        raise UsageError(
-            f"attention must be one of {', '.join(PAGED_ATTENTION)}, not {settings.attention!r}{near}"
-        )
+    _check_kernels(settings, len(devices))
     if settings.attention is None and len(devices) > 1:  # kernels are not cut up by the compiler
         settings = dataclasses.replace(settings, attention="xla")
     least, pages = settings.pages_per_sequence, settings.num_pages
@@ -111,7 +120,43 @@ def settle(settings: Settings, model: Transformer, devices: list) -> Settings:
             f"{settings.max_model_len}: {least} are needed; raise num_pages or memory_fraction, or lower "
             "max_model_len"
         )
-    return dataclasses.replace(settings, num_pages=pages)
+    settings = dataclasses.replace(settings, num_pages=pages)
+    if any(getattr(settings, name) for name in _KERNELS):
+        _try_kernels(settings, model)
+    return settings
+
+
+def _check_kernels(settings: Settings, devices: int) -> None:
+    for name, table in _KERNELS.items():
+        given = getattr(settings, name)
+        if given not in (None, *table):
+            near = suggest(given, table)
+            raise UsageError(f"{name} must be one of {', '.join(table)}, not {given!r}{near}")
+        if devices > 1 and given in PLATFORM_OF:
+            whole = ", ".join(n for n in table if n not in PLATFORM_OF)
+            raise UsageError(
+                f"{name} {given!r} runs on one device, and the model lies on {devices}: {whole}, or None"
+            )
+
+
+def _try_kernels(settings: Settings, model: Transformer) -> None:
+    """Trace the longest step, a token of all lanes, and a score: what a named kernel refuses is told now."""
+    pool = jax.eval_shape(partial(empty_pool, model, settings))
+    plain = params = weights.abstract(model.config, model.plan, model.dtype)
+    if settings.fill is not None:
+        params = jax.eval_shape(lambda tree: page_fill.fold(model.plan, tree, model.dtype), plain)
+
+    def whole(*shape: int):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    chunk = whole(settings.max_num_batched_tokens), whole(2), whole(1)
+    score = partial(scores, model, settings.max_model_len, settings.scoring)
+    try:
+        for tokens, starts, survivors in (chunk, (whole(settings.max_num_seqs), None, None)):
+            jax.eval_shape(partial(step, model), params, tokens, tokens, starts, survivors, pool)
+        jax.eval_shape(score, plain, whole(1, SHORTEST), whole(SHORTEST))
+    except UnsupportedError as error:
+        raise UsageError(str(error)) from None
 
 
 def _check_exits(settings: Settings, model: Transformer) -> None:

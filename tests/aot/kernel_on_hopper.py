@@ -1,17 +1,21 @@
-"""Compile one case of a Hopper kernel for an H100 that is not here; print its memory as a line of JSON.
+"""Compile cases of Hopper kernels for an H100 that is not here, one for each line of stdin.
 
-    MOSAIC_GPU_DUMP_PTXAS=1 python tests/aot/kernel_on_hopper.py KERNEL CASE
+    echo KERNEL CASE | MOSAIC_GPU_DUMP_PTXAS=1 python tests/aot/kernel_on_hopper.py
 
-A process of its own: `kernel_targets.compiled_on_hopper` says why.
+For each: what the compiler says, the program's bytes as a line of JSON or a traceback, and the line END. A
+process of its own: `kernel_targets.compiled_on_hopper` says why.
 """
 
+import ctypes
 import json
 import sys
+import traceback
 
-from kernel_targets import HOPPER, compiled
+import jax
+from kernel_targets import END, HOPPER, compiled
 
 
-def main(kernel: str, case: str) -> None:
+def answer(kernel: str, case: str) -> None:
     """Print temporary, argument and aliased bytes of `case`, compiled by name through the door."""
     memory = compiled(HOPPER, kernel, case, implementation="pallas_gpu").memory_analysis()
     sizes = {
@@ -22,5 +26,16 @@ def main(kernel: str, case: str) -> None:
     print(json.dumps(sizes))
 
 
+def main() -> None:
+    for line in sys.stdin:
+        try:
+            answer(*line.split())
+        except Exception:
+            traceback.print_exc()
+        jax.clear_caches()
+        ctypes.CDLL(None).fflush(None)  # the compiler's own, before the line that ends it
+        print(END, flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

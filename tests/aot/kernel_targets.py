@@ -1,10 +1,13 @@
 """Kernels at their real shapes, compiled for chips that are not here."""
 
+import atexit
 import functools
 import json
 import os
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -23,6 +26,7 @@ HERE = Path(__file__).parent
 TPUS = {"v4": "v4:2x2x1", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 HOPPER = "h100:1x1x1"
 FILL = "fused_kv_fill"
+END = "-- end --"  # of what is said about a case
 KERNELS = {
     "paged_attention": (paged.paged_attention, paged_cases.REAL),
     "k_cache_attention": (k_cache.k_cache_attention, k_cache_cases.REAL),
@@ -70,19 +74,57 @@ def compiled(where: str, kernel: str, case: str, donate: bool = True, run=None, 
         return jitted.lower(*args, **arrays).compile()
 
 
-def compiled_on_hopper(kernel: str, case: str) -> tuple[dict[str, int], str]:
-    """Temporary, argument and aliased bytes of a real case compiled for an H100, and all that ptxas said.
+class Compiler:
+    """A process that compiles for an H100, case after case: it starts once, and again after what it fails at.
 
-    In a process of its own, with a time limit: a wrong layout of registers can make this compiler search for
-    many minutes.
+    It has a time limit for each case: a wrong layout of registers can make this compiler search for many
+    minutes.
     """
-    command = [sys.executable, str(HERE / "kernel_on_hopper.py"), kernel, case]
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "MOSAIC_GPU_DUMP_PTXAS": "1",
-        "PYTHONPATH": str(HERE.parents[1]),
-    }
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    memory = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    return memory, done.stdout + done.stderr
+
+    def __init__(self):
+        self._process: subprocess.Popen | None = None
+
+    def ask(self, kernel: str, case: str, seconds: float = 120) -> str:
+        """All that was said about one case."""
+        self._process = process = self._process or self._start()
+        pipe, deadline = process.stdout.fileno(), time.monotonic() + seconds
+        os.write(process.stdin.fileno(), f"{kernel} {case}\n".encode())
+        said = b""
+        while not said.endswith(f"{END}\n".encode()):
+            ready = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]
+            if not ready or not (more := os.read(pipe, 1 << 16)):
+                self.close()
+                raise AssertionError(
+                    f"{kernel} {case}: nothing after {seconds} s, or it died: {said[-2000:]!r}"
+                )
+            said += more
+        return said.decode()
+
+    def _start(self) -> subprocess.Popen:
+        env = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "PYTHONPATH": str(HERE.parents[1])}
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "kernel_on_hopper.py")],
+            env=os.environ | env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+_COMPILER = Compiler()
+atexit.register(_COMPILER.close)
+
+
+def compiled_on_hopper(kernel: str, case: str) -> tuple[dict[str, int], str]:
+    """Temporary, argument and aliased bytes of a real case compiled for an H100, and all that ptxas said."""
+    said = _COMPILER.ask(kernel, case)
+    found = [line for line in said.splitlines() if line.startswith("{")]
+    assert found, said[-2000:]
+    return json.loads(found[0]), said

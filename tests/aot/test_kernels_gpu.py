@@ -9,12 +9,17 @@ from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu as fill
 from swiftkv_jax.kernels.k_cache_attention import pallas_gpu as k_cache
 from swiftkv_jax.kernels.paged_attention import pallas_gpu as paged
 
-HOPPER = {"paged_attention": paged, "k_cache_attention": k_cache, FILL: fill}
+HOPPER = {
+    "paged_attention": paged.refuses,
+    "k_cache_attention": k_cache.refuses,
+    "x_cache_attention": k_cache.refuses_inputs,
+    FILL: fill.refuses,
+}
 
 
 def refused(kernel: str, case: str) -> str:
     args, arrays = shapes(kernel, case)
-    return HOPPER[kernel].refuses(*args, **arrays, **KERNELS[kernel][1][case].options)
+    return HOPPER[kernel](*args, **arrays, **KERNELS[kernel][1][case].options)
 
 
 SUPPORTED = [(kernel, case) for kernel in HOPPER for case in KERNELS[kernel][1] if not refused(kernel, case)]
@@ -25,8 +30,10 @@ pytestmark = pytest.mark.aot
 def test_what_is_supported():
     least = {
         "paged_attention": "llama_8b llama_8b_few llama_8b_page128 llama_8b_window llama_8b_mixed llama2_7b "
-        "llama_8b_int8 llama_8b_float8 llama_8b_mixed_int8",
-        "k_cache_attention": "llama2_7b llama2_7b_heads whisper_small",
+        "llama_8b_int8 llama_8b_float8 llama_8b_mixed_int8 width80 width96 width256",
+        "k_cache_attention": "llama2_7b llama2_7b_heads llama2_7b_rotated "
+        "width96_group4 width256 whisper_small",
+        "x_cache_attention": "whisper_small t5_3b",
         FILL: " ".join(KERNELS[FILL][1]),
     }
     assert {(kernel, case) for kernel, names in least.items() for case in names.split()} <= set(SUPPORTED)

@@ -35,7 +35,7 @@ def test_a_case_compiles_for_a_tpu(kernel):
 
 
 @needs("jax_cuda13_plugin")
-@pytest.mark.parametrize("kernel", ["paged_attention", "k_cache_attention", FILL])
+@pytest.mark.parametrize("kernel", CASES)
 def test_a_case_compiles_for_hopper(kernel):
     memory, _ = compiled_on_hopper(kernel, CASES[kernel])
     assert in_place(kernel, memory["alias"], memory["temp"])

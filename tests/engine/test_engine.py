@@ -30,6 +30,13 @@ WAYS = {
     "guesses checked": {"drafts": 3},
     "pages read by the definition": {"attention": "reference"},
     "pages read a few at a time": {"attention": "xla"},
+    "pages filled by the definition": {"fill": "reference"},
+    "pages filled at once": {"fill": "xla"},
+    "pages filled at once, in chunks of 7": {"fill": "xla", "max_num_batched_tokens": 7, "max_num_seqs": 2},
+    "pages filled at once, so few that sequences are preempted": {
+        "fill": "xla", "num_pages": 33, "page_size": 2
+    },
+    "pages filled at once, guesses checked": {"fill": "xla", "drafts": 3},
 }  # fmt: skip
 
 
@@ -190,13 +197,14 @@ def rounded_definition(plan: str, dtype: str) -> list[list[int]]:
     return out
 
 
+@pytest.mark.parametrize("fill", [None, "xla"])
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
-def test_rounding_caches_give_one_result_for_any_chunking(dtype):
+def test_rounding_caches_give_one_result_for_any_chunking(dtype, fill):
     params = dataclasses.replace(GREEDY, max_tokens=8)
     want = rounded_definition("acrosskv", dtype)
     assert want != [row[:8] for row in definition("acrosskv")], "rounding must matter"
     for budget in (32, 7):
-        llm = make(cache_dtype=dtype, max_num_batched_tokens=budget)
+        llm = make(cache_dtype=dtype, max_num_batched_tokens=budget, fill=fill)
         assert tokens(run(llm, params=params)) == want
     rows, config = llm.model.plan.num_rows, llm.model.config
     assert llm.cache_bytes_per_token == 2 * rows * (config.kv_width + 4 * config.num_kv_heads)

@@ -236,6 +236,8 @@ def test_an_output_that_is_not_ours_is_left_alone(folder, whole, tmp_path, capsy
         (["--model", "./nowhere"], "no such folder"),
         (["--dtype", "int8"], "dtype 'int8' is not supported"),
         (["--max-model-len", "999"], "max_model_len"),
+        (["--fill", "pallas_tpu"], "fused_kv_fill: pallas_tpu needs a tpu, this is cpu: reference, xla"),
+        (["--attention", "fast"], "attention must be one of reference, xla"),
         (["--output", "/nowhere/out.jsonl"], "cannot write /nowhere/out.jsonl"),
     ],
     ids=str,

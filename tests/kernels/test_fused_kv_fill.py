@@ -17,7 +17,7 @@ from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.fused_kv_fill import api, cases, pallas_gpu, pallas_tpu, reference
 from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
 
-QUICK = ("plain", "k_norm", "one_token", "int8")  # by default; the others are slow
+QUICK = ("plain", "k_norm", "one_token", "nowhere", "int8")  # by default; the others are slow
 NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
 
 
@@ -81,6 +81,7 @@ def test_tpu_kernel_agrees_with_the_definition(name):
 HOPPER = {
     "one_page": cases.Case(live=(7,), rows=(1,), heads=1),
     "boundaries": cases.Case(live=(64, 1, 0), bias=True, k_norm=True),
+    "nowhere": cases.Case(live=(64, 0, 0, 0, 0, 9)),
     "page128": cases.Case(live=(128, 70, 0), page=128, width=128),
     "page16": cases.Case(live=(16, 3, 0, 16, 9), page=16, heads=1),
     "int8": cases.Case(live=(64, 7), stored="int8", heads=4),

@@ -69,6 +69,9 @@ HOPPER = {
     "chunk_window": cases.Case(lengths=(70, 190), slots=3, queries=2, window=50, group=2),
     "no_rope": cases.Case(lengths=(70,), slots=3, rope=False),
     "split": cases.Case(lengths=(700,), slots=12, heads=2, width=128, group=2),  # in three shares
+    "width96": cases.Case(lengths=(100,), slots=3, heads=4, width=96, group=4),  # three sets of angles
+    "width256": cases.Case(lengths=(70,), slots=2, heads=2, width=256),  # two of them
+    "rotated": cases.Case(lengths=(1, 100, 190), slots=3, heads=2, width=128, rotated=True),
 }
 
 
@@ -88,9 +91,9 @@ def test_hopper_kernel_agrees_with_the_definition(name):
     ("change", "message"),
     [
         ({"stored": "int8"}, "bfloat16 queries of int8 rows: both bfloat16"),
-        ({"rotated": True}, "rotated rows: keys stored before rotary embedding"),
         ({"page": 32}, "a page of 32 tokens: 64"),
-        ({"width": 96}, "heads 96 wide with rotary embedding"),
+        ({"width": 80}, "heads 80 wide with rotary embedding: 64, 96, 128, 256"),
+        ({"width": 96, "group": 8}, "multiples of 128 in whole groups, whose halves are multiples of 64"),
         ({"queries": 2}, "2 queries a block, for 240704 bytes of shared memory: at most 232448"),
         ({"queries": 4}, "4 queries of 32 heads 128 wide in groups of 4: at most 64 query rows"),
     ],
@@ -107,10 +110,11 @@ def test_the_scores_of_a_cluster_of_ctas_add_up_to_those_of_all_heads():
     q = jax.random.normal(jax.random.key(0), (1, 1, 8, 128))
     keys = jax.random.normal(jax.random.key(1), (64, 8 * 128))
     position = jnp.full((1, 1), 39)
-    parts, columns, own = pallas_gpu._cut(8, 1, 128, 1, 64)
-    assert (parts, columns, own) == (2, 512, 4)
-    form = pallas_gpu._Form(0, parts, columns, own, 64, 1, 1.0, pallas_gpu.Tiles(True))
-    spread, every = pallas_gpu._queries(q, position, form, case.group)
+    cut = pallas_gpu._cut_keys(8, 1, 128, 1, 64)
+    parts, columns, *_ = cut
+    assert (parts, columns, cut.own) == (2, 512, 4)
+    form = cut.form()
+    spread, every = pallas_gpu._queries_of_keys(q, position, cut, case.group)
     buffers = np.zeros((form.layers, 64, form.rows))
     for part in range(parts):
         mine = keys[:, part * columns : (part + 1) * columns] @ spread[0, part].T
@@ -119,6 +123,43 @@ def test_the_scores_of_a_cluster_of_ctas_add_up_to_those_of_all_heads():
     want = jnp.einsum("nh,snh->sn", q[0, 0], keys.reshape(64, 8, 128))
     np.testing.assert_allclose(buffers.sum(0), want, rtol=1e-4, atol=1e-3)
     np.testing.assert_array_equal(every, np.full((1, 8), 39))
+
+
+def test_the_parts_of_a_score_of_inputs_add_up():
+    """The same for cached inputs: every CTA has some of the columns, and the scores of all heads add up."""
+    q, w_k = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(1, 2, 3, 8), (3, 1024, 8)]))
+    inputs = jax.random.normal(jax.random.key(2), (64, 1024))
+    cut = pallas_gpu._cut_inputs(6, 1024)
+    assert cut == (2, 512, 8, 8, 8)
+    form = cut.form()
+    spread, every = pallas_gpu._queries_of_inputs(q, w_k, jnp.array([[38, 39]]), cut)
+    buffers = np.zeros((form.layers, 64, form.rows))
+    for part in range(cut.parts):
+        assert part // form.layers == 0  # they share the tile of scores
+        buffers[part % form.layers] += inputs[:, part * 512 : (part + 1) * 512] @ spread[0, part].T
+    want = jnp.einsum("cnh,neh,se->snc", q[0], w_k, inputs)
+    np.testing.assert_allclose(buffers.sum(0)[:, :6].reshape(64, 3, 2), want, rtol=1e-3, atol=1e-2)
+    np.testing.assert_array_equal(every, [[38, 39, 38, 39, 38, 39, -1, -1]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("queries", [1, 2])
+def test_hopper_kernel_agrees_with_the_definition_of_cached_inputs(queries):
+    """With one CTA in a cluster; what no query sees is NaN."""
+    args, _ = cases.InputCase(lengths=(0, 33, 100), heads=3, width=32, inputs=256, slots=2).make()
+    q, x, w_k, w_v, table, sequence, position = args
+    q = jnp.tile(q, (1, queries, 1, 1))
+    position = jnp.maximum(position - queries + 1 + jnp.arange(queries), -1)
+    seen = visible(position, 128, None).any(1).reshape(3, 2, 64)
+    x = jnp.where(jnp.zeros((6, 64), bool).at[table].set(seen)[..., None], x, jnp.nan)
+    args, options = (q, x, w_k, w_v, table, sequence, position), {"row": 1, "scale": 32**-0.5, "window": None}
+    assert not pallas_gpu.refuses_inputs(*args)
+    run = functools.partial(pallas_gpu.x_cache_attention, **options, interpret=InterpretGPUParams())
+    wide = [a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args]
+    want = np.asarray(reference.x_cache_attention(*wide, **options))
+    got = np.asarray(jax.jit(run)(*args), np.float32)
+    assert np.abs(got - want).max() <= cases.TOLERANCE["bfloat16"] * np.abs(want).max()
+    assert (got[0] == 0).all()
 
 
 def test_values_never_stored_are_those_of_ordinary_attention():

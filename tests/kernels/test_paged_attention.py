@@ -78,6 +78,10 @@ HOPPER = {
     "chunk_window": cases.Case(lengths=(70, 256), queries=2, window=50, heads=8),
     "width128": cases.Case(lengths=(130,), width=128, heads=2, kv_heads=2),
     "page128": cases.Case(lengths=(1, 129, 600), page=128, value=128),
+    "width80": cases.Case(lengths=(0, 65, 200), width=80, heads=6, kv_heads=3, queries=2),
+    "width96": cases.Case(lengths=(70, 256), width=96, window=50, value=80),
+    "width256": cases.Case(lengths=(1, 130), width=256, heads=8, kv_heads=1),
+    "int8_width80": cases.Case(lengths=(1, 65, 200), width=80, stored="int8"),
     "int8": cases.Case(lengths=(0, 1, 65, 200), stored="int8"),
     "float8": cases.Case(lengths=(70, 256), queries=2, window=50, width=128, stored="float8_e4m3fn"),
 }
@@ -104,7 +108,9 @@ def test_hopper_kernel_agrees_with_the_definition(name):
             "bfloat16 queries of float32 keys and float32 values: bfloat16 queries, both rows bfloat16 or"
             " int8 or float8_e4m3fn",
         ),
-        ({"width": 96}, "heads 96 and 96 wide: 64, 128"),
+        ({"width": 72}, "heads 72 and 72 wide: 64, 80, 96, 128, 256"),
+        ({"width": 80, "kv_heads": 1}, "a single kv head 80 and 80 wide: 64, 128, 256"),
+        ({"width": 256, "queries": 9}, "36 queries of a kv head: at most 32"),
         ({"page": 32}, "a page of 32 tokens: 64, 128"),
         ({"queries": 17}, "68 queries of a kv head: at most 64"),
         ({"queries": 13, "stored": "int8"}, "52 queries of a kv head: at most 48"),

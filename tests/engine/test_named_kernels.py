@@ -1,0 +1,147 @@
+"""The engine by kernels by hand, interpreted on this CPU: they run, and tokens are the definition's."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_engine as tiny
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+from swiftkv_jax import page_fill
+from swiftkv_jax.engine import runner
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.engine.settings import settle
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.kernels.dispatch import Implementation
+from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu as fill_gpu
+from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill_tpu
+from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
+from swiftkv_jax.kernels.paged_attention import pallas_tpu as paged_tpu
+from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
+from swiftkv_jax.model import Transformer
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "page_size": 8}
+LENGTHS = (1, 21, 8, 13)
+FAMILIES = {
+    "biases": {},
+    "norm of keys": {"qkv_bias": False, "qk_norm": True, "num_kv_heads": 2, "head_dim": 16},
+}
+HOPPER = InterpretGPUParams()
+
+
+@pytest.fixture
+def interpret(monkeypatch):
+    """Give a kernel a name under which it is interpreted; how often each was traced."""
+    traced = collections.Counter()
+
+    def name(table, kernel, run, how=True) -> str:
+        new = f"interpreted {kernel.__name__}"
+
+        def counted(*args, **kwargs):
+            traced[new] += 1
+            return run(*args, **kwargs, interpret=how)
+
+        monkeypatch.setitem(table, new, Implementation(counted, kernel.refuses))
+        return new
+
+    name.traced = traced
+    return name
+
+
+def tokens(net, params, **settings) -> list[list[int]]:
+    llm = LLM.from_model(net, params, tiny.Bytes(), **(SIZES | settings))
+    outputs = llm.generate(tiny.prompts(LENGTHS), GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("plan", "family", "fill"),
+    [
+        ("standard", "norm of keys", "xla"),
+        ("swiftkv", "norm of keys", "reference"),
+        ("swiftkv", "biases", "xla"),
+        ("acrosskv", "norm of keys", "xla"),
+    ],
+)
+def test_families_and_plans_by_each_fill(plan, family, fill):
+    net, params = tiny.make_model(tiny.PLANS[plan], **FAMILIES[family])
+    want = [tiny.greedy(net, params, prompt, 5) for prompt in tiny.prompts(LENGTHS)]
+    assert tokens(net, params, fill=fill) == want
+
+
+def test_tpu_kernels(interpret):
+    net, params = tiny.make_model(tiny.PLANS["acrosskv"], **FAMILIES["norm of keys"])
+    want = [tiny.greedy(net, params, prompt, 5) for prompt in tiny.prompts(LENGTHS)]
+    fill = interpret(FUSED_KV_FILL, fill_tpu, fill_tpu.fused_kv_fill)
+    attention = interpret(PAGED_ATTENTION, paged_tpu, paged_tpu.paged_attention)
+    assert tokens(net, params, fill=fill, attention=attention) == want
+    assert all(interpret.traced[name] for name in (fill, attention))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_tpu_kernels_round_as_xla_does(dtype, interpret):
+    """Pages of 128, as 8-bit rows need them there."""
+    net, params = tiny.make_model(tiny.PLANS["acrosskv"])
+    fill = interpret(FUSED_KV_FILL, fill_tpu, fill_tpu.fused_kv_fill)
+    attention = interpret(PAGED_ATTENTION, paged_tpu, paged_tpu.paged_attention)
+    sizes = {"cache_dtype": dtype, "page_size": 128}
+    assert tokens(net, params, fill=fill, attention=attention, **sizes) == tokens(net, params, **sizes)
+
+
+@pytest.mark.slow
+def test_hopper_fill(interpret):
+    """In bfloat16, where tokens are not promised, but of few they are the same."""
+    shape = {"hidden_size": 64, "head_dim": 64}
+    net, params = tiny.make_model(tiny.PLANS["acrosskv"], **shape)
+    net, params = Transformer(net.config, net.plan, "bfloat16"), jax.tree.map(jnp.bfloat16, params)
+    fill = interpret(FUSED_KV_FILL, fill_gpu, fill_gpu.fused_kv_fill, HOPPER)
+    assert tokens(net, params, fill=fill, page_size=16) == tokens(net, params, fill="xla", page_size=16)
+    assert interpret.traced[fill]
+
+
+@pytest.mark.parametrize("windows", [(), (64, 9, 1, 30)], ids=["full", "windows"])
+@pytest.mark.parametrize("scoring", ["reference", "xla"])
+def test_scores_by_each_attention_of_whole_prompts(scoring, windows):
+    net, params = tiny.make_model(tiny.PLANS["acrosskv"], windows=windows)
+    (prompt,) = tiny.prompts((45,))
+    want, got = (LLM.from_model(net, params, **SIZES, scoring=s).score(prompt) for s in (None, scoring))
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert a.keys() == b.keys()
+        assert all(a[t].logprob == pytest.approx(b[t].logprob, abs=1e-4) for t in a)
+
+
+def test_cudnn_scores_on_a_gpu_alone():
+    net, params = tiny.make_model(tiny.PLANS["acrosskv"])
+    with pytest.raises(UsageError, match="prompt_attention: cudnn needs a gpu, this is cpu: reference, xla"):
+        LLM.from_model(net, params, **SIZES, scoring="cudnn")
+
+
+@pytest.mark.parametrize("name", ["attention", "fill"])
+def test_kernels_run_on_one_device(name):
+    net, params = tiny.make_model(tiny.PLANS["acrosskv"])
+    settings = dataclasses.replace(LLM.from_model(net, params).settings, **{name: "pallas_tpu"})
+    with pytest.raises(UsageError, match=f"{name} 'pallas_tpu' runs on one device, .* on 4: reference, xla"):
+        settle(settings, net, jax.devices() * 4)
+    settled = settle(dataclasses.replace(settings, **{name: "xla"}), net, jax.devices() * 4)
+    assert getattr(settled, name) == "xla"
+
+
+@pytest.mark.parametrize("fill", [None, "xla"])
+def test_a_step_of_prompts_updates_the_pool_in_place(fill):
+    net, params = tiny.make_model(tiny.PLANS["acrosskv"])
+    llm = LLM.from_model(net, params, **SIZES, num_pages=4096, fill=fill)
+    machine = llm.engine.runner
+    table, zero = np.zeros((2, machine.slots), np.int32), np.zeros(2, np.int32)
+    flat, starts = np.zeros(32, np.int32), np.zeros(3, np.int32)
+    mode = runner.MODES[0]
+    batch = flat, flat, starts, zero, zero, zero, np.zeros((2, 0), np.int32), machine._gather([], 2, mode)
+    compiled = runner.run_any.lower(net, mode, None, machine.params, machine.cache, table, *batch).compile()
+    memory, pool = compiled.memory_analysis(), machine.cache.nbytes
+    assert memory.alias_size_in_bytes >= pool
+    assert memory.temp_size_in_bytes < pool / 20
+    assert isinstance(machine.params["fill"], page_fill.Makers) == (fill is not None)
