@@ -23,9 +23,9 @@ _ENGINE = {  # flag: (type, help); the fields of engine.Settings, whose defaults
     "num-pages": (int, "pages of the cache (default: what memory allows)"),
     "memory-fraction": (float, "of the device's memory that weights and cache may take (default 0.9)"),
     "cache-dtype": (str, "auto, float32, bfloat16, float16, float8_e4m3fn or int8"),
-    "attention": (str, "how pages are read: an implementation by name (default: the platform's)"),
-    "fill": (str, "how prompts' pages are filled: a fused kernel by name (default: XLA, unfused)"),
-    "scoring": (str, "how whole prompts are scored: a kernel by name (default: the model's own)"),
+    "attention": (str, "kernel that reads pages, by name (default: the platform's)"),
+    "fill": (str, "fused kernel that fills prompts' pages, by name (default: unfused)"),
+    "scoring": (str, "kernel that scores whole prompts, by name (default: the model's)"),
     "drafts": (int, "tokens guessed and checked at once (default 0)"),
     "drafter": (str, "who guesses: prompt (the default), or exit, the model's exit head"),
     "exit-threshold": (float, "lossy: tokens the exit head is surer of run no further (default off)"),
@@ -49,10 +49,9 @@ def build_parser() -> Parser:
         prog="serve.py",
         usage="serve.py [--model DIR] [--input FILE] [--output FILE] [flags], or serve.py --http [flags]",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=32, width=100),
-        description="Generate completions for a batch of prompts, or serve OpenAI's API (--http), with a "
-        "standard or a SwiftKV model.",
-        epilog="Sampling flags override the model's generation_config.json, and fields of an input line "
-        'override both: {"prompt": "...", "id": 7, "max_tokens": 32, "temperature": 0.0}.',
+        description="Generate completions for a batch of prompts, or serve OpenAI's API (--http).",
+        epilog="Flags override generation_config.json; an input line overrides both: "
+        '{"prompt": "...", "max_tokens": 9}.',
         allow_abbrev=False,
     )
     p.add_argument("--model", metavar="DIR", help="folder or hub id (default: demo/teacher)")
