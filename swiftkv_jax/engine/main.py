@@ -51,7 +51,7 @@ def build_parser() -> Parser:
         formatter_class=partial(argparse.HelpFormatter, max_help_position=32, width=100),
         description="Generate completions for a batch of prompts, or serve OpenAI's API (--http).",
         epilog="Flags override generation_config.json; an input line overrides both: "
-        '{"prompt": "...", "max_tokens": 9}.',
+        '{"prompt": "...", "seed": 9}.',
         allow_abbrev=False,
     )
     p.add_argument("--model", metavar="DIR", help="folder or hub id (default: demo/teacher)")
