@@ -402,13 +402,20 @@ def test_too_little_room_is_known_before_writing(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
 
 
-def test_directory_removed_during_a_save(tmp_path, late_writes):
+def test_directory_removed_during_a_save(tmp_path, late_writes, monkeypatch):
     checkpointer = Checkpointer(tmp_path / "ckpt")
     state = {str(i): jax.random.normal(jax.random.key(i), (512, 512)) for i in range(8)}
+    finish = checkpointer._finish
+
+    def removed(*args):  # Orbax is writing, or has just written; the manifest is not there yet
+        (tmp_path / "ckpt").rename(tmp_path / "gone")
+        finish(*args)
+
+    monkeypatch.setattr(checkpointer, "_finish", removed)
     checkpointer.save(1, state, {})
-    (tmp_path / "ckpt").rename(tmp_path / "gone")
     with pytest.raises(CheckpointError) as caught:
         checkpointer.wait()
+    monkeypatch.setattr(checkpointer, "_finish", finish)
     fails_in_one_line(caught, "saving checkpoint 1", "no older one")
     assert checkpointer.restore(state) is None
     checkpointer.save(2, state, {})
