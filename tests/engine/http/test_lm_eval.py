@@ -35,8 +35,8 @@ TEXT = (
 )
 CHOICES = [
     # The first choices of these two are what the model writes by itself.
-    {"context": "If the file does not exist, an", "choices": [" :exc:`OSError", " apple", " exception"]},
-    {"context": "The module provides", "choices": [" a module that", " a modern that"]},
+    {"context": "If the file does not exist, an", "choices": ["\nexception is", " apple", " exception"]},
+    {"context": "The module provides", "choices": [" a module", " a modern that"]},
     {"context": "This function returns a list of ", "choices": ["strings", "the following", "x"]},
     {"context": TEXT * 3 + "The module", "choices": [" provides access to", " zzz"]},  # longer than CONTEXT
     {"context": "", "choices": ["The", " the"]},
