@@ -18,13 +18,7 @@ from swiftkv_jax.errors import UsageError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 LENGTHS = (1, 45, 3, 20, 33, 2)  # more prompts than lanes, one of them longer than a launch
-SIZES = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "max_model_len": 64,
-    "steps_per_launch": 4,
-    "page_size": 8,
-}
+SIZES = tiny.SIZES
 
 
 @functools.cache

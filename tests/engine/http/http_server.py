@@ -31,13 +31,7 @@ from swiftkv_jax.plan import KVPlan
 
 _T = typing.TypeVar("_T")
 NAME = "tiny"
-SIZES = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 32,
-    "max_model_len": 64,
-    "steps_per_launch": 4,
-    "page_size": 8,
-}
+SIZES = tiny.SIZES
 LONG = {"prompt": "The cache", "max_tokens": 50, "ignore_eos": True}
 
 
