@@ -13,7 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.paged_attention import api, cases, pallas_gpu, pallas_tpu, reference
+from swiftkv_jax.kernels.paged_attention import api, cases, pallas_gpu, pallas_tpu, reference, xla
 
 QUICK = ("lengths", "chunk", "window", "bfloat16", "int8_chunk")  # by default; the others are slow
 NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
@@ -49,6 +49,13 @@ def agree(case: cases.Case, run):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_xla_agrees_with_the_definition(name):
+    agree(cases.SMALL[name], by_xla(cases.SMALL[name]))
+
+
+@pytest.mark.parametrize("keys", [32, 64, 96])
+@pytest.mark.parametrize("name", ["lengths", "window", "chunk"])
+def test_xla_agrees_however_few_keys_a_turn_takes(name, keys, monkeypatch):
+    monkeypatch.setattr(xla, "_TURN_KEYS", keys)
     agree(cases.SMALL[name], by_xla(cases.SMALL[name]))
 
 
