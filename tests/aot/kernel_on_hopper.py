@@ -2,28 +2,32 @@
 
     echo KERNEL CASE | MOSAIC_GPU_DUMP_PTXAS=1 python tests/aot/kernel_on_hopper.py
 
-For each: what the compiler says, the program's bytes as a line of JSON or a traceback, and the line END. A
-process of its own: `kernel_targets.compiled_on_hopper` says why.
+For each: what the compiler says, the program's kernels and bytes as a line of JSON or a traceback, and the
+line END. A process of its own: `kernel_targets.Compiler` says why.
 """
 
 import ctypes
 import json
+import re
 import sys
 import traceback
 
 import jax
-from kernel_targets import END, HOPPER, compiled
+from kernel_targets import END, HOPPER, lowered
 
 
 def answer(kernel: str, case: str) -> None:
-    """Print temporary, argument and aliased bytes of `case`, compiled by name through the door."""
-    memory = compiled(HOPPER, kernel, case, implementation="pallas_gpu").memory_analysis()
-    sizes = {
+    """Print temporary, argument and aliased bytes of `case`, compiled by name through the door, and the
+    hashes by which the compiler knows its kernels."""
+    program = lowered(HOPPER, kernel, case, implementation="pallas_gpu")
+    memory = program.compile().memory_analysis()
+    told = {
+        "kernels": re.findall(r'kernel_hash = "([^"]*)"', program.as_text()),
         "temp": memory.temp_size_in_bytes,
         "arguments": memory.argument_size_in_bytes,
         "alias": memory.alias_size_in_bytes,
     }
-    print(json.dumps(sizes))
+    print(json.dumps(told))
 
 
 def main() -> None:

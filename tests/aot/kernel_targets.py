@@ -57,8 +57,8 @@ def size(tree) -> int:
     return sum(leaf.size * jax.numpy.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
-def compiled(where: str, kernel: str, case: str, donate: bool = True, run=None, **options):
-    """A real case, compiled: by `run`, or through the door with `options`; the fill's pools are donated.
+def lowered(where: str, kernel: str, case: str, donate: bool = True, run=None, **options):
+    """A real case, to compile: by `run`, or through the door with `options`; the fill's pools are donated.
 
     The abstract mesh tells kernels which chip they are for.
     """
@@ -71,20 +71,46 @@ def compiled(where: str, kernel: str, case: str, donate: bool = True, run=None, 
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jitted = jax.jit(call, donate_argnums=(4,) if kernel == FILL and donate else ())
-        return jitted.lower(*args, **arrays).compile()
+        return jitted.lower(*args, **arrays)
+
+
+def compiled(*what, **options):
+    """What `lowered` gives, compiled."""
+    return lowered(*what, **options).compile()
 
 
 class Compiler:
     """A process that compiles for an H100, case after case: it starts once, and again after what it fails at.
 
     It has a time limit for each case: a wrong layout of registers can make this compiler search for many
-    minutes.
+    minutes. A kernel that two cases share is compiled once, with the first of them, and ptxas speaks of it
+    then: what it said is kept for the second.
     """
 
     def __init__(self):
         self._process: subprocess.Popen | None = None
+        self._said: dict[str, str] = {}
 
-    def ask(self, kernel: str, case: str, seconds: float = 120) -> str:
+    def compile(self, kernel: str, case: str) -> tuple[dict[str, int], str]:
+        """Temporary, argument and aliased bytes of a real case, and all that ptxas said of its kernels.
+
+        Raises:
+          AssertionError: it did not compile, or ptxas did not report on each new kernel once.
+        """
+        said = self._ask(kernel, case)
+        found = [line for line in said.splitlines() if line.startswith("{")]
+        if not found:
+            self.close()
+            raise AssertionError(f"{kernel} {case}: {said[-2000:]}")
+        sizes = json.loads(found[0])
+        names = sizes.pop("kernels")
+        fresh = set(names) - set(self._said)
+        self._said |= dict.fromkeys(fresh, said)
+        reports = said.count("bytes spill stores")
+        assert names and reports == len(fresh), f"{kernel} {case}: {reports} reports on {len(fresh)} kernels"
+        return sizes, "\n".join(dict.fromkeys(self._said[name] for name in names))
+
+    def _ask(self, kernel: str, case: str, seconds: float = 120) -> str:
         """All that was said about one case."""
         self._process = process = self._process or self._start()
         pipe, deadline = process.stdout.fileno(), time.monotonic() + seconds
@@ -116,15 +142,9 @@ class Compiler:
             self._process.kill()
             self._process.communicate()
             self._process = None
+        self._said.clear()
 
 
 _COMPILER = Compiler()
 atexit.register(_COMPILER.close)
-
-
-def compiled_on_hopper(kernel: str, case: str) -> tuple[dict[str, int], str]:
-    """Temporary, argument and aliased bytes of a real case compiled for an H100, and all that ptxas said."""
-    said = _COMPILER.ask(kernel, case)
-    found = [line for line in said.splitlines() if line.startswith("{")]
-    assert found, said[-2000:]
-    return json.loads(found[0]), said
+compiled_on_hopper = _COMPILER.compile

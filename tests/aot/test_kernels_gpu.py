@@ -49,3 +49,9 @@ def test_compiles_for_hopper(kernel, case):
     assert memory["alias"] == (pool if kernel == FILL else 0)
     # Of the fill 1 / rms and what is alive, a number a token; of attention the sums of the shares.
     assert memory["temp"] < pool // (1000 if kernel == FILL else 8)
+
+
+def test_what_was_said_of_a_kernel_holds_for_every_case_that_has_it():
+    """The window is a number at run time, so this is one kernel: ptxas speaks of it in the first case."""
+    said = [compiled_on_hopper("paged_attention", case)[1] for case in ("llama_8b", "llama_8b_window")]
+    assert said[0].count("bytes spill stores") == 1 and said[1] == said[0]
