@@ -44,10 +44,10 @@ def test_a_pool_that_is_not_donated_is_copied():
 @pytest.mark.parametrize(
     ("kernel", "case", "run"),
     [
-        ("paged_attention", "llama_8b", functools.partial(paged.paged_attention, pages=64)),
-        ("k_cache_attention", "llama2_7b", functools.partial(k_cache.k_cache_attention, pages=64)),
-        ("x_cache_attention", "t5_3b", functools.partial(k_cache.x_cache_attention, window=None, pages=128)),
-        (FILL, "llama_8b", functools.partial(fill.fused_kv_fill, blocks=fill.Blocks(4096, 1, 4096, 1))),
+        ("paged_attention", "llama_8b", functools.partial(paged.paged_attention, pages=40)),
+        ("k_cache_attention", "llama2_7b", functools.partial(k_cache.k_cache_attention, pages=20)),
+        ("x_cache_attention", "t5_3b", functools.partial(k_cache.x_cache_attention, window=None, pages=80)),
+        (FILL, "llama_8b", functools.partial(fill.fused_kv_fill, blocks=fill.Blocks(512, 1, 4096, 1))),
     ],
 )
 def test_a_block_that_does_not_fit_fails_with_its_bytes(kernel, case, run):
