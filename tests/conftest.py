@@ -7,6 +7,9 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # its compiler, in several workers
+# XLA's own threads, by default as many as cores. A Hopper kernel in interpretation holds one for each of its
+# warpgroups that waits: of two threads none is left for the third warpgroup, for which the others wait.
+os.environ["NPROC"] = str(max(4, os.cpu_count() or 1))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
