@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # As many workers as cores, at most four: each holds a JAX runtime.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
 # Compilations are alone each: a worker that is done takes some of another's.
-AOT_ARGS ?= -n logical --maxprocesses 4 --dist worksteal
+AOT_ARGS ?= -n logical --maxprocesses 4 --dist worksteal --durations 10
 
 .PHONY: demo demo-long test test-slow test-aot test-eval lint clean
 
