@@ -98,8 +98,8 @@ def _singles(q, pools, table, position, row, scale, window):
 
 
 def _after(q, names):
-    """`names`, known to the compiler only with `q`: rows that are there long before (SwiftKV's upper ones) would
-    else all be read before the first of their layers, and fall out of a core's cache again."""
+    """`names`, known to the compiler only with `q`: rows that are there long before (SwiftKV's upper ones)
+    would else all be read before the first of their layers, and fall out of a core's cache again."""
     return jnp.where(jnp.abs(q[0, 0, 0, 0]) < -1, 0, names)  # never, but no compiler sees it
 
 
