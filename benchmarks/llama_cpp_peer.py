@@ -26,11 +26,11 @@ _FLOAT32 = 0  # GGML_TYPE_F32
 
 def write_gguf(model, path: Path) -> None:
     """A transformers Llama model without biases or rope scaling as a GGUF file, with no tokenizer."""
-    from gguf import GGUFWriter
-
     config, heads = model.config, {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     if config.model_type != "llama":
         raise ValueError(f"only Llama models are written as GGUF here, not {config.model_type!r}")
+    from gguf import GGUFWriter
+
     writer = GGUFWriter(str(path), "llama")
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
