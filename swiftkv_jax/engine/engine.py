@@ -14,7 +14,7 @@ from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.request import Request, RequestOutput
 from swiftkv_jax.engine.runner import Launch, Runner, new_cache
 from swiftkv_jax.engine.scheduler import Scheduler
-from swiftkv_jax.engine.sequence import RULED_OUT, Choice, Sequence
+from swiftkv_jax.engine.sequence import BAD, RULED_OUT, Choice, Sequence
 from swiftkv_jax.engine.settings import Settings, empty_pool
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
@@ -298,6 +298,8 @@ class Engine:
                 self.stats.accepted_tokens += 1
                 self.scheduler.cached(sequence, 1)
             sequence.append(choice, now)
+            if choice.token != BAD:
+                self.scheduler.sound(sequence)
             self.stats.output_tokens += 1
             if sequence.finish_reason:  # what lies behind a stop string that only the host can see is dropped
                 break

@@ -207,6 +207,11 @@ class Scheduler:
             at = len(sequence.names) * self.page
             self._name(sequence, tuple(tokens[at : at + self.page]))
 
+    def sound(self, sequence: Sequence) -> None:
+        """A token was sampled, from finite logits, after all that a sequence has cached: it may be kept."""
+        known, sequence.sound = sequence.sound, len(sequence.names)
+        self.pages.vouch(sequence.pages[known : sequence.sound])
+
     def spoil(self, sequence: Sequence) -> list[int]:
         """Nobody may find the pages of a sequence again; those of them that only it holds.
 
@@ -279,7 +284,8 @@ class Scheduler:
         self._free.append(sequence.lane)
         self._free.sort(reverse=True)
         self.pages.release(sequence.pages)
-        sequence.lane, sequence.pages, sequence.names, sequence.cached = None, [], [], 0
+        sequence.lane, sequence.pages, sequence.names = None, [], []
+        sequence.cached = sequence.sound = 0
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:
