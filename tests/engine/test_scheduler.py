@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from swiftkv_jax.engine import prefix
 from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.request import Request, SamplingParams
-from swiftkv_jax.engine.scheduler import Queue, Scheduler, launch_size
+from swiftkv_jax.engine.scheduler import Demand, Queue, Scheduler, launch_size
 from swiftkv_jax.engine.sequence import Choice, Sequence
 
 PAGE = 4
@@ -132,7 +132,12 @@ class Traffic(RuleBasedStateMachine):
         assert all(self.pages.references(page) == flat.count(page) for page in set(flat))
         cached = {page for line in self.pages._cached.values() for page in line}
         assert cached <= self.proven, "kept, though nobody has sampled a token after it"
-        assert self.scheduler.waiting.tokens == sum(one.length for one in self.scheduler.waiting)
+        for key in "ab":
+            line = [one for one in self.scheduler.waiting if one.request.key == key]
+            left = sum(one.request.params.max_tokens - len(one.output) for one in line)
+            want = Demand(len(line), sum(one.length for one in line), left)
+            assert self.scheduler.waiting.demands.get(key, Demand()) == want
+        assert self.scheduler.waiting.demand.sequences == len(self.scheduler.waiting)
         assert all(not one.pages and not one.cached for one in self.scheduler.waiting)
         assert sorted([*self.scheduler._free, *self.scheduler.running]) == [0, 1, 2]
         for one in running:
