@@ -1,46 +1,60 @@
-"""The same weights and prompts through this engine and through Hugging Face transformers, side by side.
+"""The same weights and prompts through this engine and through other systems, side by side.
 
     python -m benchmarks.peers [--model demo/teacher] [--rounds 5]
 
-Greedy, float32, forced lengths; the tokens must be identical. transformers runs `generate` with sdpa
-attention in inference mode, at the best of its batch sizes. The SwiftKV student has the teacher's own
-projections (untrained): its speed is that of a distilled one.
+Greedy, float32, forced lengths; the tokens must be identical. Hugging Face transformers runs `generate` with
+sdpa attention in inference mode; llama.cpp, where llama-cpp-python and gguf are installed, through its C API;
+each at the best of its batch sizes. The SwiftKV student has the teacher's own projections (untrained): its
+speed is that of a distilled one.
 """
 
 import argparse
+import importlib.util
 import statistics
+import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 import swiftkv_jax as skv
 from benchmarks.latency import in_rounds, seconds_of
+from benchmarks.llama_cpp_peer import LlamaCpp, write_gguf
 from benchmarks.throughput import RESULTS, machine, table, timed, write
 
+BATCHES = (1, 8, 32)
+Generate = Callable[[list[list[int]], int], list[list[int]]]
 
-def theirs(model, prompts: list[list[int]], outputs: int, batch: int) -> list[list[int]]:
-    """Their greedy tokens, in left-padded batches of similar lengths."""
-    import torch
 
+def in_batches(generate: Generate, batch: int, prompts: list[list[int]], outputs: int) -> list[list[int]]:
+    """What `generate` gives for `batch` prompts of similar lengths at a time."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     out: dict[int, list[int]] = {}
     for at in range(0, len(order), batch):
         some = order[at : at + batch]
-        width = max(len(prompts[i]) for i in some)
-        ids = torch.tensor([[0] * (width - len(prompts[i])) + prompts[i] for i in some])
-        mask = torch.tensor([[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in some])
-        with torch.inference_mode():
-            got = model.generate(
-                ids,
-                attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=outputs,
-                min_new_tokens=outputs,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        out |= {i: row[width:].tolist() for i, row in zip(some, got, strict=True)}
+        out |= zip(some, generate([prompts[i] for i in some], outputs), strict=True)
     return [out[i] for i in range(len(prompts))]
+
+
+def by_transformers(model, prompts: list[list[int]], outputs: int) -> list[list[int]]:
+    """Greedy tokens of one left-padded batch."""
+    import torch
+
+    width = max(len(p) for p in prompts)
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    with torch.inference_mode():
+        got = model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=outputs,
+            min_new_tokens=outputs,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return [row[width:].tolist() for row in got]
 
 
 def ours(llm: skv.LLM, prompts: list[list[int]], outputs: int) -> list[list[int]]:
@@ -74,16 +88,30 @@ def main() -> None:
     random = np.random.default_rng(0)
     lengths = random.integers(args.lengths[0], args.lengths[1] + 1, args.prompts)
     prompts = [random.integers(2, model.config.vocab_size, n).tolist() for n in lengths]
-    want = theirs(peer, prompts, args.outputs, 8)
-    same = sum(
-        a == b for a, b in zip(want, ours(llms["swiftkv-jax, standard"], prompts, args.outputs), strict=True)
-    )
-    batches = {b: seconds_of(lambda b=b: theirs(peer, prompts, args.outputs, b)) for b in (1, 8, 32)}
-    best = min(batches, key=lambda b: batches[b])
-    runs = {
-        f"transformers, batch {best}": lambda: seconds_of(lambda: theirs(peer, prompts, args.outputs, best))
-    }
-    runs |= {name: lambda llm=llm: timed(llm, prompts, args.outputs) for name, llm in llms.items()}
+    peers: dict[str, Generate] = {"transformers": partial(by_transformers, peer)}
+    if all(importlib.util.find_spec(name) for name in ("llama_cpp", "gguf")):
+        with tempfile.TemporaryDirectory() as folder:
+            write_gguf(peer, Path(folder) / "model.gguf")
+            context = sum(len(p) + args.outputs for p in prompts)
+            llama = LlamaCpp(Path(folder) / "model.gguf", args.prompts, context, args.threads)
+        peers["llama.cpp"] = llama.generate
+    else:
+        print("llama.cpp is left out: pip install '.[peers]'")
+    want = in_batches(peers["transformers"], 8, prompts, args.outputs)
+
+    def same(got: list[list[int]]) -> int:
+        return sum(a == b for a, b in zip(want, got, strict=True))
+
+    identical, batches, runs = {}, {}, {}
+    for name, generate in peers.items():
+        by_batch = {b: partial(in_batches, generate, b, prompts, args.outputs) for b in BATCHES}
+        identical[name] = same(by_batch[8]())
+        batches[name] = {b: seconds_of(run) for b, run in by_batch.items()}
+        best = min(BATCHES, key=batches[name].__getitem__)
+        runs[f"{name}, batch {best}"] = partial(seconds_of, by_batch[best])
+    for name, llm in llms.items():
+        runs[name] = partial(timed, llm, prompts, args.outputs)
+    identical["swiftkv-jax"] = same(ours(llms["swiftkv-jax, standard"], prompts, args.outputs))
     seconds = in_rounds(runs, args.rounds)
     base, tokens = next(iter(runs)), sum(lengths.tolist()) + args.prompts * args.outputs
     rows = {
@@ -93,13 +121,17 @@ def main() -> None:
         }
         for name, s in seconds.items()
     }
-    result = {"machine": machine("python -m benchmarks.peers"), "identical": same, "rows": rows}
-    result |= {"prompts": args.prompts, "transformers_seconds_by_batch": batches}
+    result = {"machine": machine("python -m benchmarks.peers"), "identical": identical, "rows": rows}
+    result |= {"prompts": args.prompts, "seconds_by_batch": batches}
     lines = [[name, f"{row['tokens_per_s']:,.0f}", f"{row['gain']:.2f}"] for name, row in rows.items()]
     info = result["machine"]
     text = (
         f"{info['command']}, {info['device']}, jax {info['jax']}, torch {torch.__version__}, {info['date']}; "
-        f"{same} of {args.prompts} completions identical\n\n" + table(["", "tokens/s", "gain"], lines) + "\n"
+        f"completions identical to those of transformers at batch 8, of {args.prompts}: "
+        + ", ".join(f"{name} {count}" for name, count in identical.items())
+        + "\n\n"
+        + table(["", "tokens/s", "gain"], lines)
+        + "\n"
     )
     print(text)
     write("peers", result, text, args.output)
