@@ -14,12 +14,19 @@ if __name__ == "__main__":
 
     from swiftkv_jax.folder import private
 
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftkv-jax" / "xla"
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftkv-jax" / "xla"
+    named = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if not (named and "://" in named):  # of a bucket only its owner knows who may write there
+        cache = Path(named or own).resolve()
         if private(cache):  # who writes there can run code here
             jax.config.update("jax_compilation_cache_dir", str(cache))
         else:
-            print(f"warning: no compilation cache: {cache} must be yours alone (chmod 700)", file=sys.stderr)
+            jax.config.update("jax_compilation_cache_dir", None)
+            print(
+                f"warning: no compilation cache: {cache} must be yours alone (chmod 700), in a folder where "
+                "nobody else can rename it",
+                file=sys.stderr,
+            )
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     from swiftkv_jax.engine.main import main
 

@@ -15,6 +15,7 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -167,8 +168,14 @@ def report(result: dict) -> str:
     return "\n".join(parts)
 
 
-def bars(values: dict[str, dict[str, float]], words: tuple[str, str], path: Path) -> None:
-    """Bars of every kind beside each other, for every group. `words`: of the groups, of the values."""
+def bars(
+    values: dict[str, dict[str, float]],
+    words: tuple[str, str],
+    path: Path,
+    colours: Mapping[str, str] | None = None,
+) -> None:
+    """Bars of every kind beside each other, for every group. `words`: of the groups and values; `colours`:
+    of the kinds, else as they come."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -179,7 +186,8 @@ def bars(values: dict[str, dict[str, float]], words: tuple[str, str], path: Path
     width = 0.8 / len(kinds)
     for i, kind in enumerate(kinds):
         heights = [row.get(kind, 0.0) for row in values.values()]
-        drawn = axis.bar(np.arange(len(values)) + i * width, heights, 0.95 * width, label=kind)
+        at, colour = np.arange(len(values)) + i * width, (colours or {}).get(kind)
+        drawn = axis.bar(at, heights, 0.95 * width, label=kind, color=colour)
         axis.bar_label(drawn, [f"{height:.3g}" if height else "" for height in heights], fontsize=7)
     axis.set_xticks(np.arange(len(values)) + 0.4 - width / 2, list(values))
     axis.set(xlabel=words[0], ylabel=words[1])

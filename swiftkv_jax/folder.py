@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from pathlib import Path
 
 from swiftkv_jax.errors import UsageError
@@ -57,15 +58,18 @@ def read_json(path: Path) -> dict:
 
 
 def private(path: Path) -> bool:
-    """Whether a folder and the one it lies in are ours and nobody else can write to them.
+    """Whether a folder is ours and nobody else can write to it, or put another in its place.
 
-    Those that are missing are made, for us alone.
+    So the folder it lies in must be ours or the system's, and nobody else may write there, but where a sticky
+    bit, as /tmp has, lets only owners rename what is theirs. Missing folders are made, for us alone.
+    `path` has no links in it (`Path.resolve`): who made one could lead it elsewhere later.
     """
     try:
-        for folder in (path.parent, path):
+        for folder, owners in ((path.parent, (os.getuid(), 0)), (path, (os.getuid(),))):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = folder.stat()
-            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            sticky = folder != path and found.st_mode & stat.S_ISVTX
+            if found.st_uid not in owners or (found.st_mode & 0o022 and not sticky):
                 return False
     except OSError:
         return False

@@ -184,7 +184,8 @@ def budget_pages(args, config: ModelConfig, context: int, share: float, name: st
         kind = args.dtype if variant.cache_dtype == "auto" else variant.cache_dtype
         return cache_bytes_per_token(config, variant.plan, kind)
 
-    budget = share * per_token("standard") * args.max_num_seqs * context
+    whole = -(-context // args.page_size) * args.page_size  # tokens that a sequence's pages hold
+    budget = share * per_token("standard") * args.max_num_seqs * whole
     return pages_within(budget, per_token(name), args.page_size, context)
 
 

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.serving.system import SYSTEMS
 from benchmarks.throughput import bars, table
 
 _MEDIANS = ("request_throughput", "total_token_throughput", "output_throughput", "median_e2el_ms")
@@ -100,9 +101,15 @@ def plots(found: dict, folder: Path) -> list[Path]:
             name = "total_token_throughput" if workload == "budgets" else "gain"
             values = {p: {s: row[name] or 0.0 for s, row in rows.items()} for p, rows in points.items()}
             word = "tokens a second" if workload == "budgets" else "tokens a second, over the first system"
-            bars(values, (_TITLES[workload], word), path)
+            bars(values, (_TITLES[workload], word), path, _colours(points))
         out.append(path)
     return out
+
+
+def _colours(points: dict) -> dict[str, str]:
+    """The same for a system in every plot, whichever others it is beside."""
+    names = list(dict.fromkeys([*SYSTEMS, *(name for systems in points.values() for name in systems)]))
+    return {name: f"C{number % 10}" for number, name in enumerate(names)}
 
 
 def _lines(points: dict, path: Path) -> None:
@@ -113,14 +120,15 @@ def _lines(points: dict, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    rates = [point for point in points if point != "inf"]
+    rates, colours = [point for point in points if point != "inf"], _colours(points)
     for name in dict.fromkeys(system for point in rates for system in points[point]):
         have = [point for point in rates if name in points[point]]
         for axis, metric in zip(axes, ("median_ttft_ms", "median_tpot_ms"), strict=True):
             values = [points[point][name][metric] for point in have]
-            axis.plot([float(point) for point in have], values, marker="o", label=name)
+            rate, colour = [float(point) for point in have], colours[name]
+            axis.plot(rate, values, marker="o", label=name, color=colour)
     for axis, word in zip(axes, ("median TTFT, ms", "median TPOT, ms"), strict=True):
-        axis.set(xlabel="requests a second", ylabel=word, ylim=(0, None))
+        axis.set(xlabel="requests a second", ylabel=word, ylim=(0, 1.05 * axis.get_ylim()[1]))
     axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -13,8 +13,8 @@ from swiftkv_jax.engine import draft
 from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.request import Request, RequestOutput
 from swiftkv_jax.engine.runner import Launch, Runner, new_cache
-from swiftkv_jax.engine.scheduler import Scheduler
-from swiftkv_jax.engine.sequence import RULED_OUT, Choice, Sequence
+from swiftkv_jax.engine.scheduler import Demand, Scheduler
+from swiftkv_jax.engine.sequence import BAD, RULED_OUT, Choice, Sequence
 from swiftkv_jax.engine.settings import Settings, empty_pool
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
@@ -146,20 +146,14 @@ class Engine:
     def add(self, *requests: Request) -> None:
         """Queue requests, all or none; each `request_id` must be new.
 
-        Where nothing waits, any number of tokens may come at once: later they would be too many as well.
-
         Raises:
           UsageError: one could never run. Overloaded: too much is waiting.
         """
         for request in requests:
             self._check(request)
-        s, waiting = self.settings, self.scheduler.waiting
-        count = len(waiting) + sum(request.params.n for request in requests)
-        tokens = waiting.tokens + sum(request.params.n * len(request.token_ids) for request in requests)
-        if s.max_queued_requests is not None and count > s.max_queued_requests:
-            raise Overloaded(f"{len(waiting)} requests are waiting; at most {s.max_queued_requests} may")
-        if s.max_queued_tokens is not None and len(waiting) and tokens > s.max_queued_tokens:
-            raise Overloaded(f"{waiting.tokens} tokens are waiting; at most {s.max_queued_tokens} may")
+        coming = sum(map(Demand.of, requests), Demand())
+        if why := self.scheduler.waiting.demand.crowds_out(coming, self.settings.queue):
+            raise Overloaded(why)
         groups = [self._group(request) for request in requests]
         for group in groups:
             self._groups[group.request.request_id] = group
@@ -298,6 +292,8 @@ class Engine:
                 self.stats.accepted_tokens += 1
                 self.scheduler.cached(sequence, 1)
             sequence.append(choice, now)
+            if choice.token != BAD:
+                self.scheduler.sound(sequence)
             self.stats.output_tokens += 1
             if sequence.finish_reason:  # what lies behind a stop string that only the host can see is dropped
                 break

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import threading
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -105,6 +106,7 @@ class LLM:
         self.eos_ids = tuple(sorted({*generation.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}))
         self.stats: dict[str, int | float] = {}
         self._next_seed, self._next_id = integer("seed", seed, 0), 0
+        self._numbering = threading.Lock()  # a server makes requests on several threads
 
     @functools.cached_property
     def engine(self) -> Engine:
@@ -194,11 +196,13 @@ class LLM:
                 f"{limit}: lower max_tokens to {room}, or give None to fill the context"
             )
         settled = {"max_tokens": params.max_tokens or room}
-        if params.seed is None:
-            settled["seed"], self._next_seed = self._next_seed, self._next_seed + params.n
+        with self._numbering:
+            if params.seed is None:
+                settled["seed"], self._next_seed = self._next_seed, self._next_seed + params.n
+            self._next_id += 1
+            number = self._next_id
         params = dataclasses.replace(params, **settled)
         eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < vocab)
-        self._next_id += 1
         return Request(
             prompt=text,
             token_ids=tuple(ids),
@@ -206,7 +210,7 @@ class LLM:
             eos_ids=eos,
             bad_ids=self._bad_ids(params, where),
             root=self._root(salt),
-            request_id=str(self._next_id),
+            request_id=str(number),
         )
 
     def run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:

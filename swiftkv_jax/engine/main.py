@@ -49,7 +49,6 @@ def build_parser() -> Parser:
         prog="serve.py",
         usage="serve.py [--model DIR] [--input FILE] [--output FILE] [flags], or serve.py --http [flags]",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=32, width=100),
-        description="Generate completions for a batch of prompts, or serve OpenAI's API (--http).",
         epilog="Flags override generation_config.json; an input line overrides both: "
         '{"prompt": "...", "seed": 9}.',
         allow_abbrev=False,

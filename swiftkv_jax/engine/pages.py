@@ -3,6 +3,9 @@
 A page is free, used by one or more sequences, or cached: full, used by nobody, kept for a prompt that begins
 the same way. Page 0 is scratch and never handed out.
 
+A page gets its name as soon as its rows are on their way. That they are sound (no NaN, no infinity) is seen
+later, by who samples a token after them; until then a page is found while it is used, and not kept after.
+
 A page that is not free belongs to a key, that of the request which took it. Where a cached page must make
 room, it is the least recently used one of the key that has most pages: a key that keeps to its equal share
 loses no cached page to what others send, unless they need the room to run in. A key alone may have all.
@@ -25,6 +28,7 @@ class Pages:
         self._references = [0] * count
         self._named: dict[bytes, tuple[int, tuple[int, ...]]] = {}
         self._name: dict[int, bytes] = {}
+        self._unproven: set[int] = set()  # named, and nobody has vouched for them
         self._key: dict[int, str] = {}  # whose a page is
         self._owned: Counter[str] = Counter()  # pages of each key, used or cached
         self._cached: dict[str, OrderedDict[int, None]] = {}  # of each key, least recently used first
@@ -98,9 +102,14 @@ class Pages:
             raise RuntimeError(f"page {page} is used by nobody: what it holds cannot get a name")
         if name not in self._named and page not in self._name:
             self._named[name], self._name[page] = (page, tokens), name
+            self._unproven.add(page)
+
+    def vouch(self, pages: Iterable[int]) -> None:
+        """What these hold was read to a good end: they may be kept."""
+        self._unproven.difference_update(pages)
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner less of each; the last of them are the first to be reused.
+        """One owner less of each; the last of them are the first to be reused. Unvouched ones are not kept.
 
         Raises:
           RuntimeError: one of them has no owner left.
@@ -111,20 +120,25 @@ class Pages:
             self._references[page] -= 1
             if self._references[page]:
                 continue
-            if page in self._name:
+            if page in self._name and page not in self._unproven:
                 self._cached.setdefault(self._key[page], OrderedDict())[page] = None
             else:
+                self._unname(page)
                 self._free_one(page)
 
     def forget(self, page: int) -> None:
         """Nobody will find this page by its name again; if it was cached it is free."""
-        name = self._name.pop(page, None)
-        if name is None:
-            return
-        del self._named[name]
-        if not self._references[page]:
+        if self._unname(page) and not self._references[page]:
             self._uncache(page)
             self._free_one(page)
+
+    def _unname(self, page: int) -> bool:
+        """Whether it had a name."""
+        self._unproven.discard(page)
+        name = self._name.pop(page, None)
+        if name is not None:
+            del self._named[name]
+        return name is not None
 
     def _uncache(self, page: int) -> None:
         line = self._cached[self._key[page]]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from swiftkv_jax.engine import prefix
 from swiftkv_jax.engine.pages import Pages
+from swiftkv_jax.engine.request import Request
 from swiftkv_jax.engine.sequence import Sequence
 
 _SMALLEST = 32  # tokens: below this a launch costs the same whatever its size
@@ -44,21 +45,66 @@ class Work:
         return self.count == self.sequence.pending
 
 
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """What some sequences ask for: how many they are, tokens known, and tokens that they may yet generate."""
+
+    sequences: int = 0
+    tokens: int = 0
+    output_tokens: int = 0
+
+    @classmethod
+    def of(cls, request: Request) -> "Demand":
+        """Of all completions of a request; its `max_tokens` is settled."""
+        n = request.params.n
+        return cls(n, n * len(request.token_ids), n * (request.max_length - len(request.token_ids)))
+
+    def __add__(self, other: "Demand") -> "Demand":
+        sequences, tokens = self.sequences + other.sequences, self.tokens + other.tokens
+        return Demand(sequences, tokens, self.output_tokens + other.output_tokens)
+
+    def __neg__(self) -> "Demand":
+        return Demand(-self.sequences, -self.tokens, -self.output_tokens)
+
+    def crowds_out(self, coming: "Demand", most: "Demand") -> str:
+        """Which bound of `most` this, which waits, and `coming` would pass together; "" for none.
+
+        Where nothing waits any number of tokens may come at once: later they would be too many as well.
+        """
+        for field, what in _DEMANDED.items():
+            waiting, bound = getattr(self, field), getattr(most, field)
+            if waiting + getattr(coming, field) > bound and (self.sequences or field == "sequences"):
+                return f"{waiting} {what}; at most {bound} may"
+        return ""
+
+
+_DEMANDED = {
+    "sequences": "requests are waiting",
+    "tokens": "tokens are waiting",
+    "output_tokens": "tokens are asked for by those that wait",
+}
+
+
 class Queue:
     """Who waits: the most urgent priority first; within it the key that was served least; then by arrival.
 
     Attributes:
-      tokens: known tokens of all that wait.
+      demands: of each key that has anything waiting.
     """
 
     def __init__(self):
         self._lines: dict[tuple[int, str], deque[Sequence]] = {}
         self._served: dict[tuple[int, str], int] = {}
         self._clock = 0
-        self.tokens = 0
+        self.demands: dict[str, Demand] = {}
 
     def __len__(self) -> int:
         return sum(len(line) for line in self._lines.values())
+
+    @property
+    def demand(self) -> Demand:
+        """Of all that wait."""
+        return sum(self.demands.values(), Demand())
 
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for line in self._lines.values() for sequence in line)
@@ -68,7 +114,7 @@ class Queue:
         if line not in self._lines:  # a key that comes back starts level with whoever was served last
             self._lines[line], self._served[line] = deque(), self._clock
         (self._lines[line].appendleft if front else self._lines[line].append)(sequence)
-        self.tokens += sequence.length
+        self._count(sequence, asked(sequence))
 
     def head(self) -> Sequence | None:
         """Who is next."""
@@ -90,9 +136,20 @@ class Queue:
     def remove(self, sequence: Sequence) -> None:
         line = (sequence.request.priority, sequence.request.key)
         self._lines[line].remove(sequence)
-        self.tokens -= sequence.length
+        self._count(sequence, -asked(sequence))
         if not self._lines[line]:
             del self._lines[line], self._served[line]
+
+    def _count(self, sequence: Sequence, more: Demand) -> None:
+        key = sequence.request.key
+        self.demands[key] = self.demands.get(key, Demand()) + more
+        if not self.demands[key].sequences:
+            del self.demands[key]
+
+
+def asked(sequence: Sequence) -> Demand:
+    """What one sequence asks for now."""
+    return Demand(1, sequence.length, sequence.request.max_length - sequence.length)
 
 
 class Scheduler:
@@ -207,6 +264,11 @@ class Scheduler:
             at = len(sequence.names) * self.page
             self._name(sequence, tuple(tokens[at : at + self.page]))
 
+    def sound(self, sequence: Sequence) -> None:
+        """A token was sampled, from finite logits, after all that a sequence has cached: it may be kept."""
+        known, sequence.sound = sequence.sound, len(sequence.names)
+        self.pages.vouch(sequence.pages[known : sequence.sound])
+
     def spoil(self, sequence: Sequence) -> list[int]:
         """Nobody may find the pages of a sequence again; those of them that only it holds.
 
@@ -279,7 +341,8 @@ class Scheduler:
         self._free.append(sequence.lane)
         self._free.sort(reverse=True)
         self.pages.release(sequence.pages)
-        sequence.lane, sequence.pages, sequence.names, sequence.cached = None, [], [], 0
+        sequence.lane, sequence.pages, sequence.names = None, [], []
+        sequence.cached = sequence.sound = 0
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:

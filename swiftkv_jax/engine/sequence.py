@@ -32,7 +32,8 @@ class Sequence:
       number: later ones are preempted first.
       output: tokens generated so far. cached: tokens of prompt + output whose rows are in the cache.
       lane: its place in the batch, None when it has none. pages: of the cache, in order.
-      names: of those pages that are full and can be shared. spoilt: what they hold may be wrong.
+      names: of those pages that are full and can be shared. sound: how many of these were read to a good end.
+      spoilt: what the pages hold may be wrong.
       finish_reason: None while it runs, then "stop", "length", "abort" or "error"; `error` says what failed.
       arrival, scheduled, first_token, last_token, finished: moments, in seconds.
     """
@@ -44,6 +45,7 @@ class Sequence:
         self.lane: int | None = None
         self.pages: list[int] = []
         self.names: list[bytes] = []
+        self.sound = 0
         self.spoilt = False
         self.finish_reason: str | None = None
         self.error: str | None = None

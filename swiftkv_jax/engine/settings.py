@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import sys
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ from swiftkv_jax import page_fill
 from swiftkv_jax import params as weights
 from swiftkv_jax.cache import LARGEST, Cache
 from swiftkv_jax.engine.loop import Exits
+from swiftkv_jax.engine.scheduler import Demand
 from swiftkv_jax.engine.score import SHORTEST, scores
 from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.kernels.dispatch import PLATFORM_OF, UnsupportedError
@@ -47,7 +49,9 @@ class Settings:
         followed the same words before) or "exit" (the model's exit head, inside a decode launch).
       exit_threshold: a token to which the exit head gives more probability than this is its, and runs no
         further (SwiftKV paper, B.4: 0.95). Lossy: such tokens are not always the model's. None: off.
-      max_queued_requests, max_queued_tokens: above these a request is refused; None: no bound.
+      max_queued_requests, max_queued_tokens, max_queued_output_tokens: what may wait: sequences, their known
+        tokens, and what they may generate (`max_tokens` of each). Above these a request is refused; None: no
+        bound.
     """
 
     max_model_len: int
@@ -67,10 +71,17 @@ class Settings:
     exit_threshold: float | None = None
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
+    max_queued_output_tokens: int | None = None
 
     @property
     def pages_per_sequence(self) -> int:
         return -(-self.max_model_len // self.page_size)
+
+    @property
+    def queue(self) -> Demand:
+        """What may wait."""
+        bounds = (self.max_queued_requests, self.max_queued_tokens, self.max_queued_output_tokens)
+        return Demand(*(sys.maxsize if bound is None else bound for bound in bounds))
 
     @property
     def lookups(self) -> int:

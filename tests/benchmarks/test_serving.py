@@ -227,7 +227,7 @@ def test_budgets_are_shares_of_a_full_batch():
     """8 rows of 2 x 4 floats a token in the standard model; 6 with AcrossKV; 1 merged; fp8 has scales."""
     full = args("--max-num-seqs", "4", "--page-size", "16")
     pages = {name: bench.budget_pages(full, CONFIG, 129, 1.0, name) for name in SYSTEMS}
-    tokens = 4 * 129
+    tokens = 4 * 144  # in whole pages
     assert pages == {
         "standard": tokens // 16,
         "merge-all": 8 * tokens // 16,
@@ -236,6 +236,8 @@ def test_budgets_are_shares_of_a_full_batch():
         "fp8": 8 * 32 * tokens // (6 * 2 * (4 + 4)) // 16,
     }
     assert bench.budget_pages(full, CONFIG, 129, 0.2, "standard") == 0  # not one sequence
+    one = args("--max-num-seqs", "1", "--page-size", "16")
+    assert bench.budget_pages(one, CONFIG, 129, 1.0, "standard") == 9, "all of it is enough for all of it"
     assert bench.budget_pages(full, CONFIG, 129, 0.2, "merge-all") > 0
 
 

@@ -88,17 +88,23 @@ def test_not_a_number_ends_its_request_and_is_wiped_before_anyone_else_sees_it()
         assert all_free(llm.engine)
 
 
-def check_reads_anew(llm: LLM, prompt: list[int]) -> None:
-    """A prompt whose pages held NaN finds none of them, and its tokens are right."""
-    for hits in (0, 40):  # all that can be shared of it, once it is whole
+def check_finds(llm: LLM, prompt: list[int], found_each_time: tuple[int, ...]) -> None:
+    """How many tokens of a prompt are found in the cache each time it comes; and its answer is right."""
+    for hits in found_each_time:
         request, before = llm.request(prompt, GREEDY), llm.engine.stats.prefix_hits
         llm.engine.add(request)
         found: list[list[int]] = []
         while llm.engine.busy:
-            found += [g.sequences[0].output for g in llm.engine.step() if g.finished]
+            ended = [g for g in llm.engine.step() if g.finished and g.request is request]
+            found += [g.sequences[0].output for g in ended]
         assert found == [tiny.greedy(*model("acrosskv"), prompt, 10)]
         assert llm.engine.stats.prefix_hits - before == hits
     assert all_free(llm.engine)
+
+
+def check_reads_anew(llm: LLM, prompt: list[int]) -> None:
+    """A prompt whose pages held NaN finds none of them, and they are clean; later it finds its own."""
+    check_finds(llm, prompt, (0, 40))
     cache = llm.engine.runner.cache
     assert np.isfinite(np.asarray(cache.k)[:, 1:]).all() and np.isfinite(np.asarray(cache.v)[:, 1:]).all()
 
@@ -126,10 +132,39 @@ def test_who_shares_a_faulty_prompt_and_leaves_makes_nobody_find_it_again():
     assert "not finite" in failed[0]
     (other,) = llm.engine.scheduler.running.values()
     assert other.request is second and other.cached >= 16 and not other.output, "it shares, and has not seen"
-    llm.engine.abort(second.request_id)
+    machine.params, shared, before = good, list(other.pages), llm.engine.stats.prefix_hits
+    third = llm.request(prompt, GREEDY)
+    llm.engine.add(third)
     llm.engine.step()
+    assert other.pages == shared and llm.engine.stats.prefix_hits == before, "found, though known to be bad"
+    llm.engine.abort(second.request_id)
+    cache = llm.engine.runner.cache
+    for pool in (cache.k, cache.v):
+        assert np.isfinite(np.asarray(pool)[:, shared]).all(), "what was shared is given back as it was"
+    while llm.engine.busy:
+        llm.engine.step()
+    check_finds(llm, prompt, (40,))
+
+
+@pytest.mark.parametrize("steps, callers", [(1, 1), (2, 1), (1, 2)])
+def test_who_leaves_in_the_midst_of_a_faulty_prompt_makes_nobody_find_it(steps, callers):
+    """Nothing was sampled yet, so nobody has seen that it is NaN: its pages are not kept; whole ones are."""
+    llm, (prompt,) = make(max_num_batched_tokens=16), tiny.prompts((45,))
+    prompt = [200 if i == 3 else t % 200 for i, t in enumerate(prompt)]
+    machine, good = llm.engine.runner, llm.engine.runner.params
+    machine.params = poisoned(llm, 200)
+    requests = [llm.request(prompt, GREEDY) for _ in range(callers)]
+    for request in requests:
+        llm.engine.add(request)
+        for _ in range(steps):
+            llm.engine.step()
+    running = llm.engine.scheduler.running.values()
+    assert len(running) == callers and all(one.names and not one.output for one in running)
+    for request in requests:
+        llm.engine.abort(request.request_id)
     machine.params = good
-    check_reads_anew(llm, prompt)
+    check_finds(llm, prompt, (0, 40))
+    assert llm.engine.stats.failed_requests == 0
 
 
 def test_a_completion_that_fails_takes_those_beside_it_along():

@@ -24,6 +24,7 @@ class Traffic(RuleBasedStateMachine):
         super().__init__()
         self.pages = Pages(COUNT)
         self.held: dict[int, list[int]] = {}
+        self.vouched: set[int] = set()
         self.next = 0
 
     def _own(self, pages: list[int]) -> int:
@@ -40,12 +41,18 @@ class Traffic(RuleBasedStateMachine):
             return self._own([])
         assert got is not None and len(set(got)) == n
         assert not set(got) & before and 0 not in got  # nobody else's, and never the scratch page
+        self.vouched -= set(got)
         return self._own(got)
 
     @rule(owner=owners, name=st.integers(0, 5))
     def name(self, owner, name):
         for page in self.held.get(owner, [])[:1]:
             self.pages.name(page, bytes([name]), (name,))
+
+    @rule(owner=owners)
+    def vouch(self, owner):
+        self.pages.vouch(self.held.get(owner, []))
+        self.vouched |= set(self.held.get(owner, [])) & set(self.pages._name)
 
     @rule(target=owners, name=st.integers(0, 5))
     def share(self, name):
@@ -63,6 +70,7 @@ class Traffic(RuleBasedStateMachine):
     def forget(self, owner):
         for page in self.held.get(owner, []):
             self.pages.forget(page)
+            self.vouched.discard(page)
 
     @invariant()
     def books_balance(self):
@@ -73,6 +81,9 @@ class Traffic(RuleBasedStateMachine):
         cached = {page for line in pages._cached.values() for page in line}
         assert not set(pages._free) & set(flat) and not cached & set(flat)
         assert not set(pages._free) & cached and cached <= set(pages._name)
+        assert cached <= self.vouched, "kept, and nobody has vouched for it"
+        assert self.vouched - cached <= set(flat), "vouched for, and not kept"
+        assert pages._unproven == set(pages._name) - self.vouched <= set(flat)
         assert set(pages._key) == cached | set(flat)
         assert Counter(pages._key.values()) == pages._owned and all(pages._cached.values())
         assert all(pages._key[page] == key for key, line in pages._cached.items() for page in line)
@@ -96,6 +107,7 @@ def test_the_least_recently_used_contents_go_first_and_tails_before_heads():
     for owner in (first, second):
         for i, page in enumerate(owner):
             pages.name(page, bytes([page]), (i,))
+        pages.vouch(owner)
     pages.release(first)
     pages.release(second)
     pages.share(first[0])  # used again
@@ -110,6 +122,7 @@ def keep(pages: Pages, key: str, count: int, made: itertools.count) -> list[byte
     for name in names:
         (page,) = pages.allocate(1, key)
         pages.name(page, name, (1,))
+        pages.vouch([page])
         pages.release([page])
     return names
 
@@ -146,6 +159,24 @@ def test_no_key_within_its_equal_share_loses_a_page_to_another(turns):
         for each, names in kept.items():
             now = left(pages, names)
             assert now >= min(len(names), 4) and now == pages.owned(each)
+
+
+def test_what_nobody_vouches_for_is_found_while_it_is_used_and_not_kept():
+    pages = Pages(3)
+    (page,) = pages.allocate(1)
+    pages.name(page, b"x", (1,))
+    assert pages.find(b"x", (1,)) == page, "others may begin with it"
+    pages.share(page)
+    pages.release([page])
+    assert pages.find(b"x", (1,)) == page
+    pages.release([page])
+    assert pages.find(b"x", (1,)) is None and pages.cached == 0 and pages.available == 2
+    (again,) = pages.allocate(1)
+    assert again == page
+    pages.name(page, b"x", (1,))
+    pages.vouch([page])
+    pages.release([page])
+    assert pages.find(b"x", (1,)) == page and pages.cached == 1
 
 
 def test_a_hit_needs_the_tokens_not_only_the_name():
@@ -192,6 +223,7 @@ def check_tenants(lookups: int) -> None:
             (page,) = pages.allocate(1) or (None,)
             assert page is not None
             pages.name(page, parent, tokens)
+            pages.vouch([page])
             owner[page] = identity
             pages.release([page])
     assert others == 0 and same > lookups // 4

@@ -10,7 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from swiftkv_jax.engine import prefix
 from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.request import Request, SamplingParams
-from swiftkv_jax.engine.scheduler import Queue, Scheduler, launch_size
+from swiftkv_jax.engine.scheduler import Demand, Queue, Scheduler, launch_size
 from swiftkv_jax.engine.sequence import Choice, Sequence
 
 PAGE = 4
@@ -41,6 +41,7 @@ class Traffic(RuleBasedStateMachine):
         self.pages = Pages(13)
         self.scheduler = Scheduler(self.pages, PAGE, lanes=3, budget=10)
         self.holds: dict[int, list] = {}
+        self.proven: set[int] = set()  # pages after whose tokens one was sampled
         self.count = 0
         self.everyone: list[Sequence] = []
 
@@ -77,6 +78,7 @@ class Traffic(RuleBasedStateMachine):
             page = one.pages[at // PAGE]
             assert self.pages.references(page) == 1, "a shared page is never written"
             self.holds.setdefault(page, [None] * PAGE)[at % PAGE] = token
+            self.proven.discard(page)
 
     def _check(self, one: Sequence) -> None:
         held = [self.holds[one.pages[at // PAGE]][at % PAGE] for at in range(one.cached)]
@@ -84,6 +86,8 @@ class Traffic(RuleBasedStateMachine):
 
     def _sample(self, one: Sequence) -> None:
         one.append(Choice(next_token(one.tokens)), 0.0)
+        self.scheduler.sound(one)
+        self.proven |= set(one.pages)
         if one.finish_reason:
             self.scheduler.remove(one)
 
@@ -126,7 +130,14 @@ class Traffic(RuleBasedStateMachine):
         assert len(set(flat)) == self.pages.used
         assert len(self.pages._free) + self.pages.cached + self.pages.used == self.pages.total
         assert all(self.pages.references(page) == flat.count(page) for page in set(flat))
-        assert self.scheduler.waiting.tokens == sum(one.length for one in self.scheduler.waiting)
+        cached = {page for line in self.pages._cached.values() for page in line}
+        assert cached <= self.proven, "kept, though nobody has sampled a token after it"
+        for key in "ab":
+            line = [one for one in self.scheduler.waiting if one.request.key == key]
+            left = sum(one.request.params.max_tokens - len(one.output) for one in line)
+            want = Demand(len(line), sum(one.length for one in line), left)
+            assert self.scheduler.waiting.demands.get(key, Demand()) == want
+        assert self.scheduler.waiting.demand.sequences == len(self.scheduler.waiting)
         assert all(not one.pages and not one.cached for one in self.scheduler.waiting)
         assert sorted([*self.scheduler._free, *self.scheduler.running]) == [0, 1, 2]
         for one in running:
@@ -204,6 +215,34 @@ def test_completions_of_one_prompt_share_its_pages():
     assert scheduler.admit() == pair[:1]  # the second waits for the first one's prompt
     scheduler.cached(pair[0], scheduler.plan()[0][0].count)
     pair[0].append(Choice(1), 0.0)
+    scheduler.sound(pair[0])
     assert scheduler.admit() == pair[1:]
     assert pair[1].pages[:2] == pair[0].pages[:2] and pair[1].pages[2] != pair[0].pages[2]
     assert pair[1].cached == 8 and scheduler.prefix_hits == 8
+
+
+def test_a_prompt_that_was_read_in_part_is_not_kept():
+    """Nor what was shared of it; when a token has been sampled after it, it is."""
+    scheduler = Scheduler(Pages(100), PAGE, lanes=4, budget=32)
+
+    def read() -> Sequence:
+        one = sequence(range(40), 9)
+        scheduler.add(one)
+        scheduler.admit()
+        for item in scheduler.plan()[0]:
+            scheduler.cached(item.sequence, item.count)
+        return one
+
+    first, second = read(), read()
+    assert second.pages[:8] == first.pages[:8] and scheduler.prefix_hits == 32
+    scheduler.remove(first)
+    assert scheduler.pages.cached == 0 and scheduler.pages.used == 10, "the second still uses them"
+    scheduler.remove(second)
+    assert scheduler.pages.available == len(scheduler.pages._free) == 99
+    third = read()
+    assert scheduler.prefix_hits == 32
+    scheduler.cached(third, scheduler.plan()[0][0].count)
+    third.append(Choice(1), 0.0)
+    scheduler.sound(third)
+    scheduler.remove(third)
+    assert scheduler.pages.cached == 10

@@ -280,10 +280,10 @@ def test_help_fits_two_screens(capsys):
     assert stopped.value.code == 0 and capsys.readouterr().out.count("\n") < 60
 
 
-def help_of_serve(home: Path) -> str:
+def help_of_serve(home: Path, **more: str) -> str:
     """What `serve.py --help` says on stderr, with the compilation cache somewhere in `home`."""
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    environment |= {"XDG_CACHE_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    environment |= {"XDG_CACHE_HOME": str(home), "PYTHONPATH": str(ROOT)} | more
     command = [sys.executable, str(ROOT / "serve.py"), "--help"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0
@@ -305,3 +305,54 @@ def test_the_compilation_cache_is_its_users_alone_or_not_used(tmp_path):
     cache.parent.chmod(0o700)
     (tmp_path / "file").write_text("")
     assert private(cache) and not private(tmp_path / "file" / "xla")
+
+
+def test_a_compilation_cache_that_the_environment_names_is_looked_at_as_ours_is(tmp_path, monkeypatch):
+    """What it holds is code. A link is followed first: who made it could lead it elsewhere later."""
+    named, link = tmp_path / "of the team" / "cache", tmp_path / "link"
+    said = help_of_serve(tmp_path, JAX_COMPILATION_CACHE_DIR=str(named))
+    assert "warning" not in said and named.stat().st_mode & 0o777 == 0o700
+    assert not (tmp_path / "swiftkv-jax").exists(), "ours is not wanted"
+    named.chmod(0o777)
+    link.symlink_to(named)
+    for path in (named, link):
+        said = help_of_serve(tmp_path, JAX_COMPILATION_CACHE_DIR=str(path))
+        assert f"warning: no compilation cache: {named} must be yours alone (chmod 700)" in said
+        assert said.count("\n") == 1
+    named.chmod(0o700)
+    for mode, alone in ((0o777, False), (0o1777, True), (0o775, False), (0o755, True)):
+        named.parent.chmod(mode)
+        assert private(named) == alone, "with the sticky bit only its owner can put another in its place"
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    assert not private(named), "another's"
+
+
+CACHE_IN_FORCE = """
+import runpy, sys
+import jax
+from swiftkv_jax.engine import main
+
+def show(**_):
+    print(jax.config.jax_compilation_cache_dir)
+    return 0
+
+main.main = show
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_a_cache_that_others_can_write_to_is_not_used(tmp_path):
+    """Not only warned of: JAX itself would take what the environment names."""
+    named = tmp_path / "cache"
+    named.mkdir(mode=0o700)
+    for mode, used, name in (
+        (0o700, str(named), str(named)),
+        (0o777, "None", str(named)),
+        (0, "gs://b/c", "gs://b/c"),
+    ):
+        named.chmod(mode or 0o700)
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": name}
+        command = [sys.executable, "-c", CACHE_IN_FORCE, str(ROOT / "serve.py")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert (done.returncode, done.stdout.strip()) == (0, used), done.stderr

@@ -98,16 +98,19 @@ class Api:
         body, model = await self._read(request, schema.TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
-        return await self._consult(request, model, lambda: _tokens(model.llm, body))
+        messages = {"messages": [message.as_dict() for message in body.messages or ()]}
+        size = generate.size(messages if body.prompt is None else body.prompt)
+        return await self._consult(request, model, size, lambda: _tokens(model.llm, body))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         body, model = await self._read(request, schema.DetokenizeRequest)
-        return await self._consult(request, model, lambda: _text(model.llm, body.tokens))
+        size = generate.size(body.tokens)
+        return await self._consult(request, model, size, lambda: _text(model.llm, body.tokens))
 
-    async def _consult(self, request: Request, model: Model, work: Callable[[], dict]) -> Response:
+    async def _consult(self, request: Request, model: Model, size: int, work: Callable[[], dict]) -> Response:
         """The answer of `work` as JSON, both made where they hold nobody up."""
-        made = model.service.consult(request.scope[TENANT], lambda: encode(work()))
+        made = model.service.consult(request.scope[TENANT], size, lambda: encode(work()))
         return Response(await until_disconnect(request.receive, made), media_type=JSON)
 
     async def tokenizer_info(self, _: Request) -> Response:

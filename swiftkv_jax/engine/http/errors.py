@@ -18,8 +18,9 @@ _KINDS = {
     499: ("client_closed_request", "client_closed_request"),
     500: ("server_error", "internal_error"),
     503: ("service_unavailable_error", "server_is_overloaded"),
+    529: ("service_unavailable_error", "server_is_overloaded"),
 }
-_RETRIED = (408, 429, 503)
+_RETRIED = (408, 429, 503, 529)
 
 
 @dataclasses.dataclass

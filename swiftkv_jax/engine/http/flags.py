@@ -6,19 +6,24 @@ import math
 import re
 from pathlib import Path
 
-from swiftkv_jax.engine.http.settings import HttpSettings
+from swiftkv_jax.engine.http.settings import REFUSALS, HttpSettings
 from swiftkv_jax.errors import UsageError
 
 DEFAULT = "127.0.0.1:8000"
 QUEUED_REQUESTS = 256
 _QUEUES = {  # flag: help; how much may wait, fields of the engine's settings
     "max-queued-requests": f"(default {QUEUED_REQUESTS})",
-    "max-queued-tokens": "(default: 64 steps' worth)",
+    "max-queued-tokens": "of prompts (default: 64 steps' worth)",
+    "max-queued-output-tokens": "that these may ask for, max_tokens times n (default: 64 contexts)",
 }
 _LIMITS = {  # flag: (type, field of HttpSettings, help)
     "shutdown-timeout": (float, "shutdown_s", "seconds that running requests get on SIGTERM (default 30)"),
     "queue-timeout": (float, "queue_timeout_s", "seconds that a request may wait for a place (default 120)"),
-    "max-requests-per-key": (int, "max_requests_per_key", "running or waiting for one key (default: no cap)"),
+    "max-requests-per-key": (
+        int,
+        "max_requests_per_key",
+        "running or waiting (default: with several keys, half of all places)",
+    ),
     "max-scored-tokens": (int, "max_scored_tokens", "longest prompt to score with echo (default 4096)"),
     "metrics-prefix": (str, "metrics_prefix", "of metric names (default swiftkv_; vllm: suits their boards)"),
 }
@@ -52,6 +57,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--no-warm-up", action="store_true", help="compile when needed: the first requests are slow"
     )
     p.add_argument("--show-template", action="store_true", help="/tokenizer_info gives the chat template")
+    p.add_argument(
+        "--busy-status",
+        type=int,
+        metavar="N",
+        help="of refusals: 429, 503 or 529 (default: 429 by key, 503 of the queue)",
+    )
     for flag, text in _QUEUES.items():
         p.add_argument(f"--{flag}", type=int, metavar="N", help=text)
     for flag, (kind, _, text) in _LIMITS.items():
@@ -103,6 +114,11 @@ def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> 
     if prefix is not None and not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prefix):
         raise UsageError(f"--metrics-prefix must be letters, digits, _ and :, such as vllm:, not {prefix!r}")
     limits = {field: given[flag] for flag, (_, field, _) in _LIMITS.items() if given[flag] is not None}
+    if args.busy_status is not None:
+        if args.busy_status not in REFUSALS:
+            known = ", ".join(map(str, REFUSALS))
+            raise UsageError(f"--busy-status must be one of {known}, not {args.busy_status}")
+        limits |= {"queue_status": args.busy_status, "key_status": args.busy_status}
     return HttpSettings(
         model_name=args.served_model_name or model_name(model),
         api_keys=tuple(keys),
@@ -135,6 +151,7 @@ def queue_bounds(args: argparse.Namespace, budget: int, context: int) -> dict[st
     return {
         "max_queued_requests": args.max_queued_requests or QUEUED_REQUESTS,
         "max_queued_tokens": args.max_queued_tokens or max(64 * budget, 4 * context),
+        "max_queued_output_tokens": args.max_queued_output_tokens or 64 * context,
     }
 
 

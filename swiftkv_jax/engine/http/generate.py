@@ -20,6 +20,7 @@ from swiftkv_jax.engine.http.service import Service
 from swiftkv_jax.engine.http.streams import Delta, Stream
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, SamplingParams
+from swiftkv_jax.engine.scheduler import Demand
 from swiftkv_jax.engine.sequence import RULED_OUT
 from swiftkv_jax.errors import UsageError
 
@@ -113,11 +114,11 @@ class Generator:
         self._check_size(call)
         async with AsyncExitStack() as stack:
             tally = stack.enter_context(_Tally(call))
-            sequences = len(call.prompts) * call.n
-            tokens = call.n * sum(_size(prompt) // _BYTES_PER_TOKEN + 1 for prompt in call.prompts)
-            ticket = stack.enter_context(self.service.admit(call.tenant, sequences, tokens))
-            requests = await self.service.encode(lambda: make_requests(self.llm, call))
-            ticket.tokens = call.n * sum(len(request.token_ids) for request in requests)
+            guess = _demand(call, self.llm.settings.max_model_len)
+            ticket = stack.enter_context(self.service.admit(call.tenant, guess))
+            total = sum(map(size, call.prompts))
+            requests = await self.service.encode(call.tenant, total, lambda: make_requests(self.llm, call))
+            ticket.demand = sum(map(Demand.of, requests), Demand())
             tally.prompt = sum(len(request.token_ids) for request in requests)
             openings = await self._openings(call, requests)
             stream = None
@@ -136,7 +137,7 @@ class Generator:
             raise ApiError(400, f"n: must be at most {limits.max_n}", "n")
         context = self.llm.settings.max_model_len
         for prompt in call.prompts:
-            if _size(prompt) > _MOST_BYTES_PER_TOKEN * context:
+            if size(prompt) > _MOST_BYTES_PER_TOKEN * context:
                 message = f"{call.where}: too long for a context of {context} tokens"
                 raise ApiError(400, message, call.where, "context_length_exceeded")
 
@@ -163,14 +164,14 @@ class Generator:
         ids, entries = request.token_ids, None
         if call.logprobs is not None:
             try:
-                scored = await self.service.score(ids, call.logprobs)
+                scored = await self.service.score(call.tenant, ids, call.logprobs)
             except FloatingPointError as error:
                 raise _model_failed(call, str(error)) from None
             first = {ids[0]: Logprob(logprob=0.0, rank=0, decoded_token=_text(self.llm, ids[:1]))}
             entries = [first, *(entry or {} for entry in scored[1:])]
         text = request.prompt
         if text is None:
-            text = await self.service.encode(lambda: _text(self.llm, ids))
+            text = await self.service.encode(call.tenant, size(ids), lambda: _text(self.llm, ids))
         return CompletionOutput(
             index=0,
             text=text,
@@ -353,8 +354,16 @@ async def _events(
     yield answers.DONE
 
 
-def _size(prompt) -> int:
-    """Bytes of text, or as many as its tokens may be thought to stand for."""
+def _demand(call: Call, context: int) -> Demand:
+    """What a call asks for, as far as can be said before its texts are tokenised."""
+    tokens = [size(prompt) // _BYTES_PER_TOKEN + 1 for prompt in call.prompts]
+    rooms = [max(0, context - count) for count in tokens]
+    output = sum(room if call.max_tokens is None else min(call.max_tokens, room) for room in rooms)
+    return Demand(call.n * len(tokens), call.n * sum(tokens), call.n * output)
+
+
+def size(prompt) -> int:
+    """Bytes of a text or of a chat's, or as many as token ids may be thought to stand for."""
     if isinstance(prompt, str):
         return len(prompt.encode())
     if isinstance(prompt, dict):

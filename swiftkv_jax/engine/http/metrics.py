@@ -155,7 +155,7 @@ class Metrics(Observer):
     def stepped(self, engine: Engine, load: Load) -> None:
         self._stats = dataclasses.replace(engine.stats)
         self._gauges["num_requests_running"].set(load.running)
-        self._gauges["num_requests_waiting"].set(load.waiting)
+        self._gauges["num_requests_waiting"].set(load.queued.sequences)
         self._gauges["kv_cache_usage_perc"].set(load.pages_used / load.pages)
         self._gauges["kv_bytes"].set(engine.runner.cache.nbytes)
         tokens = self._stats.prompt_tokens + self._stats.output_tokens

@@ -16,17 +16,18 @@ import typing
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from swiftkv_jax.engine import score
 from swiftkv_jax.engine.engine import Engine, Group, Overloaded
 from swiftkv_jax.engine.http.admission import Admission, Load, Ticket
 from swiftkv_jax.engine.http.errors import ApiError
+from swiftkv_jax.engine.http.readers import Readers, Turns
 from swiftkv_jax.engine.http.settings import HttpSettings
 from swiftkv_jax.engine.http.streams import Delta, Stream, ends, news
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import Logprob, Request
+from swiftkv_jax.engine.scheduler import Demand
 from swiftkv_jax.errors import UsageError
 
 log = logging.getLogger("swiftkv_jax.http")
@@ -67,8 +68,8 @@ class Service:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # by request id; the engine's thread only
         self._restarts: list[float] = []
-        self._encoder = ThreadPoolExecutor(1, "encode")
-        self._scorer = ThreadPoolExecutor(1, "score")
+        self._readers = Readers()
+        self._scorer = Turns("score")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -78,8 +79,8 @@ class Service:
         """End the threads; what still runs is dropped."""
         self._stopping = True
         self._calls.put(lambda: None)
-        self._encoder.shutdown(wait=False, cancel_futures=True)
-        self._scorer.shutdown(wait=False, cancel_futures=True)
+        self._readers.stop()
+        self._scorer.stop()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
@@ -101,7 +102,7 @@ class Service:
     def ready(self) -> bool:
         return self._ready and self.healthy and not self.draining
 
-    def admit(self, tenant: str, sequences: int, tokens: int) -> Ticket:
+    def admit(self, tenant: str, demand: Demand) -> Ticket:
         """`Admission.admit`, while the server is open.
 
         Raises:
@@ -111,36 +112,36 @@ class Service:
         if not self._ready or not self.healthy:
             error = ApiError(503, "the server is not ready", retry_after=5)
             raise self.admission.refuse("starting", error)
-        return self.admission.admit(tenant, sequences, tokens)
+        return self.admission.admit(tenant, demand)
 
-    async def consult(self, tenant: str, work: Callable[[], _ANSWER]) -> _ANSWER:
-        """Run `work`, which wants the tokenizer and nothing else.
+    async def consult(self, tenant: str, size: int, work: Callable[[], _ANSWER]) -> _ANSWER:
+        """`encode`, for a call that wants nothing else.
 
         Raises:
           ApiError: 503 while draining; or as `Admission.admit_reader`.
         """
         self._check_not_draining()
         with self.admission.admit_reader(tenant):
-            return await self.encode(work)
+            return await self.encode(tenant, size, work)
 
     def _check_not_draining(self) -> None:
         if self.draining:
             error = ApiError(503, "the server is shutting down", retry_after=5)
             raise self.admission.refuse("draining", error)
 
-    async def encode(self, work: Callable[[], _ANSWER]) -> _ANSWER:
-        """Run `work` on the one thread that uses the tokenizer and numbers requests."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+    async def encode(self, tenant: str, size: int, work: Callable[[], _ANSWER]) -> _ANSWER:
+        """Run `work`, which uses the tokenizer on `size` bytes of text, when it is this key's turn."""
+        return await asyncio.wrap_future(self._readers.submit(tenant, size, work))
 
-    async def score(self, ids: tuple[int, ...], top: int) -> list[dict[int, Logprob] | None]:
-        """`LLM.score`, one at a time.
+    async def score(self, tenant: str, ids: tuple[int, ...], top: int) -> list[dict[int, Logprob] | None]:
+        """`LLM.score`, one at a time, when it is this key's turn.
 
         Raises:
           FloatingPointError: as there; it is counted with the engine's own failures.
         """
         work = partial(self.llm.score, ids, top)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._scorer, work)
+            return await asyncio.wrap_future(self._scorer.submit(tenant, work))
         except FloatingPointError:
             self._calls.put(self._count_failed)
             raise
@@ -325,8 +326,7 @@ class Service:
         engine = self.llm.engine
         scheduler, stats = engine.scheduler, engine.stats
         load = Load(
-            waiting=len(scheduler.waiting),
-            waiting_tokens=scheduler.waiting.tokens,
+            waiting=dict(scheduler.waiting.demands),
             running=len(scheduler.running),
             pages_used=scheduler.pages.used,
             pages=scheduler.pages.total,

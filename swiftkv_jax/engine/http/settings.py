@@ -2,6 +2,10 @@
 
 import dataclasses
 
+from swiftkv_jax.errors import UsageError
+
+REFUSALS = (429, 503, 529)  # statuses that clients wait after, and try again
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HttpSettings:
@@ -12,7 +16,9 @@ class HttpSettings:
       api_keys: any one of them opens every route; none: no key is asked for.
       max_body_bytes, max_body_chunks, body_timeout_s: of one request's body.
       max_headers, max_header_bytes, header_timeout_s: of one request's head.
-      max_connections: open at once. max_requests_per_key: running or waiting; None: no cap.
+      max_connections: open at once. max_requests_per_key: running or waiting, each completion counted; None:
+        with two keys or more, half of all places, else no cap.
+      queue_status, key_status: of the refusal when the queue is full, and when a key has its share.
       write_timeout_s: a client that does not read its answer for so long is cut off.
       queue_timeout_s: a request that has not got a place by then is refused.
       heartbeat_s: an engine silent for longer is unhealthy; one silent for longer than `give_up_s` ends the
@@ -36,6 +42,8 @@ class HttpSettings:
     header_timeout_s: float = 10.0
     max_connections: int = 1024
     max_requests_per_key: int | None = None
+    queue_status: int = 503
+    key_status: int = 429
     write_timeout_s: float = 30.0
     queue_timeout_s: float = 120.0
     heartbeat_s: float = 10.0
@@ -49,3 +57,9 @@ class HttpSettings:
     warm_up: bool = True
     show_template: bool = False
     metrics_prefix: str = "swiftkv_"
+
+    def __post_init__(self):
+        for name in ("queue_status", "key_status"):
+            if getattr(self, name) not in REFUSALS:
+                known = ", ".join(map(str, REFUSALS))
+                raise UsageError(f"{name} must be one of {known}, not {getattr(self, name)!r}")

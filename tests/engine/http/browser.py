@@ -122,6 +122,7 @@ class Browser:
         return self._post("/goog/cdp/execute", cmd=name, params=params)
 
     def size(self, width: int, height: int, mobile: bool = False) -> None:
+        self._width = width
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
         self.command("Emulation.setDeviceMetricsOverride", **metrics)
 
@@ -131,7 +132,10 @@ class Browser:
         self.command("Emulation.setEmulatedMedia", features=features)
 
     def screenshot(self, path: Path) -> None:
-        shot = self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        """The whole page, to its right edge, which lies where no scrollbar takes room from it."""
+        whole = self.command("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": self._width, "height": whole["height"], "scale": 1}
+        shot = self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def requested(self) -> list[str]:

@@ -229,5 +229,5 @@ def error_of(answer: httpx.Response) -> dict:
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) <= 500
     assert "Traceback" not in error["message"] and "0x" not in error["message"]
-    assert answer.headers["x-should-retry"] == str(answer.status_code in (408, 429, 503)).lower()
+    assert answer.headers["x-should-retry"] == str(answer.status_code in (408, 429, 503, 529)).lower()
     return error

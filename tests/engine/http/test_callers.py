@@ -115,12 +115,6 @@ def test_what_is_refused_is_not_read_first():
         wait_for(server.idle, 300)  # what was held up compiles now
 
 
-def test_a_call_larger_than_the_queue_is_taken_when_nothing_waits():
-    with Running(make_llm(max_queued_tokens=40), warm_up=False) as server:
-        body = server.complete(["a" * 20] * 6, max_tokens=2)
-        assert body["usage"]["prompt_tokens"] == 120
-
-
 ROUTES = (
     "/v1/models",
     "/v1/models/tiny",

@@ -13,8 +13,10 @@ import httpx
 import pytest
 from http_server import error_of, wait_for
 
-from swiftkv_jax.engine.http.flags import address
-from swiftkv_jax.engine.main import main
+from swiftkv_jax.engine.http.flags import address, http_settings, queue_bounds
+from swiftkv_jax.engine.http.settings import HttpSettings
+from swiftkv_jax.engine.main import build_parser, main
+from swiftkv_jax.errors import UsageError
 
 ROOT = Path(__file__).parents[3]
 # Programs compile while the server drains, so what runs gets time enough on a busy machine.
@@ -36,6 +38,7 @@ SMALL += ["--shutdown-timeout", "300"]
         (["--http", ":0", "--shutdown-timeout", "-1"], "--shutdown-timeout must be a number above 0"),
         (["--http", ":0", "--queue-timeout", "nan"], "--queue-timeout must be a number above 0, not nan"),
         (["--http", ":0", "--max-queued-requests", "0"], "--max-queued-requests must be a number above 0"),
+        (["--http", ":0", "--busy-status", "500"], "--busy-status must be one of 429, 503, 529, not 500"),
         (["--http", ":0", "--metrics-prefix", "a-b"], "--metrics-prefix must be letters"),
         (["--http", ":0", "--temperature", "9"], "temperature"),
         (["--htpp"], "did you mean '--http'?"),
@@ -51,6 +54,26 @@ def test_wrong_usage_is_told_in_one_line(capsys, flags, said):
 def test_addresses():
     assert address("127.0.0.1:80") == ("127.0.0.1", 80) and address(":9") == ("127.0.0.1", 9)
     assert address("localhost") == ("localhost", 8000) and address("[::1]:5") == ("::1", 5)
+
+
+def test_limits_are_what_the_flags_say():
+    """How much may wait follows from a step's tokens and the context, unless it is said."""
+
+    def bounds(*flags: str) -> tuple[int, ...]:
+        given = build_parser().parse_args(["--http", ":0", *flags])
+        found = queue_bounds(given, budget=100, context=1000)
+        return tuple(found[f"max_queued_{name}"] for name in ("requests", "tokens", "output_tokens"))
+
+    assert bounds() == (256, 6400, 64_000)
+    assert bounds("--max-queued-tokens", "7", "--max-queued-output-tokens", "9") == (256, 7, 9)
+    plain, busy = (
+        http_settings(build_parser().parse_args(["--http", ":0", *flags]), "model", None)
+        for flags in ((), ("--busy-status", "529", "--max-requests-per-key", "5"))
+    )
+    assert (plain.queue_status, plain.key_status, plain.max_requests_per_key) == (503, 429, None)
+    assert (busy.queue_status, busy.key_status, busy.max_requests_per_key) == (529, 529, 5)
+    with pytest.raises(UsageError, match="key_status must be one of 429, 503, 529, not 200"):
+        HttpSettings(model_name="x", key_status=200)
 
 
 def start(*flags: str) -> tuple[subprocess.Popen, str]:

@@ -1,6 +1,7 @@
 """Under `python -O`, which drops every `assert`, the server refuses what it refuses without."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +80,8 @@ def test_keys_and_limits_hold_as_ever(client):
         assert answer.status_code == code and error_of(answer)
     large = client.post("/v1/completions", content=b" " * (2**21 + 1))
     assert large.status_code == 413 and error_of(large)
+    where = client.base_url.host, client.base_url.port
+    with socket.create_connection(where, timeout=5) as caller:  # the body's own time-out is 10 s
+        head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n"
+        caller.sendall(head + b"content-length: %d\r\n\r\n" % (2**21 + 1))
+        assert caller.recv(2**16).startswith(b"HTTP/1.1 413"), "the length that was announced is enough"
