@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,7 @@ LEVELS = (
     "layers cache page_fill params tokenizer tokenizer_files",
     "model surgery checkpoint slim predict",
     "distill engine analysis",
-    "lm_eval",
+    "lm_eval commands",
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}
 STRANGERS = {("distill", "engine"), ("engine", "distill"), ("analysis", "distill"), ("analysis", "engine")}
@@ -132,11 +133,18 @@ def test_the_schedulers_half_of_the_engine_is_plain_python():
 
 
 def test_no_hidden_state():
-    """The environment and jax.config belong to train.py, serve.py and conftest.py."""
-    for path in python_files("swiftkv_jax", "kernels"):
+    """The environment and jax.config belong to commands.py and conftest.py."""
+    for path in set(python_files("swiftkv_jax", "kernels")) - {LIBRARY / "commands.py"}:
         used = {dotted(node) for node in ast.walk(tree(path))} | imports(ast.walk(tree(path)))
         hidden = {"os.environ", "os.getenv", "os.putenv", "jax.config", "jax.config.update"}
         assert not used & hidden, path
+
+
+def test_the_scripts_and_the_installed_commands_are_the_same():
+    installed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    for name in ("train", "serve"):
+        assert installed[f"swiftkv-{name}"] == f"swiftkv_jax.commands:{name}"
+        assert f"swiftkv_jax.commands.{name}" in imports(ast.walk(tree(ROOT / f"{name}.py")))
 
 
 def test_no_data_is_run():
