@@ -7,9 +7,6 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # its compiler, in several workers
-# XLA's own threads, by default as many as cores. A Hopper kernel in interpretation holds one for each of its
-# warpgroups that waits: of two threads none is left for the third warpgroup, for which the others wait.
-os.environ["NPROC"] = str(max(4, os.cpu_count() or 1))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,6 +37,17 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.load_profile("tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """XLA's threads, by default as many as cores.
+
+    A Hopper kernel in interpretation holds one for each of its warpgroups that waits: of two none is left for
+    the third, for which the others wait. Elsewhere more threads than cores only get in each other's way, so
+    this is for the slow tests, among which those kernels are.
+    """
+    if config.option.markexpr == "slow":
+        os.environ["NPROC"] = str(max(4, os.cpu_count() or 1))  # read when XLA's client is made
 
 
 @pytest.fixture(autouse=True, scope="module")

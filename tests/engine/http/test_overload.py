@@ -24,7 +24,7 @@ BODY = {"prompt": "The function returns " * 10, "max_tokens": 32, "temperature":
 def start() -> tuple[subprocess.Popen, str]:
     """A warm server of the demo's model, and its address."""
     command = [sys.executable, str(ROOT / "serve.py"), *FLAGS]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment = {name: value for name, value in os.environ.items() if name != "NPROC"}  # see conftest.py
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     said, url = process.stderr, ""
     assert said is not None
