@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+import tiny_engine as tiny
 from http_server import Running, connect, error_of, make_llm, raw_request, wait_for
 
 
@@ -46,8 +47,18 @@ def held_up(server: Running, key: str = "one", **body) -> Iterator[None]:
 
 
 def test_what_may_be_generated_counts_in_the_queue():
-    """A text of one byte may ask for as much work as a book: every completion of it, to its last token."""
-    llm = make_llm(max_num_seqs=1, max_queued_output_tokens=100)
+    """A text of one byte may ask for as much work as a book: every completion of it, to its last token.
+
+    What is refused for it was not read first.
+    """
+    read = []
+
+    class Counting(tiny.Bytes):
+        def encode(self, text, add_special_tokens=True):
+            read.append(text)
+            return super().encode(text, add_special_tokens)
+
+    llm = make_llm(Counting(), max_num_seqs=1, max_queued_output_tokens=100)
     with Running(llm, warm_up=False) as server, held_up(server, max_tokens=20, n=2):
         demand = server.engine.scheduler.waiting.demand
         assert (demand.sequences, demand.output_tokens) == (2, 40)
@@ -59,6 +70,7 @@ def test_what_may_be_generated_counts_in_the_queue():
             refused = post(server, "one", **asked)
             assert refused.status_code == 503 and refused.headers["retry-after"], asked
             assert "40 tokens are asked for" in error_of(refused)["message"]
+        assert read == ["x", "x"], "those that run and wait"
         chat = {"messages": [{"role": "user", "content": "x"}]}
         whole = server.http.post("/v1/chat/completions", json=chat)  # as much as the context leaves
         assert whole.status_code == 503 and error_of(whole)
