@@ -116,6 +116,14 @@ def test_with_several_keys_none_can_take_every_place(keys):
             wait_for(lambda: len(queue) == 5)
 
 
+def test_every_completion_takes_one_of_its_keys_places():
+    llm = make_llm(max_num_seqs=1, max_queued_requests=2)
+    limits = {"api_keys": ("one", "two"), "max_requests_per_key": 3}
+    with Running(llm, warm_up=False, **limits) as server, held_up(server, n=2, max_tokens=1):
+        refused = post(server, "one", max_tokens=1)  # one runs, two wait
+        assert refused.status_code == 429 and "3 requests here already" in error_of(refused)["message"]
+
+
 @pytest.mark.parametrize("bound", ["max_queued_tokens", "max_queued_output_tokens"])
 def test_a_key_has_half_of_what_may_wait(bound):
     """One key's long texts, or long answers, leave room for another's."""
