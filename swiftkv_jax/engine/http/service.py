@@ -7,6 +7,7 @@ loop. The loop never waits for the engine, and the engine never waits for the lo
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
 import queue
 import threading
@@ -171,6 +172,8 @@ class Service:
         try:
             if self.settings.warm_up:
                 self._warm_up()
+                gc.collect()
+                gc.freeze()  # half a million objects that stay: looking at all of them stops every thread
             self._ready = True
             while not self._stopping:
                 self._turn()
