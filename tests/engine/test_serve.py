@@ -4,12 +4,14 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import hf_models
+import huggingface_hub
 import pytest
 import transformers
 
@@ -253,6 +255,22 @@ def test_without_a_model_the_demo_is_looked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([], root=tmp_path) == 2
     assert "no demo model" in capsys.readouterr().err
+
+
+def test_a_hub_model_is_of_one_commit_and_says_which(folder, tmp_path, monkeypatch, capsys):
+    """Weights and tokenizer both: asked for twice, the hub may give files of two commits."""
+    snapshot, asked = tmp_path / "snapshots" / "0a1b2c", []
+    shutil.copytree(folder, snapshot)
+
+    def download(repo, allow_patterns):
+        asked.append(repo)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    assert main(["--model", "someone/some-model", "--input", source, *FLAGS[:-1]]) == 0
+    assert asked == ["someone/some-model"]
+    assert "someone/some-model at commit 0a1b2c\n" in capsys.readouterr().err
 
 
 def test_ctrl_c_says_how_to_go_on(folder, whole, tmp_path, monkeypatch, capsys):
