@@ -10,6 +10,7 @@ import httpx
 import pytest
 import tiny_engine as tiny
 from http_server import Running, connect, error_of, make_llm, raw_request, wait_for
+from test_metrics import read
 
 
 @pytest.mark.parametrize("bound", ["max_queued_tokens", "max_queued_output_tokens"])
@@ -136,3 +137,26 @@ def test_a_key_has_half_of_what_may_wait(bound):
         with connect(server) as caller:
             send(caller, "two", **body)
             wait_for(lambda: len(server.engine.scheduler.waiting) == 2)
+
+
+def test_what_waits_and_what_is_refused_is_counted():
+    """One sequence is in the one lane, two wait; then nobody gets in, for each reason there is."""
+    llm = make_llm(max_num_seqs=1, max_queued_requests=2, num_pages=16)
+    keys = {"api_keys": ("one", "two"), "max_requests_per_key": 3}
+    with Running(llm, warm_up=False, **keys) as server, held_up(server, n=2):
+        service = server.api.service
+
+        def gauge(name: str) -> float:
+            [(_, found)] = read(server)[name]
+            return found
+
+        wait_for(lambda: (gauge("num_requests_running"), gauge("num_requests_waiting")) == (1, 2))
+        assert gauge("kv_cache_usage_perc") == server.engine.scheduler.pages.used / 16 > 0
+        assert [post(server, key).status_code for key in ("one", "one", "two")] == [429, 429, 503]
+        service.draining = True
+        assert post(server, "two").status_code == 503
+        service.draining, service._ready = False, False
+        assert [post(server, "two").status_code for _ in range(3)] == [503] * 3
+        service._ready = True
+        refused = {labels["reason"]: count for labels, count in read(server)["admission_rejections_total"]}
+        assert refused == {"key": 2, "queue": 1, "draining": 1, "starting": 3}
