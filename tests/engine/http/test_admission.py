@@ -82,6 +82,18 @@ def test_what_may_be_generated_counts_in_the_queue():
             wait_for(lambda: server.engine.scheduler.waiting.demand.output_tokens == 100)
 
 
+def test_tokens_are_counted_once_they_are_known():
+    """Four bytes to a token is a guess, by which this text has room; the tokenizer makes one of each byte."""
+    llm = make_llm(max_num_seqs=1, max_queued_tokens=60)
+    with Running(llm, warm_up=False) as server, held_up(server, prompt="a" * 20):
+        refused = post(server, "one", prompt="b" * 50, max_tokens=1)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert "20 tokens are waiting" in error_of(refused)["message"]
+        with connect(server) as caller:
+            send(caller, "one", prompt="b" * 40, max_tokens=1)
+            wait_for(lambda: server.engine.scheduler.waiting.demand.tokens == 60)
+
+
 @pytest.mark.parametrize("statuses", [(503, 429), (429, 503), (529, 529)])
 def test_refusals_have_the_status_that_was_chosen(statuses):
     """Of a full queue and of a key above its share; shutting down and starting stay 503."""
