@@ -316,7 +316,12 @@ def test_the_compilation_cache_is_its_users_alone_or_not_used(tmp_path):
     cache.chmod(0o770)
     said = help_of_serve(tmp_path)
     assert f"warning: no compilation cache: {cache} must be yours alone" in said and said.count("\n") == 1
-    for mode, parents, alone in ((0o755, 0o755, True), (0o702, 0o700, False), (0o700, 0o770, False)):
+    for mode, parents, alone in (
+        (0o755, 0o755, True),
+        (0o702, 0o700, False),
+        (0o1777, 0o700, False),  # where nobody can rename what is there, anybody can still add to it
+        (0o700, 0o770, False),
+    ):
         cache.chmod(mode)
         cache.parent.chmod(parents)
         assert private(cache) == alone
