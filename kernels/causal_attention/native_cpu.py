@@ -22,8 +22,8 @@ def refuses(*_, **__) -> str:
 
 def causal_attention(q, k, v, first, *, scale):
     """As `api.causal_attention`, of the first key [B, T] that each token sees; computed in float32."""
-    wide = (x.astype(jnp.float32) for x in (q, k, v))
-    return _attend(float(scale), *wide, first.astype(jnp.int32)).astype(q.dtype)
+    q32, k32, v32 = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    return jnp.asarray(_attend(float(scale), q32, k32, v32, jnp.asarray(first, jnp.int32)), q.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
