@@ -271,3 +271,30 @@ def test_bad_shapes_are_named():
         api.k_cache_attention(args[0], args[1][..., :128], *args[2:], **arrays)
     with pytest.raises(dispatch.UnsupportedError, match="groups of 3"):
         api.k_cache_attention(*args, **arrays, group=3)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_scores_in_float8_would_lose_much_more_than_in_bfloat16(rotated):
+    """Why float8 rows are scored in bfloat16: queries, and keys that were turned, would be rounded again."""
+    random, heads, width, keys = np.random.default_rng(0), 8, 128, 1024
+    q = random.standard_normal((heads, width)).astype(jnp.bfloat16).astype(np.float64)
+    rows = (80 * random.standard_normal((keys, heads * width))).astype(jnp.float8_e4m3fn)
+    rows = rows.reshape(keys, heads, width).astype(np.float64)
+    angle = np.arange(keys)[:, None] * 1e4 ** (-np.arange(0, width, 2) / width)
+    turned = rows if rotated else np.asarray(reference.rotate(*map(jnp.asarray, (rows, angle))), np.float64)
+
+    def rounded(x, dtype):
+        factor = np.abs(x).max(-1, keepdims=True) / 448  # the largest float8
+        return (x / factor).astype(dtype).astype(np.float64) * factor
+
+    def out(queries, turned):
+        scores = np.einsum("nh,snh->ns", queries, turned) / 80 / width**0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        return weights / weights.sum(-1, keepdims=True) @ rows.reshape(keys, -1)
+
+    want = out(q, turned)
+    error = {}
+    for name in (jnp.bfloat16, jnp.float8_e4m3fn):
+        queries, found = rounded(q, name), turned if rotated else rounded(turned, name)
+        error[name] = np.sqrt(np.mean((out(queries, found) - want) ** 2) / np.mean(want**2))
+    assert error[jnp.bfloat16] < 0.003 < 0.02 < error[jnp.float8_e4m3fn]
