@@ -10,9 +10,9 @@ import jax
 
 # In order of preference; the first that supports the call runs. The Hopper kernels and cuDNN are not here:
 # they have not run on hardware, and on a GPU a kernel is the default only where it was seen to win.
-BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
+BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla",), "cpu": ("native_cpu", "xla")}
 
-PLATFORM_OF = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
+PLATFORM_OF = {"native_cpu": "cpu", "pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
 _LOG = logging.getLogger(__name__)
 
 

@@ -4,11 +4,12 @@ import jax
 
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.dispatch import Implementation
-from swiftkv_jax.kernels.paged_attention import pallas_gpu, pallas_tpu, reference, xla
+from swiftkv_jax.kernels.paged_attention import native_cpu, pallas_gpu, pallas_tpu, reference, xla
 
 PAGED_ATTENTION = {
     "reference": Implementation(reference.paged_attention),
     "xla": Implementation(xla.paged_attention),
+    "native_cpu": Implementation(native_cpu.paged_attention, native_cpu.refuses),
     "pallas_tpu": Implementation(pallas_tpu.paged_attention, pallas_tpu.refuses),
     "pallas_gpu": Implementation(pallas_gpu.paged_attention, pallas_gpu.refuses),
 }
@@ -40,8 +41,8 @@ def paged_attention(
       position: [b, C] of each query; -1 is no query and gives zeros. A query sees the keys at its own
         position and before, fewer than `window` back. Unseen keys may hold anything, NaN included.
       row: of the pool. scale: of the scores, H ** -0.5 by default.
-      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16 queries, few of them), or
-        None.
+      implementation: "reference", "xla", "native_cpu" (needs a C++ compiler), "pallas_tpu", "pallas_gpu"
+        (bfloat16 queries, few of them), or None.
 
     Returns:
       [b, C, N, U] in q's dtype.

@@ -22,3 +22,11 @@ def test_every_package_is_packaged():
     assert {name: placed[name] for name in names if "kernels" in name} == {
         name: folder.removeprefix("swiftkv_jax/") for name, folder in names.items() if "kernels" in name
     }
+
+
+def test_every_c_file_is_packaged():
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    found = {
+        "swiftkv_jax." + ".".join(p.parent.relative_to(ROOT).parts) for p in (ROOT / "kernels").rglob("*.cc")
+    }
+    assert found and all("*.cc" in setuptools["package-data"][name] for name in found)

@@ -13,7 +13,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.paged_attention import api, cases, pallas_gpu, pallas_tpu, reference, xla
+from swiftkv_jax.kernels.mask import visible
+from swiftkv_jax.kernels.paged_attention import api, cases, native_cpu, pallas_gpu, pallas_tpu, reference, xla
 
 QUICK = ("lengths", "chunk", "window", "bfloat16", "int8_chunk")  # by default; the others are slow
 NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
@@ -39,6 +40,16 @@ def by_xla(case: cases.Case):
     return functools.partial(api.paged_attention, **case.options, implementation="xla")
 
 
+def by_native(case: cases.Case):
+    """Through the door, by name."""
+    return functools.partial(api.paged_attention, **case.options, implementation="native_cpu")
+
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    bool(native_cpu.refuses(*cases.SMALL["lengths"].shapes()[0])), reason="needs a C++ compiler"
+)
+
+
 def agree(case: cases.Case, run):
     args, arrays = case.make()
     want, got = exact(case, args, arrays), np.asarray(jax.jit(run)(*args, **arrays), np.float64)
@@ -59,13 +70,72 @@ def test_xla_agrees_however_few_keys_a_turn_takes(name, keys, monkeypatch):
     agree(cases.SMALL[name], by_xla(cases.SMALL[name]))
 
 
+NATIVE = cases.SMALL | {
+    "half": cases.Case(lengths=(1, 40, 100), stored="float16"),
+    "narrow": cases.Case(lengths=(1, 60), width=20, value=24, page=5, slots=12),
+    "narrow_chunk": cases.Case(lengths=(33, 60), queries=7, width=20, heads=6, page=5, slots=12),
+    "rows_left_over": cases.Case(lengths=(70, 200), queries=33, heads=5, kv_heads=1, page=64, width=48),
+    "window_at_the_end": cases.Case(lengths=(300,), queries=70, window=9, page=64, slots=5),
+    "float8_chunk": cases.Case(lengths=(40, 100), stored="float8_e4m3fn", queries=5, window=30, width=24),
+    "bfloat16_rows": cases.Case(lengths=(40, 100), stored="bfloat16", queries=20),
+}
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_agrees_with_the_definition(name):
+    agree(NATIVE[name], by_native(NATIVE[name]))
+
+
+@NEEDS_COMPILER
+def test_every_8_bit_float_is_read_as_it_is():
+    """Denormals too, which XLA's threads flush: values of one key each, whose weight is 1."""
+    codes = jnp.arange(256, dtype=jnp.uint8).reshape(1, 256, 1, 1)
+    v = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    k, ones = jnp.zeros((1, 256, 1, 1), v.dtype), jnp.ones((1, 256, 1, 1))
+    table, q = jnp.arange(256, dtype=jnp.int32)[:, None], jnp.ones((256, 1, 1, 1))
+    args = (q, k, v, table, jnp.arange(256), jnp.zeros((256, 1), jnp.int32))
+    run = functools.partial(api.paged_attention, k_scale=ones, v_scale=ones, implementation="native_cpu")
+    got = np.asarray(jax.jit(run)(*args)).ravel()
+    np.testing.assert_array_equal(got, np.asarray(v).ravel().astype(np.float32))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("name", ["lengths", "long_chunk", "window_at_the_end"])
+def test_what_a_query_reads_does_not_depend_on_its_neighbours(name):
+    """Bit for bit: alone, and beside others; so no batch changes a greedy token."""
+    case = NATIVE[name]
+    (q, k, v, table, sequence, position), arrays = case.make()
+    run = jax.jit(by_native(case))
+    whole = np.asarray(run(q, k, v, table, sequence, position, **arrays))
+    for b in range(len(case.lengths)):
+        alone = run(q[b : b + 1], k, v, table, sequence[b : b + 1], position[b : b + 1], **arrays)
+        np.testing.assert_array_equal(np.asarray(alone)[0], whole[b])
+
+
+@NEEDS_COMPILER
+def test_positions_may_leave_gaps():
+    """A block's queries at any positions; what lies between and no query sees may hold anything."""
+    case = cases.Case(lengths=(200,), queries=5, window=6, page=32, slots=8)
+    (q, k, v, table, sequence, _), arrays = case.make()
+    position = jnp.array([[3, 70, -1, 150, 201]], jnp.int32)
+    seen = np.asarray(visible(position, 256, 6))[0].any(0).reshape(8, 32)
+    k, v = (np.array(jax.random.normal(jax.random.key(i), x.shape)) for i, x in ((1, k), (2, v)))
+    for slot, page in enumerate(np.asarray(table)[0]):
+        k[:, page][:, ~seen[slot]] = v[:, page][:, ~seen[slot]] = np.nan
+    args = (q, jnp.array(k), jnp.array(v), table, sequence, position)
+    want, got = exact(case, args, arrays), np.asarray(jax.jit(by_native(case))(*args, **arrays))
+    assert np.isfinite(want).all()
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tpu_kernel_agrees_with_the_definition(name):
     agree(cases.SMALL[name], interpreted(cases.SMALL[name]))
 
 
 @pytest.mark.parametrize("name", ["lengths", "chunk"])
-@pytest.mark.parametrize("by", [by_xla, interpreted])
+@pytest.mark.parametrize("by", [by_xla, pytest.param(by_native, marks=NEEDS_COMPILER), interpreted])
 def test_what_one_sequence_sees_stays_its_own(by, name):
     """A value that is not a number, seen by the queries of one sequence, reaches no other sequence."""
     case = cases.SMALL[name]
