@@ -155,8 +155,8 @@ def fill(model: Transformer, params: PyTree, x: Float[Array, "*batch D"], at: Ro
     """
     config, p = model.config, params["fill"]
     if isinstance(p, Makers):
-        rows = page_fill.rows_of_stream(p, config.num_kv_heads, config.rms_norm_eps, x, at)
-        return jax.tree.map(lambda y: y.astype(x.dtype), rows)
+        k, v = page_fill.rows_of_stream(p, config.num_kv_heads, config.rms_norm_eps, x, at)
+        return k.astype(x.dtype), v.astype(x.dtype)
     scale = p["norm_swiftkv"] if model.plan.is_swiftkv else weights.layer(params["upper"], 0)["input_norm"]
     h = rms_norm(x, scale, config.rms_norm_eps)
     heads = (config.num_kv_heads, config.head_dim)

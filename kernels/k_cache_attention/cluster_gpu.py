@@ -158,9 +158,10 @@ def _score(form: Form, x: Inputs, s: Scratch, at: _Share) -> None:
             plgpu.barrier_wait(s.free.at[1 - slot])
             ask(i + 1)
 
-        scores = tiles.products((KEYS, form.wide), _terms(form, x, s, at, i, slot)) * form.scale
+        shape = KEYS, form.wide
+        scores = tiles.products(shape, _terms(form, x, s, at, i, slot)) * form.scale
         if x.k_scale is not None:
-            scores = scores * _factors(form, x, at, i, scores.shape)
+            scores = scores * _factors(form, x, at, i, shape)
         if form.rotated:
             plgpu.commit_smem()
         column = pl.multiple_of(at.part // form.layers * form.wide, 8)

@@ -130,7 +130,7 @@ def k_cache_attention(
     pages = gpu_pages.pages_of(position, table, sequence, how.window, KEYS)
     angles = (None,) * 2 if how.frequencies is None else _angles(how.frequencies, slots, cut.piece)
     form = cut.form(how.row, how.scale, half, how.rotated, splits, interpret)
-    mixed = cluster_gpu.launch(form, Inputs(spread, k, every, pages, *angles, how.k_scale), interpret)
+    mixed = cluster_gpu.launch(form, Inputs(spread, k, every, pages, *angles, k_scale=how.k_scale), interpret)
     mixed = mixed.reshape(blocks, -1, cut.parts, cut.own)[..., : heads // cut.parts * queries]
     mixed = mixed.reshape(blocks, -1, heads, queries)
     out = jnp.einsum("benc,neu->bcnu", mixed, w_kv.astype(jnp.float32))
