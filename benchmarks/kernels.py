@@ -168,7 +168,7 @@ def attention_contenders(kernel: str, case) -> list[Contender]:
 
 
 def peers(case) -> list[Contender]:
-    """jax.nn by XLA and by cuDNN, cuDNN's and the deprecated Pallas Triton kernel for pages, and torch."""
+    """jax.nn by XLA and cuDNN, the kernels for pages of cuDNN, JAX and the deprecated Triton, and torch."""
     blocks, keys = len(case.lengths), max(case.lengths)
     dtype = jnp.dtype(case.computed)
 
@@ -181,6 +181,8 @@ def peers(case) -> list[Contender]:
     makers = {f"jax.nn {name}, contiguous": functools.partial(contiguous, name) for name in ("xla", "cudnn")}
     makers |= {"cuDNN, pages": functools.partial(cudnn_paged, case)}
     makers |= {"Pallas Triton (deprecated)": functools.partial(triton_paged, case)}
+    makers |= {"JAX TPU paged, pool as ours": functools.partial(tpu_paged, case)}
+    makers |= {"JAX TPU ragged paged, its own pool": functools.partial(tpu_ragged, case)}
     makers |= {
         f"torch {name}": functools.partial(torch_dense, case, name) for name in ("SDPA", "FlexAttention")
     }
@@ -216,6 +218,41 @@ def triton_paged(case) -> Callable:
     table = jnp.arange(pages, dtype=jnp.int32).reshape(len(case.lengths), -1)
     run = jax.jit(triton.paged_attention)
     return functools.partial(run, q, k, k, table, jnp.array(case.lengths, jnp.int32))
+
+
+def tpu_paged(case) -> Callable:
+    """JAX's TPU kernel for pages, which wants heads first: here a row of all heads is one, with each query
+    where its head lies in it and zeros elsewhere."""
+    from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+
+    if case.queries > 1:
+        raise ValueError("one query of a sequence")
+    blocks, pages, row = len(case.lengths), len(case.lengths) * case.slots, case.kv_heads * case.width
+    k = jnp.ones((1, pages, case.page, row), jnp.dtype(case.computed))
+    q = jnp.ones((blocks, case.heads, case.width), k.dtype)
+    table = jnp.arange(pages, dtype=jnp.int32).reshape(blocks, -1)
+
+    def run(q, k, lengths, table):
+        place = jnp.repeat(jnp.eye(case.kv_heads, dtype=q.dtype), case.heads // case.kv_heads, axis=0)
+        spread = jnp.einsum("bnh,nk->bnkh", q, place).reshape(blocks, case.heads, row)
+        out = paged_attention(spread, k, k, lengths, table, pages_per_compute_block=min(8, case.slots))
+        return jnp.einsum("bnkh,nk->bnh", out.reshape(*out.shape[:2], case.kv_heads, -1), place)
+
+    return functools.partial(jax.jit(run), q, k, jnp.array(case.lengths, jnp.int32), table)
+
+
+def tpu_ragged(case) -> Callable:
+    """JAX's ragged kernel with its own block sizes, keys and values head by head in one pool."""
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    blocks, pages = len(case.lengths), len(case.lengths) * case.slots
+    kv = jnp.ones((pages, case.page, 2 * case.kv_heads, case.width), jnp.dtype(case.computed))
+    q = jnp.ones((blocks * case.queries, case.heads, case.width), kv.dtype)
+    table = jnp.arange(pages, dtype=jnp.int32).reshape(blocks, -1)
+    starts = case.queries * jnp.arange(blocks + 1, dtype=jnp.int32)
+    sizes = jnp.array(case.lengths, jnp.int32), table, starts, jnp.array([blocks], jnp.int32)
+    run = functools.partial(ragged_paged_attention, sm_scale=case.width**-0.5)
+    return functools.partial(jax.jit(run), q, kv, *sizes)
 
 
 def torch_dense(case, name: str) -> Callable:

@@ -58,16 +58,19 @@ class Pages(NamedTuple):
         weights = jnp.where(seen, jnp.exp(scores - down(higher, shape)), 0.0)
         return higher, weights, jnp.exp(top - higher)
 
-    def clear_unseen(self, tiles: Tiles, rows, block, key) -> None:
-        """Zero the rows of a tile [keys, E] from `key` on that no query sees: 0 x NaN is NaN."""
+    def clear_unseen(self, tiles: Tiles, rows, block, key, piece: int = COLUMNS) -> None:
+        """Zero the rows of a tile [keys, E] from `key` on that no query sees: 0 x NaN is NaN.
+
+        It takes `piece` columns at a time.
+        """
         keys, width = rows.shape
 
         @pl.when((key < self.first[block]) | (key + keys > self.last[block]))
         def _():
-            token = key + tiles.row_number((keys, COLUMNS))
+            token = key + tiles.row_number((keys, piece))
             kept = (token >= self.first[block]) & (token < self.last[block])
-            for column in range(0, width, COLUMNS):
-                some = rows.at[:, pl.ds(column, COLUMNS)]
+            for column in range(0, width, piece):
+                some = rows.at[:, pl.ds(column, piece)]
                 stored = tiles.load(some)
                 some[...] = jnp.where(kept, stored, jnp.zeros_like(stored))
 

@@ -18,6 +18,7 @@ from swiftkv_jax import params as weights
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
+from swiftkv_jax.kernels.fused_kv_fill.api import Makers
 from swiftkv_jax.layers import (
     Rotary,
     decoder_layer,
@@ -149,9 +150,13 @@ def fill(model: Transformer, params: PyTree, x: Float[Array, "*batch D"], at: Ro
     """Every upper row's keys and values, [rows, ..., K, H], by one stacked matmul on the stream `x`.
 
     SwiftKV normalises the stream once with `norm_swiftkv` (SwiftKV paper, equation 2); otherwise the one
-    maker here is the last layer, behind its own input norm.
+    maker here is the last layer, behind its own input norm. Makers that `page_fill.fold` made have that
+    norm's gain in them.
     """
     config, p = model.config, params["fill"]
+    if isinstance(p, Makers):
+        k, v = page_fill.rows_of_stream(p, config.num_kv_heads, config.rms_norm_eps, x, at)
+        return k.astype(x.dtype), v.astype(x.dtype)
     scale = p["norm_swiftkv"] if model.plan.is_swiftkv else weights.layer(params["upper"], 0)["input_norm"]
     h = rms_norm(x, scale, config.rms_norm_eps)
     heads = (config.num_kv_heads, config.head_dim)

@@ -21,14 +21,30 @@ _FEWEST = 8  # tokens appended at a time
 
 
 def fold(plan: KVPlan, params: PyTree, dtype) -> PyTree:
-    """`params` with `fill` as the kernels take it: `Makers` of `dtype`, the norm's gain folded in."""
+    """`params` with `fill` as the kernels take it: `Makers` of `dtype`, the norm's gain folded in.
+
+    It replaces the makers it is made from, so that both are in memory only while this runs; `model.fill`
+    takes either. What is folded already stays as it is.
+    """
     p = params["fill"]
+    if isinstance(p, Makers):
+        return params
     gain = p["norm_swiftkv"] if plan.is_swiftkv else weights.layer(params["upper"], 0)["input_norm"]
     (w_k, b_k), (w_v, b_v) = (
         (fold_gain(gain, p[name]["kernel"]).astype(dtype), p[name].get("bias"))
         for name in ("k_proj", "v_proj")
     )
     return params | {"fill": Makers(w_k, w_v, b_k, b_v, p.get("k_norm"))}
+
+
+def rows_of_stream(
+    makers: Makers, kv_heads: int, eps: float, x: Float[Array, "*batch D"], at: Rotary
+) -> tuple[Array, Array]:
+    """Keys and values [rows, *batch, K, H] of the stream `x`, in float32 as pages are rounded from."""
+    cos, sin = (angle.reshape(-1, angle.shape[-1]) for angle in (at.cos, at.sin))
+    made = rows_of(x.reshape(-1, x.shape[-1]), makers, cos, sin, kv_heads, eps)
+    k, v = (jnp.moveaxis(y.reshape(*x.shape[:-1], y.shape[1], kv_heads, -1), -3, 0) for y in made)
+    return k, v
 
 
 def write(
@@ -104,10 +120,7 @@ def pages_of(batch: Batch, begun: Bool[Array, " T"], cache: Cache) -> Pages:
 
 def _append(makers: Makers, rows, eps: float, x, at: Rotary, batch: Batch, cache: Cache) -> Cache:
     """All tokens of a batch, one by one into their pages."""
-    heads = (x.shape[0], len(rows), cache.kv_heads, -1)
-    k, v = rows_of(x, makers, at.cos, at.sin, cache.kv_heads, eps)
-    k, v = (jnp.moveaxis(y.reshape(heads), 1, 0) for y in (k, v))  # in float32, as pages are rounded from
-    return cache.write(rows, k, v, batch)
+    return cache.write(rows, *rows_of_stream(makers, cache.kv_heads, eps, x, at), batch)
 
 
 def _append_some(makers: Makers, rows, eps: float, x, at: Rotary, batch: Batch, which, cache: Cache) -> Cache:

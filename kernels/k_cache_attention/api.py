@@ -56,7 +56,7 @@ def k_cache_attention(
       rotated: keys are stored after rotary embedding and turned back for the sum (section 3, option 2).
       threshold: pallas_tpu leaves a step's keys out of the weighted sum if none has this weight so far
         (section 2): each dropped weight is smaller. 0 is exact.
-      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16, decoding), or None.
+      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16 queries, decoding), or None.
 
     Returns:
       [b, C, N, U] in q's dtype.

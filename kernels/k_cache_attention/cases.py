@@ -151,9 +151,16 @@ REAL = {
     "llama2_7b_rotated": replace(_LLAMA2_7B, rotated=True, threshold=1e-4),
     "llama2_7b_int8": replace(_LLAMA2_7B, stored="int8"),
     "llama2_7b_float8": replace(_LLAMA2_7B, stored="float8_e4m3fn"),
+    "llama2_7b_rotated_int8": replace(_LLAMA2_7B, stored="int8", rotated=True),
+    "llama2_7b_rotated_float8": replace(_LLAMA2_7B, stored="float8_e4m3fn", rotated=True),
     "llama2_7b_chunk": replace(_LLAMA2_7B, lengths=(8192,) * 4, queries=4),
     "whisper_small": _WHISPER,
+    "no_rope_int8": replace(_LLAMA2_7B, stored="int8", rope=False),
     "width80": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=80, group=1),
+    "width80_group4": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=80, group=4),
+    "width80_float8": replace(
+        _LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=80, group=4, stored="float8_e4m3fn"
+    ),
     "width96": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=96, group=8),
     "width96_group4": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=96, group=4),
     "width256": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, heads=16, width=256, group=1),

@@ -6,7 +6,8 @@ slice in, makes keys of them in registers, and sends the scores of its columns t
 for the scores of all heads and add up the raw rows, half of the slice each.
 
 Keys that are stored after rotary embedding are turned back in shared memory by the first warpgroup, once it
-has their scores.
+has their scores. Rows of 8 bits are widened in registers for the scores, and into shared memory by the
+warpgroups that add them up, which turn them back where they must be: each has registers for its own part.
 
 A buffer of scores may be written again once every CTA has read it, and of three the oldest has been: when a
 CTA sends the scores of page i, its own sums are done with page i - 2, so every CTA had sent the scores of
@@ -15,6 +16,7 @@ that page, and none does so before its sums are done with page i - 3.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,12 +25,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from swiftkv_jax.kernels import gpu_pages
-from swiftkv_jax.kernels.gpu_pages import COLUMNS
-from swiftkv_jax.kernels.gpu_tile import Tiles, down, plgpu
+from swiftkv_jax.kernels.gpu_tile import Tiles, across, down, plgpu
 from swiftkv_jax.kernels.online import MASKED
 
 KEYS = 64  # of a page
 SUMMERS = 2  # warpgroups that add up rows
+COLUMNS = 64  # of the smallest weighted sum
 _STAGES = 2
 _BUFFERS = 3
 
@@ -38,8 +40,9 @@ class Form:
     """What is static in the kernel.
 
     parts: CTAs of a cluster, `columns` of a row each. rows: of queries, of all heads; wide: of those, what a
-    CTA scores. layers: CTAs whose scores add up. half: columns of half a group of heads, 0 without rotary
-    embedding; rotated: rows are stored after it. splits: shares of a sequence's pages.
+    CTA scores. layers: CTAs whose scores add up. piece: columns that are in registers at a time. half:
+    columns of half a group of heads, 0 without rotary embedding; rotated: rows are stored after it. splits:
+    shares of a sequence's pages.
     """
 
     row: int
@@ -48,6 +51,7 @@ class Form:
     rows: int
     wide: int
     layers: int
+    piece: int
     half: int
     rotated: bool
     splits: int
@@ -57,7 +61,8 @@ class Form:
 
 class Inputs(NamedTuple):
     """In global memory: q [b, parts, wide, columns]; pool [R, P, Z, E]; position [b, rows]; pages; cos, sin
-    [slots, Z, period] of every position, or None without rotary embedding."""
+    [slots, Z, period] of every position, or None without rotary embedding; k_scale [R, P, 1, Z], None of wide
+    rows."""
 
     q: Any
     pool: Any
@@ -65,15 +70,17 @@ class Inputs(NamedTuple):
     pages: Any
     cos: Any
     sin: Any
+    k_scale: Any
 
 
 class Scratch(NamedTuple):
-    """q [wide, columns]; tile [stages * 2, Z, columns / 2]; scores [buffers * layers, Z, rows]; weights
-    [2, rows, Z]; out [2, 64, rows]; stats [2, rows]; barriers asked, came and free [stages], sent
-    [buffers]."""
+    """q [wide, columns]; tile [stages * 2, Z, columns / 2] as stored; widened [2, Z, columns / 2], None of
+    wide rows; scores [buffers * layers, Z, rows]; weights [2, rows, Z]; out [2, 64, rows]; stats [2, rows];
+    barriers asked, came and free [stages], sent [buffers]."""
 
     q: Any
     tile: Any
+    widened: Any
     scores: Any
     weights: Any
     out: Any
@@ -94,12 +101,13 @@ class _Share(NamedTuple):
     count: Any
 
 
-def scratch(form: Form, dtype) -> Scratch:
-    """For queries and rows of `dtype`."""
-    half = form.columns // 2
+def scratch(form: Form, stored) -> Scratch:
+    """For rows of dtype `stored`."""
+    half, dtype = form.columns // 2, jnp.bfloat16
     return Scratch(
         q=plgpu.SMEM((form.wide, form.columns), dtype),
-        tile=plgpu.SMEM((_STAGES * 2, KEYS, half), dtype),
+        tile=plgpu.SMEM((_STAGES * 2, KEYS, half), stored),
+        widened=None if stored == dtype else plgpu.SMEM((SUMMERS, KEYS, half), dtype),
         scores=plgpu.SMEM((_BUFFERS * form.layers, KEYS, form.rows), jnp.float32),
         weights=plgpu.SMEM((SUMMERS, form.rows, KEYS), dtype),
         out=plgpu.SMEM((SUMMERS, COLUMNS, form.rows), jnp.float32),
@@ -150,7 +158,10 @@ def _score(form: Form, x: Inputs, s: Scratch, at: _Share) -> None:
             plgpu.barrier_wait(s.free.at[1 - slot])
             ask(i + 1)
 
-        scores = tiles.products((KEYS, form.wide), _terms(form, x, s, at, i, slot)) * form.scale
+        shape = KEYS, form.wide
+        scores = tiles.products(shape, _terms(form, x, s, at, i, slot)) * form.scale
+        if x.k_scale is not None:
+            scores = scores * _factors(form, x, at, i, shape)
         if form.rotated:
             plgpu.commit_smem()
         column = pl.multiple_of(at.part // form.layers * form.wide, 8)
@@ -168,89 +179,121 @@ def _score(form: Form, x: Inputs, s: Scratch, at: _Share) -> None:
         pl.when(at.count >= last)(functools.partial(plgpu.barrier_wait, s.free.at[slot]))
 
 
-def _terms(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot):
-    """Pieces of the keys, turned to their positions, each with the queries' columns; the rows that the sum
-    takes are left in the tile where they are others."""
-    tiles, half, dtype = form.tiles, form.columns // 2, s.q.dtype
-
-    def piece(column: int):
-        side, inside = divmod(column, half)
-        return tiles.load(s.tile.at[slot * 2 + side, :, pl.ds(inside, COLUMNS)]).astype(jnp.float32)
-
-    def keep(column: int, rows) -> None:
-        side, inside = divmod(column, half)
-        s.tile.at[slot * 2 + side, :, pl.ds(inside, COLUMNS)][...] = rows.astype(dtype)
+def _terms(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot) -> Iterator:
+    """Pieces of the keys, turned to their positions, each with the queries' columns; wide rows that the sum
+    takes turned back are left in the tile."""
+    dtype = s.q.dtype
 
     def queries(column: int):
-        return s.q.at[:, pl.ds(column, COLUMNS)]
+        return s.q.at[:, pl.ds(column, form.piece)]
 
-    if not form.half:
-        for column in range(0, form.columns, COLUMNS):
-            yield piece(column).astype(dtype), queries(column)
+    if not form.half or (form.rotated and s.widened is not None):
+        for column in range(0, form.columns, form.piece):
+            yield _stored(form, s, slot, column).astype(dtype), queries(column)
         return
-    angles = _angles(form, x, at, i)
-    for first in range(0, form.columns, 2 * form.half):
-        for column in range(first, first + form.half, COLUMNS):
-            other, (cos, sin) = column + form.half, angles(column - first)
-            a, b = piece(column), piece(other)
-            if form.rotated:
-                yield a.astype(dtype), queries(column)
-                yield b.astype(dtype), queries(other)
-                keep(column, a * cos + b * sin)
-                keep(other, b * cos - a * sin)
-                continue
-            yield (a * cos - b * sin).astype(dtype), queries(column)
-            a, b = piece(column), piece(other)  # again: they need not stay in registers
-            yield (b * cos + a * sin).astype(dtype), queries(other)
+    for column, other, cos, sin in _turns(form, x, at, i):
+        a, b = _stored(form, s, slot, column), _stored(form, s, slot, other)
+        if form.rotated:
+            yield a.astype(dtype), queries(column)
+            yield b.astype(dtype), queries(other)
+            for place, back in ((column, a * cos + b * sin), (other, b * cos - a * sin)):
+                side, inside = divmod(place, form.columns // 2)
+                s.tile.at[slot * 2 + side, :, pl.ds(inside, form.piece)][...] = back.astype(dtype)
+            continue
+        yield (a * cos - b * sin).astype(dtype), queries(column)
+        a, b = _stored(form, s, slot, column), _stored(form, s, slot, other)  # again: registers are few
+        yield (b * cos + a * sin).astype(dtype), queries(other)
 
 
-def _angles(form: Form, x: Inputs, at: _Share, i):
-    """From a column of half a group to cos and sin of the 64 from it on, for the i-th page of a share."""
+def _stored(form: Form, s: Scratch, slot, column: int):
+    """A piece of a stage's rows, as stored but for its type; float8 has no way to bfloat16 but by float32."""
+    side, inside = divmod(column, form.columns // 2)
+    return form.tiles.load(s.tile.at[slot * 2 + side, :, pl.ds(inside, form.piece)]).astype(jnp.float32)
+
+
+def _turns(form: Form, x: Inputs, at: _Share, i) -> Iterator:
+    """(column of a first half, that of the second, cos, sin) of the i-th page of a share: every angle comes
+    once."""
     period = x.cos.shape[-1]
+    for start in range(0, period, form.piece):
+        some = pl.ds(start, form.piece)
+        cos, sin = (form.tiles.load(angle.at[at.start + i, :, some]) for angle in (x.cos, x.sin))
+        for first in range(0, form.columns, 2 * form.half):
+            for column in range(first + start, first + form.half, period):
+                yield column, column + form.half, cos, sin
 
-    def load(start: int):
-        some = pl.ds(start, COLUMNS)
-        return tuple(form.tiles.load(angle.at[at.start + i, :, some]) for angle in (x.cos, x.sin))
 
-    if period > COLUMNS:
-        return lambda column: load(column % period)
-    once = load(0)
-    return lambda column: once
+def _factors(form: Form, x: Inputs, at: _Share, i, shape: tuple[int, int]):
+    """The scales of the i-th page of a share, along the rows of a tile."""
+    scales = x.k_scale.at[form.row, x.pages.name(at.block, at.start + i), 0]
+    return across(form.tiles.load(scales, rows=True), shape)
+
+
+def _widen(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot, group) -> None:
+    """This warpgroup's half of a stage's rows by their scales, in bfloat16, before rotary embedding."""
+    half, dtype = form.columns // 2, s.widened.dtype
+    factors = _factors(form, x, at, i, (KEYS, form.piece))
+
+    def turn_back(side: int) -> None:
+        for column, other, cos, sin in _turns(form, x, at, i):
+            for one, two, sign in ((column, other, 1), (other, column, -1)):
+                if one // half == side:
+                    rows = _stored(form, s, slot, one) * cos + _stored(form, s, slot, two) * (sin * sign)
+                    s.widened.at[side, :, pl.ds(one % half, form.piece)][...] = (rows * factors).astype(dtype)
+
+    if form.rotated:
+        for side in range(SUMMERS):
+            pl.when(group == side)(functools.partial(turn_back, side))
+        return
+    for column in range(0, half, form.piece):
+        some = pl.ds(column, form.piece)
+        rows = form.tiles.load(s.tile.at[slot * 2 + group, :, some]).astype(jnp.float32)
+        s.widened.at[group, :, some][...] = (rows * factors).astype(dtype)
 
 
 def _sum(form: Form, x: Inputs, outs, s: Scratch, at: _Share, group) -> None:
     """Softmax over the scores of all heads, and the weighted sums of half of this CTA's columns."""
     tiles, half = form.tiles, form.columns // 2
+    spans = _spans(half)
 
     def turn(i, carry):
         top, total, mixed = carry
         slot, buffer, key = lax.rem(i, _STAGES), lax.rem(i, _BUFFERS), (at.start + i) * KEYS
-        plgpu.barrier_wait(s.sent.at[buffer])  # after which the tile is turned back
+        plgpu.barrier_wait(s.came.at[slot])
+        rows = s.tile.at[slot * 2 + group]
+        if s.widened is not None:
+            _widen(form, x, s, at, i, slot, group)
+            rows = s.widened.at[group]
+        plgpu.barrier_wait(s.sent.at[buffer])  # after which a tile of wide rows is turned back
         scores = sum(tiles.load(s.scores.at[buffer * form.layers + n]) for n in range(form.layers))
         position = tiles.load(x.position.at[at.block])  # every turn: registers are what there is least of
         top, weights, decay = x.pages.weigh(tiles, scores, position, key, top)
         total = total * decay + jnp.sum(weights, axis=0)
         tiles.store_transposed(s.weights.at[group], weights)
-        plgpu.barrier_wait(s.came.at[slot])
-        rows = s.tile.at[slot * 2 + group]
-        x.pages.clear_unseen(tiles, rows, at.block, key)
+        x.pages.clear_unseen(tiles, rows, at.block, key, form.piece)
         plgpu.commit_smem()
-        mixed = tiles.add_matmul(mixed * down(decay, mixed.shape), rows, s.weights.at[group])
+        mixed = tuple(
+            tiles.add_matmul(part * down(decay, part.shape), rows.at[:, some], s.weights.at[group])
+            for part, some in zip(mixed, spans, strict=True)
+        )
+        if s.widened is not None:
+            plgpu.commit_smem()  # no warp widens the next rows while another still multiplies these
         plgpu.barrier_arrive(s.free.at[slot])
         return top, total, mixed
 
     carry = (
         tiles.constant(MASKED, (form.rows,)),
         tiles.constant(0.0, (form.rows,)),
-        tiles.constant(0.0, (half, form.rows)),
+        tuple(tiles.constant(0.0, (some.size, form.rows)) for some in spans),
     )
     top, total, mixed = lax.fori_loop(0, at.count, turn, carry)
-    for column in range(0, half, COLUMNS):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        s.out.at[group][...] = mixed[column : column + COLUMNS]
-        plgpu.commit_smem()
-        target = pl.ds(at.part * form.columns + group * half + column, COLUMNS)
-        plgpu.copy_smem_to_gmem(s.out.at[group], outs[2].at[at.block, at.split, target])
+    for part, some in zip(mixed, spans, strict=True):
+        for column in range(0, some.size, COLUMNS):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            s.out.at[group][...] = part[column : column + COLUMNS]
+            plgpu.commit_smem()
+            target = pl.ds(at.part * form.columns + group * half + some.start + column, COLUMNS)
+            plgpu.copy_smem_to_gmem(s.out.at[group], outs[2].at[at.block, at.split, target])
 
     @pl.when((at.part == 0) & (group == 0))
     def _():
@@ -262,6 +305,13 @@ def _sum(form: Form, x: Inputs, outs, s: Scratch, at: _Share, group) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
+def _spans(half: int) -> list:
+    """Slices of whole `COLUMNS` that cover `half` columns; the last may begin in the one before it, and both
+    have the same sums there."""
+    whole = half // COLUMNS * COLUMNS
+    return [pl.ds(0, whole)] + ([pl.ds(half - COLUMNS, COLUMNS)] if whole < half else [])
+
+
 def launch(form: Form, inputs: Inputs, interpret: Any):
     """The softmax-weighted sums [b, E, rows] of whole rows."""
     blocks, width = inputs.q.shape[0], inputs.pool.shape[-1]
@@ -269,7 +319,7 @@ def launch(form: Form, inputs: Inputs, interpret: Any):
     found = gpu_pages.launch(
         functools.partial(kernel, form),
         inputs,
-        scratch(form, inputs.q.dtype),
+        scratch(form, inputs.pool.dtype),
         tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
         grid=(blocks, form.splits),
         grid_names=("block", "split"),

@@ -8,6 +8,7 @@ Keys: a CTA's columns are some of the heads, and it makes the scores of those. I
 scores of all heads, which add up.
 """
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -15,46 +16,50 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.kernels import gpu_pages
-from swiftkv_jax.kernels.gpu_pages import COLUMNS
 from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, smem_bytes
 from swiftkv_jax.kernels.k_cache_attention import cluster_gpu, reference
-from swiftkv_jax.kernels.k_cache_attention.cluster_gpu import KEYS, Form, Inputs
+from swiftkv_jax.kernels.k_cache_attention.cluster_gpu import COLUMNS, KEYS, Form, Inputs
 from swiftkv_jax.kernels.k_cache_attention.reference import Options
 
 _LEAST = 8  # columns of the smallest matmul
 _ROWS = 64  # of queries, of all heads together
 _SLICE = 512  # columns of a CTA at most
 _CTAS = 132
-_WIDTHS = (64, 96, 128, 256)  # of heads with rotary embedding
+_WIDTHS = (64, 80, 96, 128, 256)  # of heads with rotary embedding
+_STORED = ("bfloat16", "int8", "float8_e4m3fn")
+_PIECES = {2: (64, 32), 1: (32,)}  # bytes of a number: columns in registers at a time, best first
 
 
 class _Cut(NamedTuple):
-    """CTAs of a cluster, columns of each; query rows that are a CTA's own, that it scores, and of all."""
+    """CTAs of a cluster, columns of each; query rows that are a CTA's own, that it scores, and of all;
+    columns in registers at a time."""
 
     parts: int
     columns: int
     own: int
     wide: int
     rows: int
+    piece: int
 
     def form(self, row=0, scale=1.0, half=0, rotated=False, splits=1, interpret: Any = False) -> Form:
         """What is static in the kernel, see `Form`."""
         layers = self.parts * self.wide // self.rows
-        sizes = self.parts, self.columns, self.rows, self.wide, layers
+        sizes = self.parts, self.columns, self.rows, self.wide, layers, self.piece
         return Form(row, *sizes, half, rotated, splits, scale, Tiles(bool(interpret)))
 
 
-def _cut_keys(heads: int, queries: int, width: int, group: int, half: int) -> _Cut | None:
+def _cut_keys(q, k, group: int, half: int) -> _Cut | None:
     """Whole groups of heads, whole pieces of columns; None if there is no such cut."""
-    for parts in (n for n in range(1, 9) if heads % n == 0):
+    _, queries, heads, width = q.shape
+    for piece, parts in itertools.product(_PIECES[k.dtype.itemsize], range(1, 9)):
         columns, real = heads // parts * width, heads // parts * queries
-        whole = columns % (2 * COLUMNS) == 0 and heads // parts % group == 0 and half % COLUMNS == 0
+        whole = heads % (parts * group) == 0 and columns % (2 * piece) == 0 and half % piece == 0
         sizes = (
             n for n in (1, 2, 4, *range(_LEAST, _ROWS + 1, _LEAST)) if n >= real and n * parts % _LEAST == 0
         )
         own = next(sizes, None)
-        if whole and columns <= _SLICE and own and own * parts <= _ROWS:
-            return _Cut(parts, columns, own, max(_LEAST, own), own * parts)
+        if whole and 2 * COLUMNS <= columns <= _SLICE and own and own * parts <= _ROWS:
+            return _Cut(parts, columns, own, max(_LEAST, own), own * parts, piece)
     return None
 
 
@@ -65,13 +70,13 @@ def _cut_inputs(rows: int, width: int) -> _Cut | None:
     if rows > _ROWS:
         return None
     parts = (n for n in range(1, 9) if width % (2 * COLUMNS * n) == 0 and width // n <= _SLICE)
-    cuts = [_Cut(n, width // n, rows, rows, rows) for n in parts]
-    return next((cut for cut in cuts if _memory(cut) <= SMEM_BYTES), next(iter(cuts), None))
+    cuts = [_Cut(n, width // n, rows, rows, rows, COLUMNS) for n in parts]
+    return next((cut for cut in cuts if _memory(cut, jnp.bfloat16) <= SMEM_BYTES), next(iter(cuts), None))
 
 
-def _memory(cut: _Cut) -> int:
+def _memory(cut: _Cut, stored) -> int:
     """Bytes of shared memory of a CTA."""
-    return smem_bytes(cluster_gpu.scratch(cut.form(), jnp.bfloat16))
+    return smem_bytes(cluster_gpu.scratch(cut.form(), stored))
 
 
 def _queries_of_keys(q, position, cut: _Cut, group: int):
@@ -102,16 +107,13 @@ def _queries_of_inputs(q, w_k, position, cut: _Cut):
     return jnp.swapaxes(taken, 1, 2), every.astype(jnp.int32)
 
 
-def _angles(frequencies, slots: int) -> tuple[jax.Array, jax.Array]:
+def _angles(frequencies, slots: int, piece: int) -> tuple[jax.Array, jax.Array]:
     """cos, sin [slots, Z, period] of every position, until the columns of half a group of heads repeat in
     whole pieces."""
-    wide = jnp.tile(frequencies.astype(jnp.float32), _period(frequencies.shape[0]) // frequencies.shape[0])
+    half = frequencies.shape[0]
+    wide = jnp.tile(frequencies.astype(jnp.float32), math.lcm(half, piece) // half)
     angle = (jnp.arange(slots * KEYS)[:, None] * wide).reshape(slots, KEYS, -1)
     return jnp.cos(angle), jnp.sin(angle)
-
-
-def _period(half: int) -> int:
-    return math.lcm(half, COLUMNS)
 
 
 def k_cache_attention(
@@ -121,14 +123,14 @@ def k_cache_attention(
     how = Options(**options)
     (blocks, queries, heads, width), slots = q.shape, table.shape[1]
     half = 0 if how.frequencies is None else how.group * width // 2
-    cut = _cut_keys(heads, queries, width, how.group, half)
+    cut = _cut_keys(q, k, how.group, half)
     assert cut is not None  # `refuses` has looked
     splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, slots)
     spread, every = _queries_of_keys(q, position, cut, how.group)
     pages = gpu_pages.pages_of(position, table, sequence, how.window, KEYS)
-    angles = (None,) * 2 if how.frequencies is None else _angles(how.frequencies, slots)
+    angles = (None,) * 2 if how.frequencies is None else _angles(how.frequencies, slots, cut.piece)
     form = cut.form(how.row, how.scale, half, how.rotated, splits, interpret)
-    mixed = cluster_gpu.launch(form, Inputs(spread, k, every, pages, *angles), interpret)
+    mixed = cluster_gpu.launch(form, Inputs(spread, k, every, pages, *angles, k_scale=how.k_scale), interpret)
     mixed = mixed.reshape(blocks, -1, cut.parts, cut.own)[..., : heads // cut.parts * queries]
     mixed = mixed.reshape(blocks, -1, heads, queries)
     out = jnp.einsum("benc,neu->bcnu", mixed, w_kv.astype(jnp.float32))
@@ -146,7 +148,7 @@ def x_cache_attention(
     spread, every = _queries_of_inputs(q, w_k, position, cut)
     pages = gpu_pages.pages_of(position, table, sequence, window, KEYS)
     form = cut.form(row, scale, splits=splits, interpret=interpret)
-    mixed = cluster_gpu.launch(form, Inputs(spread, x, every, pages, None, None), interpret)
+    mixed = cluster_gpu.launch(form, Inputs(spread, x, every, pages, None, None, None), interpret)
     mixed = mixed[..., : heads * queries].reshape(blocks, -1, heads, queries)
     out = jnp.einsum("benc,neu->bcnu", mixed, w_v.astype(jnp.float32))
     return jnp.where(position[..., None, None] >= 0, out, 0).astype(q.dtype)
@@ -155,22 +157,25 @@ def x_cache_attention(
 def refuses(q, k, w_kv, table, *_, frequencies=None, group=1, k_scale=None, **__) -> str:
     """What of a call of `k_cache_attention` is not supported here, and what is, or ""."""
     del w_kv, table
-    if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16 or k_scale is not None:
-        return f"{q.dtype} queries of {k.dtype} rows: both bfloat16"
+    if q.dtype != jnp.bfloat16 or k.dtype.name not in _STORED:
+        return f"{q.dtype} queries of {k.dtype} rows: bfloat16 queries, rows {' or '.join(_STORED)}"
+    if (k.dtype.itemsize == 1) != (k_scale is not None):
+        return f"{k.dtype} rows {'without' if k_scale is None else 'with'} a scale: 8-bit rows have one"
     if k.shape[2] != KEYS:
         return f"a page of {k.shape[2]} tokens: {KEYS}"
     _, queries, heads, width = q.shape
     if frequencies is not None and width not in _WIDTHS:
         return f"heads {width} wide with rotary embedding: {', '.join(map(str, _WIDTHS))}"
     half = 0 if frequencies is None else group * width // 2
-    cut = _cut_keys(heads, queries, width, group, half)
+    cut = _cut_keys(q, k, group, half)
     if cut is None:
+        least = _PIECES[k.dtype.itemsize][-1]
         return (
             f"{queries} queries of {heads} heads {width} wide in groups of {group}: at most {_ROWS} query"
-            f" rows; slices for 8 CTAs of at most {_SLICE} columns, multiples of {2 * COLUMNS} in whole"
-            f" groups, whose halves are multiples of {COLUMNS}"
+            f" rows; slices for 8 CTAs of {2 * COLUMNS} to {_SLICE} columns, multiples of {2 * least} in"
+            f" whole groups, whose halves are multiples of {least}"
         )
-    return _refuses_memory(cut, queries)
+    return _refuses_memory(cut, k.dtype, queries)
 
 
 def refuses_inputs(q, x, *_, **__) -> str:
@@ -186,10 +191,10 @@ def refuses_inputs(q, x, *_, **__) -> str:
             f"{queries} queries of {heads} heads and rows {x.shape[-1]} wide: at most {_ROWS} query rows;"
             f" slices for 8 CTAs of at most {_SLICE} columns, multiples of {2 * COLUMNS}"
         )
-    return _refuses_memory(cut, queries)
+    return _refuses_memory(cut, x.dtype, queries)
 
 
-def _refuses_memory(cut: _Cut, queries: int) -> str:
-    if (need := _memory(cut)) > SMEM_BYTES:
+def _refuses_memory(cut: _Cut, stored, queries: int) -> str:
+    if (need := _memory(cut, stored)) > SMEM_BYTES:
         return f"{queries} queries a block, for {need} bytes of shared memory: at most {SMEM_BYTES}"
     return ""

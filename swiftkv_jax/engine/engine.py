@@ -8,7 +8,6 @@ from functools import partial
 import jax
 from jax.sharding import Mesh
 
-from swiftkv_jax import page_fill
 from swiftkv_jax.engine import draft
 from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.request import Request, RequestOutput
@@ -110,10 +109,8 @@ class Engine:
         tokenizer,
         settings: Settings,
     ):
-        """`settings` with `num_pages` settled, see `settle`."""
+        """`settings` with `num_pages` settled, see `settle`; `params` folded if they name a fused fill."""
         self.settings, self.tokenizer, self.model = settings, tokenizer, model
-        if settings.fill is not None:
-            params = page_fill.fold(model.plan, params, model.dtype)
         self._new_cache = partial(new_cache, model, params, mesh, partial(empty_pool, model, settings))
         cache = self._new_cache()
         budget, steps = settings.max_num_batched_tokens, settings.steps_per_launch

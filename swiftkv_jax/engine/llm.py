@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from swiftkv_jax import page_fill
 from swiftkv_jax import params as weights
 from swiftkv_jax.checkpoint.generation import GenerationDefaults, read_generation_config
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
@@ -44,7 +45,7 @@ class LLM:
     With `dynamic` rotary scaling the frequencies are those of `max_model_len`, whatever a request's length.
 
     Attributes:
-      model, params, tokenizer: what it runs; params unstacked layer by layer.
+      model, params, tokenizer: what it runs; params unstacked layer by layer, folded for a fused fill.
       settings: sizes in force. defaults: the SamplingParams used when a call gives none.
       stats: of the last call, see `engine.Stats.as_dict`.
     """
@@ -102,6 +103,8 @@ class LLM:
         limit = _context(model.config, max_model_len)
         devices = sorted(jax.tree.leaves(params)[0].devices(), key=lambda device: device.id)
         self.settings = settle(_settings(limit, settings), model, devices)
+        if self.settings.fill is not None:  # here, not in the engine: scoring takes these too
+            self.params = page_fill.fold(model.plan, self.params, model.dtype)
         self.defaults = _defaults(generation)
         self.eos_ids = tuple(sorted({*generation.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}))
         self.stats: dict[str, int | float] = {}

@@ -153,9 +153,9 @@ def _check_kernels(settings: Settings, devices: int) -> None:
 def _try_kernels(settings: Settings, model: Transformer) -> None:
     """Trace the longest step, a token of all lanes, and a score: what a named kernel refuses is told now."""
     pool = jax.eval_shape(partial(empty_pool, model, settings))
-    plain = params = weights.abstract(model.config, model.plan, model.dtype)
+    params = weights.abstract(model.config, model.plan, model.dtype)
     if settings.fill is not None:
-        params = jax.eval_shape(lambda tree: page_fill.fold(model.plan, tree, model.dtype), plain)
+        params = jax.eval_shape(lambda tree: page_fill.fold(model.plan, tree, model.dtype), params)
 
     def whole(*shape: int):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -165,7 +165,7 @@ def _try_kernels(settings: Settings, model: Transformer) -> None:
     try:
         for tokens, starts, survivors in (chunk, (whole(settings.max_num_seqs), None, None)):
             jax.eval_shape(partial(step, model), params, tokens, tokens, starts, survivors, pool)
-        jax.eval_shape(score, plain, whole(1, SHORTEST), whole(SHORTEST))
+        jax.eval_shape(score, params, whole(1, SHORTEST), whole(SHORTEST))
     except UnsupportedError as error:
         raise UsageError(str(error)) from None
 

@@ -2,9 +2,15 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
-from kernel_targets import FILL, KERNELS, TPUS, compiled, pools, shapes, size
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding, PartitionSpec
+from kernel_targets import FILL, KERNELS, TPUS, compiled, mesh_of, pools, shapes, size
 
+from swiftkv_jax.kernels import chips
 from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill
 from swiftkv_jax.kernels.k_cache_attention import pallas_tpu as k_cache
 from swiftkv_jax.kernels.paged_attention import pallas_tpu as paged
@@ -39,6 +45,29 @@ def test_a_pool_that_is_not_donated_is_copied():
     """What the law above would miss if it looked at nothing: without donation there is no alias."""
     made = compiled(TPUS["v5e"], FILL, "llama_1b", donate=False, implementation="pallas_tpu")
     assert made.memory_analysis().alias_size_in_bytes == 0
+
+
+@pytest.mark.parametrize("chip", TPUS)
+def test_a_kernel_may_use_all_the_memory_that_the_table_of_chips_gives_it(chip):
+    """Block sizes are chosen by this table; the compiler takes any limit, and fails at what is not there."""
+    mesh = mesh_of(TPUS[chip])
+
+    def touch(x, out, room):
+        room[0] = x[...]
+        out[...] = room[-1]
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        limit = chips.current().vmem_limit
+        page = jax.ShapeDtypeStruct((256, 1024), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+        call = pl.pallas_call(
+            touch,
+            page,
+            in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM)],
+            out_specs=pl.BlockSpec(memory_space=pltpu.VMEM),
+            scratch_shapes=[pltpu.VMEM((limit // 2**20 - 3, *page.shape), jnp.float32)],
+            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=limit),
+        )
+        jax.jit(call).lower(page).compile()
 
 
 @pytest.mark.parametrize(

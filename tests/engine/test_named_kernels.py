@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,28 @@ def test_scores_by_each_attention_of_whole_prompts(scoring, windows):
     for a, b in zip(got[1:], want[1:], strict=True):
         assert a.keys() == b.keys()
         assert all(a[t].logprob == pytest.approx(b[t].logprob, abs=1e-4) for t in a)
+
+
+def alive() -> list[jax.Array]:
+    gc.collect()
+    return jax.live_arrays()
+
+
+@pytest.mark.parametrize("plan", ["standard", "acrosskv"])
+def test_a_named_fill_keeps_the_makers_once(plan):
+    """All that is alive when an engine stands is its weights, a norm's gain in the makers, and its pool."""
+    (prompt,) = tiny.prompts((45,))
+    owned, scored = {}, {}
+    for fill in (None, "xla"):
+        before = {id(x) for x in alive()}
+        llm = LLM.from_model(*tiny.make_model(tiny.PLANS[plan]), **SIZES, fill=fill)
+        owned[fill] = sum(x.nbytes for x in jax.tree.leaves(llm.params)) + llm.engine.runner.cache.nbytes
+        new = sum(x.nbytes for x in alive() if id(x) not in before)
+        assert new == pytest.approx(owned[fill], abs=1024)  # besides them a table of pages
+        scored[fill] = [next(iter(one.values())).logprob for one in llm.score(prompt)[1:]]
+    gain = 4 * llm.model.config.hidden_size if llm.model.plan.is_swiftkv else 0
+    assert owned["xla"] == owned[None] - gain
+    np.testing.assert_allclose(scored["xla"], scored[None], atol=1e-4)
 
 
 def test_cudnn_scores_on_a_gpu_alone():
