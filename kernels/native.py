@@ -58,20 +58,22 @@ def library(source: Path) -> Path:
     folder = (Path.home() / ".cache" / "swiftkv-jax" / "native").resolve()
     if not private(folder):  # what lies there is run
         raise NoLibraryError(f"{folder} must be yours alone (chmod 700), where nobody else can rename it")
+    headers = Path(__file__).parent
     made_of = (
-        source.read_text(encoding="utf-8"),
+        *(path.read_text(encoding="utf-8") for path in (source, *sorted(headers.glob("*.h")))),
         _output([compiler, "--version"]),
         _processor(),
         version("jaxlib"),
         _FLAGS,
     )
-    compiled = folder / f"{source.stem}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    compiled = folder / f"{source.parent.name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     with (folder / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of many processes that start at once, one compiles
         if not compiled.exists():
             _LOG.info("compiling %s with %s", source.name, compiler)
             made = Path(scratch) / compiled.name
-            _output([compiler, *_FLAGS, "-isystem", jax.ffi.include_dir(), str(source), "-o", str(made)])
+            folders = ("-I", str(headers), "-isystem", jax.ffi.include_dir())
+            _output([compiler, *_FLAGS, *folders, str(source), "-o", str(made)])
             os.replace(made, compiled)
     return compiled
 

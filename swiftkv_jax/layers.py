@@ -1,4 +1,4 @@
-"""The parts of a decoder layer, as functions of parameters and arrays: norm, rotary, attention, MLP."""
+"""The parts of a decoder layer, as functions of parameters and arrays: norm, rotary, MLP."""
 
 import math
 
@@ -7,10 +7,7 @@ import jax.numpy as jnp
 
 from swiftkv_jax.config import ModelConfig, RopeConfig
 from swiftkv_jax.pytree import pytree
-from swiftkv_jax.shapes import Angles, Array, Bool, Float, Hidden, Int, KeyValues, PyTree, Queries
-
-_SPANS = 4  # of a long sequence's queries, each with its own static number of keys
-MASKED = -1e30  # finite: a row with nothing to see gives an average, never NaN
+from swiftkv_jax.shapes import Angles, Array, Float, Hidden, Int, KeyValues, PyTree, Queries
 
 
 @pytree
@@ -119,68 +116,3 @@ def decoder_layer(config: ModelConfig, p: PyTree, x: Hidden, at: Rotary, attend)
     mixed = attend(q)
     x = x + linear(mixed.reshape(*x.shape[:-1], -1), p["o_proj"])
     return x + mlp(p, rms_norm(x, p["post_norm"], config.rms_norm_eps))
-
-
-def attention(
-    q: Float[Array, "*batch T N H"],
-    k: Float[Array, "*batch S K H"],
-    v: Float[Array, "*batch S K Hv"],
-    mask: Bool[Array, "*batch T S"],
-    scale: float,
-) -> Float[Array, "*batch T N Hv"]:
-    """Grouped-query attention over the keys that `mask` lets each query see; softmax in float32."""
-    (length, heads), groups = q.shape[-3:-1], q.shape[-2] // k.shape[-2]
-    # Heads outermost and a group's queries in one matrix: both products are plain ones, whose operands no
-    # compiler needs to transpose.
-    q, k, v = (jnp.moveaxis(x, -2, -3) for x in (q, k, v))
-    q = q.reshape(*k.shape[:-2], groups * length, q.shape[-1])
-    scores = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32) * scale
-    scores = scores.reshape(*k.shape[:-2], groups, length, -1)
-    weights = jax.nn.softmax(jnp.where(mask[..., None, None, :, :], scores, MASKED), axis=-1)
-    weights = weights.astype(v.dtype).reshape(*k.shape[:-2], groups * length, -1)
-    mixed = jnp.einsum("...qs,...sh->...qh", weights, v)
-    return jnp.moveaxis(mixed.reshape(*k.shape[:-3], heads, length, -1), -3, -2)
-
-
-def causal_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K Hv"],
-    segments: Int[Array, "B T"],
-    window: int | Int[Array, ""],
-    block: int = 512,
-) -> Float[Array, "B T N Hv"]:
-    """Causal attention inside each segment, in query blocks so that [T, T] scores never exist whole.
-
-    A query sees keys of its own segment, at or before it, fewer than `window` tokens back.
-    """
-    length, scale = q.shape[1], q.shape[-1] ** -0.5
-
-    def one(start, q, k, v):
-        """Queries [start, start + len(q)) against the first len(k) keys."""
-        stop = k.shape[1]
-        at = start + jnp.arange(q.shape[1])
-        back = at[:, None] - jnp.arange(stop)
-        near = (back >= 0) & (back < window)
-        own = jnp.take(segments, jnp.minimum(at, length - 1), axis=1)
-        return attention(q, k, v, near & (own[:, :, None] == segments[:, None, :stop]), scale)
-
-    if length <= block:
-        return one(0, q, k, v)
-    # A few spans written out, so that early queries skip late keys; inside one, a loop over blocks, whose
-    # scores are made again in the backward pass: one block's exist at a time.
-    size = block * -(-length // (_SPANS * block))
-    checkpointed = jax.checkpoint(one, prevent_cse=False)
-    spans = []
-    for start in range(0, length, size):
-        stop = min(start + size, length)
-        pieces = -(-(stop - start) // block)
-        cut = jnp.pad(q[:, start:stop], ((0, 0), (0, pieces * block - (stop - start)), (0, 0), (0, 0)))
-        cut = jnp.moveaxis(cut.reshape(cut.shape[0], pieces, block, *cut.shape[2:]), 1, 0)
-        first = start + block * jnp.arange(pieces)
-        keys, values = k[:, :stop], v[:, :stop]
-        out = jax.lax.map(lambda x, keys=keys, values=values: checkpointed(*x, keys, values), (first, cut))
-        spans.append(
-            jnp.moveaxis(out, 0, 1).reshape(q.shape[0], pieces * block, *out.shape[3:])[:, : stop - start]
-        )
-    return jnp.concatenate(spans, axis=1)

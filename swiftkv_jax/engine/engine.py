@@ -30,11 +30,13 @@ class Stats:
 
     Attributes:
       prompt_seconds: of steps that read prompts, decode_seconds: of all others.
+      prompt_survivors: those of the prompt tokens that ran every layer, the last of each prompt.
       host_seconds: of both, what was not spent waiting for the device. decoded_steps: tokens a row may have
         decoded in decode launches, whose host time is `decode_host_seconds`.
     """
 
     prompt_tokens: int = 0
+    prompt_survivors: int = 0
     output_tokens: int = 0
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -234,6 +236,7 @@ class Engine:
         for item in work:
             if item.sequence.pending > 1 or not item.sequence.output:
                 self.stats.prompt_tokens += item.count
+                self.stats.prompt_survivors += item.completes
             self.stats.drafted_tokens += len(item.draft)
             self.scheduler.cached(item.sequence, item.count)
         if any(launch.places):

@@ -193,9 +193,13 @@ def _say(args: argparse.Namespace):
 
 def _load(args: argparse.Namespace, root: Path, model: str | Path | None = None):
     """The LLM of `model`, or of --model, or of the demo."""
+    from swiftkv_jax.checkpoint.hf import local_folder
     from swiftkv_jax.engine.llm import LLM
 
-    folder: str | Path = model or args.model or _demo(root)
+    named: str | Path = model or args.model or _demo(root)
+    folder = local_folder(named)
+    if folder.parent.name == "snapshots":  # of the hub's cache, named by its commit
+        _say(args)(f"files     {named} at commit {folder.name}")
     return LLM(folder, dtype=args.dtype, max_model_len=args.max_model_len, **_given(args, _ENGINE))
 
 

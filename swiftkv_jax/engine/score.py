@@ -11,8 +11,9 @@ from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
 from swiftkv_jax.engine.scheduler import power_of_two
 from swiftkv_jax.engine.sequence import NOT_FINITE
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.kernels.causal_attention.api import causal_attention
 from swiftkv_jax.kernels.prompt_attention.api import prompt_attention
-from swiftkv_jax.layers import causal_attention, rotary
+from swiftkv_jax.layers import rotary
 from swiftkv_jax.model import Transformer, embed, forward_layers, logits
 from swiftkv_jax.shapes import Array, Int, PyTree
 

@@ -4,12 +4,14 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import hf_models
+import huggingface_hub
 import pytest
 import transformers
 
@@ -255,6 +257,22 @@ def test_without_a_model_the_demo_is_looked_for(tmp_path, monkeypatch, capsys):
     assert "no demo model" in capsys.readouterr().err
 
 
+def test_a_hub_model_is_of_one_commit_and_says_which(folder, tmp_path, monkeypatch, capsys):
+    """Weights and tokenizer both: asked for twice, the hub may give files of two commits."""
+    snapshot, asked = tmp_path / "snapshots" / "0a1b2c", []
+    shutil.copytree(folder, snapshot)
+
+    def download(repo, allow_patterns):
+        asked.append(repo)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    assert main(["--model", "someone/some-model", "--input", source, *FLAGS[:-1]]) == 0
+    assert asked == ["someone/some-model"]
+    assert "someone/some-model at commit 0a1b2c\n" in capsys.readouterr().err
+
+
 def test_ctrl_c_says_how_to_go_on(folder, whole, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.jsonl"
     run = LLM.run
@@ -298,7 +316,12 @@ def test_the_compilation_cache_is_its_users_alone_or_not_used(tmp_path):
     cache.chmod(0o770)
     said = help_of_serve(tmp_path)
     assert f"warning: no compilation cache: {cache} must be yours alone" in said and said.count("\n") == 1
-    for mode, parents, alone in ((0o755, 0o755, True), (0o702, 0o700, False), (0o700, 0o770, False)):
+    for mode, parents, alone in (
+        (0o755, 0o755, True),
+        (0o702, 0o700, False),
+        (0o1777, 0o700, False),  # where nobody can rename what is there, anybody can still add to it
+        (0o700, 0o770, False),
+    ):
         cache.chmod(mode)
         cache.parent.chmod(parents)
         assert private(cache) == alone

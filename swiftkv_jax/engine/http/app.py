@@ -177,7 +177,7 @@ def _common(request: Request, model: Model) -> dict:
     client_id = clip(request.headers.get("x-request-id", ""), 64)
     return {
         "call": {"tenant": scope[TENANT], "request_id": scope[REQUEST_ID], "client_id": client_id},
-        "shape": {"model": model.name, "fingerprint": model.llm.fingerprint},
+        "shape": {"model": model.name, "fingerprint": model.fingerprint},
     }
 
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from swiftkv_jax.engine.http import answers, schema
 from swiftkv_jax.engine.http.asgi import EventStream
-from swiftkv_jax.engine.http.errors import ApiError, clip
+from swiftkv_jax.engine.http.errors import MAX_ECHO, ApiError, clip
 from swiftkv_jax.engine.http.service import Service
 from swiftkv_jax.engine.http.streams import Delta, Stream
 from swiftkv_jax.engine.llm import LLM
@@ -280,9 +280,10 @@ def refuse_control_tokens(llm: LLM, messages: list[dict[str, str]]) -> None:
 
 
 def without_place(llm: LLM, error: UsageError) -> str:
-    """What went wrong, without the folder that the tokenizer came from."""
-    name = getattr(llm.tokenizer, "name", None)
-    return str(error).replace(f"of {name}", "of the model") if name else str(error)
+    """What went wrong, without the tokenizer's folder; a template may repeat a message and is cut short."""
+    name, said, words = getattr(llm.tokenizer, "name", None), str(error), str(error.__cause__ or "")
+    said = said.replace(f"of {name}", "of the model") if name else said
+    return said.replace(words, clip(words, MAX_ECHO)) if words else said
 
 
 def _bad_request(llm: LLM, call: Call, error: UsageError) -> ApiError:

@@ -197,7 +197,7 @@ class Metrics(Observer):
     def totals(self) -> Iterator[Metric]:
         """Counters that the engine keeps itself, and the gaps between tokens."""
         values = {name: (getattr(self._stats, field), text) for name, (field, text) in _COUNTED.items()}
-        skipped = self._stats.prompt_tokens * self._skipped_layers
+        skipped = (self._stats.prompt_tokens - self._stats.prompt_survivors) * self._skipped_layers
         values["prefill_tokens_skipped"] = (skipped, "prompt tokens times layers that they did not run")
         values["compilations"] = (self._compiled, "programs compiled; flat once the server is ready")
         for name, (value, text) in values.items():

@@ -14,9 +14,13 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """One model, the engine that runs it, and who answers for it."""
+    """One model, the engine that runs it, and who answers for it.
+
+    `fingerprint` is made with it, and not by the first request: that compiles a little, on the event loop.
+    """
 
     name: str
+    fingerprint: str
     llm: LLM
     metrics: Metrics
     service: Service
@@ -26,7 +30,7 @@ class Model:
     def of(cls, llm: LLM, settings: HttpSettings) -> "Model":
         metrics = Metrics(llm, settings)
         service = Service(llm, settings, metrics)
-        return cls(settings.model_name, llm, metrics, service, Generator(service))
+        return cls(settings.model_name, llm.fingerprint, llm, metrics, service, Generator(service))
 
     def card(self, created: int) -> dict:
         """What `/v1/models` says of it; `created` is in Unix seconds."""

@@ -10,6 +10,7 @@ import httpx
 import pytest
 import tiny_engine as tiny
 from http_server import Running, connect, error_of, make_llm, raw_request, wait_for
+from test_metrics import read
 
 
 @pytest.mark.parametrize("bound", ["max_queued_tokens", "max_queued_output_tokens"])
@@ -81,6 +82,18 @@ def test_what_may_be_generated_counts_in_the_queue():
             wait_for(lambda: server.engine.scheduler.waiting.demand.output_tokens == 100)
 
 
+def test_tokens_are_counted_once_they_are_known():
+    """Four bytes to a token is a guess, by which this text has room; the tokenizer makes one of each byte."""
+    llm = make_llm(max_num_seqs=1, max_queued_tokens=60)
+    with Running(llm, warm_up=False) as server, held_up(server, prompt="a" * 20):
+        refused = post(server, "one", prompt="b" * 50, max_tokens=1)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert "20 tokens are waiting" in error_of(refused)["message"]
+        with connect(server) as caller:
+            send(caller, "one", prompt="b" * 40, max_tokens=1)
+            wait_for(lambda: server.engine.scheduler.waiting.demand.tokens == 60)
+
+
 @pytest.mark.parametrize("statuses", [(503, 429), (429, 503), (529, 529)])
 def test_refusals_have_the_status_that_was_chosen(statuses):
     """Of a full queue and of a key above its share; shutting down and starting stay 503."""
@@ -136,3 +149,26 @@ def test_a_key_has_half_of_what_may_wait(bound):
         with connect(server) as caller:
             send(caller, "two", **body)
             wait_for(lambda: len(server.engine.scheduler.waiting) == 2)
+
+
+def test_what_waits_and_what_is_refused_is_counted():
+    """One sequence is in the one lane, two wait; then nobody gets in, for each reason there is."""
+    llm = make_llm(max_num_seqs=1, max_queued_requests=2, num_pages=16)
+    keys = {"api_keys": ("one", "two"), "max_requests_per_key": 3}
+    with Running(llm, warm_up=False, **keys) as server, held_up(server, n=2):
+        service = server.api.service
+
+        def gauge(name: str) -> float:
+            [(_, found)] = read(server)[name]
+            return found
+
+        wait_for(lambda: (gauge("num_requests_running"), gauge("num_requests_waiting")) == (1, 2))
+        assert gauge("kv_cache_usage_perc") == server.engine.scheduler.pages.used / 16 > 0
+        assert [post(server, key).status_code for key in ("one", "one", "two")] == [429, 429, 503]
+        service.draining = True
+        assert post(server, "two").status_code == 503
+        service.draining, service._ready = False, False
+        assert [post(server, "two").status_code for _ in range(3)] == [503] * 3
+        service._ready = True
+        refused = {labels["reason"]: count for labels, count in read(server)["admission_rejections_total"]}
+        assert refused == {"key": 2, "queue": 1, "draining": 1, "starting": 3}

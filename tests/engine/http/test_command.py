@@ -92,6 +92,16 @@ def start(*flags: str) -> tuple[subprocess.Popen, str]:
     raise AssertionError(f"the server ended with {process.wait()}")
 
 
+def ports(process: subprocess.Popen) -> set[int]:
+    """Those at which a process takes connections."""
+    place = Path(f"/proc/{process.pid}")
+    sockets = {os.readlink(link) for link in (place / "fd").iterdir() if link.is_symlink()}
+    tables = [(place / "net" / kind).read_text(encoding="ascii") for kind in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    listening = [row for row in rows if row[3] == "0A"]
+    return {int(row[1].rpartition(":")[2], 16) for row in listening if f"socket:[{row[9]}]" in sockets}
+
+
 def check_sigterm(process: subprocess.Popen, client: httpx.Client) -> None:
     """Requests that run when the signal comes are answered whole; later ones are refused; the code is 0."""
     body = {"prompt": "The function", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
@@ -130,6 +140,7 @@ def test_sigterm_under_load_loses_no_request():
             assert first.status_code == 200, first.text
             chat = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
             assert chat.status_code == 400 and str(ROOT) not in chat.text
+            assert ports(process) == {client.base_url.port}, "no other than was asked for"
             check_sigterm(process, client)
     finally:
         process.kill()

@@ -266,6 +266,18 @@ def test_a_template_without_end_costs_its_request_only(chatty, monkeypatch):
     assert server.complete([1, 2], max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
+def test_a_template_that_repeats_a_message_is_cut_short(chatty, monkeypatch, route):
+    server, _ = chatty
+    monkeypatch.setattr(
+        server.api.llm.tokenizer._template, "source", "{{ raise_exception('no: ' ~ messages[0].content) }}"
+    )
+    for word in ("q" * 1000, "q " * 500):
+        answer = server.http.post(route, json={"messages": [{"role": "user", "content": word}]})
+        assert answer.status_code == 400 and "refuses these messages: no: q" in error_of(answer)["message"]
+        assert answer.text.count("q") <= 101, "one is in invalid_request_error"
+
+
 def test_settings_have_the_defaults_that_are_documented():
     settings = http_server.HttpSettings(model_name="x")
     found = dataclasses.asdict(settings)

@@ -37,6 +37,14 @@ def value(server: Running, name: str) -> float:
     return found
 
 
+def test_the_first_request_compiles_nothing(served):
+    """The first of this module too, which begins with nothing compiled: later ones would not tell."""
+    before = value(served, "compilations_total")
+    assert before
+    served.complete("x", max_tokens=2)
+    assert value(served, "compilations_total") == before
+
+
 def test_vllms_names_are_there_with_its_labels(served):
     found = read(served)
     assert not set(NAMES) - set(found)
@@ -86,12 +94,15 @@ def test_gaps_are_counted_while_a_stream_runs(served):
 
 
 def test_counters_count_what_was_asked_and_answered(served):
-    """A prompt of 20 tokens in pages of 8, twice: the second completion finds two pages of the first."""
+    """A prompt of 20 tokens in pages of 8, twice: the second completion finds two pages of the first.
+
+    Of two layers a prompt's tokens run one, but for the last of each.
+    """
     names = (
         "prompt_tokens_total generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total "
         "request_prompt_tokens_sum request_generation_tokens_sum request_params_n_sum request_params_n_count "
         "request_params_max_tokens_sum time_to_first_token_seconds_count e2e_request_latency_seconds_count "
-        "corrupted_requests_total"
+        "corrupted_requests_total prefill_tokens_skipped_total"
     ).split()
 
     def now() -> dict[str, float]:
@@ -101,7 +112,7 @@ def test_counters_count_what_was_asked_and_answered(served):
 
     before = now()
     served.complete("counted once, twice.", max_tokens=5, n=2, ignore_eos=True, cache_salt="counters")
-    want = (24, 10, 40, 16, 20, 10, 2, 1, 5, 2, 2, 0)
+    want = (24, 10, 40, 16, 20, 10, 2, 1, 5, 2, 2, 0, 22)
     want = dict(zip(names, want, strict=True)) | {"length": 2, "stop": 0, "abort": 0, "error": 0}
     wait_for(lambda: {name: count - before[name] for name, count in now().items()} == want)
 

@@ -1,0 +1,1 @@
+"""Causal attention of whole sequences, with gradients."""

@@ -1,0 +1,46 @@
+"""Causal attention and its gradients in C++, for CPUs: `native_cpu.cc`, called through XLA's FFI."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from swiftkv_jax.kernels import native
+
+_SOURCE = Path(__file__).with_name("native_cpu.cc")
+_FORWARD, _BACKWARD = "swiftkv_causal_attention", "swiftkv_causal_attention_backward"
+
+
+def refuses(*_, **__) -> str:
+    """What of a call is not supported, or ""."""
+    if (devices := jax.sharding.get_abstract_mesh().size) > 1:
+        return f"a mesh of {devices} devices: one"
+    handlers = {"CausalAttention": _FORWARD, "CausalAttentionBackward": _BACKWARD}
+    return "".join(native.register(_SOURCE, *handler) for handler in handlers.items())
+
+
+def causal_attention(q, k, v, first, *, scale):
+    """As `api.causal_attention`, of the first key [B, T] that each token sees; computed in float32."""
+    q32, k32, v32 = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    return jnp.asarray(_attend(float(scale), q32, k32, v32, jnp.asarray(first, jnp.int32)), q.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(scale, q, k, v, first):
+    return _forward(scale, q, k, v, first)[0]
+
+
+def _forward(scale, q, k, v, first):
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), jnp.float32)
+    sums = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    out, sums = jax.ffi.ffi_call(_FORWARD, (out, sums))(q, k, v, first, scale=scale)
+    return out, (q, k, v, first, out, sums)
+
+
+def _backward(scale, kept, given):
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in kept[:3])
+    return *jax.ffi.ffi_call(_BACKWARD, shapes)(*kept, given, scale=scale), None
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,54 @@
+"""Causal attention in jax.numpy, in blocks of queries so that [T, T] scores never exist whole."""
+
+import jax
+import jax.numpy as jnp
+
+_BLOCK = 512  # queries whose scores exist at a time
+_SPANS = 4  # of a long sequence's queries, each with its own static number of keys
+_MASKED = -1e30  # finite: a row with nothing to see gives an average, never NaN
+
+
+def causal_attention(q, k, v, first, *, scale):
+    """As `api.causal_attention`, of the first key [B, T] that each token sees."""
+    length = q.shape[1]
+
+    def one(start, q, k, v):
+        """Queries [start, start + len(q)) against the first len(k) keys."""
+        at, keys = start + jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
+        own = jnp.take(first, jnp.minimum(at, length - 1), axis=1)
+        return _attention(q, k, v, (keys <= at[:, None]) & (keys >= own[..., None]), scale)
+
+    if length <= _BLOCK:
+        return one(0, q, k, v)
+    # A few spans written out, so that early queries skip late keys; inside one, a loop over blocks, whose
+    # scores are made again in the backward pass: one block's exist at a time.
+    size = _BLOCK * -(-length // (_SPANS * _BLOCK))
+    checkpointed = jax.checkpoint(one, prevent_cse=False)
+    spans = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        pieces = -(-(stop - start) // _BLOCK)
+        cut = jnp.pad(q[:, start:stop], ((0, 0), (0, pieces * _BLOCK - (stop - start)), (0, 0), (0, 0)))
+        cut = jnp.moveaxis(cut.reshape(cut.shape[0], pieces, _BLOCK, *cut.shape[2:]), 1, 0)
+        begin = start + _BLOCK * jnp.arange(pieces)
+        keys, values = k[:, :stop], v[:, :stop]
+        out = jax.lax.map(lambda x, keys=keys, values=values: checkpointed(*x, keys, values), (begin, cut))
+        spans.append(
+            jnp.moveaxis(out, 0, 1).reshape(q.shape[0], pieces * _BLOCK, *out.shape[3:])[:, : stop - start]
+        )
+    return jnp.concatenate(spans, axis=1)
+
+
+def _attention(q, k, v, mask, scale):
+    """Grouped-query attention over the keys that `mask` [..., T, S] shows each query; softmax in float32."""
+    (length, heads), groups = q.shape[-3:-1], q.shape[-2] // k.shape[-2]
+    # Heads outermost and a group's queries in one matrix: both products are plain ones, whose operands no
+    # compiler needs to transpose.
+    q, k, v = (jnp.moveaxis(x, -2, -3) for x in (q, k, v))
+    q = q.reshape(*k.shape[:-2], groups * length, q.shape[-1])
+    scores = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32) * scale
+    scores = scores.reshape(*k.shape[:-2], groups, length, -1)
+    weights = jax.nn.softmax(jnp.where(mask[..., None, None, :, :], scores, _MASKED), axis=-1)
+    weights = weights.astype(v.dtype).reshape(*k.shape[:-2], groups * length, -1)
+    mixed = jnp.einsum("...qs,...sh->...qh", weights, v)
+    return jnp.moveaxis(mixed.reshape(*k.shape[:-3], heads, length, -1), -3, -2)
