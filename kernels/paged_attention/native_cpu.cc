@@ -128,9 +128,11 @@ void attend(const Call& c, Scratch& s, int64_t block, int64_t head) {
 template <class T>
 void run(ffi::ThreadPool& pool, const Call& c) {
   const auto make = [c] { return Scratch(c.queries * (c.heads / c.kv_heads), c.width, c.value); };
-  in_parallel(pool, c.blocks * c.kv_heads, make, [c](int64_t i, Scratch& s) {
-    i = c.blocks * c.kv_heads - 1 - i;  // the last blocks of a prompt see the most: they go first
-    attend<T>(c, s, i / c.kv_heads, i % c.kv_heads);
+  // Where there are many blocks one thread takes all heads of a block: their keys lie side by side.
+  const int64_t together = c.blocks >= 4 * pool.num_threads() ? c.kv_heads : 1, parts = c.kv_heads / together;
+  in_parallel(pool, c.blocks * parts, make, [=](int64_t i, Scratch& s) {
+    i = c.blocks * parts - 1 - i;  // the last blocks of a prompt see the most: they go first
+    for (int64_t h = 0; h < together; ++h) attend<T>(c, s, i / parts, i % parts * together + h);
   });
 }
 
