@@ -34,13 +34,15 @@ def _attend(scale, q, k, v, first):
 def _forward(scale, q, k, v, first):
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), jnp.float32)
     sums = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    out, sums = jax.ffi.ffi_call(_FORWARD, (out, sums))(q, k, v, first, scale=scale)
+    call = jax.ffi.ffi_call(_FORWARD, (out, sums), vmap_method="sequential")
+    out, sums = call(q, k, v, first, scale=scale)
     return out, (q, k, v, first, out, sums)
 
 
 def _backward(scale, kept, given):
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in kept[:3])
-    return *jax.ffi.ffi_call(_BACKWARD, shapes)(*kept, given, scale=scale), None
+    call = jax.ffi.ffi_call(_BACKWARD, shapes, vmap_method="sequential")
+    return *call(*kept, given, scale=scale), None
 
 
 _attend.defvjp(_forward, _backward)

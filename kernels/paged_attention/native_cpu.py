@@ -28,6 +28,6 @@ def paged_attention(q, k, v, table, sequence, position, *, row, scale, window, k
     out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1] // heads), jnp.float32)
     scales = (none if x is None else x for x in (k_scale, v_scale))
     integers = (x.astype(jnp.int32) for x in (table, sequence, position, jnp.asarray(mask.window_of(window))))
-    call = jax.ffi.ffi_call(_TARGET, out)
+    call = jax.ffi.ffi_call(_TARGET, out, vmap_method="sequential")
     mixed = call(q.astype(jnp.float32), k, v, *scales, *integers, row=int(row), scale=float(scale))
     return mixed.astype(q.dtype)

@@ -1,6 +1,7 @@
 """Causal attention of packed sequences and its gradients: every implementation equals the definition."""
 
 import functools
+import platform
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftkv_jax.kernels import dispatch
+from swiftkv_jax.kernels import dispatch, native
 from swiftkv_jax.kernels.causal_attention import api, native_cpu
 
 ALL = 1 << 30
@@ -77,6 +78,19 @@ def test_outputs_and_gradients_are_the_definitions(implementation, shape, window
     check(implementation, window, **SHAPES[shape])
 
 
+@pytest.mark.slow
+@NEEDS_COMPILER
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell"])  # vectors of 4 and of 8 floats
+def test_narrower_vectors(processor, monkeypatch):
+    flags = (f.replace("-march=native", f"-march={processor}") for f in native._FLAGS)
+    monkeypatch.setattr(native, "_FLAGS", tuple(flags))
+    for name in ("_FORWARD", "_BACKWARD"):
+        monkeypatch.setattr(native_cpu, name, f"causal_attention_{name}_{processor}")
+    for shape in SHAPES.values():
+        check("native_cpu", 13, **shape)
+
+
 @pytest.mark.parametrize("implementation", BY)
 def test_bfloat16_within_its_error(implementation):
     check(implementation, ALL, tolerance=2e-2, tokens=100, dtype="bfloat16")
@@ -112,6 +126,23 @@ def test_a_window_that_only_the_loop_knows(implementation):
     got = jax.jit(lambda: jax.lax.map(run, windows))()
     for one, window in zip(got, (1, 7, ALL), strict=True):
         np.testing.assert_allclose(one, dense(q, k, v, segments, window), atol=1e-5)
+
+
+@NEEDS_COMPILER
+def test_under_vmap():
+    """Gradients of each of several rows, as a user may ask for them."""
+    q, k, v, slope, segments = arrays(batch=3, tokens=20)
+
+    def one(implementation, q, k, v, slope, segments):
+        parts = (x[None] for x in (q, k, v))
+        run = functools.partial(api.causal_attention, implementation=implementation)
+        return jax.vjp(lambda *x: run(*x, segments[None], ALL), *parts)[1](slope[None])
+
+    got, want = (
+        jax.jit(jax.vmap(functools.partial(one, i)))(q, k, v, slope, segments) for i in ("native_cpu", "xla")
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_bad_shapes_are_named():
