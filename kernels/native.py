@@ -31,18 +31,27 @@ class NoLibraryError(RuntimeError):
     """It cannot be compiled here; one line says why."""
 
 
-@functools.cache  # a name is registered once, and what failed once is not tried with every call
-def register(source: Path, handler: str, target: str) -> str:
-    """Make `handler` of the C++ file `source` known to XLA as `target`; "", or why it cannot be, logged once.
+def refuses(source: Path, **targets: str) -> str:
+    """Why the C++ of `source` cannot be called here; or "", with each handler known to XLA by its target.
 
-    `handler` is a symbol that XLA_FFI_DEFINE_HANDLER_SYMBOL (xla/ffi/api/ffi.h, which jaxlib brings) defines.
+    A handler is a symbol that XLA_FFI_DEFINE_HANDLER_SYMBOL (xla/ffi/api/ffi.h, which jaxlib brings) defines.
     """
+    if (devices := jax.sharding.get_abstract_mesh().size) > 1:
+        return f"a mesh of {devices} devices: one"
+    return _register(source, tuple(targets.items()))
+
+
+@functools.cache  # a name is registered once, and what failed once is not tried with every call
+def _register(source: Path, targets: tuple[tuple[str, str], ...]) -> str:
+    """The reason, which is logged once, or ""."""
     try:
-        function = getattr(ctypes.CDLL(str(library(source))), handler)
+        loaded = ctypes.CDLL(str(library(source)))
     except (NoLibraryError, OSError, RuntimeError) as error:
-        _LOG.warning("%s cannot be used, XLA does its work, slower: %s", source.name, error)
+        _LOG.warning("%s by XLA, slower than in C++: %s", source.parent.name, error)
         return str(error)
-    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
+    for handler, target in targets:
+        function = jax.ffi.pycapsule(getattr(loaded, handler))
+        jax.ffi.register_ffi_target(target, function, platform="cpu")
     return ""
 
 

@@ -194,24 +194,23 @@ ffi::Error causal_attention_backward(ffi::ThreadPool pool, F32 q, F32 k, F32 v, 
 
 }  // namespace
 
+static auto inputs() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .Arg<F32>()   // q
+      .Arg<F32>()   // k
+      .Arg<F32>()   // v
+      .Arg<S32>();  // first
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CausalAttention, causal_attention,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<F32>()  // q
-                                  .Arg<F32>()  // k
-                                  .Arg<F32>()  // v
-                                  .Arg<S32>()  // first
+                              inputs()
                                   .Attr<double>("scale")
                                   .Ret<F32>()
                                   .Ret<F32>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(CausalAttentionBackward, causal_attention_backward,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<F32>()  // q
-                                  .Arg<F32>()  // k
-                                  .Arg<F32>()  // v
-                                  .Arg<S32>()  // first
+                              inputs()
                                   .Arg<F32>()  // out
                                   .Arg<F32>()  // sums
                                   .Arg<F32>()  // given

@@ -14,10 +14,7 @@ _FORWARD, _BACKWARD = "swiftkv_causal_attention", "swiftkv_causal_attention_back
 
 def refuses(*_, **__) -> str:
     """What of a call is not supported, or ""."""
-    if (devices := jax.sharding.get_abstract_mesh().size) > 1:
-        return f"a mesh of {devices} devices: one"
-    handlers = {"CausalAttention": _FORWARD, "CausalAttentionBackward": _BACKWARD}
-    return "".join(native.register(_SOURCE, *handler) for handler in handlers.items())
+    return native.refuses(_SOURCE, CausalAttention=_FORWARD, CausalAttentionBackward=_BACKWARD)
 
 
 def causal_attention(q, k, v, first, *, scale):

@@ -16,9 +16,7 @@ def refuses(q, k, v, *_, **__) -> str:
     """What of a call is not supported, or ""."""
     if k.dtype != v.dtype or k.dtype.name not in _STORED:
         return f"{k.dtype} keys and {v.dtype} values: both {' or '.join(_STORED)}"
-    if (devices := jax.sharding.get_abstract_mesh().size) > 1:
-        return f"a mesh of {devices} devices: one"
-    return native.register(_SOURCE, "PagedAttention", _TARGET)
+    return native.refuses(_SOURCE, PagedAttention=_TARGET)
 
 
 def paged_attention(q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale):

@@ -1,7 +1,6 @@
 """Causal attention of packed sequences and its gradients: every implementation equals the definition."""
 
 import functools
-import platform
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftkv_jax.kernels import dispatch, native
+from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.causal_attention import api, native_cpu
 
 ALL = 1 << 30
@@ -80,13 +79,9 @@ def test_outputs_and_gradients_are_the_definitions(implementation, shape, window
 
 @pytest.mark.slow
 @NEEDS_COMPILER
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
-@pytest.mark.parametrize("processor", ["x86-64", "haswell"])  # vectors of 4 and of 8 floats
-def test_narrower_vectors(processor, monkeypatch):
-    flags = (f.replace("-march=native", f"-march={processor}") for f in native._FLAGS)
-    monkeypatch.setattr(native, "_FLAGS", tuple(flags))
+def test_narrower_vectors(narrow, monkeypatch):
     for name in ("_FORWARD", "_BACKWARD"):
-        monkeypatch.setattr(native_cpu, name, f"causal_attention_{name}_{processor}")
+        monkeypatch.setattr(native_cpu, name, f"causal_attention_{name}_{narrow}")
     for shape in SHAPES.values():
         check("native_cpu", 13, **shape)
 

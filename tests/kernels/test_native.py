@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.kernels import dispatch, native
+from swiftkv_jax.kernels.causal_attention import native_cpu as causal_native
 from swiftkv_jax.kernels.paged_attention import api, cases, native_cpu
 
 SOURCE = Path(native_cpu.__file__).with_suffix(".cc")
@@ -24,7 +25,7 @@ def home(tmp_path, monkeypatch):
     """A home of its own, and nothing known of earlier calls."""
     (tmp_path / "home").mkdir(mode=0o700)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(native, "register", functools.cache(native.register.__wrapped__))
+    monkeypatch.setattr(native, "_register", functools.cache(native._register.__wrapped__))
     return tmp_path / "home"
 
 
@@ -34,6 +35,14 @@ def compiler(folder: Path, script: str) -> str:
     (folder / "c++").write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     (folder / "c++").chmod(0o755)
     return f"{folder}:{os.environ['PATH']}"
+
+
+def test_two_handlers_of_a_file_are_one_warning(home, monkeypatch, caplog):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    why = "no C++ compiler is installed: c++, g++, clang++"
+    assert [causal_native.refuses() for _ in range(2)] == [why] * 2
+    said = [r.getMessage() for r in caplog.records]
+    assert said == [f"causal_attention by XLA, slower than in C++: {why}"]
 
 
 def refused() -> str:
@@ -50,9 +59,7 @@ def test_without_a_compiler_xla_does_the_work_and_one_line_says_why(home, monkey
     got = [np.asarray(run()) for _ in range(2)]
     np.testing.assert_array_equal(got, [np.asarray(run(implementation="xla"))] * 2)
     why = "no C++ compiler is installed: c++, g++, clang++"
-    assert [r.getMessage() for r in caplog.records] == [
-        f"native_cpu.cc cannot be used, XLA does its work, slower: {why}"
-    ]
+    assert [r.getMessage() for r in caplog.records] == [f"paged_attention by XLA, slower than in C++: {why}"]
     with pytest.raises(
         dispatch.UnsupportedError, match=r"native_cpu does not support .*no C\+\+ compiler is installed"
     ):

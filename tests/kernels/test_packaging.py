@@ -3,6 +3,8 @@
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,9 +26,9 @@ def test_every_package_is_packaged():
     }
 
 
-def test_every_c_file_is_packaged():
+@pytest.mark.parametrize("kind", ["cc", "h"])
+def test_every_c_file_is_packaged(kind):
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    found = {
-        "swiftkv_jax." + ".".join(p.parent.relative_to(ROOT).parts) for p in (ROOT / "kernels").rglob("*.cc")
-    }
-    assert found and all("*.cc" in setuptools["package-data"][name] for name in found)
+    found = {path.parent.relative_to(ROOT) for path in (ROOT / "kernels").rglob(f"*.{kind}")}
+    names = {".".join(("swiftkv_jax", *folder.parts)) for folder in found}
+    assert names and all(f"*.{kind}" in setuptools["package-data"][name] for name in names)

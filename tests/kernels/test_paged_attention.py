@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import platform
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax.cache import Cache, make_batch
-from swiftkv_jax.kernels import dispatch, native
+from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.mask import visible
 from swiftkv_jax.kernels.paged_attention import api, cases, native_cpu, pallas_gpu, pallas_tpu, reference, xla
 
@@ -90,12 +89,8 @@ def test_native_agrees_with_the_definition(name):
 
 @pytest.mark.slow
 @NEEDS_COMPILER
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 processor")
-@pytest.mark.parametrize("processor", ["x86-64", "haswell"])  # vectors of 4 and of 8 floats
-def test_native_agrees_on_narrower_vectors(processor, monkeypatch):
-    flags = (f.replace("-march=native", f"-march={processor}") for f in native._FLAGS)
-    monkeypatch.setattr(native, "_FLAGS", tuple(flags))
-    monkeypatch.setattr(native_cpu, "_TARGET", f"paged_attention_{processor}")
+def test_native_agrees_on_narrower_vectors(narrow, monkeypatch):
+    monkeypatch.setattr(native_cpu, "_TARGET", f"paged_attention_{narrow}")
     for case in NATIVE.values():
         agree(case, by_native(case))
 
