@@ -38,7 +38,7 @@ from swiftkv_jax.tokenizer import load_tokenizer  # noqa: E402
 # name: (title, changes to configs/tiny.py, and to those of `--long`). AcrossKV opens the larger gap, and
 # closes most of it sooner.
 STUDENTS = {
-    "swiftkv": ("50 % SwiftKV", [], ["steps=1600"]),
+    "swiftkv": ("50 % SwiftKV", [], ["steps=3600"]),
     "acrosskv": ("50 % SwiftKV + 2-way AcrossKV", ["plan.share=2", "steps=200"], ["steps=800"]),
 }
 

@@ -21,6 +21,7 @@ import jax
 
 from swiftkv_jax.folder import private
 
+STORED = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")  # rows that the C++ reads and writes
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-DNDEBUG")
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300  # that a compiler may take

@@ -33,6 +33,10 @@ constexpr int TILE = 64;  // keys, a multiple of 4 * LANES
 constexpr int FEW = 4;    // query rows that use keys as they lie; more make a transposed copy worth while
 constexpr float LOG2E = 1.4426950408889634f, INF = __builtin_inff();
 
+// Stored numbers that C++ has no type for.
+struct Bf16 { uint16_t raw; };
+struct Fp8 { uint8_t raw; };  // e4m3fn
+
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 

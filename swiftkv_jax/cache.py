@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 
 from swiftkv_jax import sharding
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.kernels.fused_kv_fill.api import quantise
+from swiftkv_jax.kernels.page_write.api import page_write
 from swiftkv_jax.kernels.paged_attention.api import paged_attention
+from swiftkv_jax.kernels.pools import Pools
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.pytree import pytree, static
-from swiftkv_jax.shapes import Array, Float, Int, KeyValues, Queries
+from swiftkv_jax.shapes import Array, Int, KeyValues, Queries
 
 LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}  # of the rounding forms: what a row's largest value becomes
 _DENSE_PAGE = 64  # largest page of a dense cache, in tokens
@@ -93,18 +94,6 @@ def _block_size(tokens: int, sequences: int) -> int:
     return min(_BLOCK, 1 << (mean - 1).bit_length())
 
 
-def encode(x: Float[Array, "*batch K H"], dtype) -> tuple[Array, Float[Array, "*batch K"] | None]:
-    """`x` as a pool of `dtype` stores it, and, for the rounding forms, its scale per token and head."""
-    if jnp.dtype(dtype).name not in LARGEST:
-        return x.astype(dtype), None
-    return quantise(x.astype(jnp.float32), dtype)
-
-
-def decode(stored: Array, scale: Float[Array, "*batch K"] | None, dtype) -> Float[Array, "*batch K H"]:
-    """The inverse of `encode`, up to its rounding."""
-    return (stored if scale is None else stored.astype(jnp.float32) * scale[..., None]).astype(dtype)
-
-
 @pytree
 class Cache:
     """Rows of keys and values, flat: `[rows, pages, page, kv_heads * head_dim]`, K and V apart.
@@ -178,21 +167,20 @@ class Cache:
         return self.nbytes // (self.k.shape[1] * self.page)
 
     def write(self, rows, k: KeyValues, v: KeyValues, batch: Batch) -> "Cache":
-        """Store a flat batch's keys and values in one row ([T, K, H]) or in several ([rows, T, K, H])."""
-        page, slot = self.names(batch), batch.position % self.page
+        """Store a flat batch's keys and values in one row ([T, K, H]) or in several ([T, rows, K, H])."""
+        if isinstance(rows, int):
+            rows, k, v = (rows,), k[:, None], v[:, None]
+        slot = batch.position % self.page
+        return self.holding(page_write(self.pools, k, v, self.names(batch), slot, rows=rows))
 
-        def put(pool, new, *where):
-            for row, one in [(rows, new)] if isinstance(rows, int) else zip(rows, new, strict=True):
-                one = one.reshape(one.shape[0], -1)
-                pool = pool.at[(row, page, *where)].set(one)  # one scatter for all rows is slower
-            return pool
+    @property
+    def pools(self) -> Pools:
+        """The arrays that rows lie in, without the table."""
+        return Pools(self.k, self.v, self.k_scale, self.v_scale)
 
-        (k, k_scale), (v, v_scale) = encode(k, self.k.dtype), encode(v, self.v.dtype)
-        if k_scale is not None:
-            k_scale = put(self.k_scale, k_scale, slice(None), slot)
-            v_scale = put(self.v_scale, v_scale, slice(None), slot)
-        k, v = put(self.k, k, slot), put(self.v, v, slot)
-        return dataclasses.replace(self, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+    def holding(self, pools: Pools) -> "Cache":
+        """This cache with other pools."""
+        return dataclasses.replace(self, **pools._asdict())
 
     def names(self, batch: Batch) -> Int[Array, " T"]:
         """The page that each token of a flat batch belongs in; scratch for padding."""

@@ -147,7 +147,7 @@ def _scan(layer, x, stack, remat: bool, unroll: int = 1):
 
 
 def fill(model: Transformer, params: PyTree, x: Float[Array, "*batch D"], at: Rotary):
-    """Every upper row's keys and values, [rows, ..., K, H], by one stacked matmul on the stream `x`.
+    """Every upper row's keys and values, [..., rows, K, H], by one stacked matmul on the stream `x`.
 
     SwiftKV normalises the stream once with `norm_swiftkv` (SwiftKV paper, equation 2); otherwise the one
     maker here is the last layer, behind its own input norm. Makers that `page_fill.fold` made have that
@@ -164,13 +164,13 @@ def fill(model: Transformer, params: PyTree, x: Float[Array, "*batch D"], at: Ro
     def project(p):
         y = jnp.einsum("...d,dre->...re", h, p["kernel"].astype(h.dtype))
         y = y + p["bias"].astype(h.dtype) if "bias" in p else y
-        return jnp.moveaxis(y.reshape(*y.shape[:-1], *heads), -3, 0)
+        return y.reshape(*y.shape[:-1], *heads)
 
     k, v = project(p["k_proj"]), project(p["v_proj"])
     if "k_norm" in p:
-        gain = p["k_norm"].astype(k.dtype).reshape(-1, *(1,) * (k.ndim - 2), heads[1])
-        k = rms_norm(k, jnp.ones(heads[1], k.dtype), config.rms_norm_eps) * gain
-    return rotate(k, at), v
+        k = rms_norm(k, jnp.ones(heads[1], k.dtype), config.rms_norm_eps)
+        k = k * p["k_norm"].astype(k.dtype)[:, None]
+    return rotate(k, Rotary(at.cos[..., None, :], at.sin[..., None, :])), v
 
 
 def upper(model: Transformer, params: PyTree, x, rows, at: Rotary, segments, remat: bool = False):
@@ -178,7 +178,7 @@ def upper(model: Transformer, params: PyTree, x, rows, at: Rotary, segments, rem
     config, plan = model.config, model.plan
     reads = jnp.array([plan.upper_rows.index(row) for row in plan.rows[plan.depth :]], jnp.int32)
     windows = jnp.array(config.windows[plan.depth :], jnp.int32)
-    k, v = rows
+    k, v = (jnp.moveaxis(y, -3, 0) for y in rows)
 
     def layer(x, p):
         p, row, window = p
@@ -199,7 +199,11 @@ class _Rows(dict):
         self.attention = attention
 
     def write(self, rows, k, v, batch):
-        new = {rows: (k, v)} if isinstance(rows, int) else {row: (k[i], v[i]) for i, row in enumerate(rows)}
+        new = (
+            {rows: (k, v)}
+            if isinstance(rows, int)
+            else {row: (k[..., i, :, :], v[..., i, :, :]) for i, row in enumerate(rows)}
+        )
         return _Rows(self | new, self.attention)
 
     def attend(self, row, q, batch, window):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from swiftkv_jax import params as weights
 from swiftkv_jax.cache import Batch, Cache, make_batch
-from swiftkv_jax.kernels.fused_kv_fill.api import Makers, Pools, fold_gain, fused_kv_fill, rows_of
+from swiftkv_jax.kernels.fused_kv_fill.api import Makers, fold_gain, fused_kv_fill, rows_of
 from swiftkv_jax.layers import Rotary
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree
@@ -40,10 +40,10 @@ def fold(plan: KVPlan, params: PyTree, dtype) -> PyTree:
 def rows_of_stream(
     makers: Makers, kv_heads: int, eps: float, x: Float[Array, "*batch D"], at: Rotary
 ) -> tuple[Array, Array]:
-    """Keys and values [rows, *batch, K, H] of the stream `x`, in float32 as pages are rounded from."""
+    """Keys and values [*batch, rows, K, H] of the stream `x`, in float32 as pages are rounded from."""
     cos, sin = (angle.reshape(-1, angle.shape[-1]) for angle in (at.cos, at.sin))
     made = rows_of(x.reshape(-1, x.shape[-1]), makers, cos, sin, kv_heads, eps)
-    k, v = (jnp.moveaxis(y.reshape(*x.shape[:-1], y.shape[1], kv_heads, -1), -3, 0) for y in made)
+    k, v = (y.reshape(*x.shape[:-1], y.shape[1], kv_heads, -1) for y in made)
     return k, v
 
 
@@ -72,14 +72,14 @@ def write(
         makers,
         at.cos[picked],
         at.sin[picked],
-        Pools(cache.k, cache.v, cache.k_scale, cache.v_scale),
+        cache.pools,
         pages.name,
         pages.live,
         rows=rows,
         eps=eps,
         implementation=cache.fill,
     )
-    return dataclasses.replace(cache, **made._asdict())
+    return cache.holding(made)
 
 
 class Pages(NamedTuple):

@@ -5,8 +5,9 @@ import jax
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.dispatch import Implementation
 from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu, pallas_tpu, reference, xla
-from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools, fold_gain, quantise
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, fold_gain
 from swiftkv_jax.kernels.fused_kv_fill.xla import rows_of
+from swiftkv_jax.kernels.pools import Pools
 
 FUSED_KV_FILL = {
     "reference": Implementation(reference.fused_kv_fill),
@@ -15,7 +16,7 @@ FUSED_KV_FILL = {
     "pallas_gpu": Implementation(pallas_gpu.fused_kv_fill, pallas_gpu.refuses),
 }
 
-__all__ = ["FUSED_KV_FILL", "Makers", "Pools", "fold_gain", "fused_kv_fill", "quantise", "rows_of"]
+__all__ = ["FUSED_KV_FILL", "Makers", "fold_gain", "fused_kv_fill", "rows_of"]
 
 
 def fused_kv_fill(

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers
+from swiftkv_jax.kernels.pools import Pools
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.fused_kv_fill import reference
-from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers
 from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, across, down, plgpu, smem_bytes
+from swiftkv_jax.kernels.pools import Pools, largest
 
 _TOKENS = 64  # of a warpgroup
 _GROUPS = 2  # warpgroups that multiply
@@ -178,7 +178,7 @@ def _finish(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums, head: int) -
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the head before has left the stage
     if x.scales is not None:
         top = jnp.maximum(*(jnp.max(jnp.abs(y), axis=1) for y in parts))
-        scale = top / reference.largest(x.pool.dtype)
+        scale = top / largest(x.pool.dtype)
         factor = across(jnp.where(scale > 0, 1 / scale, 0.0), shape)
         parts = [y * factor for y in parts]
         parts = [jnp.round(y) for y in parts] if x.pool.dtype == jnp.int8 else parts

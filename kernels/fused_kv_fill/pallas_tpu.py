@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from swiftkv_jax.kernels import chips
-from swiftkv_jax.kernels.fused_kv_fill import reference
-from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers
+from swiftkv_jax.kernels.pools import Pools, largest, quantise
 
 _LANES = 128
 _PoolsOf: Any = Pools  # trees of block specs, shapes or references look like those of arrays
@@ -148,7 +148,7 @@ def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
                 y = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
             y = jnp.where(alive, y, 0.0)
             if scales is not None:
-                y, factor = reference.quantise(y, jnp.int8) if stage.dtype == jnp.int8 else _float8(y)
+                y, factor = quantise(y, jnp.int8) if stage.dtype == jnp.int8 else _float8(y)
                 factors.append(factor.reshape(-1, 1))
             stage[slot, rows, columns] = y.astype(stage.dtype)
         if scales is not None:
@@ -189,8 +189,8 @@ def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
 
 
 def _float8(y):
-    """`reference.quantise` to float8_e4m3fn, left in float32."""
-    scale = jnp.max(jnp.abs(y), axis=1) / reference.largest(jnp.float8_e4m3fn)
+    """`quantise` to float8_e4m3fn, left in float32."""
+    scale = jnp.max(jnp.abs(y), axis=1) / largest(jnp.float8_e4m3fn)
     return y * jnp.where(scale > 0, 1 / scale, 0)[:, None], scale
 
 

@@ -9,8 +9,6 @@
 namespace {
 
 // Stored numbers as floats.
-struct Bf16 { uint16_t raw; };
-struct Fp8 { uint8_t raw; };  // e4m3fn
 inline float wide(float x) { return x; }
 inline float wide(_Float16 x) { return x; }
 inline float wide(int8_t x) { return x; }

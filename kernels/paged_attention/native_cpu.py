@@ -9,13 +9,12 @@ from swiftkv_jax.kernels import mask, native
 
 _SOURCE = Path(__file__).with_name("native_cpu.cc")
 _TARGET = "swiftkv_paged_attention"
-_STORED = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 
 
 def refuses(q, k, v, *_, **__) -> str:
     """What of a call is not supported, or ""."""
-    if k.dtype != v.dtype or k.dtype.name not in _STORED:
-        return f"{k.dtype} keys and {v.dtype} values: both {' or '.join(_STORED)}"
+    if k.dtype != v.dtype or k.dtype.name not in native.STORED:
+        return f"{k.dtype} keys and {v.dtype} values: both {' or '.join(native.STORED)}"
     return native.refuses(_SOURCE, PagedAttention=_TARGET)
 
 

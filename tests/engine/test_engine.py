@@ -10,11 +10,11 @@ import pytest
 import tiny_engine as tiny
 from tiny_engine import GREEDY, LENGTHS, all_free, definition, make, model, poison, run, tokens
 
-from swiftkv_jax.cache import decode, encode
 from swiftkv_jax.engine import runner
 from swiftkv_jax.engine.draft import lookup
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.kernels.pools import encode
 from swiftkv_jax.layers import rotary
 from swiftkv_jax.model import _Rows, embed, fill, logits, run_lower, run_upper
 
@@ -169,6 +169,12 @@ def test_lookup_finds_the_last_and_longest_repetition():
     assert lookup([1, 2, 3, 4], 3) == [] and lookup([], 3) == []
 
 
+def rounded(x, dtype: str):
+    """Keys or values as they are read again."""
+    stored, scale = encode(x, jnp.dtype(dtype))
+    return stored.astype(jnp.float32) * (1 if scale is None else scale[..., None])
+
+
 @functools.cache
 def rounded_definition(plan: str, dtype: str) -> list[list[int]]:
     """Greedy tokens of the model's definition with every row passed through the rounding of its store."""
@@ -176,8 +182,7 @@ def rounded_definition(plan: str, dtype: str) -> list[list[int]]:
 
     class Rounded(_Rows):
         def write(self, rows, k, v, batch):
-            k, v = (decode(*encode(x, jnp.dtype(dtype)), jnp.float32) for x in (k, v))
-            return Rounded(super().write(rows, k, v, batch))
+            return Rounded(super().write(rows, *(rounded(x, dtype) for x in (k, v)), batch))
 
     @jax.jit
     def apply(ids):

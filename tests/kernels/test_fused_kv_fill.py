@@ -15,7 +15,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from swiftkv_jax import layers
 from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.fused_kv_fill import api, cases, pallas_gpu, pallas_tpu, reference
-from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers
+from swiftkv_jax.kernels.pools import Pools
 
 QUICK = ("plain", "k_norm", "one_token", "nowhere", "int8")  # by default; the others are slow
 NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]

@@ -1,0 +1,1 @@
+"""Keys and values of tokens written into the pages they belong in."""
