@@ -3,10 +3,10 @@
     python -m benchmarks.throughput [--model demo/teacher] [--workloads 512:64 1984:62] [--rounds 5]
 
 All variants run the teacher's weights on the same engine with the same settings, in one process, in turn;
-ratios are medians over the rounds. Output lengths are forced. Quality is not measured here: only `distill`
-makes a student worth serving. Beside each gain stands the one that the run's own costs predict,
-(n + c) / (n r + c): n prompt tokens per output token, c the cost of an output token in prompt tokens, r the
-share of a prompt token's cost that SwiftKV leaves.
+ratios are medians over the rounds. Rows are bfloat16, those of the last variant fp8. Output lengths are
+forced. Quality is not measured here: only `distill` makes a student worth serving. Beside each gain stands
+the one that the run's own costs predict, (n + c) / (n r + c): n prompt tokens per output token, c the cost of
+an output token in prompt tokens, r the share of a prompt token's cost that SwiftKV leaves.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import dataclasses
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -34,18 +35,18 @@ class Variant:
 
     name: str
     plan: skv.KVPlan
-    cache_dtype: str = "auto"
+    cache_dtype: str
 
 
-def variants(layers: int, share: int) -> list[Variant]:
-    """The columns of the paper's Table 3."""
+def variants(layers: int, share: int, cache_dtype: str) -> list[Variant]:
+    """The columns of the paper's Table 3; `cache_dtype` of all rows but the last variant's."""
     half = layers // 2
     shared = skv.KVPlan.swiftkv(layers, half, share)
     return [
-        Variant("standard", skv.KVPlan.standard(layers)),
-        Variant("merge-all", skv.KVPlan.merge_all(layers)),
-        Variant("SwiftKV 50 %", skv.KVPlan.swiftkv(layers, half)),
-        Variant(f"+ {share}-way AcrossKV", shared),
+        Variant("standard", skv.KVPlan.standard(layers), cache_dtype),
+        Variant("merge-all", skv.KVPlan.merge_all(layers), cache_dtype),
+        Variant("SwiftKV 50 %", skv.KVPlan.swiftkv(layers, half), cache_dtype),
+        Variant(f"+ {share}-way AcrossKV", shared, cache_dtype),
         Variant("+ fp8", shared, "float8_e4m3fn"),
     ]
 
@@ -229,19 +230,21 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--model", default="demo/teacher", help="a standard model's folder")
     p.add_argument("--dtype", default="float32")
+    p.add_argument("--cache-dtype", default="bfloat16", help="of rows, but for the fp8 variant")
     p.add_argument("--workloads", nargs="+", default=["512:64", "1984:62"], metavar="IN:OUT")
     p.add_argument("--budgets", type=float, nargs="*", default=[1.0, 0.5, 0.25, 0.1])
     p.add_argument("--budget-workload", default="512:64", metavar="IN:OUT")
     p.add_argument("--share", type=int, default=2, help="AcrossKV group (default 2)")
-    p.add_argument("--requests", type=int, default=32)
+    p.add_argument("--requests", type=int, default=64)
     p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--max-num-seqs", type=int, default=32)
+    p.add_argument("--max-num-seqs", type=int, default=64)
     p.add_argument("--page-size", type=int, default=64)
     p.add_argument("--output", type=Path, default=RESULTS)
     args = p.parse_args()
     model, params = skv.from_pretrained(args.model, dtype=args.dtype)
-    kinds = variants(model.config.num_layers, args.share)
-    result: dict = {"machine": machine("python -m benchmarks.throughput"), "workloads": {}, "budgets": {}}
+    kinds = variants(model.config.num_layers, args.share, args.cache_dtype)
+    command = " ".join(["python -m benchmarks.throughput", *sys.argv[1:]])
+    result: dict = {"machine": machine(command), "workloads": {}, "budgets": {}}
     for workload in args.workloads:
         length, outputs = (int(part) for part in workload.split(":"))
         sizes = {"max_num_seqs": args.max_num_seqs, "page_size": args.page_size}

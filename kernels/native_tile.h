@@ -14,6 +14,10 @@
 #include <type_traits>
 #include <vector>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -75,14 +79,11 @@ inline Vec pairs(Vec a, Vec b) {
 
 // The sum of each of N vectors, N a power of two, in as many lanes of the result again and again.
 template <int N>
-inline Vec sums(const Vec* x) {
+[[gnu::always_inline]] inline Vec sums(const Vec* x) {
   if constexpr (N == 1)
     return x[0];
-  else {
-    Vec half[N / 2];
-    for (int i = 0; i < N / 2; ++i) half[i] = pairs(x[2 * i], x[2 * i + 1]);
-    return sums<N / 2>(half);
-  }
+  else
+    return pairs(sums<N / 2>(x), sums<N / 2>(x + N / 2));
 }
 
 template <class Of>
@@ -120,16 +121,18 @@ inline int64_t in_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 struct Scratch {
   Scratch(int64_t rows, int64_t width, int64_t value)
       : rows(rows), width(in_lanes(width)), value(in_lanes(value)),
-        floats(rows * (this->width + this->value + 2) + TILE * (2 * this->width + this->value) + ROWS * TILE),
+        floats(LANES + rows * (this->width + this->value + 2) + TILE * (2 * this->width + this->value) +
+               std::max(ROWS, FEW) * TILE),
         spans(2 * rows) {
-    q = floats.data();
+    // Whole vectors first, none of them in two cache lines.
+    q = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(floats.data()) + sizeof(Vec) - 1) & -sizeof(Vec));
     mixed = q + rows * this->width;
-    top = mixed + rows * this->value;
-    total = top + rows;
-    columns = total + rows;
+    columns = mixed + rows * this->value;
     keys = columns + TILE * this->width;
     values = keys + TILE * this->width;
     scores = values + TILE * this->value;
+    top = scores + std::max(ROWS, FEW) * TILE;
+    total = top + rows;
     first = spans.data();
     last = first + rows;
   }
@@ -304,6 +307,12 @@ void in_parallel(ffi::ThreadPool& pool, int64_t count, Make make, Work work) {
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([run] { run(); });
   run();
   while (shared->done.load() < count) std::this_thread::yield();
+}
+
+// As above, for work that needs nothing to work in.
+template <class Work>
+void in_parallel(ffi::ThreadPool& pool, int64_t count, Work work) {
+  in_parallel(pool, count, [] { return nullptr; }, [work](int64_t i, std::nullptr_t) { work(i); });
 }
 
 }  // namespace

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.config import ModelConfig, RopeConfig
+from swiftkv_jax.kernels.rotary_angles.api import rotary_angles
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Angles, Array, Float, Hidden, Int, KeyValues, PyTree, Queries
 
@@ -18,9 +19,9 @@ class Rotary:
     sin: Angles
 
 
-def linear(x: Float[Array, "*batch i"], p: PyTree) -> Float[Array, "*batch o"]:
+def linear(x: Float[Array, "*batch i"], p: PyTree) -> Float[Array, "..."]:
     """x @ kernel (+ bias), in x's dtype: fp32 master weights are rounded here, where they are used."""
-    y = x @ p["kernel"].astype(x.dtype)
+    y = jnp.tensordot(x, p["kernel"].astype(x.dtype), 1)
     return y + p["bias"].astype(x.dtype) if "bias" in p else y
 
 
@@ -80,9 +81,8 @@ def _yarn(period: Float[Array, " half"], rope: RopeConfig, dim: int) -> Float[Ar
 
 def rotary(config: ModelConfig, positions: Int[Array, "*batch"], length: int | Int[Array, ""]) -> Rotary:
     """The angles of tokens at `positions`; `length` as in `inverse_frequencies`."""
-    angle = positions[..., None].astype(jnp.float32) * inverse_frequencies(config, length)
-    factor = config.rope.attention_factor
-    return Rotary(jnp.cos(angle) * factor, jnp.sin(angle) * factor)
+    frequency = inverse_frequencies(config, length)
+    return Rotary(*rotary_angles(positions, frequency, factor=config.rope.attention_factor))
 
 
 def rotate(x: Float[Array, "*batch heads H"], at: Rotary) -> Float[Array, "*batch heads H"]:
@@ -107,7 +107,11 @@ def keys_values(config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[
 
 def mlp(p: PyTree, x: Hidden) -> Hidden:
     """The gated SiLU feed-forward network."""
-    return linear(jax.nn.silu(linear(x, p["gate_proj"])) * linear(x, p["up_proj"]), p["down_proj"])
+    if "gate_up_proj" in p:
+        gate, up = jnp.unstack(linear(x, p["gate_up_proj"]), axis=-2)
+    else:
+        gate, up = linear(x, p["gate_proj"]), linear(x, p["up_proj"])
+    return linear(jax.nn.silu(gate) * up, p["down_proj"])
 
 
 def decoder_layer(config: ModelConfig, p: PyTree, x: Hidden, at: Rotary, attend) -> Hidden:

@@ -23,7 +23,7 @@ SYSTEMS = ("standard", "merge-all", "swiftkv", "acrosskv", "fp8")  # in the orde
 
 def system(name: str, layers: int, share: int) -> Variant:
     """The variant of a system's short name."""
-    return dict(zip(SYSTEMS, variants(layers, share), strict=True))[name]
+    return dict(zip(SYSTEMS, variants(layers, share, "auto"), strict=True))[name]
 
 
 def main() -> int:

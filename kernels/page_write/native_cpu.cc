@@ -35,8 +35,7 @@ struct Side {  // keys, or values
 
 struct Call {
   int64_t tokens, filled, heads, pages, page;
-  const int64_t* rows;
-  const int32_t *name, *slot;
+  const int32_t *name, *slot, *rows;
   Side sides[2];
 };
 
@@ -61,8 +60,7 @@ void write(const Call& c, const Side& side, int64_t token, int64_t i) {
 
 template <class T>
 void run(ffi::ThreadPool& pool, const Call& c) {
-  struct Nothing {};
-  in_parallel(pool, (c.tokens + TOKENS - 1) / TOKENS, [] { return Nothing{}; }, [c](int64_t piece, Nothing&) {
+  in_parallel(pool, (c.tokens + TOKENS - 1) / TOKENS, [c](int64_t piece) {
     for (int64_t t = piece * TOKENS; t < std::min(c.tokens, (piece + 1) * TOKENS); ++t)
       if (c.name[t] > 0 && c.name[t] < c.pages)  // page 0 is scratch
         for (int64_t i = 0; i < c.filled; ++i)
@@ -71,14 +69,14 @@ void run(ffi::ThreadPool& pool, const Call& c) {
 }
 
 // Pools k [R, P, Z, K * H], v [R, P, Z, K * U], scales [R, P, K, Z] or empty, each the result of its name; new
-// k [T, F, K, H], v [T, F, K, U]; page [T], slot [T].
+// k [T, F, K, H], v [T, F, K, U]; page [T], slot [T], rows [F].
 ffi::Error page_write(ffi::ThreadPool pool, ffi::AnyBuffer, ffi::AnyBuffer, F32, F32, F32 new_k, F32 new_v,
-                      S32 page, S32 slot, ffi::Span<const int64_t> rows, ffi::Result<ffi::AnyBuffer> k,
+                      S32 page, S32 slot, S32 rows, ffi::Result<ffi::AnyBuffer> k,
                       ffi::Result<ffi::AnyBuffer> v, ffi::Result<F32> k_scale, ffi::Result<F32> v_scale) {
   const auto shape = new_k.dimensions(), pages = k->dimensions();
   Call c{};
   c.tokens = shape[0], c.filled = shape[1], c.heads = shape[2], c.pages = pages[1], c.page = pages[2];
-  c.rows = rows.begin(), c.name = page.typed_data(), c.slot = slot.typed_data();
+  c.name = page.typed_data(), c.slot = slot.typed_data(), c.rows = rows.typed_data();
   const auto scales = [](auto& x) { return x->element_count() ? x->typed_data() : nullptr; };
   c.sides[0] = {new_k.typed_data(), k->untyped_data(), scales(k_scale), shape[3]};
   c.sides[1] = {new_v.typed_data(), v->untyped_data(), scales(v_scale), new_v.dimensions()[3]};
@@ -106,7 +104,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PageWrite, page_write,
                                   .Arg<F32>()             // new v
                                   .Arg<S32>()             // page
                                   .Arg<S32>()             // slot
-                                  .Attr<ffi::Span<const int64_t>>("rows")
+                                  .Arg<S32>()             // rows
                                   .Ret<ffi::AnyBuffer>()  // k
                                   .Ret<ffi::AnyBuffer>()  // v
                                   .Ret<F32>()             // k_scale

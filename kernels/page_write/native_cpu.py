@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from swiftkv_jax.kernels import native
 from swiftkv_jax.kernels.pools import Pools
@@ -31,6 +30,6 @@ def page_write(pools: Pools, k, v, page, slot, *, rows: tuple[int, ...]) -> Pool
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
         input_output_aliases={i: i for i in range(len(arrays))},
     )
-    new = (k.astype(jnp.float32), v.astype(jnp.float32), page.astype(jnp.int32), slot.astype(jnp.int32))
-    written = call(*arrays, *new, rows=np.array(rows, np.int64))
-    return Pools(*(None if old is None else x for x, old in zip(written, pools, strict=True)))
+    where = (x.astype(jnp.int32) for x in (page, slot, jnp.array(rows)))
+    written = call(*arrays, k.astype(jnp.float32), v.astype(jnp.float32), *where)
+    return Pools(*written) if pools.k_scale is not None else Pools(*written[:2])

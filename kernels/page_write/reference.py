@@ -15,7 +15,7 @@ def page_write(pools: Pools, k, v, page, slot, *, rows: tuple[int, ...]) -> Pool
         stored, factor = encode(new, pool.dtype)
         for i, row in enumerate(rows):  # one scatter for all rows is slower
             pool = pool.at[row, page, slot].set(stored[:, i].reshape(len(new), -1))
-            if scales is not None:
+            if scales is not None and factor is not None:
                 scales = scales.at[row, page, :, slot].set(factor[:, i])
         return pool, scales
 

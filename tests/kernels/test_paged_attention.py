@@ -78,6 +78,8 @@ NATIVE = cases.SMALL | {
     "window_at_the_end": cases.Case(lengths=(300,), queries=70, window=9, page=64, slots=5),
     "float8_chunk": cases.Case(lengths=(40, 100), stored="float8_e4m3fn", queries=5, window=30, width=24),
     "bfloat16_rows": cases.Case(lengths=(40, 100), stored="bfloat16", queries=20),
+    "one_query_of_many": cases.Case(lengths=(1, 100, 2, 40, 1), queries=5, window=64),
+    "bfloat16_few": cases.Case(lengths=(1, 70, 100), stored="bfloat16", kv_heads=4),
 }
 
 

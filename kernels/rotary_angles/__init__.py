@@ -1,0 +1,1 @@
+"""The angles by which queries and keys are rotated."""
