@@ -1,6 +1,6 @@
 """Prompt and output tokens per second of a saturated engine: standard, merge-all, SwiftKV, AcrossKV, fp8.
 
-    python -m benchmarks.throughput [--model demo/teacher] [--workloads 512:64 1984:62] [--rounds 5]
+    python -m benchmarks.throughput [--systems swiftkv acrosskv] [--workloads 512:64 1984:62] [--rounds 5]
 
 All variants run the teacher's weights on the same engine with the same settings, in one process, in turn;
 ratios are medians over the rounds. Rows are bfloat16, those of the last variant fp8. Output lengths are
@@ -27,6 +27,7 @@ import swiftkv_jax as skv
 from benchmarks.latency import in_rounds
 
 RESULTS = Path(__file__).parent / "results"
+SYSTEMS = ("standard", "merge-all", "swiftkv", "acrosskv", "fp8")  # in the order of `variants`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +232,7 @@ def main() -> None:
     p.add_argument("--model", default="demo/teacher", help="a standard model's folder")
     p.add_argument("--dtype", default="float32")
     p.add_argument("--cache-dtype", default="bfloat16", help="of rows, but for the fp8 variant")
+    p.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="standard always is")
     p.add_argument("--workloads", nargs="+", default=["512:64", "1984:62"], metavar="IN:OUT")
     p.add_argument("--budgets", type=float, nargs="*", default=[1.0, 0.5, 0.25, 0.1])
     p.add_argument("--budget-workload", default="512:64", metavar="IN:OUT")
@@ -242,7 +244,8 @@ def main() -> None:
     p.add_argument("--output", type=Path, default=RESULTS)
     args = p.parse_args()
     model, params = skv.from_pretrained(args.model, dtype=args.dtype)
-    kinds = variants(model.config.num_layers, args.share, args.cache_dtype)
+    every = zip(SYSTEMS, variants(model.config.num_layers, args.share, args.cache_dtype), strict=True)
+    kinds = [variant for name, variant in every if name in ("standard", *args.systems)]
     command = " ".join(["python -m benchmarks.throughput", *sys.argv[1:]])
     result: dict = {"machine": machine(command), "workloads": {}, "budgets": {}}
     for workload in args.workloads:

@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.serving import bench, report, workloads
-from benchmarks.serving.system import SYSTEMS
 from benchmarks.serving.timeline import DETAILS
-from benchmarks.throughput import RESULTS, write
+from benchmarks.throughput import RESULTS, SYSTEMS, write
 from swiftkv_jax.config import ModelConfig, read_config_json
 from swiftkv_jax.errors import Parser, UsageError, suggest
 

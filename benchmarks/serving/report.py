@@ -4,8 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.serving.system import SYSTEMS
-from benchmarks.throughput import bars, table
+from benchmarks.throughput import SYSTEMS, bars, table
 
 _MEDIANS = ("request_throughput", "total_token_throughput", "output_throughput", "median_e2el_ms")
 _TITLES = {

@@ -11,14 +11,12 @@ import json
 import sys
 
 import swiftkv_jax as skv
-from benchmarks.throughput import Variant, engine, machine, variants
+from benchmarks.throughput import SYSTEMS, Variant, engine, machine, variants
 from swiftkv_jax.engine.http import server
 from swiftkv_jax.engine.http.app import Api
 from swiftkv_jax.engine.http.settings import HttpSettings
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.tokenizer import load_tokenizer
-
-SYSTEMS = ("standard", "merge-all", "swiftkv", "acrosskv", "fp8")  # in the order of `variants`
 
 
 def system(name: str, layers: int, share: int) -> Variant:

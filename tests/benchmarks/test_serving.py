@@ -14,8 +14,8 @@ from benchmarks.serving import bench, report, workloads
 from benchmarks.serving.__main__ import checked, main, parser
 from benchmarks.serving.client import Target
 from benchmarks.serving.servers import Server
-from benchmarks.serving.system import SYSTEMS
 from benchmarks.serving.timeline import DETAILS, METRICS, Timeline, arrivals, summary
+from benchmarks.throughput import SYSTEMS
 from swiftkv_jax import params as weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
