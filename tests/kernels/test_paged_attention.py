@@ -124,11 +124,12 @@ def test_what_a_query_reads_does_not_depend_on_its_neighbours(name):
 
 
 @NEEDS_COMPILER
-def test_positions_may_leave_gaps():
+@pytest.mark.parametrize("positions", [(3, 70, -1, 150, 201), (66, -1, 100, -1, -1)], ids=["many", "few"])
+def test_positions_may_leave_gaps(positions):
     """A block's queries at any positions; what lies between and no query sees may hold anything."""
     case = cases.Case(lengths=(200,), queries=5, window=6, page=32, slots=8)
     (q, k, v, table, sequence, _), arrays = case.make()
-    position = jnp.array([[3, 70, -1, 150, 201]], jnp.int32)
+    position = jnp.array([positions], jnp.int32)
     seen = np.asarray(visible(position, 256, 6))[0].any(0).reshape(8, 32)
     k, v = (np.array(jax.random.normal(jax.random.key(i), x.shape)) for i, x in ((1, k), (2, v)))
     for slot, page in enumerate(np.asarray(table)[0]):
