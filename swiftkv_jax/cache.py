@@ -18,7 +18,7 @@ from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.pytree import pytree, static
 from swiftkv_jax.shapes import Array, Int, KeyValues, Queries
 
-LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0}  # of the rounding forms: what a row's largest value becomes
+EIGHT_BIT = ("float8_e4m3fn", "int8")  # the rounding forms: rows with a scale for each token and head
 _DENSE_PAGE = 64  # largest page of a dense cache, in tokens
 _BLOCK = 128  # queries of one sequence in a block, at most
 
@@ -136,7 +136,7 @@ class Cache:
 
         def scales():
             shape = (plan.num_rows, pages, config.num_kv_heads, page)
-            return jnp.zeros(shape, jnp.float32) if jnp.dtype(dtype).name in LARGEST else None
+            return jnp.zeros(shape, jnp.float32) if jnp.dtype(dtype).name in EIGHT_BIT else None
 
         k, v = (jnp.zeros((plan.num_rows, pages, page, config.kv_width), dtype) for _ in range(2))
         capacity = table.shape[1] * page if capacity is None else capacity

@@ -7,7 +7,7 @@ counted. Causal attention counts the keys a query sees on average, not the maske
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from swiftkv_jax.cache import LARGEST
+from swiftkv_jax.cache import EIGHT_BIT
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.plan import KVPlan
@@ -89,7 +89,7 @@ def cache_bytes_per_token(
 ) -> int:
     """Bytes that one token takes in a cache of `dtype`: keys and values of every row, and their scales."""
     plan = _checked(config, plan)
-    scales = 4 * config.num_kv_heads if jnp.dtype(dtype).name in LARGEST else 0
+    scales = 4 * config.num_kv_heads if jnp.dtype(dtype).name in EIGHT_BIT else 0
     return plan.num_rows * 2 * (config.kv_width * jnp.dtype(dtype).itemsize + scales)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from swiftkv_jax import page_fill
 from swiftkv_jax import params as weights
-from swiftkv_jax.cache import LARGEST, Cache
+from swiftkv_jax.cache import EIGHT_BIT, Cache
 from swiftkv_jax.engine.loop import Exits
 from swiftkv_jax.engine.scheduler import Demand
 from swiftkv_jax.engine.score import SHORTEST, scores
@@ -21,7 +21,7 @@ from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
 from swiftkv_jax.model import Transformer, step
 
-CACHE_DTYPES = ("float32", "bfloat16", "float16", *LARGEST)
+CACHE_DTYPES = ("float32", "bfloat16", "float16", *EIGHT_BIT)
 DRAFTERS = ("prompt", "exit")
 _KERNELS = {"attention": PAGED_ATTENTION, "fill": FUSED_KV_FILL, "scoring": PROMPT_ATTENTION}  # by setting
 
