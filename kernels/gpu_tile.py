@@ -20,6 +20,7 @@ plgpu: Any = mosaic_gpu  # some of its names are not exported as type checkers u
 SMEM_BYTES = 232448  # of shared memory that a CTA may have on Hopper
 
 _TILE = plgpu.Layout.WGMMA
+_NARROW = plgpu.Layout.WGMMA_8BIT
 _VECTOR = plgpu.Layout.WGMMA.reduce(0)
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
@@ -77,9 +78,9 @@ class Tiles:
         return pl.run_state(run)(plgpu.ACC.init(sums))
 
     def products(self, shape: tuple[int, int], terms):
-        """The sum of a @ b^T over (a [m, k] in registers, b [n, k] in shared memory)."""
+        """The sum of a @ b^T over (a [m, k] in registers or shared memory, b [n, k] in shared memory)."""
         if self.interpreted:
-            return sum(jnp.dot(a.astype(jnp.float32), b[...].T.astype(jnp.float32)) for a, b in terms)
+            return sum(jnp.dot(a[...].astype(jnp.float32), b[...].T.astype(jnp.float32)) for a, b in terms)
 
         def run(sums):
             for a, b in terms:  # made one by one: few are in registers at a time
@@ -115,12 +116,15 @@ class Tiles:
         if not self.interpreted:
             plgpu.set_max_registers(count, action=action)
 
-    def load(self, ref, rows: bool = False):
-        """A tile of shared or global memory, or a vector of global memory along the columns (or the rows)."""
+    def load(self, ref, rows: bool = False, narrow: bool = False):
+        """A tile of shared or global memory, or a vector of global memory along the columns (or the rows).
+
+        `narrow`: a tile of which 8-bit numbers are made, for `products`.
+        """
         if self.interpreted:
             return ref[...]
-        vector = _ROWS if rows else _VECTOR
-        return plgpu.load(ref, (), layout=_TILE if len(ref.shape) == 2 else vector, optimized=False)
+        tile, vector = _NARROW if narrow else _TILE, _ROWS if rows else _VECTOR
+        return plgpu.load(ref, (), layout=tile if len(ref.shape) == 2 else vector, optimized=False)
 
     def constant(self, value: float, shape: tuple[int, ...]):
         """A tile or a vector of one value."""

@@ -39,6 +39,7 @@ def k_cache_attention(
     rotated: bool = False,
     threshold: float = 0.0,
     k_scale: jax.Array | None = None,
+    float8_scores: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """softmax(q K^T) K W_KV: attention that reads one row of keys and nothing else (arXiv 2503.05840).
@@ -56,6 +57,8 @@ def k_cache_attention(
       rotated: keys are stored after rotary embedding and turned back for the sum (section 3, option 2).
       threshold: pallas_tpu leaves a step's keys out of the weighted sum if none has this weight so far
         (section 2): each dropped weight is smaller. 0 is exact.
+      float8_scores: of float8 rows: queries, and keys that are turned when they are read, are rounded to
+        float8 too, and multiplied as such. Results are off by about 3 % of their size instead of 0.2 %.
       implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16 queries, decoding), or None.
 
     Returns:
@@ -73,6 +76,8 @@ def k_cache_attention(
         q_and_sequence=(q.shape[:1], sequence),
         k_and_k_scale=((*k.shape[:2], 1, k.shape[2]), k_scale),
     )
+    if float8_scores and k.dtype != reference.FLOAT8:
+        raise dispatch.UnsupportedError(f"float8_scores of {k.dtype} rows: rows must be float8_e4m3fn")
     if heads % group:
         raise dispatch.UnsupportedError(f"{heads} heads do not divide into groups of {group}")
     options = {
@@ -84,6 +89,7 @@ def k_cache_attention(
         "rotated": rotated,
         "threshold": threshold,
         "k_scale": k_scale,
+        "float8_scores": float8_scores,
     }
     args = (q, k, w_kv, table, sequence, position)
     return dispatch.call("k_cache_attention", K_CACHE, implementation, args, options)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.kernels.mask import visible
+from swiftkv_jax.kernels.pools import quantise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class Case:
       queries: of each block, at the last positions of its sequence.
       heads, width: of the keys. group: as they are stored. page, slots: of the pool.
       rope: rotary embedding or none; rotated: stored after it. scaled: 8-bit rows with a scale a token.
+      float8_scores: as in the call.
     """
 
     lengths: tuple[int, ...]
@@ -34,6 +36,7 @@ class Case:
     stored: str = "float32"
     computed: str = "float32"
     threshold: float = 0.0
+    float8_scores: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -69,6 +72,7 @@ class Case:
             "group": self.group,
             "rotated": self.rotated,
             "threshold": self.threshold,
+            "float8_scores": self.float8_scores,
         }
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # one compilation, not one for each operation
@@ -86,8 +90,7 @@ class Case:
         rows = jax.random.normal(next(keys), shapes[1].shape)
         scale = None
         if self.scaled:
-            scale = jnp.max(jnp.abs(rows), -1) / 100
-            rows = rows / scale[..., None]
+            rows, scale = quantise(rows, shapes[1].dtype)
             scale = jnp.where(seen, scale, jnp.nan)[:, :, None].at[0].set(jnp.nan)
         rows = rows.astype(shapes[1].dtype)
         if rows.dtype != jnp.int8:
@@ -120,6 +123,10 @@ SMALL = {
     "int8": Case(lengths=(1, 40, 100), stored="int8"),
     "float8": Case(lengths=(1, 40, 100), stored="float8_e4m3fn", group=2),
     "int8_rotated": Case(lengths=(40, 100), stored="int8", rotated=True),
+    "float8_scores": Case(lengths=(1, 40, 100), stored="float8_e4m3fn", group=2, float8_scores=True),
+    "float8_scores_rotated": Case(
+        lengths=(40, 100), queries=3, stored="float8_e4m3fn", rotated=True, float8_scores=True
+    ),
 }
 
 # Llama-2-7B (multi-head, arXiv 2307.09288) with 16 sequences of 8192 tokens.
@@ -151,15 +158,29 @@ REAL = {
     "llama2_7b_rotated": replace(_LLAMA2_7B, rotated=True, threshold=1e-4),
     "llama2_7b_int8": replace(_LLAMA2_7B, stored="int8"),
     "llama2_7b_float8": replace(_LLAMA2_7B, stored="float8_e4m3fn"),
+    "llama2_7b_float8_scores": replace(_LLAMA2_7B, stored="float8_e4m3fn", float8_scores=True),
     "llama2_7b_rotated_int8": replace(_LLAMA2_7B, stored="int8", rotated=True),
     "llama2_7b_rotated_float8": replace(_LLAMA2_7B, stored="float8_e4m3fn", rotated=True),
+    "llama2_7b_rotated_float8_scores": replace(
+        _LLAMA2_7B, stored="float8_e4m3fn", rotated=True, float8_scores=True
+    ),
     "llama2_7b_chunk": replace(_LLAMA2_7B, lengths=(8192,) * 4, queries=4),
     "whisper_small": _WHISPER,
     "no_rope_int8": replace(_LLAMA2_7B, stored="int8", rope=False),
+    "no_rope_float8_scores": replace(_LLAMA2_7B, stored="float8_e4m3fn", rope=False, float8_scores=True),
     "width80": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=80, group=1),
     "width80_group4": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=80, group=4),
     "width80_float8": replace(
         _LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=80, group=4, stored="float8_e4m3fn"
+    ),
+    "width80_float8_scores": replace(
+        _LLAMA2_7B,
+        lengths=(4096,) * 8,
+        slots=64,
+        width=80,
+        group=4,
+        stored="float8_e4m3fn",
+        float8_scores=True,
     ),
     "width96": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=96, group=8),
     "width96_group4": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=96, group=4),

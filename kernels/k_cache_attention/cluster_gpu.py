@@ -26,6 +26,7 @@ from jax.experimental import pallas as pl
 
 from swiftkv_jax.kernels import gpu_pages
 from swiftkv_jax.kernels.gpu_tile import Tiles, across, down, plgpu
+from swiftkv_jax.kernels.k_cache_attention.reference import FLOAT8, TURNED
 from swiftkv_jax.kernels.online import MASKED
 
 KEYS = 64  # of a page
@@ -42,7 +43,7 @@ class Form:
     parts: CTAs of a cluster, `columns` of a row each. rows: of queries, of all heads; wide: of those, what a
     CTA scores. layers: CTAs whose scores add up. piece: columns that are in registers at a time. half:
     columns of half a group of heads, 0 without rotary embedding; rotated: rows are stored after it. splits:
-    shares of a sequence's pages.
+    shares of a sequence's pages. float8: scores are products of float8 queries and keys.
     """
 
     row: int
@@ -56,15 +57,17 @@ class Form:
     rotated: bool
     splits: int
     scale: float
+    float8: bool
     tiles: Tiles
 
 
 class Inputs(NamedTuple):
-    """In global memory: q [b, parts, wide, columns]; pool [R, P, Z, E]; position [b, rows]; pages; cos, sin
-    [slots, Z, period] of every position, or None without rotary embedding; k_scale [R, P, 1, Z], None of wide
-    rows."""
+    """In global memory: q [b, parts, wide, columns], and q_scale [b, parts, wide] of float8 ones, else None;
+    pool [R, P, Z, E]; position [b, rows]; pages; cos, sin [slots, Z, period] of every position, or None
+    without rotary embedding; k_scale [R, P, 1, Z], None of wide rows."""
 
     q: Any
+    q_scale: Any
     pool: Any
     position: Any
     pages: Any
@@ -105,7 +108,7 @@ def scratch(form: Form, stored) -> Scratch:
     """For rows of dtype `stored`."""
     half, dtype = form.columns // 2, jnp.bfloat16
     return Scratch(
-        q=plgpu.SMEM((form.wide, form.columns), dtype),
+        q=plgpu.SMEM((form.wide, form.columns), FLOAT8 if form.float8 else dtype),
         tile=plgpu.SMEM((_STAGES * 2, KEYS, half), stored),
         widened=None if stored == dtype else plgpu.SMEM((SUMMERS, KEYS, half), dtype),
         scores=plgpu.SMEM((_BUFFERS * form.layers, KEYS, form.rows), jnp.float32),
@@ -160,6 +163,8 @@ def _score(form: Form, x: Inputs, s: Scratch, at: _Share) -> None:
 
         shape = KEYS, form.wide
         scores = tiles.products(shape, _terms(form, x, s, at, i, slot)) * form.scale
+        if form.float8:
+            scores = scores * down(tiles.load(x.q_scale.at[at.block, at.part]), shape)
         if x.k_scale is not None:
             scores = scores * _factors(form, x, at, i, shape)
         if form.rotated:
@@ -187,6 +192,17 @@ def _terms(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot) -> Iterator:
     def queries(column: int):
         return s.q.at[:, pl.ds(column, form.piece)]
 
+    if form.float8 and (form.rotated or not form.half):  # the tile itself
+        half = form.columns // 2
+        for side in range(2):
+            yield s.tile.at[slot * 2 + side], s.q.at[:, pl.ds(side * half, half)]
+        return
+    if form.float8:
+        for column, other, cos, sin in _turns(form, x, at, i, narrow=True):
+            a, b = (_stored(form, s, slot, some, narrow=True) for some in (column, other))
+            yield (TURNED * (a * cos - b * sin)).astype(FLOAT8), queries(column)
+            yield (TURNED * (b * cos + a * sin)).astype(FLOAT8), queries(other)
+        return
     if not form.half or (form.rotated and s.widened is not None):
         for column in range(0, form.columns, form.piece):
             yield _stored(form, s, slot, column).astype(dtype), queries(column)
@@ -205,19 +221,21 @@ def _terms(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot) -> Iterator:
         yield (b * cos + a * sin).astype(dtype), queries(other)
 
 
-def _stored(form: Form, s: Scratch, slot, column: int):
+def _stored(form: Form, s: Scratch, slot, column: int, narrow: bool = False):
     """A piece of a stage's rows, as stored but for its type; float8 has no way to bfloat16 but by float32."""
     side, inside = divmod(column, form.columns // 2)
-    return form.tiles.load(s.tile.at[slot * 2 + side, :, pl.ds(inside, form.piece)]).astype(jnp.float32)
+    piece = s.tile.at[slot * 2 + side, :, pl.ds(inside, form.piece)]
+    return form.tiles.load(piece, narrow=narrow).astype(jnp.float32)
 
 
-def _turns(form: Form, x: Inputs, at: _Share, i) -> Iterator:
+def _turns(form: Form, x: Inputs, at: _Share, i, narrow: bool = False) -> Iterator:
     """(column of a first half, that of the second, cos, sin) of the i-th page of a share: every angle comes
     once."""
     period = x.cos.shape[-1]
     for start in range(0, period, form.piece):
         some = pl.ds(start, form.piece)
-        cos, sin = (form.tiles.load(angle.at[at.start + i, :, some]) for angle in (x.cos, x.sin))
+        angles = (angle.at[at.start + i, :, some] for angle in (x.cos, x.sin))
+        cos, sin = (form.tiles.load(angle, narrow=narrow) for angle in angles)
         for first in range(0, form.columns, 2 * form.half):
             for column in range(first + start, first + form.half, period):
                 yield column, column + form.half, cos, sin

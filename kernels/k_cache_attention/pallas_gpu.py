@@ -41,11 +41,13 @@ class _Cut(NamedTuple):
     rows: int
     piece: int
 
-    def form(self, row=0, scale=1.0, half=0, rotated=False, splits=1, interpret: Any = False) -> Form:
+    def form(
+        self, row=0, scale=1.0, half=0, rotated=False, splits=1, float8=False, interpret: Any = False
+    ) -> Form:
         """What is static in the kernel, see `Form`."""
         layers = self.parts * self.wide // self.rows
         sizes = self.parts, self.columns, self.rows, self.wide, layers, self.piece
-        return Form(row, *sizes, half, rotated, splits, scale, Tiles(bool(interpret)))
+        return Form(row, *sizes, half, rotated, splits, scale, float8, Tiles(bool(interpret)))
 
 
 def _cut_keys(q, k, group: int, half: int) -> _Cut | None:
@@ -127,10 +129,12 @@ def k_cache_attention(
     assert cut is not None  # `refuses` has looked
     splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, slots)
     spread, every = _queries_of_keys(q, position, cut, how.group)
+    spread, factor = reference.float8_queries(spread, how) if how.float8_scores else (spread, None)
     pages = gpu_pages.pages_of(position, table, sequence, how.window, KEYS)
     angles = (None,) * 2 if how.frequencies is None else _angles(how.frequencies, slots, cut.piece)
-    form = cut.form(how.row, how.scale, half, how.rotated, splits, interpret)
-    mixed = cluster_gpu.launch(form, Inputs(spread, k, every, pages, *angles, k_scale=how.k_scale), interpret)
+    form = cut.form(how.row, how.scale, half, how.rotated, splits, how.float8_scores, interpret)
+    inputs = Inputs(spread, factor, k, every, pages, *angles, k_scale=how.k_scale)
+    mixed = cluster_gpu.launch(form, inputs, interpret)
     mixed = mixed.reshape(blocks, -1, cut.parts, cut.own)[..., : heads // cut.parts * queries]
     mixed = mixed.reshape(blocks, -1, heads, queries)
     out = jnp.einsum("benc,neu->bcnu", mixed, w_kv.astype(jnp.float32))
@@ -148,7 +152,7 @@ def x_cache_attention(
     spread, every = _queries_of_inputs(q, w_k, position, cut)
     pages = gpu_pages.pages_of(position, table, sequence, window, KEYS)
     form = cut.form(row, scale, splits=splits, interpret=interpret)
-    mixed = cluster_gpu.launch(form, Inputs(spread, x, every, pages, None, None, None), interpret)
+    mixed = cluster_gpu.launch(form, Inputs(spread, None, x, every, pages, None, None, None), interpret)
     mixed = mixed[..., : heads * queries].reshape(blocks, -1, heads, queries)
     out = jnp.einsum("benc,neu->bcnu", mixed, w_v.astype(jnp.float32))
     return jnp.where(position[..., None, None] >= 0, out, 0).astype(q.dtype)

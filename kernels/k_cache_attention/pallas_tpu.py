@@ -252,9 +252,11 @@ def x_cache_attention(
     return jnp.einsum("bnce,neu->bcnu", mixed, w_v, preferred_element_type=jnp.float32).astype(q.dtype)
 
 
-def refuses_keys(q, k, w_kv, table, *_, **__) -> str:
+def refuses_keys(q, k, w_kv, table, *_, float8_scores=False, **__) -> str:
     """What of a call of `k_cache_attention` is not supported here, and what is, or ""."""
     del w_kv
+    if float8_scores:
+        return "float8 scores, which the matrix units of TPU v4 to v6e do not take: float8_scores=False"
     return _refuses(q, k, table)
 
 

@@ -14,6 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.kernels.mask import visible, weights_of
+from swiftkv_jax.kernels.pools import quantise
+
+FLOAT8 = jnp.float8_e4m3fn
+TURNED = 0.5  # of keys that were turned is rounded to float8: they may be 2 ** 0.5 times as large as stored
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,12 @@ class Options:
     rotated: bool
     threshold: float
     k_scale: Any
+    float8_scores: bool
+
+    @property
+    def turned(self) -> bool:
+        """Whether keys get their rotary embedding when they are read."""
+        return self.frequencies is not None and not self.rotated
 
 
 def to_rows(heads: jax.Array, group: int = 1) -> jax.Array:
@@ -56,6 +66,17 @@ def rotate(heads: jax.Array, angle: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+def float8_queries(q: jax.Array, how: Options) -> tuple[jax.Array, jax.Array]:
+    """q [..., E] as float8 scores take it, and the float32 factor [...] that such scores lack."""
+    rounded, factor = quantise(q.astype(jnp.promote_types(q.dtype, jnp.float32)), FLOAT8)
+    return rounded, factor / TURNED if how.turned else factor
+
+
+def float8_keys(keys: jax.Array, how: Options) -> jax.Array:
+    """Keys as float8 scores take them: exactly those stored, unless they were turned."""
+    return (TURNED * keys if how.turned else keys).astype(FLOAT8)
+
+
 def gather(pool: jax.Array, row: int, names: jax.Array) -> jax.Array:
     """Pages `names` [b, slots] of a row, as keys in order: [b, slots * Z, E]."""
     return pool[row, names].reshape(names.shape[0], -1, pool.shape[-1])
@@ -68,17 +89,23 @@ def k_cache_attention(q, k, w_kv, table, sequence, position, **options):
     keys = stored.shape[1]
     seen = visible(position, keys, how.window)
     stored = jnp.where(seen.any(1)[..., None], stored, 0)
+    scales = jnp.ones((), wide)
     if how.k_scale is not None:
-        scales = how.k_scale[how.row, table[sequence]].reshape(len(sequence), keys, 1)
-        stored = stored * jnp.where(seen.any(1)[..., None], scales, 0)
+        scales = how.k_scale[how.row, table[sequence]].reshape(len(sequence), keys)
+        scales = jnp.where(seen.any(1), scales, 0)[:, None, None]
     heads = to_heads(stored, q.shape[2], how.group)
     raw, turned = heads, heads
     if how.frequencies is not None:
         angle = jnp.arange(keys)[:, None] * how.frequencies.astype(wide)
         raw, turned = (rotate(heads, -angle), heads) if how.rotated else (heads, rotate(heads, angle))
-    scores = jnp.einsum("bcnh,bsnh->bncs", q.astype(wide), turned, precision="highest") * how.scale
+    queries, scale = q.astype(wide), how.scale
+    if how.float8_scores:
+        queries, factor = float8_queries(q, how)
+        queries, scale = queries.astype(wide), scale * jnp.swapaxes(factor, 1, 2)[..., None]
+        turned = float8_keys(turned, how).astype(wide)
+    scores = jnp.einsum("bcnh,bsnh->bncs", queries, turned, precision="highest") * scale * scales
     weights = weights_of(scores, seen[:, None])
-    mixed = jnp.einsum("bncs,bse->bcne", weights, to_rows(raw, how.group), precision="highest")
+    mixed = jnp.einsum("bncs,bse->bcne", weights * scales, to_rows(raw, how.group), precision="highest")
     return jnp.einsum("bcne,neu->bcnu", mixed, w_kv.astype(wide), precision="highest").astype(q.dtype)
 
 

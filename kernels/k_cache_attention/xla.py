@@ -16,14 +16,22 @@ def k_cache_attention(q, k, w_kv, table, sequence, position, **options):
         """Keys for the scores, and rows for the sum, of stored rows [b, s, E] at positions [s]."""
         split = reference.to_heads(stored, heads, how.group)
         if how.frequencies is None:
-            return split, stored
+            return scored(split), stored
         angle = at[:, None] * how.frequencies
         if how.rotated:
             raw = reference.rotate(split.astype(jnp.float32), -angle).astype(stored.dtype)
-            return split, reference.to_rows(raw, how.group)
-        return reference.rotate(split.astype(jnp.float32), angle).astype(stored.dtype), stored
+            return scored(split), reference.to_rows(raw, how.group)
+        return scored(reference.rotate(split.astype(jnp.float32), angle)), stored
 
-    mixed = _attend(q, k, table[sequence], position, how.row, how.scale, how.window, how.k_scale, turned)
+    def scored(keys):
+        return reference.float8_keys(keys, how) if how.float8_scores else keys.astype(q.dtype)
+
+    queries, scale = q, how.scale
+    if how.float8_scores:
+        queries, factor = reference.float8_queries(q, how)
+        scale = scale * jnp.swapaxes(factor, 1, 2)[..., None]
+    stored = table[sequence], position, how.row, scale, how.window, how.k_scale
+    mixed = _attend(queries, k, *stored, q.dtype, turned)
     out = jnp.einsum("bnce,neu->bcnu", mixed, w_kv, preferred_element_type=jnp.float32)
     return out.astype(q.dtype)
 
@@ -35,13 +43,13 @@ def x_cache_attention(q, x, w_k, w_v, table, sequence, position, *, row, scale, 
     def turned(stored, _):
         return jnp.broadcast_to(stored[:, :, None], (*stored.shape[:2], q.shape[2], stored.shape[-1])), stored
 
-    mixed = _attend(absorbed, x, table[sequence], position, row, scale, window, None, turned)
+    mixed = _attend(absorbed, x, table[sequence], position, row, scale, window, None, q.dtype, turned)
     out = jnp.einsum("bnce,neu->bcnu", mixed, w_v, preferred_element_type=jnp.float32)
     return out.astype(q.dtype)
 
 
-def _attend(q, pool, table, position, row, scale, window, k_scale, turned) -> jax.Array:
-    """Softmax-weighted sums of rows [b, N, C, E] in float32; `turned` as in `k_cache_attention`."""
+def _attend(q, pool, table, position, row, scale, window, k_scale, dtype, turned) -> jax.Array:
+    """Softmax-weighted sums [b, N, C, E] of rows in `dtype`, in float32; `turned` as in k_cache_attention."""
     (blocks, queries, heads, _), (page, width) = q.shape, pool.shape[2:]
     slots = table.shape[1]
     window = mask.window_of(window)
@@ -53,7 +61,7 @@ def _attend(q, pool, table, position, row, scale, window, k_scale, turned) -> ja
         at = i * pages * page + jnp.arange(pages * page)
         back = position[..., None] - at
         seen = (back >= 0) & (back < window)
-        stored = pool[row, names].reshape(blocks, -1, width).astype(q.dtype)
+        stored = pool[row, names].reshape(blocks, -1, width).astype(dtype)
         stored = jnp.where(seen.any(1)[..., None], stored, 0)  # 0 x NaN of a stale page is NaN
         keys, rows = turned(stored, at)
         scores = jnp.einsum("bcnh,bsnh->bncs", q, keys, preferred_element_type=jnp.float32) * scale

@@ -15,7 +15,15 @@ from swiftkv_jax.kernels import dispatch
 from swiftkv_jax.kernels.k_cache_attention import api, cases, pallas_gpu, pallas_tpu, reference
 from swiftkv_jax.kernels.mask import visible, weights_of
 
-QUICK = ("lengths", "halves", "rotated", "chunk", "int8")  # by default; the others are slow
+QUICK = (
+    "lengths",
+    "halves",
+    "rotated",
+    "chunk",
+    "int8",
+    "float8_scores",
+    "float8_scores_rotated",
+)  # by default; the others are slow
 
 
 def exact(case: cases.Case, args, arrays) -> np.ndarray:
@@ -56,7 +64,9 @@ def test_xla_agrees_with_the_definition(name):
     agree(case, jax.jit(by_xla(case))(*args, **arrays), exact(case, args, arrays))
 
 
-@pytest.mark.parametrize("name", slow_unless_quick(cases.SMALL))
+@pytest.mark.parametrize(
+    "name", slow_unless_quick(n for n in cases.SMALL if not cases.SMALL[n].float8_scores)
+)
 def test_tpu_kernel_agrees_with_the_definition(name):
     case = cases.SMALL[name]
     args, arrays = case.make()
@@ -85,8 +95,26 @@ HOPPER = {
     ),
     "no_rope_int8": cases.Case(lengths=(70,), slots=3, rope=False, stored="int8"),
     "halves_of_32": cases.Case(lengths=(100,), slots=2, heads=2),
+    "float8_scores": cases.Case(
+        lengths=(0, 1, 190), slots=3, heads=2, width=128, group=2, stored="float8_e4m3fn", float8_scores=True
+    ),
+    "rotated_float8_scores": cases.Case(
+        lengths=(150,),
+        slots=3,
+        queries=2,
+        heads=4,
+        width=80,
+        group=4,
+        window=70,
+        rotated=True,
+        stored="float8_e4m3fn",
+        float8_scores=True,
+    ),
+    "no_rope_float8_scores": cases.Case(
+        lengths=(70,), slots=3, rope=False, stored="float8_e4m3fn", float8_scores=True
+    ),
 }
-HOPPER_QUICK = ("two_pages", "no_rope_int8")
+HOPPER_QUICK = ("two_pages", "no_rope_int8", "no_rope_float8_scores")
 
 
 @pytest.mark.parametrize(
@@ -273,28 +301,26 @@ def test_bad_shapes_are_named():
         api.k_cache_attention(*args, **arrays, group=3)
 
 
-@pytest.mark.parametrize("rotated", [False, True])
-def test_scores_in_float8_would_lose_much_more_than_in_bfloat16(rotated):
-    """Why float8 rows are scored in bfloat16: queries, and keys that were turned, would be rounded again."""
-    random, heads, width, keys = np.random.default_rng(0), 8, 128, 1024
-    q = random.standard_normal((heads, width)).astype(jnp.bfloat16).astype(np.float64)
-    rows = (80 * random.standard_normal((keys, heads * width))).astype(jnp.float8_e4m3fn)
-    rows = rows.reshape(keys, heads, width).astype(np.float64)
-    angle = np.arange(keys)[:, None] * 1e4 ** (-np.arange(0, width, 2) / width)
-    turned = rows if rotated else np.asarray(reference.rotate(*map(jnp.asarray, (rows, angle))), np.float64)
+@pytest.mark.parametrize(("rotated", "least", "most"), [(False, 0.025, 0.045), (True, 0.015, 0.03)])
+def test_float8_scores_lose_as_much_as_the_door_says(rotated, least, most):
+    """Queries are rounded, and keys that are turned again; in bfloat16 neither is felt."""
+    case = cases.Case(lengths=(1024,), slots=32, heads=8, width=128, stored="float8_e4m3fn", rotated=rotated)
+    args, arrays = case.make()
+    want = exact(case, args, arrays)
 
-    def rounded(x, dtype):
-        factor = np.abs(x).max(-1, keepdims=True) / 448  # the largest float8
-        return (x / factor).astype(dtype).astype(np.float64) * factor
+    def lost(case):
+        error = exact(case, args, arrays) - want
+        return np.sqrt(np.mean(error**2) / np.mean(want**2))
 
-    def out(queries, turned):
-        scores = np.einsum("nh,snh->ns", queries, turned) / 80 / width**0.5
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        return weights / weights.sum(-1, keepdims=True) @ rows.reshape(keys, -1)
+    assert least < lost(dataclasses.replace(case, float8_scores=True)) < most
+    args = (args[0].astype(jnp.bfloat16), *args[1:])
+    assert lost(case) < 0.003
 
-    want = out(q, turned)
-    error = {}
-    for name in (jnp.bfloat16, jnp.float8_e4m3fn):
-        queries, found = rounded(q, name), turned if rotated else rounded(turned, name)
-        error[name] = np.sqrt(np.mean((out(queries, found) - want) ** 2) / np.mean(want**2))
-    assert error[jnp.bfloat16] < 0.003 < 0.02 < error[jnp.float8_e4m3fn]
+
+def test_float8_scores_are_of_float8_rows_and_not_on_a_tpu():
+    case = dataclasses.replace(cases.SMALL["int8"], float8_scores=True)
+    args, arrays = case.make()
+    with pytest.raises(dispatch.UnsupportedError, match="float8_scores of int8 rows: rows must be float8"):
+        by_xla(case)(*args, **arrays)
+    case = cases.SMALL["float8_scores"]
+    assert "float8_scores=False" in pallas_tpu.refuses_keys(*args, **arrays, **case.options)
