@@ -1,6 +1,6 @@
 // Attention over paged keys and values on CPUs, a handler of XLA's foreign function interface: `native_cpu.py`.
 //
-// A piece of work is one block of queries with the query heads of one kv head. It goes through the keys that
+// A piece of work is one block of queries with the query heads of some kv heads. It goes through the keys that
 // any of its queries sees with a running softmax. Nothing of a key that no query sees is used, so stale pages
 // may hold anything. What a query gets does not depend on its neighbours.
 
@@ -47,9 +47,15 @@ inline Ints integers(const uint16_t* p) {
 // LANES stored numbers as floats.
 inline Vec wide(const float* p) { return load(p); }
 inline Vec wide(const _Float16* p) {
+#if defined(__AVX512F__)
+  return bits<Vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return bits<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
   Vec x;
   for (int i = 0; i < LANES; ++i) x[i] = p[i];
   return x;
+#endif
 }
 inline Vec wide(const Bf16* p) { return bits<Vec>(integers(&p->raw) << 16); }
 inline Vec wide(const int8_t* p) { return __builtin_convertvector(integers(p), Vec); }
@@ -82,12 +88,20 @@ struct Call {
   float* out;
 };
 
-// What one thread works in: where each row's result goes, and what an unseen key is.
+constexpr int AT_ONCE = 3;  // tiles: one in use, one that is read, one that is asked for
+
+// A query of a block, and the keys [first, last) that it sees.
+struct Query { int64_t number, first, last; };
+
+// What one thread works in: the queries that see anything, where each row's result goes, what an unseen key is, and
+// the factors of 8-bit rows of AT_ONCE tiles.
 struct Work : Scratch {
   explicit Work(const Call& c)
-      : Scratch(c.queries * (c.heads / c.kv_heads), c.width, c.value), out(rows), nothing(std::max(c.width, c.value)) {}
+      : Scratch(std::max(c.queries * (c.heads / c.kv_heads), FEW * c.kv_heads), c.width, c.value), out(rows),
+        nothing(c.kv_heads * std::max(c.width, c.value)), factors(c.k_scale ? 2 * AT_ONCE * c.kv_heads * TILE : 0) {}
+  std::vector<Query> queries;
   std::vector<float*> out;
-  std::vector<float> nothing;
+  std::vector<float> nothing, factors;
 };
 
 // Points the scratch at keys and values [start, start + TILE) of a sequence; zeros for what is not seen.
@@ -120,13 +134,14 @@ void read(const Call& c, Scratch& s, const int32_t* table, int64_t head, int64_t
   }
 }
 
-// Keys and values [start, start + TILE) of a sequence where they lie, and what gives 8-bit ones back.
+// Keys and values [start, start + TILE) of a sequence where they lie: rows of all heads from the `head`-th on, and
+// what gives 8-bit ones of `heads` heads back.
 template <class T>
 struct Tile {
   const T *key[TILE], *value[TILE];
-  float k_scale[TILE], v_scale[TILE];
+  float *k_scale, *v_scale;  // [heads, TILE]
 
-  void locate(const Call& c, const int32_t* table, int64_t head, int64_t start) {
+  void locate(const Call& c, const int32_t* table, int64_t head, int64_t heads, int64_t start) {
     int64_t slot = start / c.page, offset = start % c.page;
     for (int t = 0, run; t < TILE; t += run, ++slot, offset = 0) {
       run = std::min<int64_t>(TILE - t, c.page - offset);
@@ -140,28 +155,50 @@ struct Tile {
         value[t + i] = v + i * c.kv_heads * c.value;
       }
       if (!c.k_scale) continue;
-      const int64_t factor = (page * c.kv_heads + head) * c.page + offset;
-      std::copy_n(c.k_scale + factor, run, k_scale + t);
-      std::copy_n(c.v_scale + factor, run, v_scale + t);
+      for (int64_t h = 0; h < heads; ++h) {
+        const int64_t factor = (page * c.kv_heads + head + h) * c.page + offset;
+        std::copy_n(c.k_scale + factor, run, k_scale + h * TILE + t);
+        std::copy_n(c.v_scale + factor, run, v_scale + h * TILE + t);
+      }
     }
   }
 
   // What is not seen is zeros, which `nothing` points at.
-  void forget(const bool* seen, const void* nothing) {
-    for (int t = 0; t < TILE; ++t)
-      if (!seen[t]) key[t] = value[t] = static_cast<const T*>(nothing), k_scale[t] = v_scale[t] = 0;
+  void forget(const bool* seen, const void* nothing, int64_t scaled_heads) {
+    for (int t = 0; t < TILE; ++t) {
+      if (seen[t]) continue;
+      key[t] = value[t] = static_cast<const T*>(nothing);
+      for (int64_t h = 0; h < scaled_heads; ++h) k_scale[h * TILE + t] = v_scale[h * TILE + t] = 0;
+    }
   }
 };
 
+// What is brought in while key t of head h is used: the rows of the next tile are read, and those of the one after it
+// asked for into a farther cache, all in turn in the order in which they lie. Prefetches alone are dropped where too
+// many are under way, and do not make the processor read ahead by itself, as reading does.
 template <class T>
-inline void prefetch(const T* p, int64_t n) {
-  const char* from = reinterpret_cast<const char*>(p);
-  for (int64_t i = 0; i < int64_t(n * sizeof(T)); i += 64) __builtin_prefetch(from + i);
-}
+struct Ahead {
+  const Tile<T>*next, *after;  // next nullptr: nothing
+  int64_t head, heads, key_size, value_size;
 
-// Scores of R query rows with LANES / R keys as they lie, row after row.
+  template <int N>
+  void bring(const T* const* rows, const T* const* far, int64_t size, int t) const {
+    for (int64_t i = (head * TILE + t) / heads, end = (head * TILE + t + N) / heads; i < end; ++i) {
+      const auto *row = reinterpret_cast<const char*>(rows[i]), *asked = reinterpret_cast<const char*>(far[i]);
+      for (int64_t at = 0; at < int64_t(size * sizeof(T)); at += 64) {
+        static_cast<void>(*static_cast<const volatile char*>(row + at));
+        __builtin_prefetch(asked + at, 0, 2);
+      }
+    }
+  }
+  template <int N>
+  void keys(int t) const { if (next) bring<N>(next->key, after->key, key_size, t); }
+  void value(int t) const { if (next) bring<1>(next->value, after->value, value_size, t); }
+};
+
+// Scores of R query rows with LANES / R keys as they lie, from number `at` on, row after row.
 template <int R, class T>
-inline Vec score_some(const float* q, int64_t width, const T* const* keys) {
+inline Vec score_some(const float* q, int64_t width, const T* const* keys, int64_t at) {
   constexpr int KEYS = LANES / R;
   Vec s[R * KEYS];
   for (Vec& x : s) x = Vec{};
@@ -170,34 +207,34 @@ inline Vec score_some(const float* q, int64_t width, const T* const* keys) {
     for (int r = 0; r < R; ++r) rows[r] = load(q + r * width + d);
 #pragma GCC unroll 16
     for (int t = 0; t < KEYS; ++t) {
-      const Vec x = wide(keys[t] + d);
+      const Vec x = wide(keys[t] + at + d);
       for (int r = 0; r < R; ++r) s[r * KEYS + t] += rows[r] * x;
     }
   }
   return sums<LANES>(s);
 }
 
-// Adds weighted values of keys [begin, end) to R rows: N vectors of each, from the `at`-th number on.
+// Adds weighted values of keys [begin, end) to R rows: N vectors of each, from number `at` of a value on.
 template <int R, int N, class T>
-inline void mix_some(const float* weights, int begin, int end, const T* const* values, const T* const* next, int64_t at,
+inline void mix_some(const float* weights, int begin, int end, const T* const* values, const Ahead<T>& ahead, int64_t at,
                      int64_t width, float* out) {
   Vec s[R][N];
   for (int r = 0; r < R; ++r)
-    for (int i = 0; i < N; ++i) s[r][i] = load(out + r * width + at + i * LANES);
+    for (int i = 0; i < N; ++i) s[r][i] = load(out + r * width + i * LANES);
   for (int t = begin; t < end; ++t) {
-    if (next) prefetch(next[t] + at, N * LANES);
+    ahead.value(t);
     for (int i = 0; i < N; ++i) {
       const Vec v = wide(values[t] + at + i * LANES);
       for (int r = 0; r < R; ++r) s[r][i] += weights[r * TILE + t] * v;
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int i = 0; i < N; ++i) store(out + r * width + at + i * LANES, s[r][i]);
+    for (int i = 0; i < N; ++i) store(out + r * width + i * LANES, s[r][i]);
 }
 
-// The rows [r, r + R) of a scratch with the tile at `start`; asks for the next tile meanwhile.
+// The rows [r, r + R) of a scratch, of the tile's head h, with the tile at `start`; asks for the next tile meanwhile.
 template <int R, class T>
-inline void few_rows(Scratch& s, int64_t r, int64_t start, const Tile<T>& tile, const Tile<T>* next, bool scaled) {
+inline void few_rows(Scratch& s, int64_t r, int64_t start, const Tile<T>& tile, int64_t h, Ahead<T> ahead, bool scaled) {
   constexpr int KEYS = LANES / R;
   int from[R], to[R], a = TILE, b = 0;
   for (int i = 0; i < R; ++i) {
@@ -207,26 +244,27 @@ inline void few_rows(Scratch& s, int64_t r, int64_t start, const Tile<T>& tile, 
   }
   if (a >= b) return;
   for (int t = a / KEYS * KEYS; t < b; t += KEYS) {
-    if (next)
-      for (int i = 0; i < KEYS; ++i) prefetch(next->key[t + i], s.width);
+    ahead.template keys<KEYS>(t);
     float some[LANES];
-    store(some, score_some<R>(s.q + r * s.width, s.width, tile.key + t));
+    store(some, score_some<R>(s.q + r * s.width, s.width, tile.key + t, h * s.width));
     for (int i = 0; i < R; ++i) std::copy_n(some + i * KEYS, KEYS, s.scores + i * TILE + t);
   }
+  const auto scale = [&](float* scores, const float* factors) {
+    for (int t = 0; t < TILE; t += LANES) store(scores + t, load(scores + t) * load(factors + h * TILE + t));
+  };
   for (int i = 0; i < R; ++i) {
     float* scores = s.scores + i * TILE;
     if (from[i] >= to[i]) {
       std::fill_n(scores, TILE, 0.0f);
       continue;
     }
-    if (scaled)
-      for (int t = 0; t < TILE; t += LANES) store(scores + t, load(scores + t) * load(tile.k_scale + t));
+    if (scaled) scale(scores, tile.k_scale);
     weigh(scores, from[i], to[i], s.top[r + i], s.total[r + i], s.mixed + (r + i) * s.value, s.value);
-    if (scaled)
-      for (int t = 0; t < TILE; t += LANES) store(scores + t, load(scores + t) * load(tile.v_scale + t));
+    if (scaled) scale(scores, tile.v_scale);
   }
   const auto mix = [&](auto n, int64_t at) {
-    mix_some<R, n>(s.scores, a, b, tile.value, next ? next->value : nullptr, at, s.value, s.mixed + r * s.value);
+    mix_some<R, n>(s.scores, a, b, tile.value, ahead, h * s.value + at, s.value, s.mixed + r * s.value + at);
+    ahead.next = nullptr;
   };
   int64_t at = 0;
   for (; at + 4 * LANES <= s.value; at += 4 * LANES) mix(std::integral_constant<int, 4>{}, at);
@@ -237,76 +275,97 @@ inline void few_rows(Scratch& s, int64_t r, int64_t start, const Tile<T>& tile, 
   }
 }
 
-// As `attend_rows`, for few rows: numbers are widened as they are used, and memory is read while they are.
+// As `attend_rows`, for few rows of each of `heads` heads from the `head`-th on, head after head: numbers are widened
+// as they are used, and memory is read while they are, once for all heads.
 template <class T, class Seen>
-void attend_few(const Call& c, Work& s, const int32_t* table, int64_t head, int64_t begin, int64_t end, Seen seen) {
-  Tile<T> tiles[2];
+void attend_few(const Call& c, Work& s, const int32_t* table, int64_t head, int64_t heads, int64_t begin, int64_t end,
+                Seen seen) {
+  Tile<T> tiles[AT_ONCE];
+  for (int i = 0; i < AT_ONCE; ++i)
+    tiles[i].k_scale = s.factors.data() + 2 * i * heads * TILE, tiles[i].v_scale = tiles[i].k_scale + heads * TILE;
+  const int64_t rows = s.rows / heads, scaled = c.k_scale ? heads : 0;
+  // The tile at `start`, or the last one.
+  const auto tile_at = [&](int64_t start) { return &tiles[std::min(start, (end - 1) / TILE * TILE) / TILE % AT_ONCE]; };
   const auto locate = [&](int64_t start) {
-    Tile<T>& tile = tiles[start / TILE % 2];
-    tile.locate(c, table, head, start);
+    if (start >= end) return;
+    tile_at(start)->locate(c, table, head, heads, start);
     bool some[TILE];
-    if (!seen(start, some)) tile.forget(some, s.nothing.data());
+    if (!seen(start, some)) tile_at(start)->forget(some, s.nothing.data(), scaled);
   };
   begin = begin / TILE * TILE;
-  if (begin < end) locate(begin);
+  locate(begin);
+  locate(begin + TILE);
   for (int64_t start = begin; start < end; start += TILE) {
-    const Tile<T>* next = nullptr;
-    if (start + TILE < end) locate(start + TILE), next = &tiles[(start / TILE + 1) % 2];
-    int64_t r = 0;
-    const auto rows = [&](auto n) {
-      for (; r + n <= s.rows; r += n, next = nullptr)
-        few_rows<n>(s, r, start, tiles[start / TILE % 2], next, c.k_scale != nullptr);
-    };
-    rows(std::integral_constant<int, 4>{});
-    rows(std::integral_constant<int, 2>{});
-    rows(std::integral_constant<int, 1>{});
+    locate(start + 2 * TILE);
+    const Tile<T>& tile = *tile_at(start);
+    const Tile<T>* next = start + TILE < end ? tile_at(start + TILE) : nullptr;
+    for (int64_t h = 0; h < heads; ++h) {
+      Ahead<T> ahead{next, tile_at(start + 2 * TILE), h, heads, heads * s.width, heads * s.value};
+      int64_t r = h * rows;
+      const auto take = [&](auto n) {
+        for (; r + n <= (h + 1) * rows; r += n, ahead.next = nullptr)
+          few_rows<n>(s, r, start, tile, h, ahead, scaled > 0);
+      };
+      take(std::integral_constant<int, 4>{});
+      take(std::integral_constant<int, 2>{});
+      take(std::integral_constant<int, 1>{});
+    }
   }
 }
 
+// Block `block` of queries with `heads` kv heads from the `head`-th on.
 template <class T>
-void attend(const Call& c, Work& s, int64_t block, int64_t head) {
+void attend(const Call& c, Work& s, int64_t block, int64_t head, int64_t heads) {
   const int64_t group = c.heads / c.kv_heads, most = c.slots * c.page;
   int64_t begin = most, end = 0, sure_begin = 0, sure_end = most;  // what any query sees, and what every one does
-  s.rows = 0;  // a block of one sequence that decodes beside prompts has one query, whatever its size
-  for (int64_t i = 0; i < c.queries; ++i) {
-    const int64_t query = (block * c.queries + i) * c.heads + head * group;
-    const int64_t after = c.position[block * c.queries + i] + int64_t{1};
+  s.queries.clear();  // a block of one sequence that decodes beside prompts has one query, whatever its size
+  for (int64_t number = block * c.queries; number < (block + 1) * c.queries; ++number) {
+    const int64_t after = c.position[number] + int64_t{1};
     const int64_t first = std::max<int64_t>(0, after - c.window), last = std::min(after, most);
     if (first >= last) {
-      std::fill_n(c.out + query * c.value, group * c.value, 0.0f);
+      std::fill_n(c.out + (number * c.heads + head * group) * c.value, heads * group * c.value, 0.0f);
       continue;
     }
     begin = std::min(begin, first), end = std::max(end, last);
     sure_begin = std::max(sure_begin, first), sure_end = std::min(sure_end, last);
-    for (int64_t g = 0; g < group; ++g, ++s.rows) {
-      begin_row(s, s.rows, c.q + (query + g) * c.width, c.width, c.scale, first, last);
-      s.out[s.rows] = c.out + (query + g) * c.value;
-    }
+    s.queries.push_back({number, first, last});
   }
   const int32_t* table = c.table + std::clamp<int64_t>(c.sequence[block], 0, c.sequences - 1) * c.slots;
   // Which keys of a tile any query sees; or true: all of them.
   const auto seen = [&](int64_t start, bool* some) {
     if (sure_begin <= start && start + TILE <= sure_end) return true;
     int change[TILE + 1] = {};  // positions may leave gaps
-    for (int64_t r = 0; r < s.rows; r += group) {
-      const int64_t a = std::clamp<int64_t>(s.first[r] - start, 0, TILE);
-      const int64_t b = std::clamp<int64_t>(s.last[r] - start, 0, TILE);
+    for (const Query& query : s.queries) {
+      const int64_t a = std::clamp<int64_t>(query.first - start, 0, TILE);
+      const int64_t b = std::clamp<int64_t>(query.last - start, 0, TILE);
       if (a < b) ++change[a], --change[b];
     }
     for (int t = 0, depth = 0; t < TILE; ++t) some[t] = (depth += change[t]) > 0;
     return false;
   };
-  if (s.rows <= FEW && s.width == c.width && s.value == c.value)
-    attend_few<T>(c, s, table, head, begin, end, seen);
-  else
-    attend_rows(s, s.rows, begin, end, [&](int64_t start) {
-      bool some[TILE];
-      if (seen(start, some)) std::fill_n(some, TILE, true);
-      read<T>(c, s, table, head, start, some);
-    });
-  for (int64_t r = 0; r < s.rows; ++r) {
-    const float share = s.total[r] == 0 ? 0 : 1 / s.total[r];
-    for (int64_t i = 0; i < c.value; ++i) s.out[r][i] = s.mixed[r * s.value + i] * share;
+  const bool few = int64_t(s.queries.size()) * group <= FEW && s.width == c.width && s.value == c.value;
+  const int64_t together = few ? heads : 1;
+  for (const int64_t stop = head + heads; head < stop; head += together) {
+    s.rows = 0;
+    for (int64_t h = head; h < head + together; ++h)
+      for (const Query& query : s.queries)
+        for (int64_t g = h * group; g < (h + 1) * group; ++g, ++s.rows) {
+          const int64_t row = query.number * c.heads + g;
+          begin_row(s, s.rows, c.q + row * c.width, c.width, c.scale, query.first, query.last);
+          s.out[s.rows] = c.out + row * c.value;
+        }
+    if (few)
+      attend_few<T>(c, s, table, head, together, begin, end, seen);
+    else
+      attend_rows(s, s.rows, begin, end, [&](int64_t start) {
+        bool some[TILE];
+        if (seen(start, some)) std::fill_n(some, TILE, true);
+        read<T>(c, s, table, head, start, some);
+      });
+    for (int64_t r = 0; r < s.rows; ++r) {
+      const float share = s.total[r] == 0 ? 0 : 1 / s.total[r];
+      for (int64_t i = 0; i < c.value; ++i) s.out[r][i] = s.mixed[r * s.value + i] * share;
+    }
   }
 }
 
@@ -317,7 +376,7 @@ void run(ffi::ThreadPool& pool, const Call& c) {
   const int64_t together = c.blocks >= 4 * pool.num_threads() ? c.kv_heads : 1, parts = c.kv_heads / together;
   in_parallel(pool, c.blocks * parts, make, [=](int64_t i, Work& s) {
     i = c.blocks * parts - 1 - i;  // the last blocks of a prompt see the most: they go first
-    for (int64_t h = 0; h < together; ++h) attend<T>(c, s, i / parts, i % parts * together + h);
+    attend<T>(c, s, i / parts, i % parts * together, together);
   });
 }
 
