@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +72,11 @@ def test_xla_agrees_however_few_keys_a_turn_takes(name, keys, monkeypatch):
     agree(cases.SMALL[name], by_xla(cases.SMALL[name]))
 
 
+def many(*lengths: int) -> tuple[int, ...]:
+    """So many blocks that a thread takes all heads of one."""
+    return tuple(itertools.islice(itertools.cycle(lengths), 4 * (os.cpu_count() or 1)))
+
+
 NATIVE = cases.SMALL | {
     "half": cases.Case(lengths=(1, 40, 100), stored="float16"),
     "narrow": cases.Case(lengths=(1, 60), width=20, value=24, page=5, slots=12),
@@ -80,6 +87,14 @@ NATIVE = cases.SMALL | {
     "bfloat16_rows": cases.Case(lengths=(40, 100), stored="bfloat16", queries=20),
     "one_query_of_many": cases.Case(lengths=(1, 100, 2, 40, 1), queries=5, window=64),
     "bfloat16_few": cases.Case(lengths=(1, 70, 100), stored="bfloat16", kv_heads=4),
+    "together": cases.Case(lengths=many(0, 1, 300, 70, 130), slots=10, heads=8, kv_heads=4, width=48),
+    "together_bfloat16": cases.Case(
+        lengths=many(200, 64), slots=8, heads=6, window=90, width=96, stored="bfloat16"
+    ),
+    "together_half": cases.Case(lengths=many(70, 128), page=64, value=128, stored="float16"),
+    "together_int8": cases.Case(lengths=many(100, 190), slots=6, kv_heads=4, stored="int8"),
+    "together_float8": cases.Case(lengths=many(230, 9), page=20, slots=12, stored="float8_e4m3fn"),
+    "together_chunk": cases.Case(lengths=many(70, 3), queries=5, heads=6, stored="bfloat16"),
 }
 
 
@@ -111,7 +126,7 @@ def test_every_8_bit_float_is_read_as_it_is():
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("name", ["lengths", "long_chunk", "window_at_the_end"])
+@pytest.mark.parametrize("name", ["lengths", "long_chunk", "window_at_the_end", "together", "together_chunk"])
 def test_what_a_query_reads_does_not_depend_on_its_neighbours(name):
     """Bit for bit: alone, and beside others; so no batch changes a greedy token."""
     case = NATIVE[name]
@@ -124,17 +139,25 @@ def test_what_a_query_reads_does_not_depend_on_its_neighbours(name):
 
 
 @NEEDS_COMPILER
+@pytest.mark.parametrize("stored", ["float32", "int8"])
 @pytest.mark.parametrize("positions", [(3, 70, -1, 150, 201), (66, -1, 100, -1, -1)], ids=["many", "few"])
-def test_positions_may_leave_gaps(positions):
+def test_positions_may_leave_gaps(positions, stored):
     """A block's queries at any positions; what lies between and no query sees may hold anything."""
-    case = cases.Case(lengths=(200,), queries=5, window=6, page=32, slots=8)
+    case = cases.Case(lengths=(200,), queries=5, window=6, page=32, slots=8, stored=stored)
     (q, k, v, table, sequence, _), arrays = case.make()
     position = jnp.array([positions], jnp.int32)
     seen = np.asarray(visible(position, 256, 6))[0].any(0).reshape(8, 32)
-    k, v = (np.array(jax.random.normal(jax.random.key(i), x.shape)) for i, x in ((1, k), (2, v)))
+    k, v = (np.array(80 * jax.random.normal(jax.random.key(i), x.shape)) for i, x in ((1, k), (2, v)))
+    factors = np.full((2, *k.shape[:2], case.kv_heads, case.page), 1 / 80, np.float32)
     for slot, page in enumerate(np.asarray(table)[0]):
         k[:, page][:, ~seen[slot]] = v[:, page][:, ~seen[slot]] = np.nan
-    args = (q, jnp.array(k), jnp.array(v), table, sequence, position)
+        factors[:, :, page, :, ~seen[slot]] = np.nan
+    if case.scaled:
+        arrays = dict(zip(arrays, map(jnp.array, factors), strict=True))
+        k, v = (np.nan_to_num(x).round() for x in (k, v))
+    else:
+        k, v = k / 80, v / 80
+    args = (q, *(jnp.array(x).astype(stored) for x in (k, v)), table, sequence, position)
     want, got = exact(case, args, arrays), np.asarray(jax.jit(by_native(case))(*args, **arrays))
     assert np.isfinite(want).all()
     np.testing.assert_allclose(got, want, atol=1e-5)
