@@ -98,7 +98,7 @@ struct Query { int64_t number, first, last; };
 struct Work : Scratch {
   explicit Work(const Call& c)
       : Scratch(std::max(c.queries * (c.heads / c.kv_heads), FEW * c.kv_heads), c.width, c.value), out(rows),
-        nothing(c.kv_heads * std::max(c.width, c.value)), factors(c.k_scale ? 2 * AT_ONCE * c.kv_heads * TILE : 0) {}
+        nothing(c.kv_heads * std::max(c.width, c.value)), factors(2 * AT_ONCE * c.kv_heads * TILE) {}
   std::vector<Query> queries;
   std::vector<float*> out;
   std::vector<float> nothing, factors;
