@@ -11,9 +11,10 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.engine.runner import new_cache
 from swiftkv_jax.layers import rotary
 from swiftkv_jax.model import Transformer, embed, fill, logits, run_lower, run_upper, step
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,7 @@ def _dense(c: Contender, sequences: int, capacity: int) -> Cache:
     return new_cache(c.model, c.params, None, make)
 
 
-def in_turn(names: Iterable[str], number: int) -> list[str]:
+def in_turn(names: Iterable[Name], number: int) -> list[Name]:
     """The order of round `number`: each round begins one further on.
 
     Reversing the order instead would let the first and the last follow themselves, with their weights still
@@ -87,7 +90,7 @@ def in_turn(names: Iterable[str], number: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def in_rounds(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def in_rounds(runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
     """The seconds that each of `runs` returns, in `rounds` rounds of all of them in turn."""
     for run in runs.values():
         run()  # compiles

@@ -84,22 +84,37 @@ def measure(llms: dict[str, skv.LLM], length: int, outputs: int, requests: int, 
     """One workload: tokens per second, gains, and what the costs of the same run predict."""
     vocab = next(iter(llms.values())).model.config.vocab_size
     prompts = np.random.default_rng(length).integers(2, vocab, (requests, length)).tolist()
-    first = interleaved(llms, prompts, 1, rounds)
-    whole = interleaved(llms, prompts, outputs, rounds)  # last: `llm.stats` below are of its last round
-    medians = {name: statistics.median(s) for name, s in whole.items()}
-    prompt_cost = {name: statistics.median(s) / (requests * length) for name, s in first.items()}
-    output_cost = (medians["standard"] - statistics.median(first["standard"])) / (requests * (outputs - 1))
-    n, c = length / outputs, output_cost / prompt_cost["standard"]
+    stats = {}
+
+    def whole(name: str) -> float:
+        seconds = timed(llms[name], prompts, outputs)
+        stats[name] = dict(llms[name].stats)
+        return seconds
+
+    # In one round, so that the machine's speed, which drifts, is the same for all that is compared.
+    runs = {(name, 1): partial(timed, llm, prompts, 1) for name, llm in llms.items()}
+    runs |= {(name, outputs): partial(whole, name) for name in llms}
+    seconds = in_rounds(runs, rounds)
+    first, all_of = ({name: seconds[name, count] for name in llms} for count in (1, outputs))
+    per_output = requests * (outputs - 1)
+    costs = [
+        ((b - a) / per_output) / (a / (requests * length))
+        for a, b in zip(first["standard"], all_of["standard"], strict=True)
+    ]
+    n, c = length / outputs, statistics.median(costs)
     out = {}
     for name, llm in llms.items():
         r = 1 / ratio(first, name)
         out[name] = {
-            "tokens_per_s": requests * (length + outputs) / medians[name],
-            "gain": ratio(whole, name),
+            "tokens_per_s": requests * (length + outputs) / statistics.median(all_of[name]),
+            "gain": ratio(all_of, name),
             "predicted_gain": (n + c) / (n * r + c),
             "prompt_share": r,
-            "tpot_ms": 1e3 * llm.stats["decode_seconds"] / max(1, llm.stats["decoded_steps"]),
-            "host_ms_per_step": 1e3 * llm.stats["decode_host_seconds"] / max(1, llm.stats["decoded_steps"]),
+            "output_cost": c,
+            "tpot_ms": 1e3 * stats[name]["decode_seconds"] / max(1, stats[name]["decoded_steps"]),
+            "host_ms_per_step": 1e3
+            * stats[name]["decode_host_seconds"]
+            / max(1, stats[name]["decoded_steps"]),
             "cache_bytes_per_token": llm.cache_bytes_per_token,
         }
     return out
@@ -142,7 +157,7 @@ def report(result: dict) -> str:
     """The result as Markdown."""
     machine = result["machine"]
     parts = [f"{machine['command']}, {machine['device']}, jax {machine['jax']}, {machine['date']}\n"]
-    head = ["variant", "tokens/s", "gain", "predicted", "prompt cost", "TPOT ms", "host ms/step", "B/token"]
+    head = ["variant", "tokens/s", "gain", "predicted", "r", "c", "TPOT ms", "host ms/step", "B/token"]
     for name, rows in result["workloads"].items():
         parts.append(f"{name} tokens in:out\n")
         lines = [
@@ -152,6 +167,7 @@ def report(result: dict) -> str:
                 f"{row['gain']:.2f}",
                 f"{row['predicted_gain']:.2f}",
                 f"{row['prompt_share']:.2f}",
+                f"{row['output_cost']:.1f}",
                 f"{row['tpot_ms']:.2f}",
                 f"{row['host_ms_per_step']:.3f}",
                 f"{row['cache_bytes_per_token']:,}",

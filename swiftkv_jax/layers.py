@@ -1,11 +1,12 @@
-"""The parts of a decoder layer, as functions of parameters and arrays: norm, rotary, MLP."""
+"""The parts of a decoder layer, as functions of parameters and arrays: rotary, projections."""
 
 import math
 
-import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.config import ModelConfig, RopeConfig
+from swiftkv_jax.kernels.after_attention.api import after_attention
+from swiftkv_jax.kernels.dense import linear, rms_norm
 from swiftkv_jax.kernels.rotary_angles.api import rotary_angles
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Angles, Array, Float, Hidden, Int, KeyValues, PyTree, Queries
@@ -17,19 +18,6 @@ class Rotary:
 
     cos: Angles
     sin: Angles
-
-
-def linear(x: Float[Array, "*batch i"], p: PyTree) -> Float[Array, "..."]:
-    """x @ kernel (+ bias), in x's dtype: fp32 master weights are rounded here, where they are used."""
-    y = jnp.tensordot(x, p["kernel"].astype(x.dtype), 1)
-    return y + p["bias"].astype(x.dtype) if "bias" in p else y
-
-
-def rms_norm(x: Float[Array, "*batch d"], scale: Float[Array, " d"], eps: float) -> Float[Array, "*batch d"]:
-    """Root-mean-square norm, computed in float32 and rounded before the gain, as the checkpoints expect."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return wide.astype(x.dtype) * scale.astype(x.dtype)
 
 
 def inverse_frequencies(config: ModelConfig, length: int | Int[Array, ""]) -> Float[Array, " half"]:
@@ -105,18 +93,8 @@ def keys_values(config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[
     return rotate(rms_norm(k, p["k_norm"], config.rms_norm_eps) if "k_norm" in p else k, at), v
 
 
-def mlp(p: PyTree, x: Hidden) -> Hidden:
-    """The gated SiLU feed-forward network."""
-    if "gate_up_proj" in p:
-        gate, up = jnp.unstack(linear(x, p["gate_up_proj"]), axis=-2)
-    else:
-        gate, up = linear(x, p["gate_proj"]), linear(x, p["up_proj"])
-    return linear(jax.nn.silu(gate) * up, p["down_proj"])
-
-
 def decoder_layer(config: ModelConfig, p: PyTree, x: Hidden, at: Rotary, attend) -> Hidden:
     """One pre-norm layer; `attend(q)` reads whatever row this layer reads."""
     q = queries(config, p, rms_norm(x, p["input_norm"], config.rms_norm_eps), at)
-    mixed = attend(q)
-    x = x + linear(mixed.reshape(*x.shape[:-1], -1), p["o_proj"])
-    return x + mlp(p, rms_norm(x, p["post_norm"], config.rms_norm_eps))
+    mixed = attend(q).reshape(*x.shape[:-1], -1)
+    return after_attention(x, mixed, p, eps=config.rms_norm_eps)

@@ -110,19 +110,26 @@ def sample(
     logits = forbid_ends(logits, policy, produced)
     if mode.penalised:
         logits = penalise(logits, policy, tally)
-    token, best = jnp.argmax(logits, axis=-1), logits.max(-1)
+    token, best = _likeliest(logits)
     if mode.sampled:
         scaled = logits / jnp.where(policy.temperature > 0, policy.temperature, 1.0)[:, None]
         if mode.filtered:
             scaled = jnp.where(kept(scaled, policy), scaled, -jnp.inf)
-        drawn = jnp.argmax(scaled + gumbel(policy.seed, position, logits.shape[1]), axis=-1)
+        drawn, _ = _likeliest(scaled + gumbel(policy.seed, position, logits.shape[1]))
         token = jnp.where(policy.temperature > 0, drawn, token)
         best = jnp.where(policy.temperature > 0, scaled.max(-1), best)
-    sampled = _with_logprobs(raw, token.astype(jnp.int32), mode)
+    sampled = _with_logprobs(raw, token, mode)
     token = sampled.token
     if mode.biased or mode.filtered:
         token = jnp.where(best > -jnp.inf, token, NONE_LEFT)
     return dataclasses.replace(sampled, token=jnp.where(sane, token, BAD))
+
+
+def _likeliest(logits: Float[Array, "Q V"]) -> tuple[Int[Array, " Q"], Float[Array, " Q"]]:
+    """The first of each lane's largest logits, and that logit. XLA's argmax goes number by number on CPUs."""
+    best, last = logits.max(-1), logits.shape[1] - 1
+    token = jnp.where(logits == best[:, None], jnp.arange(last + 1, dtype=jnp.int32), last).min(-1)
+    return token, best
 
 
 def _with_logprobs(raw, token, mode: Mode) -> Sampled:

@@ -229,14 +229,22 @@ def test_other_bad_calls(monkeypatch):
             call()
 
 
-@pytest.mark.parametrize("name", ["qwen3_bias_window", "llama31_rope"])
-def test_greedy_tokens_are_transformers(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "lanes", "lengths"),
+    [
+        ("qwen3_bias_window", 4, (1, 30, 7)),
+        ("llama31_rope", 4, (1, 30, 7)),
+        # Enough for a step of products in C++, where there is a compiler (kernels/after_attention).
+        ("qwen3_bias_window", 64, range(1, 51)),
+    ],
+)
+def test_greedy_tokens_are_transformers(name, lanes, lengths, tmp_path):
     import torch
 
     theirs = hf_models.make(name)
     hf_models.save(theirs, tmp_path)
-    llm = LLM(tmp_path, tokenizer=tiny.Bytes(), max_num_seqs=4, max_model_len=64, steps_per_launch=8)
-    prompts = [[token % 101 for token in prompt] for prompt in tiny.prompts((1, 30, 7))]
+    llm = LLM(tmp_path, tokenizer=tiny.Bytes(), max_num_seqs=lanes, max_model_len=64, steps_per_launch=8)
+    prompts = [[token % 101 for token in prompt] for prompt in tiny.prompts(lengths)]
     got = llm.generate(prompts, GREEDY, use_tqdm=False)
     for prompt, output in zip(prompts, got, strict=True):
         want = theirs.generate(
