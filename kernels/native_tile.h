@@ -41,6 +41,20 @@ constexpr float LOG2E = 1.4426950408889634f, INF = __builtin_inff();
 struct Bf16 { uint16_t raw; };
 struct Fp8 { uint8_t raw; };  // e4m3fn
 
+// `f` with a number of the type that rows are stored as.
+template <class F>
+ffi::Error by_type(ffi::DataType type, F f) {
+  switch (type) {
+    case ffi::F32: f(float{}); break;
+    case ffi::BF16: f(Bf16{}); break;
+    case ffi::F16: f(_Float16{}); break;
+    case ffi::S8: f(int8_t{}); break;
+    case ffi::F8E4M3FN: f(Fp8{}); break;
+    default: return ffi::Error::InvalidArgument("rows of a type that native_cpu.refuses lets pass");
+  }
+  return ffi::Error::Success();
+}
+
 typedef float Vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 

@@ -80,15 +80,7 @@ ffi::Error page_write(ffi::ThreadPool pool, ffi::AnyBuffer, ffi::AnyBuffer, F32,
   const auto scales = [](auto& x) { return x->element_count() ? x->typed_data() : nullptr; };
   c.sides[0] = {new_k.typed_data(), k->untyped_data(), scales(k_scale), shape[3]};
   c.sides[1] = {new_v.typed_data(), v->untyped_data(), scales(v_scale), new_v.dimensions()[3]};
-  switch (k->element_type()) {
-    case ffi::F32: run<float>(pool, c); break;
-    case ffi::BF16: run<Bf16>(pool, c); break;
-    case ffi::F16: run<_Float16>(pool, c); break;
-    case ffi::S8: run<int8_t>(pool, c); break;
-    case ffi::F8E4M3FN: run<Fp8>(pool, c); break;
-    default: return ffi::Error::InvalidArgument("rows of a type that native_cpu.refuses lets pass");
-  }
-  return ffi::Error::Success();
+  return by_type(k->element_type(), [&](auto number) { run<decltype(number)>(pool, c); });
 }
 
 }  // namespace

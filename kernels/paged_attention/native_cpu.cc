@@ -397,15 +397,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, F32 q, ffi::AnyBuffer k, ffi::A
   c.v_scale = v_scale.element_count() ? v_scale.typed_data() : nullptr;
   c.table = table.typed_data(), c.sequence = sequence.typed_data(), c.position = position.typed_data();
   c.out = out->typed_data();
-  switch (k.element_type()) {
-    case ffi::F32: run<float>(pool, c); break;
-    case ffi::BF16: run<Bf16>(pool, c); break;
-    case ffi::F16: run<_Float16>(pool, c); break;
-    case ffi::S8: run<int8_t>(pool, c); break;
-    case ffi::F8E4M3FN: run<Fp8>(pool, c); break;
-    default: return ffi::Error::InvalidArgument("rows of a type that native_cpu.refuses lets pass");
-  }
-  return ffi::Error::Success();
+  return by_type(k.element_type(), [&](auto number) { run<decltype(number)>(pool, c); });
 }
 
 }  // namespace
