@@ -104,20 +104,27 @@ def measure(llms: dict[str, skv.LLM], length: int, outputs: int, requests: int, 
     n, c = length / outputs, statistics.median(costs)
     out = {}
     for name, llm in llms.items():
-        r = 1 / ratio(first, name)
+        r, last = 1 / ratio(first, name), stats[name]
+        steps = max(1, last["decoded_steps"])
         out[name] = {
             "tokens_per_s": requests * (length + outputs) / statistics.median(all_of[name]),
             "gain": ratio(all_of, name),
             "predicted_gain": (n + c) / (n * r + c),
             "prompt_share": r,
             "output_cost": c,
-            "tpot_ms": 1e3 * stats[name]["decode_seconds"] / max(1, stats[name]["decoded_steps"]),
-            "host_ms_per_step": 1e3
-            * stats[name]["decode_host_seconds"]
-            / max(1, stats[name]["decoded_steps"]),
+            "tpot_ms": 1e3 * last["decode_seconds"] / steps,
+            "host_ms_per_step": 1e3 * last["decode_host_seconds"] / steps,
             "cache_bytes_per_token": llm.cache_bytes_per_token,
         }
     return out
+
+
+def workload(text: str) -> tuple[int, int]:
+    """IN:OUT, as numbers of tokens."""
+    length, _, outputs = text.partition(":")
+    if not (length.isdecimal() and outputs.isdecimal() and int(length) >= 1 and int(outputs) >= 2):
+        raise argparse.ArgumentTypeError(f"{text!r} is not IN:OUT, 1 token or more in and 2 or more out")
+    return int(length), int(outputs)
 
 
 def pages_within(budget: float, bytes_per_token: int, page: int, context: int) -> int:
@@ -128,7 +135,7 @@ def pages_within(budget: float, bytes_per_token: int, page: int, context: int) -
 
 def budgets(model, params, kinds: list[Variant], args) -> dict:
     """Table 3: throughput when the cache may take only a share of what a standard model's sequences need."""
-    length, outputs = (int(part) for part in args.budget_workload.split(":"))
+    length, outputs = args.budget_workload
     context, page = length + outputs, args.page_size
     standard = engine(model, params, kinds[0], context, page_size=page).cache_bytes_per_token
     prompts = np.random.default_rng(1).integers(2, model.config.vocab_size, (args.requests, length)).tolist()
@@ -249,9 +256,9 @@ def main() -> None:
     p.add_argument("--dtype", default="float32")
     p.add_argument("--cache-dtype", default="bfloat16", help="of rows, but for the fp8 variant")
     p.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="standard always is")
-    p.add_argument("--workloads", nargs="+", default=["512:64", "1984:62"], metavar="IN:OUT")
+    p.add_argument("--workloads", nargs="+", type=workload, default=[(512, 64), (1984, 62)], metavar="IN:OUT")
     p.add_argument("--budgets", type=float, nargs="*", default=[1.0, 0.5, 0.25, 0.1])
-    p.add_argument("--budget-workload", default="512:64", metavar="IN:OUT")
+    p.add_argument("--budget-workload", type=workload, default=(512, 64), metavar="IN:OUT")
     p.add_argument("--share", type=int, default=2, help="AcrossKV group (default 2)")
     p.add_argument("--requests", type=int, default=64)
     p.add_argument("--rounds", type=int, default=5)
@@ -264,11 +271,11 @@ def main() -> None:
     kinds = [variant for name, variant in every if name in ("standard", *args.systems)]
     command = " ".join(["python -m benchmarks.throughput", *sys.argv[1:]])
     result: dict = {"machine": machine(command), "workloads": {}, "budgets": {}}
-    for workload in args.workloads:
-        length, outputs = (int(part) for part in workload.split(":"))
+    for length, outputs in args.workloads:
         sizes = {"max_num_seqs": args.max_num_seqs, "page_size": args.page_size}
         llms = {kind.name: engine(model, params, kind, length + outputs, **sizes) for kind in kinds}
-        result["workloads"][workload] = measure(llms, length, outputs, args.requests, args.rounds)
+        found = measure(llms, length, outputs, args.requests, args.rounds)
+        result["workloads"][f"{length}:{outputs}"] = found
     result["budgets"] = budgets(model, params, kinds, args) if args.budgets else {}
     text = report(result)
     print(text)

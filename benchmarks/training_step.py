@@ -26,7 +26,7 @@ from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.layers import rms_norm
+from swiftkv_jax.kernels.dense import rms_norm
 from swiftkv_jax.model import Transformer, forward, head
 from swiftkv_jax.plan import KVPlan
 

@@ -20,7 +20,7 @@ from swiftkv_jax.checkpoint.hf import from_pretrained  # noqa: E402
 from swiftkv_jax.distill import loss as losses  # noqa: E402
 from swiftkv_jax.distill.data import DataConfig, evaluation_batches  # noqa: E402
 from swiftkv_jax.distill.sources import open_documents, split_of  # noqa: E402
-from swiftkv_jax.layers import rms_norm  # noqa: E402
+from swiftkv_jax.kernels.dense import rms_norm  # noqa: E402
 from swiftkv_jax.model import forward, head  # noqa: E402
 from swiftkv_jax.tokenizer import load_tokenizer  # noqa: E402
 

@@ -18,12 +18,12 @@ from swiftkv_jax import params as weights
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
+from swiftkv_jax.kernels.dense import rms_norm
 from swiftkv_jax.kernels.fused_kv_fill.api import Makers
 from swiftkv_jax.layers import (
     Rotary,
     decoder_layer,
     keys_values,
-    rms_norm,
     rotary,
     rotate,
 )

@@ -20,7 +20,8 @@ from swiftkv_jax.analysis.flops import flops_table
 from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
-from swiftkv_jax.layers import decoder_layer, keys_values, rms_norm
+from swiftkv_jax.kernels.dense import rms_norm
+from swiftkv_jax.layers import decoder_layer, keys_values
 from swiftkv_jax.model import Transformer, embed, place
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.shapes import Float, Int, PyTree, Tokens

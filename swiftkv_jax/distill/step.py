@@ -13,7 +13,7 @@ from swiftkv_jax.analysis import flops
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.layers import rms_norm
+from swiftkv_jax.kernels.dense import rms_norm
 from swiftkv_jax.model import (
     Transformer,
     embed,

@@ -81,6 +81,14 @@ def test_the_order_of_tied_tokens_does_not_matter():
     assert sampling.kept(logits, policy(1, top_k=5)).all()  # 0.0 and -0.0 are one number
 
 
+def test_the_first_of_equal_logits_is_taken():
+    """As NumPy's argmax does, and torch's greedy search with it."""
+    logits = np.random.default_rng(0).integers(-2, 3, (16, 40)).astype(np.float32)
+    zero = jnp.zeros(16, jnp.int32)
+    got = sampling.sample(jnp.asarray(logits), policy(16, temperature=0), no_tally(16), zero, zero, Mode())
+    np.testing.assert_array_equal(got.token, logits.argmax(-1))
+
+
 def test_penalties():
     import torch
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor

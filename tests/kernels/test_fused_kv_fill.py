@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax import layers
-from swiftkv_jax.kernels import dispatch
+from swiftkv_jax.kernels import dense, dispatch
 from swiftkv_jax.kernels.fused_kv_fill import api, cases, pallas_gpu, pallas_tpu, reference
 from swiftkv_jax.kernels.fused_kv_fill.reference import Makers
 from swiftkv_jax.kernels.pools import Pools
@@ -160,9 +160,9 @@ def test_the_gain_may_be_folded_into_the_weights():
     k_norm = jax.random.normal(next(keys), (2, 8))
     angle = jnp.arange(16)[:, None] * jnp.array([1.0, 0.1, 0.01, 0.001])
     at = layers.Rotary(jnp.cos(angle), jnp.sin(angle))
-    h = layers.rms_norm(x, gain, 1e-5)
+    h = dense.rms_norm(x, gain, 1e-5)
     want_k = [
-        layers.rotate(layers.rms_norm((h @ w_k[:, i]).reshape(16, 3, 8), k_norm[i], 1e-5), at) for i in (0, 1)
+        layers.rotate(dense.rms_norm((h @ w_k[:, i]).reshape(16, 3, 8), k_norm[i], 1e-5), at) for i in (0, 1)
     ]
     makers = Makers(*(reference.fold_gain(gain, w) for w in (w_k, w_v)), k_norm=k_norm)
     pools = Pools(jnp.zeros((2, 2, 8, 24)), jnp.zeros((2, 2, 8, 24)))
