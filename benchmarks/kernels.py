@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks.throughput import RESULTS, not_measured, write
+from benchmarks.common import RESULTS, not_measured, write
 from swiftkv_jax.kernels.fused_kv_fill import api as fill
 from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
 from swiftkv_jax.kernels.k_cache_attention import api as k_cache
@@ -151,16 +151,16 @@ def prompt_contenders(case) -> list[Contender]:
 
 def attention_contenders(kernel: str, case) -> list[Contender]:
     """Our implementations that this platform can have, and those of others on contiguous keys and values."""
-    table, api = {
-        "paged_attention": (paged.PAGED_ATTENTION, paged.paged_attention),
-        "k_cache_attention": (k_cache.K_CACHE, k_cache.k_cache_attention),
-        "x_cache_attention": (k_cache.X_CACHE, k_cache.x_cache_attention),
+    table, call = {
+        "paged_attention": (paged.PAGED_ATTENTION, paged_cases.call),
+        "k_cache_attention": (k_cache.K_CACHE, k_cache_cases.call),
+        "x_cache_attention": (k_cache.X_CACHE, k_cache_cases.call_inputs),
     }[kernel]
     args, arrays = case.make()
     out = []
     for name in table:
         if name != "reference":
-            run = jax.jit(functools.partial(api, **case.options, implementation=name))
+            run = jax.jit(functools.partial(call, **case.options, implementation=name))
             out.append(Contender(name, functools.partial(run, *args, **arrays)))
     if kernel == "paged_attention" and not case.scaled and not case.window:
         out += peers(case)
@@ -283,7 +283,7 @@ def fill_contenders(case) -> list[Contender]:
             continue
         x, makers, cos, sin, pools, names, live = case.make()
         run = jax.jit(
-            functools.partial(fill.fused_kv_fill, **case.options, implementation=name), donate_argnums=4
+            functools.partial(fill_cases.call, **case.options, implementation=name), donate_argnums=4
         )
         state = {"pools": pools}
 

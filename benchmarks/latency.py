@@ -11,24 +11,20 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import params as weights
+from benchmarks.common import interleaved, ratio
 from swiftkv_jax.analysis.flops import flops_table
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.engine.runner import new_cache
-from swiftkv_jax.layers import rotary
-from swiftkv_jax.model import Transformer, embed, fill, logits, run_lower, run_upper, step
-
-Name = TypeVar("Name", bound=Hashable)
+from swiftkv_jax.model import Transformer, embed, logits, step
+from swiftkv_jax.model import run as run_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +38,7 @@ class Contender:
 
 
 def load(name: str, folder: str | Path, dtype: str = "float32") -> Contender:
-    model, params = from_pretrained(folder, dtype=dtype)
-    return Contender(name, model, weights.unstack(params))
+    return Contender(name, *from_pretrained(folder, dtype=dtype, cuts=None))
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
@@ -54,10 +49,8 @@ def first_token(model: Transformer, full_depth: bool, params, tokens, cache: Cac
     if not full_depth:
         out, cache = step(model, params, tokens, at, starts, jnp.array([length - 1]), cache)
         return jnp.argmax(out[0]), cache
-    angles, batch = rotary(model.config, at, cache.capacity), make_batch(starts, at)
-    x, cache = run_lower(model, params, embed(model, params, tokens), angles, batch, cache)
-    cache = cache.write(model.plan.upper_rows, *fill(model, params, x, angles), batch)
-    x = run_upper(model, params, x, angles, batch, cache)
+    angles, batch = cache.angles.at(at), make_batch(starts, at)
+    x, cache = run_layers(model, params, embed(model, params, tokens), angles, batch, cache)
     return jnp.argmax(logits(model, params, x[-1:])[0]), cache
 
 
@@ -76,41 +69,7 @@ def decode(model: Transformer, params, cache: Cache, start, count: int):
 
 def _dense(c: Contender, sequences: int, capacity: int) -> Cache:
     make = partial(Cache.dense, c.model.config, c.model.plan, sequences, capacity, jnp.dtype(c.model.dtype))
-    return new_cache(c.model, c.params, None, make)
-
-
-def in_turn(names: Iterable[Name], number: int) -> list[Name]:
-    """The order of round `number`: each round begins one further on.
-
-    Reversing the order instead would let the first and the last follow themselves, with their weights still
-    in the processor's caches, and never those between.
-    """
-    names = list(names)
-    first = number % max(1, len(names))
-    return names[first:] + names[:first]
-
-
-def in_rounds(runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
-    """The seconds that each of `runs` returns, in `rounds` rounds of all of them in turn."""
-    for run in runs.values():
-        run()  # compiles
-    seconds = {name: [] for name in runs}
-    for number in range(rounds):
-        for name in in_turn(runs, number):
-            seconds[name].append(runs[name]())
-    return seconds
-
-
-def seconds_of(run: Callable) -> float:
-    """How long a call takes."""
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
-
-
-def interleaved(runs: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each callable, in `rounds` rounds of all of them in turn."""
-    return in_rounds({name: partial(seconds_of, run) for name, run in runs.items()}, rounds)
+    return new_cache(c.params, make)
 
 
 def time_to_first_token(contenders: list[Contender], length: int, rounds: int) -> dict[str, list[float]]:
@@ -148,11 +107,6 @@ def time_per_output_token(
 
     timed = interleaved({c.name: runner(c) for c in contenders}, rounds)
     return {name: [s / count for s in seconds] for name, seconds in timed.items()}
-
-
-def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
-    """Median of the rounds' ratios: what a noisy machine leaves comparable."""
-    return statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
 
 
 def matmul_rate(size: int = 1024, rounds: int = 5) -> float:

@@ -19,9 +19,8 @@ from pathlib import Path
 import numpy as np
 
 import swiftkv_jax as skv
-from benchmarks.latency import in_rounds, seconds_of
+from benchmarks.common import RESULTS, in_rounds, machine, seconds_of, table, timed, write
 from benchmarks.llama_cpp_peer import LlamaCpp, write_gguf
-from benchmarks.throughput import RESULTS, machine, table, timed, write
 
 BATCHES = (1, 8, 32)
 Generate = Callable[[list[list[int]], int], list[list[int]]]
@@ -122,7 +121,11 @@ def main() -> None:
         for name, s in seconds.items()
     }
     result = {"machine": machine("python -m benchmarks.peers"), "identical": identical, "rows": rows}
-    result |= {"prompts": args.prompts, "seconds_by_batch": batches}
+    result |= {
+        "kernels": {name: llm.kernels for name, llm in llms.items()},
+        "prompts": args.prompts,
+        "seconds_by_batch": batches,
+    }
     lines = [[name, f"{row['tokens_per_s']:,.0f}", f"{row['gain']:.2f}"] for name, row in rows.items()]
     info = result["machine"]
     text = (

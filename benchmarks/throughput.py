@@ -10,74 +10,29 @@ an output token in prompt tokens, r the share of a prompt token's cost that Swif
 """
 
 import argparse
-import dataclasses
-import json
-import platform
 import statistics
 import sys
-import time
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import jax
 import numpy as np
 
 import swiftkv_jax as skv
-from benchmarks.latency import in_rounds
-
-RESULTS = Path(__file__).parent / "results"
-SYSTEMS = ("standard", "merge-all", "swiftkv", "acrosskv", "fp8")  # in the order of `variants`
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A way to cache: its plan, and the dtype of its rows."""
-
-    name: str
-    plan: skv.KVPlan
-    cache_dtype: str
-
-
-def variants(layers: int, share: int, cache_dtype: str) -> list[Variant]:
-    """The columns of the paper's Table 3; `cache_dtype` of all rows but the last variant's."""
-    half = layers // 2
-    shared = skv.KVPlan.swiftkv(layers, half, share)
-    return [
-        Variant("standard", skv.KVPlan.standard(layers), cache_dtype),
-        Variant("merge-all", skv.KVPlan.merge_all(layers), cache_dtype),
-        Variant("SwiftKV 50 %", skv.KVPlan.swiftkv(layers, half), cache_dtype),
-        Variant(f"+ {share}-way AcrossKV", shared, cache_dtype),
-        Variant("+ fp8", shared, "float8_e4m3fn"),
-    ]
-
-
-def engine(model, params, variant: Variant, context: int, **settings) -> skv.LLM:
-    """An LLM of this variant; prefixes are not shared, so that every prompt token is paid for."""
-    if variant.plan != model.plan:
-        model, params = skv.to_swiftkv(model, params, variant.plan)
-    settings |= {"cache_dtype": variant.cache_dtype, "prefix_caching": False}
-    return skv.LLM.from_model(model, params, max_model_len=context, **settings)
-
-
-def timed(llm: skv.LLM, prompts: list[list[int]], outputs: int) -> float:
-    """Seconds from the first prompt's arrival to the last token."""
-    params = skv.SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
-    requests = [llm.request(prompt, params) for prompt in prompts]
-    began = time.perf_counter()
-    for _, output in llm.run(requests):
-        assert len(output.outputs[0].token_ids) == outputs
-    return time.perf_counter() - began
-
-
-def interleaved(llms: dict[str, skv.LLM], prompts, outputs: int, rounds: int) -> dict[str, list[float]]:
-    """`timed` of every variant in `rounds` rounds, each of which begins with another."""
-    return in_rounds({name: partial(timed, llm, prompts, outputs) for name, llm in llms.items()}, rounds)
-
-
-def ratio(seconds: dict[str, list[float]], name: str, base: str = "standard") -> float:
-    """How many times faster than `base`: the median of the rounds."""
-    return statistics.median(b / a for a, b in zip(seconds[name], seconds[base], strict=True))
+from benchmarks.common import (
+    RESULTS,
+    SYSTEMS,
+    Variant,
+    bars,
+    engine,
+    in_rounds,
+    machine,
+    pages_within,
+    ratio,
+    table,
+    timed,
+    variants,
+    write,
+)
 
 
 def measure(llms: dict[str, skv.LLM], length: int, outputs: int, requests: int, rounds: int) -> dict:
@@ -104,17 +59,18 @@ def measure(llms: dict[str, skv.LLM], length: int, outputs: int, requests: int, 
     n, c = length / outputs, statistics.median(costs)
     out = {}
     for name, llm in llms.items():
-        r, last = 1 / ratio(first, name), stats[name]
+        r, last = ratio(first, name, "standard"), stats[name]
         steps = max(1, last["decoded_steps"])
         out[name] = {
             "tokens_per_s": requests * (length + outputs) / statistics.median(all_of[name]),
-            "gain": ratio(all_of, name),
+            "gain": ratio(all_of, "standard", name),
             "predicted_gain": (n + c) / (n * r + c),
             "prompt_share": r,
             "output_cost": c,
             "tpot_ms": 1e3 * last["decode_seconds"] / steps,
             "host_ms_per_step": 1e3 * last["decode_host_seconds"] / steps,
             "cache_bytes_per_token": llm.cache_bytes_per_token,
+            "kernels": llm.kernels,
         }
     return out
 
@@ -125,12 +81,6 @@ def workload(text: str) -> tuple[int, int]:
     if not (length.isdecimal() and outputs.isdecimal() and int(length) >= 1 and int(outputs) >= 2):
         raise argparse.ArgumentTypeError(f"{text!r} is not IN:OUT, 1 token or more in and 2 or more out")
     return int(length), int(outputs)
-
-
-def pages_within(budget: float, bytes_per_token: int, page: int, context: int) -> int:
-    """Pages that `budget` bytes of cache hold; 0 if they are too few for one sequence of `context` tokens."""
-    pages = int(budget / (bytes_per_token * page))
-    return pages if pages >= -(-context // page) else 0
 
 
 def budgets(model, params, kinds: list[Variant], args) -> dict:
@@ -148,16 +98,11 @@ def budgets(model, params, kinds: list[Variant], args) -> dict:
             if pages := pages_within(budget, per_token, page, context):
                 settings = {"num_pages": pages, "page_size": page, "max_num_seqs": args.max_num_seqs}
                 llms[kind.name] = engine(model, params, kind, context, **settings)
-        seconds = interleaved(llms, prompts, outputs, args.rounds)
+        runs = {name: partial(timed, llm, prompts, outputs) for name, llm in llms.items()}
+        seconds = in_rounds(runs, args.rounds)
         tokens = args.requests * context
         out[f"{share:.0%}"] = {name: tokens / statistics.median(s) for name, s in seconds.items()}
     return out
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def report(result: dict) -> str:
@@ -191,63 +136,6 @@ def report(result: dict) -> str:
         parts.append("tokens/s by cache budget (of what a full standard batch needs)\n")
         parts.append(table(["budget", *names], lines) + "\n")
     return "\n".join(parts)
-
-
-def bars(
-    values: dict[str, dict[str, float]],
-    words: tuple[str, str],
-    path: Path,
-    colours: Mapping[str, str] | None = None,
-) -> None:
-    """Bars of every kind beside each other, for every group. `words`: of the groups and values; `colours`:
-    of the kinds, else as they come."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    kinds = list(dict.fromkeys(kind for row in values.values() for kind in row))
-    width = 0.8 / len(kinds)
-    for i, kind in enumerate(kinds):
-        heights = [row.get(kind, 0.0) for row in values.values()]
-        at, colour = np.arange(len(values)) + i * width, (colours or {}).get(kind)
-        drawn = axis.bar(at, heights, 0.95 * width, label=kind, color=colour)
-        axis.bar_label(drawn, [f"{height:.3g}" if height else "" for height in heights], fontsize=7)
-    axis.set_xticks(np.arange(len(values)) + 0.4 - width / 2, list(values))
-    axis.set(xlabel=words[0], ylabel=words[1])
-    figure.legend(loc="outside upper center", ncols=len(kinds), fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def write(name: str, result: dict, text: str, folder: Path) -> None:
-    """NAME.json and NAME.md in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
-    (folder / f"{name}.md").write_text(text)
-
-
-def not_measured(name: str, title: str, lacking: str, command: str, folder: Path) -> str:
-    """Write NAME.json and NAME.md that say so, or leave there what was measured before; tells which."""
-    path = folder / f"{name}.json"
-    if path.exists() and json.loads(path.read_text()) != {"measured": False}:
-        return f"no {lacking} here: {path.with_suffix('.md')} keeps what was measured before"
-    text = f"# {title}\n\nNot measured: no {lacking} was at hand. `{command}` writes this file.\n"
-    write(name, {"measured": False}, text, folder)
-    return f"no {lacking} here: {path.with_suffix('.md')} says not measured"
-
-
-def machine(command: str) -> dict:
-    """Where and when a result was made."""
-    device = jax.devices()[0]
-    kind = platform.processor() or platform.machine() if device.platform == "cpu" else device.device_kind
-    return {
-        "command": command,
-        "device": f"{len(jax.devices())} x {kind}",
-        "jax": jax.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
 
 
 def main() -> None:

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.latency import interleaved
+from benchmarks.common import interleaved
 from swiftkv_jax.analysis.flops import training_flops_per_token
 from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.kernels.dense import rms_norm
+from swiftkv_jax.layers import rms_norm
 from swiftkv_jax.model import Transformer, forward, head
 from swiftkv_jax.plan import KVPlan
 
@@ -35,10 +35,9 @@ def two_forwards_step(
     recipe: steps.Recipe, teacher: Transformer, teacher_params, frozen, state, batch: Batch
 ):
     """`steps.train_step` for the plain KL, with teacher and student each run from the embeddings."""
-    kept = {name: tree for name, tree in frozen.items() if name != "teacher"}
 
     def loss(trained):
-        params = steps.merge(trained, kept)
+        params = steps.merge(trained, frozen.student)
 
         def run(model, params):
             x = forward(model, params, batch.tokens, batch.positions, batch.segments, recipe.remat)
@@ -57,7 +56,7 @@ def two_forwards_step(
         grads, state.optimizer, state.trainable
     )
     trained = optax.apply_updates(state.trainable, updates)
-    return steps.TrainState(state.step + 1, trained, opt, state.key), {"loss": value}
+    return steps.TrainState(state.step + 1, trained, opt), {"loss": value}
 
 
 def measure(folder: str, rows: int, length: int, chunk_mib: float, rounds: int) -> dict:
@@ -78,7 +77,7 @@ def measure(folder: str, rows: int, length: int, chunk_mib: float, rounds: int) 
         segments=whole,
         mask=whole.astype(jnp.float32),
     )
-    state = steps.init_state(recipe, trained, 0)
+    state = steps.init_state(recipe, trained)
     shared = jax.jit(partial(steps.train_step, recipe))
     apart = jax.jit(partial(two_forwards_step, recipe, teacher, params))
     first, second = shared(frozen, state, batch)[1]["loss"], apart(frozen, state, batch)[1]["loss"]

@@ -10,8 +10,10 @@ Two phases, the second at the demo's full context of 2048 positions:
 The export of the second is demo/teacher. On 2 cores of a shared Xeon with AMX, beside other work, the first
 took 33 minutes and the second 14. Held out, the teacher reaches 3.44 nats per token against 4.19 of an
 interpolated bigram model (demo/check_teacher.py, 2026-11-21, jax 0.10.2). 1600 steps reach 3.09, but then
-the later layers carry more, and the student agrees less often (docs/performance.md).
+the later layers carry more, and the student agrees less often (docs/decisions.md).
 """
+
+from pathlib import Path
 
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
@@ -19,18 +21,7 @@ from swiftkv_jax.distill.data import DataConfig
 
 config = Experiment(
     name="demo_teacher",
-    architecture=ModelConfig(
-        vocab_size=2048,
-        hidden_size=192,
-        intermediate_size=512,
-        num_layers=8,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=48,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    ),
+    architecture=ModelConfig.from_hf(Path(__file__).with_name("architectures") / "demo_teacher.json"),
     tokenizer="demo/tokenizer",
     data=DataConfig(
         sources=("demo/corpus.jsonl.xz",), split="train", seq_len=256, batch_size=16, long_documents="fill"

@@ -6,46 +6,16 @@ A.1).
 
 Meant for v5p:4x4x8 or h100:1x16x8. The paper trains on FP8 weights and reports 85.9 against the teacher's
 86.6 (Table 2).
-
-The reference recipe (ArcticTraining) differs: 1 epoch, lr 2e-4, no weight decay, OpenOrca + AceMath +
-lmsys-chat, plus a hidden-state loss and its own mean:
-    --set epochs=1 --set optimizer.learning_rate=2e-4 --set optimizer.weight_decay=0.0
-    --set loss.hidden_weight=1.0 --set loss.reduction=reference --set plan.init=copy
 """
 
-from swiftkv_jax.config import ModelConfig, RopeConfig
-from swiftkv_jax.distill.config import PAPER_DATA, MeshConfig, paper_recipe
-from swiftkv_jax.distill.data import DataConfig
+from paper_recipe import paper_recipe
 
-architecture = ModelConfig(
-    vocab_size=128256,
-    hidden_size=16384,
-    intermediate_size=53248,
-    num_layers=126,
-    num_heads=128,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=131072,
-    rope=RopeConfig(
-        rope_type="llama3",
-        rope_theta=500000.0,
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    ),
-    dtype="bfloat16",
-)
+from swiftkv_jax.distill.config import MeshConfig
 
 config = paper_recipe(
     "llama405b",
     "meta-llama/Llama-3.1-405B-Instruct",
-    architecture,
     split=63,
+    batch_size=32,
     mesh=MeshConfig(fsdp=-1, tensor=4),
-    data=DataConfig(sources=PAPER_DATA, split="train", seq_len=8192, batch_size=32, mask="assistant"),
-    evaluation=DataConfig(
-        sources=PAPER_DATA, split="held_out", seq_len=8192, batch_size=32, mask="assistant", limit=2000
-    ),
 )

@@ -1,12 +1,12 @@
-"""Is the demo's teacher a model? Its held-out loss beside an interpolated bigram model's, and in bits per
-byte.
+"""Is the demo's teacher a model? Its held-out loss beside an interpolated bigram model's, in bits per byte,
+and by position in its context.
 
 python demo/check_teacher.py [demo/teacher]
 """
 
+import itertools
 import math
 import sys
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,16 +15,18 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
-from swiftkv_jax.analysis.bigram import held_out_nats  # noqa: E402
+from demo.bigram import held_out_nats  # noqa: E402
 from swiftkv_jax.checkpoint.hf import from_pretrained  # noqa: E402
 from swiftkv_jax.distill import loss as losses  # noqa: E402
 from swiftkv_jax.distill.data import DataConfig, evaluation_batches  # noqa: E402
 from swiftkv_jax.distill.sources import open_documents, split_of  # noqa: E402
-from swiftkv_jax.kernels.dense import rms_norm  # noqa: E402
+from swiftkv_jax.layers import rms_norm  # noqa: E402
 from swiftkv_jax.model import forward, head  # noqa: E402
-from swiftkv_jax.tokenizer import load_tokenizer  # noqa: E402
+from swiftkv_jax.text.tokenizer import load_tokenizer  # noqa: E402
 
 CORPUS = (str(ROOT / "demo" / "corpus.jsonl.xz"),)
+CONTEXT = 2048
+EDGES = (0, 128, 256, 512, 1024, 1536, CONTEXT)
 
 
 def documents(tokenizer) -> tuple[list[np.ndarray], list[np.ndarray], int]:
@@ -38,29 +40,31 @@ def documents(tokenizer) -> tuple[list[np.ndarray], list[np.ndarray], int]:
     return found[False], found[True], size
 
 
-def model_nats(folder: str | Path, limit: int | None = None) -> tuple[float, int]:
-    """(mean nats per predicted token, predicted tokens) of the held-out documents, in rows of 2048 tokens."""
+def nats_by_position(folder: str | Path, limit: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """(sums of nats, predicted tokens) [2048] by position in the context, of the held-out documents in rows
+    of 2048 tokens; at most `limit` batches of two rows."""
     model, params = from_pretrained(folder, dtype="float32")
-    config = DataConfig(sources=CORPUS, split="held_out", seq_len=2048, batch_size=2)
+    config = DataConfig(sources=CORPUS, split="held_out", seq_len=CONTEXT, batch_size=2)
 
     @jax.jit
-    def total(batch):
+    def nats(batch):
         x = forward(model, params, batch.tokens, batch.positions, batch.segments)
         h = rms_norm(x, params["norm"], model.config.rms_norm_eps)
-        return losses.cross_entropy_sum(
-            partial(head, params), h, batch.targets, batch.mask, 512
-        ), batch.mask.sum()
+        return losses.cross_entropy(head(params, h), batch.targets)
 
-    sums = [total(batch) for batch in evaluation_batches(config, load_tokenizer(folder), limit)]
-    nats, count = (float(sum(np.asarray(s[i], np.float64) for s in sums)) for i in (0, 1))
-    return nats / count, int(count)
+    sums, counts = np.zeros(CONTEXT), np.zeros(CONTEXT)
+    for batch in evaluation_batches(config, load_tokenizer(folder), limit):
+        np.add.at(sums, batch.positions, np.asarray(nats(batch), np.float64) * batch.mask)
+        np.add.at(counts, batch.positions, batch.mask)
+    return sums, counts
 
 
 def main() -> None:
     folder = sys.argv[1] if len(sys.argv) > 1 else ROOT / "demo" / "teacher"
     tokenizer = load_tokenizer(folder)
     train, test, size = documents(tokenizer)
-    nats, count = model_nats(folder)
+    sums, counts = nats_by_position(folder)
+    nats, count = sums.sum() / counts.sum(), int(counts.sum())
     floor = held_out_nats(train, test, tokenizer.vocab_size)
     predicted = sum(len(document) - 1 for document in test)
     bits = predicted / size / math.log(2)
@@ -68,6 +72,10 @@ def main() -> None:
     print(f"interpolated bigram  {floor:.4f} nats per token  {floor * bits:.4f} bits per byte")
     print(f"teacher              {nats:.4f} nats per token  {nats * bits:.4f} bits per byte")
     print(f"the teacher is {floor - nats:.4f} nats per token better ({count:,} predicted in rows of 2048)")
+    print("the teacher by position in its context:")
+    for begin, end in itertools.pairwise(EDGES):
+        part = slice(begin, end)
+        print(f"  {begin:4d} to {end:4d}  {sums[part].sum() / counts[part].sum():.4f} nats per token")
 
 
 if __name__ == "__main__":

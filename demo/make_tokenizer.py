@@ -17,6 +17,12 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# A transcript in plain text: the teacher has read documentation only, and no chats.
+CHAT = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ message.role | capitalize }}: {{ message.content | trim }}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
 
 
 def held_out(document_id: str) -> bool:
@@ -60,6 +66,7 @@ def train(texts: list[str]) -> PreTrainedTokenizerFast:
         pad_token=END,
         model_max_length=MAX_LENGTH,
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT,
     )
 
 

@@ -32,19 +32,25 @@ from swiftkv_jax.distill.config import Experiment, load_experiment, override  # 
 from swiftkv_jax.distill.data import evaluation_batches  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
-from swiftkv_jax.errors import UsageError  # noqa: E402
-from swiftkv_jax.tokenizer import load_tokenizer  # noqa: E402
+from swiftkv_jax.errors import exit_code  # noqa: E402
+from swiftkv_jax.text.tokenizer import load_tokenizer  # noqa: E402
 
-# name: (title, changes to configs/tiny.py, and to those of `--long`). AcrossKV opens the larger gap, and
-# closes most of it sooner.
+# name: (title, changes to configs/tiny.py, and to those of `--long`).
 STUDENTS = {
-    "swiftkv": ("50 % SwiftKV", [], ["steps=3600"]),
-    "acrosskv": ("50 % SwiftKV + 2-way AcrossKV", ["plan.share=2", "steps=200"], ["steps=800"]),
+    "swiftkv": ("50 % SwiftKV", [], ["steps=800"]),
+    "acrosskv": (
+        "50 % SwiftKV + 2-way AcrossKV",
+        ["plan.share=2", "steps=180", "optimizer.learning_rate=4e-3"],
+        ["steps=800"],
+    ),
 }
+LENGTHS = (256, 1024, 2048)  # prompt tokens that time to first token is measured at
+DECODES = {256: 1, 2048: 16}  # context in tokens: sequences that the time per output token is measured with
 
 
 def distil(experiment: Experiment, out: Path) -> dict:
-    """Train one student; held-out sums per row before and after, and where it was exported."""
+    """Train one student; held-out sums per row and context length, as rewired ("before", without the
+    least-squares start) and after, and where it was exported."""
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
     with jax.set_mesh(mesh):
         run = loop.Run(experiment, out, mesh, resume=False, say=print)
@@ -58,12 +64,11 @@ def distil(experiment: Experiment, out: Path) -> dict:
             run.close()
 
 
-def quality(sums: dict) -> dict:
-    """Held-out figures of teacher and student, and the share of the gap that distillation closed.
+def quality(before: dict, after: dict) -> dict:
+    """Held-out figures of teacher and student at one length, and the share of the gap that was closed.
 
     The standard error of that share is a jackknife over the held-out rows: the same rows before and after.
     """
-    before, after = sums["before"], sums["after"]
 
     def mean(rows, name, keep):
         return float(rows[name][keep].sum() / rows["tokens"][keep].sum())
@@ -117,33 +122,35 @@ def bytes_per_token(contender: latency.Contender) -> int:
 
 
 def table(report: dict) -> str:
-    """The one table of the demo."""
-    lengths = list(report["latency"]["ttft"])
-    head = ["", "cross-entropy", "before", "KL", "agreement", "gap closed"]
-    head += [f"TTFT {n}" for n in lengths] + ["TPOT", "cache B/token"]
+    """The one table of the demo: for each model, quality and speed at the same contexts."""
+    head = ["", "context", "cross-entropy", "rewired", "KL", "agreement", "gap closed", "TTFT", "TPOT"]
+    lines = [[*head, "cache B/token"]]
     ttft, tpot = report["latency"]["ttft"], report["latency"]["tpot"]
-    decode = next(iter(tpot))
-
-    def times(name):
-        first = [f"{ttft[n][name]['ms']:.1f} ms" for n in lengths]
-        return [*first, f"{tpot[decode][name]['ms']:.2f} ms" if name in tpot[decode] else "as standard"]
-
-    teacher = f"{report['students']['swiftkv']['teacher_cross_entropy']:.4f}"
     size = report["cache_bytes_per_token"]
-    lines = [
-        head,
-        ["teacher, full depth", teacher, "", "", "", "", *times("full_depth"), f"{size['standard']:,}"],
-    ]
-    lines.append(["teacher, our step", teacher, "", "", "", "", *times("standard"), f"{size['standard']:,}"])
-    for name, q in report["students"].items():
-        figures = [
-            f"{q['cross_entropy_after']:.4f}",
-            f"{q['cross_entropy_before']:.4f}",
-            f"{q['kl_after']:.4f}",
-        ]
-        figures += [f"{q['agreement_after']:.3f}", f"{q['gap_closed']:.0%} ± {q['gap_closed_se']:.1%}"]
-        lines.append([STUDENTS[name][0], *figures, *times(name), f"{size[name]:,}"])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+
+    def add(title: str, name: str, length: str, figures: list[str]) -> None:
+        decode = next(key for key in tpot if key.endswith(f"x{length}"))
+        output = tpot[decode].get(name)
+        per_token = f"{output['ms']:.2f} ms ({decode.split('x')[0]})" if output else "as our step"
+        first = f"{ttft[length][name]['ms']:.1f} ms"
+        lines.append([title, length, *figures, first, per_token, f"{size.get(name, size['standard']):,}"])
+
+    students = report["students"]
+    for name, title in (("full_depth", "teacher, full depth"), ("standard", "teacher, our step")):
+        for length, q in students["swiftkv"]["quality"].items():
+            add(title, name, length, [f"{q['teacher_cross_entropy']:.4f}", "", "", "", ""])
+    for name, student in students.items():
+        for length, q in student["quality"].items():
+            figures = [q[f"cross_entropy_{when}"] for when in ("after", "before")] + [q["kl_after"]]
+            closed = f"{q['gap_closed']:.0%} ± {q['gap_closed_se']:.1%}"
+            shown = [*(f"{x:.4f}" for x in figures), f"{q['agreement_after']:.3f}", closed]
+            add(STUDENTS[name][0], name, length, shown)
+    return aligned(lines)
+
+
+def aligned(lines: list[list[str]]) -> str:
+    """Cells under each other, the first of each line to the left."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
             cell.rjust(w) if i else cell.ljust(w)
@@ -154,24 +161,27 @@ def table(report: dict) -> str:
 
 
 def plot(report: dict, path: Path) -> None:
-    """Quality on the left, time to first token on the right."""
+    """Quality at the longest context on the left, time to first token on the right."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    students = report["students"]
+    length = list(report["students"]["swiftkv"]["quality"])[-1]
+    students = {name: s["quality"][length] for name, s in report["students"].items()}
     names = [STUDENTS[name][0].replace(" + ", "\n+ ") for name in students]
-    for shift, when, colour in ((-0.2, "before", "#c8553d"), (0.2, "after", "#28666e")):
+    for shift, when, label, colour in (
+        (-0.2, "before", "rewired", "#c8553d"),
+        (0.2, "after", "distilled", "#28666e"),
+    ):
         values = [q[f"cross_entropy_{when}"] for q in students.values()]
-        bars = left.bar(
-            np.arange(len(names)) + shift, values, 0.4, label=f"{when} distillation", color=colour
-        )
+        bars = left.bar(np.arange(len(names)) + shift, values, 0.4, label=label, color=colour)
         left.bar_label(bars, fmt="%.2f")
     teacher = students["swiftkv"]["teacher_cross_entropy"]
     left.axhline(teacher, color="#222222", linestyle="--", label=f"teacher {teacher:.2f}")
-    left.set(xticks=np.arange(len(names)), xticklabels=names, ylabel="held-out cross-entropy, nats per token")
+    left.set(xticks=np.arange(len(names)), xticklabels=names)
+    left.set_ylabel(f"held-out cross-entropy at {length} tokens, nats")
     left.set_ylim(teacher - 0.3, None)
     left.legend()
     ttft = report["latency"]["ttft"]
@@ -190,20 +200,13 @@ def plot(report: dict, path: Path) -> None:
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--long", action="store_true", help="about half an hour instead of a few minutes")
+    p.add_argument("--long", action="store_true", help="about half an hour instead of ten minutes")
     p.add_argument(
         "--set", action="append", default=[], metavar="a.b=value", help="override a field of configs/tiny.py"
     )
     p.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
     args = p.parse_args()
-    try:
-        return run(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; what was done is in {args.out}", file=sys.stderr)
-        return 130
+    return exit_code(lambda: run(args), f"\ninterrupted; what was done is in {args.out}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -228,10 +231,14 @@ def run(args: argparse.Namespace) -> int:
     contenders += [latency.load(name, folders[name]) for name in results]
     report = {
         "students": {
-            name: quality(r) | {"steps": r["steps"], "folder": str(r["export"])}
+            name: {
+                "quality": {str(n): quality(rows, r["after"][n]) for n, rows in r["before"].items()},
+                "steps": r["steps"],
+                "folder": str(r["export"]),
+            }
             for name, r in results.items()
         },
-        "latency": latency.measure(contenders, (256, 1024, 2048), 15, 60, [(256, 1), (2048, 16)]),
+        "latency": latency.measure(contenders, LENGTHS, 15, 60, list(DECODES.items())),
         "cache_bytes_per_token": {c.name: bytes_per_token(c) for c in contenders[1:]},
         "samples": samples,
         "machine": {

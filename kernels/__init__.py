@@ -1,1 +1,1 @@
-"""Kernels by hand, one folder each; they import jax and nothing else of this library."""
+"""Kernels by hand, one folder each; what they share is in common/. They import jax and jaxtyping only."""

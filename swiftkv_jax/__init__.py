@@ -1,26 +1,39 @@
 """SwiftKV and its relatives in JAX: cheaper prompts, smaller caches, distilled and served in one place."""
 
 from swiftkv_jax.analysis.flops import cache_bytes_per_token, flops_table
-from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
-from swiftkv_jax.config import ModelConfig, RopeConfig
+from swiftkv_jax.cache import Cache
+from swiftkv_jax.checkpoint.adapter import from_pretrained, save_pretrained
+from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.surgery import to_swiftkv
+from swiftkv_jax.errors import UsageError, UsageWarning
+from swiftkv_jax.model import Transformer, step
+from swiftkv_jax.plan import KVPlan, Prediction, Row
+from swiftkv_jax.predict import Predicted, layer_pruned
+from swiftkv_jax.rope import RopeConfig
+from swiftkv_jax.surgery import to_slim, to_swiftkv
+from swiftkv_jax.version import __version__
 
 __all__ = [
     "LLM",
+    "Cache",
     "KVPlan",
     "ModelConfig",
+    "Predicted",
+    "Prediction",
     "RopeConfig",
+    "Row",
     "SamplingParams",
     "Transformer",
     "UsageError",
+    "UsageWarning",
+    "__version__",
     "cache_bytes_per_token",
     "flops_table",
     "from_pretrained",
+    "layer_pruned",
     "save_pretrained",
+    "step",
+    "to_slim",
     "to_swiftkv",
 ]

@@ -1,26 +1,36 @@
 """The cache as a value: rows in pages, written and read by token position.
 
 A dense cache is a page table whose pages lie in order. There is no length: a query at position p reads the
-keys at positions [0, p], all of which were written before it or with it.
+rows of positions [0, p], all of which were written before it or with it.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from swiftkv_jax import sharding
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.kernels.common.dispatch import ByKind
+from swiftkv_jax.kernels.common.pools import Pool, places
+from swiftkv_jax.kernels.fused_kv_fill.api import Makers
+from swiftkv_jax.kernels.fused_kv_fill.pages import Tokens, fill_pages
 from swiftkv_jax.kernels.page_write.api import page_write
-from swiftkv_jax.kernels.paged_attention.api import paged_attention
-from swiftkv_jax.kernels.pools import Pools
+from swiftkv_jax.layers import Rotary, rotary
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.pytree import pytree, static
-from swiftkv_jax.shapes import Array, Int, KeyValues, Queries
+from swiftkv_jax.rows import FORMS, Paged
+from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Queries
 
-EIGHT_BIT = ("float8_e4m3fn", "int8")  # the rounding forms: rows with a scale for each token and head
+EIGHT_BIT = ("float8_e4m3fn", "int8")  # the rounding dtypes: rows with a scale for each token and head
+SELF = "self"  # the space of the tokens themselves
+POOL = Pool._make((". . . E", ". . K ."))  # axis letters of its arrays
 _DENSE_PAGE = 64  # largest page of a dense cache, in tokens
-_BLOCK = 128  # queries of one sequence in a block, at most
+QUERY_BLOCK = 128  # queries of one sequence in a block, at most
 
 
 @pytree
@@ -37,7 +47,7 @@ class Batch:
 
     sequence: Int[Array, " T"]
     position: Int[Array, " T"]
-    valid: Int[Array, " T"]
+    valid: Bool[Array, " T"]
     block_token: Int[Array, "b C"]
     block_sequence: Int[Array, " b"]
     block_position: Int[Array, "b C"]
@@ -59,13 +69,14 @@ def make_batch(starts: Int[Array, " Q1"] | None, position: Int[Array, " T"], eac
         sequence = jnp.repeat(own, each) if each > 1 else own
         return Batch(sequence, position, whole, block, own, position.reshape(-1, each), token)
     tokens, sequences = position.shape[0], starts.shape[0] - 1
-    size = _block_size(tokens, sequences)
+    size = block_size(tokens, sequences)
     count = min(tokens, -(-tokens // size) + sequences)
     blocks = -(-jnp.diff(starts) // size)
     first = jnp.concatenate([jnp.zeros(1, blocks.dtype), jnp.cumsum(blocks)])
 
     def owner(edges, index):
-        return jnp.clip(jnp.searchsorted(edges, index, side="right") - 1, 0, sequences - 1)
+        found = jnp.searchsorted(edges, index, side="right", method="compare_all")  # without a loop
+        return jnp.clip(found - 1, 0, sequences - 1)
 
     index = jnp.arange(tokens)
     sequence = owner(starts, index)
@@ -88,35 +99,41 @@ def make_batch(starts: Int[Array, " Q1"] | None, position: Int[Array, " T"], eac
     )
 
 
-def _block_size(tokens: int, sequences: int) -> int:
+def block_size(tokens: int, sequences: int) -> int:
     """About the mean tokens of a sequence, as a power of two: 1 when every sequence decodes."""
     mean = max(1, tokens // max(1, sequences))
-    return min(_BLOCK, 1 << (mean - 1).bit_length())
+    return min(QUERY_BLOCK, 1 << (mean - 1).bit_length())
 
 
 @pytree
 class Cache:
-    """Rows of keys and values, flat: `[rows, pages, page, kv_heads * head_dim]`, K and V apart.
+    """The rows of a plan in pages.
 
-    Flat because other layouts make XLA copy the pool. `table[s]` names the pages of sequence s in order.
-    Page 0 is scratch: padding and dead lanes write there, and a table is filled up with it.
+    Pools are flat, `[rows, pages, page, heads * width]`: other layouts make XLA copy them. Page 0 is scratch:
+    padding and dead lanes write there, and a table is filled up with it.
 
     Attributes:
-      k_scale, v_scale: [rows, pages, kv_heads, page] float32 beside a pool of fp8 or int8, else None.
+      stores: form -> one `Pool` for each array of the form, with all rows of that form. A page id is valid in
+        every row of its space.
+      tables: space -> [Q, slots] page ids of each sequence in order. "self" is the space of the tokens.
+      angles: [capacity] the rotary angles of each position.
+      config, plan: of the model: which row lies where, in which arrays.
       capacity: tokens that one sequence may hold.
-      implementation: of paged attention, by name; None: the platform's.
-      fill: of the fused fill, by name; None: rows are made by XLA's composition and written token by token.
+      attention: implementations of the attention over pages, by name and kind of call.
+      fill: implementation of the fused fill, by name; None: rows with a shared norm are made and written
+        token by token, as others are.
+      mesh: the devices that share the kv heads over the axis `tensor`; None: one device has them all.
     """
 
-    k: Array
-    v: Array
-    k_scale: Array | None
-    v_scale: Array | None
-    table: Int[Array, "Q slots"]
-    kv_heads: int = static()
+    stores: dict[str, tuple[Pool, ...]]
+    tables: dict[str, Int[Array, "Q slots"]]
+    angles: Rotary
+    config: ModelConfig = static()
+    plan: KVPlan = static()
     capacity: int = static()
-    implementation: str | None = static(default=None)
+    attention: ByKind = static(default=ByKind())
     fill: str | None = static(default=None)
+    mesh: Mesh | None = static(default=None)
 
     @classmethod
     def create(
@@ -133,14 +150,19 @@ class Cache:
 
         `dtype` is a float type, or float8_e4m3fn or int8 with a scale per token and head.
         """
+        eight = jnp.dtype(dtype).name in EIGHT_BIT
 
-        def scales():
-            shape = (plan.num_rows, pages, config.num_kv_heads, page)
-            return jnp.zeros(shape, jnp.float32) if jnp.dtype(dtype).name in EIGHT_BIT else None
+        def pool(rows: int, heads: int, width: int) -> Pool:
+            scale = jnp.zeros((rows, pages, heads, page), jnp.float32) if eight else None
+            return Pool(jnp.zeros((rows, pages, page, heads * width), dtype), scale)
 
-        k, v = (jnp.zeros((plan.num_rows, pages, page, config.kv_width), dtype) for _ in range(2))
+        stores = {
+            form: tuple(pool(plan.stored(form), a.heads, a.width) for a in FORMS[form].arrays(config))
+            for form in plan.forms
+        }
         capacity = table.shape[1] * page if capacity is None else capacity
-        return cls(k, v, scales(), scales(), table, config.num_kv_heads, capacity)
+        angles = rotary(config, jnp.arange(capacity), capacity)
+        return cls(stores, {SELF: table}, angles, config, plan, capacity)
 
     @classmethod
     def dense(cls, config: ModelConfig, plan: KVPlan, sequences: int, capacity: int, dtype) -> "Cache":
@@ -151,79 +173,144 @@ class Cache:
         return cls.create(config, plan, table, 1 + sequences * slots, page, dtype, capacity)
 
     @property
+    def table(self) -> Int[Array, "Q slots"]:
+        """Page ids of each sequence's own tokens."""
+        return self.tables[SELF]
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool, scratch included."""
+        return self._shape[1]
+
+    @property
     def page(self) -> int:
         """Tokens in a page."""
-        return self.k.shape[2]
+        return self._shape[2]
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return next(iter(self.stores.values()))[0].data.shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool, of arrays or of their shapes."""
-        pools = (self.k, self.v, self.k_scale, self.v_scale)
-        return sum(x.size * x.dtype.itemsize for x in pools if x is not None)
+        """Bytes of the pools, of arrays or of their shapes."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.stores))
+
+    @property
+    def bytes_on_each(self) -> int:
+        """Bytes of the pools on one device of the mesh."""
+        if self.mesh is None:
+            return self.nbytes
+        leaves, places = (jax.tree.leaves(x.stores) for x in (self, self.shardings))
+        return sum(
+            math.prod(place.shard_shape(x.shape)) * x.dtype.itemsize
+            for x, place in zip(leaves, places, strict=True)
+        )
+
+    def pinned(self) -> "Cache":
+        """The same cache, kept where it belongs on its mesh: what a jitted function returns."""
+        if self.mesh is None:
+            return self
+        return jax.lax.with_sharding_constraint(self, self.shardings)
+
+    @property
+    def shardings(self) -> "Cache":
+        """Where each array lies on the mesh: kv heads over `tensor`, tables on every device."""
+        assert self.mesh is not None
+        place = partial(sharding.named, self.mesh)
+
+        def lie(form: str, pool: Pool) -> Pool:
+            letters = tuple(POOL) if self._cut(form) else (". . . .",) * 2
+            given = zip(pool, letters, strict=True)
+            return Pool._make(x if x is None else place(str(a), x.shape) for x, a in given)
+
+        stores = {form: tuple(lie(form, pool) for pool in pools) for form, pools in self.stores.items()}
+        tables, angles = jax.tree.map(lambda x: place(". .", x.shape), (self.tables, self.angles))
+        return dataclasses.replace(self, stores=stores, tables=tables, angles=angles)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token takes in all rows, read from the arrays."""
-        return self.nbytes // (self.k.shape[1] * self.page)
+        return self.nbytes // (self.pages * self.page)
 
-    def write(self, rows, k: KeyValues, v: KeyValues, batch: Batch) -> "Cache":
-        """Store a flat batch's keys and values in one row ([T, K, H]) or in several ([T, rows, K, H])."""
-        if isinstance(rows, int):
-            rows, k, v = (rows,), k[:, None], v[:, None]
-        slot = batch.position % self.page
-        return self.holding(page_write(self.pools, k, v, self.names(batch), slot, rows=rows))
+    def seen_by(self, table: Int[Array, "Q slots"]) -> "Cache":
+        """The same rows under another page table."""
+        return dataclasses.replace(self, tables=self.tables | {SELF: table})
 
-    @property
-    def pools(self) -> Pools:
-        """The arrays that rows lie in, without the table."""
-        return Pools(self.k, self.v, self.k_scale, self.v_scale)
+    def write(self, rows: Sequence[int], made: Sequence[Sequence[Array]], batch: Batch) -> "Cache":
+        """Store a flat batch's tokens in some rows of one form; made: for each row, its arrays [T, K, H]."""
+        form = self.plan.rows[rows[0]].form
+        where = tuple(self.plan.place(row) for row in rows)
+        page, slot = places(self.table, batch.sequence, batch.position, batch.valid, self.page)
+        arrays = tuple(jnp.stack(each, axis=1) for each in zip(*made, strict=True))
 
-    def holding(self, pools: Pools) -> "Cache":
-        """This cache with other pools."""
-        return dataclasses.replace(self, **pools._asdict())
+        def put(pools, arrays, page, slot):
+            both = zip(pools, arrays, strict=True)
+            return tuple(page_write(pool, new, page, slot, rows=where) for pool, new in both)
 
-    def names(self, batch: Batch) -> Int[Array, " T"]:
-        """The page that each token of a flat batch belongs in; scratch for padding."""
-        number = jnp.clip(batch.position // self.page, 0, self.table.shape[1] - 1)
-        return jnp.where(batch.valid, self.table[batch.sequence, number], 0)
+        pools, new = (POOL,) * len(arrays), (". . K .",) * len(arrays)
+        put = sharding.by_head(put, self.mesh, self._cut(form), (pools, new, ".", "."), pools)
+        return self._with(form, put(self.stores[form], arrays, page, slot))
+
+    def write_pages(
+        self,
+        rows: Sequence[int],
+        makers: Makers,
+        eps: float,
+        x: Float[Array, "T D"],
+        at: Rotary,
+        batch: Batch,
+    ) -> "Cache":
+        """Make rows of a flat batch from its hidden states `x`, whole pages at a time, by the fused fill."""
+        form = self.plan.rows[rows[0]].form
+        keys, values = self.stores[form]
+        tokens = Tokens(x, at.cos, at.sin, batch.sequence, batch.position, batch.valid)
+        fill = partial(
+            fill_pages,
+            rows=tuple(self.plan.place(row) for row in rows),
+            eps=eps,
+            chunks=batch.chunks,
+            implementation=self.fill,
+        )
+        axes = (".", Makers._make((". . E", ". . E", ". E", ". E", ". .")), (POOL, POOL), ".")
+        fill = sharding.by_head(fill, self.mesh, self._cut(form), axes, (POOL, POOL))
+        return self._with(form, fill(tokens, makers, (keys, values), self.table))
+
+    def _with(self, form: str, pools: tuple[Pool, ...]) -> "Cache":
+        return dataclasses.replace(self, stores=self.stores | {form: pools})
 
     def clear(self, pages: Int[Array, " n"]) -> "Cache":
         """Zeros in these pages of every row."""
-        pools = {name: getattr(self, name) for name in ("k", "v", "k_scale", "v_scale")}
-        return dataclasses.replace(
-            self, **{n: None if x is None else x.at[:, pages].set(0) for n, x in pools.items()}
-        )
+        stores = jax.tree.map(lambda x: x.at[:, pages].set(0), self.stores)
+        return dataclasses.replace(self, stores=stores)
 
-    def attend(self, row: int, q: Queries, batch: Batch, window: int) -> Queries:
-        """What each query of the flat batch reads from `row`: [T, N, H] -> [T, N, H]."""
-        blocks = q[batch.block_token]
-        mixed = paged_attention(
-            blocks,
-            self.k,
-            self.v,
-            self.table,
-            batch.block_sequence,
-            batch.block_position,
-            row=row,
-            window=window,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
-            implementation=self.implementation,
-        )
+    def attend(self, row: int, reader: PyTree, q: Queries, batch: Batch, window: int) -> Queries:
+        """What each query of the flat batch reads from `row`: [T, N, H] -> [T, N, U].
+
+        reader: what the row's form needs to read it, see `rows.Form.reader`.
+        """
+        form = self.plan.rows[row].form
+
+        def read(q, pools, reader, table, sequence, position):
+            where = Paged(
+                pools=pools,
+                row=self.plan.place(row),
+                table=table,
+                sequence=sequence,
+                position=position,
+                window=window,
+                capacity=self.capacity,
+                implementation=self.attention.of(position.shape[1]),
+            )
+            return FORMS[form].read(self.config, reader, q, where)
+
+        axes = (". . N .", (POOL,) * len(self.stores[form]), ".", ".", ".", ".")
+        read = sharding.by_head(read, self.mesh, self._cut(form), axes, ". . N .")
+        where = self.table, batch.block_sequence, batch.block_position
+        mixed = read(q[batch.block_token], self.stores[form], reader, *where)
         return mixed.reshape(-1, *mixed.shape[2:])[batch.place]
 
-
-def cache_shardings(cache: Cache, mesh: Mesh) -> Cache:
-    """Where each array of a cache lies on `mesh`: kv heads over `tensor`, the table on every device."""
-
-    def place(x, axes):
-        return None if x is None else sharding.named(mesh, axes, x.shape)
-
-    return dataclasses.replace(
-        cache,
-        k=place(cache.k, ". . . E"),
-        v=place(cache.v, ". . . E"),
-        k_scale=place(cache.k_scale, ". . K ."),
-        v_scale=place(cache.v_scale, ". . K ."),
-        table=place(cache.table, ". ."),
-    )
+    def _cut(self, form: str) -> bool:
+        """Whether each device of the mesh has its own heads of this form's arrays; else it has all."""
+        parts = 1 if self.mesh is None else self.mesh.shape["tensor"]
+        return all(array.heads % parts == 0 for array in FORMS[form].arrays(self.config))

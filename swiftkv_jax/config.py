@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+from swiftkv_jax import checks
 from swiftkv_jax.config_json import (
     FAMILIES,
     FULL_ATTENTION,
     base_family,
     check_fields,
     fields_from_hf,
+    forms_from_hf,
     integer,
     is_swiftkv,
     read_config_json,
@@ -19,29 +21,11 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import RopeConfig
 
-__all__ = [
-    "DTYPES",
-    "FAMILIES",
-    "FULL_ATTENTION",
-    "ModelConfig",
-    "RopeConfig",
-    "base_family",
-    "is_swiftkv",
-    "plan_from_hf",
-    "read_config_json",
-]
-
 DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
+    "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
+    "max_position_embeddings"
+).split()
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
@@ -56,6 +40,8 @@ class ModelConfig:
       max_position_embeddings: context length in tokens.
       exit_head: whether a norm and an output head of their own read the stream entering `split`, for early
         exit (SwiftKV paper, B.4); of SwiftKV plans only.
+      source: folder the model was read from, if its tokenizer, generation settings or token ids lie there. It
+        is no part of what the model is: configs that differ in it alone are equal, and share programs.
     """
 
     family: str = "llama"
@@ -77,14 +63,13 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     dtype: str = "float32"
     exit_head: bool = False
+    source: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         if self.family not in FAMILIES:
             raise UsageError(f"model_type {self.family!r} is not supported; known: {', '.join(FAMILIES)}")
         for name in _SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise UsageError(f"{name} must be a positive integer, not {value!r}")
+            checks.integer(name, getattr(self, name), 1)
         if self.num_heads % self.num_kv_heads:
             raise UsageError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -105,8 +90,8 @@ class ModelConfig:
         """From config.json (a dict, the file, or its folder), of a standard or a SwiftKV model.
 
         Raises:
-          UsageError: the file cannot be read, the model type is unknown, or a field is unknown or
-            asks for something this decoder does not compute.
+          UsageError: the file cannot be read, the model type is unknown, or a field asks for something
+            this decoder does not compute. An unknown field that might change the numbers is a UsageWarning.
         """
         raw = read_config_json(source)
         family = base_family(raw)
@@ -153,12 +138,15 @@ class ModelConfig:
             out |= {"num_key_value_layers": split, "key_value_group_size": share}
         if self.exit_head:
             out["exit_head"] = True  # ours: published checkpoints have none
+        if plan.forms != ("kv",):
+            out["slim_attention"] = {"version": 1, "forms": [row.form for row in plan.rows]}  # ours too
         self._check_says_all(out)
         return out
 
     def _check_says_all(self, raw: dict) -> None:
         read = ModelConfig.from_hf(raw)
-        lost = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(read, f.name)]
+        names = [f.name for f in dataclasses.fields(self) if f.compare]
+        lost = [name for name in names if getattr(self, name) != getattr(read, name)]
         if lost:
             values = ", ".join(f"{name}={getattr(self, name)!r}" for name in lost)
             raise UsageError(f"a {self.family} config.json cannot say {values}; change them or the family")
@@ -169,12 +157,15 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
 
-def plan_from_hf(source: Mapping | str | Path) -> KVPlan:
-    """The plan that config.json describes: standard, or SwiftKV with its published fields."""
+def plan_from_hf(source: Mapping | str | Path, slim: bool = True) -> KVPlan:
+    """The plan that config.json describes: standard, or SwiftKV with its published fields; its rows in the
+    forms of `slim_attention`, or with slim=False as keys and values."""
     raw = read_config_json(source)
     base_family(raw)
     layers = integer(raw, "num_hidden_layers")
-    if not is_swiftkv(raw):
-        return KVPlan.standard(layers)
-    split = integer(raw, "num_key_value_layers", layers)
-    return KVPlan.swiftkv(layers, split, integer(raw, "key_value_group_size", 1))
+    plan = KVPlan.standard(layers)
+    if is_swiftkv(raw):
+        split = integer(raw, "num_key_value_layers", layers)
+        plan = KVPlan.swiftkv(layers, split, integer(raw, "key_value_group_size", 1))
+    forms = forms_from_hf(raw, len(plan.rows))
+    return plan.stored_as(*forms) if slim else plan

@@ -1,48 +1,83 @@
 """config.json as it is published: which fields are read, which must be neutral, which do not matter."""
 
+import json
+import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax import checks
+from swiftkv_jax.errors import UsageError, UsageWarning, suggest
 from swiftkv_jax.folder import read_json
+from swiftkv_jax.gguf_config import config_of
+from swiftkv_jax.gguf_header import gguf_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 FULL_ATTENTION = 2**30  # a window no sequence fills
 
-# Fields whose value changes the numbers and which this decoder knows only at these values.
-_NEUTRAL: dict[str, tuple] = {
-    "hidden_act": ("silu",),
-    "attention_dropout": (0, 0.0, None),
-    "partial_rotary_factor": (1, 1.0, None),
-    "quantization_config": (None,),
-    "pruned_heads": ({}, None),
-    "is_encoder_decoder": (False,),
-    "is_decoder": (False, True),
-    "add_cross_attention": (False,),
-    "cross_attention_hidden_size": (None,),
-    "chunk_size_feed_forward": (0,),
-    "tie_encoder_decoder": (False,),
-    "use_mrope": (False,),
-}
-# Fields that do not touch the numbers of a forward pass.
-_INERT = frozenset(
-    "_name_or_path architectures transformers_version use_cache initializer_range pretraining_tp "
-    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id id2label label2id "
-    "problem_type return_dict output_attentions output_hidden_states torchscript use_bfloat16 "
-    "tf_legacy_loss task_specific_params finetuning_task tokenizer_class prefix return_dict_in_generate "
-    "output_scores max_length min_length do_sample early_stopping num_beams num_beam_groups "
-    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
-    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences "
-    "forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens begin_suppress_tokens "
-    "exponential_decay_length_penalty max_sequence_length _attn_implementation_autoset swiftkv".split()
-)
 _READ = frozenset(
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings rope_theta "
-    "rope_scaling rope_parameters torch_dtype dtype attention_bias mlp_bias sliding_window "
-    "use_sliding_window max_window_layers layer_types num_key_value_layers key_value_group_size "
-    "exit_head".split()
+    "rope_scaling rope_parameters original_max_position_embeddings torch_dtype dtype attention_bias "
+    "mlp_bias sliding_window use_sliding_window max_window_layers layer_types num_key_value_layers "
+    "key_value_group_size exit_head slim_attention".split()
 )
+# Fields that change the numbers, with the values at which they do not; any other value is refused.
+_SILU = ("silu", "swish", "swiglu", None)
+_NEUTRAL: dict[str, tuple] = {
+    "hidden_act": ("silu", "swish"),
+    **dict.fromkeys("hidden_activation activation activation_function mlp_hidden_act".split(), _SILU),
+    "pruned_heads": ({}, None),
+    "is_encoder_decoder": (False, None),
+    "is_decoder": (False, True, None),
+    "is_causal": (True, None),
+    **dict.fromkeys(
+        (
+            "partial_rotary_factor rotary_pct rope_ratio embedding_multiplier embedding_scale scale_emb "
+            "residual_multiplier logits_scaling logit_scale lm_head_multiplier attention_in_multiplier "
+            "attention_out_multiplier key_multiplier attention_value_scale"
+        ).split(),
+        (1, None),
+    ),
+    # Parts that other decoders have and these do not: neutral where they are absent, off, or none of them.
+    **dict.fromkeys(
+        (
+            "attn_logit_softcapping final_logit_softcapping logits_soft_cap query_pre_attn_scalar "
+            "attention_multiplier scale_depth dim_model_base scale_embedding clip_qkv alibi use_alibi "
+            "use_qk_norm qk_norm qk_layernorm qk_layer_norms use_post_norm use_sandwich_norm "
+            "use_parallel_residual parallel_attn rotary_dim rope_interleaved rope_interleave "
+            "rope_local_base_freq no_rope_layers no_rope_layer_interval use_mrope mrope_section "
+            "attention_chunk_size attn_temperature_tuning attention_sink_size use_attention_sinks "
+            "use_bidirectional_attention attention_k_eq_v attn_output_gate use_attention_gate "
+            "sliding_window_pattern _sliding_window_pattern v_head_dim qk_head_dim qk_rope_head_dim "
+            "qk_nope_head_dim q_lora_rank kv_lora_rank num_kv_shared_layers num_experts num_local_experts "
+            "n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size "
+            "shared_expert_intermediate_size swiglu_limit block_configs text_config vision_config "
+            "audio_config add_cross_attention cross_attention_hidden_size tie_encoder_decoder "
+            "chunk_size_feed_forward"
+        ).split(),
+        (None, False, [], {}),  # 0 is False
+    ),
+}
+_QUANTISED = ("quantization_config", "compression_config")
+# Fields that do not touch the numbers of a forward pass: how to train, how to generate, names, bookkeeping.
+_INERT = frozenset(
+    "architectures use_cache pretraining_tp id2label label2id num_labels problem_type return_dict "
+    "output_attentions output_hidden_states torchscript use_bfloat16 tf_legacy_loss task_specific_params "
+    "finetuning_task prefix return_dict_in_generate output_scores max_length min_length do_sample "
+    "early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
+    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences remove_invalid_values suppress_tokens begin_suppress_tokens "
+    "exponential_decay_length_penalty max_sequence_length model_max_length swiftkv is_llama_config "
+    "cache_implementation attn_implementation gradient_checkpointing use_reentrant_checkpointing "
+    "num_logits_to_keep seq_length auto_map custom_pipelines".split()
+)
+_INERT_NAMES = re.compile(
+    r"_.*|unsloth_.*|transformers.*|initializer_.*|neftune_.*|.*dropout.*|.*pdrop|.*_loss_coef"
+    r"|.*_(token|tokens|token_ids?|token_index|path|version)|((base_)?model_|dataset_|run_)?name"
+    r"|version|author|date|license|tags|language|chat_template|(tokenizer|processor)_class"
+)
+_SHOWN = 60  # characters of a value in a message
 # transformers' own defaults, for fields that a published file may leave out.
 _QWEN3_HEAD_DIM = 128
 _QWEN_MAX_WINDOW_LAYERS = 28
@@ -52,10 +87,13 @@ _KINDS = {"full_attention", "sliding_attention"}
 
 
 def read_config_json(source: Mapping | str | Path) -> Mapping:
-    """The dict in config.json; `source` is the dict itself, the file, or the folder it lies in."""
+    """The dict in config.json; `source` is the dict itself, the file, or the folder it lies in. A GGUF file,
+    alone or in a folder without config.json, gives the dict that it says in its own words."""
     if isinstance(source, Mapping):
         return source
     path = Path(source)
+    if not (path / "config.json").exists() and (file := gguf_of(path)):
+        return config_of(file)
     return read_json(path / "config.json" if path.is_dir() else path)
 
 
@@ -77,16 +115,64 @@ def is_swiftkv(raw: Mapping) -> bool:
 
 
 def check_fields(raw: Mapping) -> None:
-    """Refuse a field that is unknown, or that asks for something this decoder does not compute."""
-    for name, value in raw.items():
-        if name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
-                allowed = " or ".join(repr(v) for v in _NEUTRAL[name])
-                raise UsageError(f"config.json: {name} is {value!r}; only {allowed} is supported")
-        elif name not in _READ and name not in _INERT:
-            known = [*_READ, *_NEUTRAL, *_INERT]
-            hint = suggest(name, known)
-            raise UsageError(f"config.json: unknown field {name!r} (it might change the numbers){hint}")
+    """Refuse what this decoder does not compute; warn of what it does not know.
+
+    A field that is read is checked where it is read. Of the others, one that is known to change the numbers
+    must be neutral; one that is null, false or empty, or whose name says that it does not matter, is
+    ignored; the rest are ignored with a warning that names them.
+
+    Raises:
+      UsageError: the weights are quantised, or a field asks for what is not computed.
+    """
+    for name in _QUANTISED:
+        if raw.get(name):
+            raise UsageError(
+                f"config.json: {name} is {_shown(raw[name])}: quantised weights are not read; "
+                "take the checkpoint that they were made from"
+            )
+    for name, allowed in _NEUTRAL.items():
+        if name in raw and raw[name] not in allowed:
+            values = " or ".join(_shown(value) for value in allowed if value not in ([], {}))
+            raise UsageError(f"config.json: {name} is {_shown(raw[name])}; only {values} is supported")
+    for message in _doubts(raw):
+        warnings.warn(message, UsageWarning, stacklevel=3)
+
+
+def _doubts(raw: Mapping) -> list[str]:
+    """What may be read otherwise than it was meant."""
+    out = []
+    unknown = [_unknown(str(name), value) for name, value in raw.items() if _may_matter(str(name), value)]
+    if unknown:
+        listed = ", ".join(unknown)
+        out.append(f"config.json: unknown fields are ignored, and might change the numbers: {listed}")
+    code = raw.get("auto_map")
+    own = (
+        [text for name, text in code.items() if "AutoModel" in str(name)] if isinstance(code, Mapping) else []
+    )
+    if own:
+        out.append(
+            f"config.json: auto_map names a program, {_shown(own[0])}, which is not run: "
+            f"the model is read as a plain {raw['model_type']}"
+        )
+    return out
+
+
+def _may_matter(name: str, value) -> bool:
+    """Whether a field that nobody here knows could change the numbers."""
+    known = name in _READ or name in _NEUTRAL or name in _INERT or name in _QUANTISED
+    off = value is None or value is False or value in ("", [], {})
+    return not known and not off and not _INERT_NAMES.fullmatch(name)
+
+
+def _unknown(name: str, value) -> str:
+    hint = suggest(name, [*_READ, *_NEUTRAL], 0.85).removeprefix("; ")
+    return f"{_shown(name)[1:-1]}={_shown(value)}" + (f" ({hint})" if hint else "")
+
+
+def _shown(value) -> str:
+    """A value as JSON, cut short."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def integer(raw: Mapping, name: str, default: int | None = None) -> int:
@@ -95,20 +181,15 @@ def integer(raw: Mapping, name: str, default: int | None = None) -> int:
     value = default if value is None else value
     if value is None:
         raise UsageError(f"config.json: field {name!r} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"config.json: {name} must be a positive integer, not {value!r}")
-    most = _MOST_LAYERS if name == "num_hidden_layers" else _MOST
-    if value > most:
-        raise UsageError(f"config.json: {name} must be at most {most}, not {value}")
-    return value
+    return checks.integer(
+        f"config.json: {name}", value, 1, _MOST_LAYERS if name == "num_hidden_layers" else _MOST
+    )
 
 
 def flag(raw: Mapping, name: str) -> bool:
     """A true-or-false field, false when absent."""
-    value = raw.get(name, False)
-    if not isinstance(value, bool | None):
-        raise UsageError(f"config.json: {name} must be true or false, not {value!r}")
-    return bool(value)
+    value = raw.get(name)
+    return value is not None and checks.flag(f"config.json: {name}", value)
 
 
 def fields_from_hf(family: str, raw: Mapping) -> dict:
@@ -123,9 +204,6 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         raise UsageError(
             f"config.json: exit_head is true, but model_type {raw.get('model_type')!r} is not SwiftKV's"
         )
-    eps = raw.get("rms_norm_eps", 1e-6)
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < 1e30:
-        raise UsageError(f"config.json: rms_norm_eps must be a positive number, not {eps!r}")
     return {
         "family": family,
         "vocab_size": integer(raw, "vocab_size"),
@@ -135,7 +213,7 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         "num_heads": heads,
         "num_kv_heads": integer(raw, "num_key_value_heads", heads if family == "llama" else None),
         "head_dim": integer(raw, "head_dim", _QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads),
-        "rms_norm_eps": float(eps),
+        "rms_norm_eps": checks.above("config.json: rms_norm_eps", raw.get("rms_norm_eps", 1e-6), 0, 1e30),
         "max_position_embeddings": integer(raw, "max_position_embeddings"),
         "tie_word_embeddings": flag(raw, "tie_word_embeddings"),
         "qkv_bias": family == "qwen2" or bias,
@@ -148,19 +226,45 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
     }
 
 
+def forms_from_hf(raw: Mapping, rows: int) -> tuple[str, ...]:
+    """The forms of a model's rows: all "kv", or those that `slim_attention` lists.
+
+    `{"version": 1, "forms": ["k", "kv", ...]}`, one form for each row: the field is ours, and transformers
+    ignores it.
+    """
+    slim, where = raw.get("slim_attention"), "config.json: slim_attention"
+    if slim is None:
+        return ("kv",) * rows
+    if not isinstance(slim, Mapping):
+        raise UsageError(f"{where} must be an object with version and forms, not {_shown(slim)}")
+    unknown = sorted(str(name) for name in slim.keys() - {"version", "forms"})
+    if unknown:
+        raise UsageError(f"{where} has unknown fields {', '.join(unknown)}; known: version, forms")
+    if slim.get("version") != 1:
+        raise UsageError(f"{where}: version is {_shown(slim.get('version'))}; only 1 is read")
+    forms = slim.get("forms")
+    if not isinstance(forms, list) or not all(isinstance(form, str) for form in forms):
+        raise UsageError(f"{where}: forms must be a list of the rows' forms, not {_shown(forms)}")
+    if len(forms) != rows:
+        raise UsageError(f"{where}: {len(forms)} forms for {rows} rows; give one for each")
+    return tuple(forms)
+
+
 def _windows_from_hf(family: str, raw: Mapping) -> tuple[int, ...]:
     """Each layer's window, from the flags or from `layer_types` (which wins, as in transformers)."""
     layers = integer(raw, "num_hidden_layers")
     window = raw.get("sliding_window", _MISTRAL_WINDOW if family == "mistral" else None)
     if family in ("qwen2", "qwen3") and not flag(raw, "use_sliding_window"):
         window = None
+    if family == "llama" and raw.get("use_sliding_window") is False:
+        window = None  # a Qwen that was rewritten as a Llama
     if window is not None and family == "llama":
         raise UsageError(f"config.json: llama has no sliding window, but sliding_window is {window!r}")
     if window is not None:
         window = integer({"sliding_window": window}, "sliding_window")
     first = 0 if family == "mistral" else raw.get("max_window_layers", _QWEN_MAX_WINDOW_LAYERS)
-    if window is not None and (isinstance(first, bool) or not isinstance(first, int)):
-        raise UsageError(f"config.json: max_window_layers must be an integer, not {first!r}")
+    if window is not None:
+        checks.integer("config.json: max_window_layers", first)
     types = raw.get("layer_types")
     if types is None:
         return tuple(window if window is not None and j >= first else FULL_ATTENTION for j in range(layers))

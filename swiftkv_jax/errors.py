@@ -1,7 +1,13 @@
 """Errors a user can cause: one line that says what was wrong and what to do."""
 
 import argparse
+import contextlib
 import difflib
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+from swiftkv_jax.version import __version__
 
 LONGEST = 2000  # characters of a message; it may show a value that somebody else wrote
 
@@ -13,14 +19,76 @@ class UsageError(ValueError):
         super().__init__(message if len(message) <= LONGEST else f"{message[: LONGEST - 3]}...")
 
 
-def suggest(name: str, known) -> str:
-    """`"; did you mean 'x'?"` for the nearest known name, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1)
+class UsageWarning(UserWarning):
+    """Input that is taken, though it may not mean what its author thinks; the command line shows one line."""
+
+
+def suggest(name: str, known, likeness: float = 0.6) -> str:
+    """`"; did you mean 'x'?"` for the nearest known name that is as like as `likeness` (1: the same), or
+    nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def first_line(error: BaseException, most: int = 300) -> str:
+    """The first line of an error's message, cut to `most` characters; of an empty one, its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+
+
+@contextlib.contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """What the file system raises inside as a UsageError: "cannot read x: No such file or directory"."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot {doing}: {error.strerror or error}") from None
+
+
+def exit_code(
+    run: Callable[[], int | None],
+    interrupted: str = "interrupted",
+    failures: tuple[type[Exception], ...] = (),
+) -> int:
+    """What `run` returns (None is 0); 2 for bad usage, 130 for Ctrl-C, 1 for a failure, each told on stderr.
+
+    Errors of the classes `failures` are told in one line, those of other classes with their traceback.
+    """
+    try:
+        return run() or 0
+    except UsageError as error:
+        code, said = 2, f"error: {error}"
+    except KeyboardInterrupt:
+        code, said = 130, interrupted
+    except failures as error:
+        code, said = 1, f"error: {first_line(error, 500)}"
+    except Exception as error:
+        traceback.print_exc()
+        code, said = 1, f"error: {type(error).__name__}: {error}"
+    print(said, file=sys.stderr)
+    return code
+
+
 class Parser(argparse.ArgumentParser):
-    """Errors as UsageError: one line, and the nearest flag."""
+    """Errors as UsageError: one line, and the nearest flag. Every command has --version.
+
+    Without `prog`, messages name the command as the user typed it (argparse's default).
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, add_help=False, **kwargs)
+        self.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+        version = f"swiftkv-jax {__version__}"
+        self.add_argument("--version", action="version", version=version, help="print the version and exit")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """An unknown flag is named before a missing one: most often it is that one, misspelt."""
+        words = sys.argv[1:] if args is None else list(args)
+        flags = (word.partition("=")[0] for word in words if word.startswith("--") and " " not in word)
+        known = tuple(self._option_string_actions)
+        for flag in flags:
+            if flag != "--" and not any(name.startswith(flag) for name in known):
+                self.error(f"unrecognized arguments: {flag}")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
         flags = [word for word in message.split() if word.startswith("--")]

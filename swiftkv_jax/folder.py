@@ -1,12 +1,15 @@
-"""Folders: of models, whose plain files of bounded size are read, and JSON in them; and private ones."""
+"""Folders: of models, whose plain files of bounded size are read; private ones; those of the package."""
 
 import json
 import os
 import stat
 from pathlib import Path
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.errors import UsageError, explained
 
+PACKAGE = Path(__file__).resolve().parent
+DEMO = PACKAGE / "demo"  # teacher/, tokenizer/, corpus.jsonl.xz: they come with the wheel
+CONFIGS = PACKAGE / "configs"  # NAME.py, one experiment each
 MOST_JSON = 2**26  # bytes of one JSON file; the largest published tokenizer.json is a quarter of it
 
 
@@ -21,16 +24,32 @@ def inside(path: Path) -> Path:
     folder = path.parent.resolve()
     homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
     try:
-        found = path.resolve(strict=True)
+        with explained(f"read {path}"):
+            found = path.resolve(strict=True)
     except RuntimeError:  # Python 3.12 and before: a link to itself
         raise UsageError(f"{path} is a link that leads nowhere") from None
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
     if not any(found.is_relative_to(home) for home in homes):
         raise UsageError(f"{path} is a link that leaves its folder; put the file itself there")
     if not found.is_file():
         raise UsageError(f"{path} is not a plain file")
     return path
+
+
+def bounded(path: Path) -> Path:
+    """`path`, when it is `inside` its folder and at most `MOST_JSON` bytes long."""
+    size = inside(path).stat().st_size
+    if size > MOST_JSON:
+        raise UsageError(f"{path} has {size} bytes; at most {MOST_JSON} are read")
+    return path
+
+
+def read_text(path: str | Path) -> str:
+    """A user's UTF-8 text file. Raises UsageError: it cannot be read, or is something else."""
+    try:
+        with explained(f"read {path}"):
+            return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def read_json(path: Path) -> dict:
@@ -39,15 +58,10 @@ def read_json(path: Path) -> dict:
     Raises:
       UsageError: the file lies elsewhere, is too large, or holds no JSON object.
     """
+    with explained(f"read {path}"):
+        data = bounded(path).read_bytes()
     try:
-        size = inside(path).stat().st_size
-        if size > MOST_JSON:
-            raise UsageError(f"{path} has {size} bytes; at most {MOST_JSON} are read")
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-    except UsageError:
-        raise
+        raw = json.loads(data.decode())
     except RecursionError:
         raise UsageError(f"{path} is nested too deeply") from None
     except ValueError as error:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.errors import UsageError, exit_code, suggest
 
 try:
     import lm_eval.models  # noqa: F401 (lists its own: a registry that holds ours is taken for whole)
@@ -166,7 +166,7 @@ class SwiftKV(TemplateLM):
         """Texts up to a stop; one batch for all requests, whatever their arguments."""
         prompts, params = [], []
         for context, given in (r.args for r in requests):
-            chosen = self._params(given)
+            chosen = self.sampling(given)
             ids = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(ids[-(self.max_length - (chosen.max_tokens or 0)) :])
             params.append(chosen)
@@ -176,7 +176,7 @@ class SwiftKV(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
-    def _params(self, given: dict) -> SamplingParams:
+    def sampling(self, given: dict) -> SamplingParams:
         """A task's generation_kwargs over the model's own defaults.
 
         Raises:
@@ -204,12 +204,7 @@ def main() -> int:
     """`lm_eval` with one more model; exit code 2 for what this model refuses."""
     from lm_eval.__main__ import cli_evaluate
 
-    try:
-        cli_evaluate()
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(cli_evaluate)
 
 
 if __name__ == "__main__":

@@ -1,53 +1,107 @@
 """Where does a row of the cache come from? The answer, as data.
 
-A *row* is one set of keys and values in the cache. A `KVPlan` says which row each layer reads, which
-layers project keys and values (the makers), and how deep the stream may be that they are made from.
+A *row* is what the cache stores for one token and is read by one or more layers. A `KVPlan` lists the rows
+and says which row each layer reads. Every method that this library knows is such a list. A `Prediction` says
+from which rows of another, smaller model a prompt's rows are predicted.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
+from swiftkv_jax.checks import integer
 from swiftkv_jax.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of the cache.
+
+    Attributes:
+      source: the layer whose entering hidden states the row is made from, or the name of another stream.
+      maker: the layer whose projections make it.
+      form: how it is stored and read: a key of `rows.FORMS`.
+      shared_norm: the source is normalised by the norm that all such rows share (SwiftKV's `norm_swiftkv`),
+        not by the maker's own input norm.
+    """
+
+    source: int | str
+    maker: int
+    form: str = "kv"
+    shared_norm: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVPlan:
-    """Rows, makers and split of one model; hashable, so it can be a static argument of `jit`.
+    """The rows of one model's cache and their readers; hashable, so it can be a static argument of `jit`.
 
     Attributes:
-      rows: rows[j] is the cache row that layer j reads.
-      makers: layers that own k and v projections, ascending; maker m writes rows[m].
-      split: a maker m >= split projects the stream entering layer `split`, after one shared
-        RMSNorm (`norm_swiftkv`); a maker below it projects its own layer's normalised input.
-        `split == num_layers` is the plain transformer.
+      rows: in the order in which they are made.
+      reads: reads[j] is the index of the row that layer j reads.
+      cross: the same for cross-attention, whose rows are made from another stream; empty without it.
+      merged: all rows lie in one place, each overwriting the one before: for measuring only.
     """
 
-    rows: tuple[int, ...]
-    makers: tuple[int, ...]
-    split: int
+    rows: tuple[Row, ...]
+    reads: tuple[int, ...]
+    cross: tuple[int, ...] = ()
+    merged: bool = False
 
     def __post_init__(self):
-        layers = len(self.rows)
+        layers = len(self.reads)
         if not layers:
-            raise UsageError("a plan needs at least one layer; rows is empty")
-        if not 1 <= self.split <= layers:
-            raise UsageError(f"split must be in [1, {layers}] for {layers} layers, not {self.split}")
-        if sorted(set(self.rows)) != list(range(self.num_rows)):
-            raise UsageError(f"rows must use every number from 0 to {self.num_rows - 1}, not {self.rows}")
-        if list(self.makers) != sorted(set(self.makers)) or not set(self.makers) <= set(range(layers)):
-            raise UsageError(f"makers must be ascending layers in [0, {layers}), not {self.makers}")
-        owners = {row: layer for layer, row in reversed(list(enumerate(self.rows)))}
-        orphans = sorted(row for row, owner in owners.items() if owner not in self.makers)
-        if orphans:
+            raise UsageError("a plan needs at least one layer; reads is empty")
+        if self.cross and len(self.cross) != layers:
+            raise UsageError(f"cross must name a row for each of {layers} layers, or be empty")
+        if {*self.reads, *self.cross} != set(range(len(self.rows))):
             raise UsageError(
-                f"rows {orphans} are read before any layer has made them: their first readers are no makers"
+                f"reads and cross must use every row from 0 to {len(self.rows) - 1}, and no other; "
+                f"they are {self.reads} and {self.cross}"
             )
+        for number, row in enumerate(self.rows):
+            self._check_row(number, row)
+        own = [(row.source, row.maker) for row in self.rows if isinstance(row.source, int)]
+        if own != sorted(set(own)):
+            raise UsageError(f"rows must be listed in the order in which they are made, not {own}")
+        if len({row.source for row in self.rows if row.shared_norm}) > 1:
+            raise UsageError("rows with a shared norm must all be made from the same layer's input")
+
+    def _check_row(self, number: int, row: Row) -> None:
+        layers, named = len(self.reads), isinstance(row.source, str)
+        if not {row.maker, 0 if isinstance(row.source, str) else row.source} <= set(range(layers)):
+            raise UsageError(f"row {number}: source and maker must be layers in [0, {layers}), not {row}")
+        if named != (number in self.cross) or (named and number in self.reads):
+            raise UsageError(f"row {number}: cross-attention reads named sources, self-attention layers")
+        if isinstance(row.source, int):
+            first = self.readers(number)[0]
+            if row.source > first:
+                raise UsageError(
+                    f"row {number} is made from the input of layer {row.source}, but layer {first} reads it"
+                )
+            if row.source != row.maker and not row.shared_norm:
+                raise UsageError(
+                    f"row {number} is made from the input of layer {row.source} by layer {row.maker}: "
+                    "it needs shared_norm=True, since no layer's own norm fits it"
+                )
 
     @classmethod
     def from_rows(cls, rows, split: int | None = None) -> "KVPlan":
-        """Any row map: the first layer to read a row makes it. `split` defaults to no split."""
+        """Any map from layers to rows: layer j reads row rows[j], which the first layer to read it makes.
+
+        Rows made by layers from `split` on are made from the input of layer `split`, behind the shared norm.
+        `split` defaults to no split. Rows are renumbered in the order of their first readers.
+        """
         rows = tuple(int(row) for row in rows)
-        makers = tuple(sorted({row: layer for layer, row in reversed(list(enumerate(rows)))}.values()))
-        return cls(rows=rows, makers=makers, split=len(rows) if split is None else split)
+        if not rows:
+            raise UsageError("a plan needs at least one layer; rows is empty")
+        split = len(rows) if split is None else split
+        if not 1 <= split <= len(rows):
+            raise UsageError(f"split must be in [1, {len(rows)}] for {len(rows)} layers, not {split}")
+        first = {row: layer for layer, row in reversed(list(enumerate(rows)))}
+        makers = sorted(first.values())
+        return cls(
+            rows=tuple(Row(min(maker, split), maker, shared_norm=maker >= split) for maker in makers),
+            reads=tuple(makers.index(first[row]) for row in rows),
+        )
 
     @classmethod
     def standard(cls, num_layers: int) -> "KVPlan":
@@ -70,66 +124,162 @@ class KVPlan:
     @classmethod
     def merge_all(cls, num_layers: int) -> "KVPlan":
         """Full depth, every projection computed, one row stored (paper section 5.1): for measuring only."""
-        return cls(rows=(0,) * num_layers, makers=tuple(range(num_layers)), split=num_layers)
+        return dataclasses.replace(cls.standard(num_layers), merged=True)
+
+    def stored_as(self, *forms: str) -> "KVPlan":
+        """This plan with its rows stored in another form: one form for all rows, or one for each."""
+        if len(forms) not in (1, len(self.rows)):
+            raise UsageError(f"{len(forms)} forms for {len(self.rows)} rows; give one for all, or one each")
+        each = forms * len(self.rows) if len(forms) == 1 else forms
+        pairs = zip(self.rows, each, strict=True)
+        return dataclasses.replace(self, rows=tuple(dataclasses.replace(r, form=form) for r, form in pairs))
 
     @property
     def num_layers(self) -> int:
-        return len(self.rows)
+        return len(self.reads)
 
     @property
     def num_rows(self) -> int:
-        return max(self.rows) + 1
+        """Rows that are stored."""
+        return 1 if self.merged else len(self.rows)
 
     @property
-    def is_swiftkv(self) -> bool:
-        """Whether some rows are made from the stream entering `split` instead of their own layer's."""
-        return any(maker >= self.split for maker in self.makers)
+    def forms(self) -> tuple[str, ...]:
+        """The forms in use, in the order of their first rows."""
+        return tuple(dict.fromkeys(row.form for row in self.rows))
 
     @property
     def depth(self) -> int:
-        """Layers every token must run: up to the deepest stream that any row is made from."""
-        return max(min(maker, self.split) for maker in self.makers)
+        """Layers every token must run: up to the deepest source of any row."""
+        return max(row.source for row in self.rows if isinstance(row.source, int))
 
     @property
-    def lower_makers(self) -> tuple[int, ...]:
-        """Makers inside the lower layers [0, depth)."""
-        return tuple(maker for maker in self.makers if maker < self.depth)
+    def split(self) -> int:
+        """The layer whose input the rows with a shared norm are made from; `num_layers` without such rows."""
+        sources = [row.source for row in self.rows if row.shared_norm and isinstance(row.source, int)]
+        return sources[0] if sources else self.num_layers
 
     @property
-    def upper_makers(self) -> tuple[int, ...]:
-        """Makers whose rows `fill` makes from the stream leaving the lower layers."""
-        return tuple(maker for maker in self.makers if maker >= self.depth)
+    def has_fill(self) -> bool:
+        """Whether there are rows that a fused fill makes: a SwiftKV plan's upper ones, of form kv."""
+        return self.is_swiftkv and self.forms == ("kv",)
 
     @property
-    def upper_rows(self) -> tuple[int, ...]:
-        """The rows that `fill` writes, in the order of `upper_makers`."""
-        return tuple(self.rows[maker] for maker in self.upper_makers)
+    def is_swiftkv(self) -> bool:
+        """Whether some rows are made from the input of layer `split`, behind a shared norm."""
+        return any(row.shared_norm for row in self.rows)
 
-    def owner(self, layer: int) -> int:
-        """The maker whose projections fill what `layer` reads."""
-        return max(m for m in self.makers if self.rows[m] == self.rows[layer] and m <= layer)
+    def made_at(self, layer: int) -> tuple[int, ...]:
+        """The rows made from the hidden states that enter `layer`."""
+        return tuple(i for i, row in enumerate(self.rows) if row.source == layer)
 
-    def group(self, maker: int) -> tuple[int, ...]:
-        """The layers that read what `maker` writes: those whose k and v are averaged into it."""
-        return tuple(layer for layer in range(self.num_layers) if self.owner(layer) == maker)
+    def readers(self, row: int) -> tuple[int, ...]:
+        """The layers whose self-attention reads `row`."""
+        return tuple(layer for layer, read in enumerate(self.reads) if read == row)
 
-    @property
-    def stackable(self) -> bool:
-        """Whether lower layers each own their row and upper ones read filled rows: a scan can run them."""
-        own = self.lower_makers == tuple(range(self.depth)) and len(set(self.rows)) == len(self.makers)
-        return own and set(self.rows[self.depth :]) <= set(self.upper_rows)
+    def place(self, row: int) -> int:
+        """Where `row` lies among the stored rows of its form."""
+        form = self.rows[row].form
+        return 0 if self.merged else sum(other.form == form for other in self.rows[:row])
+
+    def stored(self, form: str) -> int:
+        """How many rows of `form` are stored."""
+        count = sum(row.form == form for row in self.rows)
+        return min(count, 1) if self.merged else count
+
+    def makes_own(self, layer: int) -> bool:
+        """Whether `layer` makes one row from its own normalised input, and is the only one to read it."""
+        row = self.reads[layer]
+        alone = self.made_at(layer) == (row,) and self.readers(row) == (layer,)
+        return alone and not self.rows[row].shared_norm
+
+    def runs(self, windows: tuple[int, ...]) -> tuple[range, ...]:
+        """The longest ranges of equal layers, cut where rows are made together.
+
+        Layers are equal if they have one attention window (`windows`, of all layers), read rows of one form,
+        and either all make their own row or make none.
+        """
+
+        def kind(layer: int):
+            return self.makes_own(layer), self.rows[self.reads[layer]].form, windows[layer]
+
+        starts = [0]
+        for layer in range(1, self.num_layers):
+            together = self.made_at(layer) and not self.makes_own(layer)
+            if together or kind(layer) != kind(layer - 1):
+                starts.append(layer)
+        return tuple(range(a, b) for a, b in zip(starts, [*starts[1:], self.num_layers], strict=True))
 
     @property
     def split_and_share(self) -> tuple[int, int]:
-        """(split, share) when the published config.json can express this plan.
+        """(split, share) when the published config.json can express this plan, whatever its rows' forms.
 
         Raises:
-          UsageError: an arbitrary row map, or merge-all, which no config.json field describes.
+          UsageError: another map from layers to rows, or merge-all: no field of config.json describes them.
         """
+        plain = self.stored_as("kv")
         for share in range(1, self.num_layers - self.split + 2):
-            if self == KVPlan.swiftkv(self.num_layers, self.split, share):
+            if plain == KVPlan.swiftkv(self.num_layers, self.split, share):
                 return self.split, share
         raise UsageError(
-            f"rows {self.rows} at split {self.split} have no num_key_value_layers/key_value_group_size form; "
-            "only plans of KVPlan.standard and KVPlan.swiftkv can be saved"
+            f"this plan (layers read rows {self.reads}, split {self.split}) has no "
+            "num_key_value_layers/key_value_group_size form; only plans of KVPlan.standard and "
+            "KVPlan.swiftkv can be saved"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """KV prediction: which rows of an auxiliary model a base model's rows are predicted from.
+
+    It speaks of rows, not layers, on both sides: either model may be standard, SwiftKV or AcrossKV. Hashable,
+    so it can be a static argument of `jit`.
+
+    Attributes:
+      reads: row r of the base's plan is predicted from row reads[r] of the auxiliary's plan.
+      tail: tokens at a prompt's end that the base reads itself, with rows of its own; the paper has 1.
+    """
+
+    reads: tuple[int, ...]
+    tail: int = 1
+
+    def __post_init__(self):
+        if not self.reads:
+            raise UsageError("reads is empty: it needs a row of the auxiliary for each row of the base")
+        for row, read in enumerate(self.reads):
+            integer(f"reads[{row}]", read, 0)
+        integer("tail", self.tail, 1)
+
+    @classmethod
+    def spread(cls, base_rows: int, aux_rows: int, tail: int = 1) -> "Prediction":
+        """Neighbouring rows of the base share one of the auxiliary (KV prediction paper, Table 1: C).
+
+        With base_rows = q * aux_rows + r, the first r rows of the auxiliary serve q + 1 rows each, the others
+        q.
+        """
+        each, more = divmod(integer("base_rows", base_rows, 1), integer("aux_rows", aux_rows, 1))
+        served = (each + (row < more) for row in range(aux_rows))
+        return cls(tuple(row for row, count in enumerate(served) for _ in range(count)), tail)
+
+    @classmethod
+    def nearest(cls, base_rows: int, kept: Sequence[int], tail: int = 1) -> "Prediction":
+        """For an auxiliary that has some of the base's own rows (KV prediction paper, Table 1: LP).
+
+        Each row is predicted from the nearest one at or below it that is among `kept`, rows below all of them
+        from the first.
+        """
+        kept = ascending("kept", kept, integer("base_rows", base_rows, 1))
+        below = (sum(row >= other for other in kept) for row in range(base_rows))
+        return cls(tuple(max(0, count - 1) for count in below), tail)
+
+
+def ascending(name: str, numbers: Sequence[int], count: int) -> tuple[int, ...]:
+    """`numbers` if they are some of range(count), each once and in order.
+
+    Raises:
+      UsageError: they are not, or there are none.
+    """
+    found = tuple(integer(f"{name}[{i}]", number, 0, count - 1) for i, number in enumerate(numbers))
+    if not found or found != tuple(sorted(set(found))):
+        raise UsageError(f"{name} must list some of 0 to {count - 1} in ascending order, not {list(found)}")
+    return found

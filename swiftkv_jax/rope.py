@@ -5,10 +5,13 @@ import math
 import typing
 from collections.abc import Mapping
 
+from swiftkv_jax import checks
 from swiftkv_jax.errors import UsageError
 
+NONE = "none"  # no rotary embedding: config.json has no word for it
 _FIELDS: dict[str, frozenset[str]] = {
     "default": frozenset(),
+    NONE: frozenset(),
     "linear": frozenset({"factor"}),
     "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
     "llama3": frozenset(
@@ -19,6 +22,7 @@ _FIELDS: dict[str, frozenset[str]] = {
         "mscale mscale_all_dim truncate".split()
     ),
 }
+_INERT = frozenset({"finetuned"})  # Yarn-Llama says whether it was trained with its scaling
 _POSITIVE = "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor".split()
 
 
@@ -26,6 +30,7 @@ _POSITIVE = "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_s
 class RopeConfig:
     """Rotary position embedding; field names as in config.json's `rope_parameters`.
 
+    A `rope_type` of "none" is a model without it, or any other position.
     `attention_factor` multiplies cos and sin (yarn), already worked out from `mscale` where those are given.
     """
 
@@ -44,9 +49,7 @@ class RopeConfig:
         if self.rope_type not in _FIELDS:
             raise UsageError(f"rope_type {self.rope_type!r} is not supported; known: {', '.join(_FIELDS)}")
         for name in _POSITIVE:
-            value = getattr(self, name)
-            if not value > 0 or not math.isfinite(value):
-                raise UsageError(f"{name} must be positive and finite, not {value!r}")
+            checks.above(name, getattr(self, name), 0)
         if self.rope_type in ("llama3", "yarn") and self.original_max_position_embeddings < 1:
             raise UsageError(
                 f"rope_type {self.rope_type!r} needs original_max_position_embeddings in rope_scaling, "
@@ -75,13 +78,19 @@ class RopeConfig:
         theta = _typed("rope_theta", theta)
         if fields.pop("partial_rotary_factor", 1.0) not in (1, 1.0, None):
             raise UsageError("config.json: partial_rotary_factor other than 1.0 is not supported")
-        if not isinstance(kind, str) or kind not in _FIELDS:
-            raise UsageError(f"config.json: rope_type {kind!r} is not supported; known: {', '.join(_FIELDS)}")
-        unknown = sorted(set(fields) - _FIELDS[kind])
+        known = [name for name in _FIELDS if name != NONE]
+        if kind not in known:
+            raise UsageError(f"config.json: rope_type {kind!r} is not supported; known: {', '.join(known)}")
+        trained = raw.get(
+            "original_max_position_embeddings"
+        )  # beside the scaling it wins, as in transformers
+        if trained is not None and kind in ("llama3", "yarn"):
+            fields["original_max_position_embeddings"] = trained
+        unknown = sorted(name for name in set(fields) - _FIELDS[kind] - _INERT if fields[name] is not None)
         if unknown:
             raise UsageError(f"config.json: rope_type {kind!r} does not take {', '.join(unknown)}")
         typed: dict[str, typing.Any] = {
-            name: _typed(name, value) for name, value in fields.items() if value is not None
+            name: _typed(name, fields[name]) for name in sorted(_FIELDS[kind]) if fields.get(name) is not None
         }
         try:
             if kind == "yarn":
@@ -103,22 +112,11 @@ class RopeConfig:
 
 def _typed(name: str, value) -> float | int | bool:
     """A JSON value as the type of its field; config.json writes 8 where 8.0 is meant."""
+    where = f"config.json: {name}"
     if name == "truncate":
-        if not isinstance(value, bool):
-            raise UsageError(f"config.json: truncate must be true or false, not {value!r}")
-        return value
-    kind = int if name == "original_max_position_embeddings" else float
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is(kind, value):
-        wanted = "an integer" if kind is int else "a number"
-        raise UsageError(f"config.json: {name} must be {wanted}, not {value!r}")
-    return kind(value)
-
-
-def _is(kind: type[int] | type[float], value: int | float) -> bool:
-    try:
-        return kind(value) == value
-    except OverflowError:  # infinity as an int; an int beyond every float
-        return False
+        return checks.flag(where, value)
+    whole = name == "original_max_position_embeddings"
+    return checks.integer(where, checks.whole(value)) if whole else checks.number(where, value)
 
 
 def _yarn_fields(fields: dict, context: int) -> dict:

@@ -1,4 +1,4 @@
-"""The axis letters, used in every annotation, einsum and sharding rule of this library.
+"""The axis letters, used in every annotation, einsum and sharding rule; `Weight`, an array described by them.
 
 B  batch rows        T  tokens of a row, or of a flat ragged batch     Q  sequences of a ragged batch
 S  cached tokens     M  survivors: positions whose logits are wanted   C  tokens of one attention block
@@ -7,7 +7,15 @@ N  query heads       K  kv heads      G  N // K                        H  head w
 R  cache rows        P  pages         Z  tokens in a page              E  K * H, one token's keys in one row
 """
 
-from jaxtyping import Array, Bool, Float, Int, PyTree
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array as Array
+from jaxtyping import Bool as Bool
+from jaxtyping import Float as Float
+from jaxtyping import Int as Int
+from jaxtyping import PyTree as PyTree
 
 Tokens = Int[Array, "B T"]
 Logits = Float[Array, "B T V"]
@@ -16,16 +24,44 @@ Queries = Float[Array, "*batch N H"]
 KeyValues = Float[Array, "*batch K H"]
 Angles = Float[Array, "*batch half"]
 
-__all__ = [
-    "Angles",
-    "Array",
-    "Bool",
-    "Float",
-    "Hidden",
-    "Int",
-    "KeyValues",
-    "Logits",
-    "PyTree",
-    "Queries",
-    "Tokens",
-]
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One parameter array.
+
+    Attributes:
+      shape: of the array. axes: its axis letters, '.' for an axis without one.
+      std: standard deviation of its initial values; 0: all are `fill`.
+      dtype: None: that of the model's weights. An 8-bit one has a float32 scale beside it.
+      scale_axes: the letters of `axes` that the scale has, "" without one.
+    """
+
+    shape: tuple[int, ...]
+    axes: str
+    std: float = 0.0
+    fill: float = 0.0
+    dtype: str | None = None
+    scale_axes: str = ""
+
+    def init(self, key: Array, dtype=jnp.float32) -> Array:
+        """Initial values."""
+        dtype = self.dtype or dtype
+        if not self.std:
+            return jnp.full(self.shape, self.fill, dtype)
+        return (self.std * jax.random.normal(key, self.shape)).astype(dtype)
+
+    def stacked(self, n: int) -> "Weight":
+        """`n` of them in one array, along a new first axis."""
+        scale = f"L {self.scale_axes}" if self.scale_axes else ""
+        return dataclasses.replace(
+            self, shape=(n, *self.shape), axes=f"L {self.axes}".strip(), scale_axes=scale
+        )
+
+    @property
+    def scale(self) -> "Weight | None":
+        """The scale beside an 8-bit array; None for others."""
+        if not self.scale_axes:
+            return None
+        sizes = dict(zip(self.axes.split(), self.shape, strict=True))
+        shape = tuple(sizes[letter] for letter in self.scale_axes.split())
+        return Weight(shape, self.scale_axes, fill=1.0, dtype="float32")

@@ -1,17 +1,21 @@
 """A teacher's weights, rewired for a plan: which arrays a student starts from."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
-from swiftkv_jax import params as weights
+from swiftkv_jax import weights
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.shapes import Array, PyTree
 
 INITS = ("fold", "copy")
+SINGULAR = 1e12  # a condition number above which a solve in float64 leaves fewer than four digits
 
 
 def to_swiftkv(
@@ -19,7 +23,8 @@ def to_swiftkv(
 ) -> tuple[Transformer, PyTree]:
     """An untrained student of `model` under `plan`; its frozen parameters are the teacher's values.
 
-    Each maker starts as the mean of the teacher's k and v over the layers that will read its row.
+    Each maker starts as the mean of the teacher's k and v over the layers that will read its row. Arrays
+    whose stacks stay as they are (see `weights.partition`) are shared with the teacher.
 
     init:
       "fold": every layer's own input-norm gain is multiplied into its k and v first and `norm_swiftkv`
@@ -33,69 +38,211 @@ def to_swiftkv(
     """
     if init not in INITS:
         raise UsageError(f"init must be one of {', '.join(INITS)}, not {init!r}")
-    if plan.num_layers != model.config.num_layers:
-        raise UsageError(f"the plan has {plan.num_layers} layers, the model {model.config.num_layers}")
-    if model.plan != KVPlan.standard(model.config.num_layers):
-        raise UsageError(
-            "to_swiftkv starts from a standard model; this one's rows are already shared or rewired"
-        )
+    check_teacher(model)
+    if plan.forms != ("kv",):
+        raise UsageError("to_swiftkv makes rows of keys and values; convert the student with to_slim then")
     student = Transformer(dataclasses.replace(model.config, exit_head=exit_head), plan, model.dtype)
-    weights.weights(student.config, plan)  # refuses an exit head where there is no split
-    layers, makers = standard_stacks(params)
+    layers, rows = weights.partition(plan, model.config.windows, weights.cuts_of(params))
     out = {name: value for name, value in params.items() if name in ("embed", "norm", "lm_head")}
-    out["lower"] = jax.tree.map(lambda leaf: leaf[: plan.depth], layers)
-    out["upper"] = jax.tree.map(lambda leaf: leaf[plan.depth :], layers)
-    out["lower_rows"] = _merge(plan, plan.lower_makers, makers)
-    gains = layers["input_norm"]
-    fold = plan.is_swiftkv and init == "fold"
-    out["fill"] = rows_last(_merge(plan, plan.upper_makers, _fold(makers, gains) if fold else makers))
+    out["layers"] = weights.recut(params["layers"], layers)
+    out["rows"] = [_makers(params, plan, held, init) for held in rows]
     if plan.is_swiftkv:
-        out["fill"]["norm_swiftkv"] = jnp.ones_like(gains[0]) if fold else gains[plan.split]
+        gain = weights.layer(params, plan.split)["attentions"][0]["norm"]
+        out["shared_norm"] = jnp.ones_like(gain) if init == "fold" else gain
     if exit_head:
         kernel = params["lm_head"] if "lm_head" in params else params["embed"].T
         out["exit"] = {"norm": params["norm"], "lm_head": kernel}
     return student, out
 
 
-def rows_last(makers: PyTree) -> PyTree:
-    """Stacked kernels [rows, D, E] as `fill` stores them, [D, rows, E]; its own inverse."""
-    return makers | {
-        n: makers[n] | {"kernel": jnp.swapaxes(makers[n]["kernel"], 0, 1)} for n in ("k_proj", "v_proj")
-    }
+def check_teacher(model: Transformer) -> None:
+    """Whether a student can be made of a model.
+
+    Raises:
+      UsageError: it is not a standard one.
+    """
+    if model.plan.forms != ("kv",):
+        raise UsageError(
+            f"this model's rows are stored as {', '.join(model.plan.forms)}: convert last. Begin with the "
+            "plain model (from_pretrained(..., slim=False)), and give the student to to_slim"
+        )
+    if model.plan != KVPlan.standard(model.config.num_layers):
+        raise UsageError(
+            "to_swiftkv starts from a standard model; this one's rows are already shared or rewired"
+        )
 
 
-def standard_stacks(params: PyTree) -> tuple[PyTree, PyTree]:
-    """(layers, makers) of a standard model, each one stack of all layers."""
+def _makers(params: PyTree, plan: KVPlan, held: range, init: str) -> PyTree:
+    """The makers of consecutive rows, stacked: each the mean over its readers of the teacher's makers."""
+    groups = [plan.readers(row) for row in held]
+    folded = [plan.rows[row].shared_norm and init == "fold" for row in held]
+    if not any(folded) and all(len(group) == 1 for group in groups):
+        return weights.recut(params["rows"], [range(groups[0][0], groups[-1][0] + 1)])[0]
 
-    def join(a: PyTree, b: PyTree) -> PyTree:
-        return jax.tree.map(lambda x, y: jnp.concatenate([x, y]), a, b)
+    def one(group: tuple[int, ...], fold: bool) -> PyTree:
+        alone = [_folded(params, layer) if fold else weights.row(params, layer) for layer in group]
+        return jax.tree.map(
+            lambda *leaves: jnp.stack(leaves).astype(jnp.float32).mean(0).astype(leaves[0].dtype), *alone
+        )
 
-    return join(params["lower"], params["upper"]), join(params["lower_rows"], rows_last(params["fill"]))
-
-
-def _merge(plan: KVPlan, chosen: tuple[int, ...], makers: PyTree) -> PyTree:
-    """For each chosen maker, the mean over the layers of its group."""
-
-    def one(leaf):
-        means = [leaf[jnp.array(plan.group(m))].astype(jnp.float32).mean(0) for m in chosen]
-        return (jnp.stack(means) if means else leaf[:0]).astype(leaf.dtype)
-
-    return jax.tree.map(one, makers)
+    made = [one(group, fold) for group, fold in zip(groups, folded, strict=True)]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
 
 
-def _fold(makers: PyTree, gains) -> PyTree:
-    """Each layer's gain multiplied into the rows of its k and v kernels."""
+def _folded(params: PyTree, layer: int) -> PyTree:
+    """A layer's makers with the gain of its input norm multiplied into their kernels' rows."""
+    gain = weights.layer(params, layer)["attentions"][0]["norm"].astype(jnp.float32)
+    row = weights.row(params, layer)
 
     def kernel(p: PyTree) -> PyTree:
-        folded = p["kernel"].astype(jnp.float32) * gains.astype(jnp.float32)[:, :, None]
-        return p | {"kernel": folded.astype(p["kernel"].dtype)}
+        return p | {"kernel": (p["kernel"].astype(jnp.float32) * gain[:, None]).astype(p["kernel"].dtype)}
 
-    return makers | {"k_proj": kernel(makers["k_proj"]), "v_proj": kernel(makers["v_proj"])}
+    return row | {"k_proj": kernel(row["k_proj"]), "v_proj": kernel(row["v_proj"])}
 
 
-def trainable_count(model: Transformer) -> int:
-    """Parameters that distillation trains: norm_swiftkv, q of the upper layers, k and v of their makers, and
-    an exit head."""
-    tree = weights.weights(model.config, model.plan)
-    queries = {name: tree["upper"][name] for name in ("q_proj", "q_norm") if name in tree["upper"]}
-    return weights.count([tree["fill"], queries, tree.get("exit", {})])
+def to_slim(
+    model: Transformer,
+    params: PyTree,
+    forms: str | Sequence[str] = "k",
+    solved: Mapping[int, np.ndarray] | None = None,
+) -> tuple[Transformer, PyTree]:
+    """`model` with its rows in other forms: Slim attention (arXiv 2503.05840), for multi-head models.
+
+    "k" stores keys alone, and values are K W_KV; "v" values alone; "x" the layer's inputs; "kv" leaves a row.
+    W_KV = W_K^-1 W_V (the right inverse where keys are wider than inputs) is solved in float64 on the host.
+    In exact arithmetic the model is the same. Rounded keys come back as values with an error that grows with
+    the condition number of W_K: `python -m swiftkv_jax.slim` measures it.
+
+    Args:
+      forms: one for all rows, or one for each.
+      solved: row -> its W_KV or W_VK, [E, E], in place of the exact one.
+
+    Raises:
+      UsageError: this model cannot have such rows, or W_K (W_V) of a row is singular, or holds what becomes
+        too large for float16; the message says why.
+    """
+    if model.plan.forms != ("kv",):
+        raise UsageError(f"to_slim converts rows of keys and values, not of {', '.join(model.plan.forms)}")
+    plan = model.plan.stored_as(*([forms] if isinstance(forms, str) else forms))
+    slim = Transformer(model.config, plan, model.dtype)
+    layers, held = weights.partition(plan, model.config.windows, weights.cuts_of(params))
+    stacks = weights.recut(params["rows"], held)
+    rows = [_slim_makers(slim, made, p, solved or {}) for made, p in zip(held, stacks, strict=True)]
+    return slim, params | {"layers": weights.recut(params["layers"], layers), "rows": rows}
+
+
+def _slim_makers(model: Transformer, held: range, stack: PyTree, solved: Mapping[int, np.ndarray]) -> PyTree:
+    """A stack of "kv" rows as the plan wants them."""
+    form, heads = model.plan.rows[held.start].form, model.config.num_heads
+    if form == "kv":
+        return stack
+    if form == "x":
+        return {name: {w: by_head(leaf, heads) for w, leaf in p.items()} for name, p in stack.items()}
+    name, (a, b) = {"k": ("kv_proj", "kv"), "v": ("vk_proj", "vk")}[form]
+    wide = [{w: np.asarray(p, np.float64) for w, p in stack[f"{x}_proj"].items()} for x in (a, b)]
+    found = [
+        solved[i] if i in solved else between(wide[0]["kernel"][n], wide[1]["kernel"][n], _name(model, i, a))
+        for n, i in enumerate(held)
+    ]
+    out = {"kernel": np.stack(found)}
+    if form == "k" and "bias" in wide[0]:
+        out["bias"] = wide[1]["bias"] - np.einsum("ne,nef->nf", wide[0]["bias"], out["kernel"])
+    dtype = stack["k_proj"]["kernel"].dtype
+    for i, kernel in zip(held, out["kernel"], strict=True):
+        if dtype == jnp.float16 and not np.abs(kernel).max() < float(jnp.finfo(dtype).max):
+            raise UsageError(
+                f"{_name(model, i, a)} makes a W_KV of up to {np.abs(kernel).max():.3g}, and float16 ends at "
+                "65504: load the model in bfloat16 or float32"
+            )
+    return stack | {name: {w: by_head(jnp.asarray(leaf, dtype), heads) for w, leaf in out.items()}}
+
+
+def _name(model: Transformer, row: int, letter: str) -> str:
+    return f"layer {model.plan.rows[row].maker}: W_{letter.upper()}"
+
+
+def by_head(leaf: Array, heads: int) -> Array:
+    """[n, E, N * U] as [n, N, E, U], a bias [n, N * U] as [n, N, U]."""
+    cut = leaf.reshape(*leaf.shape[:-1], heads, -1)
+    return jnp.moveaxis(cut, -2, 1)
+
+
+def condition(kernel: np.ndarray) -> float:
+    """Largest over smallest singular value, inf of a singular matrix."""
+    s = np.linalg.svd(kernel, compute_uv=False)
+    return float(s[0] / s[-1]) if s[-1] > 0 else float("inf")
+
+
+def between(kernel: np.ndarray, other: np.ndarray, name: str) -> np.ndarray:
+    """kernel^-1 other in float64, by the right inverse where `kernel` [D, E] is wider than high.
+
+    Raises:
+      UsageError: `kernel`, called `name`, is singular.
+    """
+    u, s, v = np.linalg.svd(kernel.astype(np.float64), full_matrices=False)
+    if not s[-1] * SINGULAR > s[0]:
+        found = f"{s[0] / s[-1]:.1e}" if s[-1] > 0 else "infinite"
+        raise UsageError(
+            f"{name} is singular (condition {found}), so values cannot be computed from its keys: keep this "
+            "row as keys and values (--forms auto)"
+        )
+    return v.T @ ((u.T @ other) / s[:, None])
+
+
+def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
+    """Whether distillation trains each parameter of a student's tree, or of some of its subtrees.
+
+    which: "swiftkv" (the makers of the rows made at the plan's depth, q of the layers from there on, the
+    shared norm, the exit head: the paper's list), "upper" (those layers whole), or "all".
+    """
+    plan = model.plan
+    starts: dict[tuple[str | int, ...], int] = {
+        (name, i): held.start
+        for name in ("layers", "rows")
+        for i, held in enumerate(weights.ranges(tree.get(name, ())))
+    }
+
+    def one(path, _) -> bool:
+        keys = weights.keys(path)
+        if which == "all" or keys[0] in ("shared_norm", "exit"):
+            return True
+        if keys[0] == "rows":
+            return starts[keys[:2]] in plan.made_at(plan.depth)
+        wanted = which == "upper" or bool({"q_proj", "q_norm"} & set(keys))
+        return keys[0] == "layers" and starts[keys[:2]] >= plan.depth and wanted
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transformer, PyTree]:
+    """The same model with at least as many kv heads as the mesh has devices along `tensor`.
+
+    Where there are more devices than kv heads, each head is repeated for a group of them: every query reads
+    what it read before.
+
+    Raises:
+      UsageError: the devices fit neither the query heads nor the kv heads.
+    """
+    config, parts = model.config, mesh.shape.get("tensor", 1)
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % parts or (kv_heads % parts and parts % kv_heads):
+        fit = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        raise UsageError(
+            f"{parts} devices cannot share {heads} query heads and {kv_heads} kv heads: tensor parallelism "
+            f"takes {', '.join(map(str, fit))}"
+        )
+    if kv_heads % parts == 0:
+        return model, params
+    wide = Transformer(dataclasses.replace(config, num_kv_heads=parts), model.plan, model.dtype)
+
+    def repeated(leaf: Array) -> Array:
+        by_head = leaf.reshape(*leaf.shape[:-1], kv_heads, config.head_dim)
+        return jnp.repeat(by_head, parts // kv_heads, axis=-2).reshape(*leaf.shape[:-1], -1)
+
+    def stack(p: PyTree) -> PyTree:
+        return p | {name: jax.tree.map(repeated, p[name]) for name in ("k_proj", "v_proj")}
+
+    placed = weights.abstract(wide.config, model.plan, model.dtype, mesh, weights.cuts_of(params))["rows"]
+    where = jax.tree.map(lambda leaf: leaf.sharding, placed)
+    rows = jax.jit(lambda rows: [stack(p) for p in rows], out_shardings=where)(params["rows"])
+    return wide, params | {"rows": rows}

@@ -20,6 +20,7 @@ import hypothesis
 import jax
 import pytest
 
+_QUICK = "jax_disable_most_optimizations"
 _CACHE = Path(__file__).parent.parent / ".cache" / "jax-tests"
 
 jax.config.update("jax_platforms", "cpu")
@@ -40,14 +41,48 @@ hypothesis.settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """XLA's threads, by default as many as cores.
+    """Settings of JAX and XLA that differ between quick tests and others.
 
-    A Hopper kernel in interpretation holds one for each of its warpgroups that waits: of two none is left for
-    the third, for which the others wait. Elsewhere more threads than cores only get in each other's way, so
-    this is for the slow tests, among which those kernels are.
+    Tests wait for the compiler, so they leave out most of LLVM's optimisations (XLA's own stay), also in the
+    processes that they start: it halves a test of the engine. Those that compile for other chips, soak tests,
+    and those that ask for `as_users_compile` run what users run.
+
+    XLA has by default as many threads as there are cores. A Hopper kernel in interpretation holds one for
+    each of its warpgroups that waits: of two none is left for the third, for which the others wait. Elsewhere
+    more threads than cores only get in each other's way, so more are for the slow tests, among which those
+    kernels are.
     """
-    if config.option.markexpr == "slow":
+    marks = config.option.markexpr
+    if marks == "slow":
         os.environ["NPROC"] = str(max(4, os.cpu_count() or 1))  # read when XLA's client is made
+    if marks not in ("aot", "ray", "soak"):
+        os.environ[_QUICK.upper()] = "1"
+        jax.config.update(_QUICK, True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks select
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as slow what slow.txt names; a name of nothing is an error where its whole file was collected."""
+    lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
+    slow, found = {line for line in lines if not line.startswith("#")}, {item.nodeid for item in items}
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
+    files = {name.partition("::")[0] for name in found}
+    gone = sorted(name for name in slow - found if name.partition("::")[0] in files)
+    if gone and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"tests/slow.txt names tests that are not there: {gone}")
+
+
+@pytest.fixture(scope="module")
+def as_users_compile():
+    """With all optimisations."""
+    quick, said = jax.config.read(_QUICK), os.environ.pop(_QUICK.upper(), None)
+    jax.config.update(_QUICK, False)
+    yield
+    jax.config.update(_QUICK, quick)
+    if said is not None:
+        os.environ[_QUICK.upper()] = said
 
 
 @pytest.fixture(autouse=True, scope="module")

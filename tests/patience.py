@@ -4,7 +4,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from swiftkv_jax.template import Template
+from swiftkv_jax.text.template import Template
 
 
 @contextlib.contextmanager
@@ -14,7 +14,7 @@ def no_longer_than(seconds: float, template: Template) -> Iterator[None]:
 
     def end() -> None:
         late.append(True)
-        template._process.kill()
+        template.process.kill()
 
     timer = threading.Timer(seconds, end)
     timer.start()

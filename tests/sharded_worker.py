@@ -1,23 +1,30 @@
 """Run in a process of its own with 8 virtual CPU devices: training and generation on meshes against one
-device."""
+device.
 
+    python sharded_worker.py NAME ...
+
+Prints one JSON object with what each name asks for: "swiftkv MESH" or "all MESH" (training), "generate MESH",
+"guess MESH", where MESH is (data, fsdp, tensor).
+"""
+
+import ast
 import dataclasses
 import json
 import sys
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import params as weights
-from swiftkv_jax import sharding
+from swiftkv_jax import sharding, weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.kernels.causal_attention import reference, splash
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 
@@ -58,7 +65,7 @@ def trained(mesh, trainable: str):
     )
     with jax.set_mesh(mesh):
         places = jax.tree.map(lambda leaf: leaf.sharding, steps.abstract_run(recipe, mesh))
-        state = jax.device_put(steps.init_state(recipe, tree, 0), places[0])
+        state = jax.device_put(steps.init_state(recipe, tree), places[0])
         frozen = jax.device_put(frozen, places[1])
         rows = jax.sharding.NamedSharding(mesh, sharding.spec("B ."))
         data = jax.tree.map(partial(jax.device_put, device=rows), batch())
@@ -72,7 +79,7 @@ def trained(mesh, trainable: str):
 def generated(mesh, drafts: int = 0):
     """Greedy tokens; `drafts` of them guessed at a time by an exit head, the model's own final one."""
     student, tree, frozen = steps.prepare(*teacher(), PLAN, "fold", "swiftkv")
-    params = steps.merge(tree, {n: p for n, p in frozen.items() if n != "teacher"})
+    params = steps.merge(tree, frozen.student)
     params["exit"] = {"norm": params["norm"], "lm_head": params["lm_head"]}
     student = dataclasses.replace(student, config=dataclasses.replace(CONFIG, exit_head=True))
     place = weights.abstract(student.config, PLAN, jnp.float32, mesh)
@@ -92,21 +99,50 @@ def generated(mesh, drafts: int = 0):
     return [o.outputs[0].token_ids for o in outputs]
 
 
-def main() -> None:
+def splash_on_a_mesh(window: int) -> float:
+    """The largest difference from the definition, of outputs and gradients."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (4, 2, 2, 4)
+    q, k, v, slope = (jax.random.normal(key, (2, 512, n, 16)) for key, n in zip(keys, heads, strict=True))
+    segments = jnp.stack([jnp.arange(512) // 300, jnp.arange(512) // 70 % 3])
+
+    def both(attend):
+        def run(q, k, v, slope):
+            out, back = jax.vjp(lambda *x: attend(*x, segments, window, scale=0.25), q, k, v)
+            return out, *back(slope)
+
+        return jax.jit(run)(q, k, v, slope)
+
+    want = both(reference.causal_attention)
+    with jax.set_mesh(sharding.make_mesh(fsdp=2, tensor=2, context=2)):
+        got = both(partial(splash.causal_attention, shards=sharding.SHARDS, interpret=True))
+    split = got[0].sharding.shard_shape(got[0].shape)
+    assert split == (1, 256, 2, 16), split
+    return max(float(np.abs(a - b).max()) for a, b in zip(got, want, strict=True))
+
+
+@cache
+def alone(what: str):
+    """The same on one device; guesses change no token."""
     one = sharding.make_mesh(devices=jax.devices()[:1])
-    report = {}
-    alone = {kind: trained(one, kind)[0] for kind in ("swiftkv", "all")}
-    tokens = generated(one)
-    for shape in ((8, 1, 1), (1, 8, 1), (2, 2, 2)):
-        mesh = sharding.make_mesh(*shape)
-        for kind, want in alone.items():
-            got, split = trained(mesh, kind)
-            worst = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), got, want)
-            report[f"{kind} {shape}"] = {"worst": max(jax.tree.leaves(worst)), "split": split}
-        report[f"generate {shape}"] = {"same": generated(mesh) == tokens}
-    report["guess"] = {"same": generated(mesh, drafts=2) == tokens}
-    json.dump(report, sys.stdout)
+    return trained(one, what)[0] if what in ("swiftkv", "all") else generated(one)
+
+
+def found(what: str, mesh) -> dict:
+    if what in ("generate", "guess"):
+        return {"same": generated(mesh, drafts=2 * (what == "guess")) == alone("generate")}
+    if what.startswith("splash"):
+        return {"worst": splash_on_a_mesh(int(what.removeprefix("splash")))}
+    got, split = trained(mesh, what)
+    worst = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), got, alone(what))
+    return {"worst": max(jax.tree.leaves(worst)), "split": split}
+
+
+def main(names: list[str]) -> None:
+    asked = {name: name.split(" ", 1) for name in names}
+    meshes = {shape: sharding.make_mesh(*ast.literal_eval(shape)) for _, shape in asked.values()}
+    json.dump({name: found(what, meshes[shape]) for name, (what, shape) in asked.items()}, sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -12,16 +12,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "swiftkv_jax"
 LEVELS = (
-    "shapes pytree errors folder config config_json rope plan sharding template template_worker",
-    "layers cache page_fill params tokenizer tokenizer_files",
-    "model surgery checkpoint slim predict",
-    "distill engine analysis",
-    "lm_eval commands",
+    "version errors shapes pytree last_words processes checks folder config config_json rope plan sharding "
+    "gguf_header gguf_config",
+    "layers rows cache weights text",
+    "model surgery checkpoint predict",
+    "distill engine analysis slim",
+    "server lm_eval convert commands",
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}
 STRANGERS = {("distill", "engine"), ("engine", "distill"), ("analysis", "distill"), ("analysis", "engine")}
 HEAVY = ("torch", "flax.nnx", "tokamax", "qwix")
-HOST_ONLY = ("request", "pages", "prefix", "scheduler")  # of engine/
+HOST_ONLY = ("request", "pages", "sequence", "draft", "queue", "scheduler")  # of engine/
 LINE = 110
 SET_BY_USERS = ("Config", "Plan", "Params", "Settings", "Experiment")
 SPREAD = {"MeshConfig": "make_mesh"}  # configs whose fields are the arguments of one function, given by **
@@ -109,7 +110,7 @@ def test_imports_have_no_cycles():
 
 def test_kernels_import_jax_only():
     """And of the library only what tells whether a folder is the user's alone."""
-    allowed = {"jax", "swiftkv_jax", *sys.stdlib_module_names}
+    allowed = {"jax", "jaxtyping", "swiftkv_jax", *sys.stdlib_module_names}
     for path in python_files("kernels"):
         names = imports(ast.walk(tree(path)))
         assert {name.split(".")[0] for name in names} <= allowed, path
@@ -135,8 +136,11 @@ def test_the_schedulers_half_of_the_engine_is_plain_python():
 
 
 def test_no_hidden_state():
-    """The environment and jax.config belong to commands.py and conftest.py."""
-    for path in set(python_files("swiftkv_jax", "kernels")) - {LIBRARY / "commands.py"}:
+    """The environment and jax.config belong to commands.py and conftest.py; and to what must know a machine
+    before JAX has it, and the process that checks it."""
+    check = ROOT / "kernels" / "check"
+    own = {LIBRARY / "commands.py", check / "machine.py", check / "__main__.py"}
+    for path in set(python_files("swiftkv_jax", "kernels")) - own:
         used = {dotted(node) for node in ast.walk(tree(path))} | imports(ast.walk(tree(path)))
         hidden = {"os.environ", "os.getenv", "os.putenv", "jax.config", "jax.config.update"}
         assert not used & hidden, path
@@ -144,6 +148,8 @@ def test_no_hidden_state():
 
 def test_the_scripts_and_the_installed_commands_are_the_same():
     installed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert installed["swiftkv-eval"] == "swiftkv_jax.commands:evaluate"
+    assert installed["swiftkv-convert"] == "swiftkv_jax.commands:convert"
     for name in ("train", "serve"):
         assert installed[f"swiftkv-{name}"] == f"swiftkv_jax.commands:{name}"
         assert f"swiftkv_jax.commands.{name}" in imports(ast.walk(tree(ROOT / f"{name}.py")))

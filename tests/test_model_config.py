@@ -5,9 +5,11 @@ import json
 
 import pytest
 
-from swiftkv_jax.config import FULL_ATTENTION, ModelConfig, RopeConfig, plan_from_hf
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.config import ModelConfig, plan_from_hf
+from swiftkv_jax.config_json import FULL_ATTENTION
+from swiftkv_jax.errors import UsageError, UsageWarning
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.rope import RopeConfig
 
 COMMON = {
     "attention_dropout": 0.0,
@@ -228,8 +230,10 @@ def test_yarn_factors():
     assert rope(attention_factor=1.3, mscale=2.0, mscale_all_dim=1.0).attention_factor == 1.3
     assert rope(factor=None).factor == 4.0, "the quotient of the context lengths"
     assert rope(beta_fast=None).beta_fast == 32.0
-    published = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    published = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "finetuned": True}
     assert RopeConfig.from_hf(SMALL | {"rope_scaling": published}) == rope()
+    outside = SMALL | {"rope_scaling": published | {"original_max_position_embeddings": 8}}
+    assert RopeConfig.from_hf(outside | {"original_max_position_embeddings": 16}) == rope()
 
 
 def test_swiftkv_fields():
@@ -254,39 +258,41 @@ BAD = {
         "model_type 'gpt2' is not supported; known: llama, mistral, qwen2, qwen3",
     ),
     "no_model_type": ({"model_type": None}, "model_type None is not supported"),
-    "unknown": (
+    "soft_cap": (
         {"attn_logit_softcapping": 50.0},
-        r"unknown field 'attn_logit_softcapping' \(it might change",
+        "attn_logit_softcapping is 50.0; only null or false is supported",
     ),
-    "typo": ({"rope_thetas": 1.0}, "unknown field 'rope_thetas' .*; did you mean 'rope_theta'"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
-    "quantized": ({"quantization_config": {"bits": 8}}, "quantization_config is .*; only None is supported"),
+    "interleaved": ({"rope_interleaved": True}, "rope_interleaved is true; only null or false is supported"),
+    "experts": ({"num_local_experts": 8}, "num_local_experts is 8; only null or false is supported"),
+    "multiplier": ({"residual_multiplier": 0.22}, "residual_multiplier is 0.22; only 1 or null is supported"),
+    "not_causal": ({"is_causal": False}, "is_causal is false; only true or null is supported"),
+    "activation": ({"hidden_act": "gelu"}, 'hidden_act is "gelu"; only "silu" or "swish" is supported'),
+    "quantized": ({"quantization_config": {"bits": 8}}, "quantization_config is .*quantised weights are not"),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     "partial_new": (
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
         "partial_rotary_factor other than 1.0",
     ),
-    "dropout": ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
     "missing": ({"vocab_size": None}, "field 'vocab_size' is missing"),
     "missing_heads": (QWEN2 | {"num_key_value_heads": None}, "field 'num_key_value_heads' is missing"),
-    "string": ({"hidden_size": "8"}, "hidden_size must be a positive integer, not '8'"),
-    "zero_heads": ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer, not 0"),
-    "bool": ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer, not True"),
-    "float": ({"head_dim": 4.0}, "head_dim must be a positive integer, not 4.0"),
+    "string": ({"hidden_size": "8"}, "hidden_size must be an integer, not '8'"),
+    "zero_heads": ({"num_attention_heads": 0}, r"num_attention_heads must be in \[1, 2147483647\], not 0"),
+    "bool": ({"num_hidden_layers": True}, "num_hidden_layers must be an integer, not True"),
+    "float": ({"head_dim": 4.0}, "head_dim must be an integer, not 4.0"),
     "odd_head": ({"head_dim": 5}, "head_dim must be even for rotary embeddings, not 5"),
     "ratio": (
         {"num_attention_heads": 4, "num_key_value_heads": 3},
         "num_heads 4 is not a multiple of num_kv_heads 3",
     ),
     "flag": ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false, not 'no'"),
-    "eps": ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, not 'small'"),
+    "eps": ({"rms_norm_eps": "small"}, "rms_norm_eps must be a finite number, not 'small'"),
     "dtype": ({"torch_dtype": "int8"}, "dtype 'int8' is not supported; known: float32, bfloat16, float16"),
     "qwen2_bias": (QWEN2 | {"attention_bias": True}, "attention_bias is true, but qwen2 has no such choice"),
     "mistral_bias": (MISTRAL | {"attention_bias": True}, "attention_bias is true, but mistral"),
     "qwen2_mlp_bias": (QWEN2 | {"mlp_bias": True}, "mlp_bias is true, but qwen2 has no MLP biases"),
     "llama_window": ({"sliding_window": 4}, "llama has no sliding window, but sliding_window is 4"),
     "llama_types": ({"layer_types": ["sliding_attention"] * 4}, "no sliding window is in force"),
-    "window": (MISTRAL | {"sliding_window": 0}, "sliding_window must be a positive integer, not 0"),
+    "window": (MISTRAL | {"sliding_window": 0}, r"sliding_window must be in \[1, 2147483647\], not 0"),
     "types_short": (QWEN2 | {"layer_types": ["full_attention"]}, "for 4 layers"),
     "types_unknown": (
         QWEN2 | {"layer_types": ["chunked_attention"] * 4},
@@ -310,13 +316,17 @@ BAD = {
         {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1}},
         "does not take beta_fast",
     ),
+    "rope_section": (
+        {"rope_scaling": {"type": "default", "mrope_section": [16]}},
+        "does not take mrope_section",
+    ),
     "rope_factor": ({"rope_scaling": {"type": "linear"}}, "rope_type 'linear' needs a factor"),
     "rope_negative": (
         {"rope_scaling": {"type": "linear", "factor": -1}},
-        "factor must be positive and finite, not -1.0",
+        "factor must be above 0, not -1.0",
     ),
-    "rope_string": ({"rope_scaling": YARN | {"factor": "4"}}, "factor must be a number, not '4'"),
-    "rope_theta": ({"rope_theta": "big"}, "rope_theta must be a number, not 'big'"),
+    "rope_string": ({"rope_scaling": YARN | {"factor": "4"}}, "factor must be a finite number, not '4'"),
+    "rope_theta": ({"rope_theta": "big"}, "rope_theta must be a finite number, not 'big'"),
     "yarn_truncate": ({"rope_scaling": YARN | {"truncate": 1}}, "truncate must be true or false, not 1"),
     "llama3_original": (
         {"rope_scaling": {"type": "llama3", "factor": 8.0}},
@@ -336,12 +346,58 @@ def test_what_config_json_may_not_say(fields, message):
     assert "\n" not in str(error.value)
 
 
+INERT = {
+    "off": {"some_new_part": None, "another": False, "a_third": [], "a_fourth": {}},
+    "names": {"_name_or_path": "x/y", "pad_token": "<pad>", "unk_token_id": 0, "tokenizer_class": "T"},
+    "versions": {"transformers_version": "5.1", "unsloth_version": "2024.9", "_commit_hash": "0a1b"},
+    "training": {"unsloth_fixed": True, "attention_dropout": 0.1, "initializer_range": 0.02},
+    "metadata": {"transformers.js_config": {"dtype": "q4"}, "auto_map": {"AutoTokenizer": "code.Tokenizer"}},
+    "parts_that_are_off": {"rope_interleaved": False, "num_experts": 0, "logits_scaling": 1.0},
+}
+
+
+@pytest.mark.parametrize("fields", INERT.values(), ids=INERT)
+def test_fields_that_change_nothing_are_ignored_without_a_word(fields):
+    assert ModelConfig.from_hf(SMALL | fields) == ModelConfig.from_hf(SMALL)
+
+
+DOUBTFUL = {
+    "number": (
+        {"some_new_part": 0.5},
+        "fields are ignored, and might change the numbers: some_new_part=0.5$",
+    ),
+    "zero": ({"some_new_part": 0}, "some_new_part=0$"),
+    "true": ({"another": True}, "another=true$"),
+    "text": ({"kind_of_norm": "layer"}, 'kind_of_norm="layer"$'),
+    "long": ({"a": {"b": list(range(99))}}, r'a=\{"b": \[0, 1, .{30,60}\.\.\.$'),
+    "all": ({"a": 1, "b": 2, "rms_eps": None}, "a=1, b=2$"),
+    "typo": ({"rope_thetas": 1.0}, r"rope_thetas=1.0 \(did you mean 'rope_theta'\?\)$"),
+    "no_likeness": ({"dual_chunk_attention_config": {"chunk_size": 9}}, r'_config=\{"chunk_size": 9\}$'),
+    "program": (
+        {"auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "modeling_x.X"}},
+        'auto_map names a program, "modeling_x.X", which is not run: the model is read as a plain llama',
+    ),
+}
+
+
+@pytest.mark.parametrize("fields, message", DOUBTFUL.values(), ids=DOUBTFUL)
+def test_unknown_fields_that_might_change_the_numbers_are_named_in_one_warning(fields, message):
+    with pytest.warns(UsageWarning, match=message) as caught:
+        assert ModelConfig.from_hf(SMALL | fields) == ModelConfig.from_hf(SMALL)
+    assert len(caught) == 1 and "\n" not in str(caught[0].message)
+
+
+def test_a_qwen_that_was_rewritten_as_a_llama_has_no_window():
+    fields = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28}
+    assert ModelConfig.from_hf(SMALL | fields) == ModelConfig.from_hf(SMALL)
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [
         ({"num_key_value_layers": 5}, r"split must be in \[1, 4\] for 4 layers, not 5"),
-        ({"num_key_value_layers": 0}, "num_key_value_layers must be a positive integer, not 0"),
-        ({"key_value_group_size": 0}, "key_value_group_size must be a positive integer, not 0"),
+        ({"num_key_value_layers": 0}, r"num_key_value_layers must be in \[1, 2147483647\], not 0"),
+        ({"key_value_group_size": 0}, r"key_value_group_size must be in \[1, 2147483647\], not 0"),
         ({"num_hidden_layers": None}, "field 'num_hidden_layers' is missing"),
         ({"model_type": "gpt2_swiftkv"}, "model_type 'gpt2_swiftkv' is not supported"),
     ],

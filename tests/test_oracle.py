@@ -19,6 +19,8 @@ from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.surgery import to_swiftkv
 
+pytestmark = pytest.mark.usefixtures("as_users_compile")
+
 LAYERS = 5
 TOKENS = hf_models.tokens()
 

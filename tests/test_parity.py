@@ -7,6 +7,8 @@ import pytest
 
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 
+pytestmark = pytest.mark.usefixtures("as_users_compile")
+
 TOKENS = hf_models.tokens()
 
 

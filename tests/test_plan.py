@@ -5,87 +5,85 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.plan import KVPlan, Prediction, Row
 
-# plan, rows, makers, depth, lower makers, upper makers, rows that `fill` writes, is SwiftKV, stackable
+FULL = 2**30
+
+# plan, (source, maker) of each row, what layers read, depth, is SwiftKV, runs of equal layers
 TABLE = {
-    "standard": (KVPlan.standard(3), (0, 1, 2), (0, 1, 2), 2, (0, 1), (2,), (2,), False, True),
-    "one_layer": (KVPlan.standard(1), (0,), (0,), 0, (), (0,), (0,), False, True),
+    "standard": (KVPlan.standard(3), ((0, 0), (1, 1), (2, 2)), (0, 1, 2), 2, False, (3,)),
+    "one_layer": (KVPlan.standard(1), ((0, 0),), (0,), 0, False, (1,)),
     "split3": (
         KVPlan.swiftkv(6, 3),
-        (0, 1, 2, 3, 4, 5),
+        ((0, 0), (1, 1), (2, 2), (3, 3), (3, 4), (3, 5)),
         (0, 1, 2, 3, 4, 5),
         3,
-        (0, 1, 2),
-        (3, 4, 5),
-        (3, 4, 5),
         True,
-        True,
+        (3, 3),
     ),
     "pairs": (
         KVPlan.swiftkv(6, 2, 2),
+        ((0, 0), (1, 1), (2, 2), (2, 4)),
         (0, 1, 2, 2, 3, 3),
-        (0, 1, 2, 4),
         2,
-        (0, 1),
+        True,
         (2, 4),
-        (2, 3),
-        True,
-        True,
     ),
     "ragged": (
         KVPlan.swiftkv(7, 2, 2),
+        ((0, 0), (1, 1), (2, 2), (2, 4), (2, 6)),
         (0, 1, 2, 2, 3, 3, 4),
-        (0, 1, 2, 4, 6),
         2,
-        (0, 1),
-        (2, 4, 6),
-        (2, 3, 4),
         True,
-        True,
+        (2, 5),
     ),
-    "one_group": (KVPlan.swiftkv(5, 1, 9), (0, 1, 1, 1, 1), (0, 1), 1, (0,), (1,), (1,), True, True),
-    "last_layer": (KVPlan.swiftkv(4, 3), (0, 1, 2, 3), (0, 1, 2, 3), 3, (0, 1, 2), (3,), (3,), True, True),
-    "cross_layer": (KVPlan.from_rows([0, 0, 1, 1]), (0, 0, 1, 1), (0, 2), 2, (0,), (2,), (1,), False, False),
+    "one_group": (KVPlan.swiftkv(5, 1, 9), ((0, 0), (1, 1)), (0, 1, 1, 1, 1), 1, True, (1, 4)),
+    "last_layer": (
+        KVPlan.swiftkv(4, 3),
+        ((0, 0), (1, 1), (2, 2), (3, 3)),
+        (0, 1, 2, 3),
+        3,
+        True,
+        (3, 1),
+    ),
+    "cross_layer": (KVPlan.from_rows([0, 0, 1, 1]), ((0, 0), (2, 2)), (0, 0, 1, 1), 2, False, (2, 2)),
+    "renumbered": (KVPlan.from_rows([7, 7, 3, 3]), ((0, 0), (2, 2)), (0, 0, 1, 1), 2, False, (2, 2)),
     "you_only_cache_once": (
         KVPlan.from_rows([0, 1, 2, 2, 2], split=2),
+        ((0, 0), (1, 1), (2, 2)),
         (0, 1, 2, 2, 2),
-        (0, 1, 2),
         2,
-        (0, 1),
-        (2,),
-        (2,),
         True,
-        True,
+        (2, 3),
     ),
     "back_to_an_early_row": (
         KVPlan.from_rows([0, 1, 2, 0, 3], split=3),
+        ((0, 0), (1, 1), (2, 2), (3, 4)),
         (0, 1, 2, 0, 3),
-        (0, 1, 2, 4),
         3,
-        (0, 1, 2),
-        (4,),
-        (3,),
         True,
-        False,
+        (1, 2, 2),
     ),
-    "merge_all": (KVPlan.merge_all(3), (0, 0, 0), (0, 1, 2), 2, (0, 1), (2,), (0,), False, False),
+    "merge_all": (KVPlan.merge_all(3), ((0, 0), (1, 1), (2, 2)), (0, 1, 2), 2, False, (3,)),
 }
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
-def test_rows_makers_and_depth(row):
+def test_rows_reads_depth_and_runs(row):
     plan = row[0]
-    assert row[1:] == (
-        plan.rows,
-        plan.makers,
-        plan.depth,
-        plan.lower_makers,
-        plan.upper_makers,
-        plan.upper_rows,
-        plan.is_swiftkv,
-        plan.stackable,
-    )
+    made = tuple((row.source, row.maker) for row in plan.rows)
+    runs = plan.runs((FULL,) * plan.num_layers)
+    assert row[1:] == (made, plan.reads, plan.depth, plan.is_swiftkv, tuple(map(len, runs)))
+    assert [layer for run in runs for layer in run] == list(range(plan.num_layers))
+
+
+def test_runs_end_where_windows_or_forms_change():
+    plan = KVPlan.standard(5)
+    assert [len(run) for run in plan.runs((4, 4, FULL, FULL, 4))] == [2, 2, 1]
+    mixed = plan.stored_as("kv", "kv", "k", "k", "k")
+    assert [len(run) for run in mixed.runs((FULL,) * 5)] == [2, 3]
+    assert mixed.forms == ("kv", "k") and [mixed.place(row) for row in range(5)] == [0, 1, 0, 1, 2]
+    assert mixed.stored("kv") == 2 and mixed.stored("k") == 3
 
 
 def test_split_at_the_end_is_the_plain_transformer():
@@ -101,26 +99,30 @@ def test_rows_of_the_paper(share, rows):
     assert plan.split_and_share == (16, share)
 
 
-def test_groups_of_a_ragged_plan():
+def test_readers_of_a_ragged_plan():
     plan = KVPlan.swiftkv(7, 2, 2)
-    assert [plan.owner(j) for j in range(7)] == [0, 1, 2, 2, 4, 4, 6]
-    assert [plan.group(m) for m in plan.makers] == [(0,), (1,), (2, 3), (4, 5), (6,)]
-    assert [KVPlan.merge_all(3).owner(j) for j in range(3)] == [0, 1, 2]
+    assert [plan.readers(row) for row in range(5)] == [(0,), (1,), (2, 3), (4, 5), (6,)]
+
+
+def test_all_rows_of_merge_all_lie_in_one_place():
+    plan = KVPlan.merge_all(3)
+    assert plan.num_rows == 1 and [plan.place(row) for row in range(3)] == [0, 0, 0]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.data())
-def test_laws_of_any_row_map(raw, data):
-    rows = [sorted(set(raw)).index(row) for row in raw]
+def test_laws_of_any_row_map(rows, data):
     split = data.draw(st.integers(1, len(rows)))
     plan = KVPlan.from_rows(rows, split)
-    groups = [plan.group(maker) for maker in plan.makers]
-    assert sorted(layer for group in groups for layer in group) == list(range(len(rows)))
-    assert all(group[0] == maker for group, maker in zip(groups, plan.makers, strict=True))
-    assert len(plan.makers) == plan.num_rows and plan.depth <= min(split, len(rows) - 1)
-    assert plan.lower_makers + plan.upper_makers == plan.makers and plan.upper_makers
-    # Whatever is read above depth is there: made below, or written by fill.
-    made = {plan.rows[m] for m in plan.lower_makers} | set(plan.upper_rows)
-    assert set(plan.rows[plan.depth :]) <= made
+    readers = [plan.readers(row) for row in range(plan.num_rows)]
+    assert sorted(layer for group in readers for layer in group) == list(range(len(rows)))
+    assert all(len({rows[layer] for layer in group}) == 1 for group in readers)
+    assert all(group[0] == row.maker for group, row in zip(readers, plan.rows, strict=True))
+    assert plan.num_rows == len(set(rows)) and plan.depth <= min(split, len(rows) - 1)
+    made = set()  # whatever a layer reads has been made before it runs
+    for layer in range(len(rows)):
+        made |= set(plan.made_at(layer))
+        assert plan.reads[layer] in made
+    assert len(made) == plan.num_rows and plan.made_at(plan.depth)
 
 
 @given(st.integers(1, 9), st.data())
@@ -136,30 +138,92 @@ BAD = {
     "split_of_rows": (lambda: KVPlan.from_rows([0, 1], split=3), r"split must be in \[1, 2\]"),
     "share_zero": (lambda: KVPlan.swiftkv(4, 2, 0), "share must be at least 1, not 0"),
     "no_layers": (lambda: KVPlan.from_rows([]), "needs at least one layer"),
-    "gap": (lambda: KVPlan.from_rows([0, 2]), r"rows must use every number from 0 to 2, not \(0, 2\)"),
-    "negative": (lambda: KVPlan.from_rows([-1, 0]), "rows must use every number"),
-    "unsorted": (lambda: KVPlan(rows=(0, 1), makers=(1, 0), split=2), "makers must be ascending"),
-    "not_a_layer": (
-        lambda: KVPlan(rows=(0, 1), makers=(0, 1, 2), split=2),
-        r"makers must be ascending layers in",
+    "gap": (lambda: KVPlan(rows=(Row(0, 0), Row(1, 1)), reads=(0, 0)), r"must use every row from 0 to 1"),
+    "unknown_row": (lambda: KVPlan(rows=(Row(0, 0),), reads=(0, 1)), r"must use every row from 0 to 0"),
+    "unsorted": (
+        lambda: KVPlan(rows=(Row(1, 1), Row(0, 0)), reads=(1, 0)),
+        "listed in the order in which they are made",
     ),
-    "orphan": (
-        lambda: KVPlan(rows=(0, 1, 1), makers=(0, 2), split=3),
-        r"rows \[1\] are read before any layer has made",
+    "not_a_layer": (lambda: KVPlan(rows=(Row(0, 2),), reads=(0, 0)), r"must be layers in \[0, 2\)"),
+    "too_late": (
+        lambda: KVPlan(rows=(Row(1, 1),), reads=(0, 0)),
+        "made from the input of layer 1, but layer 0 reads it",
     ),
-    "nobody": (
-        lambda: KVPlan(rows=(0, 1), makers=(0,), split=2),
-        r"rows \[1\] are read before any layer has made",
+    "no_norm_fits": (
+        lambda: KVPlan(rows=(Row(0, 0), Row(0, 1)), reads=(0, 1)),
+        "needs shared_norm=True, since no layer's own norm fits it",
     ),
+    "two_shared_norms": (
+        lambda: KVPlan(rows=(Row(0, 0, "kv", True), Row(1, 1, "kv", True)), reads=(0, 1)),
+        "must all be made from the same layer's input",
+    ),
+    "cross_reads_a_layer": (
+        lambda: KVPlan(rows=(Row(0, 0), Row(1, 1)), reads=(0, 0), cross=(1, 1)),
+        "cross-attention reads named sources",
+    ),
+    "cross_too_short": (
+        lambda: KVPlan(rows=(Row(0, 0), Row("encoder", 0)), reads=(0, 0), cross=(1,)),
+        "cross must name a row for each of 2 layers",
+    ),
+    "forms": (lambda: KVPlan.standard(3).stored_as("k", "kv"), "2 forms for 3 rows"),
     "unpublished": (
         lambda: KVPlan.from_rows([0, 1, 2, 0], split=2).split_and_share,
         "only plans of KVPlan.standard",
     ),
-    "merged": (lambda: KVPlan.merge_all(3).split_and_share, "have no num_key_value_layers"),
+    "merged": (lambda: KVPlan.merge_all(3).split_and_share, "has no num_key_value_layers"),
 }
 
 
 @pytest.mark.parametrize("make, message", BAD.values(), ids=BAD)
 def test_bad_plans_are_refused(make, message):
     with pytest.raises(UsageError, match=message):
+        make()
+
+
+# base rows, auxiliary rows, auxiliary rows that serve most, how many each of these serves, and each other
+SPREADS = [(28, 20, 8, 2, 1), (28, 16, 12, 2, 1), (36, 28, 8, 2, 1), (36, 20, 16, 2, 1), (36, 16, 4, 3, 2)]
+
+
+@pytest.mark.parametrize("base, aux, first, most, fewest", SPREADS)
+def test_spread_is_the_papers_map_for_models_of_one_family(base, aux, first, most, fewest):
+    """KV prediction paper, Table 1: OpenELM 1.1B and 3B from 450M, 270M and 1.1B."""
+    served = [most] * first + [fewest] * (aux - first)
+    reads = tuple(row for row, count in enumerate(served) for _ in range(count))
+    assert Prediction.spread(base, aux).reads == reads and len(reads) == base
+
+
+@pytest.mark.parametrize("rows", [28, 36])
+@pytest.mark.parametrize(
+    "stays, begins",
+    [
+        (lambda i: i % 4 != 3, (0, 1, 2, 2, 3, 4, 5, 5)),
+        (lambda i: i % 2 == 0, (0, 0, 1, 1, 2, 2, 3, 3)),
+        (lambda i: i % 4 == 0, (0, 0, 0, 0, 1, 1, 1, 1)),
+    ],
+    ids=["0.75", "0.50", "0.25"],
+)
+def test_nearest_is_the_papers_map_for_layer_pruned_models(rows, stays, begins):
+    """KV prediction paper, Tables 1 and 4."""
+    reads = Prediction.nearest(rows, [i for i in range(rows) if stays(i)]).reads
+    assert reads[:8] == begins and reads[8:] == tuple(read + max(begins) + 1 for read in reads[:-8])
+
+
+def test_nearest_reads_the_first_kept_row_below_all_of_them():
+    assert Prediction.nearest(5, (2, 3), tail=4) == Prediction((0, 0, 0, 1, 1), 4)
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: Prediction(()), "reads is empty"),
+        (lambda: Prediction((0, True)), r"reads\[1\] must be an integer, not True"),
+        (lambda: Prediction((0, -1)), r"reads\[1\] must be at least 0, not -1"),
+        (lambda: Prediction((0,), tail=0), "tail must be at least 1, not 0"),
+        (lambda: Prediction.spread(4, 0), "aux_rows must be at least 1, not 0"),
+        (lambda: Prediction.nearest(4, (1, 1)), r"kept must list some of 0 to 3 .* not \[1, 1\]"),
+        (lambda: Prediction.nearest(4, (0, 4)), r"kept\[1\] must be in \[0, 3\], not 4"),
+    ],
+)
+def test_predictions_that_make_no_sense_are_refused(make, said):
+    with pytest.raises(UsageError, match=said):
         make()

@@ -1,58 +1,59 @@
 """Sharded equals unsharded, on 8 virtual devices; the table of axes; meshes that do not fit."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import dataclasses
+import functools
+import itertools
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from processes_made import found_on
 
-from swiftkv_jax import params as weights
-from swiftkv_jax import sharding
+from swiftkv_jax import sharding, weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.plan import KVPlan
 
-ROOT = Path(__file__).parent.parent
+QUICK = ["swiftkv (2, 2, 2)", "generate (2, 2, 2)", "guess (2, 2, 2)"]
+LONG = ["all (2, 2, 2)", "swiftkv (1, 2, 1, 4)", "all (1, 2, 1, 4)"]  # data, fsdp, tensor, context
+LONG += ["splash1073741824 (2, 2, 2)", "splash200 (2, 2, 2)"]
+LONG += [f"{kind} {mesh}" for kind in ("swiftkv", "all", "generate") for mesh in ("(8, 1, 1)", "(1, 8, 1)")]
 
 
-@pytest.fixture(scope="module")
-def report():
-    """What sharded_worker.py found: it needs 8 devices, which a process gets at its start or never."""
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    worker = [sys.executable, str(ROOT / "tests" / "sharded_worker.py")]
-    done = subprocess.run(worker, env=env, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+def some(*kinds: str) -> list:
+    """The quick ones of these kinds, and the others as slow tests."""
+    marked = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+    return [each for name, each in zip(QUICK + LONG, marked, strict=True) if name.startswith(kinds)]
 
 
-SHAPES = ["(8, 1, 1)", "(1, 8, 1)", "(2, 2, 2)"]
+def found(name: str) -> dict:
+    return report(tuple(QUICK if name in QUICK else LONG))[name]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["swiftkv", "all"])
-def test_three_training_steps_equal_one_devices(report, kind, shape):
-    found = report[f"{kind} {shape}"]
-    assert found["worst"] < 2e-5
-    assert (found["split"] > 0) == (shape != "(8, 1, 1)")  # pure data parallelism keeps parameters whole
+@functools.cache
+def report(names: tuple[str, ...]) -> dict[str, dict]:
+    return found_on(8, "sharded_worker.py", *names)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_generation_equals_one_devices(report, shape):
-    assert report[f"generate {shape}"]["same"]
+@pytest.mark.parametrize("name", some("swiftkv", "all"))
+def test_three_training_steps_equal_one_devices(name):
+    """Pure data parallelism keeps parameters whole."""
+    assert found(name)["worst"] < 2e-5
+    assert (found(name)["split"] > 0) == ("(8, 1, 1)" not in name)
 
 
-def test_an_exit_heads_guesses_on_a_mesh_change_no_token(report):
-    assert report["guess"]["same"]
+@pytest.mark.parametrize("name", some("generate", "guess"))
+def test_generation_equals_one_devices(name):
+    """Guesses of an exit head change no token there."""
+    assert found(name)["same"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1 << 30, 200])
+def test_splash_on_a_mesh_is_the_definition(window):
+    """Rows, kv heads and queries cut up; outputs and gradients, interpreted."""
+    assert found(f"splash{window} (2, 2, 2)")["worst"] < 1e-5
 
 
 def test_every_weight_has_as_many_axis_letters_as_dimensions():
@@ -65,11 +66,11 @@ def test_every_weight_has_as_many_axis_letters_as_dimensions():
 
 def test_the_table():
     assert sharding.spec("D N") == PartitionSpec("fsdp", "tensor")
-    assert sharding.spec("B T .") == PartitionSpec(("data", "fsdp"), None, None)
+    assert sharding.spec("B T .") == PartitionSpec(("data", "fsdp"), "context", None)
 
 
 def test_an_axis_that_does_not_divide_stays_whole():
-    mesh = jax.sharding.AbstractMesh((1, 2, 4), sharding.MESH_AXES)
+    mesh = jax.sharding.AbstractMesh((1, 2, 1, 4), sharding.MESH_AXES)
     assert sharding.spec("D V", (6, 61), mesh) == PartitionSpec("fsdp", None)
 
 
@@ -83,5 +84,76 @@ def test_minus_one_takes_what_is_left():
     assert dict(sharding.make_mesh(fsdp=-1, devices=jax.devices()[:1]).shape) == {
         "data": 1,
         "fsdp": 1,
+        "context": 1,
         "tensor": 1,
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A TPU v4 chip as `mesh_utils` sees it: four on a host, 2 x 2 x 1 of the torus."""
+
+    id: int
+    coords: tuple[int, int, int]
+    slice_index: int
+    process_index: int
+
+    platform, device_kind, core_on_chip = "tpu", "TPU v4", 0
+
+
+def chips(x: int, y: int, z: int, slices: int = 1) -> list[Chip]:
+    """Slices of x by y by z chips, host after host."""
+    tori = itertools.product(range(slices), range(z), range(y // 2), range(x // 2), range(2), range(2))
+    return [
+        Chip(i, (2 * hx + dx, 2 * hy + dy, z), one, i // 4) for i, (one, z, hy, hx, dy, dx) in enumerate(tori)
+    ]
+
+
+def test_the_innermost_axis_is_a_ring_of_the_torus():
+    """Four chips of one host, which are the first four in order, would be a square."""
+    mesh = sharding.make_mesh(fsdp=16, tensor=4, devices=chips(4, 4, 4))
+    for four in mesh.devices.reshape(16, 4):
+        varied = [len({chip.coords[axis] for chip in four}) for axis in range(3)]
+        assert sorted(varied) == [1, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("axes", "between"),
+    [({"fsdp": 8, "tensor": 4}, "fsdp"), ({"data": 2, "fsdp": 4, "tensor": 4}, "data")],
+)
+def test_the_outermost_axis_goes_between_slices(axes, between):
+    mesh = sharding.make_mesh(**axes, devices=chips(2, 2, 4, slices=2))
+    halves = np.split(mesh.devices, 2, axis=sharding.MESH_AXES.index(between))
+    assert [{chip.slice_index for chip in half.flat} for half in halves] == [{0}, {1}]
+
+
+def test_devices_that_are_no_such_mesh_are_refused_in_one_line():
+    with pytest.raises(UsageError, match=r"cannot be shared out over 3 slices or hosts"):
+        sharding.make_mesh(fsdp=2, tensor=2, devices=chips(2, 2, 1, slices=3)[::3])
+    with pytest.raises(UsageError, match=r"these 3 devices cannot be the mesh") as refused:
+        sharding.make_mesh(fsdp=3, devices=chips(2, 2, 1)[:3])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shares"),
+    [
+        ({"fsdp": -1}, 4),  # every process has rows of its own
+        ({"fsdp": 4, "tensor": 4}, 4),
+        ({"fsdp": 8, "tensor": 2}, 4),
+        ({"fsdp": 2, "context": 8}, 1),  # each has chips of both rows
+        ({"tensor": 16}, 1),
+    ],
+)
+def test_processes_that_hold_the_same_rows_bring_the_same_share(axes, shares):
+    mesh = sharding.make_mesh(**axes, devices=chips(2, 2, 4))
+    found = {process: sharding.share_of_rows(mesh, process) for process in range(4)}
+    assert sorted(set(found.values())) == [(i, shares) for i in range(shares)]
+    for row in mesh.devices.reshape(mesh.shape["fsdp"], -1):
+        assert len({found[chip.process_index] for chip in row}) == 1
+
+
+def test_processes_that_hold_some_rows_in_common_are_refused():
+    three = np.array([Chip(i, (i, 0, 0), 0, i // 4) for i in range(12)]).reshape(1, 4, 3, 1)
+    with pytest.raises(UsageError, match=r"a part of the rows of others"):
+        sharding.share_of_rows(jax.sharding.Mesh(three, sharding.MESH_AXES), 0)

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from swiftkv_jax import params as weights
+from swiftkv_jax import weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan

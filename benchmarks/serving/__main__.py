@@ -9,11 +9,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from benchmarks.common import RESULTS, SYSTEMS, write
 from benchmarks.serving import bench, report, workloads
 from benchmarks.serving.timeline import DETAILS
-from benchmarks.throughput import RESULTS, SYSTEMS, write
-from swiftkv_jax.config import ModelConfig, read_config_json
-from swiftkv_jax.errors import Parser, UsageError, suggest
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config_json import read_config_json
+from swiftkv_jax.errors import Parser, UsageError, exit_code, suggest
 
 WORKLOADS = ("fixed", "sharegpt", "rates", "budgets")
 _GOALS = ("ttft", "tpot", "e2el")
@@ -155,7 +156,7 @@ def run(args: argparse.Namespace, say) -> tuple[list[dict], dict]:
         raise UsageError(f"--model {folder} is no model's folder: it has no config.json")
     config = ModelConfig.from_hf(read_config_json(folder / "config.json"))
     if args.dataset and "sharegpt" in args.workloads:
-        from swiftkv_jax.tokenizer import load_tokenizer
+        from swiftkv_jax.text.tokenizer import load_tokenizer
 
         args.tokenizer = load_tokenizer(folder)
     runs: list[dict] = []
@@ -215,19 +216,12 @@ def _note(about: dict, systems: list[str], told: dict[str, dict]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 when not one request was answered; 2 for bad usage; 130 for Ctrl-C."""
+    return exit_code(lambda: _main(argv), "interrupted; nothing is kept")
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
-    try:
-        args = checked(argv)
-        runs, about = run(args, say)
-    except UsageError as error:
-        say(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        say("interrupted; nothing is kept")
-        return 130
+def _main(argv: list[str] | None) -> int:
+    args = checked(argv)
+    runs, about = run(args, lambda text: print(text, file=sys.stderr, flush=True))
     words = ["python", "-m", "benchmarks.serving", *(sys.argv[1:] if argv is None else argv)]
     about |= {"command": shlex.join(words), "percentile": args.percentiles[-1]}
     table = report.aggregate(runs, about["percentile"], about["systems"][0])

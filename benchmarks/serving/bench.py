@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.latency import in_turn
+from benchmarks.common import in_turn, pages_within
 from benchmarks.serving import workloads
 from benchmarks.serving.client import Ask, run
 from benchmarks.serving.servers import Server, found, started
 from benchmarks.serving.system import system
 from benchmarks.serving.timeline import arrivals, summary
-from benchmarks.throughput import pages_within
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError

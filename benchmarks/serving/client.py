@@ -136,12 +136,12 @@ async def _stream(target: Target, ask: Ask, moments: list[float], usage: dict[st
         for event in (head, h11.Data(data=content), h11.EndOfMessage()):
             writer.write(connection.send(event) or b"")
         await writer.drain()
-        await _read(connection, reader, moments, usage)
+        await receive(connection, reader, moments, usage)
     finally:
         writer.close()
 
 
-async def _read(connection: h11.Connection, reader, moments: list[float], usage: dict[str, int]) -> None:
+async def receive(connection: h11.Connection, reader, moments: list[float], usage: dict[str, int]) -> None:
     """To the end of the stream.
 
     Raises:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.throughput import SYSTEMS, bars, table
+from benchmarks.common import SYSTEMS, bars, table
 
 _MEDIANS = ("request_throughput", "total_token_throughput", "output_throughput", "median_e2el_ms")
 _TITLES = {

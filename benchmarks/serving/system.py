@@ -11,12 +11,12 @@ import json
 import sys
 
 import swiftkv_jax as skv
-from benchmarks.throughput import SYSTEMS, Variant, engine, machine, variants
-from swiftkv_jax.engine.http import server
-from swiftkv_jax.engine.http.app import Api
-from swiftkv_jax.engine.http.settings import HttpSettings
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.tokenizer import load_tokenizer
+from benchmarks.common import SYSTEMS, Variant, engine, machine, variants
+from swiftkv_jax.errors import exit_code
+from swiftkv_jax.server import server
+from swiftkv_jax.server.app import Api
+from swiftkv_jax.server.settings import HttpSettings
+from swiftkv_jax.text.tokenizer import load_tokenizer
 
 
 def system(name: str, layers: int, share: int) -> Variant:
@@ -46,14 +46,11 @@ def main() -> int:
         "port": listener.getsockname()[1],
         "machine": machine("python -m benchmarks.serving"),
         "settings": vars(llm.settings),
+        "kernels": llm.kernels,
     }
     print(json.dumps(told | {"cache_bytes_per_token": llm.cache_bytes_per_token}), flush=True)
-    return server.run(Api(llm, settings), listener, lambda text: print(text, file=sys.stderr, flush=True))
+    return server.run(Api(llm, settings), listener, quiet=False)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(exit_code(main))

@@ -6,7 +6,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels import native
+from swiftkv_jax.kernels.causal_attention.segments import first_key
+from swiftkv_jax.kernels.common import native
 
 _SOURCE = Path(__file__).with_name("native_cpu.cc")
 _FORWARD, _BACKWARD = "swiftkv_causal_attention", "swiftkv_causal_attention_backward"
@@ -17,10 +18,11 @@ def refuses(*_, **__) -> str:
     return native.refuses(_SOURCE, CausalAttention=_FORWARD, CausalAttentionBackward=_BACKWARD)
 
 
-def causal_attention(q, k, v, first, *, scale):
-    """As `api.causal_attention`, of the first key [B, T] that each token sees; computed in float32."""
+def causal_attention(q, k, v, segments, window, *, scale, shards=None):
+    """As `api.causal_attention`, computed in float32."""
     q32, k32, v32 = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
-    return jnp.asarray(_attend(float(scale), q32, k32, v32, jnp.asarray(first, jnp.int32)), q.dtype)
+    first = jnp.asarray(first_key(segments, window), jnp.int32)
+    return jnp.asarray(_attend(float(scale), q32, k32, v32, first), q.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

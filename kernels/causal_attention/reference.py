@@ -5,13 +5,14 @@ Letters: B sequences of T tokens, N query heads, K kv heads, H the width of a ke
 
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.mask import weights_of
+from swiftkv_jax.kernels.causal_attention.segments import first_key
+from swiftkv_jax.kernels.common.mask import weights_of
 
 
-def causal_attention(q, k, v, first, *, scale):
-    """As `api.causal_attention`, of the first key [B, T] that each token sees; in at least float32."""
+def causal_attention(q, k, v, segments, window, *, scale, shards=None):
+    """As `api.causal_attention`, in at least float32."""
     wide, at = jnp.promote_types(q.dtype, jnp.float32), jnp.arange(q.shape[1])
-    seen = (at <= at[:, None]) & (at >= first[..., None])
+    seen = (at <= at[:, None]) & (at >= first_key(segments, window)[..., None])
     grouped = q.astype(wide).reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k.astype(wide), precision="highest") * scale
     weights = weights_of(scores, seen[:, None, None])

@@ -3,14 +3,16 @@
 import jax
 import jax.numpy as jnp
 
+from swiftkv_jax.kernels.causal_attention.segments import first_key
+
 _BLOCK = 512  # queries whose scores exist at a time
 _SPANS = 4  # of a long sequence's queries, each with its own static number of keys
 _MASKED = -1e30  # finite: a row with nothing to see gives an average, never NaN
 
 
-def causal_attention(q, k, v, first, *, scale):
-    """As `api.causal_attention`, of the first key [B, T] that each token sees."""
-    length = q.shape[1]
+def causal_attention(q, k, v, segments, window, *, scale, shards=None):
+    """As `api.causal_attention`."""
+    length, first = q.shape[1], first_key(segments, window)
 
     def one(start, q, k, v):
         """Queries [start, start + len(q)) against the first len(k) keys."""

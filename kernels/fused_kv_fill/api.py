@@ -2,12 +2,12 @@
 
 import jax
 
-from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.dispatch import Implementation
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.dispatch import Implementation
+from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu, pallas_tpu, reference, xla
-from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, fold_gain
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools, fold_gain
 from swiftkv_jax.kernels.fused_kv_fill.xla import rows_of
-from swiftkv_jax.kernels.pools import Pools
 
 FUSED_KV_FILL = {
     "reference": Implementation(reference.fused_kv_fill),
@@ -24,14 +24,14 @@ def fused_kv_fill(
     makers: Makers,
     cos: jax.Array,
     sin: jax.Array,
-    pools: Pools,
+    pools: tuple[Pool, Pool],
     names: jax.Array,
     live: jax.Array,
     *,
     rows: tuple[int, ...],
     eps: float,
     implementation: str | None = None,
-) -> Pools:
+) -> tuple[Pool, Pool]:
     """The pools with keys and values of `rows` made from the stream, whole pages at a time.
 
     RMS norm, projections, bias, a norm of the keys, rotary embedding, rounding to the pool's dtype (8 bits
@@ -41,7 +41,7 @@ def fused_kv_fill(
       x: [T, D] the stream, unnormalised; every Z tokens, from the first on, are one page of one sequence.
       makers: the projections, with the norm's gain folded in by `fold_gain`.
       cos, sin: [T, H / 2] of the rotary angles of each token.
-      pools: where the rows are. Pages that are not named stay as they are.
+      pools: of keys and of values, where the rows are. Pages that are not named stay as they are.
       names: [T / Z] page of each Z tokens; P (one past the last) is nowhere.
       live: [T / Z] tokens of each page; those after are written as zeros, whatever x holds.
       rows: of the pools, one for each maker. eps: of the norms.
@@ -50,9 +50,12 @@ def fused_kv_fill(
     Raises:
       dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.
     """
-    _check(x, makers, cos, sin, pools, names, live, len(rows))
-    args = (x, makers, cos, sin, pools, names, live)
-    return dispatch.call("fused_kv_fill", FUSED_KV_FILL, implementation, args, {"rows": rows, "eps": eps})
+    (k, k_scale), (v, v_scale) = pools
+    both = Pools(k, v, k_scale, v_scale)
+    _check(x, makers, cos, sin, both, names, live, len(rows))
+    args = (x, makers, cos, sin, both, names, live)
+    made = dispatch.call("fused_kv_fill", FUSED_KV_FILL, implementation, args, {"rows": rows, "eps": eps})
+    return Pool(made.k, made.k_scale), Pool(made.v, made.v_scale)
 
 
 def _check(x, makers: Makers, cos, sin, pools: Pools, names, live, filled: int) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.fused_kv_fill.reference import Makers
-from swiftkv_jax.kernels.pools import Pools
+from swiftkv_jax.kernels.common.pools import Pool
+from swiftkv_jax.kernels.fused_kv_fill import api
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call of `fused_kv_fill`.
+    """One call of an implementation of `fused_kv_fill`.
 
     Attributes:
       live: tokens of each page that is written. rows: of the pool that are filled, of `of` rows.
@@ -42,7 +43,7 @@ class Case:
         return {"rows": self.rows, "eps": 1e-5}
 
     def shapes(self) -> tuple:
-        """Arguments of the call, as `jax.ShapeDtypeStruct`s."""
+        """Arguments of an implementation, as `jax.ShapeDtypeStruct`s."""
         dtype = jnp.dtype(self.computed)
         make: Any = jax.ShapeDtypeStruct
         tokens, filled = len(self.live) * self.page, len(self.rows)
@@ -81,6 +82,13 @@ class Case:
         names = jnp.where(live > 0, names, self.pages)
         angle = jnp.arange(len(x))[:, None] * 1e4 ** (-jnp.arange(0, self.width, 2) / self.width)
         return jnp.where(dead, jnp.nan, x), makers, jnp.cos(angle), jnp.sin(angle), pools, names, live
+
+
+def call(x, makers: Makers, cos, sin, pools: Pools, names, live, **options) -> Pools:
+    """`api.fused_kv_fill`, with the arguments and the result of its implementations."""
+    both = Pool(pools.k, pools.k_scale), Pool(pools.v, pools.v_scale)
+    k, v = api.fused_kv_fill(x, makers, cos, sin, both, names, live, **options)
+    return Pools(k.data, v.data, k.scale, v.scale)
 
 
 # Relative to the largest value, by the dtype of the rows: one rounding, of 8 bits half a step of int8.

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.fused_kv_fill.reference import Makers
-from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, across, down, plgpu, smem_bytes
-from swiftkv_jax.kernels.pools import Pools, largest
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.gpu_tile import SMEM_BYTES, Tiles, across, down, plgpu, smem_bytes
+from swiftkv_jax.kernels.common.pools import largest
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
 
 _TOKENS = 64  # of a warpgroup
 _GROUPS = 2  # warpgroups that multiply

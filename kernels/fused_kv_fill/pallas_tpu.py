@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from swiftkv_jax.kernels import chips
-from swiftkv_jax.kernels.fused_kv_fill.reference import Makers
-from swiftkv_jax.kernels.pools import Pools, largest, quantise
+from swiftkv_jax.kernels.common import chips
+from swiftkv_jax.kernels.common.pools import largest, quantise
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
 
 _LANES = 128
 _PoolsOf: Any = Pools  # trees of block specs, shapes or references look like those of arrays

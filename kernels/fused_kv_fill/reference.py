@@ -9,7 +9,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.pools import Pools, quantise
+from swiftkv_jax.kernels.common.pools import quantise
+
+
+class Pools(NamedTuple):
+    """The pools of keys and of values: data [R, P, Z, E], and scales [R, P, K, Z] of 8-bit rows."""
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
 
 
 class Makers(NamedTuple):
@@ -28,13 +37,8 @@ class Makers(NamedTuple):
 
 
 def fold_gain(gain: jax.Array, w: jax.Array) -> jax.Array:
-    """Projections [F, D, E] for the kernels: w [D, F, E] with the gain [D] of the norm before it folded in.
-
-    Done once, when weights are loaded; rows come first, because a column block of one row is then contiguous
-    tiles of a TPU's memory.
-    """
-    folded = w.astype(jnp.float32) * gain.astype(jnp.float32)[:, None, None]
-    return jnp.swapaxes(folded, 0, 1).astype(w.dtype)
+    """Projections w [F, D, E] with the gain [D] of the norm before them folded in."""
+    return (w.astype(jnp.float32) * gain.astype(jnp.float32)[:, None]).astype(w.dtype)
 
 
 def store(pool, scales, filled, heads: int, rows: tuple[int, ...], names, live):

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.kernels.fused_kv_fill import reference
-from swiftkv_jax.kernels.fused_kv_fill.reference import Makers
-from swiftkv_jax.kernels.pools import Pools
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
 
 
 def rows_of(x, makers: Makers, cos, sin, heads: int, eps: float) -> tuple[jax.Array, jax.Array]:

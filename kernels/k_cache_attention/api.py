@@ -3,56 +3,60 @@
 A named implementation runs or raises; None picks by platform.
 """
 
-import jax
+import functools
 
-from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.dispatch import Implementation
+from jaxtyping import Array, Float, Int
+
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.dispatch import Implementation
+from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.k_cache_attention import pallas_gpu, pallas_tpu, reference, xla
 
 K_CACHE = {
     "reference": Implementation(reference.k_cache_attention),
     "xla": Implementation(xla.k_cache_attention),
+    "xla_one_turn": Implementation(functools.partial(xla.k_cache_attention, one_turn=True)),
     "pallas_tpu": Implementation(pallas_tpu.k_cache_attention, pallas_tpu.refuses_keys),
     "pallas_gpu": Implementation(pallas_gpu.k_cache_attention, pallas_gpu.refuses),
 }
 X_CACHE = {
     "reference": Implementation(reference.x_cache_attention),
     "xla": Implementation(xla.x_cache_attention),
+    "xla_one_turn": Implementation(functools.partial(xla.x_cache_attention, one_turn=True)),
     "pallas_tpu": Implementation(pallas_tpu.x_cache_attention, pallas_tpu.refuses_inputs),
     "pallas_gpu": Implementation(pallas_gpu.x_cache_attention, pallas_gpu.refuses_inputs),
 }
 
 
 def k_cache_attention(
-    q: jax.Array,
-    k: jax.Array,
-    w_kv: jax.Array,
-    table: jax.Array,
-    sequence: jax.Array,
-    position: jax.Array,
+    q: Float[Array, "b C N H"],
+    pools: tuple[Pool],
+    w_kv: Float[Array, "N N*H U"],
+    table: Int[Array, "Q slots"],
+    sequence: Int[Array, "b"],
+    position: Int[Array, "b C"],
     *,
     row: int = 0,
-    frequencies: jax.Array | None = None,
+    frequencies: Float[Array, "H//2"] | None = None,
     scale: float | None = None,
-    window: int | jax.Array | None = None,
+    window: int | Int[Array, ""] | None = None,
     group: int = 1,
     rotated: bool = False,
     threshold: float = 0.0,
-    k_scale: jax.Array | None = None,
     float8_scores: bool = False,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "b C N U"]:
     """softmax(q K^T) K W_KV: attention that reads one row of keys and nothing else (arXiv 2503.05840).
 
     Args:
-      q: [b, C, N, H] rotated queries, C of one sequence in each block.
-      k: [R, P, Z, N * H] pool of keys, laid out by `reference.to_rows(..., group)`; int8 and float8_e4m3fn
-        rows take `k_scale` [R, P, 1, Z], a float32 factor of each token.
-      w_kv: [N, N * H, U] W_KV of each head, its rows in the order of k's columns.
-      table: [Q, slots] pages of each sequence in order. sequence: [b] of each block.
-      position: [b, C] of each query; -1 is no query and gives zeros. A query sees the keys at its own
+      q: rotated queries, C of one sequence in each block.
+      pools: of keys alone, [R, P, Z, N * H], laid out by `reference.to_rows(..., group)`; int8 and
+        float8_e4m3fn pools have one scale a token, [R, P, 1, Z].
+      w_kv: W_KV of each head, its rows in the order of the pool's columns.
+      table: pages of each sequence in order. sequence: of each block.
+      position: of each query; -1 is no query and gives zeros. A query sees the keys at its own
         position and before, fewer than `window` back. Unseen keys may hold anything, NaN included.
-      row: of the pool. frequencies: [H / 2] rotary inverse frequencies, None without rotary embedding.
+      row: of the pool. frequencies: rotary inverse frequencies, None without rotary embedding.
       scale: of the scores, H ** -0.5 by default; the square of a rotary attention factor belongs in it.
       rotated: keys are stored after rotary embedding and turned back for the sum (section 3, option 2).
       threshold: pallas_tpu leaves a step's keys out of the weighted sum if none has this weight so far
@@ -62,18 +66,15 @@ def k_cache_attention(
       implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16 queries, decoding), or None.
 
     Returns:
-      [b, C, N, U] in q's dtype.
+      An array in q's dtype.
 
     Raises:
       dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.
     """
+    ((k, k_scale),) = pools
     heads, width = q.shape[2:]
     dispatch.expect(
         q_and_k=((heads * width,), k.shape[-1:]),
-        q_and_w_kv=((heads, heads * width), w_kv.shape[:2]),
-        q_and_frequencies=((width // 2,), frequencies),
-        q_and_position=(q.shape[:2], position),
-        q_and_sequence=(q.shape[:1], sequence),
         k_and_k_scale=((*k.shape[:2], 1, k.shape[2]), k_scale),
     )
     if float8_scores and k.dtype != reference.FLOAT8:
@@ -96,40 +97,40 @@ def k_cache_attention(
 
 
 def x_cache_attention(
-    q: jax.Array,
-    x: jax.Array,
-    w_k: jax.Array,
-    w_v: jax.Array,
-    table: jax.Array,
-    sequence: jax.Array,
-    position: jax.Array,
+    q: Float[Array, "b C N H"],
+    pools: tuple[Pool],
+    w_k: Float[Array, "N E H"],
+    w_v: Float[Array, "N E U"],
+    table: Int[Array, "Q slots"],
+    sequence: Int[Array, "b"],
+    position: Int[Array, "b C"],
     *,
     row: int = 0,
     scale: float | None = None,
-    window: int | jax.Array | None = None,
+    window: int | Int[Array, ""] | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "b C N U"]:
     """Attention that caches a layer's inputs, without rotary embedding (arXiv 2503.05840, section 5).
 
     Scores are (q W_K^T) X^T and the result is (softmax X) W_V, so weights need not be square.
 
     Args:
-      q: [b, C, N, H]. x: [R, P, Z, E] pool of inputs. w_k: [N, E, H] and w_v: [N, E, U] of each query head.
+      pools: of inputs alone, [R, P, Z, E]; in 8 bits with one scale a token, [R, P, 1, Z], which
+        "reference" and "xla" read. w_k, w_v: of each query head.
       table, sequence, position, row, scale, window, implementation: as in `k_cache_attention`.
 
     Returns:
-      [b, C, N, U] in q's dtype.
+      An array in q's dtype.
 
     Raises:
       dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.
     """
-    heads, width = q.shape[2:]
+    ((x, x_scale),) = pools
     dispatch.expect(
-        w_k_and_q_x=(w_k, (heads, x.shape[-1], width)),
-        w_v_and_q_x=(w_v.shape[:2], (heads, x.shape[-1])),
-        q_and_position=(q.shape[:2], position),
-        q_and_sequence=(q.shape[:1], sequence),
+        w_k_and_the_pool=(w_k.shape[1:2], x.shape[-1:]),
+        x_and_x_scale=((*x.shape[:2], 1, x.shape[2]), x_scale),
     )
-    options = {"row": row, "scale": width**-0.5 if scale is None else scale, "window": window}
+    options = {"row": row, "scale": q.shape[-1] ** -0.5 if scale is None else scale, "window": window}
+    options |= {} if x_scale is None else {"x_scale": x_scale}
     args = (q, x, w_k, w_v, table, sequence, position)
     return dispatch.call("x_cache_attention", X_CACHE, implementation, args, options)

@@ -7,13 +7,14 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.mask import visible
-from swiftkv_jax.kernels.pools import quantise
+from swiftkv_jax.kernels.common.mask import visible
+from swiftkv_jax.kernels.common.pools import Pool, quantise
+from swiftkv_jax.kernels.k_cache_attention import api
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call of `k_cache_attention`.
+    """One call of an implementation of `k_cache_attention`.
 
     Attributes:
       lengths: keys that the last query of each sequence sees; 0 is a sequence without a query.
@@ -44,7 +45,7 @@ class Case:
         return jnp.dtype(self.stored).itemsize == 1
 
     def shapes(self) -> tuple[tuple, dict]:
-        """Arguments and array options of the call, as `jax.ShapeDtypeStruct`s."""
+        """Arguments and array options of an implementation, as `jax.ShapeDtypeStruct`s."""
         blocks, row = len(self.lengths), self.heads * self.width
         pages, integer, dtype = blocks * self.slots, jnp.int32, jnp.dtype(self.computed)
         args = (
@@ -102,6 +103,11 @@ class Case:
             "frequencies": frequencies,
             "k_scale": scale,
         }
+
+
+def call(q, k, w_kv, *where, k_scale=None, **options) -> jax.Array:
+    """`api.k_cache_attention`, with the arguments that its implementations take."""
+    return api.k_cache_attention(q, (Pool(k, k_scale),), w_kv, *where, **options)
 
 
 # Relative to the largest value, by the dtype of the computation: rounding of weights and rotated keys.
@@ -190,7 +196,7 @@ REAL = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputCase:
-    """One call of `x_cache_attention`.
+    """One call of an implementation of `x_cache_attention`.
 
     Attributes:
       lengths: keys that each sequence's query sees. heads, width: of the keys. inputs: width of a cached row.
@@ -211,7 +217,7 @@ class InputCase:
         return {"row": 1, "scale": self.width**-0.5}
 
     def shapes(self) -> tuple[tuple, dict]:
-        """Arguments and array options of the call, as `jax.ShapeDtypeStruct`s."""
+        """Arguments and array options of an implementation, as `jax.ShapeDtypeStruct`s."""
         blocks, dtype, make = len(self.lengths), jnp.dtype(self.computed), jax.ShapeDtypeStruct
         weight = make((self.heads, self.inputs, self.width), dtype)
         args = (
@@ -237,6 +243,11 @@ class InputCase:
         w_k, w_v = (w * self.inputs**-0.5 for w in (w_k, w_v))
         position = jnp.array(self.lengths, jnp.int32)[:, None] - 1
         return (q, x, w_k, w_v, names, jnp.arange(*sequence.shape, dtype=jnp.int32), position), {}
+
+
+def call_inputs(q, x, *rest, **options) -> jax.Array:
+    """`api.x_cache_attention`, with the arguments that its implementations take."""
+    return api.x_cache_attention(q, (Pool(x),), *rest, **options)
 
 
 INPUTS_SMALL = {"narrow": InputCase(lengths=(0, 33, 64), heads=4, width=64, inputs=40, page=32, slots=2)}

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from swiftkv_jax.kernels import gpu_pages
-from swiftkv_jax.kernels.gpu_tile import Tiles, across, down, plgpu
+from swiftkv_jax.kernels.common import gpu_pages
+from swiftkv_jax.kernels.common.gpu_tile import Tiles, across, down, plgpu
+from swiftkv_jax.kernels.common.online import MASKED
 from swiftkv_jax.kernels.k_cache_attention.reference import FLOAT8, TURNED
-from swiftkv_jax.kernels.online import MASKED
 
 KEYS = 64  # of a page
 SUMMERS = 2  # warpgroups that add up rows

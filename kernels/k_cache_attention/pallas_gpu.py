@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels import gpu_pages
-from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, smem_bytes
+from swiftkv_jax.kernels.common import gpu_pages
+from swiftkv_jax.kernels.common.gpu_tile import SMEM_BYTES, Tiles, smem_bytes
 from swiftkv_jax.kernels.k_cache_attention import cluster_gpu, reference
 from swiftkv_jax.kernels.k_cache_attention.cluster_gpu import COLUMNS, KEYS, Form, Inputs
 from swiftkv_jax.kernels.k_cache_attention.reference import Options
@@ -50,7 +50,7 @@ class _Cut(NamedTuple):
         return Form(row, *sizes, half, rotated, splits, scale, float8, Tiles(bool(interpret)))
 
 
-def _cut_keys(q, k, group: int, half: int) -> _Cut | None:
+def cut_keys(q, k, group: int, half: int) -> _Cut | None:
     """Whole groups of heads, whole pieces of columns; None if there is no such cut."""
     _, queries, heads, width = q.shape
     for piece, parts in itertools.product(_PIECES[k.dtype.itemsize], range(1, 9)):
@@ -65,7 +65,7 @@ def _cut_keys(q, k, group: int, half: int) -> _Cut | None:
     return None
 
 
-def _cut_inputs(rows: int, width: int) -> _Cut | None:
+def cut_inputs(rows: int, width: int) -> _Cut | None:
     """The fewest CTAs that hold whole pieces of `width` columns in their shared memory: fewer have wider
     tiles, more have more scores to add up. None if there is no such cut."""
     rows = -(-rows // _LEAST) * _LEAST
@@ -81,7 +81,7 @@ def _memory(cut: _Cut, stored) -> int:
     return smem_bytes(cluster_gpu.scratch(cut.form(), stored))
 
 
-def _queries_of_keys(q, position, cut: _Cut, group: int):
+def queries_of_keys(q, position, cut: _Cut, group: int):
     """q [b, parts, wide, columns]: each query row of a CTA in its own head's columns, zero elsewhere; and the
     position [b, rows] of every query row."""
     blocks, queries, heads, width = q.shape
@@ -98,7 +98,7 @@ def _queries_of_keys(q, position, cut: _Cut, group: int):
     return spread.reshape(blocks, cut.parts, cut.wide, -1), every.reshape(blocks, -1).astype(jnp.int32)
 
 
-def _queries_of_inputs(q, w_k, position, cut: _Cut):
+def queries_of_inputs(q, w_k, position, cut: _Cut):
     """The same of queries that have taken in their heads' W_K: every row, in the columns of each CTA."""
     blocks, queries, heads, _ = q.shape
     taken = jnp.einsum("bcnh,neh->bnce", q, w_k, preferred_element_type=jnp.float32).astype(q.dtype)
@@ -125,10 +125,10 @@ def k_cache_attention(
     how = Options(**options)
     (blocks, queries, heads, width), slots = q.shape, table.shape[1]
     half = 0 if how.frequencies is None else how.group * width // 2
-    cut = _cut_keys(q, k, how.group, half)
+    cut = cut_keys(q, k, how.group, half)
     assert cut is not None  # `refuses` has looked
     splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, slots)
-    spread, every = _queries_of_keys(q, position, cut, how.group)
+    spread, every = queries_of_keys(q, position, cut, how.group)
     spread, factor = reference.float8_queries(spread, how) if how.float8_scores else (spread, None)
     pages = gpu_pages.pages_of(position, table, sequence, how.window, KEYS)
     angles = (None,) * 2 if how.frequencies is None else _angles(how.frequencies, slots, cut.piece)
@@ -146,10 +146,10 @@ def x_cache_attention(
 ) -> jax.Array:
     """As `api.x_cache_attention`."""
     (blocks, queries, heads, _), slots = q.shape, table.shape[1]
-    cut = _cut_inputs(heads * queries, x.shape[-1])
+    cut = cut_inputs(heads * queries, x.shape[-1])
     assert cut is not None  # `refuses_inputs` has looked
     splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, slots)
-    spread, every = _queries_of_inputs(q, w_k, position, cut)
+    spread, every = queries_of_inputs(q, w_k, position, cut)
     pages = gpu_pages.pages_of(position, table, sequence, window, KEYS)
     form = cut.form(row, scale, splits=splits, interpret=interpret)
     mixed = cluster_gpu.launch(form, Inputs(spread, None, x, every, pages, None, None, None), interpret)
@@ -171,7 +171,7 @@ def refuses(q, k, w_kv, table, *_, frequencies=None, group=1, k_scale=None, **__
     if frequencies is not None and width not in _WIDTHS:
         return f"heads {width} wide with rotary embedding: {', '.join(map(str, _WIDTHS))}"
     half = 0 if frequencies is None else group * width // 2
-    cut = _cut_keys(q, k, group, half)
+    cut = cut_keys(q, k, group, half)
     if cut is None:
         least = _PIECES[k.dtype.itemsize][-1]
         return (
@@ -189,7 +189,7 @@ def refuses_inputs(q, x, *_, **__) -> str:
     if x.shape[2] != KEYS:
         return f"a page of {x.shape[2]} tokens: {KEYS}"
     _, queries, heads, _ = q.shape
-    cut = _cut_inputs(heads * queries, x.shape[-1])
+    cut = cut_inputs(heads * queries, x.shape[-1])
     if cut is None:
         return (
             f"{queries} queries of {heads} heads and rows {x.shape[-1]} wide: at most {_ROWS} query rows;"

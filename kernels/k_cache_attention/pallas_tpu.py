@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from swiftkv_jax.kernels import chips, tpu_pages
+from swiftkv_jax.kernels.common import chips, tpu_pages
+from swiftkv_jax.kernels.common.tpu_pages import LANES
 from swiftkv_jax.kernels.k_cache_attention import reference
 from swiftkv_jax.kernels.k_cache_attention.reference import Options
-from swiftkv_jax.kernels.tpu_pages import LANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,10 +260,10 @@ def refuses_keys(q, k, w_kv, table, *_, float8_scores=False, **__) -> str:
     return _refuses(q, k, table)
 
 
-def refuses_inputs(q, x, w_k, w_v, table, *_, **__) -> str:
+def refuses_inputs(q, x, w_k, w_v, table, *_, x_scale=None, **__) -> str:
     """The same for `x_cache_attention`."""
     del w_k, w_v
-    return _refuses(q, x, table)
+    return "rows with scales: rows without" if x_scale is not None else _refuses(q, x, table)
 
 
 def _refuses(q, pool, table) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.mask import visible, weights_of
-from swiftkv_jax.kernels.pools import quantise
+from swiftkv_jax.kernels.common.mask import visible, weights_of
+from swiftkv_jax.kernels.common.pools import quantise
 
 FLOAT8 = jnp.float8_e4m3fn
 TURNED = 0.5  # of keys that were turned is rounded to float8: they may be 2 ** 0.5 times as large as stored
@@ -109,11 +109,13 @@ def k_cache_attention(q, k, w_kv, table, sequence, position, **options):
     return jnp.einsum("bcne,neu->bcnu", mixed, w_kv.astype(wide), precision="highest").astype(q.dtype)
 
 
-def x_cache_attention(q, x, w_k, w_v, table, sequence, position, *, row, scale, window):
+def x_cache_attention(q, x, w_k, w_v, table, sequence, position, *, row, scale, window, x_scale=None):
     """As `api.x_cache_attention`: keys and values made from the cached inputs, in at least float32."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     seen = visible(position, table.shape[1] * x.shape[2], window)
     inputs = gather(x, row, table[sequence]).astype(wide)
+    if x_scale is not None:
+        inputs *= x_scale[row, table[sequence]].reshape(*inputs.shape[:2], 1)
     inputs = jnp.where(seen.any(1)[..., None], inputs, 0)
     keys = jnp.einsum("bse,neh->bsnh", inputs, w_k.astype(wide), precision="highest")
     values = jnp.einsum("bse,neu->bsnu", inputs, w_v.astype(wide), precision="highest")

@@ -2,10 +2,10 @@
 
 import jax
 
-from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.dispatch import Implementation
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.dispatch import Implementation
+from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.page_write import native_cpu, reference
-from swiftkv_jax.kernels.pools import Pools
 
 PAGE_WRITE = {
     "xla": Implementation(reference.page_write),
@@ -14,39 +14,36 @@ PAGE_WRITE = {
 
 
 def page_write(
-    pools: Pools,
-    k: jax.Array,
-    v: jax.Array,
+    pool: Pool,
+    new: jax.Array,
     page: jax.Array,
     slot: jax.Array,
     *,
     rows: tuple[int, ...],
     implementation: str | None = None,
-) -> Pools:
-    """The pools with keys and values of some tokens in them, rounded to the pools' dtype.
+) -> Pool:
+    """The pool with some tokens' entries of some rows in it, rounded to the pool's dtype.
 
     Args:
-      pools: where the rows are; donate them.
-      k: [T, F, K, H] and v: [T, F, K, U] of T tokens in F rows.
+      pool: where the rows are; donate it.
+      new: [T, F, K, H] of T tokens in F rows; in 8 bits each of K heads gets a scale.
       page: [T] of the pool, in [0, P); page 0 is scratch, whose contents nobody reads.
       slot: [T] place in the page. No two tokens have one place, but in page 0.
-      rows: of the pools, one for each of F.
+      rows: of the pool, one for each of F.
       implementation: "xla", which is the definition, "native_cpu" (needs a C++ compiler), or None.
 
     Raises:
       dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.
     """
-    tokens, heads = k.shape[0], k.shape[2]
-    scales = (*pools.k.shape[:2], heads, pools.k.shape[2])
+    tokens, filled, heads, width = new.shape
     dispatch.expect(
-        k_and_v=(k.shape[:-1], v.shape[:-1]),
-        k_and_rows=(k.shape[1:2], (len(rows),)),
-        k_and_the_pool_of_k=((heads * k.shape[3],), pools.k.shape[-1:]),
-        v_and_the_pool_of_v=((heads * v.shape[3],), pools.v.shape[-1:]),
-        k_and_page=((tokens,), page),
-        k_and_slot=((tokens,), slot),
-        k_and_k_scale=(scales, pools.k_scale),
-        v_and_v_scale=(scales, pools.v_scale),
+        new_and_rows=((filled,), (len(rows),)),
+        new_and_the_pool=((heads * width,), pool.data.shape[-1:]),
+        new_and_page=((tokens,), page),
+        new_and_slot=((tokens,), slot),
+        new_and_scale=((*pool.data.shape[:2], heads, pool.data.shape[2]), pool.scale),
     )
-    args = (pools, k, v, page, slot)
+    if (pool.scale is None) != (pool.data.dtype.itemsize > 1):
+        raise dispatch.UnsupportedError(f"a pool of {pool.data.dtype}: 8-bit rows have scales, others none")
+    args = (pool, new, page, slot)
     return dispatch.call("page_write", PAGE_WRITE, implementation, args, {"rows": tuple(rows)})

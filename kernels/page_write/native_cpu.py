@@ -8,28 +8,28 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels import native
-from swiftkv_jax.kernels.pools import Pools
+from swiftkv_jax.kernels.common import native
+from swiftkv_jax.kernels.common.pools import Pool
 
 _SOURCE = Path(__file__).with_name("native_cpu.cc")
-_TARGET = "swiftkv_page_write"
+TARGET = "swiftkv_page_write"
 
 
-def refuses(pools: Pools, *_, **__) -> str:
+def refuses(pool: Pool, *_, **__) -> str:
     """What of a call is not supported, or ""."""
-    if pools.k.dtype != pools.v.dtype or pools.k.dtype.name not in native.STORED:
-        return f"{pools.k.dtype} keys and {pools.v.dtype} values: both {' or '.join(native.STORED)}"
-    return native.refuses(_SOURCE, PageWrite=_TARGET)
+    if pool.data.dtype.name not in native.STORED:
+        return f"{pool.data.dtype} rows: {' or '.join(native.STORED)}"
+    return native.refuses(_SOURCE, PageWrite=TARGET)
 
 
-def page_write(pools: Pools, k, v, page, slot, *, rows: tuple[int, ...]) -> Pools:
+def page_write(pool: Pool, new, page, slot, *, rows: tuple[int, ...]) -> Pool:
     """As `api.page_write`, in place."""
-    arrays = [jnp.zeros((0, 0, 0, 0)) if x is None else x for x in pools]
+    arrays = pool.data, jnp.zeros((0, 0, 0, 0)) if pool.scale is None else pool.scale
     call = jax.ffi.ffi_call(
-        _TARGET,
+        TARGET,
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
-        input_output_aliases={i: i for i in range(len(arrays))},
+        input_output_aliases={0: 0, 1: 1},
     )
     where = (x.astype(jnp.int32) for x in (page, slot, jnp.array(rows)))
-    written = call(*arrays, k.astype(jnp.float32), v.astype(jnp.float32), *where)
-    return Pools(*written) if pools.k_scale is not None else Pools(*written[:2])
+    data, scale = call(*arrays, new.astype(jnp.float32), *where)
+    return Pool(data, None if pool.scale is None else scale)

@@ -1,24 +1,28 @@
 """Attention over paged keys and values. A named implementation runs or raises; None picks by platform."""
 
+import functools
+
 import jax
 
-from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.dispatch import Implementation
-from swiftkv_jax.kernels.paged_attention import native_cpu, pallas_gpu, pallas_tpu, reference, xla
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.dispatch import Implementation
+from swiftkv_jax.kernels.common.pools import Pool
+from swiftkv_jax.kernels.paged_attention import jax_nn, native_cpu, pallas_gpu, pallas_tpu, reference, xla
 
 PAGED_ATTENTION = {
     "reference": Implementation(reference.paged_attention),
     "xla": Implementation(xla.paged_attention),
+    "xla_one_turn": Implementation(functools.partial(xla.paged_attention, one_turn=True)),
     "native_cpu": Implementation(native_cpu.paged_attention, native_cpu.refuses),
     "pallas_tpu": Implementation(pallas_tpu.paged_attention, pallas_tpu.refuses),
     "pallas_gpu": Implementation(pallas_gpu.paged_attention, pallas_gpu.refuses),
+    "cudnn": Implementation(functools.partial(jax_nn.paged_attention, by="cudnn"), jax_nn.refuses_cudnn),
 }
 
 
 def paged_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    pools: tuple[Pool, Pool],
     table: jax.Array,
     sequence: jax.Array,
     position: jax.Array,
@@ -26,8 +30,6 @@ def paged_attention(
     row: int = 0,
     scale: float | None = None,
     window: int | jax.Array | None = None,
-    k_scale: jax.Array | None = None,
-    v_scale: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """What each query reads from one row of a paged pool: decode tokens and chunks of prompts alike.
@@ -35,14 +37,15 @@ def paged_attention(
     Args:
       q: [b, C, N, H], C queries of one sequence in each block; a ragged batch is cut into such blocks, of
         which a sequence may own several.
-      k: [R, P, Z, K * H] and v: [R, P, Z, K * U] pools; the kernels read the row in place. int8 and
-        float8_e4m3fn rows take `k_scale` and `v_scale` [R, P, K, Z], a float32 factor of each token and head.
+      pools: of keys [R, P, Z, K * H] and of values [R, P, Z, K * U]; the kernels read the row in place.
+        int8 and float8_e4m3fn pools have scales.
       table: [Q, slots] pages of each sequence in order. sequence: [b] of each block.
       position: [b, C] of each query; -1 is no query and gives zeros. A query sees the keys at its own
         position and before, fewer than `window` back. Unseen keys may hold anything, NaN included.
       row: of the pool. scale: of the scores, H ** -0.5 by default.
-      implementation: "reference", "xla", "native_cpu" (needs a C++ compiler), "pallas_tpu", "pallas_gpu"
-        (bfloat16 queries, few of them), or None.
+      implementation: "reference", "xla", "xla_one_turn" (no loop of unknown length; more memory),
+        "native_cpu" (needs a C++ compiler), "pallas_tpu", "pallas_gpu" (bfloat16 queries), "cudnn" (bfloat16
+        and float16; the positions of a block rise by one, and no window), or None.
 
     Returns:
       [b, C, N, U] in q's dtype.
@@ -50,6 +53,7 @@ def paged_attention(
     Raises:
       dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.
     """
+    (k, k_scale), (v, v_scale) = pools
     heads, width = q.shape[2:]
     kv_heads = k.shape[-1] // width
     if k.shape[-1] % width or heads % kv_heads or v.shape[-1] % kv_heads:

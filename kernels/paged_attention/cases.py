@@ -7,12 +7,14 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.mask import visible
+from swiftkv_jax.kernels.common.mask import visible
+from swiftkv_jax.kernels.common.pools import Pool
+from swiftkv_jax.kernels.paged_attention import api
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call of `paged_attention`.
+    """One call of an implementation of `paged_attention`.
 
     Attributes:
       lengths: keys that the last query of each block sees; 0 is a block without a query.
@@ -44,7 +46,7 @@ class Case:
         return {"row": 1, "scale": self.width**-0.5, "window": self.window}
 
     def shapes(self) -> tuple[tuple, dict]:
-        """Arguments and array options of the call, as `jax.ShapeDtypeStruct`s."""
+        """Arguments and array options of an implementation, as `jax.ShapeDtypeStruct`s."""
         blocks, kv, make = len(self.lengths), self.kv_heads, jax.ShapeDtypeStruct
         pool, integer = (2, blocks * self.slots), jnp.int32
         args = (
@@ -86,6 +88,11 @@ class Case:
         k_scale, v_scale = scales if self.scaled else (None, None)
         sequence = jnp.arange(blocks, dtype=jnp.int32)
         return (q, *pools, table, sequence, position), {"k_scale": k_scale, "v_scale": v_scale}
+
+
+def call(q, k, v, *where, k_scale=None, v_scale=None, **options) -> jax.Array:
+    """`api.paged_attention`, with the arguments that its implementations take."""
+    return api.paged_attention(q, (Pool(k, k_scale), Pool(v, v_scale)), *where, **options)
 
 
 # Relative to the largest value, by the dtype of the computation: rounding of the weights.

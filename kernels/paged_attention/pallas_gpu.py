@@ -9,6 +9,8 @@ keys in registers, values into shared memory; their scales multiply scores and w
 
 A tile is 64, 128 or 256 columns wide. Where heads are not, a head is read with some columns of its
 neighbours: queries are zero there, and those rows of the sum are dropped.
+
+Blocks of more queries than a CTA has room for are cut: each piece reads its keys by itself, mostly from L2.
 """
 
 import dataclasses
@@ -20,9 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from swiftkv_jax.kernels import gpu_pages
-from swiftkv_jax.kernels.gpu_tile import SMEM_BYTES, Tiles, across, down, plgpu, smem_bytes
-from swiftkv_jax.kernels.online import MASKED
+from swiftkv_jax.kernels.common import gpu_pages
+from swiftkv_jax.kernels.common.gpu_tile import SMEM_BYTES, Tiles, across, down, plgpu, smem_bytes
+from swiftkv_jax.kernels.common.online import MASKED
 
 _CTAS = 2 * 132  # two on each multiprocessor of a Hopper
 _STAGES = 3
@@ -213,9 +215,9 @@ def _scratch(form: _Form, stored) -> _Scratch:
     )
 
 
-def _rows(q, kv_heads: int) -> int:
-    """Queries of a kv head in a block, padded to whole columns of a matmul."""
-    return -(-q.shape[1] * q.shape[2] // kv_heads // 8) * 8
+def _rows(q, kv_heads: int, queries: int) -> int:
+    """Rows of a kv head in a block of `queries`, padded to whole columns of a matmul."""
+    return -(-queries * q.shape[2] // kv_heads // 8) * 8
 
 
 def _columns(q, k, v) -> tuple[_Columns, _Columns]:
@@ -243,10 +245,12 @@ def paged_attention(
     q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, interpret: Any = False
 ):
     """As `api.paged_attention`."""
-    (blocks, queries, heads, _), page = q.shape, k.shape[2]
+    whole, page = q.shape[:2], k.shape[2]
+    q, sequence, position = _cut(q, sequence, position, most_queries(q, k, v))
+    blocks, queries, heads, _ = q.shape
     keys, values = _columns(q, k, v)
     kv_heads, each = keys.heads, heads // keys.heads
-    rows, real = _rows(q, kv_heads), each * queries
+    rows, real = _rows(q, kv_heads, queries), each * queries
     splits = gpu_pages.splits_of(_CTAS, blocks * kv_heads, table.shape[1])
     form = _Form(row, page, keys, values, rows, splits, scale, Tiles(bool(interpret)))
     every = jnp.pad(jnp.tile(position, (1, each)), ((0, 0), (0, rows - real)), constant_values=-1)
@@ -267,7 +271,36 @@ def paged_attention(
     starts = map(values.inside, range(kv_heads))
     mixed = jnp.stack([mixed[:, head, at : at + values.width] for head, at in enumerate(starts)], axis=1)
     mixed = mixed.reshape(blocks, kv_heads, values.width, each, queries)
-    return mixed.transpose(0, 4, 1, 3, 2).reshape(blocks, queries, heads, values.width).astype(q.dtype)
+    mixed = mixed.transpose(0, 4, 1, 3, 2).reshape(whole[0], -1, heads, values.width)
+    return mixed[:, : whole[1]].astype(q.dtype)
+
+
+def _cut(q, sequence, position, most: int):
+    """Blocks [b, C] as blocks of equal size and at most `most` queries; what is left over is no query."""
+    blocks, queries = position.shape
+    pieces = -(-queries // most)
+    each = -(-queries // pieces)
+    over = ((0, 0), (0, pieces * each - queries))
+    position = jnp.pad(position, over, constant_values=-1).reshape(-1, each)
+    q = jnp.pad(q, (*over, (0, 0), (0, 0))).reshape(-1, each, *q.shape[2:])
+    return q, jnp.repeat(sequence, pieces, total_repeat_length=blocks * pieces), position
+
+
+def most_queries(q, k, v) -> int:
+    """Queries of a block that one CTA has room for; 0 if there is none for a single one."""
+    return next((n for n in range(q.shape[1], 0, -1) if not _too_many(q, k, v, n)), 0)
+
+
+def _too_many(q, k, v, queries: int) -> str:
+    """Why a CTA has no room for so many queries of a block, or ""."""
+    (keys, values), page = _columns(q, k, v), k.shape[2]
+    rows = _rows(q, keys.heads, queries)
+    if rows > (most := min(_MOST_SCORES[k.dtype.itemsize] // page, _MOST_SUMS // values.tile)):
+        return f"{q.shape[2] // keys.heads * queries} query heads of a kv head: at most {most}"
+    form = _Form(0, page, keys, values, rows, splits=1, scale=1.0, tiles=Tiles())
+    if (need := smem_bytes(_scratch(form, k.dtype))) > SMEM_BYTES:
+        return f"{rows} query heads of a kv head, for {need} bytes of shared memory: at most {SMEM_BYTES}"
+    return ""
 
 
 def refuses(q, k, v, *_, k_scale=None, v_scale=None, **__) -> str:
@@ -284,10 +317,4 @@ def refuses(q, k, v, *_, k_scale=None, v_scale=None, **__) -> str:
         return f"a single kv head {keys.width} and {values.width} wide: {', '.join(map(str, _TILES))}"
     if page not in (64, 128):
         return f"a page of {page} tokens: 64, 128"
-    rows = _rows(q, keys.heads)
-    if rows > (most := min(_MOST_SCORES[k.dtype.itemsize] // page, _MOST_SUMS // values.tile)):
-        return f"{q.shape[1] * q.shape[2] // keys.heads} queries of a kv head: at most {most}"
-    form = _Form(0, page, keys, values, rows, splits=1, scale=1.0, tiles=Tiles())
-    if (need := smem_bytes(_scratch(form, k.dtype))) > SMEM_BYTES:
-        return f"{rows} queries of a kv head, for {need} bytes of shared memory: at most {SMEM_BYTES}"
-    return ""
+    return _too_many(q, k, v, 1)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from swiftkv_jax.kernels import chips, tpu_pages
-from swiftkv_jax.kernels.tpu_pages import LANES
+from swiftkv_jax.kernels.common import chips, tpu_pages
+from swiftkv_jax.kernels.common.tpu_pages import LANES
 
 _ROWS = 128  # of queries, up to which heads share a matmul
 

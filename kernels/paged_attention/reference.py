@@ -7,7 +7,7 @@ of a key, U of a value, R rows, P pages, Z tokens of a page.
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.mask import visible, weights_of
+from swiftkv_jax.kernels.common.mask import visible, weights_of
 
 
 def gather(pool, scale, row, names, heads: int, seen, dtype) -> jax.Array:

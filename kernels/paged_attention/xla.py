@@ -2,33 +2,44 @@
 
 Blocks of many queries go through their pages together, with a running softmax. Single queries go page by
 page: each page in use is one piece of work, so that a short sequence costs what it holds.
+
+Where a turn costs a round trip to the host, as a loop of unknown length does on a GPU, there is `one_turn`:
+all pages of the table at once, of as many blocks as a bounded memory holds, in a loop of known length.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from swiftkv_jax.kernels import mask, online
+from swiftkv_jax.kernels.common import mask, online
 
 # What one turn takes on, measured on a CPU: small enough to stay in its caches.
-_TURN_KEYS = 2048  # of all blocks together
+TURN_KEYS = 2048  # of all blocks together
 _TURN_QUERIES = 128  # of all blocks together
 _TURN_SCORES = 16384  # queries times keys
+ONE_TURN_BYTES = 1 << 28  # scores, keys and values of the blocks that go together
 _FEW_HEADS = 4
 _FEW_ROWS = 8
 
 
-def paged_attention(q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale):
-    """As `api.paged_attention`."""
+def paged_attention(
+    q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, one_turn: bool = False
+):
+    """As `api.paged_attention`; `one_turn`: without a loop whose length is known only at run time."""
     window = mask.window_of(window)
     pools = (k, v, k_scale, v_scale)
-    if position.shape[1] == 1:
+    if position.shape[1] == 1 and not one_turn:
         return _singles(q, pools, table[sequence], position[:, 0], row, scale, window)
 
     def some(q, sequence, position):
-        return _blocks(q, pools, table[sequence], position, row, scale, window)
+        return _blocks(q, pools, table[sequence], position, row, scale, window, one_turn)
 
-    return _in_groups(some, (q, sequence, position), max(1, _TURN_QUERIES // position.shape[1]))
+    together = _TURN_QUERIES // position.shape[1]
+    if one_turn:
+        keys, queries = table.shape[1] * k.shape[2], position.shape[1] * q.shape[2]
+        stored = (k.shape[-1] + v.shape[-1]) * q.dtype.itemsize
+        together = ONE_TURN_BYTES // (keys * (4 * queries + stored))
+    return _in_groups(some, (q, sequence, position), max(1, together))
 
 
 def _in_groups(run, arrays, size: int):
@@ -52,7 +63,7 @@ def _singles(q, pools, table, position, row, scale, window):
     end = jnp.cumsum(count)
     begin = end - count
     # All blocks' pages in a row: of which block, which of its pages, and the query's distance from its start.
-    turns = -(-blocks * slots // max(1, _TURN_KEYS // page))
+    turns = -(-blocks * slots // max(1, TURN_KEYS // page))
     pages = -(-blocks * slots // turns)
     most = turns * pages
     at = jnp.arange(most)
@@ -103,13 +114,13 @@ def _after(q, names):
     return jnp.where(jnp.abs(q[0, 0, 0, 0]) < -1, 0, names)  # never, but no compiler sees it
 
 
-def _blocks(q, pools, table, position, row, scale, window):
+def _blocks(q, pools, table, position, row, scale, window, one_turn=False):
     """Blocks of C queries against the pages `table` [b, slots], as far as any of them sees."""
     k, v, k_scale, v_scale = pools
     (blocks, queries, _, width), page, slots = q.shape, k.shape[2], table.shape[1]
     heads = k.shape[-1] // width
-    most = min(_TURN_KEYS // blocks, _TURN_SCORES // (blocks * queries))
-    pages = min(slots, max(1, most // page))
+    most = min(TURN_KEYS // blocks, _TURN_SCORES // (blocks * queries))
+    pages = slots if one_turn else min(slots, max(1, most // page))
     keys, shape = pages * page, q.shape
     table, dtype = jnp.pad(table, ((0, 0), (0, -slots % pages))), q.dtype
     q = _spread(q, heads)
@@ -123,7 +134,7 @@ def _blocks(q, pools, table, position, row, scale, window):
         stored = _read(k, k_scale, row, names, heads, dtype)
         values = _read(v, v_scale, row, names, heads, dtype)
         values = jnp.where(seen.any(1)[..., None, None], values, 0)  # 0 x NaN of a stale page is NaN
-        scores = _scores(q, _cut(stored, groups)) * scale
+        scores = _scores(q, _cut(stored, groups), one_by_one=not one_turn) * scale
         seen = jnp.repeat(jnp.repeat(seen, rows // queries, axis=1), groups, axis=0)
         return scores, seen, lambda weights: _mix(weights.astype(dtype), _cut(values, groups))
 
@@ -156,9 +167,9 @@ def _mix(weights, values) -> jax.Array:
     return jnp.einsum("brs,bse->bre", weights, values, preferred_element_type=jnp.float32)
 
 
-def _scores(q, k):
+def _scores(q, k, one_by_one: bool = True):
     """q k^T in float32, [b, r, s]; few queries go one by one, matrix times vector, which packs no matrix."""
-    if q.shape[1] <= _FEW_ROWS:
+    if one_by_one and q.shape[1] <= _FEW_ROWS:
         rows = [
             jnp.einsum("bse,be->bs", k, q[:, r], preferred_element_type=jnp.float32)
             for r in range(q.shape[1])

@@ -1,12 +1,21 @@
-"""What the commands share that measure a model on a text: flags, the file that is written, exit codes."""
+"""What the commands share that measure a model on a text: flags, the text in blocks, results, exit codes."""
 
 import argparse
 import json
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from swiftkv_jax.errors import Parser, UsageError
+import numpy as np
+
+from swiftkv_jax.checkpoint.hf import from_pretrained
+from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
+from swiftkv_jax.folder import read_text
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.shapes import Int, PyTree
+from swiftkv_jax.text.tokenizer import load_tokenizer
+
+MIN_TOKENS = 16  # an average over fewer says nothing about the model
+BLOCK = 512  # tokens read at a time
 
 
 def parser(name: str, description: str, model: str) -> Parser:
@@ -21,22 +30,54 @@ def parser(name: str, description: str, model: str) -> Parser:
 
 
 def run(p: Parser, argv: list[str] | None, report: Callable[[argparse.Namespace], object]) -> int:
-    """Exit code 0, 2 for bad input, 1 when the results cannot be written."""
-    try:
+    """Exit code 0, or 2 for bad input or when the results cannot be written."""
+
+    def work() -> None:
         args = p.parse_args(argv)
-        try:
+        with explained(f"write to {args.out}"):
             report(args)
-        except OSError as error:
-            print(f"error: cannot write to {args.out}: {error.strerror or error}", file=sys.stderr)
-            return 1
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code(work)
 
 
-def save(result: dict, path: Path) -> None:
-    """JSON, whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
+def load(model_path: str, text: Path, limit: int) -> tuple[Transformer, PyTree, Int[np.ndarray, " n"]]:
+    """(model, params, the first `limit` token ids of a UTF-8 text file).
+
+    Raises:
+      UsageError: unreadable, not text, too short, or ids that the model does not know.
+    """
+    if limit < MIN_TOKENS:
+        raise UsageError(f"--max-tokens must be at least {MIN_TOKENS}, not {limit}")
+    words = read_text(text)
+    model, params = from_pretrained(model_path)
+    tokens = np.asarray(load_tokenizer(model_path).encode(words)[:limit], np.int32)
+    if len(tokens) < MIN_TOKENS:
+        raise UsageError(f"{text} holds {len(tokens)} token(s); give a text of at least {MIN_TOKENS}")
+    if tokens.max() >= model.config.vocab_size:
+        raise UsageError(
+            f"token id {tokens.max()} is outside the model's vocabulary of {model.config.vocab_size}: "
+            "another tokenizer?"
+        )
+    return model, params, tokens
+
+
+def blocks(
+    model: Transformer, tokens: Int[np.ndarray, " n"], most: int = BLOCK
+) -> Iterator[tuple[Int[np.ndarray, " block"], int]]:
+    """A text in blocks of one length, within `most` and the model's context: (block, how many are tokens).
+
+    The last one is filled up at its end, where causal attention cannot see it.
+    """
+    size = min(most, len(tokens), model.config.max_position_embeddings)
+    for start in range(0, len(tokens), size):
+        piece = np.asarray(tokens[start : start + size], np.int32)
+        yield np.pad(piece, (0, size - len(piece))), len(piece)
+
+
+def save(result: dict, out: Path, name: str) -> dict:
+    """`result` as `out`/`name`.json, whole or not at all, beside its plot."""
+    partial = out / f".{name}.json.partial"
     partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    partial.replace(out / f"{name}.json")
+    print(f"saved {out / name}.json and {out / name}.png")
+    return result

@@ -16,19 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.analysis import command, plots
-from swiftkv_jax.analysis.similarity import BLOCK, read_tokens
-from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer, embed, exit_logits, fill, logits, lower, place, upper
+from swiftkv_jax.model import Transformer, angles_and_segments, embed, exit_logits, logits, through
 from swiftkv_jax.shapes import Bool, Float, Int, PyTree
-from swiftkv_jax.tokenizer import load_tokenizer
 
 THRESHOLD = 0.95  # the paper's rule
 BINS = 20
 
 
 def measure(
-    model: Transformer, params: PyTree, tokens: Int[np.ndarray, " n"], block: int = BLOCK
+    model: Transformer, params: PyTree, tokens: Int[np.ndarray, " n"], block: int = command.BLOCK
 ) -> tuple[Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """(the exit head's largest probability, whether its likeliest token is the model's) at every place.
 
@@ -47,20 +44,18 @@ def measure(
 
     @jax.jit
     def both(params, piece):
-        at, segments = place(model, piece, None, None)
-        x = lower(model, params, embed(model, params, piece), at, segments)
-        last = upper(model, params, x, fill(model, params, x, at), at, segments)[0]
-        early, final = exit_logits(model, params, x)[0], logits(model, params, last)[0]
+        at, segments = angles_and_segments(model.config, piece, None, None)
+        depth, count = model.plan.depth, model.plan.num_layers
+        below = through(model, params, embed(model, params, piece), at, segments, range(depth))
+        last = through(model, params, below.x, at, segments, range(depth, count), below.rows).x
+        early, final = exit_logits(model, params, below.x)[0], logits(model, params, last)[0]
         return jax.nn.softmax(early).max(-1), jnp.argmax(early, -1) == jnp.argmax(final, -1)
 
-    block = min(block, len(tokens))
     tops, same = [], []
-    for start in range(0, len(tokens), block):
-        piece = np.asarray(tokens[start : start + block], np.int32)
-        padded = np.pad(piece, (0, block - len(piece)))  # at the end, where causal attention cannot see it
-        top, agree = both(params, padded[None])
-        tops.append(np.asarray(top)[: len(piece)])
-        same.append(np.asarray(agree)[: len(piece)])
+    for piece, count in command.blocks(model, tokens, block):
+        top, agree = both(params, piece[None])
+        tops.append(np.asarray(top)[:count])
+        same.append(np.asarray(agree)[:count])
     return np.concatenate(tops), np.concatenate(same)
 
 
@@ -77,14 +72,10 @@ def by_bin(
 
 def report(model_path: str, text: Path, out: Path, max_tokens: int, bins: int) -> dict:
     """Measure, print, write early_exit.json and early_exit.png into `out`; returns what the JSON holds."""
-    if not text.is_file():
-        raise UsageError(f"text file {text} does not exist")
     if bins < 1:
         raise UsageError(f"--bins must be at least 1, not {bins}")
-    model, params = from_pretrained(model_path)
-    config = model.config
-    tokens = read_tokens(text, load_tokenizer(model_path).encode, max_tokens, config.vocab_size)
-    sure, agree = measure(model, params, tokens, min(BLOCK, config.max_position_embeddings))
+    model, params, tokens = command.load(model_path, text, max_tokens)
+    sure, agree = measure(model, params, tokens)
     share, agreement = by_bin(sure, agree, bins)
     above = sure > THRESHOLD
     result = {
@@ -107,9 +98,7 @@ def report(model_path: str, text: Path, out: Path, max_tokens: int, bins: int) -
     right = f", agreement {agree[above].mean():.4f}" if above.any() else ""
     print(f"above {THRESHOLD}: {above.mean():.1%} of places{right}")
     plots.early_exit(share, agreement, THRESHOLD, out / "early_exit.png")
-    command.save(result, out / "early_exit.json")
-    print(f"saved {out / 'early_exit.json'} and {out / 'early_exit.png'}")
-    return result
+    return command.save(result, out, "early_exit")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,6 +4,10 @@ A matmul of [m, k] by [k, n] counts 2 m k n. Norms, rotary angles, softmax, bias
 counted. Causal attention counts the keys a query sees on average, not the masked half.
 """
 
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -11,40 +15,27 @@ from swiftkv_jax.cache import EIGHT_BIT
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.rows import FORMS
 
-# By `jax.devices()[0].device_kind`, per device, from the vendors' data sheets.
-# Dense bfloat16 FLOP/s:
-PEAK_FLOPS: dict[str, float] = {
-    "TPU v4": 275e12,
-    "TPU v5": 459e12,  # v5p
-    "TPU v5 lite": 197e12,  # v5e
-    "TPU v6 lite": 918e12,  # v6e
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-}
-# Bytes of device memory:
-HBM_BYTES: dict[str, float] = {
-    "TPU v4": 32 * 2**30,
-    "TPU v5": 95 * 2**30,
-    "TPU v5 lite": 16 * 2**30,
-    "TPU v6 lite": 32 * 2**30,
-    "NVIDIA H100 80GB HBM3": 84_942_979_072,
-    "NVIDIA H200": 150e9,
-    "NVIDIA A100-SXM4-80GB": 80 * 2**30,
-    "NVIDIA A100-SXM4-40GB": 40 * 2**30,
-}
-# Bytes per second between device memory and the chip:
-HBM_BANDWIDTH: dict[str, float] = {
-    "TPU v4": 1.228e12,
-    "TPU v5": 2.765e12,
-    "TPU v5 lite": 0.819e12,
-    "TPU v6 lite": 1.640e12,
-    "NVIDIA H100 80GB HBM3": 3.352e12,
-    "NVIDIA H200": 4.8e12,
-    "NVIDIA A100-SXM4-80GB": 2.039e12,
-    "NVIDIA A100-SXM4-40GB": 1.555e12,
+
+class Chip(NamedTuple):
+    """One device, by its vendor's data sheet: dense bfloat16 FLOP/s, bytes of memory, and bytes per second
+    between that and the chip."""
+
+    flops: float
+    memory: float
+    bandwidth: float
+
+
+CHIPS = {  # by `jax.devices()[0].device_kind`
+    "TPU v4": Chip(275e12, 32 * 2**30, 1.228e12),
+    "TPU v5": Chip(459e12, 95 * 2**30, 2.765e12),  # v5p
+    "TPU v5 lite": Chip(197e12, 16 * 2**30, 0.819e12),  # v5e
+    "TPU v6 lite": Chip(918e12, 32 * 2**30, 1.640e12),  # v6e
+    "NVIDIA H100 80GB HBM3": Chip(989e12, 84_942_979_072, 3.352e12),
+    "NVIDIA H200": Chip(989e12, 150e9, 4.8e12),
+    "NVIDIA A100-SXM4-80GB": Chip(312e12, 80 * 2**30, 2.039e12),
+    "NVIDIA A100-SXM4-40GB": Chip(312e12, 40 * 2**30, 1.555e12),
 }
 
 
@@ -59,6 +50,8 @@ def flops_table(
     below `plan.split` only, so a standard model runs all its layers, as other systems do. The one token whose
     upper layers do run is not counted. The embedding counts as a matmul, and the head for every token.
     `layers` counts another number of layers that every token runs; what `model.step` runs is `plan.depth`.
+    Of rows of other forms, `kv` counts what makes keys and values of them (W_KV), once for each token, as a
+    prompt can (Slim attention paper, figure 3a); `analysis.slim_tables` counts decoding.
 
     Against the paper's printed numbers for Llama-3.1-70B: it counts a vocabulary of 131072 (4.3 GFLOP; the
     checkpoint's 128256 give 4.2) and prints attention, and so totals, in units of 2^30 (160; here 171.8).
@@ -75,7 +68,7 @@ def flops_table(
     one = _layer(config)
     table = {
         "vocab": 2 * _head(config),
-        "kv": len(plan.makers) * one["kv"],
+        "kv": _made(config, plan, range(len(plan.rows))),
         "qo": depth * (one["q"] + one["o"]),
         "mlp": depth * one["mlp"],
         "attention": _attention(config, context, 0, depth),
@@ -87,15 +80,14 @@ def flops_table(
 def cache_bytes_per_token(
     config: ModelConfig, plan: KVPlan | None = None, dtype: DTypeLike = "bfloat16"
 ) -> int:
-    """Bytes that one token takes in a cache of `dtype`: keys and values of every row, and their scales."""
+    """Bytes that one token takes in a cache of `dtype`: what every row stores of it, and the scales."""
     plan = _checked(config, plan)
-    scales = 4 * config.num_kv_heads if jnp.dtype(dtype).name in EIGHT_BIT else 0
-    return plan.num_rows * 2 * (config.kv_width * jnp.dtype(dtype).itemsize + scales)
+    size, scale = jnp.dtype(dtype).itemsize, 4 if jnp.dtype(dtype).name in EIGHT_BIT else 0
 
+    def row(form: str) -> int:
+        return sum(a.heads * (a.width * size + scale) for a in FORMS[form].arrays(config))
 
-def cache_reduction(plan: KVPlan) -> float:
-    """The share of a standard model's cache that `plan` saves: SwiftKV paper, Table 2."""
-    return 1 - plan.num_rows / plan.num_layers
+    return sum(plan.stored(form) * row(form) for form in plan.forms)
 
 
 def training_flops_per_token(
@@ -113,14 +105,29 @@ def training_flops_per_token(
     one, head = _layer(config), _head(config)
     top = config.num_layers - plan.depth
     dense = one["q"] + one["o"] + one["mlp"]
-    low = plan.depth * dense + len(plan.lower_makers) * one["kv"] + _attention(config, seq_len, 0, plan.depth)
+    low = plan.depth * dense + _attention(config, seq_len, 0, plan.depth)
+    low += _made(config, plan, [i for i, row in enumerate(plan.rows) if row.source != plan.depth])
     attention = _attention(config, seq_len, plan.depth, config.num_layers)
     teacher = top * (dense + one["kv"]) + attention + head
-    made = len(plan.upper_makers) * one["kv"]
+    made = _made(config, plan, plan.made_at(plan.depth))
     forward = top * dense + made + attention + head
     backward = top * dense + made + 2 * attention + head
     trained = made + top * (dense if trainable == "upper" else one["q"]) + 2 * head * config.exit_head
     return (1 if shared_lower else 2) * low + teacher + forward + backward + trained
+
+
+def recomputed_flops_per_token(
+    config: ModelConfig, plan: KVPlan, seq_len: int, trainable: str = "swiftkv"
+) -> float:
+    """FLOPs per token that remat adds to one step: the layers that a gradient passes, forward again.
+
+    All but their last product, which no gradient needs. They are the student's upper ones, whose rows are
+    kept, or with trainable="all" every layer and its row.
+    """
+    plan, one = _checked(config, plan), _layer(config)
+    first = 0 if trainable == "all" else plan.depth
+    dense = one["q"] + one["o"] + one["mlp"] * 2 / 3 + (one["kv"] if trainable == "all" else 0)
+    return (config.num_layers - first) * dense + _attention(config, seq_len, first, config.num_layers)
 
 
 def full_training_flops_per_token(config: ModelConfig, seq_len: int) -> float:
@@ -153,6 +160,13 @@ def _layer(config: ModelConfig) -> dict[str, float]:
         "o": heads,
         "mlp": 3 * 2.0 * config.hidden_size * config.intermediate_size,
     }
+
+
+def _made(config: ModelConfig, plan: KVPlan, rows: Iterable[int]) -> float:
+    """FLOPs of one token in the projections that make some rows, and keys and values of them, once each."""
+    forms = [FORMS[plan.rows[row].form] for row in rows]
+    used = [p for form in forms for name, p in form.weights(config).items() if name not in form.kept]
+    return sum(2.0 * math.prod(p["kernel"].shape) for p in used if isinstance(p, dict))
 
 
 def _attention(config: ModelConfig, context: int, first: int, last: int) -> float:

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 
 
-def new_figure(columns: int = 1, width: float = 6.0, height: float = 4.0):
-    """An empty figure of `columns` axes side by side (inches each), and the list of them."""
+def new_figure(columns: int = 1):
+    """An empty figure of `columns` axes side by side, of 6 x 4 inches each, and the list of them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(columns * width, height), layout="constrained")
+    figure = Figure(figsize=(columns * 6.0, 4.0), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
 
@@ -40,6 +40,18 @@ def layer_similarity(
     image = right.imshow(matrix, origin="lower", vmin=min(0.0, float(matrix.min())), vmax=1.0)
     right.set(xlabel="input of layer", ylabel="input of layer", title="cosine similarity")
     figure.colorbar(image, ax=right)
+    return save(figure, path)
+
+
+def slim_errors(errors: dict[str, list[float]], path: Path) -> Path:
+    """Relative error of what each way of storing a row gives back, by row; see swiftkv_jax/slim."""
+    figure, (axes,) = new_figure()
+    for name, values in errors.items():
+        axes.semilogy(values, marker="o", markersize=4, label=name)
+    axes.set(xlabel="row", ylabel="relative error of values (or keys)")
+    axes.set_xticks(range(max(map(len, errors.values()), default=0)))
+    if errors:
+        axes.legend()
     return save(figure, path)
 
 

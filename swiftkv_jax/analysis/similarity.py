@@ -15,40 +15,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from swiftkv_jax import weights
 from swiftkv_jax.analysis import command, plots
 from swiftkv_jax.analysis.flops import flops_table
-from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.kernels.causal_attention.api import causal_attention
-from swiftkv_jax.kernels.dense import rms_norm
-from swiftkv_jax.layers import decoder_layer, keys_values
-from swiftkv_jax.model import Transformer, embed, place
+from swiftkv_jax.model import Transformer, angles_and_segments, embed, through
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.shapes import Float, Int, PyTree, Tokens
-from swiftkv_jax.surgery import standard_stacks
-from swiftkv_jax.tokenizer import load_tokenizer
 
 THRESHOLD = 0.5
-MIN_TOKENS = 16  # an average over fewer says nothing about the model
-BLOCK = 512  # tokens read at a time
 
 
-def layer_streams(model: Transformer, params: PyTree, tokens: Tokens) -> Float[jax.Array, "L B T D"]:
-    """The streams entering every layer of a standard model, in its dtype."""
-    config = model.config
-    at, segments = place(model, tokens, None, None)
-
-    def body(x, p):
-        p, maker, window = p
-        k, v = keys_values(config, maker, rms_norm(x, p["input_norm"], config.rms_norm_eps), at)
-        return decoder_layer(config, p, x, at, lambda q: causal_attention(q, k, v, segments, window)), x
-
-    stack = (*standard_stacks(params), jnp.array(config.windows, jnp.int32))
-    return jax.lax.scan(body, embed(model, params, tokens), stack)[1]
+def layer_inputs(model: Transformer, params: PyTree, tokens: Tokens) -> Float[jax.Array, "L B T D"]:
+    """The hidden states entering every layer of a standard model, in its dtype."""
+    at, segments = angles_and_segments(model.config, tokens, None, None)
+    alone = weights.split_layers(model.config, model.plan, params)
+    x, entering = embed(model, params, tokens), []
+    for layer in range(model.config.num_layers):
+        entering.append(x)
+        x = through(model, alone, x, at, segments, range(layer, layer + 1)).x
+    return jnp.stack(entering)
 
 
 def layer_similarity(
-    model: Transformer, params: PyTree, tokens: Int[np.ndarray, " n"], block: int = BLOCK
+    model: Transformer, params: PyTree, tokens: Int[np.ndarray, " n"], block: int = command.BLOCK
 ) -> tuple[Float[np.ndarray, " L"], Float[np.ndarray, "L L"]]:
     """(scores, matrix) of a text: SimScore by layer, and the mean cosine between every two layers' inputs.
 
@@ -67,17 +57,14 @@ def layer_similarity(
 
     @jax.jit
     def cosines(params, piece, count):
-        x = layer_streams(model, params, piece[None])[:, 0].astype(jnp.float32)
+        x = layer_inputs(model, params, piece[None])[:, 0].astype(jnp.float32)
         x = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
         x = jnp.where(jnp.arange(piece.shape[0])[:, None] < count, x, 0)
         return jnp.einsum("ltd,mtd->lm", x, x, precision="highest")
 
-    block = min(block, len(tokens))
     total = np.zeros((model.config.num_layers,) * 2)
-    for start in range(0, len(tokens), block):
-        piece = np.asarray(tokens[start : start + block], np.int32)
-        padded = np.pad(piece, (0, block - len(piece)))  # at the end, where causal attention cannot see it
-        total += np.asarray(cosines(params, padded, len(piece)), np.float64)
+    for piece, count in command.blocks(model, tokens, block):
+        total += np.asarray(cosines(params, piece, count), np.float64)
     matrix = total / len(tokens)
     return scores(matrix), matrix
 
@@ -97,38 +84,11 @@ def suggested_split(scores: Float[np.ndarray, " L"], threshold: float = THRESHOL
     return max(1, split)
 
 
-def read_tokens(path: Path, encode, limit: int, vocab: int) -> Int[np.ndarray, " n"]:
-    """The first `limit` token ids of a UTF-8 text file.
-
-    Raises:
-      UsageError: unreadable, not text, too short, or ids that the model does not know.
-    """
-    if limit < MIN_TOKENS:
-        raise UsageError(f"--max-tokens must be at least {MIN_TOKENS}, not {limit}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    tokens = np.asarray(encode(text)[:limit], np.int32)
-    if len(tokens) < MIN_TOKENS:
-        raise UsageError(f"{path} holds {len(tokens)} token(s); give a text of at least {MIN_TOKENS}")
-    if tokens.max() >= vocab:
-        raise UsageError(
-            f"token id {tokens.max()} is outside the model's vocabulary of {vocab}: another tokenizer?"
-        )
-    return tokens
-
-
 def report(model_path: str, text: Path, out: Path, max_tokens: int) -> dict:
     """Measure, print, write similarity.json and similarity.png into `out`; returns what the JSON holds."""
-    if not text.is_file():
-        raise UsageError(f"text file {text} does not exist")
-    model, params = from_pretrained(model_path)
+    model, params, tokens = command.load(model_path, text, max_tokens)
     config = model.config
-    tokens = read_tokens(text, load_tokenizer(model_path).encode, max_tokens, config.vocab_size)
-    by_layer, matrix = layer_similarity(model, params, tokens, min(BLOCK, config.max_position_embeddings))
+    by_layer, matrix = layer_similarity(model, params, tokens)
     split, context = suggested_split(by_layer), config.max_position_embeddings
     left = flops_table(config, KVPlan.swiftkv(config.num_layers, split), context)["total"]
     share = left / flops_table(config, None, context)["total"]
@@ -152,9 +112,7 @@ def report(model_path: str, text: Path, out: Path, max_tokens: int) -> dict:
     print(f"split {split} of {config.num_layers}: the smallest from which SimScore stays above {THRESHOLD}")
     print(f"prefill FLOPs it would leave at {context} tokens: {100 * share:.1f} %")
     plots.layer_similarity(by_layer, matrix, THRESHOLD, split, out / "similarity.png")
-    command.save(result, out / "similarity.json")
-    print(f"saved {out / 'similarity.json'} and {out / 'similarity.png'}")
-    return result
+    return command.save(result, out, "similarity")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,9 +1,10 @@
-"""A model from a Hugging Face folder: safetensors read lazily, each shard into its place on a mesh."""
+"""A model from a Hugging Face folder or a GGUF file: read lazily, each shard into its place on a mesh."""
 
 import contextlib
+import dataclasses
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -12,93 +13,133 @@ import numpy as np
 import safetensors
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from swiftkv_jax import params as weights
-from swiftkv_jax import sharding
-from swiftkv_jax.checkpoint.names import Slot, ignored, leaves, slots
-from swiftkv_jax.checkpoint.write import INDEX, SINGLE, save_pretrained
-from swiftkv_jax.config import DTYPES, ModelConfig, is_swiftkv, plan_from_hf, read_config_json
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax import sharding, weights
+from swiftkv_jax.checkpoint import gguf
+from swiftkv_jax.checkpoint.names import Slot, as_dtype, ignored, slots
+from swiftkv_jax.checkpoint.write import INDEX, SINGLE, has_extras, save_pretrained
+from swiftkv_jax.config import DTYPES, ModelConfig, plan_from_hf
+from swiftkv_jax.config_json import is_swiftkv, read_config_json
+from swiftkv_jax.errors import UsageError, explained, first_line
 from swiftkv_jax.folder import inside
+from swiftkv_jax.gguf_header import SUFFIX, gguf_of, read_header
 from swiftkv_jax.model import Transformer
-from swiftkv_jax.shapes import Array, PyTree
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.shapes import Array, PyTree, Weight
 
 __all__ = ["from_pretrained", "local_folder", "save_pretrained"]
 
 _ON_DISK = ("F32", "BF16", "F16")
 # Not `*.safetensors`: some repositories carry the weights twice, in a vendor's own layout.
 _DOWNLOAD = ("model*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt")
-_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".gguf", ".safetensors")
+_DOWNLOAD += ("predictor.safetensors", "auxiliary/*.safetensors")  # see adapter.py
+_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".safetensors")
 _BARE = re.compile(r"[\w.+-]{1,200}\.safetensors", re.ASCII)  # a file's name, without a folder
 _NAMES_SHOWN = 20
 
 
 def from_pretrained(
-    path_or_id: str | Path, dtype: str | None = None, mesh: Mesh | None = None
+    path_or_id: str | Path,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    cuts: weights.Cuts = (),
+    revision: str | None = None,
+    slim: bool = True,
 ) -> tuple[Transformer, PyTree]:
-    """A model and its parameters from a folder or a hub id: a standard or a SwiftKV checkpoint.
+    """A model and its parameters from a folder, a GGUF file or a hub id: standard, SwiftKV or Slim.
 
     Each device's shard of each array is read by itself, straight from the files: the whole model never
     exists in host memory.
 
     Args:
-      path_or_id: a folder with config.json and safetensors, or the id of a model on the Hugging Face hub.
-      dtype: of the parameters and activations; the checkpoint's own by default.
+      path_or_id: a folder with config.json and safetensors, a GGUF file (Llama, Mistral, Qwen2, Qwen3) or a
+        folder with one, or the id of a model on the Hugging Face hub.
+      dtype: of the parameters and activations; the checkpoint's own by default, bfloat16 for the blocks of
+        GGUF files, which are dequantised.
       mesh: where to place the parameters (see sharding.py); the first device by default.
+      cuts: layers before which stacks are cut (see `weights.partition`); None: before every layer, as
+        serving wants them.
+      revision: branch, tag or commit of a hub model; its main branch by default.
+      slim: False reads the rows of a Slim attention checkpoint as keys and values: the plain model.
 
     Raises:
-      UsageError: nothing readable there, an unsupported config.json, or tensors that do not fit it.
+      UsageError: nothing readable there, an unsupported config.json, tensors that do not fit it, or a GGUF
+        file without the package `gguf`.
     """
-    folder = local_folder(path_or_id)
-    raw = read_config_json(folder)
-    config, plan = ModelConfig.from_hf(raw), plan_from_hf(raw)
+    folder = local_folder(path_or_id, revision)
+    config, plan, raw = read_model(folder, slim)
+    if has_extras(folder):
+        config = dataclasses.replace(config, source=str(folder.absolute()))
     dtype = dtype or config.dtype
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not supported; known: {', '.join(DTYPES)}")
-    wanted = slots(config, plan)
+    wanted = slots(config, plan, cuts)
     with contextlib.ExitStack() as stack:
-        tensors = _open_all(folder, stack)
-        _check(folder, tensors, wanted, lambda name: ignored(name, config, plan, is_swiftkv(raw)))
-        by_path: dict[tuple[str, ...], list] = {}
+        tensors = open_all(folder, stack)
+        unused = (config, plan, is_swiftkv(raw), raw.get("slim_attention") is not None)
+        check_tensors(folder, tensors, wanted, lambda name: ignored(name, *unused))
+        by_path: dict[tuple[str | int, ...], list] = {}
         for name, slot in wanted.items():
-            by_path.setdefault(slot.path, []).append((slot, tensors[name]))
-        tree: dict = {}
-        for path, weight in leaves(weights.weights(config, plan)):
-            leaf = _load(weight, by_path.get(path, []), jnp.dtype(dtype), mesh)
-            _put(tree, path, leaf)
+            by_path.setdefault(slot.path, []).append((slot, name, *tensors[name]))
+
+        def one(path, weight: Weight) -> Array:
+            return load(weight, by_path[weights.keys(path)], jnp.dtype(dtype), mesh)
+
+        tree = jax.tree_util.tree_map_with_path(one, weights.weights(config, plan, cuts))
     return Transformer(config, plan, dtype), tree
 
 
-def local_folder(path_or_id: str | Path) -> Path:
-    """The folder itself, or the local copy of a hub model's safetensors, configs and tokenizer.
+def read_model(folder: Path, slim: bool = True) -> tuple[ModelConfig, KVPlan, Mapping]:
+    """What a folder's config.json describes, and its fields; slim=False: rows of keys and values.
 
     Raises:
-      UsageError: no such folder, and the hub does not give a model of that name.
+      UsageError: it cannot be read, or describes no model of ours.
+    """
+    raw = read_config_json(folder)
+    return ModelConfig.from_hf(raw), plan_from_hf(raw, slim), raw
+
+
+def local_folder(path_or_id: str | Path, revision: str | None = None) -> Path:
+    """The folder itself, the GGUF file that it is or holds instead of safetensors, or the local copy of a hub
+    model's safetensors, configs and tokenizer.
+
+    Raises:
+      UsageError: no such folder, and the hub does not give a model of that name; a revision of a folder; or a
+        folder with several GGUF files.
     """
     path = Path(path_or_id).expanduser()
-    if path.is_dir():
-        return path
     text = str(path_or_id)
+    if path.is_dir() or (path.suffix == SUFFIX and path.is_file()):
+        if revision is not None:
+            raise UsageError(f"{text} is a folder here: revision {revision!r} is of models on the hub")
+        return gguf_of(path) or path
     if path.exists():
-        raise UsageError(f"{text} is a file; give the folder that holds config.json and the safetensors")
-    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
-        raise UsageError(f"no such folder: {text}")
+        raise UsageError(
+            f"{text} is a file; give the folder that holds config.json and the safetensors, or a GGUF file"
+        )
+    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or path.suffix == SUFFIX:
+        raise UsageError(f"no such {'file' if path.suffix == SUFFIX else 'folder'}: {text}")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(text, allow_patterns=list(_DOWNLOAD)))
+        return Path(snapshot_download(text, revision=revision, allow_patterns=list(_DOWNLOAD)))
     except Exception as error:  # the hub client raises many kinds; to the user they are one: not available
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"{text!r} is no folder here, and the Hugging Face hub gives none: {reason}"
+            f"{text!r} is no folder here, and the Hugging Face hub gives none: {first_line(error)}"
         ) from None
 
 
-def _open_all(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, typing.Any]]:
-    """Tensor name -> (its file, a lazy slice of it), over all files of the checkpoint."""
+def open_all(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, typing.Any]]:
+    """Tensor name -> (its file, a lazy slice of it), over all files of the checkpoint, or of a GGUF file.
+
+    Raises:
+      UsageError: a file is missing, truncated, or not of its format.
+    """
+    if folder.suffix == SUFFIX:
+        return gguf.open_tensors(read_header(folder), read_config_json(folder))
     if (folder / SINGLE).exists() or not (folder / INDEX).exists():
-        return _open(_single(folder), stack)
+        return open_one(_single(folder), stack)
     where = _weight_map(folder / INDEX)
-    files = {name: _open(folder / name, stack) for name in sorted(set(where.values()))}
+    files = {name: open_one(folder / name, stack) for name in sorted(set(where.values()))}
     absent = [f"{tensor} (in {name})" for tensor, name in where.items() if tensor not in files[name]]
     if absent:
         raise UsageError(f"{folder / INDEX} places tensors in files that lack them: {_shorten(absent)}")
@@ -112,7 +153,7 @@ def _single(folder: Path) -> Path:
     others = sorted(path.name for path in folder.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
     if any(not name.endswith(".safetensors") for name in others):
         raise UsageError(
-            f"{folder} holds {', '.join(others[:3])} but no {SINGLE}; only safetensors is read "
+            f"{folder} holds {', '.join(others[:3])} but no {SINGLE}; only safetensors and GGUF are read "
             "(pickled files can run code): convert it with transformers' save_pretrained"
         )
     only = f", only {', '.join(others[:3])}" if others else ""
@@ -133,18 +174,24 @@ def _weight_map(path: Path) -> dict[str, str]:
     return dict(where)
 
 
-def _open(path: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, typing.Any]]:
+def open_one(path: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, typing.Any]]:
+    """The same of one file."""
     try:
-        file = stack.enter_context(safetensors.safe_open(inside(path), framework="numpy"))
-        return {name: (path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+        with explained(f"read {path}"):
+            file = stack.enter_context(safetensors.safe_open(inside(path), framework="numpy"))
+            return {name: (path, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except safetensors.SafetensorError as error:
         raise UsageError(f"{path} is truncated or not safetensors ({error}); fetch it again") from None
 
 
-def _check(folder: Path, tensors: Mapping, wanted: Mapping[str, Slot], may_ignore) -> None:
-    """All that does not fit, in one error."""
+def check_tensors(
+    folder: Path, tensors: Mapping, wanted: Mapping[str, Slot], may_ignore: Callable, said_by="config.json"
+) -> None:
+    """All that does not fit, in one error.
+
+    Raises:
+      UsageError: tensors are missing, misshapen, of another kind of number, or unknown and not `may_ignore`.
+    """
     bad_shape, bad_dtype = [], []
     for name in wanted.keys() & tensors.keys():
         found = tensors[name][1]
@@ -160,7 +207,7 @@ def _check(folder: Path, tensors: Mapping, wanted: Mapping[str, Slot], may_ignor
     }
     lines = [f"{len(names)} {kind}: {_shorten(names)}" for kind, names in problems.items() if names]
     if lines:
-        raise UsageError(f"the tensors in {folder} do not fit its config.json; " + "; ".join(lines))
+        raise UsageError(f"the tensors in {folder} do not fit its {said_by}; " + "; ".join(lines))
 
 
 def _shorten(names: list[str]) -> str:
@@ -168,7 +215,7 @@ def _shorten(names: list[str]) -> str:
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _load(weight: weights.Weight, parts: list, dtype: np.dtype, mesh: Mesh | None) -> Array:
+def load(weight: Weight, parts: list, dtype: np.dtype, mesh: Mesh | None) -> Array:
     """One of our arrays, each shard read from the slices of the tensors it needs."""
     if mesh is None:
         place = SingleDeviceSharding(jax.local_devices()[0])
@@ -177,27 +224,18 @@ def _load(weight: weights.Weight, parts: list, dtype: np.dtype, mesh: Mesh | Non
 
     def shard(index) -> np.ndarray:
         spans = [slice(*s.indices(size)[:2]) for s, size in zip(index, weight.shape, strict=True)]
-        if parts and parts[0][0].axis is None:
-            return _read(*parts[0], spans=spans).astype(dtype)
-        axis = parts[0][0].axis if parts else 0
+        if parts[0][0].index is None:
+            return _read(*parts[0], spans=spans, dtype=dtype)
         out = np.empty([s.stop - s.start for s in spans], dtype)
-        rest = spans[:axis] + spans[axis + 1 :]
-        for i, (slot, tensor) in enumerate(parts[spans[axis]]):
-            out[(slice(None),) * axis + (i,)] = _read(slot, tensor, rest)
+        for i, part in enumerate(parts[spans[0]]):
+            out[i] = _read(*part, spans=spans[1:], dtype=dtype)
         return out
 
     return jax.make_array_from_callback(weight.shape, place, shard)
 
 
-def _read(slot: Slot, tensor: tuple[Path, typing.Any], spans: list[slice]) -> np.ndarray:
-    path, found = tensor
+def _read(slot: Slot, name: str, path: Path, found, spans: list[slice], dtype: np.dtype) -> np.ndarray:
     try:
-        return found[tuple(spans[::-1])].T if slot.transposed else found[tuple(spans)]
+        return as_dtype(slot.read(found, spans), dtype, name)
     except (OSError, safetensors.SafetensorError) as error:
         raise UsageError(f"cannot read {path}: {error}") from None
-
-
-def _put(tree: dict, path: tuple[str, ...], leaf) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = leaf

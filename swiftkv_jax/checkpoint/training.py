@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from swiftkv_jax.checkpoint import manifest, storable
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.processes import any_process, from_first
 from swiftkv_jax.shapes import PyTree
 
 _TEMPORARY = "*.orbax-checkpoint-tmp*"
@@ -72,7 +72,7 @@ class Checkpointer:
         """Start saving; when this returns, `state` may be donated. A step just saved or restored is kept.
 
         Args:
-          state: jax arrays, typed PRNG keys among them.
+          state: jax arrays.
           meta: what `json` can hold; read back with tuples as lists and all keys as strings.
         Raises:
           CheckpointError: this save could not start, or the one before it failed.
@@ -81,7 +81,11 @@ class Checkpointer:
         self.wait()
         if step == self._latest:
             return
-        self._refuse_overwriting(step)
+        if later := [s for s in self._with_manifest() if s >= step]:
+            raise UsageError(
+                f"cannot save step {step}: {self.directory} already holds checkpoint {later[-1]}; "
+                "resume from it, or choose another directory"
+            )
         arrays = storable.pack(state)
         with _explained(f"saving checkpoint {step} in {self.directory}"):
             import orbax.checkpoint as ocp
@@ -105,7 +109,7 @@ class Checkpointer:
         self._thread.join()
         self._thread = None
         error, self._error = self._error, None
-        failed = _any_process(error is not None)
+        failed = any_process(error is not None)
         if error is not None:
             intact = self._with_manifest()
             kept = f"checkpoint {intact[-1]} is intact" if intact else "there is no older one"
@@ -136,14 +140,20 @@ class Checkpointer:
         self.wait()
         if not (steps := self.steps()):
             return None
-        step = self._newest_good(steps, report)
+        if (step := self._newest_good(steps, report)) is None:
+            return None
         self._rejected |= {s for s in steps if s > step}
         with _explained(f"restoring checkpoint {step} of {self.directory}"):
             import orbax.checkpoint as ocp
 
             with self._manager(read_only=True) as manager:
                 stored = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-                self._refuse_other_model(step, storable.differences(stored["leaves"], abstract_state))
+                if differences := storable.differences(stored["leaves"], abstract_state):
+                    raise UsageError(
+                        f"checkpoint {step} in {self.directory} is of another model or optimiser: "
+                        f"{'; '.join(differences)}. Resume with the run's own config, or choose another "
+                        "directory"
+                    )
                 args = ocp.args.StandardRestore(storable.abstract(abstract_state))
                 arrays = manager.restore(step, args=ocp.args.Composite(state=args)).state
         self._latest = step
@@ -188,13 +198,6 @@ class Checkpointer:
             for path in self.directory.glob(_TEMPORARY):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _refuse_overwriting(self, step: int) -> None:
-        if later := [s for s in self._with_manifest() if s >= step]:
-            raise UsageError(
-                f"cannot save step {step}: {self.directory} already holds checkpoint {later[-1]}; "
-                "resume from it, or choose another directory"
-            )
-
     def _make_room(self, step: int, size: int) -> None:
         """Prepare the directory for `size` more bytes; a rejected step of the same number goes."""
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -203,10 +206,13 @@ class Checkpointer:
             _delete_step(old)
         if (free := shutil.disk_usage(self.directory).free) < size:
             raise OSError(errno.ENOSPC, f"No space left ({size:,} bytes needed, {free:,} free)")
-        _any_process(False)  # nobody goes on before the old step is gone
+        any_process(False)  # nobody goes on before the old step is gone
 
-    def _newest_good(self, steps: list[int], report: Callable[[str], object]) -> int:
-        """Chosen by process 0 for all; raises CheckpointError where none is left."""
+    def _newest_good(self, steps: list[int], report: Callable[[str], object]) -> int | None:
+        """Chosen by process 0 for all; raises CheckpointError where none is left.
+
+        None: the only one is the run's first, and its save was killed before the manifest was written.
+        """
         good = -1
         if jax.process_index() == 0:
             for step in reversed(steps):
@@ -214,42 +220,22 @@ class Checkpointer:
                     good = step
                     break
                 report(f"checkpoint {step} rejected: {fault}")
-        if (good := _from_process_0(good)) < 0:
+            if good < 0 and len(steps) == 1 and not (self.directory / str(steps[0]) / manifest.NAME).exists():
+                good = -2
+        if (good := from_first(good)) == -2:
+            return None
+        if good < 0:
             raise CheckpointError(
                 f"none of the {len(steps)} checkpoint(s) in {self.directory} is whole; "
                 "put back a copy of one, or start again in another directory"
             )
         return good
 
-    def _refuse_other_model(self, step: int, differences: list[str]) -> None:
-        if differences:
-            raise UsageError(
-                f"checkpoint {step} in {self.directory} is of another model or optimiser: "
-                f"{'; '.join(differences)}. Resume with the run's own config, or choose another directory"
-            )
-
 
 def _delete_step(folder: Path) -> None:
     """Manifest first: half-deleted, the step counts as unfinished."""
     (folder / manifest.NAME).unlink(missing_ok=True)
     shutil.rmtree(folder)
-
-
-def _any_process(flag: bool) -> bool:
-    """True in every process if it is in one; also a barrier."""
-    if jax.process_count() == 1:
-        return flag
-    from jax.experimental import multihost_utils
-
-    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
-
-
-def _from_process_0(value: int) -> int:
-    if jax.process_count() == 1:
-        return value
-    from jax.experimental import multihost_utils
-
-    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,25 +18,24 @@ import safetensors
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
-from swiftkv_jax import params as weights
-from swiftkv_jax.checkpoint.names import Slot, leaves, slots
-from swiftkv_jax.config import DTYPES, read_config_json
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax import weights
+from swiftkv_jax.checkpoint.names import Slot, as_dtype, leaves, slots
+from swiftkv_jax.config import DTYPES
+from swiftkv_jax.config_json import read_config_json
+from swiftkv_jax.errors import UsageError, UsageWarning
+from swiftkv_jax.folder import inside
+from swiftkv_jax.gguf_header import gguf_of, read_header
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.text.gguf_tokenizer import tokenizer_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    "tokenizer.json tokenizer_config.json tokenizer.model spiece.model special_tokens_map.json "
+    "added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json"
+).split()
+ADAPTER, PREDICTOR, AUXILIARY = "kv_prediction.json", "predictor.safetensors", "auxiliary"
+_LAST = ("config.json", ADAPTER)  # what makes a folder one of a model, or of an adapter
 # Token ids that ModelConfig does not keep, because no number depends on them.
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -46,8 +47,12 @@ def save_pretrained(
     source: str | Path | None = None,
     max_shard_bytes: int = 5 * 2**30,
     dtype: str | None = None,
+    tokenizer: str | Path | None = None,
 ) -> None:
     """Write a folder that transformers loads (standard plan), or with the published names (SwiftKV plan).
+
+    Rows of other forms (Slim attention) keep the plain model's tensors beside their own, and config.json
+    lists them as `slim_attention`: transformers reads the plain model.
 
     Everything is written to a sibling folder first. A new `out_dir` appears whole or not at all; in one that
     exists each file is replaced whole, config.json last, and weights that the new ones supersede are removed.
@@ -55,48 +60,101 @@ def save_pretrained(
     With several processes all of them call this: each tensor is gathered in turn, and process 0 writes.
 
     Args:
-      source: folder to copy generation_config.json and the tokenizer from, and config.json's token ids.
+      source: folder or GGUF file to copy generation_config.json and the tokenizer from, and config.json's
+        token ids; by default the one that the model was read from (`model.config.source`).
       max_shard_bytes: more weights than this are spread over several files with an index.
       dtype: of the weights on disk; that of the parameters by default.
+      tokenizer: another folder or GGUF file to copy the tokenizer from, and nothing else.
 
     Raises:
-      UsageError: the model has no published form, or the folder cannot be written.
+      UsageError: the model has no published form, or a folder cannot be read or written.
     """
     _check_params(model, params)
     dtype = dtype or str(params["embed"].dtype)
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not supported; known: {', '.join(DTYPES)}")
     config = dataclasses.replace(model.config, dtype=dtype).to_hf(model.plan)
-    table = slots(model.config, model.plan)
+    table = slots(model.config, model.plan, weights.cuts_of(params))
     if jax.process_index():
         for names in _shards(table, jnp.dtype(dtype).itemsize, max_shard_bytes):
             for name in names:
-                _tensor(params, table[name], jnp.dtype(dtype))
+                tensor(params, name, table[name], jnp.dtype(dtype))
         multihost_utils.sync_global_devices("save_pretrained")
         return
-    with _staged(Path(out_dir)) as folder:
-        if source is not None:
-            config |= _copy_extras(Path(source), folder)
+    with staged(Path(out_dir)) as folder:
+        write_extras(folder, extras(model.config.source, source, tokenizer))
+        config |= token_ids(source or model.config.source)
         _write_weights(folder, params, table, jnp.dtype(dtype), max_shard_bytes)
-        _write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("save_pretrained")
 
 
 def _check_params(model: Transformer, params: PyTree) -> None:
-    want = {path: weight.shape for path, weight in leaves(weights.weights(model.config, model.plan))}
+    described = weights.weights(model.config, model.plan, weights.cuts_of(params))
+    want = {path: weight.shape for path, weight in leaves(described)}
     have = {path: tuple(leaf.shape) for path, leaf in leaves(params)}
-    wrong = [".".join(path) for path in sorted(want.keys() | have.keys()) if want.get(path) != have.get(path)]
+    paths = sorted(want.keys() | have.keys(), key=str)
+    wrong = [".".join(map(str, path)) for path in paths if want.get(path) != have.get(path)]
     if wrong:
         raise UsageError(f"not this model's parameters: {', '.join(wrong[:5])} differ in shape or presence")
 
 
-def _copy_extras(source: Path, folder: Path) -> dict:
-    """Copy generation_config.json and the tokenizer; the token ids of the source's config.json."""
-    for name in ("generation_config.json", *TOKENIZER_FILES):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-    raw = read_config_json(source) if (source / "config.json").is_file() else {}
+def write_extras(folder: Path, found: dict[str, Path | dict]) -> None:
+    """Put what `extras` found into `folder`."""
+    for name, extra in found.items():
+        if isinstance(extra, Path):
+            shutil.copyfile(inside(extra), folder / name)
+        else:
+            write_json(folder / name, extra)
+
+
+def has_extras(place: Path) -> bool:
+    """Whether anything lies beside a model's weights that `save_pretrained` would copy from there.
+
+    place: a folder or a GGUF file.
+    """
+    return bool(extras(None, place, None) or token_ids(place))
+
+
+def extras(
+    own: str | None, source: str | Path | None, tokenizer: str | Path | None
+) -> dict[str, Path | dict]:
+    """What to put beside the weights by its name, a file or what it says: the tokenizer's files, and
+    generation_config.json.
+
+    `own` is where the model was read, and had such files; it may be gone by now, which is no error.
+    """
+    for name, place in {"source": source, "tokenizer": tokenizer}.items():
+        if place is not None and not _is_place(place):
+            raise UsageError(f"{name} {place} is not a folder here, and no GGUF file")
+    if source is None and own is not None and not _is_place(own):
+        warnings.warn(
+            f"{own}, where the model was read, is gone: its tokenizer and settings are not copied",
+            UsageWarning,
+            stacklevel=2,
+        )
+    home = source or own
+    out: dict[str, Path | dict] = {}
+    for place, names in ((home, ("generation_config.json",)), (tokenizer or home, TOKENIZER_FILES)):
+        if place is None:
+            continue
+        paths = {name: Path(place) / name for name in names}
+        out |= {name: path for name, path in paths.items() if path.is_file()}
+        if names is TOKENIZER_FILES and not out.keys() & set(names) and (file := gguf_of(place)):
+            out |= tokenizer_files(read_header(file))
+    return out
+
+
+def _is_place(place: str | Path) -> bool:
+    return Path(place).is_dir() or gguf_of(place) is not None
+
+
+def token_ids(place: str | Path | None) -> dict:
+    """The token ids of a folder's config.json, or of a GGUF file."""
+    if place is None or not (gguf_of(place) or (Path(place) / "config.json").is_file()):
+        return {}
+    raw = read_config_json(place)
     return {name: raw[name] for name in _CARRIED if name in raw}
 
 
@@ -106,7 +164,7 @@ def _write_weights(folder: Path, params: PyTree, table: dict[str, Slot], dtype: 
     where = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
-        tensors = {name: _tensor(params, table[name], dtype) for name in names}
+        tensors = {name: tensor(params, name, table[name], dtype) for name in names}
         save_file(tensors, folder / file, {"format": "pt"})
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors gives the owner alone access
         del tensors
@@ -114,10 +172,10 @@ def _write_weights(folder: Path, params: PyTree, table: dict[str, Slot], dtype: 
     if len(shards) > 1:
         total = dtype.itemsize * sum(math.prod(slot.shape) for slot in table.values())
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        _write_json(folder / INDEX, index)
+        write_json(folder / INDEX, index)
 
 
-def _write_json(path: Path, value: dict) -> None:
+def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -133,44 +191,50 @@ def _shards(table: dict[str, Slot], itemsize: int, limit: int) -> list[list[str]
     return shards
 
 
-def _tensor(params: PyTree, slot: Slot, dtype: np.dtype) -> np.ndarray:
+def tensor(params: PyTree, name: str, slot: Slot, dtype: np.dtype) -> np.ndarray:
     leaf = params
     for key in slot.path:
         leaf = leaf[key]
     part = slot.part(leaf)
     if jax.process_count() > 1:
         part = multihost_utils.process_allgather(part, tiled=True)
-    part = np.asarray(jax.device_get(part)).astype(dtype)
-    return np.ascontiguousarray(part.T if slot.transposed else part)
+    part = as_dtype(np.asarray(jax.device_get(part)), dtype, name)
+    return np.ascontiguousarray(slot.written(part))
 
 
 @contextlib.contextmanager
-def _staged(out_dir: Path) -> Iterator[Path]:
+def staged(out_dir: Path) -> Iterator[Path]:
     """A folder to write in, moved to `out_dir` when all went well and removed when not."""
     out = out_dir.expanduser().absolute()
-    folder = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         blocker = next((path for path in (out, *out.parents) if path.is_file()), None)
         if blocker is not None:
             raise UsageError(f"cannot write to {out_dir}: {blocker} is a file, not a folder")
         out.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-        yield folder
-        _move_in(folder, out)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
+            folder = Path(beside) / out.name  # with the usual permissions, which `beside` has not
+            folder.mkdir()
+            yield folder
+            _move_in(folder, out)
     except (OSError, safetensors.SafetensorError) as error:
         raise UsageError(f"cannot write to {out_dir}: {getattr(error, 'strerror', None) or error}") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _move_in(folder: Path, out: Path) -> None:
+    """What a model or an adapter that lay in `out` had and the new one has not is removed."""
     if not out.exists():
         os.rename(folder, out)
         return
-    new = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == "config.json", name))
+    new = sorted((path.name for path in folder.iterdir()), key=lambda name: (name in _LAST, name))
     for name in new[:-1]:
+        if (folder / name).is_dir():  # which no rename replaces
+            shutil.rmtree(out / name, ignore_errors=True)
         os.replace(folder / name, out / name)
-    for old in [*out.glob("model*.safetensors"), out / INDEX]:
+    if ADAPTER not in new and (out / ADAPTER).exists():
+        (out / ADAPTER).unlink()
+        (out / PREDICTOR).unlink(missing_ok=True)
+        shutil.rmtree(out / AUXILIARY, ignore_errors=True)
+    for old in [*out.glob("model*.safetensors"), out / INDEX, out / "config.json"]:
         if old.name not in new:
             old.unlink(missing_ok=True)
     os.replace(folder / new[-1], out / new[-1])

@@ -1,6 +1,7 @@
 """Compile the real training step for a chip that is not here: does it fit, and what does it communicate?
 
-It proves that the step is legal, fits and communicates as planned; it says nothing about speed.
+It proves that the step is legal, fits and communicates as planned. Of its speed it says what no run can pass:
+the time that its FLOPs take at the peak, and the bytes it moves at the full bandwidth of the memory.
 """
 
 import dataclasses
@@ -14,18 +15,17 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
-from swiftkv_jax import params as weights
-from swiftkv_jax import sharding
-from swiftkv_jax.analysis import flops
+from swiftkv_jax import sharding, weights
+from swiftkv_jax.analysis import flops, hlo
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.errors import UsageError, first_line, suggest
+from swiftkv_jax.kernels.common.dispatch import UnsupportedError
 from swiftkv_jax.model import Transformer
-from swiftkv_jax.shapes import PyTree
 
-# Chip -> (the compiler's platform, JAX's device kind: the key of the tables in analysis/flops.py).
+# Chip -> (the compiler's platform, JAX's device kind: the key of the table in analysis/flops.py).
 CHIPS = {
     "v4": ("tpu", "TPU v4"),
     "v5p": ("tpu", "TPU v5"),
@@ -70,16 +70,14 @@ def topology(text: str):
     if platform == "tpu":
         target = {"topology_name": text}
     else:
-        description = _HOPPER.format(
-            name=kind, memory=flops.HBM_BYTES[kind], bandwidth=flops.HBM_BANDWIDTH[kind]
-        )
+        description = _HOPPER.format(name=kind, **flops.CHIPS[kind]._asdict())
         target = {"topology_name": chip.upper(), "topology": shape, "target_config": description}
     try:
         return kind, topologies.get_topology_desc(platform=platform, **target).devices
     except Exception as error:  # compilers raise many kinds; to the user they are one: not available
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise UsageError(
-            f"cannot describe {text}: {reason} (pip install 'swiftkv-jax[aot]' brings the compilers)"
+            f"cannot describe {text}: {first_line(error, 200)} "
+            "(pip install 'swiftkv-jax[aot]' brings the compilers)"
         ) from None
 
 
@@ -97,6 +95,7 @@ def compile_step(experiment: Experiment, devices):
     # The text is dumped by the target's own compiler: this jaxlib cannot always read a newer libtpu's
     # program.
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as dump:
+        steps.check(experiment, mesh)
         step = jax.jit(partial(steps.train_step, recipe), donate_argnums=1, out_shardings=(places, None))
         options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
         compiled = step.lower(frozen, state, batch).compile(compiler_options=options)
@@ -124,19 +123,22 @@ def abstract_batch(experiment: Experiment, mesh: Mesh) -> Batch:
 def report(experiment: Experiment, where: str, say=print) -> int:
     """Compile and print bytes per device, FLOPs and collectives; 0 if it fits the chip's memory, else 1."""
     kind, devices = topology(where)
-    capacity = flops.HBM_BYTES[kind]
+    chip = flops.CHIPS[kind]
     try:
-        compiled, hlo, recipe, mesh = compile_step(experiment, devices)
+        compiled, text, recipe, mesh = compile_step(experiment, devices)
+    except UnsupportedError as error:
+        raise UsageError(f"{error}; choose another by attention") from None
     except UsageError:
         raise
     except Exception as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise
-        say(f"{where}: does not fit: {(str(error).splitlines() or [''])[0][:300]}")
+        say(f"{where}: does not fit: {first_line(error)}")
         return 1
     memory = compiled.memory_analysis()
     assert memory is not None  # the compilers of all these chips report it
     total = weights.count(weights.weights(recipe.student.config, recipe.student.plan))
+    trained, _ = steps.weight_trees(recipe.student, recipe.trainable)
     arguments, temporaries = _gib(memory.argument_size_in_bytes), _gib(memory.temp_size_in_bytes)
     used = (
         memory.argument_size_in_bytes
@@ -147,15 +149,26 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     size = " x ".join(f"{name} {extent}" for name, extent in mesh.shape.items())
     say(f"{experiment.name} on {where}: {mesh.size} devices, mesh {size}")
     say(f"  parameters        {total / 1e9:.3f} B")
-    say(f"  trained           {_count(recipe) / 1e6:,.1f} M")
+    say(f"  trained           {weights.count(trained) / 1e6:,.1f} M")
     say(f"  per device        arguments {arguments}, temporaries {temporaries}")
-    say(f"  needed / memory   {_gib(used)} of {_gib(capacity)} ({used / capacity:.0%})")
+    say(f"  needed / memory   {_gib(used)} of {_gib(chip.memory)} ({used / chip.memory:.0%})")
     tokens = experiment.data.batch_size * experiment.data.seq_len
     work = steps.flops_per_token(recipe, experiment.data.seq_len) * tokens / mesh.size
-    best = work / flops.PEAK_FLOPS[kind]
+    best = work / chip.flops
     say(f"  FLOPs per device  {work:.3e} a step of {tokens:,} tokens; {best:.2f} s at the chip's bf16 peak")
-    say("  collectives       " + (", ".join(f"{n} {name}" for name, n in collectives(hlo).items()) or "none"))
-    fits = used <= capacity
+    again = steps.recomputed_flops_per_token(recipe, experiment.data.seq_len) * tokens / mesh.size
+    busy, moved = (work + again) / chip.flops, hlo.bytes_moved(text)
+    wait = moved / chip.bandwidth
+    say(f"  done again        {again:.3e} (remat); {busy:.2f} s with them")
+    say(f"  bytes per device  {moved / 1e9:,.1f} GB moved; {wait:.2f} s at the full bandwidth of its memory")
+    say(
+        f"  ceiling on MFU    {best / max(busy, wait):.0%} if bytes move while the chip multiplies, "
+        f"{best / (busy + wait):.0%} if they never do"
+    )
+    say(
+        "  collectives       " + (", ".join(f"{n} {name}" for name, n in collectives(text).items()) or "none")
+    )
+    fits = used <= chip.memory
     say(
         "  fits"
         if fits
@@ -164,15 +177,10 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     return 0 if fits else 1
 
 
-def collectives(hlo: str) -> dict[str, int]:
-    """How many of each collective an HLO text holds, asynchronous ones counted once."""
-    found = {name: len(re.findall(rf"= \S.*? {name}(?:-start)?\(", hlo)) for name in _COLLECTIVES}
+def collectives(text: str) -> dict[str, int]:
+    """How many of each collective an HLO text holds, loops counted once, asynchronous ones counted once."""
+    found = {name: len(re.findall(rf"= \S.*? {name}(?:-start)?\(", text)) for name in _COLLECTIVES}
     return {name: n for name, n in found.items() if n}
-
-
-def _count(recipe: steps.Recipe) -> int:
-    tree: PyTree = steps.weight_trees(recipe.student, recipe.trainable)[0]
-    return weights.count(tree)
 
 
 def _gib(size: float) -> str:

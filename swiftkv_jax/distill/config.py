@@ -4,49 +4,45 @@ import ast
 import dataclasses
 import importlib.util
 import json
+import sys
 import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 
+from swiftkv_jax.checks import above, choice, integer, number, whole
 from swiftkv_jax.config import DTYPES, ModelConfig
 from swiftkv_jax.distill.data import DataConfig
 from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.folder import CONFIGS, PACKAGE
+from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.surgery import INITS
 
 TRAINABLE = ("swiftkv", "upper", "all")
 SCHEDULES = ("linear", "cosine", "constant")
 REDUCTIONS = ("mean", "reference")
-
-
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UsageError(f"{name} must be one of {', '.join(known)}, not {value!r}{suggest(value, known)}")
-
-
-def _positive(owner: str, **values: float | int) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise UsageError(f"{owner}.{name} must be positive, not {value}")
-
-
-def _not_negative(owner: str, **values: float | int) -> None:
-    for name, value in values.items():
-        if not value >= 0:
-            raise UsageError(f"{owner}.{name} must not be negative, not {value}")
+LEAST_SQUARES = "least_squares"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Where the student's rows come from. `split` 0 is the plain transformer (for `trainable="all"`)."""
+    """Where the student's rows come from. `split` 0 is the plain transformer (for `trainable="all"`).
+
+    Attributes:
+      init: the student's start: one of `to_swiftkv`'s, or "least_squares": "fold", then its upper rows
+        solved for the teacher's own keys and values on training data (distill/least_squares.py).
+      init_tokens: tokens of that data, about; rounded up to whole batches.
+    """
 
     split: int = 0
     share: int = 1
     init: str = "fold"
+    init_tokens: int = 65_536
 
     def __post_init__(self):
-        _one_of("plan.init", self.init, INITS)
+        choice("plan.init", self.init, (*INITS, LEAST_SQUARES))
+        integer("plan.init_tokens", self.init_tokens, 1)
 
     def build(self, num_layers: int) -> KVPlan:
         return (
@@ -78,12 +74,12 @@ class LossConfig:
     chunk_mib: float = 256.0
 
     def __post_init__(self):
-        _positive("loss", temperature=self.temperature, chunk_mib=self.chunk_mib)
+        for name in ("temperature", "chunk_mib"):
+            above(f"loss.{name}", getattr(self, name), 0)
         names = ("kl_weight", "hidden_weight", "lm_weight", "exit_weight")
-        weights: dict[str, float] = {name: getattr(self, name) for name in names}
-        _not_negative("loss", **weights)
-        _one_of("loss.reduction", self.reduction, REDUCTIONS)
-        if not any(weights.values()):
+        weights = [number(f"loss.{name}", getattr(self, name), 0) for name in names]
+        choice("loss.reduction", self.reduction, REDUCTIONS)
+        if not any(weights):
             raise UsageError(
                 "loss: kl_weight, hidden_weight, lm_weight and exit_weight are all 0; "
                 "nothing would be trained"
@@ -105,22 +101,47 @@ class OptimizerConfig:
     accumulate: int = 1
 
     def __post_init__(self):
-        _positive("optimizer", learning_rate=self.learning_rate, clip=self.clip, accumulate=self.accumulate)
-        _not_negative(
-            "optimizer", weight_decay=self.weight_decay, warmup=self.warmup, final_share=self.final_share
-        )
-        _one_of("optimizer.schedule", self.schedule, SCHEDULES)
+        integer("optimizer.accumulate", self.accumulate, 1)
+        for name in ("learning_rate", "clip"):
+            above(f"optimizer.{name}", getattr(self, name), 0)
+        for name in ("weight_decay", "warmup", "final_share"):
+            number(f"optimizer.{name}", getattr(self, name), 0)
+        choice("optimizer.schedule", self.schedule, SCHEDULES)
         if self.warmup >= 1:
             raise UsageError(f"optimizer.warmup is a share of the steps, below 1, not {self.warmup}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices along each mesh axis; one of them may be -1, "whatever is left"."""
+    """Devices along each mesh axis; one of them may be -1, "whatever is left".
+
+    Attributes:
+      data, fsdp: share out the rows of a micro-batch. tensor: heads, ffn and vocabulary. context: the tokens
+        of a row, for rows that are too long for one device.
+    """
 
     data: int = 1
     fsdp: int = -1
     tensor: int = 1
+    context: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """The kernel of `causal_attention` by platform; None is the platform's own choice."""
+
+    cpu: str | None = None
+    gpu: str | None = None
+    tpu: str | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if (name := getattr(self, field.name)) is not None:
+                choice(f"attention.{field.name}", name, tuple(CAUSAL_ATTENTION))
+
+    def on(self, platform: str) -> str | None:
+        """The kernel on "cpu", "gpu" or "tpu"."""
+        return {"cpu": self.cpu, "gpu": self.gpu, "tpu": self.tpu}[platform]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,6 +156,9 @@ class Experiment:
       steps: optimiser steps; 0 means `epochs` passes over the data.
       evaluate_every, checkpoint_every: steps; 0 means only at the end.
       evaluation_batches: of the held-out data, at most so many; 0 means all.
+      eval_lengths: context lengths that the held-out data are judged at, each by itself, all in rows of
+        `evaluation.seq_len` tokens: longer documents are cut into pieces of that length. Metrics are then
+        named "2048/kl". Empty: one judgement, of the rows as `evaluation` makes them.
     """
 
     name: str
@@ -147,6 +171,7 @@ class Experiment:
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
+    attention: AttentionConfig = AttentionConfig()
     trainable: str = "swiftkv"
     dtype: str = "bfloat16"
     steps: int = 0
@@ -156,15 +181,16 @@ class Experiment:
     log_every: int = 10
     evaluate_every: int = 0
     evaluation_batches: int = 8
+    eval_lengths: tuple[int, ...] = ()
     checkpoint_every: int = 200
     keep_checkpoints: int = 3
     tensorboard: bool = False
     export_dtype: str = "bfloat16"
 
     def __post_init__(self):
-        _one_of("trainable", self.trainable, TRAINABLE)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("export_dtype", self.export_dtype, DTYPES)
+        choice("trainable", self.trainable, TRAINABLE)
+        choice("dtype", self.dtype, DTYPES)
+        choice("export_dtype", self.export_dtype, DTYPES)
         if not self.model and self.architecture is None:
             raise UsageError(
                 "an experiment needs a model (folder or id), or an architecture to train from random weights"
@@ -178,39 +204,107 @@ class Experiment:
             raise UsageError(
                 'loss.exit_weight is of a student\'s exit head; trainable="all" has no student: set it to 0'
             )
+        if self.trainable == "all" and self.plan.split:
+            raise UsageError(
+                f'trainable="all" trains a model as it is; plan.split {self.plan.split} is of a student: set '
+                "it to 0"
+            )
         if self.trainable != "all" and (not self.model or not self.plan.split):
             raise UsageError(
                 f"trainable={self.trainable!r} distils a model under a plan: give model and plan.split"
             )
-        if self.steps < 0 or self.epochs < 1 or self.log_every < 1 or self.keep_checkpoints < 1:
-            raise UsageError("steps must be 0 or more; epochs, log_every and keep_checkpoints at least 1")
+        integer("steps", self.steps, 0)
+        for name in ("epochs", "log_every", "keep_checkpoints"):
+            integer(name, getattr(self, name), 1)
+        for name in ("evaluate_every", "evaluation_batches", "checkpoint_every"):
+            integer(name, getattr(self, name), 0)
+        if self.plan.init == LEAST_SQUARES and not self.plan.split:
+            raise UsageError('plan.init="least_squares" fits rows made at a split: give plan.split')
+        object.__setattr__(self, "eval_lengths", tuple(self.eval_lengths))
+        self.held_out()
         if self.data.batch_size % self.optimizer.accumulate:
             raise UsageError(
                 f"data.batch_size {self.data.batch_size} is not a multiple of "
                 f"optimizer.accumulate {self.optimizer.accumulate}"
             )
 
+    def held_out(self) -> dict[int, DataConfig]:
+        """The held-out data by context length, as `eval_lengths` asks for them."""
+        if self.evaluation is None:
+            if self.eval_lengths:
+                raise UsageError(f"eval_lengths {self.eval_lengths} need held-out data: give evaluation")
+            return {}
+        longest = self.evaluation.seq_len
+        for length in self.eval_lengths:
+            if not 2 <= length <= longest:
+                raise UsageError(
+                    f"eval_lengths are at least 2 and at most evaluation.seq_len {longest}, not {length}"
+                )
+        return {
+            length: dataclasses.replace(self.evaluation, piece_lengths=(length,))
+            for length in self.eval_lengths
+        } or {longest: self.evaluation}
+
 
 def load_experiment(path: str | Path) -> Experiment:
-    """The `config` that a Python config file defines. Running it runs its code: trust it as you would a
-    script."""
-    path = Path(path)
-    if not path.is_file():
-        raise UsageError(f"config file {path} does not exist")
+    """The `config` that a Python config file defines; it may import the modules beside it, as a script may.
+
+    Running it runs its code: trust it as you would a script.
+
+    Args:
+      path: a file, or the bare name of a config that comes with the package: "tiny".
+
+    Raises:
+      UsageError: no such file or name, or it defines no experiment.
+    """
+    path = _config_file(Path(path))
     module_spec = importlib.util.spec_from_file_location(f"swiftkv_config_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
         raise UsageError(f"config file {path} is not Python; its name must end in .py")
     module = importlib.util.module_from_spec(module_spec)
+    sys.path.insert(0, str(path.parent))
     try:
         module_spec.loader.exec_module(module)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     except Exception as error:
         raise UsageError(f"{path}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent))
     experiment = getattr(module, "config", None)
     if not isinstance(experiment, Experiment):
         raise UsageError(f"{path} must define `config = Experiment(...)`")
     return experiment
+
+
+def _config_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    names = sorted(found.stem for found in CONFIGS.glob("*.py"))
+    if path == Path(path.stem) and path.stem in names:
+        return CONFIGS / f"{path.stem}.py"
+    bare = path == Path(path.name) and not path.suffix
+    near = suggest(path.stem, names) or (f"; these come with the package: {', '.join(names)}" if bare else "")
+    raise UsageError(f"config file {path} does not exist{near}")
+
+
+def from_package(experiment: Experiment) -> Experiment:
+    """The experiment with the package's own files for paths that begin with `demo/` and are not there.
+
+    So configs that name the demo's model and corpus run in any folder, and in a clone as they always did.
+    """
+    data = {
+        name: dataclasses.replace(config, sources=tuple(map(_in_package, config.sources)))
+        for name in ("data", "evaluation")
+        if (config := getattr(experiment, name)) is not None
+    }
+    model, tokenizer = _in_package(experiment.model), _in_package(experiment.tokenizer)
+    return dataclasses.replace(experiment, model=model, tokenizer=tokenizer, **data)
+
+
+def _in_package(path: str) -> str:
+    ours = PACKAGE / path
+    return str(ours) if path.startswith("demo/") and not Path(path).exists() and ours.exists() else path
 
 
 def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
@@ -252,8 +346,8 @@ def _parse(text: str, annotation, key: str):
         return text
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
-    if annotation is int and isinstance(value, float) and value.is_integer():
-        value = int(value)
+    if annotation is int:
+        value = whole(value)
     if typing.get_origin(annotation) is tuple and isinstance(value, list | str):
         value = (value,) if isinstance(value, str) else tuple(value)
     if not _matches(value, annotation):
@@ -275,35 +369,3 @@ def _matches(value, annotation) -> bool:
 def resolved(experiment: Experiment) -> str:
     """The whole experiment as JSON: saved with the run, compared on resume."""
     return json.dumps(dataclasses.asdict(experiment), indent=2, sort_keys=True)
-
-
-def paper_recipe(name: str, model: str, architecture: ModelConfig, split: int, **changes) -> Experiment:
-    """The SwiftKV paper's distillation (appendix A.1): its data, 2 epochs, lr 3e-4, weight decay 0.05,
-    5 % warm-up, 8192 tokens with separated packing, temperature 2.
-    """
-    return Experiment(
-        **{
-            "name": name,
-            "model": model,
-            "architecture": architecture,
-            "plan": PlanConfig(split=split),
-            "data": DataConfig(
-                sources=PAPER_DATA, split="train", seq_len=8192, batch_size=16, mask="assistant"
-            ),
-            "evaluation": DataConfig(
-                sources=PAPER_DATA,
-                split="held_out",
-                seq_len=8192,
-                batch_size=16,
-                mask="assistant",
-                limit=2000,
-            ),
-            "evaluate_every": 500,
-            "optimizer": OptimizerConfig(learning_rate=3e-4, weight_decay=0.05, warmup=0.05),
-            "epochs": 2,
-            **changes,
-        }
-    )
-
-
-PAPER_DATA = ("hf://HuggingFaceH4/ultrachat_200k", "hf://teknium/OpenHermes-2.5", "hf://Open-Orca/SlimOrca")

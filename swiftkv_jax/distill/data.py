@@ -10,11 +10,8 @@ import numpy as np
 
 from swiftkv_jax.distill.packing import Batch, Place, Sample, assemble, fill_row
 from swiftkv_jax.distill.samples import DataConfig, Samples
-from swiftkv_jax.distill.sources import split_of
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.tokenizer import Tokenizer
-
-__all__ = ["Batch", "DataConfig", "DataLoader", "evaluation_batches", "merge_states", "split_of"]
+from swiftkv_jax.text.tokenizer import Tokenizer
 
 _MEASURED = 10_000  # samples that steps_per_epoch looks at
 _FUSE_STREAM = 2**64 - 1  # second word of the random key where epochs have their number
@@ -77,7 +74,9 @@ class DataLoader:
         return {"step": self._step, "lanes": lanes, "config": self._identity()}
 
     def restore(self, state: dict) -> None:
-        """Go on exactly where `state` was taken, by as many processes as may be (see `merge_states`).
+        """Go on exactly where `state` was taken, by as many processes as may be.
+
+        The state of several processes is one with the lanes of all of them.
 
         Raises:
           UsageError: a state of other data or another config, or one that lacks lanes of this process.
@@ -88,7 +87,9 @@ class DataLoader:
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"this is no state of a data loader: {error!r}") from error
         mine = self._identity()
-        changed = [f"{k} {saved.get(k)!r} -> {mine.get(k)!r}" for k in mine if saved.get(k) != mine[k]]
+        # A field that is off counts as absent: the state may be older than the field.
+        differ = [k for k in mine if (saved.get(k) or None) != (mine[k] or None)]
+        changed = [f"{k} {saved.get(k)!r} -> {mine[k]!r}" for k in differ]
         if changed:
             raise UsageError(f"the data differs from that of the saved state: {', '.join(changed)}")
         missing = [lane for lane in self.lanes if lane not in places]
@@ -110,6 +111,7 @@ class DataLoader:
         """What the order and the content of batches follow from."""
         fields = dataclasses.asdict(self.config)
         del fields["sources"], fields["skip_bad_lines"]
+        fields["piece_lengths"] = list(fields["piece_lengths"])  # as JSON gives it back
         samples = self.samples
         return fields | {"documents": samples.documents.digest, "tokenizer": samples.tokenizer.fingerprint}
 
@@ -118,12 +120,11 @@ class DataLoader:
         step, places = self._front
         rows, after, fused = [], {}, []
         for lane in self.lanes:
-            pieces, after[lane] = fill_row(
+            pieces, after[lane] = _next_row(
+                self.config,
+                step + lane,
                 lambda cursor, lane=lane: self.samples[self._index(self._number(lane, cursor))],
                 places[lane],
-                self.config.seq_len,
-                pack=self.config.pack,
-                cut_anywhere=self.config.long_documents == "fill",
             )
             rows.append(pieces)
             fused.append(self._fused(lane, step))
@@ -163,11 +164,6 @@ def _philox(seed: int, stream: int, *place: int) -> np.random.Philox:
     return np.random.Philox(key=np.array([seed, stream], np.uint64), counter=counter)
 
 
-def merge_states(states: Sequence[dict]) -> dict:
-    """The state of all processes' loaders as one, which any number of processes can restore."""
-    return {**states[0], "lanes": {lane: place for state in states for lane, place in state["lanes"].items()}}
-
-
 def evaluation_batches(
     config: DataConfig,
     tokenizer: Tokenizer,
@@ -194,18 +190,25 @@ def evaluation_batches(
     return [assemble(rows[i : i + share], [False] * share, config.seq_len) for i in starts]
 
 
+def _next_row(config: DataConfig, number: int, sample_at, place: Place) -> tuple[list[Sample], Place]:
+    """`fill_row` as a config asks for it: row number `number` has the next of its lengths."""
+    longest, anywhere = config.lengths[number % len(config.lengths)], config.long_documents == "fill"
+    return fill_row(
+        sample_at, place, config.seq_len, pack=config.pack, cut_anywhere=anywhere, longest=longest
+    )
+
+
 def _pack_once(
     config: DataConfig, samples: Samples, indices: Sequence[int], limit: int | None = None
 ) -> list[list[Sample]]:
     """The rows that some samples make in this order, at most `limit`."""
     rows, place = [], Place()
     while place.cursor < len(indices) and (limit is None or len(rows) < limit):
-        pieces, place = fill_row(
+        pieces, place = _next_row(
+            config,
+            len(rows),
             lambda cursor: samples[indices[cursor]] if cursor < len(indices) else None,
             place,
-            config.seq_len,
-            pack=config.pack,
-            cut_anywhere=config.long_documents == "fill",
         )
         if pieces:
             rows.append(pieces)

@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -16,20 +17,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from swiftkv_jax import params as weights
-from swiftkv_jax import sharding
+from swiftkv_jax import processes, sharding, weights
 from swiftkv_jax.analysis import flops
-from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
+from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder, save_pretrained
 from swiftkv_jax.checkpoint.training import Checkpointer
+from swiftkv_jax.config import ModelConfig, plan_from_hf
+from swiftkv_jax.distill import least_squares
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import Experiment, resolved
+from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, resolved
 from swiftkv_jax.distill.data import Batch, DataLoader, evaluation_batches
 from swiftkv_jax.distill.progress import Progress, Silence
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.errors import UsageError, explained
+from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
+from swiftkv_jax.kernels.common.dispatch import UnsupportedError, device, preferred
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.shapes import PyTree
-from swiftkv_jax.tokenizer import load_tokenizer
+from swiftkv_jax.text.tokenizer import load_tokenizer
+
+_MAY_CHANGE = (  # fields of an Experiment, when it is resumed
+    "log_every evaluate_every checkpoint_every keep_checkpoints tensorboard mesh attention evaluation "
+    "evaluation_batches eval_lengths"
+).split()
 
 
 class TrainingError(RuntimeError):
@@ -46,10 +55,21 @@ class Result:
     signal: int = 0
 
 
-def load_teacher(experiment: Experiment, mesh) -> tuple[Transformer, PyTree]:
-    """The model that is trained or distilled: from a checkpoint, or random under `architecture`."""
-    if experiment.model:
-        return from_pretrained(experiment.model, dtype=experiment.dtype, mesh=mesh)
+def load_teacher(experiment: Experiment, folder: Path | None, mesh) -> tuple[Transformer, PyTree]:
+    """The model that is trained or distilled: from its folder, or random under `architecture`.
+
+    Its stacks are cut at the plan's depth, so that student and teacher share their arrays.
+    """
+    if folder is not None:
+        forms = plan_from_hf(folder).forms
+        if forms != ("kv",):
+            raise UsageError(
+                f"{folder} stores rows as {', '.join(forms)} (Slim attention), which nothing trains through: "
+                "convert last. Train the plain model, then run python -m swiftkv_jax.slim"
+            )
+        plan = experiment.plan.build(ModelConfig.from_hf(folder).num_layers)
+        cuts = (plan.depth,) if plan.is_swiftkv else ()
+        return from_pretrained(folder, dtype=experiment.dtype, mesh=mesh, cuts=cuts)
     config = experiment.architecture
     assert config is not None  # an Experiment without a model has an architecture
     model = Transformer(config, KVPlan.standard(config.num_layers), experiment.dtype)
@@ -67,15 +87,20 @@ def train(
     """Run an experiment to its end, or to a signal; `out` gets config.json, metrics, checkpoints and the
     export.
 
+    With several processes all of them call this; process 0 writes and speaks.
+
     Raises:
-      UsageError: bad input, found before the first step.
+      UsageError: bad input, found before the first step; in any process, it is raised in all.
       TrainingError: the loss is not finite, or a checkpoint could not be written.
     """
+    processes.check_same("the config", resolved(experiment))
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
     with jax.set_mesh(mesh):
         run = Run(experiment, out, mesh, resume, say)
         try:
             return run.go()
+        except UnsupportedError as error:
+            raise UsageError(f"{error}; choose another by attention") from None
         finally:
             run.close()
 
@@ -84,29 +109,41 @@ class Run:
     """One run's moving parts; `go` is the loop."""
 
     def __init__(self, experiment: Experiment, out: Path, mesh, resume: bool, say: Callable[[str], None]):
-        self.experiment, self.out, self.mesh, self.say = experiment, out, mesh, say
-        self.tokenizer = load_tokenizer(experiment.tokenizer or experiment.model)
-        teacher, params = load_teacher(experiment, mesh)
-        if self.tokenizer.vocab_size > teacher.config.vocab_size:
-            raise UsageError(
-                f"the tokenizer has {self.tokenizer.vocab_size} tokens, "
-                f"the model only {teacher.config.vocab_size}"
-            )
-        rows = experiment.data.batch_size // experiment.optimizer.accumulate
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        if rows % shards:
-            raise UsageError(
-                f"each micro-batch has {rows} rows, which the mesh's {shards} data shards do not divide"
-            )
+        self.experiment, self.out, self.mesh = experiment, out, mesh
+        self.first = processes.is_first()
+        self.say = say if self.first else lambda _line: None
+        with processes.together():
+            share = sharding.share_of_rows(mesh, jax.process_index())
+            self.process = dict(zip(("process_index", "process_count"), share, strict=True))
+            if self.first:
+                _check_folder(out, experiment, resume)
+            folder = local_folder(experiment.model) if experiment.model else None  # once: files of one commit
+            self.tokenizer = load_tokenizer(experiment.tokenizer or folder or "")
+            self.loader = DataLoader(experiment.data, self.tokenizer, **self.process)
+            self.held_out = {
+                length: evaluation_batches(
+                    data, self.tokenizer, experiment.evaluation_batches or None, **self.process
+                )
+                for length, data in experiment.held_out().items()
+            }
+            total = experiment.steps or experiment.epochs * self.loader.steps_per_epoch()
+            teacher, params = load_teacher(experiment, folder, mesh)
+            if self.tokenizer.vocab_size > teacher.config.vocab_size:
+                raise UsageError(
+                    f"the tokenizer has {self.tokenizer.vocab_size} tokens, "
+                    f"the model only {teacher.config.vocab_size}"
+                )
+        steps.check(experiment, mesh)
         plan = experiment.plan.build(teacher.config.num_layers)
-        self.process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-        self.loader = DataLoader(experiment.data, self.tokenizer, **self.process)
-        total = experiment.steps or experiment.epochs * self.loader.steps_per_epoch()
+        if experiment.plan.init == LEAST_SQUARES and not plan.is_swiftkv:
+            raise UsageError(
+                f"plan.split {plan.split} of {plan.num_layers} layers leaves no rows to fit by least squares"
+            )
         student, trained, frozen = steps.prepare(
             teacher,
             params,
             plan,
-            experiment.plan.init,
+            "fold" if experiment.plan.init == LEAST_SQUARES else experiment.plan.init,
             experiment.trainable,
             exit_head=experiment.loss.exit_weight > 0,
         )
@@ -114,45 +151,70 @@ class Run:
         self.abstract, abstract_frozen = steps.abstract_run(self.recipe, mesh)
         places = jax.tree.map(lambda leaf: leaf.sharding, (self.abstract, abstract_frozen))
         self.frozen = jax.device_put(frozen, places[1])
-        self.state = jax.jit(
-            partial(steps.init_state, self.recipe, seed=experiment.seed), out_shardings=places[0]
-        )(trained)
+        self.state = jax.jit(partial(steps.init_state, self.recipe), out_shardings=places[0])(trained)
         self.step_fn = jax.jit(
             partial(steps.train_step, self.recipe), donate_argnums=1, out_shardings=(places[0], None)
         )
         self.evaluate_fn = jax.jit(partial(steps.evaluate_batch, self.recipe))
         self.batch_sharding = jax.sharding.NamedSharding(mesh, sharding.spec("B ."))
-        self.first = jax.process_index() == 0
-        _prepare_folder(out, experiment, resume)
-        self.checkpoints = Checkpointer(out / "checkpoints", keep=experiment.keep_checkpoints)
-        self.progress = self._progress() if self.first else Silence()
-        self.held_out, self.evaluated = None, None
+        with processes.together():
+            if self.first:
+                _make_folder(out, experiment)
+            self.checkpoints = Checkpointer(out / "checkpoints", keep=experiment.keep_checkpoints)
+            self.progress = self._progress() if self.first else Silence()
+        self.evaluated: tuple[int, dict[int, dict[str, np.ndarray]]] | None = None
+        self.to_fit = experiment.plan.init == LEAST_SQUARES
         self.caught = 0
         if resume:
             self._restore()
 
     def _progress(self) -> Progress:
         e = self.experiment
-        per_token = steps.flops_per_token(self.recipe, e.data.seq_len)
-        peak = flops.PEAK_FLOPS.get(jax.devices()[0].device_kind)
-        return Progress(
-            self.out, self.recipe.steps, e.log_every, per_token, peak and peak * self.mesh.size, e.tensorboard
-        )
+        context = sum(e.data.lengths) // len(e.data.lengths)
+        per_token = steps.flops_per_token(self.recipe, context)
+        chip = flops.CHIPS.get(jax.devices()[0].device_kind)
+        peak = chip.flops * self.mesh.size if chip else None
+        return Progress(self.out, self.recipe.steps, e.log_every, per_token, peak, e.tensorboard)
 
     def go(self) -> Result:
         """Step until the end or a signal; every metric is read one step late, so the device never waits."""
         self._describe()
-        handlers = {s: signal.signal(s, self._catch) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.fit_start()
+        caught = [signal.SIGINT] if jax.distributed.is_initialized() else [signal.SIGINT, signal.SIGTERM]
+        handlers = {s: signal.signal(s, self._catch) for s in caught}
         try:
             return self._loop()
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
+    def fit_start(self) -> None:
+        """Solve the student's rows by least squares, if the plan says so and no step or fit was made yet."""
+        if not self.to_fit:
+            return
+        e, began = self.experiment, time.monotonic()
+        loader = DataLoader(e.data, self.tokenizer, **self.process)
+        try:
+            count = math.ceil(e.plan.init_tokens / (e.data.batch_size * e.data.seq_len))
+            numbers = self.progress.counted("fitting rows by least squares: batch", range(count))
+            batches = (self._place(next(loader)[0]) for _ in numbers)
+            student = self.recipe.student
+            params = steps.merge(self.state.trainable, self.frozen.student)
+            teacher = steps.teacher_of(student, params, self.frozen)
+            fitted = least_squares.fit(student, params, *teacher, batches)
+        finally:
+            loader.close()
+        trained, _ = steps.split_trainable(student, fitted, e.trainable)
+        self.state, self.evaluated = dataclasses.replace(self.state, trainable=trained), None
+        self.to_fit = False
+        tokens = count * e.data.batch_size * e.data.seq_len
+        took = time.monotonic() - began
+        self.say(f"rows fitted to the teacher's by least squares on {tokens:,} tokens in {took:.0f} s")
+
     def _loop(self) -> Result:
         e, done = self.experiment, int(self.state.step)
         evaluation, pending, began = {}, None, time.monotonic()
-        while done < self.recipe.steps and not self.caught:
+        while not (ended_by := self._signal(done)) and done < self.recipe.steps:
             batch, ids = next(self.loader)
             self.state, metrics = self.step_fn(self.frozen, self.state, self._place(batch))
             done += 1
@@ -169,15 +231,29 @@ class Run:
                 self.progress.evaluation(done, evaluation)
                 began = time.monotonic()
         self._report(pending, began)
-        if self.caught:
+        if ended_by:
             self._save(done)
             self.checkpoints.wait()
-            return Result(done, evaluation, None, self.caught)
+            return Result(done, evaluation, None, ended_by)
         self.checkpoints.wait()
         evaluation = self.evaluate()
         if evaluation:
             self.progress.evaluation(done, evaluation)
-        return Result(done, evaluation, self._export())
+        folder = self.out / "export"
+        self.export(folder)
+        return Result(done, evaluation, folder)
+
+    def _signal(self, done: int) -> int:
+        """The signal that ends the run after `done` steps, or 0.
+
+        With several processes all end after the same step: JAX catches SIGTERM itself, tells the others, and
+        chooses a step that none has passed (`multihost_utils.reached_preemption_sync_point`).
+        """
+        if not jax.distributed.is_initialized():
+            return self.caught
+        if not multihost_utils.reached_preemption_sync_point(done):
+            return 0
+        return self.caught or signal.SIGTERM
 
     def _report(self, pending, began: float) -> float:
         """Wait for a step's metrics, check and record them; the time it is now."""
@@ -190,8 +266,7 @@ class Run:
             shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
             raise TrainingError(
                 f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}; "
-                f"samples of the batch: {shown}. "
-                "The last checkpoint is good"
+                f"samples of the batch: {shown}. Checkpoints, where there are any, are of before"
             )
         now = time.monotonic()
         self.progress.record(step, values, now - began)
@@ -200,24 +275,29 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Held-out cross-entropy and perplexity, and, with a teacher, its own, the KL and the agreement.
 
-        Of an exit head, the KL to the teacher and the agreement with the student.
+        Of an exit head, the KL to the teacher and the agreement with the student. With `eval_lengths`, all of
+        that for each of them, under names like "2048/kl".
         """
-        return summarise(self.row_sums(), self.recipe.has_teacher) if self.experiment.evaluation else {}
+        found = {length: summarise(rows, self.recipe.has_teacher) for length, rows in self.row_sums().items()}
+        if not self.experiment.eval_lengths:
+            return next(iter(found.values()), {})
+        return {f"{length}/{name}": x for length, means in found.items() for name, x in means.items()}
 
-    def row_sums(self) -> dict[str, np.ndarray]:
-        """`evaluate_batch`'s sums for every held-out row, at the current step (kept until the next one)."""
-        e, now = self.experiment, int(self.state.step)
-        if self.held_out is None:
-            assert e.evaluation is not None  # `evaluate` asks only when there is held-out data
-            limit = e.evaluation_batches or None
-            self.held_out = evaluation_batches(e.evaluation, self.tokenizer, limit, **self.process)
+    def row_sums(self) -> dict[int, dict[str, np.ndarray]]:
+        """`evaluate_batch`'s sums for every held-out row by context length, at the current step (kept until
+        the next one)."""
+        now = int(self.state.step)
         if self.evaluated is None or self.evaluated[0] != now:
-            sums = [
-                self.evaluate_fn(self.frozen, self.state.trainable, self._place(b)) for b in self.held_out
-            ]
-            rows = [multihost_utils.process_allgather(s, tiled=True) for s in sums]
-            self.evaluated = now, {name: np.concatenate([r[name] for r in rows]) for name in rows[0]}
+            self.evaluated = now, {length: self.judge(batches) for length, batches in self.held_out.items()}
         return self.evaluated[1]
+
+    def judge(self, batches: list[Batch]) -> dict[str, np.ndarray]:
+        """`evaluate_batch`'s sums for every row of these batches, at the current step."""
+        rows = []
+        for batch in self.progress.counted("judging held-out rows: batch", batches):
+            sums = self.evaluate_fn(self.frozen, self.state.trainable, self._place(batch))
+            rows.append(multihost_utils.process_allgather(sums, tiled=True))
+        return {name: np.concatenate([r[name] for r in rows]) for name in rows[0]}
 
     def _place(self, batch: Batch) -> Batch:
         put = partial(jax.make_array_from_process_local_data, self.batch_sharding)
@@ -241,18 +321,18 @@ class Run:
             return
         done, self.state, meta = found
         self.loader.restore(meta["data"])
+        self.to_fit = False
         self.say(f"resumed from step {done}")
 
-    def _export(self) -> Path | None:
-        params = steps.merge(self.state.trainable, {n: p for n, p in self.frozen.items() if n != "teacher"})
-        folder = self.out / "export"
+    def export(self, folder: Path) -> None:
+        """Save the student as it is now, in `export_dtype`, with its tokenizer."""
+        params = steps.merge(self.state.trainable, self.frozen.student)
         dtype = jnp.dtype(self.experiment.export_dtype)
         student = self.recipe.student
         config = dataclasses.replace(student.config, dtype=self.experiment.export_dtype)
         student = Transformer(config, student.plan, self.experiment.export_dtype)
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        save_pretrained(folder, student, params, source=self.experiment.tokenizer or self.experiment.model)
-        return folder
+        save_pretrained(folder, student, params, tokenizer=self.tokenizer.folder)
 
     def _describe(self) -> None:
         e, model = self.experiment, self.recipe.student
@@ -265,6 +345,18 @@ class Run:
             f"{self.recipe.steps} steps of {e.data.batch_size} x {e.data.seq_len} tokens; "
             f"{jax.devices()[0].device_kind}, mesh {mesh}; {e.dtype}"
         )
+        config, rows = model.config, e.data.batch_size // e.optimizer.accumulate
+        q, k = (
+            jax.ShapeDtypeStruct((rows, e.data.seq_len, heads, config.head_dim), jnp.dtype(e.dtype))
+            for heads in (config.num_heads, config.num_kv_heads)
+        )
+        segments = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
+        named = self.recipe.attention.on(device()[0])
+        how = {"scale": config.head_dim**-0.5, "shards": sharding.SHARDS}
+        kernel = named or preferred(CAUSAL_ATTENTION, (q, k, k, segments, config.windows[0]), how)
+        self.say(
+            f"kernels: causal_attention {kernel} ({'named' if named else 'the choice of this platform'})"
+        )
 
     def _catch(self, number: int, _frame) -> None:
         if self.caught:
@@ -274,6 +366,8 @@ class Run:
             f"\n{signal.Signals(number).name}: finishing this step, saving, then leaving "
             "(again: leave at once)"
         )
+        if jax.distributed.is_initialized():  # the others hear of a SIGTERM only
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
         self.loader.close()
@@ -308,23 +402,37 @@ def summarise(rows: dict[str, np.ndarray], has_teacher: bool) -> dict[str, float
     return out
 
 
-def _prepare_folder(out: Path, experiment: Experiment, resume: bool) -> None:
-    """Make the run's folder and save the resolved config; refuse to mix two runs."""
-    path, text = out / "config.json", resolved(experiment)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+def _check_folder(out: Path, experiment: Experiment, resume: bool) -> None:
+    """Refuse to mix two runs, before anything is loaded."""
+    path = out / "config.json"
+    with explained(f"read {path}"):
         if path.exists() and not resume:
             raise UsageError(f"{out} already holds a run: give --resume to go on with it, or another --out")
-        if path.exists() and _identity(path.read_text()) != _identity(text):
+        if path.exists() and identity(_json(path)) != identity(json.loads(resolved(experiment))):
             raise UsageError(
                 f"{path} belongs to another run (model, data, plan or optimiser differ): use another --out"
             )
-        path.write_text(text)
-    except OSError as error:
-        raise UsageError(f"cannot write to {out}: {error.strerror}") from None
 
 
-def _identity(text: str) -> str:
+def _make_folder(out: Path, experiment: Experiment) -> None:
+    """The run's folder with the resolved config in it, which marks it as taken."""
+    with explained(f"write to {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+        draft = out / ".config.json.tmp"  # a kill leaves the old file or the new one, never half of one
+        draft.write_text(resolved(experiment))
+        os.replace(draft, out / "config.json")
+
+
+def _json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise UsageError(
+            f"{path} is no JSON ({error}); if the run is to go on, delete this file and give --resume"
+        ) from None
+
+
+def identity(config: dict) -> str:
     """What must not change between a run and its resumption.
 
     A field that is off (0, false, null) counts as absent: a run that began before the field existed lacks it.
@@ -333,15 +441,8 @@ def _identity(text: str) -> str:
     def on(tree):
         return {n: on(v) for n, v in tree.items() if v} if isinstance(tree, dict) else tree
 
-    kept = on(json.loads(text))
-    for name in (
-        "log_every",
-        "evaluate_every",
-        "checkpoint_every",
-        "keep_checkpoints",
-        "tensorboard",
-        "mesh",
-        "evaluation",
-    ):
+    kept = on(config)
+    kept.get("plan", {}).pop("init_tokens", None)  # of the start, which a resumed run has behind it
+    for name in _MAY_CHANGE:
         kept.pop(name, None)
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from swiftkv_jax import sharding
 from swiftkv_jax.shapes import Array, Float, Int, PyTree
 
 Head = Callable[[Float[Array, "B c D"]], Float[Array, "B c V"]]
@@ -20,27 +21,32 @@ def over_chunks(per_chunk, chunk: int, *arrays: Array):
 
     Returns the sums, and what was kept, joined to [B, T, ...] again. The last chunk is filled up by zeros,
     which a mask among the arrays must make harmless. Each chunk's logits are made again in the backward pass
-    instead of being kept.
+    instead of being kept. Where the mesh cuts T, a chunk has `chunk` positions of each part.
     """
-    length = arrays[0].shape[1]
-    count = -(-length // chunk)
+    parts = sharding.pieces("T", arrays[0].shape[1])
+    each = arrays[0].shape[1] // parts
+    chunk = min(chunk, each)
+    count = -(-each // chunk)
 
     def cut(x):
-        x = jnp.pad(x, ((0, 0), (0, count * chunk - length)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], count, chunk, *x.shape[2:]), 1, 0)
+        x = x.reshape(x.shape[0], parts, each, *x.shape[2:])
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, count * chunk - each)) + ((0, 0),) * (x.ndim - 3))
+        x = jnp.moveaxis(x.reshape(*x.shape[:2], count, chunk, *x.shape[3:]), 2, 0)
+        return x.reshape(*x.shape[:2], parts * chunk, *x.shape[4:])
 
     def body(total, parts):
         sums, kept = per_chunk(*parts)
         return jax.tree.map(jnp.add, total, sums), kept
 
     def join(x):
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(x.shape[0], count * chunk, *x.shape[3:])[:, :length]
+        x = jnp.moveaxis(x.reshape(*x.shape[:2], parts, chunk, *x.shape[3:]), 0, 2)
+        x = x.reshape(*x.shape[:2], count * chunk, *x.shape[4:])[:, :, :each]
+        return x.reshape(x.shape[0], parts * each, *x.shape[3:])
 
-    parts = tuple(cut(x) for x in arrays)
-    shapes = jax.eval_shape(per_chunk, *(jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in parts))[0]
+    chunks = tuple(cut(x) for x in arrays)
+    shapes = jax.eval_shape(per_chunk, *(jax.ShapeDtypeStruct(p.shape[1:], p.dtype) for p in chunks))[0]
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    sums, kept = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), zero, parts)
+    sums, kept = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), zero, chunks)
     return sums, jax.tree.map(join, kept)
 
 

@@ -1,30 +1,37 @@
-"""The command line of train.py."""
+"""The command line of train.py and swiftkv-train."""
 
 import argparse
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.errors import Parser, UsageError, exit_code
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="train.py",
+def parser() -> Parser:
+    """All flags of train.py."""
+    p = Parser(
         description="Convert a checkpoint to SwiftKV and distil it, as a Python config file says.",
-        epilog="example: python train.py --config configs/tiny.py --set steps=100 --out runs/mine",
+        epilog="example: %(prog)s --config tiny --set steps=100 --out runs/mine",
     )
     p.add_argument(
         "--config",
         required=True,
         metavar="FILE",
-        help="a Python file that defines `config = Experiment(...)`",
+        help="a Python file that defines `config = Experiment(...)`, or the name of one that comes with "
+        "the package, such as tiny",
     )
     p.add_argument(
         "--set", action="append", default=[], metavar="a.b=value", help="override one field; may be repeated"
     )
     p.add_argument("--out", type=Path, metavar="DIR", help="where the run is kept (default: runs/<name>)")
     p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in --out")
+    p.add_argument(
+        "--distributed",
+        action=argparse.BooleanOptionalAction,
+        help="join the processes that a launcher started (default: where SLURM, Open MPI, a Kubernetes "
+        "job, a Cloud TPU or JAX_COORDINATOR_ADDRESS says that there are several)",
+    )
     p.add_argument(
         "--compile-only", action="store_true", help="compile the real step for --topology, without hardware"
     )
@@ -34,44 +41,39 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run; exit code 0, 2 for bad usage, 1 for a failed run, 130 for Ctrl-C (saved)."""
-    args = parser().parse_args(argv)
-    try:
-        return _run(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (RuntimeError, OSError) as error:
-        print(f"error: {_first_line(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted: the newest checkpoint is kept; --resume goes on from it", file=sys.stderr)
-        return 130
+def main(argv: list[str] | None = None, join: Callable[[bool | None], object] | None = None) -> int:
+    """Run; exit code 0, 2 for bad usage, 1 for a failed run, 130 for Ctrl-C (saved).
+
+    Args:
+      join: is called with --distributed before JAX is used. None: the caller has done what is needed.
+    """
+    interrupted = "\ninterrupted: the newest checkpoint is kept; --resume goes on from it"
+    return exit_code(lambda: _run(parser().parse_args(argv), join), interrupted, (RuntimeError, OSError))
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0] if len(lines[0]) < 500 else lines[0][:500] + "..."
+def _run(args: argparse.Namespace, join: Callable[[bool | None], object] | None) -> int:
+    if bool(args.topology) != args.compile_only:
+        raise UsageError("--compile-only and --topology go together")
+    from swiftkv_jax import processes
+    from swiftkv_jax.distill.config import from_package, load_experiment, override
 
-
-def _run(args: argparse.Namespace) -> int:
-    from swiftkv_jax.distill.config import load_experiment, override
-
-    experiment = override(load_experiment(args.config), args.set)
-    if args.compile_only or args.topology:
-        if not (args.compile_only and args.topology):
-            raise UsageError("--compile-only and --topology go together")
+    if args.compile_only:
         from swiftkv_jax.distill.compile_only import report
 
-        return report(experiment, args.topology)
+        return report(from_package(override(load_experiment(args.config), args.set)), args.topology)
     from swiftkv_jax.distill.loop import train
 
+    if join is not None:
+        join(args.distributed)
+    with processes.together():
+        experiment = from_package(override(load_experiment(args.config), args.set))
+    say = print if processes.is_first() else lambda _line: None
     out = args.out or Path("runs") / experiment.name
     began = time.monotonic()
-    result = train(experiment, out, args.resume)
+    with processes.among_the_living():
+        result = train(experiment, out, args.resume, say)
     if result.signal:
-        print(f"saved step {result.step} in {out}; go on with --resume --out {out}")
+        say(f"saved step {result.step} in {out}; go on with --resume --out {out}")
         return 130 if result.signal == 2 else 0
-    print(f"done: {result.step} steps in {time.monotonic() - began:.0f} s; model in {result.export}")
+    say(f"done: {result.step} steps in {time.monotonic() - began:.0f} s; model in {result.export}")
     return 0

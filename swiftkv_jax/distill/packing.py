@@ -54,19 +54,27 @@ class Place:
 
 
 def fill_row(
-    sample_at: Callable[[int], Sample | None], place: Place, seq_len: int, *, pack: bool, cut_anywhere: bool
+    sample_at: Callable[[int], Sample | None],
+    place: Place,
+    seq_len: int,
+    *,
+    pack: bool,
+    cut_anywhere: bool,
+    longest: int | None = None,
 ) -> tuple[list[Sample], Place]:
     """The pieces of the next row, and where it ends. Next-fit: what does not fit opens the next row.
 
     Args:
       sample_at: sample number i of the stream; None past its end. Empty samples are passed over.
       pack: several samples a row, or one.
-      cut_anywhere: cut a sample longer than `seq_len` wherever a row ends, instead of every `seq_len` tokens.
+      longest: tokens of a piece of this row, at most; None for `seq_len`. A longer sample is cut there.
+      cut_anywhere: cut a sample longer than that wherever the row ends too.
     """
+    longest = seq_len if longest is None else longest
     pieces, space, cursor, offset = [], seq_len, place.cursor, place.offset
     while space and (sample := sample_at(cursor)) is not None:
-        size = min(len(sample) - offset, seq_len)
-        if cut_anywhere and len(sample) > seq_len:
+        size = min(len(sample) - offset, longest)
+        if cut_anywhere and len(sample) > longest:
             size = min(size, space)
         if size > space:
             break

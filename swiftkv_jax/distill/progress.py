@@ -3,9 +3,14 @@
 import json
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from swiftkv_jax.errors import UsageError
+
+T = TypeVar("T")
+_SILENT = 10.0  # seconds
 
 
 class Progress:
@@ -50,10 +55,24 @@ class Progress:
         return "  ".join([*parts, f"eta {int(left) // 60}:{int(left) % 60:02d}"])
 
     def evaluation(self, step: int, result: dict[str, float]) -> None:
+        """Record a judgement of held-out data; a line for each context length ("2048/kl")."""
         self._write({"step": step, **{f"eval/{name}": value for name, value in result.items()}})
-        self.say(
-            f"eval {step}  " + "  ".join(f"{name} {value:.4f}" for name, value in result.items()), keep=True
-        )
+        lines: dict[str, list[str]] = {}
+        for name, value in result.items():
+            length, _, figure = name.rpartition("/")
+            lines.setdefault(length, []).append(f"{figure} {value:.4f}")
+        for length, figures in lines.items():
+            at = f"at {length:>5s} tokens  " if length else ""
+            self.say(f"eval {step}  {at}" + "  ".join(figures), keep=True)
+
+    def counted(self, what: str, items: Sequence[T]) -> Iterator[T]:
+        """The items, one by one; every few seconds a line says how many of them are done."""
+        told = time.monotonic()
+        for number, item in enumerate(items):
+            if time.monotonic() - told > _SILENT:
+                told = time.monotonic()
+                self.say(f"{what} {number} of {len(items)}")
+            yield item
 
     def say(self, line: str, keep: bool = False) -> None:
         """Print a line; on a terminal the next one replaces it unless `keep`."""
@@ -80,6 +99,9 @@ class Silence:
     def record(self, step: int, metrics: dict[str, float], seconds: float) -> None: ...
 
     def evaluation(self, step: int, result: dict[str, float]) -> None: ...
+
+    def counted(self, what: str, items: Sequence[T]) -> Iterator[T]:
+        return iter(items)
 
     def say(self, line: str, keep: bool = False) -> None: ...
 

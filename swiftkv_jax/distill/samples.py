@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from swiftkv_jax.checks import choice, integer, number
 from swiftkv_jax.distill.packing import Sample
 from swiftkv_jax.distill.sources import Document, Documents, open_documents, split_of
-from swiftkv_jax.errors import UsageError, suggest
-from swiftkv_jax.tokenizer import Tokenizer
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.text.tokenizer import Tokenizer
 
 SPLITS = ("train", "tuning", "held_out", "all")
 MASKS = ("all", "assistant")
@@ -35,6 +36,9 @@ class DataConfig:
       limit: use only the first so many samples; None for all.
       long_documents: a sample longer than `seq_len` is "split" into pieces of `seq_len` and a rest, cut
         wherever a row ends ("fill": no padding), dropped ("drop"), or cut short ("truncate").
+      piece_lengths: a mixture of context lengths in rows of one shape: the rows take these lengths in turn,
+        and a row of 2048 tokens whose length is 256 holds eight pieces of 256, each in a segment of its own.
+        So each length has an equal share of the tokens. Empty: all rows have pieces of up to `seq_len`.
       fuse_positions: share of the rows that get one segment and running positions (ArcticTraining's
         `fuse_positions_prob`, 0.1 in its long-context recipes).
     """
@@ -50,6 +54,7 @@ class DataConfig:
     skip_bad_lines: bool = False
     limit: int | None = None
     long_documents: str = "split"
+    piece_lengths: tuple[int, ...] = ()
     fuse_positions: float = 0.0
 
     def __post_init__(self):
@@ -57,22 +62,28 @@ class DataConfig:
             raise UsageError(f"data.sources is a tuple of at least one source, not {self.sources!r}")
         object.__setattr__(self, "sources", tuple(self.sources))
         for name, known in (("split", SPLITS), ("mask", MASKS), ("long_documents", LONG_DOCUMENTS)):
-            value = getattr(self, name)
-            if value not in known:
-                near = suggest(str(value), known)
-                raise UsageError(f"data.{name} must be one of {', '.join(known)}, not {value!r}{near}")
-        if self.seq_len < 2:
-            raise UsageError(f"data.seq_len must be at least 2, a token and its target, not {self.seq_len}")
-        if self.batch_size < 1:
-            raise UsageError(f"data.batch_size must be at least 1, not {self.batch_size}")
-        if not 0 <= self.seed < 2**64:
-            raise UsageError(f"data.seed must be in [0, 2^64), not {self.seed}")
-        if self.limit is not None and self.limit < 1:
-            raise UsageError(f"data.limit must be at least 1, or None for all samples, not {self.limit}")
-        if not 0 <= self.fuse_positions <= 1:
-            raise UsageError(f"data.fuse_positions is a probability, not {self.fuse_positions}")
+            choice(f"data.{name}", getattr(self, name), known)
+        integer("data.seq_len", self.seq_len, 2)  # a token and its target
+        object.__setattr__(self, "piece_lengths", tuple(self.piece_lengths))
+        for length in self.piece_lengths:
+            integer("data.piece_lengths", length, 2, self.seq_len)
+        if self.piece_lengths and self.long_documents in ("drop", "truncate"):
+            raise UsageError(
+                f"data.piece_lengths cut long documents, data.long_documents={self.long_documents!r} does "
+                'not: use "split" or "fill"'
+            )
+        integer("data.batch_size", self.batch_size, 1)
+        integer("data.seed", self.seed, 0, 2**64 - 1)
+        if self.limit is not None:
+            integer("data.limit", self.limit, 1)
+        number("data.fuse_positions", self.fuse_positions, 0, 1)
         if self.fuse_positions and not self.pack:
             raise UsageError("data.fuse_positions needs data.pack=True: one sample has nothing to fuse with")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that a piece has at most, in the rows that take turns."""
+        return self.piece_lengths or (self.seq_len,)
 
 
 class Samples(Sequence):

@@ -3,6 +3,7 @@
 import bisect
 import functools
 import gzip
+import itertools
 import json
 import lzma
 import re
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.errors import UsageError, first_line
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 ROW_SUFFIXES = (".jsonl", ".json")
@@ -122,9 +123,7 @@ class Documents(Sequence):
 
     def __init__(self, parts: Sequence[Sequence]):
         self.parts = [part for part in parts if len(part)]
-        self.ends = [0]
-        for part in self.parts:
-            self.ends.append(self.ends[-1] + len(part))
+        self.ends = [0, *itertools.accumulate(map(len, self.parts))]
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -252,7 +251,7 @@ def _loads(raw: bytes):
         raise BadRow("not UTF-8")
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number may have more digits than Python takes
         raise BadRow(f"not JSON: {getattr(error, 'msg', error)}") from error
 
 
@@ -268,8 +267,7 @@ def _open_hub(source: str, skip_bad_rows: bool) -> HubDocuments:
     try:
         rows = datasets.load_dataset(name, split=split)
     except Exception as error:  # datasets lets errors of every library below it through
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"cannot load {source} (split {split}): {reason}") from error
+        raise UsageError(f"cannot load {source} (split {split}): {first_line(error)}") from error
     if not {"text", "messages", "conversations"} & set(rows.column_names):
         columns = ", ".join(rows.column_names)
         raise UsageError(f"{source} has no column text, messages or conversations; its columns are {columns}")

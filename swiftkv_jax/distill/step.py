@@ -1,35 +1,36 @@
 """What one optimiser step computes: teacher and student from one lower half, and the update."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from swiftkv_jax import params as weights
-from swiftkv_jax import sharding
+from swiftkv_jax import sharding, weights
 from swiftkv_jax.analysis import flops
+from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import loss as losses
-from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
+from swiftkv_jax.distill.config import AttentionConfig, Experiment, LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.kernels.dense import rms_norm
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION, causal_attention
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.layers import rms_norm
 from swiftkv_jax.model import (
     Transformer,
+    angles_and_segments,
     embed,
     exit_logits,
-    fill,
     forward,
     head,
-    lower,
-    own_rows,
-    place,
-    upper,
+    through,
 )
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Array, PyTree
-from swiftkv_jax.surgery import standard_stacks, to_swiftkv
+from swiftkv_jax.surgery import check_teacher, is_trained, to_swiftkv
 
 
 @pytree
@@ -39,7 +40,20 @@ class TrainState:
     step: Array
     trainable: PyTree
     optimizer: PyTree
-    key: Array
+
+
+@pytree
+class Frozen:
+    """What no step changes.
+
+    Attributes:
+      student: the student's tree with None in the places of what trains; None when everything trains.
+      teacher: {"layers", "rows"}: the teacher's layers where the student trains others, None elsewhere, since
+        there the student's are the teacher's; and its rows from the plan's depth on. None without a teacher.
+    """
+
+    student: PyTree
+    teacher: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +66,7 @@ class Recipe:
     steps: int
     trainable: str
     remat: bool
+    attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
 
     @property
     def has_teacher(self) -> bool:
@@ -85,35 +100,49 @@ def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformati
     return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
 
 
-def split_trainable(params: PyTree, trainable: str) -> tuple[PyTree, PyTree]:
-    """(trained, frozen) of a student's parameters, two trees with disjoint leaves."""
-    if trainable == "all":
-        return params, {}
-    names = set(params["upper"]) if trainable == "upper" else {"q_proj", "q_norm"} & set(params["upper"])
-    trained = {n: params[n] for n in ("fill", "exit") if n in params}
-    trained["upper"] = {n: params["upper"][n] for n in names}
-    rest = {n: p for n, p in params["upper"].items() if n not in names}
-    return trained, {n: p for n, p in params.items() if n not in trained} | {"upper": rest}
+def split_trainable(model: Transformer, params: PyTree, trainable: str) -> tuple[PyTree, PyTree]:
+    """(trained, frozen) of a student's parameters: its tree twice, each None where the other has leaves."""
+    chosen = is_trained(model, params, trainable)
+    trained = jax.tree.map(lambda leaf, yes: leaf if yes else None, params, chosen)
+    return trained, jax.tree.map(lambda leaf, yes: None if yes else leaf, params, chosen)
 
 
-def merge(trained: PyTree, frozen: PyTree) -> PyTree:
-    """The student's parameters again; frozen leaves are the same arrays."""
-    both = {"upper": trained["upper"] | frozen["upper"]} if frozen else {}
-    return frozen | trained | both
+def merge(one: PyTree, other: PyTree) -> PyTree:
+    """Two trees of one shape as one: each leaf from the tree that has it, the same array."""
+    if other is None:
+        return one
+    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
 
 
 def prepare(
     teacher: Transformer, params: PyTree, plan: KVPlan, init: str, trainable: str, exit_head: bool = False
-):
-    """(student, trained in fp32, frozen): the frozen tree holds what the student keeps of its teacher, and,
-    under "teacher", the teacher's own upper layers, sharing every array the student does not train."""
+) -> tuple[Transformer, PyTree, Frozen]:
+    """(student, trained in fp32, frozen). Every array that the student does not train is the teacher's own,
+    if the teacher's stacks are cut at the plan's depth."""
     if trainable == "all":
-        return teacher, _masters(params), {}
-    student, student_params = to_swiftkv(teacher, params, plan, init, exit_head)
-    trained, frozen = split_trainable(student_params, trainable)
-    layers, makers = jax.tree.map(lambda leaf: leaf[plan.depth :], standard_stacks(params))
-    shared = {name: student_params["upper"][name] for name in layers}
-    return student, _masters(trained), frozen | {"teacher": (shared, makers)}
+        return teacher, _masters(params), Frozen(None, None)
+    check_teacher(teacher)
+    layers, rows = _teachers_stacks(teacher.config, plan)
+    cut = {"layers": weights.recut(params["layers"], layers), "rows": weights.recut(params["rows"], rows)}
+    student, student_params = to_swiftkv(teacher, params | cut, plan, init, exit_head)
+    trained, frozen = split_trainable(student, student_params, trainable)
+    return student, _masters(trained), Frozen(frozen, _own(student, cut, trainable))
+
+
+def _own(student: Transformer, tree: PyTree, trainable: str) -> PyTree:
+    """What `Frozen.teacher` holds of the teacher's tree, or of its `Weight`s."""
+    depth = student.plan.depth
+    trained = is_trained(student, {"layers": tree["layers"]}, trainable)
+    layers = jax.tree.map(lambda leaf, yes: leaf if yes else None, tree["layers"], trained["layers"])
+    rows = zip(weights.ranges(tree["rows"]), tree["rows"], strict=True)
+    return {"layers": layers, "rows": [stack for held, stack in rows if held.start >= depth]}
+
+
+def _teachers_stacks(config: ModelConfig, plan: KVPlan) -> tuple[tuple[range, ...], tuple[range, ...]]:
+    """The stacks (layers, rows) of a standard teacher, cut where those of a student under `plan` are."""
+    layers, _ = weights.partition(plan, config.windows, (plan.depth,))
+    starts = [run.start for run in layers]
+    return weights.partition(KVPlan.standard(plan.num_layers), config.windows, starts)
 
 
 def _masters(tree: PyTree) -> PyTree:
@@ -121,23 +150,25 @@ def _masters(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), tree)
 
 
-def init_state(recipe: Recipe, trained: PyTree, seed: int) -> TrainState:
+def init_state(recipe: Recipe, trained: PyTree) -> TrainState:
     """The state before the first step."""
     tx = optimizer(recipe.optimizer, recipe.steps)
-    return TrainState(jnp.zeros((), jnp.int32), trained, tx.init(trained), jax.random.key(seed))
+    return TrainState(jnp.zeros((), jnp.int32), trained, tx.init(trained))
 
 
-def weight_trees(student: Transformer, trainable: str) -> tuple[PyTree, PyTree]:
+def weight_trees(student: Transformer, trainable: str) -> tuple[PyTree, Frozen]:
     """(trained, frozen) as trees of `Weight`s, in the shape that `prepare` gives."""
     config, plan = student.config, student.plan
-    trained, frozen = split_trainable(weights.weights(config, plan), trainable)
     if trainable == "all":
-        return trained, frozen
-    count = config.num_layers - plan.depth
-    return trained, frozen | {"teacher": (weights.layers(config, count), weights.makers(config, count))}
+        return weights.weights(config, plan), Frozen(None, None)
+    tree = weights.weights(config, plan, (plan.depth,))
+    trained, frozen = split_trainable(student, tree, trainable)
+    standard, plain = KVPlan.standard(plan.num_layers), dataclasses.replace(config, exit_head=False)
+    teachers = weights.weights(plain, standard, weights.cuts_of(tree))
+    return trained, Frozen(frozen, _own(student, teachers, trainable))
 
 
-def abstract_run(recipe: Recipe, mesh: Mesh) -> tuple[TrainState, PyTree]:
+def abstract_run(recipe: Recipe, mesh: Mesh) -> tuple[TrainState, Frozen]:
     """(state, frozen) as shapes, dtypes and shardings: where everything of a run lies on `mesh`."""
 
     def place(dtype):
@@ -146,7 +177,7 @@ def abstract_run(recipe: Recipe, mesh: Mesh) -> tuple[TrainState, PyTree]:
     trees = weight_trees(recipe.student, recipe.trainable)
     trained = jax.tree.map(place(jnp.float32), trees[0])
     frozen = jax.tree.map(place(jnp.dtype(recipe.student.dtype)), trees[1])
-    state = jax.eval_shape(lambda tree: init_state(recipe, tree, 0), trained)
+    state = jax.eval_shape(lambda tree: init_state(recipe, tree), trained)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def whole(leaf):
@@ -159,34 +190,60 @@ def abstract_run(recipe: Recipe, mesh: Mesh) -> tuple[TrainState, PyTree]:
         trained,
         transform_non_params=whole,
     )
-    places = {"step": whole(state.step), "trainable": trained, "optimizer": moments, "key": whole(state.key)}
+    places = {"step": whole(state.step), "trainable": trained, "optimizer": moments}
     return dataclasses.replace(state, **places), frozen
 
 
 def hidden_states(
-    recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch
+    recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Normalised hidden states and streams entering the last layer: (student's, teacher's or None); and the
-    stream entering the split, None without a teacher.
+    """Normalised hidden states, and those entering the last layer, of the student and of its teacher (None
+    without one); and the hidden states entering the split, None without a teacher.
 
     The lower half is frozen and the same for both, so it runs once, and no gradient reaches it.
     """
-    model = recipe.student
-    params = merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
+    model, remat = recipe.student, recipe.remat
+    kernel = recipe.attention.on(dispatch.device()[0])
+    attention = partial(causal_attention, implementation=kernel, shards=sharding.SHARDS)
+    params = merge(trained, frozen.student)
 
     def normal(x):
         return rms_norm(x, params["norm"], model.config.rms_norm_eps)
 
     if not recipe.has_teacher:
-        x = forward(model, params, batch.tokens, batch.positions, batch.segments, recipe.remat)
+        x = forward(model, params, batch.tokens, batch.positions, batch.segments, remat, attention)
         return (normal(x), x), None, None
-    at, segments = place(model, batch.tokens, batch.positions, batch.segments)
+    at, segments = angles_and_segments(model.config, batch.tokens, batch.positions, batch.segments)
     x = sharding.constrain(embed(model, params, batch.tokens), "B T .")
-    x = jax.lax.stop_gradient(lower(model, params, x, at, segments))
-    got, got_last = upper(model, params, x, fill(model, params, x, at), at, segments, recipe.remat)
-    stack = jax.lax.stop_gradient(frozen["teacher"])
-    want, want_last = own_rows(model.config, stack, model.plan.depth, x, at, segments)
-    return (normal(got), got_last), jax.lax.stop_gradient((normal(want), want_last)), x
+    lower, upper = range(model.plan.depth), range(model.plan.depth, model.plan.num_layers)
+    below = jax.lax.stop_gradient(through(model, params, x, at, segments, lower, attention=attention))
+    x, rows = below.x, below.rows
+    student = through(model, params, x, at, segments, upper, rows, remat, attention)
+    teacher, own = teacher_of(model, params, frozen)
+    own = jax.lax.stop_gradient(own)
+    wanted = through(teacher, own, x, at, segments, upper, attention=attention)
+    got = normal(student.x), student.entering
+    return got, jax.lax.stop_gradient((normal(wanted.x), wanted.entering)), x
+
+
+def teacher_of(student: Transformer, params: PyTree, frozen: Frozen) -> tuple[Transformer, PyTree]:
+    """The teacher from the plan's depth on: its layers are the student's, but for what the student trains."""
+    config, depth = dataclasses.replace(student.config, exit_head=False), student.plan.depth
+    below = [{"absent": jnp.zeros((depth, 0))}] if depth else []  # rows that nothing from there on reads
+    own = {
+        "layers": merge(frozen.teacher["layers"], params["layers"]),
+        "rows": [*below, *frozen.teacher["rows"]],
+    }
+    return Transformer(config, KVPlan.standard(config.num_layers), student.dtype), own
+
+
+def with_whole_head(model: Transformer, params: PyTree) -> PyTree:
+    """`params` with the output head gathered from `fsdp`, once for all chunks of logits.
+
+    Left to itself the compiler gathers it in each, and all devices' slopes [B, c, V] for its gradient.
+    """
+    name, axes = ("lm_head", ". V") if "lm_head" in params else ("embed", "V .")
+    return params | {name: sharding.constrain(params[name].astype(model.dtype), axes)}
 
 
 def chunk_of(recipe: Recipe, batch: Batch) -> int:
@@ -199,10 +256,10 @@ def chunk_of(recipe: Recipe, batch: Batch) -> int:
     )
 
 
-def batch_loss(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch, totals) -> tuple[Array, dict]:
+def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, totals) -> tuple[Array, dict]:
     """The loss of one (micro-)batch, already divided by the whole batch's token counts `totals`."""
     config = recipe.loss
-    params = merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
+    params = with_whole_head(recipe.student, merge(trained, frozen.student))
     (h, last), teacher, x = hidden_states(recipe, trained, frozen, batch)
     chunk = chunk_of(recipe, batch)
     counted, real = totals
@@ -233,7 +290,7 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: PyTree, batch: Batch, to
     return sum((weights[name] * value for name, value in parts.items()), jnp.zeros(())), parts
 
 
-def train_step(recipe: Recipe, frozen: PyTree, state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
+def train_step(recipe: Recipe, frozen: Frozen, state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
     """One optimiser step over `optimizer.accumulate` micro-batches; metrics are float32 scalars."""
     pieces = recipe.optimizer.accumulate
     masked = recipe.loss.reduction == "mean"
@@ -258,16 +315,16 @@ def train_step(recipe: Recipe, frozen: PyTree, state: TrainState, batch: Batch) 
     metrics = {"loss": value, **parts, "grad_norm": optax.tree.norm(grads), "tokens": batch.mask.sum()}
     metrics["lr"] = jnp.asarray(schedule(recipe.optimizer, recipe.steps)(state.step), jnp.float32)
     trained = optax.apply_updates(state.trainable, updates)
-    return TrainState(state.step + 1, trained, opt, state.key), metrics
+    return TrainState(state.step + 1, trained, opt), metrics
 
 
-def evaluate_batch(recipe: Recipe, frozen: PyTree, trained: PyTree, batch: Batch) -> dict:
+def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch) -> dict:
     """Sums over unmasked tokens: student's and teacher's cross-entropy, KL at temperature 1, top-1 agreement.
 
-    Without a teacher, only the student's cross-entropy. With an exit head, its KL to the teacher too, and how
-    often its likeliest token is the student's own.
+    Without a teacher the student is compared with itself. With an exit head, its KL to the teacher too, and
+    how often its likeliest token is the student's own.
     """
-    params = merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
+    params = with_whole_head(recipe.student, merge(trained, frozen.student))
     (h, _), teacher, x = hidden_states(recipe, trained, frozen, batch)
     want = h if teacher is None else teacher[0]
 
@@ -292,10 +349,37 @@ def evaluate_batch(recipe: Recipe, frozen: PyTree, trained: PyTree, batch: Batch
     return losses.over_chunks(per_chunk, chunk_of(recipe, batch), *arrays)[0]
 
 
+def check(experiment: Experiment, mesh: Mesh | AbstractMesh) -> None:
+    """Whether a mesh, that of `jax.set_mesh`, cuts micro-batches into equal parts and has the kernel.
+
+    Raises:
+      UsageError: it does not.
+    """
+    platform = dispatch.device()[0]
+    if (name := experiment.attention.on(platform)) is not None:
+        try:
+            dispatch.check_name(f"attention.{platform}", CAUSAL_ATTENTION, name)
+        except dispatch.UnsupportedError as error:
+            raise UsageError(str(error)) from None
+    rows = experiment.data.batch_size // experiment.optimizer.accumulate
+    shards, parts = mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["context"]
+    if rows % shards:
+        raise UsageError(
+            f"each micro-batch has {rows} rows, which the mesh's {shards} data shards do not divide"
+        )
+    held_out = experiment.evaluation
+    if held_out is not None and held_out.batch_size % shards:
+        raise UsageError(
+            f"evaluation.batch_size {held_out.batch_size} is no multiple of the mesh's {shards} data shards"
+        )
+    for data in filter(None, (experiment.data, held_out)):
+        if data.seq_len % parts:
+            raise UsageError(f"rows of {data.seq_len} tokens are not a multiple of mesh.context {parts}")
+
+
 def make_recipe(experiment: Experiment, student: Transformer, steps: int) -> Recipe:
-    return Recipe(
-        student, experiment.loss, experiment.optimizer, steps, experiment.trainable, experiment.remat
-    )
+    e = experiment
+    return Recipe(student, e.loss, e.optimizer, steps, e.trainable, e.remat, e.attention)
 
 
 def flops_per_token(recipe: Recipe, seq_len: int) -> float:
@@ -304,3 +388,9 @@ def flops_per_token(recipe: Recipe, seq_len: int) -> float:
     if not recipe.has_teacher:
         return flops.full_training_flops_per_token(config, seq_len)
     return flops.training_flops_per_token(config, plan, seq_len, True, recipe.trainable)
+
+
+def recomputed_flops_per_token(recipe: Recipe, seq_len: int) -> float:
+    """FLOPs that remat adds to that: see analysis/flops.py."""
+    config, plan = recipe.student.config, recipe.student.plan
+    return flops.recomputed_flops_per_token(config, plan, seq_len, recipe.trainable) if recipe.remat else 0.0

@@ -1,1 +1,1 @@
-"""The engine: requests in, tokens out; offline here, behind a server later."""
+"""The engine: requests in, tokens out."""

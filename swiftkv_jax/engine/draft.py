@@ -1,7 +1,20 @@
 """Guesses at the tokens to come. Plain Python: no jax, no arrays, no clock."""
 
+from swiftkv_jax.engine.sequence import Sequence
+
 LONGEST, SHORTEST = 4, 2  # tokens at the end that must have occurred before
 _WINDOW = 4096  # tokens looked back over
+
+
+def guess(most: int, sequence: Sequence, room: int) -> list[int]:
+    """At most `most` guesses at what follows a sequence, in a step with `room` for so many.
+
+    None where a token changes what the next may be: those rules see one token a step.
+    """
+    request, room = sequence.request, min(most, room, sequence.request.max_length - sequence.length - 1)
+    if room < 1 or request.params.penalised or request.bad_ids or sequence.one_by_one:
+        return []
+    return lookup(sequence.tokens, room)
 
 
 def lookup(tokens: list[int], most: int) -> list[int]:

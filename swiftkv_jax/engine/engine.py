@@ -2,7 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
@@ -10,14 +11,19 @@ from jax.sharding import Mesh
 
 from swiftkv_jax.engine import draft
 from swiftkv_jax.engine.pages import Pages
+from swiftkv_jax.engine.queue import Demand
+from swiftkv_jax.engine.reader import Reader
 from swiftkv_jax.engine.request import Request, RequestOutput
-from swiftkv_jax.engine.runner import Launch, Runner, new_cache
-from swiftkv_jax.engine.scheduler import Demand, Scheduler
+from swiftkv_jax.engine.runner import DecodeLaunch, Runner, StepLaunch, new_cache
+from swiftkv_jax.engine.scheduler import Scheduler
 from swiftkv_jax.engine.sequence import BAD, RULED_OUT, Choice, Sequence
-from swiftkv_jax.engine.settings import Settings, empty_pool
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.engine.settings import Settings, empty_pool, of_auxiliary
+from swiftkv_jax.errors import UsageError, first_line
 from swiftkv_jax.model import Transformer
+from swiftkv_jax.predict import Predicted, generator
 from swiftkv_jax.shapes import PyTree
+
+_AHEAD = 2  # decode launches that are on their way at a time: one runs, the next waits for it on the device
 
 
 class Overloaded(RuntimeError):
@@ -31,16 +37,18 @@ class Stats:
     Attributes:
       prompt_seconds: of steps that read prompts, decode_seconds: of all others.
       prompt_survivors: those of the prompt tokens that ran every layer, the last of each prompt.
-      host_seconds: of both, what was not spent waiting for the device. decoded_steps: tokens a row may have
-        decoded in decode launches, whose host time is `decode_host_seconds`.
+      auxiliary_tokens: those of the prompt tokens that an auxiliary model read. auxiliary_bytes_per_token: of
+        the cache's, those that its rows take.
+      decoded_steps: tokens a row may have decoded in decode launches. decode_host_seconds: of their steps,
+        what was not spent waiting for the device.
     """
 
     prompt_tokens: int = 0
     prompt_survivors: int = 0
+    auxiliary_tokens: int = 0
     output_tokens: int = 0
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
-    host_seconds: float = 0.0
     decode_host_seconds: float = 0.0
     steps: int = 0
     decoded_steps: int = 0
@@ -52,6 +60,7 @@ class Stats:
     failed_requests: int = 0
     cache_bytes: int = 0
     cache_bytes_per_token: int = 0
+    auxiliary_bytes_per_token: int = 0
 
     def as_dict(self) -> dict[str, int | float]:
         """All fields, seconds in all, and tokens per second: of prompts while read, of output in all."""
@@ -97,38 +106,53 @@ class Engine:
     Whatever goes wrong inside for one request ends that request alone.
 
     Attributes:
+      restarts: how often it has begun anew, since it was made.
       probe: called with a point ("admit", "schedule", "run", "sample", "detokenise") and a request id each
         time a request passes it; what it raises is that request's failure.
     """
 
     def __init__(
         self,
-        model: Transformer,
+        model: Transformer | Predicted,
         params: PyTree,
         mesh: Mesh | None,
         tokenizer,
         settings: Settings,
     ):
         """`settings` with `num_pages` settled, see `settle`; `params` folded if they name a fused fill."""
-        self.settings, self.tokenizer, self.model = settings, tokenizer, model
-        self._new_cache = partial(new_cache, model, params, mesh, partial(empty_pool, model, settings))
+        self.settings, self.tokenizer = settings, tokenizer
+        reader = _reader(model, params, settings, mesh)
+        base, params = generator(model, params)
+        self._new_cache = partial(new_cache, params, partial(empty_pool, base, settings, mesh))
         cache = self._new_cache()
-        budget, steps = settings.max_num_batched_tokens, settings.steps_per_launch
+        budget, steps = settings.max_num_batched_tokens, -(-settings.steps_per_launch // _AHEAD)
         lanes, lookups, exits = settings.max_num_seqs, settings.lookups, settings.exits
-        self.runner = Runner(model, params, mesh, cache, lanes, budget, steps, lookups, exits=exits)
+        self.runner = Runner(base, params, cache, lanes, budget, steps, lookups, exits=exits, reader=reader)
         self._start()
-        self.stats = Stats(cache_bytes=cache.nbytes, cache_bytes_per_token=cache.bytes_per_token)
+        self.count_anew()
         self.probe: Callable[[str, str], None] = lambda point, request_id: None
         self._groups: dict[str, Group] = {}
         self._count = 0
         self._ready = False
-        self._flight: Launch | None = None
+        self.restarts = 0
+        self._flight: DecodeLaunch | None = None
         self._changed: dict[str, Group] = {}
         self._waited = 0.0
 
+    def count_anew(self) -> None:
+        """Forget what `stats` has counted."""
+        reader = self.runner.reader
+        pools = [self.runner.cache, *([reader.cache] if reader is not None else [])]
+        own, *auxiliary = (pool.bytes_per_token for pool in pools)
+        self.stats = Stats(
+            cache_bytes=sum(pool.nbytes for pool in pools),
+            cache_bytes_per_token=own + sum(auxiliary),
+            auxiliary_bytes_per_token=sum(auxiliary),
+        )
+
     def _start(self) -> None:
         s = self.settings
-        pages = Pages(self.runner.cache.k.shape[1])
+        pages = Pages(self.runner.cache.pages)
         self.scheduler = Scheduler(
             pages, s.page_size, s.max_num_seqs, s.max_num_batched_tokens, s.prefix_caching
         )
@@ -136,6 +160,11 @@ class Engine:
     @property
     def busy(self) -> bool:
         return self.scheduler.busy or self._flight is not None or bool(self._changed)
+
+    @property
+    def groups(self) -> Mapping[str, Group]:
+        """Requests whose end nobody has been told yet, by id."""
+        return types.MappingProxyType(self._groups)
 
     def warm_up(self, say: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Compile every program that any request may need; how many. Afterwards nothing compiles."""
@@ -190,7 +219,6 @@ class Engine:
         self._advance()
         seconds = time.perf_counter() - began
         self.stats.steps += 1
-        self.stats.host_seconds += seconds - self._waited
         if self.stats.prompt_tokens > prompts:
             self.stats.prompt_seconds += seconds
         else:
@@ -214,6 +242,7 @@ class Engine:
         try:
             if launch is not None:
                 self._flight = self._follow(launch)
+                self.stats.decoded_steps += launch.steps
                 return self._read(launch)
             for sequence in self.scheduler.admit():
                 sequence.scheduled = time.perf_counter()
@@ -226,7 +255,8 @@ class Engine:
             self.restart(error)
 
     def _run(self) -> None:
-        work, size = self.scheduler.plan(self._draft if self.settings.lookups else None)
+        guess = partial(draft.guess, self.settings.lookups) if self.settings.lookups else None
+        work, size = self.scheduler.plan(guess)
         for item in work:
             self._guarded(item.sequence, "run")
         work = [item for item in work if item.sequence.lane is not None]
@@ -237,9 +267,9 @@ class Engine:
             if item.sequence.pending > 1 or not item.sequence.output:
                 self.stats.prompt_tokens += item.count
                 self.stats.prompt_survivors += item.completes
-            self.stats.drafted_tokens += len(item.draft)
+                self.stats.auxiliary_tokens += item.ahead
             self.scheduler.cached(item.sequence, item.count)
-        if any(launch.places):
+        if launch is not None and any(launch.places):
             self._read(launch)
 
     def _decode(self) -> None:
@@ -253,7 +283,7 @@ class Engine:
         if rows:
             self._flight = self.runner.decode(rows)
 
-    def _follow(self, launch: Launch) -> Launch | None:
+    def _follow(self, launch: DecodeLaunch) -> DecodeLaunch | None:
         """The launch after `launch`, when nothing that the host does not know yet could change it."""
         rows, steps, scheduler = launch.rows, launch.steps, self.scheduler
         same = [s for s in rows if not s.finish_reason] == rows and len(scheduler.running) == len(rows)
@@ -265,52 +295,30 @@ class Engine:
                 return None
         return self.runner.follow(launch)
 
-    def _read(self, launch: Launch) -> None:
+    def _read(self, launch: StepLaunch | DecodeLaunch) -> None:
         began = time.perf_counter()
         rows = launch.read()
         now = time.perf_counter()
         self._waited += now - began
-        self.stats.decoded_steps += launch.steps
-        drafts = [item.draft for item in launch.work] or [None] * len(rows)
-        for sequence, choices, guess in zip(launch.rows, rows, drafts, strict=True):
+        for sequence, choices in zip(launch.rows, rows, strict=True):
             if choices and not sequence.finish_reason:
-                self._guarded(sequence, "sample", self._append, sequence, choices, guess, now)
+                self._guarded(sequence, "sample", self._append, sequence, choices, now)
                 if sequence.finish_reason and sequence.lane is not None:
                     self._leave(sequence)
                 self._touch(sequence)
 
-    def _append(self, sequence: Sequence, choices: list[Choice], guess: tuple | None, now: float) -> None:
-        """Tokens of a decode loop, all; or of a step: one, and one more for each guess that proved right."""
+    def _append(self, sequence: Sequence, choices: list[Choice], now: float) -> None:
         self.probe("detokenise", sequence.request.request_id)
-        for i, choice in enumerate(choices):
-            if guess is None:
-                self._count_guesses(sequence, choice)
-                self.scheduler.cached(sequence, 1)
-            elif i:
-                if choices[i - 1].token != guess[i - 1]:
-                    break
-                self.stats.accepted_tokens += 1
-                self.scheduler.cached(sequence, 1)
+        for choice in choices:
+            self.stats.drafted_tokens += choice.drafted
+            self.stats.accepted_tokens += choice.guessed
+            self.scheduler.cached(sequence, sequence.pending)  # it was sampled after all that is known
             sequence.append(choice, now)
             if choice.token != BAD:
                 self.scheduler.sound(sequence)
             self.stats.output_tokens += 1
             if sequence.finish_reason:  # what lies behind a stop string that only the host can see is dropped
                 break
-
-    def _count_guesses(self, sequence: Sequence, choice: Choice) -> None:
-        """Of a decode loop, before its `choice` is taken: a token that was not guessed opens a turn."""
-        exits = self.runner.exits
-        if choice.guessed:
-            self.stats.accepted_tokens += 1
-        elif exits:
-            self.stats.drafted_tokens += min(exits.drafts, sequence.request.max_length - sequence.length - 1)
-
-    def _draft(self, sequence: Sequence, most: int) -> list[int]:
-        room = min(most, self.settings.lookups, sequence.request.max_length - sequence.length - 1)
-        if room < 1 or sequence.request.params.penalised or sequence.request.bad_ids or sequence.one_by_one:
-            return []
-        return draft.lookup(sequence.tokens, room)
 
     def _one_by_one(self) -> bool:
         """Whether the host must look at every token."""
@@ -350,14 +358,28 @@ class Engine:
     def restart(self, error: Exception) -> None:
         """The device or the engine failed: what ran has failed, what waits will run on a new cache."""
         self._flight = None
-        waiting, reason = list(self.scheduler.waiting), (str(error).splitlines() or [""])[0][:200]
+        self.restarts += 1
+        waiting = list(self.scheduler.waiting)
+        what = "device" if isinstance(error, jax.errors.JaxRuntimeError) else "engine"
         for sequence in self.scheduler.in_order():
-            sequence.end("error", time.perf_counter(), f"the device failed: {reason}")
+            sequence.end("error", time.perf_counter(), f"the {what} failed: {first_line(error, 200)}")
             self.stats.failed_requests += 1
             self._touch(sequence)
         for array in jax.tree.leaves(self.runner.cache):  # there may be no room for two
             array.delete()
         self.runner.cache = self._new_cache()
+        if self.runner.reader is not None:
+            self.runner.reader.restart()
         self._start()
         for sequence in waiting:
             self.scheduler.add(sequence)
+
+
+def _reader(
+    model: Transformer | Predicted, params: PyTree, settings: Settings, mesh: Mesh | None
+) -> Reader | None:
+    """Who reads prompts ahead of what generates, if anybody does."""
+    if not isinstance(model, Predicted):
+        return None
+    make = partial(empty_pool, model.auxiliary, of_auxiliary(settings), mesh)
+    return Reader(model, params, partial(new_cache, params["auxiliary"], make))

@@ -1,51 +1,45 @@
 """`LLM`: a checkpoint and a list of prompts in, completions out, as in vLLM."""
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
 import threading
 import typing
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from swiftkv_jax import page_fill
-from swiftkv_jax import params as weights
+from swiftkv_jax.checkpoint.adapter import from_pretrained, local_folder, read_model
 from swiftkv_jax.checkpoint.generation import GenerationDefaults, read_generation_config
-from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
+from swiftkv_jax.checks import integer
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.engine import prefix
-from swiftkv_jax.engine.engine import Engine, Group, Stats
-from swiftkv_jax.engine.request import Logprob, Request, RequestOutput, SamplingParams, integer
+from swiftkv_jax.engine.engine import Engine, Group
+from swiftkv_jax.engine.kernels import Choice, choose, in_force
+from swiftkv_jax.engine.pages import root
+from swiftkv_jax.engine.request import Logprob, Request, RequestOutput, SamplingParams
 from swiftkv_jax.engine.score import prompt_logprobs
-from swiftkv_jax.engine.settings import Settings, empty_pool, settle
-from swiftkv_jax.errors import UsageError, suggest
-from swiftkv_jax.model import Transformer
+from swiftkv_jax.engine.settings import Settings, empty_pools, settle
+from swiftkv_jax.errors import UsageError, UsageWarning, suggest
+from swiftkv_jax.model import Transformer, fold_shared_norm
+from swiftkv_jax.predict import Predicted, generator, split_layers, transformers
 from swiftkv_jax.shapes import PyTree
-from swiftkv_jax.tokenizer import load_tokenizer
-
-_NOT_COUNTS = (  # settings that are no whole numbers
-    "cache_dtype",
-    "prefix_caching",
-    "memory_fraction",
-    "attention",
-    "fill",
-    "scoring",
-    "drafter",
-    "exit_threshold",
-)
-_FROM_GENERATION = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+from swiftkv_jax.sharding import tensor_mesh
+from swiftkv_jax.surgery import for_mesh
+from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 
 class LLM:
-    """A model ready to generate; standard and SwiftKV checkpoints alike.
+    """A model ready to generate; standard, SwiftKV and Slim attention checkpoints alike.
 
     With `dynamic` rotary scaling the frequencies are those of `max_model_len`, whatever a request's length.
 
     Attributes:
-      model, params, tokenizer: what it runs; params unstacked layer by layer, folded for a fused fill.
+      model, params, tokenizer: what it runs; params cut at every layer, folded for a fused fill.
       settings: sizes in force. defaults: the SamplingParams used when a call gives none.
       stats: of the last call, see `engine.Stats.as_dict`.
     """
@@ -58,27 +52,47 @@ class LLM:
         tokenizer=None,
         mesh: Mesh | None = None,
         seed: int = 0,
+        revision: str | None = None,
+        tensor_parallel_size: int = 1,
+        slim: bool = True,
+        base: str | Path | None = None,
         **settings,
     ):
-        """Load a folder or a hub id; `tokenizer` is another folder, or an object with its methods.
+        """Load a folder or a hub id, at a `revision`; `tokenizer` is another folder, or an object with its
+        methods. Without any tokenizer, which is a warning, prompts must be token ids, and texts are empty.
+        slim=False reads a Slim attention checkpoint as the plain model. `base` is where the base model of an
+        adapter lies, if not where the adapter says (checkpoint/adapter.py).
+
+        Over `tensor_parallel_size` devices, or those of `mesh`, each has its own heads: of queries, keys and
+        values. It must divide the kv heads, or be a multiple of them, which are then repeated.
 
         `settings` are the other fields of `engine.Settings`: max_num_seqs, num_pages, cache_dtype, ...
 
         Raises:
           UsageError: the checkpoint or the tokenizer cannot be read, or a setting makes no sense.
         """
-        folder = local_folder(path_or_id)
-        model, params = from_pretrained(folder, dtype=None if dtype == "auto" else dtype, mesh=mesh)
-        if tokenizer is None or isinstance(tokenizer, str | Path):
+        folder = local_folder(path_or_id, revision)
+        kind, parts = None if dtype == "auto" else dtype, _parts(mesh) if mesh else tensor_parallel_size
+        sizes = dtype, max_model_len, parts  # before JAX has its devices
+        chosen = choose_kernels(folder, *sizes, slim=slim, base=base, **settings)
+        if tensor_parallel_size != 1 and mesh is None:
+            mesh = tensor_mesh(tensor_parallel_size)
+        model, params = from_pretrained(folder, kind, mesh, cuts=None, base=base, slim=slim)
+        if tokenizer is None and not has_tokenizer(folder):
+            warnings.warn(
+                f"no tokenizer in {folder}: prompts must be token ids, and answers are without text",
+                UsageWarning,
+                stacklevel=2,
+            )
+        elif tokenizer is None or isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer or folder)
-        self._set(
-            model, params, tokenizer, read_generation_config(folder), mesh, seed, max_model_len, settings
-        )
+        generation = read_generation_config(folder)
+        self._set(model, params, tokenizer, generation, mesh, seed, max_model_len, chosen)
 
     @classmethod
     def from_model(
         cls,
-        model: Transformer,
+        model: Transformer | Predicted,
         params: PyTree,
         tokenizer=None,
         *,
@@ -94,22 +108,75 @@ class LLM:
         """
         llm = cls.__new__(cls)
         generation = generation or GenerationDefaults()
-        llm._set(model, params, tokenizer, generation, mesh, seed, max_model_len, settings)
+        mesh = mesh or _mesh_of(params)
+        sizes = _settings(_context(model.config, max_model_len), settings)
+        chosen = choose(model.config, model.plan, model.dtype, sizes, _parts(mesh))
+        llm._set(model, params, tokenizer, generation, mesh, seed, max_model_len, chosen)
         return llm
 
-    def _set(self, model, params, tokenizer, generation, mesh, seed, max_model_len, settings):
-        self.model, self.tokenizer, self.mesh = model, tokenizer, mesh or _mesh_of(params)
-        self.params = params if isinstance(params["lower"], list) else weights.unstack(params)
-        limit = _context(model.config, max_model_len)
-        devices = sorted(jax.tree.leaves(params)[0].devices(), key=lambda device: device.id)
-        self.settings = settle(_settings(limit, settings), model, devices)
-        if self.settings.fill is not None:  # here, not in the engine: scoring takes these too
-            self.params = page_fill.fold(model.plan, self.params, model.dtype)
+    def _set(self, model, params, tokenizer, generation, mesh, seed, max_model_len, chosen: Choice):
+        self.tokenizer, self.mesh = tokenizer, mesh
+        params = split_layers(model, params)
+        if self.mesh is not None:
+            if isinstance(model, Predicted):
+                raise UsageError(
+                    "KV prediction is served on one device; leave out tensor_parallel_size and mesh"
+                )
+            model, params = for_mesh(model, params, self.mesh)
+        self.model, self.params = model, params
+        self._kernels_from = chosen.how
+        self._settle(dataclasses.replace(chosen.settings, max_model_len=self._context(max_model_len)))
         self.defaults = _defaults(generation)
         self.eos_ids = tuple(sorted({*generation.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}))
         self.stats: dict[str, int | float] = {}
         self._next_seed, self._next_id = integer("seed", seed, 0), 0
         self._numbering = threading.Lock()  # a server makes requests on several threads
+
+    def _context(self, wanted: int | None) -> int:
+        """The context limit in tokens, `wanted` or as long as every model can be read."""
+        whose = ("", ", by the auxiliary's context,")
+        parts = zip(transformers(self.model), whose, strict=False)
+        return min(_context(part.config, wanted, who) for part, who in parts)
+
+    def _settle(self, settings: Settings):
+        self.settings = settle(settings, self.model, self.devices, self.mesh)
+        if self.settings.fill is not None:  # here, not in the engine: scoring takes these too
+            own, params = generator(self.model, self.params)
+            folded = fold_shared_norm(own, params)
+            self.params = self.params | {"base": folded} if isinstance(self.model, Predicted) else folded
+
+    def replace(self, defaults: SamplingParams | None = None, **settings) -> "LLM":
+        """Another LLM on the same weights, with an engine of its own, and some of these changed.
+
+        Raises:
+          UsageError: a setting makes no sense.
+        """
+        other = copy.copy(self)
+        vars(other).pop("engine", None)
+        other.defaults = defaults or self.defaults
+        wanted = dataclasses.replace(self.settings, **settings)
+        if "max_model_len" in settings:
+            wanted = dataclasses.replace(wanted, max_model_len=self._context(settings["max_model_len"]))
+        if "kernels" in settings:  # what was chosen before gives way
+            named = {name: settings.get(name) for name in ("attention", "fill", "scoring")}
+            wanted, model = dataclasses.replace(wanted, **named), self.model
+            chosen = choose(model.config, model.plan, model.dtype, wanted, _parts(self.mesh))
+            wanted, other._kernels_from = chosen.settings, chosen.how
+        other._settle(wanted)
+        return other
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Implementation by kind of call, as far as it is chosen: decode, chunk, fill, scoring; and `how`."""
+        model, mesh = self.model, self.mesh
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh else contextlib.nullcontext():
+            names = in_force(model.config, model.plan, model.dtype, self.settings, _parts(mesh))
+        return names | {"how": self._kernels_from}
+
+    @property
+    def devices(self) -> list:
+        """Where the weights lie, in order."""
+        return sorted(jax.tree.leaves(self.params)[0].devices(), key=lambda device: device.id)
 
     @functools.cached_property
     def engine(self) -> Engine:
@@ -126,20 +193,29 @@ class LLM:
         """Complete one prompt or many; the answers are in the prompts' order.
 
         Args:
-          prompts: each a str, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}.
+          prompts: each a str, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}; beside a
+            text may stand {"add_special_tokens": False}.
           sampling_params: for all, or one for each prompt; `self.defaults` when None.
           use_tqdm: show a progress bar on stderr.
 
         Raises:
           UsageError: any prompt or parameter is bad, before anything runs; the message names which.
         """
+        from tqdm import tqdm
+
         prompts = [prompts] if _is_one(prompts) else prompts
         if not isinstance(prompts, list | tuple):
             raise UsageError(f"prompts must be a string or a list, not {type(prompts).__name__}")
         params = _spread(sampling_params, len(prompts))
         pairs = enumerate(zip(prompts, params, strict=True))
         requests = [self.request(prompt, p, f"prompts[{i}]") for i, (prompt, p) in pairs]
-        return self._run_with_bar(requests, use_tqdm)
+        outputs: dict[int, RequestOutput] = {}
+        with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
+            for number, output in self.run(requests):
+                outputs[number] = output
+                bar.set_postfix_str(f"{self.stats['output_tokens_per_s']:.1f} output tok/s", refresh=False)
+                bar.update()
+        return [outputs[number] for number in range(len(requests))]
 
     @typing.no_type_check
     def chat(
@@ -171,7 +247,7 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise UsageError(f"{where}: sampling_params must be SamplingParams, not {type(params).__name__}")
         text, ids = self._encode(prompt, where)
-        vocab, limit = self.model.config.vocab_size, self.settings.max_model_len
+        limit = self.settings.max_model_len
         if not ids:
             raise UsageError(f"{where} is empty; give at least one token")
         named = {
@@ -181,11 +257,7 @@ class LLM:
             "logit_bias:": list(dict(params.logit_bias)),
         }
         for name, values in named.items():
-            for value in values:
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise UsageError(f"{where}: token ids must be integers, not {value!r}")
-                if not 0 <= value < vocab:
-                    raise UsageError(f"{where}: {name} id {value} is outside the vocabulary [0, {vocab})")
+            self._check_ids(name, values, where)
         if params.stop and self.tokenizer is None:
             raise UsageError(f"{where}: stop strings need a tokenizer; this LLM has none")
         room = limit - len(ids)
@@ -198,6 +270,15 @@ class LLM:
                 f"{where} has {len(ids)} tokens; max_tokens {params.max_tokens} would pass the context of "
                 f"{limit}: lower max_tokens to {room}, or give None to fill the context"
             )
+        ahead = None
+        if isinstance(self.model, Predicted):
+            tail = self.model.prediction.tail
+            ahead = max(0, len(ids) - tail)
+            if not self.scorable and params.prompt_logprobs is not None:
+                raise UsageError(
+                    f"{where}: prompt_logprobs need a tail of 1 token; this model's is {tail}, and no single "
+                    "pass gives them"
+                )
         settled = {"max_tokens": params.max_tokens or room}
         with self._numbering:
             if params.seed is None:
@@ -205,29 +286,47 @@ class LLM:
             self._next_id += 1
             number = self._next_id
         params = dataclasses.replace(params, **settled)
-        eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < vocab)
+        eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < self._vocab)
         return Request(
             prompt=text,
             token_ids=tuple(ids),
             params=params,
             eos_ids=eos,
             bad_ids=self._bad_ids(params, where),
-            root=self._root(salt),
+            root=root(self.fingerprint, self.settings.cache_dtype, str(self.settings.page_size), salt),
             request_id=str(number),
+            ahead=ahead,
         )
+
+    def _check_ids(self, name: str, ids: Sequence, where: str) -> None:
+        for value in ids:
+            integer(f"{where}: {name} id", value)
+            if not 0 <= value < self._vocab:
+                raise UsageError(f"{where}: {name} id {value} is outside the vocabulary [0, {self._vocab})")
+
+    @functools.cached_property
+    def _vocab(self) -> int:
+        """Token ids that every model knows."""
+        return min(part.config.vocab_size for part in transformers(self.model))
 
     def run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
         """(number, output) of each request as it finishes; `stats` are this call's, up to date at each.
 
         Requests that are not waited for, because the caller stops or fails, are aborted.
+
+        Raises:
+          UsageError: another call is still running; `replace()` gives another engine on the same weights.
         """
         numbers = {request.request_id: number for number, request in enumerate(requests)}
         if not requests:
             return
         engine = self.engine
-        engine.stats = Stats(
-            cache_bytes=engine.stats.cache_bytes, cache_bytes_per_token=self.cache_bytes_per_token
-        )
+        if engine.groups:
+            raise UsageError(
+                "this LLM still runs another call's requests: end that one first, or run these on "
+                "llm.replace(), an engine of its own on the same weights"
+            )
+        engine.count_anew()
         try:
             for request in requests:
                 engine.add(request)
@@ -261,22 +360,32 @@ class LLM:
         all layers: `forward`. One entry a token; None for the first, which nothing precedes.
 
         Raises:
+          UsageError: there are no tokens or too many, or the model has no such id.
           FloatingPointError: they are not finite.
         """
+        if not token_ids:
+            raise UsageError("there are no tokens to score")
+        self._check_ids("token", token_ids, "score")
         word = self.tokenizer.decode if self.tokenizer else None
         limit, how = self.settings.max_model_len, self.settings.scoring
         return prompt_logprobs(self.model, self.params, token_ids, top, limit, word, how)
 
+    @property
+    def scorable(self) -> bool:
+        """Whether there is a `score`: under KV prediction only where the base reads one token of a prompt."""
+        return not isinstance(self.model, Predicted) or self.model.prediction.tail == 1
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Changes with the architecture, the plan, the dtype, or training."""
-        model, leaves = self.model, jax.tree.leaves((self.params["norm"], self.params["fill"]))
-        seen = [jax.device_get(leaf.ravel()[:64]).tobytes() for leaf in leaves]
-        name = repr((model.config, model.plan, model.dtype)).encode()
+        model, params = self.model, self.params
+        trees = params.values() if isinstance(model, Predicted) else [params]
+        leaves = jax.tree.leaves([(tree.get("norm"), tree["rows"]) for tree in trees])
+        seen = [jax.device_get(leaf[(0,) * (leaf.ndim - 1)][:64]).tobytes() for leaf in leaves]
+        names = [repr((part.config, part.plan, part.dtype)) for part in transformers(model)]
+        names += [repr(model.prediction)] if isinstance(model, Predicted) else []
+        name = "".join(names).encode()
         return hashlib.sha256(b"".join([name, *seen])).hexdigest()[:16]
-
-    def _root(self, salt: str) -> bytes:
-        return prefix.root(self.fingerprint, self.settings.cache_dtype, str(self.settings.page_size), salt)
 
     def _bad_ids(self, params: SamplingParams, where: str) -> tuple[tuple[int, ...], ...]:
         """Each bad word's tokens, at the beginning of a text and behind a space.
@@ -292,73 +401,91 @@ class LLM:
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes one token takes in the cache: keys and values of every row of the plan, and their scales."""
-        pool = jax.eval_shape(functools.partial(empty_pool, self.model, self.settings))
-        return pool.bytes_per_token
+        return sum(self.pool_bytes_per_token)
+
+    @property
+    def pool_bytes_per_token(self) -> tuple[int, ...]:
+        """The same of each pool: of the model's, then of an auxiliary's."""
+        pools = jax.eval_shape(functools.partial(empty_pools, self.model, self.settings))
+        return tuple(pool.bytes_per_token for pool in pools)
 
     def _encode(self, prompt, where: str) -> tuple[str | None, list]:
         """(text, token ids) of any form of prompt."""
+        special = not isinstance(prompt, Mapping) or prompt.get("add_special_tokens", True)
         if isinstance(prompt, Mapping):
             known = [key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt]
             if len(known) != 1:
                 raise UsageError(f"{where} must hold one of prompt, prompt_token_ids and messages")
             value = prompt[known[0]]
             if known[0] == "messages":
-                return None, self._need_tokenizer(where).encode_chat(
-                    _conversation(value, where), add_generation_prompt=True
-                )
+                opened = prompt.get("add_generation_prompt", True)
+                return None, self._need_tokenizer(where).encode_chat(_conversation(value, where), opened)
             if isinstance(value, str) != (known[0] == "prompt"):
                 raise UsageError(f"{where}: {known[0]} has the wrong type, {type(value).__name__}")
             prompt = value
         if isinstance(prompt, str):
-            return prompt, self._need_tokenizer(where).encode(prompt) if prompt else []
+            return prompt, self._need_tokenizer(where).encode(prompt, special) if prompt else []
         if isinstance(prompt, list | tuple):
             return None, list(prompt)
         raise UsageError(f"{where} must be a string or a list of token ids, not {type(prompt).__name__}")
 
     def _need_tokenizer(self, where: str):
         if self.tokenizer is None:
-            raise UsageError(f"{where} is text, but this LLM has no tokenizer; give token ids")
+            raise UsageError(
+                f"{where} is text, but the model has no tokenizer: give token ids, or put tokenizer.json in "
+                "its folder"
+            )
         return self.tokenizer
 
-    def _run_with_bar(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        from tqdm import tqdm
 
-        outputs: dict[int, RequestOutput] = {}
-        with tqdm(total=len(requests), desc="prompts", disable=not use_tqdm) as bar:
-            for number, output in self.run(requests):
-                outputs[number] = output
-                bar.set_postfix_str(f"{self.stats['output_tokens_per_s']:.1f} output tok/s", refresh=False)
-                bar.update()
-        return [outputs[number] for number in range(len(requests))]
+def choose_kernels(
+    path_or_id: str | Path,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    tensor_parallel_size: int = 1,
+    revision: str | None = None,
+    slim: bool = True,
+    base: str | Path | None = None,
+    **settings,
+) -> Choice:
+    """The kernels of an LLM of these arguments. Nothing is loaded, and if JAX had no devices before, it has
+    none afterwards.
+
+    Raises:
+      UsageError: as LLM.
+    """
+    config, plan, _ = read_model(local_folder(path_or_id, revision), slim, base)
+    sizes = _settings(_context(config, max_model_len), settings)
+    parts = integer("tensor_parallel_size", tensor_parallel_size, 1)
+    return choose(config, plan, config.dtype if dtype == "auto" else dtype, sizes, parts)
 
 
 def _defaults(generation: GenerationDefaults) -> SamplingParams:
     """vLLM's reading of generation_config.json: its numbers count, whatever its `do_sample` says."""
-    found = {name: getattr(generation, name) for name in _FROM_GENERATION}
-    return SamplingParams(**{name: value for name, value in found.items() if value is not None})
+    found = {name: value for name, value in vars(generation).items() if value is not None}
+    del found["eos_token_ids"]
+    return SamplingParams(**found)
 
 
-def _context(config: ModelConfig, wanted: int | None) -> int:
+def _context(config: ModelConfig, wanted: int | None, whose: str = "") -> int:
     """The context limit in tokens; `dynamic` rotary scaling may be asked for more than it was trained on."""
     trained, rope = config.max_position_embeddings, config.rope
     most = int(trained * rope.factor) if rope.rope_type == "dynamic" else trained
-    return integer("max_model_len", wanted, 1, most) if wanted is not None else trained
+    return integer(f"max_model_len{whose}", wanted, 1, most) if wanted is not None else trained
 
 
 def _settings(limit: int, given: dict) -> Settings:
-    """Engine settings of keyword arguments, each checked by name."""
+    """Engine settings of keyword arguments."""
     known = [field.name for field in dataclasses.fields(Settings) if field.name != "max_model_len"]
-    for name, value in given.items():
+    for name in given:
         if name not in known:
             raise UsageError(f"unknown setting {name!r}{suggest(name, known)}")
-        if name in _NOT_COUNTS:
-            continue
-        if value is not None:
-            integer(name, value, 0 if name == "drafts" else 1)
-    settings = Settings(max_model_len=limit, **given)
-    if not 0 < settings.memory_fraction <= 1:
-        raise UsageError(f"memory_fraction must be in (0, 1], not {settings.memory_fraction}")
-    return settings
+    return Settings(max_model_len=limit, **given)
+
+
+def _parts(mesh: Mesh | None) -> int:
+    """Devices that share the heads."""
+    return 1 if mesh is None else mesh.shape.get("tensor", 1)
 
 
 def _mesh_of(params: PyTree) -> Mesh | None:

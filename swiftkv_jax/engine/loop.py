@@ -12,12 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding, PartitionSpec
 
-from swiftkv_jax.cache import Cache, cache_shardings, make_batch
+from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
-from swiftkv_jax.layers import rotary
-from swiftkv_jax.model import Transformer, embed, exit_logits, logits, run_lower, run_upper, step, write_upper
+from swiftkv_jax.model import Transformer, embed, exit_logits, logits, make_rows, run, step
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Array, Bool, Float, Hidden, Int, PyTree
 
@@ -62,16 +61,10 @@ class Lanes:
         return Tally.of(self.history, length - self.produced, length, vocab if self.history.shape[1] else 0)
 
 
-def pin(cache: Cache, mesh: Mesh | None) -> Cache:
-    """The cache where it belongs on `mesh`."""
-    return cache if mesh is None else jax.lax.with_sharding_constraint(cache, cache_shardings(cache, mesh))
-
-
-@partial(jax.jit, static_argnames=("model", "mode", "mesh", "steps", "exits"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("model", "mode", "steps", "exits"), donate_argnames=("cache",))
 def decode(
     model: Transformer,
     mode: Mode,
-    mesh: Mesh | None,
     steps: int,
     params: PyTree,
     cache: Cache,
@@ -94,7 +87,7 @@ def decode(
         i, lanes, tally, cache, out = carry
         sampled, lanes, tally, cache = turn(lanes, tally, cache)
         out = jax.tree.map(lambda buffer, new: buffer.at[i].set(new), out, sampled)
-        return i + 1, lanes, tally, pin(cache, mesh), out
+        return i + 1, lanes, tally, cache.pinned(), out
 
     turns, tally = steps // each, lanes.tally(model.config.vocab_size)
     shapes = jax.eval_shape(turn, lanes, tally, cache)[0]
@@ -103,19 +96,21 @@ def decode(
     start = (jnp.int32(0), lanes, tally, cache, out)
     _, lanes, _, cache, out = jax.lax.while_loop(lambda c: (c[0] < turns) & c[1].alive.any(), body, start)
     out = jax.tree.map(lambda x: x.reshape(steps, *x.shape[2:]), out)
-    return out, _remember(lanes, out.token), cache
+    lanes = _remember(lanes, out.token)
+    if cache.mesh is not None:  # as the host puts them, so that a launch behind this one is the same program
+        lanes = jax.lax.with_sharding_constraint(lanes, NamedSharding(cache.mesh, PartitionSpec()))
+    return out, lanes, cache
 
 
 def _turn(model, mode, params, table, policy, lanes: Lanes, tally: Tally, cache: Cache):
     """One token for every living row: ([1, Q] sampled, lanes, tally, cache)."""
-    at = dataclasses.replace(cache, table=jnp.where(lanes.alive[:, None], table, 0))
+    pool = cache.seen_by(jnp.where(lanes.alive[:, None], table, 0))
     position = jnp.where(lanes.alive, lanes.position, 0)
-    scores, at = step(model, params, lanes.token, position, None, None, at)
+    scores, pool = step(model, params, lanes.token, position, None, None, pool)
     sampled = sample(scores, policy, tally, lanes.produced, lanes.position + 1, mode)
     token = jnp.where(lanes.alive, sampled.token, NO_ID)
     sampled = jax.tree.map(lambda x: x[None], dataclasses.replace(sampled, token=token))
-    cache = dataclasses.replace(at, table=cache.table)
-    return sampled, _advance(lanes, token, policy), tally.add(token), cache
+    return sampled, _advance(lanes, token, policy), tally.add(token), pool.seen_by(cache.table)
 
 
 def _exit_turn(model, mode, exits: Exits, params, table, policy, lanes: Lanes, tally: Tally, cache: Cache):
@@ -167,10 +162,10 @@ def _guess(model, mode, exits: Exits, params, table, policy, lanes, tally, cache
     def one(carry, place):
         token, tally, cache = carry
         i, position, useful = place
-        at = rotary(model.config, position, cache.capacity)
-        pool = dataclasses.replace(cache, table=jnp.where(useful[:, None], table, 0))
-        x, pool = run_lower(model, params, embed(model, params, token), at, make_batch(None, position), pool)
-        cache = dataclasses.replace(pool, table=cache.table)
+        pool = cache.seen_by(jnp.where(useful[:, None], table, 0))
+        at, batch = cache.angles.at(position), make_batch(None, position)
+        x, pool = run(model, params, embed(model, params, token), at, batch, pool, range(model.plan.depth))
+        cache = pool.seen_by(cache.table)
 
         def guess():
             where = (lanes.produced + i, lanes.position + 1 + i)
@@ -198,14 +193,15 @@ def _check(model, exits: Exits, params, table, x, position, useful, sure, cache)
         return jnp.swapaxes(a, 0, 1).reshape(each * rows, *a.shape[2:])
 
     x, valid, place = flat(x), flat(useful), flat(position)
-    at = rotary(model.config, place, cache.capacity)
+    at, depth = cache.angles.at(place), model.plan.depth
     batch = make_batch(None, place, each)
     seeing = jnp.where(useful, position, -1).T  # -1 is no query
     batch = dataclasses.replace(batch, valid=valid, block_position=seeing)
-    pool = write_upper(model, params, x, at, batch, dataclasses.replace(cache, table=table))
+    pool = make_rows(model, params, depth, x, at, batch, cache.seen_by(table))
 
     def check():
-        out = logits(model, params, run_upper(model, params, x, at, batch, pool))
+        upper = range(depth, model.plan.num_layers)
+        out = logits(model, params, run(model, params, x, at, batch, pool, upper, made=True)[0])
         return jnp.swapaxes(out.reshape(rows, each, -1), 0, 1)
 
     if exits.threshold is None:
@@ -213,7 +209,7 @@ def _check(model, exits: Exits, params, table, x, position, useful, sure, cache)
     else:
         none = jnp.zeros((each, rows, model.config.vocab_size), jnp.float32)
         final = jax.lax.cond((sure | ~useful).all(), lambda: none, check)
-    return final, dataclasses.replace(pool, table=cache.table)
+    return final, pool.seen_by(cache.table)
 
 
 def early_exit(

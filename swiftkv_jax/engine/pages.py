@@ -11,15 +11,36 @@ room, it is the least recently used one of the key that has most pages: a key th
 loses no cached page to what others send, unless they need the room to run in. A key alone may have all.
 """
 
+import dataclasses
+import hashlib
+import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What is known of a page that is not free.
+
+    Attributes:
+      key: whose it is. references: its owners; none if it is cached. name: None before it is full.
+      vouched: what it holds is known to be sound.
+    """
+
+    key: str
+    references: int
+    name: bytes | None
+    vouched: bool
 
 
 class Pages:
     """Counts references to `count - 1` pages and keeps the contents of those that have a name.
 
-    A name is a digest of a page's tokens and of all before it (prefix.py); its tokens are kept beside it and
+    A name is a digest of a page's tokens and of all before it (`extend`); its tokens are kept beside it and
     compared on every hit, so that two prompts share rows only if they are the same.
+
+    Attributes:
+      owned: pages of each key, used or cached.
     """
 
     def __init__(self, count: int):
@@ -30,7 +51,7 @@ class Pages:
         self._name: dict[int, bytes] = {}
         self._unproven: set[int] = set()  # named, and nobody has vouched for them
         self._key: dict[int, str] = {}  # whose a page is
-        self._owned: Counter[str] = Counter()  # pages of each key, used or cached
+        self.owned: Counter[str] = Counter()
         self._cached: dict[str, OrderedDict[int, None]] = {}  # of each key, least recently used first
 
     @property
@@ -53,9 +74,13 @@ class Pages:
     def references(self, page: int) -> int:
         return self._references[page]
 
-    def owned(self, key: str) -> int:
-        """Pages of a key, used or cached."""
-        return self._owned[key]
+    def held(self) -> dict[int, Held]:
+        """Every page that is not free."""
+        return {page: self._held(page, key) for page, key in self._key.items()}
+
+    def _held(self, page: int, key: str) -> Held:
+        name = self._name.get(page)
+        return Held(key, self._references[page], name, name is not None and page not in self._unproven)
 
     def allocate(self, n: int, key: str = "") -> list[int] | None:
         """`n` pages for one owner, a request of `key`'s; or None and nothing changes."""
@@ -67,12 +92,12 @@ class Pages:
                 self.forget(self._least_needed(key))
             page = self._free.pop()
             self._references[page], self._key[page] = 1, key
-            self._owned[key] += 1
+            self.owned[key] += 1
             out.append(page)
         return out
 
     def _least_needed(self, asking: str) -> int:
-        richest = max(self._cached, key=lambda key: (self._owned[key], key == asking))
+        richest = max(self._cached, key=lambda key: (self.owned[key], key == asking))
         return next(iter(self._cached[richest]))
 
     def find(self, name: bytes, tokens: tuple[int, ...]) -> int | None:
@@ -148,7 +173,25 @@ class Pages:
 
     def _free_one(self, page: int) -> None:
         key = self._key.pop(page)
-        self._owned[key] -= 1
-        if not self._owned[key]:
-            del self._owned[key]
+        self.owned[key] -= 1
+        if not self.owned[key]:
+            del self.owned[key]
         self._free.append(page)
+
+
+def root(*parts: str) -> bytes:
+    """Where a chain begins: what makes rows different though tokens are equal.
+
+    The model's fingerprint, its plan, the cache's dtype and page size, and the tenant's salt; each is written
+    with its length, so that no two lists of parts run together.
+    """
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(struct.pack("<Q", len(data)) + data)
+    return digest.digest()
+
+
+def extend(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The name of a page of `tokens` that follows the page named `parent`."""
+    return hashlib.sha256(parent + struct.pack(f"<{len(tokens)}I", *tokens)).digest()

@@ -5,22 +5,22 @@ import math
 import typing
 from collections.abc import Mapping, Sequence
 
+from swiftkv_jax.checks import above, flag, integer, number
 from swiftkv_jax.errors import UsageError, suggest
 
 MAX_LOGPROBS = 20
 MOST_STOPS = 8  # stop ids of one request that a launch looks for; room for more would be another program
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow
 MIN_TEMPERATURE = 1e-2  # what a positive temperature is raised to, as vLLM does
+MIN_TOP_P = 1e-9  # and a smaller top_p: it keeps the likeliest token alone, where float32's 0 would keep none
 
 _RANGES = {  # field: (least, most), both allowed
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, math.inf),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
+    "temperature": (0, 2),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
 }
-_POSITIVE = ("top_p", "repetition_penalty")
+_ABOVE = {"top_p": (0, 1), "repetition_penalty": (0, math.inf)}  # the same; the least itself is not allowed
 
 
 @typing.no_type_check  # user input: its own checks below name the field
@@ -67,16 +67,18 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self):
-        for name in _RANGES:
-            self._set(name, _number(name, getattr(self, name)))
+        for name, bounds in _RANGES.items():
+            self._set(name, number(name, getattr(self, name), *bounds))
+        for name, bounds in _ABOVE.items():
+            self._set(name, above(name, getattr(self, name), *bounds))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
+            flag(name, getattr(self, name))
         self._check_counts()
         if self.temperature < GREEDY_BELOW:
             self._set("temperature", 0.0)
         elif self.temperature < MIN_TEMPERATURE:
             self._set("temperature", MIN_TEMPERATURE)
+        self._set("top_p", max(self.top_p, MIN_TOP_P))
         self._set("stop", _strings("stop", self.stop))
         self._set("bad_words", _strings("bad_words", self.bad_words))
         self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
@@ -141,30 +143,6 @@ class SamplingParams:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 
-def integer(name: str, value, least: int, most: int | None = None) -> int:
-    """`value` when it is an integer in [least, most].
-
-    Raises:
-      UsageError: it is not; the message names the field and the bounds.
-    """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"{name} must be an integer, not {value!r}")
-    if value < least or (most is not None and value > most):
-        bounds = f"at least {least}" if most is None else f"in [{least}, {most}]"
-        raise UsageError(f"{name} must be {bounds}, not {value}")
-    return value
-
-
-def _number(name: str, value) -> float:
-    least, most = _RANGES[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UsageError(f"{name} must be a finite number, not {value!r}")
-    if not least <= value <= most or (name in _POSITIVE and value == 0):
-        opening = "(" if name in _POSITIVE else "["
-        raise UsageError(f"{name} must be in {opening}{least:g}, {most:g}], not {value!r}")
-    return float(value)
-
-
 def _strings(name: str, value) -> tuple[str, ...]:
     value = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
@@ -181,9 +159,7 @@ def _bias(value) -> tuple[tuple[int, float], ...]:
     for token, bias in value.items():
         token = int(token) if isinstance(token, str) and token.isdecimal() else token
         integer("logit_bias: a token id", token, 0, 2**31 - 1)
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise UsageError(f"logit_bias of token {token} must be in [-100, 100], not {bias!r}")
-        out[token] = float(bias)
+        out[token] = number(f"logit_bias of token {token}", bias, -100, 100)
     return tuple(sorted(out.items()))
 
 
@@ -202,7 +178,8 @@ class Request:
       prompt: its text, None when it came as ids. token_ids: the prompt, never empty.
       params: with `max_tokens` and `seed` settled. eos_ids: the model's ends, empty under `ignore_eos`.
       bad_ids: the tokens of each bad word. priority: lower goes first. key: who asks; keys take turns.
-      root: where its page names begin (prefix.py).
+      root: where its pages' names begin (pages.py).
+      ahead: the first tokens of the prompt, which an auxiliary model reads; None where there is none.
     """
 
     prompt: str | None
@@ -214,6 +191,13 @@ class Request:
     key: str = ""
     root: bytes = b""
     request_id: str = ""
+    ahead: int | None = None
+
+    @property
+    def shareable(self) -> int:
+        """Tokens whose rows follow from the tokens alone, so that other prompts may begin with their pages:
+        all, or those that an auxiliary model reads."""
+        return self.max_length if self.ahead is None else self.ahead
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -253,7 +237,7 @@ class CompletionOutput:
     Attributes:
       finish_reason: "stop", "length", "abort" or "error"; None while it runs.
       stop_reason: the stop string or id that ended it, None for the model's own end.
-      error: what failed, when `finish_reason` is "error".
+      error: what failed, when `finish_reason` is "error". cached_tokens: of the prompt, found in the cache.
     """
 
     index: int
@@ -264,6 +248,7 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None
     error: str | None = None
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,14 +265,15 @@ class RequestMetrics:
     output_tokens: int
 
     @property
-    def ttft(self) -> float:
-        """Seconds from arrival to the first token, time in the queue included."""
-        return self.first_token_time - self.arrival_time
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token, time in the queue included; None when none came."""
+        return self.first_token_time - self.arrival_time if self.output_tokens else None
 
     @property
-    def tpot(self) -> float:
-        """Seconds per token after the first; 0 when there is only one."""
-        return (self.finished_time - self.first_token_time) / max(1, self.output_tokens - 1)
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; 0 when there is only one, None when there is none."""
+        seconds = self.finished_time - self.first_token_time
+        return seconds / max(1, self.output_tokens - 1) if self.output_tokens else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,27 @@
 """What runs on the device: a step of any tokens, and launches of the loop that decodes several (loop.py)."""
 
 import dataclasses
+import itertools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding, PartitionSpec
 
-from swiftkv_jax.cache import Cache, cache_shardings
-from swiftkv_jax.engine.loop import Exits, Lanes, choose, decode, early_exit, pin
+from swiftkv_jax.cache import Cache, make_batch
+from swiftkv_jax.engine.loop import Exits, Lanes, choose, decode, early_exit
+from swiftkv_jax.engine.reader import Reader
 from swiftkv_jax.engine.request import MOST_STOPS, Request
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
-from swiftkv_jax.engine.scheduler import Work, launch_size
+from swiftkv_jax.engine.scheduler import Work, array_size, launch_size
 from swiftkv_jax.engine.sequence import Choice, Sequence
-from swiftkv_jax.model import Transformer, logits, read, run_upper, survive
+from swiftkv_jax.model import Transformer, embed, logits, run, survivors_of
+from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Array, Int, PyTree
 
 # Few, so that few programs are compiled: greedy, plain sampling, and all that SamplingParams can ask for.
@@ -23,52 +29,71 @@ MODES = (Mode(), Mode(sampled=True), Mode(*[True] * len(Mode._fields)))
 _CLEARED = 16  # pages cleared at a time
 
 
-def new_cache(model: Transformer, params: PyTree, mesh: Mesh | None, make) -> Cache:
-    """The empty cache that `make` describes, on `mesh` or where `params` lie.
+def new_cache(params: PyTree, make: Callable[[], Cache]) -> Cache:
+    """The empty cache that `make` describes, on its mesh or, without one, where `params` lie.
 
-    Committed there from the start, as every launch's result is: else the second launch would compile again.
+    Committed and pinned there as every launch's result is: else the second launch would compile again.
     """
-    if mesh is None:
+    if jax.eval_shape(make).mesh is None:
         return jax.device_put(make(), jax.tree.leaves(params)[0].sharding)
-    return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), mesh))()
+    return jax.jit(lambda: make().pinned())()
 
 
-@partial(jax.jit, static_argnames=("model", "mode", "mesh", "threshold"), donate_argnames=("cache",))
+@pytree
+class Inputs:
+    """A flat ragged batch for one step: decoded tokens, and chunks of prompts; numpy arrays from the host.
+
+    Attributes:
+      tokens: [T], those of each sequence together. positions: [T] in their sequences.
+      query_starts: [Q + 1] the first token of each sequence, then the end of the last.
+      survivors: [M] ascending tokens after which one is sampled, padded with T. survivor_lanes: [M] the
+        sequence of each.
+      prompts: [Q] tokens of each prompt. table: [Q, slots] page ids. history: [Q, S] as in `Lanes`.
+    """
+
+    tokens: Int[Any, " T"]
+    positions: Int[Any, " T"]
+    query_starts: Int[Any, " Q1"]
+    survivors: Int[Any, " M"]
+    survivor_lanes: Int[Any, " M"]
+    prompts: Int[Any, " Q"]
+    table: Int[Any, "Q slots"]
+    history: Int[Any, "Q S"]
+
+
+@partial(jax.jit, static_argnames=("model", "mode", "threshold"), donate_argnames=("cache",))
 def run_any(
     model: Transformer,
     mode: Mode,
-    mesh: Mesh | None,
     params: PyTree,
     cache: Cache,
-    table: Int[Array, "Q slots"],
-    tokens: Int[Array, " T"],
-    positions: Int[Array, " T"],
-    query_starts: Int[Array, " Q1"],
-    survivors: Int[Array, " M"],
-    survivor_rows: Int[Array, " M"],
-    prompts: Int[Array, " Q"],
-    history: Int[Array, "Q S"],
+    inputs: Inputs,
     policy: Policy,
     threshold: float | None = None,
 ) -> tuple[Sampled, Cache]:
-    """Cache a flat ragged batch of tokens, decoded ones and chunks of prompts; sample after each survivor.
+    """Cache a flat ragged batch of tokens; sample after each survivor.
 
-    Survivor i is a token of row `survivor_rows[i]`; both are padded at the end, survivors with T. Row q's
-    prompt has `prompts[q]` tokens. Under a `threshold` the exit head's token stands where it is surer.
+    Under a `threshold` the exit head's token stands where the head gives it more probability.
     """
-    at_table = dataclasses.replace(cache, table=table)
-    x, at, _, pool = read(model, params, tokens, positions, query_starts, at_table)
-    x, at, batch = survive(x, at, positions, query_starts, survivors)
-    scores = logits(model, params, run_upper(model, params, x, at, batch, pool))
-    length = positions[jnp.clip(survivors, 0, tokens.shape[0] - 1)] + 1
-    policy, history, prompt = jax.tree.map(lambda x: x[survivor_rows], (policy, history, prompts))
+    plan, positions, starts = model.plan, inputs.positions, inputs.query_starts
+    at, batch = cache.angles.at(positions), make_batch(starts, positions)
+    lower, upper = range(plan.depth), range(plan.depth, plan.num_layers)
+    survive = partial(survivors_of, positions, starts, inputs.survivors)
+    x, pool = embed(model, params, inputs.tokens), cache.seen_by(inputs.table)
+    x, pool = run(model, params, x, at, batch, pool, lower)
+    last, pool = run(model, params, x, at, batch, pool, upper, survive)
+    scores = logits(model, params, last)
+    alive = jnp.clip(inputs.survivors, 0, inputs.tokens.shape[0] - 1)
+    length = positions[alive] + 1
+    by_sequence = (policy, inputs.history, inputs.prompts)
+    policy, history, prompt = jax.tree.map(lambda x: x[inputs.survivor_lanes], by_sequence)
     tally = Tally.of(history, prompt, length, scores.shape[1] if history.shape[1] else 0)
     where = (policy, tally, length - prompt, length, mode)
     sampled = sample(scores, *where)
     if threshold is not None:
-        guessed, sure = early_exit(model, params, x, threshold, *where)
+        guessed, sure = early_exit(model, params, x[alive], threshold, *where)
         sampled = choose(sure, guessed, sampled)
-    return sampled, pin(dataclasses.replace(pool, table=cache.table), mesh)
+    return sampled, pool.seen_by(cache.table).pinned()
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -76,36 +101,84 @@ def _clear(cache: Cache, pages: Int[Array, " n"]) -> Cache:
     return cache.clear(pages)
 
 
+def _compile(calls: list[partial], say: Callable[[int, int], None]) -> None:
+    """Compile the programs of these calls, as many at once as there are cores, at most 8; nothing runs.
+
+    A later call of the same function with such arguments finds its program. `say` gets (done, of how many).
+    """
+    say(0, len(calls))
+    workers = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="compile")
+    try:
+        sent = [workers.submit(lambda f: f.func.lower(*f.args, **f.keywords).compile(), f) for f in calls]
+        for done, one in enumerate(as_completed(sent), 1):
+            one.result()
+            say(done, len(calls))
+    finally:
+        workers.shutdown(cancel_futures=True)
+
+
 @dataclasses.dataclass(frozen=True)
-class Launch:
-    """What was sent to the device and not yet read.
+class StepLaunch:
+    """A step that was sent to the device and not yet read.
 
     Attributes:
-      rows: the sequences, row by row. places: for each row, where its tokens stand in `sampled`.
-      work: what a step ran; empty for a decode loop of `steps` steps, `each` of them a turn.
+      work: what it runs. sampled: [M] after each survivor. places: of each item's survivors, in `sampled`.
+    """
+
+    work: list[Work]
+    sampled: Sampled
+    places: list[range]
+
+    @property
+    def rows(self) -> list[Sequence]:
+        return [item.sequence for item in self.work]
+
+    def read(self) -> list[list[Choice]]:
+        """Wait for it; each row's tokens: none where its prompt goes on, else one, and one more for each
+        guess that proved right."""
+        sampled = jax.device_get(self.sampled)
+        return [self._standing(sampled, *each) for each in zip(self.work, self.places, strict=True)]
+
+    def _standing(self, sampled: Sampled, item: Work, places: range) -> list[Choice]:
+        out: list[Choice] = []
+        for i, at in enumerate(places):
+            if i and out[-1].token != item.draft[i - 1]:
+                break
+            out.append(_choice(sampled, (at,), guessed=i > 0, drafted=0 if i else len(item.draft)))
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeLaunch:
+    """A decode loop that was sent to the device and not yet read; another can be sent behind it.
+
+    Attributes:
+      rows: the sequences, row by row. sampled: [steps, Q], `each` of them a turn.
+      lanes: where the loop leaves the rows. policy, mode: what they were sampled by.
     """
 
     rows: list[Sequence]
     sampled: Sampled
-    places: list[list[tuple[int, ...]]]
-    work: list[Work] = dataclasses.field(default_factory=list)
-    lanes: Lanes | None = None
-    steps: int = 0
-    table: Any = None
-    policy: Policy | None = None
-    mode: Mode | None = None
-    each: int = 1
+    lanes: Lanes
+    policy: Policy
+    mode: Mode
+    steps: int
+    each: int
 
     def read(self) -> list[list[Choice]]:
         """Wait for it; each row's tokens in order."""
         sampled = jax.device_get(self.sampled)
-        if self.work:
-            return [[_choice(sampled, at) for at in places] for places in self.places]
-        given = sampled.token != NO_ID
-        return [
-            [_choice(sampled, (i, row), i % self.each > 0) for i in np.flatnonzero(given[:, row]).tolist()]
-            for row in range(len(self.rows))
-        ]
+        return [self._given(sampled, row, sequence) for row, sequence in enumerate(self.rows)]
+
+    def _given(self, sampled: Sampled, row: int, sequence: Sequence) -> list[Choice]:
+        """The first token of a turn opens it; as many are guessed to follow as the sequence has room for."""
+        room = sequence.request.max_length - sequence.length - 1
+        out = []
+        for known, i in enumerate(np.flatnonzero(sampled.token[:, row] != NO_ID).tolist()):
+            guessed = i % self.each > 0
+            drafted = 0 if guessed else min(self.each - 1, room - known)
+            out.append(_choice(sampled, (i, row), guessed, drafted))
+        return out
 
 
 class Runner:
@@ -121,7 +194,6 @@ class Runner:
         self,
         model: Transformer,
         params: PyTree,
-        mesh: Mesh | None,
         cache: Cache,
         lanes: int,
         budget: int,
@@ -129,13 +201,14 @@ class Runner:
         drafts: int = 0,
         modes: tuple[Mode, ...] = MODES,
         exits: Exits | None = None,
+        reader: Reader | None = None,
     ):
         """`budget` tokens a step and `steps` tokens a decode loop at most (with `exits`, whole turns);
-        `drafts` guesses a sequence in a step.
+        `drafts` guesses a sequence in a step. `reader`: who reads prompts ahead of the model.
 
         A launch runs in the first of `modes` that has what its rows need; the last must have all.
         """
-        self.model, self.mesh, self.params, self.cache = model, mesh, params, cache
+        self.model, self.params, self.cache, self.reader = model, params, cache, reader
         self.fewest_rows = 1
         self.lanes, self.budget, self.drafts, self.modes, self.exits = lanes, budget, drafts, modes, exits
         self._each = exits.each if exits else 1
@@ -144,6 +217,8 @@ class Runner:
         self.slots = -(-cache.capacity // cache.page)
         self._policy = _idle_policy(lanes)
         self._seated: dict[tuple, Policy] = {}
+        mesh = cache.mesh
+        self._place = cache.table.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def seat(self, sequence: Sequence) -> None:
         """Write a sequence's parameters into its lane."""
@@ -166,64 +241,104 @@ class Runner:
             getattr(self._policy, name)[row] = value
         self._seated = {}
 
-    def run(self, work: list[Work], size: int) -> Launch:
-        """Send one step of `work` in arrays of `size` tokens."""
+    def run(self, work: list[Work], size: int) -> StepLaunch | None:
+        """Send one step of `work` in arrays of `size` tokens: what is read ahead, then the model's own.
+
+        The launch is of the latter, None without any; nothing of the former is to be read back.
+        """
+        if self.reader is not None:
+            work, size = self._read_ahead(self.reader, work, size)
         rows = [item.sequence for item in work]
-        count, per_row = self.rows(len(rows)), 1 + self.drafts
-        tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        starts = np.zeros(count + 1, np.int32)
+        if not rows:
+            return None
+        return self._step(work, size, self.rows(len(rows)), self._mode([s.request for s in rows]))
+
+    def _step(self, work: list[Work], size: int, count: int, mode: Mode) -> StepLaunch:
+        call, places = self._step_call(work, size, count, mode)
+        sampled, self.cache = call()
+        return StepLaunch(work, sampled, places)
+
+    def _step_call(self, work: list[Work], size: int, count: int, mode: Mode) -> tuple[partial, list[range]]:
+        """(the program with its arguments, the places of each item's survivors in what it samples)."""
+        rows, per_row = [item.sequence for item in work], 1 + self.drafts
+        tokens, positions, starts = self._flat([_own(item) for item in work], count, size)
         survivors = np.full(count * per_row, size, np.int32)
         survivor_rows = np.zeros(count * per_row, np.int32)
-        places: list[list[tuple[int, ...]]] = []
-        start = done = 0
+        places: list[range] = []
+        done = 0
         for row, item in enumerate(work):
-            first, known = item.sequence.cached, start + item.count
-            stop = known + len(item.draft)
-            tokens[start:known] = item.sequence.slice(first, first + item.count)
-            tokens[known:stop] = item.draft
-            positions[start:stop] = range(first, first + stop - start)
             wanted = 1 + len(item.draft) if item.completes else 0
-            survivors[done : done + wanted] = range(known - 1, known - 1 + wanted)
+            survivors[done : done + wanted] = range(starts[row + 1] - wanted, starts[row + 1])
             survivor_rows[done : done + wanted] = row
-            places.append([(done + i,) for i in range(wanted)])
-            done, start = done + wanted, stop
-            starts[row + 1] = stop
-        starts[len(rows) + 1 :] = start
-        mode, policy, history = self._sampling(rows, count)
+            places.append(range(done, done + wanted))
+            done += wanted
         prompts = np.zeros(count, np.int32)
         prompts[: len(rows)] = [len(s.request.token_ids) for s in rows]
-        batch = (tokens, positions, starts, survivors, survivor_rows, prompts, history, policy)
-        fixed = (self.model, mode, self.mesh, self.params)
-        table = self._table(rows, count)
-        sampled, self.cache = run_any(*fixed, self.cache, table, *batch, threshold=self._threshold)
-        return Launch(rows, sampled, places, work)
+        table, history = self._table(rows, count), self._history(rows, count, mode)
+        policy = self._gather(rows, count, mode)
+        inputs = Inputs(tokens, positions, starts, survivors, survivor_rows, prompts, table, history)
+        fixed = (self.model, mode, self.params)
+        return partial(run_any, *fixed, self.cache, inputs, policy, threshold=self._threshold), places
 
-    def decode(self, rows: list[Sequence]) -> Launch:
+    def _read_ahead(self, reader: Reader, work: list[Work], size: int) -> tuple[list[Work], int]:
+        """Send what of a step an auxiliary model reads; the work with tokens of the model's own, its size."""
+        ahead = [item for item in work if item.ahead]
+        if ahead:
+            first = [(item.sequence.cached, item.ahead) for item in ahead]
+            parts = [(at, i.sequence.slice(at, at + n)) for i, (at, n) in zip(ahead, first, strict=True)]
+            rows, count = [item.sequence for item in ahead], self.rows(len(ahead))
+            flat = self._flat(parts, count, array_size(sum(item.ahead for item in ahead), size))
+            self._send_ahead(reader, *flat, self._table(rows, count))
+        own = [item for item in work if item.ahead < item.count]
+        return own, array_size(sum(item.count - item.ahead + len(item.draft) for item in own), size)
+
+    def _send_ahead(self, reader: Reader, *flat: Any) -> None:
+        self.cache = reader.read(self.cache, *flat)
+
+    def _flat(self, parts: list[tuple[int, list[int]]], count: int, size: int) -> tuple[Any, Any, Any]:
+        """(tokens, positions, query starts) of `count` rows in arrays of `size`: each row's first position
+        and its tokens."""
+        tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        starts = np.zeros(count + 1, np.int32)
+        start = 0
+        for row, (first, some) in enumerate(parts):
+            stop = start + len(some)
+            tokens[start:stop], positions[start:stop] = some, range(first, first + len(some))
+            start = starts[row + 1] = stop
+        starts[len(parts) + 1 :] = start
+        return tokens, positions, starts
+
+    def decode(self, rows: list[Sequence]) -> DecodeLaunch:
         """Send up to `steps` more tokens for each of these sequences: all their tokens but one are cached."""
-        count = self.rows(len(rows))
-        mode, policy, history = self._sampling(rows, count)
+        return self._loop(rows, self.rows(len(rows)), self._mode([s.request for s in rows]))
+
+    def _loop(self, rows: list[Sequence], count: int, mode: Mode) -> DecodeLaunch:
+        return self._send(rows, self._lanes(rows, count, mode), self._gather(rows, count, mode), mode)
+
+    def _lanes(self, rows: list[Sequence], count: int, mode: Mode) -> Lanes:
         lanes = Lanes(
             token=np.zeros(count, np.int32),
             position=np.zeros(count, np.int32),
             produced=np.zeros(count, np.int32),
             alive=np.arange(count) < len(rows),
-            history=history,
+            history=self._history(rows, count, mode),
         )
         for row, s in enumerate(rows):
             lanes.token[row], lanes.position[row], lanes.produced[row] = s.last, s.length - 1, len(s.output)
-        table = self._table(rows, count)
-        return self._loop(rows, table, lanes, policy, mode)
+        return jax.device_put(lanes, self._place)  # as a launch leaves them: else `decode` compiles for both
 
-    def follow(self, launch: Launch) -> Launch:
+    def follow(self, launch: DecodeLaunch) -> DecodeLaunch:
         """Send the same rows on, from where `launch` will leave them: nothing of it has to be read."""
-        table = self._table(launch.rows, launch.table.shape[0])
-        return self._loop(launch.rows, table, launch.lanes, launch.policy, launch.mode)
+        return self._send(launch.rows, launch.lanes, launch.policy, launch.mode)
 
-    def _loop(self, rows, table, lanes, policy, mode) -> Launch:
-        steps = self.steps
-        fixed = (self.model, mode, self.mesh, steps, self.params)
-        sampled, lanes, self.cache = decode(*fixed, self.cache, table, lanes, policy, exits=self.exits)
-        return Launch(rows, sampled, [], [], lanes, steps, table, policy, mode, self._each)
+    def _send(self, rows: list[Sequence], lanes: Lanes, policy: Policy, mode: Mode) -> DecodeLaunch:
+        sampled, lanes, self.cache = self._decode_call(rows, lanes, policy, mode)()
+        return DecodeLaunch(rows, sampled, lanes, policy, mode, self.steps, self._each)
+
+    def _decode_call(self, rows: list[Sequence], lanes: Lanes, policy: Policy, mode: Mode) -> partial:
+        table = self._table(rows, lanes.token.shape[0])
+        fixed = (self.model, mode, self.steps, self.params)
+        return partial(decode, *fixed, self.cache, table, lanes, policy, exits=self.exits)
 
     def clear(self, pages: list[int]) -> None:
         """Zeros in these pages: what a faulty request left."""
@@ -232,29 +347,31 @@ class Runner:
             padded = np.zeros(_CLEARED, np.int32)
             padded[: len(some)] = some
             self.cache = _clear(self.cache, padded)
+            if self.reader is not None:
+                self.reader.cache = _clear(self.reader.cache, padded)
 
-    def warm_up(self, say=lambda done, total: None) -> int:
-        """Compile every program that `run` and `decode` may need in `modes`; how many."""
-        sizes = sorted({launch_size(n, self.budget) for n in range(1, self.budget + 1)})
+    def warm_up(self, say: Callable[[int, int], None] = lambda done, total: None) -> int:
+        """Compile every program that `run` and `decode` may need in `modes`, several at once; how many."""
+        sizes = sorted({launch_size(n, self.budget) for n in range(1, self.budget + 1)} | {self.budget})
         counts = sorted({self.rows(n) for n in range(1, self.lanes + 1)})
-        jobs = [(mode, count, size) for mode in self.modes for count in counts for size in [0, *sizes]]
-        for done, (mode, count, size) in enumerate(jobs):
-            say(done, len(jobs))
-            table, zero = np.zeros((count, self.slots), np.int32), np.zeros(count, np.int32)
-            policy, history = self._gather([], count, mode), self._history([], count, mode)
-            if size:
-                many = np.zeros(count * (1 + self.drafts), np.int32)
-                flat, starts = np.zeros(size, np.int32), np.zeros(count + 1, np.int32)
-                batch = (flat, flat, starts, many + size, many, zero, history, policy)
-                fixed = (self.model, mode, self.mesh, self.params)
-                _, self.cache = run_any(*fixed, self.cache, table, *batch, threshold=self._threshold)
-                continue
-            lanes = Lanes(zero, zero, zero, np.zeros(count, bool), history)
-            for _ in range(2):  # from the host, and from the launch before
-                lanes = self._loop([], table, lanes, policy, mode).lanes
+        programs: list[tuple[partial, Callable]] = []  # with arguments, and what sends it
+        for mode, count in itertools.product(self.modes, counts):
+            lanes, policy = self._lanes([], count, mode), self._gather([], count, mode)
+            loop = self._decode_call([], lanes, policy, mode)
+            programs.append((loop, partial(self._loop, [], count, mode)))
+            for size in sizes:
+                step, _ = self._step_call([], size, count, mode)
+                programs.append((step, partial(self._step, [], size, count, mode)))
+        if (reader := self.reader) is not None:
+            for count, size in itertools.product(counts, sizes):
+                flat = (*self._flat([], count, size), self._table([], count))
+                programs.append((reader.call(self.cache, *flat), partial(self._send_ahead, reader, *flat)))
+        _compile([program for program, _ in programs], say)
+        for _, send in programs:
+            send()
         self.clear([0])
-        jax.block_until_ready(self.cache.k)
-        return len(jobs)
+        jax.block_until_ready(self.cache.stores)
+        return len(programs)
 
     def rows(self, n: int) -> int:
         """Rows of a launch: a power of four, or all lanes."""
@@ -269,10 +386,6 @@ class Runner:
             table[row, : len(sequence.pages)] = sequence.pages
         return table
 
-    def _sampling(self, rows: list[Sequence], count: int) -> tuple[Mode, Policy, Any]:
-        mode = self._mode([s.request for s in rows])
-        return mode, self._gather(rows, count, mode), self._history(rows, count, mode)
-
     def _mode(self, wanted: list[Request]) -> Mode:
         params = [request.params for request in wanted]
         need = Mode(
@@ -285,7 +398,7 @@ class Runner:
         return next(mode for mode in self.modes if mode.covers(need))
 
     def _gather(self, rows: list[Sequence], count: int, mode: Mode) -> Policy:
-        """The rows' parameters; kept on the device until somebody takes a seat."""
+        """The rows' parameters; kept until somebody takes a seat."""
         key = (tuple(s.lane for s in rows), count, mode)
         if key not in self._seated or mode.biased:
             lanes = [s.lane for s in rows] + [0] * (count - len(rows))
@@ -312,6 +425,13 @@ class Runner:
         return history
 
 
+def _own(item: Work) -> tuple[int, list[int]]:
+    """(first position, tokens) of what the model itself reads of some work, guesses included."""
+    stop = item.sequence.cached + item.count
+    first = stop - item.count + item.ahead
+    return first, [*item.sequence.slice(first, stop), *item.draft]
+
+
 def _idle_policy(lanes: int) -> Policy:
     """Greedy, endless rules for lanes that nobody sits in."""
     zero, one = np.zeros(lanes, np.float32), np.ones(lanes, np.float32)
@@ -332,8 +452,8 @@ def _idle_policy(lanes: int) -> Policy:
     )
 
 
-def _choice(sampled: Sampled, at: tuple[int, ...], guessed: bool = False) -> Choice:
+def _choice(sampled: Sampled, at: tuple[int, ...], guessed: bool, drafted: int) -> Choice:
     """The device's arrays at one place as plain numbers."""
     token, logprob, rank = (array[at].item() for array in (sampled.token, sampled.logprob, sampled.rank))
     top = zip(sampled.top_ids[at].tolist(), sampled.top_logprobs[at].tolist(), strict=True)
-    return Choice(token, logprob, rank, tuple(top), guessed)
+    return Choice(token, logprob, rank, tuple(top), guessed, drafted)

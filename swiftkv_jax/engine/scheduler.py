@@ -5,12 +5,11 @@ to a budget of tokens from whoever is next: one from each sequence that decodes,
 """
 
 import dataclasses
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
-from swiftkv_jax.engine import prefix
-from swiftkv_jax.engine.pages import Pages
-from swiftkv_jax.engine.request import Request
+from swiftkv_jax.engine.pages import Pages, extend
+from swiftkv_jax.engine.queue import Queue
 from swiftkv_jax.engine.sequence import Sequence
 
 _SMALLEST = 32  # tokens: below this a launch costs the same whatever its size
@@ -31,6 +30,11 @@ def launch_size(pending: int, budget: int) -> int:
     return min(size, budget)
 
 
+def array_size(tokens: int, size: int) -> int:
+    """Array size of a launch of `tokens` of a step's tokens, which `launch_size` gave arrays of `size`."""
+    return min(size, max(_SMALLEST, power_of_two(tokens)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """The next `count` known tokens of one sequence, and `draft` tokens guessed to follow them."""
@@ -44,120 +48,20 @@ class Work:
         """Whether the sequence's next token can be sampled after this."""
         return self.count == self.sequence.pending
 
-
-@dataclasses.dataclass(frozen=True)
-class Demand:
-    """What some sequences ask for: how many they are, tokens known, and tokens that they may yet generate."""
-
-    sequences: int = 0
-    tokens: int = 0
-    output_tokens: int = 0
-
-    @classmethod
-    def of(cls, request: Request) -> "Demand":
-        """Of all completions of a request; its `max_tokens` is settled."""
-        n = request.params.n
-        return cls(n, n * len(request.token_ids), n * (request.max_length - len(request.token_ids)))
-
-    def __add__(self, other: "Demand") -> "Demand":
-        sequences, tokens = self.sequences + other.sequences, self.tokens + other.tokens
-        return Demand(sequences, tokens, self.output_tokens + other.output_tokens)
-
-    def __neg__(self) -> "Demand":
-        return Demand(-self.sequences, -self.tokens, -self.output_tokens)
-
-    def crowds_out(self, coming: "Demand", most: "Demand") -> str:
-        """Which bound of `most` this, which waits, and `coming` would pass together; "" for none.
-
-        Where nothing waits any number of tokens may come at once: later they would be too many as well.
-        """
-        for field, what in _DEMANDED.items():
-            waiting, bound = getattr(self, field), getattr(most, field)
-            if waiting + getattr(coming, field) > bound and (self.sequences or field == "sequences"):
-                return f"{waiting} {what}; at most {bound} may"
-        return ""
-
-
-_DEMANDED = {
-    "sequences": "requests are waiting",
-    "tokens": "tokens are waiting",
-    "output_tokens": "tokens are asked for by those that wait",
-}
-
-
-class Queue:
-    """Who waits: the most urgent priority first; within it the key that was served least; then by arrival.
-
-    Attributes:
-      demands: of each key that has anything waiting.
-    """
-
-    def __init__(self):
-        self._lines: dict[tuple[int, str], deque[Sequence]] = {}
-        self._served: dict[tuple[int, str], int] = {}
-        self._clock = 0
-        self.demands: dict[str, Demand] = {}
-
-    def __len__(self) -> int:
-        return sum(len(line) for line in self._lines.values())
-
     @property
-    def demand(self) -> Demand:
-        """Of all that wait."""
-        return sum(self.demands.values(), Demand())
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for line in self._lines.values() for sequence in line)
-
-    def push(self, sequence: Sequence, front: bool = False) -> None:
-        line = (sequence.request.priority, sequence.request.key)
-        if line not in self._lines:  # a key that comes back starts level with whoever was served last
-            self._lines[line], self._served[line] = deque(), self._clock
-        (self._lines[line].appendleft if front else self._lines[line].append)(sequence)
-        self._count(sequence, asked(sequence))
-
-    def head(self) -> Sequence | None:
-        """Who is next."""
-        if not self._lines:
-            return None
-        best = min(self._lines, key=lambda line: (line[0], self._served[line], self._lines[line][0].number))
-        return self._lines[best][0]
-
-    def pop(self) -> Sequence:
-        """Take the head, and charge its key for its tokens."""
-        sequence = self.head()
-        assert sequence is not None
-        line = (sequence.request.priority, sequence.request.key)
-        self._served[line] += sequence.length
-        self._clock = self._served[line]
-        self.remove(sequence)
-        return sequence
-
-    def remove(self, sequence: Sequence) -> None:
-        line = (sequence.request.priority, sequence.request.key)
-        self._lines[line].remove(sequence)
-        self._count(sequence, -asked(sequence))
-        if not self._lines[line]:
-            del self._lines[line], self._served[line]
-
-    def _count(self, sequence: Sequence, more: Demand) -> None:
-        key = sequence.request.key
-        self.demands[key] = self.demands.get(key, Demand()) + more
-        if not self.demands[key].sequences:
-            del self.demands[key]
-
-
-def asked(sequence: Sequence) -> Demand:
-    """What one sequence asks for now."""
-    return Demand(1, sequence.length, sequence.request.max_length - sequence.length)
+    def ahead(self) -> int:
+        """The first of its tokens, which an auxiliary model reads; the model itself reads the others."""
+        return min(self.count, max(0, (self.sequence.request.ahead or 0) - self.sequence.cached))
 
 
 class Scheduler:
     """Sequences wait, take a lane and pages, run, and give both back.
 
-    Pages for everything a sequence knows are taken when it is admitted; decoding takes more as it goes, and
-    when none are left the last to come gives its own back and later reads its tokens again (preemption by
-    recompute). Full pages are named as soon as they are computed, so that others can begin with them.
+    Pages for everything a sequence knows are taken when it is admitted; decoding takes more as it goes. When
+    none are left a sequence is preempted: it gives its pages back and later reads its tokens again. That is
+    the last to come, among the least urgent, of the key that has most lanes. A key that waits without a lane
+    gets one in the same way. Full pages are named as soon as they are computed, so that others can begin with
+    them.
     """
 
     def __init__(self, pages: Pages, page: int, lanes: int, budget: int, share_prefixes: bool = True):
@@ -189,7 +93,7 @@ class Scheduler:
         return found
 
     def in_order(self) -> list[Sequence]:
-        """What runs, first come first."""
+        """What runs, the most urgent first; of these, first come first."""
         return sorted(self.running.values(), key=_urgency)
 
     @property
@@ -200,14 +104,36 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Give lanes and pages to those who are next, while there are any; who got them."""
         admitted = []
-        while self._free and (sequence := self.waiting.head()) is not None:
-            if not self._can_start(sequence) or not self._take_pages(sequence):
+        while (sequence := self.waiting.head(lanes := self._lanes())) and self._can_start(sequence):
+            if self._free and self._take_pages(sequence):
+                self.waiting.take(sequence)
+                sequence.lane = self._free.pop()
+                self.running[sequence.lane] = sequence
+                admitted.append(sequence)
+            elif lanes[sequence.request.key] or not self._make_room(sequence.request.priority, lanes):
                 break
-            self.waiting.pop()
-            sequence.lane = self._free.pop()
-            self.running[sequence.lane] = sequence
-            admitted.append(sequence)
         return admitted
+
+    def _lanes(self) -> Counter[str]:
+        """How many each key has."""
+        return Counter(sequence.request.key for sequence in self.running.values())
+
+    def _make_room(self, priority: int, lanes: Mapping[str, int]) -> bool:
+        """Preempt, for a key without a lane, one that has several; never who is more urgent."""
+        several = [s for s in self.running.values() if lanes[s.request.key] > 1]
+        several = [s for s in several if s.request.priority >= priority]
+        if several:
+            self._preempt(self._victim(several, lanes))
+        return bool(several)
+
+    def _victim(self, running: Iterable[Sequence], lanes: Mapping[str, int]) -> Sequence:
+        """The least urgent; of these, of the key that has most lanes; of these the last to come."""
+        return max(running, key=lambda s: (s.request.priority, lanes[s.request.key], s.number))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self.waiting.push(sequence, front=True)
+        self.preemptions += 1
 
     def plan(self, draft=None) -> tuple[list[Work], int]:
         """One step: (work in the order it was asked for, array size). Sequences may be preempted for it.
@@ -226,8 +152,12 @@ class Scheduler:
                 left -= 1 + len(guess)
         work = [item for item in work if item.sequence.lane is not None]
         reading = [s for s in self.in_order() if s.pending > 1 or not s.output]
-        size = launch_size(self.budget - left + sum(s.pending for s in reading), self.budget)
-        left -= self.budget - size
+        reading.sort(key=lambda s: (s.request.priority, self.waiting.served[s.request.key], s.number))
+        used = self.budget - left
+        size = launch_size(used + sum(s.pending for s in reading), self.budget)
+        # What is decoded has its place, and who reads goes on by a token at least.
+        size = max(size, min(self.budget, power_of_two(used + bool(reading))))
+        left = size - used
         for sequence in reading:
             count = self._chunk(sequence, left)
             if count > 0:
@@ -245,10 +175,7 @@ class Scheduler:
                 break
             if not preempt:
                 return False
-            victim = self.in_order()[-1]
-            self._leave(victim)
-            self.waiting.push(victim, front=True)
-            self.preemptions += 1
+            self._preempt(victim := self._victim(self.running.values(), self._lanes()))
             if victim is sequence:
                 return False
         return True
@@ -256,10 +183,12 @@ class Scheduler:
     def cached(self, sequence: Sequence, count: int) -> None:
         """`count` more tokens of a sequence are in the cache; the pages that are full now get their names."""
         sequence.cached += count
+        self.waiting.charge(sequence)
         if not self.share_prefixes:
             return
         tokens = None
-        while (len(sequence.names) + 1) * self.page <= sequence.cached:
+        shareable = min(sequence.cached, sequence.request.shareable)
+        while (len(sequence.names) + 1) * self.page <= shareable:
             tokens = sequence.tokens if tokens is None else tokens
             at = len(sequence.names) * self.page
             self._name(sequence, tuple(tokens[at : at + self.page]))
@@ -281,7 +210,7 @@ class Scheduler:
         return [page for page in sequence.pages if self.pages.references(page) == 1]
 
     def _name(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
-        name = prefix.extend(sequence.names[-1] if sequence.names else sequence.request.root, tokens)
+        name = extend(sequence.names[-1] if sequence.names else sequence.request.root, tokens)
         self.pages.name(sequence.pages[len(sequence.names)], name, tokens)
         sequence.names.append(name)
 
@@ -305,9 +234,11 @@ class Scheduler:
             return False
         sequence.pages, sequence.names = shared + fresh, names
         sequence.cached = len(shared) * self.page
+        sequence.charged = max(sequence.charged, sequence.cached)  # what it finds costs nothing
         if not sequence.output:
             self.prefix_queries += len(tokens)
             self.prefix_hits += sequence.cached
+            sequence.found = sequence.cached
         return True
 
     def _find(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], list[bytes]]:
@@ -316,10 +247,10 @@ class Scheduler:
         names: list[bytes] = []
         if not self.share_prefixes:
             return pages, names
-        name = sequence.request.root
-        for at in range(0, (len(tokens) - 1) // self.page * self.page, self.page):
+        name, most = sequence.request.root, min(len(tokens) - 1, sequence.request.shareable)
+        for at in range(0, most // self.page * self.page, self.page):
             part = tuple(tokens[at : at + self.page])
-            name = prefix.extend(name, part)
+            name = extend(name, part)
             page = self.pages.find(name, part)
             if page is None:
                 break

@@ -14,7 +14,8 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
 from swiftkv_jax.kernels.prompt_attention.api import prompt_attention
 from swiftkv_jax.layers import rotary
-from swiftkv_jax.model import Transformer, embed, forward_layers, logits
+from swiftkv_jax.model import Transformer, embed, logits, through
+from swiftkv_jax.predict import Predicted, forward, generator
 from swiftkv_jax.shapes import Array, Int, PyTree
 
 _BLOCK = 64  # positions whose logits exist at a time
@@ -22,7 +23,7 @@ SHORTEST = 64
 
 
 def prompt_logprobs(
-    model: Transformer,
+    model: Transformer | Predicted,
     params: PyTree,
     ids: Sequence[int],
     top: int,
@@ -78,7 +79,7 @@ def whole(implementation: str, q, k, v, segments: Int[Array, "B T"], window: int
 
 @partial(jax.jit, static_argnames=("model", "limit", "attention"))
 def scores(
-    model: Transformer,
+    model: Transformer | Predicted,
     limit: int,
     attention: str | None,
     params: PyTree,
@@ -86,9 +87,14 @@ def scores(
     following: Int[Array, " T"],
 ):
     """For each position, the log probability and rank of `following`, and the likeliest ids and theirs."""
-    at = rotary(model.config, jnp.arange(tokens.shape[1])[None], limit)
-    attend = partial(whole, attention) if attention else causal_attention
-    x = forward_layers(model, params, embed(model, params, tokens), at, jnp.ones_like(tokens), attend)[0]
+    if isinstance(model, Predicted):
+        x = forward(model, params, tokens, length=limit)[0]
+    else:
+        at = rotary(model.config, jnp.arange(tokens.shape[1])[None], limit)
+        attend = partial(whole, attention) if attention else causal_attention
+        segments = jnp.ones_like(tokens)
+        x = through(model, params, embed(model, params, tokens), at, segments, attention=attend).x[0]
+    model, params = generator(model, params)
 
     def block(part):
         x, target = part

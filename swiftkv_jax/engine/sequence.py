@@ -4,35 +4,40 @@ import dataclasses
 import typing
 
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, RequestMetrics
-from swiftkv_jax.engine.text import Detokenizer, find_stop
 
 BAD = -2  # in place of a token: the model's logits were not finite
 NONE_LEFT = -3  # in place of a token: the request rules out every one
 RULED_OUT = "no token is left: allowed_token_ids, bad_words, min_tokens and the like rule out every one"
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 _NO_TOKEN = {BAD: NOT_FINITE, NONE_LEFT: RULED_OUT}
+_CONTEXT = 6  # prompt tokens decoded before the output: some tokenizers drop a leading space otherwise
+_UNFINISHED = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 character to
+_LONGEST_CHARACTER = 4  # bytes of UTF-8: more unfinished tokens than that are invalid, not incomplete
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """One sampled token as the device reports it; `top` holds (id, log probability), likeliest first;
-    `guessed`: the exit head's guess at it proved right, so it is not the first of its turn."""
+    `guessed`: a guess at it proved right, so it came with the token before it; `drafted`: tokens that were
+    guessed to follow it."""
 
     token: int
     logprob: float = 0.0
     rank: int = 0
     top: tuple[tuple[int, float], ...] = ()
     guessed: bool = False
+    drafted: int = 0
 
 
 class Sequence:
     """A request's completion number `child`.
 
     Attributes:
-      number: later ones are preempted first.
+      number: of two equally urgent ones of a key the later is preempted first.
       output: tokens generated so far. cached: tokens of prompt + output whose rows are in the cache.
       lane: its place in the batch, None when it has none. pages: of the cache, in order.
       names: of those pages that are full and can be shared. sound: how many of these were read to a good end.
+      charged: tokens that its key has paid for. found: of the prompt, in the prefix cache.
       spoilt: what the pages hold may be wrong.
       finish_reason: None while it runs, then "stop", "length", "abort" or "error"; `error` says what failed.
       arrival, scheduled, first_token, last_token, finished: moments, in seconds.
@@ -45,7 +50,7 @@ class Sequence:
         self.lane: int | None = None
         self.pages: list[int] = []
         self.names: list[bytes] = []
-        self.sound = 0
+        self.sound = self.charged = self.found = 0
         self.spoilt = False
         self.finish_reason: str | None = None
         self.error: str | None = None
@@ -173,6 +178,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
+            cached_tokens=self.found,
         )
 
     @property
@@ -197,3 +203,41 @@ class Sequence:
             token: Logprob(logprob=value, rank=rank, decoded_token=self._word(token))
             for token, (value, rank) in entries.items()
         }
+
+
+class Detokenizer:
+    """The text of a growing list of tokens.
+
+    Tokens are decoded behind a few already written, and only their difference is added, so that joining
+    rules (spaces, byte fallback) work; text ending in an incomplete character waits for its rest.
+
+    Attributes:
+      text: everything decoded so far.
+    """
+
+    def __init__(self, tokenizer, prompt: tuple[int, ...], skip_special_tokens: bool):
+        self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        self._ids = list(prompt[-_CONTEXT:])
+        self._start, self._written = 0, len(self._ids)
+        self.text = ""
+
+    def push(self, token: int) -> None:
+        """Add one token, and to `text` whatever it completes."""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._start : self._written])
+        after = self._decode(self._ids[self._start :])
+        waiting = len(self._ids) - self._written
+        if after.endswith(_UNFINISHED) and waiting < _LONGEST_CHARACTER:
+            return
+        self.text += after[len(before) :]
+        self._start, self._written = self._written, len(self._ids)
+
+
+def find_stop(text: str, stops: tuple[str, ...], seen: int) -> tuple[int, str] | None:
+    """The earliest stop string that ends after the first `seen` characters: (where it begins, which)."""
+    found = []
+    for order, stop in enumerate(stops):
+        at = text.find(stop, max(0, seen - len(stop) + 1))
+        if at >= 0:
+            found.append((at, order, stop))
+    return (min(found)[0], min(found)[2]) if found else None

@@ -3,44 +3,57 @@
 import dataclasses
 import os
 import sys
+import typing
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from swiftkv_jax import page_fill
-from swiftkv_jax import params as weights
+from swiftkv_jax import weights
 from swiftkv_jax.cache import EIGHT_BIT, Cache
+from swiftkv_jax.checks import above, choice, flag, integer, number
 from swiftkv_jax.engine.loop import Exits
-from swiftkv_jax.engine.scheduler import Demand
+from swiftkv_jax.engine.names import AUTO, SAFE, named
+from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.score import SHORTEST, scores
-from swiftkv_jax.errors import UsageError, suggest
-from swiftkv_jax.kernels.dispatch import PLATFORM_OF, UnsupportedError
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.kernels.common.dispatch import PLATFORM_OF, ByKind, UnsupportedError
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
-from swiftkv_jax.model import Transformer, step
+from swiftkv_jax.model import Transformer, fold_shared_norm, step
+from swiftkv_jax.predict import Predicted, transformers
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *EIGHT_BIT)
+MEMORY_FRACTION = 0.9
 DRAFTERS = ("prompt", "exit")
 _KERNELS = {"attention": PAGED_ATTENTION, "fill": FUSED_KV_FILL, "scoring": PROMPT_ATTENTION}  # by setting
 
 
+@typing.no_type_check  # user input: its own checks below name the field
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """How an engine runs. None of it but `cache_dtype` and `exit_threshold` changes a request's tokens.
 
+    A value out of its range, or of another type, is a UsageError.
+
     Attributes:
       max_model_len: most tokens of prompt and completion together.
       max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of one step.
-      steps_per_launch: tokens a sequence decodes before the host looks at stop strings and new requests.
+      steps_per_launch: most tokens a sequence decodes before the host looks at stop strings, and before a
+        new request's prompt is read. They go to the device in two launches, which never waits for the host.
       page_size: tokens of a page; prompts share whole pages.
       num_pages: of the cache. None: enough for `max_num_seqs` full contexts, or what `memory_fraction` of
         the device's memory leaves beside the weights, if that is less.
       cache_dtype: "auto" (the model's), or a float type, or "float8_e4m3fn" or "int8", which round.
       prefix_caching: keep full pages, for prompts that begin the same way.
-      attention: how pages are read: an implementation of kernels/paged_attention, by name; None: the
-        platform's choice ("xla" where the model lies on several devices).
+      kernels: what is not named below runs by: "auto", on GPUs and TPUs the fastest that a check on this
+        machine found right, elsewhere the platform's choice; "xla", the safe ones; or names, "NAME,...", each
+        for every operation that has it, or "decode=NAME", "chunk=NAME", "attention=NAME", "fill=NAME",
+        "scoring=NAME", and "auto" for the rest.
+      attention: how pages are read: an implementation of kernels/paged_attention, by name, or by kind of call
+        as "decode=NAME,chunk=NAME"; None: the platform's choice.
       fill: how a prompt's upper rows are made: whole pages at a time by an implementation of
         kernels/fused_kv_fill, by name; None: by XLA's composition, token by token.
       scoring: how whole prompts are read to be scored: an implementation of kernels/prompt_attention, by
@@ -60,9 +73,10 @@ class Settings:
     steps_per_launch: int = 8
     page_size: int = 64
     num_pages: int | None = None
-    memory_fraction: float = 0.9
+    memory_fraction: float = MEMORY_FRACTION
     cache_dtype: str = "auto"
     prefix_caching: bool = True
+    kernels: str = AUTO
     attention: str | None = None
     fill: str | None = None
     scoring: str | None = None
@@ -72,6 +86,26 @@ class Settings:
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
     max_queued_output_tokens: int | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int or (field.type == int | None and value is not None):
+                integer(field.name, value, 0 if field.name == "drafts" else 1)
+        flag("prefix_caching", self.prefix_caching)
+        above("memory_fraction", self.memory_fraction, 0, 1)
+        choice("cache_dtype", self.cache_dtype, ("auto", *CACHE_DTYPES))
+        choice("drafter", self.drafter, DRAFTERS)
+        if not isinstance(self.kernels, str):
+            raise UsageError(f"kernels must be a string, not {self.kernels!r}")
+        if self.kernels not in (AUTO, SAFE):
+            named(self.kernels)
+        for name, table in _KERNELS.items():
+            if getattr(self, name) is not None:
+                for given in _names(name, getattr(self, name)):
+                    choice(name, given, table)
+        if self.exit_threshold is not None:
+            number("exit_threshold", self.exit_threshold, 0, 1)
 
     @property
     def pages_per_sequence(self) -> int:
@@ -95,35 +129,77 @@ class Settings:
         return Exits(guesses, self.exit_threshold) if guesses or self.exit_threshold is not None else None
 
 
-def empty_pool(model: Transformer, settings: Settings) -> Cache:
-    """The engine's pool of `settings.num_pages` pages and the scratch page; its own table is empty."""
+def _names(setting: str, given: str | None) -> list[str]:
+    """The implementations that a setting of `_KERNELS` names; attention may have one for each kind of call.
+
+    Raises:
+      UsageError: it says what kind of call in a wrong way.
+    """
+    if setting != "attention" or not isinstance(given, str):
+        return [] if given is None else [given]
+    try:
+        by_kind = ByKind.named(given)
+    except UnsupportedError as error:
+        raise UsageError(str(error)) from None
+    return [name for name in dict.fromkeys((by_kind.decode, by_kind.chunk)) if name is not None]
+
+
+def empty_pool(model: Transformer, settings: Settings, mesh: Mesh | None = None) -> Cache:
+    """The engine's pool of `settings.num_pages` pages and the scratch page, for `mesh`; its own table is
+    empty."""
     assert settings.num_pages is not None  # see `settle`
     dtype = model.dtype if settings.cache_dtype == "auto" else settings.cache_dtype
     table, pages = jnp.zeros((1, 1), jnp.int32), settings.num_pages + 1
     page, dtype = settings.page_size, jnp.dtype(dtype)
     cache = Cache.create(model.config, model.plan, table, pages, page, dtype, settings.max_model_len)
-    return dataclasses.replace(cache, implementation=settings.attention, fill=settings.fill)
+    attention = ByKind.named(settings.attention)
+    return dataclasses.replace(cache, attention=attention, fill=settings.fill, mesh=mesh)
 
 
-def settle(settings: Settings, model: Transformer, devices: list) -> Settings:
-    """`settings` with `num_pages` a number, for a model on these devices.
+def of_auxiliary(settings: Settings) -> Settings:
+    """Settings for an auxiliary model, which reads prompts: kernels are named for the base alone."""
+    return dataclasses.replace(settings, attention=None, fill=None, scoring=None)
+
+
+def empty_pools(
+    model: Transformer | Predicted, settings: Settings, mesh: Mesh | None = None
+) -> tuple[Cache, ...]:
+    """The engine's pool, and beside it, under KV prediction, the auxiliary's."""
+    own, *auxiliary = transformers(model)
+    ahead = of_auxiliary(settings)
+    return (empty_pool(own, settings, mesh), *(empty_pool(one, ahead, mesh) for one in auxiliary))
+
+
+def settle(
+    settings: Settings, whole: Transformer | Predicted, devices: list, mesh: Mesh | None = None
+) -> Settings:
+    """`settings` with `num_pages` a number, for a model on these devices; several have a `mesh`.
 
     Raises:
-      UsageError: an unknown `cache_dtype`, `attention`, `fill` or `drafter`, a kernel that cannot run this
-        model here, an exit head that the model has not, or pages for less than one sequence.
+      UsageError: a kernel that cannot run this model here, an exit head that the model has not, or pages for
+        less than one sequence.
     """
+    model, *auxiliary = transformers(whole)
     _check_exits(settings, model)
-    known = ("auto", *CACHE_DTYPES)
-    if settings.cache_dtype not in known:
-        near = suggest(settings.cache_dtype, known)
-        raise UsageError(f"cache_dtype must be one of {', '.join(known)}, not {settings.cache_dtype!r}{near}")
-    _check_kernels(settings, len(devices))
-    if settings.attention is None and len(devices) > 1:  # kernels are not cut up by the compiler
-        settings = dataclasses.replace(settings, attention="xla")
+    _check_scoring(settings.scoring, len(devices))
+    if auxiliary and settings.scoring is not None:
+        raise UsageError(
+            f"scoring {settings.scoring!r} reads prompts by one model, and here an auxiliary reads them: "
+            "give None"
+        )
+    plan = model.plan
+    if settings.fill is not None and not plan.has_fill:
+        has = f"{'SwiftKV' if plan.is_swiftkv else 'standard'} with rows of form {', '.join(plan.forms)}"
+        raise UsageError(
+            f"fill {settings.fill!r} makes a SwiftKV model's upper rows, of form kv; this one is {has}: "
+            "give None"
+        )
     least, pages = settings.pages_per_sequence, settings.num_pages
     if pages is None:
-        one = jax.eval_shape(partial(empty_pool, model, dataclasses.replace(settings, num_pages=0)))
-        room = int(_free_bytes(devices[0], settings.memory_fraction) / one.nbytes) - 1
+        smallest = dataclasses.replace(settings, num_pages=1)
+        two = jax.eval_shape(partial(empty_pools, whole, smallest, mesh))  # one page, and scratch
+        size = sum(pool.bytes_on_each for pool in two)
+        room = int(2 * _free_bytes(devices[0], settings.memory_fraction) / size) - 1
         pages = min(settings.max_num_seqs * least, room)
     if pages < least:
         raise UsageError(
@@ -133,29 +209,27 @@ def settle(settings: Settings, model: Transformer, devices: list) -> Settings:
         )
     settings = dataclasses.replace(settings, num_pages=pages)
     if any(getattr(settings, name) for name in _KERNELS):
-        _try_kernels(settings, model)
+        _try_kernels(settings, model, mesh)
+        for one in auxiliary:
+            _try_kernels(of_auxiliary(settings), one, mesh)
     return settings
 
 
-def _check_kernels(settings: Settings, devices: int) -> None:
-    for name, table in _KERNELS.items():
-        given = getattr(settings, name)
-        if given not in (None, *table):
-            near = suggest(given, table)
-            raise UsageError(f"{name} must be one of {', '.join(table)}, not {given!r}{near}")
-        if devices > 1 and given in PLATFORM_OF:
-            whole = ", ".join(n for n in table if n not in PLATFORM_OF)
-            raise UsageError(
-                f"{name} {given!r} runs on one device, and the model lies on {devices}: {whole}, or None"
-            )
+def _check_scoring(name: str | None, devices: int) -> None:
+    """Attention over pages is cut up by kv head; that over whole prompts is not."""
+    if devices > 1 and name in PLATFORM_OF:
+        whole = ", ".join(n for n in PROMPT_ATTENTION if n not in PLATFORM_OF)
+        raise UsageError(
+            f"scoring {name!r} runs on one device, and the model lies on {devices}: {whole}, or None"
+        )
 
 
-def _try_kernels(settings: Settings, model: Transformer) -> None:
+def _try_kernels(settings: Settings, model: Transformer, mesh: Mesh | None) -> None:
     """Trace the longest step, a token of all lanes, and a score: what a named kernel refuses is told now."""
-    pool = jax.eval_shape(partial(empty_pool, model, settings))
-    params = weights.abstract(model.config, model.plan, model.dtype)
+    pool = jax.eval_shape(partial(empty_pool, model, settings, mesh))
+    params = weights.abstract(model.config, model.plan, model.dtype, cuts=None)
     if settings.fill is not None:
-        params = jax.eval_shape(lambda tree: page_fill.fold(model.plan, tree, model.dtype), params)
+        params = jax.eval_shape(partial(fold_shared_norm, model), params)
 
     def whole(*shape: int):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -172,13 +246,6 @@ def _try_kernels(settings: Settings, model: Transformer) -> None:
 
 def _check_exits(settings: Settings, model: Transformer) -> None:
     drafter, threshold = settings.drafter, settings.exit_threshold
-    if drafter not in DRAFTERS:
-        near = suggest(str(drafter), DRAFTERS)
-        raise UsageError(f"drafter must be one of {', '.join(DRAFTERS)}, not {drafter!r}{near}")
-    if threshold is not None and (
-        isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1
-    ):
-        raise UsageError(f"exit_threshold must be a probability in [0, 1], or None, not {threshold!r}")
     if drafter == "exit" and not settings.drafts:
         raise UsageError("drafter 'exit' guesses nothing while drafts is 0; set drafts to 1 or more")
     if settings.exits and not model.config.exit_head:

@@ -95,7 +95,7 @@ def test_bad_input_is_one_line_and_exit_code_2(folders, tmp_path, capsys):
         (folders[0], [], "no exit head: train one with"),
         (folders[1], ["--bins", "0"], "--bins must be at least 1, not 0"),
         (folders[1], ["--max-tokens", "3"], "--max-tokens must be at least 16"),
-        (folders[1], ["--text", str(tmp_path / "none")], "does not exist"),
+        (folders[1], ["--text", str(tmp_path / "none")], "No such file"),
     ):
         out = tmp_path / "out"
         assert early_exit.main(["--model", str(model), "--text", str(text), "--out", str(out), *more]) == 2

@@ -1,5 +1,6 @@
 """FLOPs and bytes: the paper's tables, a count of the real programs' matmuls, and the arrays' nbytes."""
 
+import dataclasses
 import math
 
 import jax
@@ -8,15 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_jax import params as weights
+from swiftkv_jax import weights
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.cache import Cache
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill import step as steps
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.model import Transformer, embed, fill, forward, logits, lower, own_rows, place, upper
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.model import (
+    Transformer,
+    angles_and_segments,
+    embed,
+    forward,
+    logits,
+    rows_at,
+    through,
+)
 from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.surgery import standard_stacks
 
 LLAMA_70B = ModelConfig(
     vocab_size=128256,
@@ -94,13 +103,19 @@ TABLE_2_LABELS = {
 }
 
 
+def saved(plan: KVPlan) -> float:
+    """The share of a standard model's cache bytes that `plan` saves."""
+    config = dataclasses.replace(TINY, num_layers=plan.num_layers, windows=())
+    return 1 - flops.cache_bytes_per_token(config, plan) / flops.cache_bytes_per_token(config)
+
+
 @pytest.mark.parametrize("row", TABLE_2 | TABLE_2_LABELS)
 def test_table_2_of_the_paper(row):
     layers, split, share, percent = (TABLE_2 | TABLE_2_LABELS)[row]
     plan = KVPlan.swiftkv(layers, split, share)
-    assert 100 * flops.cache_reduction(plan) == pytest.approx(percent)
-    assert flops.cache_reduction(KVPlan.swiftkv(layers, split)) == 0
-    assert flops.cache_reduction(KVPlan.standard(layers)) == 0
+    assert 100 * saved(plan) == pytest.approx(percent)
+    assert saved(KVPlan.swiftkv(layers, split)) == 0
+    assert saved(KVPlan.standard(layers)) == 0
     config = ModelConfig(**{n: getattr(TINY, n) for n in SIZES} | {"num_layers": layers})
     bytes_of = {p: Cache.dense(config, p, 3, 7, "bfloat16") for p in (plan, KVPlan.standard(layers))}
     used, whole = (cache.nbytes for cache in bytes_of.values())
@@ -114,8 +129,8 @@ def test_table_2_of_the_paper(row):
 )
 def test_cache_bytes_are_the_arrays_nbytes(plan, dtype):
     cache = Cache.dense(TINY, plan, 1, 13, dtype)
-    arrays = [x for x in (cache.k, cache.v, cache.k_scale, cache.v_scale) if x is not None]
-    tokens = cache.k.shape[1] * cache.k.shape[2]
+    arrays = jax.tree.leaves(cache.stores)
+    tokens = cache.pages * cache.page
     assert len(arrays) == (4 if jnp.dtype(dtype).name in ("float8_e4m3fn", "int8") else 2)
     assert flops.cache_bytes_per_token(TINY, plan, dtype) == sum(x.nbytes for x in arrays) / tokens
 
@@ -168,52 +183,59 @@ def test_table_counts_the_programs_own_matmuls(plan):
 
     def prompt(params, tokens):
         """What every prompt token runs: the lower layers and the makers of the upper rows."""
-        at, segments = place(model, tokens, None, None)
-        x = lower(model, params, embed(model, params, tokens), at, segments)
-        return fill(model, params, x, at)
+        at, segments = angles_and_segments(model.config, tokens, None, None)
+        x = embed(model, params, tokens)
+        x = through(model, params, x, at, segments, range(plan.depth)).x
+        return [made.arrays for made in rows_at(model, params, plan.depth, x, at).values()]
 
     table = flops.flops_table(model.config, plan, UNMASKED, layers=plan.depth)
     counted = per_token(prompt, params, tokens) / 1e9
     assert table["total"] - table["vocab"] == pytest.approx(counted, rel=1e-12)
 
 
+@pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.usefixtures("matmuls")
-def test_full_training_counts_the_programs_own_matmuls():
+def test_full_training_counts_the_programs_own_matmuls(remat):
     model, params, tokens = tiny(KVPlan.standard(5))
 
     def loss(params, tokens):
-        return jnp.sum(logits(model, params, forward(model, params, tokens)) ** 2)
+        return jnp.sum(logits(model, params, forward(model, params, tokens, remat=remat)) ** 2)
 
     counted = per_token(jax.grad(loss), params, tokens)
-    assert flops.full_training_flops_per_token(model.config, UNMASKED) == pytest.approx(counted, rel=1e-12)
+    again = flops.recomputed_flops_per_token(model.config, model.plan, UNMASKED, "all") if remat else 0
+    want = flops.full_training_flops_per_token(model.config, UNMASKED) + again
+    assert want == pytest.approx(counted, rel=1e-12)
 
 
+@pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("trainable", ["swiftkv", "upper"])
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "separate"])
 @pytest.mark.parametrize("split, share", [(3, 1), (2, 2), (1, 4)])
 @pytest.mark.usefixtures("matmuls")
-def test_distillation_counts_the_programs_own_matmuls(split, share, shared, trainable):
+def test_distillation_counts_the_programs_own_matmuls(split, share, shared, trainable, remat):
     plan = KVPlan.swiftkv(5, split, share)
-    model, params, tokens = tiny(plan)
+    model, _, tokens = tiny(plan)
     config = model.config
-    top = jax.eval_shape(
-        lambda p: jax.tree.map(lambda leaf: leaf[split:], standard_stacks(p)), tiny(KVPlan.standard(5))[1]
-    )
-    names = params["upper"] if trainable == "upper" else ("q_proj",)
-    trained = {"fill": params["fill"], "upper": {name: params["upper"][name] for name in names}}
+    trained, frozen = steps.weight_trees(model, trainable)
+    trained, frozen = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), (trained, frozen))
 
-    def loss(trained, params, top, tokens):
-        student = params | {"fill": trained["fill"], "upper": params["upper"] | trained["upper"]}
-        at, segments = place(model, tokens, None, None)
-        x = lower(model, params, embed(model, params, tokens), at, segments)
-        again = x if shared else lower(model, params, embed(model, params, tokens), at, segments)
-        want = logits(model, params, own_rows(config, top, split, again, at, segments)[0])
-        got = logits(model, params, upper(model, student, x, fill(model, student, x, at), at, segments)[0])
+    def loss(trained, frozen, tokens):
+        params = steps.merge(trained, frozen.student)
+        at, segments = angles_and_segments(config, tokens, None, None)
+        below, top = range(split), range(split, 5)
+        x = embed(model, params, tokens)
+        low = jax.lax.stop_gradient(through(model, params, x, at, segments, below))
+        again = low if shared else jax.lax.stop_gradient(through(model, params, x, at, segments, below))
+        teacher, own = steps.teacher_of(model, params, frozen)
+        own = jax.lax.stop_gradient(own)
+        want = logits(model, params, through(teacher, own, again.x, at, segments, top).x)
+        got = logits(model, params, through(model, params, low.x, at, segments, top, low.rows, remat).x)
         return jnp.sum((got - want) ** 2)
 
-    counted = per_token(jax.grad(loss), trained, params, top, tokens)
+    counted = per_token(jax.grad(loss), trained, frozen, tokens)
     got = flops.training_flops_per_token(config, plan, UNMASKED, shared, trainable)
-    assert got == pytest.approx(counted, rel=1e-12)
+    again = flops.recomputed_flops_per_token(config, plan, UNMASKED, trainable) if remat else 0
+    assert got + again == pytest.approx(counted, rel=1e-12)
 
 
 @given(context=st.integers(1, 40), windows=st.lists(st.integers(1, 50), min_size=5, max_size=5))
@@ -236,7 +258,7 @@ def test_rewiring_more_never_costs_more(split, share, context):
 def test_merge_all_saves_bytes_and_no_work():
     plan = KVPlan.merge_all(5)
     assert flops.flops_table(TINY, plan) == flops.flops_table(TINY)
-    assert flops.cache_reduction(plan) == pytest.approx(0.8)
+    assert saved(plan) == pytest.approx(0.8)
 
 
 def test_bad_input_is_named():
@@ -244,7 +266,3 @@ def test_bad_input_is_named():
         flops.flops_table(TINY, KVPlan.standard(4))
     with pytest.raises(UsageError, match="context must be at least 1 token, not 0"):
         flops.flops_table(TINY, context=0)
-
-
-def test_tables_of_chips_agree_on_their_names():
-    assert set(flops.PEAK_FLOPS) == set(flops.HBM_BYTES) == set(flops.HBM_BANDWIDTH)

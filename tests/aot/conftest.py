@@ -6,7 +6,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_anew():
+def compiled_anew(as_users_compile):
     """JAX would write each one, and in a later run fail to read it and compile it again."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it looks at the option once

@@ -15,11 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from swiftkv_jax.distill.compile_only import topology
-from swiftkv_jax.kernels.fused_kv_fill import api as fill
 from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
-from swiftkv_jax.kernels.k_cache_attention import api as k_cache
 from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
-from swiftkv_jax.kernels.paged_attention import api as paged
 from swiftkv_jax.kernels.paged_attention import cases as paged_cases
 
 HERE = Path(__file__).parent
@@ -28,10 +25,10 @@ HOPPER = "h100:1x1x1"
 FILL = "fused_kv_fill"
 END = "-- end --"  # of what is said about a case
 KERNELS = {
-    "paged_attention": (paged.paged_attention, paged_cases.REAL),
-    "k_cache_attention": (k_cache.k_cache_attention, k_cache_cases.REAL),
-    "x_cache_attention": (k_cache.x_cache_attention, k_cache_cases.INPUTS_REAL),
-    FILL: (fill.fused_kv_fill, fill_cases.REAL),
+    "paged_attention": (paged_cases.call, paged_cases.REAL),
+    "k_cache_attention": (k_cache_cases.call, k_cache_cases.REAL),
+    "x_cache_attention": (k_cache_cases.call_inputs, k_cache_cases.INPUTS_REAL),
+    FILL: (fill_cases.call, fill_cases.REAL),
 }
 
 
@@ -97,7 +94,7 @@ class Compiler:
         Raises:
           AssertionError: it did not compile, or ptxas did not report on each new kernel once.
         """
-        said = self._ask(kernel, case)
+        said = self.ask(kernel, case)
         found = [line for line in said.splitlines() if line.startswith("{")]
         if not found:
             self.close()
@@ -110,7 +107,7 @@ class Compiler:
         assert names and reports == len(fresh), f"{kernel} {case}: {reports} reports on {len(fresh)} kernels"
         return sizes, "\n".join(dict.fromkeys(self._said[name] for name in names))
 
-    def _ask(self, kernel: str, case: str, seconds: float = 120) -> str:
+    def ask(self, kernel: str, case: str, seconds: float = 120) -> str:
         """All that was said about one case."""
         self._process = process = self._process or self._start()
         pipe, deadline = process.stdout.fileno(), time.monotonic() + seconds

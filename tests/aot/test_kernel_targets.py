@@ -12,7 +12,7 @@ REPORT = "    0 bytes stack frame, {0} bytes spill stores, {0} bytes spill loads
 def compiler(monkeypatch):
     """One that answers a case by the lines in `said`, under the case's name."""
     made, said = Compiler(), {}
-    monkeypatch.setattr(made, "_ask", lambda kernel, case: f"{said[case]}\n{END}\n")
+    monkeypatch.setattr(made, "ask", lambda kernel, case: f"{said[case]}\n{END}\n")
     made.said = said
     return made
 

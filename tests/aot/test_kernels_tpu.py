@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 from kernel_targets import FILL, KERNELS, TPUS, compiled, mesh_of, pools, shapes, size
 
-from swiftkv_jax.kernels import chips
+from swiftkv_jax.kernels.common import chips
 from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill
 from swiftkv_jax.kernels.k_cache_attention import pallas_tpu as k_cache
 from swiftkv_jax.kernels.paged_attention import pallas_tpu as paged

@@ -1,6 +1,7 @@
-"""What `make test` compiles for chips that are not here, where their compilers are: a case of each kernel.
+"""What `make test` compiles for chips that are not here, where their compilers are: attention over pages; and
+`make test-slow`: a case of every other kernel.
 
-It installs libtpu and the CUDA plugin where they can be had; `make test-aot` compiles every case.
+They install libtpu and the CUDA plugin where they can be had; `make test-aot` compiles every case.
 """
 
 import importlib.util
@@ -14,6 +15,8 @@ CASES = {
     "x_cache_attention": "whisper_small",
     FILL: "llama_8b_chunk",
 }
+KERNELS = ["paged_attention"]
+KERNELS += [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in KERNELS]
 
 
 def needs(module: str):
@@ -28,14 +31,14 @@ def in_place(kernel: str, alias: int, temp: int) -> bool:
 
 @needs("libtpu")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own notes about machines that are not there
-@pytest.mark.parametrize("kernel", CASES)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_case_compiles_for_a_tpu(kernel):
     memory = compiled(TPUS["v5e"], kernel, CASES[kernel], implementation="pallas_tpu").memory_analysis()
     assert in_place(kernel, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
 
 
 @needs("jax_cuda13_plugin")
-@pytest.mark.parametrize("kernel", CASES)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_case_compiles_for_hopper(kernel):
     memory, _ = compiled_on_hopper(kernel, CASES[kernel])
     assert in_place(kernel, memory["alias"], memory["temp"])

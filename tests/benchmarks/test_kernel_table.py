@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from benchmarks import kernels
-from benchmarks.throughput import write
+from benchmarks.common import write
 from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
 from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
 from swiftkv_jax.kernels.paged_attention import cases as paged_cases

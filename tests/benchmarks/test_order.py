@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from benchmarks.common import in_rounds, in_turn
 from benchmarks.exit_head import contenders
-from benchmarks.latency import in_rounds, in_turn
 
 
 def test_nobody_has_no_order():

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
+from benchmarks.common import SYSTEMS
 from benchmarks.serving import bench, report, workloads
 from benchmarks.serving.__main__ import checked, main, parser
 from benchmarks.serving.client import Target
 from benchmarks.serving.servers import Server
 from benchmarks.serving.timeline import DETAILS, METRICS, Timeline, arrivals, summary
-from benchmarks.throughput import SYSTEMS
-from swiftkv_jax import params as weights
+from swiftkv_jax import weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
@@ -329,6 +329,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_run_side_by_side(folder, tmp_path, capsys, monkeypatch):
     """Two servers in processes of their own, two rounds: exact counts, all keys, and the files."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(jax.config.jax_compilation_cache_dir))

@@ -122,7 +122,7 @@ def test_the_client_sees_when_tokens_came(monkeypatch):
     connection = client.h11.Connection(client.h11.CLIENT)
     connection.send(client.h11.Request(method="GET", target="/", headers=[("Host", "x")]))
     connection.send(client.h11.EndOfMessage())
-    asyncio.run(client._read(connection, Reader(), moments, counted))
+    asyncio.run(client.receive(connection, Reader(), moments, counted))
     assert moments == [2.0, 4.0, 4.0, 4.0] and counted == {"prompt_tokens": 2, "completion_tokens": 4}
 
 

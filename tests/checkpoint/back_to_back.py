@@ -16,14 +16,12 @@ from swiftkv_jax.checkpoint.training import Checkpointer
 
 def state_at(step: int):
     """A state whose every leaf tells its step."""
-    key = jax.random.key(step)
-    weights = jax.random.normal(key, (64, 96))
+    weights = jax.random.normal(jax.random.key(step), (64, 96))
     half = weights.astype(jnp.bfloat16)
     return {
         "weights": weights,
         "half": half,
         "count": jnp.int32(step),
-        "key": key,
         "more": (weights * 2, -weights),
     }
 

@@ -12,7 +12,7 @@ import sys
 import jax
 import numpy as np
 
-from swiftkv_jax import params as weights
+from swiftkv_jax import weights
 from swiftkv_jax.checkpoint import hf
 from swiftkv_jax.sharding import make_mesh
 

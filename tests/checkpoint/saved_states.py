@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from back_to_back import state_at
 
@@ -11,14 +10,9 @@ from swiftkv_jax.checkpoint.training import Checkpointer
 
 
 def bits(tree):
-    """Every leaf as (path, dtype, shape, bytes), NaNs and keys too."""
-
-    def one(leaf):
-        data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        return str(leaf.dtype), leaf.shape, np.asarray(data).tobytes()
-
+    """Every leaf as (path, dtype, shape, bytes), NaNs too."""
     pairs = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path), *one(leaf)) for path, leaf in pairs]
+    return [(jax.tree_util.keystr(p), str(x.dtype), x.shape, np.asarray(x).tobytes()) for p, x in pairs]
 
 
 def shapes_of(tree):

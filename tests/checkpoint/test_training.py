@@ -19,18 +19,17 @@ from swiftkv_jax.checkpoint import manifest
 from swiftkv_jax.checkpoint.training import Checkpointer, CheckpointError
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.pytree import pytree
-from swiftkv_jax.shapes import Array, PyTree
+from swiftkv_jax.shapes import PyTree
 
 
 @pytree
 class RunState:
     params: PyTree
     opt: PyTree
-    key: Array
 
 
 def run_state():
-    """What a trainer holds, with what is easily lost: NaN payloads, subnormals, keys, empty arrays."""
+    """What a trainer holds, with what is easily lost: NaN payloads, subnormals, empty arrays."""
     rng = np.random.default_rng(0)
 
     def anything(kind, *shape):
@@ -50,8 +49,7 @@ def run_state():
     opt = optax.chain(
         optax.clip_by_global_norm(1.0), optax.masked(optax.adamw(1e-3), {"a": True, "b": False})
     )
-    keys = {"one": jax.random.key(3), "many": jax.random.split(jax.random.key(4, impl="rbg"), (2, 3))}
-    return RunState({"w": params, "keys": keys}, opt.init(weights), jax.random.key(7))
+    return RunState({"w": params}, opt.init(weights))
 
 
 def test_round_trip_is_bit_exact(tmp_path):
@@ -68,7 +66,6 @@ def test_round_trip_is_bit_exact(tmp_path):
         assert (step, got_meta) == (12, meta)
         assert bits(got) == bits(state)
         assert jax.tree.structure(got) == jax.tree.structure(state)
-        assert (jax.random.bits(got.key) == jax.random.bits(state.key)).all()
 
 
 def test_state_may_be_donated_at_once(tmp_path):
@@ -88,13 +85,11 @@ def test_restores_into_other_shardings(tmp_path):
     mesh = jax.make_mesh((len(jax.devices()),), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     place = {
         "w": NamedSharding(mesh, PartitionSpec(None, "fsdp")),
-        "key": NamedSharding(mesh, PartitionSpec()),
         "none": NamedSharding(mesh, PartitionSpec("fsdp")),
     }
     rows = 2 * len(jax.devices())
     state = {
         "w": jnp.arange(4.0 * rows).reshape(4, rows),
-        "key": jax.random.key(5),
         "none": jnp.zeros((0, 3)),
     }
     with Checkpointer(tmp_path) as checkpointer:
@@ -258,7 +253,6 @@ def test_other_model_is_refused(tmp_path):
     state = {
         "w": jnp.ones((4, 6)),
         "opt": {str(i): jnp.zeros(i + 1) for i in range(13)},
-        "key": jax.random.key(0),
     }
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(7, state, {})
@@ -267,7 +261,6 @@ def test_other_model_is_refused(tmp_path):
             ({"w": jnp.ones((4, 6), jnp.bfloat16)}, "w (float32[4, 6] saved, bfloat16[4, 6] here)"),
             ({"v": jnp.ones(1)}, "v (nothing saved, float32[1] here)"),
             ({"none": jnp.ones((0, 2))}, "none (nothing saved, float32[0, 2] here)"),
-            ({"key": jax.random.key(0, impl="rbg")}, "key (key<fry>[] saved, key<rbg>[] here)"),
             ({"opt": {}}, "opt/0 (float32[1] saved, nothing here)"),
         ]:
             with pytest.raises(UsageError, match="another model or optimiser") as caught:

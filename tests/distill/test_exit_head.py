@@ -16,12 +16,12 @@ from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.distill.loop import _identity, summarise
+from swiftkv_jax.distill.loop import identity, summarise
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import embed, forward, logits, lower, place
-from swiftkv_jax.params import weights
+from swiftkv_jax.model import angles_and_segments, embed, forward, logits, through
 from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.surgery import to_swiftkv, trainable_count
+from swiftkv_jax.surgery import to_swiftkv
+from swiftkv_jax.weights import count, weights
 
 PLAN, TAU = KVPlan.swiftkv(4, 2, 2), 2.0
 PUBLISHED = {"qk_norm": False, "windows": (2**30,) * 4}  # what a llama's config.json can say
@@ -51,6 +51,12 @@ def prepared(loss=LOSSES):
     return teacher, params, recipe, trained, frozen
 
 
+def entering_split(model, params, b: Batch):
+    at, segments = angles_and_segments(model.config, b.tokens, b.positions, b.segments)
+    x = embed(model, params, b.tokens)
+    return through(model, params, x, at, segments, range(model.plan.depth)).x
+
+
 @pytest.mark.parametrize("config", [tiny.PLAIN, tiny.ODD], ids=["head", "tied"])
 def test_it_starts_as_the_teachers_final_norm_and_head(config):
     teacher, params = tiny.tiny(config, KVPlan.standard(4))
@@ -60,15 +66,18 @@ def test_it_starts_as_the_teachers_final_norm_and_head(config):
     np.testing.assert_array_equal(tree["exit"]["lm_head"], kernel)
     assert student.config == dataclasses.replace(config, exit_head=True)
     bare, without = to_swiftkv(teacher, params, PLAN)
-    assert "exit" not in without and trainable_count(student) - trainable_count(bare) == 48 * 68
+
+    def trained(model):
+        return count(steps.weight_trees(model, "swiftkv")[0])
+
+    assert "exit" not in without and trained(student) - trained(bare) == 48 * 68
 
 
 def test_the_loss_and_its_gradient_are_torchs_and_reach_the_head_alone():
     """KL at temperature 2 in float64, of a norm and a matrix on the frozen stream entering the split."""
     teacher, params, recipe, trained, frozen = prepared()
     b = batch()
-    at, segments = place(recipe.student, b.tokens, b.positions, b.segments)
-    x = lower(recipe.student, frozen, embed(recipe.student, frozen, b.tokens), at, segments)
+    x = entering_split(recipe.student, steps.merge(trained, frozen.student), b)
     want = logits(teacher, params, forward(teacher, params, b.tokens, b.positions, b.segments))
 
     def wide(array, grad=False):
@@ -105,18 +114,13 @@ def test_the_loss_and_its_gradient_are_torchs_and_reach_the_head_alone():
 def test_a_step_trains_the_head_in_float32_and_evaluation_measures_it():
     _, _, recipe, trained, frozen = prepared()
     b = batch()
-    state, metrics = jax.jit(partial(steps.train_step, recipe))(
-        frozen, steps.init_state(recipe, trained, 0), b
-    )
+    state, metrics = jax.jit(partial(steps.train_step, recipe))(frozen, steps.init_state(recipe, trained), b)
     assert float(metrics["exit_kl"]) > 0
     for name, leaf in state.trainable["exit"].items():
         assert leaf.dtype == jnp.float32 and np.any(leaf != trained["exit"][name])
     sums = jax.device_get(jax.jit(partial(steps.evaluate_batch, recipe))(frozen, trained, b))
-    params = steps.merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
-    at, segments = place(recipe.student, b.tokens, b.positions, b.segments)
-    x = np.array(
-        lower(recipe.student, params, embed(recipe.student, params, b.tokens), at, segments), np.float64
-    )
+    params = steps.merge(trained, frozen.student)
+    x = np.array(entering_split(recipe.student, params, b), np.float64)
     early = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * np.array(trained["exit"]["norm"], np.float64)
     early = early @ np.array(trained["exit"]["lm_head"], np.float64)
     final = logits(recipe.student, params, forward(recipe.student, params, b.tokens, b.positions, b.segments))
@@ -131,7 +135,7 @@ def test_a_step_trains_the_head_in_float32_and_evaluation_measures_it():
 def test_micro_batches_add_up_to_the_batch():
     _, _, recipe, trained, frozen = prepared()
     cut = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, accumulate=3))
-    state = steps.init_state(recipe, trained, 0)
+    state = steps.init_state(recipe, trained)
     _, one = jax.jit(partial(steps.train_step, recipe))(frozen, state, batch())
     _, three = jax.jit(partial(steps.train_step, cut))(frozen, state, batch())
     for name in ("exit_kl", "loss", "grad_norm"):
@@ -179,7 +183,9 @@ def test_half_a_head_and_a_head_unannounced_are_in_the_one_error(tmp_path):
 
 def test_a_plan_without_a_split_has_no_place_for_it():
     teacher, params = tiny.tiny(tiny.PLAIN, KVPlan.standard(4))
-    with pytest.raises(UsageError, match="an exit head reads the stream entering a SwiftKV plan's split"):
+    with pytest.raises(
+        UsageError, match="an exit head reads the hidden states entering a SwiftKV plan's split"
+    ):
         to_swiftkv(teacher, params, KVPlan.standard(4), exit_head=True)
     with pytest.raises(UsageError, match=r"KVPlan\.swiftkv, or exit_head=False"):
         weights(dataclasses.replace(tiny.PLAIN, exit_head=True), KVPlan.from_rows((0, 0, 1, 1)))
@@ -188,6 +194,6 @@ def test_a_plan_without_a_split_has_no_place_for_it():
 def test_a_run_that_began_before_the_head_existed_can_be_resumed():
     new = {"loss": {"kl_weight": 1.0, "exit_weight": 0.0}, "architecture": {"exit_head": False, "dtype": "x"}}
     old = {"loss": {"kl_weight": 1.0}, "architecture": {"dtype": "x"}}
-    assert _identity(json.dumps(new)) == _identity(json.dumps(old))
+    assert identity(new) == identity(old)
     new["loss"]["exit_weight"] = 1.0
-    assert _identity(json.dumps(new)) != _identity(json.dumps(old))
+    assert identity(new) != identity(old)

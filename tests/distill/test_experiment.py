@@ -6,20 +6,23 @@ from pathlib import Path
 import jax
 import pytest
 
-from swiftkv_jax import params as weights
-from swiftkv_jax import sharding
+from swiftkv_jax import sharding, weights
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import Experiment, load_experiment, override
+from swiftkv_jax.distill.config import Experiment, from_package, load_experiment, override
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.folder import DEMO
 from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-PUBLISHED = sorted(p.stem for p in CONFIGS.glob("*.py") if p.stem not in ("tiny", "demo_teacher"))
+OTHERS = ("tiny", "demo_teacher", "mha_teacher", "paper_recipe")
+PUBLISHED = sorted(p.stem for p in CONFIGS.glob("*.py") if p.stem not in OTHERS)
 
 # Total parameters in billions (model cards), and trained ones by the paper's rule, worked out by hand:
 # (L - split) * (D*N*H + 2*D*K*H) + D, plus q, k and v biases where the family has them.
 SIZES = {
     "llama8b": (8.030, 16 * (4096 * 4096 + 2 * 4096 * 1024) + 4096),
+    "llama8b_128k": (8.030, 16 * (4096 * 4096 + 2 * 4096 * 1024) + 4096),
     "llama70b": (70.554, 40 * (8192 * 8192 + 2 * 8192 * 1024) + 8192),
     "llama405b": (405.853, 63 * (16384 * 16384 + 2 * 16384 * 1024) + 16384),
     "llama3_2_3b": (3.213, 11 * (3072 * 3072 + 2 * 3072 * 1024) + 3072),
@@ -45,10 +48,17 @@ def test_recipe_trains_the_papers_share(name):
     assert total / 1e9 == pytest.approx(billions, abs=1e-3)
     assert weights.count(state.trainable) == trained
     assert trained / total < 0.10  # section 3.4: "typically <10% of the total"
-    teacher_copies = weights.count(frozen["teacher"]) + weights.count(
-        {n: p for n, p in frozen.items() if n != "teacher"}
-    )
-    assert teacher_copies > total - trained
+    # What teacher and student have in common exists once: the frozen rest of the student, and the teacher's
+    # own weights in place of those that the student trains.
+    assert weights.count(frozen.student) == total - trained
+    assert weights.count(frozen.teacher) <= trained + weights.count(recipe_rows(student))
+
+
+def recipe_rows(student: Transformer):
+    """The makers of a standard teacher above the split: AcrossKV students have fewer."""
+    standard = KVPlan.standard(student.config.num_layers)
+    tree = weights.weights(student.config, standard, (student.plan.depth,))
+    return tree["rows"][1:]
 
 
 def test_llama8b_trains_402_7_million_of_8_03_billion():
@@ -90,11 +100,17 @@ def test_set_changes_one_field_and_nothing_else(tiny):
         ("data.sources=[1]", "data.sources must be"),
         ("steps", "--set takes key=value"),
         ("trainable=qkv", "trainable must be one of"),
-        ("loss.temperature=0", "loss.temperature must be positive"),
+        ("loss.temperature=0", "loss.temperature must be above 0"),
         ("optimizer.warmup=1.5", "warmup is a share"),
         ("optimizer.accumulate=3", "is not a multiple of optimizer.accumulate 3"),
         ("trainable=all", "plain language-model training"),
-        ("loss.exit_weight=-1", "loss.exit_weight must not be negative"),
+        ("loss.exit_weight=-1", "loss.exit_weight must be at least 0"),
+        ("eval_lengths=(256,4096)", r"at most evaluation\.seq_len 2048, not 4096"),
+        ("eval_lengths=2048", "eval_lengths must be"),
+        ("plan.init_tokens=0", "plan.init_tokens must be at least 1"),
+        ("plan.init=least_square", "did you mean 'least_squares'"),
+        ("attention.tpu=splish", "did you mean 'splash'"),
+        ("attention=splash", "attention must be AttentionConfig"),
     ],
 )
 def test_a_bad_assignment_names_the_way_out(tiny, assignment, message):
@@ -128,6 +144,20 @@ def test_a_missing_config_file_is_named(tmp_path):
     unnamed.write_text("config = 1")
     with pytest.raises(UsageError, match=r"its name must end in \.py"):
         load_experiment(unnamed)
+
+
+def test_a_config_of_the_package_goes_by_its_name(tiny):
+    assert load_experiment("tiny") == tiny
+
+
+def test_paths_of_the_demo_are_the_packages_where_there_is_no_clone(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    assert from_package(tiny) == tiny
+    monkeypatch.chdir(tmp_path)
+    found = from_package(override(tiny, ["data.sources=('demo/corpus.jsonl.xz', 'demo/mine.jsonl')"]))
+    assert found.model == str(DEMO / "teacher") and not found.tokenizer
+    assert found.data.sources == (str(DEMO / "corpus.jsonl.xz"), "demo/mine.jsonl")
+    assert found.evaluation is not None and found.evaluation.sources == (str(DEMO / "corpus.jsonl.xz"),)
 
 
 @pytest.mark.parametrize("split", [0, 9, -1])

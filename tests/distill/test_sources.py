@@ -73,6 +73,7 @@ BROKEN = [
     ('{"messages": [{"role": "user", "content": ["x"]}]}', 'needs "role" and "content"'),
     ('{"conversations": [{"from": "nobody", "value": "x"}]}', 'needs "from"'),
     ("[" * 100_000, "not JSON"),
+    ('{"text": "x", "id": ' + "9" * 5000 + "}", "not JSON"),
 ]
 
 

@@ -8,11 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax import params as weights
+from swiftkv_jax import sharding, weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
-from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.distill.config import (
+    AttentionConfig,
+    Experiment,
+    LossConfig,
+    OptimizerConfig,
+    PlanConfig,
+)
+from swiftkv_jax.distill.data import Batch, DataConfig
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
+from swiftkv_jax.kernels.common.dispatch import Implementation
 from swiftkv_jax.model import Transformer, forward, logits
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.surgery import to_swiftkv
@@ -72,7 +81,7 @@ def prepared(trainable="swiftkv", split=2, share=2, loss=None, **changes):
 
 def naive(teacher, params, recipe, trained, frozen, batch):
     """Loss from two whole, separate forward passes with all logits at once."""
-    merged = steps.merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
+    merged = steps.merge(trained, frozen.student)
 
     def full(model, params):
         return logits(model, params, forward(model, params, batch.tokens, batch.positions, batch.segments))
@@ -108,7 +117,7 @@ def test_shared_lower_half_gives_the_loss_and_gradients_of_two_models(trainable,
 def test_reference_reduction_counts_masked_positions():
     *_, recipe, trained, frozen = prepared(loss=LossConfig(reduction="reference"))
     batch = packed_batch()
-    state = steps.init_state(recipe, trained, 0)
+    state = steps.init_state(recipe, trained)
     _, metrics = jax.jit(partial(steps.train_step, recipe))(frozen, state, batch)
     mean = dataclasses.replace(recipe, loss=LossConfig())
     _, other = jax.jit(partial(steps.train_step, mean))(frozen, state, batch)
@@ -117,15 +126,12 @@ def test_reference_reduction_counts_masked_positions():
 
 def test_hidden_loss_compares_the_streams_entering_the_last_layer():
     """Hugging Face's `hidden_states[-2]`: what layer L-1 reads, not what it writes."""
-    teacher, params, recipe, trained, frozen = prepared(loss=LossConfig(kl_weight=0.0, hidden_weight=1.0))
+    _, params, recipe, trained, frozen = prepared(loss=LossConfig(kl_weight=0.0, hidden_weight=1.0))
     batch = packed_batch()
     short = dataclasses.replace(CONFIG, num_layers=4, windows=())
-    stacks = steps.standard_stacks(params)
-    without_last = jax.tree.map(lambda x: x[:4], stacks)
-    from swiftkv_jax.model import embed, own_rows, place
-
-    at, segments = place(teacher, batch.tokens, batch.positions, batch.segments)
-    want, _ = own_rows(short, without_last, 0, embed(teacher, params, batch.tokens), at, segments)
+    model = Transformer(short, KVPlan.standard(4))
+    cut = {name: weights.recut(params[name], [range(4)]) for name in ("layers", "rows")}
+    want = forward(model, params | cut, batch.tokens, batch.positions, batch.segments)
     (_, got), (_, teachers), _ = jax.jit(partial(steps.hidden_states, recipe))(trained, frozen, batch)
     np.testing.assert_allclose(teachers, want, atol=1e-5)
     real = (batch.segments > 0)[..., None]
@@ -144,7 +150,7 @@ def test_micro_batches_add_up_to_the_batch(trainable):
     )
     *_, recipe, trained, frozen = prepared(trainable, loss=loss)
     batch = packed_batch()
-    state = steps.init_state(recipe, trained, 0)
+    state = steps.init_state(recipe, trained)
     cut = dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, accumulate=2))
     one, metrics = jax.jit(partial(steps.train_step, recipe))(frozen, state, batch)
     two, again = jax.jit(partial(steps.train_step, cut))(frozen, state, batch)
@@ -155,45 +161,59 @@ def test_micro_batches_add_up_to_the_batch(trainable):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+def test_training_brings_a_student_nearer_to_any_teacher():
+    """One batch again and again, so that no other batch's loss hides it."""
+    batch = packed_batch()
+    student, *_ = steps.prepare(*teacher_of(), KVPlan.swiftkv(5, 2, 2), "fold", "swiftkv")
+    step = jax.jit(partial(steps.train_step, recipe_of(student)))
+    for seed in range(3):
+        _, trained, frozen = steps.prepare(*teacher_of(seed), KVPlan.swiftkv(5, 2, 2), "fold", "swiftkv")
+        state, losses = steps.init_state(recipe_of(student), trained), []
+        for _ in range(30):
+            state, metrics = step(frozen, state, batch)
+            losses.append(float(metrics["loss"]))
+        assert losses[-1] < 0.5 * losses[0], (seed, losses[::5])
+
+
 def test_what_trains_is_exactly_the_papers_list():
     *_, recipe, trained, frozen = prepared()
-    names = {
-        "/".join(str(k.key) for k in path) for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0]
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0]]
+    assert {jax.tree_util.keystr(path, simple=True, separator="/") for path in paths} == {
+        "shared_norm",
+        *(f"rows/1/{m}_proj/{leaf}" for m in "kv" for leaf in ("kernel", "bias")),
+        "layers/1/attentions/0/q_proj/kernel",
+        "layers/1/attentions/0/q_proj/bias",
     }
-    assert names == {
-        "fill/norm_swiftkv",
-        *(f"fill/{m}_proj/{leaf}" for m in "kv" for leaf in ("kernel", "bias")),
-        "upper/q_proj/kernel",
-        "upper/q_proj/bias",
-    }
+    assert recipe.student.plan.depth == weights.ranges(frozen.student["layers"])[1].start
     before = [np.asarray(x).copy() for x in jax.tree.leaves(frozen)]
     state, _ = jax.jit(partial(steps.train_step, recipe))(
-        frozen, steps.init_state(recipe, trained, 0), packed_batch()
+        frozen, steps.init_state(recipe, trained), packed_batch()
     )
     assert all(np.array_equal(a, b) for a, b in zip(before, jax.tree.leaves(frozen), strict=True))
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.trainable))
     moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), state.trainable, trained)
     still = [path for path, m in jax.tree_util.tree_flatten_with_path(moved)[0] if not m]
-    assert [path[1].key for path in still] in (
-        [],
-        ["k_proj"],
-    )  # a key bias shifts all scores of a query alike
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in still]
+    assert names in ([], ["rows/1/k_proj/bias"])  # a key bias shifts all scores of a query alike
 
 
 def test_student_shares_the_teachers_arrays():
-    """Under the frozen tree, what teacher and student have in common exists once."""
-    *_, frozen = prepared()
-    layers, _ = frozen["teacher"]
-    assert all(
-        layers[n]["kernel"] is frozen["upper"][n]["kernel"]
-        for n in ("o_proj", "gate_proj", "up_proj", "down_proj")
-    )
+    """What teacher and student have in common exists once, and is the teacher's own where its stacks fit."""
+    teacher, params = teacher_of()
+    plan = KVPlan.swiftkv(5, 2, 2)
+    params |= {name: weights.recut(params[name], [range(2), range(2, 5)]) for name in ("layers", "rows")}
+    _, trained, frozen = steps.prepare(teacher, params, plan, "fold", "swiftkv")
+    kept = {id(leaf) for leaf in jax.tree.leaves((frozen.student, frozen.teacher))}
+    assert kept == {id(leaf) for leaf in jax.tree.leaves(params)}
+    assert not kept & {id(leaf) for leaf in jax.tree.leaves(trained)}
+    once = [leaf.shape for leaf in jax.tree.leaves((frozen.student, frozen.teacher))]
+    assert len(once) == len(kept)
 
 
 def test_evaluation_is_the_models_own():
     teacher, params, recipe, trained, frozen = prepared(split=3)
     batch = packed_batch()
-    merged = steps.merge(trained, {n: p for n, p in frozen.items() if n != "teacher"})
+    merged = steps.merge(trained, frozen.student)
     sums = jax.jit(partial(steps.evaluate_batch, recipe))(frozen, trained, batch)
 
     @partial(jax.jit, static_argnums=0)
@@ -213,7 +233,7 @@ def test_folded_start_is_nearer_the_teacher_when_gains_are_spread():
     """Why `init="fold"` is the default: input-norm gains over a factor of e either way."""
     teacher, params = teacher_of(5)
     gains = jnp.exp(jax.random.normal(jax.random.key(9), (5, CONFIG.hidden_size)))
-    params["lower"]["input_norm"], params["upper"]["input_norm"] = gains[:4], gains[4:]
+    params["layers"][0]["attentions"][0]["norm"] = gains
     tokens = jax.random.randint(jax.random.key(1), (4, 40), 0, 61)
     want = jax.nn.log_softmax(teacher.apply({"params": params}, tokens))
     for share in (1, 3):
@@ -234,3 +254,37 @@ def test_schedule_warms_up_and_decays():
         OptimizerConfig(learning_rate=1.0, warmup=0.0, schedule="cosine", final_share=0.1), 100
     )
     np.testing.assert_allclose([cosine(0), cosine(50), cosine(100)], [1, 0.55, 0.1], atol=1e-6)
+
+
+def test_every_layer_of_teacher_and_student_runs_the_kernel_that_is_named(monkeypatch):
+    """The lower half, the student and the teacher: three runs of layers, each traced once."""
+    _, _, recipe, trained, frozen = prepared()
+    recipe = dataclasses.replace(recipe, attention=AttentionConfig(cpu="reference"))
+    called = []
+
+    def counted(*args, **options):
+        called.append(options["shards"])
+        return CAUSAL_ATTENTION["xla"].run(*args, **options)
+
+    monkeypatch.setitem(CAUSAL_ATTENTION, "reference", Implementation(counted))
+    totals = (jnp.float32(1), jnp.float32(1))
+    jax.eval_shape(partial(steps.batch_loss, recipe), trained, frozen, packed_batch(), totals)
+    assert called == [sharding.SHARDS] * 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"batch_size": 6}}, "each micro-batch has 6 rows, which the mesh's 4 data shards do not"),
+        ({"data": {"seq_len": 130}}, "rows of 130 tokens are not a multiple of mesh.context 4"),
+        ({"evaluation": {"seq_len": 66}}, "rows of 66 tokens are not a multiple of mesh.context 4"),
+        ({"attention": {"cpu": "cudnn"}}, "attention.cpu: cudnn needs a gpu, this is cpu"),
+    ],
+)
+def test_a_mesh_or_a_kernel_that_does_not_fit_is_one_line(changes, message):
+    data = DataConfig(sources=("x",), seq_len=128, batch_size=8)
+    parts = {"data": data, "evaluation": data, "attention": AttentionConfig()}
+    parts |= {name: dataclasses.replace(parts[name], **fields) for name, fields in changes.items()}
+    experiment = Experiment(name="x", model="x", plan=PlanConfig(split=2), **parts)
+    with pytest.raises(UsageError, match=message):
+        steps.check(experiment, jax.sharding.AbstractMesh((2, 2, 4, 1), sharding.MESH_AXES))

@@ -9,6 +9,7 @@ import pytest
 import tiny_engine as tiny
 from tiny_engine import GREEDY, LENGTHS, SIZES, all_free, definition, make, model, run, tokens
 
+from swiftkv_jax.engine import engine as engine_module
 from swiftkv_jax.engine.engine import Overloaded
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
@@ -84,7 +85,7 @@ def test_not_a_number_ends_its_request_and_is_wiped_before_anyone_else_sees_it()
             assert i == 3 or 200 in want[i] or output.outputs[0].token_ids == want[i]
         run(llm, [bad])  # alone and last: nobody comes after it to overwrite what it left
         cache = llm.engine.runner.cache
-        assert np.isfinite(np.asarray(cache.k)[:, 1:]).all() and np.isfinite(np.asarray(cache.v)[:, 1:]).all()
+        assert all(np.isfinite(np.asarray(x)[:, 1:]).all() for x in jax.tree.leaves(cache.stores))
         assert all_free(llm.engine)
 
 
@@ -106,7 +107,7 @@ def check_reads_anew(llm: LLM, prompt: list[int]) -> None:
     """A prompt whose pages held NaN finds none of them, and they are clean; later it finds its own."""
     check_finds(llm, prompt, (0, 40))
     cache = llm.engine.runner.cache
-    assert np.isfinite(np.asarray(cache.k)[:, 1:]).all() and np.isfinite(np.asarray(cache.v)[:, 1:]).all()
+    assert all(np.isfinite(np.asarray(x)[:, 1:]).all() for x in jax.tree.leaves(cache.stores))
 
 
 def poisoned(llm: LLM, token: int):
@@ -139,7 +140,7 @@ def test_who_shares_a_faulty_prompt_and_leaves_makes_nobody_find_it_again():
     assert other.pages == shared and llm.engine.stats.prefix_hits == before, "found, though known to be bad"
     llm.engine.abort(second.request_id)
     cache = llm.engine.runner.cache
-    for pool in (cache.k, cache.v):
+    for pool in jax.tree.leaves(cache.stores):
         assert np.isfinite(np.asarray(pool)[:, shared]).all(), "what was shared is given back as it was"
     while llm.engine.busy:
         llm.engine.step()
@@ -175,7 +176,7 @@ def test_a_completion_that_fails_takes_those_beside_it_along():
     machine.params = poisoned(llm, 200)
     request = llm.request(prompt, dataclasses.replace(GREEDY, n=2))
     llm.engine.add(request)
-    group = llm.engine._groups[request.request_id]
+    group = llm.engine.groups[request.request_id]
     while not group.sequences[0].finish_reason:
         llm.engine.step()
     llm.engine.step()
@@ -248,8 +249,15 @@ def test_a_request_that_rules_out_every_token_is_told_so_alone():
     assert all_free(llm.engine) and llm.engine.stats.failed_requests == 0
 
 
-def test_a_new_start_frees_the_old_cache_first_and_counts_on():
+def test_a_new_start_frees_the_old_cache_first_and_counts_on(monkeypatch):
     """There is no room for two caches on a device, and counters never fall."""
+    old, deleted, new_cache = [], [], engine_module.new_cache
+
+    def watched(*arguments):
+        deleted.extend(array.is_deleted() for array in old)
+        return new_cache(*arguments)
+
+    monkeypatch.setattr(engine_module, "new_cache", watched)
     llm = make(num_pages=33, page_size=2, max_num_seqs=3)
     run(llm)
     engine = llm.engine
@@ -257,13 +265,7 @@ def test_a_new_start_frees_the_old_cache_first_and_counts_on():
     engine.add(*requests)
     for _ in range(3):
         engine.step()
-    old, make_cache, deleted = engine.runner.cache, engine._new_cache, []
-
-    def watched():
-        deleted.extend(array.is_deleted() for array in jax.tree.leaves(old))
-        return make_cache()
-
-    engine._new_cache = watched
+    old.extend(jax.tree.leaves(engine.runner.cache))
     before, running = dataclasses.replace(engine.stats), len(engine.scheduler.running)
     assert before.preemptions and before.prefix_queries and running
     engine.restart(RuntimeError(""))
@@ -307,7 +309,7 @@ def test_bad_settings_and_full_queues():
     whole = [llm.request([1] * 15, GREEDY) for _ in range(3)]
     with pytest.raises(Overloaded, match="0 requests are waiting"):
         llm.engine.add(*whole, llm.request([1], dataclasses.replace(GREEDY, n=2)))
-    assert not llm.engine.busy and not llm.engine._groups, "all or none"
+    assert not llm.engine.busy and not llm.engine.groups, "all or none"
     with pytest.raises(UsageError, match="in use"):
         llm.engine.add(whole[0])
         llm.engine.add(whole[1], whole[0])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,11 @@ from tiny_engine import GREEDY, LENGTHS, all_free, definition, make, model, pois
 from swiftkv_jax.engine import runner
 from swiftkv_jax.engine.draft import lookup
 from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.loop import decode
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.kernels.pools import encode
-from swiftkv_jax.layers import rotary
-from swiftkv_jax.model import _Rows, embed, fill, logits, run_lower, run_upper
+from swiftkv_jax.kernels.common.pools import encode
+from swiftkv_jax.model import forward, logits
+from swiftkv_jax.rows import FORMS, KeysValues
 
 WAYS = {
     "chunks of 7, three steps a launch, two lanes": {
@@ -40,7 +42,16 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+LONG = (  # each part of these is in another way as well
+    "pages of 5",
+    "pages filled by the definition",
+    "pages filled at once",
+    "pages filled at once, so few that sequences are preempted",
+    "pages filled at once, guesses checked",
+)
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in LONG else w for w in WAYS])
 def test_greedy_tokens_are_the_definitions_however_they_are_run(way):
     """Twice: the second time from a warm prefix cache. Unused pages hold NaN."""
     llm = make(**({"num_pages": 200} | WAYS[way]))
@@ -75,7 +86,7 @@ def greedy_of_all(net, params, prompts, count: int) -> tuple[list[list[int]], li
     return np.stack(tokens, 1).tolist(), np.stack(margins, 1).tolist()
 
 
-@pytest.mark.parametrize("plan", ["standard", "acrosskv"])
+@pytest.mark.parametrize("plan", [pytest.param("standard", marks=pytest.mark.slow), "acrosskv"])
 def test_three_hundred_random_prompts(plan):
     """Many begin alike, pages are scarce, guesses are checked; 150 prompts for each plan.
 
@@ -88,7 +99,7 @@ def test_three_hundred_random_prompts(plan):
         stem = stems[random.integers(12)][: random.integers(1, 41)]
         prompts.append(stem + random.integers(0, 256, random.integers(0, 10)).tolist())
     want, margins = greedy_of_all(*model(plan), prompts, 10)
-    llm = make(plan, num_pages=40, page_size=4, drafts=2, max_num_batched_tokens=24)
+    llm = make(plan, num_pages=32, page_size=4, drafts=2, max_num_batched_tokens=24)
     poison(llm)
     ties = 0
     for got, tokens_, margin in zip(tokens(run(llm, prompts)), want, margins, strict=True):
@@ -180,16 +191,14 @@ def rounded_definition(plan: str, dtype: str) -> list[list[int]]:
     """Greedy tokens of the model's definition with every row passed through the rounding of its store."""
     net, params = model(plan)
 
-    class Rounded(_Rows):
-        def write(self, rows, k, v, batch):
-            return Rounded(super().write(rows, *(rounded(x, dtype) for x in (k, v)), batch))
+    class Rounded(KeysValues):
+        def keys_values(self, config, reader, made, at):
+            return tuple(rounded(x, dtype) for x in made)
 
     @jax.jit
     def apply(ids):
-        at, segments = rotary(net.config, jnp.arange(64)[None], 64), jnp.ones_like(ids)
-        x, rows = run_lower(net, params, embed(net, params, ids), at, segments, Rounded())
-        rows = rows.write(net.plan.upper_rows, *fill(net, params, x, at), segments)
-        return logits(net, params, run_upper(net, params, x, at, segments, rows))[0]
+        with mock.patch.dict(FORMS, {"kv": Rounded()}):
+            return logits(net, params, forward(net, params, ids))[0]
 
     out = []
     for prompt in tiny.prompts(LENGTHS):
@@ -202,8 +211,15 @@ def rounded_definition(plan: str, dtype: str) -> list[list[int]]:
     return out
 
 
-@pytest.mark.parametrize("fill", [None, "xla"])
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [
+        ("float8_e4m3fn", None),
+        ("int8", "xla"),
+        pytest.param("float8_e4m3fn", "xla", marks=pytest.mark.slow),
+        pytest.param("int8", None, marks=pytest.mark.slow),
+    ],
+)
 def test_rounding_caches_give_one_result_for_any_chunking(dtype, fill):
     params = dataclasses.replace(GREEDY, max_tokens=8)
     want = rounded_definition("acrosskv", dtype)
@@ -261,7 +277,11 @@ def test_nothing_compiles_after_warm_up():
     )
     with tiny.compilations() as compiled:
         llm = make("swiftkv", drafts=2, max_num_seqs=1, max_num_batched_tokens=32)
+        assert llm.fingerprint  # which the first request makes
+        loops = decode._cache_size()
         assert llm.engine.warm_up() > 4
+        # A loop that follows another is the same program as one from the host.
+        assert decode._cache_size() - loops == len(llm.engine.runner.modes)
         before = len(compiled)
         assert before > 4
         prompts = tiny.prompts((1, 40, 9, 22, 33, 5, 2, 17))
@@ -270,7 +290,9 @@ def test_nothing_compiles_after_warm_up():
         assert len(outputs) == 8 and compiled[before:] == []
 
 
-@pytest.mark.parametrize("changes", [{}, {"drafts": 3}, {"steps_per_launch": 1}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"drafts": 3}, pytest.param({"steps_per_launch": 1}, marks=pytest.mark.slow)], ids=str
+)
 def test_any_number_of_stop_ids_ends_at_the_first_and_not_too_early(changes):
     """More than a launch looks for: the host ends at the others, and rules them out before `min_tokens`."""
     net, params = model("acrosskv")
@@ -305,24 +327,38 @@ def test_any_number_of_stop_ids_ends_at_the_first_and_not_too_early(changes):
     assert ends > 8
 
 
+@pytest.mark.parametrize("steps", [1, 4, 7])
+def test_a_new_prompt_is_read_after_steps_per_launch_tokens_of_the_others(steps):
+    """It comes while a launch is read: that one and the next, sent ahead, are what it waits for."""
+    engine = (llm := make(steps_per_launch=steps, max_num_seqs=2)).engine
+    long, short = (dataclasses.replace(GREEDY, max_tokens=n) for n in (50, 1))
+    engine.add(llm.request([1, 2, 3], long))
+    while engine.stats.decoded_steps < 3 * steps:
+        before = engine.stats.decoded_steps
+        engine.step()
+    engine.add(llm.request([4, 5, 6], short))
+    while engine.stats.prompt_tokens < 6:
+        engine.step()
+    assert engine.stats.decoded_steps - before <= 2 * -(-steps // 2)
+
+
 def test_launches_update_the_pool_in_place():
     llm = make()
     run(llm, [[1, 2, 3]])
     machine = llm.engine.runner
     before = machine.cache
     run(llm, [[4, 5, 6]])
-    assert before.k.is_deleted() and before.v.is_deleted()
+    assert all(x.is_deleted() for x in jax.tree.leaves(before.stores))
     shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (machine.params, machine.cache))
     dtypes = (np.int32, np.int32, np.int32, bool)
     lanes = runner.Lanes(*(np.zeros(4, dtype) for dtype in dtypes), np.zeros((4, 0), np.int32))
     table, policy = np.zeros((4, machine.slots), np.int32), machine._gather([], 4, runner.MODES[0])
-    big = dataclasses.replace(
-        shape[1],
-        k=jax.ShapeDtypeStruct((shape[1].k.shape[0], 4096, *shape[1].k.shape[2:]), jnp.float32),
-        v=jax.ShapeDtypeStruct((shape[1].v.shape[0], 4096, *shape[1].v.shape[2:]), jnp.float32),
+    wide = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((x.shape[0], 4096, *x.shape[2:]), x.dtype), shape[1].stores
     )
+    big = dataclasses.replace(shape[1], stores=wide)
     compiled = runner.decode.lower(
-        machine.model, runner.MODES[0], None, 4, shape[0], big, table, lanes, policy
+        machine.model, runner.MODES[0], 4, shape[0], big, table, lanes, policy
     ).compile()
     pool = big.nbytes
     memory = compiled.memory_analysis()

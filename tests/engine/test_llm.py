@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 
 import hf_models
 import jax
@@ -14,7 +15,8 @@ from swiftkv_jax.checkpoint.generation import GenerationDefaults
 from swiftkv_jax.engine import llm as llm_module
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.engine.settings import settle
+from swiftkv_jax.errors import UsageError, UsageWarning
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 LENGTHS = (1, 45, 3, 20, 33, 2)  # more prompts than lanes, one of them longer than a launch
@@ -161,9 +163,43 @@ def test_requests_without_a_seed_differ_and_a_new_llm_repeats_them():
     assert tokens(make(seed=3).generate(prompt, params, use_tqdm=False)) == both[0]
 
 
+def test_a_replaced_llm_shares_weights_and_leaves_the_first_as_it_was():
+    first = make()
+    before, engine = first.settings, first.engine
+    other = first.replace(GREEDY, max_num_seqs=1, max_queued_requests=3, num_pages=None)
+    assert first.settings == before and first.engine is engine and other.engine is not engine
+    assert (other.settings.max_num_seqs, other.settings.max_queued_requests, other.defaults) == (1, 3, GREEDY)
+    assert other.settings.num_pages == other.settings.pages_per_sequence
+    assert all(
+        a is b for a, b in zip(jax.tree.leaves(first.params), jax.tree.leaves(other.params), strict=True)
+    )
+    with pytest.raises(UsageError, match="page_size must be at least 1, not 0"):
+        first.replace(page_size=0)
+    with pytest.raises(UsageError, match=r"max_model_len must be in \[1, "):
+        first.replace(max_model_len=10**6)
+
+
+def test_one_call_at_a_time_runs_on_an_engine():
+    llm, prompts = make(), [[5, 6], [7, 8, 9]]
+    params = [dataclasses.replace(GREEDY, max_tokens=most) for most in (1, 20)]
+    results = llm.run([llm.request(*pair) for pair in zip(prompts, params, strict=True)])
+    first = next(results)
+    with pytest.raises(UsageError, match="another call's requests"):
+        llm.generate(prompts, params, use_tqdm=False)
+    other = llm.replace().generate(prompts, params, use_tqdm=False)
+    outputs = dict([first, *results])
+    assert [outputs[i].outputs[0].token_ids for i in range(2)] == [o.outputs[0].token_ids for o in other]
+
+
+@pytest.mark.parametrize("ids, said", [([], "no tokens"), ([1, 10**6], "outside the vocabulary")])
+def test_what_cannot_be_scored_is_refused(ids, said):
+    with pytest.raises(UsageError, match=said):
+        make().score(ids)
+
+
 def test_prompts_in_any_form_and_defaults_of_the_checkpoint():
     net, params = model("acrosskv")
-    generation = GenerationDefaults(temperature=0.0, repetition_penalty=1.2, do_sample=False)
+    generation = GenerationDefaults(temperature=0.0, repetition_penalty=1.2)
     llm = LLM.from_model(net, params, tiny.Bytes(), generation=generation, **(SIZES | {"max_num_seqs": 1}))
     assert llm.defaults == SamplingParams(temperature=0.0, repetition_penalty=1.2)
     forms = ["hi", {"prompt": "hi"}, [104, 105], {"prompt_token_ids": [104, 105]}]
@@ -187,9 +223,9 @@ BAD_PROMPTS = [
     ([1, 258], "258 is outside"),
     ([-1], "-1 is outside"),
     ([2**40], "outside"),
-    ([1, 2.0], "integers"),
-    ([True], "integers"),
-    (["a"], "integers"),
+    ([1, 2.0], "must be an integer"),
+    ([True], "must be an integer"),
+    (["a"], "must be an integer"),
     (None, "NoneType"),
     (7, "int"),
     ({"text": "a"}, "one of prompt"),
@@ -234,8 +270,8 @@ def test_other_bad_calls(monkeypatch):
     [
         ("qwen3_bias_window", 4, (1, 30, 7)),
         ("llama31_rope", 4, (1, 30, 7)),
-        # Enough for a step of products in C++, where there is a compiler (kernels/after_attention).
-        ("qwen3_bias_window", 64, range(1, 51)),
+        # A prompt of every length, all of them beside each other.
+        pytest.param("qwen3_bias_window", 64, range(1, 51), marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_are_transformers(name, lanes, lengths, tmp_path):
@@ -269,3 +305,20 @@ def test_dynamic_rope_is_fixed_at_the_context():
     short, long = tiny.prompts((50, 120))
     alone = tokens(llm.generate([short], GREEDY, use_tqdm=False))
     assert tokens(llm.generate([short, long], GREEDY, use_tqdm=False))[:1] == alone
+
+
+def test_weights_are_in_memory_once_while_an_llm_is_built(tmp_path, monkeypatch):
+    """`jax.live_arrays` when the page pool is sized, and when everything is ready: no second copy."""
+    folder = hf_models.save(hf_models.make("llama2"), tmp_path)
+
+    def live() -> int:
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    gc.collect()
+    before, seen = live(), []
+    monkeypatch.setattr(llm_module, "settle", lambda *args: (seen.append(live()), settle(*args))[1])
+    with pytest.warns(UsageWarning, match="no tokenizer"):
+        llm = LLM(folder, max_model_len=16, num_pages=1)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.params))
+    assert weights <= seen[0] - before <= 1.1 * weights
+    assert live() - before <= 1.1 * weights

@@ -11,13 +11,12 @@ import pytest
 import tiny_engine as tiny
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from swiftkv_jax import page_fill
 from swiftkv_jax.engine import runner
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.engine.settings import settle
+from swiftkv_jax.engine.settings import Settings, settle
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.kernels.dispatch import Implementation
+from swiftkv_jax.kernels.common.dispatch import ByKind, Implementation
 from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu as fill_gpu
 from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill_tpu
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
@@ -63,10 +62,9 @@ def tokens(net, params, **settings) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("plan", "family", "fill"),
     [
-        ("standard", "norm of keys", "xla"),
-        ("swiftkv", "norm of keys", "reference"),
         ("swiftkv", "biases", "xla"),
-        ("acrosskv", "norm of keys", "xla"),
+        pytest.param("swiftkv", "norm of keys", "reference", marks=pytest.mark.slow),
+        pytest.param("acrosskv", "norm of keys", "xla", marks=pytest.mark.slow),
     ],
 )
 def test_families_and_plans_by_each_fill(plan, family, fill):
@@ -84,6 +82,7 @@ def test_tpu_kernels(interpret):
     assert all(interpret.traced[name] for name in (fill, attention))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_tpu_kernels_round_as_xla_does(dtype, interpret):
     """Pages of 128, as 8-bit rows need them there."""
@@ -121,20 +120,27 @@ def alive() -> list[jax.Array]:
     return jax.live_arrays()
 
 
-@pytest.mark.parametrize("plan", ["standard", "acrosskv"])
-def test_a_named_fill_keeps_the_makers_once(plan):
+def test_a_model_without_upper_rows_has_no_use_for_a_fill():
+    net, params = tiny.make_model(tiny.PLANS["standard"])
+    with pytest.raises(
+        UsageError, match=r"^fill 'xla' makes .* upper rows.*; this one is standard .*: give None$"
+    ):
+        LLM.from_model(net, params, **SIZES, fill="xla")
+
+
+def test_a_named_fill_keeps_the_makers_once():
     """All that is alive when an engine stands is its weights, a norm's gain in the makers, and its pool."""
     (prompt,) = tiny.prompts((45,))
     owned, scored = {}, {}
     for fill in (None, "xla"):
-        before = {id(x) for x in alive()}
-        llm = LLM.from_model(*tiny.make_model(tiny.PLANS[plan]), **SIZES, fill=fill)
-        owned[fill] = sum(x.nbytes for x in jax.tree.leaves(llm.params)) + llm.engine.runner.cache.nbytes
+        kept = alive()  # held, so that no new array gets the identity of one that is gone
+        before = {id(x) for x in kept}
+        llm = LLM.from_model(*tiny.make_model(tiny.PLANS["acrosskv"]), **SIZES, fill=fill)
+        owned[fill] = sum(x.nbytes for x in jax.tree.leaves((llm.params, llm.engine.runner.cache)))
         new = sum(x.nbytes for x in alive() if id(x) not in before)
         assert new == pytest.approx(owned[fill], abs=1024)  # besides them a table of pages
         scored[fill] = [next(iter(one.values())).logprob for one in llm.score(prompt)[1:]]
-    gain = 4 * llm.model.config.hidden_size if llm.model.plan.is_swiftkv else 0
-    assert owned["xla"] == owned[None] - gain
+    assert owned["xla"] == owned[None] - 4 * llm.model.config.hidden_size  # the gain of the shared norm
     np.testing.assert_allclose(scored["xla"], scored[None], atol=1e-4)
 
 
@@ -144,14 +150,12 @@ def test_cudnn_scores_on_a_gpu_alone():
         LLM.from_model(net, params, **SIZES, scoring="cudnn")
 
 
-@pytest.mark.parametrize("name", ["attention", "fill"])
-def test_kernels_run_on_one_device(name):
+def test_kernels_that_score_run_on_one_device():
     net, params = tiny.make_model(tiny.PLANS["acrosskv"])
-    settings = dataclasses.replace(LLM.from_model(net, params).settings, **{name: "pallas_tpu"})
-    with pytest.raises(UsageError, match=f"{name} 'pallas_tpu' runs on one device, .* on 4: reference, xla"):
+    settings = dataclasses.replace(LLM.from_model(net, params).settings, scoring="cudnn")
+    with pytest.raises(UsageError, match=r"scoring 'cudnn' runs on one device, .* on 4: reference, xla"):
         settle(settings, net, jax.devices() * 4)
-    settled = settle(dataclasses.replace(settings, **{name: "xla"}), net, jax.devices() * 4)
-    assert getattr(settled, name) == "xla"
+    assert settle(dataclasses.replace(settings, scoring="xla"), net, jax.devices() * 4).scoring == "xla"
 
 
 @pytest.mark.parametrize("fill", [None, "xla"])
@@ -161,10 +165,23 @@ def test_a_step_of_prompts_updates_the_pool_in_place(fill):
     machine = llm.engine.runner
     table, zero = np.zeros((2, machine.slots), np.int32), np.zeros(2, np.int32)
     flat, starts = np.zeros(32, np.int32), np.zeros(3, np.int32)
-    mode = runner.MODES[0]
-    batch = flat, flat, starts, zero, zero, zero, np.zeros((2, 0), np.int32), machine._gather([], 2, mode)
-    compiled = runner.run_any.lower(net, mode, None, machine.params, machine.cache, table, *batch).compile()
+    mode, history = runner.MODES[0], np.zeros((2, 0), np.int32)
+    inputs = runner.Inputs(flat, flat, starts, zero, zero, zero, table, history)
+    fixed = (net, mode, machine.params, machine.cache)
+    compiled = runner.run_any.lower(*fixed, inputs, machine._gather([], 2, mode)).compile()
     memory, pool = compiled.memory_analysis(), machine.cache.nbytes
     assert memory.alias_size_in_bytes >= pool
     assert memory.temp_size_in_bytes < pool / 20
-    assert isinstance(machine.params["fill"], page_fill.Makers) == (fill is not None)
+    assert ("shared_norm" in machine.params) == (fill is None)  # else its gain is in the makers
+
+
+def test_attention_is_named_by_kind_of_call():
+    """A kernel that refuses long blocks serves decoding beside another that takes chunks."""
+    both = ByKind.named("decode=xla, chunk=reference")
+    assert (both.of(1), both.of(ByKind.FEW), both.of(ByKind.FEW + 1)) == ("xla", "xla", "reference")
+    assert ByKind.named("xla") == ByKind("xla", "xla") and ByKind.named("chunk=xla") == ByKind(None, "xla")
+    for wrong in ("prefill=xla", "decode=", "decode=xla,reference"):
+        with pytest.raises(UsageError, match=r"give NAME, or decode=NAME,chunk=NAME"):
+            Settings(max_model_len=8, attention=wrong)
+    with pytest.raises(UsageError, match=r"attention .*'zla'"):
+        Settings(max_model_len=8, attention="decode=zla")

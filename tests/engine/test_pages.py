@@ -9,8 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from swiftkv_jax.engine import prefix
-from swiftkv_jax.engine.pages import Pages
+from swiftkv_jax.engine.pages import Pages, extend, root
 
 COUNT = 13
 
@@ -52,7 +51,8 @@ class Traffic(RuleBasedStateMachine):
     @rule(owner=owners)
     def vouch(self, owner):
         self.pages.vouch(self.held.get(owner, []))
-        self.vouched |= set(self.held.get(owner, [])) & set(self.pages._name)
+        named = {page for page, one in self.pages.held().items() if one.name is not None}
+        self.vouched |= set(self.held.get(owner, [])) & named
 
     @rule(target=owners, name=st.integers(0, 5))
     def share(self, name):
@@ -76,29 +76,35 @@ class Traffic(RuleBasedStateMachine):
     def books_balance(self):
         pages, flat = self.pages, [p for held in self.held.values() for p in held]
         assert all(pages.references(p) == flat.count(p) for p in range(COUNT))
-        assert pages.used == len(set(flat))
-        assert len(pages._free) + pages.cached + pages.used == pages.total == COUNT - 1
-        cached = {page for line in pages._cached.values() for page in line}
-        assert not set(pages._free) & set(flat) and not cached & set(flat)
-        assert not set(pages._free) & cached and cached <= set(pages._name)
+        assert pages.used == len(set(flat)) and pages.total == COUNT - 1
+        held = pages.held()
+        cached = {page for page, one in held.items() if not one.references}
+        assert set(held) == cached | set(flat) <= set(range(1, COUNT)) and len(cached) == pages.cached
         assert cached <= self.vouched, "kept, and nobody has vouched for it"
         assert self.vouched - cached <= set(flat), "vouched for, and not kept"
-        assert pages._unproven == set(pages._name) - self.vouched <= set(flat)
-        assert set(pages._key) == cached | set(flat)
-        assert Counter(pages._key.values()) == pages._owned and all(pages._cached.values())
-        assert all(pages._key[page] == key for key, line in pages._cached.items() for page in line)
-        assert {name: page for page, name in pages._name.items()} == {
-            name: page for name, (page, _) in pages._named.items()
-        }
+        named = {page: one.name for page, one in held.items() if one.name is not None}
+        assert {page for page, one in held.items() if one.vouched} == self.vouched <= set(named)
+        owned = Counter(one.key for one in held.values())
+        assert all(pages.owned[key] == owned[key] for key in ("", "a", "b"))
+        assert {pages.find(name, (*name,)): name for name in named.values()} == named
+        found = (pages.find(bytes([name]), (name,)) for name in range(6))
+        assert {page for page in found if page is not None} == set(named)
 
     def teardown(self):
         for held in self.held.values():
             self.pages.release(held)
         assert self.pages.available == self.pages.total
+        assert sorted(self.pages.allocate(COUNT - 1) or ()) == list(range(1, COUNT)), "free once each"
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = hypothesis.settings(max_examples=100, stateful_step_count=100, deadline=None)
+TestTraffic.settings = hypothesis.settings(max_examples=40, stateful_step_count=100, deadline=None)
+
+
+@pytest.mark.soak
+def test_the_books_balance_over_forty_thousand_steps():
+    settings = hypothesis.settings(max_examples=400, stateful_step_count=100, deadline=None)
+    hypothesis.stateful.run_state_machine_as_test(Traffic, settings=settings)
 
 
 def test_the_least_recently_used_contents_go_first_and_tails_before_heads():
@@ -139,14 +145,14 @@ def test_a_key_that_floods_the_cache_loses_its_own():
     modest = keep(pages, "modest", 3, made)
     assert left(pages, first) == 9 and left(pages, modest) == 3
     keep(pages, "greedy", 500, made)
-    assert left(pages, modest) == 3 and pages.owned("greedy") == 9
+    assert left(pages, modest) == 3 and pages.owned["greedy"] == 9
     equal = keep(pages, "late", 500, made)  # from the greedy one until both have as much
-    assert left(pages, modest) == 3 and left(pages, equal) == pages.owned("late") in (4, 5)
+    assert left(pages, modest) == 3 and left(pages, equal) == pages.owned["late"] in (4, 5)
     running = pages.allocate(6, "late")  # its own first, then in turn: what runs comes before what is kept
-    assert left(pages, equal) == 0 and left(pages, modest) == 3 and pages.owned("greedy") == 3
+    assert left(pages, equal) == 0 and left(pages, modest) == 3 and pages.owned["greedy"] == 3
     assert pages.allocate(7, "late") is None and left(pages, modest) == 3
     pages.release(running)
-    assert pages.allocate(12, "late") is not None and not left(pages, modest) and pages.owned("late") == 12
+    assert pages.allocate(12, "late") is not None and not left(pages, modest) and pages.owned["late"] == 12
 
 
 @hypothesis.given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4)), max_size=60))
@@ -158,7 +164,7 @@ def test_no_key_within_its_equal_share_loses_a_page_to_another(turns):
         kept[key] += keep(pages, key, count, made)
         for each, names in kept.items():
             now = left(pages, names)
-            assert now >= min(len(names), 4) and now == pages.owned(each)
+            assert now >= min(len(names), 4) and now == pages.owned[each]
 
 
 def test_what_nobody_vouches_for_is_found_while_it_is_used_and_not_kept():
@@ -189,15 +195,15 @@ def test_a_hit_needs_the_tokens_not_only_the_name():
 
 @hypothesis.given(st.lists(st.text(max_size=4), max_size=4), st.lists(st.text(max_size=4), max_size=4))
 def test_roots_are_equal_only_for_equal_parts(a, b):
-    assert (prefix.root(*a) == prefix.root(*b)) == (a == b)
+    assert (root(*a) == root(*b)) == (a == b)
 
 
 @hypothesis.given(*[st.lists(st.integers(0, 3), min_size=1, max_size=9)] * 2)
 def test_names_tell_chains_apart(a, b):
     def chain(tokens):
-        name = prefix.root("model")
+        name = root("model")
         for i in range(0, len(tokens), 2):
-            name = prefix.extend(name, tokens[i : i + 2])
+            name = extend(name, tokens[i : i + 2])
         return name
 
     assert (chain(a) == chain(b)) == (a == b)
@@ -210,11 +216,11 @@ def check_tenants(lookups: int) -> None:
     same = others = 0
     for _ in range(lookups):
         tenant, salt = source.randrange(8), source.choice(("", "a"))
-        parent = prefix.root("model", "float32", str(size), f"{tenant:064x}:{salt}")
+        parent = root("model", "float32", str(size), f"{tenant:064x}:{salt}")
         identity = 2 * tenant + bool(salt)
         for _ in range(source.randint(1, 4)):
             tokens = tuple(source.randrange(2) for _ in range(size))
-            parent = prefix.extend(parent, tokens)
+            parent = extend(parent, tokens)
             page = pages.find(parent, tokens)
             if page is not None:
                 same += owner[page] == identity
@@ -233,7 +239,7 @@ def test_no_tenant_finds_anothers_page():
     check_tenants(10_000)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_no_tenant_finds_anothers_page_in_many_lookups():
     check_tenants(100_000)
 

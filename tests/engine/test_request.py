@@ -92,4 +92,5 @@ def test_synonyms_are_settled():
     params = SamplingParams(top_k=-1, seed=-1, stop="end", stop_token_ids=[3], temperature=1e-6)
     assert (params.top_k, params.seed, params.stop, params.stop_token_ids) == (0, None, ("end",), (3,))
     assert params.greedy and not params.filtered
+    assert SamplingParams(top_p=1e-300).top_p == 1e-9  # which float32 still tells from 0
     assert SamplingParams(temperature=1e-3).temperature == 0.01  # raised to a floor that divides safely

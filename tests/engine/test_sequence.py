@@ -8,8 +8,7 @@ import pytest
 import tiny_engine as tiny
 
 from swiftkv_jax.engine.request import Request, SamplingParams
-from swiftkv_jax.engine.sequence import Choice, Sequence
-from swiftkv_jax.engine.text import Detokenizer, find_stop
+from swiftkv_jax.engine.sequence import Choice, Detokenizer, Sequence, find_stop
 
 TEXT = st.text(st.sampled_from("ab é漢🙂"), max_size=20)
 

@@ -17,6 +17,7 @@ import struct
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -26,7 +27,7 @@ import transformers
 from mutations import Folder
 
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.errors import UsageError, UsageWarning
 
 STUCK_S = 300
 CHAT = {"messages": [{"role": "user", "content": "the cat"}]}
@@ -123,6 +124,7 @@ def own(name: str) -> bool:
 
 
 def main(work: Path, first: int, count: int) -> None:
+    warnings.simplefilter("ignore", UsageWarning)  # to show one, Python opens the line of source it is from
     good = sorted((work / "good").iterdir())
     for folder in good:
         assert attempt(folder) == "", folder

@@ -4,7 +4,7 @@ import platform
 
 import pytest
 
-from swiftkv_jax.kernels import native
+from swiftkv_jax.kernels.common import native
 
 
 @pytest.fixture(params=["x86-64", "haswell"])
@@ -12,6 +12,6 @@ def narrow(request, monkeypatch) -> str:
     """C++ is compiled for an older processor: for vectors of 4 floats, and of 8."""
     if platform.machine() != "x86_64":
         pytest.skip("needs an x86-64 processor")
-    flags = (f.replace("-march=native", f"-march={request.param}") for f in native._FLAGS)
-    monkeypatch.setattr(native, "_FLAGS", tuple(flags))
+    flags = (f.replace("-march=native", f"-march={request.param}") for f in native.FLAGS)
+    monkeypatch.setattr(native, "FLAGS", tuple(flags))
     return request.param

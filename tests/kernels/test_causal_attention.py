@@ -1,6 +1,7 @@
 """Causal attention of packed sequences and its gradients: every implementation equals the definition."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
-from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.causal_attention import api, native_cpu
+from swiftkv_jax.kernels.causal_attention import api, cudnn, native_cpu, splash
+from swiftkv_jax.kernels.causal_attention.shards import Shards
+from swiftkv_jax.kernels.common import dispatch
 
 ALL = 1 << 30
 NEEDS_COMPILER = pytest.mark.skipif(bool(native_cpu.refuses()), reason="needs a C++ compiler")
@@ -42,8 +45,13 @@ def dense(q, k, v, segments, window):
 
 def check(implementation, window, tolerance=1e-5, **shape):
     """Outputs and gradients against those of `dense` in float64, relative to the largest."""
-    q, k, v, slope, segments = arrays(**shape)
     run = functools.partial(api.causal_attention, implementation=implementation)
+    compare(run, window, tolerance, **shape)
+
+
+def compare(run, window, tolerance=1e-5, **shape):
+    """The same of any function with the arguments of `api.causal_attention`."""
+    q, k, v, slope, segments = arrays(**shape)
 
     def both(attend, q, k, v, slope):
         out, back = jax.vjp(lambda *x: attend(*x, segments, window), q, k, v)
@@ -142,7 +150,141 @@ def test_under_vmap():
 
 def test_bad_shapes_are_named():
     q, k, v, _, segments = arrays()
-    with pytest.raises(dispatch.UnsupportedError, match=r"q has \(2, 9\) where segments has \(2, 8\)"):
+    with pytest.raises(TypeCheckError, match="parameter 'segments'"):
         api.causal_attention(q, k, v, segments[:, :8], ALL)
     with pytest.raises(dispatch.UnsupportedError, match="3 query heads do not share 2 kv heads evenly"):
         api.causal_attention(q[:, :, :3], k, v, segments, ALL)
+
+
+SPLASH = {
+    "packed": {"tokens": 384, "parts": 5, "batch": 2},
+    "one head each": {"tokens": 256, "kv_heads": 4, "batch": 1},
+    "one kv head": {"tokens": 256, "heads": 3, "kv_heads": 1, "width": 32, "value": 24, "batch": 1},
+}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["one backward kernel", "two backward kernels"])
+@pytest.mark.parametrize("window", [ALL, 130])
+@pytest.mark.parametrize("shape", SPLASH)
+def test_splash_interpreted(shape, window, fused, monkeypatch):
+    """Several blocks in each direction, of which some are whole, some are cut and some are passed over."""
+    for name in ("_QUERIES", "_KEYS", "_KEYS_AT_ONCE"):
+        monkeypatch.setattr(splash, name, 128)
+    monkeypatch.setattr(splash, "_FUSED", 8 if fused else 0)
+    run = functools.partial(splash.causal_attention, scale=None, shards=Shards(), interpret=True)
+
+    def scaled(q, *rest):
+        return run(q, *rest, scale=q.shape[-1] ** -0.5)
+
+    compare(scaled, window, **SPLASH[shape])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokens": 200}, "200 tokens on a device: give a multiple of 128"),
+        ({"width": 64}, "heads of width 64: it takes multiples of 128"),
+        ({"window": jnp.int32(5)}, "a window that is known only at run time"),
+    ],
+)
+def test_splash_says_what_it_does_not_take(change, reason):
+    window = change.pop("window", ALL)
+    q, k, v, _, segments = arrays(**({"tokens": 256, "width": 128, "value": 128} | change))
+    assert reason in splash.refuses(q, k, v, segments, window, scale=1.0, shards=Shards())
+    assert not splash.refuses(
+        *arrays(tokens=256, width=128, value=128)[:3], segments, ALL, scale=1.0, shards=Shards()
+    )
+
+
+@pytest.mark.parametrize("name", ["splash", "cudnn"])
+def test_a_jax_without_it_is_one_line(name, monkeypatch):
+    module = {"splash": splash, "cudnn": cudnn}[name]
+    monkeypatch.setattr(module, "_MODULE", "jax.nowhere.to_be_found")
+    q, k, v, _, segments = arrays(tokens=256, width=128, value=128)
+    reason = module.refuses(q, k, v, segments, ALL, scale=1.0, shards=Shards())
+    assert reason == "this JAX: it has no jax.nowhere.to_be_found"
+
+
+def runs(row) -> list[tuple[int, int]]:
+    """(start, length) of each run of equal numbers."""
+    edges = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
+    return [(a, b - a) for a, b in itertools.pairwise(edges)]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=12, max_size=12), min_size=1, max_size=4))
+def test_cudnns_lengths_and_offsets_are_those_of_the_runs(rows):
+    lengths, offsets = cudnn.packed(jnp.array(rows), 12)
+    for row, length, offset in zip(rows, lengths.tolist(), offsets.tolist(), strict=True):
+        found, absent = runs(row), 12 - len(runs(row))
+        assert length == [n for _, n in found] + [-1] * absent
+        assert offset == [start for start, _ in found] + [-1] * (absent + 1)
+
+
+@pytest.fixture
+def cudnn_as_documented(monkeypatch):
+    """JAX's door to cuDNN by its documentation: segments [offset, offset + length), causal inside each.
+
+    A token of no segment gets NaN, as memory that nothing writes may hold.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as door
+
+    def attend(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, qkv_layout):
+        assert mask_type is door.MaskType.PADDING_CAUSAL and qkv_layout == "BTNH"
+        assert q.shape == k.shape == v.shape and q.dtype == jnp.bfloat16
+        assert q_seqlen.dtype == q_offsets.dtype == jnp.int32
+        assert q_offsets.shape == (q.shape[0], q_seqlen.shape[1] + 1)
+        at = jnp.arange(q.shape[1])
+
+        def inside(offsets, lengths):
+            start = offsets[:, :-1, None]
+            return (start >= 0) & (at >= start) & (at < start + lengths[..., None])
+
+        mine, theirs = inside(q_offsets, q_seqlen), inside(kv_offsets, kv_seqlen)
+        mask = jnp.einsum("bmt,bms->bts", mine.astype(int), theirs.astype(int)) * (at[:, None] >= at)
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) * scale
+        weights = jax.nn.softmax(jnp.where(mask[:, None] > 0, scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("bnts,bsnu->btnu", weights, v.astype(jnp.float32))
+        return out.astype(q.dtype)
+
+    monkeypatch.setattr(door, "dot_product_attention", attend)
+
+
+def by_cudnn(q, k, v, segments, window):
+    return cudnn.causal_attention(q, k, v, segments, window, scale=q.shape[-1] ** -0.5, shards=Shards())
+
+
+@pytest.mark.usefixtures("cudnn_as_documented")
+@pytest.mark.parametrize("shape", ["packed", "one head each"])
+def test_cudnn_is_asked_for_the_definition(shape):
+    compare(by_cudnn, ALL, tolerance=2e-2, dtype="bfloat16", **SHAPES[shape])
+
+
+@pytest.mark.usefixtures("cudnn_as_documented")
+def test_cudnn_never_attends_across_samples():
+    """What another sample of the row holds changes nothing, forward or backward, to the last bit."""
+    q, k, v, slope, segments = arrays(batch=1, tokens=96, parts=3, dtype="bfloat16")
+    segments = (jnp.arange(96) // 32)[None]
+
+    def second(k, v):
+        out, back = jax.vjp(lambda *x: by_cudnn(*x, segments, ALL), q, k, v)
+        return [x[:, 32:64] for x in (out, *back(slope))]
+
+    for one, other in zip(second(k, v), second(k.at[:, :32].mul(-3), v.at[:, :32].add(5)), strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.usefixtures("cudnn_as_documented")
+def test_cudnn_gives_nan_to_a_row_with_more_segments_than_it_was_told_of():
+    q, k, v, _, _ = arrays(tokens=66, dtype="bfloat16")
+    segments = jnp.stack([jnp.arange(66) // 2, jnp.arange(66) // 3])  # 33 and 22 segments; 32 are room
+    out = np.asarray(by_cudnn(q, k, v, segments, ALL), np.float32)
+    assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+
+
+def test_cudnn_says_what_it_does_not_take():
+    q, k, v, _, segments = arrays(tokens=256, width=128, value=128, dtype="bfloat16")
+    refused = functools.partial(cudnn.refuses, scale=1.0, shards=Shards())
+    assert "windows" in refused(q, k, v, segments, 100)
+    assert "float32" in refused(q.astype("float32"), k, v, segments, ALL)
+    assert "equal multiples of 8" in refused(q, k, v[..., :64], segments, ALL)
+    assert "needs a GPU from Hopper on" in refused(q, k, v, segments, ALL)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax import layers
-from swiftkv_jax.kernels import dense, dispatch
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.fused_kv_fill import api, cases, pallas_gpu, pallas_tpu, reference
-from swiftkv_jax.kernels.fused_kv_fill.reference import Makers
-from swiftkv_jax.kernels.pools import Pools
+from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
 
 QUICK = ("plain", "k_norm", "one_token", "nowhere", "int8")  # by default; the others are slow
 NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
@@ -44,7 +44,7 @@ def values(pool, scale, heads: int) -> np.ndarray:
 
 def by_xla(case: cases.Case):
     """Through the door, by name."""
-    return functools.partial(api.fused_kv_fill, **case.options, implementation="xla")
+    return functools.partial(cases.call, **case.options, implementation="xla")
 
 
 def interpreted(case: cases.Case, pieces: int = 1, cores: int = 1):
@@ -156,36 +156,36 @@ def test_the_gain_may_be_folded_into_the_weights():
     """RMS norm with gain, projection, norm of keys and rotation by the layers, against the fill."""
     keys = iter(jax.random.split(jax.random.key(0), 5))
     x, gain = jax.random.normal(next(keys), (16, 32)) * 3, 1 + jax.random.normal(next(keys), (32,))
-    w_k, w_v = (jax.random.normal(next(keys), (32, 2, 24)) for _ in range(2))
+    w_k, w_v = (jax.random.normal(next(keys), (2, 32, 24)) for _ in range(2))
     k_norm = jax.random.normal(next(keys), (2, 8))
     angle = jnp.arange(16)[:, None] * jnp.array([1.0, 0.1, 0.01, 0.001])
     at = layers.Rotary(jnp.cos(angle), jnp.sin(angle))
-    h = dense.rms_norm(x, gain, 1e-5)
+    h = layers.rms_norm(x, gain, 1e-5)
     want_k = [
-        layers.rotate(dense.rms_norm((h @ w_k[:, i]).reshape(16, 3, 8), k_norm[i], 1e-5), at) for i in (0, 1)
+        layers.rotate(layers.rms_norm((h @ w_k[i]).reshape(16, 3, 8), k_norm[i], 1e-5), at) for i in (0, 1)
     ]
     makers = Makers(*(reference.fold_gain(gain, w) for w in (w_k, w_v)), k_norm=k_norm)
-    pools = Pools(jnp.zeros((2, 2, 8, 24)), jnp.zeros((2, 2, 8, 24)))
-    got = api.fused_kv_fill(
+    empty = Pool(jnp.zeros((2, 2, 8, 24)))
+    k, v = api.fused_kv_fill(
         x,
         makers,
         at.cos,
         at.sin,
-        pools,
+        (empty, empty),
         jnp.array([1, 0]),
         jnp.array([8, 8]),
         rows=(0, 1),
         eps=1e-5,
         implementation="reference",
     )
-    np.testing.assert_allclose(got.k[:, ::-1].reshape(2, 16, 3, 8), jnp.stack(want_k), atol=1e-4)
-    want_v = jnp.einsum("td,dfe->fte", h, w_v)
-    np.testing.assert_allclose(got.v[:, ::-1].reshape(2, 16, 24), want_v, atol=1e-3)
+    np.testing.assert_allclose(k.data[:, ::-1].reshape(2, 16, 3, 8), jnp.stack(want_k), atol=1e-4)
+    want_v = jnp.einsum("td,fde->fte", h, w_v)
+    np.testing.assert_allclose(v.data[:, ::-1].reshape(2, 16, 24), want_v, atol=1e-3)
 
 
 def test_bad_calls_are_named():
     x, makers, cos, sin, pools, names, live = cases.SMALL["plain"].make()
-    call = functools.partial(api.fused_kv_fill, rows=(1, 2), eps=1e-5)
+    call = functools.partial(cases.call, rows=(1, 2), eps=1e-5)
     with pytest.raises(dispatch.UnsupportedError, match=r"names has \(2,\) where pages_of_x has \(3,\)"):
         call(x, makers, cos, sin, pools, names[:2], live)
     for wrong in ({"k_scale": jnp.zeros(1)}, {"v": pools.v.astype(jnp.int8)}):

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.k_cache_attention import api, cases, pallas_gpu, pallas_tpu, reference
-from swiftkv_jax.kernels.mask import visible, weights_of
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.mask import visible, weights_of
+from swiftkv_jax.kernels.common.pools import Pool, encode
+from swiftkv_jax.kernels.k_cache_attention import api, cases, pallas_gpu, pallas_tpu, reference, xla
 
 QUICK = (
     "lengths",
@@ -44,7 +45,7 @@ def interpreted(case: cases.Case, pages: int = 2):
 
 def by_xla(case: cases.Case):
     """Through the door, by name."""
-    return functools.partial(api.k_cache_attention, **case.options, implementation="xla")
+    return functools.partial(cases.call, **case.options, implementation="xla")
 
 
 def agree(case: cases.Case, got, want):
@@ -57,11 +58,27 @@ def slow_unless_quick(names):
     return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
+@pytest.mark.parametrize("how", ["xla", "xla_one_turn"])
 @pytest.mark.parametrize("name", slow_unless_quick(cases.SMALL))
-def test_xla_agrees_with_the_definition(name):
+def test_xla_agrees_with_the_definition(name, how):
     case = cases.SMALL[name]
     args, arrays = case.make()
-    agree(case, jax.jit(by_xla(case))(*args, **arrays), exact(case, args, arrays))
+    run = functools.partial(cases.call, **case.options, implementation=how)
+    agree(case, jax.jit(run)(*args, **arrays), exact(case, args, arrays))
+
+
+def test_one_turn_has_no_loop_of_unknown_length(monkeypatch):
+    """In a `while` whose length only the device knows, a GPU asks the host at every turn."""
+    monkeypatch.setattr(xla, "ONE_TURN_KEYS", 1)
+    case = cases.SMALL["lengths"]
+    args, arrays = case.shapes()
+
+    def loops(name):
+        run = jax.jit(functools.partial(cases.call, **case.options, implementation=name))
+        text = run.lower(*args, **arrays).compile().as_text()
+        return ["known_trip_count" in line for line in text.splitlines() if " while(" in line]
+
+    assert not all(loops("xla")) and loops("xla_one_turn") and all(loops("xla_one_turn"))
 
 
 @pytest.mark.parametrize(
@@ -154,11 +171,11 @@ def test_the_scores_of_a_cluster_of_ctas_add_up_to_those_of_all_heads():
     q = jax.random.normal(jax.random.key(0), (1, 1, 8, 128))
     keys = jax.random.normal(jax.random.key(1), (64, 8 * 128))
     position = jnp.full((1, 1), 39)
-    cut = pallas_gpu._cut_keys(q, keys.astype(jnp.bfloat16), 1, 64)
+    cut = pallas_gpu.cut_keys(q, keys.astype(jnp.bfloat16), 1, 64)
     parts, columns, *_ = cut
     assert (parts, columns, cut.own) == (2, 512, 4)
     form = cut.form()
-    spread, every = pallas_gpu._queries_of_keys(q, position, cut, case.group)
+    spread, every = pallas_gpu.queries_of_keys(q, position, cut, case.group)
     buffers = np.zeros((form.layers, 64, form.rows))
     for part in range(parts):
         mine = keys[:, part * columns : (part + 1) * columns] @ spread[0, part].T
@@ -173,10 +190,10 @@ def test_the_parts_of_a_score_of_inputs_add_up():
     """The same for cached inputs: every CTA has some of the columns, and the scores of all heads add up."""
     q, w_k = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(1, 2, 3, 8), (3, 1024, 8)]))
     inputs = jax.random.normal(jax.random.key(2), (64, 1024))
-    cut = pallas_gpu._cut_inputs(6, 1024)
+    cut = pallas_gpu.cut_inputs(6, 1024)
     assert cut == (2, 512, 8, 8, 8, 64)
     form = cut.form()
-    spread, every = pallas_gpu._queries_of_inputs(q, w_k, jnp.array([[38, 39]]), cut)
+    spread, every = pallas_gpu.queries_of_inputs(q, w_k, jnp.array([[38, 39]]), cut)
     buffers = np.zeros((form.layers, 64, form.rows))
     for part in range(cut.parts):
         assert part // form.layers == 0  # they share the tile of scores
@@ -227,9 +244,8 @@ def test_values_never_stored_are_those_of_ordinary_attention():
         pool = jnp.full((1, 3, 16, size), jnp.nan).reshape(1, 48, size)
         pool = pool.at[0, :tokens].set(reference.to_rows(k, group)).reshape(1, 3, 16, size)
         place = (jnp.arange(3)[None], jnp.zeros(1, int), jnp.full((1, 1), tokens - 1))
-        got = api.k_cache_attention(
-            q, pool, w_kv[:, order], *place, frequencies=frequencies, group=group, implementation="reference"
-        )
+        options = {"frequencies": frequencies, "group": group, "implementation": "reference"}
+        got = api.k_cache_attention(q, (Pool(pool),), w_kv[:, order], *place, **options)
         np.testing.assert_allclose(got, want, atol=1e-9)
 
 
@@ -264,7 +280,7 @@ def test_cached_inputs_give_ordinary_attention(name, queries):
     if name == "pallas_tpu":
         got = pallas_tpu.x_cache_attention(*args, row=1, scale=1 / 8, window=None, pages=2, interpret=True)
     else:
-        got = api.x_cache_attention(*args, row=1, implementation=name)
+        got = cases.call_inputs(*args, row=1, implementation=name)
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
@@ -296,9 +312,26 @@ def test_storing_in_groups_is_a_permutation():
 def test_bad_shapes_are_named():
     args, arrays = cases.SMALL["lengths"].make()
     with pytest.raises(dispatch.UnsupportedError, match=r"q has \(256,\) where k has \(128,\)"):
-        api.k_cache_attention(args[0], args[1][..., :128], *args[2:], **arrays)
+        cases.call(args[0], args[1][..., :128], *args[2:], **arrays)
     with pytest.raises(dispatch.UnsupportedError, match="groups of 3"):
-        api.k_cache_attention(*args, **arrays, group=3)
+        cases.call(*args, **arrays, group=3)
+
+
+@pytest.mark.parametrize("name", ["reference", "xla"])
+def test_scaled_inputs_are_read_as_what_they_stand_for(name):
+    (q, x, *rest), _ = cases.INPUTS_SMALL["narrow"].make()
+    data, scale = encode(x, jnp.int8)
+    meant = data.astype(jnp.float32) * scale[..., None]
+    want = cases.call_inputs(q.astype(jnp.float32), meant, *rest, implementation="reference")
+    pools = (Pool(data, scale[:, :, None]),)
+    got = api.x_cache_attention(q.astype(jnp.float32), pools, *rest, implementation=name)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_scales_of_inputs_are_refused_where_they_would_be_passed_over():
+    (q, x, *rest), _ = cases.INPUTS_SMALL["narrow"].make()
+    assert "rows with scales" in pallas_tpu.refuses_inputs(q, x, *rest, x_scale=jnp.ones(1))
+    assert pallas_gpu.refuses_inputs(q, x, *rest, x_scale=jnp.ones(1))
 
 
 @pytest.mark.parametrize(("rotated", "least", "most"), [(False, 0.025, 0.045), (True, 0.015, 0.03)])

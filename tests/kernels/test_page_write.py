@@ -1,6 +1,7 @@
 """Tokens written into pages: C++ stores what the definition stores, bit for bit, and in place."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,25 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftkv_jax.kernels import dispatch, native
+from swiftkv_jax.kernels.common import dispatch, native
+from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.page_write import api, native_cpu
 from swiftkv_jax.kernels.paged_attention.api import paged_attention
-from swiftkv_jax.kernels.pools import Pools
 
 DTYPES = native.STORED
 
 
-def pools_of(dtype, pages=7, page=5, heads=2, width=12, value=8, rows=3) -> Pools:
-    """Pools full of 42."""
+def pool_of(dtype, pages=7, page=5, heads=2, width=12, rows=3) -> Pool:
+    """A pool full of 42."""
     scale = np.full((rows, pages, heads, page), 42, np.float32) if jnp.dtype(dtype).itemsize == 1 else None
-    k, v = (np.full((rows, pages, page, heads * w), 42).astype(jnp.dtype(dtype)) for w in (width, value))
-    return Pools(*(None if x is None else jnp.array(x) for x in (k, v, scale, scale)))
+    data = np.full((rows, pages, page, heads * width), 42).astype(jnp.dtype(dtype))
+    return Pool(jnp.array(data), None if scale is None else jnp.array(scale))
 
 
-def bits(pools: Pools) -> dict:
+def bits(pool: Pool) -> dict:
     """Everything but page 0, as unsigned integers; all NaNs alike."""
     out = {}
-    for name, x in pools._asdict().items():
+    for name, x in pool._asdict().items():
         if x is not None:
             x = np.asarray(x)[:, 1:]
             nan = np.isnan(x.astype(np.float32))
@@ -36,15 +37,15 @@ def bits(pools: Pools) -> dict:
 
 
 NEEDS_COMPILER = pytest.mark.skipif(
-    bool(native_cpu.refuses(pools_of("float32"))), reason="needs a C++ compiler"
+    bool(native_cpu.refuses(pool_of("float32"))), reason="needs a C++ compiler"
 )
 
 
-def check(pools: Pools, k, v, page, slot, rows):
+def check(pool: Pool, new, page, slot, rows):
     """C++ and the definition store the same bits."""
     write = functools.partial(api.page_write, rows=rows)
     got, want = (
-        bits(jax.jit(functools.partial(write, implementation=by))(pools, k, v, page, slot))
+        bits(jax.jit(functools.partial(write, implementation=by))(pool, new, page, slot))
         for by in ("native_cpu", "xla")
     )
     assert got.keys() == want.keys()
@@ -61,27 +62,22 @@ def places(tokens: int, pages: int, page: int, seed=0):
 
 def test_the_definition_puts_each_token_in_its_place():
     """By hand: float rows as they are; 8 bits times the scale within half a step of what was given."""
-    k = jax.random.normal(jax.random.key(0), (3, 2, 2, 12))
-    v = jax.random.normal(jax.random.key(1), (3, 2, 2, 8))
     page, slot = jnp.array([4, 1, 4]), jnp.array([0, 4, 3])
-    for dtype in ("float32", "int8"):
-        before = pools_of(dtype)
-        after = api.page_write(before, k, v, page, slot, rows=(2, 0), implementation="xla")
-        for new, old, pool, scale in (
-            (k, before.k, after.k, after.k_scale),
-            (v, before.v, after.v, after.v_scale),
-        ):
-            left = np.asarray(old).copy()
-            for t in range(3):
-                for i, row in enumerate((2, 0)):
-                    stored = np.asarray(pool, np.float32)[row, page[t], slot[t]].reshape(2, -1)
-                    step = 0
-                    if scale is not None:
-                        factor = np.asarray(scale)[row, page[t], :, slot[t]][:, None]
-                        stored, step = stored * factor, factor / 2 * 1.001
-                    assert (np.abs(stored - new[t, i]) <= step).all()
-                    left[row, page[t], slot[t]] = np.asarray(pool)[row, page[t], slot[t]]
-            np.testing.assert_array_equal(np.asarray(pool), left)  # nothing else changed
+    for dtype, width in itertools.product(("float32", "int8"), (12, 8)):
+        new = jax.random.normal(jax.random.key(width), (3, 2, 2, width))
+        before = pool_of(dtype, width=width)
+        data, scale = api.page_write(before, new, page, slot, rows=(2, 0), implementation="xla")
+        left = np.asarray(before.data).copy()
+        for t in range(3):
+            for i, row in enumerate((2, 0)):
+                stored = np.asarray(data, np.float32)[row, page[t], slot[t]].reshape(2, -1)
+                step = 0
+                if scale is not None:
+                    factor = np.asarray(scale)[row, page[t], :, slot[t]][:, None]
+                    stored, step = stored * factor, factor / 2 * 1.001
+                assert (np.abs(stored - new[t, i]) <= step).all()
+                left[row, page[t], slot[t]] = np.asarray(data)[row, page[t], slot[t]]
+        np.testing.assert_array_equal(np.asarray(data), left)  # nothing else changed
 
 
 @NEEDS_COMPILER
@@ -97,56 +93,54 @@ def test_numbers_of_every_kind(dtype):
     # Each beside 448, which makes the factor of 8-bit floats one; then eleven of them, whatever they are.
     beside = np.stack([numbers, np.full_like(numbers, 448)], 1).repeat(6, 1)
     some = np.resize(numbers, (len(numbers), 12))
-    k = np.stack([beside, some], 1)[:, None]  # T, F, K, H
-    tokens = len(k)
-    pools = pools_of(dtype, pages=tokens, page=2, value=12)
-    check(pools, jnp.array(k), jnp.array(k[::-1]), *places(tokens, tokens, 2), rows=(1,))
+    new = np.stack([beside, some], 1)[:, None]  # T, F, K, H
+    for order in (new, new[::-1]):
+        tokens = len(order)
+        pool = pool_of(dtype, pages=tokens, page=2)
+        check(pool, jnp.array(order), *places(tokens, tokens, 2), rows=(1,))
 
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_head_with_nan_reads_as_nan(dtype):
     """XLA's largest number of several, one of them NaN, depends on their order."""
-    pools = pools_of(dtype)
-    k = jnp.ones((1, 1, 2, 12)).at[0, 0, 1, 7].set(jnp.nan)
+    new = jnp.ones((1, 1, 2, 12)).at[0, 0, 1, 7].set(jnp.nan)
     one = jnp.ones(1, jnp.int32)
-    got = api.page_write(pools, k, k[..., :8], one, one, rows=(2,), implementation="native_cpu")
-    read = np.asarray(got.k[2, 1, 1], np.float32).reshape(2, 12)
-    if got.k_scale is not None:
-        read = read * np.asarray(got.k_scale[2, 1, :, 1])[:, None]
+    got = api.page_write(pool_of(dtype), new, one, one, rows=(2,), implementation="native_cpu")
+    read = np.asarray(got.data[2, 1, 1], np.float32).reshape(2, 12)
+    if got.scale is not None:
+        read = read * np.asarray(got.scale[2, 1, :, 1])[:, None]
     np.testing.assert_allclose(read[0], 1, rtol=1e-6)
     assert np.isnan(read[1, 7])
 
 
 @NEEDS_COMPILER
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     dtype=st.sampled_from(DTYPES),
     tokens=st.integers(1, 70),
     page=st.integers(1, 9),
     heads=st.integers(1, 3),
     width=st.integers(1, 40),
-    value=st.integers(1, 40),
     rows=st.permutations(range(4)).flatmap(lambda all: st.integers(1, 4).map(lambda n: tuple(all[:n]))),
     computed=st.sampled_from(["float32", "bfloat16"]),
 )
-def test_any_shape(dtype, tokens, page, heads, width, value, rows, computed):
+def test_any_shape(dtype, tokens, page, heads, width, rows, computed):
     pages = 2 + tokens // page
-    pools = pools_of(dtype, pages, page, heads, width, value, rows=4)
-    random = np.random.default_rng(tokens)
-    k, v = (
-        random.normal(size=(tokens, len(rows), heads, w)).astype(jnp.dtype(computed)) for w in (width, value)
-    )
-    check(pools, jnp.array(k), jnp.array(v), *places(tokens, pages, page, seed=tokens), rows=rows)
+    pool = pool_of(dtype, pages, page, heads, width, rows=4)
+    new = np.random.default_rng(tokens).normal(size=(tokens, len(rows), heads, width))
+    new = jnp.array(new.astype(jnp.dtype(computed)))
+    check(pool, new, *places(tokens, pages, page, seed=tokens), rows=rows)
 
 
 @NEEDS_COMPILER
 @pytest.mark.slow
 def test_narrower_vectors(narrow, monkeypatch):
-    monkeypatch.setattr(native_cpu, "_TARGET", f"page_write_{narrow}")
+    monkeypatch.setattr(native_cpu, "TARGET", f"page_write_{narrow}")
     for dtype in DTYPES:
-        k, v = (jax.random.normal(jax.random.key(w), (33, 2, 2, w)) for w in (12, 8))
-        check(pools_of(dtype, pages=9), k, v, *places(33, 9, 5), rows=(2, 1))
+        for width in (12, 8):
+            new = jax.random.normal(jax.random.key(width), (33, 2, 2, width))
+            check(pool_of(dtype, pages=9, width=width), new, *places(33, 9, 5), rows=(2, 1))
 
 
 @NEEDS_COMPILER
@@ -155,7 +149,7 @@ def test_a_pool_of_a_gigabyte_is_written_in_place(dtype):
     """In a loop too, where attention reads the pool between two writes."""
     heads, width, table = 8, 128, jax.ShapeDtypeStruct((32, 64), jnp.int32)
     scale = jax.ShapeDtypeStruct((4, 4096, heads, 32), jnp.float32) if dtype != "float32" else None
-    pool = jax.ShapeDtypeStruct((4, 4096, 32, heads * width), jnp.dtype(dtype))
+    data = jax.ShapeDtypeStruct((4, 4096, 32, heads * width), jnp.dtype(dtype))
     new = jax.ShapeDtypeStruct((32, 1, heads, width), jnp.float32)
     at = jax.ShapeDtypeStruct((32,), jnp.int32)
 
@@ -163,30 +157,37 @@ def test_a_pool_of_a_gigabyte_is_written_in_place(dtype):
         def turn(i, state):
             pools, new = state
             for row in range(4):
-                where = at // 32 + i, at % 32
-                pools = api.page_write(pools, new, new, *where, rows=(row,), implementation="native_cpu")
-                scales = {"k_scale": pools.k_scale, "v_scale": pools.v_scale}
+                place = at // 32 + i, at % 32
+                options = {"rows": (row,), "implementation": "native_cpu"}
+                pools = tuple(api.page_write(pool, new, *place, **options) for pool in pools)
                 block = jnp.arange(32), at[:, None]
-                new = paged_attention(new, pools.k, pools.v, table, *block, row=row, **scales)
+                new = paged_attention(new, pools, table, *block, row=row)
             return pools, new
 
         return jax.lax.fori_loop(0, 3, turn, (pools, new))
 
-    pools = Pools(pool, pool, scale, scale)
+    pools = (Pool(data, scale),) * 2
     memory = jax.jit(loop, donate_argnums=0).lower(pools, new, table, at).compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in pools if x is not None)
+    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pools))
     assert memory.temp_size_in_bytes < 8 << 20
 
 
 def test_bad_calls_are_named():
-    pools, k, v = pools_of("float32"), jnp.zeros((3, 2, 2, 12)), jnp.zeros((3, 2, 2, 8))
-    at = jnp.zeros(3, jnp.int32)
-    with pytest.raises(dispatch.UnsupportedError, match=r"k has \(2,\) where rows has \(1,\)"):
-        api.page_write(pools, k, v, at, at, rows=(1,))
-    with pytest.raises(dispatch.UnsupportedError, match=r"k has \(3,\) where slot has \(2,\)"):
-        api.page_write(pools, k, v, at, at[:2], rows=(0, 1))
-    with pytest.raises(dispatch.UnsupportedError, match=r"k has \(20,\) where the_pool_of_k has \(24,\)"):
-        api.page_write(pools, k[..., :10], v, at, at, rows=(0, 1))
-    with pytest.raises(dispatch.UnsupportedError, match="float32 keys and bfloat16 values: both float32 or"):
-        mixed = pools._replace(v=pools.v.astype(jnp.bfloat16))
-        api.page_write(mixed, k, v, at, at, rows=(0, 1), implementation="native_cpu")
+    pool, new, at = pool_of("float32"), jnp.zeros((3, 2, 2, 12)), jnp.zeros(3, jnp.int32)
+    with pytest.raises(dispatch.UnsupportedError, match=r"new has \(2,\) where rows has \(1,\)"):
+        api.page_write(pool, new, at, at, rows=(1,))
+    with pytest.raises(dispatch.UnsupportedError, match=r"new has \(3,\) where slot has \(2,\)"):
+        api.page_write(pool, new, at, at[:2], rows=(0, 1))
+    with pytest.raises(dispatch.UnsupportedError, match=r"new has \(20,\) where the_pool has \(24,\)"):
+        api.page_write(pool, new[..., :10], at, at, rows=(0, 1))
+    with pytest.raises(
+        dispatch.UnsupportedError, match=r"new has \(3, 7, 2, 5\) where scale has \(3, 7, 1, 5\)"
+    ):
+        small = pool_of("int8")
+        api.page_write(small._replace(scale=small.scale[:, :, :1]), new, at, at, rows=(0, 1))
+    for wrong in (pool._replace(scale=pool_of("int8").scale), pool_of("int8")._replace(scale=None)):
+        with pytest.raises(dispatch.UnsupportedError, match="8-bit rows have scales, others none"):
+            api.page_write(wrong, new, at, at, rows=(0, 1))
+    with pytest.raises(dispatch.UnsupportedError, match="int32 rows: float32 or bfloat16 or"):
+        whole = Pool(pool.data.astype(jnp.int32))
+        api.page_write(whole, new, at, at, rows=(0, 1), implementation="native_cpu")

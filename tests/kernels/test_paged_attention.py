@@ -14,9 +14,21 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax.cache import Cache, make_batch
-from swiftkv_jax.kernels import dispatch
-from swiftkv_jax.kernels.mask import visible
-from swiftkv_jax.kernels.paged_attention import api, cases, native_cpu, pallas_gpu, pallas_tpu, reference, xla
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.mask import visible
+from swiftkv_jax.kernels.common.pools import Pool
+from swiftkv_jax.kernels.paged_attention import (
+    api,
+    cases,
+    jax_nn,
+    native_cpu,
+    pallas_gpu,
+    pallas_tpu,
+    reference,
+    xla,
+)
+from swiftkv_jax.plan import KVPlan
 
 QUICK = ("lengths", "chunk", "window", "bfloat16", "int8_chunk")  # by default; the others are slow
 NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]
@@ -39,12 +51,12 @@ def interpreted(case: cases.Case, pages: int = 2):
 
 def by_xla(case: cases.Case):
     """Through the door, by name."""
-    return functools.partial(api.paged_attention, **case.options, implementation="xla")
+    return functools.partial(cases.call, **case.options, implementation="xla")
 
 
 def by_native(case: cases.Case):
     """Through the door, by name."""
-    return functools.partial(api.paged_attention, **case.options, implementation="native_cpu")
+    return functools.partial(cases.call, **case.options, implementation="native_cpu")
 
 
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -52,11 +64,11 @@ NEEDS_COMPILER = pytest.mark.skipif(
 )
 
 
-def agree(case: cases.Case, run):
+def agree(case: cases.Case, run, tolerance: float | None = None):
     args, arrays = case.make()
     want, got = exact(case, args, arrays), np.asarray(jax.jit(run)(*args, **arrays), np.float64)
-    error = np.abs(got - want).max()
-    assert error <= cases.TOLERANCE[case.computed] * max(np.abs(want).max(), 1e-30), error
+    error, tolerance = np.abs(got - want).max(), tolerance or cases.TOLERANCE[case.computed]
+    assert error <= tolerance * max(np.abs(want).max(), 1e-30), error
     assert (got[np.array(case.lengths) == 0] == 0).all()
 
 
@@ -65,10 +77,101 @@ def test_xla_agrees_with_the_definition(name):
     agree(cases.SMALL[name], by_xla(cases.SMALL[name]))
 
 
+@pytest.mark.parametrize("room", [1 << 28, 1 << 16], ids=["whole", "in groups"])
+@pytest.mark.parametrize("name", NAMES)
+def test_xla_agrees_in_one_turn(name, room, monkeypatch):
+    monkeypatch.setattr(xla, "ONE_TURN_BYTES", room)
+    case = cases.SMALL[name]
+    agree(case, functools.partial(cases.call, **case.options, implementation="xla_one_turn"))
+
+
+@pytest.mark.parametrize("room", [1 << 28, 1 << 16], ids=["whole", "in groups"])
+def test_one_turn_has_no_loop_of_unknown_length(room, monkeypatch):
+    """In a `while` whose length only the device knows, a GPU asks the host at every turn."""
+    monkeypatch.setattr(xla, "ONE_TURN_BYTES", room)
+    case = dataclasses.replace(cases.SMALL["long_chunk"], lengths=(70, 100, 3), slots=128)
+    for queries in (1, 64):
+        args, arrays = dataclasses.replace(case, queries=queries).shapes()
+
+        def loops(name, args=args, arrays=arrays):
+            run = jax.jit(functools.partial(cases.call, **case.options, implementation=name))
+            text = run.lower(*args, **arrays).compile().as_text()
+            lines = [line for line in text.splitlines() if " while(" in line]
+            return [line for line in lines if "known_trip_count" not in line], lines
+
+        assert loops("xla")[0] and not loops("xla_one_turn")[0]
+        assert bool(loops("xla_one_turn")[1]) == (room == 1 << 16)
+
+
+def in_two_parts(case: cases.Case):
+    return functools.partial(jax_nn.paged_attention, **case.options, by="xla")
+
+
+EMPTY_QUERIES = cases.Case(lengths=(3, 0, 33, 100), queries=40, page=32)  # before the others, and all of them
+
+
+@pytest.mark.parametrize(
+    "case", [cases.SMALL[n] for n in ("lengths", "gqa4", "long_chunk", "int8")] + [EMPTY_QUERIES]
+)
+def test_a_chunk_in_two_parts_agrees_with_the_definition(case):
+    agree(case, in_two_parts(case), tolerance=1e-6)
+
+
+def test_two_parts_of_a_ragged_batch_leave_padding_out():
+    """As the cache cuts it: padding behind the queries, pages that nobody wrote, and NaN in all of these."""
+    case = cases.Case(lengths=(64,) * 3, queries=32)
+    (q, k, v, table, sequence, position), arrays = case.make()
+    position = position.at[1, 5:].set(-1).at[2].set(-1)
+    q = jnp.where(position[..., None, None] < 0, jnp.nan, q)
+    k, v = (x.at[1, table[1, 2:]].set(jnp.nan).at[1, table[2]].set(jnp.nan) for x in (k, v))
+    got = jax.jit(in_two_parts(case))(q, k, v, table, sequence, position, **arrays)
+    clean = jnp.where(position[..., None, None] < 0, 0, q)
+    want = jax.jit(functools.partial(cases.call, **case.options, implementation="reference"))(
+        clean, k, v, table, sequence, position, **arrays
+    )
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_cudnn_is_asked_for_the_same_two_parts(monkeypatch):
+    """Its arguments, by a function that takes them: sums in bfloat16, log-sum-exps in float32."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    asked = []
+
+    def by_xla(q, k, v, *, q_seqlen, kv_seqlen, scale, mask_type, return_residual):
+        asked.append((mask_type, return_residual, q_seqlen.dtype, kv_seqlen.dtype, q.dtype, k.dtype))
+        mixed, lse = jax_nn.by_xla(
+            q, k, v, q_seqlen, kv_seqlen, scale, mask_type == cudnn.MaskType.PADDING_CAUSAL
+        )
+        return mixed.astype(q.dtype), jnp.swapaxes(lse, 1, 2)
+
+    monkeypatch.setattr(cudnn, "dot_product_attention", by_xla)
+    case = dataclasses.replace(cases.SMALL["long_chunk"], computed="bfloat16", stored="bfloat16")
+    agree(case, functools.partial(jax_nn.paged_attention, **case.options, by="cudnn"))
+    kinds = cudnn.MaskType.PADDING_CAUSAL, cudnn.MaskType.PADDING
+    assert asked == [(kind, True, *[jnp.int32] * 2, *[jnp.bfloat16] * 2) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"computed": "float32"}, "float32 queries: bfloat16, float16"),
+        ({"width": 260}, "heads 260 wide: multiples of 8 up to 256"),
+        ({"value": 64}, "keys and values 1024 and 512 wide: equally wide"),
+        ({"window": 4096}, "a window of 4096 tokens in a context of 8192: none"),
+    ],
+)
+def test_cudnn_says_what_it_supports(change, message):
+    case = dataclasses.replace(cases.REAL["llama_8b"], **change)
+    args, arrays = case.shapes()
+    assert jax_nn.refuses_cudnn(*args, **arrays, **case.options) == message
+    assert not jax_nn.refuses_cudnn(*args, **arrays, window=1 << 30) or "window" not in change
+
+
 @pytest.mark.parametrize("keys", [32, 64, 96])
 @pytest.mark.parametrize("name", ["lengths", "window", "chunk"])
 def test_xla_agrees_however_few_keys_a_turn_takes(name, keys, monkeypatch):
-    monkeypatch.setattr(xla, "_TURN_KEYS", keys)
+    monkeypatch.setattr(xla, "TURN_KEYS", keys)
     agree(cases.SMALL[name], by_xla(cases.SMALL[name]))
 
 
@@ -107,7 +210,7 @@ def test_native_agrees_with_the_definition(name):
 @pytest.mark.slow
 @NEEDS_COMPILER
 def test_native_agrees_on_narrower_vectors(narrow, monkeypatch):
-    monkeypatch.setattr(native_cpu, "_TARGET", f"paged_attention_{narrow}")
+    monkeypatch.setattr(native_cpu, "TARGET", f"paged_attention_{narrow}")
     for case in NATIVE.values():
         agree(case, by_native(case))
 
@@ -119,8 +222,8 @@ def test_every_8_bit_float_is_read_as_it_is():
     v = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     k, ones = jnp.zeros((1, 256, 1, 1), v.dtype), jnp.ones((1, 256, 1, 1))
     table, q = jnp.arange(256, dtype=jnp.int32)[:, None], jnp.ones((256, 1, 1, 1))
-    args = (q, k, v, table, jnp.arange(256), jnp.zeros((256, 1), jnp.int32))
-    run = functools.partial(api.paged_attention, k_scale=ones, v_scale=ones, implementation="native_cpu")
+    args = (q, (Pool(k, ones), Pool(v, ones)), table, jnp.arange(256), jnp.zeros((256, 1), jnp.int32))
+    run = functools.partial(api.paged_attention, implementation="native_cpu")
     got = np.asarray(jax.jit(run)(*args)).ravel()
     np.testing.assert_array_equal(got, np.asarray(v).ravel().astype(np.float32))
 
@@ -187,6 +290,7 @@ def test_what_one_sequence_sees_stays_its_own(by, name):
 HOPPER = {
     "split": cases.Case(lengths=(0, 1, 65, 700), slots=12),  # in three shares
     "chunk_window": cases.Case(lengths=(70, 256), queries=2, window=50, heads=8),
+    "cut": cases.Case(lengths=(0, 20, 100), queries=35, heads=4),  # 32 fit: two pieces, one query too many
     "width128": cases.Case(lengths=(130,), width=128, heads=2, kv_heads=2),
     "page128": cases.Case(lengths=(1, 129, 600), page=128, value=128),
     "width80": cases.Case(lengths=(0, 65, 200), width=80, heads=6, kv_heads=3, queries=2),
@@ -221,14 +325,13 @@ def test_hopper_kernel_agrees_with_the_definition(name):
         ),
         ({"width": 72}, "heads 72 and 72 wide: 64, 80, 96, 128, 256"),
         ({"width": 80, "kv_heads": 1}, "a single kv head 80 and 80 wide: 64, 128, 256"),
-        ({"width": 256, "queries": 9}, "36 queries of a kv head: at most 32"),
         ({"page": 32}, "a page of 32 tokens: 64, 128"),
-        ({"queries": 17}, "68 queries of a kv head: at most 64"),
-        ({"queries": 13, "stored": "int8"}, "52 queries of a kv head: at most 48"),
-        ({"queries": 16, "page": 128}, "64 queries of a kv head: at most 32"),
+        ({"heads": 72, "kv_heads": 1}, "72 query heads of a kv head: at most 64"),
+        ({"heads": 56, "kv_heads": 1, "stored": "int8"}, "56 query heads of a kv head: at most 48"),
+        ({"heads": 40, "kv_heads": 1, "page": 128}, "40 query heads of a kv head: at most 32"),
         (
-            {"queries": 8, "page": 128},
-            "32 queries of a kv head, for 233528 bytes of shared memory: at most 232448",
+            {"heads": 32, "kv_heads": 1, "page": 128},
+            "32 query heads of a kv head, for 233528 bytes of shared memory: at most 232448",
         ),
     ],
 )
@@ -236,6 +339,24 @@ def test_the_hopper_kernel_says_what_it_supports(change, message):
     case = dataclasses.replace(cases.REAL["llama_8b"], **change)
     args, arrays = case.shapes()
     assert pallas_gpu.refuses(*args, **arrays, **case.options) == message
+
+
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        ({}, 16),
+        ({"width": 256}, 4),
+        ({"stored": "int8"}, 12),
+        ({"page": 128}, 6),
+        ({"kv_heads": 32}, 64),
+        ({"queries": 5}, 5),
+    ],
+)
+def test_the_hopper_kernel_cuts_blocks_to_what_fits(change, most):
+    case = dataclasses.replace(cases.REAL["llama_8b"], **({"queries": 128} | change))
+    (q, k, v, *rest), arrays = case.shapes()
+    assert not pallas_gpu.refuses(q, k, v, *rest, **arrays, **case.options)
+    assert pallas_gpu.most_queries(q, k, v) == most
 
 
 def test_no_kernel_passes_over_scales_or_the_dtype_of_values():
@@ -276,15 +397,25 @@ def test_any_shape_agrees_with_the_definition(lengths, queries, each, kv_heads, 
 def test_the_cache_reads_the_same():
     """A ragged batch of a chunk, a decode token and padding, cut into blocks by the cache itself."""
     keys = iter(jax.random.split(jax.random.key(0), 3))
-    pools = [jax.random.normal(next(keys), (2, 6, 16, 32)) for _ in range(2)]
+    pools = tuple(Pool(jax.random.normal(next(keys), (2, 6, 16, 32))) for _ in range(2))
     table = jnp.array([[4, 1, 0], [5, 2, 3]], jnp.int32)
-    cache = Cache(*pools, None, None, table, kv_heads=2, capacity=48)
+    config = ModelConfig(
+        vocab_size=8,
+        hidden_size=64,
+        intermediate_size=8,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+    )
+    cache = Cache.create(config, KVPlan.standard(2), table, 6, 16, jnp.float32)
+    cache = dataclasses.replace(cache, stores={"kv": pools})
     q = jax.random.normal(next(keys), (8, 4, 16))
     batch = make_batch(jnp.array([0, 5, 6]), jnp.array([17, 18, 19, 20, 21, 40, 0, 0]))
-    want = cache.attend(1, q, batch, window=20)[:6]
+    want = cache.attend(1, {}, q, batch, window=20)[:6]
     got = api.paged_attention(
         q[batch.block_token],
-        *pools,
+        pools,
         table,
         batch.block_sequence,
         batch.block_position,
@@ -298,8 +429,8 @@ def test_the_cache_reads_the_same():
 def test_bad_shapes_are_named():
     args, arrays = cases.SMALL["lengths"].make()
     with pytest.raises(dispatch.UnsupportedError, match="4 query heads 64 wide do not fit"):
-        api.paged_attention(args[0], args[1][..., :100], *args[2:], **arrays)
+        cases.call(args[0], args[1][..., :100], *args[2:], **arrays)
     with pytest.raises(dispatch.UnsupportedError, match=r"q has \(6, 1\) where position has \(6, 2\)"):
-        api.paged_attention(*args[:-1], jnp.zeros((6, 2), jnp.int32), **arrays)
+        cases.call(*args[:-1], jnp.zeros((6, 2), jnp.int32), **arrays)
     with pytest.raises(dispatch.UnsupportedError, match=r"v has \(2, 24, 2, 32\) where v_scale has \(3,\)"):
-        api.paged_attention(*args, **arrays | {"v_scale": jnp.zeros(3)})
+        cases.call(*args, **arrays | {"v_scale": jnp.zeros(3)})

@@ -1,0 +1,168 @@
+"""What benchmarks share: engines to compare, rounds in turn, ratios, tables, plots, and where results lie."""
+
+import dataclasses
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+import swiftkv_jax as skv
+
+Name = TypeVar("Name", bound=Hashable)
+RESULTS = Path(__file__).parent / "results"
+SYSTEMS = ("standard", "merge-all", "swiftkv", "acrosskv", "fp8")  # in the order of `variants`
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to cache: its plan, and the dtype of its rows."""
+
+    name: str
+    plan: skv.KVPlan
+    cache_dtype: str
+
+
+def variants(layers: int, share: int, cache_dtype: str) -> list[Variant]:
+    """The columns of the paper's Table 3; `cache_dtype` of all rows but the last variant's."""
+    half = layers // 2
+    shared = skv.KVPlan.swiftkv(layers, half, share)
+    return [
+        Variant("standard", skv.KVPlan.standard(layers), cache_dtype),
+        Variant("merge-all", skv.KVPlan.merge_all(layers), cache_dtype),
+        Variant("SwiftKV 50 %", skv.KVPlan.swiftkv(layers, half), cache_dtype),
+        Variant(f"+ {share}-way AcrossKV", shared, cache_dtype),
+        Variant("+ fp8", shared, "float8_e4m3fn"),
+    ]
+
+
+def engine(model, params, variant: Variant, context: int, **settings) -> skv.LLM:
+    """An LLM of this variant; prefixes are not shared, so that every prompt token is paid for."""
+    if variant.plan != model.plan:
+        model, params = skv.to_swiftkv(model, params, variant.plan)
+    settings |= {"cache_dtype": variant.cache_dtype, "prefix_caching": False}
+    return skv.LLM.from_model(model, params, max_model_len=context, **settings)
+
+
+def pages_within(budget: float, bytes_per_token: int, page: int, context: int) -> int:
+    """Pages that `budget` bytes of cache hold; 0 if they are too few for one sequence of `context` tokens."""
+    pages = int(budget / (bytes_per_token * page))
+    return pages if pages >= -(-context // page) else 0
+
+
+def timed(llm: skv.LLM, prompts: list[list[int]], outputs: int) -> float:
+    """Seconds from the first prompt's arrival to the last token."""
+    params = skv.SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
+    requests = [llm.request(prompt, params) for prompt in prompts]
+    began = time.perf_counter()
+    for _, output in llm.run(requests):
+        assert len(output.outputs[0].token_ids) == outputs
+    return time.perf_counter() - began
+
+
+def in_turn(names: Iterable[Name], number: int) -> list[Name]:
+    """The order of round `number`: each round begins one further on.
+
+    Reversing the order instead would let the first and the last follow themselves, with their weights still
+    in the processor's caches, and never those between.
+    """
+    names = list(names)
+    first = number % max(1, len(names))
+    return names[first:] + names[:first]
+
+
+def in_rounds(runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
+    """The seconds that each of `runs` returns, in `rounds` rounds of all of them in turn."""
+    for run in runs.values():
+        run()  # compiles
+    seconds = {name: [] for name in runs}
+    for number in range(rounds):
+        for name in in_turn(runs, number):
+            seconds[name].append(runs[name]())
+    return seconds
+
+
+def seconds_of(run: Callable) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def interleaved(runs: Mapping[Name, Callable], rounds: int) -> dict[Name, list[float]]:
+    """Seconds of each callable, in `rounds` rounds of all of them in turn."""
+    return in_rounds({name: partial(seconds_of, run) for name, run in runs.items()}, rounds)
+
+
+def ratio(seconds: Mapping[Name, list[float]], name: Name, base: Name) -> float:
+    """Seconds of `name` over those of `base`: the median of the rounds. ratios."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def bars(
+    values: dict[str, dict[str, float]],
+    words: tuple[str, str],
+    path: Path,
+    colours: Mapping[str, str] | None = None,
+) -> None:
+    """Bars of every kind beside each other, for every group. `words`: of the groups and values; `colours`:
+    of the kinds, else as they come."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    kinds = list(dict.fromkeys(kind for row in values.values() for kind in row))
+    width = 0.8 / len(kinds)
+    for i, kind in enumerate(kinds):
+        heights = [row.get(kind, 0.0) for row in values.values()]
+        at, colour = np.arange(len(values)) + i * width, (colours or {}).get(kind)
+        drawn = axis.bar(at, heights, 0.95 * width, label=kind, color=colour)
+        axis.bar_label(drawn, [f"{height:.3g}" if height else "" for height in heights], fontsize=7)
+    axis.set_xticks(np.arange(len(values)) + 0.4 - width / 2, list(values))
+    axis.set(xlabel=words[0], ylabel=words[1])
+    figure.legend(loc="outside upper center", ncols=len(kinds), fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def write(name: str, result: dict, text: str, folder: Path) -> None:
+    """NAME.json and NAME.md in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    (folder / f"{name}.md").write_text(text)
+
+
+def not_measured(name: str, title: str, lacking: str, command: str, folder: Path) -> str:
+    """Write NAME.json and NAME.md that say so, or leave there what was measured before; tells which."""
+    path = folder / f"{name}.json"
+    if path.exists() and json.loads(path.read_text()) != {"measured": False}:
+        return f"no {lacking} here: {path.with_suffix('.md')} keeps what was measured before"
+    text = f"# {title}\n\nNot measured: no {lacking} was at hand. `{command}` writes this file.\n"
+    write(name, {"measured": False}, text, folder)
+    return f"no {lacking} here: {path.with_suffix('.md')} says not measured"
+
+
+def machine(command: str) -> dict:
+    """Where and when a result was made."""
+    device = jax.devices()[0]
+    kind = platform.processor() or platform.machine() if device.platform == "cpu" else device.device_kind
+    return {
+        "command": command,
+        "device": f"{len(jax.devices())} x {kind}",
+        "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }

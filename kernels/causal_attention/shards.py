@@ -1,0 +1,52 @@
+"""A kernel that the compiler cannot cut up, run on each device's own part of a call."""
+
+import dataclasses
+import math
+
+import jax
+from jax.sharding import PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The mesh axes that a call is cut over; of none, or of none that divide, an axis stays whole.
+
+    Attributes:
+      rows: of B. tokens: of T, of the queries alone: every device has all keys of its rows. heads: of K.
+    """
+
+    rows: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+
+    def of(self, rows: int, tokens: int, heads: int) -> "Shards":
+        """Those of them that are on the mesh of `jax.set_mesh` and divide a call of these sizes."""
+        mesh = jax.sharding.get_abstract_mesh()
+        sizes = {} if mesh.empty else mesh.shape
+
+        def fit(names: tuple[str, ...], size: int) -> tuple[str, ...]:
+            there = tuple(name for name in names if sizes.get(name, 1) > 1)
+            return there if size % math.prod(sizes[name] for name in there) == 0 else ()
+
+        return Shards(fit(self.rows, rows), fit(self.tokens, tokens), fit(self.heads, heads))
+
+    def count(self, names: tuple[str, ...]) -> int:
+        """Parts that these axes cut something into."""
+        return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
+
+    def run(self, function, q, k, v, segments, extra=None, extra_spec=None):
+        """`function(extra, q, k, v, query segments, key segments)` on each device's part: [B, T, N, U].
+
+        N is cut like K: the heads of a group are neighbours. `extra` is a tree, `extra_spec` where it lies.
+        """
+        if not (self.rows or self.tokens or self.heads):
+            return function(extra, q, k, v, segments, segments)
+        rows, tokens, heads = (names or None for names in (self.rows, self.tokens, self.heads))
+        queries, keys = (PartitionSpec(rows, t, heads, None) for t in (tokens, None))
+        marks = PartitionSpec(rows, tokens), PartitionSpec(rows, None)
+        specs = (extra_spec, queries, keys, keys, *marks)
+        part = jax.shard_map(function, in_specs=specs, out_specs=queries, check_vma=False)
+        return part(extra, q, k, v, segments, segments)
+
+
+WHOLE = Shards()

@@ -1,0 +1,1 @@
+"""Which implementation is right and fast on this machine, found by running each in another process."""

@@ -1,0 +1,348 @@
+"""The kinds of call that an engine makes, who may answer them, and what a candidate must show for each."""
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from swiftkv_jax.kernels.check import cases, timing
+from swiftkv_jax.kernels.check.cases import Attention
+from swiftkv_jax.kernels.common.dispatch import ByKind, UnsupportedError, preferred
+from swiftkv_jax.kernels.common.pools import Pool
+from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
+from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
+from swiftkv_jax.kernels.fused_kv_fill.pages import Tokens, fill_pages
+from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
+from swiftkv_jax.kernels.k_cache_attention.api import K_CACHE
+from swiftkv_jax.kernels.paged_attention import cases as paged_cases
+from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
+
+UNFUSED = "unfused"  # rows made by XLA and written token by token
+TABLES: Mapping[str, Mapping[str, Any]] = {
+    "paged_attention": PAGED_ATTENTION,
+    "k_cache_attention": K_CACHE,
+    "fused_kv_fill": {UNFUSED: None, **FUSED_KV_FILL},
+}
+# By platform and kind of call; the first is the safe one: XLA's, on a GPU without a loop of unknown length.
+CANDIDATES = {
+    "gpu": {
+        "decode": ("xla_one_turn", "xla", "pallas_gpu"),
+        "chunk": ("xla_one_turn", "xla", "pallas_gpu", "cudnn"),
+        "fill": (UNFUSED, "xla", "pallas_gpu"),
+    },
+    "tpu": {
+        "decode": ("xla", "xla_one_turn", "pallas_tpu"),
+        "chunk": ("xla", "xla_one_turn", "pallas_tpu"),
+        "fill": (UNFUSED, "xla", "pallas_tpu"),
+    },
+    "cpu": {"decode": ("xla",), "chunk": ("xla",), "fill": (UNFUSED,)},
+}
+_LONG, _LONGEST = 1000, 5000  # tokens of the longest sequence whose numbers are checked
+_MOST = 2**31  # bytes of keys and values that are timed at once
+_MOST_ROWS = 8  # of a pool, that are read one after the other
+_SHORT_BLOCK = 32  # queries of the shortest block that is a chunk's
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """One kind of call, at the sizes of an engine.
+
+    Attributes:
+      kind: "decode", blocks of at most `ByKind.FEW` queries; "chunk", longer ones; "fill", a prompt's pages.
+      operation: a folder of kernels/, of `TABLES`.
+      heads: of queries; kv_heads: of keys, one device's. width: of a head. computed, stored: dtypes of
+        queries and of rows. page: tokens. capacity: tokens of a page table.
+      lanes: sequences that decode. tokens: of a step. block: queries of a chunk's blocks.
+      windows: of the model's layers, all different ones; None: a layer sees everything.
+      dim: width of the stream, rows: made at once, bias, k_norm: of the makers; of a fill.
+    """
+
+    kind: str
+    operation: str
+    heads: int
+    kv_heads: int
+    width: int
+    computed: str
+    stored: str
+    page: int
+    capacity: int
+    lanes: int
+    tokens: int
+    block: int = 128
+    windows: tuple[int | None, ...] = (None,)
+    dim: int = 0
+    rows: int = 1
+    bias: bool = False
+    k_norm: bool = False
+
+    @property
+    def preferred(self) -> str:
+        """What runs without a name: the platform's choice, and no fused fill."""
+        if self.kind == "fill":
+            return UNFUSED
+        queries, window = 1 if self.kind == "decode" else self.block, self.windows[0]
+        if self.operation == "k_cache_attention":
+            case = _keys_case(self, (self.page,), queries, window)
+        else:
+            case = paged_cases.Case(
+                lengths=(self.page,),
+                queries=queries,
+                heads=self.heads,
+                kv_heads=self.kv_heads,
+                width=self.width,
+                page=self.page,
+                slots=1,
+                stored=self.stored,
+                computed=self.computed,
+            )
+        args, arrays = case.shapes()
+        return preferred(TABLES[self.operation], args, case.options | arrays)
+
+    def known(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of `names` that the operation has."""
+        return tuple(name for name in names if name in TABLES[self.operation])
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A call of one size, to be timed.
+
+    Attributes:
+      name: of the size. by: implementation -> a function that makes the call `count` times in a row; what it
+        returns begins with what the first gives, if that is to be compared.
+    """
+
+    name: str
+    count: int
+    by: Callable[[str], Callable[[], Any]]
+    compared: bool = True
+
+
+def examine(call: dict, name: str, beside: str, module: str | None) -> Iterator[dict]:
+    """Whether an implementation is right, and if so its seconds at each size beside those of another one.
+
+    Args:
+      call: the fields of a `Call`. beside: the other's name; the same: it is timed alone.
+      module: imported first; its `register()` may put implementations into the tables of kernels/*/api.py.
+    """
+    _register(module)
+    asked = Call(**{**call, "windows": tuple(call["windows"])})
+    try:
+        yield from _examined(asked, name, beside)
+    except UnsupportedError as error:
+        yield {"right": False, "why": str(error)}
+
+
+def _examined(call: Call, name: str, beside: str) -> Iterator[dict]:
+    said = _verdict(call, name)
+    yield said
+    if not said["right"]:
+        return
+    for timed in _timed(call):
+        mine, other = timed.by(name), timed.by(beside)
+        off = cases.distance(mine()[0], other()[0]) if timed.compared and name != beside else 0.0
+        seconds = timing.medians([mine]) * 2 if name == beside else timing.medians([mine, other])
+        mine_s, other_s = (x / timed.count for x in seconds)
+        yield {timed.name: {"seconds": mine_s, "beside": other_s, "off": min(off, 1e9)}}
+
+
+@functools.cache
+def _register(module: str | None) -> None:
+    if module is not None:
+        getattr(importlib.import_module(module), "register", lambda: None)()
+
+
+def _verdict(call: Call, name: str) -> dict:
+    """Of all cases together."""
+    if name == UNFUSED:
+        return {"right": True, "why": "", "error": 0.0}  # what the model itself does
+    found = {"fused_kv_fill": _fill_verdicts, "k_cache_attention": _keys_verdicts}.get(
+        call.operation, _attention_verdicts
+    )(call, name)
+    worst, why = 0.0, []
+    for where, said in found:
+        worst = max(worst, said["error"] or 0.0)
+        why += [f"{where}: {said['why']}"] if said["why"] else []
+    return {"right": not why, "why": "; ".join(why)[:500], "error": worst}
+
+
+def _blocks(call: Call) -> tuple[int, ...]:
+    """Queries of the shortest and the longest blocks of its kind."""
+    if call.kind == "decode":
+        return 1, ByKind.FEW
+    return tuple(dict.fromkeys((min(_SHORT_BLOCK, call.block), call.block)))
+
+
+def _attention_verdicts(call: Call, name: str) -> Iterator[tuple[str, dict]]:
+    page = call.page
+    for window in call.windows:
+        for block in _blocks(call):
+            lengths = (1, page - 1, page, page + 1, _long(call, window))
+            if block == 1:
+                pairs = [(0, 0), *((n - 1, 1) for n in lengths if n)]
+            else:  # two blocks of each, the second begun
+                pairs = [(0, 0), (page, 1), *((n, block + 3) for n in (0, *lengths))]
+            case = _attention(call, pairs, block, window)
+            yield _where(block, window), cases.attention_verdict(case, name)
+
+
+def _attention(call: Call, pairs, block: int, window: int | None, **more) -> Attention:
+    return Attention(
+        sequences=tuple(pairs),
+        heads=call.heads,
+        kv_heads=call.kv_heads,
+        width=call.width,
+        computed=call.computed,
+        stored=call.stored,
+        page=call.page,
+        block=block,
+        window=window,
+        **more,
+    )
+
+
+def _long(call: Call, window: int | None) -> int:
+    """Tokens of the longest sequence whose numbers are checked: some are behind its window."""
+    return min(_LONGEST, max(_LONG, (window or 0) + call.page + 1))
+
+
+def _where(block: int, window: int | None) -> str:
+    return f"blocks of {block}" + ("" if window is None else f", window {window}")
+
+
+def _keys_case(call: Call, lengths: tuple[int, ...], queries: int, window: int | None) -> k_cache_cases.Case:
+    return k_cache_cases.Case(
+        lengths=lengths,
+        queries=queries,
+        heads=call.heads,
+        width=call.width,
+        page=call.page,
+        slots=-(-max(lengths) // call.page),
+        window=window,
+        stored=call.stored,
+        computed=call.computed,
+    )
+
+
+def _keys_verdicts(call: Call, name: str) -> Iterator[tuple[str, dict]]:
+    page = call.page
+    for window in call.windows:
+        for block in _blocks(call):
+            lengths = (0, 1, page - 1, page, page + 1, page + block, _long(call, window))
+            case = _keys_case(call, lengths, block, window)
+            yield _where(block, window), cases.keys_verdict(case, name)
+
+
+def _fill_case(call: Call, live: tuple[int, ...], rows: int) -> fill_cases.Case:
+    return fill_cases.Case(
+        live=live,
+        rows=tuple(range(rows)),
+        of=rows,
+        pages=2 * len(live),
+        page=call.page,
+        dim=call.dim,
+        heads=call.kv_heads,
+        width=call.width,
+        bias=call.bias,
+        k_norm=call.k_norm,
+        stored=call.stored,
+        computed=call.computed,
+    )
+
+
+def _fill_verdicts(call: Call, name: str) -> Iterator[tuple[str, dict]]:
+    page = call.page
+    case = _fill_case(call, (page, 1, page - 1, 0, page, min(5, page)), min(2, call.rows))
+    yield "ragged pages", cases.fill_verdict(case, name)
+
+
+def _timed(call: Call) -> Iterator[Timed]:
+    """The sizes at which a kind of call is timed."""
+    if call.kind == "fill":
+        yield _timed_fill(call)
+        return
+    half = max(1, call.capacity // 2)
+    for window in call.windows:
+        end = "" if window is None else f", window {window}"
+        if call.kind == "chunk":
+            tokens = min(call.tokens, call.capacity)
+            for cached in dict.fromkeys((0, min(half, call.capacity - tokens))):
+                yield _timed_attention(call, f"{tokens} at {cached}{end}", 1, cached, tokens, window)
+        else:
+            for lanes in dict.fromkeys((1, call.lanes)):
+                token = 2 * call.kv_heads * call.width * jnp.dtype(call.stored).itemsize
+                length = min(half, max(call.page, _MOST // (token * lanes)))
+                yield _timed_attention(call, f"{lanes} x {length}{end}", lanes, length - 1, 1, window)
+
+
+def _timed_attention(call: Call, name: str, lanes: int, cached: int, tokens: int, window) -> Timed:
+    """Of `lanes` sequences; the queries of a chunk are cut as the engine cuts them."""
+    block = min(call.block, tokens)
+    case = _attention(call, [(cached, tokens)] * lanes, block, window, capacity=call.capacity, rows=1)
+    rows = (
+        1 if jax.default_backend() == "cpu" else max(1, min(_MOST_ROWS, math.ceil(cases.COLD / case.bytes)))
+    )
+    if call.operation == "k_cache_attention":
+        return _timed_keys(call, name, case, rows)
+    case = dataclasses.replace(case, rows=rows)
+    args, arrays = case.make()
+
+    def by(implementation: str):
+        run = cases.in_a_row(case.call(implementation), rows)
+        return lambda: run(*args, **arrays)
+
+    return Timed(name, rows, by)
+
+
+def _timed_keys(call: Call, name: str, like: Attention, count: int) -> Timed:
+    """The same sequences, of keys alone; `count` times as many of them are read one after the other."""
+    (cached, new), lanes = like.sequences[0], len(like.sequences)
+    case = _keys_case(call, (cached + new,) * lanes * count, like.block, like.window)
+    (q, *pools, table, _, _), arrays = case.make()
+    table = jnp.pad(table, ((0, 0), (0, max(0, -(-call.capacity // call.page) - table.shape[1]))))  # engine's
+    sequence, _, position = (jnp.array(x, jnp.int32) for x in like.blocks)
+    q = q[sequence]
+
+    def by(implementation: str):
+        options = case.options | {"implementation": implementation}
+
+        @jax.jit
+        def run(q, *pools, **arrays):
+            out = [q]
+            for turn in range(count):
+                where = (table, sequence + turn * lanes, position)
+                out.append(k_cache_cases.call(out[-1], *pools, *where, **options, **arrays))
+            return out[1], out[-1]
+
+        return lambda: run(q, *pools, **arrays)
+
+    return Timed(name, count, by)
+
+
+def _timed_fill(call: Call) -> Timed:
+    """A chunk of a prompt that begins with a page: pages by the fused fill, or token by token."""
+    pages = max(1, call.tokens // call.page)
+    case = _fill_case(call, (call.page,) * pages, call.rows)
+    x, makers, cos, sin, pools, _, _ = case.make()
+    count = len(x)
+    tokens = Tokens(x, cos, sin, jnp.zeros(count, jnp.int32), jnp.arange(count), jnp.ones(count, bool))
+    table = jnp.arange(pages, dtype=jnp.int32)[None]
+
+    def by(implementation: str):
+        fused = None if implementation == UNFUSED else implementation
+        rows = {"rows": case.rows, "eps": 1e-5, "chunks": fused is not None, "implementation": fused}
+        run = jax.jit(functools.partial(fill_pages, **rows), donate_argnums=2)
+        held = {"pools": jax.tree.map(jnp.copy, (Pool(pools.k, pools.k_scale), Pool(pools.v, pools.v_scale)))}
+
+        def once():
+            held["pools"] = run(tokens, makers, held["pools"], table)
+            return held["pools"][:1]
+
+        return once
+
+    return Timed(f"{count} tokens", 1, by, compared=False)

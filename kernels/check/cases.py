@@ -1,0 +1,236 @@
+"""Calls as an engine makes them, and whether an implementation answers them right: against the definition in
+float32, with NaN in every row and page that no query sees, twice with the same bits."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from swiftkv_jax.kernels.common.pools import quantise
+from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
+from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
+from swiftkv_jax.kernels.paged_attention import cases as paged_cases
+
+OFF = 2e-2  # of the largest number, that two right ones may be apart
+COLD = 4e8  # bytes that calls in a row read before one reads the same again: more than a cache holds
+_ROUND = 128  # tokens that both usual sizes of page divide: what a pool holds does not depend on its pages
+_LEAST = 1e-30  # of the largest number, which may be zero
+_SPARE = 3  # pages that no sequence has
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Calls of `paged_attention` with the same numbers, however they are cut into pages and blocks.
+
+    Attributes:
+      sequences: (cached, new) tokens of each. block: queries of a block, 0 for all of a sequence.
+      capacity: tokens of the page table. rows: of the pool. stored: their dtype. window: keys that a query
+        sees, its own included; None: all.
+    """
+
+    sequences: tuple[tuple[int, int], ...]
+    heads: int
+    kv_heads: int
+    width: int
+    computed: str
+    stored: str
+    page: int
+    block: int = 1
+    capacity: int = 0
+    rows: int = 2
+    window: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The most new ones of a sequence."""
+        return max(new for _, new in self.sequences)
+
+    @property
+    def room(self) -> int:
+        """Tokens of a sequence that the pool has room for; a table that names more names a spare page."""
+        most, whole = max(sum(pair) for pair in self.sequences), math.lcm(_ROUND, self.page)
+        return -(-most // whole) * whole
+
+    @functools.cached_property
+    def blocks(self) -> tuple[list[int], list[list[int]], list[list[int]]]:
+        """(sequence [b], place [b, C] among its new tokens, position [b, C]: -1 is no query)."""
+        size = min(self.block or self.tokens, self.tokens)
+        sequence, place, position = [], [], []
+        for number, (cached, new) in enumerate(self.sequences):
+            for start in range(0, max(new, 1), size):
+                at = range(start, start + size)
+                sequence.append(number)
+                place.append([min(i, self.tokens - 1) for i in at])
+                position.append([cached + i if i < new else -1 for i in at])
+        return sequence, place, position
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def make(self) -> tuple[tuple, dict]:
+        """Arguments and array options; NaN in every row and page that no query sees."""
+        keys = [jax.random.key(i, impl="rbg") for i in range(3)]  # whose program compiles in no time
+        count, slots = len(self.sequences), self.room // self.page
+        sequence, place, position = (jnp.array(x, jnp.int32) for x in self.blocks)
+        q = jax.random.normal(keys[0], (count, self.tokens, self.heads, self.width), self.computed)
+        pages = count * slots + _SPARE
+        names = jax.random.permutation(keys[2], pages)
+        table, spare = names[: count * slots].reshape(count, slots), names[-1]
+        more = max(0, -(-self.capacity // self.page) - slots)
+        cached, ends = jnp.array([(pair[0], sum(pair)) for pair in self.sequences]).T[..., None]
+        seen = jnp.arange(self.room) < ends
+        if self.window is not None:
+            seen &= jnp.arange(self.room) > cached - self.window
+
+        def paged_rows(rows):
+            """[R, Q, S, n] in pages [R, P, Z, n]; int8 knows no NaN, but its scales do."""
+            fill = 127 if rows.dtype == jnp.int8 else jnp.nan
+            rows = jnp.where(seen[..., None], rows, jnp.asarray(fill, rows.dtype))
+            rows = rows.reshape(rows.shape[0], count, slots, self.page, -1)
+            pool = jnp.full((rows.shape[0], pages, *rows.shape[3:]), fill, rows.dtype)
+            return pool.at[:, table].set(rows)
+
+        pools, scales = [], []
+        shape = (self.rows, count, self.room, self.kv_heads, self.width)
+        for drawn in jax.random.normal(keys[1], (2, *shape), self.computed):
+            if jnp.dtype(self.stored).itemsize == 1:
+                drawn, scale = quantise(drawn.astype(jnp.float32), jnp.dtype(self.stored))
+                scales.append(jnp.swapaxes(paged_rows(scale), 2, 3))
+            else:
+                drawn = drawn.astype(self.stored)
+            pools.append(paged_rows(drawn.reshape(*shape[:3], -1)))
+        k_scale, v_scale = scales or (None, None)
+        table = jnp.pad(table, ((0, 0), (0, more)), constant_values=spare).astype(jnp.int32)
+        args = (q[sequence[:, None], place], *pools, table, sequence, position)
+        return args, {"k_scale": k_scale, "v_scale": v_scale}
+
+    def call(self, implementation: str) -> Callable:
+        """The operation, with the arguments that `make` gives and a `row`."""
+        return functools.partial(paged_cases.call, window=self.window, implementation=implementation)
+
+    @property
+    def bytes(self) -> float:
+        """Keys and values read once, for the new tokens of each sequence together."""
+        stored = jnp.dtype(self.stored).itemsize
+        token = self.kv_heads * (2 * self.width * stored + (8 if stored == 1 else 0))
+        far = self.window or math.inf
+        return float(token * sum(min(cached, far) + new for cached, new in self.sequences))
+
+    @property
+    def flops(self) -> float:
+        """Of scores and sums, without a window."""
+        pairs = sum(new * cached + new * (new + 1) / 2 for cached, new in self.sequences)
+        return 4 * pairs * self.heads * self.width
+
+
+def attention_verdict(case: Attention, implementation: str) -> dict:
+    """`right`, and if not `why`, and the `error`, of paged attention."""
+    args, arrays = case.make()
+    run = jax.jit(functools.partial(case.call(implementation), row=1))
+    got, again = run(*args, **arrays), run(*args, **arrays)
+    return verdict(got, again, _defined(case), _tolerance(paged_cases, case.computed))
+
+
+@functools.cache  # the same for every implementation
+def _defined(case: Attention) -> jax.Array:
+    args, arrays = case.make()
+    exact = jax.jit(functools.partial(case.call("reference"), row=1))
+    return exact(args[0].astype(jnp.float32), *args[1:], **arrays)
+
+
+def keys_verdict(case: k_cache_cases.Case, implementation: str) -> dict:
+    """The same of attention that reads keys alone."""
+    args, arrays = case.make()
+    run, exact = (
+        jax.jit(functools.partial(k_cache_cases.call, **case.options, implementation=name))
+        for name in (implementation, "reference")
+    )
+    got, again = run(*args, **arrays), run(*args, **arrays)
+    want = exact(args[0].astype(jnp.float32), *args[1:], **arrays)
+    return verdict(got, again, want, _tolerance(k_cache_cases, case.computed))
+
+
+def fill_verdict(case: fill_cases.Case, implementation: str) -> dict:
+    """The same of the fused fill; pages that it was not told to write are as before."""
+
+    def filled(name: str) -> tuple[jax.Array, jax.Array]:
+        """(Rows of the pages named, contents of all others), keys and values together."""
+        call = functools.partial(fill_cases.call, **case.options, implementation=name)
+        *_, before, names, _ = case.make()
+        named = jnp.zeros(case.pages, bool).at[names].set(True, mode="drop")
+        after = jax.jit(call, donate_argnums=4)(*case.make())
+        rows = jnp.stack([_widened(*pair) for pair in ((after.k, after.k_scale), (after.v, after.v_scale))])
+        kept = [
+            jnp.array_equal(_bits(one)[:, ~named], _bits(other)[:, ~named])
+            for one, other in zip(after, before, strict=True)
+            if one is not None
+        ]
+        return rows[:, jnp.array(case.rows)][:, :, named], jnp.stack(kept).all()
+
+    (got, kept), (again, _), (want, _) = map(filled, (implementation, implementation, "reference"))
+    said = verdict(
+        got, again, want, max(fill_cases.TOLERANCE[case.stored], _tolerance(fill_cases, case.computed))
+    )
+    why = "; ".join([*filter(None, [said["why"]]), "pages not named were written"])
+    return said if kept else said | {"right": False, "why": why}
+
+
+def _widened(rows: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """[R, P, Z, E] in float32; of 8-bit rows what they stand for."""
+    wide = rows.astype(jnp.float32)
+    if scale is None:
+        return wide
+    heads = wide.reshape(*wide.shape[:3], scale.shape[2], -1)
+    return (heads * jnp.swapaxes(scale, 2, 3)[..., None]).reshape(wide.shape)
+
+
+def _tolerance(cases, computed: str) -> float:
+    """By the dtype of the computation. Only a CPU multiplies float32 as such without being told to."""
+    known = cases.TOLERANCE
+    return known.get(computed if jax.default_backend() == "cpu" else "bfloat16", known["bfloat16"])
+
+
+@jax.jit
+def _compared(got, again, want) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(Distance, largest number, numbers that are not finite, whether two runs have the same bits.)"""
+    wide, exact = got.astype(jnp.float32), want.astype(jnp.float32)
+    same = jnp.array_equal(_bits(got), _bits(again))
+    return jnp.abs(wide - exact).max(), jnp.abs(exact).max(), (~jnp.isfinite(wide)).sum(), same
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def verdict(got: jax.Array, again: jax.Array, want: jax.Array, tolerance: float) -> dict:
+    """`right`; `why` not; the `error` relative to the largest number, None where there is none."""
+    far, top, strange, same = (x.item() for x in _compared(got, again, want))
+    error, faults = far / max(top, _LEAST), []
+    if strange:
+        faults.append(f"{strange} of {got.size} numbers are not finite")
+    elif not error <= tolerance:
+        faults.append(f"off by {error:.2g} of the largest number; {tolerance:.2g} is allowed")
+    if not same:
+        faults.append("two runs differ")
+    return {"right": not faults, "why": "; ".join(faults), "error": error if math.isfinite(error) else None}
+
+
+def distance(got: jax.Array, want: jax.Array) -> float:
+    """Relative to the largest number; infinite where something is not finite."""
+    far, top, *_ = (x.item() for x in _compared(got, got, want))
+    return far / max(top, _LEAST) if math.isfinite(far) else math.inf
+
+
+def in_a_row(call: Callable, rows: int) -> Callable:
+    """Calls one after the other on each row of a pool, as one program that gives the first's result and the
+    last's: the queries of each are what the one before gave, so that none can be left out."""
+
+    @jax.jit
+    def run(q, *rest, **arrays):
+        out = [q]
+        for row in range(rows):
+            out.append(call(out[-1], *rest, row=row, **arrays))
+        return out[1], out[-1]
+
+    return run

@@ -1,0 +1,156 @@
+"""What accelerator a machine has, as its files say: JAX is not asked, who would take it.
+
+A TPU has one owner, and JAX takes most of a GPU's memory when it first looks for devices. So this reads what
+JAX will read: here, and nowhere else in kernels/, the environment counts.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "jax-cuda12-plugin",
+    "jax-cuda12-pjrt",
+    "jax-cuda13-plugin",
+    "jax-cuda13-pjrt",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "libtpu",
+)
+_PLATFORMS = {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu", "cpu": "cpu"}  # by JAX_PLATFORMS' words
+_GOOGLE = "0x1ae0"  # vendor of PCI devices
+_CHIPS = {  # by PCI device, as JAX names them
+    "0x005e": "TPU v4",
+    "0x0062": "TPU v5p",
+    "0x0063": "TPU v5e",
+    "0x006f": "TPU v6e",
+    "0x0076": "TPU7x",
+}
+_NO_GPUS = ("", "-1", "NoDevFiles", "none", "void")  # of CUDA_VISIBLE_DEVICES
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_KERNELS = Path(__file__).parents[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What kernels are chosen for.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu". kind: of its devices. driver: its version.
+    """
+
+    platform: str
+    kind: str = ""
+    driver: str = ""
+
+
+CPU = Machine("cpu")
+
+
+def recognise(
+    root: Path = Path("/"), environ: Mapping[str, str] | None = None, platforms: str | None = None
+) -> Machine:
+    """The machine whose files lie under `root`, as far as JAX may and can use it: `CPU` where nothing is
+    found, or JAX has no plugin for it. `platforms`: as JAX_PLATFORMS; None: as JAX has it."""
+    environ = os.environ if environ is None else environ
+    wanted = getattr(jax.config, "jax_platforms", None) if platforms is None else platforms
+    first = (wanted or "").split(",")[0]
+    if first and first not in _PLATFORMS:
+        return CPU
+    installed = versions()
+    if _PLATFORMS.get(first, "tpu") == "tpu" and "libtpu" in installed and (found := _tpu(root, environ)):
+        return found
+    plugin = any(name.startswith("jax-cuda") for name in installed)
+    if _PLATFORMS.get(first, "gpu") == "gpu" and plugin and (found := _gpu(root, environ)):
+        return found
+    return CPU
+
+
+def _tpu(root: Path, environ: Mapping[str, str]) -> Machine | None:
+    """By its PCI devices; or by its device files, where the environment of Google's machines names it."""
+    devices = sorted((root / "sys/bus/pci/devices").glob("*/vendor"))
+    google = [path for path in devices if _read(path) == _GOOGLE]
+    kinds = {_CHIPS[name] for path in google if (name := _read(path.with_name("device"))) in _CHIPS}
+    named = environ.get("TPU_ACCELERATOR_TYPE", "")
+    files = [*(root / "dev").glob("accel[0-9]*"), *(root / "dev/vfio").glob("[0-9]*")]
+    if kinds or (named and files):
+        return Machine("tpu", " + ".join([*sorted(kinds), *filter(None, [named])]))
+    return None
+
+
+def _gpu(root: Path, environ: Mapping[str, str]) -> Machine | None:
+    """By the files of NVIDIA's driver, or by its command, where these are not seen in a container."""
+    if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _NO_GPUS:
+        return None
+    driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", _read(root / "proc/driver/nvidia/version"))
+    models = (
+        re.search(r"^Model:\s*(.+)$", _read(path), re.M)
+        for path in (root / "proc/driver/nvidia/gpus").glob("*/information")
+    )
+    kinds = {found[1].strip() for found in models if found}
+    if driver and kinds:
+        return Machine("gpu", " + ".join(sorted(kinds)), driver[0])
+    return _asked() if root == Path("/") else None
+
+
+def _asked() -> Machine | None:
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    pairs = [line.rpartition(", ") for line in said.splitlines() if ", " in line]
+    if not pairs:
+        return None
+    return Machine("gpu", " + ".join(sorted({name for name, _, _ in pairs})), pairs[0][2])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of the packages that make programs."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def source() -> str:
+    """SHA-256 of all source files of kernels/."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in _KERNELS.rglob("*") if p.suffix in (".py", ".cc", ".h")):
+        digest.update(f"{path.relative_to(_KERNELS)}\0{path.stat().st_size}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def flags() -> dict[str, str]:
+    """What the environment tells the compilers."""
+    return {name: os.environ[name] for name in _FLAGS if name in os.environ}
+
+
+def taken() -> bool:
+    """Whether this process has its devices already."""
+    from jax._src import xla_bridge
+
+    return xla_bridge.backends_are_initialized()

@@ -1,0 +1,248 @@
+"""Lines of a measurement, each in a process that may hang or die; what is known is always on disk.
+
+The process that measures runs `answer_tasks`; the one that asks has a `Book`.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+START = 120.0  # seconds a worker may take until it is ready
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file in one step: whoever reads it, whenever, finds all of the old text or of the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".new")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # what runs next may take the machine down
+    beside.replace(path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One measurement.
+
+    Attributes:
+      name: unique. task: what the worker knows it by. args: of the task, as JSON.
+      limit: seconds after which its process is killed. least: with fewer seconds left it is not begun.
+      group: lines of one group share a process while all goes well. env: of that process.
+    """
+
+    name: str
+    task: str
+    args: Mapping
+    limit: float
+    least: float
+    group: str
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class Failed(Exception):
+    """A line has no result; the message says why."""
+
+    status = "failed"
+
+
+class NotStarted(Failed):
+    """There was no process to run it."""
+
+    status = "not started"
+
+
+class Worker:
+    """A process that takes tasks, one at a time; `env` is its whole environment, `folder` where it starts;
+    None: this process's."""
+
+    def __init__(
+        self, command: tuple[str, ...], env: Mapping[str, str] | None = None, folder: Path | None = None
+    ):
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as this
+        self._process = subprocess.Popen(
+            command,
+            env=env,
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,  # what it starts ends with it
+        )
+        self._buffer = b""
+
+    def ask(self, task: str, args: Mapping, limit: float, each: Callable[[dict], None]) -> None:
+        """Run a task; `each` gets the parts of its result as they come.
+
+        Raises:
+          Failed: it said why not, died, or took more than `limit` seconds. Close the worker then.
+        """
+        deadline = time.monotonic() + limit
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # what it died of is found by reading
+            self._process.stdin.write(json.dumps({"task": task, "args": args}).encode() + b"\n")
+            self._process.stdin.flush()
+        while True:
+            answer = self._read(deadline, f"killed: not done after {limit:.0f} s")
+            if "failed" in answer:
+                raise Failed(answer["failed"])
+            if "done" in answer:
+                return
+            each(answer["part"])
+
+    def wait_ready(self, limit: float = START) -> None:
+        """Wait for its first answer, at most `limit` seconds.
+
+        Raises:
+          NotStarted: it died, or took too long.
+        """
+        try:
+            self._read(time.monotonic() + limit, f"no worker: not ready after {limit:.0f} s")
+        except Failed as error:
+            raise NotStarted(str(error)) from None
+
+    def _read(self, deadline: float, late: str) -> dict:
+        assert self._process.stdout is not None
+        pipe = self._process.stdout.fileno()
+        while b"\n" not in self._buffer:
+            if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise Failed(late)
+            more = os.read(pipe, 1 << 16)
+            if not more:
+                raise Failed(self._last_words())
+            self._buffer += more
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        return json.loads(line)
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        self._errors.seek(0)
+        said = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f"its process died: {how}" + (f"; {said[-1][:200]}" if said else "")
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+        self._errors.close()
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+class Book:
+    """What has been found, and the process that the next line runs in.
+
+    Attributes:
+      result: all of it, as JSON. save: called with it whenever there is more of it. env: the environment of
+        all workers, None: this process's, to which no line may then add. folder: where they start.
+      worker: that of the last line; None where there is none.
+    """
+
+    def __init__(
+        self,
+        command: tuple[str, ...],
+        save: Callable[[dict], None],
+        minutes: float,
+        head: Mapping,
+        env: Mapping[str, str] | None = None,
+        tell: Callable[[str], None] = _print,
+        folder: Path | None = None,
+    ):
+        self.save, self.env, self.folder, self._tell = save, env, folder, tell
+        self.result: dict = dict(head) | {"minutes": minutes, "lines": {}}
+        self._began, self._seconds, self._command = time.monotonic(), 60 * minutes, command
+        self.worker: Worker | None = None
+        self._key: tuple | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._began + self._seconds - time.monotonic()
+
+    def run(self, line: Line, say: Callable[[dict], str] = json.dumps) -> dict:
+        """The parts of a line's result in one dict, as far as it got; `status` "done", or "failed", "not
+        started" or "skipped" with the reason. `say` words it for the screen."""
+        found: dict = {"status": "running"}  # what a reader finds if this takes the machine down
+        self.result["lines"][line.name] = found
+        began = time.monotonic()
+        if self.left < line.least:
+            found |= {
+                "status": "skipped",
+                "reason": f"needs {line.least:.0f} s, {max(0.0, self.left):.0f} s are left",
+            }
+        else:
+            self.save(self.result)
+            try:
+                self._run(line, found)
+                found["status"] = "done"
+            except Failed as error:
+                found |= {"status": error.status, "reason": str(error)}
+                self.close()
+        found["seconds"] = round(time.monotonic() - began, 2)
+        self.save(self.result)
+        told = say(found) if found["status"] == "done" else f"{found['status']}: {found['reason']}"
+        minute = (time.monotonic() - self._began) / 60
+        self._tell(f"[{minute:5.2f} min] {line.name}: {told}")
+        return found
+
+    def _run(self, line: Line, found: dict) -> None:
+        key = (line.group, *sorted(line.env.items()))
+        if self.worker is None or self._key != key:
+            self.close()
+            env = None if self.env is None else {**self.env, **line.env}
+            self.worker, self._key = Worker(self._command, env, self.folder), key
+            self.worker.wait_ready(min(START, max(1.0, self.left)))
+
+        def each(part: dict) -> None:
+            found.update(part)
+            self.save(self.result)
+
+        self.worker.ask(line.task, line.args, min(line.limit, max(1.0, self.left)), each)
+
+    def close(self) -> None:
+        """End the worker, if there is one."""
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+
+def answer_tasks(tasks: Mapping[str, Callable[..., Iterable[dict]]]) -> None:
+    """Be the process that measures, until stdin ends: a task a line there, the parts of its result a line
+    each on stdout. Nothing but answers may reach stdout: compilers and drivers write there too."""
+    _die_with_parent()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**what) -> None:
+        print(json.dumps(what), file=answers, flush=True)
+
+    answer(ready=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            for part in tasks[asked["task"]](**asked["args"]):
+                answer(part=part)
+            answer(done=True)
+        except Exception as error:  # whatever a candidate raises is its result
+            said = (str(error).strip().splitlines() or ["no message"])[0]
+            answer(failed=f"{type(error).__name__}: {said[:300]}")
+
+
+def _die_with_parent() -> None:
+    """Where Linux offers it: a worker that hangs must not outlive a supervisor that was killed."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -1,0 +1,36 @@
+"""What the kernels need to know of TPU generations: on-chip memory, cores, and bytes to take at a time."""
+
+import dataclasses
+
+from swiftkv_jax.kernels.common import dispatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One TPU generation.
+
+    Attributes:
+      vmem_limit: bytes of VMEM a kernel may ask for. A larger number is accepted silently, and fails only
+        when it is used.
+      tile: bytes of cached rows that one grid step takes; two steps are in flight.
+      cores: TensorCores that one device drives.
+      smem: bytes of scalar memory for page tables and work lists.
+    """
+
+    vmem_limit: int
+    tile: int
+    cores: int
+    smem: int = (1 << 20) - (32 << 10)  # 2**20 whole does not fit beside the compiler's own
+
+
+_MIB = 1 << 20
+
+
+def current() -> Chip:
+    """The chip that code is made for; on anything but a TPU (interpretation), the smallest."""
+    platform, kind, cores = dispatch.device()
+    if platform != "tpu" or kind == "TPU v4":
+        return Chip(vmem_limit=16 * _MIB, tile=2 * _MIB, cores=cores if platform == "tpu" else 1)
+    if kind in ("TPU v5", "TPU v5p"):
+        return Chip(vmem_limit=60 * _MIB, tile=4 * _MIB, cores=cores)
+    return Chip(vmem_limit=96 * _MIB, tile=4 * _MIB, cores=cores)

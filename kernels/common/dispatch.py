@@ -1,0 +1,149 @@
+"""Which implementation of a kernel runs: a named one runs or raises, and no name is an answer by platform."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+# In order of preference; the first that supports the call runs. The Hopper kernels, cuDNN and splash are not
+# here: they have not run on hardware, and on a GPU a kernel is the default only where it was seen to win. A
+# loop of unknown length waits for the host in each turn there, so "xla_one_turn" comes before "xla".
+BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla_one_turn", "xla"), "cpu": ("native_cpu", "xla")}
+
+PLATFORM_OF = {"native_cpu": "cpu", "pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu", "splash": "tpu"}
+_LOG = logging.getLogger(__name__)
+
+
+class UnsupportedError(ValueError):
+    """A named implementation cannot run this call; one line says what it supports."""
+
+
+def refuses_nothing(*_, **__) -> str:
+    """Of an implementation that supports every call."""
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ByKind:
+    """Names of an attention's implementations, by kind of call; None: the platform's.
+
+    Attributes:
+      decode: of blocks of at most `FEW` queries. chunk: of longer blocks, of prompts.
+    """
+
+    FEW = 16
+
+    decode: str | None = None
+    chunk: str | None = None
+
+    @classmethod
+    def named(cls, text: str | None) -> "ByKind":
+        """Of "NAME", for both kinds, or "decode=NAME,chunk=NAME", of which one may be missing.
+
+        Raises:
+          UnsupportedError: another kind.
+        """
+        if text is None or "=" not in text:
+            return cls(text, text)
+        parts = (part.partition("=") for part in text.split(","))
+        pairs = {kind.strip(): name.strip() for kind, _, name in parts}
+        kinds = [field.name for field in dataclasses.fields(cls)]
+        if wrong := [kind for kind, name in pairs.items() if kind not in kinds or not name]:
+            raise UnsupportedError(f"{wrong[0]!r} in {text!r}: give NAME, or {'=NAME,'.join(kinds)}=NAME")
+        return cls(**pairs)
+
+    def of(self, queries: int) -> str | None:
+        """The name for blocks of so many queries."""
+        return self.decode if queries <= self.FEW else self.chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """A way to compute an operation.
+
+    Attributes:
+      run: the function, with the arguments of the operation's `api`.
+      refuses: the same arguments -> what of them is not supported and what is, in one line, or "".
+    """
+
+    run: Callable[..., Any]
+    refuses: Callable[..., str] = refuses_nothing
+
+
+def device() -> tuple[str, str, int]:
+    """(platform, device kind, cores) that code is made for: the abstract mesh's device, else the first one.
+
+    Ahead-of-time compilation names its chip by `jax.sharding.use_abstract_mesh`.
+    """
+    chip: Any = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return chip.platform, chip.device_kind, getattr(chip, "num_cores", None) or 1
+
+
+def call(operation: str, table: Mapping[str, Implementation], implementation: str | None, args, kwargs):
+    """Run `operation(*args, **kwargs)` by the named implementation, or by the platform's.
+
+    Raises:
+      UnsupportedError: an unknown name, a name of another platform, or a call the named one does not support.
+    """
+    if implementation is None:
+        name = preferred(table, args, kwargs)
+        _log_choice(operation, name, *device()[:2])
+        return table[name].run(*args, **kwargs)
+    check_name(operation, table, implementation)
+    if reason := table[implementation].refuses(*args, **kwargs):
+        raise UnsupportedError(f"{operation}: {implementation} does not support {reason}")
+    return table[implementation].run(*args, **kwargs)
+
+
+def preferred(table: Mapping[str, Implementation], args, kwargs) -> str:
+    """The platform's choice for a call, of arrays or of their shapes."""
+    known = (name for name in BY_PLATFORM[device()[0]] if name in table)
+    return next(name for name in known if not table[name].refuses(*args, **kwargs))
+
+
+def check_name(operation: str, table: Mapping[str, Implementation], implementation: str) -> None:
+    """Whether an operation has an implementation of that name here.
+
+    Raises:
+      UnsupportedError: an unknown name, or a name of another platform.
+    """
+    platform, _, _ = device()
+    if implementation not in table:
+        raise UnsupportedError(f"{operation} has no {implementation!r}; it has {', '.join(table)}")
+    needed = PLATFORM_OF.get(implementation, platform)
+    if needed != platform:
+        here = [n for n in table if PLATFORM_OF.get(n, platform) == platform]
+        raise UnsupportedError(
+            f"{operation}: {implementation} needs a {needed}, this is {platform}: {', '.join(here)}"
+        )
+
+
+@functools.cache
+def _log_choice(operation: str, name: str, platform: str, kind: str) -> None:
+    """Cached, so that each choice is logged once."""
+    _LOG.info("%s runs as %s on %s (%s)", operation, name, platform, kind)
+
+
+def expect(**pairs) -> None:
+    """Each keyword names two shapes that must agree, or arrays: `q_and_k=(q.shape[-1:], k.shape[-1:])`.
+
+    An array that is None is not there, and agrees with anything.
+
+    Raises:
+      UnsupportedError: two that do not, by name.
+    """
+    for name, pair in pairs.items():
+        if any(x is None for x in pair):
+            continue
+        one, other = (tuple(getattr(x, "shape", x)) for x in pair)
+        if one != other:
+            first, _, second = name.partition("_and_")
+            raise UnsupportedError(f"{first} has {one} where {second} has {other}")
+
+
+def divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`; 0 if none."""
+    return max((d for d in range(1, min(number, most) + 1) if number % d == 0), default=0)

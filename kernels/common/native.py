@@ -1,0 +1,112 @@
+"""C++ beside the kernels: compiled for this machine when first wanted, and kept in the user's own cache.
+
+XLA's CPU backend makes attention out of general products, at a fraction of the rate at which a CPU could read
+keys and values. A few pages of C++ reach it, where there is a compiler for them; elsewhere XLA does the work.
+"""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+
+from swiftkv_jax.folder import private
+
+STORED = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")  # rows that the C++ reads and writes
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-DNDEBUG")
+_COMPILERS = ("c++", "g++", "clang++")
+_SECONDS = 300  # that a compiler may take
+_LOG = logging.getLogger(__name__)
+
+
+class NoLibraryError(RuntimeError):
+    """It cannot be compiled here; one line says why."""
+
+
+def refuses(source: Path, **targets: str) -> str:
+    """Why the C++ of `source` cannot be called here; or "", with each handler known to XLA by its target.
+
+    A handler is a symbol that XLA_FFI_DEFINE_HANDLER_SYMBOL (xla/ffi/api/ffi.h, which jaxlib brings) defines.
+    """
+    if (devices := jax.sharding.get_abstract_mesh().size) > 1:
+        return f"a mesh of {devices} devices: one"
+    return register(source, tuple(targets.items()))
+
+
+@functools.cache  # a name is registered once, and what failed once is not tried with every call
+def register(source: Path, targets: tuple[tuple[str, str], ...]) -> str:
+    """The reason, which is logged once, or ""."""
+    try:
+        loaded = ctypes.CDLL(str(library(source)))
+    except (NoLibraryError, OSError, RuntimeError) as error:
+        _LOG.warning("%s by XLA, slower than in C++: %s", source.parent.name, error)
+        return str(error)
+    for handler, target in targets:
+        function = jax.ffi.pycapsule(getattr(loaded, handler))
+        jax.ffi.register_ffi_target(target, function, platform="cpu")
+    return ""
+
+
+def library(source: Path) -> Path:
+    """The compiled `source`, from the cache where this compiler has made it for this processor before.
+
+    Raises:
+      NoLibraryError: no compiler, one that fails, or no folder that is the user's alone.
+    """
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise NoLibraryError(f"no C++ compiler is installed: {', '.join(_COMPILERS)}")
+    folder = (Path.home() / ".cache" / "swiftkv-jax" / "native").resolve()
+    if not private(folder):  # what lies there is run
+        raise NoLibraryError(f"{folder} must be yours alone (chmod 700), where nobody else can rename it")
+    headers = Path(__file__).parent
+    made_of = (
+        *(path.read_text(encoding="utf-8") for path in (source, *sorted(headers.glob("*.h")))),
+        _output([compiler, "--version"]),
+        _processor(),
+        version("jaxlib"),
+        FLAGS,
+    )
+    compiled = folder / f"{source.parent.name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
+    with (folder / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of many processes that start at once, one compiles
+        if not compiled.exists():
+            _LOG.info("compiling %s with %s", source.name, compiler)
+            made = Path(scratch) / compiled.name
+            folders = ("-I", str(headers), "-isystem", jax.ffi.include_dir())
+            _output([compiler, *FLAGS, *folders, str(source), "-o", str(made)])
+            os.replace(made, compiled)
+    return compiled
+
+
+def _processor() -> str:
+    """What `-march=native` depends on, as far as the system says it."""
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text(encoding="utf-8").splitlines() if known.exists() else []
+    return next((x for x in lines if x.startswith(("flags", "Features"))), platform.processor())
+
+
+def _output(command: list[str]) -> str:
+    """What a command prints.
+
+    Raises:
+      NoLibraryError: it failed, with the line that says why.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoLibraryError(f"{command[0]}: {error}") from None
+    if done.returncode:
+        lines = done.stderr.splitlines()
+        said = next((x for x in lines if "error" in x), " ".join(lines[:1]))
+        raise NoLibraryError(f"{command[0]} fails: {said[:200]}")
+    return done.stdout

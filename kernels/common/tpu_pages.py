@@ -1,0 +1,193 @@
+"""Bringing the pages of a work list into VMEM, one grid step ahead of their use (Mosaic TPU)."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from swiftkv_jax.kernels.common import chips, mask, worklist
+
+LANES = 128
+
+
+class Scalars(NamedTuple):
+    """What the scalar core reads: int32 arrays, or references to them inside a kernel.
+
+    Attributes:
+      row: [1] of the pool. window: [1]. table: [Q * slots]. sequence: [b]. work: the steps.
+    """
+
+    row: Any
+    window: Any
+    table: Any
+    sequence: Any
+    work: worklist.WorkList
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The static shape of a grid step: `pages` pages of `page` tokens, of at most `slots` of a sequence."""
+
+    pages: int
+    page: int
+    slots: int
+
+    @property
+    def keys(self) -> int:
+        return self.pages * self.page
+
+
+def scalars(row, window, table, sequence, position, steps: Steps) -> Scalars:
+    """The scalar operands of blocks of queries at `position` [b, C] of sequences `sequence` [b]."""
+    window = jnp.asarray(mask.window_of(window), jnp.int32)
+    work = worklist.make(position, window, steps.page, steps.pages, steps.slots, chips.current().cores)
+    one = jnp.asarray(row, jnp.int32).reshape(1)
+    return Scalars(
+        one, window.reshape(1), table.reshape(-1).astype(jnp.int32), sequence.astype(jnp.int32), work
+    )
+
+
+def step_pages(keys_bytes: int, page: int, slots: int) -> int:
+    """Pages of a grid step when one token takes `keys_bytes` bytes in all operands."""
+    return max(1, min(slots, chips.current().tile // (keys_bytes * page)))
+
+
+def refuses(pool, table, blocks: int, pages: int) -> str:
+    """Why whole pages of `pool` cannot be brought in, or ""."""
+    tile = 32 // pool.dtype.itemsize
+    if pool.dtype == jnp.float16 or pool.dtype.itemsize > 4:
+        return f"{pool.dtype} rows: bfloat16, float32, int8, float8_e4m3fn"
+    if pool.shape[2] % tile:
+        return f"a page of {pool.shape[2]} tokens of {pool.dtype}: a multiple of {tile}"
+    slots = table.shape[1]
+    need = worklist.smem_bytes(blocks, slots, pages, table.shape[0])
+    if need > (most := chips.current().smem):
+        return f"a page table and work list of {need} bytes of scalar memory: at most {most}, so larger pages"
+    return ""
+
+
+def block_of(core, index, s: Scalars):
+    """The block of queries that grid point (core, index) works for: the index map of queries and outputs."""
+    return s.work.owner[worklist.step_of(core, index, s.work.begin)]
+
+
+def first_page(step, s: Scalars, steps: Steps):
+    """The first page, counted in its sequence, of a step."""
+    block = s.work.owner[step]
+    return s.work.low[block] + (step - s.work.first[block]) * steps.pages
+
+
+class Place(NamedTuple):
+    """Where a grid point is: its buffer slot, its block, its first key, and what of the block it does."""
+
+    live: Any
+    slot: Any
+    block: Any
+    key: Any
+    is_first: Any
+    is_last: Any
+    is_inner: Any
+
+
+def arrive(s: Scalars, steps: Steps, pools, buffers, arrived) -> Place:
+    """Wait for the pages of this grid point, having asked for those of the next.
+
+    `pools` [R, P, ...page] in HBM and `buffers` [2, pages, ...page] or [2, pages * page, E] in VMEM go
+    together; `arrived` is a DMA semaphore for each slot.
+    """
+    core, index = pl.program_id(0), pl.program_id(1)
+    step, end = s.work.begin[core] + index, s.work.begin[core + 1]
+    slot = jax.lax.rem(index, 2)
+
+    def copies(step, slot, act):
+        block = s.work.owner[step]
+        start = first_page(step, s, steps)
+        for i in range(steps.pages):
+
+            @pl.when(start + i < s.work.high[block])
+            def _(i=i):
+                name = s.table[s.sequence[block] * steps.slots + start + i]
+                for pool, buffer in zip(pools, buffers, strict=True):
+                    flat = buffer.ndim == pool.ndim - 1
+                    target = (
+                        buffer.at[slot, pl.ds(i * steps.page, steps.page)] if flat else buffer.at[slot, i]
+                    )
+                    act(pltpu.make_async_copy(pool.at[s.row[0], name], target, arrived.at[slot]))
+
+    @pl.when((index == 0) & (step < end))
+    def _():
+        copies(step, slot, lambda copy: copy.start())
+
+    @pl.when(step + 1 < end)
+    def _():
+        copies(step + 1, 1 - slot, lambda copy: copy.start())
+
+    @pl.when(step < end)
+    def _():
+        copies(step, slot, lambda copy: copy.wait())
+
+    step = jnp.minimum(step, end - 1)
+    block = s.work.owner[step]
+    done = step - s.work.first[block]
+    key = first_page(step, s, steps) * steps.page
+    inner = (s.work.edge[4 * block + 1] <= key) & (key + steps.keys <= s.work.edge[4 * block + 2])
+    return Place(
+        live=s.work.begin[core] + index < end,
+        slot=slot,
+        block=block,
+        key=key,
+        is_first=done == 0,
+        is_last=done == s.work.count[block] - 1,
+        is_inner=inner,
+    )
+
+
+def each_page(steps: Steps, body) -> None:
+    """Call `body(rows)` for the rows of each page of a tile: unrolled, whole tiles are slow to compile."""
+
+    def turn(i, _):
+        body(pl.ds(pl.multiple_of(i * steps.page, steps.page), steps.page))
+        return _
+
+    jax.lax.fori_loop(0, steps.pages, turn, 0)
+
+
+def clear_unseen(buffer, place: Place, s: Scalars, steps: Steps) -> None:
+    """Zero the rows of a [2, keys, E] buffer that no query sees: they may hold NaN, and 0 x NaN is NaN."""
+
+    def clear(rows):
+        at = place.key + rows.start + jax.lax.broadcasted_iota(jnp.int32, (steps.page, 1), 0)
+        keep = (at >= s.work.edge[4 * place.block]) & (at < s.work.edge[4 * place.block + 3])
+        tile = buffer[place.slot, rows, :]
+        if tile.dtype.itemsize == 1:
+            tile = tile.astype(jnp.float32)
+        buffer[place.slot, rows, :] = jnp.where(keep, tile, jnp.zeros_like(tile)).astype(buffer.dtype)
+
+    each_page(steps, clear)
+
+
+def seen(position, place: Place, s: Scalars, steps: Steps):
+    """[rows, keys]: which keys of this step queries at `position` [rows, 1] see."""
+    at = place.key + jax.lax.broadcasted_iota(jnp.int32, (position.shape[0], steps.keys), 1)
+    back = position - at
+    return (back >= 0) & (back < s.window[0])
+
+
+def rescale(scores, visible, top, total):
+    """One turn of the online softmax: weights [rows, keys], and the factor [rows, 1] of what came before.
+
+    `top` and `total` are [rows, 128] references, equal along the lanes. `visible` is None where all keys are.
+    """
+    low = jnp.float32(-1e30)
+    scores = scores if visible is None else jnp.where(visible, scores, low)
+    before = top[...]
+    after = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+    weights = jnp.exp(scores - after[:, :1])
+    weights = weights if visible is None else jnp.where(visible, weights, 0.0)
+    decay = jnp.exp(before - after)
+    top[...] = after
+    total[...] = total[...] * decay + jnp.sum(weights, axis=1, keepdims=True)
+    return weights, decay[:, :1]

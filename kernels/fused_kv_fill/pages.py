@@ -1,0 +1,142 @@
+"""A ragged batch's rows made and written whole pages at a time.
+
+The pages that begin in the batch are made from the hidden states in one call of the fused fill. A token that
+continues a partially filled page (nearly every decoded one does) is written by itself: rewriting the page
+would waste most of the work.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from swiftkv_jax.kernels.common.pools import Pool, places
+from swiftkv_jax.kernels.fused_kv_fill.api import Makers, fused_kv_fill, rows_of
+from swiftkv_jax.kernels.page_write.api import page_write
+
+_FEWEST = 8  # tokens written by themselves at a time
+
+
+class Tokens(NamedTuple):
+    """A flat ragged batch; a sequence's tokens are neighbours, at consecutive positions.
+
+    Attributes:
+      x: [T, D] hidden states, unnormalised. cos, sin: [T, H / 2] of the rotary angles.
+      sequence: [T] of each token. position: [T]. valid: [T], False for padding.
+    """
+
+    x: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    sequence: jax.Array
+    position: jax.Array
+    valid: jax.Array
+
+
+class Pages(NamedTuple):
+    """The pages that begin in a batch, packed; in all fields [n], of which the last ones may be empty.
+
+    Attributes:
+      first: token that each begins with. live: its tokens in the batch; 0: an empty place.
+      page: its id in the pool; P, one past the last, of an empty place.
+    """
+
+    first: jax.Array
+    live: jax.Array
+    page: jax.Array
+
+
+def fill_pages(
+    tokens: Tokens,
+    makers: Makers,
+    pools: tuple[Pool, Pool],
+    table: jax.Array,
+    *,
+    rows: tuple[int, ...],
+    eps: float,
+    chunks: bool,
+    implementation: str | None,
+) -> tuple[Pool, Pool]:
+    """The pools with `rows` of a batch's tokens in them.
+
+    Args:
+      makers, pools, rows, eps, implementation: as `api.fused_kv_fill` takes them.
+      table: [Q, slots] page ids of each sequence in order.
+      chunks: whether the batch may hold chunks of prompts; without them every token is written by itself.
+
+    In a page that begins in the batch, the places after the batch's last token are zeros.
+    """
+    if not chunks:
+        return _append(tokens, makers, pools, table, rows, eps)
+    size = pools[0].data.shape[2]
+    begun = begun_here(tokens, size)
+    pools = _append_some(tokens, tokens.valid & ~begun, makers, pools, table, rows, eps)
+    pages = pages_of(tokens, begun, pools[0].data.shape[1], size, table)
+    picked = jnp.clip(pages.first[:, None] + jnp.arange(size), 0, len(tokens.x) - 1).reshape(-1)
+    return fused_kv_fill(
+        tokens.x[picked],
+        makers,
+        tokens.cos[picked],
+        tokens.sin[picked],
+        pools,
+        pages.page,
+        pages.live,
+        rows=rows,
+        eps=eps,
+        implementation=implementation,
+    )
+
+
+def begun_here(tokens: Tokens, size: int) -> jax.Array:
+    """[T]: whether the first token of each token's page, of `size` tokens, is in the batch too."""
+    first = jnp.arange(len(tokens.position)) - tokens.position % size
+    there = jnp.clip(first, 0)
+    same = (tokens.sequence[there] == tokens.sequence) & (tokens.position[there] % size == 0)
+    return tokens.valid & same & (first >= 0)
+
+
+def pages_of(tokens: Tokens, begun: jax.Array, count: int, size: int, table: jax.Array) -> Pages:
+    """The pages that `begun` tokens lie in, of a pool of `count`: as many as any such batch may begin."""
+    total, sequences = len(tokens.position), table.shape[0]
+    most = min(total, (total + sequences * (size - 1)) // size)
+    opens = begun & (tokens.position % size == 0)
+    place = jnp.where(begun, jnp.cumsum(opens) - 1, most)
+    where = jnp.where(opens, place, most)
+
+    def placed(values, empty: int):
+        return jnp.full(most, empty, jnp.int32).at[where].set(values.astype(jnp.int32), mode="drop")
+
+    live = jnp.zeros(most, jnp.int32).at[place].add(1, mode="drop")
+    page, _ = _places(tokens, size, table)
+    return Pages(placed(jnp.arange(total), 0), live, placed(page, count))
+
+
+def _places(tokens: Tokens, size: int, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return places(table, tokens.sequence, tokens.position, tokens.valid, size)
+
+
+def _append(tokens: Tokens, makers: Makers, pools, table, rows, eps: float) -> tuple[Pool, Pool]:
+    """All tokens of a batch, one by one into their pages."""
+    size = pools[0].data.shape[2]
+    heads = pools[0].data.shape[-1] // (2 * tokens.cos.shape[-1])
+    made = rows_of(tokens.x, makers, tokens.cos, tokens.sin, heads, eps)
+    page, slot = _places(tokens, size, table)
+    new = (y.reshape(*y.shape[:2], heads, -1) for y in made)
+    k, v = (page_write(p, y, page, slot, rows=rows) for p, y in zip(pools, new, strict=True))
+    return k, v
+
+
+def _append_some(tokens: Tokens, which: jax.Array, makers: Makers, pools, table, rows, eps: float):
+    """The tokens of a batch that `which` [T] says, a few at a time: usually one of each sequence."""
+    total = len(tokens.x)
+    few = min(total, max(_FEWEST, table.shape[0]))
+    order = jnp.argsort(~which, stable=True)
+    count = jnp.sum(which)
+
+    def turn(i, pools):
+        number = i * few + jnp.arange(few)
+        picked = order[jnp.clip(number, 0, total - 1)]
+        some = Tokens(*(field[picked] for field in tokens))._replace(valid=number < count)
+        return _append(some, makers, pools, table, rows, eps)
+
+    return jax.lax.fori_loop(0, -(-count // few), turn, pools)

@@ -1,0 +1,128 @@
+"""Chunks of prompts over paged keys and values in two dense parts, for cuDNN's flash attention.
+
+A chunk attends to itself, causally, and to the tokens before it, all of which each of its queries sees; these
+are gathered from their pages. The two sums are merged by their log-sum-exps. Neither part has a mask in
+memory, and there is one program for all lengths.
+
+cuDNN's can be neither compiled nor run without a GPU; that it is called with the right arguments is tested.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from swiftkv_jax.kernels.common import mask
+
+_WIDEST = 256
+
+
+def paged_attention(
+    q,
+    k,
+    v,
+    table,
+    sequence,
+    position,
+    *,
+    row,
+    scale,
+    window,
+    k_scale,
+    v_scale,
+    by: Literal["xla", "cudnn"],
+):
+    """As `api.paged_attention`, of blocks whose positions rise by one; `by` says whose the parts are."""
+    del window  # wider than the table: see `refuses`
+    attend: Any = {"xla": by_xla, "cudnn": by_cudnn}[by]
+    (_, queries, _, width), page, names = q.shape, k.shape[2], table[sequence]
+    heads, place = k.shape[-1] // width, jnp.arange(queries)
+    live = position >= 0
+    first, count = jnp.min(jnp.where(live, position, 1 << 30), axis=1), live.sum(1)
+    first = jnp.where(count > 0, first, 0)
+
+    def stored(x, x_scale, name, slot, some):
+        """Rows of pages, or of one slot of each, as heads; zeros where not `some`: 0 x NaN is NaN."""
+        rows = x[row, name] if slot is None else x[row, name, slot]
+        rows = rows.reshape(*some.shape, heads, width)
+        if x_scale is not None:
+            factor = jnp.swapaxes(x_scale[row, name], 2, 3) if slot is None else x_scale[row, name, :, slot]
+            rows = rows.astype(jnp.float32) * factor.reshape(*some.shape, heads, 1)
+        return jnp.where(some[..., None, None], rows.astype(q.dtype), 0)
+
+    def part(name, slot, some):
+        return tuple(stored(*x, name, slot, some) for x in ((k, k_scale), (v, v_scale)))
+
+    # Queries from place 0 on, as the causal mask of a part counts them.
+    begin = jnp.argmax(live, axis=1)[:, None]
+    own = place < count[:, None]
+    shifted = jnp.take_along_axis(q, jnp.minimum(place + begin, queries - 1)[..., None, None], axis=1)
+    shifted = jnp.where(own[..., None, None], shifted, 0)
+    some = jnp.maximum(count, 1).astype(jnp.int32)  # no part is empty: what it gives is not used
+    at = jnp.where(own, first[:, None] + place, 0)
+    inside = part(jnp.take_along_axis(names, at // page, axis=1), at % page, own)
+    inside = attend(shifted, *inside, some, some, scale, True)
+    before = part(names, None, jnp.arange(names.shape[1] * page) < first[:, None])
+    before = attend(shifted, *before, some, jnp.maximum(first, 1).astype(jnp.int32), scale, False)
+    mixed = _merge(inside, before, first > 0)
+    mixed = jnp.take_along_axis(mixed, jnp.maximum(place - begin, 0)[..., None, None], axis=1)
+    return jnp.where(live[..., None, None], mixed, 0).astype(q.dtype)
+
+
+def _merge(one, other, there):
+    """Sums [b, C, N, H] over two sets of keys by their log-sum-exps [b, C, N], in float32; of the other set
+    only where it is `there` [b]."""
+    (mixed, lse), (second, its) = one, other
+    there = there[:, None, None]
+    its = jnp.where(there, its, -jnp.inf)
+    both = jnp.logaddexp(lse, its)
+    second = jnp.where(there[..., None], second, 0) * jnp.exp(its - both)[..., None]
+    return mixed * jnp.exp(lse - both)[..., None] + second
+
+
+def by_xla(q, k, v, queries, keys, scale, causal: bool):
+    """(sums, log-sum-exps) by XLA's composition; in float32, since jax.nn rounds the latter to its inputs."""
+    return jax.nn.dot_product_attention(
+        *(x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (q, k, v)),
+        scale=scale,
+        is_causal=causal,
+        query_seq_lengths=queries,
+        key_value_seq_lengths=keys,
+        implementation="xla",
+        return_residual=True,
+    )
+
+
+def by_cudnn(q, k, v, queries, keys, scale, causal: bool):
+    """(sums, log-sum-exps) by cuDNN, the latter in float32.
+
+    By JAX's private name: `jax.nn.dot_product_attention` rounds log-sum-exps to the queries' dtype, and in
+    bfloat16 a merge is then off by several per cent.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    kind = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
+    found: Any = cudnn.dot_product_attention(
+        q, k, v, q_seqlen=queries, kv_seqlen=keys, scale=scale, mask_type=kind, return_residual=True
+    )
+    mixed, lse = found
+    return mixed, jnp.swapaxes(lse, 1, 2)
+
+
+def refuses(q, k, v, table, *_, window=None, **__) -> str:
+    """What of a call two parts do not support, and what they do, or ""."""
+    if k.shape[-1] != v.shape[-1]:
+        return f"keys and values {k.shape[-1]} and {v.shape[-1]} wide: equally wide"
+    context = table.shape[1] * k.shape[2]
+    if not isinstance(mask.window_of(window), int) or mask.window_of(window) < context:
+        return f"a window of {window} tokens in a context of {context}: none"
+    return ""
+
+
+def refuses_cudnn(q, k, v, *args, **kwargs) -> str:
+    """What of a call cuDNN does not support, and what it does, or ""."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"{q.dtype} queries: bfloat16, float16"
+    if (width := q.shape[-1]) % 8 or width > _WIDEST:
+        return f"heads {width} wide: multiples of 8 up to {_WIDEST}"
+    return refuses(q, k, v, *args, **kwargs)

@@ -1,1 +1,0 @@
-"""The angles by which queries and keys are rotated."""

@@ -1,0 +1,182 @@
+"""Bytes that an optimised program moves between a device's memory and its processors, from XLA's text of it.
+
+XLA's own count, `compiled.cost_analysis()["bytes accessed"]`, takes the inside of a loop once; a model whose
+layers are scanned has nearly everything there. This one multiplies by the turns.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+
+_BITS = {"pred": "8", "token": "0", "opaque": "0"}  # of other types the name says it: bf16, s32, f8e4m3fn
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TURNS = re.compile(r'"?known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id"),
+    *("replica-id", "iota", "opt-barrier", "add-dependency", "get-dimension-size", "domain"),
+}
+_SLICES = ("dynamic-slice", "slice", "gather")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str
+    root: bool
+
+    @functools.cached_property
+    def called(self) -> tuple[str, ...]:
+        branches = _BRANCHES.search(self.rest)
+        found = branches[1].replace("%", "").split(", ") if branches else []
+        return (*_CALLED.findall(self.rest), *found)
+
+
+def bytes_moved(text: str) -> float:
+    """Of one run of a program's entry on one device; memory on the chip itself, `S(1)`, is not counted.
+
+    What a fusion slices out of an operand counts as the slice, what it writes into one as what is written. A
+    loop whose turns the compiler does not know counts once.
+    """
+    program, entry = _parse(text)
+
+    @functools.cache
+    def total(computation: str) -> float:
+        return sum(map(functools.partial(cost, program[computation]), program[computation].values()))
+
+    def cost(inside: dict[str, _Instruction], one: _Instruction) -> float:
+        if one.opcode in _FREE or one.opcode.endswith(("-done", "-update")):
+            return 0.0
+        if one.opcode == "while":
+            turns = _turns(program, one)
+            return turns * sum(map(total, one.called))
+        if one.opcode == "conditional":
+            return max(map(total, one.called), default=0.0)
+        if one.opcode in ("call", "async-start"):
+            return sum(map(total, one.called))
+        if one.opcode == "fusion":
+            fused = program[one.called[0]]
+            reads = sum(_read(program, fused, i, inside.get(name)) for i, name in enumerate(one.operands))
+            return reads + min(_written(fused), _size(one.type))
+        operands = [inside[name] for name in one.operands if name in inside]
+        if one.opcode in ("dynamic-slice", "gather", "slice"):
+            return 2 * _size(one.type)
+        if one.opcode in ("dynamic-update-slice", "scatter"):
+            return 2 * _size(operands[1 if one.opcode == "dynamic-update-slice" else -1].type)
+        reads = sum(_size(operand.type) for operand in operands)
+        if one.opcode.endswith("-start"):  # its type holds its operands too, and for a copy a context
+            return max(_size(one.type), reads)
+        return reads + _size(one.type)
+
+    return total(entry)
+
+
+def _read(program, fused: dict[str, _Instruction], index: int, operand: _Instruction | None) -> float:
+    """Bytes that a fusion reads of its operand number `index`."""
+    if operand is None:
+        return 0.0
+    whole = _size(operand.type)
+    mine = [x for x in fused.values() if x.opcode == "parameter" and x.rest.startswith(f"{index})")]
+    if not whole or not mine:
+        return whole
+    return min(whole, _used(program, fused, mine[0].name, whole))
+
+
+def _used(program, fused: dict[str, _Instruction], name: str, whole: float) -> float:
+    read = 0.0
+    for user in (x for x in fused.values() if name in x.operands):
+        if user.opcode == "bitcast":
+            read += _used(program, fused, user.name, whole)
+        elif user.opcode in _SLICES and user.operands[0] == name:
+            read += _size(user.type, everywhere=True)
+        elif user.opcode == "fusion":
+            inner = program[user.called[0]]
+            for place in (i for i, operand in enumerate(user.operands) if operand == name):
+                mine = [
+                    x for x in inner.values() if x.opcode == "parameter" and x.rest.startswith(f"{place})")
+                ]
+                read += _used(program, inner, mine[0].name, whole) if mine else whole
+        elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
+            return whole
+    return read
+
+
+def _written(fused: dict[str, _Instruction]) -> float:
+    """Bytes that a fusion writes: of an operand that it updates in place, the update."""
+
+    def of(one: _Instruction) -> float:
+        if one.opcode == "bitcast" and one.operands[0] in fused:
+            inner = of(fused[one.operands[0]])
+            return min(inner, _size(one.type))
+        if one.opcode == "tuple":
+            return sum(of(fused[name]) for name in one.operands)
+        if one.opcode == "dynamic-update-slice" and _size(one.type):
+            return _size(fused[one.operands[1]].type, everywhere=True)
+        return _size(one.type)
+
+    return sum(of(one) for one in fused.values() if one.root)
+
+
+def _turns(program, loop: _Instruction) -> int:
+    """Of a loop that counts from 0, as the compiler noted them, or from the number its condition compares."""
+    if found := _TURNS.search(loop.rest):
+        return int(found[1])
+    (condition,) = re.findall(r"condition=%?([\w.\-]+)", loop.rest)
+    inside = program.get(condition, {}).values()
+    limits = [
+        int(x.rest.partition(")")[0]) for x in inside if x.opcode == "constant" and x.type.startswith("s32[]")
+    ]
+    return limits[0] if len(limits) == 1 else 1
+
+
+def _size(type_: str, everywhere: bool = False) -> float:
+    """Bytes of an array or a tuple of them; of those on the chip itself only `everywhere`."""
+    total = 0.0
+    for dtype, dims, layout in _ARRAY.findall(type_):
+        if "S(" in layout and not everywhere:
+            continue
+        bits = int(_BITS.get(dtype) or re.sub(r"^[a-z]+(\d+).*", r"\1", dtype))
+        total += math.prod(map(int, filter(None, dims.split(",")))) * bits / 8
+    return total
+
+
+def _parse(text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
+    """(computation -> instruction name -> instruction, the entry's name)."""
+    program: dict[str, dict[str, _Instruction]] = {}
+    current: dict[str, _Instruction] = {}
+    entry = ""
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" ") and not line.startswith("HloModule"):
+            words = line.split()
+            name = words[1 if words[0] == "ENTRY" else 0].removeprefix("%").partition("(")[0]
+            entry = name if words[0] == "ENTRY" else entry
+            current = program.setdefault(name, {})
+        elif " = " in line and line.startswith(" "):
+            one = _instruction(line.strip())
+            current[one.name] = one
+    return program, entry
+
+
+def _instruction(line: str) -> _Instruction:
+    root = line.startswith("ROOT ")
+    name, _, made = line.removeprefix("ROOT ").partition(" = ")
+    end = _closing(made) + 1 if made.startswith("(") else made.index(" ")
+    opcode, _, rest = made[end:].strip().partition("(")
+    inside = rest[: _closing("(" + rest) - 1]
+    return _Instruction(name.removeprefix("%"), made[:end], opcode, tuple(_NAME.findall(inside)), rest, root)
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis that `text` begins with ends."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if not depth:
+            return place
+    return len(text)

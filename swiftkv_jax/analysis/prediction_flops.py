@@ -1,0 +1,238 @@
+"""What KV prediction saves: the FLOPs figures of its paper (arXiv 2410.08391), and what is really run.
+
+The paper divides the base's parameters by the auxiliary's (section 4.4), embeddings included and counted
+once; the predictor and the one token that the base reads are left out. `prediction_table` counts them, and
+attention too.
+
+    python -m swiftkv_jax.analysis.prediction_flops
+"""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from swiftkv_jax.checks import above, integer, number
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.errors import Parser, UsageError, exit_code
+from swiftkv_jax.plan import Prediction, ascending
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A standard model by the sizes of each of its layers, which may differ.
+
+    Attributes:
+      heads, kv_heads, ffn: of each layer. extra: parameters beside the layers' matrices, embeddings once.
+    """
+
+    width: int
+    head_dim: int
+    heads: tuple[int, ...]
+    kv_heads: tuple[int, ...]
+    ffn: tuple[int, ...]
+    extra: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Sizes":
+        """Of a model of equal layers; norms and biases are not counted."""
+        layers, matrices = config.num_layers, 1 if config.tie_word_embeddings else 2
+        return cls(
+            width=config.hidden_size,
+            head_dim=config.head_dim,
+            heads=(config.num_heads,) * layers,
+            kv_heads=(config.num_kv_heads,) * layers,
+            ffn=(config.intermediate_size,) * layers,
+            extra=matrices * config.vocab_size * config.hidden_size,
+        )
+
+    def kept(self, layers: Sequence[int]) -> "Sizes":
+        """With some of its layers only: a layer-pruned model."""
+        layers = ascending("layers", layers, self.layers)
+        parts = {name: tuple(getattr(self, name)[i] for i in layers) for name in ("heads", "kv_heads", "ffn")}
+        return dataclasses.replace(self, **parts)
+
+    @property
+    def layers(self) -> int:
+        return len(self.heads)
+
+    @property
+    def parameters(self) -> int:
+        return self.extra + sum(self.made(i) + self.dense(i) for i in range(self.layers))
+
+    def row(self, layer: int) -> int:
+        """Numbers of one token's keys, or values."""
+        return self.kv_heads[layer] * self.head_dim
+
+    def made(self, layer: int) -> int:
+        """Parameters of a layer's k and v."""
+        return 2 * self.width * self.row(layer)
+
+    def dense(self, layer: int) -> int:
+        """Those of its other matrices."""
+        return self.width * (2 * self.heads[layer] * self.head_dim + 3 * self.ffn[layer])
+
+    def read(self, depth: int, rows: int, keys: float) -> float:
+        """FLOPs of one token that runs `depth` layers, makes `rows` rows and sees `keys` keys a layer."""
+        dense = sum(map(self.dense, range(depth))) + sum(map(self.made, range(rows)))
+        return 2.0 * dense + 4.0 * keys * self.head_dim * sum(self.heads[:depth])
+
+
+def openelm(width: int, layers: int, head_dim: int, vocab: int = 32000) -> Sizes:
+    """OpenELM's sizes (arXiv 2404.14619): heads and ffn grow with depth, from 0.5 to 1 and from 0.5 to 4."""
+
+    def steps(first: float, last: float) -> list[float]:
+        return [round(first + (last - first) * i / (layers - 1), 2) for i in range(layers)]
+
+    def divisible(value: float, by: int) -> int:
+        near = max(by, int(value + by / 2) // by * by)
+        return near + by if near < 0.9 * value else near
+
+    heads = tuple(divisible(width * m, 4 * head_dim) // head_dim for m in steps(0.5, 1.0))
+    return Sizes(
+        width=width,
+        head_dim=head_dim,
+        heads=heads,
+        kv_heads=tuple(n // 4 for n in heads),
+        ffn=tuple(divisible(width * m, 256) for m in steps(0.5, 4.0)),
+        extra=width * (vocab + 1) + layers * 2 * (width + head_dim),  # norms, also of queries and keys
+    )
+
+
+OPENELM = {
+    "270M": openelm(1280, 16, 64),
+    "450M": openelm(1536, 20, 64),
+    "1.1B": openelm(2048, 28, 64),
+    "3B": openelm(3072, 36, 128),
+}
+
+
+def pruned(base: Sizes, share: float) -> tuple[Sizes, tuple[int, ...]]:
+    """The paper's layer-pruned model that keeps 0.75, 0.50 or 0.25 of the layers, and which (Table 4).
+
+    Raises:
+      UsageError: it has no other.
+    """
+    stays = {0.75: lambda i: i % 4 != 3, 0.5: lambda i: i % 2 == 0, 0.25: lambda i: i % 4 == 0}
+    if share not in stays:
+        raise UsageError(f"the paper prunes to 0.75, 0.5 or 0.25 of the layers, not {share}")
+    keep = tuple(i for i in range(base.layers) if stays[share](i))
+    return base.kept(keep), keep
+
+
+def published(base: Sizes, auxiliary: Sizes) -> float:
+    """The paper's "FLOPs reduction": parameters of the base over those of the auxiliary."""
+    return base.parameters / auxiliary.parameters
+
+
+def prediction_table(base: Sizes, auxiliary: Sizes, prediction: Prediction, context: int) -> dict[str, float]:
+    """GFLOP (10^9) per prompt token, averaged over a prompt of `context` tokens, of standard models.
+
+    Keys: `auxiliary` (its layers below the deepest row that is read, and the rows up to it), `predictor`,
+    `base` (the tail, which runs all layers), their `total`; beside them `full_depth`, the base reading the
+    prompt through every layer, and `step`, the base as `model.step` runs it, where only the last token runs
+    the last layer. Embeddings and output heads are not counted: one token needs them.
+
+    Raises:
+      UsageError: the prediction does not fit the models, or the context is not longer than its tail.
+    """
+    if len(prediction.reads) != base.layers or max(prediction.reads) >= auxiliary.layers:
+        raise UsageError(
+            f"reads {prediction.reads} do not map {auxiliary.layers} rows to {base.layers}: give one for each"
+        )
+    tail, mean = prediction.tail, (context + 1) / 2
+    integer("context", context, tail + 1)
+    deepest = max(prediction.reads)
+    maps = sum(4.0 * auxiliary.row(read) * base.row(row) for row, read in enumerate(prediction.reads))
+    ahead = context - tail
+    table = {
+        "auxiliary": auxiliary.read(deepest, deepest + 1, (ahead + 1) / 2) * ahead / context,
+        "predictor": maps * ahead / context,
+        "base": base.read(base.layers, base.layers, context - (tail - 1) / 2) * tail / context,
+    }
+    whole, but_one = (
+        base.read(depth, base.layers, float(context)) for depth in (base.layers, base.layers - 1)
+    )
+    step = base.read(base.layers - 1, base.layers, mean) + (whole - but_one) / context
+    full = base.read(base.layers, base.layers, mean)
+    table |= {"total": sum(table.values()), "full_depth": full, "step": step}
+    return {name: value / 1e9 for name, value in table.items()}
+
+
+def random_pruning(keep: float) -> float:
+    """FLOPs reduction of a model that reads a `keep` share of the tokens (the paper's RP)."""
+    return 1 / above("keep", keep, 0, 1)
+
+
+def static_pruning(keep: float, probe: float = 0.25) -> float:
+    """The same when a `probe` share of the layers first reads all of them, to choose (the paper's SP)."""
+    return 1 / (number("probe", probe, 0, 1) + above("keep", keep, 0, 1))
+
+
+def lazy_llm(start: float, end: float, layers: Sequence[int | float] = ()) -> float:
+    """The same of LazyLLM as the paper runs it: all tokens below 0.3 of the depth, then from a `start` share
+    of them linearly to an `end` share at 0.9 and above.
+
+    layers: what each layer costs, for models whose layers differ; by default all the same, in the limit of
+    many, which is how the published figures were made.
+
+    Raises:
+      UsageError: a share outside (0, 1], or end above start.
+    """
+    above("end", end, 0, above("start", start, 0, 1))
+    if not layers:
+        return 1 / (0.3 + 0.6 * (start + end) / 2 + 0.1 * end)
+
+    def share(depth: float) -> float:
+        if depth < 0.3:
+            return 1.0
+        return start + (end - start) * min(1.0, (depth - 0.3) / 0.6)
+
+    read = sum(cost * share(i / len(layers)) for i, cost in enumerate(layers))
+    return sum(layers) / read
+
+
+def pairs() -> list[tuple[str, Sizes, Sizes, Prediction]]:
+    """The paper's KV prediction models (Table 1): name, base, auxiliary, map."""
+    out = []
+    for large, small in {"1.1B": ("450M", "270M"), "3B": ("1.1B", "450M", "270M")}.items():
+        base = OPENELM[large]
+        for name in small:
+            auxiliary = OPENELM[name]
+            out.append(
+                (f"{large}-KVP-C-{name}", base, auxiliary, Prediction.spread(base.layers, auxiliary.layers))
+            )
+        for share in (0.75, 0.5, 0.25):
+            auxiliary, keep = pruned(base, share)
+            out.append((f"{large}-KVP-LP-{share}", base, auxiliary, Prediction.nearest(base.layers, keep)))
+    return out
+
+
+def report() -> None:
+    """Print the reductions: as published, and as they are run, with prompts of 59 and of 1024 tokens."""
+    print(f"{'model':20} published  full depth: 59 / 1024 tokens  our step: 59 / 1024")
+    for name, base, auxiliary, prediction in pairs():
+        short, long = (prediction_table(base, auxiliary, prediction, n) for n in (59, 1024))
+        ratios = [t[of] / t["total"] for of in ("full_depth", "step") for t in (short, long)]
+        shown = "  ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"{name:20} {published(base, auxiliary):.2f}       {shown}")
+    costs = [OPENELM["1.1B"].made(i) + OPENELM["1.1B"].dense(i) for i in range(OPENELM["1.1B"].layers)]
+    for start, ends in ((0.75, (0.75, 0.5, 0.25, 0.1, 0.05, 0.01)), (0.5, (0.5, 0.25, 0.1, 0.05, 0.01))):
+        for end in ends:
+            print(
+                f"LazyLLM {start}-{end:<7} {lazy_llm(start, end):.2f}       {lazy_llm(start, end, costs):.2f}"
+            )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; its exit code."""
+
+    def work() -> None:
+        about = "FLOPs reductions of the KV prediction paper, as published and as they are run."
+        Parser(prog="python -m swiftkv_jax.analysis.prediction_flops", description=about).parse_args(argv)
+        report()
+
+    return exit_code(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

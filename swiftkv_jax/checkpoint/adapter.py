@@ -1,0 +1,257 @@
+"""Folders of any model: one of weights (hf.py), or an adapter that names a base model (KV prediction).
+
+kv_prediction.json      format, base (a folder, or a hub id), base_fingerprint, reads, tail
+auxiliary/              a model's folder, which transformers loads
+predictor.safetensors   rows.N.k.weight [base's width, auxiliary's width], rows.N.k.bias, and so for v
+tokenizer files         the base's
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from safetensors.numpy import save_file
+
+from swiftkv_jax import predict, weights
+from swiftkv_jax.checkpoint import hf, write
+from swiftkv_jax.checkpoint.hf import local_folder
+from swiftkv_jax.checkpoint.names import Slot
+from swiftkv_jax.checkpoint.write import ADAPTER, AUXILIARY, PREDICTOR
+from swiftkv_jax.checks import choice, integer
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.folder import read_json
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan, Prediction
+from swiftkv_jax.predict import Predicted
+from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
+
+_FORMAT = 1
+_SEEN = 64  # numbers of each tensor that a fingerprint is made of
+_LONGEST = 4096  # characters of a base's name
+
+
+def from_pretrained(
+    path_or_id: str | Path,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    cuts: weights.Cuts = (),
+    revision: str | None = None,
+    base: str | Path | None = None,
+    slim: bool = True,
+) -> tuple[Transformer | Predicted, PyTree]:
+    """A model and its parameters from a folder or a hub id: a checkpoint of weights, or an adapter.
+
+    base: where an adapter's base model lies, if not where the adapter says. The other arguments are those of
+    `hf.from_pretrained`; `dtype` is by default the base's, for all parts.
+
+    Raises:
+      UsageError: as there; or an adapter's base is missing, or is not the model it was made for.
+    """
+    folder = local_folder(path_or_id, revision)
+    if not (folder / ADAPTER).exists():
+        if base is not None:
+            raise UsageError(f"{folder} has no {ADAPTER}: it is no adapter with a base, so leave base out")
+        return hf.from_pretrained(folder, dtype, mesh, cuts, slim=slim)
+    named, said, prediction = _read(folder / ADAPTER)
+    home = _base_folder(folder, named, base)
+    own, own_params = hf.from_pretrained(home, dtype, mesh, cuts, slim=False)  # it predicts keys and values
+    if fingerprint(home) != said:
+        raise UsageError(
+            f"{home} is not the model that {folder} was made for, its weights are others: give the right base"
+        )
+    check_tokenizers(home, folder / AUXILIARY)
+    auxiliary, aux_params = hf.from_pretrained(folder / AUXILIARY, own.dtype, mesh, cuts, slim=False)
+    model = Predicted(own, auxiliary, prediction)
+    predictor = _load_predictor(folder, model, mesh, cuts)
+    return model, {"base": own_params, "auxiliary": aux_params, "predictor": predictor}
+
+
+def read_model(
+    folder: Path, slim: bool = True, base: str | Path | None = None
+) -> tuple[ModelConfig, KVPlan, Mapping]:
+    """What a folder's config.json, or that of an adapter's base, describes, and its fields.
+
+    Raises:
+      UsageError: it cannot be read, or describes no model of ours.
+    """
+    if not (folder / ADAPTER).exists():
+        return hf.read_model(folder, slim)
+    return hf.read_model(_base_folder(folder, _read(folder / ADAPTER)[0], base), slim=False)
+
+
+def save_pretrained(out_dir: str | Path, model: Transformer | Predicted, params: PyTree, **options) -> None:
+    """Write a folder that `from_pretrained` reads, by `write.save_pretrained` or `save_adapter`."""
+    if isinstance(model, Predicted):
+        return save_adapter(out_dir, model, params, **options)
+    return write.save_pretrained(out_dir, model, params, **options)
+
+
+def save_adapter(
+    out_dir: str | Path,
+    model: Predicted,
+    params: PyTree,
+    base: str | Path | None = None,
+    dtype: str | None = None,
+) -> None:
+    """Write the auxiliary and the predictor, and which base they are for; the base stays where it is.
+
+    A new `out_dir` appears whole or not at all. With several processes all of them call this.
+
+    Args:
+      base: the base's folder or hub id, by default the folder it was read from. A path that leads there from
+        the adapter's folder is kept relative.
+      dtype: of the auxiliary's weights on disk; that of the parameters by default. The predictor has float32.
+
+    Raises:
+      UsageError: the base lies nowhere, or a folder cannot be read or written.
+    """
+    given = base or model.base.config.source
+    if given is None:
+        raise UsageError("an adapter names its base's folder, and this base was read from none: give base")
+    out = Path(out_dir).expanduser().absolute()
+    named = str(given if (out / given).exists() or not Path(given).exists() else Path(given).absolute())
+    home = _base_folder(out, named, None)
+    lacks = model.auxiliary.config.source is None and has_tokenizer(home)
+    tokenizer = home if lacks else None
+    tensors = {
+        name: _gathered(params, name, slot) for name, slot in _slots(model, params["predictor"]).items()
+    }
+    auxiliary = (model.auxiliary, params["auxiliary"])
+    if jax.process_index():
+        write.save_pretrained(out / AUXILIARY, *auxiliary, dtype=dtype, tokenizer=tokenizer)
+    else:
+        said = {
+            "format": _FORMAT,
+            "base": named,
+            "base_fingerprint": fingerprint(home),
+            "reads": list(model.prediction.reads),
+            "tail": model.prediction.tail,
+        }
+        with write.staged(out) as folder:
+            write.save_pretrained(folder / AUXILIARY, *auxiliary, dtype=dtype, tokenizer=tokenizer)
+            write.write_extras(folder, _extras(home))
+            save_file(tensors, folder / PREDICTOR, {"format": "pt"})
+            (folder / PREDICTOR).chmod(folder.stat().st_mode & 0o666)
+            write.write_json(folder / ADAPTER, said)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("save_adapter")
+
+
+def _extras(home: Path) -> dict[str, Path | dict]:
+    """The base's tokenizer and generation config, with the token ids that it has in config.json alone: an
+    adapter has none."""
+    found, name = write.extras(None, home, None), "generation_config.json"
+    own = found.get(name, {})
+    said = read_json(own) if isinstance(own, Path) else own
+    ids = write.token_ids(home)
+    return found | ({name: ids | said} if ids.keys() - said.keys() else {})
+
+
+def fingerprint(folder: Path) -> str:
+    """Changes with the names, shapes or first numbers of a checkpoint's tensors."""
+    digest = hashlib.sha256()
+    with contextlib.ExitStack() as stack:
+        tensors = hf.open_all(folder, stack)
+        for name, (_, found) in sorted(tensors.items()):
+            shape = tuple(found.get_shape())
+            first = (*(slice(0, 1) for _ in shape[:-1]), *(slice(0, min(n, _SEEN)) for n in shape[-1:]))
+            some = found[first or ...]
+            digest.update(f"{name} {shape} ".encode())
+            digest.update(np.ascontiguousarray(np.asarray(some).astype(np.float32)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def check_tokenizers(base: Path, auxiliary: Path) -> None:
+    """Whether two folders have the same tokenizer; one without any says nothing.
+
+    Raises:
+      UsageError: they give other ids.
+    """
+    files = [folder / "tokenizer.json" for folder in (base, auxiliary)]
+    if not all(map(has_tokenizer, (base, auxiliary))):
+        return
+    if all(file.is_file() for file in files) and read_json(files[0]) == read_json(files[1]):
+        return
+    if load_tokenizer(base).ids_fingerprint != load_tokenizer(auxiliary).ids_fingerprint:
+        raise UsageError(
+            f"the models in {base} and {auxiliary} have different tokenizers: an auxiliary must read the "
+            "base's tokens"
+        )
+
+
+def _read(path: Path) -> tuple[str, str, Prediction]:
+    """(base, its fingerprint, prediction) of an adapter's JSON."""
+    raw = read_json(path)
+    choice(f"{path}: format", raw.get("format"), (_FORMAT,))
+    for name in ("base", "base_fingerprint"):
+        if not isinstance(raw.get(name), str) or not 0 < len(raw[name]) <= _LONGEST:
+            raise UsageError(f"{path}: {name} must be a string of 1 to {_LONGEST} characters")
+    reads = raw.get("reads")
+    if not isinstance(reads, list):
+        raise UsageError(f"{path}: reads must be a list of rows, not {type(reads).__name__}")
+    try:
+        prediction = Prediction(tuple(reads), integer("tail", raw.get("tail")))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return raw["base"], raw["base_fingerprint"], prediction
+
+
+def _base_folder(folder: Path, named: str, given: str | Path | None) -> Path:
+    """Where an adapter's base model lies: `given`, or what the adapter in `folder` says."""
+    if given is not None:
+        return local_folder(given)
+    try:
+        if (folder / named).exists():
+            return local_folder(folder / named)
+        return local_folder(named)
+    except UsageError as error:
+        raise UsageError(f"the base model of {folder} is not where it says ({error}): give base") from None
+
+
+def _slots(model: Predicted, predictor: PyTree) -> dict[str, Slot]:
+    """Where each of the predictor's tensors lies in its tree."""
+    inside_, outside = model.auxiliary.config.kv_width, model.base.config.kv_width
+    out = {}
+    for number, held in enumerate(weights.ranges(predictor["rows"])):
+        for index, row in enumerate(held):
+            for name in ("k", "v"):
+                path = ("rows", number, f"{name}_proj")
+                out[f"rows.{row}.{name}.weight"] = Slot(
+                    path=(*path, "kernel"), index=index, transposed=True, heads=0, shape=(outside, inside_)
+                )
+                out[f"rows.{row}.{name}.bias"] = Slot(
+                    path=(*path, "bias"), index=index, transposed=False, heads=0, shape=(outside,)
+                )
+    return out
+
+
+def _gathered(params: PyTree, name: str, slot: Slot) -> np.ndarray:
+    return write.tensor(params["predictor"], name, slot, np.dtype(np.float32))
+
+
+def _load_predictor(folder: Path, model: Predicted, mesh: Mesh | None, cuts: weights.Cuts) -> PyTree:
+    described = predict.described(model, cuts)["predictor"]
+    wanted = _slots(model, described)
+    with contextlib.ExitStack() as stack:
+        tensors = hf.open_one(folder / PREDICTOR, stack)
+        hf.check_tensors(folder, tensors, wanted, lambda name: False, ADAPTER)
+        bad = [name for name, (_, found) in tensors.items() if not np.isfinite(found[...]).all()]
+        if bad:
+            raise UsageError(f"{folder / PREDICTOR}: {sorted(bad)[0]} holds numbers that are not finite")
+        by_path: dict[tuple, list[tuple]] = {}
+        for name, slot in wanted.items():
+            by_path.setdefault(slot.path, []).append((slot, name, *tensors[name]))
+        dtype = jnp.dtype(model.dtype)
+
+        def one(path, weight):
+            return hf.load(weight, by_path[weights.keys(path)], dtype, mesh)
+
+        return jax.tree_util.tree_map_with_path(one, described)

@@ -1,0 +1,125 @@
+"""The weights in a GGUF file under their Hugging Face names, read and dequantised when asked for."""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.gguf_config import ROPE_FACTORS
+from swiftkv_jax.gguf_header import Header, Stored
+
+# llama.cpp's name of a part -> the published one.
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,5})\.)?(?P<part>\w+)\.(?P<kind>weight|bias)", re.ASCII)
+_PERMUTED = ("attn_q", "attn_k")
+_ROWS = 4096  # dequantised at a time: the package needs some times their size for it
+
+
+class Slice:
+    """A tensor that is read when it is indexed, with the manners of safetensors' slices; float32.
+
+    `turned` is the width of a head whose rows llama.cpp has reordered: a rotary pair lies side by side there,
+    and half a head apart in transformers. 1: they are as they were.
+    """
+
+    def __init__(self, header: Header, name: str, turned: int):
+        self.header, self.name, self.turned = header, name, turned
+        self.found: Stored = header.tensors[name]
+
+    def get_shape(self) -> list[int]:
+        return list(self.found.shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, spans: tuple[slice, ...]) -> np.ndarray:
+        """[rows, columns] or [elements]: the values of some contiguous rows, and some of their columns.
+
+        Raises:
+          UsageError: the file cannot be read, or holds a value that is not finite.
+        """
+        vector = len(self.found.shape) == 1
+        first, last, _ = spans[0].indices(self.found.shape[0])
+        begin, end = first // self.turned * self.turned, -(-last // self.turned) * self.turned
+        values = self._rows(0, 1).T[begin:end] if vector else self._rows(begin, end)
+        if self.turned > 1:
+            pairs = values.reshape(-1, self.turned // 2, 2, values.shape[-1])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        values = values[first - begin : last - begin]
+        return values[:, 0] if vector else values[:, spans[1]]
+
+    def _rows(self, begin: int, end: int) -> np.ndarray:
+        """Rows [begin, end) as they lie in the file, [rows, columns]; a vector is one row."""
+        quants = _package()
+        kind = quants.GGMLQuantizationType(self.found.kind)
+        *outer, width = self.found.shape
+        size = (self.found.end - self.found.start) // math.prod(outer)
+        out = np.empty((end - begin, width), np.float32)
+        for start in range(begin, end, _ROWS):
+            stop = min(end, start + _ROWS)
+            raw = self.header.read(self.found, start * size, (stop - start) * size).reshape(-1, size)
+            with np.errstate(all="ignore"):
+                out[start - begin : stop - begin] = quants.dequantize(raw, kind)
+        if not np.isfinite(out).all():
+            raise UsageError(
+                f"{self.header.path}: {self.name} holds values that are not finite; fetch it again"
+            )
+        return out
+
+
+def open_tensors(header: Header, fields: Mapping) -> dict[str, tuple[Path, Slice]]:
+    """Hugging Face's name of a tensor -> (the file, a slice of it that reads nothing yet).
+
+    A name that is not known stays as it is. `fields`: the config.json of the same file.
+
+    Raises:
+      UsageError: the package `gguf` is not installed, or two names mean one tensor.
+    """
+    _package()
+    turned = fields["head_dim"] if header.metadata["general.architecture"] == "llama" else 1
+    out: dict[str, tuple[Path, Slice]] = {}
+    for name in header.tensors:
+        if name == ROPE_FACTORS:  # config.json's rope_scaling says what it says
+            continue
+        new, part = _published(name)
+        if new in out:
+            raise UsageError(f"{header.path}: {name[:60]!r} is in it under another name too")
+        out[new] = header.path, Slice(header, name, turned if part in _PERMUTED else 1)
+    return out
+
+
+def _published(name: str) -> tuple[str, str]:
+    """(Hugging Face's name, llama.cpp's part) of a tensor; a name that is not known stays as it is."""
+    found = _NAME.fullmatch(name)
+    layer, part, kind = found.group("layer", "part", "kind") if found else ("", "", "")
+    if layer and part in _PARTS:
+        return f"model.layers.{int(layer)}.{_PARTS[part]}.{kind}", part
+    if found and not layer and part in _TOP:
+        return f"{_TOP[part]}.{kind}", part
+    return name, ""
+
+
+def _package():
+    try:
+        import gguf
+    except ImportError as error:
+        raise UsageError(
+            f"a GGUF file needs the package {error.name}: pip install 'swiftkv-jax[gguf]'"
+        ) from None
+    return gguf

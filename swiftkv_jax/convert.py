@@ -1,0 +1,237 @@
+"""A SwiftKV student of a checkpoint, made without a training step, and what it costs.
+
+    python -m swiftkv_jax.convert MODEL --split 20 --out DIR
+
+Or `swiftkv-convert`. The later layers' keys and values are solved by least squares on a text
+(distill/least_squares.py), and teacher and student are compared on rows of text that were not solved on.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from swiftkv_jax import sharding
+from swiftkv_jax.analysis.flops import cache_bytes_per_token, flops_table
+from swiftkv_jax.checkpoint.hf import local_folder
+from swiftkv_jax.checks import integer
+from swiftkv_jax.config import DTYPES, ModelConfig
+from swiftkv_jax.distill import loop
+from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, PlanConfig
+from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.sources import open_documents, split_of
+from swiftkv_jax.errors import Parser, UsageError, exit_code
+from swiftkv_jax.folder import DEMO
+from swiftkv_jax.surgery import INITS
+
+CORPUS = DEMO / "corpus.jsonl.xz"
+JUDGED = 16_384  # held-out tokens
+_ROWS = 4  # of a batch on each device
+_FEW = 8  # documents; fewer held-out ones are not enough to judge by
+_PIECE = 4000  # characters that a text is cut into, where there are few documents
+_EVERY = 10  # of these pieces one is held out
+
+
+def parser() -> Parser:
+    """All flags of the command."""
+    p = Parser(
+        description="Make a SwiftKV student of a checkpoint without training, and say what it costs.",
+        epilog="example: %(prog)s model.gguf --split 20 --out student",
+    )
+    p.add_argument("model", metavar="MODEL", help="a folder, a GGUF file or a hub id")
+    p.add_argument(
+        "--split",
+        type=int,
+        required=True,
+        metavar="N",
+        help="the layer where prompt tokens stop: keys and values of later layers come from its input",
+    )
+    p.add_argument(
+        "--share", type=int, default=1, metavar="S", help="AcrossKV: so many later layers read one row"
+    )
+    p.add_argument(
+        "--text",
+        default=str(CORPUS),
+        metavar="FILE",
+        help="what it is solved and judged on: .txt, .md or .jsonl, a folder of them, or hf://org/name "
+        "(default: the documentation of Python that comes with the package)",
+    )
+    p.add_argument(
+        "--init",
+        choices=(LEAST_SQUARES, *INITS),
+        default=LEAST_SQUARES,
+        help="how the new keys and values begin (default: %(default)s)",
+    )
+    p.add_argument(
+        "--tokens",
+        type=int,
+        default=PlanConfig().init_tokens,
+        metavar="N",
+        help="of the text that least squares takes, about (default: %(default)s)",
+    )
+    p.add_argument(
+        "--length", type=int, default=512, metavar="N", help="context in tokens (default: %(default)s)"
+    )
+    p.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (default: %(default)s)")
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the student is saved")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run; exit code 0, 2 for bad usage, 130 for Ctrl-C."""
+    return exit_code(lambda: _run(parser().parse_args(argv)), failures=(OSError,))
+
+
+def _run(args: argparse.Namespace) -> int:
+    plan = PlanConfig(split=args.split, share=args.share, init=args.init, init_tokens=args.tokens)
+    convert(args.model, plan, args.out, args.text, args.length, args.dtype)
+    return 0
+
+
+def convert(
+    model: str,
+    plan: PlanConfig,
+    out: Path,
+    text: str = str(CORPUS),
+    length: int = 512,
+    dtype: str = "float32",
+    say: Callable[[str], None] = print,
+) -> dict[str, float]:
+    """Save the student of `model` that `plan` starts training with, in the model's own dtype; its costs.
+
+    Args:
+      model: a folder, a GGUF file or a hub id.
+      text: a source of documents, see `open_documents`. Held-out documents are those that training holds out;
+        of few documents every tenth piece.
+      length: tokens of a row, for solving and for judging.
+      dtype: to compute in.
+
+    Returns:
+      `costs` of the student.
+
+    Raises:
+      UsageError: the model, the text or the plan makes no sense, or `out` cannot be written.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"cannot write to {out}: it is a file")
+    say(f"reading {model}")
+    folder = local_folder(model)
+    config = ModelConfig.from_hf(folder)
+    with tempfile.TemporaryDirectory(prefix="swiftkv-convert-") as scratch:
+        experiment = _experiment(str(folder), config, plan, text, length, dtype, Path(scratch))
+        mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
+        with jax.set_mesh(mesh):
+            run = loop.Run(experiment, Path(scratch) / "run", mesh, resume=False, say=say)
+            try:
+                began = time.monotonic()
+                run.fit_start()
+                found = costs(run, run.row_sums()[length], length)
+                say(report(found, plan, config.num_layers, length))
+                run.export(out)
+            finally:
+                run.close()
+    say(f"saved in {out} after {time.monotonic() - began:.0f} s: python serve.py --model {out}")
+    return found
+
+
+def _experiment(
+    model: str, config: ModelConfig, plan: PlanConfig, text: str, length: int, dtype: str, scratch: Path
+) -> Experiment:
+    """The run that would train this student; no step of it is taken."""
+    integer("--split", plan.split, 1, config.num_layers - 1)
+    integer("--length", length, 2, config.max_position_embeddings)
+    if plan.init == LEAST_SQUARES:
+        integer("--tokens", plan.init_tokens, config.hidden_size + 1)
+    fit, judge = _apart(text, scratch)
+    rows = _ROWS * jax.device_count()
+    shape = {"seq_len": length, "batch_size": rows, "long_documents": "fill"}
+    return Experiment(
+        name="convert",
+        model=model,
+        plan=plan,
+        data=DataConfig(sources=(fit[0],), split=fit[1], **shape),
+        evaluation=DataConfig(sources=(judge[0],), split=judge[1], **shape),
+        evaluation_batches=max(1, JUDGED // (rows * length)),
+        dtype=dtype,
+        export_dtype=config.dtype,
+        steps=1,
+        remat=False,
+    )
+
+
+def _apart(text: str, scratch: Path) -> tuple[tuple[str, str], tuple[str, str]]:
+    """(source, split) to solve on, and to judge by."""
+    documents = open_documents((text,))
+    splits = [split_of(documents[i].id) for i in range(len(documents))]
+    if splits.count("held_out") >= _FEW:
+        return (text, "train"), (text, "held_out")
+    pieces: list[dict] = []
+    for document in (documents[i] for i in range(len(documents))):
+        if document.messages:
+            pieces.append({"messages": list(document.messages)})
+        cuts = range(0, len(document.text), _PIECE)
+        pieces += [{"text": document.text[start : start + _PIECE]} for start in cuts]
+    if len(pieces) < _EVERY:
+        raise UsageError(f"{text} is too short: give a text of {_PIECE * _EVERY:,} characters or more")
+    for name, part in (
+        ("judge", pieces[_EVERY - 1 :: _EVERY]),
+        ("fit", [piece for i, piece in enumerate(pieces) if i % _EVERY != _EVERY - 1]),
+    ):
+        lines = (json.dumps(piece) + "\n" for piece in part)
+        (scratch / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return (str(scratch / "fit.jsonl"), "all"), (str(scratch / "judge.jsonl"), "all")
+
+
+def costs(run: loop.Run, rows: dict[str, np.ndarray], length: int) -> dict[str, float]:
+    """What a run's student costs now, by its `row_sums` of rows of `length` tokens.
+
+    "gap" is the student's cross-entropy less its teacher's, "kl" that of the teacher to the student, both in
+    nats a token; "agreement" the share of positions where both have the same likeliest token; "tokens" those
+    judged. "prompt_flops" and "cache_bytes" are shares of the teacher's: FLOPs of prompt tokens in the layers
+    at that length, and bytes of a token's rows.
+    """
+    found = loop.summarise(rows, has_teacher=True)
+    config, plan = run.recipe.student.config, run.recipe.student.plan
+
+    def flops(plan) -> float:
+        table = flops_table(config, plan, length)
+        return table["total"] - table["vocab"]
+
+    return {
+        "cross_entropy": found["cross_entropy"],
+        "teacher_cross_entropy": found["teacher_cross_entropy"],
+        "gap": found["cross_entropy"] - found["teacher_cross_entropy"],
+        "kl": found["kl"],
+        "agreement": found["agreement"],
+        "tokens": float(rows["tokens"].sum()),
+        "prompt_flops": flops(plan) / flops(None),
+        "cache_bytes": cache_bytes_per_token(config, plan) / cache_bytes_per_token(config),
+    }
+
+
+def report(found: dict[str, float], plan: PlanConfig, layers: int, length: int) -> str:
+    """`costs` in words."""
+    shared = f", {plan.share} layers a row" if plan.share > 1 else ""
+    return "\n".join(
+        (
+            f"split {plan.split} of {layers} layers{shared}, {plan.init}, on {found['tokens']:,.0f} held-out "
+            f"tokens in rows of {length}:",
+            f"  cross-entropy  {found['cross_entropy']:.3f} nats a token, the teacher's "
+            f"{found['teacher_cross_entropy']:.3f}: a gap of {found['gap']:.3f}",
+            f"  KL             {found['kl']:.3f} nats a token from the teacher",
+            f"  agreement      the teacher's likeliest token at {found['agreement']:.1%} of positions",
+            f"  prompt FLOPs   {1 - found['prompt_flops']:.0%} saved in the layers, at {length} tokens",
+            f"  cache          {1 - found['cache_bytes']:.0%} saved",
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

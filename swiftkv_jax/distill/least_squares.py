@@ -1,0 +1,174 @@
+"""A closed-form start for a student: its upper rows fitted to the teacher's own, without a gradient step.
+
+A SwiftKV maker sees the normalised stream at the split instead of its own layer's input. The best linear map
+from the one to the teacher's keys (before rotation) and values is a least-squares problem. One pass over some
+of the training data gives its normal equations; they are summed and solved in float64.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax import weights
+from swiftkv_jax.distill.packing import Batch
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.layers import linear, rms_norm
+from swiftkv_jax.model import Transformer, angles_and_segments, embed, through
+from swiftkv_jax.shapes import Array, PyTree
+from swiftkv_jax.sharding import constrain
+
+_einsum = partial(jnp.einsum, precision="highest")
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Sums over tokens, float64: `gram` [A, A] of the regressors, `cross` [U, A, 2, E] with the targets.
+
+    A regressor is the normalised stream at the split (D numbers), and a 1 where the projections have
+    biases. Targets: keys before rotation and values of each of the U layers from the split on.
+    """
+
+    gram: np.ndarray
+    cross: np.ndarray
+    tokens: int
+
+
+def batch_moments(
+    student: Transformer, params: PyTree, teacher: Transformer, own: PyTree, batch: Batch
+) -> tuple[Array, Array, Array]:
+    """(gram, cross, tokens) of one batch, in float32; padding is left out.
+
+    `teacher`, `own`: the teacher and its parameters from the split on, as `steps.teacher_of` gives them.
+    """
+    config, plan = student.config, student.plan
+    at, segments = angles_and_segments(config, batch.tokens, batch.positions, batch.segments)
+    real = (segments > 0).astype(jnp.float32)
+    x = embed(student, params, batch.tokens)
+    x = through(student, params, x, at, segments, range(plan.depth)).x
+    n = rms_norm(x.astype(jnp.float32), jnp.ones(config.hidden_size), config.rms_norm_eps)
+    n = jnp.concatenate([n, jnp.ones_like(n[..., :1])], axis=-1) if config.qkv_bias else n
+    n = n * real[..., None]
+    cross = []
+    for layer in range(plan.depth, plan.num_layers):
+        gain, maker = weights.layer(own, layer)["attentions"][0]["norm"], weights.row(own, layer)
+        h = rms_norm(x, gain, config.rms_norm_eps)
+        row = jnp.stack([linear(h, maker["k_proj"]), linear(h, maker["v_proj"])], axis=-2)
+        cross.append(_einsum("bta,btse->ase", n, row.astype(jnp.float32)))
+        x = through(teacher, own, x, at, segments, range(layer, layer + 1)).x
+    gram = _einsum("bta,btc->ac", n, n)
+    return constrain(gram, ". ."), constrain(jnp.stack(cross), ". . . ."), real.sum()
+
+
+def moments(
+    student: Transformer, params: PyTree, teacher: Transformer, own: PyTree, batches: Iterable[Batch]
+) -> Moments:
+    """The sums over every real token of `batches`.
+
+    Raises:
+      UsageError: fewer tokens than unknowns of one output.
+    """
+    run = jax.jit(lambda params, own, batch: batch_moments(student, params, teacher, own, batch))
+    unknowns = student.config.hidden_size + student.config.qkv_bias
+    gram, cross, tokens = np.zeros(()), np.zeros(()), 0
+    for batch in batches:
+        g, c, count = (np.asarray(x, np.float64) for x in run(params, own, batch))
+        gram, cross, tokens = gram + g, cross + c, tokens + int(count)
+    if tokens < unknowns:
+        raise UsageError(
+            f"a least-squares start has {unknowns} unknowns an output and {tokens} tokens to find them by: "
+            "raise plan.init_tokens"
+        )
+    return Moments(gram, cross, tokens)
+
+
+def solve(sums: Moments, ridge: float, width: int) -> np.ndarray:
+    """[U, A, 2, E] float64: argmin over W of |X W - Y|^2 + ridge * s * |W|^2, each layer's by itself.
+
+    X [tokens, A] are the regressors and Y the targets; s is the mean of the first `width` diagonal elements
+    of X^T X, so that `ridge` has no unit. An intercept, after the first `width`, is not shrunk.
+    """
+    scale = np.trace(sums.gram[:width, :width]) / width
+    shrink = np.where(np.arange(len(sums.gram)) < width, ridge * scale, 0.0)
+    layers, unknowns = sums.cross.shape[:2]
+    flat = np.linalg.solve(sums.gram + np.diag(shrink), sums.cross.reshape(layers, unknowns, -1))
+    return flat.reshape(sums.cross.shape)
+
+
+def output_weights(student: Transformer, kernel: Array) -> Array:
+    """[U, K, H, H] float32: how an error of a kv head's value grows into one of a layer's attention output.
+
+    O O^T, summed over the query heads that read it, of `kernel` [U, N * H, D]; O [H, D] is one query head's
+    part of the output projection.
+    """
+    config = student.config
+    heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
+    o = kernel.astype(jnp.float32).reshape(kernel.shape[0], *heads, config.hidden_size)
+    return constrain(_einsum("ukgid,ukgjd->ukij", o, o), ". . . .")
+
+
+def share(maps: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The one map [A, E] of a group: argmin over W of the sum over its layers u of |X (W - maps[u])|^2,
+    an error e of a head counting as e weights[u] e^T.
+
+    maps: [U, A, E], each layer's own solution. weights: [U, K, H, H], symmetric and positive.
+    """
+    heads, width = weights.shape[1:3]
+    cut = maps.reshape(*maps.shape[:2], heads, width)
+    mixed = np.einsum("uakh,ukhi->kia", cut, weights, optimize=True)
+    return np.linalg.solve(weights.sum(0), mixed).transpose(2, 0, 1).reshape(maps.shape[1:])
+
+
+def fit(
+    student: Transformer,
+    params: PyTree,
+    teacher: Transformer,
+    own: PyTree,
+    batches: Iterable[Batch],
+    ridge: float = 1e-4,
+) -> PyTree:
+    """`params` with the k and v of the rows made at the split solved, in float32, and a shared norm of ones.
+
+    A row that several layers read (AcrossKV) has the least error summed over them: of its values where they
+    leave each layer's output projection, of its keys as they are. Where keys are normalised (Qwen3), the keys
+    before that are fitted, and the gain stays that of `params`.
+
+    Args:
+      student: of a SwiftKV plan. params: its parameters, as `to_swiftkv` makes them.
+      teacher, own: the teacher and its parameters from the split on, as `steps.teacher_of` gives them.
+      batches: of training data; padding is left out.
+      ridge: as in `solve`.
+
+    Raises:
+      UsageError: too few tokens (see `moments`).
+    """
+    config, plan = student.config, student.plan
+    solved = solve(moments(student, params, teacher, own, batches), ridge, config.hidden_size)
+    upper = range(plan.depth, plan.num_layers)
+    kernels = [weights.layer(own, layer)["attentions"][0]["o_proj"]["kernel"] for layer in upper]
+    by_output = np.asarray(jax.jit(partial(output_weights, student))(jnp.stack(kernels)), np.float64)
+    costs = {"k_proj": np.broadcast_to(np.eye(config.head_dim), by_output.shape), "v_proj": by_output}
+
+    def fitted(held: range, stack: PyTree) -> PyTree:
+        groups = [[layer - plan.depth for layer in plan.readers(row)] for row in held]
+        out = dict(stack)
+        for which, (name, cost) in enumerate(costs.items()):
+            maps = np.stack([share(solved[group, :, which], cost[group]) for group in groups])  # [n, A, E]
+            parts = {"kernel": maps[:, : config.hidden_size], "bias": maps[:, -1]}
+            out[name] = {leaf: _like(old, parts[leaf]) for leaf, old in stack[name].items()}
+        return out
+
+    made = plan.made_at(plan.depth)
+    held = zip(weights.ranges(params["rows"]), params["rows"], strict=True)
+    rows = [fitted(numbers, stack) if numbers.start in made else stack for numbers, stack in held]
+    ones = _like(params["shared_norm"], np.ones(config.hidden_size))
+    return params | {"rows": rows, "shared_norm": ones}
+
+
+def _like(leaf: Array, value: np.ndarray) -> Array:
+    """`value` in float32, where `leaf` lies."""
+    host = value.astype(np.float32)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: host[index])

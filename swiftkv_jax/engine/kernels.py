@@ -1,0 +1,160 @@
+"""Which kernels an engine runs by: those that are named, else those that a check found on this machine."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+import jax
+
+from swiftkv_jax import cache, processes
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.engine.names import AUTO, SAFE, named
+from swiftkv_jax.engine.settings import Settings
+from swiftkv_jax.kernels.check import machine as machines
+from swiftkv_jax.kernels.check.calls import CANDIDATES, UNFUSED, Call
+from swiftkv_jax.kernels.check.decide import LIMITS, Decision, Limits, decide
+from swiftkv_jax.kernels.check.machine import Machine
+from swiftkv_jax.kernels.check.supervisor import START
+from swiftkv_jax.kernels.common.dispatch import ByKind
+from swiftkv_jax.plan import KVPlan
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What an engine runs by.
+
+    Attributes:
+      settings: with names in `attention`, `fill` and `scoring`. how: where these come from, in a few words.
+      decision: what was found of each candidate, if there was anything to find.
+    """
+
+    settings: Settings
+    how: str
+    decision: Decision | None = None
+
+
+def choose(
+    config: ModelConfig,
+    plan: KVPlan,
+    dtype: str,
+    settings: Settings,
+    shards: int = 1,
+    machine: Machine | None = None,
+    folder: Path | None = None,
+    limits: Limits = LIMITS,
+) -> Choice:
+    """The kernels of an engine with these settings. What `attention`, `fill` and `scoring` name stays.
+
+    Call it before JAX has its devices: a check runs in another process, which a TPU and most GPUs have no
+    room for beside this one. If JAX has them, a TPU is not checked any more.
+
+    Args:
+      dtype: of the model. shards: devices that share the heads; a check takes those of one.
+      machine: what they are for, by default this one. folder: where decisions are kept. limits: of a check.
+    """
+    machine = machine or _machine()
+    if settings.kernels not in (AUTO, SAFE):
+        names, own = named(settings.kernels)
+        if not plan.has_fill and "fill" not in own:  # no row for it to make
+            names.pop("fill", None)
+        settings = _with(settings, names)
+    given = ByKind.named(settings.attention)
+    given = {"decode": given.decode, "chunk": given.chunk, "fill": settings.fill}
+    every = calls_of(config, plan, dtype, settings, shards)
+    calls = [call for call in every if not given[call.kind]]
+    if every and not calls:
+        return Choice(settings, "named")
+    if machine.platform == "cpu" and settings.kernels != SAFE:
+        return Choice(settings, "named, or this platform's" if any(given.values()) else "this platform's")
+    safe = {kind: names[0] for kind, names in CANDIDATES[machine.platform].items()}
+    safe |= {call.kind: call.known(CANDIDATES[machine.platform][call.kind])[0] for call in calls}
+    if settings.kernels == SAFE or not calls:
+        return Choice(_with(settings, safe), "the safe ones")
+    taken = machines.taken()
+    decisions: list[Decision] = []
+
+    def names_and_how() -> str:
+        check = not (taken and machine.platform == "tpu")
+        decisions.append(decide(calls, machine, folder, check=check, shared=taken, limits=limits))
+        return json.dumps([dict(decisions[0].names), decisions[0].how])
+
+    title = hashlib.sha256(repr(calls).encode()).hexdigest()[:16]
+    said = processes.text_from_first(f"swiftkv/kernels/{title}", names_and_how, limits.total + 2 * START)
+    names, how = json.loads(said)
+    if taken and machine.platform == "tpu" and decisions and not decisions[0].kept:
+        _LOG.warning(
+            "kernels run as %s: this process has the TPU, so that none can be checked; `serve.py --model DIR "
+            "--kernels report`, with the same sizes, checks and keeps them",
+            how,
+        )
+    return Choice(_with(settings, safe | names), how, decisions[0] if decisions else None)
+
+
+def _machine() -> Machine:
+    if machines.taken() and jax.default_backend() == "cpu":
+        return machines.CPU
+    return machines.recognise()
+
+
+def calls_of(
+    config: ModelConfig, plan: KVPlan, dtype: str, settings: Settings, shards: int = 1
+) -> list[Call]:
+    """The calls that such an engine makes, by kind; `shards`: devices that share the heads.
+
+    A model with rows of several forms has none: one name would have to be right for all of them.
+    """
+    if len(plan.forms) > 1:
+        return []
+    keys = plan.forms == ("k",)
+    shards = 1 if keys else shards  # such a row has one head, which every device has
+    capacity = settings.pages_per_sequence * settings.page_size
+    common = {
+        "heads": max(1, config.num_heads // shards),
+        "kv_heads": max(1, config.num_kv_heads // shards),
+        "width": config.head_dim,
+        "computed": dtype,
+        "stored": dtype if settings.cache_dtype == "auto" else settings.cache_dtype,
+        "page": settings.page_size,
+        "capacity": capacity,
+        "lanes": settings.max_num_seqs,
+        "tokens": settings.max_num_batched_tokens,
+        "block": max(2 * ByKind.FEW, cache.block_size(settings.max_num_batched_tokens, 1)),
+        "windows": tuple(dict.fromkeys(None if w >= capacity else w for w in config.windows)),
+    }
+    operation = "k_cache_attention" if keys else "paged_attention"
+    calls = [Call(kind=kind, operation=operation, **common) for kind in ("decode", "chunk")]
+    if not plan.has_fill:
+        return calls
+    makers = {"dim": config.hidden_size, "bias": config.qkv_bias, "k_norm": config.qk_norm}
+    rows = sum(row.shared_norm for row in plan.rows)
+    return [*calls, Call(kind="fill", operation="fused_kv_fill", rows=rows, **makers, **common)]
+
+
+def _with(settings: Settings, names: dict[str, str]) -> Settings:
+    """`settings` with these names where none is given."""
+    given = ByKind.named(settings.attention)
+    attention = {"decode": given.decode or names.get("decode"), "chunk": given.chunk or names.get("chunk")}
+    fill = names.get("fill")
+    return dataclasses.replace(
+        settings,
+        attention=",".join(f"{kind}={name}" for kind, name in attention.items() if name) or None,
+        fill=settings.fill or (None if fill == UNFUSED else fill),
+        scoring=settings.scoring or names.get("scoring"),
+    )
+
+
+def in_force(
+    config: ModelConfig, plan: KVPlan, dtype: str, settings: Settings, shards: int = 1
+) -> dict[str, str]:
+    """Kind of call -> implementation, of an engine whose settings `choose` and `settle` have completed."""
+    given = ByKind.named(settings.attention)
+    names = {"decode": given.decode, "chunk": given.chunk, "fill": settings.fill}
+    found = {}
+    for call in calls_of(config, plan, dtype, settings, shards):
+        name = names[call.kind]
+        found[call.kind] = name if name and call.known((name,)) else call.preferred
+    return found | ({"scoring": settings.scoring} if settings.scoring else {})

@@ -1,0 +1,52 @@
+"""Names of kernels as a user gives them: NAME for every operation that has it, or operation=NAME."""
+
+from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
+from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
+from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
+
+AUTO, SAFE = "auto", "xla"  # of `kernels`: as checked on this machine; the safe ones
+OPERATIONS = {  # as `kernels` calls them; "attention" is decode and chunk
+    "decode": PAGED_ATTENTION,
+    "chunk": PAGED_ATTENTION,
+    "fill": FUSED_KV_FILL,
+    "scoring": PROMPT_ATTENTION,
+}
+
+
+def named(text: str) -> tuple[dict[str, str], set[str]]:
+    """Operation -> implementation, of "NAME,operation=NAME,..."; and the operations that were named.
+
+    What is said of an operation counts before what is said of all; of two such, the first.
+
+    Raises:
+      UsageError: an operation or a name that there is not.
+    """
+    whole: dict[str, str] = {}
+    own: dict[str, str] = {}
+    for part in text.split(","):
+        operation, said, name = (word.strip() for word in part.rpartition("="))
+        if not said and name == AUTO:
+            continue  # so is whatever is not named
+        if not said:
+            having = [known for known, table in OPERATIONS.items() if name in table]
+            if not having:
+                every = [AUTO, *dict.fromkeys(n for table in OPERATIONS.values() for n in table)]
+                raise UsageError(
+                    f"kernels: no operation has {name!r}: {', '.join(every)}{suggest(name, every)}"
+                )
+            whole = dict.fromkeys(having, name) | whole
+            continue
+        meant = ("decode", "chunk") if operation == "attention" else (operation,)
+        if meant[0] not in OPERATIONS:
+            every = ("attention", *OPERATIONS)
+            raise UsageError(
+                f"kernels: no operation {operation!r}: {', '.join(every)}{suggest(operation, every)}"
+            )
+        table = OPERATIONS[meant[0]]
+        if name not in table:
+            raise UsageError(
+                f"kernels: {operation} has no {name!r}; it has {', '.join(table)}{suggest(name, table)}"
+            )
+        own = dict.fromkeys(meant, name) | own
+    return whole | own, set(own)

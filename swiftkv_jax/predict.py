@@ -1,0 +1,416 @@
+"""KV prediction: a small model reads the prompt and writes the large model's cache (arXiv 2410.08391).
+
+An auxiliary model reads a prompt; a linear map for each row of the base model turns the auxiliary's keys and
+values into the base's; the base reads the prompt's last token and generates. The maps take keys before their
+norm and rotation, and what they give gets those of the base (section 4.2; apple/corenet, kv_prediction.py).
+
+    {"base": parameters, "auxiliary": parameters, "predictor": {"rows": [stack, ...]}}
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from swiftkv_jax import weights
+from swiftkv_jax.cache import Cache, make_batch
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.kernels.causal_attention.api import causal_attention
+from swiftkv_jax.kernels.causal_attention.segments import first_key
+from swiftkv_jax.kernels.common.mask import weights_of
+from swiftkv_jax.layers import Rotary, finish_keys, linear
+from swiftkv_jax.model import (
+    STREAM,
+    Passed,
+    Transformer,
+    angles_and_segments,
+    embed,
+    logits,
+    normalised,
+    run,
+    through,
+)
+from swiftkv_jax.plan import KVPlan, Prediction, ascending
+from swiftkv_jax.pytree import pytree
+from swiftkv_jax.rows import Pair, linear_weights
+from swiftkv_jax.shapes import Array, Float, Hidden, Int, Logits, PyTree, Tokens
+from swiftkv_jax.sharding import constrain
+
+Raw = tuple[Float[Array, "*batch E"], Float[Array, "*batch E"]]  # keys before norm and rotation, and values
+_BLOCK = 512  # queries whose scores exist at a time
+
+
+class Predicted(nn.Module):
+    """A base model whose prompts an auxiliary model reads; its parameters are a plain tree.
+
+    Attributes:
+      base: what generates. auxiliary: what reads prompts. prediction: which rows are predicted from which.
+
+    Raises:
+      UsageError: they do not fit each other.
+    """
+
+    base: Transformer
+    auxiliary: Transformer
+    prediction: Prediction
+
+    def __post_init__(self):
+        _check(self.base, self.auxiliary, self.prediction)
+        super().__post_init__()
+
+    def __call__(self, tokens: Tokens) -> Logits:
+        """Logits [B, T, V] in float32: at each position those of a prompt that ends there."""
+        params = self._params()
+        return logits(self.base, params["base"], forward(self, params, tokens))
+
+    @property
+    def config(self) -> ModelConfig:
+        """The base's, as are `plan` and `dtype`: for who asks what generates."""
+        return self.base.config
+
+    @property
+    def plan(self) -> KVPlan:
+        return self.base.plan
+
+    @property
+    def dtype(self) -> str:
+        return self.base.dtype
+
+    @nn.compact
+    def _params(self) -> PyTree:
+        """The tree of parameters; `init` makes random ones, with corenet's start of the predictor."""
+        if not self.is_initializing():
+            return self.variables["params"]
+        scope: Any = self.scope
+        made = uniform(self, scope.rngs["params"].as_jax_rng(), jnp.dtype(self.dtype))
+        parts = {"base": self.base._params(), "auxiliary": self.auxiliary._params()}
+        return parts | {"predictor": self.param("predictor", lambda _: made)}
+
+
+def _check(base: Transformer, auxiliary: Transformer, prediction: Prediction) -> None:
+    reads, rows = prediction.reads, auxiliary.plan.num_rows
+    for name, plan in (("base", base.plan), ("auxiliary", auxiliary.plan)):
+        if plan.forms != ("kv",) or plan.merged:
+            raise UsageError(f"KV prediction maps keys and values; the {name}'s rows are stored otherwise")
+    if len(reads) != base.plan.num_rows:
+        raise UsageError(
+            f"reads names {len(reads)} rows, and the base has {base.plan.num_rows}: one for each is needed"
+        )
+    if max(reads) >= rows:
+        raise UsageError(f"reads names row {max(reads)}; the auxiliary's rows are 0 to {rows - 1}")
+    context = base.config.max_position_embeddings
+    if prediction.tail >= context:
+        raise UsageError(f"tail must be below the base's context of {context} tokens, not {prediction.tail}")
+
+
+def transformers(model: Transformer | Predicted) -> tuple[Transformer, ...]:
+    """What generates, then what reads prompts for it, if anything does."""
+    return (model.base, model.auxiliary) if isinstance(model, Predicted) else (model,)
+
+
+def generator(model: Transformer | Predicted, params: PyTree) -> tuple[Transformer, PyTree]:
+    """What generates, and its parameters."""
+    return (model.base, params["base"]) if isinstance(model, Predicted) else (model, params)
+
+
+def described(model: Predicted, cuts: weights.Cuts = ()) -> PyTree:
+    """The tree of `Weight`s; `cuts` as in `weights.partition`, of all three parts alike."""
+    base, auxiliary = model.base, model.auxiliary
+    inside, outside = (".", auxiliary.config.kv_width), ("E", base.config.kv_width)
+    one = linear_weights(inside, outside, True, inside[1] ** -0.5)
+    rows = base.plan.num_rows
+    stacks = [rows] if cuts is not None else [1] * rows
+    return {
+        "base": weights.weights(base.config, base.plan, cuts),
+        "auxiliary": weights.weights(auxiliary.config, auxiliary.plan, cuts),
+        "predictor": {
+            "rows": [
+                {name: jax.tree.map(lambda w, n=n: w.stacked(n), one) for name in ("k_proj", "v_proj")}
+                for n in stacks
+            ]
+        },
+    }
+
+
+def split_layers(model: Transformer | Predicted, params: PyTree) -> PyTree:
+    """`params` cut at every layer and row, as serving wants them."""
+    if not isinstance(model, Predicted):
+        return weights.split_layers(model.config, model.plan, params)
+    parts = (("base", model.base), ("auxiliary", model.auxiliary))
+    cut = {name: weights.split_layers(part.config, part.plan, params[name]) for name, part in parts}
+    every = [range(row, row + 1) for row in range(model.base.plan.num_rows)]
+    return cut | {"predictor": {"rows": weights.recut(params["predictor"]["rows"], every)}}
+
+
+# ---- making one --------------------------------------------------------------------------------------
+
+
+def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tuple[Transformer, PyTree]:
+    """An auxiliary made of some layers of `model`, with its embeddings, final norm and output head.
+
+    Its rows are those that the kept layers read (KV prediction paper, appendix A). Arrays whose stacks stay
+    as they are are shared; with parameters cut at every layer, that is all of them.
+
+    Raises:
+      UsageError: `keep` is empty, out of order or out of range, or leaves out what makes a row that it reads.
+    """
+    plan, config = model.plan, model.config
+    keep = ascending("keep", keep, plan.num_layers)
+    lower = sum(layer < plan.split for layer in keep)
+    rows = list(dict.fromkeys(plan.reads[layer] for layer in keep))
+    makers = [plan.rows[row].maker for row in rows if not plan.rows[row].shared_norm]
+    absent = [f"layer {maker}, which makes a row that it reads" for maker in makers if maker not in keep]
+    if not lower or absent:
+        lacking = [*absent, "every layer below the split"][0]
+        raise UsageError(f"keep {list(keep)} leaves out {lacking}")
+    pruned = KVPlan.from_rows([plan.reads[layer] for layer in keep], lower)
+    shape = dataclasses.replace(
+        config, num_layers=len(keep), windows=tuple(config.windows[layer] for layer in keep), exit_head=False
+    )
+    cuts = {i for i, layer in enumerate(keep) if layer in weights.cuts_of(params)}
+    layers, made = weights.partition(pruned, shape.windows, cuts)
+    out = {name: params[name] for name in ("embed", "norm", "lm_head") if name in params}
+    if pruned.is_swiftkv:
+        out["shared_norm"] = params["shared_norm"]
+    for name, numbers, held in (("layers", keep, layers), ("rows", rows, made)):
+        alone = weights.recut(params[name], [range(number, number + 1) for number in numbers])
+        out[name] = weights.recut(alone, held)
+    return Transformer(shape, pruned, model.dtype), out
+
+
+def identity(model: Predicted, dtype=jnp.float32) -> PyTree:
+    """A predictor that gives the auxiliary's rows as they are.
+
+    Raises:
+      UsageError: the rows of the two models have different widths.
+    """
+    inside, outside = model.auxiliary.config.kv_width, model.base.config.kv_width
+    if inside != outside:
+        raise UsageError(
+            f"an identity start needs rows of one width; the auxiliary's have {inside}, the base's "
+            f"{outside}: use least_squares"
+        )
+    rows = model.base.plan.num_rows
+
+    def one() -> PyTree:
+        kernel = jnp.broadcast_to(jnp.eye(inside, dtype=dtype), (rows, inside, outside))
+        return {"kernel": kernel, "bias": jnp.zeros((rows, outside), dtype)}
+
+    return {"rows": [{"k_proj": one(), "v_proj": one()}]}
+
+
+def uniform(model: Predicted, key: Array, dtype=jnp.float32) -> PyTree:
+    """A random predictor, each number in +-1 / sqrt(inputs): the start of apple/corenet, which is torch's."""
+    bound = model.auxiliary.config.kv_width**-0.5
+    leaves, tree = jax.tree.flatten(described(model)["predictor"])
+    keys = jax.random.split(key, len(leaves))
+    made = [jax.random.uniform(k, w.shape, dtype, -bound, bound) for k, w in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(tree, made)
+
+
+# ---- full sequences: the definition, and training ----------------------------------------------------
+
+
+def forward(
+    model: Predicted,
+    params: PyTree,
+    tokens: Tokens,
+    positions: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    own: bool = True,
+    remat: bool = False,
+    length: int | None = None,
+) -> Float[Array, "B T D"]:
+    """The hidden states leaving the base's last layer, at every position of full sequences.
+
+    own: at each position as if the prompt ended there: the base reads predicted rows of what comes before and
+    the token's own row of its own (the paper's inference). False: the rows are predicted ones throughout
+    (its training and multiple-choice mode). `positions`, `segments` and `remat` as in `model.forward`;
+    `length` as in `angles_and_segments`, of both models.
+
+    Raises:
+      UsageError: `own` with a tail of more than one token, which takes a pass for each prompt length.
+    """
+    if own and model.prediction.tail > 1:
+        raise UsageError(
+            f"with a tail of {model.prediction.tail} tokens no single pass gives what is served at every "
+            "place: use tail=1, or own=False"
+        )
+    base, where = model.base, (tokens, positions, segments)
+    given = predicted_rows(model, params, *where, remat, length)
+    at, segments = angles_and_segments(base.config, *where, length)
+    x = constrain(embed(base, params["base"], tokens), STREAM)
+    passed = Passed(x, x, {})
+    for layer, row in enumerate(base.plan.reads):
+        attend = partial(_with_own if own else _without_own, given[row])
+        here = range(layer, layer + 1)
+        passed = through(
+            base, params["base"], passed.x, at, segments, here, passed.rows, remat=remat, attention=attend
+        )
+    return passed.x
+
+
+def predicted_rows(
+    model: Predicted,
+    params: PyTree,
+    tokens: Tokens,
+    positions: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    remat: bool = False,
+    length: int | None = None,
+) -> list[Pair]:
+    """The base's rows of full sequences as the auxiliary predicts them: rotated keys and values."""
+    aux, reads, where = model.auxiliary, model.prediction.reads, (tokens, positions, segments)
+    at, inside = angles_and_segments(aux.config, *where, length)
+    raw = projected_rows(aux, params["auxiliary"], tokens, at, inside, reads, remat)
+    at, _ = angles_and_segments(model.base.config, *where, length)
+    return [predict(model, params, row, raw[read], at) for row, read in enumerate(reads)]
+
+
+def projected_rows(
+    model: Transformer,
+    params: PyTree,
+    tokens: Tokens,
+    at: Rotary,
+    segments: Int[Array, "B T"],
+    rows: Iterable[int],
+    remat: bool = False,
+) -> dict[int, Raw]:
+    """row -> its keys, before norm and rotation, and values of full sequences; no layer runs needlessly."""
+    plan, wanted = model.plan, set(rows)
+    last = _deepest(plan, wanted)
+    x = constrain(embed(model, params, tokens), STREAM)
+    passed, out = Passed(x, x, {}), {}
+    for layer in range(last + 1):
+        out |= _projected(model, params, layer, passed.x)
+        if layer < last:
+            here = range(layer, layer + 1)
+            passed = through(model, params, passed.x, at, segments, here, passed.rows, remat=remat)
+    return {row: out[row] for row in wanted}
+
+
+def predict(model: Predicted, params: PyTree, row: int, raw: Raw, at: Rotary) -> Pair:
+    """The base's `row` of the auxiliary's projected keys and values: finished keys, and values."""
+    config, p = model.base.config, weights.row(params["predictor"], row)
+    keys, values = (x.astype(model.base.dtype) for x in raw)
+    mapped = linear(keys, p["k_proj"]), linear(values, p["v_proj"])
+    return _finished(config, weights.row(params["base"], row), mapped, at)
+
+
+def _finished(config: ModelConfig, p: PyTree, raw: Raw, at: Rotary) -> Pair:
+    """Projected keys and values cut into heads, the keys normed and rotated by the model that reads them."""
+    keys, values = (x.reshape(*x.shape[:-1], config.num_kv_heads, config.head_dim) for x in raw)
+    return finish_keys(config, p, keys, at), values
+
+
+def _projected(model: Transformer, params: PyTree, layer: int, x: Hidden) -> dict[int, Raw]:
+    """The rows made from `x`, the hidden states entering `layer`, as they leave their projections."""
+    out = {}
+    for row in model.plan.made_at(layer):
+        p, shared = weights.row(params, row), model.plan.rows[row].shared_norm
+        h = normalised(model, params, shared, layer, x)
+        out[row] = linear(h, p["k_proj"]), linear(h, p["v_proj"])
+    return out
+
+
+def _deepest(plan: KVPlan, rows: Iterable[int]) -> int:
+    """The deepest layer whose input one of these rows is made from."""
+    sources = [plan.rows[row].source for row in rows]
+    return max(source for source in sources if isinstance(source, int))
+
+
+def _without_own(given: Pair, q, k, v, segments, window):
+    return causal_attention(q, *given, segments, window)
+
+
+def _with_own(
+    given: Pair,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int[Array, "B T"],
+    window: int,
+) -> Float[Array, "B T N H"]:
+    """Causal attention over the rows `given`, but each query's own place holds its own key and value.
+
+    In blocks of queries, softmax in float32.
+    """
+    keys, values = given
+    length, size = q.shape[1], min(q.shape[1], _BLOCK)
+    blocks = -(-length // size)
+    first = first_key(segments, window)
+
+    def cut(x):
+        whole = jnp.pad(x, ((0, 0), (0, blocks * size - length), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.moveaxis(whole.reshape(x.shape[0], blocks, size, *x.shape[2:]), 1, 0)
+
+    def one(block):
+        start, q, k, v, first = block
+        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+        at, places = start + jnp.arange(size), jnp.arange(length)
+        here = places == at[:, None]
+        seen = (places <= at[:, None]) & (places >= first[..., None])
+        scores = jnp.einsum("bckgh,bskh->bkgcs", grouped, keys, preferred_element_type=jnp.float32)
+        alone = jnp.einsum("bckgh,bckh->bkgc", grouped, k, preferred_element_type=jnp.float32)
+        scores = jnp.where(here, alone[..., None], scores) * q.shape[-1] ** -0.5
+        shares = weights_of(scores, seen[:, None, None])
+        before = jnp.where(here, 0, shares).astype(values.dtype)
+        mixed = jnp.einsum("bkgcs,bsku->bckgu", before, values)
+        mine = jnp.where(here, shares, 0).sum(-1).astype(v.dtype)
+        mixed += jnp.einsum("bkgc,bcku->bckgu", mine, v)
+        return mixed.reshape(*q.shape[:3], -1).astype(q.dtype)
+
+    parts = (size * jnp.arange(blocks), *map(cut, (q, k, v, first)))
+    out = jnp.moveaxis(jax.lax.map(jax.checkpoint(one), parts), 0, 1)
+    return out.reshape(out.shape[0], blocks * size, *out.shape[3:])[:, :length]
+
+
+# ---- caches: serving ---------------------------------------------------------------------------------
+
+
+@pytree
+class Caches:
+    """The rows of both models, in pages of one size under one page table."""
+
+    base: Cache
+    auxiliary: Cache
+
+    def seen_by(self, table: Int[Array, "Q slots"]) -> "Caches":
+        """The same rows under another page table."""
+        return Caches(self.base.seen_by(table), self.auxiliary.seen_by(table))
+
+
+def fill(
+    model: Predicted,
+    params: PyTree,
+    tokens: Int[Array, " T"],
+    positions: Int[Array, " T"],
+    query_starts: Int[Array, " Q1"],
+    caches: Caches,
+) -> Caches:
+    """Read a flat ragged batch of prompt tokens with the auxiliary: its rows, and the base's predicted ones.
+
+    Arguments as in `model.step`; every token must lie before the last `tail` of its prompt. What is predicted
+    comes from rows as they are made, before a cache rounds them, so that no chunking changes it.
+    """
+    aux, plan, p = model.auxiliary, model.auxiliary.plan, params["auxiliary"]
+    at, theirs = caches.base.angles.at(positions), caches.auxiliary.angles.at(positions)
+    batch, last = make_batch(query_starts, positions), _deepest(plan, model.prediction.reads)
+    x, base, own = embed(aux, p, tokens), caches.base, caches.auxiliary
+    for layer in range(last + 1):
+        raw = _projected(aux, p, layer, x)
+        if raw:
+            made = [_finished(aux.config, weights.row(p, row), pair, theirs) for row, pair in raw.items()]
+            own = own.write(list(raw), made, batch)
+        due = [row for row, read in enumerate(model.prediction.reads) if read in raw]
+        if due:
+            made = [predict(model, params, row, raw[model.prediction.reads[row]], at) for row in due]
+            base = base.write(due, made, batch)
+        if layer < last:
+            x, own = run(aux, p, x, theirs, batch, own, range(layer, layer + 1), made=True)
+    return Caches(base, own)

@@ -1,0 +1,257 @@
+"""Several processes of one run: starting them together, agreeing, and ending together (jax.distributed)."""
+
+import contextlib
+import hashlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from swiftkv_jax.errors import LONGEST, UsageError, first_line
+
+START_S = 300  # what a process waits for the others to start
+HEARTBEAT_S = 50  # a process that is silent for so long is dead, and the others end
+SHUTDOWN_S = 30  # what the others wait for one that does not come to the end with them
+LEAVE_S = 5  # the same, after an error
+_LOST = re.compile("Gloo|NCCL|coordination service|Connection (closed|reset)")  # in what a collective raises
+_BYTES = 4 * LONGEST  # of one process's message: the longest UsageError in UTF-8
+
+
+def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
+    """Join the other processes, before anything else asks JAX for its devices.
+
+    JAX finds its peers by itself under SLURM, Open MPI, Kubernetes jobs (JobSet) and Cloud TPUs. Anywhere
+    else, the variables JAX_COORDINATOR_ADDRESS (`host:port` of process 0), JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID name them.
+
+    Args:
+      wanted: True joins or refuses; False runs alone; None joins where a launcher is found.
+      environ: the environment's variables.
+
+    Raises:
+      UsageError: no launcher was found though one is wanted, what it says is not enough, or nobody answers
+        where process 0 should be.
+    """
+    if wanted is False:
+        return
+    named = "JAX_COORDINATOR_ADDRESS" in environ
+    count = _number(environ, "JAX_NUM_PROCESSES") if named else None
+    index = _number(environ, "JAX_PROCESS_ID") if named else None
+    if named and count is not None and index:
+        _reach(environ["JAX_COORDINATOR_ADDRESS"])
+    try:
+        with _last_words():
+            jax.distributed.initialize(
+                num_processes=count,
+                process_id=index,
+                initialization_timeout=START_S,
+                heartbeat_timeout_seconds=HEARTBEAT_S,
+                shutdown_timeout_seconds=SHUTDOWN_S,
+            )
+    except ValueError as error:  # JAX knows no address, or with one no number of processes or no id
+        if named:
+            raise UsageError(
+                f"JAX_COORDINATOR_ADDRESS={environ['JAX_COORDINATOR_ADDRESS']!r} is set, but {error} Set "
+                "JAX_NUM_PROCESSES and JAX_PROCESS_ID too, or give --no-distributed"
+            ) from None
+        if wanted:
+            raise UsageError(
+                "--distributed: no launcher that JAX knows started this process. Use SLURM, Open MPI or a "
+                "Kubernetes JobSet, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+            ) from None
+    except (RuntimeError, LookupError, OSError) as error:
+        raise UsageError(
+            f"a launcher was found, but not its processes: {first_line(error)}; "
+            "--no-distributed trains on this process alone"
+        ) from error
+
+
+def leave(code: int) -> None:
+    """Before a process that failed ends: wait for the others for `LEAVE_S` at most, which may be dead."""
+    if code == 0 or not jax.distributed.is_initialized():
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    late = threading.Timer(LEAVE_S, os._exit, (code,))
+    late.daemon = True
+    late.start()
+    jax.distributed.shutdown()
+    late.cancel()
+
+
+@contextlib.contextmanager
+def among_the_living() -> Iterator[None]:
+    """Work of all processes together: what it raises because another one has ended is told as that.
+
+    Raises:
+      RuntimeError: a collective lost its peer.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _alone() or isinstance(error, UsageError) or not _LOST.search(str(error)):
+            raise
+        raise RuntimeError(
+            f"another process of this run has ended, so this one ends too ({first_line(error)})"
+        ) from error
+
+
+def is_first() -> bool:
+    """Whether this is process 0, which alone writes and speaks."""
+    return _alone() or jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Work of each process for itself: when it fails in one, all raise, so that none waits for another.
+
+    All processes enter and leave it at the same place of the program; nothing inside may wait for another
+    process. A UsageError of the first process that has one is raised in all; any other error is raised where
+    it happened, and as a RuntimeError that names the process elsewhere.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        if _alone():
+            raise
+        failure = error
+    said = _gather_text(_told(failure))
+    first = next((index for index, text in enumerate(said) if text), None)
+    if first is None:
+        return
+    kind, _, message = said[first].partition(":")
+    if kind == "usage":
+        raise UsageError(message) from failure
+    raise failure or RuntimeError(f"process {first}: {message}")
+
+
+def check_same(what: str, value: str) -> None:
+    """Refuse a value that is not the same in every process, before it makes them do different things.
+
+    Raises:
+      UsageError: in all processes; it names the first process that differs from process 0.
+    """
+    digests = _gather_text(hashlib.sha256(value.encode()).hexdigest())
+    other = next((index for index, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise UsageError(f"{what} of process {other} differs from that of process 0; give all the same")
+
+
+def any_process(flag: bool) -> bool:
+    """True in every process if it is in one; also a barrier."""
+    if _alone():
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+
+
+def from_first(value: int) -> int:
+    """Process 0's value, in every process."""
+    if _alone():
+        return value
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def _reach(address: str) -> None:
+    """Wait until something listens at `host:port`.
+
+    Raises:
+      UsageError: nothing does within `START_S`, or it is no such address.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"JAX_COORDINATOR_ADDRESS must be HOST:PORT of process 0, not {address!r}")
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            socket.create_connection(
+                (host.strip("[]"), int(port)), max(0.1, deadline - time.monotonic())
+            ).close()
+            return
+        except OSError as error:
+            if time.monotonic() + 0.5 > deadline:
+                raise UsageError(
+                    f"nothing answers at JAX_COORDINATOR_ADDRESS={address} after {START_S} s ({error}); is "
+                    "process 0 running, and can its port be reached from here?"
+                ) from error
+        time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def _last_words() -> Iterator[None]:
+    """From here on stderr goes through `last_words.py`; not if the block raises."""
+    program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("last_words.py"))]
+    own = os.dup(2)
+    relay = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True)
+    assert relay.stdin is not None
+    os.dup2(relay.stdin.fileno(), 2)
+    relay.stdin.close()
+    try:
+        yield
+    except BaseException:
+        sys.stderr.flush()
+        os.dup2(own, 2)
+        relay.wait()
+        raise
+    finally:
+        os.close(own)
+
+
+def text_from_first(name: str, make: Callable[[], str], limit_s: float) -> str:
+    """What `make` gives in process 0, in every process, and without asking JAX for its devices.
+
+    `name` is the same in all processes; the others wait at most `limit_s` seconds.
+    """
+    if not jax.distributed.is_initialized():
+        return make()
+    from jax._src import distributed
+
+    state = distributed.global_state
+    assert state.client is not None
+    if state.process_id:
+        return state.client.blocking_key_value_get(name, int(1000 * limit_s))
+    text = make()
+    state.client.key_value_set(name, text, allow_overwrite=True)
+    return text
+
+
+def _alone() -> bool:
+    """Asked before JAX has its devices, it does not make it look for them when nobody was joined."""
+    return not jax.distributed.is_initialized() or jax.process_count() == 1
+
+
+def _gather_text(text: str) -> list[str]:
+    """The text of every process, cut to `_BYTES`, by process index."""
+    if _alone():
+        return [text]
+    from jax.experimental import multihost_utils
+
+    raw = np.frombuffer(text.encode()[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
+    rows = multihost_utils.process_allgather(raw)
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+
+def _told(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    return f"usage:{error}" if isinstance(error, UsageError) else f"failure:{first_line(error)}"
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        raise UsageError(f"{name} must be a number, not {text!r}") from None

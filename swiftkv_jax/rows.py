@@ -1,0 +1,341 @@
+"""How a row of the cache is stored and read: one small class for each form.
+
+This is the only file in which forms differ. A form says which arrays a row is stored as, which weights make
+it, how they make it, and how a query reads it: from full sequences (training), and from pages (serving).
+"""
+
+import dataclasses
+from typing import ClassVar, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.kernels.common.pools import Pool, encode
+from swiftkv_jax.kernels.k_cache_attention.api import k_cache_attention, x_cache_attention
+from swiftkv_jax.kernels.paged_attention.api import paged_attention
+from swiftkv_jax.layers import Rotary, finish_keys, inverse_frequencies, linear, project, rotate
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.rope import NONE
+from swiftkv_jax.shapes import Array, Float, Hidden, Int, KeyValues, PyTree, Queries, Weight
+
+Pair = tuple[KeyValues, KeyValues]  # keys, values
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One array of a form: `heads` x `width` numbers a token; in 8 bits each head has a scale."""
+
+    heads: int
+    width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    """Where the rows of a form lie in pages, and who reads them.
+
+    Attributes:
+      pools: one for each array of the form. row: of the pools.
+      table: [Q, slots] page ids of each sequence. sequence: [b] of each block of queries.
+      position: [b, C] of each query, -1 where there is none. window: keys a query sees, its own included.
+      capacity: tokens that a sequence may hold. implementation: of the attention, by name, or None.
+    """
+
+    pools: tuple[Pool, ...]
+    row: int
+    table: Int[Array, "Q slots"]
+    sequence: Int[Array, " b"]
+    position: Int[Array, "b C"]
+    window: int
+    capacity: int
+    implementation: str | None
+
+    @property
+    def places(self) -> tuple[Array, Array, Array]:
+        """The table, and the sequence and positions of each block."""
+        return self.table, self.sequence, self.position
+
+
+@runtime_checkable
+class Form(Protocol):
+    """A way to store and read a row.
+
+    Attributes:
+      kept: weights that only checkpoints keep, so that others can read the plain model.
+    """
+
+    kept: ClassVar[tuple[str, ...]]
+
+    def refuses(self, config: ModelConfig) -> str:
+        """Why a model of this shape cannot have such rows, in one line, or ""."""
+        ...
+
+    def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
+        """What is stored of a token."""
+        ...
+
+    def weights(self, config: ModelConfig) -> PyTree:
+        """The tree of `Weight`s that make and read one row."""
+        ...
+
+    def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
+        """The stored arrays [*batch, heads, width] of the normalised hidden states `h`."""
+        ...
+
+    def reader(self, p: PyTree) -> PyTree:
+        """The part of a row's weights that reading it needs."""
+        ...
+
+    def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
+        """Keys, ready for rotated queries, and values of stored arrays of full sequences."""
+        ...
+
+    def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
+        """What blocks of queries [b, C, N, H] read from pages: [b, C, N, U]."""
+        ...
+
+
+class KeysValues:
+    """Rotated keys and values: what everybody stores."""
+
+    kept: ClassVar[tuple[str, ...]] = ()
+
+    def refuses(self, config: ModelConfig) -> str:
+        return ""
+
+    def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
+        return (Stored(config.num_kv_heads, config.head_dim),) * 2
+
+    def weights(self, config: ModelConfig) -> PyTree:
+        norm = {"k_norm": Weight((config.head_dim,), ".", fill=1.0)} if config.qk_norm else {}
+        return {"k_proj": _projection(config), "v_proj": _projection(config)} | norm
+
+    def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
+        keys = finish_keys(config, p, project(config, p["k_proj"], h), at)
+        return keys, project(config, p["v_proj"], h)
+
+    def reader(self, p: PyTree) -> PyTree:
+        return {}
+
+    def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
+        return made
+
+    def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
+        keys, values = paged.pools
+        options = {"row": paged.row, "window": paged.window, "implementation": paged.implementation}
+        return paged_attention(q, (keys, values), *paged.places, **options)
+
+
+class Keys:
+    """Keys alone, before rotation; values are keys times W_KV (Slim attention, arXiv 2503.05840).
+
+    With biases, V = (K - b_K) W_KV + b_V: the bias of `kv_proj` is b_V - b_K W_KV, which a weighted mean of
+    values contains whole.
+    """
+
+    kept: ClassVar[tuple[str, ...]] = ("v_proj",)
+
+    def refuses(self, config: ModelConfig) -> str:
+        if config.qk_norm:
+            return "keys are normed after their projection, which no W_KV undoes"
+        return _undetermined(config, "keys", "values")
+
+    def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
+        return (Stored(1, config.kv_width),)  # in 8 bits, one scale a token
+
+    def weights(self, config: ModelConfig) -> PyTree:
+        plain = {"k_proj": _projection(config), "v_proj": _projection(config)}
+        return plain | {"kv_proj": _by_head(config, config.kv_width, config.qkv_bias)}
+
+    def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
+        return (linear(h, p["k_proj"])[..., None, :],)
+
+    def reader(self, p: PyTree) -> PyTree:
+        return p["kv_proj"]
+
+    def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
+        (keys,) = made
+        heads = keys.reshape(*keys.shape[:-2], config.num_kv_heads, config.head_dim)
+        return rotate(heads, at), _heads_of(keys, reader) + _bias(reader, keys)
+
+    def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
+        (pool,) = paged.pools
+        mixed = k_cache_attention(
+            q,
+            (pool,),
+            reader["kernel"].astype(q.dtype),
+            *paged.places,
+            row=paged.row,
+            window=paged.window,
+            frequencies=inverse_frequencies(config, paged.capacity),
+            # Queries carry the rotary attention factor; keys that are turned when they are read do not.
+            scale=config.head_dim**-0.5 * config.rope.attention_factor,
+            implementation=paged.implementation,
+        )
+        return mixed + _bias(reader, mixed)
+
+
+class Values:
+    """Values alone, without their bias; keys are values times W_VK (the paper's appendix).
+
+    Only without rotary embedding. The bias of keys shifts all scores of a query alike, so it falls away.
+    """
+
+    kept: ClassVar[tuple[str, ...]] = ("k_proj",)
+
+    def refuses(self, config: ModelConfig) -> str:
+        return _turned(config, "values") or _undetermined(config, "values", "keys")
+
+    def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
+        return (Stored(1, config.kv_width),)
+
+    def weights(self, config: ModelConfig) -> PyTree:
+        plain = {"k_proj": _projection(config), "v_proj": _projection(config)}
+        return plain | {"vk_proj": _by_head(config, config.kv_width, False)}
+
+    def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
+        return (linear(h, {"kernel": p["v_proj"]["kernel"]})[..., None, :],)
+
+    def reader(self, p: PyTree) -> PyTree:
+        return p["vk_proj"] | {"bias": p["v_proj"]["bias"]} if "bias" in p["v_proj"] else p["vk_proj"]
+
+    def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
+        (values,) = made
+        heads = values.reshape(*values.shape[:-2], config.num_kv_heads, config.head_dim)
+        return _heads_of(values, reader), heads + self._bias(config, reader, values)
+
+    def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
+        heads, width = config.num_heads, config.head_dim
+        own = jnp.eye(heads * width, dtype=q.dtype).reshape(-1, heads, width)  # a head's part of the sum
+        mixed = _read_whole(config, q, reader["kernel"].astype(q.dtype), jnp.moveaxis(own, 1, 0), paged)
+        return mixed + self._bias(config, reader, mixed)
+
+    def _bias(self, config: ModelConfig, reader: PyTree, like: Float[Array, "*batch"]):
+        if "bias" not in reader:
+            return jnp.zeros((), like.dtype)
+        return reader["bias"].reshape(config.num_heads, config.head_dim).astype(like.dtype)
+
+
+class Inputs:
+    """The layer's normalised inputs; keys and values are made of them by whoever reads (section 5).
+
+    Only without rotary embedding. Nothing is inverted: whatever the weights, it is exact.
+    """
+
+    kept: ClassVar[tuple[str, ...]] = ()
+
+    def refuses(self, config: ModelConfig) -> str:
+        if config.num_heads != config.num_kv_heads:
+            return (
+                f"{config.num_heads} query heads share {config.num_kv_heads} kv heads: "
+                "only multi-head models can"
+            )
+        if config.qk_norm:
+            return "keys are normed after their projection, which no query can do in their place"
+        return _turned(config, "inputs")
+
+    def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
+        return (Stored(1, config.hidden_size),)
+
+    def weights(self, config: ModelConfig) -> PyTree:
+        one = _by_head(config, config.hidden_size, config.qkv_bias)
+        return {"k_proj": one, "v_proj": one}
+
+    def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
+        return (h[..., None, :],)
+
+    def reader(self, p: PyTree) -> PyTree:
+        return p
+
+    def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
+        (x,) = made
+        return _heads_of(x, reader["k_proj"]), _heads_of(x, reader["v_proj"]) + _bias(reader["v_proj"], x)
+
+    def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
+        w_k, w_v = (reader[name]["kernel"].astype(q.dtype) for name in ("k_proj", "v_proj"))
+        mixed = _read_whole(config, q, w_k, w_v, paged)
+        return mixed + _bias(reader["v_proj"], mixed)
+
+
+def _read_whole(config: ModelConfig, q: Queries, w_k: Array, w_v: Array, paged: Paged) -> Queries:
+    """Attention over rows that queries meet as a whole: scores by way of `w_k`, the sum moved by `w_v`."""
+    (pool,) = paged.pools
+    options = {"row": paged.row, "window": paged.window, "implementation": paged.implementation}
+    return x_cache_attention(q, (pool,), w_k, w_v, *paged.places, scale=config.head_dim**-0.5, **options)
+
+
+def _heads_of(made: Float[Array, "*batch 1 E"], p: PyTree) -> KeyValues:
+    """A stored array times a kernel by head, [N, E, H]."""
+    return jnp.einsum("...e,neh->...nh", made[..., 0, :], p["kernel"].astype(made.dtype))
+
+
+def _bias(p: PyTree, like: Float[Array, "*batch"]) -> Float[Array, "*heads"]:
+    return p["bias"].astype(like.dtype) if "bias" in p else jnp.zeros((), like.dtype)
+
+
+def _undetermined(config: ModelConfig, stored: str, made: str) -> str:
+    """Why the stored ones do not determine the others, or ""."""
+    if config.kv_width < config.hidden_size:
+        return (
+            f"{config.num_kv_heads} kv heads of {config.head_dim} make {config.kv_width} columns of "
+            f"{config.hidden_size} inputs: {stored} do not determine {made}"
+        )
+    if config.num_heads != config.num_kv_heads:
+        return (
+            f"{config.num_heads} query heads share {config.num_kv_heads} kv heads: only multi-head models can"
+        )
+    return ""
+
+
+def _turned(config: ModelConfig, stored: str) -> str:
+    turned = config.rope.rope_type != NONE
+    return f"rotary embedding stands between {stored} and keys: only models without it can" if turned else ""
+
+
+FORMS: dict[str, Form] = {"kv": KeysValues(), "k": Keys(), "v": Values(), "x": Inputs()}
+
+
+def check(config: ModelConfig, plan: KVPlan) -> None:
+    """Whether a model of this shape can have the rows of `plan`.
+
+    Raises:
+      UsageError: it has another number of layers, an unknown form, or one that does not fit it.
+    """
+    if plan.num_layers != config.num_layers:
+        raise UsageError(f"the plan has {plan.num_layers} layers, the model {config.num_layers}")
+    for form in plan.forms:
+        if form not in FORMS:
+            raise UsageError(f"rows have no form {form!r}; known: {', '.join(FORMS)}{suggest(form, FORMS)}")
+        if reason := FORMS[form].refuses(config):
+            raise UsageError(f"rows cannot be stored as {form!r}: {reason}")
+    if plan.cross:
+        raise UsageError(f"cross-attention rows need an encoder, which {config.family} has not")
+
+
+def linear_weights(inside: tuple[str, int], outside: tuple[str, int], bias: bool, std: float) -> PyTree:
+    """The `Weight`s of one `linear`, from and to widths with axis letters."""
+    kernel = Weight((inside[1], outside[1]), f"{inside[0]} {outside[0]}", std)
+    return {"kernel": kernel} | ({"bias": Weight((outside[1],), outside[0])} if bias else {})
+
+
+def _by_head(config: ModelConfig, width: int, bias: bool) -> PyTree:
+    """The `Weight`s of a projection of rows `width` wide, its outputs cut into heads; `width` lies on a mesh
+    as the model's does."""
+    heads, out = config.num_heads, config.head_dim
+    kernel = {"kernel": Weight((heads, width, out), "N D .", std=width**-0.5)}
+    return kernel | ({"bias": Weight((heads, out), "N .")} if bias else {})
+
+
+def rounded(made: tuple[KeyValues, ...], dtype) -> tuple[KeyValues, ...]:
+    """Stored arrays as a cache of `dtype` gives them back, in their own dtype."""
+
+    def one(x: KeyValues) -> KeyValues:
+        data, scale = encode(x, dtype)
+        back = data.astype(x.dtype)
+        return back if scale is None else back * scale[..., None].astype(x.dtype)
+
+    return tuple(map(one, made))
+
+
+def _projection(config: ModelConfig) -> PyTree:
+    return linear_weights(("D", config.hidden_size), ("E", config.kv_width), config.qkv_bias, 0.02)

@@ -1,0 +1,172 @@
+"""Who may come in: the bounds on what waits, and each key's share, checked before any work is done."""
+
+import dataclasses
+import math
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from swiftkv_jax.engine.queue import Demand
+from swiftkv_jax.engine.settings import Settings
+from swiftkv_jax.server.errors import ApiError
+from swiftkv_jax.server.settings import HttpSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What the engine holds: what waits, by key; sequences that run; pages in use of all."""
+
+    waiting: Mapping[str, Demand] = dataclasses.field(default_factory=dict)
+    running: int = 0
+    pages_used: int = 0
+    pages: int = 1
+    tokens_per_s: float = 0.0
+
+    @property
+    def queued(self) -> Demand:
+        """All that waits."""
+        return sum(self.waiting.values(), Demand())
+
+
+class Ticket:
+    """The right to have what `demand` says in the server; given back when its `with` block ends.
+
+    Attributes:
+      demand: a guess until the texts are tokenised; no sequences: the call wants the tokenizer alone.
+      places: of its key's share that it takes; the tokenizer's time counts as well.
+      waiting: whether the engine has not yet taken them over into its own queue.
+    """
+
+    def __init__(self, admission: "Admission", tenant: str, demand: Demand):
+        self._admission, self.tenant, self.demand = admission, tenant, demand
+        self.places, self.waiting = max(1, demand.sequences), True
+
+    def __enter__(self) -> "Ticket":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._admission.release(self)
+
+
+class Admission:
+    """Gives out tickets on the event loop's thread; the engine's thread publishes its load."""
+
+    def __init__(self, engine: Settings, limits: HttpSettings, refused: Callable[[str], None]):
+        """`refused` is told the reason of every refusal that the same call later may not meet."""
+        self._engine, self._limits, self._refused = engine, limits, refused
+        self._share = _share(engine, limits)
+        self._load = Load(pages=max(1, engine.num_pages or 1))
+        self._tickets: set[Ticket] = set()
+        self._per_tenant: Counter[str] = Counter()
+        self._lock = threading.Lock()  # of what both threads write: the load and `Ticket.waiting`
+
+    @property
+    def tickets(self) -> int:
+        """Calls that are being answered."""
+        return len(self._tickets)
+
+    @property
+    def load(self) -> Load:
+        """What the engine said of itself last."""
+        return self._load
+
+    def publish(self, load: Load, taken: Ticket | None) -> None:
+        """The engine's load; `taken` is from now on counted there, or gone."""
+        with self._lock:
+            self._load = load
+            if taken:
+                taken.waiting = False
+
+    def admit(self, tenant: str, demand: Demand) -> Ticket:
+        """Room for a call's sequences and about as many tokens, to be read and to be generated.
+
+        Raises:
+          ApiError: as `check`.
+        """
+        self.check(tenant, demand)
+        return self._issue(tenant, demand)
+
+    def check(self, tenant: str, demand: Demand) -> None:
+        """Whether there is room for so much.
+
+        Raises:
+          ApiError: the status of a full queue; that of a key above its share; 400 if it can never fit.
+        """
+        most, share = self._engine.queue, self._share
+        fits = min(self._limits.max_sequences, most.sequences, share.sequences)
+        if demand.sequences > fits:
+            raise ApiError(400, f"n times prompts is {demand.sequences}; at most {fits} may be", "n")
+        self._check_key(tenant, demand.sequences)
+        with self._lock:
+            coming = [ticket for ticket in self._tickets if ticket.waiting]
+            load = self._load
+        own = [ticket.demand for ticket in coming if ticket.tenant == tenant]
+        mine = sum(own, load.waiting.get(tenant, Demand()))
+        if why := mine.crowds_out(demand, dataclasses.replace(share, sequences=sys.maxsize)):
+            raise self._above_share(f"of this key, {why}")
+        if why := sum((ticket.demand for ticket in coming), load.queued).crowds_out(demand, most):
+            raise self.refuse("queue", self.full(why))
+
+    def admit_reader(self, tenant: str) -> Ticket:
+        """Room for a call that wants only the tokenizer; `max_sequences` of them may be here at a time.
+
+        Raises:
+          ApiError: as `admit`, but for 400.
+        """
+        self._check_key(tenant, 1)
+        readers = sum(not ticket.demand.sequences for ticket in self._tickets)
+        if readers >= self._limits.max_sequences:
+            raise self.refuse("queue", self.full(f"{readers} texts are waiting"))
+        return self._issue(tenant, Demand())
+
+    def release(self, ticket: Ticket) -> None:
+        """The call has ended."""
+        self._tickets.discard(ticket)
+        self._per_tenant[ticket.tenant] -= ticket.places
+        if not self._per_tenant[ticket.tenant]:
+            del self._per_tenant[ticket.tenant]
+
+    def refuse(self, reason: str, error: ApiError) -> ApiError:
+        """Count a refusal: "queue", "key", "draining" or "starting"; `error` again."""
+        self._refused(reason)
+        return error
+
+    def full(self, why: str) -> ApiError:
+        """To come back when what waits may have been read."""
+        rate = self._load.tokens_per_s
+        seconds = math.ceil(self._load.queued.tokens / rate) if rate else 1
+        status = self._limits.queue_status
+        return ApiError(status, f"the server is busy: {why}", retry_after=min(60, max(1, seconds)))
+
+    def _check_key(self, tenant: str, sequences: int) -> None:
+        cap = self._share.sequences
+        here = self._per_tenant[tenant]
+        if here + sequences > cap:
+            raise self._above_share(f"this key has {here} requests here already, of the {cap} it may have")
+
+    def _above_share(self, why: str) -> ApiError:
+        message = f"{why}; wait for one to end"
+        return self.refuse("key", ApiError(self._limits.key_status, message, retry_after=1))
+
+    def _issue(self, tenant: str, demand: Demand) -> Ticket:
+        ticket = Ticket(self, tenant, demand)
+        self._tickets.add(ticket)
+        self._per_tenant[tenant] += ticket.places
+        return ticket
+
+
+def _share(engine: Settings, limits: HttpSettings) -> Demand:
+    """What one key may have: sequences that run or wait, and tokens of those that wait.
+
+    With two keys or more, half of what all may have, so that none alone can keep the others out. The only key
+    there is may have all.
+    """
+    most = engine.queue
+    share = Demand(*[sys.maxsize] * 3)
+    if len(limits.api_keys) > 1:
+        places = (most.sequences + engine.max_num_seqs) // 2
+        share = Demand(max(1, places), most.tokens // 2, most.output_tokens // 2)
+    if limits.max_requests_per_key is not None:
+        share = dataclasses.replace(share, sequences=limits.max_requests_per_key)
+    return share

@@ -1,0 +1,160 @@
+"""The shapes of answers: what a completion, a chat and their chunks look like."""
+
+import codecs
+import dataclasses
+import json
+import time
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from swiftkv_jax.engine.request import CompletionOutput, Logprob
+
+_NO_CHARACTER = "\ufffd"  # what a tokenizer decodes part of a character to
+_LOWEST = -9999.0  # JSON has no minus infinity
+Entries = Sequence[Mapping[int, Logprob] | None]
+
+
+def encode(value: typing.Any) -> bytes:
+    """Compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def joined(envelope: Mapping[str, typing.Any], choices: Iterable[dict]) -> bytes:
+    """An answer, its choices written one by one: while JSON is written, no other thread of Python runs."""
+    around = encode({name: value for name, value in envelope.items() if name != "choices"})
+    return around[:-1] + b',"choices":[' + b",".join(map(encode, choices)) + b"]}"
+
+
+def event(value: typing.Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def usage(prompt: int, completion: int, cached: int) -> dict[str, typing.Any]:
+    """Tokens of prompts, those generated, and how many of the former were found in the prefix cache."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What both routes share. `id`, `created` and `model` open every chunk of one answer.
+
+    `top`: how many of the likeliest tokens a chat shows at each place. `spell`: the bytes of a token, which
+    may be less than a character; None where nobody knows.
+    """
+
+    id: str
+    model: str
+    fingerprint: str
+    spell: Callable[[int], bytes] | None = None
+    top: int = 0
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+    whole: typing.ClassVar[str]
+    part: typing.ClassVar[str]
+
+    def bytes_of(self, token: int, item: Logprob) -> bytes:
+        """What a token stands for."""
+        text = item.decoded_token or ""
+        return self.spell(token) if self.spell and _NO_CHARACTER in text else text.encode()
+
+    def envelope(self, kind: str, choices: list[dict]) -> dict:
+        """An answer around its choices."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        }
+
+
+class CompletionShape(Shape):
+    """`/v1/completions`."""
+
+    whole = part = "text_completion"
+
+    def choice(self, index: int, output: CompletionOutput, first: bool, offset: int) -> dict:
+        """A chunk's choice; the whole's is one with everything in it. `offset`: characters before it."""
+        return {
+            "index": index,
+            "text": output.text,
+            "logprobs": None if output.logprobs is None else self._logprobs(output.logprobs, offset),
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+    final = choice
+
+    def _logprobs(self, entries: Entries, offset: int) -> dict:
+        tokens, values, tops, offsets = [], [], [], []
+        characters = codecs.getincrementaldecoder("utf-8")("replace")
+        for entry in entries:
+            token, chosen = next(iter((entry or {}).items()), (0, None))
+            raw = self.bytes_of(token, chosen) if chosen else b""
+            tokens.append(_written(raw))
+            values.append(None if chosen is None or chosen.rank == 0 else _finite(chosen.logprob))
+            tops.append(None if chosen is None or chosen.rank == 0 else self._top(entry or {}))
+            offsets.append(offset)
+            offset += len(characters.decode(raw))
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _top(self, entry: Mapping[int, Logprob]) -> dict[str, float]:
+        """Text to log probability. Tokens of equal text share one place, and the likelier one has it."""
+        out: dict[str, float] = {}
+        for token, item in entry.items():
+            text = _written(self.bytes_of(token, item))
+            out[text] = max(out.get(text, _LOWEST), _finite(item.logprob))
+        return out
+
+
+class ChatShape(Shape):
+    """`/v1/chat/completions`."""
+
+    whole, part = "chat.completion", "chat.completion.chunk"
+
+    def choice(self, index: int, output: CompletionOutput, first: bool, offset: int) -> dict:
+        """A chunk's choice; the role comes with the first token, not before it."""
+        role = {"role": "assistant"} if first else {}
+        return self._around(index, output, "delta", role | {"content": output.text})
+
+    def final(self, index: int, output: CompletionOutput, first: bool, offset: int) -> dict:
+        """The whole's choice."""
+        return self._around(index, output, "message", {"role": "assistant", "content": output.text})
+
+    def _around(self, index: int, output: CompletionOutput, name: str, message: dict) -> dict:
+        found = output.logprobs
+        entries = None if found is None else [self._entry(entry) for entry in found]
+        return {
+            "index": index,
+            name: message,
+            "logprobs": None if entries is None else {"content": entries},
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+
+    def _entry(self, entry: Mapping[int, Logprob]) -> dict:
+        first = next(iter(entry))
+        ranked = sorted(entry, key=lambda token: entry[token].rank)
+        likeliest = [self._token(token, entry[token]) for token in ranked if entry[token].rank <= self.top]
+        return self._token(first, entry[first]) | {"top_logprobs": likeliest}
+
+    def _token(self, token: int, item: Logprob) -> dict:
+        raw = list(self.bytes_of(token, item))
+        return {"token": item.decoded_token or "", "logprob": _finite(item.logprob), "bytes": raw}
+
+
+def _finite(value: float) -> float:
+    return max(value, _LOWEST)
+
+
+def _written(raw: bytes) -> str:
+    """A token as a text; part of a character as OpenAI's completions write it, such as `bytes:\\xf0\\x9f`."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,0 +1,201 @@
+"""The flags of `serve.py --http`, and how a flag is made of a field of settings."""
+
+import argparse
+import dataclasses
+import ipaddress
+import re
+from pathlib import Path
+from typing import Any
+
+from swiftkv_jax.checks import above, choice
+from swiftkv_jax.engine.settings import Settings
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.server.settings import REFUSALS, HttpSettings
+
+DEFAULT = "127.0.0.1:8000"
+QUEUED_REQUESTS = 256
+_QUEUES = {  # flag: help; how much may wait, fields of engine.Settings
+    "max-queued-requests": f"(default {QUEUED_REQUESTS})",
+    "max-queued-tokens": "of prompts (default: 64 steps' worth)",
+    "max-queued-output-tokens": "that these may ask for, max_tokens times n (default: 64 contexts)",
+}
+_LIMITS = {  # flag: (field of HttpSettings, help)
+    "shutdown-timeout": ("shutdown_s", "seconds that running requests get on SIGTERM (default {:g})"),
+    "queue-timeout": ("queue_timeout_s", "seconds that a request may wait for a place (default {:g})"),
+    "max-requests-per-key": (
+        "max_requests_per_key",
+        "running or waiting (default: with several keys, half of all places)",
+    ),
+    "max-scored-tokens": ("max_scored_tokens", "longest prompt to score with echo (default {})"),
+    "metrics-prefix": ("metrics_prefix", "of metric names (default {}; vllm: suits their boards)"),
+}
+
+
+class Hidden:
+    """A group whose flags are known, but not in --help."""
+
+    def __init__(self, parser: argparse.ArgumentParser):
+        self._parser = parser
+
+    def add_argument(self, *names: str, **options: Any) -> None:
+        options["help"] = argparse.SUPPRESS
+        self._parser.add_argument(*names, **options)
+
+
+def add_flag(group, flag: str, owner: type, text: str, name: str = "") -> None:
+    """The flag of the field `name` of a dataclass: of the field's type; its default goes into `text` at {}.
+
+    What is not given is None: the field's default holds.
+    """
+    field = next(f for f in dataclasses.fields(owner) if f.name == (name or flag.replace("-", "_")))
+    kind = next(kind for kind in (int, float, str) if field.type in (kind, kind | None))
+    metavar = {int: "N", float: "X", str: "NAME"}[kind]
+    group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=text.format(field.default))
+
+
+def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
+    """The group "server"; unless `shown`, --help lists --http alone."""
+    p = parser.add_argument_group("server")
+    p.add_argument(
+        "--http",
+        nargs="?",
+        const=DEFAULT,
+        metavar="HOST:PORT",
+        help=f"serve OpenAI's API (default {DEFAULT}); see --http --help",
+    )
+    if not shown:
+        p = Hidden(parser)
+    p.add_argument("--served-model-name", metavar="NAME", help="(default: the folder's name)")
+    p.add_argument(
+        "--compare", metavar="DIR", help="a second model beside the first; the page at / shows both"
+    )
+    p.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="asked for on every route but /health and /ready; may be repeated",
+    )
+    p.add_argument(
+        "--api-key-file", metavar="FILE", help="one key a line; unlike --api-key, not seen by `ps`"
+    )
+    p.add_argument(
+        "--metrics-key-file",
+        metavar="FILE",
+        help="one key, for /metrics (of several API keys none opens it)",
+    )
+    p.add_argument("--insecure", action="store_true", help="let others than this machine call without a key")
+    p.add_argument(
+        "--no-warm-up", action="store_true", help="compile when needed: the first requests are slow"
+    )
+    p.add_argument("--show-template", action="store_true", help="/tokenizer_info gives the chat template")
+    p.add_argument(
+        "--busy-status",
+        type=int,
+        metavar="N",
+        help="of refusals: 429, 503 or 529 (default: 429 by key, 503 of the queue)",
+    )
+    for flag, text in _QUEUES.items():
+        add_flag(p, flag, Settings, text)
+    for flag, (name, text) in _LIMITS.items():
+        add_flag(p, flag, HttpSettings, text, name)
+
+
+def address(text: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, HOST, or :PORT; IPv6 hosts stand in brackets.
+
+    Raises:
+      UsageError: it is none of these.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, DEFAULT.rpartition(":")[2]
+    if not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"--http must be HOST:PORT, such as {DEFAULT}, not {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> HttpSettings:
+    """The settings that the flags ask for; `api_key` is one more key, from the environment.
+
+    Raises:
+      UsageError: a limit makes no sense, or the server would be open to strangers.
+    """
+    keys = [*(args.api_key or ()), *_file_keys("api", args.api_key_file), *([api_key] if api_key else ())]
+    keys = [key.strip() for key in keys]  # a file or a secret often ends with a newline
+    if any(not key or not key.isascii() or not key.isprintable() for key in keys):
+        raise UsageError("--api-key must be printable ASCII text, not empty")
+    metrics = _file_keys("metrics", args.metrics_key_file)
+    if len(metrics) > 1 or set(metrics) & set(keys):
+        raise UsageError("--metrics-key-file must hold one key, and none of the API keys")
+    host = address(args.http)[0]
+    if not is_loopback(host) and not keys and not args.insecure:
+        raise UsageError(
+            f"{host} can be reached by others and no key is set: pass --api-key KEY or --api-key-file FILE, "
+            "listen on 127.0.0.1, or pass --insecure"
+        )
+    given = {flag: getattr(args, flag.replace("-", "_")) for flag in (*_LIMITS, *_QUEUES)}
+    for flag, value in given.items():
+        if isinstance(value, int | float):
+            above(f"--{flag}", value, 0)
+    prefix = args.metrics_prefix
+    if prefix is not None and not re.fullmatch(r"[a-zA-Z_:][a-zA-Z0-9_:]*", prefix):
+        raise UsageError(f"--metrics-prefix must be letters, digits, _ and :, such as vllm:, not {prefix!r}")
+    limits = {field: given[flag] for flag, (field, _) in _LIMITS.items() if given[flag] is not None}
+    if args.busy_status is not None:
+        choice("--busy-status", args.busy_status, REFUSALS)
+        limits |= {"queue_status": args.busy_status, "key_status": args.busy_status}
+    return HttpSettings(
+        model_name=args.served_model_name or model_name(model),
+        api_keys=tuple(keys),
+        metrics_key=metrics[0] if metrics else None,
+        warm_up=not args.no_warm_up,
+        show_template=args.show_template,
+        **limits,
+    )
+
+
+def model_name(folder: str) -> str:
+    """A folder's name; for `runs/mine/export`, where training puts a student, that of the run."""
+    path = Path(folder)
+    return (path.parent.name if path.name == "export" else path.name) or "model"
+
+
+def compared_name(folder: str, first: str) -> str:
+    """What the second model is called.
+
+    Raises:
+      UsageError: as the first.
+    """
+    name = model_name(folder)
+    if name == first:
+        raise UsageError(f"--compare: both models are called {name!r}; name the first by --served-model-name")
+    return name
+
+
+def queue_bounds(args: argparse.Namespace, budget: int, context: int) -> dict[str, int]:
+    """Engine settings: what may wait. `budget` tokens a step; one whole context may always wait."""
+    return {
+        "max_queued_requests": args.max_queued_requests or QUEUED_REQUESTS,
+        "max_queued_tokens": args.max_queued_tokens or max(64 * budget, 4 * context),
+        "max_queued_output_tokens": args.max_queued_output_tokens or 64 * context,
+    }
+
+
+def _file_keys(kind: str, path: str | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        lines = Path(path).read_text(encoding="ascii").split()
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"cannot read --{kind}-key-file {path}: {error}") from error
+    if not lines:
+        raise UsageError(f"--{kind}-key-file {path} holds no key")
+    return lines

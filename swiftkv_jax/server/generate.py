@@ -1,0 +1,398 @@
+"""From a checked body to an answer: `/v1/completions` and `/v1/chat/completions`."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import re
+import time
+import typing
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
+
+from starlette.responses import Response
+
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.queue import Demand
+from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, SamplingParams
+from swiftkv_jax.engine.sequence import RULED_OUT
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.server import answers, schema
+from swiftkv_jax.server.errors import MAX_ECHO, ApiError, clip
+from swiftkv_jax.server.service import Service
+from swiftkv_jax.server.streams import Delta, EventStream, Stream
+
+log = logging.getLogger("swiftkv_jax.http")
+_BYTES_PER_TOKEN = 4  # of text, for a guess before it is tokenised
+MOST_ENTRIES = 2**20  # log probabilities of prompts in one answer: 100 MB of JSON
+_MOST_BYTES_PER_TOKEN = 16  # a text longer than this times the context is refused unread
+_PLAIN = (  # fields of a body that SamplingParams has too
+    "n min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed "
+    "stop stop_token_ids bad_words allowed_token_ids logit_bias ignore_eos include_stop_str_in_output "
+    "skip_special_tokens"
+).split()
+_NAMED = re.compile(r"^(?:prompt|messages)(?: \d+)?: (\w+): |^(\w+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked request for completions.
+
+    Attributes:
+      prompts: what `LLM.request` takes. where: how errors call them.
+      max_tokens: None generates `unsaid` tokens, or the fewer that the context leaves; 0 only scores.
+      unsaid: None fills the context. logprobs: how many of the likeliest tokens; None: none.
+      echo: the prompt comes first.
+      tenant: whose prefixes it may share. client_id: what the caller calls it, for the log only.
+    """
+
+    body: schema.Sampling
+    shape: answers.CompletionShape | answers.ChatShape
+    prompts: list
+    where: str
+    max_tokens: int | None
+    logprobs: int | None
+    echo: bool
+    unsaid: int | None
+    tenant: str
+    request_id: str
+    client_id: str
+
+    @property
+    def salt(self) -> str:
+        return f"{self.tenant}:{self.body.cache_salt or ''}"
+
+    @property
+    def n(self) -> int:
+        return self.body.n or 1
+
+    @property
+    def counts_usage(self) -> bool:
+        options = self.body.stream_options
+        return bool(options and options.include_usage)
+
+
+def completion_call(body: schema.CompletionRequest, common: dict, most_prompts: int) -> Call:
+    """Raises ApiError: 400."""
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens: 0 generates nothing; with echo it scores the prompt", "max_tokens")
+    kind = {"add_special_tokens": body.add_special_tokens}
+    found = schema.prompts(body.prompt, most_prompts)
+    found = [{"prompt": each} | kind if isinstance(each, str) else each for each in found]
+    shape = _shape(answers.CompletionShape, "cmpl", common)
+    echo = bool(body.echo)
+    return Call(body, shape, found, "prompt", body.max_tokens, body.logprobs, echo, 16, **common["call"])
+
+
+def chat_call(body: schema.ChatRequest, common: dict) -> Call:
+    """Raises ApiError: 400."""
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
+    if body.max_tokens == 0:
+        raise ApiError(400, "max_tokens: must be at least 1", "max_tokens")
+    messages = [message.as_dict() for message in body.messages]
+    wanted = (body.top_logprobs or 0) if body.logprobs else None
+    limit = body.max_completion_tokens or body.max_tokens
+    shape = _shape(answers.ChatShape, "chatcmpl", common, top=wanted or 0)
+    chat = {"messages": messages, "add_generation_prompt": body.add_generation_prompt}
+    return Call(body, shape, [chat], "messages", limit, wanted, False, None, **common["call"])
+
+
+def _shape(kind, prefix: str, common: dict, **fields):
+    return kind(id=f"{prefix}-{common['call']['request_id']}", **common["shape"], **fields)
+
+
+class Generator:
+    """Answers calls with one service."""
+
+    def __init__(self, service: Service):
+        self.service, self.llm = service, service.llm
+
+    async def respond(self, call: Call) -> Response:
+        """Run a call; what it holds of the server is given back however it ends.
+
+        Raises:
+          ApiError: it was refused, or failed before anything was sent.
+        """
+        self._check_size(call)
+        async with AsyncExitStack() as stack:
+            tally = stack.enter_context(_Tally(call))
+            guess = _demand(call, self.llm.settings.max_model_len)
+            ticket = stack.enter_context(self.service.admit(call.tenant, guess))
+            total = sum(map(size, call.prompts))
+            requests = await self.service.encode(call.tenant, total, lambda: make_requests(self.llm, call))
+            ticket.demand = sum(map(Demand.of, requests), Demand())
+            tally.prompt = sum(len(request.token_ids) for request in requests)
+            openings = await self._openings(call, requests)
+            stream = None
+            if call.max_tokens != 0:
+                stream = await stack.enter_async_context(self.service.stream(requests, ticket))
+            deltas = self._deltas(call, openings, stream, tally)
+            if call.body.stream:
+                deltas = await _begun(deltas)
+                return EventStream(_events(call, deltas, tally), stack.pop_all())
+            return await _whole(call, deltas, tally)
+        raise AssertionError("unreachable: nothing above swallows an exception")
+
+    def _check_size(self, call: Call) -> None:
+        limits = self.service.settings
+        if call.n > limits.max_n:
+            raise ApiError(400, f"n: must be at most {limits.max_n}", "n")
+        context = self.llm.settings.max_model_len
+        for prompt in call.prompts:
+            if size(prompt) > _MOST_BYTES_PER_TOKEN * context:
+                message = f"{call.where}: too long for a context of {context} tokens"
+                raise ApiError(400, message, call.where, "context_length_exceeded")
+
+    async def _openings(self, call: Call, requests: list[Request]) -> list[CompletionOutput]:
+        """What `echo` puts in front: the prompts, and, with `logprobs`, how likely their tokens are.
+
+        Raises:
+          ApiError: 400: too much to score; 500: what the model gives is not finite.
+        """
+        if not call.echo:
+            return []
+        if call.logprobs is not None:
+            most, sizes = self.service.settings.max_scored_tokens, [len(r.token_ids) for r in requests]
+            if max(sizes) > most:
+                message = f"echo: prompts of more than {most} tokens are not scored; this has {max(sizes)}"
+                raise ApiError(400, message, "echo", "context_length_exceeded")
+            entries = call.n * sum(sizes) * (1 + call.logprobs)
+            if entries > MOST_ENTRIES:
+                message = f"echo: {entries} log probabilities are too many for one answer: send fewer prompts"
+                raise ApiError(400, message, "echo")
+        return [await self._opening(call, request) for request in requests]
+
+    async def _opening(self, call: Call, request: Request) -> CompletionOutput:
+        ids, entries = request.token_ids, None
+        if call.logprobs is not None:
+            if not self.llm.scorable:
+                raise ApiError(400, "echo: this model cannot score prompts: leave out logprobs", "echo")
+            try:
+                scored = await self.service.score(call.tenant, ids, call.logprobs)
+            except FloatingPointError as error:
+                raise _model_failed(call, str(error)) from None
+            first = {ids[0]: Logprob(logprob=0.0, rank=0, decoded_token=_text(self.llm, ids[:1]))}
+            entries = [first, *(entry or {} for entry in scored[1:])]
+        text = request.prompt
+        if text is None:
+            text = await self.service.encode(call.tenant, size(ids), lambda: _text(self.llm, ids))
+        return CompletionOutput(
+            index=0,
+            text=text,
+            token_ids=[],
+            cumulative_logprob=None,
+            logprobs=entries,
+            finish_reason="length" if call.max_tokens == 0 else None,  # not said is not 0
+            stop_reason=None,
+        )
+
+    async def _deltas(
+        self, call: Call, openings: list[CompletionOutput], stream: Stream | None, tally: "_Tally"
+    ) -> AsyncGenerator[Delta, None]:
+        for number, opening in enumerate(openings):
+            for child in range(call.n):
+                yield number, dataclasses.replace(opening, index=child)
+        if stream is None:
+            return
+        async for number, delta in stream:
+            tally.completion += len(delta.token_ids)
+            tally.reasons.add(delta.finish_reason or "")
+            tally.cached += delta.cached_tokens if delta.finish_reason and not delta.index else 0
+            if delta.error == RULED_OUT:
+                raise ApiError(400, RULED_OUT, "allowed_token_ids")
+            if delta.finish_reason == "error":
+                raise _model_failed(call, delta.error)
+            yield number, delta
+
+
+def _model_failed(call: Call, why: str | None) -> ApiError:
+    """What the client is told; `why` is for the log."""
+    log.error("request %s failed: %s", call.request_id, why)
+    return ApiError(500, f"the model failed on this request ({call.request_id})", retry=True)
+
+
+@dataclasses.dataclass
+class _Tally:
+    """What the one log line of a request says."""
+
+    call: Call
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+    reasons: set[str] = dataclasses.field(default_factory=set)
+    began: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def usage(self) -> dict[str, typing.Any]:
+        return answers.usage(self.prompt, self.completion, self.cached)
+
+    def __enter__(self) -> "_Tally":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _) -> None:
+        """Log it: as JSON, so that nothing a client sent can look like a line of its own."""
+        record = {
+            "status": _status(error),
+            "request": self.call.request_id,
+            "client": self.call.client_id,
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "finished": sorted(self.reasons - {""}),
+            "seconds": round(time.monotonic() - self.began, 4),
+        }
+        log.info(json.dumps(record))
+
+
+def _status(error: BaseException | None) -> int:
+    """What a call's end would be called; who is cancelled has been left by the client."""
+    if isinstance(error, ApiError):
+        return error.status
+    return 200 if error is None else 499 if isinstance(error, asyncio.CancelledError) else 500
+
+
+def make_requests(llm: LLM, call: Call) -> list[Request]:
+    """Tokenise and settle; runs on the encoder's thread.
+
+    Raises:
+      ApiError: 400, naming the field.
+    """
+    fields = {name: getattr(call.body, name) for name in _PLAIN}
+    given = {name: value for name, value in fields.items() if value is not None}
+    given |= {"max_tokens": 1 if call.max_tokens == 0 else call.max_tokens, "logprobs": call.logprobs}
+    try:
+        params = llm.defaults.updated(given)
+        return [_request(llm, call, params, number) for number in range(len(call.prompts))]
+    except UsageError as error:
+        raise _bad_request(llm, call, error) from error
+
+
+def _request(llm: LLM, call: Call, params: SamplingParams, number: int) -> Request:
+    where = call.where if len(call.prompts) == 1 else f"{call.where} {number}"
+    prompt = call.prompts[number]
+    if call.where == "messages":
+        refuse_control_tokens(llm, prompt["messages"])
+    request = llm.request(prompt, params, where, call.salt)
+    if call.max_tokens is None and call.unsaid is not None:
+        most = min(call.unsaid, request.max_length - len(request.token_ids))
+        request = dataclasses.replace(request, params=request.params.updated({"max_tokens": most}))
+    return dataclasses.replace(request, priority=call.body.priority or 0)
+
+
+def refuse_control_tokens(llm: LLM, messages: list[dict[str, typing.Any]]) -> None:
+    """A message cannot hold what would become a control token: it could end its own turn.
+
+    Raises:
+      ApiError: 400.
+    """
+    for number, message in enumerate(messages):
+        for name, value in message.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            found = next((t for t in getattr(llm.tokenizer, "special_texts", ()) if t in text), None)
+            if found is not None:
+                where = f"messages.{number}.{name}"
+                raise ApiError(400, f"{where}: holds the control token {clip(found, 40)}", where)
+
+
+def without_place(llm: LLM, error: UsageError) -> str:
+    """What went wrong, without the tokenizer's folder; a template may repeat a message and is cut short."""
+    name, said, words = getattr(llm.tokenizer, "name", None), str(error), str(error.__cause__ or "")
+    said = said.replace(f"of {name}", "of the model") if name else said
+    return said.replace(words, clip(words, MAX_ECHO)) if words else said
+
+
+def _bad_request(llm: LLM, call: Call, error: UsageError) -> ApiError:
+    message = without_place(llm, error)
+    match = _NAMED.match(message)
+    named = (match[1] or match[2]) if match else ""
+    param = named if named in type(call.body).model_fields else call.where
+    code = "context_length_exceeded" if "a context of" in message or "the context of" in message else None
+    return ApiError(400, message, param, code)
+
+
+async def _begun(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    """The same, with the first at hand: until then a failure can still be told by its status."""
+    first = await anext(deltas, None)
+
+    async def again() -> AsyncGenerator[Delta, None]:
+        async with aclosing(deltas):
+            if first is not None:
+                yield first
+            async for delta in deltas:
+                yield delta
+
+    return again()
+
+
+async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: _Tally) -> Response:
+    parts: dict[int, list[CompletionOutput]] = {}
+    async for number, delta in deltas:
+        parts.setdefault(number * call.n + delta.index, []).append(delta)
+    if call.logprobs is None:
+        content = _written(call, parts, tally)
+    else:  # as much as a hundred times the text
+        content = await asyncio.to_thread(_written, call, parts, tally)
+    return Response(content, media_type="application/json")
+
+
+def _written(call: Call, parts: dict[int, list[CompletionOutput]], tally: _Tally) -> bytes:
+    choices = (call.shape.final(index, _joined(parts[index]), True, 0) for index in sorted(parts))
+    body = call.shape.envelope(call.shape.whole, [])
+    return answers.joined(body | {"usage": tally.usage}, choices)
+
+
+def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
+    logprobs: typing.Any = [entry for part in parts for entry in part.logprobs or ()]
+    return dataclasses.replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        logprobs=None if parts[-1].logprobs is None else logprobs,
+    )
+
+
+async def _events(
+    call: Call, deltas: AsyncGenerator[Delta, None], tally: _Tally
+) -> AsyncGenerator[bytes, None]:
+    written: dict[int, int] = {}  # characters sent of each choice
+    try:
+        async with aclosing(deltas):
+            async for number, delta in deltas:
+                index = number * call.n + delta.index
+                choice = call.shape.choice(index, delta, index not in written, written.get(index, 0))
+                written[index] = written.get(index, 0) + len(delta.text)
+                yield answers.event(call.shape.envelope(call.shape.part, [choice]))
+    except ApiError as error:  # the status is sent already
+        yield b"data: " + error.body() + b"\n\n"
+    else:
+        if call.counts_usage:
+            last = call.shape.envelope(call.shape.part, [])
+            yield answers.event(last | {"usage": tally.usage})
+    yield answers.DONE
+
+
+def _demand(call: Call, context: int) -> Demand:
+    """What a call asks for, as far as can be said before its texts are tokenised."""
+    tokens = [size(prompt) // _BYTES_PER_TOKEN + 1 for prompt in call.prompts]
+    rooms = [max(0, context - count) for count in tokens]
+    most = call.unsaid if call.max_tokens is None else call.max_tokens
+    output = sum(room if most is None else min(most, room) for room in rooms)
+    return Demand(call.n * len(tokens), call.n * sum(tokens), call.n * output)
+
+
+def size(prompt) -> int:
+    """Bytes of a text or of a chat's, or as many as token ids may be thought to stand for."""
+    if isinstance(prompt, str):
+        return len(prompt.encode())
+    if isinstance(prompt, dict):
+        texts = [prompt["prompt"]] if "prompt" in prompt else map(_texts_of, prompt["messages"])
+        return sum(len(text.encode()) for text in texts)
+    return _BYTES_PER_TOKEN * len(prompt)
+
+
+def _texts_of(message: dict[str, typing.Any]) -> str:
+    calls = message.get("tool_calls")
+    return message["content"] + (json.dumps(calls, ensure_ascii=False) if calls else "")
+
+
+def _text(llm: LLM, ids: Sequence[int]) -> str:
+    return llm.tokenizer.decode(list(ids), skip_special_tokens=False) if llm.tokenizer else ""

@@ -1,0 +1,249 @@
+"""The files of a batch run: prompts read line by line, answers written line by line and resumed."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from swiftkv_jax.engine.request import Request, RequestOutput, SamplingParams
+from swiftkv_jax.errors import UsageError, explained, suggest
+from swiftkv_jax.folder import read_text
+
+EXAMPLES = (
+    "The module provides",
+    "This function returns a list of",
+    "If the file does not exist, an",
+    "Changed in version",
+)
+DEFAULT_MAX_TOKENS = 128
+_PROMPTS = ("prompt", "messages", "prompt_token_ids")
+_SHOWN = 20  # broken lines shown in one error
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One line of input: where it stands, its id (None without one), its prompt, and the checked request.
+
+    `key` changes when the prompt, its parameters or the model do.
+    """
+
+    index: int
+    id: str | int | None
+    prompt: dict
+    request: Request
+    key: str
+
+
+class BadLines(UsageError):
+    """Lines that cannot be read, with their numbers."""
+
+    def __init__(self, problems: Mapping[int, str]):
+        shown = [f"line {number}: {problem}" for number, problem in sorted(problems.items())[:_SHOWN]]
+        rest = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        count = f"{len(problems)} bad line{'s' * (len(problems) > 1)}"
+        super().__init__(
+            f"{count} in the input ({'; '.join(shown)}{rest}); mend them, or pass --skip-bad-lines"
+        )
+
+
+def read_lines(source: str | None) -> list[tuple[int, str]]:
+    """(line number, line) of the input without its blank lines; lines to be read as JSON are marked.
+
+    `source` is a path (JSON when it ends in .jsonl or .json), "-" for stdin (JSON where a line begins with a
+    brace), or None for a few examples.
+
+    Raises:
+      UsageError: the file cannot be read.
+    """
+    if source is None:
+        return list(enumerate(EXAMPLES, 1))
+    try:
+        text = sys.stdin.read() if source == "-" else read_text(source)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"stdin is not UTF-8 text: {error}") from None
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if source.endswith((".jsonl", ".json")):
+        return [(number, _Json(line)) for number, line in lines]
+    if source == "-":
+        return [(n, _Json(line) if line.lstrip().startswith("{") else line.rstrip("\r")) for n, line in lines]
+    return [(number, line.rstrip("\r")) for number, line in lines]
+
+
+class _Json(str):
+    """A line to be read as JSON."""
+
+
+def make_jobs(
+    lines: list[tuple[int, str]],
+    defaults: SamplingParams,
+    seed: int,
+    llm,
+    skip_bad: bool,
+    warn: Callable[[str], None],
+) -> list[Job]:
+    """Jobs of all good lines, checked by `llm.request`.
+
+    Line i samples with seed + i unless it says otherwise, so that a resumed run goes on as it would have.
+
+    Raises:
+      BadLines: any line is bad and `skip_bad` is not set.
+    """
+    jobs, problems, ignored = [], {}, set()
+    for index, (number, line) in enumerate(lines):
+        try:
+            job, unknown = _job(index, line, defaults, seed, llm)
+        except UsageError as error:
+            problems[number] = str(error)
+        else:
+            jobs.append(job)
+            ignored |= unknown
+    if problems and not skip_bad:
+        raise BadLines(problems)
+    for number, problem in problems.items():
+        warn(f"skipped line {number}: {problem}")
+    if ignored:
+        warn(f"ignored fields of the input: {', '.join(sorted(ignored))}")
+    return jobs
+
+
+def _job(index: int, line: str, defaults: SamplingParams, seed: int, llm) -> tuple[Job, set[str]]:
+    """The job of one line, and the fields it has that mean nothing here."""
+    row = _parse(line) if isinstance(line, _Json) else {"prompt": line}
+    if sum(name in row for name in _PROMPTS) != 1:
+        raise UsageError("it must have exactly one of prompt, messages and prompt_token_ids")
+    if isinstance(row.get("id"), bool) or not isinstance(row.get("id"), str | int | None):
+        raise UsageError(f"id must be a string or an integer, not {row['id']!r}")
+    known = {*_PROMPTS, "id", *SamplingParams.names()}
+    unknown = {name for name in row if name not in known}
+    for name in sorted(unknown):
+        if guess := suggest(name, SamplingParams.names()):
+            raise UsageError(f"unknown field {name!r}{guess}")
+    changes = {name: row[name] for name in SamplingParams.names() if name in row}
+    params = defaults.updated({"seed": (seed + index) % 2**63} | changes)
+    prompt = {name: row[name] for name in _PROMPTS if name in row}
+    content = json.dumps([llm.fingerprint, prompt, dataclasses.asdict(params)], sort_keys=True)
+    key = hashlib.sha256(content.encode()).hexdigest()[:16]
+    request = llm.request(prompt, params)
+    if params.max_tokens is None and "max_tokens" not in row:  # nobody asked for more: the room that is left
+        capped = min(DEFAULT_MAX_TOKENS, request.params.max_tokens)
+        request = dataclasses.replace(request, params=request.params.updated({"max_tokens": capped}))
+    return Job(index, row.get("id"), prompt, request, key), unknown
+
+
+def _parse(line: str) -> dict:
+    try:
+        row = json.loads(line)
+        line.encode()
+        json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is no text
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise UsageError(f"a JSON object is needed, not {type(row).__name__}")
+    return row
+
+
+def output_row(job: Job, output: RequestOutput) -> dict:
+    """The output line of a job: the first completion in the row itself; where n > 1, all in `completions`."""
+    metrics = output.metrics
+    row = {"index": job.index, "id": job.id, "key": job.key, "prompt": output.prompt}
+    if output.prompt is None:
+        row |= job.prompt
+    completions = [_completion_row(completion) for completion in output.outputs]
+    row |= completions[0] | {
+        "prompt_tokens": len(output.prompt_token_ids),
+        "timings": {
+            "queue_s": metrics.scheduled_time - metrics.arrival_time,
+            "ttft_s": metrics.ttft,
+            "tpot_s": metrics.tpot,
+            "total_s": metrics.finished_time - metrics.arrival_time,
+        },
+    }
+    return row if len(completions) == 1 else row | {"completions": completions}
+
+
+def _completion_row(completion) -> dict:
+    row = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+    if completion.logprobs is None:
+        return row
+    entries = [{token: vars(entry) for token, entry in one.items()} for one in completion.logprobs]
+    return row | {"cumulative_logprob": completion.cumulative_logprob, "logprobs": entries}
+
+
+class OutputError(Exception):
+    """Answers that cannot be written: the message is one line for the user."""
+
+
+class Output:
+    """Answers as JSON lines, each written and flushed as it comes.
+
+    Attributes:
+      left: the jobs that have no line yet.
+    """
+
+    def __init__(self, path: str, resume: bool, jobs: list[Job]):
+        """Open for writing; with `resume`, behind what an earlier run left, less a torn last line.
+
+        Raises:
+          UsageError: the file holds something and `resume` is not set, or holds what is no output of these
+            jobs, or cannot be written.
+        """
+        self.left = jobs
+        if path == "-":
+            self._file = sys.stdout
+            return
+        with explained(f"write {path}"):
+            if Path(path).exists() and not Path(path).is_file():  # a pipe or a device: nothing to go on with
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+                return
+            held = Path(path).read_bytes() if Path(path).exists() else b""
+            if held and not resume:
+                raise UsageError(
+                    f"{path} is not empty: --resume finishes it, another --output leaves it alone"
+                )
+            whole = held[: held.rfind(b"\n") + 1]
+            self.left = _left(path, jobs, _finished(path, whole))
+            self._file = open(path, "r+" if held else "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+            self._file.truncate(len(whole))
+            self._file.seek(0, os.SEEK_END)
+
+    def write(self, row: dict) -> None:
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not sys.stdout:
+            with contextlib.suppress(OSError):  # of a line that could not be written, which `write` has told
+                self._file.close()
+
+
+def _left(path: str, jobs: list[Job], finished: dict[int, str]) -> list[Job]:
+    for job in jobs:
+        if finished.get(job.index, job.key) != job.key:
+            raise UsageError(
+                f"{path} answers another prompt, or is of another model or other sampling settings, at index "
+                f"{job.index}; resume with the input and flags of the first run, or choose another --output"
+            )
+    return [job for job in jobs if job.index not in finished]
+
+
+def _finished(path: str, content: bytes) -> dict[int, str]:
+    """Index -> key of every line."""
+    out = {}
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+            out[row["index"]] = row["key"]
+        except (ValueError, TypeError, KeyError):
+            raise UsageError(
+                f"{path}, line {number}, is no output of this command; choose another --output"
+            ) from None
+    return out

@@ -1,0 +1,208 @@
+"""The first thing a request meets: size, time and key are checked before any route sees it."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import random
+import traceback
+from collections.abc import Callable, Mapping
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from swiftkv_jax.server import page
+from swiftkv_jax.server.errors import ApiError, clip
+from swiftkv_jax.server.settings import HttpSettings
+
+log = logging.getLogger("swiftkv_jax.http")
+# The only paths that no key guards: what probes ask, and the page's files, which hold nothing of the models
+# or of who uses them.
+OPEN = ("/health", "/ready", *page.FILES)
+METRICS = "/metrics"
+TENANT = "swiftkv.tenant"  # in an ASGI scope: the digest of the caller's key, "" where none is asked for
+REQUEST_ID = "swiftkv.request_id"
+_CLOSING = (401, 403, 408, 413, 431, 500)  # a body may be left unread, so the connection ends with the answer
+_PASSING = (KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+class Keys:
+    """Who may call, and who may see the metrics. Digests are compared, all of them, in constant time."""
+
+    def __init__(self, keys: tuple[str, ...], metrics_key: str | None):
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._metrics = None if metrics_key is None else _digest(metrics_key.encode())
+
+    def tenant(self, authorization: bytes) -> str | None:
+        """The digest of the bearer's key; "" when no key is asked for; None when it is wrong."""
+        if not self._digests:
+            return ""
+        digest = _bearer(authorization)
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return digest.hex() if any(matches) else None
+
+    def check_metrics(self, authorization: bytes) -> None:
+        """The metrics tell of everybody's requests, so a key that is one of several does not open them.
+
+        Raises:
+          ApiError: 403, or 401 without any key.
+        """
+        if self._metrics is not None and hmac.compare_digest(_bearer(authorization), self._metrics):
+            return
+        if self.tenant(authorization) is None:
+            raise _no_such_key()
+        if self._metrics is not None or len(self._digests) > 1:
+            raise ApiError(403, "the metrics are for the holder of the key in --metrics-key-file alone")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _bearer(authorization: bytes) -> bytes:
+    """The digest of `Bearer KEY`; of nothing that anybody may hold where the scheme is another."""
+    scheme, _, key = authorization.partition(b" ")
+    return _digest(key.strip() if scheme.lower() == b"bearer" else b"")
+
+
+def _no_such_key() -> ApiError:
+    return ApiError(401, "no such API key; send the header Authorization: Bearer KEY")
+
+
+class Limits:
+    """ASGI middleware: limits, key, request id; and no exception passes it.
+
+    Whatever a route raises is answered here, in the one shape of an error.
+    """
+
+    def __init__(self, app, settings: HttpSettings, draining: Callable[[], bool]):
+        """`draining`: whether connections should close after their answer."""
+        self.app, self.settings, self.draining = app, settings, draining
+        self.keys = Keys(settings.api_keys, settings.metrics_key)
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        answer = _Answer(send, f"{random.getrandbits(128):032x}", self.draining)
+        scope[REQUEST_ID] = answer.request_id
+        scope["app"] = self  # by which a router raises what it would otherwise answer in a form of its own
+        try:
+            self._check(scope)
+            body = _Body(receive, self.settings)
+            await self.app(scope, body.receive, answer.send)
+        except ApiError as error:
+            await answer.error(error)
+        except HTTPException as error:
+            said = {404: "no such route", 405: f"this route does not take {clip(scope['method'], 16)}"}
+            known = ApiError(error.status_code, said.get(error.status_code, "bad request"))
+            await answer.error(known, error.headers or {})
+        except ClientDisconnect:
+            return
+        except asyncio.CancelledError:  # the server waits no longer for what runs
+            if not answer.started:
+                await answer.error(ApiError(503, "the server has stopped", retry_after=5))
+            raise
+        except _PASSING:
+            raise
+        except BaseException:  # a panic of a library in Rust is no Exception
+            log.error("request %s failed\n%s", answer.request_id, traceback.format_exc())
+            await answer.error(ApiError(500, f"internal error; request id {answer.request_id}"))
+
+    def _check(self, scope) -> None:
+        """Header limits, then the key, then the announced length.
+
+        Raises:
+          ApiError: 431, 401, 403, 413 or 400.
+        """
+        limits, headers = self.settings, scope["headers"]
+        size = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > limits.max_headers or size > limits.max_header_bytes:
+            raise ApiError(
+                431, f"more than {limits.max_headers} headers or {limits.max_header_bytes} bytes of them"
+            )
+        found = dict(headers)
+        authorization = found.get(b"authorization", b"")
+        if scope["path"] == METRICS:
+            self.keys.check_metrics(authorization)
+        else:
+            scope[TENANT] = self._tenant(scope["path"], authorization)
+        length = found.get(b"content-length", b"0")
+        if not length.isdigit() or len(length) > 18:
+            raise ApiError(400, "content-length is not a number")
+        if int(length) > limits.max_body_bytes:
+            raise too_large(limits)
+
+    def _tenant(self, path: str, authorization: bytes) -> str:
+        tenant = self.keys.tenant(authorization)
+        if tenant is None and path not in OPEN:
+            raise _no_such_key()
+        return tenant or ""
+
+
+def too_large(limits: HttpSettings) -> ApiError:
+    """413."""
+    return ApiError(413, f"the body is larger than {limits.max_body_bytes} bytes; send less")
+
+
+class _Body:
+    """`receive` that counts bytes, chunks and seconds until the body is whole."""
+
+    def __init__(self, receive, limits: HttpSettings):
+        self._receive, self._limits = receive, limits
+        self._bytes = self._chunks = 0
+        self._deadline: float | None = None
+        self._whole = False
+
+    async def receive(self):
+        if self._whole:
+            return await self._receive()
+        now = asyncio.get_running_loop().time()
+        self._deadline = self._deadline or now + self._limits.body_timeout_s
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            seconds = self._limits.body_timeout_s
+            raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
+        if message["type"] == "http.request":
+            self._bytes += len(message.get("body", b""))
+            self._chunks += 1
+            self._whole = not message.get("more_body", False)
+            if self._bytes > self._limits.max_body_bytes:
+                raise too_large(self._limits)
+            if self._chunks > self._limits.max_body_chunks:
+                raise ApiError(413, f"the body came in more than {self._limits.max_body_chunks} pieces")
+        return message
+
+
+class _Answer:
+    """`send` that adds the request id, and can still tell an error while nothing has been sent."""
+
+    def __init__(self, send, request_id: str, draining: Callable[[], bool]):
+        self._send, self.request_id, self._draining = send, request_id, draining
+        self.started = self._whole = False
+
+    async def send(self, message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            headers = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            if self._draining() or message["status"] in _CLOSING:
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
+        elif message["type"] == "http.response.body":
+            self._whole = not message.get("more_body", False)
+        await self._send(message)
+
+    async def error(self, error: ApiError, more: Mapping[str, str] | None = None) -> None:
+        """Send it; where an answer is under way the connection breaks off, and that says it."""
+        if self._whole:
+            return
+        if self.started:
+            raise ConnectionAbortedError("the answer could not be finished") from error
+        body = error.body()
+        told = error.headers() | dict(more or {})
+        headers = [(name.lower().encode(), value.encode()) for name, value in told.items()]
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})

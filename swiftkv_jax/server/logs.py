@@ -1,0 +1,87 @@
+"""The log, written by a thread of its own: who does not read stderr holds nobody up."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+
+MOST = 4096  # lines that may wait to be written; those that come then are dropped, and counted
+_TOGETHER_S = 0.05  # lines that come within so long are one write
+_STOP_S = 2.0
+_REFUSALS_S = 1.0
+
+
+class Log(logging.Handler):
+    """A handler of records, and a writer of plain lines, that never waits for `stream`.
+
+    Attributes:
+      dropped: lines that found no room; the next line that is written says so.
+    """
+
+    def __init__(self, stream):
+        """`stream`: what has `write` and `flush`, such as `sys.stderr`."""
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.dropped = 0
+        self._stream = stream
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.say(self.format(record))
+
+    def say(self, line: str) -> None:
+        """Write a line as it is."""
+        if self._lines.qsize() < MOST:
+            self._lines.put(line)
+        else:
+            self.dropped += 1
+
+    def stop(self) -> bool:
+        """Write what waits; whether that could be done within two seconds."""
+        self._lines.put(None)
+        self._thread.join(_STOP_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        told, stopped = 0, False
+        while not stopped:
+            lines = [self._lines.get(), *(self._lines.get() for _ in range(self._lines.qsize()))]
+            stopped, dropped = None in lines, self.dropped
+            if dropped > told:
+                lines.append(f"warning: {dropped - told} lines were dropped here: stderr was not read")
+                told = dropped
+            with contextlib.suppress(OSError, ValueError):  # nobody will ever read it
+                self._stream.write("".join(f"{line}\n" for line in lines if line is not None))
+                self._stream.flush()
+            if not stopped:
+                time.sleep(_TOGETHER_S)
+
+
+def dropped() -> int:
+    """Lines that the handlers of this process have dropped."""
+    return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, Log))
+
+
+class Refusals:
+    """Requests refused unread, in one line a second for all of them: by status, how many."""
+
+    def __init__(self):
+        self._counts: Counter[int] = Counter()
+
+    def add(self, status: int) -> None:
+        """One more; on the event loop's thread."""
+        if not self._counts:
+            asyncio.get_running_loop().call_later(_REFUSALS_S, self._tell)
+        self._counts[status] += 1
+
+    def _tell(self) -> None:
+        logging.getLogger("swiftkv_jax.http").info(
+            json.dumps({"refused": dict(sorted(self._counts.items()))})
+        )
+        self._counts.clear()

@@ -1,0 +1,374 @@
+"""The command line of serve.py and swiftkv-serve: prompts in, completions out; or the HTTP server."""
+
+import argparse
+import statistics
+import sys
+import warnings
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+from swiftkv_jax.analysis.flops import cache_bytes_per_token
+from swiftkv_jax.checks import choice
+from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
+from swiftkv_jax.engine.settings import CACHE_DTYPES, Settings
+from swiftkv_jax.errors import Parser, UsageError, UsageWarning, exit_code
+from swiftkv_jax.folder import DEMO
+from swiftkv_jax.predict import Predicted
+from swiftkv_jax.server import flags as http
+from swiftkv_jax.server.jobs import (
+    DEFAULT_MAX_TOKENS,
+    Job,
+    Output,
+    OutputError,
+    make_jobs,
+    output_row,
+    read_lines,
+)
+from swiftkv_jax.server.settings import HttpSettings
+from swiftkv_jax.sharding import mesh_axes, parse_mesh
+
+_DEMO = DEMO / "teacher"
+_ENGINE = {  # flag: help; fields of engine.Settings, whose types and defaults hold
+    "max-model-len": "context in tokens (default: the model's)",
+    "max-num-seqs": "sequences at once (default {})",
+    "max-num-batched-tokens": "tokens of one step (default {})",
+    "steps-per-launch": "tokens decoded before the host looks (default {})",
+    "page-size": "tokens of a cache page (default {})",
+    "num-pages": "pages of the cache (default: what memory allows)",
+    "memory-fraction": "of the device's memory that weights and cache may take (default {})",
+    "cache-dtype": f"auto, {', '.join(CACHE_DTYPES)} (default {{}})",
+    "kernels": "auto (checked on this machine), xla (the safe ones), NAMES, or report: what is found",
+    "drafts": "draft tokens checked at once (default {})",
+    "drafter": "who drafts: prompt, or exit, the model's exit head (default {})",
+    "exit-threshold": "lossy: accept exit-head tokens above X unchecked (default off)",
+}
+_SAMPLING = {  # flag: help; fields of SamplingParams
+    "max-tokens": f"tokens to generate at most (default {DEFAULT_MAX_TOKENS}, or what the context leaves)",
+    "temperature": "0 is greedy",
+    "top-k": "keep the k likeliest tokens; 0 keeps all",
+    "top-p": "keep the likeliest tokens that sum to p",
+    "min-p": "keep tokens at least p times as likely as the likeliest",
+    "repetition-penalty": "above 1: tokens seen before are less likely",
+}
+
+
+def build_parser(server: bool = True) -> Parser:
+    """All flags of serve.py; --help shows those of the HTTP server if `server`, else those of a batch."""
+    p = Parser(
+        usage="%(prog)s [--model DIR] [--input FILE] [--output FILE] [flags], or %(prog)s --http [flags]",
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=32, width=100),
+        epilog="Flags override generation_config.json; an input line overrides both: "
+        '{"prompt": "...", "seed": 9}.',
+        allow_abbrev=False,
+    )
+    p.add_argument("--model", metavar="DIR", help="folder or hub id (default: the demo's teacher)")
+    p.add_argument("--base", metavar="DIR", help="the base of a KV prediction adapter, if it was moved")
+    batch = http.Hidden(p) if server else p
+    batch.add_argument("--input", metavar="FILE", help=".jsonl of {prompt | messages}, .txt, or - for stdin")
+    batch.add_argument(
+        "--output", metavar="FILE", help=".jsonl, or - for stdout (default: readable text on stdout)"
+    )
+    batch.add_argument(
+        "--resume", action="store_true", help="finish what an interrupted run left in --output"
+    )
+    batch.add_argument(
+        "--skip-bad-lines", action="store_true", help="go on without the input lines that are bad"
+    )
+    p.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
+    sampling = p.add_argument_group("sampling")
+    for flag, text in _SAMPLING.items():
+        http.add_flag(sampling, flag, SamplingParams, text)
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; may be repeated")
+    sampling.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="line i samples with seed N + i (default 0)"
+    )
+    engine = p.add_argument_group("engine")
+    engine.add_argument(
+        "--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: the checkpoint's)"
+    )
+    engine.add_argument(
+        "--tensor-parallel-size", type=int, metavar="N", help="devices that share the heads (default 1)"
+    )
+    engine.add_argument("--mesh", metavar="AXES", help="of all devices: fsdp=2,tensor=4, say")
+    engine.add_argument(
+        "--slim",
+        default="on",
+        metavar="on|off",
+        help="off: serve a Slim attention --model plain, as keys and values (default on)",
+    )
+    for flag, text in _ENGINE.items():
+        http.add_flag(engine, flag, Settings, text)
+    http.add_flags(p, server)
+    return p
+
+
+def main(argv: list[str] | None = None, api_key: str | None = None) -> int:
+    """Run; `api_key` is one more key for the server.
+
+    Exit code 0, 2 for bad usage, 1 for a failure, 130 for Ctrl-C.
+    """
+
+    def run() -> int:
+        args = build_parser("--http" in (sys.argv if argv is None else argv)).parse_args(argv)
+        choice("--slim", args.slim, ("on", "off"))
+        if args.kernels == "report":
+            return _report(args)
+        return _serve(args, api_key) if args.http else _run(args)
+
+    return exit_code(run, failures=(OutputError,))
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Check the kernels of the model's calls, if that was not done yet; say what was found of each."""
+    from swiftkv_jax.kernels.check.decide import table
+
+    args.kernels = "auto"
+    chosen = _choose(args)
+    if chosen.decision is None:
+        print(f"nothing to check: {chosen.how} (a GPU or a TPU that JAX can use was not found)")
+    else:
+        print(table(chosen.decision))
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.resume and args.output in (None, "-"):
+        raise UsageError("--resume needs --output FILE: the file to finish")
+    lines = read_lines(args.input)
+    if args.compare:
+        raise UsageError("--compare belongs to --http, not to a batch")
+    flags = _given(args, (*_SAMPLING, "stop"))
+    SamplingParams().updated(flags)  # a bad flag is found before the model is loaded
+    say, llm = _say(args), _load(args)
+    defaults = llm.defaults.updated({"max_tokens": None} | flags)
+    _describe(llm, defaults, args.model or _DEMO, say)
+    jobs = make_jobs(lines, defaults, args.seed, llm, args.skip_bad_lines, say)
+    if not args.output:
+        return _generate(llm, jobs, None, args, say)
+    output = Output(args.output, args.resume, jobs)
+    if len(output.left) < len(jobs):
+        say(f"{len(jobs) - len(output.left)} of {len(jobs)} prompts are done already in {args.output}")
+    return _generate(llm, output.left, output, args, say)
+
+
+def server_settings(args: argparse.Namespace, api_key: str | None) -> tuple[HttpSettings, dict]:
+    """What the flags say of a server, and its sampling defaults, before anything is loaded.
+
+    Raises:
+      UsageError: a flag that is not a server's, or a value that makes no sense.
+    """
+    batch = ("input", "output", "resume", "skip_bad_lines", "max_tokens", "stop")
+    wrong = [f"--{name.replace('_', '-')}" for name in batch if getattr(args, name)]
+    if wrong:
+        raise UsageError(f"{', '.join(wrong)} belong to a batch, not to --http")
+    sampling = _given(args, _SAMPLING)
+    SamplingParams().updated(sampling)
+    return http.http_settings(args, str(args.model or _DEMO), api_key), sampling
+
+
+def make_api(args: argparse.Namespace, settings: HttpSettings, sampling: dict):
+    """Load the model, and --compare's, and put OpenAI's API before them."""
+    from swiftkv_jax.server.app import Api
+
+    second = http.compared_name(args.compare, settings.model_name) if args.compare else ""
+    folders = {settings.model_name: None} | ({second: args.compare} if second else {})
+    llms = _loaded(args, folders, sampling)
+    for name, llm in llms.items():
+        _describe(llm, llm.defaults, name, _say(args))
+    return Api(llms.pop(settings.model_name), settings, llms)
+
+
+def _serve(args: argparse.Namespace, api_key: str | None) -> int:
+    """OpenAI's API until a signal; sampling flags are the server's defaults."""
+    settings, sampling = server_settings(args, api_key)
+    if args.compare:
+        http.compared_name(args.compare, settings.model_name)
+    try:
+        from swiftkv_jax.server import server
+    except ImportError as error:
+        raise UsageError(f"--http needs {error.name}: pip install 'swiftkv-jax[serve]'") from error
+
+    with server.listen(*http.address(args.http)) as listener:
+        api = make_api(args, settings, sampling)
+        host, port = listener.getsockname()[:2]
+        keys = f"{len(settings.api_keys)} API keys" if settings.api_keys else "no API key"
+        where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        names = ", ".join(api.models.by_name)
+        _say(args)(f"listening {where} ({names}; {keys}); a page for people is at {where}/")
+        return server.run(api, listener, args.quiet)
+
+
+def _loaded(args: argparse.Namespace, folders: dict[str, str | None], flags: dict) -> dict:
+    """The LLMs of a server, by name, each with a bounded queue; None is --model, or the demo's."""
+    for folder in folders.values() if len(folders) > 1 else ():  # all, before the first has the device
+        _choose(args, folder)
+    llms = {name: _load(args, folder) for name, folder in folders.items()}
+    share = len(llms) if args.num_pages is None else 1
+    return {name: for_server(llm, args, flags, share) for name, llm in llms.items()}
+
+
+def for_server(llm, args: argparse.Namespace, flags: dict, share: int):
+    """`llm` with the server's queue and defaults; its cache takes one of `share` parts of what the weights
+    of all models leave of their devices."""
+    settings = http.queue_bounds(args, llm.settings.max_num_batched_tokens, llm.settings.max_model_len)
+    if share > 1:
+        stats = llm.devices[0].memory_stats() or {}
+        used = stats["bytes_in_use"] / stats["bytes_limit"] if "bytes_limit" in stats else 0.0
+        part = used + (llm.settings.memory_fraction - used) / share
+        settings |= {"num_pages": None, "memory_fraction": part}
+    return llm.replace(llm.defaults.updated(flags), **settings)
+
+
+def _say(args: argparse.Namespace):
+    def say(text: str) -> None:
+        if not args.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    return say
+
+
+def _choose(args: argparse.Namespace, model: str | None = None):
+    """The kernels of an LLM of `model`, while JAX has no devices yet."""
+    from swiftkv_jax.engine.llm import choose_kernels
+
+    given = _given(args, (*_ENGINE, "tensor-parallel-size"))
+    if args.mesh:
+        given["tensor_parallel_size"] = max(1, mesh_axes(args.mesh).get("tensor", 1))
+    given["slim"], given["base"] = model is not None or args.slim == "on", None if model else args.base
+    return choose_kernels(model or args.model or _DEMO, args.dtype, **given)
+
+
+def _load(args: argparse.Namespace, model: str | None = None):
+    """The LLM of `model`, or of --model, or of the demo."""
+    from swiftkv_jax.checkpoint.hf import local_folder
+    from swiftkv_jax.engine.llm import LLM
+
+    named = model or args.model or _DEMO
+    folder, base = local_folder(named), None if model else args.base
+    if folder.parent.name == "snapshots":  # of the hub's cache, named by its commit
+        _say(args)(f"files     {named} at commit {folder.name}")
+    with warnings.catch_warnings():
+        if args.quiet:
+            warnings.simplefilter("ignore", UsageWarning)
+        if args.mesh:
+            _choose(args, model)
+        mesh = parse_mesh(args.mesh) if args.mesh else None
+        given = _given(args, (*_ENGINE, "tensor-parallel-size"))
+        slim = model is not None or args.slim == "on"
+        return LLM(folder, dtype=args.dtype, mesh=mesh, slim=slim, base=base, **given)
+
+
+def _given(args: argparse.Namespace, flags: Iterable[str]) -> dict:
+    """The flags that were given, by their fields' names."""
+    names = [flag.replace("-", "_") for flag in flags]
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
+    from tqdm import tqdm
+
+    metrics: list[RequestMetrics] = []
+    failed: list[str] = []
+    bar = tqdm(total=len(jobs), desc="prompts", disable=args.quiet or not sys.stderr.isatty())
+    try:
+        with bar:
+            for number, result in llm.run([job.request for job in jobs]):
+                row = output_row(jobs[number], result)
+                if output:
+                    output.write(row)
+                else:
+                    bar.write(_readable(row), file=sys.stdout)
+                metrics.append(result.metrics)
+                failed += [each.error or "" for each in result.outputs if each.finish_reason == "error"][:1]
+                bar.set_postfix_str(f"{llm.stats['output_tokens_per_s']:.1f} output tok/s", refresh=False)
+                bar.update()
+    except KeyboardInterrupt:
+        how = (
+            "the same command with --resume does the rest"
+            if output and args.output != "-"
+            else "nothing is kept"
+        )
+        print(f"interrupted after {len(metrics)} of {len(jobs)} prompts: {how}", file=sys.stderr)
+        return 130
+    except OSError as error:
+        later = "; --resume finishes it later" if output and Path(args.output).is_file() else ""
+        raise OutputError(f"cannot write {args.output or 'stdout'} ({error.strerror}){later}") from error
+    finally:
+        if output:
+            output.close()
+    _summary(llm.stats, metrics, say)
+    if failed:
+        print(f"error: {len(failed)} of {len(metrics)} prompts failed: {failed[0]}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def _describe(llm, defaults: SamplingParams, name, say) -> None:
+    """The start-up lines: what runs, on what, and the defaults in force."""
+    plan, model = llm.model.plan, llm.model
+    kind = f"standard, {plan.num_layers} layers"
+    if plan.is_swiftkv:
+        split, share = plan.split_and_share
+        kind = f"SwiftKV, {plan.num_layers} layers, split {split}, share {share}"
+        kind += ", exit head" if model.config.exit_head else ""
+    where = f"{len(llm.devices)} x {llm.devices[0].device_kind}"
+    say(f"model     {name} ({model.config.family}; {kind})")
+    own, *auxiliary = llm.pool_bytes_per_token
+    apart = ""
+    if isinstance(model, Predicted):
+        aux, tail = model.auxiliary, model.prediction.tail
+        size = f"{aux.config.family}; {aux.plan.num_layers} layers of width {aux.config.hidden_size}"
+        say(f"prompts   read by an auxiliary ({size}) but for the last {tail} token{'s' * (tail > 1)}")
+        apart = f", {own} of them the model's and {sum(auxiliary)} the auxiliary's"
+    say(f"running   {model.dtype} on {where}, context {llm.settings.max_model_len}")
+    names = dict(llm.kernels)
+    how = names.pop("how")
+    say(f"kernels   {', '.join(f'{kind} {name}' for kind, name in names.items())} ({how})")
+    forms = [row.form for row in plan.rows]
+    stored = "".join(f", {forms.count(f)} as {f}" for f in plan.forms) if plan.forms != ("kv",) else ""
+    rows = f"{plan.num_rows} rows{stored}{apart}"
+    say(f"cache     {llm.cache_bytes_per_token} bytes per token in {rows}; {_room(llm)}")
+    defaults = defaults.updated({"max_tokens": defaults.max_tokens or DEFAULT_MAX_TOKENS})
+    plain = SamplingParams()
+    shown = [
+        n for n in SamplingParams.names() if getattr(defaults, n) != getattr(plain, n) or n == "temperature"
+    ]
+    say(f"sampling  {', '.join(f'{n}={getattr(defaults, n)!r}' for n in shown)}")
+
+
+def _room(llm) -> str:
+    """How many tokens the cache holds, at what concurrency, and what a standard model's would."""
+    s, model = llm.settings, llm.model
+    tokens = s.num_pages * s.page_size
+
+    full = tokens / s.max_model_len
+    text = f"room for {tokens:,} tokens: {full:.1f} sequences of {s.max_model_len}"
+    dtype = model.dtype if s.cache_dtype == "auto" else s.cache_dtype
+    share = llm.cache_bytes_per_token / cache_bytes_per_token(model.config, None, dtype)
+    return text if share == 1 else f"{text} (with keys and values of every layer {full * share:.1f})"
+
+
+def _readable(row: dict) -> str:
+    prompt = row["prompt"] if row["prompt"] is not None else row.get("messages", row.get("prompt_token_ids"))
+    return f"--- {row['index']} ({row['finish_reason']})\n{prompt} >>>{row['text']}\n"
+
+
+def _summary(stats: dict, metrics: list[RequestMetrics], say) -> None:
+    if not metrics:
+        say("nothing to do")
+        return
+    first = [1e3 * m.ttft for m in metrics if m.ttft is not None]
+    each = [1e3 * m.tpot for m in metrics if m.tpot is not None]
+    median, times = statistics.median, "no token came"
+    if first:
+        times = f"median TTFT {median(first):.1f} ms, TPOT {median(each):.2f} ms"
+    drafted, accepted = stats["drafted_tokens"], stats["accepted_tokens"]
+    ahead = f" ({stats['auxiliary_tokens']} of them by the auxiliary)" if stats["auxiliary_tokens"] else ""
+    guesses = f"{accepted} of {drafted} guesses right; " if drafted else ""
+    say(
+        f"done: {len(metrics)} prompts in {stats['seconds']:.2f} s, compilation included; "
+        f"prompt {stats['prompt_tokens']} tokens{ahead}, {stats['prompt_tokens_per_s']:.1f} tok/s; "
+        f"output {stats['output_tokens']} tokens, {stats['output_tokens_per_s']:.1f} tok/s; "
+        f"{times}; {guesses}"
+        f"cache {stats['cache_bytes'] / 2**20:.2f} MiB ({stats['cache_bytes_per_token']} bytes per token)"
+    )

@@ -1,0 +1,43 @@
+"""The page for people at `/`: the plain files of static/, sent with headers that let nothing else in."""
+
+import importlib.resources
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from swiftkv_jax.server.openapi import Operation
+
+FILES = {  # route: (file, media type)
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+# Own files and own routes only. With trusted types wanted and none allowed, a browser that knows them
+# refuses every way of turning text into markup or code.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+def operations() -> list[Operation]:
+    """A route for each file."""
+    folder = importlib.resources.files("swiftkv_jax.server") / "static"
+    return [_operation(path, (folder / name).read_bytes(), kind) for path, (name, kind) in FILES.items()]
+
+
+def _operation(path: str, content: bytes, kind: str) -> Operation:
+    async def answer(_: Request) -> Response:
+        """A file of the page for people."""
+        return Response(content, headers=_HEADERS, media_type=kind)
+
+    return Operation(path, answer, media=(kind.partition(";")[0],))

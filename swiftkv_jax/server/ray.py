@@ -1,0 +1,226 @@
+"""Replicas of the server behind Ray Serve: `python -m swiftkv_jax.server.ray --model DIR --replicas 2`.
+
+    Ray's proxy -> Front, which names the prompt -> PrefixRouter, which chooses -> Replica: the whole server
+
+Takes the flags of `serve.py --http` and some of its own. Each replica has an engine, a queue and metrics of
+its own: `/metrics`, `/ready` and `/health` are answered by one of them; Ray replaces one that is unhealthy.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import signal
+import sys
+import threading
+from collections.abc import AsyncGenerator
+
+from swiftkv_jax.checks import above
+from swiftkv_jax.engine.settings import Settings
+from swiftkv_jax.errors import Parser, UsageError, exit_code
+from swiftkv_jax.server import affinity, flags
+from swiftkv_jax.server import main as serving
+
+_SCOPE = ("http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers")
+_ROUTER = "swiftkv_jax.server.ray_router.PrefixRouter"
+_EACH = 8  # replicas for one front
+
+
+class Replica:
+    """One server; made on its own machine by Ray, which sends it nothing before it is warm."""
+
+    async def __init__(self, args: argparse.Namespace):
+        settings, sampling = serving.server_settings(args, None)
+        self._name = _ray("ray.serve").get_replica_context().replica_id.unique_id.encode()
+        self.api = serving.make_api(args, settings, sampling)
+        self.api.models.start()
+        while not (self.api.models.ready or self.api.models.dead):
+            await asyncio.sleep(0.05)
+
+    def check_health(self) -> None:
+        """Ray asks now and then, and replaces a replica for which this raises."""
+        if not self.api.models.healthy:
+            raise RuntimeError("the engine does not answer")
+
+    async def answer(self, _: list[bytes], scope: dict, body: bytes) -> AsyncGenerator[dict, None]:
+        """The ASGI messages that answer a request; `_` is for the router alone."""
+        outbox: asyncio.Queue = asyncio.Queue()
+        inbox: asyncio.Queue = asyncio.Queue()
+        inbox.put_nowait({"type": "http.request", "body": body})
+
+        async def run() -> None:
+            try:
+                await self.api.asgi(scope | {"type": "http"}, inbox.get, outbox.put)
+            finally:
+                outbox.put_nowait(None)
+
+        task = asyncio.create_task(run())
+        try:
+            while (message := await outbox.get()) is not None:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message["headers"], (b"x-replica", self._name)]
+                yield message
+            await task
+        finally:  # whoever asked has gone, or it is over
+            inbox.put_nowait({"type": "http.disconnect"})
+            await asyncio.gather(task, return_exceptions=True)
+
+    def __del__(self):
+        if hasattr(self, "api"):
+            self.api.models.stop()
+
+
+class Front:
+    """Reads a request whole, names its prompt, and hands on what a replica answers."""
+
+    def __init__(self, replicas, page_size: int, max_body_bytes: int):
+        self._replicas, self._page_size, self._most = replicas.options(stream=True), page_size, max_body_bytes
+
+    def __serve_build_asgi_app__(self):
+        async def app(scope, receive, send) -> None:  # a function: a method would be taken for ASGI 2
+            await self.call(scope, receive, send)
+
+        return app
+
+    async def call(self, scope, receive, send) -> None:
+        """Answer a request, as ASGI has it."""
+        from swiftkv_jax.server.errors import ApiError
+        from swiftkv_jax.server.streams import until_disconnect
+
+        if scope["type"] == "lifespan":
+            for stage in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{stage}.complete"})
+            return
+        body = await _body(receive, self._most)
+        if body is not None:
+            with contextlib.suppress(ApiError):  # of who has left
+                await until_disconnect(receive, self._relay(scope, body, send))
+
+    async def _relay(self, scope, body: bytes, send) -> None:
+        """A replica that dies has ended what it was answering, and nothing else."""
+        from swiftkv_jax.server.errors import ApiError
+
+        lost_by = (_ray("ray.exceptions").RayError, _ray("ray.serve.exceptions").RayServeException)
+        plain = {name: scope[name] for name in _SCOPE if name in scope}
+        key = dict(scope["headers"]).get(b"authorization", b"")
+        stream = self._replicas.answer.remote(affinity.names(body, key, self._page_size), plain, body)
+        begun = over = False
+        try:
+            async for message in stream:
+                await send(message)
+                begun = True
+            over = True
+        except lost_by:
+            over = True
+            lost = ApiError(503, "the replica that was answering has ended; try again", retry_after=1)
+            if not begun:
+                heads = [(k.encode(), v.encode()) for k, v in lost.headers().items()]
+                await send({"type": "http.response.start", "status": lost.status, "headers": heads})
+            event = b"data: " + lost.body() + b"\n\n"
+            await send({"type": "http.response.body", "body": event if begun else lost.body()})
+        finally:
+            if not over:
+                stream.cancel()
+
+
+async def _body(receive, most: int) -> bytes | None:
+    """A request's body, or more than `most` bytes of it, which a replica refuses; None: the client left."""
+    parts: list[bytes] = []
+    while sum(map(len, parts)) <= most:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    return b"".join(parts)
+
+
+def _ray(module: str):
+    """A module of Ray's, by its name: beside this file, `import ray` looks like this file to some tools.
+
+    Raises:
+      UsageError: Ray is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"this needs {error.name}: pip install 'swiftkv-jax[ray]'") from error
+
+
+def build_parser() -> Parser:
+    """The flags of serve.py, and Ray's."""
+    p = serving.build_parser()
+    p.usage = "%(prog)s [--model DIR] [--replicas N] [--http HOST:PORT] [flags of serve.py --http]"
+    group = p.add_argument_group("ray")
+    group.add_argument("--replicas", type=int, default=2, metavar="N", help="servers (default 2)")
+    group.add_argument("--num-cpus", type=float, default=1.0, metavar="X", help="for each (default 1)")
+    group.add_argument("--num-gpus", type=float, default=0.0, metavar="X", help="for each (default 0)")
+    group.add_argument(
+        "--ray-address",
+        default="local",
+        metavar="X",
+        help="of a cluster, HOST:PORT, or auto for the one of this machine (default local: a new one)",
+    )
+    p.set_defaults(http=flags.DEFAULT)
+    return p
+
+
+def application(args: argparse.Namespace):
+    """Ray Serve's application of `args`."""
+    serve = _ray("ray.serve")
+    settings, _ = serving.server_settings(args, None)
+    lanes = args.max_num_seqs or Settings.max_num_seqs
+    most = lanes + (args.max_queued_requests or flags.QUEUED_REQUESTS)
+    replicas = serve.deployment(
+        name="Replica",
+        num_replicas=args.replicas,
+        max_ongoing_requests=2 * most,  # beyond its queue a server refuses, and says for how long
+        ray_actor_options={"num_cpus": args.num_cpus, "num_gpus": args.num_gpus},
+        request_router_config=serve.config.RequestRouterConfig(request_router_class=_ROUTER),
+        graceful_shutdown_timeout_s=settings.shutdown_s,
+    )(Replica)
+    fronts = serve.deployment(
+        name="Front",
+        num_replicas=-(-args.replicas // _EACH),
+        max_ongoing_requests=4 * most * _EACH,
+        ray_actor_options={"num_cpus": 0.1},
+    )(serve.ingress()(Front))
+    page_size = args.page_size or Settings.page_size
+    return fronts.bind(replicas.bind(args), page_size, settings.max_body_bytes)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or Ctrl-C; exit code 0, 2 for bad usage, 1 for a failure."""
+    return exit_code(lambda: _run(build_parser().parse_args(argv)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    above("--replicas", args.replicas, 0)
+    serving.server_settings(args, None)
+    host, port = flags.address(args.http)
+    if args.compare or not port:
+        raise UsageError("--compare and port 0 belong to serve.py; with replicas give one model and a port")
+    ray, serve = _ray("ray"), _ray("ray.serve")
+    own = {"include_dashboard": False} if args.ray_address == "local" else {}
+    ray.init(address=args.ray_address, log_to_driver=False, **own)
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        serve.run(application(args), name="swiftkv", route_prefix="/")
+        if not args.quiet:
+            print(f"listening http://{host}:{port} ({args.replicas} replicas)", file=sys.stderr, flush=True)
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        stop.wait()
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    from swiftkv_jax.server.ray import main as _main  # by its name, which replicas import it by
+
+    sys.exit(_main())

@@ -1,0 +1,322 @@
+"""What a request body may hold. Read from raw bytes, strictly: no coercion, no NaN, nothing unbounded."""
+
+import typing
+from collections.abc import Callable
+
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
+from pydantic_core import PydanticCustomError, from_json
+
+from swiftkv_jax.engine.request import MAX_LOGPROBS
+from swiftkv_jax.server.errors import MAX_ECHO, ApiError, clip
+
+_TEXT = 2**21  # characters: the body's own limit
+_ID = Field(ge=0, le=2**31 - 1)
+Id = typing.Annotated[int, _ID]
+# Lists stop at their first bad item: an error for each of a million would cost seconds and gigabytes.
+Ids = typing.Annotated[list[Id], Field(max_length=2**20, fail_fast=True)]
+Text = typing.Annotated[str, Field(max_length=_TEXT)]
+Name = typing.Annotated[str, Field(max_length=256)]
+Stop = typing.Annotated[str, Field(min_length=1, max_length=1024)]
+Count = typing.Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+_REFUSED = {  # field that changes what an answer means: why; a value that asks for nothing is let through
+    "best_of": "best_of is not offered; use n",
+    "continue_final_message": "a last message is not gone on with; use /v1/completions with the text so far",
+    "documents": "documents are not offered; put their text into a message",
+    "include_reasoning": "reasoning is not told apart from the answer",
+    "kv_transfer_params": "caches are not passed on",
+    "length_penalty": "beam search is not offered; use temperature 0",
+    "logits_processors": "logits processors are not offered",
+    "mm_processor_kwargs": "only text is offered",
+    "reasoning_effort": "the effort of reasoning cannot be chosen",
+    "return_token_ids": "token ids are not returned; /tokenize gives them",
+    "return_tokens_as_token_ids": "tokens are returned as texts",
+    "structural_tag": "structured output is not offered",
+    "thinking_token_budget": "the effort of reasoning cannot be chosen",
+    "web_search_options": "tools are not offered by this server",
+    "suffix": "suffix is not offered",
+    "tools": "tools are not offered by this server",
+    "tool_choice": "tools are not offered by this server",
+    "functions": "functions are not offered by this server",
+    "function_call": "functions are not offered by this server",
+    "response_format": "only response_format {'type': 'text'} is offered",
+    "structured_outputs": "structured output is not offered",
+    "guided_json": "structured output is not offered",
+    "guided_regex": "structured output is not offered",
+    "guided_choice": "structured output is not offered",
+    "guided_grammar": "structured output is not offered",
+    "chat_template": "the model's own chat template is used; a request cannot bring one",
+    "chat_template_kwargs": "the model's own chat template is used as it is",
+    "lora_request": "LoRA adapters are not offered",
+    "lora": "LoRA adapters are not offered",
+    "prompt_embeds": "prompts are text or token ids",
+    "modalities": "only text is offered",
+    "audio": "only text is offered",
+    "use_beam_search": "beam search is not offered; use temperature 0",
+    "prompt_logprobs": "use echo with logprobs in /v1/completions",
+    "truncate_prompt_tokens": "prompts are not truncated; send fewer tokens",
+}
+_DEFAULT = {"best_of": 1, "include_reasoning": True, "length_penalty": 1.0}  # values that ask for nothing too
+_NOTHING: tuple = (None, False, "", "none", "auto", [], {}, {"type": "text"}, ["text"])
+
+
+def _few(value: typing.Any) -> typing.Any:
+    """Maps, unlike lists, are checked whole before they are counted."""
+    if isinstance(value, dict) and len(value) > _MOST_BIASES:
+        raise PydanticCustomError("too_long", "Map should have at most {most} items", {"most": _MOST_BIASES})
+    return value
+
+
+_MOST_BIASES = 1024
+_Bias = typing.Annotated[
+    dict[
+        typing.Annotated[str, Field(pattern=r"^[0-9]{1,10}$")],
+        typing.Annotated[float, Field(ge=-100, le=100)],
+    ],
+    Field(max_length=_MOST_BIASES),
+    BeforeValidator(_few),
+]
+
+
+def _one_or_several(value: typing.Any, check: Callable[[typing.Any], typing.Any]) -> typing.Any:
+    """The bounds, where a union would tell what is wrong with its first member."""
+    try:
+        return check(value)
+    except pydantic.ValidationError:
+        said = "must be a text of 1 to 1024 characters, or a list of at most 32 of them"
+        raise PydanticCustomError("stop", said) from None
+
+
+_Stops = typing.Annotated[
+    Stop | typing.Annotated[list[Stop], Field(max_length=32, fail_fast=True)], WrapValidator(_one_or_several)
+]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    """`include_usage`: a last chunk that counts tokens."""
+
+    include_usage: bool | None = None
+
+
+class Sampling(_Body):
+    """What completions and chats share. None takes the model's default, then the API's."""
+
+    model: typing.Annotated[str, Field(max_length=512)] | None = None
+    n: Count | None = None
+    max_tokens: typing.Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    min_tokens: typing.Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    temperature: typing.Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: typing.Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: typing.Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: typing.Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: typing.Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: typing.Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: typing.Annotated[float, Field(gt=0, le=1e6)] | None = None
+    seed: typing.Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: _Stops | None = None
+    stop_token_ids: typing.Annotated[list[Id], Field(max_length=64, fail_fast=True)] | None = None
+    bad_words: typing.Annotated[list[Stop], Field(max_length=32, fail_fast=True)] | None = None
+    allowed_token_ids: (
+        typing.Annotated[list[Id], Field(min_length=1, max_length=1024, fail_fast=True)] | None
+    ) = None
+    logit_bias: _Bias | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: typing.Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")] | None = None
+    priority: typing.Annotated[int, Field(ge=0, le=100)] | None = None
+
+
+_SOME_TEXT = {"type": "string", "minLength": 1}
+_SOME_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
+_PROMPT = {
+    "anyOf": [
+        _SOME_TEXT,
+        {"type": "array", "minItems": 1, "items": _SOME_TEXT},
+        _SOME_IDS,
+        {"type": "array", "minItems": 1, "items": _SOME_IDS},
+    ],
+    "description": "texts or token ids, one or several",
+}
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    prompt: typing.Annotated[typing.Any, WithJsonSchema(_PROMPT)]  # checked by `prompts`
+    echo: bool | None = None
+    add_special_tokens: bool = True
+    logprobs: typing.Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class Part(_Body):
+    """One piece of a message's content."""
+
+    type: typing.Literal["text"]
+    text: Text
+
+
+class Function(_Body):
+    """What a tool was called with: JSON in a text."""
+
+    name: Name
+    arguments: Text
+
+
+class ToolCall(_Body):
+    """A call that another server's model has made; here it is history."""
+
+    id: Name | None = None
+    type: typing.Literal["function"] = "function"
+    function: Function
+
+    def as_dict(self) -> dict[str, typing.Any]:
+        """With the arguments as an object, as templates want them."""
+        try:
+            arguments = from_json(self.function.arguments, allow_inf_nan=False)
+        except ValueError:
+            arguments = self.function.arguments
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class Message(_Body):
+    """One turn of a chat; without content only beside the calls it made."""
+
+    role: typing.Annotated[str, Field(min_length=1, max_length=64)]
+    content: Text | typing.Annotated[list[Part], Field(max_length=256, fail_fast=True)] | None = None
+    tool_calls: typing.Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
+    tool_call_id: Name | None = None
+    name: Name | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _says_something(self) -> "Message":
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("content", "must have content, a text or a list of parts")
+        return self
+
+    def as_dict(self) -> dict[str, typing.Any]:
+        """What a chat template reads."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        calls = [call.as_dict() for call in self.tool_calls or ()] or None
+        said = {"role": self.role, "content": text, "tool_calls": calls, "name": self.name}
+        said["tool_call_id"] = self.tool_call_id
+        return {field: value for field, value in said.items() if value is not None}
+
+
+Messages = typing.Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    add_generation_prompt: bool = True
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: typing.Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TokenizeRequest(_Body):
+    """POST /tokenize: either a prompt or messages."""
+
+    model: typing.Annotated[str, Field(max_length=512)] | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(_Body):
+    """POST /detokenize."""
+
+    model: typing.Annotated[str, Field(max_length=512)] | None = None
+    tokens: Ids
+
+
+Body = typing.TypeVar("Body", bound=_Body)
+
+_STRICT = ConfigDict(strict=True)
+_Texts = typing.Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+_Lists = typing.Annotated[
+    list[typing.Annotated[Ids, Field(min_length=1)]], Field(min_length=1, fail_fast=True)
+]
+_PROMPTS: dict[type, pydantic.TypeAdapter] = {
+    str: pydantic.TypeAdapter(_Texts, config=_STRICT),
+    list: pydantic.TypeAdapter(_Lists, config=_STRICT),
+}
+
+
+def parse(model: type[Body], raw: bytes) -> Body:
+    """The body, checked.
+
+    Raises:
+      ApiError: 400, naming the first field at fault and never its value.
+    """
+    try:
+        body = model.model_validate_json(raw)
+    except pydantic.ValidationError as error:
+        raise _bad(error) from None
+    for name, value in (body.model_extra or {}).items():
+        if name in _REFUSED and _asks(name, value):
+            raise ApiError(400, f"{name}: {_REFUSED[name]}", name, "unsupported_parameter")
+    return body
+
+
+def _asks(name: str, value: typing.Any) -> bool:
+    """Whether a value asks for anything; 0 is a number, not the False that equals it."""
+    if name in _DEFAULT and value is not None:
+        return value != _DEFAULT[name]
+    return not any(type(value) is type(nothing) and value == nothing for nothing in _NOTHING)
+
+
+def unknown_fields(body: BaseModel) -> list[str]:
+    """Names that were sent and mean nothing here, cut short for a log."""
+    return [clip(name, 40) for name in list(body.model_extra or {})[:8] if name not in _REFUSED]
+
+
+def prompts(value: typing.Any, most: int) -> list[str | list[int]]:
+    """The prompts of a completion request: each a text or a list of token ids.
+
+    Raises:
+      ApiError: 400: none, too many, an empty one, or a mixture.
+    """
+    one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
+    value = [value] if one else value
+    if not isinstance(value, list) or not value:
+        raise ApiError(400, "prompt must be a text, a list of texts, token ids, or a list of those", "prompt")
+    if len(value) > most:
+        raise ApiError(400, f"prompt holds {len(value)} prompts; at most {most} may come at once", "prompt")
+    adapter = _PROMPTS[str if isinstance(value[0], str) else list]
+    try:
+        found = adapter.validate_python(value)
+    except pydantic.ValidationError as error:
+        raise _bad(error, "prompt") from None
+    empty = next((i for i, prompt in enumerate(found) if not prompt), None)
+    if empty is not None:
+        raise ApiError(400, f"prompt {empty} is empty; give at least one token", "prompt")
+    return found
+
+
+def _bad(error: pydantic.ValidationError, *where: str) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return ApiError(
+            400, f"the body is not valid JSON ({clip(first['msg'], MAX_ECHO)})", None, "invalid_json"
+        )
+    # A union reports one place for each of its members: their names are not fields.
+    parts = [str(part) for part in (*where, *first["loc"])]
+    place = parts[:1] + [part for part in parts[1:] if not part.startswith(_UNION_TAGS)]
+    param = clip(".".join(place), MAX_ECHO) or None
+    return ApiError(400, f"{param or 'the body'}: {first['msg']}", param)
+
+
+_UNION_TAGS = ("constrained-", "list[", "str", "function-")

@@ -1,0 +1,395 @@
+"""The engine on a thread of its own, and what joins it to an event loop.
+
+Requests go in through an inbox; what is new of each completion comes back to the request's own queue on the
+loop. The loop never waits for the engine, and the engine never waits for the loop.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import logging
+import math
+import queue
+import threading
+import time
+import traceback
+import typing
+import uuid
+from collections import Counter
+from collections.abc import Callable, Collection
+from functools import partial
+
+from swiftkv_jax.engine import score
+from swiftkv_jax.engine.engine import Engine, Group, Overloaded
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.queue import Demand
+from swiftkv_jax.engine.request import Logprob, Request
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.server.admission import Admission, Load, Ticket
+from swiftkv_jax.server.errors import ApiError
+from swiftkv_jax.server.readers import Readers, Turns
+from swiftkv_jax.server.settings import HttpSettings
+from swiftkv_jax.server.streams import Delta, Stream, ends, news
+
+log = logging.getLogger("swiftkv_jax.http")
+_IDLE_S = 0.2  # how long an idle engine thread sleeps between heartbeats
+RESTARTS, _WITHIN_S = 5, 60.0  # more restarts than this in so long, and the engine is given up
+_ANSWER = typing.TypeVar("_ANSWER")
+_ACCEPTED = "accepted"
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a service holds.
+
+    Attributes:
+      alive: its thread runs. requests: those whose callers wait for news. restarts: of the engine, lately.
+    """
+
+    alive: bool
+    requests: int
+    restarts: int
+
+
+class Observer:
+    """Told what happens, on the engine's thread. The metrics are one."""
+
+    def stepped(self, engine: Engine, load: Load) -> None:
+        """After every launch."""
+
+    def finished(self, group: Group) -> None:
+        """A request ended, in whatever way."""
+
+    def refused(self, reason: str) -> None:
+        """A request was not taken: "queue", "key", "draining" or "starting"."""
+
+
+class Service:
+    """Owns the engine's thread. All methods but those marked are for the event loop's thread.
+
+    Attributes:
+      llm: its engine belongs to this service alone. draining: nothing new is taken.
+      admission: who may come in. progress: programs compiled while warming up, of how many.
+    """
+
+    def __init__(self, llm: LLM, settings: HttpSettings, observer: Observer):
+        self.llm, self.settings, self.observer = llm, settings, observer
+        self.draining = False
+        self.admission = Admission(llm.settings, settings, observer.refused)
+        self.progress = (0, 0)
+        self._ready = self._stopping = self._dead = False
+        self._beat = time.monotonic()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[str, Stream] = {}  # by request id; the engine's thread only
+        self._restarts: list[float] = []
+        self._readers = Readers()
+        self._scorer = Turns("score")
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the threads; what still runs is dropped."""
+        self._stopping = True
+        self._calls.put(lambda: None)
+        self._readers.stop()
+        self._scorer.stop()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def state(self) -> State:
+        """What it holds now; any thread may ask."""
+        return State(self._thread.is_alive(), len(self._streams), len(self._restarts))
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine has been heard of lately."""
+        return not self._dead and not self._silent(self.settings.heartbeat_s)
+
+    @property
+    def dead(self) -> bool:
+        """Whether the engine was given up, or is silent as if for ever: only a new process helps."""
+        return self._dead or self._silent(self.settings.give_up_s)
+
+    def _silent(self, seconds: float) -> bool:
+        """Whether the engine has not been heard of for so long, or, where it may compile, for much longer."""
+        compiled = self._ready and self.settings.warm_up
+        limit = seconds if compiled else self.settings.warm_up_heartbeat_s
+        return time.monotonic() - self._beat > limit
+
+    @property
+    def ready(self) -> bool:
+        return self._ready and self.healthy and not self.draining
+
+    def admit(self, tenant: str, demand: Demand) -> Ticket:
+        """`Admission.admit`, while the server is open.
+
+        Raises:
+          ApiError: as `check`.
+        """
+        self._check_open()
+        return self.admission.admit(tenant, demand)
+
+    def check(self, tenant: str, demand: Demand) -> None:
+        """`Admission.check`, while the server is open.
+
+        Raises:
+          ApiError: 503 while starting or draining; or as there.
+        """
+        self._check_open()
+        self.admission.check(tenant, demand)
+
+    def _check_open(self) -> None:
+        self._check_not_draining()
+        if not self._ready or not self.healthy:
+            error = ApiError(503, "the server is not ready", retry_after=5)
+            raise self.admission.refuse("starting", error)
+
+    async def consult(self, tenant: str, size: int, work: Callable[[], _ANSWER]) -> _ANSWER:
+        """`encode`, for a call that wants nothing else.
+
+        Raises:
+          ApiError: 503 while draining; or as `Admission.admit_reader`.
+        """
+        self._check_not_draining()
+        with self.admission.admit_reader(tenant):
+            return await self.encode(tenant, size, work)
+
+    def _check_not_draining(self) -> None:
+        if self.draining:
+            raise self._closing()
+
+    def _closing(self) -> ApiError:
+        error = ApiError(503, "the server is shutting down", retry_after=5)
+        return self.admission.refuse("draining", error)
+
+    async def encode(self, tenant: str, size: int, work: Callable[[], _ANSWER]) -> _ANSWER:
+        """Run `work`, which uses the tokenizer on `size` bytes of text, when it is this key's turn."""
+        return await asyncio.wrap_future(self._readers.submit(tenant, size, work))
+
+    async def score(self, tenant: str, ids: tuple[int, ...], top: int) -> list[dict[int, Logprob] | None]:
+        """`LLM.score`, one at a time, when it is this key's turn.
+
+        Raises:
+          FloatingPointError: as there; it is counted with the engine's own failures.
+        """
+        work = partial(self.llm.score, ids, top)
+        try:
+            return await asyncio.wrap_future(self._scorer.submit(tenant, work))
+        except FloatingPointError:
+            self._calls.put(self._count_failed)
+            raise
+
+    def stream(self, requests: list[Request], ticket: Ticket) -> Stream:
+        """Run these; every one gets an id of ours, whatever the caller calls it."""
+        named = [dataclasses.replace(r, request_id=uuid.uuid4().hex, key=ticket.tenant) for r in requests]
+        return Stream(self, named, ticket)
+
+    def enter(self, stream: Stream) -> None:
+        self._calls.put(partial(self._add, stream))
+
+    def leave(self, stream: Stream) -> None:
+        self._calls.put(partial(self._abort, stream))
+
+    async def drain(self) -> None:
+        """Take nothing new, send away who has no place yet, and give what runs `shutdown_s`.
+
+        Who is cut off then is told so: by 503, or, where an answer is under way, by an error in the stream.
+        """
+        self.draining = True
+        self._calls.put(lambda: self._cut_off(self._unbegun(), self._closing))
+        await self._emptied(self.settings.shutdown_s)
+        self._calls.put(lambda: self._cut_off({*self._streams.values()}, self._closing))
+        await self._emptied(5.0)
+
+    async def _emptied(self, seconds: float) -> None:
+        """Wait until every call is answered, or for so long."""
+        deadline = time.monotonic() + seconds
+        while self.admission.tickets and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    def _run(self) -> None:
+        """The engine's thread, from here on down."""
+        try:
+            if self.settings.warm_up:
+                self._warm_up()
+                gc.collect()
+                gc.freeze()  # half a million objects that stay: looking at all of them stops every thread
+            self._ready = True
+            while not self._stopping:
+                self._turn()
+        except Exception:
+            log.critical("the engine has stopped\n%s", traceback.format_exc())
+            self._dead = True
+            self._fail_all()
+        while not self._stopping:  # the engine is gone, but callers still wait for an answer
+            try:
+                self._calls.get()()
+            except Exception:
+                log.error("what was left of the engine failed\n%s", traceback.format_exc())
+
+    def _warm_up(self) -> None:
+        longest = min(self.settings.max_scored_tokens, self.llm.settings.max_model_len)
+        lengths = score.lengths(longest) if self.llm.scorable else []
+
+        def say(done: int, total: int) -> None:
+            self._beat = time.monotonic()
+            self.progress = (done, total + len(lengths))
+
+        done = self.llm.engine.warm_up(say)
+        for number, length in enumerate(lengths):
+            say(done + number, done)
+            with contextlib.suppress(FloatingPointError):  # compiled all the same
+                self.llm.score([0] * length)
+        say(done + len(lengths), done)
+
+    def _count_failed(self) -> None:
+        self.llm.engine.stats.failed_requests += 1
+
+    def _turn(self) -> None:
+        self._beat = time.monotonic()
+        engine, before = self.llm.engine, self.llm.engine.restarts
+        try:
+            self._take_calls(0.0 if engine.busy else _IDLE_S)
+            if engine.busy:
+                self._post(engine.step())
+                self._refuse_late()
+        except Exception as error:
+            self._count_restart(traceback.format_exc(), error)
+            engine.restart(error)
+        else:
+            if engine.restarts > before:  # it has begun anew by itself: the device failed
+                self._count_restart("the device failed", RuntimeError("the device fails again and again"))
+        self._measure()
+
+    def _take_calls(self, seconds: float) -> None:
+        """Whatever the event loop wants; the first of it is waited for."""
+        try:
+            call = self._calls.get(timeout=seconds)
+            while True:
+                call()
+                call = self._calls.get_nowait()
+        except queue.Empty:
+            return
+
+    def _refuse_late(self) -> None:
+        """Who has waited for too long, with nothing begun, is told to come back."""
+
+        def late() -> ApiError:
+            why = f"no place came free in {self.settings.queue_timeout_s:g} seconds"
+            return self.admission.refuse("queue", self.admission.full(why))
+
+        self._cut_off(self._unbegun(time.perf_counter() - self.settings.queue_timeout_s), late)
+
+    def _unbegun(self, arrived_before: float = math.inf) -> Collection[Stream]:
+        """Those of whose completions none has had a place."""
+        waiting = [sequence for sequence in self.llm.engine.scheduler.waiting if not sequence.scheduled]
+        counts = Counter(s.request.request_id for s in waiting if s.arrival < arrived_before)
+        streams = Counter[Stream]()
+        for request_id, count in counts.items():
+            if request_id in self._streams:
+                streams[self._streams[request_id]] += count
+        return [stream for stream, count in streams.items() if count == stream.sequences]
+
+    def _cut_off(self, streams: Collection[Stream], why: Callable[[], ApiError]) -> None:
+        for stream in streams:
+            self._abort(stream)
+            self._tell(stream.loop, [(stream, why())])
+
+    def _count_restart(self, what: str, error: Exception) -> None:
+        """Something outside every request's own boundary failed: what ran fails, what waits goes on.
+
+        Too often within a minute, and `error` is raised.
+        """
+        log.error("the engine failed and starts anew\n%s", what)
+        now = time.monotonic()
+        self._restarts = [moment for moment in self._restarts if now - moment < _WITHIN_S] + [now]
+        if len(self._restarts) > RESTARTS:
+            raise error
+
+    def _add(self, stream: Stream) -> None:
+        answer: str | ApiError = _ACCEPTED
+        try:
+            if self._dead:
+                raise RuntimeError("the engine has stopped")
+            self._check_not_draining()
+            self.llm.engine.add(*stream.requests)
+            self._streams |= dict.fromkeys(stream.numbers, stream)
+        except ApiError as error:
+            answer = error
+        except Overloaded as error:
+            answer = self.admission.refuse("queue", self.admission.full(str(error)))
+        except UsageError as error:
+            answer = ApiError(400, str(error), "prompt", "context_length_exceeded")
+        except Exception:
+            log.error("a request was not admitted\n%s", traceback.format_exc())
+            answer = ApiError(500, "the engine could not take this request")
+        self._tell(stream.loop, [(stream, answer)])
+        self._measure(stream.ticket)
+
+    def _abort(self, stream: Stream) -> None:
+        for request_id in stream.numbers:
+            self._forget(request_id)
+        self._measure(stream.ticket)
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        if not self._dead:
+            self.llm.engine.abort(request_id)
+
+    def _fail_all(self) -> None:
+        """The engine is gone: every stream ends with an error."""
+        posts = []
+        for stream in set(self._streams.values()):
+            posts += [(stream, ends(stream, request)) for request in stream.requests]
+        self._streams.clear()
+        for stream, deltas in posts:
+            self._tell(stream.loop, [(stream, deltas)])
+
+    def _post(self, groups: list[Group]) -> None:
+        posts: list[tuple[Stream, list[Delta]]] = []
+        for group in groups:
+            key = group.request.request_id
+            stream = self._streams.get(key)
+            if stream is not None:
+                posts.append((stream, self._told(stream, group)))
+            if group.finished:
+                self._streams.pop(key, None)
+                self.observer.finished(group)
+        if posts:
+            self._tell(posts[0][0].loop, posts)
+
+    def _told(self, stream: Stream, group: Group) -> list[Delta]:
+        """What is new of a group; when even that cannot be said, its end."""
+        try:
+            return news(stream, group)
+        except Exception:
+            log.error("an answer could not be told\n%s", traceback.format_exc())
+            key = group.request.request_id
+            self._forget(key)
+            return ends(stream, group.request)
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, posts) -> None:
+        def post():
+            for stream, item in posts:
+                if item:
+                    stream.post(item)
+
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(post)
+
+    def _measure(self, taken: Ticket | None = None) -> None:
+        """Publish the engine's load; `taken` is from now on counted there, or gone."""
+        engine = self.llm.engine
+        scheduler, stats = engine.scheduler, engine.stats
+        load = Load(
+            waiting=dict(scheduler.waiting.demands),
+            running=len(scheduler.running),
+            pages_used=scheduler.pages.used,
+            pages=scheduler.pages.total,
+            tokens_per_s=stats.prompt_tokens / stats.prompt_seconds if stats.prompt_seconds else 0.0,
+        )
+        self.admission.publish(load, taken)
+        self.observer.stepped(engine, load)

@@ -1,0 +1,152 @@
+"""A call's completions as they grow: from the engine's thread to the event loop, and on to the client."""
+
+import asyncio
+import typing
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, aclosing
+
+from starlette.responses import Response
+
+from swiftkv_jax.engine.engine import Group
+from swiftkv_jax.engine.request import CompletionOutput, Request
+from swiftkv_jax.server.admission import Ticket
+from swiftkv_jax.server.errors import ApiError
+
+_ANSWER = typing.TypeVar("_ANSWER")
+Delta = tuple[int, CompletionOutput]  # prompt number, what is new of one of its completions
+
+
+@typing.runtime_checkable
+class Owner(typing.Protocol):
+    """What streams need of the service."""
+
+    def enter(self, stream: "Stream") -> None: ...
+
+    def leave(self, stream: "Stream") -> None: ...
+
+
+class Stream:
+    """The completions of one call as they grow. Used as `async with`, which aborts what is left.
+
+    Attributes:
+      numbers: request id -> prompt number. sequences: completions in all. left: those that go on.
+    """
+
+    def __init__(self, service: Owner, requests: list[Request], ticket: Ticket):
+        self._service, self.requests, self.ticket = service, requests, ticket
+        self.numbers = {request.request_id: number for number, request in enumerate(requests)}
+        self.left = self.sequences = sum(request.params.n for request in requests)
+        self.told: set[tuple[str, int]] = set()  # completions whose end was posted; the engine's thread only
+        self.loop = asyncio.get_running_loop()
+        self._inbox: asyncio.Queue = asyncio.Queue()
+
+    def post(self, item) -> None:
+        self._inbox.put_nowait(item)
+
+    async def __aenter__(self) -> "Stream":
+        self._service.enter(self)
+        try:
+            first = await self._inbox.get()
+        except BaseException:
+            self._service.leave(self)
+            raise
+        if isinstance(first, Exception):
+            raise first
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        if self.left:
+            self._service.leave(self)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while self.left:
+            found = await self._inbox.get()
+            if isinstance(found, Exception):
+                raise found
+            for delta in found:
+                self.left -= delta[1].finish_reason is not None
+                yield delta
+
+
+def news(stream: Stream, group: Group) -> list[Delta]:
+    """What is new of a group's completions; each end is told once."""
+    out, key = [], group.request.request_id
+    for sequence in group.sequences:
+        if (key, sequence.child) in stream.told:
+            continue
+        delta = sequence.delta()
+        if delta.finish_reason:
+            stream.told.add((key, sequence.child))
+        if delta.finish_reason or delta.token_ids or delta.text:
+            out.append((stream.numbers[key], delta))
+    return out
+
+
+def ends(stream: Stream, request: Request) -> list[Delta]:
+    """An error for each completion of a request whose end was not told yet."""
+    key = request.request_id
+    left = [child for child in range(request.params.n) if (key, child) not in stream.told]
+    stream.told |= {(key, child) for child in left}
+    return [(stream.numbers[key], _failed(child)) for child in left]
+
+
+def _failed(child: int) -> CompletionOutput:
+    return CompletionOutput(
+        index=child,
+        text="",
+        token_ids=[],
+        cumulative_logprob=None,
+        logprobs=None,
+        finish_reason="error",
+        stop_reason=None,
+        error="the engine could not go on with it",
+    )
+
+
+async def until_disconnect(receive, work: Coroutine[typing.Any, typing.Any, _ANSWER]) -> _ANSWER:
+    """What `work` returns; when the client leaves first, `work` is cancelled.
+
+    Raises:
+      ApiError: 499, which nobody reads but the log.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client left")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+class EventStream(Response):
+    """Server-sent events. `held` is closed when the stream ends, in whatever way."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], held: AsyncExitStack):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks, self._held = chunks, held
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            async with self._held:
+                await until_disconnect(receive, self._send(send))
+        except ApiError as error:
+            if error.status != 499:  # who left needs no answer, and is no fault to log
+                raise
+
+    async def _send(self, send) -> None:
+        async with aclosing(self._chunks) as chunks:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,236 @@
+"""Convert a multi-head checkpoint to Slim attention (arXiv 2503.05840), by measurement.
+
+    python -m swiftkv_jax.slim --model DIR --out DIR [--text FILE] [--forms auto|k|v|x] [--cache-dtype D]
+        [--max-kl X]
+
+One half of the text's documents calibrates, the other half measures (docs/slim.md). OUT gets the checkpoint,
+slim.json with every candidate of every row and why it was taken or not, and slim.png.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+from swiftkv_jax.analysis import command, plots
+from swiftkv_jax.analysis.flops import cache_bytes_per_token
+from swiftkv_jax.cache import EIGHT_BIT
+from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder, save_pretrained
+from swiftkv_jax.checks import above, choice
+from swiftkv_jax.config import DTYPES
+from swiftkv_jax.distill.sources import open_documents
+from swiftkv_jax.errors import Parser, UsageError, exit_code
+from swiftkv_jax.folder import DEMO
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.rows import FORMS
+from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.slim import choose, texts
+from swiftkv_jax.slim.calibrate import Candidate, Found, candidates, converted
+from swiftkv_jax.slim.choose import Choice, Measured
+from swiftkv_jax.slim.measure import distance
+from swiftkv_jax.text.tokenizer import load_tokenizer
+
+AUTO, MAX_KL = "auto", 1e-3
+_TEXT = DEMO / "corpus.jsonl.xz"
+
+
+def parser() -> Parser:
+    """The flags."""
+    p = Parser(prog="python -m swiftkv_jax.slim", description="Store keys alone where the loss is small.")
+    p.add_argument("--model", required=True, metavar="DIR", help="a checkpoint: folder, or hub id")
+    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for the converted one")
+    p.add_argument("--text", metavar="FILE", help=".jsonl or .txt like what it will read (the demo's corpus)")
+    p.add_argument("--forms", default=AUTO, metavar="F", help="auto, or k, v or x for every row (auto)")
+    p.add_argument("--cache-dtype", metavar="D", help="of the rows when served (the model's)")
+    p.add_argument("--max-kl", type=float, default=MAX_KL, metavar="X", help=f"nats a token ({MAX_KL:g})")
+    return p
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A plain model, computing in float32, and what is asked of it."""
+
+    model: Transformer
+    params: PyTree
+    dtype: str
+    forms: str
+    max_kl: float
+
+    def bytes_per_token(self, plan: KVPlan) -> int:
+        """Of a cache under `plan`."""
+        return cache_bytes_per_token(self.model.config, plan, self.dtype)
+
+    def size(self, form: str) -> int:
+        """Bytes a token of one row."""
+        every = self.model.plan.stored_as(form)
+        return self.bytes_per_token(every) // every.num_rows
+
+    def candidates_of(self) -> tuple[list[str], dict[str, str]]:
+        """(forms to try, those that this model cannot have and why)."""
+        wanted = [form for form in FORMS if form != "kv"] if self.forms == AUTO else [self.forms]
+        refused = {form: FORMS[form].refuses(self.model.config) for form in wanted}
+        if self.forms != AUTO and refused[self.forms]:
+            raise UsageError(
+                f"rows cannot be stored as {self.forms!r}: {refused[self.forms]}; use --forms auto"
+            )
+        return [f for f in wanted if not refused[f]], {f: why for f, why in refused.items() if why}
+
+
+def convert(args: argparse.Namespace) -> dict:
+    """Measure, choose, print, and write the folder; returns what slim.json holds."""
+    choice("--forms", args.forms, (AUTO, *(form for form in FORMS if form != "kv")))
+    above("--max-kl", args.max_kl, 0)
+    folder = local_folder(args.model)
+    if args.out.resolve() == folder.resolve():
+        raise UsageError(f"--out {args.out} is the model itself: name another folder")
+    model, params = from_pretrained(folder)
+    if model.plan.forms != ("kv",):
+        raise UsageError(f"{args.model} is converted already: give the plain model it was made of")
+    dtype = args.cache_dtype or model.dtype
+    choice("--cache-dtype", dtype, (*DTYPES, *EIGHT_BIT))
+    plain = Transformer(model.config, model.plan, "float32")
+    work = Work(plain, params, dtype, args.forms, args.max_kl)
+    forms, refused = work.candidates_of()
+    fit, kept = _text(args.text, folder, model)
+    rows = sorted(candidates(plain, params, fit, kept, forms, dtype), key=lambda found: found.row)
+    if not forms:  # of the model, not of a row
+        rows = [dataclasses.replace(row, refused=refused) for row in rows]
+    if args.forms != AUTO and (bad := [why for row in rows for why in row.refused.values()]):
+        raise UsageError(f"{bad[0]}: it cannot be stored as {args.forms!r}; use --forms auto")
+
+    def cost(picks: list[Candidate]) -> tuple[float, float]:
+        return distance((plain, params), converted(plain, params, picks), kept, dtype)
+
+    rounding = cost([])
+    options = [[Measured(c, *cost([c])) for c in row.candidates] for row in rows]
+    if args.forms == AUTO:
+        limits = work.size, rounding[0], args.max_kl, lambda picks: cost(picks)[0]
+        chosen = choose.under(rows, options, *limits)
+    else:
+        chosen = choose.forced(options)
+    picks = [each.measured.candidate for each in chosen if each.measured]
+    slim, made = converted(model, params, picks)
+    result = {
+        "model": str(args.model),
+        "text": str(args.text or _TEXT.name),
+        "fit_tokens": fit.count,
+        "kept_tokens": kept.count,
+        "forms": args.forms,
+        "refused": refused,
+        "cache_dtype": dtype,
+        "max_kl": args.max_kl,
+        "bytes_per_token": {"kv": work.bytes_per_token(model.plan), "now": work.bytes_per_token(slim.plan)},
+        "keys_and_values": _pair(rounding),
+        "whole": _pair(cost(picks)),
+        "every_row": _every_row(rows, cost),
+        "rows": [_row(model.plan, *each) for each in zip(rows, options, chosen, strict=True)],
+    }
+    _print(result)
+    save_pretrained(args.out, slim, made)
+    plots.slim_errors(_curves(result["rows"]), args.out / "slim.png")
+    return command.save(result, args.out, "slim")
+
+
+def _text(text: str | None, folder: Path, model: Transformer) -> tuple[texts.Pieces, texts.Pieces]:
+    tokenizer = load_tokenizer(folder)
+    documents = open_documents([text or str(_TEXT)])
+    ids = texts.encoded(
+        documents, tokenizer.encode, partial(tokenizer.encode_chat, add_generation_prompt=False)
+    )
+    config = model.config
+    return texts.halves(ids, config.hidden_size, config.max_position_embeddings, config.vocab_size)
+
+
+def _every_row(rows: list[Found], cost) -> dict[str, dict[str, float]]:
+    """The whole model with all rows stored in one way, for each way that all rows have."""
+    ways = [{(c.form, c.how): c for c in row.candidates} for row in rows]
+    shared = [way for way in ways[0] if all(way in each for each in ways)]
+    return {" ".join(way): _pair(cost([each[way] for each in ways])) for way in shared}
+
+
+def _pair(measured: tuple[float, float]) -> dict[str, float]:
+    return {"kl": measured[0], "agreement": measured[1]}
+
+
+def _row(plan: KVPlan, found: Found, options: list[Measured], chosen: Choice) -> dict:
+    """One row as slim.json has it."""
+    picked = chosen.measured.candidate if chosen.measured else None
+    return {
+        "row": found.row,
+        "layers": list(plan.readers(found.row)),
+        "condition": found.condition if math.isfinite(found.condition) else None,
+        "largest_w_kv": found.largest,
+        "form": picked.form if picked else "kv",
+        "matrix": picked.how if picked and picked.matrix is not None else None,
+        "why": chosen.why,
+        "candidates": [
+            {
+                "form": m.candidate.form,
+                "matrix": m.candidate.how if m.candidate.matrix is not None else None,
+                "ridge": m.candidate.ridge,
+                "error": m.candidate.error,
+                "output_error": m.candidate.output_error,
+            }
+            | _pair((m.kl, m.agreement))
+            for m in options
+        ],
+    }
+
+
+def _print(result: dict) -> None:
+    print(f"{result['fit_tokens']} tokens to fit on, {result['kept_tokens']} to measure on")
+    print("row  layers       cond  form  matrix      error    output   KL alone  agreement")
+    for row in result["rows"]:
+        layers = f"{row['layers'][0]}-{row['layers'][-1]}" if len(row["layers"]) > 1 else row["layers"][0]
+        condition = "inf" if row["condition"] is None else f"{row['condition']:.1e}"
+        head = f"{row['row']:3}  {layers!s:6} {condition:>10}  "
+        for each in row["candidates"]:
+            taken = (each["form"], each["matrix"]) == (row["form"], row["matrix"])
+            errors = "  ".join(f"{each[name]:.1e}" for name in ("error", "output_error", "kl"))
+            how = f"{each['form']:4}  {each['matrix'] or '-':10}  "
+            print(f"{head}{how}{errors}   {each['agreement']:.3f}" + ("  <- taken" if taken else ""))
+        if row["form"] == "kv":
+            print(f"{head}kv    {row['why']}")
+    for form, why in result["refused"].items():
+        print(f"{form}: {why}")
+    sizes = result["bytes_per_token"]
+    for way, measured in result["every_row"].items():
+        print(f"every row {way}: KL {measured['kl']:.1e}, agreement {measured['agreement']:.3f}")
+    for name, what in (
+        ("keys_and_values", f"keys and values in {result['cache_dtype']}"),
+        ("whole", "converted"),
+    ):
+        print(f"{what}: KL {result[name]['kl']:.1e}, agreement {result[name]['agreement']:.3f}")
+    print(f"{sizes['now']} bytes a token instead of {sizes['kv']}")
+
+
+def _curves(rows: list[dict]) -> dict[str, list[float]]:
+    """Errors by row of each way of storing it, NaN where a row has none."""
+    names = dict.fromkeys((c["form"], c["matrix"]) for row in rows for c in row["candidates"])
+    return {
+        f"{form} {matrix or ''}".strip(): [
+            next(
+                (c["error"] for c in row["candidates"] if (c["form"], c["matrix"]) == (form, matrix)),
+                math.nan,
+            )
+            for row in rows
+        ]
+        for form, matrix in names
+        if matrix is not None
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; exit code 0, 2 for bad input, 1 for a failure."""
+
+    def work() -> None:
+        convert(parser().parse_args(argv))
+
+    return exit_code(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""Ways to store each row of a model: the exact inverse, and a fit to what the cache gives back of a text.
+
+For a row of keys, values are (K - b_K) W_KV + b_V. The exact W_KV is W_K^-1 W_V. Rounding K adds noise, which
+W_KV multiplies by up to the condition number of W_K: so the fit solves for the W_KV that makes values of keys
+*as the cache rounds them*, by least squares in float64. Which is better is measured, not known. For a row of
+values the same holds with keys and values exchanged; a row of inputs needs no W.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax import weights
+from swiftkv_jax.kernels.causal_attention.api import causal_attention
+from swiftkv_jax.layers import linear, queries, rms_norm
+from swiftkv_jax.model import Made, Transformer, angles_and_segments, embed, normalised, through
+from swiftkv_jax.rows import FORMS, rounded
+from swiftkv_jax.shapes import Array, PyTree
+from swiftkv_jax.slim.texts import Pieces
+from swiftkv_jax.surgery import SINGULAR, between, condition, to_slim
+
+RIDGES = (1e-10, 1e-8, 1e-6, 1e-4)  # of the mean square of what is stored; the best on the kept half is taken
+EXACT, FITTED = "exact", "calibrated"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Candidate:
+    """One way to store a row.
+
+    Attributes:
+      row: of the plan. form: of rows.FORMS. how: where its matrix comes from, EXACT or FITTED.
+      matrix: [E, E] float64, W_KV or W_VK; None for inputs. ridge: of a fit.
+      error: relative error (Frobenius) of the values, or keys, that it gives back on the kept half.
+      output_error: the same of the attention output of the first layer that reads the row.
+    """
+
+    row: int
+    form: str
+    how: str
+    matrix: np.ndarray | None = None
+    ridge: float | None = None
+    error: float = 0.0
+    output_error: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What there is to choose from for one row.
+
+    Attributes:
+      condition: of W_K. largest: |W_KV| of the exact inverse, 0 without one. refused: form -> why it is none.
+    """
+
+    row: int
+    condition: float
+    largest: float
+    candidates: tuple[Candidate, ...]
+    refused: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    """A batch on its way through the layers: the hidden states entering the next one, and earlier rows that
+    others may read, each as the arrays and readers of a stack of one (see `model.Made`)."""
+
+    real: np.ndarray
+    at: PyTree
+    segments: Array
+    x: Array
+    rows: PyTree
+
+
+def converted(model: Transformer, params: PyTree, picks: list[Candidate]) -> tuple[Transformer, PyTree]:
+    """The model with some of its rows stored so."""
+    forms = ["kv"] * len(model.plan.rows)
+    for pick in picks:
+        forms[pick.row] = pick.form
+    solved = {pick.row: pick.matrix for pick in picks if pick.matrix is not None}
+    return to_slim(model, params, forms, solved)
+
+
+def candidates(
+    model: Transformer, params: PyTree, fit: Pieces, kept: Pieces, forms: list[str], dtype: str
+) -> Iterator[Found]:
+    """For each row, in the order of its first reader, every way to store it in one of `forms`.
+
+    model: with rows of keys and values, computing in float32. dtype: of the cache.
+    """
+    plan = model.plan
+    streams = [[_begin(model, params, batch) for batch in half.batches()] for half in (fit, kept)]
+    inputs: dict[int, list[list[Array]]] = {}  # of each row, until its first reader has come
+    for layer in range(plan.num_layers):
+        for shared in {plan.rows[row].shared_norm for row in plan.made_at(layer)}:
+            h = [[normalised(model, params, shared, layer, stream.x) for stream in half] for half in streams]
+            due = [row for row in plan.made_at(layer) if plan.rows[row].shared_norm == shared]
+            inputs |= dict.fromkeys(due, h)
+        for row in [row for row in inputs if plan.readers(row)[0] == layer]:
+            yield _found(model, params, row, streams, inputs.pop(row), forms, dtype)
+        streams = [[_advance(model, params, layer, stream) for stream in half] for half in streams]
+
+
+def _begin(model: Transformer, params: PyTree, batch: Pieces) -> _Stream:
+    at, segments = angles_and_segments(model.config, jnp.asarray(batch.tokens), None, None)
+    return _Stream(batch.real, at, segments, embed(model, params, jnp.asarray(batch.tokens)), {})
+
+
+def _advance(model: Transformer, params: PyTree, layer: int, stream: _Stream) -> _Stream:
+    x, rows = _run(model, layer, params, stream.x, stream.at, stream.segments, stream.rows)
+    return dataclasses.replace(stream, x=x, rows=rows)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _run(
+    model: Transformer, layer: int, params: PyTree, x: Array, at, segments, rows
+) -> tuple[Array, PyTree]:
+    known = {row: Made(arrays, readers, 0) for row, (arrays, readers) in rows.items()}
+    passed = through(model, params, x, at, segments, range(layer, layer + 1), known)
+    alone = {
+        row: jax.tree.map(lambda y, i=made.index: y[i : i + 1], (made.arrays, made.readers))
+        for row, made in passed.rows.items()
+    }
+    return passed.x, alone
+
+
+def _found(model: Transformer, params: PyTree, row: int, streams, h, forms: list[str], dtype: str) -> Found:
+    p = weights.row(params, row)
+    kernels = [np.asarray(p[name]["kernel"], np.float64) for name in ("k_proj", "v_proj")]
+    keys, values = [_stored(model, params, row, form, h, streams, dtype) for form in ("k", "v")]
+    known, out, refused, maker = condition(kernels[0]), [], {}, model.plan.rows[row].maker
+    for form in forms:
+        if form == "x":
+            out.append(Candidate(row, "x", EXACT))
+            continue
+        (rows, others), (a, b) = ((keys, values), kernels) if form == "k" else ((values, keys), kernels[::-1])
+        found = known if form == "k" else condition(a)
+        if found >= SINGULAR:
+            refused[form] = f"layer {maker}: W_{form.upper()} is singular (condition {found:.1e})"
+            continue
+        exact = Candidate(row, form, EXACT, between(a, b, f"row {row}"))
+        fits = [
+            Candidate(row, form, FITTED, matrix, ridge)
+            for ridge, matrix in zip(RIDGES, solve(rows[0].rounded, others[0].exact), strict=True)
+        ]
+        exact, *fits = (
+            _with_error(c, model, params, rows[1].rounded, others[1].exact) for c in (exact, *fits)
+        )
+        finite = [c for c in (exact, min(fits, key=lambda c: c.error)) if np.isfinite(c.error)]
+        out += finite
+        if not finite:
+            refused[form] = (
+                f"layer {maker}: its matrix holds {np.abs(exact.matrix).max():.1e}, more than float16 can"
+            )
+    out = [_with_output_error(c, model, params, streams[1], h[1], dtype) for c in out]
+    largest = next((float(np.abs(c.matrix).max()) for c in out if c.matrix is not None), 0.0)
+    return Found(row, known, largest, tuple(out), refused)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Keys or values [n, E] of one half, without biases, in float64: as made, and as a cache rounds them."""
+
+    exact: np.ndarray
+    rounded: np.ndarray
+
+
+def _stored(model: Transformer, params: PyTree, row: int, form: str, h, streams, dtype: str) -> list[_Rows]:
+    """Keys (form "k") or values ("v") of both halves; keys are rounded with their bias."""
+    p = weights.row(params, row)["k_proj" if form == "k" else "v_proj"]
+    bias = np.asarray(p["bias"], np.float64) if "bias" in p and form == "k" else 0.0
+    own = p if form == "k" else {"kernel": p["kernel"]}
+    out = []
+    for half, inputs in zip(streams, h, strict=True):
+        made = [np.asarray(linear(x, own))[s.real] for s, x in zip(half, inputs, strict=True)]
+        rows = np.concatenate(made)
+        (back,) = rounded((jnp.asarray(rows)[:, None],), dtype)
+        out.append(_Rows(rows.astype(np.float64) - bias, np.asarray(back[:, 0], np.float64) - bias))
+    return out
+
+
+def solve(rows: np.ndarray, wanted: np.ndarray) -> list[np.ndarray]:
+    """For each of RIDGES, argmin over W of |rows W - wanted|^2 + ridge * s * n * |W|^2, in float64.
+
+    rows, wanted: [n, E]; s is the mean square of `rows`.
+    """
+    gram, cross = rows.T @ rows, rows.T @ wanted
+    scale, eye = np.trace(gram) / len(gram), np.eye(len(gram))
+    return [np.linalg.solve(gram + ridge * scale * eye, cross) for ridge in RIDGES]
+
+
+def _with_error(c: Candidate, model: Transformer, params: PyTree, rows, wanted) -> Candidate:
+    """With the error of its matrix as the model stores it, in the dtype of its weights."""
+    dtype = weights.row(params, c.row)["k_proj"]["kernel"].dtype
+    assert c.matrix is not None
+    with np.errstate(over="ignore", invalid="ignore"):  # in float16, and then told
+        got = rows @ c.matrix.astype(dtype).astype(np.float64)
+    return dataclasses.replace(c, error=float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)))
+
+
+def _with_output_error(c: Candidate, model: Transformer, params: PyTree, half, h, dtype: str) -> Candidate:
+    layer = model.plan.readers(c.row)[0]
+    slim, made = converted(model, params, [c])
+    off = of = 0.0
+    for stream, inputs in zip(half, h, strict=True):
+        args = weights.layer(params, layer)["attentions"][0], stream.x, inputs, stream.at, stream.segments
+        want = _output(model, layer, "kv", None, weights.row(params, c.row), *args)[stream.real]
+        got = _output(slim, layer, c.form, dtype, weights.row(made, c.row), *args)[stream.real]
+        off, of = off + float(jnp.sum((got - want) ** 2)), of + float(jnp.sum(want**2))
+    return dataclasses.replace(c, output_error=float(np.sqrt(off / of)))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _output(model: Transformer, layer: int, form: str, dtype, row: PyTree, p, x, h, at, segments) -> Array:
+    """What a layer's attention adds to its stream, [B, T, D], from a row stored in `form`, rounded or not."""
+    config, how = model.config, FORMS[form]
+    made = how.make(config, row, h, at)
+    made = made if dtype is None else rounded(made, dtype)
+    k, v = how.keys_values(config, how.reader(row), made, at)
+    q = queries(config, p, rms_norm(x, p["norm"], config.rms_norm_eps), at)
+    mixed = causal_attention(q, k, v, segments, config.windows[layer])
+    return linear(mixed.reshape(*x.shape[:-1], -1), p["o_proj"])

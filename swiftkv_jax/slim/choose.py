@@ -1,0 +1,73 @@
+"""Which rows are worth storing otherwise: those whose measured cost fits under a bound on the whole model."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from swiftkv_jax.slim.calibrate import Candidate, Found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Measured:
+    """A candidate, and the model with this row alone stored so: KL to the plain model, and agreement."""
+
+    candidate: Candidate
+    kl: float
+    agreement: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What is done with one row: a candidate, or None for keys and values; and why."""
+
+    measured: Measured | None
+    why: str
+
+
+def forced(options: Sequence[Sequence[Measured]]) -> list[Choice]:
+    """For each row its best candidate, whatever it costs."""
+    return [Choice(min(each, key=lambda m: m.kl), "asked for") for each in options]
+
+
+def under(
+    found: Sequence[Found],
+    options: Sequence[Sequence[Measured]],
+    size: Callable[[str], int],
+    plain: float,
+    bound: float,
+    whole: Callable[[list[Candidate]], float],
+) -> list[Choice]:
+    """The smallest row under its share of `bound` for each, as long as the whole model is under it.
+
+    A row's share is its part of what `plain`, the KL of rounding keys and values, leaves of the bound. Of
+    equal sizes the one that measures better is taken. Then the whole is measured, and the worst row goes back
+    to keys and values until it is under the bound.
+
+    size: bytes of a row in a form. whole: KL of the model with these candidates.
+    """
+    share = max(bound - plain, 0.0) / len(found)
+    choices = [_smallest(row, each, size, plain, share) for row, each in zip(found, options, strict=True)]
+    while any(c.measured for c in choices):
+        total = whole([c.measured.candidate for c in choices if c.measured])
+        if total <= bound:
+            break
+        worst = max((i for i, c in enumerate(choices) if c.measured), key=lambda i: _kl(choices[i]))
+        choices[worst] = Choice(
+            None, f"the whole model's KL was {total:.1e} with this row, the costliest of those left"
+        )
+    return choices
+
+
+def _smallest(row: Found, options: Sequence[Measured], size, plain: float, share: float) -> Choice:
+    fitting = [m for m in options if m.kl - plain <= share and size(m.candidate.form) < size("kv")]
+    if fitting:
+        best = min(fitting, key=lambda m: (size(m.candidate.form), m.kl))
+        return Choice(best, f"KL {best.kl:.1e}, within its share of {share:.1e}")
+    reasons = list(row.refused.values())
+    if options:
+        best = min(options, key=lambda m: m.kl)
+        reasons.append(f"{best.candidate.form} would cost KL {best.kl:.1e}, over its share of {share:.1e}")
+    return Choice(None, "; ".join(reasons))
+
+
+def _kl(choice: Choice) -> float:
+    return choice.measured.kl if choice.measured else 0.0

@@ -1,0 +1,51 @@
+"""How far a model with other rows is from the model it was made of, on a text."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax.model import Transformer, angles_and_segments, embed, logits, through
+from swiftkv_jax.rows import rounded
+from swiftkv_jax.shapes import Array, PyTree
+from swiftkv_jax.slim.texts import Pieces
+
+
+def distance(
+    plain: tuple[Transformer, PyTree], slim: tuple[Transformer, PyTree], kept: Pieces, dtype: str
+) -> tuple[float, float]:
+    """(KL in nats a token, share of places with the same likeliest token), of `slim` with rows in a cache of
+    `dtype` against `plain`, whose rows are not rounded. Both compute in float32."""
+    total = np.zeros(2)
+    for batch in kept.batches():
+        tokens = jnp.asarray(batch.tokens)
+        want, got = _logits(*plain, tokens, None), _logits(*slim, tokens, dtype)
+        total += np.asarray(_compare(want, got, jnp.asarray(batch.real)), np.float64)
+    kl, same = total / kept.count
+    return float(kl), float(same)
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def _logits(model: Transformer, params: PyTree, tokens: Array, dtype) -> Array:
+    at, segments = angles_and_segments(model.config, tokens, None, None)
+    store = (lambda made: made) if dtype is None else partial(rounded, dtype=dtype)
+    return logits(
+        model, params, through(model, params, embed(model, params, tokens), at, segments, store=store).x
+    )
+
+
+@jax.jit
+def _compare(want: Array, got: Array, real: Array) -> Array:
+    """[2]: the sums over real tokens of KL and of agreement.
+
+    KL is the sum of p (e^d - 1 - d), d = log q - log p: all its terms are positive, so that rounding does not
+    cancel where the models are all but the same. Where they are not, p d alone does, and cannot overflow.
+    """
+    p, q = jax.nn.log_softmax(want), jax.nn.log_softmax(got)
+    d = q - p
+    plain = -jnp.sum(jnp.exp(p) * d, axis=-1)
+    small = jnp.clip(d, -20, 20)
+    fine = jnp.sum(jnp.exp(p) * (jnp.expm1(small) - small), axis=-1)
+    same = jnp.argmax(want, -1) == jnp.argmax(got, -1)
+    return jnp.stack([jnp.sum(jnp.where(plain < 1e-2, fine, plain), where=real), jnp.sum(same, where=real)])

@@ -1,0 +1,88 @@
+"""A text as two halves: pieces to fit W_KV on, and pieces of other documents to measure on."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.shapes import Bool, Int
+
+NEEDED, MOST = 8, 16  # tokens to fit on, for each of a layer's inputs: at least, and at most
+KEPT = 8192  # tokens to measure on, at most
+_PIECE, _BATCH = 512, 4  # tokens of a piece at most; pieces at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Texts of up to T tokens, each by itself.
+
+    Attributes:
+      tokens: [n, T], padded at the end. real: [n, T] whether a token is no padding.
+    """
+
+    tokens: Int[np.ndarray, "n T"]
+    real: Bool[np.ndarray, "n T"]
+
+    @property
+    def count(self) -> int:
+        """Real tokens."""
+        return int(self.real.sum())
+
+    def batches(self) -> Iterator["Pieces"]:
+        """A few at a time, all of one shape."""
+        for i in range(0, len(self.tokens), _BATCH):
+            short = _BATCH - len(self.tokens[i : i + _BATCH])
+            parts = (np.pad(x[i : i + _BATCH], ((0, short), (0, 0))) for x in (self.tokens, self.real))
+            yield Pieces(*parts)
+
+
+def halves(documents: Iterable[list[int]], inputs: int, context: int, vocab: int) -> tuple[Pieces, Pieces]:
+    """(to fit on, to measure on): a document goes whole to the half that has fewer tokens so far.
+
+    A text of one document is cut in the middle. No more is read than is used.
+
+    inputs: of a layer. context: tokens of a piece, at most. vocab: of the model.
+
+    Raises:
+      UsageError: too few tokens to fit on, or ids that the model does not know.
+    """
+    wanted, sides = (MOST * inputs, KEPT), ([], [])
+    for document in filter(None, documents):
+        found = [sum(map(len, side)) for side in sides]
+        if all(a >= b for a, b in zip(found, wanted, strict=True)):
+            break
+        sides[found[1] < found[0]].append(document)
+    if not sides[1] and sides[0]:
+        (whole,) = sides[0]
+        sides = ([whole[: len(whole) // 2]], [whole[len(whole) // 2 :]])
+    fit, kept = (_pieces(side, most, context) for side, most in zip(sides, wanted, strict=True))
+    needed, beside = NEEDED * inputs, min(NEEDED * inputs, KEPT) // 2
+    if fit.count < needed or kept.count < beside:
+        raise UsageError(
+            f"the text is too short: {fit.count} tokens to fit on and {kept.count} of other documents to "
+            f"measure on; {needed} ({NEEDED} for each of {inputs} inputs) and {beside} are needed"
+        )
+    most = max(fit.tokens.max(), kept.tokens.max())
+    if most >= vocab:
+        raise UsageError(f"token id {most} is outside the model's vocabulary of {vocab}: another tokenizer?")
+    return fit, kept
+
+
+def _pieces(documents: list[list[int]], most: int, context: int) -> Pieces:
+    size, left, pieces = min(_PIECE, context), most, []
+    for document in documents:
+        for i in range(0, min(len(document), left), size):
+            pieces.append(document[i : i + min(size, left)])
+            left -= len(pieces[-1])
+    tokens = np.zeros((len(pieces), size), np.int32)
+    real = np.zeros(tokens.shape, bool)
+    for i, piece in enumerate(pieces):
+        tokens[i, : len(piece)], real[i, : len(piece)] = piece, True
+    return Pieces(tokens, real)
+
+
+def encoded(documents, encode: Callable[[str], list[int]], chat: Callable) -> Iterator[list[int]]:
+    """The tokens of texts and of chats."""
+    for document in documents:
+        yield chat(list(document.messages)) if document.messages else encode(document.text)

@@ -1,0 +1,134 @@
+"""Chat templates come with a model and are programs: each is rendered in a process that can be lost."""
+
+import datetime
+import importlib.util
+import json
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+
+from swiftkv_jax.errors import UsageError
+
+SECONDS = 0.8  # of the processor's time for one chat; the longest published templates take a hundredth
+BYTES = 2**29  # of address space, Python's own included
+LONGEST = 2**24  # characters of a rendered chat
+PATIENCE = 40.0  # seconds of the clock: a process that waits this long for its SECONDS is taken for stuck
+_LOOK = 0.1  # seconds between two looks at a process that has not answered
+_WORKER = Path(__file__).with_name("template_worker.py")
+
+
+class Template:
+    """A chat template. Its process is started by the first chat, and ends with the object.
+
+    Attributes:
+      source: the template itself, in Jinja's language. process: of the last chat, if it still stands ready.
+    """
+
+    def __init__(self, source: str):
+        self.source = source
+        self._lock = threading.Lock()
+        self.process: subprocess.Popen | None = None
+        self._end: weakref.finalize | None = None
+
+    def render(self, values: Mapping, now: datetime.date | None = None) -> tuple[str, list[tuple[int, int]]]:
+        """The text of one chat, and the characters [start, end) of its `{% generation %}` blocks.
+
+        Args:
+          values: what the template sees, as JSON; what JSON cannot say becomes the name of its type.
+          now: the date it may ask for; today if None.
+
+        Raises:
+          UsageError: the template refuses the values, or takes too much time, memory or text; its message is
+            one line.
+        """
+        when = None if now is None else now.isoformat()
+        request = {"template": self.source, "values": dict(values), "now": when}
+        line = json.dumps(request, default=lambda value: f"<{type(value).__name__}>")
+        with self._lock:
+            answer = self._ask(line)
+        if "error" in answer:
+            raise UsageError(" ".join(str(answer["error"]).split()) or "no reason given")
+        return answer["text"], [(start, end) for start, end in answer["spans"]]
+
+    def _ask(self, line: str) -> dict:
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None  # it was started with pipes
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            _end_if_late(process, process.stdout.fileno())
+            said = process.stdout.readline()
+        except BrokenPipeError:
+            said = ""
+        if said.endswith("\n"):
+            return json.loads(said)
+        self.close()
+        return {"error": f"it takes more than {SECONDS} seconds or {BYTES >> 20} MiB"}
+
+    def _running(self) -> subprocess.Popen:
+        if self.process is None or self.process.poll() is not None:
+            self.close()
+            roots = {str(Path(_origin(name)).parent.parent) for name in ("jinja2", "markupsafe")}
+            limits = [str(SECONDS), str(BYTES), str(LONGEST)]
+            command = [sys.executable, "-I", "-S", str(_WORKER), *limits, *sorted(roots)]
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="ascii",
+            )
+            self._end = weakref.finalize(self, _stop, self.process)
+        return self.process
+
+    def close(self) -> None:
+        """End the process; the next chat starts another."""
+        if self._end is not None:
+            self._end()
+        self.process = self._end = None
+
+
+def _end_if_late(process: subprocess.Popen, answer: int) -> None:
+    """Wait until `answer` can be read; kill the process if it used far too much time or never answers.
+
+    The process has a timer of its own, exact to a tick; should that not fire, or the process wait for
+    something, this ends it. The limit is twice as long, for it counts the process's start too.
+    """
+    late = time.monotonic() + PATIENCE
+    most = _spent(process.pid) + 2 * SECONDS
+    poll = select.poll()
+    poll.register(answer, select.POLLIN)
+    while not poll.poll(1000 * _LOOK):
+        if _spent(process.pid) > most or time.monotonic() > late:
+            return process.kill()
+
+
+def _spent(pid: int) -> float:
+    """Seconds of the processor's time that a process of ours has used; 0 if it ended, or not on Linux."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3), which Python lacks
+    except OSError:
+        return 0.0
+
+
+def _origin(name: str) -> str:
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:
+        raise UsageError(f"chat templates need the package {name}: pip install {name}")
+    return found.origin
+
+
+def _stop(process: subprocess.Popen) -> None:
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:  # what was still to be written has no reader
+                continue
+    process.wait()

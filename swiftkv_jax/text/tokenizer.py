@@ -1,0 +1,337 @@
+"""Text to token ids and back: a thin wrapper over a fast Hugging Face tokenizer."""
+
+import bisect
+import contextlib
+import datetime
+import functools
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from swiftkv_jax.errors import UsageError, first_line
+from swiftkv_jax.gguf_header import gguf_of, read_header
+from swiftkv_jax.text.gguf_tokenizer import TOKENS, tokenizer_files
+from swiftkv_jax.text.template import Template
+from swiftkv_jax.text.tokenizer_files import staged
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+_DOWNLOAD = ("tokenizer*", "*token*.json", "config.json", "*.jinja", *_FILES, "merges.txt")
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_LONG = 2**12  # characters or ids: a call for more lets other threads run meanwhile
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+# GPT-2 writes bytes that cannot be seen as the characters from U+0100 on, in order, and others as they are.
+_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_UNSEEN = [byte for byte in range(0x100) if byte not in _SEEN]
+_BYTE_OF = {chr(byte): byte for byte in _SEEN} | {chr(0x100 + i): byte for i, byte in enumerate(_UNSEEN)}
+_MARKER = "swiftkvturn7f3a91c5e"  # stands for the content of a turn; one word, so that no template alters it
+
+
+def load_tokenizer(path: str | Path) -> "Tokenizer":
+    """The tokenizer in a folder or a GGUF file, or that of a hub model (`org/name`).
+
+    Only fast tokenizers: a `tokenizer.json`, or what transformers turns into one. No model's own code is run.
+
+    Raises:
+      UsageError: no such folder or model, no tokenizer files in it, or files that cannot be read.
+    """
+    folder = Path(path).expanduser()
+    if has_tokenizer(folder):
+        folder = folder if _has_files(folder) else gguf_of(folder) or folder
+    elif folder.exists():
+        raise UsageError(f"no tokenizer in {folder}: it needs {_FILES[0]} and tokenizer_config.json")
+    elif not re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", str(path)):
+        raise UsageError(f"tokenizer folder {path} does not exist")
+    try:
+        folder = folder if folder.exists() else _from_hub(str(path))
+        backend = _from_gguf(folder) if folder.is_file() else _from_folder(folder)
+    except UsageError:
+        raise
+    except BaseException as error:  # transformers raises many kinds
+        raise UsageError(f"cannot load a tokenizer from {path}: {_reason(error)}") from error
+    if not backend.is_fast:
+        raise UsageError(f"{path} has only a slow tokenizer: save it with a tokenizer.json")
+    return Tokenizer(backend, str(path), folder)
+
+
+def has_tokenizer(place: Path) -> bool:
+    """Whether a folder holds a tokenizer's files, whatever is in them, or a GGUF file that has tokens.
+
+    `place` may be that file itself.
+    """
+    file = None if _has_files(place) else gguf_of(place)
+    return _has_files(place) or (file is not None and TOKENS in read_header(file).metadata)
+
+
+def _has_files(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what Rust's tokenizers raise: a bare Exception, or a panic, which is none.
+
+    Raises:
+      BaseException: `error` is neither, and nobody's to catch: the interpreter's own.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return first_line(error)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=list(_DOWNLOAD)))
+
+
+def _from_folder(folder: Path):
+    """By the config files; or by tokenizer.json, where transformers does not know the model's type."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    with staged(folder) as files:
+        has_json = (files / _FILES[0]).is_file()
+        known = _says_type(files / "config.json") or not has_json
+        try:
+            kind = AutoTokenizer if known else PreTrainedTokenizerFast
+            return kind.from_pretrained(str(files), local_files_only=True)
+        except ValueError:
+            if not has_json:
+                raise
+            return PreTrainedTokenizerFast.from_pretrained(str(files), local_files_only=True)
+
+
+def _from_gguf(path: Path):
+    """By the files that say the same."""
+    with tempfile.TemporaryDirectory(prefix="swiftkv-tokenizer-") as folder:
+        for name, fields in tokenizer_files(read_header(path)).items():
+            (Path(folder) / name).write_text(json.dumps(fields), encoding="utf-8")
+        return _from_folder(Path(folder))
+
+
+def _says_type(path: Path) -> bool:
+    """Whether there is no config.json, or one of a type that transformers knows."""
+    return not path.exists() or "model_type" in json.loads(path.read_text(encoding="utf-8"))
+
+
+class Tokenizer:
+    """Token ids of texts and of chats.
+
+    Attributes:
+      hf: the transformers tokenizer. rust: the one of `tokenizers` behind it.
+      name: what it was asked for by. folder: where its files lie, or the GGUF file that it is from.
+      bos_id: the id put in front of a text, or None. eos_ids: ids that end one, as far as the tokenizer says.
+      vocab_size: tokens it knows, added ones included.
+    """
+
+    def __init__(self, hf, name: str, folder: Path):
+        self.hf, self.name, self.folder = hf, name, folder
+        self.rust = hf.backend_tokenizer
+        self.rust.no_truncation()
+        self.rust.no_padding()
+        self.bos_id: int | None = hf.bos_token_id
+        self.eos_ids: tuple[int, ...] = () if hf.eos_token_id is None else (hf.eos_token_id,)
+        self.vocab_size: int = len(hf)
+        added = {index for index, token in hf.added_tokens_decoder.items() if token.special}
+        self._special = added | set(hf.all_special_ids)
+
+    @functools.cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """How the control tokens are written: a text that holds one is encoded to that token."""
+        return tuple(sorted(str(self.hf.convert_ids_to_tokens(index)) for index in self._special))
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the ids of some text or chat may."""
+        return hashlib.sha256((self.rust.to_str() + str(self.hf.chat_template)).encode()).hexdigest()[:16]
+
+    @property
+    def ids_fingerprint(self) -> str:
+        """Changes whenever the ids of some text may: another chat template does not change them."""
+        return hashlib.sha256(self.rust.to_str().encode()).hexdigest()[:16]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text. A text that already begins with BOS (a rendered chat, say) gets no second one."""
+        ids = self._ids(text, add_special_tokens)
+        return ids[1:] if add_special_tokens and self._two_bos(ids) else ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of some ids, white space untouched."""
+        with self._contained("these ids"):
+            if len(ids) < _LONG:
+                return self.rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            return self.rust.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes that one token stands for; by itself it may be less than a character."""
+        name = str(self.hf.convert_ids_to_tokens(index))
+        if found := _BYTE.fullmatch(name):  # SentencePiece
+            return bytes.fromhex(found[1])
+        if index not in self._special and all(character in _BYTE_OF for character in name):  # GPT-2
+            return bytes(_BYTE_OF[character] for character in name)
+        return self.decode([index], skip_special_tokens=False).encode()
+
+    @contextlib.contextmanager
+    def _contained(self, what: str) -> Iterator[None]:
+        """What Rust raises, panics included, is this call's error and nobody else's."""
+        try:
+            yield
+        except BaseException as error:
+            raise UsageError(f"the tokenizer of {self.name} fails on {what}: {_reason(error)}") from error
+
+    def encode_chat(
+        self, messages: Sequence[dict], add_generation_prompt: bool, date: datetime.date | None = None
+    ) -> list[int]:
+        """Ids of a chat under the model's own template.
+
+        Args:
+          messages: `{"role": ..., "content": ...}` each.
+          add_generation_prompt: end with what opens an assistant turn.
+          date: what a template that prints the date sees; today if None.
+
+        Raises:
+          UsageError: no template, one that refuses these messages, or one that yields two BOS tokens.
+        """
+        text = self._render(messages, date, add_generation_prompt=add_generation_prompt)
+        return self._checked(self._ids(text, add_special_tokens=False))
+
+    def assistant_mask(
+        self, messages: Sequence[dict], date: datetime.date | None = None
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of a whole chat, and which of them are the assistant's: its turns and the token that ends each.
+
+        By the template's `{% generation %}` blocks where it has them. Otherwise the chat is rendered once
+        more for each turn, with a marker for its content: what stands before and after the marker bounds the
+        turn in the chat itself, however often its text occurs there.
+
+        Raises:
+          UsageError: as `encode_chat`, or when no assistant turn is found in the rendered chat.
+        """
+        if _GENERATION.search(str(self.hf.chat_template)):
+            ids, spans = self._generation_blocks(messages, date)
+        else:
+            ids, spans = self._marked_turns(messages, date)
+        mask = [False] * len(ids)
+        for start, end in spans:
+            end = self._turn_end(ids, start, end)
+            mask[start:end] = [True] * (end - start)
+        return self._checked(ids), mask
+
+    def _generation_blocks(self, messages, date) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a chat, and the tokens [start, end) of its generation blocks."""
+        text, spans = self._rendered(messages, date)
+        return self._tokens_of(text, [span for span in spans if span[0] < span[1]])
+
+    def _marked_turns(self, messages, date) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a chat, and the tokens [start, end) that the content of each assistant turn touches."""
+        text = self._render(messages, date)
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = [span for i in turns if (span := self._turn(text, messages, i, date))]
+        if turns and not spans:
+            raise UsageError(f"the chat template of {self.name} does not show the assistant's turns")
+        return self._tokens_of(text, spans)
+
+    def _tokens_of(self, text: str, spans) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids of a text, and which of its tokens [start, end) touch each span of characters."""
+        with self._contained("this text"):
+            encoded = self.rust.encode(text, add_special_tokens=False)
+        starts, ends = [a for a, _ in encoded.offsets], [b for _, b in encoded.offsets]
+        return encoded.ids, [(bisect.bisect_right(ends, a), bisect.bisect_left(starts, b)) for a, b in spans]
+
+    def _turn(self, text: str, messages, index: int, date) -> tuple[int, int] | None:
+        """The characters of `text` that turn `index` put there; None where the template leaves it out."""
+        marked = [*messages[:index], {**messages[index], "content": _MARKER}, *messages[index + 1 :]]
+        rendered = self._render(marked, date)
+        if _MARKER not in rendered:
+            return None
+        before, _, rest = rendered.partition(_MARKER)
+        after = rest.rpartition(_MARKER)[2]
+        start = _shared(text, before)
+        return start, len(text) - _shared(text[start:][::-1], after[::-1])
+
+    def _turn_end(self, ids: list[int], first: int, end: int) -> int:
+        """`end`, past the special token that ends the turn, or past one token where there is no such."""
+
+        def blank(index):
+            return not self.decode(ids[index : index + 1], skip_special_tokens=False).strip()
+
+        last = end
+        while last > first and blank(last - 1):
+            last -= 1
+        if last > first and ids[last - 1] in self._special:
+            return end  # a generation block that holds its own end
+        following = end
+        while following < len(ids) and ids[following] not in self._special and blank(following):
+            following += 1
+        if following < len(ids) and ids[following] in self._special:
+            return following + 1
+        return min(end + 1, len(ids))
+
+    def _render(self, messages, date=None, **options) -> str:
+        return self._rendered(messages, date, **options)[0]
+
+    def _rendered(self, messages, date, **options) -> tuple[str, list[tuple[int, int]]]:
+        """A chat's text, and the characters [start, end) of its generation blocks."""
+        if self.template is None:
+            raise UsageError(f"the tokenizer of {self.name} has no chat template: give texts, not messages")
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise UsageError(
+                f"the chat template of {self.name} refuses these messages: give {{role, content}} objects"
+            )
+        values = {name: _plain(token) for name, token in self.hf.special_tokens_map.items()}
+        values |= {"tools": None, "documents": None, "add_generation_prompt": False, **options}
+        values["messages"] = [_aliased({k: v for k, v in m.items() if v is not None}) for m in messages]
+        if date is not None:
+            values["date_string"] = date.strftime("%d %b %Y")
+        try:
+            return self.template.render(values, date)
+        except UsageError as error:
+            raise UsageError(f"the chat template of {self.name} refuses these messages: {error}") from error
+
+    @functools.cached_property
+    def template(self) -> Template | None:
+        """The chat template, if there is one."""
+        found = self.hf.chat_template
+        if isinstance(found, Mapping):
+            found = found.get("default")
+        return Template(found) if isinstance(found, str) and found else None
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a text. Only the library's calls for many texts give up Python's lock, and a server's event
+        loop needs it more often than once in the seconds that megabytes of text take."""
+        with self._contained("this text"):
+            if len(text) < _LONG:
+                return self.rust.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _two_bos(self, ids: list[int]) -> bool:
+        return self.bos_id is not None and ids[:2] == [self.bos_id] * 2
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if self._two_bos(ids):
+            raise UsageError(
+                f"this chat begins with two BOS tokens under the template of {self.name}: "
+                f"take {self.hf.bos_token!r} out of the first message"
+            )
+        return ids
+
+
+def _plain(token):
+    """A special token as templates see it: its text, or a list of texts."""
+    return [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
+
+
+def _aliased(message: dict) -> dict:
+    """With a turn's reasoning under every name that published templates read."""
+    found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+def _shared(text: str, start: str) -> int:
+    """How many characters both begin with."""
+    if text.startswith(start):
+        return len(start)
+    pairs = zip(text, start, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(start)))

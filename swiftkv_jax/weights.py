@@ -1,0 +1,209 @@
+"""Every weight described once, as a tree of `Weight`s that mirrors the parameters.
+
+    {"embed", "norm", "lm_head"?, "exit"?, "shared_norm"?,
+     "layers": [stack, ...],    consecutive layers, leaves [n, ...]
+     "rows": [stack, ...]}      what makes (and reads) consecutive rows, leaves [n, ...]
+
+Stacks are as long as the plan's runs of equal layers allow, so that a scan can run them; `cuts` ask for
+shorter ones. Serving cuts at every layer: then each layer's arrays are its own, and no program slices a
+stack. `layer` and `row` are the views that code uses, whatever the stacks.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from swiftkv_jax import rows, sharding
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.rows import FORMS, linear_weights
+from swiftkv_jax.shapes import Array, PyTree, Weight
+
+# Layers before which stacks are cut, beside where they must be; None: before every layer.
+Cuts = Iterable[int] | None
+
+
+def partition(
+    plan: KVPlan, windows: tuple[int, ...], cuts: Cuts = ()
+) -> tuple[tuple[range, ...], tuple[range, ...]]:
+    """(layers, rows) of each stack: the plan's runs, and the rows made in one run or together.
+
+    cuts: layers before which stacks of layers are cut too. Where a layer begins a stack, the row that it
+    makes begins one: so the rows' stacks follow from those of the layers.
+    """
+    every = range(plan.num_layers)
+    cuts = set(every) if cuts is None else set(cuts) & set(every)
+    starts = sorted({run.start for run in plan.runs(windows)} | cuts)
+    layers = tuple(range(a, b) for a, b in zip(starts, [*starts[1:], plan.num_layers], strict=True))
+
+    def group(number: int):
+        row = plan.rows[number]
+        if plan.makes_own(row.maker):
+            return sum(row.maker >= start for start in starts)
+        return "together", row.source, row.form
+
+    begins = [row.maker in starts or not i or group(i) != group(i - 1) for i, row in enumerate(plan.rows)]
+    first = [i for i, yes in enumerate(begins) if yes]
+    made = tuple(range(a, b) for a, b in zip(first, [*first[1:], len(plan.rows)], strict=True))
+    return layers, made
+
+
+def check(config: ModelConfig, plan: KVPlan) -> None:
+    """Whether config and plan fit each other.
+
+    Raises:
+      UsageError: see `rows.check`; or an exit head in a plan that has no split for it to stand at.
+    """
+    rows.check(config, plan)
+    if config.exit_head and not plan.is_swiftkv:
+        raise UsageError(
+            "an exit head reads the hidden states entering a SwiftKV plan's split; this plan has none: "
+            "use KVPlan.swiftkv, or exit_head=False"
+        )
+
+
+def weights(config: ModelConfig, plan: KVPlan, cuts: Cuts = ()) -> PyTree:
+    """The tree of `Weight`s of one model; `cuts` as in `partition`.
+
+    Raises:
+      UsageError: see `check`.
+    """
+    check(config, plan)
+    layers, made = partition(plan, config.windows, cuts)
+    vocab, width = ("V", config.vocab_size), ("D", config.hidden_size)
+    norm = Weight((config.hidden_size,), ".", fill=1.0)
+    tree = {
+        "embed": Weight((vocab[1], width[1]), "V D", 0.02),
+        "layers": [_stack(_layer(config), len(run)) for run in layers],
+        "rows": [_stack(FORMS[plan.rows[r.start].form].weights(config), len(r)) for r in made],
+        "norm": norm,
+    }
+    head = {"lm_head": Weight((width[1], vocab[1]), "D V", 0.02)}
+    if plan.is_swiftkv:
+        tree["shared_norm"] = norm
+    if config.exit_head:
+        tree["exit"] = head | {"norm": norm}
+    return tree if config.tie_word_embeddings else tree | head
+
+
+def _layer(config: ModelConfig) -> PyTree:
+    """One layer, without the projections that make rows."""
+    width, ffn = ("D", config.hidden_size), ("F", config.intermediate_size)
+    heads = ("N", config.num_heads * config.head_dim)
+    out_std = 0.02 / (2 * config.num_layers) ** 0.5  # residual branches start small (GPT-2)
+    gain = Weight((width[1],), ".", fill=1.0)
+    attention = {
+        "norm": gain,
+        "q_proj": linear_weights(width, heads, config.qkv_bias, 0.02),
+        "o_proj": linear_weights(heads, width, config.o_bias, out_std),
+    }
+    if config.qk_norm:
+        attention["q_norm"] = Weight((config.head_dim,), ".", fill=1.0)
+    mlp = {
+        "norm": gain,
+        "gate_proj": linear_weights(width, ffn, config.mlp_bias, 0.02),
+        "up_proj": linear_weights(width, ffn, config.mlp_bias, 0.02),
+        "down_proj": linear_weights(ffn, width, config.mlp_bias, out_std),
+    }
+    return {"attentions": [attention], "mlp": mlp}
+
+
+def _stack(tree: PyTree, n: int) -> PyTree:
+    return jax.tree.map(lambda weight: weight.stacked(n), tree)
+
+
+def init(config: ModelConfig, plan: KVPlan, key: Array, dtype=jnp.float32, cuts: Cuts = ()) -> PyTree:
+    """Random parameters; each weight's key depends on its place in the tree only."""
+    leaves, tree = jax.tree.flatten(weights(config, plan, cuts))
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(tree, [w.init(k, dtype) for w, k in zip(leaves, keys, strict=True)])
+
+
+def abstract(config: ModelConfig, plan: KVPlan, dtype, mesh: Mesh | None = None, cuts: Cuts = ()) -> PyTree:
+    """Shapes, dtypes and (with a mesh) shardings of the parameters, without their values."""
+
+    def one(w: Weight) -> jax.ShapeDtypeStruct:
+        place = sharding.named(mesh, w.axes, w.shape) if mesh is not None else None
+        return jax.ShapeDtypeStruct(w.shape, jnp.dtype(w.dtype or dtype), sharding=place)
+
+    return jax.tree.map(one, weights(config, plan, cuts))
+
+
+def count(tree: PyTree) -> int:
+    """Number of parameters in a tree of arrays or `Weight`s."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def length(stack: PyTree) -> int:
+    """How many layers or rows a stack holds."""
+    return jax.tree.leaves(stack)[0].shape[0]
+
+
+def ranges(stacks: Sequence[PyTree]) -> list[range]:
+    """What each of consecutive stacks holds."""
+    ends = itertools.accumulate(map(length, stacks), initial=0)
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def layer(params: PyTree, index: int) -> PyTree:
+    """The weights of one layer, without their stack axis."""
+    return _at(params["layers"], index)
+
+
+def row(params: PyTree, index: int) -> PyTree:
+    """The weights of one row, without their stack axis."""
+    return _at(params["rows"], index)
+
+
+def _at(stacks: Sequence[PyTree], index: int) -> PyTree:
+    stack, where = next(
+        (stack, index - held.start)
+        for stack, held in zip(stacks, ranges(stacks), strict=True)
+        if index in held
+    )
+    return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, where, keepdims=False), stack)
+
+
+def cuts_of(params: PyTree) -> list[int]:
+    """The cuts that `params` has: the first layer of each stack."""
+    return [held.start for held in ranges(params.get("layers", []))]
+
+
+def keys(path) -> tuple[str | int, ...]:
+    """A path that JAX gives as the keys and indices themselves."""
+    return tuple(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key for key in path)
+
+
+def recut(stacks: Sequence[PyTree], wanted: Iterable[range]) -> list[PyTree]:
+    """The same layers or rows in other stacks; a stack that is wanted as it is stays the same arrays."""
+    held = list(zip(ranges(stacks), stacks, strict=True))
+
+    def one(want: range) -> PyTree:
+        parts = []
+        for have, stack in held:
+            first, last = max(want.start, have.start), min(want.stop, have.stop)
+            if first >= last:
+                continue
+            if (first, last) == (have.start, have.stop):
+                parts.append(stack)
+            else:
+                cut = slice(first - have.start, last - have.start)
+                parts.append(jax.tree.map(lambda leaf, cut=cut: leaf[cut], stack))
+        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+    return [one(want) for want in wanted]
+
+
+def split_layers(config: ModelConfig, plan: KVPlan, params: PyTree) -> PyTree:
+    """`params` as serving wants them: cut at every layer, without what only checkpoints keep of rows."""
+    layers, made = partition(plan, config.windows, None)
+    rows = [
+        {name: part for name, part in stack.items() if name not in FORMS[plan.rows[held.start].form].kept}
+        for held, stack in zip(made, recut(params["rows"], made), strict=True)
+    ]
+    return params | {"layers": recut(params["layers"], layers), "rows": rows}

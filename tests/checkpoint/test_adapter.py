@@ -1,0 +1,199 @@
+"""KV prediction as a folder: an adapter that names its base, read back bit for bit, or refused."""
+
+import dataclasses
+import json
+import shutil
+
+import hf_models
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers_made import make_tokenizer
+
+from swiftkv_jax import predict
+from swiftkv_jax.checkpoint.adapter import from_pretrained, save_pretrained
+from swiftkv_jax.checkpoint.generation import read_generation_config
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import Prediction
+from swiftkv_jax.predict import Predicted
+
+READS = (0, 0, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(folder, model, params): base/ and adapter/ in the folder; the auxiliary is half the base's layers."""
+    folder = tmp_path_factory.mktemp("pair")
+    base = hf_models.build("qwen3", vocab_size=304, head_dim=20)
+    make_tokenizer(hf_models.save(base, folder / "base"))
+    model, params = from_pretrained(folder / "base")
+    auxiliary, kept = predict.layer_pruned(model, params, (0, 2))
+    whole = Predicted(model, auxiliary, Prediction(READS))
+    parts = {"base": params, "auxiliary": kept, "predictor": predict.uniform(whole, jax.random.key(0))}
+    save_pretrained(folder / "adapter", whole, parts)
+    return folder, whole, parts
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    """A copy of the adapter alone, to be spoilt."""
+    return shutil.copytree(made[0] / "adapter", tmp_path / "copy")
+
+
+@pytest.mark.parametrize("cuts", [(), None], ids=["training", "serving"])
+def test_what_is_read_is_what_was_written(made, cuts):
+    folder, model, params = made
+    again, tree = from_pretrained(folder / "adapter", cuts=cuts)
+    assert again == model
+    want = params if cuts is not None else predict.split_layers(model, params)
+    assert jax.tree.structure(tree) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, tree, want)
+
+
+def test_the_files_are_those_described(made):
+    """Maps in torch's layout, a folder that transformers loads, nothing of the base but its tokenizer."""
+    folder, model, params = made
+    names = {path.name for path in (folder / "adapter").iterdir()}
+    assert {"auxiliary", "kv_prediction.json", "predictor.safetensors", "tokenizer.json"} <= names
+    assert not any(name.startswith(("model", "config")) for name in names)
+    tensors = load_file(folder / "adapter" / "predictor.safetensors")
+    assert set(tensors) == {
+        f"rows.{r}.{n}.{part}" for r in range(4) for n in "kv" for part in ("weight", "bias")
+    }
+    kernel = params["predictor"]["rows"][0]["v_proj"]["kernel"][2]
+    np.testing.assert_array_equal(tensors["rows.2.v.weight"], np.asarray(kernel).T)
+    said = json.loads((folder / "adapter" / "kv_prediction.json").read_text())
+    assert said["base"] == str(folder / "base") and said["reads"] == [0, 0, 1, 1] and said["tail"] == 1
+    theirs = hf_models.load(folder / "adapter" / "auxiliary")
+    tokens = hf_models.tokens(9)
+    ours = jax.jit(model.auxiliary.apply)({"params": params["auxiliary"]}, tokens)
+    np.testing.assert_allclose(ours, hf_models.torch_logits(theirs, tokens), rtol=0, atol=1e-4)
+
+
+def test_an_engine_serves_the_folder_as_it_serves_the_model(made):
+    folder, model, params = made
+    sizes = {"max_num_seqs": 2, "max_model_len": 32, "page_size": 8, "num_pages": 12}
+    prompts = [[5, 9, 200, 31, 7, 8, 2, 250, 3], [17]]
+    one, other = LLM.from_model(model, params, **sizes), LLM(folder / "adapter", **sizes)
+    assert other.tokenizer is not None and one.fingerprint == other.fingerprint
+    got = [[o.outputs[0].token_ids for o in llm.generate(prompts, use_tqdm=False)] for llm in (one, other)]
+    assert got[0] == got[1]
+
+
+def test_a_base_that_moved_is_found_where_the_caller_says(made, tmp_path):
+    folder, model, _ = made
+    home = shutil.copytree(folder, tmp_path / "there")
+    said = json.loads((home / "adapter" / "kv_prediction.json").read_text())
+    (home / "adapter" / "kv_prediction.json").write_text(json.dumps(said | {"base": "/gone/away"}))
+    with pytest.raises(
+        UsageError, match=r"base model of .*adapter is not where it says .*gone/away.*give base"
+    ):
+        from_pretrained(home / "adapter")
+    assert from_pretrained(home / "adapter", base=home / "base")[0] == model
+    (home / "adapter" / "kv_prediction.json").write_text(json.dumps(said | {"base": "../base"}))
+    assert from_pretrained(home / "adapter")[0] == model
+
+
+def test_a_folder_that_exists_is_replaced(made, tmp_path):
+    folder, model, params = made
+    (tmp_path / "out" / "auxiliary").mkdir(parents=True)
+    (tmp_path / "out" / "auxiliary" / "stale.txt").write_text("old")
+    save_pretrained(tmp_path / "out", model, params, base=folder / "base")
+    assert from_pretrained(tmp_path / "out")[0] == model
+    assert not (tmp_path / "out" / "auxiliary" / "stale.txt").exists()
+
+
+def test_a_plain_model_replaces_an_adapter_and_an_adapter_a_plain_model(made, tmp_path):
+    folder, model, params = made
+    for _ in range(2):
+        save_pretrained(tmp_path / "out", model, params, base=folder / "base")
+        assert from_pretrained(tmp_path / "out")[0] == model
+        save_pretrained(tmp_path / "out", model.base, params["base"])
+        assert isinstance(from_pretrained(tmp_path / "out")[0], Transformer)
+        assert not (tmp_path / "out" / "auxiliary").exists()
+
+
+def test_an_adapter_knows_the_ids_that_end_an_answer_of_its_base(made, tmp_path):
+    """Of a base that has them in config.json alone, as adapters have no such file."""
+    folder, model, params = made
+    base = shutil.copytree(folder / "base", tmp_path / "base")
+    said = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(said | {"eos_token_id": [0, 7]}))
+    (base / "generation_config.json").write_text('{"temperature": 0.5}')
+    save_pretrained(tmp_path / "out", model, params, base=base)
+    found = read_generation_config(tmp_path / "out")
+    assert found == read_generation_config(base) and found.eos_token_ids == (0, 7)
+
+
+def test_another_base_is_refused(made, tmp_path):
+    folder, _, _ = made
+    hf_models.save(hf_models.build("qwen3", seed=1, vocab_size=304, head_dim=20), tmp_path / "other")
+    with pytest.raises(UsageError, match=r"other is not the model that .*adapter was made for"):
+        from_pretrained(folder / "adapter", base=tmp_path / "other")
+
+
+def test_an_auxiliary_of_another_tokenizer_is_refused(copy):
+    make_tokenizer(copy / "auxiliary", bos=False)
+    with pytest.raises(UsageError, match="have different tokenizers"):
+        from_pretrained(copy)
+
+
+def spoil(path, **changes):
+    """An adapter's JSON, or its tensors, with some entries changed; None takes one away."""
+    json_file = path.suffix == ".json"
+    found = (json.loads(path.read_text()) if json_file else load_file(path)) | changes
+    found = {name: value for name, value in found.items() if value is not None}
+    path.write_text(json.dumps(found)) if json_file else save_file(found, path)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"format": 2}, "format must be one of 1, not 2"),
+        ({"reads": [0, 1]}, "reads names 2 rows, and the base has 4"),
+        ({"reads": [0, 0, 1, 2]}, "the auxiliary's rows are 0 to 1"),
+        ({"reads": [0, 0, 1, True]}, r"reads\[3\] must be an integer, not True"),
+        ({"reads": "0011"}, "reads must be a list of rows, not str"),
+        ({"tail": 0}, "tail must be at least 1, not 0"),
+        ({"tail": None}, "tail must be an integer, not None"),
+        ({"base": 7}, "base must be a string"),
+    ],
+)
+def test_a_description_that_makes_no_sense_is_refused(copy, changes, said):
+    spoil(copy / "kv_prediction.json", **changes)
+    with pytest.raises(UsageError, match=said):
+        from_pretrained(copy)
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"rows.1.k.bias": None}, "1 missing: rows.1.k.bias"),
+        ({"rows.4.k.bias": np.zeros(40, np.float32)}, "1 unexpected: rows.4.k.bias"),
+        (
+            {"rows.0.v.weight": np.zeros((40, 39), np.float32)},
+            r"rows.0.v.weight is \[40, 39\], not \[40, 40\]",
+        ),
+        (
+            {"rows.3.v.bias": np.full(40, np.nan, np.float32)},
+            "rows.3.v.bias holds numbers that are not finite",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(copy, changes, said):
+    spoil(copy / "predictor.safetensors", **changes)
+    with pytest.raises(UsageError, match=said):
+        from_pretrained(copy)
+
+
+def test_what_has_no_base_is_refused(made):
+    folder, model, params = made
+    with pytest.raises(UsageError, match="it is no adapter with a base"):
+        from_pretrained(folder / "base", base=folder / "base")
+    config = dataclasses.replace(model.base.config, source=None)
+    nowhere = Transformer(config, model.base.plan, model.base.dtype)
+    with pytest.raises(UsageError, match="this base was read from none: give base"):
+        save_pretrained(folder / "x", Predicted(nowhere, model.auxiliary, model.prediction), params)

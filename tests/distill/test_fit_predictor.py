@@ -1,0 +1,94 @@
+"""The closed-form predictor against numpy.linalg.lstsq in float64, and what it must recover exactly."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import ODD, PLAIN, tiny
+
+from swiftkv_jax import predict, weights
+from swiftkv_jax.distill.fit_predictor import fit
+from swiftkv_jax.distill.packing import Batch, Sample, assemble
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import angles_and_segments, embed, through
+from swiftkv_jax.plan import KVPlan, Prediction
+from swiftkv_jax.predict import Predicted
+
+SHORT = dataclasses.replace(PLAIN, num_layers=2, windows=(), num_kv_heads=2, head_dim=8, hidden_size=32)
+READS = (0, 1, 0, 1)
+
+
+def batches(count: int = 3) -> list[Batch]:
+    """Rows of 40 tokens: two segments of unequal length, then padding."""
+    rng = np.random.default_rng(0)
+
+    def row():
+        sizes = rng.integers(10, 19, 2)
+        return [Sample("s", rng.integers(0, 61, n).astype(np.int32), np.ones(n, bool)) for n in sizes]
+
+    rows = [assemble([row() for _ in range(3)], [False] * 3, 40) for _ in range(count)]
+    return [jax.tree.map(jnp.asarray, batch) for batch in rows]
+
+
+def streams(model, params, batch: Batch) -> list[np.ndarray]:
+    """[tokens, D] float64: what enters each layer, of the real tokens."""
+    at, segments = angles_and_segments(model.config, batch.tokens, batch.positions, batch.segments)
+    x, out = embed(model, params, batch.tokens), []
+    for layer in range(model.config.num_layers):
+        out.append(np.asarray(x, np.float64)[batch.segments > 0])
+        x = through(model, params, x, at, segments, range(layer, layer + 1)).x
+    return out
+
+
+def rows_of(model, params, data) -> list[dict[str, np.ndarray]]:
+    """Projected keys and values of each row of a standard model in float64, before norm and rotation."""
+    entering = [
+        np.concatenate(parts) for parts in zip(*(streams(model, params, b) for b in data), strict=True)
+    ]
+    out = []
+    for layer, x in enumerate(entering):
+        gain = np.asarray(weights.layer(params, layer)["attentions"][0]["norm"], np.float64)
+        h = x / np.sqrt((x * x).mean(-1, keepdims=True) + model.config.rms_norm_eps) * gain
+        maker = jax.tree.map(lambda w: np.asarray(w, np.float64), weights.row(params, layer))
+        names = ("k_proj", "v_proj")
+        out.append({n: h @ maker[n]["kernel"] + maker[n].get("bias", 0) for n in names})
+    return out
+
+
+def test_maps_are_those_of_lstsq_with_a_ridge_on_all_but_the_intercept():
+    base, base_params = tiny(ODD, KVPlan.standard(4))
+    auxiliary, aux_params = tiny(SHORT, KVPlan.standard(2), seed=1)
+    model, data, ridge = Predicted(base, auxiliary, Prediction(READS)), batches(), 1e-2
+    got = fit(model, {"base": base_params, "auxiliary": aux_params}, data, ridge)
+    given, wanted = rows_of(auxiliary, aux_params, data), rows_of(base, base_params, data)
+    for row, read in enumerate(READS):
+        for name in ("k_proj", "v_proj"):
+            x, y = given[read][name], wanted[row][name]
+            width = x.shape[1]
+            shrink = np.sqrt(ridge * (x * x).sum() / width) * np.eye(width, width + 1)
+            left = np.concatenate([np.concatenate([x, np.ones((len(x), 1))], 1), shrink])
+            right = np.concatenate([y, np.zeros((width, y.shape[1]))])
+            want = np.linalg.lstsq(left, right, rcond=None)[0]
+            p = weights.row(got, row)[name]
+            np.testing.assert_allclose(p["kernel"], want[:width], rtol=0, atol=2e-4)
+            np.testing.assert_allclose(p["bias"], want[width], rtol=0, atol=2e-4)
+
+
+def test_a_base_that_is_its_own_auxiliary_is_found():
+    """Without a ridge the solution is the identity, and prediction changes nothing."""
+    base, params = tiny(PLAIN, KVPlan.standard(4))
+    model = Predicted(base, base, Prediction((0, 1, 2, 3)))
+    both = {"base": params, "auxiliary": params}
+    got = fit(model, both, batches(), ridge=0.0)
+    want = predict.identity(model)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-3), got, want)
+
+
+def test_fewer_tokens_than_a_row_is_wide_are_refused():
+    base, params = tiny(PLAIN, KVPlan.standard(4))
+    model = Predicted(base, base, Prediction((0, 1, 2, 3)))
+    few = dataclasses.replace(batches(1)[0], segments=jnp.zeros((3, 40), jnp.int32).at[0, :24].set(1))
+    with pytest.raises(UsageError, match="25 unknowns an output and 24 tokens"):
+        fit(model, {"base": params, "auxiliary": params}, [few])

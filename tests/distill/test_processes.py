@@ -1,0 +1,140 @@
+"""Several processes of one run: what they agree on, and what makes one join others."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from processes_made import finish, start
+
+from swiftkv_jax import last_words, processes
+from swiftkv_jax.errors import UsageError
+
+DIED = """E1123 12:33:00.911549   17030 coordination_service.cc:1549] [16609674530342527084] UNAVAILABLE:
+1
+The tasks have crashed.
+F1123 12:33:09.058190   17153 client.h:80] Terminating process because the JAX distributed service detected \
+fatal errors. This most likely indicates that another task died; see the other task logs.
+*** Check failure stack trace: ***
+    @     0x7fbbc6640634  SendToLog()
+"""
+ALARM = DIED.splitlines()[0] + "\n"
+DIFFERS = "the config of process 1 differs from that of process 0; give all the same"
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_what_is_raised_in_one_process_is_raised_in_all():
+    command = [sys.executable, str(Path(__file__).with_name("agreeing.py"))]
+    done = finish(start([command, command], PYTHONPATH=str(ROOT)))
+    assert [d.returncode for d in done] == [0, 0], done
+    zero, one = (json.loads(d.stdout.splitlines()[-1]) for d in done)
+    assert zero.pop("first") and not one.pop("first")
+    for report, failed in ((zero, "OSError: disk full"), (one, "RuntimeError: process 0: disk full")):
+        assert report.pop("failed in 0") == failed
+    assert zero.pop("failed in 0, refused by 1") == "RuntimeError: died"
+    assert one.pop("failed in 0, refused by 1") == "UsageError: no"
+    both = {
+        "processes": 2,
+        "well": "",
+        "refused by 1": "UsageError: no such folder: é",
+        "refused by both": "UsageError: said by 0",
+        "same": "",
+        "not the same": f"UsageError: {DIFFERS}",
+        "any": [False, True],
+        "from the first": 7,
+    }
+    assert zero == both and one == both
+
+
+def named(address: str) -> dict[str, str]:
+    """The variables of the second of two processes."""
+    return {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    "wanted, environ, said",
+    [
+        (True, {}, "--distributed: no launcher that JAX knows started this process"),
+        (None, {"JAX_COORDINATOR_ADDRESS": "a:1"}, "Set JAX_NUM_PROCESSES and JAX_PROCESS_ID too"),
+        (None, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "x"}, "must be a number, not 'x'"),
+        (None, named("a"), "must be HOST:PORT of process 0, not 'a'"),
+        (None, named("127.0.0.1:9"), "nothing answers at JAX_COORDINATOR_ADDRESS=127.0.0.1:9 after 1 s"),
+    ],
+)
+def test_processes_that_cannot_be_joined_are_one_line(wanted, environ, said, monkeypatch):
+    def initialize(num_processes, process_id, **limits):
+        """As JAX's own, where no launcher is found."""
+        if "JAX_COORDINATOR_ADDRESS" not in environ:
+            raise ValueError("coordinator_address should be defined.")
+        if num_processes is None:
+            raise ValueError("Number of processes must be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(processes, "START_S", 1)
+    with pytest.raises(UsageError, match=re.escape(said)) as caught:
+        processes.start(wanted, environ)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_launcher_or_where_it_is_not_wanted_a_process_is_alone(monkeypatch):
+    asked = []
+
+    def initialize(**given):
+        asked.append(given)
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    processes.start(None, {})
+    processes.start(False, {"JAX_COORDINATOR_ADDRESS": "a:1"})
+    assert len(asked) == 1 and processes.is_first() and processes.any_process(True)
+    with pytest.raises(KeyError), processes.together():
+        raise KeyError("as it was")
+
+
+def test_a_process_that_waits_for_others_in_vain_ends_in_one_line():
+    """Process 0, where JAX calls abort(); and what it wrote before is not lost."""
+    program = "import os, sys; from swiftkv_jax import processes; processes.START_S = 1\n"
+    program += "print('before', file=sys.stderr); processes.start(None, os.environ)"
+    command = [sys.executable, "-c", program]
+    alone = start([command, [sys.executable, "-c", ""]], PYTHONPATH=str(ROOT))
+    done = finish(alone, 60)[0]
+    assert done.returncode and done.stderr.splitlines() == ["before", last_words.NEVER_CAME.strip()]
+
+
+@pytest.mark.parametrize(
+    "written, read",
+    [
+        ("a\nb", "a\nb"),
+        (f"a\n{DIED}", f"a\n{last_words.GONE}"),
+        (f"error: no\n{DIED}", "error: no\n"),
+        (f"{ALARM}b\n", f"{ALARM}b\n"),
+    ],
+    ids=["no death", "a death", "a death that the process has told", "an alarm without a death"],
+)
+def test_of_another_process_s_death_one_line_is_left(written, read):
+    program = [sys.executable, "-I", "-S", last_words.__file__]
+    done = subprocess.run(program, input=written, capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.stdout, done.returncode) == (read, "", 0)
+
+
+def test_an_alarm_is_not_held_back_for_long():
+    """A process that goes on after it is read while it lives."""
+    program = [sys.executable, "-I", "-S", last_words.__file__]
+    relay = subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert relay.stdin is not None and relay.stderr is not None
+    relay.stdin.write(ALARM)
+    relay.stdin.flush()
+    assert relay.stderr.readline() == ALARM and relay.poll() is None
+    relay.communicate()
+
+
+def test_a_collective_that_lost_its_peer_says_so(monkeypatch):
+    monkeypatch.setattr(processes, "_alone", lambda: False)
+    told = r"another process of this run has ended.*closed by peer\)$"
+    with pytest.raises(RuntimeError, match=told), processes.among_the_living():
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer\nat 3")
+    with pytest.raises(ValueError, match=r"^no$"), processes.among_the_living():
+        raise ValueError("no")

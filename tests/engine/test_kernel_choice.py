@@ -1,0 +1,192 @@
+"""`Settings.kernels`: what is named, what a check found, or the safe ones; and what an LLM says of it."""
+
+import dataclasses
+import json
+import types
+
+import pytest
+import tiny_engine as tiny
+
+from swiftkv_jax import processes
+from swiftkv_jax.engine import kernels
+from swiftkv_jax.engine.kernels import calls_of, choose
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.names import named
+from swiftkv_jax.engine.settings import Settings
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.kernels.check.decide import Decision
+from swiftkv_jax.kernels.check.machine import Machine
+from swiftkv_jax.plan import KVPlan
+
+GPU, TPU = Machine("gpu", "a GPU", "1"), Machine("tpu", "a TPU")
+
+
+@pytest.mark.parametrize(
+    ("text", "want", "own"),
+    [
+        ("pallas_gpu", {"decode": "pallas_gpu", "chunk": "pallas_gpu", "fill": "pallas_gpu"}, set()),
+        ("decode=xla", {"decode": "xla"}, {"decode"}),
+        ("attention=xla", {"decode": "xla", "chunk": "xla"}, {"decode", "chunk"}),
+        (
+            "cudnn, decode = pallas_gpu",
+            {"decode": "pallas_gpu", "chunk": "cudnn", "scoring": "cudnn"},
+            {"decode"},
+        ),
+        (
+            "native_cpu,scoring=xla",
+            {"decode": "native_cpu", "chunk": "native_cpu", "scoring": "xla"},
+            {"scoring"},
+        ),
+    ],
+)
+def test_names_are_for_all_operations_that_have_them_or_for_one(text, want, own):
+    assert named(text) == (want, own)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("palas_gpu", "no operation has 'palas_gpu': auto, .*; did you mean 'pallas_gpu'?"),
+        ("", "no operation has ''"),
+        (
+            "decod=xla",
+            "no operation 'decod': attention, decode, chunk, fill, scoring; did you mean 'decode'?",
+        ),
+        ("fill=cudnn", "fill has no 'cudnn'; it has reference, xla, pallas_tpu, pallas_gpu"),
+        ("chunk=", "chunk has no ''"),
+        ("report", "no operation has 'report'"),
+        (3, "kernels must be a string, not 3"),
+    ],
+)
+def test_a_wrong_name_is_one_line(text, said):
+    with pytest.raises(UsageError, match=said):
+        Settings(max_model_len=8, kernels=text)
+
+
+@pytest.fixture
+def model():
+    return tiny.make_model(tiny.PLANS["acrosskv"])
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list:
+    """What is decided about, and the decision."""
+    calls = []
+
+    def decide(*args, **more):
+        calls.append((*args, more))
+        return Decision({"decode": "xla", "chunk": "xla_one_turn", "fill": "xla"}, "checked on a GPU")
+
+    monkeypatch.setattr(kernels, "decide", decide)
+    monkeypatch.setattr(kernels.machines, "taken", lambda: False)
+    return calls
+
+
+def test_what_the_check_found_runs_and_gives_the_same_tokens(model, asked, monkeypatch):
+    monkeypatch.setattr(kernels, "_machine", lambda: GPU)
+    llm = LLM.from_model(*model, **tiny.SIZES)
+    (calls, machine, _, _) = asked[0]
+    assert [call.kind for call in calls] == ["decode", "chunk", "fill"] and machine == GPU
+    how = {"how": "checked on a GPU"}
+    assert llm.kernels == {"decode": "xla", "chunk": "xla_one_turn", "fill": "xla"} | how
+    prompts = tiny.prompts((5, 33))
+    want = [tiny.greedy(*model, prompt, 5) for prompt in prompts]
+    params = dataclasses.replace(tiny.GREEDY, max_tokens=5)
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)] == want
+    assert len(asked) == 1
+    plain = llm.replace(kernels="xla")
+    assert plain.kernels == {
+        "decode": "xla_one_turn",
+        "chunk": "xla_one_turn",
+        "fill": "unfused",
+        "how": "the safe ones",
+    }
+
+
+def test_names_that_are_given_stay(model, asked, monkeypatch):
+    monkeypatch.setattr(kernels, "_machine", lambda: GPU)
+    llm = LLM.from_model(*model, **tiny.SIZES, attention="decode=reference")
+    assert llm.settings.attention == "decode=reference,chunk=xla_one_turn" and llm.settings.fill == "xla"
+    named = LLM.from_model(*model, **tiny.SIZES, kernels="reference,chunk=xla", fill="xla")
+    assert named.settings.attention == "decode=reference,chunk=xla"
+    assert (named.settings.fill, named.settings.scoring) == ("xla", "reference")
+    assert named.kernels["how"] == "named" and len(asked) == 1
+
+
+def test_a_name_for_all_leaves_out_a_fill_that_has_no_row():
+    llm = LLM.from_model(*tiny.make_model(tiny.PLANS["standard"]), **tiny.SIZES, kernels="reference")
+    assert llm.settings.fill is None and llm.kernels["decode"] == "reference"
+
+
+def test_on_a_cpu_nothing_is_checked(model, asked):
+    llm = LLM.from_model(*model, **tiny.SIZES)
+    assert not asked and llm.settings.attention is None
+    assert llm.kernels["decode"] in ("native_cpu", "xla") and llm.kernels["how"] == "this platform's"
+    safe = LLM.from_model(*model, **tiny.SIZES, kernels="xla")
+    assert (safe.kernels["decode"], safe.kernels["chunk"], safe.kernels["fill"]) == ("xla", "xla", "unfused")
+
+
+def test_a_tpu_that_this_process_has_is_not_checked(model, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(kernels.machines, "taken", lambda: True)
+    net, settings = model[0], Settings(max_model_len=64)
+    chosen = choose(net.config, net.plan, net.dtype, settings, machine=TPU, folder=tmp_path / "kept")
+    assert chosen.settings.attention == "decode=xla,chunk=xla" and chosen.settings.fill is None
+    assert "--kernels report" in caplog.text and caplog.text.count("\n") == 1
+
+
+def test_calls_are_those_of_the_engine():
+    net, _ = tiny.make_model(
+        tiny.PLANS["acrosskv"], num_heads=8, num_kv_heads=2, windows=(2**30, 9, 2**30, 9), qk_norm=True
+    )
+    settings = Settings(
+        max_model_len=60, page_size=8, max_num_seqs=3, max_num_batched_tokens=64, cache_dtype="int8"
+    )
+    decode, chunk, fill = calls_of(net.config, net.plan, net.dtype, settings)
+    assert (decode.heads, decode.kv_heads, decode.width, decode.stored) == (8, 2, 20, "int8")
+    assert (decode.capacity, decode.lanes, decode.page, decode.windows) == (64, 3, 8, (None, 9))
+    assert chunk == dataclasses.replace(decode, kind="chunk") and chunk.block == 64 and chunk.tokens == 64
+    assert (fill.rows, fill.dim, fill.bias, fill.k_norm) == (2, 48, True, True)
+    half = calls_of(net.config, net.plan, net.dtype, settings, shards=2)
+    assert {(call.heads, call.kv_heads) for call in half} == {(4, 1)}
+
+
+def test_rows_of_keys_alone_are_checked_by_their_own_operation():
+    plan = KVPlan.standard(tiny.LAYERS).stored_as("k")
+    net, _ = tiny.make_model(KVPlan.standard(tiny.LAYERS), num_kv_heads=4)
+    calls = calls_of(net.config, plan, net.dtype, Settings(max_model_len=64))
+    assert {call.operation for call in calls} == {"k_cache_attention"}
+    assert calls[0].known(("xla_one_turn", "xla", "cudnn")) == ("xla_one_turn", "xla")
+    shared = calls_of(net.config, plan, net.dtype, Settings(max_model_len=64), shards=2)
+    assert shared == calls  # every device has them all
+    chosen = choose(net.config, plan, net.dtype, Settings(max_model_len=64, kernels="xla"), machine=GPU)
+    assert chosen.settings.attention == "decode=xla_one_turn,chunk=xla_one_turn"
+
+
+class Store:
+    """JAX's key-value store of a distributed run."""
+
+    def __init__(self):
+        self.values: dict[str, str] = {}
+
+    def key_value_set(self, key, value, allow_overwrite):
+        self.values[key] = value
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        return self.values[key]
+
+
+def test_process_0_decides_for_all(model, asked, monkeypatch):
+    from jax._src import distributed
+
+    store = Store()
+    monkeypatch.setattr(processes.jax.distributed, "is_initialized", lambda: True)
+    found = []
+    for process in (0, 1):
+        state = types.SimpleNamespace(client=store, process_id=process)
+        monkeypatch.setattr(distributed, "global_state", state)
+        net = model[0]
+        found.append(
+            choose(net.config, net.plan, net.dtype, Settings(max_model_len=64), machine=GPU).settings
+        )
+    assert found[0] == found[1] and found[0].fill == "xla" and len(asked) == 1
+    assert json.loads(*store.values.values())[1] == "checked on a GPU"

@@ -1,0 +1,264 @@
+"""KV prediction served: the tokens of the definition, alone, batched, chunked, shared and preempted."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_engine as tiny
+
+from swiftkv_jax import predict
+from swiftkv_jax.cache import Cache
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import step
+from swiftkv_jax.plan import KVPlan, Prediction
+from swiftkv_jax.predict import Caches, Predicted
+
+AUXILIARY = {"num_layers": 2, "hidden_size": 32, "num_kv_heads": 2, "head_dim": 8}
+COUNT = 10
+
+
+@functools.cache
+def pair(plan: str = "standard", tail: int = 1) -> tuple[Predicted, dict]:
+    """A base of the engine's tests, and an auxiliary of other width, heads and depth."""
+    base, base_params = tiny.model(plan)
+    auxiliary, aux_params = tiny.make_model(KVPlan.standard(2), seed=3, **AUXILIARY)
+    model = Predicted(base, auxiliary, Prediction.spread(base.plan.num_rows, 2, tail))
+    predictor = jax.tree.map(lambda x: 2 * x, predict.uniform(model, jax.random.key(4)))
+    return model, {"base": base_params, "auxiliary": aux_params, "predictor": predictor}
+
+
+@functools.cache
+def programs():
+    return jax.jit(predict.fill, static_argnums=0), jax.jit(step, static_argnums=0)
+
+
+def definition(plan: str, prompt: list[int], tail: int = 1, count: int = COUNT) -> list[int]:
+    """Greedy tokens of one prompt alone, unchunked, in pools of its own: no engine in it."""
+    model, params = pair(plan, tail)
+    fill, run = programs()
+    base, aux = (
+        Cache.dense(part.config, part.plan, 1, tiny.CONTEXT, jnp.float32)
+        for part in (model.base, model.auxiliary)
+    )
+    ahead, size = max(0, len(prompt) - tail), 64
+
+    def flat(ids, first: int):
+        tokens, at = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        tokens[: len(ids)], at[: len(ids)] = ids, range(first, first + len(ids))
+        return tokens, at, np.array([0, len(ids)], np.int32)
+
+    if ahead:
+        base = fill(model, params, *flat(prompt[:ahead], 0), Caches(base, aux)).base
+    given, read, out = prompt[ahead:], ahead, []
+    while len(out) < count:
+        last = np.array([len(given) - 1])
+        logits, base = run(model.base, params["base"], *flat(given, read), last, base)
+        read += len(given)
+        out.append(int(np.argmax(logits[0])))
+        given = out[-1:]
+    return out
+
+
+@functools.cache
+def wanted(plan: str = "standard", tail: int = 1) -> list[list[int]]:
+    return [definition(plan, prompt, tail) for prompt in tiny.prompts(tiny.LENGTHS)]
+
+
+def make(plan: str = "standard", tail: int = 1, **changes) -> LLM:
+    return LLM.from_model(*pair(plan, tail), tiny.Bytes(), **(tiny.SIZES | changes))
+
+
+def poison(llm: LLM) -> None:
+    """NaN in every page of both pools."""
+    tiny.poison(llm)
+    reader = llm.engine.runner.reader
+    stores = jax.tree.map(lambda x: x * jnp.nan, reader.cache.stores)
+    reader.cache = dataclasses.replace(reader.cache, stores=stores)
+
+
+def test_prediction_changes_what_is_served():
+    """Else the tests below would hold of any engine."""
+    assert sum(a != b for a, b in zip(wanted(), tiny.definition("standard"), strict=True)) >= 4
+
+
+@pytest.mark.parametrize("plan", tiny.PLANS)
+def test_tokens_are_those_of_the_definition_over_pages_of_nan(plan):
+    """Prompts of 1 to 45 tokens together, chunked, in both pools; a base of every plan."""
+    llm = make(plan)
+    poison(llm)
+    assert tiny.tokens(tiny.run(llm)) == wanted(plan)
+    assert tiny.all_free(llm.engine)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_batched_tokens": 7},
+        pytest.param({"max_num_seqs": 1}, marks=pytest.mark.slow),
+        pytest.param({"page_size": 3, "max_num_batched_tokens": 64}, marks=pytest.mark.slow),
+        pytest.param({"prefix_caching": False, "steps_per_launch": 1}, marks=pytest.mark.slow),
+        pytest.param({"drafts": 3}, marks=pytest.mark.slow),
+    ],
+    ids="_".join,
+)
+def test_tokens_do_not_depend_on_how_the_engine_is_set_up(changes):
+    assert tiny.tokens(tiny.run(make(**changes))) == wanted()
+
+
+@pytest.mark.parametrize("tail", [2, 5])
+def test_the_base_reads_a_longer_tail(tail):
+    """Prompts shorter than it have no auxiliary tokens at all."""
+    llm = make(tail=tail)
+    poison(llm)
+    assert tiny.tokens(tiny.run(llm)) == wanted(tail=tail)
+    assert llm.stats["auxiliary_tokens"] == sum(max(0, n - tail) for n in tiny.LENGTHS)
+    assert llm.stats["prompt_tokens"] == sum(tiny.LENGTHS)
+
+
+def test_who_is_preempted_reads_again_by_the_same_rule():
+    """Prompt tokens with the auxiliary, generated ones with the base."""
+    params = dataclasses.replace(tiny.GREEDY, max_tokens=30)
+    prompts = tiny.prompts((20, 23, 9, 14), seed=5)
+    llm = make(num_pages=12, max_model_len=64, page_size=8)
+    got = tiny.tokens(tiny.run(llm, prompts, params))
+    assert llm.stats["preemptions"] > 0
+    assert got == [definition("standard", prompt, count=30) for prompt in prompts]
+
+
+def test_a_second_turn_finds_what_the_auxiliary_read_and_no_more():
+    """The first answer lies in pages of the base's own rows: the auxiliary reads it again."""
+    llm, first = make(num_pages=32), tiny.prompts((25,), seed=8)[0]
+    answer = tiny.tokens(tiny.run(llm, [first]))[0]
+    assert answer == definition("standard", first)
+    second = [*first, *answer, *tiny.prompts((3,), seed=9)[0]]
+    got = tiny.run(llm, [second])
+    assert llm.stats["prefix_hits"] == 24 and tiny.tokens(got) == [definition("standard", second)]
+    again = tiny.run(llm, [second])
+    assert llm.stats["prefix_hits"] == 32 and tiny.tokens(again) == tiny.tokens(got)
+    assert got[0].outputs[0].cached_tokens == 24
+
+
+def test_a_page_with_a_token_of_the_tail_is_not_shared():
+    """Of 17 tokens the auxiliary reads two whole pages; of 16, the second ends with the base's own."""
+    llm = make(num_pages=32)
+    for length, hits in ((16, 8), (17, 16)):
+        prompt = tiny.prompts((length,), seed=length)[0]
+        for _ in range(2):
+            assert tiny.tokens(tiny.run(llm, [prompt])) == [definition("standard", prompt)]
+        assert llm.stats["prefix_hits"] == hits
+
+
+def test_completions_of_one_prompt_share_what_the_auxiliary_read():
+    params = SamplingParams(temperature=0.8, max_tokens=8, n=3, seed=11, ignore_eos=True)
+    prompt = tiny.prompts((21,), seed=2)[0]
+    together = make().generate([prompt], params, use_tqdm=False)[0]
+    for child, output in enumerate(together.outputs):
+        one = dataclasses.replace(params, n=1, seed=11 + child)
+        alone = make(prefix_caching=False).generate([prompt], one, use_tqdm=False)[0]
+        assert output.token_ids == alone.outputs[0].token_ids
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_the_engine_says_it_is_ready():
+    llm, want = make(max_num_seqs=1, max_num_batched_tokens=64), wanted()
+    llm.engine.warm_up()
+    assert llm.fingerprint  # a server asks for it before the first request: it compiles a little
+    with tiny.compilations() as found:
+        assert tiny.tokens(tiny.run(llm)) == want
+    assert not found
+
+
+def test_both_pools_are_counted_and_told_apart():
+    llm = make()
+    own, auxiliary = llm.pool_bytes_per_token
+    assert own == 4 * 2 * 20 * 4 and auxiliary == 2 * 2 * 16 * 4
+    tiny.run(llm)
+    runner = llm.engine.runner
+    assert llm.stats["cache_bytes_per_token"] == own + auxiliary == llm.cache_bytes_per_token
+    assert llm.stats["auxiliary_bytes_per_token"] == auxiliary
+    assert llm.stats["cache_bytes"] == runner.cache.nbytes + runner.reader.cache.nbytes
+
+
+def test_scores_are_those_of_what_is_served():
+    """The likelihood of the first token of every prompt length, against the engine's own."""
+    llm, prompt = make(), tiny.prompts((12,), seed=6)[0]
+    scored = llm.score(prompt)
+    for length in (1, 5, 11):
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5, ignore_eos=True)
+        first = llm.generate([prompt[:length]], params, use_tqdm=False)[0].outputs[0]
+        (token, best), *_ = first.logprobs[0].items()
+        again = llm.score([*prompt[:length], token])[-1][token]
+        assert again.rank == 1 and abs(again.logprob - best.logprob) < 1e-4
+    assert scored[0] is None and len(scored) == 12
+
+
+@pytest.mark.slow
+def test_eight_bit_pools_do_not_depend_on_chunks():
+    outputs = [tiny.tokens(tiny.run(make(cache_dtype="int8", max_num_batched_tokens=n))) for n in (9, 64)]
+    assert outputs[0] == outputs[1]
+
+
+def test_a_base_that_is_its_own_auxiliary_answers_as_it_does_alone():
+    base, params = tiny.model("standard")
+    model = Predicted(base, base, Prediction(tuple(range(tiny.LAYERS))))
+    parts = {"base": params, "auxiliary": params, "predictor": predict.identity(model)}
+    llm = LLM.from_model(model, parts, tiny.Bytes(), **tiny.SIZES)
+    prompts = tiny.prompts(np.random.default_rng(1).integers(1, 50, 40), seed=7)
+    want = tiny.tokens(tiny.run(tiny.make("standard"), prompts))
+    assert tiny.tokens(tiny.run(llm, prompts)) == want
+
+
+def test_what_a_failed_request_left_is_wiped_in_both_pools():
+    llm = make()
+    prompt = tiny.prompts((30,), seed=4)[0]
+
+    def fail(point: str, request_id: str) -> None:
+        if point == "sample":
+            raise RuntimeError("made to fail")
+
+    llm.engine.probe = fail
+    assert tiny.run(llm, [prompt])[0].outputs[0].finish_reason == "error"
+    llm.engine.probe = lambda point, request_id: None
+    for cache in (llm.engine.runner.cache, llm.engine.runner.reader.cache):
+        for array in jax.tree.leaves(cache.stores):
+            assert not np.asarray(array)[:, 1:5].any()
+    assert tiny.tokens(tiny.run(llm, [prompt])) == [definition("standard", prompt)]
+
+
+def test_a_device_that_fails_gets_two_new_pools():
+    llm = make()
+    tiny.run(llm)
+    llm.engine.restart(RuntimeError("lost"))
+    assert tiny.tokens(tiny.run(llm)) == wanted()
+
+
+def test_models_that_differ_in_any_part_share_no_pages():
+    model, params = pair()
+    names = set()
+    moved = jax.tree.map(lambda x: x + 0.1, params)
+    for changed in ({}, {"auxiliary": moved["auxiliary"]}, {"predictor": moved["predictor"]}):
+        names.add(LLM.from_model(model, params | changed, **tiny.SIZES).fingerprint)
+    for other in (Prediction((0, 1, 1, 1)), Prediction(model.prediction.reads, 2)):
+        names.add(LLM.from_model(dataclasses.replace(model, prediction=other), params).fingerprint)
+    assert len(names) == 5
+
+
+def test_what_cannot_be_served_is_refused():
+    with pytest.raises(UsageError, match="prompt_logprobs need a tail of 1 token; this model's is 2"):
+        make(tail=2).generate([[1, 2, 3]], SamplingParams(prompt_logprobs=1), use_tqdm=False)
+    with pytest.raises(UsageError, match="a tail of 2 tokens"):
+        make(tail=2).score([1, 2, 3])
+    with pytest.raises(UsageError, match="scoring 'xla' reads prompts by one model"):
+        make(scoring="xla")
+    base, params = tiny.model("standard")
+    short, short_params = tiny.make_model(KVPlan.standard(4), max_position_embeddings=32)
+    model = Predicted(base, short, Prediction((0, 1, 2, 3)))
+    parts = {"base": params, "auxiliary": short_params, "predictor": predict.identity(model)}
+    assert LLM.from_model(model, parts).settings.max_model_len == 32
+    with pytest.raises(UsageError, match=r"auxiliary's context, must be in \[1, 32\], not 64"):
+        LLM.from_model(model, parts, max_model_len=64)

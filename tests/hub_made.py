@@ -1,0 +1,30 @@
+"""A cache of Hugging Face's hub as downloads leave it, made by hand: hub ids work offline."""
+
+import hashlib
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+
+class Hub:
+    """`HF_HUB_CACHE` of one test; `publish` puts a model in it."""
+
+    def __init__(self, cache: Path, monkeypatch: pytest.MonkeyPatch):
+        self.cache = cache
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))  # read at import
+
+    def publish(self, name: str, folder: Path, branch: str = "main") -> str:
+        """A copy of a folder's files as the model `name`, at a commit that `branch` leads to; the commit."""
+        home = self.cache / f"models--{name.replace('/', '--')}"
+        commit = hashlib.sha1(f"{name} {branch}".encode()).hexdigest()
+        snapshot = home / "snapshots" / commit
+        for made in (home / "refs", home / "blobs", snapshot):
+            made.mkdir(parents=True, exist_ok=True)
+        (home / "refs" / branch).write_text(commit)
+        for path in folder.iterdir():
+            content = path.read_bytes()
+            blob = hashlib.sha256(content).hexdigest()
+            (home / "blobs" / blob).write_bytes(content)
+            (snapshot / path.name).symlink_to(Path("..") / ".." / "blobs" / blob)
+        return commit

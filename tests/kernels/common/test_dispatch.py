@@ -1,0 +1,78 @@
+"""A named implementation runs or raises one line; no name is an answer by platform."""
+
+import logging
+
+import jax.numpy as jnp
+import pytest
+
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.dispatch import Implementation, UnsupportedError
+from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
+from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill
+from swiftkv_jax.kernels.k_cache_attention import pallas_tpu
+from swiftkv_jax.kernels.paged_attention import cases as paged_cases
+from swiftkv_jax.kernels.paged_attention import pallas_tpu as paged
+
+TABLE = {
+    "reference": Implementation(lambda x: ("reference", x)),
+    "xla": Implementation(lambda x: ("xla", x), lambda x: "" if x < 3 else f"{x}: 0, 1, 2"),
+    "pallas_tpu": Implementation(lambda x: ("pallas_tpu", x)),
+}
+
+
+def test_a_named_one_runs():
+    assert dispatch.call("op", TABLE, "reference", (1,), {}) == ("reference", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "message"),
+    [
+        ("fast", 1, "op has no 'fast'; it has reference, xla, pallas_tpu"),
+        ("pallas_tpu", 1, "op: pallas_tpu needs a tpu, this is cpu: reference, xla"),
+        ("xla", 3, "op: xla does not support 3: 0, 1, 2"),
+    ],
+)
+def test_or_raises_one_line(name, argument, message):
+    with pytest.raises(UnsupportedError) as raised:
+        dispatch.call("op", TABLE, name, (argument,), {})
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(("platform", "first"), [("tpu", "pallas_tpu"), ("gpu", "xla"), ("cpu", "xla")])
+def test_no_name_is_by_platform_and_logged_once(platform, first, monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "device", lambda: (platform, "a chip", 1))
+    caplog.set_level(logging.INFO, logger=dispatch.__name__)
+    operation = f"op on {platform}"
+    assert [dispatch.call(operation, TABLE, None, (1,), {})[0] for _ in range(2)] == [first] * 2
+    assert [r.getMessage() for r in caplog.records] == [f"{operation} runs as {first} on {platform} (a chip)"]
+
+
+def test_no_name_passes_over_what_does_not_support_the_call(monkeypatch):
+    monkeypatch.setattr(dispatch, "device", lambda: ("tpu", "a chip", 1))
+    table = TABLE | {"pallas_tpu": Implementation(lambda x: None, lambda x: "this")}
+    assert dispatch.call("op", table, None, (1,), {}) == ("xla", 1)
+
+
+@pytest.mark.parametrize(
+    ("pool", "slots", "message"),
+    [
+        (jnp.zeros((1, 1, 32, 128), jnp.float16), 4, "float16 rows: bfloat16"),
+        (jnp.zeros((1, 1, 16, 128), jnp.int8), 4, "a page of 16 tokens of int8: a multiple of 32"),
+        (jnp.zeros((1, 1, 32, 128), jnp.bfloat16), 1 << 18, "bytes of scalar memory"),
+    ],
+)
+def test_the_tpu_kernels_say_what_they_support(pool, slots, message):
+    q, table = jnp.zeros((2, 1, 1, 128), jnp.bfloat16), jnp.zeros((2, slots), jnp.int32)
+    assert message in pallas_tpu.refuses_keys(q, pool, jnp.zeros((1, 128, 128)), table)
+
+
+def test_8_bit_pages_with_scales_say_which_pages_a_tpu_takes():
+    """XLA would copy all scales at every call, were a page of them not whole lanes."""
+    message = "a page of 32 tokens with scales: a multiple of 128"
+    args, arrays = paged_cases.SMALL["int8"].shapes()
+    assert paged.refuses(*args, **arrays, **paged_cases.SMALL["int8"].options) == message
+    assert fill.refuses(*fill_cases.SMALL["int8"].shapes()) == message
+
+
+def test_no_kernel_that_never_ran_on_its_chip_is_chosen_without_a_name():
+    assert "pallas_gpu" not in dispatch.BY_PLATFORM["gpu"]

@@ -1,0 +1,435 @@
+"""The check of kernels on a machine: only what is right and faster is chosen, whatever a candidate does."""
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from swiftkv_jax.kernels.check import calls, cases, decide, machine
+from swiftkv_jax.kernels.check.calls import Call
+from swiftkv_jax.kernels.check.cases import Attention
+from swiftkv_jax.kernels.check.decide import Decision, Limits, choose
+from swiftkv_jax.kernels.check.machine import CPU, Machine, recognise
+from swiftkv_jax.kernels.check.supervisor import Book
+from swiftkv_jax.kernels.common.dispatch import Implementation
+from swiftkv_jax.kernels.fused_kv_fill import xla as fill_xla
+from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
+from swiftkv_jax.kernels.k_cache_attention import xla as keys_xla
+from swiftkv_jax.kernels.k_cache_attention.api import K_CACHE
+from swiftkv_jax.kernels.paged_attention import xla
+from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
+
+HERE = Machine("cpu", "a chip", "1.2.3")
+SIZES = {"heads": 4, "kv_heads": 2, "width": 16, "computed": "float32", "stored": "float32", "page": 16}
+DECODE = Call(kind="decode", operation="paged_attention", capacity=64, lanes=2, tokens=64, block=32, **SIZES)
+EVERY = (
+    DECODE,
+    dataclasses.replace(DECODE, kind="chunk"),
+    dataclasses.replace(DECODE, kind="fill", operation="fused_kv_fill", dim=24, rows=2),
+)
+
+# Decoding by the definition, with something wrong about it, or slower than it must be.
+STRANGE = """
+import os, time
+import jax, numpy as np
+from swiftkv_jax.kernels.common.dispatch import Implementation
+from swiftkv_jax.kernels.paged_attention import api, reference
+
+def wrong(*args, **options):
+    return reference.paged_attention(*args, **options).at[-1, 0, 1, 5].multiply(1.5)
+
+def leaking(q, k, *args, **options):
+    return reference.paged_attention(q, k, *args, **options) + 0 * k[1, :, 0, 0].sum()
+
+def noise():
+    return np.float32(time.time_ns() % 97 / 1e4)
+
+def differing(*args, **options):
+    out = reference.paged_attention(*args, **options)
+    return (out * (1 + jax.pure_callback(noise, jax.ShapeDtypeStruct((), "float32")))).astype(out.dtype)
+
+def hanging(*args, **options):
+    time.sleep(600)
+
+def aborting(*args, **options):
+    os.abort()
+
+def within(seconds):
+    def one():
+        time.sleep(seconds)
+        return np.float32(1)
+
+    def run(*args, **options):
+        out = reference.paged_attention(*args, **options)
+        return out * jax.pure_callback(one, jax.ShapeDtypeStruct((), "float32"))
+
+    return run
+
+ALL = {f.__name__: f for f in (wrong, leaking, differing, hanging, aborting)}
+ALL |= {"safe": within(0.1), "nearly": within(0.098), "fast": within(0.01)}
+
+def register():
+    api.PAGED_ATTENTION.update({name: Implementation(f) for name, f in ALL.items()})
+"""
+NAMES = ("wrong", "leaking", "differing", "hanging", "aborting", "safe", "nearly", "fast")
+
+
+@pytest.fixture
+def strange(tmp_path, monkeypatch):
+    """The module of strange implementations, for the process that checks; here their names alone."""
+    (tmp_path / "strange.py").write_text(STRANGE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    for name in NAMES:
+        monkeypatch.setitem(PAGED_ATTENTION, name, Implementation(xla.paged_attention))
+    return "strange"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "kept"
+
+
+@pytest.fixture
+def anew(monkeypatch) -> list:
+    """What is checked, when checks do nothing."""
+    asked = []
+
+    def checked(calls, machine, contenders, key, *_):
+        asked.append(key)
+        return Decision({kind: names[0] for kind, names in contenders.items()}, "checked")
+
+    monkeypatch.setattr(decide, "_checked", checked)
+    return asked
+
+
+@pytest.mark.slow
+def test_no_strange_candidate_is_chosen(strange, folder, monkeypatch):
+    table = {"decode": ("reference", "wrong", "leaking", "differing", "aborting")}
+    limits = Limits(each=200.0, total=600.0)  # enough on a busy machine
+    found = decide.decide([DECODE], HERE, folder, candidates=table, module=strange, limits=limits)
+    said = {name.removeprefix("decode: "): line for name, line in found.lines.items()}
+    assert found.names == {"decode": "reference"} and said["reference"]["right"]
+    assert "of the largest number" in said["wrong"]["why"]
+    assert "not finite" in said["leaking"]["why"]
+    assert said["differing"]["why"].endswith("two runs differ")
+    assert said["aborting"]["reason"].startswith("its process died: SIGABRT")
+    assert "* reference" in decide.table(found) and "not right: blocks of 1: off by" in decide.table(found)
+    # A second start runs nothing, and is told the same.
+    monkeypatch.setattr(decide, "_checked", None)
+    again = decide.decide([DECODE], HERE, folder, candidates=table, module=strange, limits=limits)
+    assert (again.names, again.lines) == (found.names, found.lines) and again.how == "as checked on a chip"
+
+
+def test_a_hanging_candidate_is_killed_within_the_limits(strange, folder):
+    """And so is whoever is not done in time, the safe one too, which is taken all the same."""
+    limits, began = Limits(each=2.0, total=30.0), time.monotonic()
+    table = {"decode": ("reference", "hanging")}
+    found = decide.decide([DECODE], HERE, folder, candidates=table, module=strange, limits=limits)
+    assert time.monotonic() - began < 10 * limits.total
+    assert found.names == {"decode": "reference"}
+    assert found.lines["decode: hanging"]["status"] != "done"
+
+
+@pytest.mark.slow
+def test_a_fast_right_one_is_chosen_and_one_that_is_hardly_faster_is_not(strange, folder):
+    table, limits = {"decode": ("safe", "nearly", "fast")}, Limits(each=200.0, total=600.0)
+    found = decide.decide([DECODE], HERE, folder, candidates=table, module=strange, limits=limits)
+    assert found.names == {"decode": "fast"} and all(line["right"] for line in found.lines.values())
+    assert choose("decode", ("safe", "nearly"), found.lines) == "safe"
+
+
+def test_every_kind_of_call_is_checked_and_timed(folder):
+    """By XLA's own implementations of everything, in this process."""
+    for call, names in zip(EVERY, (("xla", "reference"), ("xla",), ("unfused", "xla")), strict=True):
+        for name in names:
+            found: dict = {"status": "done"}
+            for part in calls.examine(dataclasses.asdict(call), name, names[0], None):
+                found |= part
+            assert decide.is_right(found), (call.kind, name, found)
+            sizes = {"decode": {"1 x 32", "2 x 32"}, "chunk": {"64 at 0"}, "fill": {"64 tokens"}}[call.kind]
+            assert decide.sizes_of(found).keys() == sizes
+
+
+@pytest.mark.parametrize("change", ["driver", "source", "version", "flags", "shape", "candidates"])
+def test_whatever_a_decision_depends_on_is_checked_anew(change, folder, anew, monkeypatch):
+    table = {"decode": ("xla", "reference")}
+
+    def ask(call=DECODE, here=HERE, candidates=table):
+        return decide.decide([call], here, folder, candidates=candidates)
+
+    key = decide._key([DECODE], HERE, table, None)
+    folder.mkdir(mode=0o700)
+    kept = decide._sealed({"key": key, "lines": {}, "names": {"decode": "reference"}})
+    (folder / f"{decide._digest(key)[:24]}.json").write_text(kept)
+    assert ask().names == {"decode": "reference"} and not anew
+    match change:
+        case "driver":
+            ask(here=dataclasses.replace(HERE, driver="1.2.4"))
+        case "source":
+            monkeypatch.setattr(machine, "source", lambda: "other")
+            ask()
+        case "version":
+            monkeypatch.setattr(machine, "versions", lambda: {"jaxlib": "0"})
+            ask()
+        case "flags":
+            monkeypatch.setenv("XLA_FLAGS", "--xla_other")
+            ask()
+        case "shape":
+            ask(call=dataclasses.replace(DECODE, lanes=3))
+        case "candidates":
+            ask(candidates={"decode": ("xla", "reference", "xla_one_turn")})
+    assert len(anew) == 1
+
+
+def _another_name(text: str) -> str:
+    return text.replace('"decode": "reference"', '"decode": "xla"')
+
+
+def _another_key(text: str) -> str:
+    raw = json.loads(text)
+    raw["key"]["machine"]["driver"] = "9"
+    return decide._sealed(raw)
+
+
+def _no_such_name(text: str) -> str:
+    raw = json.loads(text)
+    return decide._sealed(raw | {"names": {"decode": "evil"}})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _another_name,
+        _another_key,
+        _no_such_name,
+        lambda text: text[:-20],
+        lambda text: "",
+        lambda text: "[1]",
+        lambda text: "[" * 100_000,
+        lambda text: '{"sum": 3}',
+        lambda text: text + " " * 2**21,
+    ],
+    ids="name key no_such_name truncated empty list nested fields long".split(),
+)
+def test_a_kept_file_that_was_tampered_with_is_checked_anew(spoil, folder, anew, caplog):
+    table = {"decode": ("xla", "reference")}
+    key = decide._key([DECODE], HERE, table, None)
+    folder.mkdir(mode=0o700)
+    path = folder / f"{decide._digest(key)[:24]}.json"
+    path.write_text(spoil(decide._sealed({"key": key, "lines": {}, "names": {"decode": "reference"}})))
+    found = decide.decide([DECODE], HERE, folder, candidates=table)
+    assert found.names == {"decode": "xla"} and len(anew) == 1
+    assert "checked anew" in caplog.text
+
+
+def test_a_folder_that_others_can_write_is_not_trusted(folder, anew, caplog):
+    folder.mkdir(mode=0o700)
+    folder.chmod(0o777)
+    table = {"decode": ("xla", "reference")}
+    assert decide.decide([DECODE], HERE, folder, candidates=table).how == "checked"
+    assert len(anew) == 1 and "must be yours alone (chmod 700)" in caplog.text
+
+
+class Fake(Book):
+    """A book whose lines are answered from a table, without a process."""
+
+    answers: dict
+    ran: list
+
+    def run(self, line, say=json.dumps):
+        self.ran.append(line.name)
+        self.result["lines"][line.name] = {"status": "running"}
+        self.save(self.result)
+        found = self.answers[line.name.removeprefix("decode: ")]
+        if isinstance(found, BaseException):
+            raise found
+        self.result["lines"][line.name] = found
+        return found
+
+
+def timed(mine: float, beside: float = 1.0, **more) -> dict:
+    sizes = {name: {"seconds": mine, "beside": beside, "off": 0.0} for name in ("1 x 32", "2 x 32")}
+    return {"status": "done", "right": True, "why": "", "error": 0.0} | sizes | more
+
+
+@pytest.fixture
+def book(monkeypatch):
+    monkeypatch.setattr(decide, "Book", Fake)
+    monkeypatch.setattr(Fake, "ran", [], raising=False)
+    monkeypatch.setattr(Fake, "answers", {"xla": timed(1.0), "reference": timed(0.5)}, raising=False)
+    return Fake
+
+
+TWO = {"decode": ("xla", "reference")}
+
+
+def test_what_took_the_machine_down_is_not_tried_again(book, folder):
+    """What is on disk when it runs says so; whoever reads that later leaves it alone."""
+    book.answers["reference"] = SystemExit()  # as if everything ended here
+
+    def ends(*_):
+        raise SystemExit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decide, "_forget", ends)
+        with pytest.raises(SystemExit):
+            decide.decide([DECODE], HERE, folder, candidates=TWO)
+    book.answers["reference"] = timed(0.5)
+    found = decide.decide([DECODE], HERE, folder, candidates=TWO)
+    assert book.ran == ["decode: xla", "decode: reference"]
+    assert found.names == {"decode": "xla"}
+    assert "ended when this ran" in found.lines["decode: reference"]["reason"]
+
+
+def test_an_interrupted_check_goes_on_where_it_was(book, folder):
+    book.answers["reference"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        decide.decide([DECODE], HERE, folder, candidates=TWO)
+    book.answers["reference"] = timed(0.5)
+    assert decide.decide([DECODE], HERE, folder, candidates=TWO).names == {"decode": "reference"}
+    assert book.ran == ["decode: xla", "decode: reference", "decode: reference"]
+
+
+def test_without_a_process_nothing_is_kept(book, folder):
+    book.answers["xla"] = {"status": "not started", "reason": "JAX found a cpu here, not a tpu"}
+    found = decide.decide([DECODE], HERE, folder, candidates=TWO)
+    assert found.names == {"decode": "xla"} and "JAX found a cpu here" in found.how and not found.kept
+    assert not list(folder.glob("*.json"))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_had_no_room_beside_this_process_may_have_it_another_time(shared, book, folder):
+    book.answers["reference"] = {"status": "failed", "reason": "XlaRuntimeError: RESOURCE_EXHAUSTED: ..."}
+    found = decide.decide([DECODE], HERE, folder, candidates=TWO, shared=shared)
+    assert found.names == {"decode": "xla"} and bool(list(folder.glob("*.json"))) != shared
+
+
+@pytest.mark.parametrize(
+    ("lines", "want"),
+    [
+        ({"b": timed(0.94)}, "b"),
+        ({"b": timed(0.96)}, "a"),
+        ({"b": timed(0.5) | {"2 x 32": {"seconds": 0.96, "beside": 1.0, "off": 0.0}}}, "a"),  # not at each
+        ({"b": timed(0.9), "c": timed(0.8)}, "c"),
+        ({"b": timed(0.9), "c": timed(0.8, status="failed")}, "b"),
+        ({"b": timed(0.9), "c": timed(0.8, right=False)}, "b"),
+        ({"b": timed(0.9), "c": timed(0.8) | {"1 x 32": {"seconds": 0.8, "beside": 1.0, "off": 0.1}}}, "b"),
+        ({"a": timed(1.0, right=False), "b": timed(1.0)}, "b"),  # the safe one is wrong here
+        ({"a": timed(1.0, right=False)}, "a"),
+    ],
+)
+def test_the_fastest_right_one_wins_by_five_per_cent_at_every_size(lines, want):
+    found = {f"decode: {name}": line for name, line in ({"a": timed(1.0)} | lines).items()}
+    assert choose("decode", ("a", "b", "c"), found) == want
+
+
+def ignoring_windows(*args, window=None, **options):
+    return xla.paged_attention(*args, window=None, **options)
+
+
+@pytest.mark.parametrize("stored", ["float32", "int8", "float8_e4m3fn"])
+def test_numbers_are_checked_with_windows_and_8_bit_rows(stored, monkeypatch):
+    monkeypatch.setitem(PAGED_ATTENTION, "ignoring", Implementation(ignoring_windows))
+    case = Attention(sequences=((0, 0), (0, 5), (100, 7)), block=4, window=40, **SIZES | {"stored": stored})
+    assert cases.attention_verdict(case, "xla")["right"]
+    said = cases.attention_verdict(case, "ignoring")
+    assert "not finite" in said["why"]
+    q, *_ = case.make()[0]
+    assert q.shape == (5, 4, 4, 16)  # blocks of four, one of them without a query
+
+
+def test_a_table_is_as_wide_as_the_engine_s():
+    """What it names behind a sequence's tokens is a page of NaN."""
+    case = Attention(sequences=((20, 1),), capacity=512, **SIZES)
+    (_, k, _, table, _, _), _ = case.make()
+    assert table.shape == (1, 32) and bool(jnp.isnan(k[:, table[0, 8:]]).all())
+    assert cases.attention_verdict(case, "xla_one_turn")["right"]
+
+
+@pytest.mark.parametrize("stored", ["float32", "int8"])
+def test_a_fill_that_writes_other_pages_is_wrong(stored, monkeypatch):
+    def straying(x, makers, cos, sin, pools, names, live, **options):
+        made = fill_xla.fused_kv_fill(x, makers, cos, sin, pools, names, live, **options)
+        other = jnp.argmin(jnp.zeros(made.k.shape[1], bool).at[names].set(True, mode="drop"))
+        return made._replace(v=made.v.at[0, other, 0, 0].add(1))
+
+    def shifted(x, makers, cos, sin, pools, names, live, **options):
+        made = fill_xla.fused_kv_fill(x, makers, cos, sin, pools, names, live, **options)
+        return made._replace(k=made.k.at[0, names[0]].set(0))
+
+    for function in (straying, shifted):
+        monkeypatch.setitem(FUSED_KV_FILL, function.__name__, Implementation(function))
+    call = dataclasses.replace(EVERY[2], stored=stored)
+    assert calls._verdict(call, "xla")["right"]
+    assert "pages not named were written" in calls._verdict(call, "straying")["why"]
+    assert "of the largest number" in calls._verdict(call, "shifted")["why"]
+
+
+def test_keys_alone_are_checked_and_timed_by_their_own_operation(monkeypatch):
+    def without_biggest(*args, **options):
+        out = keys_xla.k_cache_attention(*args, **options)
+        return jnp.where(out == out.max(), 0, out)
+
+    monkeypatch.setitem(K_CACHE, "wrong", Implementation(without_biggest))
+    keys = {"operation": "k_cache_attention", "kv_heads": 4, "stored": "int8"}
+    for kind in ("decode", "chunk"):
+        call = dataclasses.replace(DECODE, kind=kind, **keys)
+        assert "of the largest" in calls._verdict(call, "wrong")["why"]
+        *_, last = calls.examine(dataclasses.asdict(call), "xla", "reference", None)
+        assert all(size["off"] < 1e-5 for size in decide.sizes_of(last).values()) and decide.sizes_of(last)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    known = {"jax": "1", "libtpu": "1", "jax-cuda13-plugin": "1"}
+    monkeypatch.setattr(machine, "versions", lambda: known)
+    monkeypatch.setattr(machine, "_asked", lambda: None)
+    return known
+
+
+def files(root: Path, **texts: str) -> Path:
+    for name, text in texts.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+NVIDIA = {
+    "proc__driver__nvidia__version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  "
+    "Release Build\nGCC version:  gcc version 12.3.0\n",
+    "proc__driver__nvidia__gpus__0000:19:00.0__information": "Model: \t\t NVIDIA H200\nIRQ: 1\n",
+}
+GOOGLE = {
+    "sys__bus__pci__devices__0000:00:04.0__vendor": "0x1ae0\n",
+    "sys__bus__pci__devices__0000:00:04.0__device": "0x0062\n",
+}
+
+
+def test_a_machine_is_recognised_by_its_files(tmp_path, installed):
+    gpu = files(tmp_path / "gpu", **NVIDIA)
+    assert recognise(gpu, {}, "") == Machine("gpu", "NVIDIA H200", "580.95.05")
+    tpu = files(tmp_path / "tpu", **GOOGLE)
+    assert recognise(tpu, {}, "") == Machine("tpu", "TPU v5p")
+    named = {"TPU_ACCELERATOR_TYPE": "v5p-8"}
+    assert recognise(tpu, named, "tpu,cpu") == Machine("tpu", "TPU v5p + v5p-8")
+    container = files(tmp_path / "container", dev__accel0="")
+    assert recognise(container, named, "") == Machine("tpu", "v5p-8")
+    assert recognise(container, {}, "") == CPU  # some other accelerator
+    assert recognise(files(tmp_path / "both", **NVIDIA, **GOOGLE), {}, "cuda").platform == "gpu"
+    for platforms, environ in (("cpu", {}), ("rocm", {}), ("tpu", {}), ("", {"CUDA_VISIBLE_DEVICES": ""})):
+        assert recognise(gpu, environ, platforms) == CPU
+    del installed["jax-cuda13-plugin"], installed["libtpu"]
+    assert recognise(gpu, {}, "") == recognise(tpu, {}, "") == CPU
+
+
+def test_a_damaged_file_of_a_driver_is_no_gpu(tmp_path, installed):
+    assert recognise(files(tmp_path, proc__driver__nvidia__version="\0"), {}, "") == CPU
+
+
+def test_this_machine_is_jax_s_cpu():
+    assert recognise() == CPU

@@ -1,0 +1,273 @@
+"""Who may come in, what a key's holder has of the server, and what nobody gets to see or to change."""
+
+import hmac
+import socket
+import threading
+
+import httpx
+import pytest
+import tiny_engine as tiny
+from http_server import Running, connect, error_of, make_llm, raw_request, torment, wait_for
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
+    with Running(make_llm(max_queued_requests=3), warm_up=False) as server:
+        server.complete("x", max_tokens=50, ignore_eos=True)
+        callers = [connect(server) for _ in range(40)]
+        for caller in callers:
+            caller.sendall(raw_request(b'{"prompt": "abcdefgh", "max_tokens": 50, "ignore_eos": true}'))
+        answers = []
+        for caller in callers:
+            data = b""
+            while b"\r\n\r\n" not in data or not data.rstrip().endswith(b"}"):
+                data += caller.recv(65536)
+            answers.append(data)
+            caller.close()
+        refused = [data for data in answers if data.startswith(b"HTTP/1.1 503")]
+        done = [data for data in answers if data.startswith(b"HTTP/1.1 200")]
+        assert len(done) + len(refused) == 40 and len(done) >= 3 and len(refused) >= 10
+        assert all(b"\r\nretry-after: " in data and b'"server_is_overloaded"' in data for data in refused)
+        wait_for(server.idle)
+        assert 'admission_rejections_total{engine="0",model_name="tiny",reason="queue"}' in server.metrics()
+        too_many = server.http.post("/v1/completions", json={"prompt": ["a"] * 5})
+        assert too_many.status_code == 400 and error_of(too_many)["param"] == "n"
+
+
+def test_a_key_has_its_share():
+    with Running(make_llm(), warm_up=False, api_keys=("one", "two"), max_requests_per_key=1) as server:
+        with connect(server) as caller:
+            body = raw_request(b'{"prompt": "x", "max_tokens": 60, "ignore_eos": true, "stream": true}')
+            caller.sendall(body.replace(b"host: x", b"host: x\r\nauthorization: Bearer one"))
+            wait_for(lambda: server.api.models.tickets)
+            answers = [
+                server.http.post(
+                    "/v1/completions", json={"prompt": "x"}, headers={"authorization": f"Bearer {k}"}
+                )
+                for k in ("one", "two")
+            ]
+            texts = [
+                server.http.post("/tokenize", json={"prompt": "x"}, headers={"authorization": f"Bearer {k}"})
+                for k in ("one", "two")
+            ]
+        for found in (answers, texts):  # the tokenizer's time is counted too
+            assert [answer.status_code for answer in found] == [429, 200]
+            assert error_of(found[0])["type"] == "rate_limit_error" and found[0].headers["retry-after"]
+
+
+def test_a_key_that_floods_every_lane_does_not_keep_another_waiting():
+    """Four lanes, sixteen long answers of one key: another key's short one comes before any of them ends."""
+    with Running(make_llm(), warm_up=False, api_keys=("one", "two")) as server:
+        flood = [connect(server) for _ in range(4)]
+        body = b'{"prompt": "abcdefgh", "max_tokens": 56, "n": 4, "ignore_eos": true}'
+        raw = raw_request(body).replace(b"host: x", b"host: x\r\nauthorization: Bearer one")
+        for caller in flood:
+            caller.sendall(raw)
+        wait_for(lambda: len(server.engine.scheduler.running) == 4, 60)
+        step, ended = server.engine.step, []
+
+        def watched():
+            groups = step()
+            ended.extend(group.request.key for group in groups if group.finished)
+            return groups
+
+        server.engine.step = watched
+        headers = {"authorization": "Bearer two"}
+        answer = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 5}, headers=headers)
+        assert answer.status_code == 200
+        assert len(set(ended)) == 1 == len(ended), "the flood has not had one answer"
+        for caller in flood:
+            assert b"HTTP/1.1 200" in caller.recv(65536)
+            caller.close()
+        wait_for(server.idle)
+
+
+def test_texts_that_wait_for_the_tokenizer_are_bounded_and_given_up_with_their_clients():
+    released, asked = threading.Event(), []
+
+    class Slow(tiny.Bytes):
+        def encode(self, text, add_special_tokens=True):
+            asked.append(text)
+            released.wait(60)
+            return super().encode(text)
+
+    with Running(make_llm(Slow()), warm_up=False, max_sequences=3) as server:
+        callers = [connect(server) for _ in range(3)]
+        for number, caller in enumerate(callers):
+            caller.sendall(raw_request(b'{"prompt": "%d"}' % number, "/tokenize"))
+        wait_for(lambda: server.api.models.tickets == 3)
+        refused = server.http.post("/tokenize", json={"prompt": "x"})
+        assert refused.status_code == 503 and "3 texts are waiting" in error_of(refused)["message"]
+        assert server.http.get("/health").status_code == 200, "the event loop waits for nobody"
+        for caller in callers:
+            caller.close()
+        wait_for(lambda: server.api.models.tickets == 0)
+        released.set()
+        assert server.http.post("/tokenize", json={"prompt": "last"}).json()["count"] == 4
+        assert len(asked) == 2 and asked[1] == "last", "what nobody waits for is not begun"
+
+
+def test_what_is_refused_is_not_read_first():
+    """Neither above a key's share, nor by a full queue, nor while the server drains: refusing is cheap."""
+    asked, released = [], threading.Event()
+
+    class Counting(tiny.Bytes):
+        def encode(self, text, add_special_tokens=True):
+            asked.append(text)
+            return super().encode(text, add_special_tokens)
+
+    llm = make_llm(Counting(), max_num_seqs=1, max_queued_requests=2)
+    with Running(llm, warm_up=False, api_keys=("one", "two"), max_requests_per_key=2) as server:
+        server.engine.probe = lambda point, request_id: point == "run" and released.wait(60)
+        body = raw_request(b'{"prompt": "known"}').replace(
+            b"host: x", b"host: x\r\nauthorization: Bearer one"
+        )
+        with connect(server) as first, connect(server) as second:
+            for number, caller in enumerate((first, second)):
+                caller.sendall(body)
+                wait_for(lambda number=number: len(asked) > number)
+                wait_for(lambda number=number: len(server.engine.scheduler.running) == 1 or number)
+            statuses = []
+            for key in ("one", "two", "two"):
+                headers, body = {"authorization": f"Bearer {key}"}, {"prompt": "unheard of"}
+                answer = server.http.post("/v1/completions", json=body, headers=headers)
+                statuses.append(answer.status_code)
+                server.api.service.draining = statuses == [429, 503]
+                assert error_of(answer) and answer.headers["retry-after"]
+            assert statuses == [429, 503, 503] and asked == ["known"] * 2
+            server.api.service.draining = False
+            released.set()
+        wait_for(server.idle, 300)  # what was held up compiles now
+
+
+ROUTES = (
+    "/v1/models",
+    "/v1/models/tiny",
+    "/tokenizer_info",
+    "/metrics",
+    "/nowhere",
+    "/page",
+    "/health/",
+)
+POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+
+
+@pytest.fixture(scope="module")
+def keyed():
+    keys = ("first-key", "second-key", "third-key")
+    with Running(make_llm(num_pages=64), warm_up=False, api_keys=keys) as server:
+        yield server
+
+
+def test_every_route_but_health_and_ready_asks_for_a_key(keyed):
+    with httpx.Client(base_url=keyed.url, trust_env=False) as stranger:
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "first-key"},
+            {"authorization": "Basic first-key"},
+            {"host": "x/health?"},
+            {"x-forwarded-path": "/health", "x-original-url": "/health"},
+        ):
+            for route in ROUTES:
+                answer = stranger.get(route, headers=headers)
+                assert answer.status_code == 401 and error_of(answer)["code"] == "invalid_api_key"
+            for route in POSTS:
+                assert stranger.post(route, json={"prompt": "x"}, headers=headers).status_code == 401
+        assert [stranger.get(route).status_code for route in ("/health", "/ready")] == [200, 200]
+    for key in ("first-key", "third-key"):
+        answer = keyed.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+
+
+def test_keys_are_compared_in_constant_time(keyed, monkeypatch):
+    calls, compare = [], hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: calls.append((len(a), len(b))) or compare(a, b))
+    for key in ("first-key", "third-key", "f", "wrong" * 100):
+        calls.clear()
+        keyed.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        assert calls == [(32, 32)] * 3, "every key, by digests of one length"
+
+
+def test_no_key_finds_anothers_prefixes(keyed):
+    def hits(key: str, **fields) -> int:
+        before = keyed.engine.stats.prefix_hits
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"prompt": "s" * 40, "max_tokens": 1} | fields
+        assert keyed.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+        wait_for(keyed.idle)
+        return keyed.engine.stats.prefix_hits - before
+
+    assert [hits("first-key"), hits("first-key"), hits("second-key")] == [0, 32, 0]
+    assert [hits("second-key"), hits("second-key", cache_salt="a"), hits("first-key", cache_salt="a")] == [
+        32,
+        0,
+        0,
+    ]
+
+
+def test_a_key_that_floods_the_prefix_cache_pushes_no_other_out(keyed):
+    """64 pages of 8 tokens; one key keeps 4 of them, another sends a hundred times as much as there is."""
+
+    def ask(key: str, prompt: str) -> int:
+        before = keyed.engine.stats.prefix_hits
+        body = {"prompt": prompt, "max_tokens": 1}
+        headers = {"authorization": f"Bearer {key}"}
+        assert keyed.http.post("/v1/completions", json=body, headers=headers).status_code == 200
+        wait_for(keyed.idle)
+        return keyed.engine.stats.prefix_hits - before
+
+    ask("first-key", "m" * 40)
+    for number in range(120):
+        ask("second-key", f"{number:04d}" * 10)
+    assert keyed.engine.scheduler.pages.cached > 50, "the cache is full of the second's"
+    assert ask("first-key", "m" * 40) == 32
+    assert ask("second-key", "0000" * 10) == 0, "of its own it lost the oldest"
+
+
+def labels(server: Running) -> set[str]:
+    lines = server.metrics().splitlines()
+    return {line.rsplit(" ", 1)[0] for line in lines if not line.startswith("#")}
+
+
+def test_no_label_comes_from_a_request(served):
+    before = labels(served)
+    torment(served, 9, 60)
+    for i in range(30):
+        odd = served.http.request(f"ODD{i}", f"/route{i}", headers={"user-agent": f"agent{i}"})
+        assert odd.status_code in (404, 405)
+        served.http.post("/v1/completions", json={"prompt": "x", "model": f"m{i}", "user": f"u{i}"})
+    assert labels(served) == before
+    names = "num_requests_running kv_cache_usage_perc prompt_tokens_total time_to_first_token_seconds_count "
+    names += "request_success_total compilations_total kv_bytes prefill_tokens_skipped_total"
+    for name in names.split():
+        assert any(line.startswith(f"swiftkv_{name}") for line in before), name
+
+
+def test_the_server_calls_nobody(served, monkeypatch):
+    callers, real = [], socket.socket.connect
+
+    def watched(self, to):
+        callers.append(threading.current_thread())
+        return real(self, to)
+
+    monkeypatch.setattr(socket.socket, "connect", watched)
+    with httpx.Client(base_url=served.url, trust_env=False, timeout=30) as client:
+        image = {"type": "image_url", "image_url": {"url": f"{served.url}/health"}}
+        for content in ("hello http://127.0.0.1/", [image]):
+            client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
+        client.post("/v1/completions", json={"prompt": "http://127.0.0.1/", "model": "http://127.0.0.1/"})
+    assert callers and set(callers) == {threading.main_thread()}
+
+
+class Controlled(tiny.Bytes):
+    """With a control token that texts can spell."""
+
+    special_texts = ("</s>",)
+
+
+def test_a_message_cannot_hold_a_control_token():
+    with Running(make_llm(Controlled()), warm_up=False) as server:
+        for message in ({"role": "user", "content": "a</s>b"}, {"role": "</s>", "content": "x"}):
+            for route in ("/v1/chat/completions", "/tokenize"):
+                answer = server.http.post(route, json={"messages": [message]})
+                assert answer.status_code == 400 and error_of(answer)["param"].startswith("messages.0.")

@@ -1,0 +1,231 @@
+"""`serve.py --http`: wrong usage is told in a line; SIGTERM under load loses no request."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+from http_server import error_of, wait_for
+
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.engine.settings import Settings
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.server.flags import address, http_settings, queue_bounds
+from swiftkv_jax.server.main import build_parser, for_server, main
+from swiftkv_jax.server.settings import HttpSettings
+
+ROOT = Path(__file__).parents[2]
+# Programs compile while the server drains, so what runs gets time enough on a busy machine.
+SMALL = "--max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 128 --no-warm-up".split()
+SMALL += ["--shutdown-timeout", "300"]
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--http", "0.0.0.0:0"], "can be reached by others and no key is set"),
+        (["--http", "[::]:0"], "can be reached by others"),
+        (["--http", "127.0.0.1:notaport"], "--http must be HOST:PORT"),
+        (["--http", "127.0.0.1:70000"], "--http must be HOST:PORT"),
+        (["--http", "203.0.113.9:0", "--insecure"], "cannot listen on 203.0.113.9:0"),
+        (["--http", ":0", "--input", "x"], "--input belong to a batch, not to --http"),
+        (["--http", ":0", "--api-key", ""], "--api-key must be printable ASCII text, not empty"),
+        (["--http", ":0", "--api-key", "a\tb"], "--api-key must be printable ASCII text, not empty"),
+        (["--http", ":0", "--api-key-file", "/nowhere"], "cannot read --api-key-file"),
+        (["--http", ":0", "--metrics-key-file", "/nowhere"], "cannot read --metrics-key-file"),
+        (["--http", ":0", "--api-key", "k", "--metrics-key-file", "K"], "none of the API keys"),
+        (["--http", ":0", "--shutdown-timeout", "-1"], "--shutdown-timeout must be above 0"),
+        (["--http", ":0", "--queue-timeout", "nan"], "--queue-timeout must be a finite number, not nan"),
+        (["--http", ":0", "--max-queued-requests", "0"], "--max-queued-requests must be above 0"),
+        (["--http", ":0", "--busy-status", "500"], "--busy-status must be one of 429, 503, 529, not 500"),
+        (["--http", ":0", "--metrics-prefix", "a-b"], "--metrics-prefix must be letters"),
+        (["--http", ":0", "--temperature", "9"], "temperature"),
+        (["--htpp"], "did you mean '--http'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_told_in_one_line(capsys, tmp_path, monkeypatch, flags, said):
+    monkeypatch.chdir(tmp_path)
+    Path("K").write_text("k\n")
+    assert main([*flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and error.startswith("error: ")
+
+
+def test_addresses():
+    assert address("127.0.0.1:80") == ("127.0.0.1", 80) and address(":9") == ("127.0.0.1", 9)
+    assert address("localhost") == ("localhost", 8000) and address("[::1]:5") == ("::1", 5)
+
+
+def test_a_key_is_taken_without_the_line_end_of_its_secret():
+    args = build_parser().parse_args(["--http", ":0", "--api-key", " one "])
+    assert http_settings(args, "model", "two\n").api_keys == ("one", "two")
+
+
+def test_limits_are_what_the_flags_say(tmp_path):
+    """How much may wait follows from a step's tokens and the context, unless it is said."""
+
+    def bounds(*flags: str) -> tuple[int, ...]:
+        given = build_parser().parse_args(["--http", ":0", *flags])
+        found = queue_bounds(given, budget=100, context=1000)
+        return tuple(found[f"max_queued_{name}"] for name in ("requests", "tokens", "output_tokens"))
+
+    assert bounds() == (256, 6400, 64_000)
+    assert bounds("--max-queued-tokens", "7", "--max-queued-output-tokens", "9") == (256, 7, 9)
+    plain, busy = (
+        http_settings(build_parser().parse_args(["--http", ":0", *flags]), "model", None)
+        for flags in ((), ("--busy-status", "529", "--max-requests-per-key", "5"))
+    )
+    assert (plain.queue_status, plain.key_status, plain.max_requests_per_key) == (503, 429, None)
+    Path(tmp_path / "key").write_text("watcher\n")
+    watched = ["--http", ":0", "--api-key", "one", "--metrics-key-file", str(tmp_path / "key")]
+    found = http_settings(build_parser().parse_args(watched), "model", None)
+    assert (found.api_keys, found.metrics_key) == (("one",), "watcher")
+    assert (busy.queue_status, busy.key_status, busy.max_requests_per_key) == (529, 529, 5)
+    with pytest.raises(UsageError, match="key_status must be one of 429, 503, 529, not 200"):
+        HttpSettings(model_name="x", key_status=200)
+
+
+def test_every_engine_setting_has_a_flag():
+    flags = vars(build_parser().parse_args([]))
+    assert {field.name for field in dataclasses.fields(Settings)} - set(flags) == {
+        "prefix_caching",
+        *("attention", "fill", "scoring"),  # --kernels names them
+    }
+    text = build_parser().format_help()
+    assert f"(default {Settings.max_num_batched_tokens})" in text
+    assert f"(default {HttpSettings.queue_timeout_s:g})" in text
+
+
+def test_two_models_share_what_their_weights_leave_of_a_device():
+    class Memory:
+        def memory_stats(self):
+            return {"bytes_limit": 100, "bytes_in_use": 30}
+
+    class Loaded:
+        settings, devices, defaults = Settings(max_model_len=64), [Memory()], SamplingParams()
+
+        def replace(self, defaults, **settings):
+            return defaults.temperature, settings["num_pages"], settings["memory_fraction"]
+
+    args = build_parser().parse_args(["--http", ":0"])
+    given = for_server(Loaded(), args, {"temperature": 0.5}, 2)
+    assert given == (0.5, None, pytest.approx(0.3 + (0.9 - 0.3) / 2))
+
+
+def start(*flags: str) -> tuple[subprocess.Popen, str]:
+    """A server of the demo's model, and its address once it is ready."""
+    environment = os.environ | {"SWIFTKV_API_KEY": "from-the-environment"}
+    command = [sys.executable, str(ROOT / "serve.py"), "--http", "127.0.0.1:0", *SMALL, *flags]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    said = process.stderr
+    assert said is not None
+    url = ""
+    for line in said:
+        url = url or (re.findall(r"http://[\d.:]+", line) or [""])[0]
+        if line.startswith("ready"):
+            threading.Thread(target=lambda: (said.read(), said.close()), daemon=True).start()
+            return process, url
+    raise AssertionError(f"the server ended with {process.wait()}")
+
+
+def ports(process: subprocess.Popen) -> set[int]:
+    """Those at which a process takes connections."""
+    place = Path(f"/proc/{process.pid}")
+    sockets = {os.readlink(link) for link in (place / "fd").iterdir() if link.is_symlink()}
+    tables = [(place / "net" / kind).read_text(encoding="ascii") for kind in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    listening = [row for row in rows if row[3] == "0A"]
+    return {int(row[1].rpartition(":")[2], 16) for row in listening if f"socket:[{row[9]}]" in sockets}
+
+
+def check_sigterm(process: subprocess.Popen, client: httpx.Client) -> None:
+    """Requests that run when the signal comes are answered whole; later ones are refused; the code is 0."""
+    body = {"prompt": "The function", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    answers: list[httpx.Response] = []
+
+    def ask():
+        answers.append(client.post("/v1/completions", json=body))
+
+    def running() -> bool:
+        found = re.search(r"num_requests_running\{.*\} ([\d.]+)", client.get("/metrics").text)
+        return found is not None and float(found[1]) > 0
+
+    callers = [threading.Thread(target=ask) for _ in range(6)]
+    for caller in callers:
+        caller.start()
+    wait_for(running, 300)
+    process.send_signal(signal.SIGTERM)
+    for caller in callers:
+        caller.join(300)
+    assert process.wait(60) == 0
+    whole = [json.loads(answer.content) for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert len(answers) == 6 and whole
+    assert all(answer["usage"]["completion_tokens"] == 100 for answer in whole)
+    assert all(error_of(answer)["code"] == "server_is_overloaded" for answer in refused)
+
+
+def test_sigterm_under_load_loses_no_request():
+    process, url = start()
+    try:
+        headers = {"authorization": "Bearer from-the-environment"}
+        with httpx.Client(base_url=url, timeout=300, trust_env=False, headers=headers) as client:
+            stranger = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, trust_env=False)
+            assert stranger.status_code == 401 and error_of(stranger)
+            first = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2, "model": "teacher"})
+            assert first.status_code == 200, first.text
+            said = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+            chat = client.post("/v1/chat/completions", json=said)
+            assert chat.status_code == 200 and chat.json()["usage"]["completion_tokens"] in (1, 2)
+            chat = client.post(
+                "/v1/chat/completions", json={"messages": [{"role": "<|end|>", "content": "x"}]}
+            )
+            assert chat.status_code == 400 and str(ROOT) not in chat.text
+            assert ports(process) == {client.base_url.port}, "no other than was asked for"
+            check_sigterm(process, client)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once():
+    """The first one gives what runs 300 seconds here."""
+    process, url = start()
+    try:
+        headers = {"authorization": "Bearer from-the-environment"}
+        body = {"prompt": "The function", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        client = httpx.Client(base_url=url, timeout=300, trust_env=False, headers=headers)
+        with client, client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            wait_for(lambda: client.get("/ready").status_code == 503, 60)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.soak
+def test_twenty_sigterms_under_load_lose_no_request():
+    for _ in range(20):
+        process, url = start()
+        try:
+            headers = {"authorization": "Bearer from-the-environment"}
+            with httpx.Client(base_url=url, timeout=300, trust_env=False, headers=headers) as client:
+                check_sigterm(process, client)
+        finally:
+            process.kill()
+            process.wait()

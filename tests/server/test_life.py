@@ -1,0 +1,440 @@
+"""Requests come, go, fail and leave; the server stays, and nobody else notices."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import random
+import threading
+import time
+import types
+
+import http_server
+import httpx
+import pytest
+import tiny_engine as tiny
+from http_server import (
+    LONG,
+    Canary,
+    Running,
+    connect,
+    error_of,
+    gives_all_back,
+    make_llm,
+    raw_request,
+    resident,
+    torment,
+    unharmed,
+    wait_for,
+)
+
+from swiftkv_jax.server import generate
+from swiftkv_jax.server import service as service_module
+from swiftkv_jax.server.limits import Limits
+
+WARM_UP = True
+
+
+def check_torment(server: Running, count: int) -> None:
+    seen = unharmed(server, lambda: torment(server, 1, count))
+    assert seen[200] > count // 5 and seen[400] > count // 5
+
+
+def test_a_canary_stays_the_same_beside_generated_requests(served):
+    check_torment(served, 600)
+
+
+@pytest.mark.soak
+def test_a_canary_stays_the_same_beside_many_generated_requests(served):
+    """64 MiB are the most that 20 000 requests may leave behind: 3 KiB each, a tenth of what one needs."""
+    check_torment(served, 500)
+    before = resident()
+    check_torment(served, 20000)
+    assert resident() - before < 64
+
+
+BALLAST = 2**18  # bytes
+
+
+def test_memory_stays_where_it_was(served):
+    """Each request brings 256 KiB that differ from all others'. If one in eight left its body behind, in
+    whatever form and place, 400 requests would leave 12.5 MiB; noise stays well below that. What else a
+    server could hold on to is counted one by one (`held`), and none of it may grow.
+    """
+    torment(served, 2, 150, BALLAST)
+    with gives_all_back(served):
+        before = resident()
+        torment(served, 3, 400, BALLAST)
+    assert resident() - before < 12.5
+
+
+def check_disconnects(server: Running, count: int) -> None:
+    source = random.Random(0)
+    whole = raw_request(
+        b'{"prompt": "abcdefgh", "max_tokens": 50, "n": 2, "ignore_eos": true, "stream": true}'
+    )
+    for number in range(count):
+        sent = whole.replace(b'"stream": true', b'"stream":false') if number % 2 else whole
+        cut = len(sent) if source.random() < 0.8 else source.randrange(len(sent))
+        with connect(server) as caller:
+            caller.sendall(sent[:cut])
+            time.sleep(source.choice((0, 0.001, 0.01, 0.05)))
+            if source.random() < 0.3 and cut == len(sent) and not number % 2:
+                caller.recv(source.randint(1, 400))
+    wait_for(server.idle)
+
+
+def test_who_leaves_takes_nothing_along(served):
+    before = served.engine.stats.output_tokens
+    with gives_all_back(served):
+        check_disconnects(served, 50)
+    assert served.engine.stats.output_tokens - before < 50 * 2 * 50 // 2, "answers ran on for nobody"
+    assert served.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("when", ["whole", "before it streams", "while it streams"])
+def test_who_left_is_in_the_log(served, caplog, monkeypatch, when):
+    """One line a request, which says how it ended; the status is one that no client ever sees."""
+    caplog.set_level(logging.INFO, "swiftkv_jax.http")
+    step, events = served.engine.step, b""
+    monkeypatch.setattr(served.engine, "step", lambda: time.sleep(0.05) or step())
+    with connect(served) as caller:
+        caller.sendall(raw_request(json.dumps(LONG | {"stream": when != "whole"}).encode()))
+        wait_for(lambda: served.engine.scheduler.running)
+        while when == "while it streams" and b"data: {" not in events:
+            events += caller.recv(2**16)
+    wait_for(served.idle)
+    assert b"[DONE]" not in events
+    served.complete("x", max_tokens=2)
+    refused = served.http.post("/v1/completions", json={"prompt": "x" * 100})
+    assert refused.status_code == 400
+    lines = [record.getMessage() for record in caplog.records]
+    said = [json.loads(line) for line in lines if line.startswith("{")]
+    assert [line["status"] for line in said] == [499, 200, 400]
+    assert [line["finished"] for line in said] == [[], ["length"], []]
+    assert said[2]["request"] == refused.headers["x-request-id"]
+
+
+@pytest.mark.soak
+def test_many_who_leave_take_nothing_along(served):
+    with gives_all_back(served):
+        check_disconnects(served, 500)
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+def test_pages_are_back_two_steps_after_a_client_left(served, monkeypatch, stream):
+    steps, abort = [], served.engine.abort
+
+    def watched(request_id):
+        steps.append(served.engine.stats.steps)
+        abort(request_id)
+
+    step = served.engine.step
+    monkeypatch.setattr(served.engine, "abort", watched)
+    monkeypatch.setattr(served.engine, "step", lambda: time.sleep(0.05) or step())
+    body = b'{"prompt": "abcdefgh", "max_tokens": 50, "ignore_eos": true, "stream": %s}' % stream
+    with connect(served) as caller:
+        caller.sendall(raw_request(body))
+        wait_for(lambda: served.engine.scheduler.running)
+    wait_for(lambda: steps and served.idle())
+    assert served.engine.stats.steps - steps[0] <= 2
+    assert 'finished_reason="abort"' in served.metrics()
+
+
+def test_a_fault_stays_with_its_request(served):
+    want = served.complete("canary", max_tokens=40, ignore_eos=True)["choices"][0]["text"]
+
+    def probe(point, request_id):
+        group = served.engine.groups.get(request_id)
+        if point == "sample" and group and group.request.prompt == "doomed" and group.sequences[0].output:
+            raise RuntimeError("secret at 0x7f00")
+
+    served.engine.probe = probe
+    try:
+        canary = Canary(served)
+        canary.start()
+        refused = served.http.post("/v1/completions", json=LONG | {"prompt": "doomed"})
+        events = served.events(**(LONG | {"prompt": "doomed"}))
+        wait_for(lambda: canary.texts)
+        canary.stop.set()
+        canary.join(30)
+    finally:
+        served.engine.probe = lambda point, request_id: None
+    assert refused.status_code == 500 and refused.headers["x-should-retry"] == "true"
+    assert "secret" not in refused.text and refused.json()["error"]["code"] == "internal_error"
+    assert events[-1] == "[DONE]" and events[-2]["error"]["type"] == "server_error"
+    assert "secret" not in str(events) and set(canary.texts) == {want}
+
+
+def test_an_engine_that_fails_starts_anew_and_in_the_end_says_so(monkeypatch):
+    with Running(make_llm(), warm_up=False) as server:
+        step, failures = server.engine.step, iter([True])
+
+        def once():
+            if server.engine.scheduler.running and next(failures, False):
+                raise ZeroDivisionError("a bug")
+            return step()
+
+        monkeypatch.setattr(server.engine, "step", once)
+        assert server.http.post("/v1/completions", json=LONG).status_code == 500
+        assert server.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
+        monkeypatch.setattr(server.engine, "step", lambda: 1 / 0)
+        for _ in range(9):
+            answer = server.http.post("/v1/completions", json=LONG)
+            assert answer.status_code in (500, 503) and answer.json()["error"]["message"]
+        assert server.api.service.dead
+        answer = server.http.get("/health")
+        assert answer.status_code == 503 and error_of(answer)["code"] == "unhealthy"
+
+
+def test_a_stuck_engine_is_unhealthy():
+    released = threading.Event()
+    with Running(make_llm(), warm_up=False, warm_up_heartbeat_s=0.6, give_up_s=600.0) as server:
+        assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
+        server.engine.probe = lambda point, request_id: released.wait(600)
+        with connect(server) as caller:
+            caller.sendall(raw_request(b'{"prompt": "x"}'))
+            wait_for(lambda: server.http.get("/health").status_code == 503)
+            assert server.http.get("/ready").status_code == 503
+            assert server.http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+        released.set()
+        wait_for(lambda: server.http.get("/health").status_code == 200)
+
+
+def test_an_engine_that_compiles_without_a_warm_up_is_healthy(monkeypatch):
+    """Compiling may take longer than a heartbeat; where all was compiled before, such silence is a fault."""
+    released, clock = threading.Event(), types.SimpleNamespace(**vars(time))
+    monkeypatch.setattr(service_module, "time", clock)
+    with Running(make_llm(), warm_up=False) as server, connect(server) as caller:
+        service, reached = server.api.service, threading.Event()
+        server.engine.probe = lambda point, request_id: reached.set() or released.wait(60)
+        caller.sendall(raw_request(b'{"prompt": "x", "max_tokens": 1}'))
+        assert reached.wait(60), "the engine is silent from here on"
+        for silence, warm, healthy, dead in (
+            (5, True, True, False),
+            (11, False, True, False),
+            (11, True, False, False),
+            (400, False, True, False),
+            (400, True, False, True),
+            (2000, False, False, True),
+        ):
+            service.settings = dataclasses.replace(service.settings, warm_up=warm)
+            clock.monotonic = lambda silence=silence: time.monotonic() + silence
+            assert (service.healthy, service.dead) == (healthy, dead), (silence, warm)
+        clock.monotonic = time.monotonic
+        released.set()
+
+
+def test_a_callers_own_id_means_nothing(served):
+    """Two calls under one id: the first leaves, and the second is answered whole."""
+    want = served.complete(**LONG)["choices"][0]["text"]
+    head, answers = {"x-request-id": "1"}, []
+
+    def ask() -> None:
+        answers.append(served.http.post("/v1/completions", json=LONG | {"temperature": 0}, headers=head))
+
+    second = threading.Thread(target=ask)
+    with served.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}, headers=head) as first:
+        mine = first.headers["x-request-id"]
+        next(first.iter_lines())
+        second.start()
+        wait_for(lambda: len(served.engine.groups) == 2 or answers)
+    second.join(60)
+    assert answers[0].json()["choices"][0]["text"] == want
+    assert len({mine, answers[0].headers["x-request-id"], "1"}) == 3
+
+
+def test_a_bug_in_a_route_is_a_500_without_details(served, monkeypatch, caplog):
+    monkeypatch.setattr(generate, "completion_call", lambda *_: {}["secret"])
+    answer = served.http.post("/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == 500 and "secret" not in answer.text
+    assert answer.headers["x-request-id"] in error_of(answer)["message"]
+    wait_for(lambda: "KeyError: 'secret'" in caplog.text)
+
+
+class Panicking(tiny.Bytes):
+    """A tokenizer in Rust panics by what is no Exception; any other such is the interpreter's own."""
+
+    class PanicException(BaseException):
+        pass
+
+    def encode(self, text, add_special_tokens=True):
+        if "panic" in text:
+            raise self.PanicException("retry-limit-in-match over")
+        return super().encode(text, add_special_tokens)
+
+
+def test_a_panic_is_one_requests_error():
+    with Running(make_llm(Panicking()), warm_up=False) as server:
+        for route, body in (
+            ("/tokenize", {"prompt": "panic"}),
+            ("/v1/completions", {"prompt": "panic"}),
+            ("/v1/completions", {"prompt": "x", "bad_words": ["panic"]}),
+        ):
+            answer = server.http.post(route, json=body)
+            assert answer.status_code == 500 and "internal error" in error_of(answer)["message"]
+        assert server.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_what_ends_the_process_passes(kind):
+    async def ends(*_) -> None:
+        raise kind
+
+    sent = []
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "headers": [], "path": "/health", "query_string": b"", "method": "GET"}
+    limits = Limits(ends, http_server.HttpSettings(model_name="x"), lambda: False)
+    loop = asyncio.new_event_loop()  # asyncio.run would itself look at what is raised
+    with pytest.raises(kind):
+        loop.run_until_complete(limits(scope, None, send))
+    loop.close()
+    assert bool(sent) == (kind is asyncio.CancelledError), "who is cut off is told so"
+
+
+def test_a_request_that_rules_out_every_token_is_a_400(served):
+    body = {"prompt": "x", "allowed_token_ids": [65], "bad_words": ["A"]}
+    answer = served.http.post("/v1/completions", json=body)
+    assert answer.status_code == 400 and error_of(answer)["param"] == "allowed_token_ids"
+    assert "no token is left" in answer.text
+    events = served.events(**(body | {"bad_words": ["AA"], "max_tokens": 9}))
+    assert events[-1] == "[DONE]" and "no token is left" in events[-2]["error"]["message"]
+
+
+def test_a_failure_between_steps_is_contained_too(monkeypatch):
+    """Not in the engine's step but where a leaving client's request is aborted."""
+    with Running(make_llm(), warm_up=False) as server:
+        want = server.complete(**LONG)["choices"][0]["text"]
+        abort, failures = server.engine.abort, []
+
+        def once(request_id):
+            if not failures:
+                failures.append(request_id)
+                raise ZeroDivisionError("a bug")
+            abort(request_id)
+
+        monkeypatch.setattr(server.engine, "abort", once)
+        with connect(server) as caller:
+            caller.sendall(raw_request(b'{"prompt": "x", "max_tokens": 60, "ignore_eos": true}'))
+            wait_for(lambda: server.engine.scheduler.running)
+        wait_for(lambda: failures)
+        assert server.complete(**LONG)["choices"][0]["text"] == want and not server.api.models.dead
+
+
+def test_half_a_request_is_not_waited_for():
+    with Running(make_llm(), warm_up=False, header_timeout_s=0.4, body_timeout_s=0.4) as server:
+        whole = raw_request(b'{"prompt": "x", "max_tokens": 1}')
+        for cut in (0, 10, whole.index(b"\r\n\r\n"), len(whole) - 5):
+            with connect(server) as caller:
+                caller.sendall(whole[:cut])
+                began = time.monotonic()
+                data = b"".join(iter(lambda: caller.recv(65536), b""))
+                assert data.startswith(b"HTTP/1.1 408") and b'"request_timeout"' in data, cut
+                assert time.monotonic() - began > 0.2
+        with connect(server) as caller:  # the second request of a connection too
+            caller.sendall(whole)
+            assert b"200" in caller.recv(65536)
+            caller.sendall(whole[:10])
+            while data := caller.recv(65536):
+                last = data
+            assert b"408" in last
+
+
+def test_what_is_no_http_gets_the_one_shape(served):
+    with connect(served) as caller:
+        caller.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+        data = caller.recv(65536)
+    assert data.startswith(b"HTTP/1.1 400") and b'{"error": {' in data
+
+
+def test_draining_refuses_the_new_and_finishes_the_old():
+    with Running(make_llm(), warm_up=False, shutdown_s=20.0) as server:
+        server.complete("x", max_tokens=2)
+        want = server.complete("The cache", max_tokens=50, ignore_eos=True)["choices"][0]["text"]
+        slow = server.engine.step
+        server.engine.step = lambda: time.sleep(0.05) or slow()
+        answers = []
+        worker = threading.Thread(target=lambda: answers.append(server.complete(**LONG)))
+        worker.start()
+        wait_for(lambda: server.engine.scheduler.running)
+        drained = threading.Thread(target=lambda: asyncio.run(server.api.service.drain()))
+        drained.start()
+        wait_for(lambda: server.api.service.draining)
+        with httpx.Client(base_url=server.url, trust_env=False) as late:
+            refused = late.post("/v1/completions", json=LONG)
+            assert late.get("/ready").status_code == 503 and late.get("/health").status_code == 200
+        assert refused.status_code == 503 and error_of(refused)["message"] == "the server is shutting down"
+        assert refused.headers["retry-after"] and refused.headers["connection"] == "close"
+        worker.join(30)
+        drained.join(30)
+        assert answers[0]["choices"][0]["text"] == want
+
+
+def test_what_a_shutdown_cuts_off_is_never_an_answer():
+    """Who has no place yet is sent away at once. Who has one gets `shutdown_s`, and then hears of it too: by
+    503, and by an error in a stream that has begun."""
+    with Running(make_llm(max_num_seqs=2), warm_up=False, shutdown_s=300.0) as server:
+        service, engine, step = server.api.service, server.engine, server.engine.step
+        answers, events = {}, []
+
+        def ask(name: str, **fields) -> None:
+            answers[name] = server.http.post("/v1/completions", json=LONG | fields)
+
+        def start(target, *arguments) -> threading.Thread:
+            worker = threading.Thread(target=target, args=arguments)
+            worker.start()
+            return worker
+
+        engine.step = lambda: [] if len(engine.scheduler.running) == 2 and all_have_begun() else step()
+
+        def all_have_begun() -> bool:
+            return all(sequence.output for sequence in engine.scheduler.running.values())
+
+        run = [start(lambda: events.extend(server.events(**LONG))), start(ask, "runs")]
+        wait_for(lambda: len(engine.scheduler.running) == 2 and all_have_begun(), 120)
+        wait = [start(ask, "waits"), start(lambda: ask("streams", stream=True))]
+        wait_for(lambda: len(engine.scheduler.waiting) == 2)
+        drains = start(lambda: asyncio.run(service.drain()))
+        for worker in wait:
+            worker.join(60)
+        assert set(answers) == {"waits", "streams"}
+        service.settings = dataclasses.replace(service.settings, shutdown_s=0.0)
+        asyncio.run(service.drain())
+        for worker in [*run, drains]:
+            worker.join(60)
+        for answer in answers.values():
+            assert answer.status_code == 503 and answer.headers["retry-after"]
+            assert "shutting down" in error_of(answer)["message"]
+        assert len(answers) == 3 and events[-1] == "[DONE]"
+        assert "shutting down" in events[-2]["error"]["message"]
+        reasons = [event["choices"][0]["finish_reason"] for event in events[:-2]]
+        assert reasons and set(reasons) == {None}
+        engine.step = step
+        wait_for(server.idle)
+
+
+def test_settings_are_one_frozen_value():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        http_server.HttpSettings(model_name="x").model_name = "y"
+
+
+class Wide(tiny.Bytes):
+    """Knows a token that the model does not: folders of models with such tokenizers are about."""
+
+    def encode(self, text, add_special_tokens=True):
+        return [999 if character == "☃" else ord(character) for character in text]
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_harms_nobody():
+    """As often as failures of the engine would end the process."""
+    with Running(make_llm(Wide()), warm_up=False) as server:
+        want = server.complete("x", max_tokens=4)["choices"][0]["text"]
+        for words in (["☃"], ["a☃"], ["☃b", "qqq"]):
+            for _ in range(3):
+                assert server.complete("x", max_tokens=4, bad_words=words)["choices"][0]["text"] == want
+        refused = server.http.post("/v1/completions", json={"prompt": "a☃"})
+        assert refused.status_code == 400 and error_of(refused)["param"] == "prompt"
+        assert not server.api.service.state().restarts

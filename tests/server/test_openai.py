@@ -1,0 +1,306 @@
+"""The `openai` client, unmodified, against a real server: the same tokens as `LLM.generate`."""
+
+import http_server
+import openai
+import pytest
+import tiny_engine as tiny
+
+from swiftkv_jax.engine.request import SamplingParams
+
+GREEDY = {"model": http_server.NAME, "temperature": 0}
+PROMPTS = ["The cache", "x", "a list of words", "to be or not to be"]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return http_server.make_llm()
+
+
+@pytest.fixture(scope="module")
+def client(running):
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def want(llm, prompts, **params):
+    outputs = llm.generate(prompts, SamplingParams(**({"temperature": 0.0} | params)), use_tqdm=False)
+    return [output.outputs for output in outputs]
+
+
+def test_completions_are_generates(served, client, llm):
+    expected = want(llm, PROMPTS, max_tokens=12)
+    answer = client.completions.create(prompt=PROMPTS, max_tokens=12, **GREEDY)
+    assert [c.text for c in answer.choices] == [outputs[0].text for outputs in expected]
+    assert [c.finish_reason for c in answer.choices] == [outputs[0].finish_reason for outputs in expected]
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.prompt_tokens == sum(map(len, PROMPTS))
+    assert answer.usage.completion_tokens == sum(len(outputs[0].token_ids) for outputs in expected)
+
+
+@pytest.mark.parametrize("form", [list(b"The cache"), [list(b"The cache"), list(b"x")]], ids=["ids", "lists"])
+def test_prompts_may_be_token_ids(served, client, llm, form):
+    texts = ["The cache", "x"] if isinstance(form[0], list) else ["The cache"]
+    answer = client.completions.create(prompt=form, max_tokens=5, **GREEDY)
+    assert [c.text for c in answer.choices] == [o[0].text for o in want(llm, texts, max_tokens=5)]
+
+
+def test_a_stream_joins_to_the_whole(served, client, llm):
+    expected = want(llm, PROMPTS, max_tokens=12)
+    texts, ends, usage = [""] * 4, [None] * 4, None
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    for chunk in client.completions.create(prompt=PROMPTS, max_tokens=12, **GREEDY, **options):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+        usage = chunk.usage
+    assert texts == [outputs[0].text for outputs in expected]
+    assert ends == [outputs[0].finish_reason for outputs in expected]
+    assert usage.completion_tokens == sum(len(outputs[0].token_ids) for outputs in expected)
+
+
+def test_chats(served, client, llm):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    ids = tiny.Bytes().encode_chat(messages, True)
+    expected = want(llm, [ids], max_tokens=9)[0][0]
+    whole = client.chat.completions.create(messages=messages, max_completion_tokens=9, **GREEDY)
+    assert whole.choices[0].message.content == expected.text
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.usage.prompt_tokens == len(ids) and whole.object == "chat.completion"
+    parts = [*messages[:1], {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    chunks = list(client.chat.completions.create(messages=parts, max_tokens=9, stream=True, **GREEDY))
+    assert "".join(c.choices[0].delta.content for c in chunks) == expected.text
+    assert [c.choices[0].delta.role for c in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+
+
+def test_the_role_comes_with_the_first_token_and_done_is_last(served):
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9, "temperature": 0}
+    first, *rest, done = served.events("/v1/chat/completions", **body, logprobs=True)
+    assert done == "[DONE]" and rest
+    delta = first["choices"][0]["delta"]
+    assert delta["role"] == "assistant" and first["choices"][0]["logprobs"]["content"]
+
+
+def test_n_and_seed(served, client, llm):
+    expected = want(llm, PROMPTS[:2], n=3, seed=7, temperature=1.0, max_tokens=8)
+    fields = {"model": "tiny", "n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 8}
+    answer = client.completions.create(prompt=PROMPTS[:2], **fields)
+    assert [c.text for c in answer.choices] == [o.text for outputs in expected for o in outputs]
+    assert [c.index for c in answer.choices] == list(range(6))
+    again = client.completions.create(prompt=PROMPTS[:2], **fields)
+    assert [c.text for c in again.choices] == [c.text for c in answer.choices]
+    assert len({c.text for c in answer.choices}) > 2
+
+
+def test_stop_strings_never_leak(served, client, llm):
+    text = want(llm, ["The cache"], max_tokens=30, ignore_eos=True)[0][0].text
+    stop = text[9:12]
+    assert stop in text and len(stop) == 3
+    kept = text[: text.index(stop)]
+    fields = {"prompt": "The cache", "max_tokens": 30, "stop": ["never", stop], **GREEDY}
+    fields["extra_body"] = {"ignore_eos": True}
+    whole = client.completions.create(**fields)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (kept, "stop")
+    grown = ""
+    for chunk in client.completions.create(stream=True, **fields):
+        grown += chunk.choices[0].text
+        assert kept.startswith(grown)
+    assert grown == kept
+
+
+def test_logprobs(served, client, llm):
+    expected = want(llm, ["The cache"], max_tokens=6, logprobs=3)[0][0]
+    chosen = [next(iter(entry.values())).logprob for entry in expected.logprobs]
+    answer = client.completions.create(prompt="The cache", max_tokens=6, logprobs=3, **GREEDY)
+    got = answer.choices[0].logprobs
+    assert got.token_logprobs == pytest.approx(chosen, abs=1e-5) and len(got.tokens) == 6
+    assert all(
+        value == max(top.values()) for value, top in zip(got.token_logprobs, got.top_logprobs, strict=True)
+    )
+    assert got.text_offset[0] == 0
+    fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "logprobs": True, **GREEDY}
+    content = client.chat.completions.create(top_logprobs=2, **fields).choices[0].logprobs.content
+    assert len(content) == 4 and all(len(entry.top_logprobs) == 2 for entry in content)
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content)
+    assert bytes(content[0].bytes).decode(errors="replace") == content[0].token
+    plain = client.chat.completions.create(**fields).choices[0].logprobs.content
+    assert all(entry.top_logprobs == [] for entry in plain)
+
+
+def test_parts_of_characters_are_told_by_their_bytes(served, client):
+    """An emoji is four tokens here: each is its own key, and together they are the text again."""
+    answer = served.complete("é🙂!", max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
+    assert answer["tokens"] == [f"bytes:\\x{byte:02x}" for byte in "é🙂".encode()] + ["!"]
+    assert answer["text_offset"] == [0, 0, 1, 1, 1, 1, 2]
+    fields = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logprobs": True, **GREEDY}
+    rules = {"allowed_token_ids": [0xF0, 0x9F], "ignore_eos": True}
+    chat = client.chat.completions.create(top_logprobs=20, extra_body=rules, **fields)
+    [entry] = chat.choices[0].logprobs.content
+    assert entry.bytes in ([0xF0], [0x9F]) and entry.token == "\ufffd"
+    assert all(len(each.bytes) == 1 or each.token == "</s>" for each in entry.top_logprobs)
+    body = {"prompt": "x", "max_tokens": 1, "logprobs": 20, "temperature": 0}
+    tops = served.complete(**body)["choices"][0]["logprobs"]["top_logprobs"][0]
+    assert len(tops) >= 20, "no two share a key"
+
+
+def test_a_history_with_calls_of_tools_is_read(served, client, monkeypatch):
+    """Another server's history: without content where the model only called, and with what came back."""
+    seen = []
+    encode = tiny.Bytes.encode_chat
+    monkeypatch.setattr(
+        tiny.Bytes, "encode_chat", lambda self, said, *rest: seen.append(said) or encode(self, said, *rest)
+    )
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": ["UTC"]}'}}
+    history = [
+        {"role": "user", "content": "time?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+    ]
+    client.chat.completions.create(messages=history, max_tokens=1, **GREEDY)
+    [[_, made, back]] = seen
+    read = call | {"function": {"name": "now", "arguments": {"zone": ["UTC"]}}}
+    assert made == {"role": "assistant", "content": "", "tool_calls": [read]}
+    assert back == {"role": "tool", "content": "12:00", "tool_call_id": "c1"}
+    odd = call | {"function": {"name": "now", "arguments": "[" * 600}}  # no JSON: the text as it is
+    client.chat.completions.create(
+        messages=[{"role": "assistant", "tool_calls": [odd]}], max_tokens=1, **GREEDY
+    )
+    assert seen[1][0]["tool_calls"][0]["function"]["arguments"] == "[" * 600
+
+
+def test_what_templates_and_tokenizers_add_can_be_left_out(served, monkeypatch):
+    asked = []
+    encode, chat = tiny.Bytes.encode, tiny.Bytes.encode_chat
+    monkeypatch.setattr(
+        tiny.Bytes, "encode", lambda self, t, special=True: asked.append(special) or encode(self, t)
+    )
+    for special in (True, False):
+        served.complete("x", max_tokens=1, add_special_tokens=special)
+    assert asked == [True, False]
+    monkeypatch.setattr(
+        tiny.Bytes, "encode_chat", lambda self, m, opens: asked.append(opens) or chat(self, m, opens)
+    )
+    for opens in (True, False):
+        body = {
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": 1,
+            "add_generation_prompt": opens,
+        }
+        assert (
+            served.http.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"]
+            == 4 + 2 * opens
+        )
+    assert asked[2] is True and False in asked[3:]
+
+
+def test_usage_tells_what_the_prefix_cache_had(served):
+    """Pages of 8 tokens; two prompts of a call count both."""
+    body = {"max_tokens": 3, "cache_salt": "usage"}
+
+    def cached(prompt) -> int:
+        found = served.complete(prompt, **body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        http_server.wait_for(served.idle)
+        return found
+
+    assert [cached("q" * 30), cached("q" * 30), cached(["q" * 30, "q" * 17])] == [0, 24, 40]
+    body |= {"n": 3}
+    assert cached("q" * 30) == 24, "of the prompt, not of each completion"
+
+
+def test_a_bias_rules(served, client):
+    answer = client.completions.create(prompt="x", max_tokens=5, logit_bias={"65": 100}, **GREEDY)
+    assert answer.choices[0].text == "AAAAA"
+
+
+def test_errors_are_the_clients_own(served, client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(prompt="x", max_tokens=5, model="tiny", temperature=3)
+    assert caught.value.param == "temperature" and caught.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(prompt="x", model="other")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(prompt="x" * 60, max_tokens=20, **GREEDY)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="tools are not offered"):
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        client.chat.completions.create(
+            messages=[{"role": "user", "content": "x"}], tools=[tool], model="tiny"
+        )
+
+
+def test_models_are_listed(served, client):
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").max_model_len == 64
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("../../etc/passwd")
+
+
+def test_what_vllms_benchmark_sends_is_taken(served):
+    """Its payload and headers; the first event with choices is the first token, the last one counts them."""
+    body = {
+        "model": "tiny",
+        "prompt": "The cache",
+        "repetition_penalty": 1.0,
+        "max_tokens": 6,
+        "logprobs": None,
+    }
+    body |= {"temperature": 0.0, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    *chunks, last, done = served.events(**body)
+    assert done == "[DONE]" and all(len(chunk["choices"]) == 1 for chunk in chunks)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 6
+
+
+def test_what_lm_eval_sends_is_answered_in_its_shape(served, llm):
+    """Prompts of ids, echoed and scored: aligned, null first, and the same float chosen and on top."""
+    prompts = [list("The caché é".encode()), list(b"a b c")]
+    body = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True, "model": "tiny"}
+    choices = served.complete(prompts, **body)["choices"]
+    for ids, choice in zip(prompts, sorted(choices, key=lambda c: c["index"]), strict=True):
+        found = choice["logprobs"]
+        values, tops = found["token_logprobs"], found["top_logprobs"]
+        assert len(values) == len(tops) == len(ids) + 1 and values[0] is tops[0] is None
+        scores = llm.score(ids, 1)
+        assert values[1:-1] == [
+            entry[token].logprob for token, entry in zip(ids[1:], scores[1:], strict=True)
+        ]
+        greedy = [entry[token].rank == 1 for token, entry in zip(ids[1:], scores[1:], strict=True)]
+        assert [v == max(t.values()) for v, t in zip(values[1:-1], tops[1:-1], strict=True)] == greedy
+        assert values[-1] == max(tops[-1].values())
+        assert choice["text"].startswith(bytes(ids).decode())
+
+
+def test_scoring_only(served):
+    answer = served.complete("The cache", max_tokens=0, echo=True, logprobs=1)
+    choice = answer["choices"][0]
+    assert choice["text"] == "The cache" and choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["tokens"]) == 9 and answer["usage"]["completion_tokens"] == 0
+
+
+def test_a_streamed_echo_ends_once_at_its_end(served):
+    *events, done = served.events(prompt="x", echo=True, temperature=0)
+    assert done == "[DONE]"
+    reasons = [event["choices"][0]["finish_reason"] for event in events if event["choices"]]
+    assert reasons[-1] is not None and set(reasons[:-1]) == {None}
+    assert events[0]["choices"][0]["text"].startswith("x")
+
+
+def test_a_prompts_score_is_what_decoding_reported(served):
+    """The full-depth score of generated tokens equals the log probabilities that decoding gave them."""
+    text = served.complete("The cache", max_tokens=12, logprobs=0)["choices"][0]
+    whole = list(b"The cache") + [ord(t) for t in text["logprobs"]["tokens"] if len(t) == 1 and ord(t) < 128]
+    scored = served.complete(whole, max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
+    count = next((i for i, t in enumerate(text["logprobs"]["tokens"]) if len(t) != 1 or ord(t) > 127), 12)
+    assert scored["token_logprobs"][9 : 9 + count] == pytest.approx(
+        text["logprobs"]["token_logprobs"][:count], abs=1e-4
+    )
+
+
+def test_tokenizing_there_and_back(served):
+    tokens = served.http.post("/tokenize", json={"prompt": "Grüße", "add_special_tokens": True}).json()
+    assert (
+        tokens["tokens"] == list("Grüße".encode()) and tokens["count"] == 7 and tokens["max_model_len"] == 64
+    )
+    assert served.http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "Grüße"}
+    chat = served.http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
+    assert bytes(chat["tokens"]) == b"u:x|A:"
+    assert "eos_token" in served.http.get("/tokenizer_info").json()

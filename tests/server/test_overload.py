@@ -1,0 +1,159 @@
+"""Ten times the load that the server bears: refusals are quick, and what it can do it goes on doing."""
+
+import asyncio
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLAGS = "--http 127.0.0.1:0 --max-num-seqs 4 --max-num-batched-tokens 256 --max-model-len 512".split()
+FLAGS += "--max-queued-requests 8 --steps-per-launch 8".split()
+BODY = {"prompt": "The function returns " * 10, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
+
+
+def start() -> tuple[subprocess.Popen, str]:
+    """A warm server of the demo's model, and its address."""
+    command = [sys.executable, str(ROOT / "serve.py"), *FLAGS]
+    environment = {name: value for name, value in os.environ.items() if name != "NPROC"}  # see conftest.py
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    said, url = process.stderr, ""
+    assert said is not None
+    for line in said:
+        url = url or (re.findall(r"http://[\d.:]+", line) or [""])[0]
+        if line.startswith("ready"):
+            threading.Thread(target=lambda: (said.read(), said.close()), daemon=True).start()
+            return process, url
+    raise AssertionError(f"the server ended with {process.wait()}")
+
+
+def resident(process: subprocess.Popen) -> float:
+    """MiB."""
+    text = Path(f"/proc/{process.pid}/status").read_text()
+    return int(re.findall(r"VmRSS:\s+(\d+)", text)[0]) / 1024
+
+
+class Client:
+    """HTTP over kept connections with next to no work of its own: a library's client takes as much of the
+    two cores for a refusal as the server, and the server's goodput is what is measured."""
+
+    def __init__(self, url: str):
+        self.host, port = re.findall(r"http://([\d.]+):(\d+)", url)[0]
+        self.port, self._idle = int(port), []
+
+    async def post(self, path: str, body: dict) -> tuple[int, dict[str, str], dict]:
+        """Status, headers and the JSON that came back, within two minutes."""
+        async with asyncio.timeout(120):
+            return await self._post(path, json.dumps(body).encode())
+
+    async def _post(self, path: str, content: bytes):
+        connection = await self._connection()
+        reader, writer = connection
+        head = f"POST {path} HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (x.partition(": ") for x in lines if x)}
+        answer = json.loads(await reader.readexactly(int(headers["content-length"])))
+        if headers.get("connection") == "close":
+            writer.close()
+        else:
+            self._idle.append(connection)
+        return int(first.split()[1]), headers, answer
+
+    async def _connection(self):
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof():  # else the server has closed it: it was idle too long
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection(self.host, self.port)
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+
+
+async def send(client: Client, answers: list[tuple[int, float, bool]]) -> None:
+    """One request: (status, seconds, whether it said when to come back)."""
+    began = time.perf_counter()
+    body = BODY | {"cache_salt": f"s{random.getrandbits(60)}"}
+    status, headers, answer = await client.post("/v1/completions", body)
+    seconds = time.perf_counter() - began
+    whole = status != 200 or answer["usage"]["completion_tokens"] == BODY["max_tokens"]
+    answers.append((status if whole else -1, seconds, "retry-after" in headers))
+
+
+async def capacity(client: Client, seconds: float) -> float:
+    """Requests a second with every place taken and nobody refused."""
+    answers: list = []
+    end = time.perf_counter() + seconds
+
+    async def caller():
+        while time.perf_counter() < end:
+            await send(client, answers)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(6)))
+    assert {status for status, _, _ in answers} == {200}
+    return len(answers) / (time.perf_counter() - began)
+
+
+async def flood(client: Client, rate: float, seconds: float) -> tuple[list, float]:
+    """Poisson arrivals for so long; the answers, and how long all took."""
+    answers: list = []
+    source, tasks, began = random.Random(0), [], time.perf_counter()
+    due = began
+    while due < began + seconds:
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        tasks.append(asyncio.create_task(send(client, answers)))
+        due += source.expovariate(rate)
+    await asyncio.gather(*tasks)
+    return answers, time.perf_counter() - began
+
+
+async def measure(url: str, process: subprocess.Popen, seconds: float) -> dict:
+    client = Client(url)
+    await capacity(client, 5)
+    before = await capacity(client, seconds / 2)
+    memory = resident(process)
+    answers, took = await flood(client, 10 * before, seconds)
+    grown = resident(process) - memory
+    after = await capacity(client, seconds / 2)
+    client.close()
+    refused = sorted(s for status, s, _ in answers if status == 503)
+    done = sum(status == 200 for status, _, _ in answers)
+    return {
+        "capacity": (before, after),
+        "sent": len(answers),
+        "done": done,
+        "others": sorted({status for status, _, _ in answers} - {200, 503}),
+        "silent_refusals": sum(status == 503 and not again for status, _, again in answers),
+        "goodput": done / took / statistics.mean((before, after)),
+        "refusal_p50_ms": 1e3 * statistics.median(refused),
+        "refusal_p99_ms": 1e3 * refused[int(0.99 * len(refused))],
+        "grown_mib": grown,
+    }
+
+
+@pytest.mark.soak
+def test_ten_times_the_load(capsys):
+    """Alone on its machine: it measures time."""
+    process, url = start()
+    try:
+        found = asyncio.run(measure(url, process, 60.0))
+    finally:
+        process.kill()
+        process.wait()
+    with capsys.disabled():
+        print(f"\noverload: {json.dumps(found)}")
+    assert not found["others"] and not found["silent_refusals"] and found["done"] < found["sent"] / 4
+    assert found["refusal_p50_ms"] <= 10 and found["refusal_p99_ms"] <= 100
+    assert found["goodput"] >= 0.9 and found["grown_mib"] <= 64

@@ -1,0 +1,126 @@
+"""A refusal is cheap, and it arrives: one write, before the body is read, and no reset behind it."""
+
+import asyncio
+import http.client
+import socket
+import threading
+
+import httpx
+import pytest
+from http_server import Running, connect, error_of, make_llm, wait_for
+
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.server.limits import Keys
+from swiftkv_jax.server.server import listen
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD += b"content-length: %d\r\n\r\n"
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["announced", "in pieces"])
+def test_a_client_that_sends_all_first_sees_that_it_was_too_much(served, chunked):
+    """32 MiB, which no buffer of the system holds: the connection is not reset while they are sent."""
+    content = (b"x" * 2**20 for _ in range(32)) if chunked else b"x" * 2**25
+    caller = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    caller.request("POST", "/v1/completions", content, {"content-type": "application/json"})
+    answer = caller.getresponse()
+    assert answer.status == 413 and b'"body_too_large"' in answer.read()
+    caller.close()
+    assert served.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
+
+
+def test_who_sends_on_after_a_refusal_is_cut_off_in_the_end():
+    with Running(make_llm(), warm_up=False, linger_s=0.5) as server, connect(server) as caller:
+        caller.sendall(HEAD % 2**30)
+        assert caller.recv(65536).startswith(b"HTTP/1.1 413")
+        with pytest.raises(ConnectionError):
+            while True:
+                caller.sendall(b" " * 2**16)
+        wait_for(lambda: not server.uvicorn.server_state.connections)
+
+
+def test_a_full_server_refuses_before_the_body_comes_in_one_write(monkeypatch):
+    """And the connection goes on: the body is passed over when it comes."""
+    writes: list[bytes] = []
+    write = asyncio.selector_events._SelectorSocketTransport.write  # pyright: ignore
+
+    def watched(self, data):
+        writes.append(bytes(data))
+        return write(self, data)
+
+    with Running(make_llm(), warm_up=False, api_keys=("one", "two"), max_requests_per_key=1) as server:
+        key = b"\r\nauthorization: Bearer one\r\n\r\n"
+        head = HEAD.replace(b"\r\n\r\n", key)
+        release = threading.Event()
+        server.engine.probe = lambda point, request_id: point == "run" and release.wait(60)
+        with connect(server) as first, connect(server) as caller:
+            body = b'{"prompt": "x", "max_tokens": 1}'
+            first.sendall(head % len(body) + body)
+            wait_for(lambda: server.api.models.tickets)
+            monkeypatch.setattr(asyncio.selector_events._SelectorSocketTransport, "write", watched)
+            for _ in range(2):
+                caller.sendall(head % len(body))
+                answer = caller.recv(65536)
+                assert answer.startswith(b"HTTP/1.1 429") and b"retry-after" in answer
+                assert answer.endswith(b"}}") and writes == [answer], "head and body together"
+                writes.clear()
+                caller.sendall(body)
+            release.set()
+            assert first.recv(65536).startswith(b"HTTP/1.1 200")
+            wait_for(lambda: not server.api.models.tickets)
+            caller.sendall(head % len(body) + body)
+            assert caller.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_port_that_another_server_has_is_an_error_at_once():
+    """Before that one serves, and before a model is loaded for nothing."""
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1:{port} .Address already in use."):
+            listen("127.0.0.1", port)
+    listen("127.0.0.1", port).close()
+
+
+def test_metrics_tell_a_key_nothing_of_the_others():
+    keys = ("one", "two")
+    with Running(make_llm(), warm_up=False, api_keys=keys, metrics_key="watcher") as server:
+
+        def ask(route: str, key: str | None) -> httpx.Response:
+            headers = {} if key is None else {"authorization": f"Bearer {key}"}
+            return httpx.get(f"{server.url}{route}", headers=headers, trust_env=False)
+
+        statuses = {key: ask("/metrics", key).status_code for key in (*keys, "watcher", "wrong", None)}
+        assert statuses == {"one": 403, "two": 403, "watcher": 200, "wrong": 401, None: 401}
+        assert "--metrics-key-file" in error_of(ask("/metrics", "one"))["message"]
+        assert ask("/v1/models", "watcher").status_code == 401, "it opens nothing else"
+        assert ask("/v1/models", "one").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "keys, metrics_key, statuses",
+    [
+        ((), None, [200, 200, 200]),
+        (("one",), None, [401, 200, 401]),
+        (("one", "two"), None, [401, 403, 401]),
+        ((), "m", [403, 403, 200]),
+        (("one",), "m", [401, 403, 200]),
+    ],
+)
+def test_who_may_see_the_metrics(keys, metrics_key, statuses):
+    """Nobody's key, an API key, the metrics key; without any key the server is one caller's."""
+    found = []
+    for key in (b"Bearer x", b"Bearer one", b"bearer m"):
+        try:
+            Keys(keys, metrics_key).check_metrics(key)
+            found.append(200)
+        except Exception as error:
+            found.append(error.status)  # pyright: ignore
+    assert found == statuses
+
+
+def test_a_caller_that_vanishes_while_its_answer_is_joined_harms_nobody(served):
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", served.port)) as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+            caller.sendall(HEAD % 2**30)
+    assert served.http.get("/health").status_code == 200

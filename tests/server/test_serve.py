@@ -1,0 +1,502 @@
+"""serve.py end to end on a small model: files in and out, resumed after a kill, bad input refused."""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import hf_models
+import huggingface_hub
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+import transformers
+
+from swiftkv_jax import commands
+from swiftkv_jax.checkpoint.generation import read_generation_config
+from swiftkv_jax.engine import kernels
+from swiftkv_jax.engine import llm as llm_module
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.errors import UsageWarning
+from swiftkv_jax.folder import DEMO, private
+from swiftkv_jax.kernels.check.decide import Decision
+from swiftkv_jax.kernels.check.machine import Machine
+from swiftkv_jax.server.main import main
+from swiftkv_jax.text.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [f"The function number {i} returns" + " a list of" * (i % 3) for i in range(8)]
+FLAGS = ["--max-num-seqs", "2", "--max-model-len", "64", "--max-tokens", "6", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random model with the demo's tokenizer, as transformers saves it."""
+    path = tmp_path_factory.mktemp("model")
+    fields = {"vocab_size": 2048, "num_hidden_layers": 2, "bos_token_id": 0, "eos_token_id": 1}
+    hf_models.save(hf_models.build("llama", **fields), path)
+    transformers.AutoTokenizer.from_pretrained(ROOT / "demo" / "tokenizer").save_pretrained(path)
+    (path / "chat_template.jinja").unlink()
+    (path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.8, "top_k": 50, "eos_token_id": [1]})
+    )
+    return path
+
+
+def jsonl(path: Path, rows) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path) -> dict[int, dict]:
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    assert len({row["index"] for row in rows}) == len(rows)
+    return {row["index"]: row for row in rows}
+
+
+def answers(rows: dict[int, dict]) -> list[tuple]:
+    return [
+        (i, row["token_ids"], row["text"], row["finish_reason"], row["key"])
+        for i, row in sorted(rows.items())
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    """(input file, rows) of a run that nothing interrupts."""
+    place = tmp_path_factory.mktemp("whole")
+    source = jsonl(place / "in.jsonl", [{"prompt": text} for text in TEXTS])
+    out = place / "out.jsonl"
+    assert main(["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]) == 0
+    return source, read(out)
+
+
+def test_output_lines_hold_what_llm_generate_gives(folder, whole):
+    rows = whole[1]
+    llm = LLM(folder, max_num_seqs=2, max_model_len=64)
+    assert llm.defaults == SamplingParams(temperature=0.8, top_k=50)
+    assert read_generation_config(folder).eos_token_ids == llm.eos_ids[-1:]
+    params = [llm.defaults.updated({"max_tokens": 6, "seed": i}) for i in range(len(TEXTS))]
+    for i, output in enumerate(llm.generate(TEXTS, params, use_tqdm=False)):
+        got = rows[i]
+        assert (got["prompt"], got["id"], got["prompt_tokens"]) == (
+            TEXTS[i],
+            None,
+            len(output.prompt_token_ids),
+        )
+        assert (got["text"], got["token_ids"]) == (output.outputs[0].text, output.outputs[0].token_ids)
+        assert got["finish_reason"] == output.outputs[0].finish_reason
+        timings = got["timings"]
+        assert 0 <= timings["queue_s"] < timings["ttft_s"] <= timings["total_s"] and timings["tpot_s"] > 0
+
+
+KILLER = """
+import os, runpy, signal, sys
+from swiftkv_jax.server.jobs import Output
+
+write, lines = Output.write, []
+
+def write_some(self, row):
+    if len(lines) == 3:
+        self._file.write('{"index": 7, "te')
+        self._file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    lines.append(row)
+    write(self, row)
+
+Output.write = write_some
+sys.argv = ["serve.py", *sys.argv[1:]]
+runpy.run_path("serve.py", run_name="__main__")
+"""
+
+
+def test_killed_and_resumed_equals_uninterrupted(folder, whole, tmp_path):
+    """kill -9 in the middle of a line, then --resume: nothing missing, nothing twice, the same tokens."""
+    source, want = whole
+    out = tmp_path / "out.jsonl"
+    flags = ["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests"), "PYTHONPATH": str(ROOT)}
+    killed = subprocess.run([sys.executable, "-c", KILLER, *flags], cwd=ROOT, env=os.environ | cache)
+    assert killed.returncode == -signal.SIGKILL
+    kept = out.read_bytes()
+    whole_lines = kept[: kept.rfind(b"\n") + 1]
+    assert whole_lines.count(b"\n") == 3 and len(whole_lines) < len(kept)
+    assert main([*flags, "--resume"]) == 0
+    assert out.read_bytes().startswith(whole_lines)
+    assert answers(read(out)) == answers(want)
+    finished = out.read_bytes()
+    assert main([*flags, "--resume"]) == 0  # nothing left: nothing changes
+    assert out.read_bytes() == finished
+
+
+def test_rows_override_flags_and_flags_the_checkpoint(folder, tmp_path, capsys):
+    rows = [
+        {"prompt": TEXTS[0], "id": "first", "temperature": 0.0, "max_tokens": 2, "note": "kept by the user"},
+        {"prompt_token_ids": [5, 6, 7], "id": 2, "n": 2, "logprobs": 1},
+    ]
+    source, out = jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    flags = [
+        "--model",
+        str(folder),
+        "--input",
+        source,
+        "--output",
+        str(out),
+        *FLAGS[:-1],
+        "--top-k",
+        "3",
+        "--seed",
+        "4",
+    ]
+    assert main(flags) == 0
+    said = capsys.readouterr().err
+    for piece in (
+        "llama; standard, 2 layers",
+        "float32",
+        "top_k=3",
+        "temperature=0.8",
+        "ignored fields of the input: note",
+    ):
+        assert piece in said
+    assert "bytes per token" in said and "tok/s" in said and "TTFT" in said and "TPOT" in said
+    got = read(out)
+    assert (got[0]["id"], len(got[0]["token_ids"])) == ("first", 2)
+    assert got[1]["prompt"] is None and got[1]["prompt_token_ids"] == [5, 6, 7]
+    assert len(got[1]["completions"]) == 2 and got[1]["completions"][0]["text"] == got[1]["text"]
+    assert all(
+        set(entry) == {"logprob", "rank", "decoded_token"} for e in got[1]["logprobs"] for entry in e.values()
+    )
+
+
+def test_text_files_give_readable_text_on_stdout(folder, tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("One prompt\n\nTwo prompt\r\n")
+    assert main(["--model", str(folder), "--input", str(tmp_path / "in.txt"), *FLAGS]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("--- ") == 2 and "\nOne prompt >>>" in out and "\nTwo prompt >>>" in out and err == ""
+
+
+def test_stdin_to_stdout(folder, whole, monkeypatch, capsys):
+    lines = f"{TEXTS[0]}\n{json.dumps({'prompt': TEXTS[1]})}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert main(["--model", str(folder), "--input", "-", "--output", "-", *FLAGS]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert answers({row["index"]: row for row in rows}) == answers(whole[1])[:2]
+
+
+BROKEN = [
+    '{"prompt": "good"}',
+    '{"prompt": "torn',
+    "[1, 2]",
+    '{"text": "a"}',
+    '{"prompt": "a", "max_token": 3}',
+    '{"prompt": "a", "temperature": NaN}',
+    '{"prompt": ""}',
+    '{"prompt_token_ids": [2048]}',
+    '{"messages": [{"role": "user", "content": "a"}]}',
+    '{"prompt": "a", "id": [1]}',
+    '{"prompt": "\\ud800"}',
+    '{"prompt": "a", "max_tokens": 99}',
+    '{"prompt": "good too"}',
+]
+
+
+def test_broken_lines_are_all_named_or_skipped(folder, tmp_path, capsys):
+    source, out = jsonl(tmp_path / "in.jsonl", BROKEN), tmp_path / "out.jsonl"
+    flags = ["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]
+    assert main(flags) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and not out.exists()
+    for number in range(1, 14):
+        assert (f"line {number}: " in message) == (1 < number < 13)
+    assert (
+        "did you mean 'max_tokens'" in message
+        and "no chat template" in message
+        and "2048 is outside" in message
+    )
+    assert main([*flags, "--skip-bad-lines"]) == 0
+    assert sorted(read(out)) == [0, 12]
+
+
+def test_an_output_that_is_not_ours_is_left_alone(folder, whole, tmp_path, capsys):
+    source, out = whole[0], tmp_path / "out.jsonl"
+    flags = ["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]
+    for held, more, problem in (
+        ("precious\n", [], "--resume finishes it"),
+        ("precious\n", ["--resume"], "line 1, is no output"),
+        ('{"index": 3, "key": "0"}\n', ["--resume"], "other sampling settings, at index 3"),
+    ):
+        out.write_text(held)
+        assert main([*flags, *more]) == 2
+        assert problem in capsys.readouterr().err and out.read_text() == held
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--max-token", "3"], "did you mean '--max-tokens'"),
+        (["--max-tokens", "many"], "invalid int value"),
+        (["--max-tokens", "0"], "max_tokens must be at least 1|max_tokens must be in"),
+        (["--temperature", "nan"], "temperature must be a finite number"),
+        (["--input", "absent.jsonl"], "cannot read absent.jsonl"),
+        (["--resume"], "--resume needs --output"),
+        (["--model", "./nowhere"], "no such folder"),
+        (["--dtype", "int8"], "dtype 'int8' is not supported"),
+        (["--max-model-len", "999"], "max_model_len"),
+        (
+            ["--kernels", "chunk=pallas_tpu"],
+            "paged_attention: pallas_tpu needs a tpu, this is cpu: reference",
+        ),
+        (["--kernels", "pallas_gpv"], "no operation has 'pallas_gpv': .*; did you mean 'pallas_gpu'"),
+        (["--output", "/nowhere/out.jsonl"], "cannot write /nowhere/out.jsonl"),
+    ],
+    ids=str,
+)
+def test_bad_flags_exit_with_2_and_one_line(folder, flags, problem, capsys):
+    given = flags if "--model" in flags else ["--model", str(folder), *flags]
+    assert main([*given, "--quiet"]) == 2
+    out, err = capsys.readouterr()
+    assert re.search(problem, err) and err.startswith("error: ") and err.count("\n") == 1 and not out
+
+
+def test_a_full_disk_is_one_line_and_a_device_may_take_the_answers(folder, tmp_path, capsys):
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    assert main(["--model", str(folder), "--input", source, "--output", "/dev/full", *FLAGS]) == 1
+    assert capsys.readouterr().err == "error: cannot write /dev/full (No space left on device)\n"
+    assert main(["--model", str(folder), "--input", source, "--output", "/dev/null", *FLAGS]) == 0
+
+
+def test_without_a_model_the_packages_own_is_served_in_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    monkeypatch.setattr(LLM, "run", lambda self, requests: iter(()))
+    assert main(["--input", source, *FLAGS[:-1]]) == 0
+    assert f"model     {DEMO / 'teacher'} (llama; standard, 8 layers)" in capsys.readouterr().err
+
+
+def test_a_hub_model_is_of_one_commit_and_says_which(folder, tmp_path, monkeypatch, capsys):
+    """Weights and tokenizer both: asked for twice, the hub may give files of two commits."""
+    snapshot, asked = tmp_path / "snapshots" / "0a1b2c", []
+    shutil.copytree(folder, snapshot)
+
+    def download(repo, revision, allow_patterns):
+        asked.append(repo)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    assert main(["--model", "someone/some-model", "--input", source, *FLAGS[:-1]]) == 0
+    assert asked == ["someone/some-model"]
+    assert "someone/some-model at commit 0a1b2c\n" in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_serves_token_ids_and_refuses_texts(folder, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(folder / name, bare / name)
+    rows = [{"prompt_token_ids": [5, 6, 7]}, {"prompt": "The"}, {"messages": [{"role": "user"}]}]
+    out = tmp_path / "out.jsonl"
+    flags = ["--model", str(bare), "--output", str(out), *FLAGS[:-1]]
+    with pytest.warns(UsageWarning, match="no tokenizer in .*bare"):
+        assert main([*flags, "--input", jsonl(tmp_path / "all.jsonl", rows)]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "line 2: prompt is text, but the model has no tokenizer: give token ids" in said
+    assert "line 3: prompt is text" in said and not out.exists()
+    assert main([*flags, "--quiet", "--input", jsonl(tmp_path / "ids.jsonl", rows[:1])]) == 0
+    (row,) = read(out).values()
+    assert len(row["token_ids"]) == 6 and row["text"] == "" and not capsys.readouterr().err
+
+
+def test_a_warning_is_one_line_of_a_command(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back afterwards
+    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    commands.be_quiet()
+    assert warnings.formatwarning("an odd field", UsageWarning, "a.py", 3) == "warning: an odd field\n"
+    assert "a.py:3: UserWarning: another's" in warnings.formatwarning("another's", UserWarning, "a.py", 3)
+
+
+def test_ctrl_c_says_how_to_go_on(folder, whole, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out.jsonl"
+    run = LLM.run
+
+    def interrupted(self, requests):
+        for count, finished in enumerate(run(self, requests)):
+            if count == 3:
+                raise KeyboardInterrupt
+            yield finished
+
+    flags = ["--model", str(folder), "--input", whole[0], "--output", str(out), *FLAGS]
+    monkeypatch.setattr(LLM, "run", interrupted)
+    assert main(flags) == 130
+    assert "3 of 8 prompts: the same command with --resume" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main([*flags, "--resume"]) == 0
+    assert answers(read(out)) == answers(whole[1])
+
+
+def test_a_tokenizers_panic_is_one_line(folder, tmp_path, monkeypatch, capsys):
+    class PanicException(BaseException):
+        """As pyo3's: no Exception."""
+
+    class Rust:
+        def __getattr__(self, name):
+            return getattr(rust, name)
+
+        def encode(self, text, **options):
+            if "x" in text:
+                raise PanicException("retry-limit-in-match over\nat line 5")
+            return rust.encode(text, **options)
+
+    tokenizer = load_tokenizer(folder)
+    rust, tokenizer.rust = tokenizer.rust, Rust()
+    monkeypatch.setattr(llm_module, "load_tokenizer", lambda _: tokenizer)
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "good"}, {"prompt": "x"}])
+    out = tmp_path / "out.jsonl"
+    flags = ["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]
+    assert main(flags) == 2
+    said = capsys.readouterr().err
+    assert "line 2: the tokenizer of" in said and "retry-limit" in said and said.count("\n") == 1
+    assert main([*flags, "--skip-bad-lines"]) == 0 and sorted(read(out)) == [0]
+
+
+def test_a_batch_of_which_prompts_fail_ends_with_1(folder, tmp_path, capsys):
+    """NaN in the weights: no token came, so there is no time to the first one."""
+    spoilt, out = tmp_path / "spoilt", tmp_path / "out.jsonl"
+    shutil.copytree(folder, spoilt)
+    weights = safetensors.numpy.load_file(spoilt / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * np.nan
+    safetensors.numpy.save_file(weights, spoilt / "model.safetensors", {"format": "pt"})
+    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "two"}])
+    flags = ["--model", str(spoilt), "--input", source, "--output", str(out), *FLAGS[:-1]]
+    assert main(flags) == 1
+    said = capsys.readouterr().err
+    assert "done: 2 prompts" in said and "no token came" in said and "TTFT" not in said
+    assert said.splitlines()[-1] == (
+        "error: 2 of 2 prompts failed: the model's logits are not finite (NaN or infinity)"
+    )
+    assert [row["timings"]["ttft_s"] for row in read(out).values()] == [None, None]
+    assert {row["finish_reason"] for row in read(out).values()} == {"error"}
+
+
+def test_kernels_are_said_at_the_start_and_reported(folder, tmp_path, capsys, monkeypatch):
+    given = ["--model", str(folder), *FLAGS[:-1]]
+    lines = jsonl(tmp_path / "in.jsonl", [{"prompt": TEXTS[0]}])
+    assert main([*given, "--input", lines, "--kernels", "decode=reference,xla"]) == 0
+    assert "kernels   decode reference, chunk xla, scoring xla (named)\n" in capsys.readouterr().err
+    assert main([*given, "--kernels", "report"]) == 0
+    assert "nothing to check" in capsys.readouterr().out
+    found = Decision({"decode": "xla"}, "checked on a GPU in 9 s", {"decode: xla": {"status": "failed"}})
+    monkeypatch.setattr(kernels, "_machine", lambda: Machine("gpu", "a GPU"))
+    monkeypatch.setattr(kernels, "decide", lambda *_, **__: found)
+    assert main([*given, "--kernels", "report"]) == 0
+    assert re.search(r"^decode +\* xla +failed", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize("asked", [["--help"], ["--http", "--help"]], ids=["batch", "server"])
+def test_help_fits_two_screens(asked, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(asked)
+    said = capsys.readouterr().out
+    assert stopped.value.code == 0 and said.count("\n") < 60
+    assert ("--api-key" in said) == ("--input" not in said.partition("options")[2]) == ("--http" in asked)
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch, capsys):
+    """A start of `serve.py`, as far as its cache of programs goes, with a home in `tmp_path`: the folder that
+    is then in force, and what was said on stderr."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def start(named: str | None = None) -> tuple[str | None, str]:
+        with monkeypatch.context() as patch:
+            patch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+            jax.config.update("jax_compilation_cache_dir", named)  # as JAX does when it is imported
+            if named:
+                patch.setenv("JAX_COMPILATION_CACHE_DIR", named)
+            commands.cache_programs()
+        return jax.config.jax_compilation_cache_dir, capsys.readouterr().err
+
+    yield start
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_the_compilation_cache_is_its_users_alone_or_not_used(tmp_path, cached):
+    """Who can write there can run code in the process: as much as whoever may put another in its place."""
+    cache = tmp_path / "swiftkv-jax" / "xla"
+    assert cached() == (str(cache), "")
+    assert [folder.stat().st_mode & 0o777 for folder in (cache.parent, cache)] == [0o700] * 2
+    cache.chmod(0o770)
+    used, said = cached()
+    assert used is None and said.count("\n") == 1
+    assert f"warning: no compilation cache: {cache} must be yours alone" in said
+    for mode, parents, alone in (
+        (0o755, 0o755, True),
+        (0o702, 0o700, False),
+        (0o1777, 0o700, False),  # where nobody can rename what is there, anybody can still add to it
+        (0o700, 0o770, False),
+    ):
+        cache.chmod(mode)
+        cache.parent.chmod(parents)
+        assert private(cache) == alone
+    cache.parent.chmod(0o700)
+    (tmp_path / "file").write_text("")
+    assert private(cache) and not private(tmp_path / "file" / "xla")
+
+
+def test_a_compilation_cache_that_the_environment_names_is_looked_at_as_ours_is(
+    tmp_path, cached, monkeypatch
+):
+    """What it holds is code. A link is followed first: who made it could lead it elsewhere later."""
+    named, link = tmp_path / "of the team" / "cache", tmp_path / "link"
+    assert cached(str(named)) == (str(named), "") and named.stat().st_mode & 0o777 == 0o700
+    assert cached("gs://b/c") == ("gs://b/c", "")
+    assert not (tmp_path / "swiftkv-jax").exists(), "ours is not wanted"
+    named.chmod(0o777)
+    link.symlink_to(named)
+    for path in (named, link):
+        used, said = cached(str(path))
+        assert f"warning: no compilation cache: {named} must be yours alone (chmod 700)" in said
+        assert used is None and said.count("\n") == 1
+    named.chmod(0o700)
+    for mode, alone in ((0o777, False), (0o1777, True), (0o775, False), (0o755, True)):
+        named.parent.chmod(mode)
+        assert private(named) == alone, "with the sticky bit only its owner can put another in its place"
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    assert not private(named), "another's"
+
+
+CACHE_IN_FORCE = """
+import runpy, sys
+import jax
+from swiftkv_jax.server import main
+
+def show(**_):
+    print(jax.config.jax_compilation_cache_dir)
+    return 0
+
+main.main = show
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_a_cache_that_others_can_write_to_is_not_used(tmp_path):
+    """Not only warned of, by the command itself: JAX would take what the environment names."""
+    named = tmp_path / "cache"
+    named.mkdir()
+    named.chmod(0o777)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(named)}
+    command = [sys.executable, "-c", CACHE_IN_FORCE, str(ROOT / "serve.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.strip()) == (0, "None"), done.stderr

@@ -1,0 +1,68 @@
+"""Which rows are converted: the law of shares, sizes and turning back, on made-up measurements."""
+
+import pytest
+
+from swiftkv_jax.slim.calibrate import EXACT, FITTED, Candidate, Found
+from swiftkv_jax.slim.choose import Measured, forced, under
+
+SIZES = {"kv": 8, "k": 4, "v": 4, "x": 3}
+
+
+def option(row: int, kl: float, form: str = "k", how: str = EXACT) -> Measured:
+    return Measured(Candidate(row, form, how), kl, 1.0)
+
+
+def choose(options, bound: float = 1.0, plain: float = 0.0, whole=lambda picks: 0.0, refused=()):
+    found = [Found(i, 1.0, 1.0, (), dict(refused)) for i in range(len(options))]
+    return under(found, options, SIZES.__getitem__, plain, bound, whole)
+
+
+def forms(choices) -> list[str]:
+    return [c.measured.candidate.form if c.measured else "kv" for c in choices]
+
+
+def test_the_smallest_row_under_its_share_is_taken():
+    """A share is the bound over the rows: 0.5 of two."""
+    options = [[option(0, 0.01), option(0, 0.4, "x")], [option(1, 0.01), option(1, 0.6, "x")]]
+    assert forms(choose(options)) == ["x", "k"]
+
+
+@pytest.mark.parametrize(
+    "kl, how", [((1e-9, 1e-7), EXACT), ((1e-3, 1e-4), FITTED)], ids=["float32", "bfloat16"]
+)
+def test_of_equal_sizes_the_one_that_measures_better(kl, how):
+    options = [[option(0, kl[0]), option(0, kl[1], how=FITTED)]]
+    (choice,) = choose(options)
+    assert choice.measured and choice.measured.candidate.how == how
+
+
+def test_what_rounding_keys_and_values_costs_is_no_rows_fault():
+    """The share of two rows under 1.0 is 0.3 when 0.4 are gone before; a row costs what it adds."""
+    options = [[option(0, 0.69)], [option(1, 0.71)]]
+    choices = choose(options, plain=0.4)
+    assert forms(choices) == ["k", "kv"]
+    assert choices[1].why == "k would cost KL 7.1e-01, over its share of 3.0e-01"
+
+
+def test_the_worst_rows_go_back_until_the_whole_is_under_the_bound():
+    asked = []
+
+    def whole(picks) -> float:
+        asked.append([pick.row for pick in picks])
+        return float(len(picks))  # rows that are harmless alone, and not together
+
+    options = [[option(i, kl)] for i, kl in enumerate((0.1, 0.2, 0.05, 0.15))]
+    choices = choose(options, bound=2.0, whole=whole)
+    assert forms(choices) == ["k", "kv", "k", "kv"]
+    assert asked == [[0, 1, 2, 3], [0, 2, 3], [0, 2]]
+    assert choices[1].why.startswith("the whole model's KL was 4.0e+00 with this row")
+
+
+def test_a_row_without_candidates_says_why():
+    (choice,) = choose([[]], refused={"k": "layer 0: W_K is singular (condition inf)"}.items())
+    assert choice.measured is None and choice.why == "layer 0: W_K is singular (condition inf)"
+
+
+def test_forced_takes_the_best_of_each_whatever_it_costs():
+    (choice,) = forced([[option(0, 9.0), option(0, 4.0, how=FITTED)]])
+    assert choice.measured and choice.measured.kl == 4.0

@@ -1,0 +1,129 @@
+"""The commands as a user types them: their names, versions, misspelt flags, and extras that are missing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax import commands
+from swiftkv_jax.analysis import similarity
+
+ROOT = Path(__file__).resolve().parents[1]
+ENTRIES = {"swiftkv-train": commands.train, "train.py": commands.train}
+ENTRIES |= {"swiftkv-serve": commands.serve, "serve.py": commands.serve}
+ENTRIES |= {"swiftkv-convert": commands.convert}
+
+
+def ran(entry, monkeypatch, *words: str) -> int:
+    """The exit code of a command line."""
+    monkeypatch.setattr(sys, "argv", [f"/somewhere/bin/{words[0]}", *words[1:]])
+    try:
+        return entry()
+    except SystemExit as stopped:  # how argparse ends --help and --version
+        return int(stopped.code or 0)
+
+
+@pytest.fixture(autouse=True)
+def no_cache_of_programs(monkeypatch):
+    """The tests have their own."""
+    monkeypatch.setattr(commands, "cache_programs", lambda: None)
+
+
+@pytest.mark.parametrize(
+    "name, entry",
+    [*ENTRIES.items(), ("swiftkv-eval", commands.evaluate), ("similarity.py", similarity.main)],
+)
+def test_every_command_tells_its_version(name, entry, monkeypatch, capsys):
+    assert ran(entry, monkeypatch, name, "--version") == 0
+    assert capsys.readouterr().out == f"swiftkv-jax {skv.__version__}\n"
+
+
+@pytest.mark.parametrize("name, entry", ENTRIES.items())
+def test_help_names_the_command_that_was_typed(name, entry, monkeypatch, capsys):
+    assert ran(entry, monkeypatch, name, "--help") == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"usage: {name} ")
+    assert not any(other in told for other in ENTRIES if other != name)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--confg", "tiny"], "unrecognized arguments: --confg; did you mean '--config'?"),
+        (["--config=tiny", "--resumee"], "did you mean '--resume'?"),
+        ([], "the following arguments are required: --config"),
+        (["--config", "tini"], "config file tini does not exist; did you mean 'tiny'?"),
+        (
+            ["--config", "configs/tinny.py"],
+            "config file configs/tinny.py does not exist; did you mean 'tiny'?",
+        ),
+        (["--config", "mine"], "these come with the package: demo_teacher, "),
+        (["--config", "tiny", "--distributed"], "no launcher that JAX knows started this process"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_line_that_cannot_be_run_is_one_line(words, said, monkeypatch, tmp_path, capsys):
+    for name in (
+        "JAX_COORDINATOR_ADDRESS",
+        "SLURM_JOB_ID",
+        "OMPI_MCA_orte_hnp_uri",
+        "KUBERNETES_SERVICE_HOST",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "jax._src.xla_bridge.backends_are_initialized", lambda: False
+    )  # as in a fresh process
+    assert ran(commands.train, monkeypatch, "swiftkv-train", *words) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.startswith("error: ") and error.count("\n") == 1 and said in error
+
+
+WITHOUT = """
+import sys
+sys.modules |= dict.fromkeys(("lm_eval", "starlette", "uvicorn", "h11", "pydantic", "prometheus_client"))
+from swiftkv_jax import commands
+for entry, words in ((commands.evaluate, []), (commands.serve, ["--http", "127.0.0.1:0"])):
+    sys.argv = [entry.__name__, *words]
+    print(entry())
+"""
+
+
+def test_a_command_without_its_extra_is_one_line(tmp_path):
+    command = [sys.executable, "-c", WITHOUT]
+    env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "2\n2\n", done.stderr
+    evaluate, serve = done.stderr.splitlines()
+    assert evaluate.startswith("error: this needs lm_eval") and evaluate.endswith(
+        "install 'swiftkv-jax[eval]'"
+    )
+    assert serve.startswith("error: --http needs ") and serve.endswith("pip install 'swiftkv-jax[serve]'")
+
+
+@pytest.mark.parametrize(
+    "words, given, taken",
+    [
+        ([], {}, "0.9"),
+        (["--memory-fraction", "0.5", "--quiet"], {}, "0.5"),
+        (["--memory-fraction=2"], {}, None),
+        (["--memory-fraction", "much"], {}, None),
+        ([], {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}, None),
+        ([], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, None),
+    ],
+)
+def test_a_gpus_memory_is_claimed_as_asked_unless_the_environment_says(words, given, taken, monkeypatch):
+    for name in (
+        "XLA_CLIENT_MEM_FRACTION",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        "XLA_PYTHON_CLIENT_PREALLOCATE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["serve.py", *words])
+    commands.claim_gpu_memory()
+    assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == taken

@@ -1,0 +1,125 @@
+"""Students made without training: they are what distillation would begin with, and cost what is said."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax import convert as command
+from swiftkv_jax.convert import convert, main
+from swiftkv_jax.distill.config import PlanConfig
+from swiftkv_jax.distill.data import DataConfig, evaluation_batches
+from swiftkv_jax.text.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+TEACHER = ROOT / "demo" / "teacher"
+LENGTH = 128
+
+
+@pytest.fixture(autouse=True)
+def fewer_tokens(monkeypatch):
+    monkeypatch.setattr(command, "JUDGED", 4096)
+
+
+def made(out: Path, split: int, init: str = "least_squares", share: int = 1, **options) -> dict[str, float]:
+    plan = PlanConfig(split=split, share=share, init=init, init_tokens=8192)
+    return convert(str(TEACHER), plan, out, length=LENGTH, **options)
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory) -> tuple[Path, dict[str, float]]:
+    out = tmp_path_factory.mktemp("fitted") / "student"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "JUDGED", 4096)
+        return out, made(out, 3)
+
+
+def test_a_student_of_one_row_less_than_the_teacher_costs_nothing(tmp_path):
+    """At split L-1 an untrained student is its teacher."""
+    found = made(tmp_path / "out", 7, "fold")
+    assert abs(found["gap"]) < 1e-5 and found["kl"] < 1e-5 and found["agreement"] == 1.0
+    assert found["cache_bytes"] == 1.0 and found["prompt_flops"] < 1.0
+
+
+@pytest.mark.slow
+def test_least_squares_costs_less_than_folding(fitted, tmp_path):
+    _, solved = fitted
+    folded = made(tmp_path / "out", 3, "fold")
+    assert 0 < solved["gap"] < 0.7 * folded["gap"] and solved["kl"] < 0.7 * folded["kl"]
+    assert solved["agreement"] > folded["agreement"]
+    assert solved["teacher_cross_entropy"] == folded["teacher_cross_entropy"], "the same rows"
+
+
+def held_out_pieces(tokenizer) -> tuple[np.ndarray, ...]:
+    """(tokens, targets, mask) of the rows that `made` judges by, each segment in a row of its own."""
+    data = DataConfig(
+        sources=(str(command.CORPUS),), split="held_out", seq_len=LENGTH, batch_size=4, long_documents="fill"
+    )
+    rows = []
+    for batch in evaluation_batches(data, tokenizer, 4096 // LENGTH // 4):
+        for row, segments in enumerate(batch.segments):
+            for number in range(1, segments.max() + 1):
+                chosen = [x[row][segments == number] for x in (batch.tokens, batch.targets, batch.mask)]
+                rows.append([np.pad(x, (0, LENGTH - len(x))) for x in chosen])
+    return tuple(np.stack(each) for each in zip(*rows, strict=True))
+
+
+def test_the_student_that_is_saved_costs_what_was_said(fitted):
+    """By another way: from the logits of the two folders, in float64."""
+    out, found = fitted
+    tokens, targets, mask = held_out_pieces(load_tokenizer(out))
+    sure = []
+    for path in (TEACHER, out):
+        model, params = skv.from_pretrained(path, dtype="float32")
+        x = np.asarray(jax.jit(model.apply)({"params": params}, tokens), np.float64)[mask > 0]
+        sure.append(x - np.logaddexp.reduce(x, axis=-1, keepdims=True))
+    teacher, student = sure
+    nats = [-np.take_along_axis(x, targets[mask > 0][:, None], 1).mean() for x in sure]
+    assert found["tokens"] == len(teacher) > 3500
+    assert found["teacher_cross_entropy"] == pytest.approx(nats[0], abs=1e-4)
+    assert found["gap"] == pytest.approx(nats[1] - nats[0], abs=1e-3), "it is saved in bfloat16"
+    assert found["kl"] == pytest.approx((np.exp(teacher) * (teacher - student)).sum(-1).mean(), rel=0.01)
+    assert found["agreement"] == pytest.approx((teacher.argmax(-1) == student.argmax(-1)).mean(), abs=5e-3)
+
+
+def test_shared_rows_on_ones_own_text(tmp_path, capsys):
+    """A single text is held out by its pieces."""
+    text = tmp_path / "mine.txt"
+    text.write_text(
+        "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("performance", "architecture"))
+    )
+    found = made(tmp_path / "out", 4, "fold", share=2, text=str(text))
+    assert found["cache_bytes"] == 6 / 8 and 1000 < found["tokens"] < 4096
+    said = capsys.readouterr().out
+    assert "split 4 of 8 layers, 2 layers a row, fold, on" in said and "cache          25% saved" in said
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (raw["num_key_value_layers"], raw["key_value_group_size"]) == (4, 2)
+    assert raw["torch_dtype"] == "bfloat16", "as the teacher's"
+
+
+def test_a_text_too_short_is_refused(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("too short")
+    words = ["--split", "6", "--text", str(tmp_path / "mine.txt"), "--out", str(tmp_path / "out")]
+    assert main([str(TEACHER), *words]) == 2
+    assert "mine.txt is too short: give a text of 40,000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--split", "8"], "--split must be in [1, 7], not 8"),
+        (["--split", "4", "--length", "4096"], "--length must be in [2, 2048], not 4096"),
+        (["--split", "4", "--text", "nowhere.txt"], "source nowhere.txt does not exist"),
+        (["--split", "4", "--init", "guess"], "invalid choice: 'guess'"),
+        (["--split", "4", "--tokens", "64", "--length", "16"], "--tokens must be at least 193, not 64"),
+        ([], "the following arguments are required: --split"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_line(words, said, tmp_path, capsys):
+    assert main([str(TEACHER), *words, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and said in error
+    assert not (tmp_path / "out").exists()

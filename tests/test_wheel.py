@@ -1,0 +1,77 @@
+"""The wheel, as pip would install it, in an empty folder far from any clone."""
+
+import json
+import subprocess
+import sys
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+import wheels
+
+import swiftkv_jax as skv
+
+LARGEST = 10_000_000  # bytes; the demo's model and corpus are nearly all of it
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    return wheels.build(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    return wheels.install(wheel, tmp_path_factory.mktemp("site"))
+
+
+def test_the_wheel_brings_the_demo_the_configs_and_the_types(wheel, site):
+    assert wheel.stat().st_size < LARGEST
+    package = site / "swiftkv_jax"
+    for theirs in ("demo/teacher", "demo/tokenizer", "configs"):
+        names = {path.name for path in (wheels.ROOT / theirs).iterdir() if path.is_file()}
+        assert names == {path.name for path in (package / theirs).iterdir() if path.is_file()} and names
+    assert (package / "demo" / "corpus.jsonl.xz").is_file() and (package / "py.typed").is_file()
+    assert {path.name for path in site.iterdir()} == {
+        "swiftkv_jax",
+        f"swiftkv_jax-{skv.__version__}.dist-info",
+    }
+
+
+def test_the_metadata_say_what_the_package_is(site):
+    text = (site / f"swiftkv_jax-{skv.__version__}.dist-info" / "METADATA").read_text(encoding="utf-8")
+    told = Parser().parsestr(text)
+    assert (told["Name"], told["Version"]) == ("swiftkv-jax", skv.__version__)
+    assert told["Author"] == "The swiftkv-jax authors" and told["License-Expression"] == "Apache-2.0"
+    assert {"LICENSE", "demo/LICENSE-corpus.txt"} <= set(told.get_all("License-File"))
+    assert "jax" in told["Keywords"].split(",")
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.12"} <= set(told.get_all("Classifier"))
+
+
+def test_serve_answers_with_the_demo_from_the_wheel_alone(site, tmp_path):
+    program = (
+        "import sys; sys.argv[0] = 'swiftkv-serve'; from swiftkv_jax.commands import serve; sys.exit(serve())"
+    )
+    flags = [
+        "--input",
+        "-",
+        "--output",
+        "-",
+        "--max-tokens",
+        "2",
+        "--num-pages",
+        "8",
+        "--max-model-len",
+        "128",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *flags],
+        input='{"prompt": "The cache"}\n',
+        env=wheels.environment(site),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"model     {site / 'swiftkv_jax' / 'demo' / 'teacher'} (" in done.stderr
+    assert json.loads(done.stdout)["text"]

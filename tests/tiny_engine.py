@@ -1,0 +1,157 @@
+"""Tiny models with odd shapes, a byte tokenizer, the slow definition of greedy decoding, and engines."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax import weights
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.engine.engine import Engine
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+
+LAYERS, VOCAB, CONTEXT, EOS = 4, 258, 96, 257
+PLANS = {
+    "standard": KVPlan.standard(LAYERS),
+    "swiftkv": KVPlan.swiftkv(LAYERS, 2),
+    "acrosskv": KVPlan.swiftkv(LAYERS, 1, 2),  # the last group is shorter
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+SIZES = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 64,
+    "steps_per_launch": 4,
+    "page_size": 8,
+}
+LENGTHS = (1, 45, 3, 20, 33, 2, 17, 8)
+
+
+class Bytes:
+    """UTF-8 bytes as tokens; EOS is special."""
+
+    bos_id, eos_ids, vocab_size = None, (EOS,), VOCAB
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages, add_generation_prompt: bool) -> list[int]:
+        end = "A:" if add_generation_prompt else ""
+        return self.encode("".join(f"{m['role'][0]}:{m['content']}|" for m in messages) + end)
+
+    def token_bytes(self, index: int) -> bytes:
+        return bytes([index]) if index < 256 else b"</s>"
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        special = "" if skip_special_tokens else "</s>"
+        parts, run = [], bytearray()
+        for token in ids:
+            if token < 256:
+                run.append(token)
+            else:
+                parts += [run.decode(errors="replace"), special]
+                run = bytearray()
+        return "".join([*parts, run.decode(errors="replace")])
+
+
+def make_model(plan: KVPlan, seed: int = 0, **fields) -> tuple[Transformer, dict]:
+    """Random float32 weights with logits that differ by units; head_dim 20, one kv head, biases."""
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_layers": LAYERS,
+        "num_heads": 4,
+        "num_kv_heads": 1,
+        "head_dim": 20,
+        "max_position_embeddings": CONTEXT,
+        "qkv_bias": True,
+    }
+    config = ModelConfig(**(shape | fields))
+    described, tree = jax.tree.flatten(weights.weights(config, plan))
+    keys = jax.random.split(jax.random.key(seed), len(described))
+    leaves = [_loud(weight, key) for weight, key in zip(described, keys, strict=True)]
+    return Transformer(config, plan), jax.tree.unflatten(tree, leaves)
+
+
+def _loud(weight: weights.Weight, key):
+    """Gains near 1, small biases, and matrices that keep a stream's size whatever their width."""
+    noise = jax.random.normal(key, weight.shape)
+    if not weight.std:
+        return weight.fill + 0.2 * noise
+    if weight.axes == "V D":
+        return noise
+    width = weight.shape[weight.axes.split().index("D")] if "D" in weight.axes else weight.shape[-2]
+    return (4.0 if weight.axes == "D V" else 1.3) * width**-0.5 * noise
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """What was compiled, or read from the compilation cache, so far in the block; counted by JAX itself."""
+    found: list[str] = []
+
+    def heard(event: str, seconds: float, **kwargs) -> None:
+        if "backend_compile" in event:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(heard)
+
+
+def prompts(lengths, seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 256, length).tolist() for length in lengths]
+
+
+def greedy(model: Transformer, params, prompt: list[int], count: int) -> list[int]:
+    """The argmax of the full forward pass over everything so far, `count` times."""
+    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens))
+    tokens = list(prompt)
+    for _ in range(count):
+        padded = np.zeros((1, CONTEXT), np.int32)
+        padded[0, : len(tokens)] = tokens
+        tokens.append(int(jnp.argmax(apply(padded)[0, len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+@functools.cache
+def model(plan: str):
+    return make_model(PLANS[plan])
+
+
+@functools.cache
+def definition(plan: str, count: int = 10) -> list[list[int]]:
+    return [greedy(*model(plan), prompt, count) for prompt in prompts(LENGTHS)]
+
+
+def make(plan: str = "acrosskv", **changes) -> LLM:
+    return LLM.from_model(*model(plan), Bytes(), **(SIZES | changes))
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def run(llm: LLM, texts=None, params=GREEDY):
+    return llm.generate(texts or prompts(LENGTHS), params, use_tqdm=False)
+
+
+def all_free(engine: Engine) -> bool:
+    return not engine.busy and engine.scheduler.pages.available == engine.scheduler.pages.total
+
+
+def poison(llm: LLM) -> None:
+    """NaN in every page of the pool; of integers in their scales."""
+    cache = llm.engine.runner.cache
+    stores = jax.tree.map(lambda x: (x * jnp.nan).astype(x.dtype), cache.stores)
+    llm.engine.runner.cache = dataclasses.replace(cache, stores=stores)
