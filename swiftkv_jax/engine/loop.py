@@ -18,7 +18,7 @@ from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
 from swiftkv_jax.model import Transformer, embed, exit_logits, logits, make_rows, run, step
 from swiftkv_jax.pytree import pytree
-from swiftkv_jax.shapes import Array, Bool, Float, Hidden, Int, PyTree
+from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,8 @@ def _guess(model, mode, exits: Exits, params, table, policy, lanes, tally, cache
 
         def guess():
             where = (lanes.produced + i, lanes.position + 1 + i)
-            return early_exit(model, params, x, exits.threshold, policy, tally, *where, mode)
+            scores = exit_logits(model, params, x)
+            return draw_early(scores, exits.threshold, policy, tally, *where, mode)
 
         shapes = jax.eval_shape(guess)
         none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
@@ -212,10 +213,8 @@ def _check(model, exits: Exits, params, table, x, position, useful, sure, cache)
     return final, pool.seen_by(cache.table)
 
 
-def early_exit(
-    model: Transformer,
-    params: PyTree,
-    x: Hidden,
+def draw_early(
+    scores: Float[Array, "Q V"],
     threshold: float | None,
     policy: Policy,
     tally: Tally,
@@ -223,9 +222,8 @@ def early_exit(
     position: Int[Array, " Q"],
     mode: Mode,
 ) -> tuple[Sampled, Bool[Array, " Q"]]:
-    """What the exit head samples after the stream `x` entering the split, by each row's own rules and noise;
-    and whether its largest probability is above `threshold`, so that it stands unchecked."""
-    scores = exit_logits(model, params, x)
+    """What is sampled from the exit head's logits, by each row's own rules and noise; and whether its largest
+    probability is above `threshold`, so that it stands unchecked."""
     sampled = sample(scores, policy, tally, produced, position, mode)
     if threshold is None:
         return sampled, jnp.zeros(scores.shape[0], bool)

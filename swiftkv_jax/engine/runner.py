@@ -1,9 +1,10 @@
-"""What runs on the device: a step of any tokens, and launches of the loop that decodes several (loop.py)."""
+"""What runs on the device: a step of any tokens, sampling after it, and launches of the loop that decodes
+several (loop.py)."""
 
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
@@ -14,15 +15,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from swiftkv_jax.cache import Cache, make_batch
-from swiftkv_jax.engine.loop import Exits, Lanes, choose, decode, early_exit
+from swiftkv_jax.engine.loop import Exits, Lanes, choose, decode, draw_early
 from swiftkv_jax.engine.reader import Reader
-from swiftkv_jax.engine.request import MOST_STOPS, Request
+from swiftkv_jax.engine.request import MOST_STOPS
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
 from swiftkv_jax.engine.scheduler import Work, array_size, launch_size
 from swiftkv_jax.engine.sequence import Choice, Sequence
-from swiftkv_jax.model import Transformer, embed, logits, run, survivors_of
+from swiftkv_jax.model import Transformer, embed, exit_logits, logits, run, survivors_of
 from swiftkv_jax.pytree import pytree
-from swiftkv_jax.shapes import Array, Int, PyTree
+from swiftkv_jax.shapes import Array, Float, Int, PyTree
 
 # Few, so that few programs are compiled: greedy, plain sampling, and all that SamplingParams can ask for.
 MODES = (Mode(), Mode(sampled=True), Mode(*[True] * len(Mode._fields)))
@@ -46,34 +47,43 @@ class Inputs:
     Attributes:
       tokens: [T], those of each sequence together. positions: [T] in their sequences.
       query_starts: [Q + 1] the first token of each sequence, then the end of the last.
-      survivors: [M] ascending tokens after which one is sampled, padded with T. survivor_lanes: [M] the
-        sequence of each.
-      prompts: [Q] tokens of each prompt. table: [Q, slots] page ids. history: [Q, S] as in `Lanes`.
+      survivors: [M] ascending tokens after which one is sampled, padded with T.
+      table: [Q, slots] page ids.
     """
 
     tokens: Int[Any, " T"]
     positions: Int[Any, " T"]
     query_starts: Int[Any, " Q1"]
     survivors: Int[Any, " M"]
-    survivor_lanes: Int[Any, " M"]
-    prompts: Int[Any, " Q"]
     table: Int[Any, "Q slots"]
+
+
+@pytree
+class Survivors:
+    """Whose tokens the survivors of a step are; numpy arrays from the host.
+
+    Attributes:
+      rows: [M] the sequence of each, a row of what follows. lengths: [M] its tokens up to this one.
+      prompts: [Q] tokens of each prompt. history: [Q, S] as in `Lanes`.
+    """
+
+    rows: Int[Any, " M"]
+    lengths: Int[Any, " M"]
+    prompts: Int[Any, " Q"]
     history: Int[Any, "Q S"]
 
 
-@partial(jax.jit, static_argnames=("model", "mode", "threshold"), donate_argnames=("cache",))
-def run_any(
-    model: Transformer,
-    mode: Mode,
-    params: PyTree,
-    cache: Cache,
-    inputs: Inputs,
-    policy: Policy,
-    threshold: float | None = None,
-) -> tuple[Sampled, Cache]:
-    """Cache a flat ragged batch of tokens; sample after each survivor.
+Scores = tuple[Float[Array, "M V"], Float[Array, "M V"] | None]  # the model's logits, the exit head's
 
-    Under a `threshold` the exit head's token stands where the head gives it more probability.
+
+@partial(jax.jit, static_argnames=("model", "exits"), donate_argnames=("cache",))
+def run_any(
+    model: Transformer, params: PyTree, cache: Cache, inputs: Inputs, exits: bool = False
+) -> tuple[Scores, Cache]:
+    """Cache a flat ragged batch of tokens; the logits after each survivor, with `exits` the exit head's too.
+
+    Whole on every device. `draw` samples from them, in a small program of its own: the model is compiled once
+    for all ways of sampling.
     """
     plan, positions, starts = model.plan, inputs.positions, inputs.query_starts
     at, batch = cache.angles.at(positions), make_batch(starts, positions)
@@ -82,18 +92,31 @@ def run_any(
     x, pool = embed(model, params, inputs.tokens), cache.seen_by(inputs.table)
     x, pool = run(model, params, x, at, batch, pool, lower)
     last, pool = run(model, params, x, at, batch, pool, upper, survive)
-    scores = logits(model, params, last)
     alive = jnp.clip(inputs.survivors, 0, inputs.tokens.shape[0] - 1)
-    length = positions[alive] + 1
-    by_sequence = (policy, inputs.history, inputs.prompts)
-    policy, history, prompt = jax.tree.map(lambda x: x[inputs.survivor_lanes], by_sequence)
-    tally = Tally.of(history, prompt, length, scores.shape[1] if history.shape[1] else 0)
-    where = (policy, tally, length - prompt, length, mode)
-    sampled = sample(scores, *where)
-    if threshold is not None:
-        guessed, sure = early_exit(model, params, x[alive], threshold, *where)
-        sampled = choose(sure, guessed, sampled)
-    return sampled, pool.seen_by(cache.table).pinned()
+    scores = logits(model, params, last), exit_logits(model, params, x[alive]) if exits else None
+    if cache.mesh is not None:
+        scores = jax.lax.with_sharding_constraint(scores, NamedSharding(cache.mesh, PartitionSpec()))
+    return scores, pool.seen_by(cache.table).pinned()
+
+
+@partial(jax.jit, static_argnames=("mode", "threshold"))
+def draw(
+    mode: Mode, scores: Scores, survivors: Survivors, policy: Policy, threshold: float | None = None
+) -> Sampled:
+    """Sample after each survivor, by the rules of its sequence.
+
+    Under a `threshold` the exit head's token stands where the head gives it more probability.
+    """
+    own, early = scores
+    by_sequence = (policy, survivors.history, survivors.prompts)
+    policy, history, prompt = jax.tree.map(lambda x: x[survivors.rows], by_sequence)
+    tally = Tally.of(history, prompt, survivors.lengths, own.shape[1] if history.shape[1] else 0)
+    where = (policy, tally, survivors.lengths - prompt, survivors.lengths, mode)
+    sampled = sample(own, *where)
+    if early is None:
+        return sampled
+    guessed, sure = draw_early(early, threshold, *where)
+    return choose(sure, guessed, sampled)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -101,18 +124,16 @@ def _clear(cache: Cache, pages: Int[Array, " n"]) -> Cache:
     return cache.clear(pages)
 
 
-def _compile(calls: list[partial], say: Callable[[int, int], None]) -> None:
+def _compiled(calls: list[partial]) -> Iterator[None]:
     """Compile the programs of these calls, as many at once as there are cores, at most 8; nothing runs.
 
-    A later call of the same function with such arguments finds its program. `say` gets (done, of how many).
+    A later call of the same function with such arguments finds its program. Yields after each.
     """
-    say(0, len(calls))
     workers = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="compile")
     try:
         sent = [workers.submit(lambda f: f.func.lower(*f.args, **f.keywords).compile(), f) for f in calls]
-        for done, one in enumerate(as_completed(sent), 1):
-            one.result()
-            say(done, len(calls))
+        for one in as_completed(sent):
+            yield one.result()
     finally:
         workers.shutdown(cancel_futures=True)
 
@@ -122,12 +143,12 @@ class StepLaunch:
     """A step that was sent to the device and not yet read.
 
     Attributes:
-      work: what it runs. sampled: [M] after each survivor. places: of each item's survivors, in `sampled`.
+      work: what it runs. places: of each item's survivors. sampled: [M] after each; None without any.
     """
 
     work: list[Work]
-    sampled: Sampled
     places: list[range]
+    sampled: Sampled | None
 
     @property
     def rows(self) -> list[Sequence]:
@@ -248,37 +269,51 @@ class Runner:
         """
         if self.reader is not None:
             work, size = self._read_ahead(self.reader, work, size)
-        rows = [item.sequence for item in work]
-        if not rows:
+        if not work:
             return None
-        return self._step(work, size, self.rows(len(rows)), self._mode([s.request for s in rows]))
+        rows = [item.sequence for item in work]
+        count = self.rows(len(rows))
+        inputs, places = self._inputs(work, size, count)
+        scores = self._score(inputs)
+        if not any(places):
+            return StepLaunch(work, places, None)
+        return StepLaunch(work, places, self._draw_call(scores, rows, places, count, self._mode(rows))())
 
-    def _step(self, work: list[Work], size: int, count: int, mode: Mode) -> StepLaunch:
-        call, places = self._step_call(work, size, count, mode)
-        sampled, self.cache = call()
-        return StepLaunch(work, sampled, places)
+    def _score(self, inputs: Inputs) -> Scores:
+        scores, self.cache = self._score_call(inputs)()
+        return scores
 
-    def _step_call(self, work: list[Work], size: int, count: int, mode: Mode) -> tuple[partial, list[range]]:
-        """(the program with its arguments, the places of each item's survivors in what it samples)."""
-        rows, per_row = [item.sequence for item in work], 1 + self.drafts
+    def _score_call(self, inputs: Inputs) -> partial:
+        exits = self._threshold is not None
+        return partial(run_any, self.model, self.params, self.cache, inputs, exits=exits)
+
+    def _inputs(self, work: list[Work], size: int, count: int) -> tuple[Inputs, list[range]]:
+        """(the step of `work` in arrays of `size` tokens and `count` rows, each item's places among the
+        survivors)."""
         tokens, positions, starts = self._flat([_own(item) for item in work], count, size)
-        survivors = np.full(count * per_row, size, np.int32)
-        survivor_rows = np.zeros(count * per_row, np.int32)
+        survivors = np.full(count * (1 + self.drafts), size, np.int32)
         places: list[range] = []
         done = 0
         for row, item in enumerate(work):
             wanted = 1 + len(item.draft) if item.completes else 0
             survivors[done : done + wanted] = range(starts[row + 1] - wanted, starts[row + 1])
-            survivor_rows[done : done + wanted] = row
             places.append(range(done, done + wanted))
             done += wanted
+        table = self._table([item.sequence for item in work], count)
+        return Inputs(tokens, positions, starts, survivors, table), places
+
+    def _draw_call(
+        self, scores: Scores, rows: list[Sequence], places: list[range], count: int, mode: Mode
+    ) -> partial:
+        of_survivors = np.zeros((2, count * (1 + self.drafts)), np.int32)  # rows, lengths
+        for row, (sequence, some) in enumerate(zip(rows, places, strict=True)):
+            first = sequence.length  # what is known, then what was guessed
+            of_survivors[:, some.start : some.stop] = [row] * len(some), range(first, first + len(some))
         prompts = np.zeros(count, np.int32)
         prompts[: len(rows)] = [len(s.request.token_ids) for s in rows]
-        table, history = self._table(rows, count), self._history(rows, count, mode)
+        survivors = Survivors(*of_survivors, prompts, self._history(rows, count, mode))
         policy = self._gather(rows, count, mode)
-        inputs = Inputs(tokens, positions, starts, survivors, survivor_rows, prompts, table, history)
-        fixed = (self.model, mode, self.params)
-        return partial(run_any, *fixed, self.cache, inputs, policy, threshold=self._threshold), places
+        return partial(draw, mode, scores, survivors, policy, threshold=self._threshold)
 
     def _read_ahead(self, reader: Reader, work: list[Work], size: int) -> tuple[list[Work], int]:
         """Send what of a step an auxiliary model reads; the work with tokens of the model's own, its size."""
@@ -310,7 +345,7 @@ class Runner:
 
     def decode(self, rows: list[Sequence]) -> DecodeLaunch:
         """Send up to `steps` more tokens for each of these sequences: all their tokens but one are cached."""
-        return self._loop(rows, self.rows(len(rows)), self._mode([s.request for s in rows]))
+        return self._loop(rows, self.rows(len(rows)), self._mode(rows))
 
     def _loop(self, rows: list[Sequence], count: int, mode: Mode) -> DecodeLaunch:
         return self._send(rows, self._lanes(rows, count, mode), self._gather(rows, count, mode), mode)
@@ -354,30 +389,42 @@ class Runner:
         """Compile every program that `run` and `decode` may need in `modes`, several at once; how many."""
         sizes = sorted({launch_size(n, self.budget) for n in range(1, self.budget + 1)} | {self.budget})
         counts = sorted({self.rows(n) for n in range(1, self.lanes + 1)})
-        programs: list[tuple[partial, Callable]] = []  # with arguments, and what sends it
+        models: list[tuple[partial, Callable]] = []  # programs with arguments, and what sends them
+        scores: dict[int, Scores] = {}  # of as many rows
+
+        def score(count: int, inputs: Inputs) -> None:
+            scores[count] = self._score(inputs)
+
         for mode, count in itertools.product(self.modes, counts):
-            lanes, policy = self._lanes([], count, mode), self._gather([], count, mode)
-            loop = self._decode_call([], lanes, policy, mode)
-            programs.append((loop, partial(self._loop, [], count, mode)))
-            for size in sizes:
-                step, _ = self._step_call([], size, count, mode)
-                programs.append((step, partial(self._step, [], size, count, mode)))
-        if (reader := self.reader) is not None:
-            for count, size in itertools.product(counts, sizes):
+            loop = self._decode_call([], self._lanes([], count, mode), self._gather([], count, mode), mode)
+            models.append((loop, partial(self._loop, [], count, mode)))
+        for count, size in itertools.product(counts, sizes):
+            inputs, _ = self._inputs([], size, count)
+            models.append((self._score_call(inputs), partial(score, count, inputs)))
+            if (reader := self.reader) is not None:
                 flat = (*self._flat([], count, size), self._table([], count))
-                programs.append((reader.call(self.cache, *flat), partial(self._send_ahead, reader, *flat)))
-        _compile([program for program, _ in programs], say)
-        for _, send in programs:
+                models.append((reader.call(self.cache, *flat), partial(self._send_ahead, reader, *flat)))
+        total = len(models) + len(self.modes) * len(counts)
+        say(0, total)
+        for done, _ in enumerate(_compiled([program for program, _ in models]), 1):
+            say(done, total)
+        for _, send in models:
             send()
+        pairs = itertools.product(self.modes, counts)
+        draws = [self._draw_call(scores[count], [], [], count, mode) for mode, count in pairs]
+        for done, _ in enumerate(_compiled(draws), len(models) + 1):
+            say(done, total)
+        for call in draws:
+            call()
         self.clear([0])
         jax.block_until_ready(self.cache.stores)
-        return len(programs)
+        return total
 
     def rows(self, n: int) -> int:
-        """Rows of a launch: a power of four, or all lanes."""
+        """Rows of a launch: a power of 16, or all lanes. Empty rows cost an accelerator next to nothing."""
         count = self.fewest_rows
         while count < n:
-            count *= 4
+            count *= 16
         return min(count, self.lanes)
 
     def _table(self, rows: list[Sequence], count: int):
@@ -386,7 +433,8 @@ class Runner:
             table[row, : len(sequence.pages)] = sequence.pages
         return table
 
-    def _mode(self, wanted: list[Request]) -> Mode:
+    def _mode(self, rows: list[Sequence]) -> Mode:
+        wanted = [sequence.request for sequence in rows]
         params = [request.params for request in wanted]
         need = Mode(
             sampled=not all(p.greedy for p in params),

@@ -12,7 +12,7 @@ from swiftkv_jax.engine.pages import Pages, extend
 from swiftkv_jax.engine.queue import Queue
 from swiftkv_jax.engine.sequence import Sequence
 
-_SMALLEST = 32  # tokens: below this a launch costs the same whatever its size
+_SMALLEST, _NEXT = 32, 128  # tokens: below these a launch costs about the same whatever its size
 
 
 def power_of_two(n: int) -> int:
@@ -25,14 +25,18 @@ def launch_size(pending: int, budget: int) -> int:
 
     Padding of more than a quarter is not taken: 1100 tokens run as 1024 and then 76.
     """
-    up = max(_SMALLEST, power_of_two(pending))
-    size = up if up <= 4 * _SMALLEST or 4 * pending >= 3 * up else up // 2
+    up = _padded(pending)
+    size = up if up <= _NEXT or 4 * pending >= 3 * up else up // 2
     return min(size, budget)
+
+
+def _padded(tokens: int) -> int:
+    return _SMALLEST if tokens <= _SMALLEST else max(_NEXT, power_of_two(tokens))
 
 
 def array_size(tokens: int, size: int) -> int:
     """Array size of a launch of `tokens` of a step's tokens, which `launch_size` gave arrays of `size`."""
-    return min(size, max(_SMALLEST, power_of_two(tokens)))
+    return min(size, _padded(tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +160,7 @@ class Scheduler:
         used = self.budget - left
         size = launch_size(used + sum(s.pending for s in reading), self.budget)
         # What is decoded has its place, and who reads goes on by a token at least.
-        size = max(size, min(self.budget, power_of_two(used + bool(reading))))
+        size = max(size, min(self.budget, _padded(used + bool(reading))))
         left = size - used
         for sequence in reading:
             count = self._chunk(sequence, left)

@@ -93,13 +93,10 @@ def programs(*what) -> dict:
         positions=whole(TOKENS),
         query_starts=whole(LANES + 1),
         survivors=whole(LANES),
-        survivor_lanes=whole(LANES),
-        prompts=whole(LANES),
         table=table,
-        history=whole(LANES, 0),
     )
     return {
-        "run_any": (run_any, (model, Mode()), (params, cache, inputs, policy())),
+        "run_any": (run_any, (model,), (params, cache, inputs)),
         "decode": (decode, (model, Mode(), STEPS), (params, cache, table, lanes, policy())),
     }
 

@@ -163,12 +163,10 @@ def test_a_step_of_prompts_updates_the_pool_in_place(fill):
     net, params = tiny.make_model(tiny.PLANS["acrosskv"])
     llm = LLM.from_model(net, params, **SIZES, num_pages=4096, fill=fill)
     machine = llm.engine.runner
-    table, zero = np.zeros((2, machine.slots), np.int32), np.zeros(2, np.int32)
+    table, survivors = np.zeros((2, machine.slots), np.int32), np.zeros(2, np.int32)
     flat, starts = np.zeros(32, np.int32), np.zeros(3, np.int32)
-    mode, history = runner.MODES[0], np.zeros((2, 0), np.int32)
-    inputs = runner.Inputs(flat, flat, starts, zero, zero, zero, table, history)
-    fixed = (net, mode, machine.params, machine.cache)
-    compiled = runner.run_any.lower(*fixed, inputs, machine._gather([], 2, mode)).compile()
+    inputs = runner.Inputs(flat, flat, starts, survivors, table)
+    compiled = runner.run_any.lower(net, machine.params, machine.cache, inputs).compile()
     memory, pool = compiled.memory_analysis(), machine.cache.nbytes
     assert memory.alias_size_in_bytes >= pool
     assert memory.temp_size_in_bytes < pool / 20
