@@ -121,13 +121,7 @@ class Engine:
     ):
         """`settings` with `num_pages` settled, see `settle`; `params` folded if they name a fused fill."""
         self.settings, self.tokenizer = settings, tokenizer
-        reader = _reader(model, params, settings, mesh)
-        base, params = generator(model, params)
-        self._new_cache = partial(new_cache, params, partial(empty_pool, base, settings, mesh))
-        cache = self._new_cache()
-        budget, steps = settings.max_num_batched_tokens, -(-settings.steps_per_launch // _AHEAD)
-        lanes, lookups, exits = settings.max_num_seqs, settings.lookups, settings.exits
-        self.runner = Runner(base, params, cache, lanes, budget, steps, lookups, exits=exits, reader=reader)
+        self.runner = make_runner(model, params, mesh, settings, new_cache)
         self._start()
         self.count_anew()
         self.probe: Callable[[str, str], None] = lambda point, request_id: None
@@ -365,21 +359,22 @@ class Engine:
             sequence.end("error", time.perf_counter(), f"the {what} failed: {first_line(error, 200)}")
             self.stats.failed_requests += 1
             self._touch(sequence)
-        for array in jax.tree.leaves(self.runner.cache):  # there may be no room for two
-            array.delete()
-        self.runner.cache = self._new_cache()
-        if self.runner.reader is not None:
-            self.runner.reader.restart()
+        self.runner.restart()
         self._start()
         for sequence in waiting:
             self.scheduler.add(sequence)
 
 
-def _reader(
-    model: Transformer | Predicted, params: PyTree, settings: Settings, mesh: Mesh | None
-) -> Reader | None:
-    """Who reads prompts ahead of what generates, if anybody does."""
-    if not isinstance(model, Predicted):
-        return None
-    make = partial(empty_pool, model.auxiliary, of_auxiliary(settings), mesh)
-    return Reader(model, params, partial(new_cache, params["auxiliary"], make))
+def make_runner(
+    model: Transformer | Predicted, params: PyTree, mesh: Mesh | None, settings: Settings, new: Callable
+) -> Runner:
+    """What runs a model under `settings`; each of its pools is `new(weights, how to make it empty)`."""
+    reader = None
+    if isinstance(model, Predicted):
+        make = partial(empty_pool, model.auxiliary, of_auxiliary(settings), mesh)
+        reader = Reader(model, params, partial(new, params["auxiliary"], make))
+    base, params = generator(model, params)
+    empty = partial(new, params, partial(empty_pool, base, settings, mesh))
+    budget, steps = settings.max_num_batched_tokens, -(-settings.steps_per_launch // _AHEAD)
+    lanes, lookups, exits = settings.max_num_seqs, settings.lookups, settings.exits
+    return Runner(base, params, empty, lanes, budget, steps, lookups, exits=exits, reader=reader)

@@ -19,7 +19,9 @@ from swiftkv_jax.checkpoint.generation import GenerationDefaults, read_generatio
 from swiftkv_jax.checks import integer
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.engine.engine import Engine, Group
+from swiftkv_jax.engine.inputs import encode, is_one, one_each, spelt
 from swiftkv_jax.engine.kernels import Choice, choose, in_force
+from swiftkv_jax.engine.memory import working_bytes
 from swiftkv_jax.engine.pages import root
 from swiftkv_jax.engine.request import Logprob, Request, RequestOutput, SamplingParams
 from swiftkv_jax.engine.score import prompt_logprobs
@@ -139,7 +141,8 @@ class LLM:
         return min(_context(part.config, wanted, who) for part, who in parts)
 
     def _settle(self, settings: Settings):
-        self.settings = settle(settings, self.model, self.devices, self.mesh)
+        working = functools.partial(working_bytes, self.model, self.params, self.mesh)
+        self.settings = settle(settings, self.model, self.devices, self.mesh, working)
         if self.settings.fill is not None:  # here, not in the engine: scoring takes these too
             own, params = generator(self.model, self.params)
             folded = fold_shared_norm(own, params)
@@ -203,10 +206,10 @@ class LLM:
         """
         from tqdm import tqdm
 
-        prompts = [prompts] if _is_one(prompts) else prompts
+        prompts = [prompts] if is_one(prompts) else prompts
         if not isinstance(prompts, list | tuple):
             raise UsageError(f"prompts must be a string or a list, not {type(prompts).__name__}")
-        params = _spread(sampling_params, len(prompts))
+        params = one_each(sampling_params, len(prompts))
         pairs = enumerate(zip(prompts, params, strict=True))
         requests = [self.request(prompt, p, f"prompts[{i}]") for i, (prompt, p) in pairs]
         outputs: dict[int, RequestOutput] = {}
@@ -246,7 +249,7 @@ class LLM:
         params = self.defaults if params is None else params
         if not isinstance(params, SamplingParams):
             raise UsageError(f"{where}: sampling_params must be SamplingParams, not {type(params).__name__}")
-        text, ids = self._encode(prompt, where)
+        text, ids = encode(self.tokenizer, prompt, where)
         limit = self.settings.max_model_len
         if not ids:
             raise UsageError(f"{where} is empty; give at least one token")
@@ -287,12 +290,14 @@ class LLM:
             number = self._next_id
         params = dataclasses.replace(params, **settled)
         eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < self._vocab)
+        # A tokenizer may know more tokens than the model.
+        bad, vocab = spelt(self.tokenizer, params.bad_words or (), where), self.model.config.vocab_size
         return Request(
             prompt=text,
             token_ids=tuple(ids),
             params=params,
             eos_ids=eos,
-            bad_ids=self._bad_ids(params, where),
+            bad_ids=tuple(ids for ids in bad if max(ids) < vocab),  # others are never generated
             root=root(self.fingerprint, self.settings.cache_dtype, str(self.settings.page_size), salt),
             request_id=str(number),
             ahead=ahead,
@@ -387,17 +392,6 @@ class LLM:
         name = "".join(names).encode()
         return hashlib.sha256(b"".join([name, *seen])).hexdigest()[:16]
 
-    def _bad_ids(self, params: SamplingParams, where: str) -> tuple[tuple[int, ...], ...]:
-        """Each bad word's tokens, at the beginning of a text and behind a space.
-
-        A tokenizer may know more tokens than the model: a word that holds such a one is never generated.
-        """
-        found, vocab = {}, self.model.config.vocab_size
-        for word in params.bad_words or ():
-            for text in (word.lstrip(), " " + word.lstrip()):
-                found[tuple(self._need_tokenizer(where).encode(text, add_special_tokens=False))] = None
-        return tuple(ids for ids in found if ids and max(ids) < vocab)
-
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes one token takes in the cache: keys and values of every row of the plan, and their scales."""
@@ -408,34 +402,6 @@ class LLM:
         """The same of each pool: of the model's, then of an auxiliary's."""
         pools = jax.eval_shape(functools.partial(empty_pools, self.model, self.settings))
         return tuple(pool.bytes_per_token for pool in pools)
-
-    def _encode(self, prompt, where: str) -> tuple[str | None, list]:
-        """(text, token ids) of any form of prompt."""
-        special = not isinstance(prompt, Mapping) or prompt.get("add_special_tokens", True)
-        if isinstance(prompt, Mapping):
-            known = [key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt]
-            if len(known) != 1:
-                raise UsageError(f"{where} must hold one of prompt, prompt_token_ids and messages")
-            value = prompt[known[0]]
-            if known[0] == "messages":
-                opened = prompt.get("add_generation_prompt", True)
-                return None, self._need_tokenizer(where).encode_chat(_conversation(value, where), opened)
-            if isinstance(value, str) != (known[0] == "prompt"):
-                raise UsageError(f"{where}: {known[0]} has the wrong type, {type(value).__name__}")
-            prompt = value
-        if isinstance(prompt, str):
-            return prompt, self._need_tokenizer(where).encode(prompt, special) if prompt else []
-        if isinstance(prompt, list | tuple):
-            return None, list(prompt)
-        raise UsageError(f"{where} must be a string or a list of token ids, not {type(prompt).__name__}")
-
-    def _need_tokenizer(self, where: str):
-        if self.tokenizer is None:
-            raise UsageError(
-                f"{where} is text, but the model has no tokenizer: give token ids, or put tokenizer.json in "
-                "its folder"
-            )
-        return self.tokenizer
 
 
 def choose_kernels(
@@ -491,25 +457,3 @@ def _parts(mesh: Mesh | None) -> int:
 def _mesh_of(params: PyTree) -> Mesh | None:
     place = jax.tree.leaves(params)[0].sharding
     return place.mesh if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh) else None
-
-
-def _is_one(prompts) -> bool:
-    """Whether this is a single prompt: a string, a dict, or a list of numbers."""
-    if isinstance(prompts, str | Mapping):
-        return True
-    return isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
-
-
-def _spread(params, count: int) -> list:
-    if not isinstance(params, list | tuple):
-        return [params] * count
-    if len(params) != count:
-        raise UsageError(f"{len(params)} sampling_params for {count} prompts; give one for all, or one each")
-    return list(params)
-
-
-def _conversation(messages, where: str) -> list[dict]:
-    good = isinstance(messages, list) and bool(messages)
-    if not good or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
-        raise UsageError(f"{where}: messages must be a list of {{role, content}} objects, not empty")
-    return [dict(message) for message in messages]

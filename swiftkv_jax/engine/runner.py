@@ -1,5 +1,5 @@
-"""What runs on the device: a step of any tokens, sampling after it, and launches of the loop that decodes
-several (loop.py)."""
+"""What runs on the device: steps of any tokens (step.py), and launches of the loop that decodes several
+(loop.py)."""
 
 import dataclasses
 import itertools
@@ -10,20 +10,19 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from swiftkv_jax.cache import Cache, make_batch
-from swiftkv_jax.engine.loop import Exits, Lanes, choose, decode, draw_early
+from swiftkv_jax.cache import SELF, Cache
+from swiftkv_jax.engine.loop import Exits, Lanes, decode
 from swiftkv_jax.engine.reader import Reader
 from swiftkv_jax.engine.request import MOST_STOPS
-from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
+from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled
 from swiftkv_jax.engine.scheduler import Work, array_size, launch_size
 from swiftkv_jax.engine.sequence import Choice, Sequence
-from swiftkv_jax.model import Transformer, embed, exit_logits, logits, run, survivors_of
-from swiftkv_jax.pytree import pytree
-from swiftkv_jax.shapes import Array, Float, Int, PyTree
+from swiftkv_jax.engine.step import Inputs, Scores, Survivors, draw, run_any
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.shapes import Array, Int, PyTree
 
 # Few, so that few programs are compiled: greedy, plain sampling, and all that SamplingParams can ask for.
 MODES = (Mode(), Mode(sampled=True), Mode(*[True] * len(Mode._fields)))
@@ -38,85 +37,6 @@ def new_cache(params: PyTree, make: Callable[[], Cache]) -> Cache:
     if jax.eval_shape(make).mesh is None:
         return jax.device_put(make(), jax.tree.leaves(params)[0].sharding)
     return jax.jit(lambda: make().pinned())()
-
-
-@pytree
-class Inputs:
-    """A flat ragged batch for one step: decoded tokens, and chunks of prompts; numpy arrays from the host.
-
-    Attributes:
-      tokens: [T], those of each sequence together. positions: [T] in their sequences.
-      query_starts: [Q + 1] the first token of each sequence, then the end of the last.
-      survivors: [M] ascending tokens after which one is sampled, padded with T.
-      table: [Q, slots] page ids.
-    """
-
-    tokens: Int[Any, " T"]
-    positions: Int[Any, " T"]
-    query_starts: Int[Any, " Q1"]
-    survivors: Int[Any, " M"]
-    table: Int[Any, "Q slots"]
-
-
-@pytree
-class Survivors:
-    """Whose tokens the survivors of a step are; numpy arrays from the host.
-
-    Attributes:
-      rows: [M] the sequence of each, a row of what follows. lengths: [M] its tokens up to this one.
-      prompts: [Q] tokens of each prompt. history: [Q, S] as in `Lanes`.
-    """
-
-    rows: Int[Any, " M"]
-    lengths: Int[Any, " M"]
-    prompts: Int[Any, " Q"]
-    history: Int[Any, "Q S"]
-
-
-Scores = tuple[Float[Array, "M V"], Float[Array, "M V"] | None]  # the model's logits, the exit head's
-
-
-@partial(jax.jit, static_argnames=("model", "exits"), donate_argnames=("cache",))
-def run_any(
-    model: Transformer, params: PyTree, cache: Cache, inputs: Inputs, exits: bool = False
-) -> tuple[Scores, Cache]:
-    """Cache a flat ragged batch of tokens; the logits after each survivor, with `exits` the exit head's too.
-
-    Whole on every device. `draw` samples from them, in a small program of its own: the model is compiled once
-    for all ways of sampling.
-    """
-    plan, positions, starts = model.plan, inputs.positions, inputs.query_starts
-    at, batch = cache.angles.at(positions), make_batch(starts, positions)
-    lower, upper = range(plan.depth), range(plan.depth, plan.num_layers)
-    survive = partial(survivors_of, positions, starts, inputs.survivors)
-    x, pool = embed(model, params, inputs.tokens), cache.seen_by(inputs.table)
-    x, pool = run(model, params, x, at, batch, pool, lower)
-    last, pool = run(model, params, x, at, batch, pool, upper, survive)
-    alive = jnp.clip(inputs.survivors, 0, inputs.tokens.shape[0] - 1)
-    scores = logits(model, params, last), exit_logits(model, params, x[alive]) if exits else None
-    if cache.mesh is not None:
-        scores = jax.lax.with_sharding_constraint(scores, NamedSharding(cache.mesh, PartitionSpec()))
-    return scores, pool.seen_by(cache.table).pinned()
-
-
-@partial(jax.jit, static_argnames=("mode", "threshold"))
-def draw(
-    mode: Mode, scores: Scores, survivors: Survivors, policy: Policy, threshold: float | None = None
-) -> Sampled:
-    """Sample after each survivor, by the rules of its sequence.
-
-    Under a `threshold` the exit head's token stands where the head gives it more probability.
-    """
-    own, early = scores
-    by_sequence = (policy, survivors.history, survivors.prompts)
-    policy, history, prompt = jax.tree.map(lambda x: x[survivors.rows], by_sequence)
-    tally = Tally.of(history, prompt, survivors.lengths, own.shape[1] if history.shape[1] else 0)
-    where = (policy, tally, survivors.lengths - prompt, survivors.lengths, mode)
-    sampled = sample(own, *where)
-    if early is None:
-        return sampled
-    guessed, sure = draw_early(early, threshold, *where)
-    return choose(sure, guessed, sampled)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -215,7 +135,7 @@ class Runner:
         self,
         model: Transformer,
         params: PyTree,
-        cache: Cache,
+        empty: Callable[[], Cache],
         lanes: int,
         budget: int,
         steps: int,
@@ -224,12 +144,14 @@ class Runner:
         exits: Exits | None = None,
         reader: Reader | None = None,
     ):
-        """`budget` tokens a step and `steps` tokens a decode loop at most (with `exits`, whole turns);
-        `drafts` guesses a sequence in a step. `reader`: who reads prompts ahead of the model.
+        """`empty` makes its pool; `budget` tokens a step and `steps` tokens a decode loop at most (with
+        `exits`, whole turns); `drafts` guesses a sequence in a step. `reader`: who reads prompts ahead of the
+        model.
 
         A launch runs in the first of `modes` that has what its rows need; the last must have all.
         """
-        self.model, self.params, self.cache, self.reader = model, params, cache, reader
+        self.model, self.params, self.reader, self._empty = model, params, reader, empty
+        self.cache = cache = empty()
         self.fewest_rows = 1
         self.lanes, self.budget, self.drafts, self.modes, self.exits = lanes, budget, drafts, modes, exits
         self._each = exits.each if exits else 1
@@ -239,7 +161,7 @@ class Runner:
         self._policy = _idle_policy(lanes)
         self._seated: dict[tuple, Policy] = {}
         mesh = cache.mesh
-        self._place = cache.table.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._place = cache.tables[SELF].sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def seat(self, sequence: Sequence) -> None:
         """Write a sequence's parameters into its lane."""
@@ -327,6 +249,9 @@ class Runner:
         own = [item for item in work if item.ahead < item.count]
         return own, array_size(sum(item.count - item.ahead + len(item.draft) for item in own), size)
 
+    def _ahead_call(self, reader: Reader, count: int, size: int) -> partial:
+        return reader.call(self.cache, *self._flat([], count, size), self._table([], count))
+
     def _send_ahead(self, reader: Reader, *flat: Any) -> None:
         self.cache = reader.read(self.cache, *flat)
 
@@ -351,16 +276,8 @@ class Runner:
         return self._send(rows, self._lanes(rows, count, mode), self._gather(rows, count, mode), mode)
 
     def _lanes(self, rows: list[Sequence], count: int, mode: Mode) -> Lanes:
-        lanes = Lanes(
-            token=np.zeros(count, np.int32),
-            position=np.zeros(count, np.int32),
-            produced=np.zeros(count, np.int32),
-            alive=np.arange(count) < len(rows),
-            history=self._history(rows, count, mode),
-        )
-        for row, s in enumerate(rows):
-            lanes.token[row], lanes.position[row], lanes.produced[row] = s.last, s.length - 1, len(s.output)
-        return jax.device_put(lanes, self._place)  # as a launch leaves them: else `decode` compiles for both
+        # As a launch leaves them: else `decode` compiles for both.
+        return jax.device_put(_lanes(rows, count, self._history(rows, count, mode)), self._place)
 
     def follow(self, launch: DecodeLaunch) -> DecodeLaunch:
         """Send the same rows on, from where `launch` will leave them: nothing of it has to be read."""
@@ -385,6 +302,23 @@ class Runner:
             if self.reader is not None:
                 self.reader.cache = _clear(self.reader.cache, padded)
 
+    def restart(self) -> None:
+        """New, empty pools."""
+        for array in jax.tree.leaves(self.cache):  # there may be no room for two
+            array.delete()
+        self.cache = self._empty()
+        if self.reader is not None:
+            self.reader.restart()
+
+    def largest(self) -> list[partial]:
+        """The programs that make the largest arrays, with arguments: of a full step, and of all lanes."""
+        mode, count, size = self.modes[-1], self.lanes, self.budget
+        inputs, _ = self._inputs([], size, count)
+        lanes = _lanes([], count, self._history([], count, mode))
+        loop = self._decode_call([], lanes, self._gather([], count, mode), mode)
+        ahead = [self._ahead_call(reader, count, size) for reader in (self.reader,) if reader is not None]
+        return [self._score_call(inputs), loop, *ahead]
+
     def warm_up(self, say: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Compile every program that `run` and `decode` may need in `modes`, several at once; how many."""
         sizes = sorted({launch_size(n, self.budget) for n in range(1, self.budget + 1)} | {self.budget})
@@ -402,8 +336,9 @@ class Runner:
             inputs, _ = self._inputs([], size, count)
             models.append((self._score_call(inputs), partial(score, count, inputs)))
             if (reader := self.reader) is not None:
-                flat = (*self._flat([], count, size), self._table([], count))
-                models.append((reader.call(self.cache, *flat), partial(self._send_ahead, reader, *flat)))
+                call = self._ahead_call(reader, count, size)
+                flat = call.args[-4:]  # all but what the last launch left
+                models.append((call, partial(self._send_ahead, reader, *flat)))
         total = len(models) + len(self.modes) * len(counts)
         say(0, total)
         for done, _ in enumerate(_compiled([program for program, _ in models]), 1):
@@ -471,6 +406,20 @@ class Runner:
         for row, s in enumerate(rows if mode.penalised else []):
             history[row, : s.length] = s.tokens
         return history
+
+
+def _lanes(rows: list[Sequence], count: int, history) -> Lanes:
+    """Where these rows stand, in arrays of the host."""
+    lanes = Lanes(
+        token=np.zeros(count, np.int32),
+        position=np.zeros(count, np.int32),
+        produced=np.zeros(count, np.int32),
+        alive=np.arange(count) < len(rows),
+        history=history,
+    )
+    for row, s in enumerate(rows):
+        lanes.token[row], lanes.position[row], lanes.produced[row] = s.last, s.length - 1, len(s.output)
+    return lanes
 
 
 def _own(item: Work) -> tuple[int, list[int]]:

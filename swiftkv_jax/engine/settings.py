@@ -4,6 +4,7 @@ import dataclasses
 import os
 import sys
 import typing
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -171,9 +172,16 @@ def empty_pools(
 
 
 def settle(
-    settings: Settings, whole: Transformer | Predicted, devices: list, mesh: Mesh | None = None
+    settings: Settings,
+    whole: Transformer | Predicted,
+    devices: list,
+    mesh: Mesh | None = None,
+    working: Callable[[Settings], int] = lambda settings: 0,
 ) -> Settings:
     """`settings` with `num_pages` a number, for a model on these devices; several have a `mesh`.
+
+    working: bytes on each device that the largest program takes beside weights and pools; asked for where a
+    device's memory is known and `num_pages` is not.
 
     Raises:
       UsageError: a kernel that cannot run this model here, an exit head that the model has not, or pages for
@@ -195,24 +203,23 @@ def settle(
             "give None"
         )
     least, pages = settings.pages_per_sequence, settings.num_pages
+    smallest = dataclasses.replace(settings, num_pages=1)
+    if any(getattr(settings, name) for name in _KERNELS):
+        _try_kernels(smallest, model, mesh)
+        for one in auxiliary:
+            _try_kernels(of_auxiliary(smallest), one, mesh)
     if pages is None:
-        smallest = dataclasses.replace(settings, num_pages=1)
         two = jax.eval_shape(partial(empty_pools, whole, smallest, mesh))  # one page, and scratch
         size = sum(pool.bytes_on_each for pool in two)
-        room = int(2 * _free_bytes(devices[0], settings.memory_fraction) / size) - 1
-        pages = min(settings.max_num_seqs * least, room)
+        free = _free_bytes(devices[0], settings.memory_fraction, partial(working, smallest))
+        pages = max(0, min(settings.max_num_seqs * least, int(2 * free / size) - 1))
     if pages < least:
         raise UsageError(
             f"{pages} pages of {settings.page_size} tokens cannot hold one sequence of max_model_len "
             f"{settings.max_model_len}: {least} are needed; raise num_pages or memory_fraction, or lower "
             "max_model_len"
         )
-    settings = dataclasses.replace(settings, num_pages=pages)
-    if any(getattr(settings, name) for name in _KERNELS):
-        _try_kernels(settings, model, mesh)
-        for one in auxiliary:
-            _try_kernels(of_auxiliary(settings), one, mesh)
-    return settings
+    return dataclasses.replace(settings, num_pages=pages)
 
 
 def _check_scoring(name: str | None, devices: int) -> None:
@@ -256,9 +263,12 @@ def _check_exits(settings: Settings, model: Transformer) -> None:
         )
 
 
-def _free_bytes(device, fraction: float) -> float:
-    """What `fraction` of a device's memory leaves beside what is in use; on a CPU, half of what is free."""
+def _free_bytes(device, fraction: float, working: Callable[[], int]) -> float:
+    """What `fraction` of a device's memory leaves beside what is in use and what programs take.
+
+    On a CPU, half of what is free.
+    """
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
-        return fraction * stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        return fraction * stats["bytes_limit"] - stats.get("bytes_in_use", 0) - working()
     return fraction / 2 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

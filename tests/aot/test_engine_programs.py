@@ -17,16 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from kernel_targets import HOPPER, TPUS, mesh_of
+from kernel_targets import HOPPER, TPUS, mesh_of, size
 
 from swiftkv_jax import weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill.compile_only import topology
 from swiftkv_jax.engine.loop import Lanes, decode
+from swiftkv_jax.engine.memory import working_bytes
 from swiftkv_jax.engine.request import MOST_STOPS
-from swiftkv_jax.engine.runner import Inputs, run_any
 from swiftkv_jax.engine.sampling import Mode, Policy
 from swiftkv_jax.engine.settings import Settings, empty_pool
+from swiftkv_jax.engine.step import Inputs, run_any
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.sharding import make_mesh
@@ -210,6 +211,40 @@ def test_chips_that_share_the_heads_talk_twice_a_layer(chip, plan):
     said = {name: n for name, n in each_step.items() if name.startswith(COLLECTIVES)}
     layers = PLANS[plan].num_layers
     assert 2 * layers <= sum(said.values()) <= 2 * layers + 8, said
+
+
+ARCHITECTURES = Path(__file__).parents[2] / "configs/architectures"
+FITS = {  # chip -> (model, what JAX may have of its memory at the default fraction, sequences of 8192 tokens)
+    "v4": ("llama8b", 0.9 * 32 * 2**30, 12),
+    "h100": ("mistral_small", 0.9 * 79.6 * 2**30, 18),
+}
+
+
+@pytest.mark.parametrize("chip", FITS)
+def test_a_published_model_and_its_rows_fit_on_one_chip(chip):
+    """Weights and rows of all layers by arithmetic, beside what the largest program takes: that does not grow
+    with layers."""
+    name, memory, sequences = FITS[chip]
+    config = ModelConfig.from_hf(ARCHITECTURES / f"{name}.json")
+    settings = Settings(max_model_len=8192, attention={"v4": "pallas_tpu", "h100": "pallas_gpu"}[chip])
+    working = [needs(chip, dataclasses.replace(config, num_layers=n, windows=()), settings) for n in (2, 4)]
+    assert working[1] <= 1.1 * working[0]
+    plan = KVPlan.swiftkv(config.num_layers, config.num_layers // 2)
+    held = size(weights.abstract(config, plan, "bfloat16", cuts=None))
+    model, pages = Transformer(config, plan, "bfloat16"), sequences * settings.pages_per_sequence
+    pool = jax.eval_shape(
+        functools.partial(empty_pool, model, dataclasses.replace(settings, num_pages=pages))
+    )
+    assert held + pool.nbytes + working[1] <= memory, (held, pool.nbytes, working)
+
+
+def needs(chip: str, config: ModelConfig, settings: Settings) -> int:
+    """Bytes that the largest program takes on one chip."""
+    mesh = mesh_of(TPUS.get(chip, HOPPER))
+    model = Transformer(config, KVPlan.swiftkv(config.num_layers, config.num_layers // 2), "bfloat16")
+    params = on(mesh, weights.abstract(config, model.plan, "bfloat16", cuts=None))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return working_bytes(model, params, None, dataclasses.replace(settings, num_pages=256))
 
 
 def test_a_copied_weight_would_be_seen():

@@ -1,0 +1,71 @@
+"""The pool is what a device's memory leaves beside weights and the arrays of the largest program."""
+
+import dataclasses
+
+import jax
+import pytest
+import tiny_engine as tiny
+
+from swiftkv_jax.engine import runner
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.memory import taken, working_bytes
+from swiftkv_jax.engine.settings import empty_pools, settle
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.plan import KVPlan, Prediction
+from swiftkv_jax.predict import Predicted, uniform
+
+SLOW = pytest.mark.slow
+KINDS = {
+    "plain": {},
+    "looked up guesses": {"drafts": 3},
+    "the exit head's guesses": {"drafts": 2, "drafter": "exit", "exit_threshold": 0.9},
+    "an auxiliary reads": {},
+}
+
+
+def make(kind: str) -> LLM:
+    model, params = tiny.make_model(KVPlan.swiftkv(3, 1, 2), exit_head=True, num_layers=3)
+    if "auxiliary" in kind:
+        pair = Predicted(model, model, Prediction.nearest(2, (0, 1)))
+        params = {"base": params, "auxiliary": params, "predictor": uniform(pair, jax.random.key(0))}
+        model = pair
+    sizes = {"max_num_seqs": 6, "max_model_len": 64, "max_num_batched_tokens": 64}
+    return LLM.from_model(model, params, tiny.Bytes(), **sizes, **KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW if KINDS[kind] else ()) for kind in KINDS])
+def test_no_program_takes_more_than_is_kept_for_the_largest(kind, monkeypatch):
+    """Of all that a warm-up compiles. The pools are small, so that they could not hide anything."""
+    llm, calls, compiled = make(kind), [], runner._compiled
+    monkeypatch.setattr(runner, "_compiled", lambda some: calls.extend(some) or compiled(some))
+    kept = working_bytes(llm.model, llm.params, llm.mesh, llm.settings)
+    llm.engine.warm_up()
+    assert len(calls) >= 16
+    assert max(taken(call) for call in calls) <= kept
+    more = dataclasses.replace(llm.settings, num_pages=4 * llm.settings.num_pages)
+    assert working_bytes(llm.model, llm.params, llm.mesh, more) == kept
+
+
+class Device:
+    """One of so many bytes, some in use."""
+
+    def __init__(self, limit: int, used: int):
+        self._stats = {"bytes_limit": limit, "bytes_in_use": used}
+
+    def memory_stats(self) -> dict[str, int]:
+        return self._stats
+
+
+def test_the_pool_takes_all_that_is_left_and_no_page_more():
+    llm, used, working = make("plain"), 10**6, 300_000
+    wanted = dataclasses.replace(llm.settings, num_pages=None, memory_fraction=0.8)
+    (two,) = empty_pools(llm.model, dataclasses.replace(wanted, num_pages=1))
+    page = two.nbytes // 2
+    for room in (2, 5):
+        limit = (used + working + (room + 1.5) * page) / 0.8
+        found = settle(wanted, llm.model, [Device(limit, used)], None, lambda settings: working)
+        assert found.num_pages == room
+    with pytest.raises(UsageError, match=r"^0 pages of .* raise num_pages or memory_fraction"):
+        settle(wanted, llm.model, [Device(used + working, used)], None, lambda settings: working)
+    named = dataclasses.replace(wanted, num_pages=7)  # then nothing is compiled to find out
+    assert settle(named, llm.model, [Device(1, 1)], None, lambda settings: 1 // 0).num_pages == 7
