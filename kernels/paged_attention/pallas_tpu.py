@@ -129,9 +129,16 @@ def _form(q, k, v, table, scale: float, pages: int | None) -> _Form:
     kv_heads, slots = k.shape[-1] // width, table.shape[1]
     # Rows are computed with in two bytes or more, whatever they are stored in.
     token = (k.shape[-1] + v.shape[-1]) * max(2, k.dtype.itemsize)
-    pages = pages or tpu_pages.step_pages(token, page, slots)
     joint = _joint(kv_heads, heads // kv_heads * queries, width)
-    return _Form(tpu_pages.Steps(pages, page, slots), kv_heads, joint, scale)
+    most = pages or tpu_pages.step_pages(token, page, slots)
+
+    def form(pages: int) -> _Form:
+        return _Form(tpu_pages.Steps(pages, page, slots), kv_heads, joint, scale)
+
+    # Long blocks of queries leave less room for rows.
+    while not pages and most > 1 and _vmem_bytes(form(most), q, k, v) > chips.current().vmem_limit:
+        most //= 2
+    return form(most)
 
 
 def paged_attention(
@@ -223,10 +230,11 @@ def refuses(q, k, v, table, *_, scale, k_scale=None, v_scale=None, **__) -> str:
 
 
 def _vmem_bytes(form: _Form, q, k, v) -> int:
-    """VMEM that a grid step takes: two tiles, queries and sums twice, statistics, one group's scores."""
+    """VMEM that a grid step takes: two tiles, queries, sums and positions twice, statistics, and what the
+    compiler spills of one group's scores."""
     groups, keys = form.heads // form.joint, form.steps.keys
     rows = q.shape[1] * q.shape[2] // groups
     wide = form.joint * (k.shape[-1] // form.heads), form.joint * (v.shape[-1] // form.heads)
     tiles = 2 * keys * (k.shape[-1] * k.dtype.itemsize + v.shape[-1] * v.dtype.itemsize)
     own = groups * rows * (2 * wide[0] * q.dtype.itemsize + 2 * wide[1] * 4 + 2 * LANES * 4)
-    return tiles + own + rows * keys * 8
+    return tiles + own + 2 * rows * LANES * 4 + rows * keys * 12

@@ -216,7 +216,7 @@ def test_chips_that_share_the_heads_talk_twice_a_layer(chip, plan):
 ARCHITECTURES = Path(__file__).parents[2] / "configs/architectures"
 FITS = {  # chip -> (model, what JAX may have of its memory at the default fraction, sequences of 8192 tokens)
     "v4": ("llama8b", 0.9 * 32 * 2**30, 12),
-    "h100": ("mistral_small", 0.9 * 79.6 * 2**30, 18),
+    "h100": ("mistral_small", 0.9 * 79.6 * 2**30, 16),
 }
 
 

@@ -359,6 +359,15 @@ def test_the_hopper_kernel_cuts_blocks_to_what_fits(change, most):
     assert pallas_gpu.most_queries(q, k, v) == most
 
 
+@pytest.mark.parametrize(("queries", "message"), [(128, ""), (160, ""), (256, "256 queries a block, for")])
+def test_the_tpu_kernel_takes_fewer_pages_at_a_time_where_blocks_are_long(queries, message):
+    """On the chip with the least VMEM; it gives up where a single page is too much."""
+    case = dataclasses.replace(cases.REAL["llama_8b"], queries=queries)
+    args, arrays = case.shapes()
+    found = pallas_tpu.refuses(*args, **arrays, **case.options)
+    assert found.startswith(message) and bool(found) == bool(message), found
+
+
 def test_no_kernel_passes_over_scales_or_the_dtype_of_values():
     """Rows that are not 8 bits wide may have scales, and values a dtype of their own: by XLA."""
     case = dataclasses.replace(cases.REAL["llama_8b"], page=128)
