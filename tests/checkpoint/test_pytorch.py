@@ -221,10 +221,12 @@ def test_what_pytorch_saves_we_read_and_it_loads_again(exported, tmp_path):
     assert type(load(tmp_path)).__name__ == "Qwen2SwiftKVForCausalLM"
 
 
-def test_an_exit_head_is_left_out(tmp_path):
-    config = dataclasses.replace(CONFIGS["llama tied"], exit_head=True)
-    model, params = tiny(config, KVPlan.swiftkv(LAYERS, SPLIT))
-    skv.save_pretrained(tmp_path, model, params)
+@pytest.mark.parametrize("exit_head, form", [(True, "kv"), (False, "k")])
+def test_an_exit_head_and_rows_of_keys_alone_are_left_out(exit_head, form, tmp_path):
+    """PyTorch has neither; the values of such rows come from v_proj, as with `slim=False`."""
+    config = dataclasses.replace(CONFIGS["llama tied"], exit_head=exit_head)
+    skv.save_pretrained(tmp_path, *tiny(config, KVPlan.swiftkv(LAYERS, SPLIT, 2).stored_as(form)))
+    model, params = skv.from_pretrained(tmp_path, slim=False)
     theirs, info = load(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
     ids = np.array([prompts()[0]])
