@@ -22,6 +22,8 @@ LEVELS = (
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}
 STRANGERS = {("distill", "engine"), ("engine", "distill"), ("analysis", "distill"), ("analysis", "engine")}
 HEAVY = ("torch", "flax.nnx", "tokamax", "qwix")
+# Data: a student's export carries it for transformers. It runs there alone (SECURITY.md).
+CARRIED = LIBRARY / "checkpoint" / "modeling_swiftkv.py"
 HOST_ONLY = ("request", "pages", "sequence", "draft", "queue", "scheduler")  # of engine/
 LINE = 110
 SET_BY_USERS = ("Config", "Plan", "Params", "Settings", "Experiment")
@@ -120,9 +122,16 @@ def test_kernels_import_jax_only():
 
 @pytest.mark.parametrize("heavy", HEAVY)
 def test_heavy_packages_are_not_imported_by_importing_the_library(heavy):
-    for path in python_files("swiftkv_jax", "kernels"):
+    for path in set(python_files("swiftkv_jax", "kernels")) - {CARRIED}:
         names = imports(at_import_time(tree(path)))
         assert not any(f"{name}.".startswith(f"{heavy}.") for name in names), path
+
+
+def test_the_code_that_exports_carry_knows_transformers_only_and_nothing_imports_it():
+    names = imports(ast.walk(tree(CARRIED)))
+    assert {name.split(".")[0] for name in names} == {"torch", "transformers"}
+    for path in python_files("swiftkv_jax", "kernels", "tests", "demo", "benchmarks"):
+        assert not any(CARRIED.stem in name.split(".") for name in imports(ast.walk(tree(path)))), path
 
 
 def test_the_schedulers_half_of_the_engine_is_plain_python():

@@ -66,6 +66,7 @@ def place(tmp_path_factory) -> Path:
     pair = skv.Predicted(base, auxiliary, skv.Prediction.nearest(4, (0, 2)))
     parts = {"base": params, "auxiliary": kept, "predictor": predict.identity(pair)}
     skv.save_pretrained(here / "runs" / "pair", pair, parts, base=teacher)
+    (here / "runs" / "llama8b").symlink_to("tiny_exit")
     (here / "DIR").symlink_to(teacher)
     (here / "configs").symlink_to(ROOT / "configs")
     (here / "FILE").write_text("the cat sat on the mat and the dog sat on the log\n" * 9)
@@ -139,6 +140,9 @@ def test_the_python_blocks_of_a_document_run_one_after_the_other(
 ):
     """The hub id that they name is the tiny teacher; `num_layers` and `split` follow it."""
     Hub(tmp_path / "hub", monkeypatch).publish(TEACHER, place / "demo" / "teacher")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # transformers adds that folder
+    (tmp_path / "runs").symlink_to(place / "runs")
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for block in (each for each in of_kind("python") if each.document == document):

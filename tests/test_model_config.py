@@ -377,6 +377,10 @@ DOUBTFUL = {
         {"auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "modeling_x.X"}},
         'auto_map names a program, "modeling_x.X", which is not run: the model is read as a plain llama',
     ),
+    "a_students_program": (
+        {"auto_map": {"AutoModelForCausalLM": "modeling_swiftkv.LlamaSwiftKVForCausalLM"}},
+        'names a program, "modeling_swiftkv.LlamaSwiftKVForCausalLM", which is not run',
+    ),
 }
 
 

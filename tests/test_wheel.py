@@ -31,6 +31,7 @@ def test_the_wheel_brings_the_demo_the_configs_and_the_types(wheel, site):
         names = {path.name for path in (wheels.ROOT / theirs).iterdir() if path.is_file()}
         assert names == {path.name for path in (package / theirs).iterdir() if path.is_file()} and names
     assert (package / "demo" / "corpus.jsonl.xz").is_file() and (package / "py.typed").is_file()
+    assert (package / "checkpoint" / "modeling_swiftkv.py").is_file()
     assert {path.name for path in site.iterdir()} == {
         "swiftkv_jax",
         f"swiftkv_jax-{skv.__version__}.dist-info",

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from swiftkv_jax import weights
 from swiftkv_jax.checkpoint.names import Slot, as_dtype, leaves, slots
 from swiftkv_jax.config import DTYPES
-from swiftkv_jax.config_json import read_config_json
+from swiftkv_jax.config_json import OWN_CODE, read_config_json
 from swiftkv_jax.errors import UsageError, UsageWarning
 from swiftkv_jax.folder import inside
 from swiftkv_jax.gguf_header import gguf_of, read_header
@@ -35,6 +35,8 @@ TOKENIZER_FILES = (
     "added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json"
 ).split()
 ADAPTER, PREDICTOR, AUXILIARY = "kv_prediction.json", "predictor.safetensors", "auxiliary"
+# PyTorch code that a student's folder carries for transformers; nothing here imports or runs it.
+MODELLING = f"{OWN_CODE}.py"
 _LAST = ("config.json", ADAPTER)  # what makes a folder one of a model, or of an adapter
 # Token ids that ModelConfig does not keep, because no number depends on them.
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -49,7 +51,8 @@ def save_pretrained(
     dtype: str | None = None,
     tokenizer: str | Path | None = None,
 ) -> None:
-    """Write a folder that transformers loads (standard plan), or with the published names (SwiftKV plan).
+    """Write a folder that transformers loads. That of a SwiftKV plan has the published names of tensors, and
+    carries the PyTorch code that runs them (`trust_remote_code=True`).
 
     Rows of other forms (Slim attention) keep the plain model's tensors beside their own, and config.json
     lists them as `slim_attention`: transformers reads the plain model.
@@ -84,10 +87,29 @@ def save_pretrained(
     with staged(Path(out_dir)) as folder:
         write_extras(folder, extras(model.config.source, source, tokenizer))
         config |= token_ids(source or model.config.source)
+        if model.plan.is_swiftkv:
+            shutil.copyfile(Path(__file__).with_name(MODELLING), folder / MODELLING)
+            config |= _asks_for_code(config["architectures"][0])
         _write_weights(folder, params, table, jnp.dtype(dtype), max_shard_bytes)
         write_json(folder / "config.json", config)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("save_pretrained")
+
+
+def _asks_for_code(architecture: str) -> dict:
+    """Fields by which transformers finds the code; without it they keep the weights from being read.
+
+    transformers' own class of the family would start the tensors that it misses at random, with a warning.
+    It looks for the file that `transformers_weights` names, so that its error says what to do.
+    """
+    settings = architecture.replace("ForCausalLM", "Config")
+    return {
+        "auto_map": {
+            "AutoConfig": f"{OWN_CODE}.{settings}",
+            "AutoModelForCausalLM": f"{OWN_CODE}.{architecture}",
+        },
+        "transformers_weights": "use AutoModelForCausalLM with trust_remote_code=True.safetensors",
+    }
 
 
 def _check_params(model: Transformer, params: PyTree) -> None:
@@ -234,7 +256,7 @@ def _move_in(folder: Path, out: Path) -> None:
         (out / ADAPTER).unlink()
         (out / PREDICTOR).unlink(missing_ok=True)
         shutil.rmtree(out / AUXILIARY, ignore_errors=True)
-    for old in [*out.glob("model*.safetensors"), out / INDEX, out / "config.json"]:
+    for old in [*out.glob("model*.safetensors"), out / INDEX, out / MODELLING, out / "config.json"]:
         if old.name not in new:
             old.unlink(missing_ok=True)
     os.replace(folder / new[-1], out / new[-1])

@@ -1,0 +1,321 @@
+"""SwiftKV and AcrossKV students in PyTorch, for transformers.
+
+An export of swiftkv-jax carries this file, and config.json names it. `trust_remote_code=True` asks for it:
+
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+
+swiftkv-jax itself never runs it. The layers are transformers' own, and so are the names of the tensors, with
+those that SwiftKV replaces as in ArcticTraining (arXiv 2410.03960, sections 3.2 and 3.3):
+
+    layers 0 ... split-1   as they are
+    stream                 norm_swiftkv(hidden states entering layer `split`)
+    layer >= split         queries of its own input; keys and values of the stream, which the first layer of
+                           each group of `key_value_group_size` layers projects, and all of the group read
+
+So later layers of a token influence that token alone: of a prompt whose last logits are all that is wanted,
+as in `generate`, only the last token runs them.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaForCausalLM,
+    LlamaModel,
+    eager_attention_forward,
+    rotate_half,
+)
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.mistral.modeling_mistral import MistralAttention, MistralForCausalLM, MistralModel
+from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2ForCausalLM, Qwen2Model
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3Model
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+class SwiftKVAttention:
+    """Attention of a layer from `split` on: its own queries, over keys and values that were made before."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        makes = (layer_idx - config.num_key_value_layers) % config.key_value_group_size == 0
+        for name in ("q_proj", "q_norm", "k_proj", "k_norm", "v_proj"):
+            part = self._modules.pop(name, None)
+            if part is not None and (makes or name.startswith("q")):
+                self.add_module(f"{name}_swiftkv", part)
+
+    def heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, hidden] -> [B, heads, T, head_dim]: projected, and normed where the family does that."""
+        y = getattr(self, f"{name}_proj_swiftkv")(x).view(*x.shape[:-1], -1, self.head_dim)
+        norm = getattr(self, f"{name}_norm_swiftkv", None)
+        return (y if norm is None else norm(y)).transpose(1, 2)
+
+    def make(self, stream: torch.Tensor, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys, rotated, and the values of the stream; of the first layer of a group."""
+        return rotated(self.heads("k", stream), *position_embeddings), self.heads("v", stream)
+
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask, keys, values, past_key_values=None, **kwargs
+    ):
+        queries = rotated(self.heads("q", hidden_states), *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        out, weights = attend(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=getattr(self, "sliding_window", getattr(self.config, "sliding_window", None)),
+            **kwargs,
+        )
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos.unsqueeze(1) + rotate_half(x) * sin.unsqueeze(1)
+
+
+class SwiftKVModel:
+    """A decoder without its output head."""
+
+    attention: type[nn.Module]  # of layers from `split` on
+
+    def __init__(self, config):
+        super().__init__(config)
+        for number in range(config.num_key_value_layers, config.num_hidden_layers):
+            self.layers[number].self_attn = self.attention(config, number)
+        self.norm_swiftkv = type(self.norm)(config.hidden_size, eps=config.rms_norm_eps)
+        every = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+        self.kinds = getattr(config, "layer_types", None) or [every] * config.num_hidden_layers
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        last_only=False,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """As of any decoder of transformers; last_only: the last token's hidden states are enough."""
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(seen, seen + x.shape[1], device=x.device).unsqueeze(0)
+        masks = attention_mask  # `generate` may have made them
+        if not isinstance(masks, dict):
+            masks = {
+                kind: MASKS[kind](
+                    config=self.config,
+                    inputs_embeds=x,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    position_ids=position_ids,
+                )
+                for kind in set(self.kinds)
+            }
+        at = self.rotary_emb(x, position_ids)
+        split = self.config.num_key_value_layers
+        rows = {}
+        for number, layer in enumerate(self.layers):
+            if number == split:
+                rows = self.rows(self.norm_swiftkv(x), at, past_key_values)
+                # Masks of flex_attention are no tensors: with them every token goes on.
+                if last_only and all(mask is None or torch.is_tensor(mask) for mask in masks.values()):
+                    x, position_ids = x[:, -1:], position_ids[:, -1:]
+                    at = tuple(part[:, -1:] for part in at)
+                    masks = {kind: last_query(mask) for kind, mask in masks.items()}
+            x = layer(
+                x,
+                attention_mask=masks[self.kinds[number]],
+                position_ids=position_ids,
+                position_embeddings=at,
+                use_cache=use_cache,
+                **(rows[number] if rows else {"past_key_values": past_key_values}),
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(x), past_key_values=past_key_values if use_cache else None
+        )
+
+    def rows(self, stream: torch.Tensor, at, cache) -> dict[int, dict[str, torch.Tensor]]:
+        """Keys and values of every layer from `split` on, those of earlier tokens included.
+
+        A group's layers share one place in the cache, or two if some of them have a sliding window.
+        """
+        split, share = self.config.num_key_value_layers, self.config.key_value_group_size
+        rows, made, places = {}, None, {}
+        for number in range(split, len(self.layers)):
+            if (number - split) % share == 0:
+                made, places = self.layers[number].self_attn.make(stream, at), {}
+            kind = self.kinds[number]
+            if kind not in places:
+                places[kind] = made if cache is None else cache.update(*made, number)
+            rows[number] = dict(zip(("keys", "values"), places[kind], strict=True))
+        return rows
+
+
+def last_query(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask of the last query; one of [B, keys], as flash attention has it, is for every query."""
+    return mask[:, :, -1:] if mask is not None and mask.dim() == 4 else mask
+
+
+class SwiftKVForCausalLM:
+    """A decoder with its output head."""
+
+    body: type[PreTrainedModel]
+    # The exit head and the tensors of Slim attention are for swiftkv-jax alone.
+    _keys_to_ignore_on_load_unexpected = (r"^exit\.", r"\.self_attn\.(kv|vk)_proj")
+
+    def __init__(self, config):
+        PreTrainedModel.__init__(self, config)
+        self.model = self.body(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        """As of any causal language model of transformers."""
+        if labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1:
+            kwargs["last_only"] = True
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+
+class SwiftKVConfig:
+    """What all families' configs have in common."""
+
+    base_model_tp_plan = base_model_pp_plan = None  # those of the families name other tensors
+
+    def __post_init__(self, **kwargs):
+        kwargs.pop("transformers_weights", None)  # it keeps classes that know no SwiftKV from loading this
+        super().__post_init__(**kwargs)
+
+
+class LlamaSwiftKVConfig(SwiftKVConfig, LlamaConfig):
+    """Llama's, the split, and how many layers share keys and values."""
+
+    model_type = "llama_swiftkv"
+    num_key_value_layers: int = 1
+    key_value_group_size: int = 1
+
+
+class LlamaSwiftKVAttention(SwiftKVAttention, LlamaAttention):
+    pass
+
+
+class LlamaSwiftKVModel(SwiftKVModel, LlamaModel):
+    config_class = LlamaSwiftKVConfig
+    attention = LlamaSwiftKVAttention
+
+
+class LlamaSwiftKVForCausalLM(SwiftKVForCausalLM, LlamaForCausalLM):
+    config_class = LlamaSwiftKVConfig
+    body = LlamaSwiftKVModel
+
+
+class MistralSwiftKVConfig(SwiftKVConfig, MistralConfig):
+    """Mistral's, the split, and how many layers share keys and values."""
+
+    model_type = "mistral_swiftkv"
+    num_key_value_layers: int = 1
+    key_value_group_size: int = 1
+
+
+class MistralSwiftKVAttention(SwiftKVAttention, MistralAttention):
+    pass
+
+
+class MistralSwiftKVModel(SwiftKVModel, MistralModel):
+    config_class = MistralSwiftKVConfig
+    attention = MistralSwiftKVAttention
+
+
+class MistralSwiftKVForCausalLM(SwiftKVForCausalLM, MistralForCausalLM):
+    config_class = MistralSwiftKVConfig
+    body = MistralSwiftKVModel
+
+
+class Qwen2SwiftKVConfig(SwiftKVConfig, Qwen2Config):
+    """Qwen2's, the split, and how many layers share keys and values."""
+
+    model_type = "qwen2_swiftkv"
+    num_key_value_layers: int = 1
+    key_value_group_size: int = 1
+
+
+class Qwen2SwiftKVAttention(SwiftKVAttention, Qwen2Attention):
+    pass
+
+
+class Qwen2SwiftKVModel(SwiftKVModel, Qwen2Model):
+    config_class = Qwen2SwiftKVConfig
+    attention = Qwen2SwiftKVAttention
+
+
+class Qwen2SwiftKVForCausalLM(SwiftKVForCausalLM, Qwen2ForCausalLM):
+    config_class = Qwen2SwiftKVConfig
+    body = Qwen2SwiftKVModel
+
+
+class Qwen3SwiftKVConfig(SwiftKVConfig, Qwen3Config):
+    """Qwen3's, the split, and how many layers share keys and values."""
+
+    model_type = "qwen3_swiftkv"
+    num_key_value_layers: int = 1
+    key_value_group_size: int = 1
+
+
+class Qwen3SwiftKVAttention(SwiftKVAttention, Qwen3Attention):
+    pass
+
+
+class Qwen3SwiftKVModel(SwiftKVModel, Qwen3Model):
+    config_class = Qwen3SwiftKVConfig
+    attention = Qwen3SwiftKVAttention
+
+
+class Qwen3SwiftKVForCausalLM(SwiftKVForCausalLM, Qwen3ForCausalLM):
+    config_class = Qwen3SwiftKVConfig
+    body = Qwen3SwiftKVModel
