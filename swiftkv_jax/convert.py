@@ -137,7 +137,7 @@ def convert(
                 run.export(out)
             finally:
                 run.close()
-    say(f"saved in {out} after {time.monotonic() - began:.0f} s: python serve.py --model {out}")
+    say(f"saved in {out} after {time.monotonic() - began:.0f} s: swiftkv-serve --model {out}")
     return found
 
 

@@ -1,7 +1,12 @@
-"""The notebook, cell by cell, in an empty folder with the wheel installed; and its cell that installs it."""
+"""The notebooks: run in an empty folder with the wheel installed; what they keep; how they install it."""
 
+import base64
 import importlib.util
 import json
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,81 +14,187 @@ from pathlib import Path
 import pytest
 import wheels
 
-QUICKSTART = wheels.ROOT / "notebooks" / "quickstart.ipynb"
+NOTEBOOKS = {path.stem: path for path in sorted((wheels.ROOT / "notebooks").glob("*.ipynb"))}
+PLACEHOLDER = "git+https://github.com/THIS_REPOSITORY"
+LARGEST_PLOT = 60_000  # bytes
+# A cell that begins with %%bash is bash, as in Jupyter. What the last line asks for is the test's own.
 RUN = """
-import json, sys
+import json, subprocess, sys
+sources, wanted = json.load(sys.stdin)
 names = {}
-for source in json.load(sys.stdin):
-    exec(source, names)
-print(json.dumps({"package": names["skv"].__file__, "before": names["before"], "after": names["after"]}))
+for source in sources:
+    if source.startswith("%%bash\\n"):
+        subprocess.run(["bash", "-c", source.partition("\\n")[2]], check=True)
+    else:
+        exec(source, names)
+print(json.dumps({name: names[name] for name in wanted}, default=str))
 """
 
 
-def code() -> list[str]:
-    """The sources of the notebook's cells of code, which are kept without outputs."""
-    cells = [
-        c for c in json.loads(QUICKSTART.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"
-    ]
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
-    return ["".join(cell["source"]) for cell in cells]
+def cells(name: str, kind: str = "code") -> list[dict]:
+    """The cells of a notebook that are of one kind; their sources as one string each."""
+    found = json.loads(NOTEBOOKS[name].read_text(encoding="utf-8"))["cells"]
+    return [cell | {"source": "".join(cell["source"])} for cell in found if cell["cell_type"] == kind]
+
+
+def printed(name: str) -> list[str]:
+    """What each cell that prints something printed when the outputs were kept."""
+    said = ("".join("".join(o.get("text", "")) for o in cell["outputs"]) for cell in cells(name))
+    return [text for text in said if text]
+
+
+def run(name: str, folder: Path, *wanted: str, **variables: str) -> tuple[str, dict]:
+    """(stdout, the `wanted` names) of a notebook that ran from end to end, in `folder`/empty."""
+    site, empty = wheels.install(wheels.build(folder / "wheel"), folder / "site"), folder / "empty"
+    empty.mkdir()
+    child = subprocess.Popen(
+        [sys.executable, "-u", "-c", RUN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=empty,
+        env=wheels.environment(site) | variables,
+        start_new_session=True,
+    )
+    try:
+        request = json.dumps([[cell["source"] for cell in cells(name)], ["DEMO", *wanted]])
+        out, err = child.communicate(request, timeout=1800)
+    finally:
+        if child.returncode is None:  # with whatever it has started
+            os.killpg(child.pid, signal.SIGKILL)
+    assert child.returncode == 0, err
+    said, _, last = out.rstrip("\n").rpartition("\n")
+    told = json.loads(last)
+    assert Path(told["DEMO"]).is_relative_to(site)
+    return said, told
 
 
 @pytest.mark.slow
 def test_the_quickstart_runs_from_end_to_end(tmp_path):
     """Thirty steps of distillation bring the student nearer."""
-    site, empty = wheels.install(wheels.build(tmp_path / "wheel"), tmp_path / "site"), tmp_path / "empty"
-    empty.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", RUN],
-        input=json.dumps(code()),
-        env=wheels.environment(site) | {"STEPS": "30"},
-        cwd=empty,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
-    *said, last = done.stdout.splitlines()
-    told = json.loads(last)
-    assert Path(told["package"]).is_relative_to(site)
-    assert {line.partition(": '")[0] for line in said[-2:]} == {"teacher", "student"}
-    assert "done: 30 steps" in done.stdout and [path.name for path in empty.iterdir()] == ["runs"]
+    said, told = run("quickstart", tmp_path, "before", "after", STEPS="30")
+    assert {line.partition(": '")[0] for line in said.splitlines()[-2:]} == {"teacher", "student"}
+    assert "done: 30 steps" in said and [path.name for path in (tmp_path / "empty").iterdir()] == ["runs"]
     (kl_before, agreed_before), (kl_after, agreed_after) = told["before"], told["after"]
     assert 0 < kl_after < 0.1 and 0.8 < agreed_after < 1
     assert kl_after < 0.8 * kl_before and agreed_after > agreed_before
 
 
+@pytest.mark.slow
+def test_a_checkpoint_is_measured_distilled_and_exported(tmp_path):
+    """A later split costs less, sharing more; training and the table judge the same text."""
+    said, told = run("your_checkpoint", tmp_path, "costs", "last", "after", "exported", "answers", STEPS="15")
+    costs = told["costs"]
+    by_split = [costs[f"split {split}"] for split in (2, 4, 6)]
+    for name in ("gap", "kl"):
+        assert [cost[name] for cost in by_split] == sorted((c[name] for c in by_split), reverse=True)
+    assert all(0 < cost["kl"] < 0.2 and 0.7 < cost["agreement"] < 1 for cost in costs.values())
+    start, after = costs["split 4, share 2"], told["after"]
+    assert start["kl"] > costs["split 4"]["kl"]
+    judged = told["last"]["eval/teacher_cross_entropy"]
+    assert judged == pytest.approx(start["teacher_cross_entropy"], abs=1e-5)  # the same held-out tokens
+    assert after["kl"] < start["kl"] and after["agreement"] > start["agreement"]
+    published = ("model_type", "num_key_value_layers", "key_value_group_size")
+    assert [told["exported"][name] for name in published] == ["llama_swiftkv", 4, 2]
+    assert set(told["answers"]) == {"teacher", "student"} and all(told["answers"].values())
+    assert printed("your_checkpoint")[1] in said  # arithmetic, the same everywhere
+
+
+@pytest.mark.slow
+def test_bytes_and_chips_are_as_kept_and_sharing_costs_quality(tmp_path):
+    """Llama-3.1-8B has 8,030,261,248 parameters; a row of its cache is 8 heads of 128, keys and values."""
+    said, told = run("acrosskv_and_memory", tmp_path, "sizes", "weights", "costs")
+    assert told["weights"] == 2 * 8_030_261_248
+    rows = {"standard": 32, "SwiftKV, share 1": 32, "SwiftKV, share 4": 20, "SwiftKV, share 16": 17}
+    for name, count in rows.items():
+        assert told["sizes"][name] == [count * 2 * 8 * width for width in (2 * 128, 128 + 4, 128 + 4)]
+    assert all(text in said for text in printed("acrosskv_and_memory")[:3])
+    costs = [told["costs"][share] for share in ("1", "2", "4")]
+    assert [cost["cache_bytes"] for cost in costs] == [1, 0.75, 0.625]
+    assert costs[0]["agreement"] > costs[1]["agreement"] > costs[2]["agreement"] > 0.5
+    assert 0 < costs[0]["gap"] < costs[1]["gap"] < costs[2]["gap"]
+    each = 6 * 2 * 2  # keys and values of 2 heads of 48 in each of 6 rows
+    for kind, size in (("float32", each * 48 * 4), ("bfloat16", each * 48 * 2), ("int8", each * (48 + 4))):
+        assert re.search(rf"^{kind} +{size:,} ", said, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the notebook asks by curl")
+def test_a_server_of_two_models_answers_streams_counts_and_stops(tmp_path):
+    """Greedy answers are the same by curl, whole and streamed; the server's counters are what was asked."""
+    told_of = ("answers", "streamed", "ttft", "LENGTHS", "ROUNDS", "code")
+    said, told = run("serve_and_compare", tmp_path, *told_of)
+    whole = told["answers"]["student"]
+    by_curl, _ = json.JSONDecoder().raw_decode(said, said.index('{"id":"cmpl'))
+    assert whole and told["streamed"] == whole and whole.startswith(by_curl["choices"][0]["text"])
+    asked = told["ROUNDS"] * len(told["LENGTHS"]) + 1
+    tokens = 4 + told["ROUNDS"] * sum(told["LENGTHS"])  # the text has four
+    labels = '{engine="0",model_name="teacher"}'
+    assert f"swiftkv_prompt_tokens_total{labels} {tokens}.0" in said
+    assert f"swiftkv_time_to_first_token_seconds_count{labels} {asked}.0" in said
+    assert {name: len(times) for name, times in told["ttft"].items()} == {"teacher": 4, "student": 4}
+    assert told["code"] == 0
+
+
+def test_the_quickstart_is_kept_without_outputs():
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells("quickstart"))
+
+
+@pytest.mark.parametrize("name", sorted(NOTEBOOKS.keys() - {"quickstart"}))
+def test_a_notebook_keeps_small_outputs_that_name_no_machine(name):
+    code = cells(name)
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
+    assert {output["name"] for output in outputs if "name" in output} == {"stdout"}
+    plots = [output["data"]["image/png"] for output in outputs if "data" in output]
+    assert len(plots) == sum("plt.show()" in cell["source"] for cell in code) > 0
+    assert all(len(base64.b64decode(plot)) < LARGEST_PLOT for plot in plots)
+    said = "".join(printed(name))
+    assert not re.search(r"(?<![\w.:/])/(?:home|root|tmp|work|usr|opt|var|content|Users)/", said), said
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_opens_in_colab_and_readme_names_it(name):
+    first = cells(name, "markdown")[0]["source"]
+    assert f"colab.research.google.com/github/THIS_REPOSITORY/blob/main/notebooks/{name}.ipynb" in first
+    assert f"notebooks/{name}.ipynb" in (wheels.ROOT / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
-    "place, source, installed",
-    [
-        ("clone/notebooks", None, ["--editable", "CLONE"]),
-        ("empty", "git+https://host/owner/name", ["git+https://host/owner/name"]),
-        ("empty", None, None),
-    ],
+    "place, source", [("clone/notebooks", None), ("empty", "git+https://host/owner/name")]
 )
-def test_a_missing_package_is_installed_or_the_cell_says_from_where(
-    place, source, installed, tmp_path, monkeypatch
-):
-    (tmp_path / "clone" / "swiftkv_jax").mkdir(parents=True)
-    (tmp_path / "clone" / "swiftkv_jax" / "version.py").touch()
-    (tmp_path / place).mkdir(exist_ok=True)
-    monkeypatch.chdir(tmp_path / place)
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_missing_package_is_installed(name, place, source, tmp_path, monkeypatch):
+    ran, clone = installed(name, place, source, tmp_path, monkeypatch), str(tmp_path / "clone")
+    if name == "serve_and_compare":  # the server and a client of it are extras
+        wanted = [f"swiftkv-jax[serve] @ {source}"] if source else ["--editable", f"{clone}[serve]"]
+        wanted.append("openai")
+    else:
+        wanted = [source] if source else ["--editable", clone]
+    assert ran == [[sys.executable, "-m", "pip", "install", "--quiet", *wanted]]
+    assert (sys.path[0] == clone) == (source is None)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_far_from_a_clone_says_where_the_repository_goes(name, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="put its repository"):
+        installed(name, "empty", None, tmp_path, monkeypatch)
+
+
+def installed(name: str, place: str, source: str | None, folder: Path, monkeypatch) -> list[list[str]]:
+    """What the first cell runs in `place`, beside a clone, where nothing is installed."""
+    (folder / "clone" / "swiftkv_jax").mkdir(parents=True)
+    (folder / "clone" / "swiftkv_jax" / "version.py").touch()
+    (folder / place).mkdir(exist_ok=True)
+    monkeypatch.chdir(folder / place)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     ran: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append(command))
-    cell = code()[0]
-    placeholder = "git+https://github.com/THIS_REPOSITORY"
-    assert (
-        placeholder in cell and placeholder.rpartition("/")[2] in QUICKSTART.read_text().split("code", 1)[0]
-    )
-    cell = cell.replace(placeholder, source or placeholder)
-    if installed is None:
-        with pytest.raises(SystemExit, match="put its repository"):
-            exec(cell, {})
-        assert not ran
-        return
-    exec(cell, {})
-    wanted = [str(tmp_path / "clone") if word == "CLONE" else word for word in installed]
-    assert ran == [[sys.executable, "-m", "pip", "install", "--quiet", *wanted]]
-    assert (sys.path[0] == str(tmp_path / "clone")) == (place != "empty")
+    cell = cells(name)[0]["source"]
+    assert PLACEHOLDER in cell
+    exec(cell.replace(PLACEHOLDER, source or PLACEHOLDER), {})
+    return ran
