@@ -6,6 +6,7 @@ of the middle layers.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,19 @@ class FFNSkip:
         tokens_run = jnp.stack([dense.running(at, slots)] * layers)
         out = dense.last_logits(model, params, x, at, state.length - 1)
         return out, State(tuple(rows), state.length), Work(tokens_run, jnp.stack(mlps), jnp.stack(pairs))
+
+
+@partial(jax.jit, static_argnames=("model", "layer"))
+def cosines(model: Transformer, params: PyTree, tokens: Tokens, layer: int) -> Float[Array, "B T"]:
+    """The sign of each token of full sequences in `layer`, where none skipped before: what thresholds of a
+    model can be chosen from."""
+    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    x = mixed = embed(model, params, tokens)
+    for below, held in enumerate(dense.empty(model, *tokens.shape)[: layer + 1]):
+        mixed, _, _ = dense.run_layer(model, params, below, x, at, held, mlp=_none)
+        p = weights.layer(params, below)["mlp"]
+        x = _through_ffn(model, p, mixed, jnp.zeros(at.shape, bool), False)
+    return cosine(mixed, x)
 
 
 def cosine(a: Float[Array, "*batch D"], b: Float[Array, "*batch D"]) -> Float[Array, "*batch"]:
