@@ -213,7 +213,7 @@ def full_depth(sizes: Sizes, length: int) -> float:
 def swiftkv_flops(sizes: Sizes, split: int, length: int) -> float:
     """FLOPs of a prompt that stops at `split`, where all later rows are made; its last token goes on."""
     below = sizes.read(split, sizes.layers, (length + 1) / 2) * length
-    return below + sizes.read(sizes.layers, 0, length) - sizes.read(split, 0, length)
+    return below + sizes.read(sizes.layers, 0, float(length)) - sizes.read(split, 0, float(length))
 
 
 def students(

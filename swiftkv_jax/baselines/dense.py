@@ -58,6 +58,9 @@ class Work:
     pairs: Array
 
 
+Step = tuple[Float[Array, "B V"], State, Work]  # logits of each sequence's next token, what to go on from
+
+
 def empty(model: Transformer, sequences: int, slots: int) -> tuple[Held, ...]:
     """The rows of every layer, with nothing in them."""
     shape = (sequences, slots, model.config.num_kv_heads, model.config.head_dim)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from swiftkv_jax import weights
 from swiftkv_jax.baselines import dense
-from swiftkv_jax.baselines.dense import State, Work
+from swiftkv_jax.baselines.dense import State, Step, Work
 from swiftkv_jax.checks import integer, number
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.layers import gated_mlp, rms_norm
@@ -56,19 +56,21 @@ class FFNSkip:
             )
         return middle
 
-    def read(self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int):
+    def read(
+        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
+    ) -> Step:
         """As `generate.read`."""
         places = jnp.arange(tokens.shape[1])
         at = jnp.where(places < lengths[:, None], places, slots)
         state = State(dense.empty(model, len(tokens), slots), lengths)
         return self._run(model, params, tokens, at, state)
 
-    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State):
+    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
         """As `generate.Baseline.extend`. One sequence alone really skips; of more, all run everything."""
         at = state.length[:, None]
         return self._run(model, params, tokens[:, None], at, State(state.layers, state.length + 1))
 
-    def _run(self, model, params, tokens: Tokens, at, state: State):
+    def _run(self, model, params, tokens: Tokens, at, state: State) -> Step:
         """Run the tokens `at`, the last of each sequence among them: (its logits, state, work)."""
         layers, slots = model.config.num_layers, state.layers[0].held.shape[1]
         middle, x = self.middle(layers), embed(model, params, tokens)

@@ -8,23 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.baselines.dense import State, Work
+from swiftkv_jax.baselines.dense import State, Step
 from swiftkv_jax.checks import integer
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.shapes import Array, Float, Int, PyTree, Tokens
+from swiftkv_jax.shapes import Array, Int, PyTree, Tokens
 
 
 @runtime_checkable
 class Baseline(Protocol):
     """A system as a value: frozen, so that it can be a static argument of `jit`."""
 
-    def read(self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int):
+    def read(
+        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
+    ) -> Step:
         """As `generate.read`."""
         ...
 
-    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State):
+    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
         """(logits [B, V] after one more token of each sequence, state, work)."""
         ...
 
@@ -37,7 +39,7 @@ def read(
     tokens: Tokens,
     lengths: Int[Array, " B"],
     slots: int,
-) -> tuple[Float[Array, "B V"], State, Work]:
+) -> Step:
     """Read prompts, and give the logits of each one's next token.
 
     Args:

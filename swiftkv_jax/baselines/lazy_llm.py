@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from swiftkv_jax.analysis.prediction_flops import lazy_share
 from swiftkv_jax.baselines import dense
-from swiftkv_jax.baselines.dense import Slots, State, Work
+from swiftkv_jax.baselines.dense import Slots, State, Step, Work
 from swiftkv_jax.checks import above, integer
 from swiftkv_jax.model import Transformer, embed
 from swiftkv_jax.shapes import Array, Float, Int, PyTree, Tokens
@@ -43,7 +43,9 @@ class LazyLLM:
         """What share of the tokens each layer sees."""
         return tuple(lazy_share(self.start, self.end, layer / layers) for layer in range(layers))
 
-    def read(self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int):
+    def read(
+        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
+    ) -> Step:
         """As `generate.read`."""
         places, layers = jnp.arange(tokens.shape[1]), model.config.num_layers
         at = jnp.where(places < lengths[:, None], places, slots)
@@ -53,7 +55,7 @@ class LazyLLM:
         state = State(dense.empty(model, len(tokens), slots), lengths, left)
         return self._run(model, params, embed(model, params, tokens), at, state, most)
 
-    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State):
+    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
         """As `generate.Baseline.extend`."""
         slots, layers = state.layers[0].held.shape[1], model.config.num_layers
         revive = slots if self.revive is None else self.revive
@@ -67,7 +69,7 @@ class LazyLLM:
         shares = self.shares(layers)
         return [share < before for share, before in zip(shares, (1.0, *shares), strict=False)]
 
-    def _run(self, model, params, x: Float[Array, "B n D"], at, state: State, most: list[int]):
+    def _run(self, model, params, x: Float[Array, "B n D"], at, state: State, most: list[int]) -> Step:
         """Run the tokens `at`, the last of each sequence among them: (its logits, state, work).
 
         most: tokens that can run each layer.

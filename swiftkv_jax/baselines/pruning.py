@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.baselines import dense
-from swiftkv_jax.baselines.dense import Slots, State, Work
+from swiftkv_jax.baselines.dense import Slots, State, Step, Work
 from swiftkv_jax.checks import above, integer
 from swiftkv_jax.model import Transformer, embed
 from swiftkv_jax.shapes import Array, Float, Int, PyTree, Tokens
@@ -39,13 +39,15 @@ class RandomPruning:
         integer("keep_first", self.keep_first, 0)
         integer("seed", self.seed, 0, 2**31 - 1)
 
-    def read(self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int):
+    def read(
+        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
+    ) -> Step:
         """As `generate.read`."""
         shares = self.scores(tokens, lengths)
         kept = chosen(shares, lengths, self.keep, self.keep_first)
         return read_some(model, params, tokens, lengths, slots, kept, self.keep, self.keep_first)
 
-    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State):
+    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
         """As `generate.Baseline.extend`."""
         return extend(model, params, tokens, state)
 
@@ -80,7 +82,9 @@ class StaticPruning:
     def __post_init__(self):
         above("keep", self.keep, 0, 1)
 
-    def read(self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int):
+    def read(
+        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
+    ) -> Step:
         """As `generate.read`. The probe's work is counted."""
         probed = math.ceil(model.config.num_layers / PROBED)
         length = tokens.shape[1]
@@ -97,7 +101,7 @@ class StaticPruning:
         more = Work(*(x.at[:probed].add(y) for x, y in _fields(work, (lengths, lengths, jnp.stack(pairs)))))
         return out, state, more
 
-    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State):
+    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
         """As `generate.Baseline.extend`."""
         return extend(model, params, tokens, state)
 
@@ -124,7 +128,7 @@ def read_some(
     kept: Slots,
     keep: float,
     keep_first: int = 0,
-):
+) -> Step:
     """Read the `kept` tokens of each prompt and no other: (logits of the last, state, work)."""
     length = tokens.shape[1]
     most = min(length, max(int(dense.counts(keep, length)[-1]), keep_first + 1))
@@ -135,7 +139,7 @@ def read_some(
     return dense.last_logits(model, params, x, at, lengths - 1), State(rows, lengths), work
 
 
-def extend(model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State):
+def extend(model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
     """One more token of each sequence, which sees all that stayed."""
     at = state.length[:, None]
     x, rows, work = dense.run_layers(model, params, embed(model, params, tokens[:, None]), at, state.layers)
