@@ -236,10 +236,7 @@ def predicted(
     """KV prediction from some of the model's own layers, fitted by least squares; and those layers alone."""
     sizes, layers = Sizes.of(model.config), model.config.num_layers
     full = _total(prompts, lambda n: full_depth(sizes, n))
-    first = (tuple(range(round(layers * share))) for share in (0.25, 0.5, 0.625))
-    kinds = [("KV prediction", pruned(sizes, share)[1]) for share in (0.25, 0.5, 0.75)]
-    kinds += [("KV prediction, first layers", keep) for keep in first]
-    for system, keep in kinds:
+    for system, keep in kept_layers(sizes):
         auxiliary, kept = predict.layer_pruned(model, params, keep)
         prediction = Prediction.nearest(layers, keep)
         pair = predict.Predicted(model, auxiliary, prediction)
@@ -259,7 +256,15 @@ def predicted(
         setting = "layers " + " ".join(map(str, keep))
         yield point(system, setting, _total(prompts, cost) / full, found, own)
         alone = _total(prompts, lambda n, small=small: full_depth(small, n)) / full
-        yield point("auxiliary alone", setting, alone, _by_rows(auxiliary, kept, prompts), own)
+        yield point(f"{system}: alone", setting, alone, _by_rows(auxiliary, kept, prompts), own)
+
+
+def kept_layers(sizes: Sizes) -> list[tuple[str, tuple[int, ...]]]:
+    """(system, layers that make its auxiliary): those that the paper prunes to, and the first ones."""
+    first = (tuple(range(round(sizes.layers * share))) for share in (0.25, 0.5, 0.625))
+    strided = (pruned(sizes, share)[1] for share in (0.25, 0.5, 0.75))
+    names = ("KV prediction", "KV prediction, first layers")
+    return [(name, keep) for name, keeps in zip(names, (strided, first), strict=True) for keep in keeps]
 
 
 def others(

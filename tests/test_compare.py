@@ -33,8 +33,9 @@ POINTS = [
 def text(tmp_path_factory):
     """400 documents, some of them held out."""
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    corpus = open_documents((str(DEMO / "corpus.jsonl.xz"),))
-    lines = (json.dumps({"text": corpus[i].text[:400]}) + "\n" for i in range(400))
+    lines = (
+        json.dumps({"text": f"What follows {i} is {i + 1}, not {i - 1}. " * 12}) + "\n" for i in range(400)
+    )
     path.write_text("".join(lines), encoding="utf-8")
     return str(path)
 

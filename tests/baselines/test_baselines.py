@@ -23,7 +23,8 @@ from swiftkv_jax.surgery import to_swiftkv
 
 LENGTHS = (9, 14, 1, 6)
 EXTRA = 4  # tokens after each prompt
-CONFIG, LAYERS = ODD, ODD.num_layers
+LAYERS, ALL = 5, 2**30
+CONFIG = dataclasses.replace(ODD, num_layers=LAYERS, windows=(ALL, 5, ALL, 3, ALL))
 MODEL = Transformer(CONFIG, KVPlan.standard(LAYERS))
 NOTHING = {
     "random": RandomPruning(keep=1.0),
@@ -269,9 +270,9 @@ def test_bad_values_are_refused_in_one_line(params):
     ):
         with pytest.raises(UsageError, match=said):
             make()
-    cold = FFNSkip(threshold=0.9, cold_first=3, cold_last=1)
+    cold = FFNSkip(threshold=0.9, cold_first=3, cold_last=2)
     for baseline, prompts, said in (
-        (cold, [[1]], "cold regions of 3 and 1 layers leave none of 4"),
+        (cold, [[1]], "cold regions of 3 and 2 layers leave none of 5"),
         (NOTHING["lazy"], [], "at least one prompt"),
         (NOTHING["lazy"], [[1], []], "at least one token"),
         (NOTHING["lazy"], [[1, 67]], "token id 67 is outside the vocabulary of 67"),
