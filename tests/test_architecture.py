@@ -16,8 +16,8 @@ LEVELS = (
     "gguf_header gguf_config",
     "layers rows cache weights text",
     "model surgery checkpoint predict",
-    "distill engine analysis slim",
-    "server lm_eval convert commands",
+    "distill engine analysis slim baselines",
+    "server lm_eval convert compare commands",
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}
 STRANGERS = {("distill", "engine"), ("engine", "distill"), ("analysis", "distill"), ("analysis", "engine")}

@@ -68,3 +68,22 @@ def early_exit(share: np.ndarray, agreement: np.ndarray, threshold: float, path:
     right.plot(middle, agreement, color="tab:orange", marker="o", markersize=3)
     right.set(ylabel="agreement with the whole model", ylim=(0, 1))
     return save(figure, path)
+
+
+def comparison(points, path: Path) -> Path:
+    """Cross-entropy above the model's, and agreement with it, by FLOPs of the prompt: a curve for each
+    system, with standard errors; `points` as in swiftkv_jax/compare.py."""
+    figure, (left, right) = new_figure(columns=2)
+    for system in dict.fromkeys(p.system for p in points):
+        curve = sorted((p for p in points if p.system == system), key=lambda p: p.flops)
+        flops, style = (
+            [p.flops for p in curve],
+            {"marker": "o", "markersize": 3, "capsize": 2, "linewidth": 1},
+        )
+        left.errorbar(flops, [p.gap for p in curve], [p.gap_error for p in curve], label=system, **style)
+        right.errorbar(flops, [p.agreement for p in curve], [p.agreement_error for p in curve], **style)
+    left.set(xlabel="FLOPs of the prompt, over full depth", ylabel="first token: nats above the model's")
+    left.set_yscale("symlog", linthresh=0.01)
+    left.legend(fontsize="x-small")
+    right.set(xlabel="FLOPs of the prompt, over full depth", ylabel="first token: the model's likeliest one")
+    return save(figure, path)

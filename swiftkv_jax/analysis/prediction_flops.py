@@ -181,14 +181,13 @@ def lazy_llm(start: float, end: float, layers: Sequence[int | float] = ()) -> fl
     above("end", end, 0, above("start", start, 0, 1))
     if not layers:
         return 1 / (0.3 + 0.6 * (start + end) / 2 + 0.1 * end)
-
-    def share(depth: float) -> float:
-        if depth < 0.3:
-            return 1.0
-        return start + (end - start) * min(1.0, (depth - 0.3) / 0.6)
-
-    read = sum(cost * share(i / len(layers)) for i, cost in enumerate(layers))
+    read = sum(cost * lazy_share(start, end, i / len(layers)) for i, cost in enumerate(layers))
     return sum(layers) / read
+
+
+def lazy_share(start: float, end: float, depth: float) -> float:
+    """The share of the tokens that LazyLLM runs at a depth in [0, 1), see `lazy_llm`."""
+    return 1.0 if depth < 0.3 else start + (end - start) * min(1.0, (depth - 0.3) / 0.6)
 
 
 def pairs() -> list[tuple[str, Sizes, Sizes, Prediction]]:

@@ -1,0 +1,211 @@
+"""Layers over a dense cache with gaps: what the systems compared with KV prediction have in common.
+
+A ragged batch of B rows is padded behind each row's end. A token's slot in the cache is its position, whether
+or not the tokens before it are there. Which tokens run a layer (their positions; S, the number of slots,
+stands for none) and which slots they may see are arrays of static shapes: a method is what it makes of them.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax import weights
+from swiftkv_jax.analysis.prediction_flops import Sizes
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.kernels.common.mask import visible, weights_of
+from swiftkv_jax.layers import decoder_layer, gated_mlp, queries, rms_norm, rotary
+from swiftkv_jax.model import Transformer, logits
+from swiftkv_jax.pytree import pytree
+from swiftkv_jax.rows import FORMS
+from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Queries
+
+Positions = Int[Array, "B n"]
+Slots = Bool[Array, "B S"]
+
+
+@pytree
+class Held:
+    """One layer's rows: keys and values [B, S, K, H], and which slots hold any, [B, S]."""
+
+    keys: Array
+    values: Array
+    held: Array
+
+
+@pytree
+class State:
+    """A batch between two steps.
+
+    Attributes:
+      layers: the rows of each layer. length: [B] tokens of each sequence so far, those left out included.
+      left: of LazyLLM, for each layer: [B, S, D] hidden states of tokens that did not enter it, or None.
+    """
+
+    layers: tuple[Held, ...]
+    length: Array
+    left: tuple[Array | None, ...] = ()
+
+
+@pytree
+class Work:
+    """What each sequence ran, by layer, [L, B] int32: tokens through attention, through the MLP (FFN), and
+    pairs of a query and a key that it saw."""
+
+    tokens: Array
+    mlps: Array
+    pairs: Array
+
+
+Step = tuple[Float[Array, "B V"], State, Work]  # logits of each sequence's next token, what to go on from
+
+
+def empty(model: Transformer, sequences: int, slots: int) -> tuple[Held, ...]:
+    """The rows of every layer, with nothing in them."""
+    shape = (sequences, slots, model.config.num_kv_heads, model.config.head_dim)
+    nothing = jnp.zeros(shape, model.dtype)
+    return (Held(nothing, nothing, jnp.zeros((sequences, slots), bool)),) * model.config.num_layers
+
+
+def run_layer(
+    model: Transformer,
+    params: PyTree,
+    layer: int,
+    x: Float[Array, "B n D"],
+    at: Positions,
+    rows: Held,
+    active: Slots | None = None,
+    mlp: Callable = gated_mlp,
+) -> tuple[Float[Array, "B n D"], Held, Int[Array, " B"]]:
+    """(hidden states leaving `layer`, its rows with those of these tokens, pairs of a query and a key).
+
+    active: the slots that queries may see, these tokens' own included; by default all that hold a row.
+    """
+    config, p = model.config, weights.layer(params, layer)
+    angles = rotary(config, at, config.max_position_embeddings)
+    h = rms_norm(x, p["attentions"][0]["norm"], config.rms_norm_eps)
+    keys, values = FORMS["kv"].make(config, weights.row(params, layer), h, angles)
+    made = (keys, values, jnp.ones_like(at, bool))
+    into = (rows.keys, rows.values, rows.held)
+    rows = Held(*(put(old, new, at) for old, new in zip(into, made, strict=True)))
+    seen = _seen(config, layer, at, rows, active)
+
+    def attend(q: Queries) -> Queries:
+        mixed = jnp.einsum("bkgns,bsku->bnkgu", _shares(q, rows.keys, seen).astype(q.dtype), rows.values)
+        return mixed.reshape(q.shape)
+
+    return decoder_layer(config, p, x, angles, [attend], mlp), rows, seen.sum((1, 2))
+
+
+def importance(
+    model: Transformer,
+    params: PyTree,
+    layer: int,
+    x: Float[Array, "B 1 D"],
+    at: Int[Array, "B 1"],
+    rows: Held,
+    active: Slots | None = None,
+) -> Float[Array, "B S"]:
+    """How much one token's attention in `layer` gives to each slot, averaged over heads.
+
+    x: what enters the layer; `rows` hold that token already (see `run_layer`).
+    """
+    config, p = model.config, weights.layer(params, layer)["attentions"][0]
+    angles = rotary(config, at, config.max_position_embeddings)
+    q = queries(config, p, rms_norm(x, p["norm"], config.rms_norm_eps), angles)
+    return _shares(q, rows.keys, _seen(config, layer, at, rows, active)).mean((1, 2, 3))
+
+
+def _seen(config: ModelConfig, layer: int, at, rows: Held, active) -> Bool[Array, "B n S"]:
+    slots = rows.held.shape[1]
+    there = rows.held if active is None else rows.held & active
+    return visible(at, slots, config.windows[layer]) & there[:, None] & (at < slots)[..., None]
+
+
+def _shares(q, keys, seen) -> Float[Array, "B K G n S"]:
+    """Attention probabilities, in float32."""
+    grouped = q.reshape(*q.shape[:2], keys.shape[2], -1, q.shape[-1])
+    scores = jnp.einsum("bnkgh,bskh->bkgns", grouped, keys, preferred_element_type=jnp.float32)
+    return weights_of(scores * q.shape[-1] ** -0.5, seen[:, None, None])
+
+
+def run_layers(
+    model: Transformer,
+    params: PyTree,
+    x: Float[Array, "B n D"],
+    at: Positions,
+    layers: tuple[Held, ...],
+) -> tuple[Float[Array, "B n D"], tuple[Held, ...], Work]:
+    """The same tokens through all layers."""
+    made, pairs = [], []
+    for layer, rows in enumerate(layers):
+        x, rows, count = run_layer(model, params, layer, x, at, rows)
+        made.append(rows)
+        pairs.append(count)
+    tokens = jnp.stack([running(at, layers[0].held.shape[1])] * len(layers))
+    return x, tuple(made), Work(tokens, tokens, jnp.stack(pairs))
+
+
+def running(at: Positions, slots: int) -> Int[Array, " B"]:
+    """How many tokens of each sequence run."""
+    return (at < slots).sum(1)
+
+
+def put(into: Array, new: Array, at: Positions) -> Array:
+    """`into` [B, S, ...] with `new` [B, n, ...] in the slots `at`; those past the end are dropped."""
+    sequence = jnp.arange(len(at))[:, None]
+    return into.at[sequence, at].set(new.astype(into.dtype), mode="drop")
+
+
+def take(x: Float[Array, "B S D"], at: Positions) -> Float[Array, "B n D"]:
+    """What lies in the slots `at`; anything at all for those past the end."""
+    return jnp.take_along_axis(x, jnp.minimum(at, x.shape[1] - 1)[..., None], axis=1)
+
+
+def in_order(chosen: Slots, most: int) -> Int[Array, "B most"]:
+    """The chosen slots in ascending order, at most `most` of each sequence; S behind the last."""
+    slots = jnp.arange(chosen.shape[1])
+    place = jnp.where(chosen, jnp.cumsum(chosen, axis=1) - 1, most)
+    return put(jnp.full((len(chosen), most), len(slots)), jnp.broadcast_to(slots, chosen.shape), place)
+
+
+def best(scores: Float[Array, "B S"], among: Slots, count: Int[Array, " B"] | int) -> Slots:
+    """The `count` slots of the highest scores `among` some; of equal ones the first."""
+    slots = jnp.arange(scores.shape[1])
+    mine, other = scores[:, :, None], scores[:, None, :]
+    before = (other > mine) | ((other == mine) & (slots < slots[:, None]))
+    rank = (before & among[:, None, :]).sum(2)
+    return among & (rank < jnp.broadcast_to(count, len(scores))[:, None])
+
+
+def counts(share: float, most: int) -> Int[np.ndarray, " n"]:
+    """How many of 0, 1, ..., `most` tokens a share is: rounded up, at least one."""
+    return np.array([min(n, max(1, math.ceil(share * n - 1e-9))) for n in range(most + 1)], np.int32)
+
+
+def one(slots: int, at: Int[Array, " B"]) -> Slots:
+    """The slot `at` of each sequence alone."""
+    return jnp.arange(slots) == at[:, None]
+
+
+def last_logits(
+    model: Transformer, params: PyTree, x: Float[Array, "B n D"], at: Positions, last: Int[Array, " B"]
+) -> Float[Array, "B V"]:
+    """Float32 logits of the tokens at positions `last`, which are among those `at`."""
+    return logits(model, params, only(x, at, last)[:, 0])
+
+
+def only(x: Float[Array, "B n D"], at: Positions, last: Int[Array, " B"]) -> Float[Array, "B 1 D"]:
+    """The hidden states of the tokens at positions `last`, which are among those `at`."""
+    place = jnp.argmax(at == last[:, None], axis=1)
+    return jnp.take_along_axis(x, place[:, None, None], axis=1)
+
+
+def flops(config: ModelConfig, work: Work) -> Float[np.ndarray, " B"]:
+    """FLOPs of each sequence in the layers, counted as in analysis/flops.py; no embedding, no output head."""
+    sizes = Sizes.of(config)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    rest = sizes.made(0) + sizes.dense(0) - mlp
+    tokens, mlps, pairs = (np.asarray(x, np.float64).sum(0) for x in (work.tokens, work.mlps, work.pairs))
+    return 2 * rest * tokens + 2 * mlp * mlps + 4 * config.num_heads * config.head_dim * pairs

@@ -1,0 +1,129 @@
+"""FFN-SkipLLM (arXiv 2404.03865): tokens that an FFN hardly turns skip the FFNs of the layers after it.
+
+Attention always runs, so the cache is whole. The sign is the cosine between the stream before and after an
+FFN's residual addition. Published descriptions leave open how long a token goes on skipping: here to the end
+of the middle layers.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from swiftkv_jax import weights
+from swiftkv_jax.baselines import dense
+from swiftkv_jax.baselines.dense import State, Step, Work
+from swiftkv_jax.checks import integer, number
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.layers import gated_mlp, rms_norm
+from swiftkv_jax.model import Transformer, embed
+from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FFNSkip:
+    """Attributes:
+      threshold: a token whose cosine reaches it in a middle layer skips the FFNs of the later middle ones.
+      cold_first, cold_last: layers at either end that every token runs whole; those between are the middle.
+      warm_up: so many tokens at the start of a sequence skip nothing.
+
+    Raises:
+      UsageError: the threshold is no number, or another one is no integer of 0 or more.
+    """
+
+    threshold: float
+    cold_first: int = 1
+    cold_last: int = 1
+    warm_up: int = 0
+
+    def __post_init__(self):
+        number("threshold", self.threshold)
+        for name in ("cold_first", "cold_last", "warm_up"):
+            integer(name, getattr(self, name), 0)
+
+    def middle(self, layers: int) -> range:
+        """The layers whose FFNs may be skipped.
+
+        Raises:
+          UsageError: the cold regions leave none.
+        """
+        middle = range(self.cold_first, layers - self.cold_last)
+        if not middle:
+            raise UsageError(
+                f"cold regions of {self.cold_first} and {self.cold_last} layers leave none of {layers} "
+                "to skip in: make them smaller"
+            )
+        return middle
+
+    def read(
+        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
+    ) -> Step:
+        """As `generate.read`."""
+        places = jnp.arange(tokens.shape[1])
+        at = jnp.where(places < lengths[:, None], places, slots)
+        state = State(dense.empty(model, len(tokens), slots), lengths)
+        return self._run(model, params, tokens, at, state)
+
+    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
+        """As `generate.Baseline.extend`. One sequence alone really skips; of more, all run everything."""
+        at = state.length[:, None]
+        return self._run(model, params, tokens[:, None], at, State(state.layers, state.length + 1))
+
+    def _run(self, model, params, tokens: Tokens, at, state: State) -> Step:
+        """Run the tokens `at`, the last of each sequence among them: (its logits, state, work)."""
+        layers, slots = model.config.num_layers, state.layers[0].held.shape[1]
+        middle, x = self.middle(layers), embed(model, params, tokens)
+        skips, rows, mlps, pairs = jnp.zeros(at.shape, bool), [], [], []
+        for layer, held in enumerate(state.layers):
+            mixed, held, seen = dense.run_layer(model, params, layer, x, at, held, mlp=_none)
+            now = skips if layer in middle else jnp.zeros_like(skips)
+            x = _through_ffn(model, weights.layer(params, layer)["mlp"], mixed, now, layer in middle)
+            if layer in middle:
+                skips |= (cosine(mixed, x) >= self.threshold) & (at >= self.warm_up)
+            rows.append(held)
+            mlps.append((~now & (at < slots)).sum(1))
+            pairs.append(seen)
+        tokens_run = jnp.stack([dense.running(at, slots)] * layers)
+        out = dense.last_logits(model, params, x, at, state.length - 1)
+        return out, State(tuple(rows), state.length), Work(tokens_run, jnp.stack(mlps), jnp.stack(pairs))
+
+
+@partial(jax.jit, static_argnames=("model", "layer"))
+def cosines(model: Transformer, params: PyTree, tokens: Tokens, layer: int) -> Float[Array, "B T"]:
+    """The sign of each token of full sequences in `layer`, where none skipped before: what thresholds of a
+    model can be chosen from."""
+    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    x = mixed = embed(model, params, tokens)
+    for below, held in enumerate(dense.empty(model, *tokens.shape)[: layer + 1]):
+        mixed, _, _ = dense.run_layer(model, params, below, x, at, held, mlp=_none)
+        p = weights.layer(params, below)["mlp"]
+        x = _through_ffn(model, p, mixed, jnp.zeros(at.shape, bool), False)
+    return cosine(mixed, x)
+
+
+def cosine(a: Float[Array, "*batch D"], b: Float[Array, "*batch D"]) -> Float[Array, "*batch"]:
+    """Of two hidden states, in float32."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    lengths = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
+    return (a * b).sum(-1) / jnp.maximum(lengths, 1e-30)
+
+
+def _none(p: PyTree, h: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    """In place of an FFN: the layer ends behind its attention."""
+    return jnp.zeros_like(h)
+
+
+def _through_ffn(
+    model: Transformer, p: PyTree, x: Float[Array, "B n D"], skip: Bool[Array, "B n"], may_skip: bool
+) -> Float[Array, "B n D"]:
+    """The stream behind an FFN, or as it is where it is skipped; a token alone then saves the FFN."""
+
+    def whole(x):
+        return x + gated_mlp(p, rms_norm(x, p["norm"], model.config.rms_norm_eps))
+
+    if not may_skip:
+        return whole(x)
+    if skip.size == 1:
+        return jax.lax.cond(skip[0, 0], lambda x: x, whole, x)
+    return jnp.where(skip[..., None], x, whole(x))

@@ -1,0 +1,114 @@
+"""LazyLLM (arXiv 2407.14057): deeper layers see fewer tokens, chosen anew at each step.
+
+Below 0.3 of the depth all tokens run. From there on a layer sees only a share of them: those to which the
+last token's attention in the layer before gives most, averaged over heads. A token that does not enter a
+layer leaves its hidden states behind. A later step that chooses it there takes them up again, so that a token
+runs each layer at most once.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from swiftkv_jax.analysis.prediction_flops import lazy_share
+from swiftkv_jax.baselines import dense
+from swiftkv_jax.baselines.dense import Slots, State, Step, Work
+from swiftkv_jax.checks import above, integer
+from swiftkv_jax.model import Transformer, embed
+from swiftkv_jax.shapes import Array, Float, Int, PyTree, Tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LazyLLM:
+    """Attributes:
+      start: share of the tokens so far, rounded up, that layers see at 0.3 of the depth. end: the same from
+        0.9 on; linear between. The last token is always among them.
+      revive: tokens that one layer takes up again in one step at most, the best first; None for all. What a
+        layer chooses beyond them, and has no row of, stays unseen in that step.
+
+    Raises:
+      UsageError: a share is not in (0, 1], end is above start, or revive is no integer of 0 or more.
+    """
+
+    start: float
+    end: float
+    revive: int | None = None
+
+    def __post_init__(self):
+        above("end", self.end, 0, above("start", self.start, 0, 1))
+        if self.revive is not None:
+            integer("revive", self.revive, 0)
+
+    def shares(self, layers: int) -> tuple[float, ...]:
+        """What share of the tokens each layer sees."""
+        return tuple(lazy_share(self.start, self.end, layer / layers) for layer in range(layers))
+
+    def read(
+        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
+    ) -> Step:
+        """As `generate.read`."""
+        places, layers = jnp.arange(tokens.shape[1]), model.config.num_layers
+        at = jnp.where(places < lengths[:, None], places, slots)
+        most = [int(dense.counts(share, tokens.shape[1])[-1]) for share in self.shares(layers)]
+        shape = (len(tokens), slots, model.config.hidden_size)
+        left = tuple(jnp.zeros(shape, model.dtype) if stage else None for stage in self._stages(layers))
+        state = State(dense.empty(model, len(tokens), slots), lengths, left)
+        return self._run(model, params, embed(model, params, tokens), at, state, most)
+
+    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
+        """As `generate.Baseline.extend`."""
+        slots, layers = state.layers[0].held.shape[1], model.config.num_layers
+        revive = slots if self.revive is None else self.revive
+        most = [min(slots, 1 + revive)] * layers
+        grown = State(state.layers, state.length + 1, state.left)
+        x = embed(model, params, tokens[:, None])
+        return self._run(model, params, x, state.length[:, None], grown, most)
+
+    def _stages(self, layers: int) -> list[bool]:
+        """Whether a layer sees fewer tokens than the one before."""
+        shares = self.shares(layers)
+        return [share < before for share, before in zip(shares, (1.0, *shares), strict=False)]
+
+    def _run(self, model, params, x: Float[Array, "B n D"], at, state: State, most: list[int]) -> Step:
+        """Run the tokens `at`, the last of each sequence among them: (its logits, state, work).
+
+        most: tokens that can run each layer.
+        """
+        config = model.config
+        slots, last = state.layers[0].held.shape[1], state.length - 1
+        active = jnp.arange(slots) < state.length[:, None]
+        scores, layers, left, tokens, pairs = jnp.zeros(active.shape), [], [], [], []
+        stages = zip(state.layers, state.left, self.shares(config.num_layers), strict=True)
+        for layer, (rows, behind, share) in enumerate(stages):
+            if behind is not None:
+                behind = dense.put(behind, x, at)
+                count = jnp.asarray(dense.counts(share, slots))[state.length]
+                active, run = _choose(scores, active, rows.held, last, count, most[layer])
+                at = dense.in_order(run, most[layer])
+                x = dense.take(behind, at)
+            entering = dense.only(x, at, last)
+            x, rows, seen = dense.run_layer(model, params, layer, x, at, rows, active)
+            scores = dense.importance(model, params, layer, entering, last[:, None], rows, active)
+            for found, value in zip(
+                (layers, left, tokens, pairs), (rows, behind, dense.running(at, slots), seen), strict=True
+            ):
+                found.append(value)
+        out = dense.last_logits(model, params, x, at, last)
+        ran = jnp.stack(tokens)
+        return out, State(tuple(layers), state.length, tuple(left)), Work(ran, ran, jnp.stack(pairs))
+
+
+def _choose(
+    scores: Float[Array, "B S"],
+    active: Slots,
+    held: Slots,
+    last: Int[Array, " B"],
+    count: Int[Array, " B"],
+    most: int,
+) -> tuple[Slots, Slots]:
+    """(the slots that a layer sees, those of them that must run it): the best `count` of `active`, `last`
+    among them; of those that it has no row of, at most `most` with `last`."""
+    last_slot = dense.one(held.shape[1], last)
+    chosen = dense.best(jnp.where(last_slot, jnp.inf, scores), active, count)
+    run = dense.best(scores, chosen & ~held & ~last_slot, most - 1) | last_slot
+    return (chosen & held) | run, run

@@ -1,0 +1,147 @@
+"""Prompts with fewer tokens: at random, or by a first look at them (KV prediction paper, section 5).
+
+Tokens that stay keep their original positions; those that go are never seen again.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from swiftkv_jax.baselines import dense
+from swiftkv_jax.baselines.dense import Slots, State, Step, Work
+from swiftkv_jax.checks import above, integer
+from swiftkv_jax.model import Transformer, embed
+from swiftkv_jax.shapes import Array, Float, Int, PyTree, Tokens
+
+PROBED = 4  # static pruning probes one layer in so many, rounded up
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomPruning:
+    """RP: a random share of a prompt's tokens. What stays of a prompt follows from it and the seed alone.
+
+    Attributes:
+      keep: the share that stays, rounded up to whole tokens, the ones below included.
+      keep_first: so many tokens at the start always stay, as does the last token.
+
+    Raises:
+      UsageError: keep is not in (0, 1], or keep_first or seed is no integer of 0 or more.
+    """
+
+    keep: float
+    keep_first: int = 0
+    seed: int = 0
+
+    def __post_init__(self):
+        above("keep", self.keep, 0, 1)
+        integer("keep_first", self.keep_first, 0)
+        integer("seed", self.seed, 0, 2**31 - 1)
+
+    def read(
+        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
+    ) -> Step:
+        """As `generate.read`."""
+        shares = self.scores(tokens, lengths)
+        kept = chosen(shares, lengths, self.keep, self.keep_first)
+        return read_some(model, params, tokens, lengths, slots, kept, self.keep, self.keep_first)
+
+    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
+        """As `generate.Baseline.extend`."""
+        return extend(model, params, tokens, state)
+
+    def scores(self, tokens: Tokens, lengths: Int[Array, " B"]) -> Float[Array, "B T"]:
+        """Uniform numbers; those of a prompt do not depend on its neighbours, nor on how far it is padded."""
+        places = jnp.arange(tokens.shape[1])
+        at_each = jax.vmap(jax.random.fold_in, (None, 0))
+
+        def row(tokens, length):
+            odd = jax.vmap(jax.random.bits)(at_each(jax.random.key(self.seed), places))
+            told = jnp.where(places < length, tokens.astype(jnp.uint32) * odd, 0).sum(dtype=jnp.uint32)
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), length), told)
+            return jax.vmap(jax.random.uniform)(at_each(key, places))
+
+        return jax.vmap(row)(tokens, lengths)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StaticPruning:
+    """SP: the first quarter of the layers reads the whole prompt; a second reading, of all layers, sees only
+    the tokens to which the last one paid most attention there, averaged over those layers and their heads.
+
+    Attributes:
+      keep: the share of tokens that stays, rounded up; the last token always does.
+
+    Raises:
+      UsageError: keep is not in (0, 1].
+    """
+
+    keep: float
+
+    def __post_init__(self):
+        above("keep", self.keep, 0, 1)
+
+    def read(
+        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
+    ) -> Step:
+        """As `generate.read`. The probe's work is counted."""
+        probed = math.ceil(model.config.num_layers / PROBED)
+        length = tokens.shape[1]
+        places, last = jnp.arange(length), lengths - 1
+        at = jnp.where(places < lengths[:, None], places, length)
+        x, scores, pairs = embed(model, params, tokens), jnp.zeros(tokens.shape, jnp.float32), []
+        for layer, rows in enumerate(dense.empty(model, len(tokens), length)[:probed]):
+            entering = dense.only(x, at, last)
+            x, rows, count = dense.run_layer(model, params, layer, x, at, rows)
+            scores += dense.importance(model, params, layer, entering, last[:, None], rows) / probed
+            pairs.append(count)
+        kept = chosen(scores, lengths, self.keep)
+        out, state, work = read_some(model, params, tokens, lengths, slots, kept, self.keep)
+        more = Work(*(x.at[:probed].add(y) for x, y in _fields(work, (lengths, lengths, jnp.stack(pairs)))))
+        return out, state, more
+
+    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
+        """As `generate.Baseline.extend`."""
+        return extend(model, params, tokens, state)
+
+
+def _fields(work: Work, others):
+    return zip((work.tokens, work.mlps, work.pairs), others, strict=True)
+
+
+def chosen(scores: Float[Array, "B T"], lengths: Int[Array, " B"], keep: float, keep_first: int = 0) -> Slots:
+    """The tokens that stay: those that must, and of the others the best."""
+    places = jnp.arange(scores.shape[1])
+    there = places < lengths[:, None]
+    must = there & ((places < keep_first) | dense.one(len(places), lengths - 1))
+    count = jnp.maximum(jnp.asarray(dense.counts(keep, len(places)))[lengths], must.sum(1))
+    return dense.best(jnp.where(must, jnp.inf, scores), there, count)
+
+
+def read_some(
+    model: Transformer,
+    params: PyTree,
+    tokens: Tokens,
+    lengths: Int[Array, " B"],
+    slots: int,
+    kept: Slots,
+    keep: float,
+    keep_first: int = 0,
+) -> Step:
+    """Read the `kept` tokens of each prompt and no other: (logits of the last, state, work)."""
+    length = tokens.shape[1]
+    most = min(length, max(int(dense.counts(keep, length)[-1]), keep_first + 1))
+    at = dense.in_order(kept, most)
+    x = embed(model, params, jnp.take_along_axis(tokens, jnp.minimum(at, length - 1), axis=1))
+    at = jnp.where(at < length, at, slots)
+    x, rows, work = dense.run_layers(model, params, x, at, dense.empty(model, len(tokens), slots))
+    return dense.last_logits(model, params, x, at, lengths - 1), State(rows, lengths), work
+
+
+def extend(model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
+    """One more token of each sequence, which sees all that stayed."""
+    at = state.length[:, None]
+    x, rows, work = dense.run_layers(model, params, embed(model, params, tokens[:, None]), at, state.layers)
+    out = dense.last_logits(model, params, x, at, state.length)
+    return out, State(rows, state.length + 1, state.left), work

@@ -1,0 +1,285 @@
+"""Each baseline against its description in float64, and against the model where nothing is left out."""
+
+import dataclasses
+import math
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import plain_numpy
+import pytest
+from plain_numpy import Kept, Lazy, Numpy, Skipping
+from tiny_models import ODD, PLAIN, tiny
+
+from swiftkv_jax.baselines import FFNSkip, LazyLLM, RandomPruning, StaticPruning, dense, generate, read
+from swiftkv_jax.baselines.dense import State, Work
+from swiftkv_jax.baselines.pruning import chosen
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import Transformer, forward, logits
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.surgery import to_swiftkv
+
+LENGTHS = (9, 14, 1, 6)
+EXTRA = 4  # tokens after each prompt
+LAYERS, ALL = 5, 2**30
+CONFIG = dataclasses.replace(ODD, num_layers=LAYERS, windows=(ALL, 5, ALL, 3, ALL))
+MODEL = Transformer(CONFIG, KVPlan.standard(LAYERS))
+NOTHING = {
+    "random": RandomPruning(keep=1.0),
+    "static": StaticPruning(keep=1.0),
+    "lazy": LazyLLM(start=1.0, end=1.0),
+    "skip": FFNSkip(threshold=1.01),
+}
+SOME = {
+    "random": RandomPruning(keep=0.5, keep_first=2, seed=3),
+    "static": StaticPruning(keep=0.4),
+    "lazy": LazyLLM(start=0.75, end=0.3),
+    "skip": FFNSkip(threshold=0.8, cold_first=1, cold_last=0, warm_up=2),
+}
+
+
+class Steps(NamedTuple):
+    """Of the prompts, then of each of EXTRA given tokens after them: leaves [1 + EXTRA, ...]."""
+
+    logits: jax.Array
+    held: jax.Array  # [steps, L, B, S]
+    work: Work
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny(CONFIG, KVPlan.standard(LAYERS))[1]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Prompts with the tokens that follow, [B, longest + EXTRA], and the prompts' lengths."""
+    tokens = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (len(LENGTHS), max(LENGTHS) + EXTRA))
+    return tokens.astype(np.int32), np.array(LENGTHS, np.int32)
+
+
+@partial(jax.jit, static_argnames="baseline")
+def followed(params, baseline, tokens, lengths):
+    longest = tokens.shape[1] - EXTRA
+
+    def held(state):
+        return jnp.stack([layer.held for layer in state.layers])
+
+    def one(state, step):
+        token = jnp.take_along_axis(tokens, (lengths + step)[:, None], axis=1)[:, 0]
+        out, state, work = baseline.extend(MODEL, params, token, state)
+        return state, Steps(out, held(state), work)
+
+    out, state, work = read(MODEL, params, baseline, tokens[:, :longest], lengths, longest + EXTRA)
+    _, after = jax.lax.scan(one, state, jnp.arange(EXTRA))
+    first = Steps(out, held(state), work)
+    return jax.tree.map(lambda x, more: jnp.concatenate([x[None], more]), first, after)
+
+
+@pytest.fixture(scope="module")
+def follow(params, rows):
+    """baseline -> its `Steps` on `rows`, each run once."""
+    return cache(lambda baseline: jax.tree.map(np.asarray, followed(params, baseline, *rows)))
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+def agrees(steps, row, oracle, after):
+    """The logits of a sequence's steps with those of an oracle that reads the same tokens `after` it."""
+    for step, got in enumerate(steps.logits[:, row]):
+        close(got, oracle.extend(after[step - 1]) if step else oracle.logits)
+
+
+def held(steps, step, row):
+    """What positions each layer holds of one sequence."""
+    return [set(np.flatnonzero(layer[row]).tolist()) for layer in steps.held[step]]
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_where_nothing_is_left_out_the_logits_are_the_models_own(params, rows, follow, name):
+    tokens, lengths = rows
+    want = np.asarray(logits(MODEL, params, forward(MODEL, params, jnp.asarray(tokens))))
+    for step, got in enumerate(follow(NOTHING[name]).logits):
+        own = want[np.arange(len(lengths)), lengths - 1 + step]
+        np.testing.assert_allclose(got, own, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_where_nothing_is_left_out_greedy_tokens_are_the_models_own(name):
+    model, params = tiny(PLAIN, KVPlan.standard(4))
+    prompts = [[5, 6, 7, 8, 9, 1, 2, 3], [11], [20, 21, 22]]
+    want = []
+    whole = jax.jit(lambda tokens: logits(model, params, forward(model, params, tokens)))
+    for prompt in prompts:
+        row = [*prompt, *[0] * (16 - len(prompt))]
+        for place in range(len(prompt), len(prompt) + 6):
+            row[place] = int(jnp.argmax(whole(jnp.array([row], jnp.int32))[0, place - 1]))
+        want.append(row[len(prompt) : len(prompt) + 6])
+    assert generate(model, params, NOTHING[name], prompts, 6) == want
+
+
+def test_random_pruning_keeps_the_first_the_last_and_a_share_and_answers_by_these_alone(params, rows, follow):
+    tokens, lengths = rows
+    steps = follow(SOME["random"])
+    for row, length in enumerate(lengths):
+        kept = held(steps, 0, row)[0]
+        must = {0, 1, length - 1} & set(range(length))
+        assert must <= kept <= set(range(length))
+        assert len(kept) == max(len(must), math.ceil(0.5 * length))
+        assert held(steps, 0, row) == [kept] * LAYERS
+        agrees(steps, row, Kept(Numpy(CONFIG, params), tokens[row, :length], kept), tokens[row, length:])
+
+
+def test_random_pruning_keeps_every_token_equally_often():
+    """Of 2000 prompts of 12 tokens, 5 of which stay, the last one always."""
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 99, (2000, 12)), jnp.int32)
+    lengths = jnp.full(2000, 12, jnp.int32)
+    kept, other = (
+        np.asarray(
+            jax.jit(
+                lambda s=s: chosen(RandomPruning(keep=0.4, seed=s).scores(tokens, lengths), lengths, 0.4)
+            )()
+        )
+        for s in (0, 1)
+    )
+    assert (kept.sum(1) == 5).all() and kept[:, -1].all()
+    share, error = 4 / 11, math.sqrt(4 / 11 * 7 / 11 / 2000)
+    np.testing.assert_allclose(kept[:, :-1].mean(0), share, atol=4 * error)
+    assert (other != kept).any(1).mean() > 0.9
+
+
+def test_static_pruning_keeps_what_the_last_token_looks_at_in_the_first_quarter(params, rows, follow):
+    tokens, lengths = rows
+    steps, plain = follow(SOME["static"]), Numpy(CONFIG, params)
+    for row, length in enumerate(lengths):
+        kept = plain_numpy.static_kept(plain, tokens[row, :length], 0.4)
+        assert held(steps, 0, row) == [kept] * LAYERS
+        agrees(steps, row, Kept(plain, tokens[row, :length], kept), tokens[row, length:])
+
+
+@pytest.mark.parametrize("revive", [None, 0, 1])
+def test_lazy_llm_chooses_and_takes_up_again_as_sets_of_tokens_do(params, rows, follow, revive):
+    tokens, lengths = rows
+    steps, taken_up = follow(dataclasses.replace(SOME["lazy"], revive=revive)), 0
+    for row, length in enumerate(lengths):
+        oracle = Lazy(Numpy(CONFIG, params), tokens[row, :length], 0.75, 0.3, revive)
+        for step in range(1 + EXTRA):
+            want = oracle.extend(tokens[row, length + step - 1]) if step else oracle.logits
+            close(steps.logits[step, row], want)
+            assert held(steps, step, row) == [set(layer) for layer in oracle.kv]
+            assert steps.work.tokens[step, :, row].tolist() == oracle.ran
+            assert steps.work.pairs[step, :, row].tolist() == oracle.pairs
+            taken_up += step and sum(oracle.ran) - len(oracle.ran)
+    assert taken_up if revive != 0 else not taken_up
+
+
+def test_lazy_llm_with_room_for_every_token_is_the_one_without_a_limit(follow):
+    unlimited, limited, less = (
+        follow(dataclasses.replace(SOME["lazy"], revive=most)) for most in (None, max(LENGTHS) + EXTRA, 1)
+    )
+    jax.tree.map(np.testing.assert_array_equal, unlimited, limited)
+    assert (unlimited.held != less.held).any()
+
+
+def test_ffn_skip_leaves_out_the_ffns_behind_a_cosine_that_reaches_the_threshold(params, rows, follow):
+    tokens, lengths = rows
+    plain, skipped = Numpy(CONFIG, params), 0
+    cosines = Skipping(plain, tokens[1, : lengths[1]], 2.0, 1, 0, 3).cosines
+    threshold = float(np.quantile(cosines, 0.6))
+    steps = follow(FFNSkip(threshold=threshold, cold_last=0, warm_up=3))
+    for row, length in enumerate(lengths):
+        oracle = Skipping(plain, tokens[row, :length], threshold, 1, 0, 3)
+        for step in range(1 + EXTRA):
+            want = oracle.extend(tokens[row, length + step - 1]) if step else oracle.logits
+            close(steps.logits[step, row], want)
+            ran = (1 if step else length) - np.array([len(skip) for skip in oracle.skipped])
+            assert steps.work.mlps[step, :, row].tolist() == ran.tolist()
+            skipped += sum(map(len, oracle.skipped))
+    assert skipped > 10
+
+
+def test_one_sequence_alone_skips_an_ffn_by_a_condition(params):
+    """Generating, an FFN that may be skipped stands in a branch; for several sequences all run."""
+    for sequences, count in ((1, len(SOME["skip"].middle(LAYERS))), (4, 0)):
+        state = State(dense.empty(MODEL, sequences, 8), jnp.full(sequences, 3))
+        trace = jax.make_jaxpr(lambda token, state: SOME["skip"].extend(MODEL, params, token, state))
+        found = trace(jnp.zeros(sequences, jnp.int32), state).eqns
+        branches = [e.params["branches"] for e in found if e.primitive.name == "cond"]
+        with_products = [["dot_general" in str(branch) for branch in each] for each in branches]
+        assert sum(map(any, with_products)) == count
+        assert not any(map(all, with_products))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_an_answer_does_not_depend_on_neighbours_or_padding(params, rows, follow, name):
+    """One sequence alone, where FFN-SkipLLM really skips; and other tokens behind the prompts' ends."""
+    tokens, lengths = rows
+    row, size = 0, lengths[0]
+    together, alone = (
+        follow(SOME[name]),
+        followed(params, SOME[name], tokens[:1, : size + EXTRA], lengths[:1]),
+    )
+    np.testing.assert_allclose(alone.logits[:, 0], together.logits[:, row], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(alone.held[:, :, 0], together.held[:, :, row, : size + EXTRA])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a[:, :, 0], b[:, :, row]), alone.work, together.work
+    )
+    spoilt = tokens.copy()
+    for row, size in enumerate(lengths):
+        spoilt[row, size + EXTRA :] = 66 - spoilt[row, size + EXTRA :]
+    jax.tree.map(np.testing.assert_array_equal, followed(params, SOME[name], spoilt, lengths), together)
+
+
+def test_flops_are_those_counted_by_hand():
+    """PLAIN: width 48, FFN 40, 4 query heads and 2 kv heads of 12; 4 layers. A prompt of 10 tokens."""
+    model, params = tiny(PLAIN, KVPlan.standard(4))
+    tokens, length = jnp.arange(10, dtype=jnp.int32)[None], jnp.array([10], jnp.int32)
+    projections = 2 * 48 * (4 * 12 + 4 * 12 + 2 * 12 + 2 * 12)
+    ffn, attention = 2 * 3 * 48 * 40, 4 * 4 * 12
+
+    def layer(n):
+        return n * (projections + ffn) + attention * n * (n + 1) // 2
+
+    for baseline, want in (
+        (RandomPruning(keep=0.3), 4 * layer(3)),
+        (StaticPruning(keep=0.5), layer(10) + 4 * layer(5)),
+        # layers at 0 and 0.25 of the depth run all, at 0.5 a share of 0.6, at 0.75 one of 0.4125
+        (LazyLLM(start=0.75, end=0.3), 2 * layer(10) + layer(6) + layer(5)),
+        # no cosine is below -1: all but the first two tokens skip layer 2, the last of the middle ones
+        (FFNSkip(threshold=-2.0, warm_up=2), 4 * layer(10) - 8 * ffn),
+    ):
+        _, _, work = read(model, params, baseline, tokens, length, 10)
+        assert dense.flops(model.config, work).tolist() == [want], baseline
+
+
+def test_bad_values_are_refused_in_one_line(params):
+    for make, said in (
+        (lambda: RandomPruning(keep=0.0), r"keep must be in \(0, 1\], not 0.0"),
+        (lambda: RandomPruning(keep=1.5), r"keep must be in \(0, 1\], not 1.5"),
+        (lambda: RandomPruning(keep=0.5, keep_first=-1), "keep_first must be at least 0, not -1"),
+        (lambda: StaticPruning(keep=-0.5), r"keep must be in \(0, 1\], not -0.5"),
+        (lambda: LazyLLM(start=0.5, end=0.75), r"end must be in \(0, 0.5\], not 0.75"),
+        (lambda: LazyLLM(start=1.2, end=0.5), r"start must be in \(0, 1\], not 1.2"),
+        (lambda: LazyLLM(start=0.5, end=0.5, revive=-1), "revive must be at least 0, not -1"),
+        (lambda: FFNSkip(threshold=math.nan), "threshold must be a finite number, not nan"),
+        (lambda: FFNSkip(threshold=0.9, cold_last=True), "cold_last must be an integer, not True"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            make()
+    cold = FFNSkip(threshold=0.9, cold_first=3, cold_last=2)
+    for baseline, prompts, said in (
+        (cold, [[1]], "cold regions of 3 and 2 layers leave none of 5"),
+        (NOTHING["lazy"], [], "at least one prompt"),
+        (NOTHING["lazy"], [[1], []], "at least one token"),
+        (NOTHING["lazy"], [[1, 67]], "token id 67 is outside the vocabulary of 67"),
+        (NOTHING["lazy"], [[1] * 2048], "exceed the model's context of 2048"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            generate(MODEL, params, baseline, prompts, 1)
+    student = to_swiftkv(MODEL, params, KVPlan.swiftkv(LAYERS, 2))
+    with pytest.raises(UsageError, match="give the teacher, not a student"):
+        generate(*student, NOTHING["lazy"], [[1]], 1)
