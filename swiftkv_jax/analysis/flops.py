@@ -168,17 +168,15 @@ def prediction_recomputed_flops_per_token(
 ) -> float:
     """FLOPs per token that remat adds to that: the auxiliary's layers, and the base's over predicted rows,
     forward again but for their last product."""
+    depth = _depth(auxiliary, prediction, alone)
     total = 0.0
-    for (config, plan), depth in zip(
-        (base, auxiliary), (None, _depth(auxiliary, prediction, alone)), strict=True
-    ):
-        one, layers = _layer(config), config.num_layers if depth is None else depth
-        dense = layers * (one["q"] + one["o"] + one["mlp"] * 2 / 3) + _attention(config, seq_len, 0, layers)
-        rows = (
-            [] if depth is None else [i for i in range(plan.num_rows) if plan.makes_own(plan.rows[i].maker)]
-        )
-        total += dense + _made(config, plan, [i for i in rows if plan.rows[i].maker < layers])
-    return total
+    for (config, _), layers in ((base, base[0].num_layers), (auxiliary, depth)):
+        one = _layer(config)
+        total += layers * (one["q"] + one["o"] + one["mlp"] * 2 / 3)
+        total += _attention(config, seq_len, 0, layers)
+    small, plan = auxiliary
+    own = [i for i, row in enumerate(plan.rows) if row.maker < depth and plan.makes_own(row.maker)]
+    return total + float(_made(small, plan, own)) if own else total
 
 
 def _depth(part: Part, prediction: Prediction, whole: bool) -> int:

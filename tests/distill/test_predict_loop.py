@@ -1,5 +1,6 @@
 """Runs of train.py that train KV prediction: the adapter they leave, resumed runs, and what is refused."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -12,16 +13,24 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from test_loop import ROOT, command, environment, final_state, losses, run
+from tokenizers_made import CHATML, make_tokenizer
 
 from swiftkv_jax import predict, weights
 from swiftkv_jax.checkpoint.adapter import from_pretrained
 from swiftkv_jax.checkpoint.hf import save_pretrained
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import loop
-from swiftkv_jax.distill.config import from_package, load_experiment, override
+from swiftkv_jax.distill.config import (
+    LossConfig,
+    PredictionLossConfig,
+    from_package,
+    load_experiment,
+    override,
+)
 from swiftkv_jax.distill.main import main
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer, logits
 from swiftkv_jax.plan import KVPlan
 
@@ -181,8 +190,6 @@ def test_the_kept_layers_of_a_model_train_alone(config, tmp_path):
 @pytest.fixture(scope="module")
 def others(tmp_path_factory) -> dict[str, str]:
     """Auxiliaries that do not fit: one of a small vocabulary, one of another tokenizer, one of wide rows."""
-    from tokenizers_made import CHATML, make_tokenizer
-
     folder = tmp_path_factory.mktemp("others")
     stranger = saved(folder / "stranger", num_layers=2)
     make_tokenizer(stranger, CHATML)
@@ -196,20 +203,22 @@ def others(tmp_path_factory) -> dict[str, str]:
     [
         (["trainable=all"], 'KV prediction takes trainable="predictor" and predict=PredictConfig'),
         (["plan.split=2"], "predicts the rows of a model as it is, and this has plan.split 2"),
-        (["model="], "predicts the rows of a model as it is, and this has no model"),
-        (["keep=0,2"], "leaves some layers of a model to train"),
+        (["keep=(0,2)"], "leaves some layers of a model to train"),
         (["predict.keep=()"], "predict has neither: give auxiliary"),
         (["predict.auxiliary=x"], "predict has both auxiliary 'x' and keep (0, 2)"),
-        (["predict.keep=2,0"], "keep must list some of 0 to 3 in ascending order"),
-        (["predict.keep=0,4"], "keep[1] must be in [0, 3], not 4"),
+        (["predict.keep=(2,0)"], "keep must list some of 0 to 3 in ascending order"),
+        (["predict.keep=(0,4)"], "keep[1] must be in [0, 3], not 4"),
         (["predict.map=nearer"], "did you mean 'nearest'"),
         (["predict.init=least_square"], "did you mean 'least_squares'"),
         (["predict.tail=0"], "tail must be at least 1, not 0"),
-        (["loss.aux_weight=-1"], "loss.aux_weight must be at least 0"),
+        (["loss.aux_weight=-1.0"], "loss.aux_weight must be at least 0"),
         (["loss.rows_weight=-0.5"], "loss.rows_weight must be at least 0"),
-        (["loss.z_loss=-1"], "loss.z_loss must be at least 0"),
-        (["loss.hidden_weight=1"], "loss.hidden_weight is of a SwiftKV student"),
-        (["loss.rows_weight=0", "loss.lm_weight=0", "loss.kl_weight=0"], "nothing would train the predictor"),
+        (["loss.z_loss=-1.0"], "loss.z_loss must be at least 0"),
+        (["loss.hidden_weight=1.0"], "loss.hidden_weight is of a SwiftKV student"),
+        (
+            ["loss.rows_weight=0.0", "loss.lm_weight=0.0", "loss.kl_weight=0.0"],
+            "nothing would train the predictor",
+        ),
         (["predict.auxiliary={few}", "predict.keep=()"], "the auxiliary only 300"),
         (["predict.auxiliary={stranger}", "predict.keep=()"], "have different tokenizers"),
         (["predict.auxiliary=/nowhere/at/all", "predict.keep=()"], "no such folder"),
@@ -218,31 +227,30 @@ def others(tmp_path_factory) -> dict[str, str]:
 )
 def test_a_wrong_config_is_one_line_and_exit_code_2(config, others, tmp_path, capsys, sets, message):
     """A config file that sets all of it at once: `--set` checks after each."""
-    experiment = config.read_text()
-    fields: dict[str, dict] = {}
-    (tmp_path / "wrong.py").write_text(experiment + replaced([text.format(**others) for text in sets]))
-    assert main(["--config", str(tmp_path / "wrong.py"), "--out", str(tmp_path / "run")]) == 2, fields
+    text = config.read_text() + replaced([each.format(**others) for each in sets])
+    (tmp_path / "wrong.py").write_text(text)
+    assert main(["--config", str(tmp_path / "wrong.py"), "--out", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err
     assert message in said and len(said.strip().splitlines()) == 1, said
 
 
 def replaced(sets: list[str]) -> str:
-    """Python that makes these changes in one go."""
-    parts: dict[str, list[str]] = {}
+    """Python that makes these changes of `config` in one go."""
+    parts: dict[str, list[str]] = {"": []}
     for assignment in sets:
         key, _, value = assignment.partition("=")
         group, _, name = key.rpartition(".")
-        literal = value if value[:1] in "(-0123456789" and value else repr(value)
+        literal = value if value[0] in "(-0123456789" else repr(value)
         parts.setdefault(group, []).append(f"{name}={literal}")
     inner = [f"{g}=dataclasses.replace(config.{g}, {', '.join(v)})" for g, v in parts.items() if g]
-    return f"\nimport dataclasses\nconfig = dataclasses.replace(config, {', '.join(inner + parts.get('', []))})\n"
+    given = ", ".join(inner + parts[""])
+    return f"\nimport dataclasses\nconfig = dataclasses.replace(config, {given})\n"
 
 
-def test_a_predictor_needs_predict_and_its_own_losses():
-    tiny = load_experiment("tiny")
-    for changes, message in (
-        (["trainable=predictor"], "an experiment with no predict"),
-        (["predict=x"], "predict must be"),
-    ):
-        with pytest.raises(Exception, match=message):
-            override(tiny, changes)
+def test_a_predictor_needs_predict_and_its_own_losses(config):
+    with pytest.raises(UsageError, match=r'an experiment with no predict: .* takes trainable="predictor"'):
+        override(load_experiment("tiny"), ["trainable=predictor"])
+    with pytest.raises(UsageError, match=r"takes loss=PredictionLossConfig\(...\), not LossConfig"):
+        dataclasses.replace(load_experiment(config), loss=LossConfig())
+    with pytest.raises(UsageError, match=r"takes loss=LossConfig\(...\), not PredictionLossConfig"):
+        dataclasses.replace(load_experiment("tiny"), loss=PredictionLossConfig())

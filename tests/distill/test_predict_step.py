@@ -86,7 +86,10 @@ def keys64(config, maker, flat):
 
 
 def model64(config, params, tokens, positions, segments, given=None):
-    """One packed row [T] through a standard model: (logits, its projected rows); `given`: rows in their place."""
+    """One packed row [T] through a standard model: (logits, its projected rows).
+
+    given: rows that it reads in place of its own.
+    """
     eps, x, rows = config.rms_norm_eps, params["embed"][tokens], []
     seen = np.tril(segments[:, None] == segments[None])
     for layer in range(config.num_layers):
