@@ -165,10 +165,10 @@ def test_terms_are_those_of_a_definition_in_float64():
 
 
 def test_the_defaults_are_the_papers():
-    model, params = pair("standard")
-    value, got, _ = terms(recipe_of(model, PredictionLossConfig()), params, packed_batch())
-    assert got.keys() == {"lm", "aux", "rows"}
-    np.testing.assert_allclose(value, got["lm"] + got["aux"] + got["rows"] / 4, rtol=1e-6)
+    """Section 4.3: both cross-entropies count 1, and the sum over rows 1 / rows; there is no KL."""
+    loss = PredictionLossConfig()
+    assert (loss.lm_weight, loss.kl_weight, loss.aux_weight, loss.z_loss) == (1, 0, 1, 0)
+    assert loss.of_rows(28) == 1 / 28 and ALL.of_rows(28) == 0.3
 
 
 # ---- the passes --------------------------------------------------------------------------------------
