@@ -3,8 +3,8 @@ device.
 
     python sharded_worker.py NAME ...
 
-Prints one JSON object with what each name asks for: "swiftkv MESH", "all MESH" or "predictor MESH" (training),
-"generate MESH", "guess MESH", where MESH is (data, fsdp, tensor).
+Prints one JSON object with what each name asks for: "swiftkv MESH", "all MESH" or "predictor MESH"
+(training), "generate MESH", "guess MESH", where MESH is (data, fsdp, tensor).
 """
 
 import ast
