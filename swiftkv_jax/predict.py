@@ -159,6 +159,22 @@ def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tup
     Raises:
       UsageError: `keep` is empty, out of order or out of range, or leaves out what makes a row that it reads.
     """
+    auxiliary = pruned(model, keep)
+    plan, shape = model.plan, auxiliary.config
+    rows = list(dict.fromkeys(plan.reads[layer] for layer in keep))
+    cuts = {i for i, layer in enumerate(keep) if layer in weights.cuts_of(params)}
+    layers, made = weights.partition(auxiliary.plan, shape.windows, cuts)
+    out = {name: params[name] for name in ("embed", "norm", "lm_head") if name in params}
+    if auxiliary.plan.is_swiftkv:
+        out["shared_norm"] = params["shared_norm"]
+    for name, numbers, held in (("layers", keep, layers), ("rows", rows, made)):
+        alone = weights.recut(params[name], [range(number, number + 1) for number in numbers])
+        out[name] = weights.recut(alone, held)
+    return auxiliary, out
+
+
+def pruned(model: Transformer, keep: Sequence[int]) -> Transformer:
+    """The model that `layer_pruned` gives, without parameters; it raises the same."""
     plan, config = model.plan, model.config
     keep = ascending("keep", keep, plan.num_layers)
     lower = sum(layer < plan.split for layer in keep)
@@ -168,19 +184,10 @@ def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tup
     if not lower or absent:
         lacking = [*absent, "every layer below the split"][0]
         raise UsageError(f"keep {list(keep)} leaves out {lacking}")
-    pruned = KVPlan.from_rows([plan.reads[layer] for layer in keep], lower)
     shape = dataclasses.replace(
         config, num_layers=len(keep), windows=tuple(config.windows[layer] for layer in keep), exit_head=False
     )
-    cuts = {i for i, layer in enumerate(keep) if layer in weights.cuts_of(params)}
-    layers, made = weights.partition(pruned, shape.windows, cuts)
-    out = {name: params[name] for name in ("embed", "norm", "lm_head") if name in params}
-    if pruned.is_swiftkv:
-        out["shared_norm"] = params["shared_norm"]
-    for name, numbers, held in (("layers", keep, layers), ("rows", rows, made)):
-        alone = weights.recut(params[name], [range(number, number + 1) for number in numbers])
-        out[name] = weights.recut(alone, held)
-    return Transformer(shape, pruned, model.dtype), out
+    return Transformer(shape, KVPlan.from_rows([plan.reads[layer] for layer in keep], lower), model.dtype)
 
 
 def identity(model: Predicted, dtype=jnp.float32) -> PyTree:
@@ -283,11 +290,11 @@ def projected_rows(
 ) -> dict[int, Raw]:
     """row -> its keys, before norm and rotation, and values of full sequences; no layer runs needlessly."""
     plan, wanted = model.plan, set(rows)
-    last = _deepest(plan, wanted)
+    last = deepest(plan, wanted)
     x = constrain(embed(model, params, tokens), STREAM)
     passed, out = Passed(x, x, {}), {}
     for layer in range(last + 1):
-        out |= _projected(model, params, layer, passed.x)
+        out |= projected(model, params, layer, passed.x)
         if layer < last:
             here = range(layer, layer + 1)
             passed = through(model, params, passed.x, at, segments, here, passed.rows, remat=remat)
@@ -299,16 +306,16 @@ def predict(model: Predicted, params: PyTree, row: int, raw: Raw, at: Rotary) ->
     config, p = model.base.config, weights.row(params["predictor"], row)
     keys, values = (x.astype(model.base.dtype) for x in raw)
     mapped = linear(keys, p["k_proj"]), linear(values, p["v_proj"])
-    return _finished(config, weights.row(params["base"], row), mapped, at)
+    return finished(config, weights.row(params["base"], row), mapped, at)
 
 
-def _finished(config: ModelConfig, p: PyTree, raw: Raw, at: Rotary) -> Pair:
+def finished(config: ModelConfig, p: PyTree, raw: Raw, at: Rotary) -> Pair:
     """Projected keys and values cut into heads, the keys normed and rotated by the model that reads them."""
     keys, values = (x.reshape(*x.shape[:-1], config.num_kv_heads, config.head_dim) for x in raw)
     return finish_keys(config, p, keys, at), values
 
 
-def _projected(model: Transformer, params: PyTree, layer: int, x: Hidden) -> dict[int, Raw]:
+def projected(model: Transformer, params: PyTree, layer: int, x: Hidden) -> dict[int, Raw]:
     """The rows made from `x`, the hidden states entering `layer`, as they leave their projections."""
     out = {}
     for row in model.plan.made_at(layer):
@@ -318,7 +325,7 @@ def _projected(model: Transformer, params: PyTree, layer: int, x: Hidden) -> dic
     return out
 
 
-def _deepest(plan: KVPlan, rows: Iterable[int]) -> int:
+def deepest(plan: KVPlan, rows: Iterable[int]) -> int:
     """The deepest layer whose input one of these rows is made from."""
     sources = [plan.rows[row].source for row in rows]
     return max(source for source in sources if isinstance(source, int))
@@ -400,12 +407,12 @@ def fill(
     """
     aux, plan, p = model.auxiliary, model.auxiliary.plan, params["auxiliary"]
     at, theirs = caches.base.angles.at(positions), caches.auxiliary.angles.at(positions)
-    batch, last = make_batch(query_starts, positions), _deepest(plan, model.prediction.reads)
+    batch, last = make_batch(query_starts, positions), deepest(plan, model.prediction.reads)
     x, base, own = embed(aux, p, tokens), caches.base, caches.auxiliary
     for layer in range(last + 1):
-        raw = _projected(aux, p, layer, x)
+        raw = projected(aux, p, layer, x)
         if raw:
-            made = [_finished(aux.config, weights.row(p, row), pair, theirs) for row, pair in raw.items()]
+            made = [finished(aux.config, weights.row(p, row), pair, theirs) for row, pair in raw.items()]
             own = own.write(list(raw), made, batch)
         due = [row for row, read in enumerate(model.prediction.reads) if read in raw]
         if due:

@@ -3,8 +3,8 @@ device.
 
     python sharded_worker.py NAME ...
 
-Prints one JSON object with what each name asks for: "swiftkv MESH" or "all MESH" (training), "generate MESH",
-"guess MESH", where MESH is (data, fsdp, tensor).
+Prints one JSON object with what each name asks for: "swiftkv MESH", "all MESH" or "predictor MESH"
+(training), "generate MESH", "guess MESH", where MESH is (data, fsdp, tensor).
 """
 
 import ast
@@ -17,16 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import sharding, weights
+from swiftkv_jax import predict, sharding, weights
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill import predict_step
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
+from swiftkv_jax.distill.config import LossConfig, OptimizerConfig, PredictionLossConfig
 from swiftkv_jax.distill.data import Batch
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.kernels.causal_attention import reference, splash
 from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.plan import KVPlan, Prediction
 
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8
@@ -52,17 +53,29 @@ def batch() -> Batch:
     )
 
 
+def predicted():
+    """(model, trained, frozen) of KV prediction: two layers of the teacher read for it."""
+    base, params = teacher()
+    auxiliary, kept = predict.layer_pruned(base, params, (0, 2))
+    model = predict.Predicted(base, auxiliary, Prediction.nearest(4, (0, 2)))
+    parts = {"base": params, "auxiliary": kept, "predictor": predict.uniform(model, jax.random.key(1))}
+    tree, frozen = predict_step.split(parts)
+    return model, steps.masters(tree), frozen
+
+
 def trained(mesh, trainable: str):
     """Parameters and metrics after three steps."""
-    student, tree, frozen = steps.prepare(*teacher(), PLAN, "fold", trainable)
-    loss = (
-        LossConfig(kl_weight=0.0, lm_weight=1.0)
-        if trainable == "all"
-        else LossConfig(hidden_weight=0.3, chunk_mib=0.01)
-    )
-    recipe = steps.Recipe(
-        student, loss, OptimizerConfig(learning_rate=1e-3, warmup=0.0), 10, trainable, remat=True
-    )
+    optimizer = OptimizerConfig(learning_rate=1e-3, warmup=0.0)
+    if trainable == "predictor":
+        student, tree, frozen = predicted()
+        loss = PredictionLossConfig(kl_weight=1.0, chunk_mib=0.01)
+    else:
+        student, tree, frozen = steps.prepare(*teacher(), PLAN, "fold", trainable)
+        loss = LossConfig(hidden_weight=0.3, chunk_mib=0.01)
+    if trainable == "all":
+        loss = LossConfig(kl_weight=0.0, lm_weight=1.0)
+    method = predict_step.PREDICT if trainable == "predictor" else steps.DISTIL
+    recipe = steps.Recipe(student, loss, optimizer, 10, trainable, remat=True, method=method)
     with jax.set_mesh(mesh):
         places = jax.tree.map(lambda leaf: leaf.sharding, steps.abstract_run(recipe, mesh))
         state = jax.device_put(steps.init_state(recipe, tree), places[0])
@@ -125,7 +138,7 @@ def splash_on_a_mesh(window: int) -> float:
 def alone(what: str):
     """The same on one device; guesses change no token."""
     one = sharding.make_mesh(devices=jax.devices()[:1])
-    return trained(one, what)[0] if what in ("swiftkv", "all") else generated(one)
+    return trained(one, what)[0] if what in ("swiftkv", "all", "predictor") else generated(one)
 
 
 def found(what: str, mesh) -> dict:

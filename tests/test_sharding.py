@@ -16,7 +16,13 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.plan import KVPlan
 
 QUICK = ["swiftkv (2, 2, 2)", "generate (2, 2, 2)", "guess (2, 2, 2)"]
-LONG = ["all (2, 2, 2)", "swiftkv (1, 2, 1, 4)", "all (1, 2, 1, 4)"]  # data, fsdp, tensor, context
+LONG = [
+    "predictor (2, 2, 2)",
+    "predictor (1, 2, 1, 4)",
+    "all (2, 2, 2)",
+    "swiftkv (1, 2, 1, 4)",
+    "all (1, 2, 1, 4)",
+]  # data, fsdp, tensor, context
 LONG += ["splash1073741824 (2, 2, 2)", "splash200 (2, 2, 2)"]
 LONG += [f"{kind} {mesh}" for kind in ("swiftkv", "all", "generate") for mesh in ("(8, 1, 1)", "(1, 8, 1)")]
 
@@ -36,7 +42,7 @@ def report(names: tuple[str, ...]) -> dict[str, dict]:
     return found_on(8, "sharded_worker.py", *names)
 
 
-@pytest.mark.parametrize("name", some("swiftkv", "all"))
+@pytest.mark.parametrize("name", some("swiftkv", "all", "predictor"))
 def test_three_training_steps_equal_one_devices(name):
     """Pure data parallelism keeps parameters whole."""
     assert found(name)["worst"] < 2e-5

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from swiftkv_jax.cache import EIGHT_BIT
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.rows import FORMS
 
 
@@ -137,6 +137,61 @@ def full_training_flops_per_token(config: ModelConfig, seq_len: int) -> float:
         + _attention(config, seq_len, 0, config.num_layers)
         + _head(config)
     )
+
+
+Part = tuple[ModelConfig, KVPlan]
+
+
+def prediction_training_flops_per_token(
+    base: Part, auxiliary: Part, prediction: Prediction, seq_len: int, kl: bool, alone: bool
+) -> float:
+    """FLOPs of one step that trains an auxiliary and a predictor, per token.
+
+    Counted: the base's own rows forward, and with `kl` its last layers and output head; the auxiliary up to
+    the deepest row that is read, or with `alone` (its own loss) whole with its head, and the predictor,
+    forward and twice that backward; the base on predicted rows and its head, forward and their activation
+    gradients (as much again; twice for attention). The base's weights have no gradients.
+    """
+    (config, plan), (small, small_plan) = base, auxiliary
+    own = _pass(config, plan, plan.num_layers if kl else plan.depth, seq_len)
+    own += _head(config) if kl else 0
+    read = _pass(small, small_plan, _depth(auxiliary, prediction, alone), seq_len)
+    read += _head(small) if alone else 0
+    maps = 2 * 2.0 * plan.num_rows * small.kv_width * config.kv_width
+    one = _layer(config)
+    dense = config.num_layers * (one["q"] + one["o"] + one["mlp"]) + _head(config)
+    return own + 3 * (read + maps + _attention(config, seq_len, 0, config.num_layers)) + 2 * dense
+
+
+def prediction_recomputed_flops_per_token(
+    base: Part, auxiliary: Part, prediction: Prediction, seq_len: int, alone: bool
+) -> float:
+    """FLOPs per token that remat adds to that: the auxiliary's layers, and the base's over predicted rows,
+    forward again but for their last product."""
+    depth = _depth(auxiliary, prediction, alone)
+    total = 0.0
+    for (config, _), layers in ((base, base[0].num_layers), (auxiliary, depth)):
+        one = _layer(config)
+        total += layers * (one["q"] + one["o"] + one["mlp"] * 2 / 3)
+        total += _attention(config, seq_len, 0, layers)
+    small, plan = auxiliary
+    own = [i for i, row in enumerate(plan.rows) if row.maker < depth and plan.makes_own(row.maker)]
+    return total + float(_made(small, plan, own)) if own else total
+
+
+def _depth(part: Part, prediction: Prediction, whole: bool) -> int:
+    """Layers of an auxiliary that run."""
+    config, plan = part
+    sources = [plan.rows[row].source for row in prediction.reads]
+    return config.num_layers if whole else max(source for source in sources if isinstance(source, int))
+
+
+def _pass(config: ModelConfig, plan: KVPlan, layers: int, seq_len: int) -> float:
+    """FLOPs of one token that runs `layers` layers and makes every row up to the input of the next."""
+    one = _layer(config)
+    rows = [i for i, row in enumerate(plan.rows) if isinstance(row.source, int) and row.source <= layers]
+    dense = layers * (one["q"] + one["o"] + one["mlp"])
+    return dense + _made(config, plan, rows) + _attention(config, seq_len, 0, layers)
 
 
 def _checked(config: ModelConfig, plan: KVPlan | None) -> KVPlan:

@@ -100,6 +100,7 @@ def save_adapter(
     params: PyTree,
     base: str | Path | None = None,
     dtype: str | None = None,
+    tokenizer: str | Path | None = None,
 ) -> None:
     """Write the auxiliary and the predictor, and which base they are for; the base stays where it is.
 
@@ -109,6 +110,7 @@ def save_adapter(
       base: the base's folder or hub id, by default the folder it was read from. A path that leads there from
         the adapter's folder is kept relative.
       dtype: of the auxiliary's weights on disk; that of the parameters by default. The predictor has float32.
+      tokenizer: another folder or GGUF file than the base's to copy the tokenizer from.
 
     Raises:
       UsageError: the base lies nowhere, or a folder cannot be read or written.
@@ -120,13 +122,13 @@ def save_adapter(
     named = str(given if (out / given).exists() or not Path(given).exists() else Path(given).absolute())
     home = _base_folder(out, named, None)
     lacks = model.auxiliary.config.source is None and has_tokenizer(home)
-    tokenizer = home if lacks else None
+    theirs = tokenizer or (home if lacks else None)
     tensors = {
         name: _gathered(params, name, slot) for name, slot in _slots(model, params["predictor"]).items()
     }
     auxiliary = (model.auxiliary, params["auxiliary"])
     if jax.process_index():
-        write.save_pretrained(out / AUXILIARY, *auxiliary, dtype=dtype, tokenizer=tokenizer)
+        write.save_pretrained(out / AUXILIARY, *auxiliary, dtype=dtype, tokenizer=theirs)
     else:
         said = {
             "format": _FORMAT,
@@ -136,8 +138,8 @@ def save_adapter(
             "tail": model.prediction.tail,
         }
         with write.staged(out) as folder:
-            write.save_pretrained(folder / AUXILIARY, *auxiliary, dtype=dtype, tokenizer=tokenizer)
-            write.write_extras(folder, _extras(home))
+            write.save_pretrained(folder / AUXILIARY, *auxiliary, dtype=dtype, tokenizer=theirs)
+            write.write_extras(folder, _extras(home, tokenizer))
             save_file(tensors, folder / PREDICTOR, {"format": "pt"})
             (folder / PREDICTOR).chmod(folder.stat().st_mode & 0o666)
             write.write_json(folder / ADAPTER, said)
@@ -145,10 +147,10 @@ def save_adapter(
         multihost_utils.sync_global_devices("save_adapter")
 
 
-def _extras(home: Path) -> dict[str, Path | dict]:
+def _extras(home: Path, tokenizer: str | Path | None) -> dict[str, Path | dict]:
     """The base's tokenizer and generation config, with the token ids that it has in config.json alone: an
     adapter has none."""
-    found, name = write.extras(None, home, None), "generation_config.json"
+    found, name = write.extras(None, home, tokenizer), "generation_config.json"
     own = found.get(name, {})
     said = read_json(own) if isinstance(own, Path) else own
     ids = write.token_ids(home)

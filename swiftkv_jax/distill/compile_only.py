@@ -17,13 +17,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from swiftkv_jax import sharding, weights
 from swiftkv_jax.analysis import flops, hlo
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.distill.data import Batch
 from swiftkv_jax.errors import UsageError, first_line, suggest
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError
-from swiftkv_jax.model import Transformer
 
 # Chip -> (the compiler's platform, JAX's device kind: the key of the table in analysis/flops.py).
 CHIPS = {
@@ -83,11 +82,7 @@ def topology(text: str):
 
 def compile_step(experiment: Experiment, devices):
     """(compiled train step, its HLO text, recipe, mesh) on a mesh over `devices`; no array is made."""
-    config = experiment.architecture or ModelConfig.from_hf(experiment.model)
-    plan = experiment.plan.build(config.num_layers)
-    config = dataclasses.replace(config, exit_head=experiment.loss.exit_weight > 0)
-    student = Transformer(config, plan, experiment.dtype)
-    recipe = steps.make_recipe(experiment, student, experiment.steps or 1000)
+    recipe = start.make_recipe(experiment, start.abstract_student(experiment), experiment.steps or 1000)
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh), devices=devices)
     state, frozen = steps.abstract_run(recipe, mesh)
     batch = abstract_batch(experiment, mesh)
@@ -137,8 +132,8 @@ def report(experiment: Experiment, where: str, say=print) -> int:
         return 1
     memory = compiled.memory_analysis()
     assert memory is not None  # the compilers of all these chips report it
-    total = weights.count(weights.weights(recipe.student.config, recipe.student.plan))
-    trained, _ = steps.weight_trees(recipe.student, recipe.trainable)
+    trained, frozen = recipe.method.trees(recipe.student, recipe.trainable)
+    total = weights.count((trained, frozen.student))
     arguments, temporaries = _gib(memory.argument_size_in_bytes), _gib(memory.temp_size_in_bytes)
     used = (
         memory.argument_size_in_bytes
@@ -153,10 +148,10 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     say(f"  per device        arguments {arguments}, temporaries {temporaries}")
     say(f"  needed / memory   {_gib(used)} of {_gib(chip.memory)} ({used / chip.memory:.0%})")
     tokens = experiment.data.batch_size * experiment.data.seq_len
-    work = steps.flops_per_token(recipe, experiment.data.seq_len) * tokens / mesh.size
+    work = recipe.method.flops(recipe, experiment.data.seq_len) * tokens / mesh.size
     best = work / chip.flops
     say(f"  FLOPs per device  {work:.3e} a step of {tokens:,} tokens; {best:.2f} s at the chip's bf16 peak")
-    again = steps.recomputed_flops_per_token(recipe, experiment.data.seq_len) * tokens / mesh.size
+    again = recipe.method.recomputed(recipe, experiment.data.seq_len) * tokens / mesh.size
     busy, moved = (work + again) / chip.flops, hlo.bytes_moved(text)
     wait = moved / chip.bandwidth
     say(f"  done again        {again:.3e} (remat); {busy:.2f} s with them")

@@ -16,13 +16,15 @@ from swiftkv_jax.distill.data import DataConfig
 from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.folder import CONFIGS, PACKAGE
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.surgery import INITS
 
-TRAINABLE = ("swiftkv", "upper", "all")
+TRAINABLE = ("swiftkv", "upper", "all", "predictor")
 SCHEDULES = ("linear", "cosine", "constant")
 REDUCTIONS = ("mean", "reference")
 LEAST_SQUARES = "least_squares"
+STARTS = (LEAST_SQUARES, "identity", "uniform")  # of a predictor
+MAPS = ("nearest", "spread")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,51 @@ class PlanConfig:
         return (
             KVPlan.swiftkv(num_layers, self.split, self.share) if self.split else KVPlan.standard(num_layers)
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictConfig:
+    """KV prediction: what reads prompts for the model, and how its predictor starts.
+
+    Attributes:
+      auxiliary: folder or hub id of a model of the same tokenizer; or empty, with `keep`.
+      keep: layers of the model itself that make the auxiliary.
+      architecture: of `auxiliary`, for --compile-only.
+      map: which of its rows each of the model's is predicted from, a method of `Prediction`; by default
+        "nearest" with `keep`, else "spread".
+      tail: tokens at a prompt's end that the model reads itself, once it is served.
+      init: the predictor's start: "least_squares" (distill/fit_predictor.py), "identity" (rows of one
+        width), or "uniform" (random).
+      init_tokens: tokens of training data that least squares takes, about; rounded up to whole batches.
+    """
+
+    auxiliary: str = ""
+    keep: tuple[int, ...] = ()
+    architecture: ModelConfig | None = None
+    map: str | None = None
+    tail: int = 1
+    init: str = LEAST_SQUARES
+    init_tokens: int = 32_768
+
+    def __post_init__(self):
+        object.__setattr__(self, "keep", tuple(self.keep))
+        if bool(self.auxiliary) == bool(self.keep):
+            said = f"both auxiliary {self.auxiliary!r} and keep {self.keep}" if self.keep else "neither"
+            raise UsageError(
+                f"predict has {said}: give auxiliary (a folder or id) or keep (layers of the model)"
+            )
+        choice("predict.init", self.init, STARTS)
+        integer("predict.init_tokens", self.init_tokens, 1)
+        integer("predict.tail", self.tail, 1)
+        if self.map is not None:
+            choice("predict.map", self.map, MAPS)
+
+    def build(self, base: KVPlan, auxiliary: KVPlan) -> Prediction:
+        """Which rows of `auxiliary` those of `base` are predicted from."""
+        if (self.map or ("nearest" if self.keep else "spread")) == "spread":
+            return Prediction.spread(base.num_rows, auxiliary.num_rows, self.tail)
+        kept = {base.reads[layer] for layer in self.keep} or range(auxiliary.num_rows)
+        return Prediction.nearest(base.num_rows, sorted(kept), self.tail)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +131,44 @@ class LossConfig:
                 "loss: kl_weight, hidden_weight, lm_weight and exit_weight are all 0; "
                 "nothing would be trained"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictionLossConfig(LossConfig):
+    """What trains an auxiliary and a predictor (KV prediction paper, 4.3, whose weights are the defaults).
+
+    Attributes:
+      kl_weight: of the KL from the base to the base on predicted rows; the paper has none.
+      lm_weight: of the cross-entropy of the base on predicted rows. aux_weight: of that of the auxiliary.
+      rows_weight: of the sum over the base's rows of the mean absolute difference of their keys (normed, not
+        rotated) and of their values; None is 1 / rows. The published code (apple/corenet) has 1.
+      z_loss: of the mean square of the logits' log-sum-exp, beside each cross-entropy; that code has 1e-4.
+    """
+
+    kl_weight: float = 0.0
+    lm_weight: float = 1.0
+    aux_weight: float = 1.0
+    rows_weight: float | None = None
+    z_loss: float = 0.0
+
+    def __post_init__(self):
+        for name in ("temperature", "chunk_mib"):
+            above(f"loss.{name}", getattr(self, name), 0)
+        for name in ("kl_weight", "lm_weight", "aux_weight", "rows_weight", "z_loss"):
+            if getattr(self, name) is not None:
+                number(f"loss.{name}", getattr(self, name), 0)
+        choice("loss.reduction", self.reduction, REDUCTIONS)
+        for name in ("hidden_weight", "exit_weight"):
+            if getattr(self, name):
+                raise UsageError(f"loss.{name} is of a SwiftKV student, not of a predictor: set it to 0")
+        if not (self.kl_weight or self.lm_weight or self.rows_weight is None or self.rows_weight):
+            raise UsageError(
+                "loss: kl_weight, lm_weight and rows_weight are all 0; nothing would train the predictor"
+            )
+
+    def of_rows(self, rows: int) -> float:
+        """The weight of the sum over so many rows."""
+        return 1 / rows if self.rows_weight is None else self.rows_weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,10 +234,13 @@ class Experiment:
     """One run of `train.py`.
 
     Attributes:
-      model: folder or hub id of the teacher; or empty, with `architecture`, to train from random weights.
+      model: folder or hub id of the teacher, or of the base whose rows are predicted; or empty, with
+        `architecture`, to train from random weights.
+      keep: layers of `model` that are left, for trainable="all"; empty means all.
       tokenizer: folder or hub id; empty means the model's.
       trainable: "swiftkv" (norm_swiftkv, q of upper layers, k and v of row owners), "upper" (all of the upper
-        layers: the paper's ablation), "all" (plain language-model training).
+        layers: the paper's ablation), "all" (plain language-model training), "predictor" (KV prediction: the
+        auxiliary and the predictor of `predict`; it takes loss=PredictionLossConfig(...)).
       steps: optimiser steps; 0 means `epochs` passes over the data.
       evaluate_every, checkpoint_every: steps; 0 means only at the end.
       evaluation_batches: of the held-out data, at most so many; 0 means all.
@@ -167,7 +255,9 @@ class Experiment:
     model: str = ""
     architecture: ModelConfig | None = None
     tokenizer: str = ""
+    keep: tuple[int, ...] = ()
     plan: PlanConfig = PlanConfig()
+    predict: PredictConfig | None = None
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
@@ -195,6 +285,7 @@ class Experiment:
             raise UsageError(
                 "an experiment needs a model (folder or id), or an architecture to train from random weights"
             )
+        self._check_prediction()
         if self.trainable == "all" and (self.loss.kl_weight or self.loss.hidden_weight):
             raise UsageError(
                 'trainable="all" is plain language-model training: '
@@ -209,7 +300,7 @@ class Experiment:
                 f'trainable="all" trains a model as it is; plan.split {self.plan.split} is of a student: set '
                 "it to 0"
             )
-        if self.trainable != "all" and (not self.model or not self.plan.split):
+        if self.trainable in ("swiftkv", "upper") and (not self.model or not self.plan.split):
             raise UsageError(
                 f"trainable={self.trainable!r} distils a model under a plan: give model and plan.split"
             )
@@ -221,12 +312,44 @@ class Experiment:
         if self.plan.init == LEAST_SQUARES and not self.plan.split:
             raise UsageError('plan.init="least_squares" fits rows made at a split: give plan.split')
         object.__setattr__(self, "eval_lengths", tuple(self.eval_lengths))
+        object.__setattr__(self, "keep", tuple(self.keep))
+        if self.keep and (self.trainable != "all" or not self.model):
+            raise UsageError(
+                f'keep {self.keep} leaves some layers of a model to train: give model, and trainable="all"'
+            )
         self.held_out()
         if self.data.batch_size % self.optimizer.accumulate:
             raise UsageError(
                 f"data.batch_size {self.data.batch_size} is not a multiple of "
                 f"optimizer.accumulate {self.optimizer.accumulate}"
             )
+
+    def _check_prediction(self) -> None:
+        """Whether `predict`, `trainable` and the kind of loss say the same, as they must."""
+        if (self.trainable == "predictor") != (self.predict is not None):
+            given = "no predict" if self.predict is None else f"predict with trainable={self.trainable!r}"
+            raise UsageError(
+                f'an experiment with {given}: KV prediction takes trainable="predictor" and '
+                "predict=PredictConfig(...), both or neither"
+            )
+        if isinstance(self.loss, PredictionLossConfig) != (self.predict is not None):
+            wanted = "LossConfig" if self.predict is None else "PredictionLossConfig"
+            raise UsageError(
+                f"trainable={self.trainable!r} takes loss={wanted}(...), not {type(self.loss).__name__}"
+            )
+        if self.predict is not None and (not self.model or self.plan != PlanConfig()):
+            said = (
+                "no model" if not self.model else f"plan.split {self.plan.split}, plan.init {self.plan.init}"
+            )
+            raise UsageError(
+                f'trainable="predictor" predicts the rows of a model as it is, and this has {said}: give '
+                "model, and no plan"
+            )
+
+    @property
+    def start(self) -> PlanConfig | PredictConfig:
+        """What says how new weights begin: `init` and `init_tokens`."""
+        return self.plan if self.predict is None else self.predict
 
     def held_out(self) -> dict[int, DataConfig]:
         """The held-out data by context length, as `eval_lengths` asks for them."""
@@ -299,7 +422,9 @@ def from_package(experiment: Experiment) -> Experiment:
         if (config := getattr(experiment, name)) is not None
     }
     model, tokenizer = _in_package(experiment.model), _in_package(experiment.tokenizer)
-    return dataclasses.replace(experiment, model=model, tokenizer=tokenizer, **data)
+    if (predict := experiment.predict) is not None:
+        predict = dataclasses.replace(predict, auxiliary=_in_package(predict.auxiliary))
+    return dataclasses.replace(experiment, model=model, tokenizer=tokenizer, predict=predict, **data)
 
 
 def _in_package(path: str) -> str:
@@ -344,7 +469,8 @@ def _parse(text: str, annotation, key: str):
         value = text
     if annotation is str:
         return text
-    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+    optional = annotation == float | None
+    if (annotation is float or optional) and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if annotation is int:
         value = whole(value)

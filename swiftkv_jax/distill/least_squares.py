@@ -158,17 +158,17 @@ def fit(
         for which, (name, cost) in enumerate(costs.items()):
             maps = np.stack([share(solved[group, :, which], cost[group]) for group in groups])  # [n, A, E]
             parts = {"kernel": maps[:, : config.hidden_size], "bias": maps[:, -1]}
-            out[name] = {leaf: _like(old, parts[leaf]) for leaf, old in stack[name].items()}
+            out[name] = {leaf: like(old, parts[leaf]) for leaf, old in stack[name].items()}
         return out
 
     made = plan.made_at(plan.depth)
     held = zip(weights.ranges(params["rows"]), params["rows"], strict=True)
     rows = [fitted(numbers, stack) if numbers.start in made else stack for numbers, stack in held]
-    ones = _like(params["shared_norm"], np.ones(config.hidden_size))
+    ones = like(params["shared_norm"], np.ones(config.hidden_size))
     return params | {"rows": rows, "shared_norm": ones}
 
 
-def _like(leaf: Array, value: np.ndarray) -> Array:
+def like(leaf: Array, value: np.ndarray) -> Array:
     """`value` in float32, where `leaf` lies."""
     host = value.astype(np.float32)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: host[index])

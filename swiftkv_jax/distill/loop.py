@@ -19,10 +19,9 @@ from jax.experimental import multihost_utils
 
 from swiftkv_jax import processes, sharding, weights
 from swiftkv_jax.analysis import flops
-from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder, save_pretrained
+from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checkpoint.training import Checkpointer
-from swiftkv_jax.config import ModelConfig, plan_from_hf
-from swiftkv_jax.distill import least_squares
+from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, resolved
 from swiftkv_jax.distill.data import Batch, DataLoader, evaluation_batches
@@ -30,9 +29,6 @@ from swiftkv_jax.distill.progress import Progress, Silence
 from swiftkv_jax.errors import UsageError, explained
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError, device, preferred
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 _MAY_CHANGE = (  # fields of an Experiment, when it is resumed
@@ -53,32 +49,6 @@ class Result:
     evaluation: dict[str, float]
     export: Path | None
     signal: int = 0
-
-
-def load_teacher(experiment: Experiment, folder: Path | None, mesh) -> tuple[Transformer, PyTree]:
-    """The model that is trained or distilled: from its folder, or random under `architecture`.
-
-    Its stacks are cut at the plan's depth, so that student and teacher share their arrays.
-    """
-    if folder is not None:
-        forms = plan_from_hf(folder).forms
-        if forms != ("kv",):
-            raise UsageError(
-                f"{folder} stores rows as {', '.join(forms)} (Slim attention), which nothing trains through: "
-                "convert last. Train the plain model, then run python -m swiftkv_jax.slim"
-            )
-        plan = experiment.plan.build(ModelConfig.from_hf(folder).num_layers)
-        cuts = (plan.depth,) if plan.is_swiftkv else ()
-        return from_pretrained(folder, dtype=experiment.dtype, mesh=mesh, cuts=cuts)
-    config = experiment.architecture
-    assert config is not None  # an Experiment without a model has an architecture
-    model = Transformer(config, KVPlan.standard(config.num_layers), experiment.dtype)
-    tree = weights.abstract(config, model.plan, jnp.float32, mesh)
-    make = jax.jit(
-        lambda key: weights.init(config, model.plan, key),
-        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, tree),
-    )
-    return model, make(jax.random.key(experiment.seed))
 
 
 def train(
@@ -127,27 +97,10 @@ class Run:
                 for length, data in experiment.held_out().items()
             }
             total = experiment.steps or experiment.epochs * self.loader.steps_per_epoch()
-            teacher, params = load_teacher(experiment, folder, mesh)
-            if self.tokenizer.vocab_size > teacher.config.vocab_size:
-                raise UsageError(
-                    f"the tokenizer has {self.tokenizer.vocab_size} tokens, "
-                    f"the model only {teacher.config.vocab_size}"
-                )
+            loaded = start.load(experiment, folder, self.tokenizer, mesh)
         steps.check(experiment, mesh)
-        plan = experiment.plan.build(teacher.config.num_layers)
-        if experiment.plan.init == LEAST_SQUARES and not plan.is_swiftkv:
-            raise UsageError(
-                f"plan.split {plan.split} of {plan.num_layers} layers leaves no rows to fit by least squares"
-            )
-        student, trained, frozen = steps.prepare(
-            teacher,
-            params,
-            plan,
-            "fold" if experiment.plan.init == LEAST_SQUARES else experiment.plan.init,
-            experiment.trainable,
-            exit_head=experiment.loss.exit_weight > 0,
-        )
-        self.recipe = steps.make_recipe(experiment, student, total)
+        student, trained, frozen = start.prepare(experiment, loaded)
+        self.folder, self.recipe = folder, start.make_recipe(experiment, student, total)
         self.abstract, abstract_frozen = steps.abstract_run(self.recipe, mesh)
         places = jax.tree.map(lambda leaf: leaf.sharding, (self.abstract, abstract_frozen))
         self.frozen = jax.device_put(frozen, places[1])
@@ -155,7 +108,7 @@ class Run:
         self.step_fn = jax.jit(
             partial(steps.train_step, self.recipe), donate_argnums=1, out_shardings=(places[0], None)
         )
-        self.evaluate_fn = jax.jit(partial(steps.evaluate_batch, self.recipe))
+        self.evaluate_fn = jax.jit(partial(self.recipe.method.evaluate, self.recipe))
         self.batch_sharding = jax.sharding.NamedSharding(mesh, sharding.spec("B ."))
         with processes.together():
             if self.first:
@@ -163,7 +116,7 @@ class Run:
             self.checkpoints = Checkpointer(out / "checkpoints", keep=experiment.keep_checkpoints)
             self.progress = self._progress() if self.first else Silence()
         self.evaluated: tuple[int, dict[int, dict[str, np.ndarray]]] | None = None
-        self.to_fit = experiment.plan.init == LEAST_SQUARES
+        self.to_fit = experiment.start.init == LEAST_SQUARES
         self.caught = 0
         if resume:
             self._restore()
@@ -171,7 +124,7 @@ class Run:
     def _progress(self) -> Progress:
         e = self.experiment
         context = sum(e.data.lengths) // len(e.data.lengths)
-        per_token = steps.flops_per_token(self.recipe, context)
+        per_token = self.recipe.method.flops(self.recipe, context)
         chip = flops.CHIPS.get(jax.devices()[0].device_kind)
         peak = chip.flops * self.mesh.size if chip else None
         return Progress(self.out, self.recipe.steps, e.log_every, per_token, peak, e.tensorboard)
@@ -189,22 +142,18 @@ class Run:
                 signal.signal(number, handler)
 
     def fit_start(self) -> None:
-        """Solve the student's rows by least squares, if the plan says so and no step or fit was made yet."""
+        """Solve the student's rows by least squares, if the run begins so and no step or fit was made yet."""
         if not self.to_fit:
             return
         e, began = self.experiment, time.monotonic()
         loader = DataLoader(e.data, self.tokenizer, **self.process)
         try:
-            count = math.ceil(e.plan.init_tokens / (e.data.batch_size * e.data.seq_len))
+            count = math.ceil(e.start.init_tokens / (e.data.batch_size * e.data.seq_len))
             numbers = self.progress.counted("fitting rows by least squares: batch", range(count))
             batches = (self._place(next(loader)[0]) for _ in numbers)
-            student = self.recipe.student
-            params = steps.merge(self.state.trainable, self.frozen.student)
-            teacher = steps.teacher_of(student, params, self.frozen)
-            fitted = least_squares.fit(student, params, *teacher, batches)
+            trained = self.recipe.method.fit(self.recipe, self.state.trainable, self.frozen, batches)
         finally:
             loader.close()
-        trained, _ = steps.split_trainable(student, fitted, e.trainable)
         self.state, self.evaluated = dataclasses.replace(self.state, trainable=trained), None
         self.to_fit = False
         tokens = count * e.data.batch_size * e.data.seq_len
@@ -327,17 +276,13 @@ class Run:
     def export(self, folder: Path) -> None:
         """Save the student as it is now, in `export_dtype`, with its tokenizer."""
         params = steps.merge(self.state.trainable, self.frozen.student)
-        dtype = jnp.dtype(self.experiment.export_dtype)
-        student = self.recipe.student
-        config = dataclasses.replace(student.config, dtype=self.experiment.export_dtype)
-        student = Transformer(config, student.plan, self.experiment.export_dtype)
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        save_pretrained(folder, student, params, tokenizer=self.tokenizer.folder)
+        dtype, tokenizer = self.experiment.export_dtype, self.tokenizer.folder
+        start.export(folder, self.recipe.student, params, dtype, self.folder, tokenizer)
 
     def _describe(self) -> None:
         e, model = self.experiment, self.recipe.student
         trained = weights.count(self.state.trainable)
-        total = weights.count(weights.weights(model.config, model.plan))
+        total = trained + weights.count(self.frozen.student)
         mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         self.say(
             f"{e.name}: {total / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M trained "
@@ -397,6 +342,8 @@ def summarise(rows: dict[str, np.ndarray], has_teacher: bool) -> dict[str, float
         "teacher_perplexity": math.exp(min(mean["teacher"], 700)),
     }
     out |= teacher | {"kl": mean["kl"], "agreement": mean["agree"]}
+    if "auxiliary" in mean:
+        out["auxiliary_cross_entropy"] = mean["auxiliary"]
     if "exit_kl" in mean:
         out |= {"exit_kl": mean["exit_kl"], "exit_agreement": mean["exit_agree"]}
     return out
@@ -442,7 +389,8 @@ def identity(config: dict) -> str:
         return {n: on(v) for n, v in tree.items() if v} if isinstance(tree, dict) else tree
 
     kept = on(config)
-    kept.get("plan", {}).pop("init_tokens", None)  # of the start, which a resumed run has behind it
+    for name in ("plan", "predict"):  # of the start, which a resumed run has behind it
+        kept.get(name, {}).pop("init_tokens", None)
     for name in _MAY_CHANGE:
         kept.pop(name, None)
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -105,6 +105,17 @@ def cross_entropy_sum(head: Head, h, targets, mask, chunk: int) -> Float[Array, 
     return over_chunks(per_chunk, chunk, h, targets, mask)[0]
 
 
+def cross_entropy_and_z_sum(head: Head, h, targets, mask, chunk: int) -> tuple[Array, Array]:
+    """The same, and beside it the sum of the squares of the logits' log-sum-exp (z-loss: PaLM, section 5)."""
+
+    def per_chunk(h, targets, mask):
+        logits = head(h)
+        z = jax.nn.logsumexp(logits, axis=-1) ** 2
+        return (jnp.sum(cross_entropy(logits, targets) * mask), jnp.sum(z * mask)), ()
+
+    return over_chunks(per_chunk, chunk, h, targets, mask)[0]
+
+
 def cross_entropy(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """Per-token cross-entropy in nats."""
     chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]

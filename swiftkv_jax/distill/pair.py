@@ -24,6 +24,7 @@ import numpy as np
 from swiftkv_jax import predict
 from swiftkv_jax.checkpoint.adapter import check_tokenizers, save_adapter
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
+from swiftkv_jax.distill.config import MAPS, STARTS, PredictConfig
 from swiftkv_jax.distill.data import Batch, DataConfig, DataLoader, evaluation_batches
 from swiftkv_jax.distill.fit_predictor import fit
 from swiftkv_jax.errors import Parser, UsageError, exit_code
@@ -33,8 +34,6 @@ from swiftkv_jax.predict import Predicted
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
-STARTS = ("least_squares", "identity", "uniform")
-MAPS = ("nearest", "spread")
 _JUDGED = 6  # held-out batches
 
 
@@ -153,12 +152,8 @@ def _run(args: argparse.Namespace) -> None:
     else:
         check_tokenizers(home, folder := local_folder(args.auxiliary))
         auxiliary = from_pretrained(folder, dtype=args.dtype)
-    rows, theirs = base[0].plan.num_rows, auxiliary[0].plan.num_rows
-    if (args.map or ("nearest" if keep else "spread")) == "spread":
-        prediction = Prediction.spread(rows, theirs, args.tail)
-    else:
-        kept = sorted({base[0].plan.reads[layer] for layer in keep} or range(theirs))
-        prediction = Prediction.nearest(rows, kept, args.tail)
+    given = PredictConfig(auxiliary=args.auxiliary or "", keep=keep, map=args.map, tail=args.tail)
+    prediction, theirs = given.build(base[0].plan, auxiliary[0].plan), auxiliary[0].plan.num_rows
     data = DataConfig(
         sources=tuple(args.text), split="train", seq_len=args.length, batch_size=8, long_documents="fill"
     )

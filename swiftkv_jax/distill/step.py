@@ -1,7 +1,9 @@
 """What one optimiser step computes: teacher and student from one lower half, and the update."""
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from swiftkv_jax import sharding, weights
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill import least_squares
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill.config import AttentionConfig, Experiment, LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
@@ -28,6 +31,7 @@ from swiftkv_jax.model import (
     through,
 )
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.predict import Predicted
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.surgery import check_teacher, is_trained, to_swiftkv
@@ -56,17 +60,41 @@ class Frozen:
     teacher: PyTree
 
 
+class Method(NamedTuple):
+    """What differs between the ways to train, as functions; hashable.
+
+    Attributes:
+      trees: (student, trainable) -> (trained, frozen) as trees of `Weight`s.
+      loss: (recipe, trained, frozen, batch, totals) -> (loss, its parts); see `batch_loss`.
+      evaluate: (recipe, frozen, trained, batch) -> sums of each row; see `evaluate_batch`.
+      fit: (recipe, trained, frozen, batches) -> what trains, with its new rows solved by least squares.
+      flops, recomputed: (recipe, tokens of a row) -> FLOPs a token; see `flops_per_token`.
+    """
+
+    trees: Callable[..., tuple[PyTree, Frozen]]
+    loss: Callable[..., tuple[Array, dict]]
+    evaluate: Callable[..., dict]
+    fit: Callable[..., PyTree]
+    flops: Callable[..., float]
+    recomputed: Callable[..., float]
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What is compiled into a step: hashable, so it is a static argument."""
+    """What is compiled into a step: hashable, so it is a static argument.
 
-    student: Transformer
+    Attributes:
+      student: a Transformer, or a Predicted where the method trains one.
+    """
+
+    student: Any
     loss: LossConfig
     optimizer: OptimizerConfig
     steps: int
     trainable: str
     remat: bool
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
+    method: Method = dataclasses.field(default_factory=lambda: DISTIL)
 
     @property
     def has_teacher(self) -> bool:
@@ -120,13 +148,13 @@ def prepare(
     """(student, trained in fp32, frozen). Every array that the student does not train is the teacher's own,
     if the teacher's stacks are cut at the plan's depth."""
     if trainable == "all":
-        return teacher, _masters(params), Frozen(None, None)
+        return teacher, masters(params), Frozen(None, None)
     check_teacher(teacher)
     layers, rows = _teachers_stacks(teacher.config, plan)
     cut = {"layers": weights.recut(params["layers"], layers), "rows": weights.recut(params["rows"], rows)}
     student, student_params = to_swiftkv(teacher, params | cut, plan, init, exit_head)
     trained, frozen = split_trainable(student, student_params, trainable)
-    return student, _masters(trained), Frozen(frozen, _own(student, cut, trainable))
+    return student, masters(trained), Frozen(frozen, _own(student, cut, trainable))
 
 
 def _own(student: Transformer, tree: PyTree, trainable: str) -> PyTree:
@@ -145,7 +173,7 @@ def _teachers_stacks(config: ModelConfig, plan: KVPlan) -> tuple[tuple[range, ..
     return weights.partition(KVPlan.standard(plan.num_layers), config.windows, starts)
 
 
-def _masters(tree: PyTree) -> PyTree:
+def masters(tree: PyTree) -> PyTree:
     """fp32 copies: never the same buffers as the teacher's, because the trained ones are donated."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), tree)
 
@@ -154,6 +182,13 @@ def init_state(recipe: Recipe, trained: PyTree) -> TrainState:
     """The state before the first step."""
     tx = optimizer(recipe.optimizer, recipe.steps)
     return TrainState(jnp.zeros((), jnp.int32), trained, tx.init(trained))
+
+
+def fit(recipe: Recipe, trained: PyTree, frozen: Frozen, batches: Iterable[Batch]) -> PyTree:
+    """`trained` with the student's upper rows solved for its teacher's (distill/least_squares.py)."""
+    student, params = recipe.student, merge(trained, frozen.student)
+    fitted = least_squares.fit(student, params, *teacher_of(student, params, frozen), batches)
+    return split_trainable(student, fitted, recipe.trainable)[0]
 
 
 def weight_trees(student: Transformer, trainable: str) -> tuple[PyTree, Frozen]:
@@ -174,7 +209,7 @@ def abstract_run(recipe: Recipe, mesh: Mesh) -> tuple[TrainState, Frozen]:
     def place(dtype):
         return lambda w: jax.ShapeDtypeStruct(w.shape, dtype, sharding=sharding.named(mesh, w.axes, w.shape))
 
-    trees = weight_trees(recipe.student, recipe.trainable)
+    trees = recipe.method.trees(recipe.student, recipe.trainable)
     trained = jax.tree.map(place(jnp.float32), trees[0])
     frozen = jax.tree.map(place(jnp.dtype(recipe.student.dtype)), trees[1])
     state = jax.eval_shape(lambda tree: init_state(recipe, tree), trained)
@@ -203,8 +238,7 @@ def hidden_states(
     The lower half is frozen and the same for both, so it runs once, and no gradient reaches it.
     """
     model, remat = recipe.student, recipe.remat
-    kernel = recipe.attention.on(dispatch.device()[0])
-    attention = partial(causal_attention, implementation=kernel, shards=sharding.SHARDS)
+    attention = attention_of(recipe)
     params = merge(trained, frozen.student)
 
     def normal(x):
@@ -244,6 +278,12 @@ def with_whole_head(model: Transformer, params: PyTree) -> PyTree:
     """
     name, axes = ("lm_head", ". V") if "lm_head" in params else ("embed", "V .")
     return params | {name: sharding.constrain(params[name].astype(model.dtype), axes)}
+
+
+def attention_of(recipe: Recipe) -> Callable:
+    """The attention of every pass: the kernel that is named for this platform, cut as the mesh cuts."""
+    kernel = recipe.attention.on(dispatch.device()[0])
+    return partial(causal_attention, implementation=kernel, shards=sharding.SHARDS)
 
 
 def chunk_of(recipe: Recipe, batch: Batch) -> int:
@@ -297,7 +337,7 @@ def train_step(recipe: Recipe, frozen: Frozen, state: TrainState, batch: Batch) 
     counted = jnp.maximum(batch.mask.sum(), 1.0) if masked else jnp.float32(batch.mask.size)
     totals = (counted, jnp.maximum((batch.segments > 0).sum(), 1).astype(jnp.float32))
     grad = jax.value_and_grad(
-        lambda trained, piece: batch_loss(recipe, trained, frozen, piece, totals), has_aux=True
+        lambda trained, piece: recipe.method.loss(recipe, trained, frozen, piece, totals), has_aux=True
     )
 
     def add(total, piece):
@@ -330,16 +370,10 @@ def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch
 
     def per_chunk(h, want, targets, mask, *x):
         got, ref = head(params, h), head(params, want)
-        log_got, log_ref = jax.nn.log_softmax(got), jax.nn.log_softmax(ref)
-        sums = {
-            "student": losses.cross_entropy(got, targets),
-            "teacher": losses.cross_entropy(ref, targets),
-            "kl": jnp.sum(jnp.exp(log_ref) * (log_ref - log_got), axis=-1),
-            "agree": (jnp.argmax(got, -1) == jnp.argmax(ref, -1)).astype(jnp.float32),
-        }
+        sums = compared(got, ref, targets)
         if x:
             early = exit_logits(recipe.student, params, *x)
-            log_early = jax.nn.log_softmax(early)
+            log_early, log_ref = jax.nn.log_softmax(early), jax.nn.log_softmax(ref)
             sums["exit_kl"] = jnp.sum(jnp.exp(log_ref) * (log_ref - log_early), axis=-1)
             sums["exit_agree"] = (jnp.argmax(early, -1) == jnp.argmax(got, -1)).astype(jnp.float32)
         sums = {name: jnp.sum(x * mask, axis=1) for name, x in sums.items()}
@@ -347,6 +381,17 @@ def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch
 
     arrays = [h, want, batch.targets, batch.mask, *([x] if recipe.student.config.exit_head else [])]
     return losses.over_chunks(per_chunk, chunk_of(recipe, batch), *arrays)[0]
+
+
+def compared(got: Array, ref: Array, targets: Array) -> dict[str, Array]:
+    """What evaluation says of each token [B, c], of the student's logits `got` and its teacher's."""
+    log_got, log_ref = jax.nn.log_softmax(got), jax.nn.log_softmax(ref)
+    return {
+        "student": losses.cross_entropy(got, targets),
+        "teacher": losses.cross_entropy(ref, targets),
+        "kl": jnp.sum(jnp.exp(log_ref) * (log_ref - log_got), axis=-1),
+        "agree": (jnp.argmax(got, -1) == jnp.argmax(ref, -1)).astype(jnp.float32),
+    }
 
 
 def check(experiment: Experiment, mesh: Mesh | AbstractMesh) -> None:
@@ -377,9 +422,12 @@ def check(experiment: Experiment, mesh: Mesh | AbstractMesh) -> None:
             raise UsageError(f"rows of {data.seq_len} tokens are not a multiple of mesh.context {parts}")
 
 
-def make_recipe(experiment: Experiment, student: Transformer, steps: int) -> Recipe:
+def make_recipe(
+    experiment: Experiment, student: Transformer | Predicted, steps: int, method: Method | None = None
+) -> Recipe:
     e = experiment
-    return Recipe(student, e.loss, e.optimizer, steps, e.trainable, e.remat, e.attention)
+    fields = (student, e.loss, e.optimizer, steps, e.trainable, e.remat, e.attention)
+    return Recipe(*fields, method=method or DISTIL)
 
 
 def flops_per_token(recipe: Recipe, seq_len: int) -> float:
@@ -394,3 +442,6 @@ def recomputed_flops_per_token(recipe: Recipe, seq_len: int) -> float:
     """FLOPs that remat adds to that: see analysis/flops.py."""
     config, plan = recipe.student.config, recipe.student.plan
     return flops.recomputed_flops_per_token(config, plan, seq_len, recipe.trainable) if recipe.remat else 0.0
+
+
+DISTIL = Method(weight_trees, batch_loss, evaluate_batch, fit, flops_per_token, recomputed_flops_per_token)

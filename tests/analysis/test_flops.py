@@ -13,7 +13,10 @@ from swiftkv_jax import weights
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.cache import Cache
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill import predict_step, prediction
 from swiftkv_jax.distill import step as steps
+from swiftkv_jax.distill.config import OptimizerConfig, PredictionLossConfig
+from swiftkv_jax.distill.data import Batch
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.model import (
@@ -25,7 +28,8 @@ from swiftkv_jax.model import (
     rows_at,
     through,
 )
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.plan import KVPlan, Prediction
+from swiftkv_jax.predict import Predicted
 
 LLAMA_70B = ModelConfig(
     vocab_size=128256,
@@ -205,6 +209,36 @@ def test_full_training_counts_the_programs_own_matmuls(remat):
     again = flops.recomputed_flops_per_token(model.config, model.plan, UNMASKED, "all") if remat else 0
     want = flops.full_training_flops_per_token(model.config, UNMASKED) + again
     assert want == pytest.approx(counted, rel=1e-12)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("weight", [0.0, 1.0], ids=["rows and KL", "all losses"])
+@pytest.mark.parametrize("plan", [KVPlan.standard(5), KVPlan.swiftkv(5, 3)], ids=["standard", "50%"])
+@pytest.mark.usefixtures("matmuls")
+def test_training_a_predictor_counts_the_programs_own_matmuls(plan, weight, remat):
+    """Without the output heads, whose losses run in chunks that make some logits again."""
+    short = dataclasses.replace(TINY, num_layers=3, windows=(), hidden_size=32)
+    base, auxiliary = Transformer(TINY, plan), Transformer(short, KVPlan.standard(3))
+    model = Predicted(base, auxiliary, Prediction((0, 1, 1, 2, 2)))
+    loss = PredictionLossConfig(kl_weight=1.0, lm_weight=weight, aux_weight=weight)
+    fields = (OptimizerConfig(), 10, "predictor", remat)
+    recipe = steps.Recipe(model, loss, *fields, method=predict_step.PREDICT)
+    trained, frozen = predict_step.weight_trees(model, "predictor")
+    trained, frozen = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), (trained, frozen))
+
+    def program(trained, frozen, tokens):
+        ones = jnp.ones_like(tokens)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        batch = Batch(tokens=tokens, targets=tokens, positions=positions, segments=ones, mask=ones * 1.0)
+        params = steps.merge(trained, frozen.student)
+        own, small, x, rows = predict_step.passes(recipe, params, batch, predict_step.last_layers(recipe))
+        total = jnp.sum((x - own.x) ** 2) + prediction.differences(rows, rows, batch.mask)
+        return total + jnp.sum(small.x**2) * weight
+
+    counted = per_token(jax.grad(program), trained, frozen, TOKENS)
+    heads = 2 * TINY.vocab_size * (3 * TINY.hidden_size + 3 * weight * short.hidden_size)
+    got = recipe.method.flops(recipe, UNMASKED) + recipe.method.recomputed(recipe, UNMASKED) - heads
+    assert got == pytest.approx(counted, rel=1e-12)
 
 
 @pytest.mark.parametrize("remat", [False, True])

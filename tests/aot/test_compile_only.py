@@ -43,6 +43,22 @@ def test_the_8b_step_fits(where, devices, capacity):
     assert "all-gather" in out and ("reduce-scatter" in out or "collective-permute" in out)
 
 
+@pytest.mark.parametrize(
+    ("config", "where", "trained"),
+    [
+        ("llama8b_kvp_1b", "v5p:2x2x4", "1,269.4 M"),
+        ("llama8b_kvp_1b", "h100:1x1x8", "1,269.4 M"),
+        ("llama70b_kvp_8b", "h100:1x2x8", "8,198.2 M"),
+    ],
+)
+def test_the_step_that_trains_a_predictor_fits(config, where, trained):
+    code, out, err = compile_only("--config", f"configs/{config}.py", "--topology", where)
+    assert code == 0, err
+    assert trained in out
+    used, has = gib(out)
+    assert used < has
+
+
 def test_one_chip_is_too_small():
     code, out, err = compile_only("--config", "configs/llama8b.py", "--topology", "v5e:1x1")
     assert code == 1, err

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from swiftkv_jax import sharding, weights
+from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import Experiment, from_package, load_experiment, override
 from swiftkv_jax.errors import UsageError
@@ -15,7 +16,14 @@ from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-OTHERS = ("tiny", "demo_teacher", "mha_teacher", "paper_recipe")
+OTHERS = ("tiny", "tiny_kvp", "demo_teacher", "mha_teacher", "paper_recipe")
+# KV prediction: billions of the base and the auxiliary (model cards); the predictor by hand, two biased maps
+# for each row of the base.
+PREDICTED = {
+    "llama8b_kvp_1b": (8.030, 1.236, 32 * 2 * (512 * 1024 + 1024)),
+    "llama70b_kvp_8b": (70.554, 8.030, 80 * 2 * (1024 * 1024 + 1024)),
+}
+OTHERS += tuple(PREDICTED)
 PUBLISHED = sorted(p.stem for p in CONFIGS.glob("*.py") if p.stem not in OTHERS)
 
 # Total parameters in billions (model cards), and trained ones by the paper's rule, worked out by hand:
@@ -52,6 +60,18 @@ def test_recipe_trains_the_papers_share(name):
     # own weights in place of those that the student trains.
     assert weights.count(frozen.student) == total - trained
     assert weights.count(frozen.teacher) <= trained + weights.count(recipe_rows(student))
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_a_predictors_recipe_trains_the_auxiliary_and_the_maps(name):
+    base, auxiliary, maps = PREDICTED[name]
+    model = start.abstract_student(load_experiment(CONFIGS / f"{name}.py"))
+    trained, frozen = start.make_recipe(load_experiment(name), model, 10).method.trees(model, "predictor")
+    assert weights.count(frozen.student) / 1e9 == pytest.approx(base, abs=1e-3)
+    assert weights.count(trained["auxiliary"]) / 1e9 == pytest.approx(auxiliary, abs=1e-3)
+    assert weights.count(trained["predictor"]) == maps
+    served = [model.prediction.reads.count(row) for row in range(model.auxiliary.plan.num_rows)]
+    assert served == {"llama8b_kvp_1b": [2] * 16, "llama70b_kvp_8b": [3] * 16 + [2] * 16}[name]
 
 
 def recipe_rows(student: Transformer):

@@ -1,0 +1,183 @@
+"""What a step computes that trains KV prediction: an auxiliary and a predictor, for a base that is frozen."""
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax import predict
+from swiftkv_jax.analysis import flops
+from swiftkv_jax.distill import loss as losses
+from swiftkv_jax.distill.config import PredictionLossConfig
+from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.distill.fit_predictor import fit as least_squares
+from swiftkv_jax.distill.least_squares import like
+from swiftkv_jax.distill.prediction import Heads, Kept, differences, normed, predict_rows, read, run_over
+from swiftkv_jax.distill.step import (
+    Frozen,
+    Method,
+    Recipe,
+    attention_of,
+    chunk_of,
+    compared,
+    merge,
+    with_whole_head,
+)
+from swiftkv_jax.layers import rms_norm
+from swiftkv_jax.model import Transformer, head
+from swiftkv_jax.predict import Predicted
+from swiftkv_jax.shapes import Array, Hidden, PyTree
+
+
+def parts(recipe: Recipe) -> tuple[Predicted, PredictionLossConfig]:
+    """The recipe's model and loss, which are those of KV prediction."""
+    model, config = recipe.student, recipe.loss
+    if not isinstance(model, Predicted) or not isinstance(config, PredictionLossConfig):
+        raise TypeError(f"a recipe of KV prediction has no {type(model).__name__}, {type(config).__name__}")
+    return model, config
+
+
+def split(tree: PyTree) -> tuple[PyTree, Frozen]:
+    """(trained, frozen) of a tree of parameters, or of its `Weight`s: all but the base trains."""
+
+    def without(*names: str) -> PyTree:
+        return {n: jax.tree.map(lambda _: None, part) if n in names else part for n, part in tree.items()}
+
+    return without("base"), Frozen(without("auxiliary", "predictor"), None)
+
+
+def weight_trees(model: Predicted, trainable: str) -> tuple[PyTree, Frozen]:
+    """(trained, frozen) as trees of `Weight`s."""
+    return split(predict.described(model))
+
+
+def last_layers(recipe: Recipe) -> tuple[int | None, int | None]:
+    """Of the base's own pass and the auxiliary's: the layer that needs not run, whose rows are the deepest
+    that are read; None where the hidden states after the last layer are wanted."""
+    model, config = parts(recipe)
+    deepest = predict.deepest(model.auxiliary.plan, model.prediction.reads)
+    return None if config.kl_weight else model.base.plan.depth, None if config.aux_weight else deepest
+
+
+def passes(
+    recipe: Recipe, params: PyTree, batch: Batch, last: tuple[int | None, int | None] = (None, None)
+) -> tuple[Kept, Kept, Hidden, Heads]:
+    """(base's own pass, auxiliary's, hidden states of the base on predicted rows, those rows as `normed`).
+
+    last: of the first two, as in `read`. No gradient reaches the base's own pass.
+    """
+    model, attention = parts(recipe)[0], attention_of(recipe)
+    where = (batch.tokens, batch.positions, batch.segments)
+    base, auxiliary = model.base, model.auxiliary
+    own = read(base, jax.lax.stop_gradient(params["base"]), *where, last[0], attention=attention)
+    small = read(auxiliary, params["auxiliary"], *where, last[1], recipe.remat, attention)
+    rows = normed(base, params["base"], predict_rows(model, params, small.of(model.prediction.reads)))
+    return own, small, run_over(base, params["base"], rows, *where, recipe.remat, attention), rows
+
+
+def final(model: Transformer, params: PyTree, x: Hidden) -> Hidden:
+    """Hidden states as the output head takes them."""
+    return rms_norm(x, params["norm"], model.config.rms_norm_eps)
+
+
+def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, totals) -> tuple[Array, dict]:
+    """The loss of one (micro-)batch, already divided by the whole batch's token counts `totals`.
+
+    And its terms before their weights, those of `PredictionLossConfig`; "lm_z" and "aux_z" are of its z_loss.
+    """
+    model, config = parts(recipe)
+    params = merge(trained, frozen.student)
+    own, small, x, rows = passes(recipe, params, batch, last_layers(recipe))
+    base, auxiliary = (model.base, params["base"]), (model.auxiliary, params["auxiliary"])
+    counted, real = totals
+    chunk = chunk_of(recipe, batch)
+    terms: dict[str, tuple[float, Array]] = {}  # name -> weight, value
+    if config.lm_weight:
+        terms |= entropies(config, "lm", config.lm_weight, *base, x, batch, counted, chunk)
+    if config.aux_weight:
+        terms |= entropies(config, "aux", config.aux_weight, *auxiliary, small.x, batch, counted, chunk)
+    if config.kl_weight:
+        whole = with_whole_head(*base)
+
+        def to_logits(h):
+            return head(whole, h)
+
+        both = final(*base, x), final(*base, own.x)
+        kl = losses.kl_sum(to_logits, to_logits, *both, batch.mask, config.temperature, chunk)
+        terms["kl"] = config.kl_weight, kl / counted
+    every = range(model.base.plan.num_rows)
+    if weight := config.of_rows(len(every)):
+        wanted = normed(*base, own.of(every))
+        apart = differences(rows, wanted, (batch.segments > 0).astype(jnp.float32))
+        terms["rows"] = weight, apart / real
+    total = sum((weight * value for weight, value in terms.values()), jnp.zeros(()))
+    return total, {name: value for name, (_, value) in terms.items()}
+
+
+def entropies(
+    config: PredictionLossConfig,
+    name: str,
+    weight: float,
+    model: Transformer,
+    params: PyTree,
+    x: Hidden,
+    batch: Batch,
+    counted: Array,
+    chunk: int,
+) -> dict[str, tuple[float, Array]]:
+    """A model's cross-entropy per counted token, and its z-loss if there is one: name -> weight, value."""
+    whole = with_whole_head(model, params)
+    given = (lambda h: head(whole, h), final(model, params, x), batch.targets, batch.mask, chunk)
+    if not config.z_loss:
+        return {name: (weight, losses.cross_entropy_sum(*given) / counted)}
+    entropy, z = losses.cross_entropy_and_z_sum(*given)
+    return {name: (weight, entropy / counted), f"{name}_z": (weight * config.z_loss, z / counted)}
+
+
+def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch) -> dict:
+    """As `step.evaluate_batch`, of the base on predicted rows throughout as "student" and the base itself as
+    "teacher" (the paper's training and multiple-choice mode); and the auxiliary's cross-entropy."""
+    model, _ = parts(recipe)
+    params = merge(trained, frozen.student)
+    own, small, x, _ = passes(recipe, params, batch)
+    base, auxiliary = (model.base, params["base"]), (model.auxiliary, params["auxiliary"])
+    whole, other = with_whole_head(*base), with_whole_head(*auxiliary)
+
+    def per_chunk(h, want, alone, targets, mask):
+        sums = compared(head(whole, h), head(whole, want), targets)
+        sums["auxiliary"] = losses.cross_entropy(head(other, alone), targets)
+        sums = {name: jnp.sum(x * mask, axis=1) for name, x in sums.items()}
+        return sums | {"tokens": jnp.sum(mask, axis=1)}, ()
+
+    streams = final(*base, x), final(*base, own.x), final(*auxiliary, small.x)
+    return losses.over_chunks(per_chunk, chunk_of(recipe, batch), *streams, batch.targets, batch.mask)[0]
+
+
+def fit(recipe: Recipe, trained: PyTree, frozen: Frozen, batches: Iterable[Batch]) -> PyTree:
+    """`trained` with the predictor solved by least squares (distill/fit_predictor.py)."""
+    model, _ = parts(recipe)
+    solved = least_squares(model, merge(trained, frozen.student), batches)
+    placed = jax.tree.map(lambda old, new: like(old, np.asarray(new)), trained["predictor"], solved)
+    return trained | {"predictor": placed}
+
+
+def flops_per_token(recipe: Recipe, seq_len: int) -> float:
+    """FLOPs that one step of rows of `seq_len` tokens must do per token: see analysis/flops.py."""
+    model, config = parts(recipe)
+    base, auxiliary = ((part.config, part.plan) for part in (model.base, model.auxiliary))
+    wanted = {"kl": bool(config.kl_weight), "alone": bool(config.aux_weight)}
+    return flops.prediction_training_flops_per_token(base, auxiliary, model.prediction, seq_len, **wanted)
+
+
+def recomputed_flops_per_token(recipe: Recipe, seq_len: int) -> float:
+    """FLOPs that remat adds to that: see analysis/flops.py."""
+    model, config = parts(recipe)
+    if not recipe.remat:
+        return 0.0
+    base, auxiliary = ((part.config, part.plan) for part in (model.base, model.auxiliary))
+    alone = bool(config.aux_weight)
+    return flops.prediction_recomputed_flops_per_token(base, auxiliary, model.prediction, seq_len, alone)
+
+
+PREDICT = Method(weight_trees, batch_loss, evaluate_batch, fit, flops_per_token, recomputed_flops_per_token)

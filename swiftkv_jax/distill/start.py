@@ -1,0 +1,140 @@
+"""The models that a run begins with: from folders, or from shapes alone."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from swiftkv_jax import predict, weights
+from swiftkv_jax.checkpoint.adapter import check_tokenizers, save_pretrained
+from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
+from swiftkv_jax.config import ModelConfig, plan_from_hf
+from swiftkv_jax.distill import step as steps
+from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment
+from swiftkv_jax.distill.predict_step import PREDICT, split
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.predict import Predicted
+from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.text.tokenizer import Tokenizer
+
+Loaded = tuple[Transformer, PyTree]
+Student = Transformer | Predicted
+
+
+def load(experiment: Experiment, folder: Path | None, tokenizer: Tokenizer, mesh: Mesh) -> list[Loaded]:
+    """The model that is trained, distilled or predicted for; and then the auxiliary, if there is one.
+
+    Raises:
+      UsageError: a folder holds no such model, or one of another tokenizer.
+    """
+    loaded = [load_teacher(experiment, folder, mesh)]
+    if experiment.predict is not None:
+        loaded.append(load_auxiliary(experiment, loaded[0], tokenizer, mesh))
+    for name, (model, _) in zip(("model", "auxiliary"), loaded, strict=False):
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise UsageError(
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the {name} only {model.config.vocab_size}"
+            )
+    return loaded
+
+
+def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loaded:
+    """The model that is trained or distilled: from its folder, or random under `architecture`.
+
+    Its stacks are cut at the plan's depth, so that student and teacher share their arrays.
+    """
+    if folder is not None:
+        forms = plan_from_hf(folder).forms
+        if forms != ("kv",):
+            raise UsageError(
+                f"{folder} stores rows as {', '.join(forms)} (Slim attention), which nothing trains through: "
+                "convert last. Train the plain model, then run python -m swiftkv_jax.slim"
+            )
+        plan = experiment.plan.build(ModelConfig.from_hf(folder).num_layers)
+        cuts = (plan.depth,) if plan.is_swiftkv else ()
+        model, params = from_pretrained(folder, dtype=experiment.dtype, mesh=mesh, cuts=cuts)
+        return predict.layer_pruned(model, params, experiment.keep) if experiment.keep else (model, params)
+    config = experiment.architecture
+    assert config is not None  # an Experiment without a model has an architecture
+    model = Transformer(config, KVPlan.standard(config.num_layers), experiment.dtype)
+    tree = weights.abstract(config, model.plan, jnp.float32, mesh)
+    make = jax.jit(
+        lambda key: weights.init(config, model.plan, key),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, tree),
+    )
+    return model, make(jax.random.key(experiment.seed))
+
+
+def load_auxiliary(experiment: Experiment, base: Loaded, tokenizer: Tokenizer, mesh: Mesh) -> Loaded:
+    """What reads prompts for `base`: some of its layers, or a model of its own."""
+    config = experiment.predict
+    assert config is not None  # for the type checker: who has none does not ask
+    if config.keep:
+        return predict.layer_pruned(*base, config.keep)
+    folder = local_folder(config.auxiliary)
+    check_tokenizers(tokenizer.folder, folder)
+    return from_pretrained(folder, dtype=experiment.dtype, mesh=mesh)
+
+
+def prepare(experiment: Experiment, loaded: list[Loaded]) -> tuple[Student, PyTree, steps.Frozen]:
+    """(student, trained in fp32, frozen) before any fit.
+
+    Raises:
+      UsageError: the models do not fit each other, or the plan.
+    """
+    (teacher, params), *auxiliary = loaded
+    if experiment.predict is not None:
+        config, ((small, theirs),) = experiment.predict, auxiliary
+        model = Predicted(teacher, small, config.build(teacher.plan, small.plan))
+        made = (
+            predict.identity(model)
+            if config.init == "identity"
+            else predict.uniform(model, jax.random.key(experiment.seed))
+        )
+        trained, frozen = split({"base": params, "auxiliary": theirs, "predictor": made})
+        return model, steps.masters(trained), frozen
+    plan, init = experiment.plan.build(teacher.config.num_layers), experiment.plan.init
+    if init == LEAST_SQUARES and not plan.is_swiftkv:
+        raise UsageError(
+            f"plan.split {plan.split} of {plan.num_layers} layers leaves no rows to fit by least squares"
+        )
+    init = "fold" if init == LEAST_SQUARES else init
+    exit_head = experiment.loss.exit_weight > 0
+    return steps.prepare(teacher, params, plan, init, experiment.trainable, exit_head=exit_head)
+
+
+def abstract_student(experiment: Experiment) -> Student:
+    """The student that `prepare` gives, of configs alone."""
+    config = experiment.architecture or ModelConfig.from_hf(experiment.model)
+    plan = experiment.plan.build(config.num_layers)
+    config = dataclasses.replace(config, exit_head=experiment.loss.exit_weight > 0)
+    model, given = Transformer(config, plan, experiment.dtype), experiment.predict
+    if given is None:
+        return predict.pruned(model, experiment.keep) if experiment.keep else model
+    if given.keep:
+        auxiliary = predict.pruned(model, given.keep)
+    else:
+        config = given.architecture or ModelConfig.from_hf(given.auxiliary)
+        auxiliary = Transformer(config, KVPlan.standard(config.num_layers), experiment.dtype)
+    return Predicted(model, auxiliary, given.build(model.plan, auxiliary.plan))
+
+
+def make_recipe(experiment: Experiment, student: Student, total: int) -> steps.Recipe:
+    """What is compiled into each of `total` steps."""
+    method = steps.DISTIL if experiment.predict is None else PREDICT
+    return steps.make_recipe(experiment, student, total, method)
+
+
+def export(
+    folder: Path, model: Student, params: PyTree, dtype: str, base: Path | None, tokenizer: Path
+) -> None:
+    """Save a student in `dtype`: a model's folder, or an adapter to the model in `base`."""
+    if isinstance(model, Predicted):
+        return save_pretrained(folder, model, params, base=base, dtype=dtype, tokenizer=tokenizer)
+    config = dataclasses.replace(model.config, dtype=dtype)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
+    return save_pretrained(folder, Transformer(config, model.plan, dtype), params, tokenizer=tokenizer)
