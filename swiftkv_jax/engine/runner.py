@@ -227,13 +227,14 @@ class Runner:
     def _draw_call(
         self, scores: Scores, rows: list[Sequence], places: list[range], count: int, mode: Mode
     ) -> partial:
-        of_survivors = np.zeros((2, count * (1 + self.drafts)), np.int32)  # rows, lengths
+        owner, lengths = np.zeros((2, count * (1 + self.drafts)), np.int32)
         for row, (sequence, some) in enumerate(zip(rows, places, strict=True)):
-            first = sequence.length  # what is known, then what was guessed
-            of_survivors[:, some.start : some.stop] = [row] * len(some), range(first, first + len(some))
+            owner[some.start : some.stop] = row
+            # What is known, then what was guessed.
+            lengths[some.start : some.stop] = range(sequence.length, sequence.length + len(some))
         prompts = np.zeros(count, np.int32)
         prompts[: len(rows)] = [len(s.request.token_ids) for s in rows]
-        survivors = Survivors(*of_survivors, prompts, self._history(rows, count, mode))
+        survivors = Survivors(owner, lengths, prompts, self._history(rows, count, mode))
         policy = self._gather(rows, count, mode)
         return partial(draw, mode, scores, survivors, policy, threshold=self._threshold)
 
