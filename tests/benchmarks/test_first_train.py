@@ -26,6 +26,7 @@ def measured(attention: str, documents: int) -> dict:
     return {key: value for part in parts for key, value in part.items()}
 
 
+@pytest.mark.slow
 def test_attention_across_documents_is_found(monkeypatch):
     monkeypatch.setitem(CAUSAL_ATTENTION, "across", Implementation(across))
     for documents, right in ((1, True), (8, False)):
