@@ -19,11 +19,19 @@ from swiftkv_jax.checkpoint.generation import GenerationDefaults, read_generatio
 from swiftkv_jax.checks import integer
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.engine.engine import Engine, Group
-from swiftkv_jax.engine.inputs import encode, is_one, one_each, spelt
 from swiftkv_jax.engine.kernels import Choice, choose, in_force
 from swiftkv_jax.engine.memory import working_bytes
 from swiftkv_jax.engine.pages import root
-from swiftkv_jax.engine.request import Logprob, Request, RequestOutput, SamplingParams
+from swiftkv_jax.engine.request import (
+    Logprob,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    encode,
+    is_one,
+    one_each,
+    spelt,
+)
 from swiftkv_jax.engine.score import prompt_logprobs
 from swiftkv_jax.engine.settings import Settings, empty_pools, settle
 from swiftkv_jax.errors import UsageError, UsageWarning, suggest

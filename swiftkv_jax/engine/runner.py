@@ -1,5 +1,4 @@
-"""What runs on the device: steps of any tokens (step.py), and launches of the loop that decodes several
-(loop.py)."""
+"""What runs on the device: steps of any tokens, and launches of the loop that decodes several (loop.py)."""
 
 import dataclasses
 import itertools
@@ -14,13 +13,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from swiftkv_jax.cache import SELF, Cache
-from swiftkv_jax.engine.loop import Exits, Lanes, decode
+from swiftkv_jax.engine.loop import Exits, Inputs, Lanes, Scores, Survivors, decode, draw, run_any
 from swiftkv_jax.engine.reader import Reader
 from swiftkv_jax.engine.request import MOST_STOPS
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled
 from swiftkv_jax.engine.scheduler import Work, array_size, launch_size
 from swiftkv_jax.engine.sequence import Choice, Sequence
-from swiftkv_jax.engine.step import Inputs, Scores, Survivors, draw, run_any
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import Array, Int, PyTree
 

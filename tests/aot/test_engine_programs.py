@@ -22,12 +22,11 @@ from kernel_targets import HOPPER, TPUS, mesh_of, size
 from swiftkv_jax import weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill.compile_only import topology
-from swiftkv_jax.engine.loop import Lanes, decode
+from swiftkv_jax.engine.loop import Inputs, Lanes, decode, run_any
 from swiftkv_jax.engine.memory import working_bytes
 from swiftkv_jax.engine.request import MOST_STOPS
 from swiftkv_jax.engine.sampling import Mode, Policy
 from swiftkv_jax.engine.settings import Settings, empty_pool
-from swiftkv_jax.engine.step import Inputs, run_any
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.sharding import make_mesh

@@ -11,7 +11,7 @@ import pytest
 import tiny_engine as tiny
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from swiftkv_jax.engine import step
+from swiftkv_jax.engine import loop
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.settings import Settings, settle
@@ -165,8 +165,8 @@ def test_a_step_of_prompts_updates_the_pool_in_place(fill):
     machine = llm.engine.runner
     table, survivors = np.zeros((2, machine.slots), np.int32), np.zeros(2, np.int32)
     flat, starts = np.zeros(32, np.int32), np.zeros(3, np.int32)
-    inputs = step.Inputs(flat, flat, starts, survivors, table)
-    compiled = step.run_any.lower(net, machine.params, machine.cache, inputs).compile()
+    inputs = loop.Inputs(flat, flat, starts, survivors, table)
+    compiled = loop.run_any.lower(net, machine.params, machine.cache, inputs).compile()
     memory, pool = compiled.memory_analysis(), machine.cache.nbytes
     assert memory.alias_size_in_bytes >= pool
     assert memory.temp_size_in_bytes < pool / 20
