@@ -300,7 +300,7 @@ class Survivors:
     history: Int[Any, "Q S"]
 
 
-Scores = tuple[Float[Array, "M V"], Float[Array, "M V"] | None]  # the model's logits, the exit head's
+Scores = tuple[Float[Any, "M V"], Float[Any, "M V"] | None]  # the model's logits, the exit head's
 
 
 @partial(jax.jit, static_argnames=("model", "exits"), donate_argnames=("cache",))

@@ -310,13 +310,17 @@ class Runner:
             self.reader.restart()
 
     def largest(self) -> list[partial]:
-        """The programs that make the largest arrays, with arguments: of a full step, and of all lanes."""
+        """The programs that make the largest arrays, with arguments: of a full step, and of all lanes; scores
+        are described."""
         mode, count, size = self.modes[-1], self.lanes, self.budget
         inputs, _ = self._inputs([], size, count)
         lanes = _lanes([], count, self._history([], count, mode))
         loop = self._decode_call([], lanes, self._gather([], count, mode), mode)
         ahead = [self._ahead_call(reader, count, size) for reader in (self.reader,) if reader is not None]
-        return [self._score_call(inputs), loop, *ahead]
+        step = self._score_call(inputs)
+        scores, _ = step.func.eval_shape(*step.args, **step.keywords)
+        scores = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place), scores)
+        return [step, self._draw_call(scores, [], [], count, mode), loop, *ahead]
 
     def warm_up(self, say: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Compile every program that `run` and `decode` may need in `modes`, several at once; how many."""
