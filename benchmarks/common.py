@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import platform
+import re
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
@@ -157,12 +160,30 @@ def not_measured(name: str, title: str, lacking: str, command: str, folder: Path
 
 
 def machine(command: str) -> dict:
-    """Where and when a result was made."""
+    """Where and when a result was made, and by which commit, if it is known."""
     device = jax.devices()[0]
-    kind = platform.processor() or platform.machine() if device.platform == "cpu" else device.device_kind
+    kind = f"{len(jax.devices())} x {device.device_kind}" if device.platform != "cpu" else _processor()
     return {
         "command": command,
-        "device": f"{len(jax.devices())} x {kind}",
+        "device": kind,
         "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d"),
+        "commit": _commit(),
     }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", info.read_text() if info.exists() else "", re.MULTILINE)
+    return f"{os.cpu_count()} CPU cores ({names[0] if names else platform.machine()})"
+
+
+def _commit() -> str:
+    """The short name of the commit that is checked out; "" outside a clone."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(
+            command, cwd=RESULTS.parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -3,13 +3,17 @@
     python -m benchmarks.latency demo/teacher runs/demo/swiftkv/export
 
 The first model also runs at full depth for every prompt token, which is what other systems do. Floors:
-FLOPs over the matmul rate measured in the same run.
+FLOPs over the matmul rate measured in the same run. A KV prediction adapter is a model like any other.
+`--forms k` adds the first model with its rows in another form (Slim attention, by the exact inverse).
+With `--engine` the first tokens and the tokens after them come from engines, one sequence at a time; full
+depth is the bare program there too, since no engine runs a layer whose output nothing needs.
 """
 
 import argparse
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -18,13 +22,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import interleaved, ratio
+from benchmarks.common import in_rounds, interleaved, machine, ratio, seconds_of
+from swiftkv_jax import LLM, SamplingParams, weights
 from swiftkv_jax.analysis.flops import flops_table
-from swiftkv_jax.cache import Cache, make_batch
-from swiftkv_jax.checkpoint.hf import from_pretrained
-from swiftkv_jax.engine.runner import new_cache
-from swiftkv_jax.model import Transformer, embed, logits, step
-from swiftkv_jax.model import run as run_layers
+from swiftkv_jax.analysis.prediction_flops import Sizes, prediction_table
+from swiftkv_jax.cache import Cache
+from swiftkv_jax.checkpoint.adapter import from_pretrained
+from swiftkv_jax.compare.times import empty, reader
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.model import Transformer, step
+from swiftkv_jax.predict import Predicted, generator
+from swiftkv_jax.surgery import to_slim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +40,7 @@ class Contender:
     """A model to be timed; `full_depth` runs every layer for every prompt token."""
 
     name: str
-    model: Transformer
+    model: Transformer | Predicted
     params: dict
     full_depth: bool = False
 
@@ -41,17 +49,10 @@ def load(name: str, folder: str | Path, dtype: str = "float32") -> Contender:
     return Contender(name, *from_pretrained(folder, dtype=dtype, cuts=None))
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
-def first_token(model: Transformer, full_depth: bool, params, tokens, cache: Cache):
-    """Greedy first token of one prompt, and the cache."""
-    length = tokens.shape[0]
-    at, starts = jnp.arange(length), jnp.array([0, length])
-    if not full_depth:
-        out, cache = step(model, params, tokens, at, starts, jnp.array([length - 1]), cache)
-        return jnp.argmax(out[0]), cache
-    angles, batch = cache.angles.at(at), make_batch(starts, at)
-    x, cache = run_layers(model, params, embed(model, params, tokens), angles, batch, cache)
-    return jnp.argmax(logits(model, params, x[-1:])[0]), cache
+def as_served(c: Contender, form: str) -> tuple[Transformer, dict]:
+    """A standard model with its rows in another form, without the weights that only files keep."""
+    model, params = to_slim(c.model, c.params, form)
+    return model, weights.split_layers(model.config, model.plan, params)
 
 
 @partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
@@ -67,28 +68,11 @@ def decode(model: Transformer, params, cache: Cache, start, count: int):
     return jax.lax.fori_loop(0, count, turn, (jnp.zeros(sequences, jnp.int32), cache))
 
 
-def _dense(c: Contender, sequences: int, capacity: int) -> Cache:
-    make = partial(Cache.dense, c.model.config, c.model.plan, sequences, capacity, jnp.dtype(c.model.dtype))
-    return new_cache(c.params, make)
-
-
 def time_to_first_token(contenders: list[Contender], length: int, rounds: int) -> dict[str, list[float]]:
     """Seconds from a prompt of `length` random tokens to its first output token, each round of each
     contender."""
-    tokens = jnp.asarray(
-        np.random.default_rng(length).integers(2, contenders[0].model.config.vocab_size, length)
-    )
-
-    def runner(c: Contender):
-        held = [_dense(c, 1, length + 64)]
-
-        def run():
-            token, held[0] = first_token(c.model, c.full_depth, c.params, tokens, held[0])
-            token.block_until_ready()
-
-        return run
-
-    return interleaved({c.name: runner(c) for c in contenders}, rounds)
+    reads = {c.name: reader(c.model, c.params, 1, length, c.full_depth) for c in contenders}
+    return interleaved(reads, rounds)
 
 
 def time_per_output_token(
@@ -97,16 +81,43 @@ def time_per_output_token(
     """Seconds per decode step of `batch` sequences at about `context` tokens each."""
 
     def runner(c: Contender):
-        held = [_dense(c, batch, context)]
+        model, params = generator(c.model, c.params)
+        held = [empty(model, params, batch, context)]
 
         def run():
-            token, held[0] = decode(c.model, c.params, held[0], context - count, count)
+            token, held[0] = decode(model, params, held[0], context - count, count)
             token.block_until_ready()
 
         return run
 
     timed = interleaved({c.name: runner(c) for c in contenders}, rounds)
     return {name: [s / count for s in seconds] for name, seconds in timed.items()}
+
+
+def through_engines(contenders: list[Contender], length: int, rounds: int, outputs: int = 65) -> dict:
+    """Medians in milliseconds, and ratios to the first two: TTFT of one prompt of `length` tokens in one
+    chunk, and TPOT of the `outputs` tokens after it; each round of each contender."""
+    vocab = contenders[0].model.config.vocab_size
+    prompt = np.random.default_rng(length).integers(2, vocab, length).tolist()
+    first, more = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, outputs))
+    sizes = {"max_model_len": length + outputs, "max_num_seqs": 1, "max_num_batched_tokens": length}
+    ttft, tpot = {}, {}
+    for c in contenders:
+        if c.full_depth:
+            ttft[c.name] = partial(seconds_of, reader(c.model, c.params, 1, length, whole=True))
+            continue
+        llm = LLM.from_model(c.model, c.params, prefix_caching=False, **sizes)
+        ttft[c.name] = lambda llm=llm: llm.generate([prompt], first, use_tqdm=False)[0].metrics.ttft
+        tpot[c.name] = lambda llm=llm: llm.generate([prompt], more, use_tqdm=False)[0].metrics.tpot
+    out = {}
+    for kind, runs in (("ttft", ttft), ("tpot", tpot)):
+        seconds = in_rounds(runs, rounds)
+        out[kind] = {
+            name: {"ms": 1e3 * statistics.median(found)}
+            | {f"vs_{base}": ratio(seconds, name, base) for base in list(runs)[:2]}
+            for name, found in seconds.items()
+        }
+    return out
 
 
 def matmul_rate(size: int = 1024, rounds: int = 5) -> float:
@@ -124,6 +135,9 @@ def matmul_rate(size: int = 1024, rounds: int = 5) -> float:
 
 def prompt_flops(c: Contender, length: int) -> float:
     """FLOPs of a prompt's tokens in the layers that run; the head, for one token, is left out."""
+    if isinstance(c.model, Predicted):
+        base, auxiliary = (Sizes.of(part.config) for part in (c.model.base, c.model.auxiliary))
+        return prediction_table(base, auxiliary, c.model.prediction, length)["total"] * 1e9 * length
     layers = c.model.config.num_layers if c.full_depth else c.model.plan.depth
     table = flops_table(c.model.config, c.model.plan, context=length, layers=layers)
     return (table["total"] - table["vocab"]) * 1e9 * length
@@ -132,7 +146,7 @@ def prompt_flops(c: Contender, length: int) -> float:
 def measure(contenders: list[Contender], lengths, rounds: int, decode_rounds: int, decodes) -> dict:
     """Medians in milliseconds, ratios to the first contender, and floors; every key is a string."""
     rate = matmul_rate()
-    out = {"matmul_gflops": rate / 1e9, "ttft": {}, "tpot": {}}
+    out = {"kernels": dispatch.unnamed(), "matmul_gflops": rate / 1e9, "ttft": {}, "tpot": {}}
     for length in lengths:
         seconds = time_to_first_token(contenders, length, rounds)
         out["ttft"][str(length)] = {
@@ -156,20 +170,34 @@ def measure(contenders: list[Contender], lengths, rounds: int, decode_rounds: in
     return out
 
 
+def _name(folder: Path) -> str:
+    return folder.parent.name if folder.name == "export" else folder.name
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("models", nargs="+", help="folders; the first is the standard model")
     p.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048])
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--decode-rounds", type=int, default=30)
+    p.add_argument(
+        "--forms", nargs="+", default=[], metavar="F", help="the first model's rows as k, v or x too"
+    )
+    p.add_argument("--engine", action="store_true", help="TTFT at the first length, and TPOT, of engines")
     p.add_argument("--output", type=Path)
     args = p.parse_args()
     first, *rest = args.models
     standard = load("standard", first)
     contenders = [dataclasses.replace(standard, name="full_depth", full_depth=True), standard]
-    contenders += [load(Path(folder).parent.name or folder, folder) for folder in rest]
+    contenders += [Contender(f"as {form}", *as_served(standard, form)) for form in args.forms]
+    contenders += [load(_name(Path(folder)), folder) for folder in rest]
     decodes = [(256, 1), (2048, 1), (256, 16), (2048, 16)]
-    text = json.dumps(measure(contenders, args.lengths, args.rounds, args.decode_rounds, decodes), indent=2)
+    if args.engine:
+        found = through_engines(contenders, args.lengths[0], args.rounds)
+    else:
+        found = measure(contenders, args.lengths, args.rounds, args.decode_rounds, decodes)
+    found = {"machine": machine(" ".join(["python -m benchmarks.latency", *sys.argv[1:]])), **found}
+    text = json.dumps(found, indent=2)
     print(text)
     if args.output:
         args.output.write_text(text + "\n")

@@ -11,6 +11,7 @@ speed is that of a distilled one.
 import argparse
 import importlib.util
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -120,7 +121,11 @@ def main() -> None:
         }
         for name, s in seconds.items()
     }
-    result = {"machine": machine("python -m benchmarks.peers"), "identical": identical, "rows": rows}
+    result = {
+        "machine": machine(" ".join(["python -m benchmarks.peers", *sys.argv[1:]])),
+        "identical": identical,
+        "rows": rows,
+    }
     result |= {
         "kernels": {name: llm.kernels for name, llm in llms.items()},
         "prompts": args.prompts,

@@ -11,6 +11,7 @@ counted FLOPs.
 import argparse
 import json
 import statistics
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,14 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.common import interleaved
+from benchmarks.common import interleaved, machine
 from swiftkv_jax.analysis.flops import training_flops_per_token
 from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.layers import rms_norm
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.layers import norm
 from swiftkv_jax.model import Transformer, forward, head
 from swiftkv_jax.plan import KVPlan
 
@@ -41,7 +43,7 @@ def two_forwards_step(
 
         def run(model, params):
             x = forward(model, params, batch.tokens, batch.positions, batch.segments, recipe.remat)
-            return rms_norm(x, params["norm"], model.config.rms_norm_eps)
+            return norm(model.config, params, x)
 
         t, s = run(teacher, teacher_params), run(recipe.student, params)
         to_logits = partial(head, params)
@@ -90,6 +92,7 @@ def measure(folder: str, rows: int, length: int, chunk_mib: float, rounds: int) 
     pairs = zip(seconds["two_forwards"], seconds["shared"], strict=True)
     count = partial(training_flops_per_token, teacher.config, plan, length)
     return {
+        "kernels": dispatch.unnamed(),
         "tokens_per_step": rows * length,
         **{f"{name}_ms": 1e3 * statistics.median(values) for name, values in seconds.items()},
         "speedup": statistics.median(a / b for a, b in pairs),
@@ -106,7 +109,9 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--output", type=Path)
     args = p.parse_args()
-    text = json.dumps(measure(args.model, args.rows, args.length, args.chunk_mib, args.rounds), indent=2)
+    about = machine(" ".join(["python -m benchmarks.training_step", *sys.argv[1:]]))
+    found = measure(args.model, args.rows, args.length, args.chunk_mib, args.rounds)
+    text = json.dumps({"machine": about, **found}, indent=2)
     print(text)
     if args.output:
         args.output.write_text(text + "\n")

@@ -1,9 +1,6 @@
 """The SwiftKV paper's distillation (appendix A.1), which the configs of published models share.
 
-The reference recipe (ArcticTraining) differs: 1 epoch, lr 2e-4, no weight decay, OpenOrca + AceMath +
-lmsys-chat, plus a hidden-state loss and its own mean:
-    --set epochs=1 --set optimizer.learning_rate=2e-4 --set optimizer.weight_decay=0.0
-    --set loss.hidden_weight=1.0 --set loss.reduction=reference --set plan.init=copy
+llama8b_reference.py has the recipe of ArcticTraining, and its data.
 """
 
 import dataclasses

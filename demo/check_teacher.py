@@ -20,7 +20,7 @@ from swiftkv_jax.checkpoint.hf import from_pretrained  # noqa: E402
 from swiftkv_jax.distill import loss as losses  # noqa: E402
 from swiftkv_jax.distill.data import DataConfig, evaluation_batches  # noqa: E402
 from swiftkv_jax.distill.sources import open_documents, split_of  # noqa: E402
-from swiftkv_jax.layers import rms_norm  # noqa: E402
+from swiftkv_jax.layers import norm  # noqa: E402
 from swiftkv_jax.model import forward, head  # noqa: E402
 from swiftkv_jax.text.tokenizer import load_tokenizer  # noqa: E402
 
@@ -49,7 +49,7 @@ def nats_by_position(folder: str | Path, limit: int | None = None) -> tuple[np.n
     @jax.jit
     def nats(batch):
         x = forward(model, params, batch.tokens, batch.positions, batch.segments)
-        h = rms_norm(x, params["norm"], model.config.rms_norm_eps)
+        h = norm(model.config, params, x)
         return losses.cross_entropy(head(params, h), batch.targets)
 
     sums, counts = np.zeros(CONTEXT), np.zeros(CONTEXT)

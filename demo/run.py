@@ -1,9 +1,11 @@
-"""The demo: convert the small teacher to SwiftKV, distil it, generate, and measure what was saved.
+"""The demo: convert the small teacher to SwiftKV, distil it, generate, and measure what was saved; then set
+SwiftKV beside KV prediction and the systems that prune or skip, at their FLOPs.
 
     python demo/run.py            # `make demo`
     python demo/run.py --long     # `make demo-long`: more steps
 
-Everything lands in runs/demo: demo.json (its keys: demo/README.md), demo.png, and the two students.
+Everything lands in runs/demo: demo.json (its keys: demo/README.md), demo.png, the two students, and the
+comparison.
 """
 
 import argparse
@@ -26,10 +28,15 @@ import numpy as np  # noqa: E402
 
 from benchmarks import latency  # noqa: E402
 from swiftkv_jax import sharding  # noqa: E402
+from swiftkv_jax.analysis import plots  # noqa: E402
 from swiftkv_jax.cache import Cache  # noqa: E402
+from swiftkv_jax.compare import __main__ as compare  # noqa: E402
+from swiftkv_jax.compare.judging import Point  # noqa: E402
 from swiftkv_jax.distill import loop  # noqa: E402
-from swiftkv_jax.distill.config import Experiment, load_experiment, override  # noqa: E402
+from swiftkv_jax.distill.config import Experiment, load_experiment  # noqa: E402
 from swiftkv_jax.distill.data import evaluation_batches  # noqa: E402
+from swiftkv_jax.distill.fields import override  # noqa: E402
+from swiftkv_jax.distill.progress import show  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
 from swiftkv_jax.errors import exit_code  # noqa: E402
@@ -45,6 +52,7 @@ STUDENTS = {
     ),
 }
 LENGTHS = (256, 1024, 2048)  # prompt tokens that time to first token is measured at
+COMPARED = {False: 0, True: 60}  # steps that each system of the comparison trains; True: of `--long`
 DECODES = {256: 1, 2048: 16}  # context in tokens: sequences that the time per output token is measured with
 
 
@@ -53,7 +61,7 @@ def distil(experiment: Experiment, out: Path) -> dict:
     least-squares start) and after, and where it was exported."""
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
     with jax.set_mesh(mesh):
-        run = loop.Run(experiment, out, mesh, resume=False, say=print)
+        run = loop.Run(experiment, out, mesh, resume=False, say=show)
         try:
             before = run.row_sums()
             result = run.go()
@@ -121,6 +129,12 @@ def bytes_per_token(contender: latency.Contender) -> int:
     ).bytes_per_token
 
 
+def compared(model: Path, out: Path, steps: int) -> dict:
+    """What `python -m swiftkv_jax.compare` finds on few prompts, with `steps` of training for each system."""
+    asked = ["--model", str(model), "--out", str(out), "--few", "--prompts", "128", "--rounds", "0"]
+    return compare.report(compare.parser().parse_args([*asked, "--train", str(steps)]))
+
+
 def table(report: dict) -> str:
     """The one table of the demo: for each model, quality and speed at the same contexts."""
     head = ["", "context", "cross-entropy", "rewired", "KL", "agreement", "gap closed", "TTFT", "TPOT"]
@@ -161,13 +175,13 @@ def aligned(lines: list[list[str]]) -> str:
 
 
 def plot(report: dict, path: Path) -> None:
-    """Quality at the longest context on the left, time to first token on the right."""
+    """Quality at the longest context, time to first token, and all methods at their FLOPs."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right, last) = pyplot.subplots(1, 3, figsize=(16, 4.2), layout="constrained")
     length = list(report["students"]["swiftkv"]["quality"])[-1]
     students = {name: s["quality"][length] for name, s in report["students"].items()}
     names = [STUDENTS[name][0].replace(" + ", "\n+ ") for name in students]
@@ -195,12 +209,13 @@ def plot(report: dict, path: Path) -> None:
     right.set(xlabel="prompt tokens", ylabel="time to first token, ms")
     right.set_ylim(0, None)
     right.legend()
+    plots.gaps(last, [Point(**point) for point in report["comparison"]["points"]])
     figure.savefig(path, dpi=130)
 
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--long", action="store_true", help="about half an hour instead of ten minutes")
+    p.add_argument("--long", action="store_true", help="about an hour instead of twelve minutes")
     p.add_argument(
         "--set", action="append", default=[], metavar="a.b=value", help="override a field of configs/tiny.py"
     )
@@ -229,6 +244,9 @@ def run(args: argparse.Namespace) -> int:
     standard = latency.load("standard", folders["teacher"])
     contenders = [dataclasses.replace(standard, name="full_depth", full_depth=True), standard]
     contenders += [latency.load(name, folders[name]) for name in results]
+    print("\n== KV prediction, and systems that prune or skip, beside SwiftKV")
+    shutil.rmtree(args.out / "compare", ignore_errors=True)
+    comparison = compared(folders["teacher"], args.out / "compare", COMPARED[args.long])
     report = {
         "students": {
             name: {
@@ -241,6 +259,7 @@ def run(args: argparse.Namespace) -> int:
         "latency": latency.measure(contenders, LENGTHS, 15, 60, list(DECODES.items())),
         "cache_bytes_per_token": {c.name: bytes_per_token(c) for c in contenders[1:]},
         "samples": samples,
+        "comparison": comparison,
         "machine": {
             "processor": platform.processor() or platform.machine(),
             "jax": jax.__version__,

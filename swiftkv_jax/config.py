@@ -1,4 +1,4 @@
-"""What a decoder is made of: read from a Hugging Face config.json, frozen, validated."""
+"""What a decoder, and its encoder, is made of: read from a Hugging Face config.json, frozen, validated."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,38 +6,61 @@ from pathlib import Path
 
 from swiftkv_jax import checks
 from swiftkv_jax.config_json import (
-    FAMILIES,
+    BIASED,
     FULL_ATTENTION,
     base_family,
     check_fields,
+    cross_forms_from_hf,
     fields_from_hf,
     forms_from_hf,
     integer,
     is_swiftkv,
     read_config_json,
+    spelled_out,
     window_fields,
 )
+from swiftkv_jax.encoder_json import family_fields, family_written
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.families import FAMILIES
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+NORMS = ("rms", "rms_plus_one", "layer", "layer_plain")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
 _SIZES = (
     "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
     "max_position_embeddings"
 ).split()
-_ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One Llama-shaped decoder: pre-norm, rotary, grouped-query attention, gated SiLU MLP.
+    """One decoder. The defaults are Llama's: pre-norm, rotary, grouped-query attention, gated SiLU MLP.
 
     Attributes:
       family: config.json's `model_type` of the base model, one of FAMILIES.
+      norm: "rms"; "rms_plus_one": its gain is stored less 1, and applied in float32 (Gemma); "layer":
+        LayerNorm with a bias; "layer_plain": without weights (OLMo). rms_norm_eps: of any norm.
+      norm_after: norms follow attention and MLP, and nothing stands before these (OLMo-2).
+      qk_norm: a norm of queries and of keys before they turn: of each head, or with qk_norm_whole of all
+        heads together. clip_qkv: bound of queries, keys and values as they leave their projections.
+      k_bias: whether keys have a bias, where queries and values do (qkv_bias).
+      attention_scale: of the scores; None: head_dim ** -0.5.
+      activation: of the MLP, "silu", "gelu_tanh" (the tanh approximation), "gelu" or "relu". gated: whether
+        what it gives multiplies a second projection.
+      learned_positions: a table of them is added to the embeddings, with `unused_positions` rows before that
+        of position 0 (OPT).
+      relative_buckets: a bias of the scores by head and distance, learned for so many ranges of distances up
+        to `relative_distance`, where the last one begins (T5); 0: none.
+      scaled_embedding: whether embeddings are multiplied by the root of hidden_size. scaled_logits: whether
+        the stream is divided by it before the head.
       windows: tokens each layer's attention sees, itself included; FULL_ATTENTION for all.
       dtype: the checkpoint's dtype, and the default for loading it.
       max_position_embeddings: context length in tokens.
+      encoder: of an encoder whose output every layer reads beside the tokens; None: there is none.
+      bidirectional: this is an encoder, whose tokens see those behind them too. mels: numbers of a frame of
+        sound, which its two convolutions read; 0: it reads tokens, by the decoder's embeddings.
       exit_head: whether a norm and an output head of their own read the stream entering `split`, for early
         exit (SwiftKV paper, B.4); of SwiftKV plans only.
       source: folder the model was read from, if its tokenizer, generation settings or token ids lie there. It
@@ -59,10 +82,27 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    k_bias: bool = True
+    attention_scale: float | None = None
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    clip_qkv: float | None = None
+    norm: str = "rms"
+    norm_after: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    relative_buckets: int = 0
+    relative_distance: int = 128
+    scaled_embedding: bool = False
+    scaled_logits: bool = False
+    learned_positions: bool = False
+    unused_positions: int = 0
     windows: tuple[int, ...] = ()
     dtype: str = "float32"
     exit_head: bool = False
+    encoder: "ModelConfig | None" = None
+    bidirectional: bool = False
+    mels: int = 0
     source: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
@@ -76,8 +116,24 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UsageError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
-        if self.dtype not in DTYPES:
-            raise UsageError(f"dtype {self.dtype!r} is not supported; known: {', '.join(DTYPES)}")
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            raise UsageError(
+                f"partial_rotary_factor {self.rope.partial_rotary_factor} of head_dim {self.head_dim} is "
+                f"{self.rotary_dim}, and must be an even number"
+            )
+        if self.norm == "layer" and not self.qkv_bias:
+            raise UsageError('norm "layer" has a bias, which only keys and values with qkv_bias can take up')
+        short = self.rope.short_factor or (1.0,) * (self.rotary_dim // 2)
+        if {len(short), len(self.rope.long_factor or short)} != {self.rotary_dim // 2}:
+            raise UsageError(
+                f"longrope needs {self.rotary_dim // 2} numbers in short_factor and long_factor each, not "
+                f"{len(short)} and {len(self.rope.long_factor)}"
+            )
+        for name, known in (("dtype", DTYPES), ("norm", NORMS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name} {getattr(self, name)!r} is not supported; known: {', '.join(known)}"
+                )
         windows = self.windows or (FULL_ATTENTION,) * self.num_layers
         if len(windows) != self.num_layers or min(windows) < 1:
             raise UsageError(
@@ -94,10 +150,17 @@ class ModelConfig:
             this decoder does not compute. An unknown field that might change the numbers is a UsageWarning.
         """
         raw = read_config_json(source)
-        family = base_family(raw)
+        family, raw = base_family(raw), spelled_out(raw)
         check_fields(raw)
         fields = fields_from_hf(family, raw)
-        return cls(**fields, rope=RopeConfig.from_hf(raw))
+        if FAMILIES[family].encoder is not None:
+            whole = family_fields(family, raw, fields)
+            fields, within = whole["decoder"], whole["encoder"]
+            fields["encoder"] = cls(**within)
+        rope = fields.pop("rope", None) or RopeConfig.from_hf(raw)
+        if rope.partial_rotary_factor != 1 and "partial_rotary_factor" not in FAMILIES[family].reads:
+            raise UsageError(f"config.json: {family} has no partial_rotary_factor other than 1.0")
+        return cls(**fields, rope=rope)
 
     def to_hf(self, plan: KVPlan) -> dict:
         """The published spelling of config.json; a SwiftKV plan gets `model_type` `<family>_swiftkv`.
@@ -106,12 +169,10 @@ class ModelConfig:
           UsageError: no config.json says what this config and plan say (a hand-made mixture of families,
             an arbitrary row map).
         """
-        split, share = plan.split_and_share
+        (split, share), family = plan.split_and_share, FAMILIES[self.family]
         out = {
             "model_type": self.family,
-            "architectures": [
-                _ARCHITECTURES[self.family] + ("SwiftKV" if plan.is_swiftkv else "") + "ForCausalLM"
-            ],
+            "architectures": [family.architecture + ("SwiftKV" if plan.is_swiftkv else "") + family.head],
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -124,12 +185,20 @@ class ModelConfig:
             "max_position_embeddings": self.max_position_embeddings,
             "tie_word_embeddings": self.tie_word_embeddings,
             "rope_theta": self.rope.rope_theta,
-            "rope_scaling": self.rope.to_hf(),
+            "rope_scaling": self.rope.to_hf(self.max_position_embeddings),
             "attention_dropout": 0.0,
             "torch_dtype": self.dtype,
         }
-        out |= window_fields(self.family, self.windows)
-        if self.family in ("llama", "qwen3"):
+        out |= window_fields(self.family, self.windows) | family.written
+        if self.rope.rope_type == "longrope":  # beside the scaling too, where transformers looks first
+            out["original_max_position_embeddings"] = self.rope.original_max_position_embeddings
+        if self.rope.partial_rotary_factor != 1:
+            out["partial_rotary_factor"] = self.rope.partial_rotary_factor
+        if "word_embed_proj_dim" in family.reads:
+            out["word_embed_proj_dim"] = self.hidden_size
+        if "clip_qkv" in family.reads:
+            out["clip_qkv"] = self.clip_qkv
+        if self.family in BIASED:
             out["attention_bias"] = self.qkv_bias
         if self.family == "llama":
             out["mlp_bias"] = self.mlp_bias
@@ -139,7 +208,15 @@ class ModelConfig:
         if self.exit_head:
             out["exit_head"] = True  # ours: published checkpoints have none
         if plan.forms != ("kv",):
-            out["slim_attention"] = {"version": 1, "forms": [row.form for row in plan.rows]}  # ours too
+            out["slim_attention"] = {"version": 1, "forms": [row.form for row in plan.own.rows]}  # ours too
+        if set(plan.cross_forms) - {"kv"}:
+            slim = out.setdefault("slim_attention", {"version": 1, "forms": ["kv"] * len(plan.own.rows)})
+            slim["cross_forms"] = list(plan.cross_forms)
+        out = {
+            family.spelling.get(name, name): value for name, value in out.items() if name not in family.omits
+        }
+        if self.encoder is not None:
+            out |= family_written(self)
         self._check_says_all(out)
         return out
 
@@ -152,6 +229,17 @@ class ModelConfig:
             raise UsageError(f"a {self.family} config.json cannot say {values}; change them or the family")
 
     @property
+    def rotary_dim(self) -> int:
+        """Numbers of each head that turn with the position, the first ones."""
+        return int(self.head_dim * self.rope.partial_rotary_factor)
+
+    @property
+    def fused_fill(self) -> bool:
+        """Whether the fused fill computes what makes this model's rows (kernels/fused_kv_fill)."""
+        rms = self.norm in ("rms", "rms_plus_one") and not self.norm_after
+        return rms and not (self.clip_qkv or self.qk_norm_whole) and self.rotary_dim == self.head_dim
+
+    @property
     def kv_width(self) -> int:
         """Width of one token's keys (or values) in one row: kv heads x head_dim."""
         return self.num_kv_heads * self.head_dim
@@ -161,11 +249,14 @@ def plan_from_hf(source: Mapping | str | Path, slim: bool = True) -> KVPlan:
     """The plan that config.json describes: standard, or SwiftKV with its published fields; its rows in the
     forms of `slim_attention`, or with slim=False as keys and values."""
     raw = read_config_json(source)
-    base_family(raw)
+    raw = spelled_out(raw)
     layers = integer(raw, "num_hidden_layers")
     plan = KVPlan.standard(layers)
     if is_swiftkv(raw):
         split = integer(raw, "num_key_value_layers", layers)
         plan = KVPlan.swiftkv(layers, split, integer(raw, "key_value_group_size", 1))
-    forms = forms_from_hf(raw, len(plan.rows))
-    return plan.stored_as(*forms) if slim else plan
+    forms, crossing = forms_from_hf(raw, len(plan.rows)), cross_forms_from_hf(raw, layers)
+    plan = plan.stored_as(*forms) if slim else plan
+    if FAMILIES[base_family(raw)].encoder is None:
+        return plan
+    return plan.with_cross(*crossing) if slim else plan.with_cross()

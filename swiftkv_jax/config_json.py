@@ -8,11 +8,11 @@ from pathlib import Path
 
 from swiftkv_jax import checks
 from swiftkv_jax.errors import UsageError, UsageWarning, suggest
+from swiftkv_jax.families import FAMILIES, Family
 from swiftkv_jax.folder import read_json
 from swiftkv_jax.gguf_config import config_of
 from swiftkv_jax.gguf_header import gguf_of
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 FULL_ATTENTION = 2**30  # a window no sequence fills
 OWN_CODE = "modeling_swiftkv"  # the module that a student's folder carries for transformers
 
@@ -78,13 +78,20 @@ _INERT_NAMES = re.compile(
     r"|.*_(token|tokens|token_ids?|token_index|path|version)|((base_)?model_|dataset_|run_)?name"
     r"|version|author|date|license|tags|language|chat_template|(tokenizer|processor)_class"
 )
+_SLIM_FIELDS = ("version", "forms", "cross_forms")
 _SHOWN = 60  # characters of a value in a message
 # transformers' own defaults, for fields that a published file may leave out.
 _QWEN3_HEAD_DIM = 128
 _QWEN_MAX_WINDOW_LAYERS = 28
 _MISTRAL_WINDOW = 4096
 _MOST, _MOST_LAYERS = 2**31 - 1, 4096  # no model is larger; a hostile file may say so
+# Whose config.json says whether projections have biases.
+BIASED = ("llama", "qwen3", "gemma", "olmo", "olmo2")
+_WINDOWED = ("mistral", "qwen2", "qwen3", "phi3")
+_ON_EVERY_LAYER = ("mistral", "phi3")  # where there is a window, all layers have it
 _KINDS = {"full_attention", "sliding_attention"}
+# Who may leave num_key_value_heads out: there are as many as query heads then.
+_MULTI_HEAD = ("llama", "phi3", "olmo", "olmo2", "gpt2", "opt", "t5", "whisper")
 
 
 def read_config_json(source: Mapping | str | Path) -> Mapping:
@@ -110,6 +117,19 @@ def base_family(raw: Mapping) -> str:
     return family
 
 
+def spelled_out(raw: Mapping) -> Mapping:
+    """`raw` by Llama's names of fields, with what its family's files may leave out."""
+    family = FAMILIES[base_family(raw)]
+    names = {own: name for name, own in family.spelling.items()}
+    own = {names[name]: value for name, value in raw.items() if name in names}
+    out = {**family.defaults, **{name: value for name, value in raw.items() if name not in names}, **own}
+    if out.get("num_hidden_layers") is None and "num_layers" in family.reads:
+        out["num_hidden_layers"] = out.get("num_layers")  # a T5 whose halves have as many
+    if "hidden_size" in out and out.get("intermediate_size") is None and family.spelling:
+        out["intermediate_size"] = 4 * integer(out, "hidden_size")
+    return out
+
+
 def is_swiftkv(raw: Mapping) -> bool:
     """Whether the checkpoint is a student: its `model_type` has the suffix."""
     return str(raw.get("model_type")).endswith("_swiftkv")
@@ -131,8 +151,9 @@ def check_fields(raw: Mapping) -> None:
                 f"config.json: {name} is {_shown(raw[name])}: quantised weights are not read; "
                 "take the checkpoint that they were made from"
             )
-    for name, allowed in _NEUTRAL.items():
-        if name in raw and raw[name] not in allowed:
+    family = FAMILIES[base_family(raw)]
+    for name, allowed in (_NEUTRAL | family.neutral).items():
+        if name in raw and name not in family.reads and raw[name] not in allowed:
             values = " or ".join(_shown(value) for value in allowed if value not in ([], {}))
             raise UsageError(f"config.json: {name} is {_shown(raw[name])}; only {values} is supported")
     for message in _doubts(raw):
@@ -142,7 +163,9 @@ def check_fields(raw: Mapping) -> None:
 def _doubts(raw: Mapping) -> list[str]:
     """What may be read otherwise than it was meant."""
     out = []
-    unknown = [_unknown(str(name), value) for name, value in raw.items() if _may_matter(str(name), value)]
+    family = FAMILIES[base_family(raw)]
+    fields = ((str(name), value) for name, value in raw.items())
+    unknown = [_unknown(name, value) for name, value in fields if _may_matter(family, name, value)]
     if unknown:
         listed = ", ".join(unknown)
         out.append(f"config.json: unknown fields are ignored, and might change the numbers: {listed}")
@@ -159,11 +182,11 @@ def _doubts(raw: Mapping) -> list[str]:
     return out
 
 
-def _may_matter(name: str, value) -> bool:
+def _may_matter(family: Family, name: str, value) -> bool:
     """Whether a field that nobody here knows could change the numbers."""
-    known = name in _READ or name in _NEUTRAL or name in _INERT or name in _QUANTISED
+    known = (_READ, _NEUTRAL, _INERT, _QUANTISED, family.inert, family.neutral, family.reads)
     off = value is None or value is False or value in ("", [], {})
-    return not known and not off and not _INERT_NAMES.fullmatch(name)
+    return not any(name in names for names in known) and not off and not _INERT_NAMES.fullmatch(name)
 
 
 def _unknown(name: str, value) -> str:
@@ -195,16 +218,22 @@ def flag(raw: Mapping, name: str) -> bool:
 
 
 def fields_from_hf(family: str, raw: Mapping) -> dict:
-    """ModelConfig's fields, all but `rope`."""
+    """ModelConfig's fields, all but `rope`; `raw` as `spelled_out` gives it."""
     heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
     bias = flag(raw, "attention_bias")
-    if bias and family in ("mistral", "qwen2"):
+    if bias and family not in BIASED:
         raise UsageError(f"config.json: attention_bias is true, but {family} has no such choice")
     if flag(raw, "mlp_bias") and family != "llama":
         raise UsageError(f"config.json: mlp_bias is true, but {family} has no MLP biases")
     if flag(raw, "exit_head") and not is_swiftkv(raw):
         raise UsageError(
             f"config.json: exit_head is true, but model_type {raw.get('model_type')!r} is not SwiftKV's"
+        )
+    width = raw.get("word_embed_proj_dim")
+    if width not in (None, hidden):
+        raise UsageError(
+            f"config.json: word_embed_proj_dim is {_shown(width)}; embeddings of another width than "
+            f"hidden_size, {hidden}, are not supported"
         )
     return {
         "family": family,
@@ -213,7 +242,7 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         "intermediate_size": integer(raw, "intermediate_size"),
         "num_layers": integer(raw, "num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": integer(raw, "num_key_value_heads", heads if family == "llama" else None),
+        "num_kv_heads": integer(raw, "num_key_value_heads", heads if family in _MULTI_HEAD else None),
         "head_dim": integer(raw, "head_dim", _QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads),
         "rms_norm_eps": checks.above("config.json: rms_norm_eps", raw.get("rms_norm_eps", 1e-6), 0, 1e30),
         "max_position_embeddings": integer(raw, "max_position_embeddings"),
@@ -224,8 +253,16 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         "qk_norm": family == "qwen3",
         "windows": _windows_from_hf(family, raw),
         "exit_head": flag(raw, "exit_head"),
+        "clip_qkv": _clip(raw),
+        **FAMILIES[family].fields,
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
     }
+
+
+def _clip(raw: Mapping) -> float | None:
+    """The bound of queries, keys and values, if there is one."""
+    value = raw.get("clip_qkv") or None
+    return None if value is None else checks.above("config.json: clip_qkv", value, 0)
 
 
 def forms_from_hf(raw: Mapping, rows: int) -> tuple[str, ...]:
@@ -239,16 +276,30 @@ def forms_from_hf(raw: Mapping, rows: int) -> tuple[str, ...]:
         return ("kv",) * rows
     if not isinstance(slim, Mapping):
         raise UsageError(f"{where} must be an object with version and forms, not {_shown(slim)}")
-    unknown = sorted(str(name) for name in slim.keys() - {"version", "forms"})
+    known = ("version", "forms") if FAMILIES[base_family(raw)].encoder is None else _SLIM_FIELDS
+    unknown = sorted(str(name) for name in slim.keys() - {*known})
     if unknown:
-        raise UsageError(f"{where} has unknown fields {', '.join(unknown)}; known: version, forms")
+        raise UsageError(f"{where} has unknown fields {', '.join(unknown)}; known: {', '.join(known)}")
     if slim.get("version") != 1:
         raise UsageError(f"{where}: version is {_shown(slim.get('version'))}; only 1 is read")
-    forms = slim.get("forms")
+    return _listed(slim.get("forms"), f"{where}: forms", rows, "rows")
+
+
+def cross_forms_from_hf(raw: Mapping, layers: int) -> tuple[str, ...]:
+    """The forms of the rows that each layer's cross-attention reads: `cross_forms` of `slim_attention`."""
+    slim = raw.get("slim_attention")
+    if slim is None or slim.get("cross_forms") is None:
+        return ("kv",) * layers
+    return _listed(slim["cross_forms"], "config.json: slim_attention: cross_forms", layers, "layers")
+
+
+def _listed(forms, where: str, count: int, what: str) -> tuple[str, ...]:
+    """One form for each of `count` rows or layers."""
     if not isinstance(forms, list) or not all(isinstance(form, str) for form in forms):
-        raise UsageError(f"{where}: forms must be a list of the rows' forms, not {_shown(forms)}")
-    if len(forms) != rows:
-        raise UsageError(f"{where}: {len(forms)} forms for {rows} rows; give one for each")
+        raise UsageError(f"{where} must be a list of the {what}' forms, not {_shown(forms)}")
+    if len(forms) != count:
+        where = where.rpartition(": ")[0]
+        raise UsageError(f"{where}: {len(forms)} forms for {count} {what}; give one for each")
     return tuple(forms)
 
 
@@ -260,11 +311,11 @@ def _windows_from_hf(family: str, raw: Mapping) -> tuple[int, ...]:
         window = None
     if family == "llama" and raw.get("use_sliding_window") is False:
         window = None  # a Qwen that was rewritten as a Llama
-    if window is not None and family == "llama":
-        raise UsageError(f"config.json: llama has no sliding window, but sliding_window is {window!r}")
+    if window is not None and family not in _WINDOWED:
+        raise UsageError(f"config.json: {family} has no sliding window, but sliding_window is {window!r}")
     if window is not None:
         window = integer({"sliding_window": window}, "sliding_window")
-    first = 0 if family == "mistral" else raw.get("max_window_layers", _QWEN_MAX_WINDOW_LAYERS)
+    first = 0 if family in _ON_EVERY_LAYER else raw.get("max_window_layers", _QWEN_MAX_WINDOW_LAYERS)
     if window is not None:
         checks.integer("config.json: max_window_layers", first)
     types = raw.get("layer_types")
@@ -276,8 +327,10 @@ def _windows_from_hf(family: str, raw: Mapping) -> tuple[int, ...]:
         )
     if window is None and "sliding_attention" in types:
         raise UsageError("config.json: layer_types has sliding_attention, but no sliding window is in force")
-    if window is not None and family == "mistral" and "full_attention" in types:
-        raise UsageError("config.json: mistral has its window on every layer; layer_types has full_attention")
+    if window is not None and family in _ON_EVERY_LAYER and "full_attention" in types:
+        raise UsageError(
+            f"config.json: {family} has its window on every layer; layer_types has full_attention"
+        )
     span = FULL_ATTENTION if window is None else window
     return tuple(span if kind == "sliding_attention" else FULL_ATTENTION for kind in types)
 
@@ -286,9 +339,9 @@ def window_fields(family: str, windows: tuple[int, ...]) -> dict:
     """The published fields that describe `windows`; the inverse of the reading above."""
     sliding = [window for window in windows if window != FULL_ATTENTION]
     window = sliding[0] if sliding else None
-    if family == "llama":
+    if family not in _WINDOWED:
         return {}
-    if family == "mistral":
+    if family in _ON_EVERY_LAYER:
         return {"sliding_window": window}
     types = ["full_attention" if w == FULL_ATTENTION else "sliding_attention" for w in windows]
     first = next((j for j, kind in enumerate(types) if kind == "sliding_attention"), len(windows))

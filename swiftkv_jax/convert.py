@@ -12,21 +12,22 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from swiftkv_jax import sharding
-from swiftkv_jax.analysis.flops import cache_bytes_per_token, flops_table
+from swiftkv_jax.analysis.flops import cache_bytes_per_token, prompt_gflop
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checks import integer
 from swiftkv_jax.config import DTYPES, ModelConfig
 from swiftkv_jax.distill import loop
 from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
-from swiftkv_jax.distill.sources import open_documents, split_of
+from swiftkv_jax.distill.progress import Say, show, working
+from swiftkv_jax.distill.samples import documents_of
+from swiftkv_jax.distill.sources import split_of
 from swiftkv_jax.errors import Parser, UsageError, exit_code
 from swiftkv_jax.folder import DEMO
 from swiftkv_jax.surgery import INITS
@@ -102,7 +103,7 @@ def convert(
     text: str = str(CORPUS),
     length: int = 512,
     dtype: str = "float32",
-    say: Callable[[str], None] = print,
+    say: Say = show,
 ) -> dict[str, float]:
     """Save the student of `model` that `plan` starts training with, in the model's own dtype; its costs.
 
@@ -121,11 +122,12 @@ def convert(
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"cannot write to {out}: it is a file")
-    say(f"reading {model}")
-    folder = local_folder(model)
+    with working(say, f"reading {model}"):
+        folder = local_folder(model)
     config = ModelConfig.from_hf(folder)
     with tempfile.TemporaryDirectory(prefix="swiftkv-convert-") as scratch:
-        experiment = _experiment(str(folder), config, plan, text, length, dtype, Path(scratch))
+        with working(say, f"reading {text}"):
+            experiment = _experiment(str(folder), config, plan, text, length, dtype, Path(scratch))
         mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
         with jax.set_mesh(mesh):
             run = loop.Run(experiment, Path(scratch) / "run", mesh, resume=False, say=say)
@@ -149,15 +151,15 @@ def _experiment(
     integer("--length", length, 2, config.max_position_embeddings)
     if plan.init == LEAST_SQUARES:
         integer("--tokens", plan.init_tokens, config.hidden_size + 1)
-    fit, judge = _apart(text, scratch)
     rows = _ROWS * jax.device_count()
-    shape = {"seq_len": length, "batch_size": rows, "long_documents": "fill"}
+    data = DataConfig(sources=(text,), seq_len=length, batch_size=rows, long_documents="fill")
+    data, evaluation = apart(data, scratch)
     return Experiment(
         name="convert",
         model=model,
         plan=plan,
-        data=DataConfig(sources=(fit[0],), split=fit[1], **shape),
-        evaluation=DataConfig(sources=(judge[0],), split=judge[1], **shape),
+        data=data,
+        evaluation=evaluation,
         evaluation_batches=max(1, JUDGED // (rows * length)),
         dtype=dtype,
         export_dtype=config.dtype,
@@ -166,12 +168,19 @@ def _experiment(
     )
 
 
-def _apart(text: str, scratch: Path) -> tuple[tuple[str, str], tuple[str, str]]:
-    """(source, split) to solve on, and to judge by."""
-    documents = open_documents((text,))
-    splits = [split_of(documents[i].id) for i in range(len(documents))]
-    if splits.count("held_out") >= _FEW:
-        return (text, "train"), (text, "held_out")
+def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
+    """The data to solve or train on, and the held-out data to judge by.
+
+    Those that training holds out; of few documents every tenth piece, in files that are written to `scratch`.
+
+    Raises:
+      UsageError: sources that cannot be read, or too little text.
+    """
+    documents = documents_of(data)
+    if sum(split_of(name) == "held_out" for name in documents.ids()) >= _FEW:
+        return dataclasses.replace(data, split="train"), dataclasses.replace(data, split="held_out")
+    if data.weights:
+        raise UsageError(f"{', '.join(data.sources)} hold too few documents for weights")
     pieces: list[dict] = []
     for document in (documents[i] for i in range(len(documents))):
         if document.messages:
@@ -179,14 +188,22 @@ def _apart(text: str, scratch: Path) -> tuple[tuple[str, str], tuple[str, str]]:
         cuts = range(0, len(document.text), _PIECE)
         pieces += [{"text": document.text[start : start + _PIECE]} for start in cuts]
     if len(pieces) < _EVERY:
-        raise UsageError(f"{text} is too short: give a text of {_PIECE * _EVERY:,} characters or more")
-    for name, part in (
-        ("judge", pieces[_EVERY - 1 :: _EVERY]),
-        ("fit", [piece for i, piece in enumerate(pieces) if i % _EVERY != _EVERY - 1]),
-    ):
+        raise UsageError(
+            f"{', '.join(data.sources)} is too short: give a text of {_PIECE * _EVERY:,} characters or more"
+        )
+    parts = {
+        "fit": [piece for i, piece in enumerate(pieces) if i % _EVERY != _EVERY - 1],
+        "judge": pieces[_EVERY - 1 :: _EVERY],
+    }
+    scratch.mkdir(parents=True, exist_ok=True)
+    for name, part in parts.items():
         lines = (json.dumps(piece) + "\n" for piece in part)
         (scratch / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    return (str(scratch / "fit.jsonl"), "all"), (str(scratch / "judge.jsonl"), "all")
+    fit, judge = (
+        dataclasses.replace(data, sources=(str(scratch / f"{name}.jsonl"),), split="all", columns=())
+        for name in parts
+    )
+    return fit, judge
 
 
 def costs(run: loop.Run, rows: dict[str, np.ndarray], length: int) -> dict[str, float]:
@@ -199,11 +216,6 @@ def costs(run: loop.Run, rows: dict[str, np.ndarray], length: int) -> dict[str, 
     """
     found = loop.summarise(rows, has_teacher=True)
     config, plan = run.recipe.student.config, run.recipe.student.plan
-
-    def flops(plan) -> float:
-        table = flops_table(config, plan, length)
-        return table["total"] - table["vocab"]
-
     return {
         "cross_entropy": found["cross_entropy"],
         "teacher_cross_entropy": found["teacher_cross_entropy"],
@@ -211,7 +223,7 @@ def costs(run: loop.Run, rows: dict[str, np.ndarray], length: int) -> dict[str, 
         "kl": found["kl"],
         "agreement": found["agreement"],
         "tokens": float(rows["tokens"].sum()),
-        "prompt_flops": flops(plan) / flops(None),
+        "prompt_flops": prompt_gflop(config, plan, length) / prompt_gflop(config, None, length),
         "cache_bytes": cache_bytes_per_token(config, plan) / cache_bytes_per_token(config),
     }
 

@@ -2,19 +2,22 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.kernels.common.dispatch import device
+from swiftkv_jax.kernels.common.mask import weights_of
 from swiftkv_jax.pytree import pytree
-from swiftkv_jax.rope import RopeConfig
-from swiftkv_jax.shapes import Angles, Array, Float, Hidden, Int, KeyValues, PyTree, Queries
+from swiftkv_jax.rope import NONE, RopeConfig
+from swiftkv_jax.shapes import Angles, Array, Float, Hidden, Int, KeyValues, PyTree, Queries, Weight
 
 
 def linear(x: Float[Array, "*batch i"], p: PyTree) -> Float[Array, "*batch o"]:
-    """x @ kernel (+ bias), in x's dtype: the only function that meets a kernel.
+    """x @ kernel (+ bias), in x's dtype: this and `kernel_of` are all that meets a kernel.
 
     Master weights in float32 are rounded here, where they are used. An 8-bit kernel has a `scale` for each
     of its columns, a float32 factor of what comes out.
@@ -27,6 +30,15 @@ def linear(x: Float[Array, "*batch i"], p: PyTree) -> Float[Array, "*batch o"]:
     return y + p["bias"].astype(x.dtype) if "bias" in p else y
 
 
+def kernel_of(p: PyTree, dtype=None) -> Array:
+    """A kernel, or a stack of them, for a product that `linear` does not compute: with its scale in it, in
+    `dtype`; by default as it is stored, an 8-bit one in float32."""
+    kernel = p["kernel"]
+    if "scale" in p:
+        kernel = kernel.astype(jnp.float32) * p["scale"][..., None, :]
+    return kernel if dtype is None else kernel.astype(dtype)
+
+
 def rms_norm(x: Float[Array, "*batch w"], gain: Float[Array, " w"], eps: float) -> Float[Array, "*batch w"]:
     """Root-mean-square norm, computed in float32 and rounded before the gain, as the checkpoints expect."""
     wide = x.astype(jnp.float32)
@@ -34,9 +46,66 @@ def rms_norm(x: Float[Array, "*batch w"], gain: Float[Array, " w"], eps: float) 
     return wide.astype(x.dtype) * gain.astype(x.dtype)
 
 
+def layer_norm(x: Float[Array, "*batch w"], p: PyTree, eps: float) -> Float[Array, "*batch w"]:
+    """Mean taken off, variance made one, then the gain and bias of `p`, if it has them; in float32."""
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if "norm" in p:
+        wide = wide * p["norm"].astype(jnp.float32) + p["norm_bias"].astype(jnp.float32)
+    return wide.astype(x.dtype)
+
+
+def norm_weights(config: ModelConfig) -> dict[str, Weight]:
+    """Name -> the `Weight` of each leaf of one norm of the stream, beside what it belongs to."""
+    if config.norm == "layer_plain":
+        return {}
+    gain = Weight((config.hidden_size,), ".", fill=0.0 if config.norm == "rms_plus_one" else 1.0)
+    bias = {"norm_bias": Weight((config.hidden_size,), ".")} if config.norm == "layer" else {}
+    return {"norm": gain} | bias
+
+
+def shared_norm_weights(config: ModelConfig) -> dict[str, Weight]:
+    """The same of the norm that SwiftKV rows share, by its names at the top; none where norms come after."""
+    found = {} if config.norm_after else norm_weights(config)
+    return {f"shared_{name}": weight for name, weight in found.items()}
+
+
+def unit_norm(config: ModelConfig, dtype) -> PyTree:
+    """The leaves of a norm that only normalises."""
+    return {name: jnp.full(weight.shape, weight.fill, dtype) for name, weight in norm_weights(config).items()}
+
+
+def effective_gain(config: ModelConfig, gain: Float[Array, " w"]) -> Float[Array, " w"]:
+    """What a norm of the stream multiplies by, of the leaf that says it."""
+    return 1.0 + gain.astype(jnp.float32) if config.norm == "rms_plus_one" else gain
+
+
+def norm(config: ModelConfig, p: PyTree, x: Hidden) -> Hidden:
+    """The stream normalised, by the leaves that `norm_weights` names."""
+    match config.norm:
+        case "rms":
+            return rms_norm(x, p["norm"], config.rms_norm_eps)
+        case "rms_plus_one":
+            wide = rms_norm(x.astype(jnp.float32), effective_gain(config, p["norm"]), config.rms_norm_eps)
+            return wide.astype(x.dtype)
+        case _:
+            return layer_norm(x, p, config.rms_norm_eps)
+
+
+def before(config: ModelConfig, p: PyTree, x: Hidden) -> Hidden:
+    """What a part of a layer (its attention, its MLP) takes of the stream `x`."""
+    return x if config.norm_after else norm(config, p, x)
+
+
+def after(config: ModelConfig, p: PyTree, y: Hidden) -> Hidden:
+    """What the stream takes of `y`, which a part of a layer gives."""
+    return norm(config, p, y) if config.norm_after else y
+
+
 @pytree
 class Rotary:
-    """cos and sin of each token's rotary angles, [..., head_dim / 2] in float32."""
+    """cos and sin of each token's rotary angles, [..., rotary_dim / 2] in float32."""
 
     cos: Angles
     sin: Angles
@@ -47,8 +116,9 @@ class Rotary:
 
 
 def inverse_frequencies(config: ModelConfig, length: int | Int[Array, ""]) -> Float[Array, " half"]:
-    """Rotary inverse frequencies; `length` (tokens, traced or not) matters to `dynamic` scaling only."""
-    rope, dim = config.rope, config.head_dim
+    """Rotary inverse frequencies; `length` (tokens, traced or not) matters to `dynamic` and `longrope`
+    scaling only."""
+    rope, dim = config.rope, config.rotary_dim
     exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
     match rope.rope_type:
         case "none":
@@ -64,6 +134,10 @@ def inverse_frequencies(config: ModelConfig, length: int | Int[Array, ""]) -> Fl
             return _llama3(1.0 / rope.rope_theta**exponent, rope)
         case "yarn":
             return _yarn(rope.rope_theta**exponent, rope, dim)
+        case "longrope":
+            long = length > rope.original_max_position_embeddings
+            factors = jnp.where(long, *(jnp.array(each) for each in (rope.long_factor, rope.short_factor)))
+            return 1.0 / (factors * rope.rope_theta**exponent)
         case _:
             return 1.0 / rope.rope_theta**exponent
 
@@ -113,21 +187,47 @@ def rotary(config: ModelConfig, positions: Int[Array, "*batch"], length: int | I
 
 
 def rotate(x: Float[Array, "*batch heads H"], at: Rotary) -> Float[Array, "*batch heads H"]:
-    """Rotate the two halves of each head (the published Llama convention), in float32."""
+    """Rotate the two halves of each head (the published Llama convention), in float32; of a head wider than
+    the angles, those of its first numbers."""
+    width = 2 * at.cos.shape[-1]
+    if width < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :width], at), x[..., width:]], axis=-1)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = at.cos[..., None, :], at.sin[..., None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
+def turned(
+    config: ModelConfig, x: Float[Array, "*batch heads H"], at: Rotary
+) -> Float[Array, "*batch heads H"]:
+    """Heads rotated, or as they are in a model without rotary embedding."""
+    return x if config.rope.rope_type == NONE else rotate(x, at)
+
+
 def queries(config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> Queries:
-    """Rotated queries of the normalised input `h`."""
-    q = _by_head(linear(h, p["q_proj"]), config.num_heads)
-    return rotate(rms_norm(q, p["q_norm"], config.rms_norm_eps) if "q_norm" in p else q, at)
+    """Rotated queries of the normalised input `h`, for scores scaled by the root of their width."""
+    q = _by_head(_clipped(config, linear(h, p["q_proj"])), config.num_heads)
+    if config.attention_scale is not None:
+        q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
+    return turned(config, norm_heads(config, q, p["q_norm"]) if "q_norm" in p else q, at)
 
 
 def project(config: ModelConfig, p: PyTree, h: Hidden) -> KeyValues:
     """Keys or values of the normalised input `h`, cut into kv heads; keys before their norm and rotation."""
-    return _by_head(linear(h, p), config.num_kv_heads)
+    return _by_head(_clipped(config, linear(h, p)), config.num_kv_heads)
+
+
+def _clipped(config: ModelConfig, y: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
+    return y if config.clip_qkv is None else jnp.clip(y, -config.clip_qkv, config.clip_qkv)
+
+
+def norm_heads(
+    config: ModelConfig, x: Float[Array, "*batch heads H"], gain: Float[Array, " w"]
+) -> Float[Array, "*batch heads H"]:
+    """Queries or keys normed, each head by itself or all together."""
+    if not config.qk_norm_whole:
+        return rms_norm(x, gain, config.rms_norm_eps)
+    return rms_norm(x.reshape(*x.shape[:-2], -1), gain, config.rms_norm_eps).reshape(x.shape)
 
 
 def _by_head(y: Float[Array, "*batch E"], heads: int) -> Float[Array, "*batch K H"]:
@@ -142,12 +242,80 @@ def _by_head(y: Float[Array, "*batch E"], heads: int) -> Float[Array, "*batch K 
 
 def finish_keys(config: ModelConfig, p: PyTree, k: KeyValues, at: Rotary) -> KeyValues:
     """Projected keys as queries meet them: normed where the model has `k_norm`, then rotated."""
-    return rotate(rms_norm(k, p["k_norm"], config.rms_norm_eps) if "k_norm" in p else k, at)
+    return turned(config, norm_heads(config, k, p["k_norm"]) if "k_norm" in p else k, at)
 
 
-def gated_mlp(p: PyTree, h: Hidden) -> Hidden:
-    """The gated SiLU feed-forward network of the normalised input `h`."""
-    return linear(jax.nn.silu(linear(h, p["gate_proj"])) * linear(h, p["up_proj"]), p["down_proj"])
+def relative_bias(
+    config: ModelConfig, table: Float[Array, "buckets N"], ahead: np.ndarray
+) -> Float[Array, "N n"]:
+    """What T5 adds to scores by head, of keys that lie `ahead` [n] tokens of their query, behind it if less
+    than 0: half of the ranges hold one distance each, the others grow with it."""
+    buckets = config.relative_buckets // (2 if config.bidirectional else 1)
+    first = np.where(ahead > 0, buckets, 0) if config.bidirectional else 0
+    far = np.abs(ahead) if config.bidirectional else np.maximum(-ahead, 0)
+    exact = buckets // 2
+    # In float32, as checkpoints were trained: a border between two ranges falls on whole distances.
+    grown = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact))
+    grown = grown / np.float32(math.log(config.relative_distance / exact)) * np.float32(buckets - exact)
+    large = np.minimum(exact + grown.astype(np.int32), buckets - 1)
+    return table[first + np.where(far < exact, far, large)].T.astype(jnp.float32)
+
+
+def causal_bias(config: ModelConfig, table: Float[Array, "buckets N"], length: int) -> Float[Array, "N S"]:
+    """The same of keys less than `length` tokens back, by how far back they are."""
+    return relative_bias(config, table, -np.arange(length))
+
+
+def see_all(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K U"],
+    lengths: Int[Array, " B"],
+    bias: Float[Array, "N n"] | None = None,
+) -> Float[Array, "B T N U"]:
+    """Attention in which every query sees all keys of its row, the first of `lengths`.
+
+    bias: [N, 2 S - 1] of the scores, by head and by how far ahead a key is, from 1 - S on. Some queries at a
+    time, so that the scores of all never exist at once.
+    """
+    length, keys = q.shape[1], k.shape[1]
+    seen = jnp.arange(keys) < lengths[:, None]
+    v = jnp.where(seen[..., None, None], v, 0)  # 0 x NaN of what nobody sees is NaN
+
+    def some(first, q):
+        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+        scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32)
+        scores = scores * q.shape[-1] ** -0.5
+        if bias is not None:
+            ahead = jnp.arange(keys) - (first + jnp.arange(q.shape[1]))[:, None]
+            scores = scores + bias[:, jnp.clip(ahead + keys - 1, 0, 2 * keys - 2)].reshape(scores.shape[1:])
+        weights = weights_of(scores, seen[:, None, None, None]).astype(v.dtype)
+        return jnp.einsum("bkgts,bsku->btkgu", weights, v).reshape(*q.shape[:3], -1)
+
+    if length <= _TOGETHER:
+        return some(0, q)
+    pieces = -(-length // _TOGETHER)
+    cut = jnp.pad(q, ((0, 0), (0, pieces * _TOGETHER - length), (0, 0), (0, 0)))
+    cut = jnp.moveaxis(cut.reshape(q.shape[0], pieces, _TOGETHER, *q.shape[2:]), 1, 0)
+    out = jax.lax.map(lambda x: some(*x), (_TOGETHER * jnp.arange(pieces), cut))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])[:, :length]
+
+
+_TOGETHER = 512  # queries of a sequence whose scores exist at a time
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+}
+
+
+def feed_forward(config: ModelConfig, p: PyTree, h: Hidden) -> Hidden:
+    """The feed-forward network of the normalised input `h`, gated where the model has `gate_proj`."""
+    activation = _ACTIVATIONS[config.activation]
+    if "gate_proj" not in p:
+        return linear(activation(linear(h, p["up_proj"])), p["down_proj"])
+    return linear(activation(linear(h, p["gate_proj"])) * linear(h, p["up_proj"]), p["down_proj"])
 
 
 def decoder_layer(
@@ -156,14 +324,14 @@ def decoder_layer(
     x: Hidden,
     at: Rotary,
     reads: Sequence[Callable[[Queries], Queries]],
-    mlp: Callable[[PyTree, Hidden], Hidden] = gated_mlp,
+    mlp: Callable[[ModelConfig, PyTree, Hidden], Hidden] = feed_forward,
 ) -> Hidden:
-    """One pre-norm layer: its attentions in order, then its MLP.
+    """One layer: its attentions in order, then its MLP.
 
     reads: for each attention of the layer, what its queries [*batch, N, H] read from the row they read.
     """
-    eps = config.rms_norm_eps
     for attention, read in zip(p["attentions"], reads, strict=True):
-        mixed = read(queries(config, attention, rms_norm(x, attention["norm"], eps), at))
-        x = x + linear(mixed.reshape(*x.shape[:-1], -1), attention["o_proj"])
-    return x + mlp(p["mlp"], rms_norm(x, p["mlp"]["norm"], eps))
+        mixed = read(queries(config, attention, before(config, attention, x), at))
+        mixed = linear(mixed.reshape(*x.shape[:-1], -1), attention["o_proj"])
+        x = x + after(config, attention, mixed)
+    return x + after(config, p["mlp"], mlp(config, p["mlp"], before(config, p["mlp"], x)))

@@ -15,13 +15,23 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from swiftkv_jax import weights
-from swiftkv_jax.cache import Batch, Cache, make_batch
+from swiftkv_jax.cache import Batch, Cache, Encoded, make_batch
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
-from swiftkv_jax.kernels.fused_kv_fill.api import Makers, fold_gain
-from swiftkv_jax.layers import Rotary, decoder_layer, rms_norm, rotary
+from swiftkv_jax.layers import (
+    Rotary,
+    before,
+    causal_bias,
+    decoder_layer,
+    norm,
+    norm_weights,
+    rotary,
+    see_all,
+    unit_norm,
+)
 from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rows import FORMS, Form
+from swiftkv_jax.rows import FORMS, Form, reader_of
 from swiftkv_jax.shapes import Array, Float, Hidden, Int, Logits, PyTree, Tokens
 from swiftkv_jax.sharding import constrain
 
@@ -47,10 +57,11 @@ class Transformer(nn.Module):
         weights.check(self.config, self.plan)
         super().__post_init__()
 
-    def __call__(self, tokens: Tokens) -> Logits:
-        """Logits [B, T, V] in float32 at every position of full, causal sequences [B, T]."""
+    def __call__(self, tokens: Tokens, encoded: Encoded | None = None) -> Logits:
+        """Logits [B, T, V] in float32 at every position of full, causal sequences [B, T]; where the model has
+        an encoder, beside what that made of each one's source (`encoder.encode`)."""
         params = self._params()
-        return logits(self, params, forward(self, params, tokens))
+        return logits(self, params, forward(self, params, tokens, encoded=encoded))
 
     def step(self, tokens, positions, query_starts, survivors, cache: Cache):
         """The truncated step on a cache: `step` below, by `model.apply(..., method="step")`."""
@@ -67,14 +78,41 @@ class Transformer(nn.Module):
         return {name: self.param(name, lambda _, made=made: made) for name, made in tree.items()}
 
 
-def embed(model: Transformer, params: PyTree, tokens: Int[Array, "*batch"]) -> Hidden:
-    """Token embeddings in the model's dtype."""
-    return params["embed"][tokens].astype(model.dtype)
+def embed(
+    model: Transformer,
+    params: PyTree,
+    tokens: Int[Array, "*batch"],
+    positions: Int[Array, "*batch"] | None,
+) -> Hidden:
+    """What enters the first layer, in the model's dtype: embeddings, and learned positions if it has any.
+
+    positions: of the tokens; None: each row begins at 0.
+
+    Raises:
+      UsageError: a row is longer than the table of positions.
+    """
+    config = model.config
+    x = params["embed"][tokens].astype(model.dtype)
+    if config.learned_positions:
+        if positions is None:
+            _check_length(config, tokens.shape[-1])
+            positions = jnp.arange(tokens.shape[-1])
+        x = x + params["positions"][positions + config.unused_positions].astype(model.dtype)
+    return x * jnp.asarray(model.config.hidden_size**0.5, x.dtype) if model.config.scaled_embedding else x
+
+
+def _check_length(config: ModelConfig, length: int) -> None:
+    if length > config.max_position_embeddings:
+        raise UsageError(
+            f"{length} tokens in a row, and {config.family} has learned {config.max_position_embeddings} "
+            "positions: cut the rows, or give positions that begin again"
+        )
 
 
 def logits(model: Transformer, params: PyTree, x: Hidden) -> Float[Array, "*batch V"]:
     """Float32 logits of the hidden states leaving the last layer: final norm, then the output head."""
-    return head(params, rms_norm(x, params["norm"], model.config.rms_norm_eps))
+    h = norm(model.config, params, x)
+    return head(params, h * jnp.asarray(x.shape[-1] ** -0.5, h.dtype) if model.config.scaled_logits else h)
 
 
 def head(params: PyTree, h: Hidden) -> Float[Array, "*batch V"]:
@@ -86,7 +124,7 @@ def head(params: PyTree, h: Hidden) -> Float[Array, "*batch V"]:
 def exit_logits(model: Transformer, params: PyTree, x: Hidden) -> Float[Array, "*batch V"]:
     """Float32 logits of the exit head, on the hidden states entering `split` (SwiftKV paper, B.4)."""
     p = params["exit"]
-    return head(p, rms_norm(x, p["norm"], model.config.rms_norm_eps))
+    return head(p, norm(model.config, p, x))
 
 
 # ---- full sequences: the definition, and training ----------------------------------------------------
@@ -111,11 +149,13 @@ class Passed(NamedTuple):
     Attributes:
       x: [B, T, D] hidden states leaving the last of them. entering: those entering it.
       rows: row -> what was made of it, if later layers may read it.
+      sources: [B] how much of the encoder's output each sequence sees; None without one.
     """
 
     x: Hidden
     entering: Hidden
     rows: dict[int, Made]
+    sources: Int[Array, " B"] | None = None
 
 
 def forward(
@@ -126,14 +166,33 @@ def forward(
     segments: Int[Array, "B T"] | None = None,
     remat: bool = False,
     attention: Callable = causal_attention,
+    encoded: Encoded | None = None,
 ) -> Float[Array, "B T D"]:
     """The hidden states leaving the last layer, at every position of full sequences.
 
     Packed rows give `segments` (a token sees its own segment only) and `positions` that restart in each.
+
+    Raises:
+      UsageError: the model has an encoder, and nothing is `encoded`, or the other way round.
     """
+    if (encoded is None) != (model.config.encoder is None):
+        has = "has no encoder" if encoded is not None else "reads an encoder's output: give it `encoded`"
+        raise UsageError(f"{model.config.family} {has}")
     at, segments = angles_and_segments(model.config, tokens, positions, segments)
-    x = constrain(embed(model, params, tokens), STREAM)
-    return through(model, params, x, at, segments, remat=remat, attention=attention).x
+    x = constrain(embed(model, params, tokens, positions), STREAM)
+    run = partial(through, model, params, x, at, segments, remat=remat, attention=attention)
+    if encoded is None:
+        return run().x
+    return run(rows=cross_rows(model, params, encoded.x), sources=encoded.lengths).x
+
+
+def cross_rows(
+    model: Transformer, params: PyTree, x: Float[Array, "B S D"], store: Callable = lambda made: made
+) -> dict[int, Made]:
+    """The rows made from an encoder's output, which no norm stands before; store: as in `through`."""
+    due = tuple(sorted(set(model.plan.cross)))
+    unturned = rotary(model.config, jnp.zeros((), jnp.int32), 1)
+    return _rows_of(model, params, due, lambda row: x, unturned, store)
 
 
 def angles_and_segments(
@@ -164,15 +223,19 @@ def through(
     remat: bool = False,
     attention: Callable = causal_attention,
     store: Callable = lambda made: made,
+    sources: Int[Array, " B"] | None = None,
 ) -> Passed:
     """Run `layers` (all by default) over full sequences.
 
-    rows: those that earlier layers made. remat: recompute activations in the backward pass. attention: with
+    rows: those that earlier layers made, and those made from an encoder's output, of which each sequence sees
+    the first of `sources` positions. remat: recompute activations in the backward pass. attention: with
     the arguments of `causal_attention`. store: what becomes of a row's arrays before they are read, such as
     `rows.rounded`.
     """
     layers = range(model.plan.num_layers) if layers is None else layers
-    passed = Passed(x, x, dict(rows or {}))
+    passed = Passed(x, x, dict(rows or {}), sources)
+    if model.config.relative_buckets and not model.config.bidirectional:
+        attention = partial(attention, bias=causal_bias(model.config, params["relative"], x.shape[1]))
     for run, stack in zip(weights.ranges(params["layers"]), params["layers"], strict=True):
         part = range(max(run.start, layers.start), min(run.stop, layers.stop))
         if not part:
@@ -196,15 +259,37 @@ def _run_own(model, params, passed: Passed, at, segments, run, stack, remat, att
     form, window = FORMS[plan.rows[first].form], config.windows[run.start]
     (makers,) = weights.recut(params["rows"], [range(first, first + len(run))])
 
-    def layer(x, p):
-        p, maker = p
-        h = rms_norm(x, p["attentions"][0]["norm"], config.rms_norm_eps)
-        made = store(form.make(config, maker, h, at))
-        read = _reader(config, form, made, form.reader(maker), at, segments, window, attention)
-        return decoder_layer(config, p, x, at, [read])
+    crossing, read_source = _crossing(model, passed, run, at)
 
-    x, entering = _scan(layer, passed.x, (stack, makers), remat)
+    def layer(x, p):
+        p, maker, turn = p
+        own = p["attentions"][0]
+        made = store(form.make(config, maker, before(config, own, x), at))
+        reader = reader_of(form, form.reader(maker), own)
+        read = _reader(config, form, made, reader, at, segments, window, attention)
+        return decoder_layer(config, p, x, at, [read, *read_source(p, turn)])
+
+    x, entering = _scan(layer, passed.x, (stack, makers, crossing), remat)
     return passed._replace(x=x, entering=entering)
+
+
+def _crossing(model, passed: Passed, run, at) -> tuple[Array, Callable]:
+    """(a number for each layer of a run, (the layer's weights, its number) -> how it reads its source, in a
+    list that is empty where there is none)."""
+    config, plan = model.config, model.plan
+    if not plan.cross:
+        return jnp.zeros(len(run), jnp.int32), lambda p, turn: []
+    form = FORMS[plan.cross_forms[run.start]]
+    arrays, readers, index = _together([passed.rows[plan.cross[layer]] for layer in run])
+    assert passed.sources is not None  # beside the rows of their output
+    lengths = passed.sources
+
+    def read_source(p, turn):
+        made, reader = jax.tree.map(lambda y: y[turn], (arrays, readers))
+        k, v = form.keys_values(config, reader_of(form, reader, p["attentions"][1]), made, at)
+        return [lambda q: see_all(q, k, v, lengths)]
+
+    return jnp.array(index, jnp.int32), read_source
 
 
 def _run_reading(model, passed: Passed, at, segments, run, stack, remat, attention) -> Passed:
@@ -213,16 +298,19 @@ def _run_reading(model, passed: Passed, at, segments, run, stack, remat, attenti
     form, window = FORMS[plan.rows[plan.reads[run.start]].form], config.windows[run.start]
     arrays, readers, index = _together([passed.rows[plan.reads[layer]] for layer in run])
 
+    crossing, read_source = _crossing(model, passed, run, at)
+
     def layer(x, p):
-        p, i = p
+        p, i, turn = p
         made, reader = jax.tree.map(lambda y: y[i], (arrays, readers))
+        reader = reader_of(form, reader, p["attentions"][0])
         read = _reader(config, form, made, reader, at, segments, window, attention)
-        return decoder_layer(config, p, x, at, [read])
+        return decoder_layer(config, p, x, at, [read, *read_source(p, turn)])
 
     # What the backward pass keeps of a turn goes through one stack for each of its arrays: longer turns copy
     # less. With remat there is next to nothing to keep.
     turn = 1 if remat else _TURN
-    x, entering = _scan(layer, passed.x, (stack, jnp.array(index, jnp.int32)), remat, unroll=turn)
+    x, entering = _scan(layer, passed.x, (stack, jnp.array(index, jnp.int32), crossing), remat, unroll=turn)
     return passed._replace(x=x, entering=entering)
 
 
@@ -252,15 +340,25 @@ def rows_at(
 
     store: as in `through`.
     """
+
+    def h(row):
+        return normalised(model, params, row.shared_norm, layer, x)
+
+    return _rows_of(model, params, model.plan.made_at(layer), h, at, store)
+
+
+def _rows_of(
+    model, params, due: tuple[int, ...], h: Callable, at: Rotary, store: Callable
+) -> dict[int, Made]:
+    """Some neighbouring rows, each from what `h` gives of it; those of one stack in one go."""
     plan, made = model.plan, {}
-    due = plan.made_at(layer)
     for held in weights.ranges(params["rows"]):
         held = range(max(held.start, *due[:1]), min(held.stop, due[-1] + 1)) if due else range(0)
         if not held:
             continue
         (stack,), row = weights.recut(params["rows"], [held]), plan.rows[held.start]
-        form, h = FORMS[row.form], normalised(model, params, row.shared_norm, layer, x)
-        arrays = store(jax.vmap(partial(form.make, model.config), in_axes=(0, None, None))(stack, h, at))
+        form = FORMS[row.form]
+        arrays = store(jax.vmap(partial(form.make, model.config), in_axes=(0, None, None))(stack, h(row), at))
         readers = form.reader(stack)
         made |= {i: Made(arrays, readers, i - held.start) for i in held}
     return made
@@ -272,11 +370,11 @@ def normalised(model: Transformer, params: PyTree, shared: bool, layer: int, x: 
     Behind the shared norm (SwiftKV paper, equation 2), whose gain `fold_shared_norm` may have moved into the
     makers, or else behind the layer's own input norm.
     """
+    config = model.config
     if not shared:
-        gain = weights.layer(params, layer)["attentions"][0]["norm"]
-    else:
-        gain = params["shared_norm"] if "shared_norm" in params else jnp.ones(x.shape[-1], x.dtype)
-    return rms_norm(x, gain, model.config.rms_norm_eps)
+        return before(config, weights.layer(params, layer)["attentions"][0], x)
+    given = {name: params[f"shared_{name}"] for name in norm_weights(config) if f"shared_{name}" in params}
+    return before(config, given or unit_norm(config, x.dtype), x)
 
 
 def _scan(layer, x, stack, remat: bool, unroll: int = 1):
@@ -317,7 +415,7 @@ def step(
     survive = None
     if query_starts is not None and survivors is not None:
         survive = partial(survivors_of, positions, query_starts, survivors)
-    x, cache = run(model, params, embed(model, params, tokens), at, batch, cache, survive=survive)
+    x, cache = run(model, params, embed(model, params, tokens, positions), at, batch, cache, survive=survive)
     return logits(model, params, x), cache
 
 
@@ -340,16 +438,27 @@ def run(
     """
     config, plan = model.config, model.plan
     layers = range(plan.num_layers) if layers is None else layers
+    bias = causal_bias(config, params["relative"], cache.capacity) if config.relative_buckets else None
     for layer in layers:
         if layer > layers.start or not made:
             cache = make_rows(model, params, layer, x, at, batch, cache)
         if survive is not None and layer == plan.depth:
             x, at, batch = survive(x, at)
-        row = plan.reads[layer]
-        reader = FORMS[plan.rows[row].form].reader(weights.row(params, row))
-        read = partial(cache.attend, row, reader, batch=batch, window=config.windows[layer])
-        x = decoder_layer(config, weights.layer(params, layer), x, at, [read])
+        p = weights.layer(params, layer)
+        rows = (plan.reads[layer], *plan.cross[layer : layer + 1])
+        readers = [_row_reader(plan, params, *each) for each in zip(rows, p["attentions"], strict=True)]
+        window = config.windows[layer]
+        reads = [partial(cache.attend, rows[0], readers[0], batch=batch, window=window, bias=bias)]
+        if plan.cross:
+            reads.append(partial(cache.attend_source, rows[1], readers[1], batch=batch))
+        x = decoder_layer(config, p, x, at, reads)
     return x, cache
+
+
+def _row_reader(plan: KVPlan, params: PyTree, row: int, attention: PyTree) -> PyTree:
+    """All that an attention needs to read a row."""
+    form = FORMS[plan.rows[row].form]
+    return reader_of(form, form.reader(weights.row(params, row)), attention)
 
 
 def make_rows(
@@ -367,8 +476,10 @@ def make_rows(
     for i in plan.made_at(layer):
         groups.setdefault((plan.rows[i].form, plan.rows[i].shared_norm), []).append(i)
     for (form, shared), due in groups.items():
-        if shared and form == "kv" and cache.fill is not None:
-            cache = cache.write_pages(due, _makers(params, due), config.rms_norm_eps, x, at, batch)
+        if shared and form == "kv" and cache.fill is not None and config.fused_fill:
+            cache = cache.write_pages(
+                due, weights.fill_makers(config, params, due), config.rms_norm_eps, x, at, batch
+            )
             continue
         h = normalised(model, params, shared, layer, x)
         made = [FORMS[form].make(config, weights.row(params, i), h, at) for i in due]
@@ -384,28 +495,3 @@ def survivors_of(
     starts = jnp.searchsorted(survivors, query_starts, method="compare_all")  # without a loop
     starts = starts.astype(query_starts.dtype)
     return x[alive], at.at(alive), make_batch(starts, positions[alive])
-
-
-def fold_shared_norm(model: Transformer, params: PyTree) -> PyTree:
-    """`params` as the fused fill takes them: the makers of rows with a shared norm in one stack, with the
-    norm's gain in them. `step` and `forward` take either."""
-    due = [i for i, row in enumerate(model.plan.rows) if row.shared_norm]
-    if not due or "shared_norm" not in params:
-        return params
-    held = [r for r in weights.ranges(params["rows"]) if r.start not in due]
-    stacks = weights.recut(params["rows"], [*held, range(due[0], due[-1] + 1)])
-    folded = {n: p for n, p in stacks[-1].items()}
-    for name in folded.keys() & {"k_proj", "v_proj"}:
-        kernel = fold_gain(params["shared_norm"], folded[name]["kernel"]).astype(model.dtype)
-        folded[name] = folded[name] | {"kernel": kernel}
-    rest = {name: leaf for name, leaf in params.items() if name != "shared_norm"}
-    return rest | {"rows": [*stacks[:-1], folded]}
-
-
-def _makers(params: PyTree, due: list[int]) -> Makers:
-    """Weights of the fused fill, of rows with a shared norm."""
-    (p,) = weights.recut(params["rows"], [range(due[0], due[-1] + 1)])
-    kernels = [p[name]["kernel"] for name in ("k_proj", "v_proj")]
-    if "shared_norm" in params:
-        kernels = [fold_gain(params["shared_norm"], kernel) for kernel in kernels]
-    return Makers(*kernels, p["k_proj"].get("bias"), p["v_proj"].get("bias"), p.get("k_norm"))

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from swiftkv_jax.checks import integer
 from swiftkv_jax.errors import UsageError
 
+SELF, ENCODER = "self", "encoder"  # the spaces of rows: of the tokens themselves, of an encoder's output
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -28,6 +30,11 @@ class Row:
     maker: int
     form: str = "kv"
     shared_norm: bool = False
+
+    @property
+    def space(self) -> str:
+        """Whose tokens it is a row of: "self", or the stream that it is made from."""
+        return self.source if isinstance(self.source, str) else SELF
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +69,8 @@ class KVPlan:
         own = [(row.source, row.maker) for row in self.rows if isinstance(row.source, int)]
         if own != sorted(set(own)):
             raise UsageError(f"rows must be listed in the order in which they are made, not {own}")
+        if any(row.space != SELF for row in self.rows[: len(own)]):
+            raise UsageError("rows of the tokens themselves come first, then those of other streams")
         if len({row.source for row in self.rows if row.shared_norm}) > 1:
             raise UsageError("rows with a shared norm must all be made from the same layer's input")
 
@@ -127,12 +136,48 @@ class KVPlan:
         return dataclasses.replace(cls.standard(num_layers), merged=True)
 
     def stored_as(self, *forms: str) -> "KVPlan":
-        """This plan with its rows stored in another form: one form for all rows, or one for each."""
-        if len(forms) not in (1, len(self.rows)):
-            raise UsageError(f"{len(forms)} forms for {len(self.rows)} rows; give one for all, or one each")
-        each = forms * len(self.rows) if len(forms) == 1 else forms
-        pairs = zip(self.rows, each, strict=True)
-        return dataclasses.replace(self, rows=tuple(dataclasses.replace(r, form=form) for r, form in pairs))
+        """This plan with the rows of its own tokens in another form: one form for all, or one for each."""
+        own = self.own.rows
+        each = _one_each(forms, len(own), "rows")
+        made = tuple(dataclasses.replace(row, form=form) for row, form in zip(own, each, strict=True))
+        return dataclasses.replace(self, rows=made + self.rows[len(own) :])
+
+    def sharing_inputs(self) -> "KVPlan":
+        """This plan with one row in place of those that store the same inputs, form "x" of one stream behind
+        one norm: SwiftKV's upper layers then read one row, each by its own projections."""
+
+        def first(row: Row) -> Row:
+            if row.form != "x" or not row.shared_norm:
+                return row
+            same = row.source, row.shared_norm, row.form
+            return next(one for one in self.rows if (one.source, one.shared_norm, one.form) == same)
+
+        stored = [first(row) for row in self.rows]
+        rows = tuple(dict.fromkeys(stored))
+        moved = [rows.index(row) for row in stored]
+        reads, cross = (tuple(moved[read] for read in each) for each in (self.reads, self.cross))
+        return dataclasses.replace(self, rows=rows, reads=reads, cross=cross)
+
+    def with_cross(self, *forms: str) -> "KVPlan":
+        """This plan, and every layer reads an encoder's output too, by rows of one form, or of one for each.
+
+        A row of keys or values is made by its layer. Inputs are the same for all: those layers share one row
+        (the E-cache of Slim attention).
+        """
+        own, layers = self.own, self.num_layers
+        each = _one_each(forms or ("kv",), layers, "layers")
+        first = each.index("x") if "x" in each else 0
+        makers = [j for j, form in enumerate(each) if form != "x" or j == first]
+        reads = [makers.index(first if form == "x" else j) for j, form in enumerate(each)]
+        made = tuple(Row(ENCODER, j, each[j]) for j in makers)
+        cross = tuple(len(own.rows) + read for read in reads)
+        return dataclasses.replace(own, rows=own.rows + made, cross=cross)
+
+    @property
+    def own(self) -> "KVPlan":
+        """The plan without cross-attention."""
+        own = tuple(row for row in self.rows if row.space == SELF)
+        return dataclasses.replace(self, rows=own, cross=())
 
     @property
     def num_layers(self) -> int:
@@ -145,8 +190,17 @@ class KVPlan:
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The forms in use, in the order of their first rows."""
-        return tuple(dict.fromkeys(row.form for row in self.rows))
+        """The forms of the tokens' own rows, in the order of their first rows."""
+        return self.forms_of(SELF)
+
+    @property
+    def cross_forms(self) -> tuple[str, ...]:
+        """The form of the row that each layer's cross-attention reads."""
+        return tuple(self.rows[row].form for row in self.cross)
+
+    def forms_of(self, space: str) -> tuple[str, ...]:
+        """The forms of a space's rows, in the order of their first rows."""
+        return tuple(dict.fromkeys(row.form for row in self.rows if row.space == space))
 
     @property
     def depth(self) -> int:
@@ -162,12 +216,37 @@ class KVPlan:
     @property
     def has_fill(self) -> bool:
         """Whether there are rows that a fused fill makes: a SwiftKV plan's upper ones, of form kv."""
-        return self.is_swiftkv and self.forms == ("kv",)
+        return self.has_shared_norm and self.forms == ("kv",)
+
+    @property
+    def has_shared_norm(self) -> bool:
+        """Whether some rows are made from the input of layer `split`, behind a norm that they share."""
+        return any(row.shared_norm for row in self.rows)
 
     @property
     def is_swiftkv(self) -> bool:
-        """Whether some rows are made from the input of layer `split`, behind a shared norm."""
-        return any(row.shared_norm for row in self.rows)
+        """Whether checkpoints call this a SwiftKV model. Others ask for what they need: a shared norm, rows
+        to fill, layers that are skipped."""
+        return self.has_shared_norm
+
+    @property
+    def skipped_layers(self) -> int:
+        """Layers from `split` on, which a prompt's tokens but the last do not run."""
+        return self.num_layers - self.split
+
+    @property
+    def kind(self) -> str:
+        """The method's name."""
+        return "SwiftKV" if self.has_shared_norm else "standard"
+
+    @property
+    def description(self) -> str:
+        """The plan in a few words."""
+        said = f"{self.kind}, {self.num_layers} layers"
+        if not self.skipped_layers:
+            return said
+        most = max(len(self.readers(row)) for row in range(len(self.rows)))
+        return f"{said}, split {self.split}, share {most}"
 
     def made_at(self, layer: int) -> tuple[int, ...]:
         """The rows made from the hidden states that enter `layer`."""
@@ -178,13 +257,13 @@ class KVPlan:
         return tuple(layer for layer, read in enumerate(self.reads) if read == row)
 
     def place(self, row: int) -> int:
-        """Where `row` lies among the stored rows of its form."""
-        form = self.rows[row].form
-        return 0 if self.merged else sum(other.form == form for other in self.rows[:row])
+        """Where `row` lies among the stored rows of its form and space."""
+        kind = self.rows[row].form, self.rows[row].space
+        return 0 if self.merged else sum((other.form, other.space) == kind for other in self.rows[:row])
 
-    def stored(self, form: str) -> int:
-        """How many rows of `form` are stored."""
-        count = sum(row.form == form for row in self.rows)
+    def stored(self, form: str, space: str = SELF) -> int:
+        """How many rows of `form` are stored in a space."""
+        count = sum((row.form, row.space) == (form, space) for row in self.rows)
         return min(count, 1) if self.merged else count
 
     def makes_own(self, layer: int) -> bool:
@@ -197,11 +276,12 @@ class KVPlan:
         """The longest ranges of equal layers, cut where rows are made together.
 
         Layers are equal if they have one attention window (`windows`, of all layers), read rows of one form,
-        and either all make their own row or make none.
+        those of their cross-attention too, and either all make their own row or make none.
         """
 
         def kind(layer: int):
-            return self.makes_own(layer), self.rows[self.reads[layer]].form, windows[layer]
+            crossing = self.cross_forms[layer : layer + 1]
+            return self.makes_own(layer), self.rows[self.reads[layer]].form, windows[layer], crossing
 
         starts = [0]
         for layer in range(1, self.num_layers):
@@ -217,7 +297,7 @@ class KVPlan:
         Raises:
           UsageError: another map from layers to rows, or merge-all: no field of config.json describes them.
         """
-        plain = self.stored_as("kv")
+        plain = self.own.stored_as("kv")
         for share in range(1, self.num_layers - self.split + 2):
             if plain == KVPlan.swiftkv(self.num_layers, self.split, share):
                 return self.split, share
@@ -226,6 +306,13 @@ class KVPlan:
             "num_key_value_layers/key_value_group_size form; only plans of KVPlan.standard and "
             "KVPlan.swiftkv can be saved"
         )
+
+
+def _one_each(forms: tuple[str, ...], count: int, what: str) -> tuple[str, ...]:
+    """A form for each of `count`, of one for all or one each."""
+    if len(forms) not in (1, count):
+        raise UsageError(f"{len(forms)} forms for {count} {what}; give one for all, or one each")
+    return forms * count if len(forms) == 1 else forms
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import Mesh
 
-from swiftkv_jax import weights
+from swiftkv_jax import sharding, surgery, weights
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
@@ -95,8 +96,21 @@ class Predicted(nn.Module):
 def _check(base: Transformer, auxiliary: Transformer, prediction: Prediction) -> None:
     reads, rows = prediction.reads, auxiliary.plan.num_rows
     for name, plan in (("base", base.plan), ("auxiliary", auxiliary.plan)):
+        if plan.cross:
+            raise UsageError(f"KV prediction is of decoders; the {name} reads an encoder's output")
         if plan.forms != ("kv",) or plan.merged:
             raise UsageError(f"KV prediction maps keys and values; the {name}'s rows are stored otherwise")
+    for name, config in (("base", base.config), ("auxiliary", auxiliary.config)):
+        if config.clip_qkv is not None:
+            raise UsageError(
+                f"KV prediction maps keys and values as they leave their projections; the {name} clips its "
+                f"own at {config.clip_qkv}"
+            )
+    if auxiliary.config.exit_head:
+        raise UsageError(
+            "an auxiliary generates nothing, and this one has an exit head: leave it out, as "
+            "predict.layer_pruned(auxiliary, params, range(layers)) does"
+        )
     if len(reads) != base.plan.num_rows:
         raise UsageError(
             f"reads names {len(reads)} rows, and the base has {base.plan.num_rows}: one for each is needed"
@@ -121,7 +135,7 @@ def generator(model: Transformer | Predicted, params: PyTree) -> tuple[Transform
 def described(model: Predicted, cuts: weights.Cuts = ()) -> PyTree:
     """The tree of `Weight`s; `cuts` as in `weights.partition`, of all three parts alike."""
     base, auxiliary = model.base, model.auxiliary
-    inside, outside = (".", auxiliary.config.kv_width), ("E", base.config.kv_width)
+    inside, outside = ("D", auxiliary.config.kv_width), ("E", base.config.kv_width)
     one = linear_weights(inside, outside, True, inside[1] ** -0.5)
     rows = base.plan.num_rows
     stacks = [rows] if cuts is not None else [1] * rows
@@ -147,6 +161,49 @@ def split_layers(model: Transformer | Predicted, params: PyTree) -> PyTree:
     return cut | {"predictor": {"rows": weights.recut(params["predictor"]["rows"], every)}}
 
 
+def for_mesh(model: Transformer | Predicted, params: PyTree, mesh: Mesh) -> tuple[Any, PyTree]:
+    """The same model, cut at every layer, with as many kv heads as the mesh has devices on `tensor`, or more.
+
+    As `surgery.for_mesh`, of a base and of its auxiliary. The predictor makes the base's repeated heads, and
+    reads the first of those of the auxiliary that are equal.
+
+    Raises:
+      UsageError: the devices do not fit the heads of a model.
+    """
+    if not isinstance(model, Predicted):
+        return surgery.for_mesh(model, params, mesh)
+    base, own = surgery.for_mesh(model.base, params["base"], mesh)
+    try:
+        auxiliary, theirs = surgery.for_mesh(model.auxiliary, params["auxiliary"], mesh)
+    except UsageError as error:
+        raise UsageError(f"the auxiliary model: {error}") from None
+    wide, predictor = Predicted(base, auxiliary, model.prediction), params["predictor"]
+    if wide != model:
+        made = described(wide, cuts=None)["predictor"]
+        where = jax.tree.map(lambda w: sharding.named(mesh, w.axes, w.shape), made)
+        predictor = jax.jit(partial(_widened, model, wide), out_shardings=where)(predictor)
+    return wide, {"base": own, "auxiliary": theirs, "predictor": predictor}
+
+
+def _widened(model: Predicted, wide: Predicted, predictor: PyTree) -> PyTree:
+    """The predictor of `model` for `wide`, in which heads are repeated."""
+    before, after = model.auxiliary.config, wide.auxiliary.config
+    skipped = after.num_kv_heads // before.num_kv_heads - 1
+    config, times = model.base.config, wide.base.config.num_kv_heads // model.base.config.num_kv_heads
+
+    def repeated(x: Array) -> Array:
+        heads = x.reshape(*x.shape[:-1], config.num_kv_heads, config.head_dim)
+        return jnp.repeat(heads, times, axis=-2).reshape(*x.shape[:-1], -1)
+
+    def one(p: PyTree) -> PyTree:
+        rows, outside = p["kernel"].shape[0], p["kernel"].shape[-1]
+        heads = p["kernel"].reshape(rows, before.num_kv_heads, 1, before.head_dim, outside)
+        kernel = jnp.pad(heads, ((0, 0), (0, 0), (0, skipped), (0, 0), (0, 0)))
+        return {"kernel": repeated(kernel.reshape(rows, -1, outside)), "bias": repeated(p["bias"])}
+
+    return {"rows": [{name: one(part) for name, part in stack.items()} for stack in predictor["rows"]]}
+
+
 # ---- making one --------------------------------------------------------------------------------------
 
 
@@ -164,8 +221,8 @@ def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tup
     rows = list(dict.fromkeys(plan.reads[layer] for layer in keep))
     cuts = {i for i, layer in enumerate(keep) if layer in weights.cuts_of(params)}
     layers, made = weights.partition(auxiliary.plan, shape.windows, cuts)
-    out = {name: params[name] for name in ("embed", "norm", "lm_head") if name in params}
-    if auxiliary.plan.is_swiftkv:
+    out = {name: params[name] for name in weights.ENDS if name in params}
+    if auxiliary.plan.has_shared_norm:
         out["shared_norm"] = params["shared_norm"]
     for name, numbers, held in (("layers", keep, layers), ("rows", rows, made)):
         alone = weights.recut(params[name], [range(number, number + 1) for number in numbers])
@@ -251,7 +308,7 @@ def forward(
     base, where = model.base, (tokens, positions, segments)
     given = predicted_rows(model, params, *where, remat, length)
     at, segments = angles_and_segments(base.config, *where, length)
-    x = constrain(embed(base, params["base"], tokens), STREAM)
+    x = constrain(embed(base, params["base"], tokens, positions), STREAM)
     passed = Passed(x, x, {})
     for layer, row in enumerate(base.plan.reads):
         attend = partial(_with_own if own else _without_own, given[row])
@@ -274,7 +331,7 @@ def predicted_rows(
     """The base's rows of full sequences as the auxiliary predicts them: rotated keys and values."""
     aux, reads, where = model.auxiliary, model.prediction.reads, (tokens, positions, segments)
     at, inside = angles_and_segments(aux.config, *where, length)
-    raw = projected_rows(aux, params["auxiliary"], tokens, at, inside, reads, remat)
+    raw = projected_rows(aux, params["auxiliary"], tokens, at, inside, reads, remat, positions)
     at, _ = angles_and_segments(model.base.config, *where, length)
     return [predict(model, params, row, raw[read], at) for row, read in enumerate(reads)]
 
@@ -287,11 +344,15 @@ def projected_rows(
     segments: Int[Array, "B T"],
     rows: Iterable[int],
     remat: bool = False,
+    positions: Int[Array, "B T"] | None = None,
 ) -> dict[int, Raw]:
-    """row -> its keys, before norm and rotation, and values of full sequences; no layer runs needlessly."""
+    """row -> its keys, before norm and rotation, and values of full sequences; no layer runs needlessly.
+
+    positions: of the tokens, where the model has learned them; by default from 0 on.
+    """
     plan, wanted = model.plan, set(rows)
     last = deepest(plan, wanted)
-    x = constrain(embed(model, params, tokens), STREAM)
+    x = constrain(embed(model, params, tokens, positions), STREAM)
     passed, out = Passed(x, x, {}), {}
     for layer in range(last + 1):
         out |= projected(model, params, layer, passed.x)
@@ -408,7 +469,7 @@ def fill(
     aux, plan, p = model.auxiliary, model.auxiliary.plan, params["auxiliary"]
     at, theirs = caches.base.angles.at(positions), caches.auxiliary.angles.at(positions)
     batch, last = make_batch(query_starts, positions), deepest(plan, model.prediction.reads)
-    x, base, own = embed(aux, p, tokens), caches.base, caches.auxiliary
+    x, base, own = embed(aux, p, tokens, positions), caches.base, caches.auxiliary
     for layer in range(last + 1):
         raw = projected(aux, p, layer, x)
         if raw:

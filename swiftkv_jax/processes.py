@@ -21,8 +21,14 @@ START_S = 300  # what a process waits for the others to start
 HEARTBEAT_S = 50  # a process that is silent for so long is dead, and the others end
 SHUTDOWN_S = 30  # what the others wait for one that does not come to the end with them
 LEAVE_S = 5  # the same, after an error
+_LOOK_MS = 1000  # what a wait for a message lasts until signals are seen to
+_BLOCK = 256  # messages that are dropped together
 _LOST = re.compile("Gloo|NCCL|coordination service|Connection (closed|reset)")  # in what a collective raises
 _BYTES = 4 * LONGEST  # of one process's message: the longest UsageError in UTF-8
+
+
+class PeerLost(RuntimeError):
+    """Another process of the run has ended, and nothing can go on without it."""
 
 
 def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
@@ -70,7 +76,7 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
     except (RuntimeError, LookupError, OSError) as error:
         raise UsageError(
             f"a launcher was found, but not its processes: {first_line(error)}; "
-            "--no-distributed trains on this process alone"
+            "--no-distributed runs this process alone"
         ) from error
 
 
@@ -92,14 +98,14 @@ def among_the_living() -> Iterator[None]:
     """Work of all processes together: what it raises because another one has ended is told as that.
 
     Raises:
-      RuntimeError: a collective lost its peer.
+      PeerLost: a collective lost its peer.
     """
     try:
         yield
     except Exception as error:
-        if _alone() or isinstance(error, UsageError) or not _LOST.search(str(error)):
+        if _alone() or isinstance(error, UsageError | PeerLost) or not _LOST.search(str(error)):
             raise
-        raise RuntimeError(
+        raise PeerLost(
             f"another process of this run has ended, so this one ends too ({first_line(error)})"
         ) from error
 
@@ -153,6 +159,15 @@ def any_process(flag: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+
+
+def least(value: int) -> int:
+    """The least of all processes' values, in every process."""
+    if _alone():
+        return value
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.process_allgather(np.int32(value)).min())
 
 
 def from_first(value: int) -> int:
@@ -225,6 +240,49 @@ def text_from_first(name: str, make: Callable[[], str], limit_s: float) -> str:
     text = make()
     state.client.key_value_set(name, text, allow_overwrite=True)
     return text
+
+
+class Channel:
+    """Messages of process 0 to all others, which read them in order. They go by way of JAX's coordination
+    service: no device takes part, and none is waited for."""
+
+    def __init__(self, name: str):
+        """`name` is the same in all processes, and no other channel's."""
+        from jax._src import distributed
+
+        client = distributed.global_state.client
+        assert client is not None
+        self._client, self._name, self._count = client, name, 0
+
+    def send(self, message: bytes) -> None:
+        """By process 0. What all have read is dropped, a block of messages at a time."""
+        self._next(lambda block: self._client.key_value_delete(block))
+        self._client.key_value_set_bytes(self._key(), message)
+
+    def receive(self) -> bytes:
+        """By each of the others: the next message, however long it takes.
+
+        Raises:
+          jax.errors.JaxRuntimeError: process 0 has ended.
+        """
+        self._next(lambda block: None)
+        while True:
+            try:
+                return self._client.blocking_key_value_get_bytes(self._key(), _LOOK_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+
+    def _key(self) -> str:
+        return f"{self._name}/{self._count // _BLOCK}/{self._count}"
+
+    def _next(self, drop: Callable[[str], None]) -> None:
+        """Count one more message. All processes meet where a block ends: all of it has been read then."""
+        self._count += 1
+        if self._count % _BLOCK == 0:
+            block = f"{self._name}/{self._count // _BLOCK - 1}"
+            self._client.wait_at_barrier(f"{block}/read", 1000 * START_S)
+            drop(block)
 
 
 def _alone() -> bool:

@@ -5,6 +5,7 @@ it, how they make it, and how a query reads it: from full sequences (training), 
 """
 
 import dataclasses
+from functools import partial
 from typing import ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -14,12 +15,14 @@ from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.kernels.common.pools import Pool, encode
 from swiftkv_jax.kernels.k_cache_attention.api import k_cache_attention, x_cache_attention
 from swiftkv_jax.kernels.paged_attention.api import paged_attention
-from swiftkv_jax.layers import Rotary, finish_keys, inverse_frequencies, linear, project, rotate
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.layers import Rotary, finish_keys, inverse_frequencies, kernel_of, linear, project, turned
+from swiftkv_jax.plan import ENCODER, KVPlan
 from swiftkv_jax.rope import NONE
 from swiftkv_jax.shapes import Array, Float, Hidden, Int, KeyValues, PyTree, Queries, Weight
 
 Pair = tuple[KeyValues, KeyValues]  # keys, values
+PAGED = "paged_attention"
+NOTHING = "inputs"  # name of an empty array, where nothing makes a row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Paged:
       table: [Q, slots] page ids of each sequence. sequence: [b] of each block of queries.
       position: [b, C] of each query, -1 where there is none. window: keys a query sees, its own included.
       capacity: tokens that a sequence may hold. implementation: of the attention, by name, or None.
+      bias: [N, S] of the scores, by head and distance; None without one.
     """
 
     pools: tuple[Pool, ...]
@@ -49,6 +53,13 @@ class Paged:
     window: int
     capacity: int
     implementation: str | None
+    bias: Float[Array, "N S"] | None = None
+
+    @property
+    def how(self) -> dict:
+        """The options that all attentions over pages have."""
+        options = {"row": self.row, "window": self.window, "implementation": self.implementation}
+        return options | ({} if self.bias is None else {"bias": self.bias})
 
     @property
     def places(self) -> tuple[Array, Array, Array]:
@@ -61,10 +72,14 @@ class Form(Protocol):
     """A way to store and read a row.
 
     Attributes:
+      operation: of kernels/, that reads it from pages.
       kept: weights that only checkpoints keep, so that others can read the plain model.
+      moved: weights that belong to each attention that reads such a row, not to the row.
     """
 
+    operation: ClassVar[str]
     kept: ClassVar[tuple[str, ...]]
+    moved: ClassVar[tuple[str, ...]]
 
     def refuses(self, config: ModelConfig) -> str:
         """Why a model of this shape cannot have such rows, in one line, or ""."""
@@ -75,7 +90,11 @@ class Form(Protocol):
         ...
 
     def weights(self, config: ModelConfig) -> PyTree:
-        """The tree of `Weight`s that make and read one row."""
+        """The tree of `Weight`s that make and read one row, but for those that are `moved`."""
+        ...
+
+    def reader_weights(self, config: ModelConfig) -> PyTree:
+        """The `Weight`s that are `moved`, of one attention."""
         ...
 
     def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
@@ -83,7 +102,7 @@ class Form(Protocol):
         ...
 
     def reader(self, p: PyTree) -> PyTree:
-        """The part of a row's weights that reading it needs."""
+        """The part of a row's weights that reading it needs, beside what is `moved`."""
         ...
 
     def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
@@ -98,7 +117,9 @@ class Form(Protocol):
 class KeysValues:
     """Rotated keys and values: what everybody stores."""
 
+    operation: ClassVar[str] = PAGED
     kept: ClassVar[tuple[str, ...]] = ()
+    moved: ClassVar[tuple[str, ...]] = ()
 
     def refuses(self, config: ModelConfig) -> str:
         return ""
@@ -107,8 +128,11 @@ class KeysValues:
         return (Stored(config.num_kv_heads, config.head_dim),) * 2
 
     def weights(self, config: ModelConfig) -> PyTree:
-        norm = {"k_norm": Weight((config.head_dim,), ".", fill=1.0)} if config.qk_norm else {}
-        return {"k_proj": _projection(config), "v_proj": _projection(config)} | norm
+        norm = {"k_norm": head_norm(config, "E", config.kv_width)} if config.qk_norm else {}
+        return _plain(config) | norm
+
+    def reader_weights(self, config: ModelConfig) -> PyTree:
+        return {}
 
     def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
         keys = finish_keys(config, p, project(config, p["k_proj"], h), at)
@@ -122,8 +146,7 @@ class KeysValues:
 
     def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
         keys, values = paged.pools
-        options = {"row": paged.row, "window": paged.window, "implementation": paged.implementation}
-        return paged_attention(q, (keys, values), *paged.places, **options)
+        return paged_attention(q, (keys, values), *paged.places, **paged.how)
 
 
 class Keys:
@@ -133,19 +156,25 @@ class Keys:
     values contains whole.
     """
 
+    operation: ClassVar[str] = "k_cache_attention"
     kept: ClassVar[tuple[str, ...]] = ("v_proj",)
+    moved: ClassVar[tuple[str, ...]] = ()
 
     def refuses(self, config: ModelConfig) -> str:
         if config.qk_norm:
             return "keys are normed after their projection, which no W_KV undoes"
-        return _undetermined(config, "keys", "values")
+        if config.rotary_dim < config.head_dim:
+            return f"only {config.rotary_dim} of a key's {config.head_dim} numbers turn, and all or none must"
+        return _clipped(config) or _undetermined(config, "keys", "values")
 
     def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
         return (Stored(1, config.kv_width),)  # in 8 bits, one scale a token
 
     def weights(self, config: ModelConfig) -> PyTree:
-        plain = {"k_proj": _projection(config), "v_proj": _projection(config)}
-        return plain | {"kv_proj": _by_head(config, config.kv_width, config.qkv_bias)}
+        return _plain(config) | {"kv_proj": _by_head(config, config.kv_width, config.qkv_bias)}
+
+    def reader_weights(self, config: ModelConfig) -> PyTree:
+        return {}
 
     def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
         return (linear(h, p["k_proj"])[..., None, :],)
@@ -156,21 +185,19 @@ class Keys:
     def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
         (keys,) = made
         heads = keys.reshape(*keys.shape[:-2], config.num_kv_heads, config.head_dim)
-        return rotate(heads, at), _heads_of(keys, reader) + _bias(reader, keys)
+        return turned(config, heads, at), _heads_of(keys, reader) + _bias(reader, keys)
 
     def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
         (pool,) = paged.pools
         mixed = k_cache_attention(
             q,
             (pool,),
-            reader["kernel"].astype(q.dtype),
+            kernel_of(reader, q.dtype),
             *paged.places,
-            row=paged.row,
-            window=paged.window,
-            frequencies=inverse_frequencies(config, paged.capacity),
+            frequencies=_frequencies(config, paged.capacity),
             # Queries carry the rotary attention factor; keys that are turned when they are read do not.
             scale=config.head_dim**-0.5 * config.rope.attention_factor,
-            implementation=paged.implementation,
+            **paged.how,
         )
         return mixed + _bias(reader, mixed)
 
@@ -181,20 +208,25 @@ class Values:
     Only without rotary embedding. The bias of keys shifts all scores of a query alike, so it falls away.
     """
 
+    operation: ClassVar[str] = "x_cache_attention"
     kept: ClassVar[tuple[str, ...]] = ("k_proj",)
+    moved: ClassVar[tuple[str, ...]] = ()
 
     def refuses(self, config: ModelConfig) -> str:
-        return _turned(config, "values") or _undetermined(config, "values", "keys")
+        return _clipped(config) or _turned(config, "values") or _undetermined(config, "values", "keys")
 
     def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
         return (Stored(1, config.kv_width),)
 
     def weights(self, config: ModelConfig) -> PyTree:
-        plain = {"k_proj": _projection(config), "v_proj": _projection(config)}
-        return plain | {"vk_proj": _by_head(config, config.kv_width, False)}
+        return _plain(config) | {"vk_proj": _by_head(config, config.kv_width, False)}
+
+    def reader_weights(self, config: ModelConfig) -> PyTree:
+        return {}
 
     def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
-        return (linear(h, {"kernel": p["v_proj"]["kernel"]})[..., None, :],)
+        alone = {name: leaf for name, leaf in p["v_proj"].items() if name != "bias"}
+        return (linear(h, alone)[..., None, :],)
 
     def reader(self, p: PyTree) -> PyTree:
         return p["vk_proj"] | {"bias": p["v_proj"]["bias"]} if "bias" in p["v_proj"] else p["vk_proj"]
@@ -207,7 +239,7 @@ class Values:
     def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
         heads, width = config.num_heads, config.head_dim
         own = jnp.eye(heads * width, dtype=q.dtype).reshape(-1, heads, width)  # a head's part of the sum
-        mixed = _read_whole(config, q, reader["kernel"].astype(q.dtype), jnp.moveaxis(own, 1, 0), paged)
+        mixed = _read_whole(config, q, kernel_of(reader, q.dtype), jnp.moveaxis(own, 1, 0), paged)
         return mixed + self._bias(config, reader, mixed)
 
     def _bias(self, config: ModelConfig, reader: PyTree, like: Float[Array, "*batch"]):
@@ -217,12 +249,15 @@ class Values:
 
 
 class Inputs:
-    """The layer's normalised inputs; keys and values are made of them by whoever reads (section 5).
+    """Normalised inputs; keys and values are made of them by whoever reads (section 5).
 
-    Only without rotary embedding. Nothing is inverted: whatever the weights, it is exact.
+    Only without rotary embedding. Nothing is inverted: whatever the weights, it is exact. Nothing makes
+    such a row, so that layers of one input can share it (the E-cache).
     """
 
+    operation: ClassVar[str] = "x_cache_attention"
     kept: ClassVar[tuple[str, ...]] = ()
+    moved: ClassVar[tuple[str, ...]] = ("k_proj", "v_proj")
 
     def refuses(self, config: ModelConfig) -> str:
         if config.num_heads != config.num_kv_heads:
@@ -232,41 +267,47 @@ class Inputs:
             )
         if config.qk_norm:
             return "keys are normed after their projection, which no query can do in their place"
-        return _turned(config, "inputs")
+        return _clipped(config) or _turned(config, "inputs")
 
     def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
         return (Stored(1, config.hidden_size),)
 
     def weights(self, config: ModelConfig) -> PyTree:
-        one = _by_head(config, config.hidden_size, config.qkv_bias)
-        return {"k_proj": one, "v_proj": one}
+        return {NOTHING: Weight((0,), ".")}  # whose stacks still say how many rows there are
+
+    def reader_weights(self, config: ModelConfig) -> PyTree:
+        one = partial(_by_head, config, config.hidden_size)
+        return {"k_proj": one(config.qkv_bias and config.k_bias), "v_proj": one(config.qkv_bias)}
 
     def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
         return (h[..., None, :],)
 
     def reader(self, p: PyTree) -> PyTree:
-        return p
+        return {}
 
     def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
         (x,) = made
         return _heads_of(x, reader["k_proj"]), _heads_of(x, reader["v_proj"]) + _bias(reader["v_proj"], x)
 
     def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
-        w_k, w_v = (reader[name]["kernel"].astype(q.dtype) for name in ("k_proj", "v_proj"))
+        w_k, w_v = (kernel_of(reader[name], q.dtype) for name in ("k_proj", "v_proj"))
         mixed = _read_whole(config, q, w_k, w_v, paged)
         return mixed + _bias(reader["v_proj"], mixed)
+
+
+def _frequencies(config: ModelConfig, capacity: int) -> Array | None:
+    return None if config.rope.rope_type == NONE else inverse_frequencies(config, capacity)
 
 
 def _read_whole(config: ModelConfig, q: Queries, w_k: Array, w_v: Array, paged: Paged) -> Queries:
     """Attention over rows that queries meet as a whole: scores by way of `w_k`, the sum moved by `w_v`."""
     (pool,) = paged.pools
-    options = {"row": paged.row, "window": paged.window, "implementation": paged.implementation}
-    return x_cache_attention(q, (pool,), w_k, w_v, *paged.places, scale=config.head_dim**-0.5, **options)
+    return x_cache_attention(q, (pool,), w_k, w_v, *paged.places, scale=config.head_dim**-0.5, **paged.how)
 
 
 def _heads_of(made: Float[Array, "*batch 1 E"], p: PyTree) -> KeyValues:
     """A stored array times a kernel by head, [N, E, H]."""
-    return jnp.einsum("...e,neh->...nh", made[..., 0, :], p["kernel"].astype(made.dtype))
+    return jnp.einsum("...e,neh->...nh", made[..., 0, :], kernel_of(p, made.dtype))
 
 
 def _bias(p: PyTree, like: Float[Array, "*batch"]) -> Float[Array, "*heads"]:
@@ -287,9 +328,25 @@ def _undetermined(config: ModelConfig, stored: str, made: str) -> str:
     return ""
 
 
+def _clipped(config: ModelConfig) -> str:
+    return (
+        f"keys and values are clipped at {config.clip_qkv}, which nothing undoes" if config.clip_qkv else ""
+    )
+
+
 def _turned(config: ModelConfig, stored: str) -> str:
     turned = config.rope.rope_type != NONE
     return f"rotary embedding stands between {stored} and keys: only models without it can" if turned else ""
+
+
+def reader_of(form: Form, reader: PyTree, attention: PyTree) -> PyTree:
+    """All that reading a row needs, of the row's part and the weights of the attention that reads it."""
+    return reader | {name: attention[name] for name in form.moved}
+
+
+def has_fill(config: ModelConfig, plan: KVPlan) -> bool:
+    """Whether there are rows that a fused fill makes, and it can make those of such a model."""
+    return plan.has_fill and config.fused_fill
 
 
 FORMS: dict[str, Form] = {"kv": KeysValues(), "k": Keys(), "v": Values(), "x": Inputs()}
@@ -303,19 +360,30 @@ def check(config: ModelConfig, plan: KVPlan) -> None:
     """
     if plan.num_layers != config.num_layers:
         raise UsageError(f"the plan has {plan.num_layers} layers, the model {config.num_layers}")
-    for form in plan.forms:
+    for form in dict.fromkeys((*plan.forms, *plan.cross_forms)):
         if form not in FORMS:
             raise UsageError(f"rows have no form {form!r}; known: {', '.join(FORMS)}{suggest(form, FORMS)}")
         if reason := FORMS[form].refuses(config):
             raise UsageError(f"rows cannot be stored as {form!r}: {reason}")
-    if plan.cross:
+    if plan.cross and config.encoder is None:
         raise UsageError(f"cross-attention rows need an encoder, which {config.family} has not")
+    if config.encoder is not None and plan.forms_of(ENCODER) == ():
+        raise UsageError(f"layers of {config.family} read an encoder's output: give the plan with_cross()")
 
 
 def linear_weights(inside: tuple[str, int], outside: tuple[str, int], bias: bool, std: float) -> PyTree:
     """The `Weight`s of one `linear`, from and to widths with axis letters."""
     kernel = Weight((inside[1], outside[1]), f"{inside[0]} {outside[0]}", std)
     return {"kernel": kernel} | ({"bias": Weight((outside[1],), outside[0])} if bias else {})
+
+
+def head_norm(config: ModelConfig, letter: str, width: int) -> Weight:
+    """The gain of a norm of queries or keys, whose heads together are `width` wide, by axis letter."""
+    return (
+        Weight((width,), letter, fill=1.0)
+        if config.qk_norm_whole
+        else Weight((config.head_dim,), ".", fill=1.0)
+    )
 
 
 def _by_head(config: ModelConfig, width: int, bias: bool) -> PyTree:
@@ -337,5 +405,7 @@ def rounded(made: tuple[KeyValues, ...], dtype) -> tuple[KeyValues, ...]:
     return tuple(map(one, made))
 
 
-def _projection(config: ModelConfig) -> PyTree:
-    return linear_weights(("D", config.hidden_size), ("E", config.kv_width), config.qkv_bias, 0.02)
+def _plain(config: ModelConfig) -> PyTree:
+    """The projections of keys and values."""
+    one = partial(linear_weights, ("D", config.hidden_size), ("E", config.kv_width))
+    return {"k_proj": one(config.qkv_bias and config.k_bias, 0.02), "v_proj": one(config.qkv_bias, 0.02)}

@@ -4,12 +4,14 @@ import math
 from collections.abc import Callable
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.causal_attention.shards import Shards
+from swiftkv_jax.shapes import PyTree
 
 MESH_AXES = ("data", "fsdp", "context", "tensor")
 
@@ -133,6 +135,14 @@ def spec(axes: str, shape: tuple[int, ...] | None = None, mesh: Mesh | AbstractM
 def named(mesh: Mesh, axes: str, shape: tuple[int, ...]) -> NamedSharding:
     """Where an array of `shape` with these axis letters lies on `mesh`."""
     return NamedSharding(mesh, spec(axes, shape, mesh))
+
+
+def put(tree: PyTree, place: jax.sharding.Sharding) -> PyTree:
+    """Arrays of the host, the same in all processes, whole on each device of `place`."""
+    if place.is_fully_addressable:
+        return jax.device_put(tree, place)
+    whole = jax.tree.map(np.asarray, tree)
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, place, lambda at: x[at]), whole)
 
 
 def constrain(x: jax.Array, axes: str) -> jax.Array:

@@ -9,9 +9,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from swiftkv_jax import weights
+from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.kernels.fused_kv_fill.api import fold_gain
+from swiftkv_jax.layers import effective_gain, kernel_of, norm_weights, shared_norm_weights
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.rows import NOTHING
 from swiftkv_jax.shapes import Array, PyTree
 
 INITS = ("fold", "copy")
@@ -26,11 +30,14 @@ def to_swiftkv(
     Each maker starts as the mean of the teacher's k and v over the layers that will read its row. Arrays
     whose stacks stay as they are (see `weights.partition`) are shared with the teacher.
 
-    init:
-      "fold": every layer's own input-norm gain is multiplied into its k and v first and `norm_swiftkv`
-        starts as ones, so that a key sees the gain it was trained behind.
-      "copy": the reference's start (ArcticTraining): `norm_swiftkv` copies layer `split`'s gain.
-    exit_head: give the student an exit head too, which starts as the teacher's final norm and output head.
+    Args:
+      model: the teacher, a standard model.
+      params: its parameters.
+      plan: the student's rows, such as `KVPlan.swiftkv(...)`.
+      init: "fold" multiplies each layer's own input-norm gain into its k and v first and starts
+        `norm_swiftkv` at one, so that a key sees the gain it was trained behind. "copy" is the reference's
+        start (ArcticTraining): `norm_swiftkv` copies layer `split`'s gain.
+      exit_head: give the student an exit head too, which starts as the teacher's final norm and output head.
 
     Raises:
       UsageError: the plan has another number of layers, or no split for an exit head, or the model is not a
@@ -43,15 +50,17 @@ def to_swiftkv(
         raise UsageError("to_swiftkv makes rows of keys and values; convert the student with to_slim then")
     student = Transformer(dataclasses.replace(model.config, exit_head=exit_head), plan, model.dtype)
     layers, rows = weights.partition(plan, model.config.windows, weights.cuts_of(params))
-    out = {name: value for name, value in params.items() if name in ("embed", "norm", "lm_head")}
+    out = {name: value for name, value in params.items() if name in weights.ENDS}
     out["layers"] = weights.recut(params["layers"], layers)
-    out["rows"] = [_makers(params, plan, held, init) for held in rows]
+    out["rows"] = [_makers(model.config, params, plan, held, init) for held in rows]
     if plan.is_swiftkv:
-        gain = weights.layer(params, plan.split)["attentions"][0]["norm"]
-        out["shared_norm"] = jnp.ones_like(gain) if init == "fold" else gain
+        own = weights.layer(params, plan.split)["attentions"][0]
+        for name, weight in shared_norm_weights(model.config).items():
+            gain = own[name.removeprefix("shared_")]
+            out[name] = jnp.full_like(gain, weight.fill) if init == "fold" else gain
     if exit_head:
         kernel = params["lm_head"] if "lm_head" in params else params["embed"].T
-        out["exit"] = {"norm": params["norm"], "lm_head": kernel}
+        out["exit"] = {"lm_head": kernel} | {name: params[name] for name in norm_weights(model.config)}
     return student, out
 
 
@@ -61,6 +70,8 @@ def check_teacher(model: Transformer) -> None:
     Raises:
       UsageError: it is not a standard one.
     """
+    if model.plan.cross:
+        raise UsageError(f"to_swiftkv has no students of models with an encoder, as {model.config.family}")
     if model.plan.forms != ("kv",):
         raise UsageError(
             f"this model's rows are stored as {', '.join(model.plan.forms)}: convert last. Begin with the "
@@ -72,7 +83,7 @@ def check_teacher(model: Transformer) -> None:
         )
 
 
-def _makers(params: PyTree, plan: KVPlan, held: range, init: str) -> PyTree:
+def _makers(config: ModelConfig, params: PyTree, plan: KVPlan, held: range, init: str) -> PyTree:
     """The makers of consecutive rows, stacked: each the mean over its readers of the teacher's makers."""
     groups = [plan.readers(row) for row in held]
     folded = [plan.rows[row].shared_norm and init == "fold" for row in held]
@@ -80,7 +91,7 @@ def _makers(params: PyTree, plan: KVPlan, held: range, init: str) -> PyTree:
         return weights.recut(params["rows"], [range(groups[0][0], groups[-1][0] + 1)])[0]
 
     def one(group: tuple[int, ...], fold: bool) -> PyTree:
-        alone = [_folded(params, layer) if fold else weights.row(params, layer) for layer in group]
+        alone = [_folded(config, params, layer) if fold else weights.row(params, layer) for layer in group]
         return jax.tree.map(
             lambda *leaves: jnp.stack(leaves).astype(jnp.float32).mean(0).astype(leaves[0].dtype), *alone
         )
@@ -89,15 +100,22 @@ def _makers(params: PyTree, plan: KVPlan, held: range, init: str) -> PyTree:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *made)
 
 
-def _folded(params: PyTree, layer: int) -> PyTree:
+def _folded(config: ModelConfig, params: PyTree, layer: int) -> PyTree:
     """A layer's makers with the gain of its input norm multiplied into their kernels' rows."""
-    gain = weights.layer(params, layer)["attentions"][0]["norm"].astype(jnp.float32)
-    row = weights.row(params, layer)
+    row, own = weights.row(params, layer), weights.layer(params, layer)["attentions"][0]
+    if config.norm_after or "norm" not in own:
+        return row
+    gain = effective_gain(config, own["norm"]).astype(jnp.float32)
 
-    def kernel(p: PyTree) -> PyTree:
-        return p | {"kernel": (p["kernel"].astype(jnp.float32) * gain[:, None]).astype(p["kernel"].dtype)}
+    def projection(p: PyTree) -> PyTree:
+        wide = p["kernel"].astype(jnp.float32)
+        out = p | {"kernel": (wide * gain[:, None]).astype(p["kernel"].dtype)}
+        if "norm_bias" not in own or "bias" not in p:  # one of keys alone shifts all scores of a query alike
+            return out
+        bias = p["bias"].astype(jnp.float32) + own["norm_bias"].astype(jnp.float32) @ wide
+        return out | {"bias": bias.astype(p["bias"].dtype)}
 
-    return row | {"k_proj": kernel(row["k_proj"]), "v_proj": kernel(row["v_proj"])}
+    return row | {"k_proj": projection(row["k_proj"]), "v_proj": projection(row["v_proj"])}
 
 
 def to_slim(
@@ -105,6 +123,7 @@ def to_slim(
     params: PyTree,
     forms: str | Sequence[str] = "k",
     solved: Mapping[int, np.ndarray] | None = None,
+    cross_forms: str | Sequence[str] = "x",
 ) -> tuple[Transformer, PyTree]:
     """`model` with its rows in other forms: Slim attention (arXiv 2503.05840), for multi-head models.
 
@@ -114,21 +133,52 @@ def to_slim(
     the condition number of W_K: `python -m swiftkv_jax.slim` measures it.
 
     Args:
-      forms: one for all rows, or one for each.
+      forms: one for all rows, or one for each. With "x" for all, layers of one input share one row: all upper
+        layers of a SwiftKV student do.
       solved: row -> its W_KV or W_VK, [E, E], in place of the exact one.
+      cross_forms: of what layers read of an encoder's output, one for all layers or one for each; all layers
+        of "x" share one row.
 
     Raises:
       UsageError: this model cannot have such rows, or W_K (W_V) of a row is singular, or holds what becomes
         too large for float16; the message says why.
     """
-    if model.plan.forms != ("kv",):
-        raise UsageError(f"to_slim converts rows of keys and values, not of {', '.join(model.plan.forms)}")
+    found = {*model.plan.forms, *model.plan.cross_forms}
+    if found != {"kv"}:
+        raise UsageError(f"to_slim converts rows of keys and values, not of {', '.join(sorted(found))}")
     plan = model.plan.stored_as(*([forms] if isinstance(forms, str) else forms))
+    plan = plan.sharing_inputs() if forms == "x" else plan
+    if model.plan.cross:
+        plan = plan.with_cross(*([cross_forms] if isinstance(cross_forms, str) else cross_forms))
     slim = Transformer(model.config, plan, model.dtype)
     layers, held = weights.partition(plan, model.config.windows, weights.cuts_of(params))
-    stacks = weights.recut(params["rows"], held)
+    was = _plain_rows(model.plan, plan)
+    stacks = weights.recut(params["rows"], [range(was[made.start], was[made[-1]] + 1) for made in held])
     rows = [_slim_makers(slim, made, p, solved or {}) for made, p in zip(held, stacks, strict=True)]
-    return slim, params | {"layers": weights.recut(params["layers"], layers), "rows": rows}
+    cut = zip(layers, weights.recut(params["layers"], layers), strict=True)
+    return slim, params | {"layers": [_slim_layers(slim, model.plan, params, *p) for p in cut], "rows": rows}
+
+
+def _plain_rows(plain: KVPlan, slim: KVPlan) -> list[int]:
+    """For each row of `slim` the one of `plain` that its maker made, of the same stream."""
+    return [
+        next(i for i, one in enumerate(plain.rows) if (one.space, one.maker) == (row.space, row.maker))
+        for row in slim.rows
+    ]
+
+
+def _slim_layers(model: Transformer, plain: KVPlan, params: PyTree, held: range, stack: PyTree) -> PyTree:
+    """A stack of layers with the projections that their attentions take over from rows (form "x")."""
+    plan, heads = model.plan, model.config.num_heads
+    attentions = list(stack["attentions"])
+    for i, (reads, was) in enumerate(((plan.reads, plain.reads), (plan.cross, plain.cross))):
+        if not reads or plan.rows[reads[held.start]].form != "x":
+            continue
+        makers = [weights.row(params, was[layer]) for layer in held]
+        makers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *makers)
+        moved = {name: {w: by_head(leaf, heads) for w, leaf in p.items()} for name, p in makers.items()}
+        attentions[i] = attentions[i] | moved
+    return stack | {"attentions": attentions}
 
 
 def _slim_makers(model: Transformer, held: range, stack: PyTree, solved: Mapping[int, np.ndarray]) -> PyTree:
@@ -137,7 +187,7 @@ def _slim_makers(model: Transformer, held: range, stack: PyTree, solved: Mapping
     if form == "kv":
         return stack
     if form == "x":
-        return {name: {w: by_head(leaf, heads) for w, leaf in p.items()} for name, p in stack.items()}
+        return {NOTHING: jnp.zeros((len(held), 0), stack["k_proj"]["kernel"].dtype)}
     name, (a, b) = {"k": ("kv_proj", "kv"), "v": ("vk_proj", "vk")}[form]
     wide = [{w: np.asarray(p, np.float64) for w, p in stack[f"{x}_proj"].items()} for x in (a, b)]
     found = [
@@ -145,8 +195,9 @@ def _slim_makers(model: Transformer, held: range, stack: PyTree, solved: Mapping
         for n, i in enumerate(held)
     ]
     out = {"kernel": np.stack(found)}
-    if form == "k" and "bias" in wide[0]:
-        out["bias"] = wide[1]["bias"] - np.einsum("ne,nef->nf", wide[0]["bias"], out["kernel"])
+    if form == "k" and "bias" in wide[1]:
+        off = np.einsum("ne,nef->nf", wide[0]["bias"], out["kernel"]) if "bias" in wide[0] else 0.0
+        out["bias"] = wide[1]["bias"] - off
     dtype = stack["k_proj"]["kernel"].dtype
     for i, kernel in zip(held, out["kernel"], strict=True):
         if dtype == jnp.float16 and not np.abs(kernel).max() < float(jnp.finfo(dtype).max):
@@ -204,7 +255,7 @@ def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
 
     def one(path, _) -> bool:
         keys = weights.keys(path)
-        if which == "all" or keys[0] in ("shared_norm", "exit"):
+        if which == "all" or keys[0] in ("shared_norm", "shared_norm_bias", "exit"):
             return True
         if keys[0] == "rows":
             return starts[keys[:2]] in plan.made_at(plan.depth)
@@ -240,9 +291,28 @@ def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transforme
         return jnp.repeat(by_head, parts // kv_heads, axis=-2).reshape(*leaf.shape[:-1], -1)
 
     def stack(p: PyTree) -> PyTree:
-        return p | {name: jax.tree.map(repeated, p[name]) for name in ("k_proj", "v_proj")}
+        names = ("k_proj", "v_proj", "k_norm") if config.qk_norm_whole else ("k_proj", "v_proj")
+        return p | {name: jax.tree.map(repeated, p[name]) for name in names}
 
     placed = weights.abstract(wide.config, model.plan, model.dtype, mesh, weights.cuts_of(params))["rows"]
     where = jax.tree.map(lambda leaf: leaf.sharding, placed)
     rows = jax.jit(lambda rows: [stack(p) for p in rows], out_shardings=where)(params["rows"])
     return wide, params | {"rows": rows}
+
+
+def fold_shared_norm(model: Transformer, params: PyTree) -> PyTree:
+    """`params` as the fused fill takes them: the makers of rows with a shared norm in one stack, with the
+    norm's gain in them. `step` and `forward` take either."""
+    due = [i for i, row in enumerate(model.plan.rows) if row.shared_norm]
+    if not due or "shared_norm" not in params:
+        return params
+    held = [r for r in weights.ranges(params["rows"]) if r.start not in due]
+    stacks = weights.recut(params["rows"], [*held, range(due[0], due[-1] + 1)])
+    folded = {n: p for n, p in stacks[-1].items()}
+    gain = effective_gain(model.config, params["shared_norm"])
+    for name in folded.keys() & {"k_proj", "v_proj"}:
+        kernel = fold_gain(gain, kernel_of(folded[name])).astype(model.dtype)
+        unscaled = {part: leaf for part, leaf in folded[name].items() if part != "scale"}
+        folded[name] = unscaled | {"kernel": kernel}
+    rest = {name: leaf for name, leaf in params.items() if name != "shared_norm"}
+    return rest | {"rows": [*stacks[:-1], folded]}

@@ -1,8 +1,9 @@
 """Every weight described once, as a tree of `Weight`s that mirrors the parameters.
 
-    {"embed", "norm", "lm_head"?, "exit"?, "shared_norm"?,
+    {"embed", "positions"?, "norm", "lm_head"?, "exit"?, "shared_norm"?,
      "layers": [stack, ...],    consecutive layers, leaves [n, ...]
-     "rows": [stack, ...]}      what makes (and reads) consecutive rows, leaves [n, ...]
+     "rows": [stack, ...],      what makes (and reads) consecutive rows, leaves [n, ...]
+     "relative"?, "encoder"?}   the bias by distance; an encoder, a tree of the same kind
 
 Stacks are as long as the plan's runs of equal layers allow, so that a scan can run them; `cuts` ask for
 shorter ones. Serving cuts at every layer: then each layer's arrays are its own, and no program slices a
@@ -20,10 +21,14 @@ from jax.sharding import Mesh
 from swiftkv_jax import rows, sharding
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.kernels.fused_kv_fill.api import Makers, fold_gain
+from swiftkv_jax.layers import effective_gain, kernel_of, norm_weights, shared_norm_weights
+from swiftkv_jax.plan import SELF, KVPlan
 from swiftkv_jax.rows import FORMS, linear_weights
 from swiftkv_jax.shapes import Array, PyTree, Weight
 
+# What stands before the first layer and behind the last.
+ENDS = ("embed", "positions", "norm", "norm_bias", "lm_head")
 # Layers before which stacks are cut, beside where they must be; None: before every layer.
 Cuts = Iterable[int] | None
 
@@ -43,6 +48,8 @@ def partition(
 
     def group(number: int):
         row = plan.rows[number]
+        if row.space != SELF:
+            return row.space, row.form, sum(row.maker >= start for start in starts)
         if plan.makes_own(row.maker):
             return sum(row.maker >= start for start in starts)
         return "together", row.source, row.form
@@ -60,7 +67,7 @@ def check(config: ModelConfig, plan: KVPlan) -> None:
       UsageError: see `rows.check`; or an exit head in a plan that has no split for it to stand at.
     """
     rows.check(config, plan)
-    if config.exit_head and not plan.is_swiftkv:
+    if config.exit_head and not plan.has_shared_norm:
         raise UsageError(
             "an exit head reads the hidden states entering a SwiftKV plan's split; this plan has none: "
             "use KVPlan.swiftkv, or exit_head=False"
@@ -68,7 +75,7 @@ def check(config: ModelConfig, plan: KVPlan) -> None:
 
 
 def weights(config: ModelConfig, plan: KVPlan, cuts: Cuts = ()) -> PyTree:
-    """The tree of `Weight`s of one model; `cuts` as in `partition`.
+    """The tree of `Weight`s of one model; `cuts` as in `partition`. An encoder is cut at every layer.
 
     Raises:
       UsageError: see `check`.
@@ -76,41 +83,61 @@ def weights(config: ModelConfig, plan: KVPlan, cuts: Cuts = ()) -> PyTree:
     check(config, plan)
     layers, made = partition(plan, config.windows, cuts)
     vocab, width = ("V", config.vocab_size), ("D", config.hidden_size)
-    norm = Weight((config.hidden_size,), ".", fill=1.0)
+    norm = norm_weights(config)
     tree = {
-        "embed": Weight((vocab[1], width[1]), "V D", 0.02),
-        "layers": [_stack(_layer(config), len(run)) for run in layers],
+        "layers": [_stack(_layer(config, plan, run.start), len(run)) for run in layers],
         "rows": [_stack(FORMS[plan.rows[r.start].form].weights(config), len(r)) for r in made],
-        "norm": norm,
+        **norm,
     }
+    if config.learned_positions:
+        length = config.max_position_embeddings + config.unused_positions
+        tree["positions"] = Weight((length, width[1]), ". D", 0.02)
+    if config.relative_buckets:
+        tree["relative"] = Weight((config.relative_buckets, config.num_heads), ". N", 0.02)
+    if config.bidirectional:
+        return tree | (_convolutions(config) if config.mels else {})
+    tree["embed"] = Weight((vocab[1], width[1]), "V D", 0.02)
+    if config.encoder is not None:
+        within = config.encoder
+        tree["encoder"] = weights(within, KVPlan.standard(within.num_layers), None)
     head = {"lm_head": Weight((width[1], vocab[1]), "D V", 0.02)}
-    if plan.is_swiftkv:
-        tree["shared_norm"] = norm
+    if plan.has_shared_norm:
+        tree |= shared_norm_weights(config)
     if config.exit_head:
-        tree["exit"] = head | {"norm": norm}
+        tree["exit"] = head | norm
     return tree if config.tie_word_embeddings else tree | head
 
 
-def _layer(config: ModelConfig) -> PyTree:
+def _convolutions(config: ModelConfig) -> PyTree:
+    """The two that make a stream of frames of sound, each over three neighbours: [out, in, 3]."""
+    width, tree = config.hidden_size, {}
+    for name, inputs in (("conv1", config.mels), ("conv2", width)):
+        tree[name] = Weight((width, inputs, 3), "D . .", (3 * inputs) ** -0.5)
+        tree[f"{name}_bias"] = Weight((width,), ".")
+    return tree
+
+
+def _layer(config: ModelConfig, plan: KVPlan, number: int) -> PyTree:
     """One layer, without the projections that make rows."""
     width, ffn = ("D", config.hidden_size), ("F", config.intermediate_size)
     heads = ("N", config.num_heads * config.head_dim)
     out_std = 0.02 / (2 * config.num_layers) ** 0.5  # residual branches start small (GPT-2)
-    gain = Weight((width[1],), ".", fill=1.0)
-    attention = {
-        "norm": gain,
+    norm = norm_weights(config)
+    attention: PyTree = {
+        **norm,
         "q_proj": linear_weights(width, heads, config.qkv_bias, 0.02),
         "o_proj": linear_weights(heads, width, config.o_bias, out_std),
     }
     if config.qk_norm:
-        attention["q_norm"] = Weight((config.head_dim,), ".", fill=1.0)
+        attention["q_norm"] = rows.head_norm(config, *heads)
     mlp = {
-        "norm": gain,
-        "gate_proj": linear_weights(width, ffn, config.mlp_bias, 0.02),
+        **norm,
+        **({"gate_proj": linear_weights(width, ffn, config.mlp_bias, 0.02)} if config.gated else {}),
         "up_proj": linear_weights(width, ffn, config.mlp_bias, 0.02),
         "down_proj": linear_weights(ffn, width, config.mlp_bias, out_std),
     }
-    return {"attentions": [attention], "mlp": mlp}
+    forms = [plan.rows[plan.reads[number]].form, *plan.cross_forms[number : number + 1]]
+    return {"attentions": [attention | FORMS[form].reader_weights(config) for form in forms], "mlp": mlp}
 
 
 def _stack(tree: PyTree, n: int) -> PyTree:
@@ -207,3 +234,13 @@ def split_layers(config: ModelConfig, plan: KVPlan, params: PyTree) -> PyTree:
         for held, stack in zip(made, recut(params["rows"], made), strict=True)
     ]
     return params | {"layers": recut(params["layers"], layers), "rows": rows}
+
+
+def fill_makers(config: ModelConfig, params: PyTree, due: list[int]) -> Makers:
+    """Weights of the fused fill, of rows with a shared norm."""
+    (p,) = recut(params["rows"], [range(due[0], due[-1] + 1)])
+    kernels = [kernel_of(p[name]) for name in ("k_proj", "v_proj")]
+    if "shared_norm" in params:
+        gain = effective_gain(config, params["shared_norm"])
+        kernels = [fold_gain(gain, kernel) for kernel in kernels]
+    return Makers(*kernels, p["k_proj"].get("bias"), p["v_proj"].get("bias"), p.get("k_norm"))

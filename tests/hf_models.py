@@ -28,6 +28,18 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+# The fields of BASE that models without rotary embedding have.
+BEFORE_ROPE = "vocab_size hidden_size num_hidden_layers num_attention_heads max_position_embeddings".split()
+GPT2 = {"eos_token_id": None, "bos_token_id": None}  # its own are no tokens of so small a vocabulary
+LONGROPE = {
+    "pad_token_id": None,  # Phi-3's own is no token of so small a vocabulary
+    "sliding_window": None,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.05, 1.1, 1.2, 1.4, 1.7],
+        "long_factor": [1.1, 1.5, 2.5, 4.0, 6.0, 7.5],
+    },
+}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
 
 # name -> (model_type, fields that differ from BASE)
@@ -64,6 +76,30 @@ CASES: dict[str, tuple[str, dict]] = {
         "qwen3",
         {"head_dim": 24, "attention_bias": True, "num_key_value_heads": 1} | WINDOWED,
     ),
+    "gemma": ("gemma", {"head_dim": 20, "num_key_value_heads": 4}),  # 80 columns of 48 inputs, as Gemma-7B
+    "gemma_one_kv_head": ("gemma", {"head_dim": 24, "num_key_value_heads": 1}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2_wide": ("gpt2", GPT2 | {"n_inner": 72, "tie_word_embeddings": False}),
+    "olmo": ("olmo", {"num_key_value_heads": 4}),
+    "olmo_clipped": ("olmo", {"clip_qkv": 1.5, "tie_word_embeddings": True, "attention_bias": True}),
+    "olmo2": ("olmo2", {}),
+    "olmo2_multi_head": ("olmo2", {"num_key_value_heads": 4, "head_dim": 20}),
+    "opt": ("opt", {"ffn_dim": 80}),
+    "opt_untied": ("opt", {"ffn_dim": 72, "tie_word_embeddings": False}),
+    "phi3": ("phi3", {"num_key_value_heads": 4, "sliding_window": 7, "pad_token_id": None}),
+    "phi3_longrope_short": ("phi3", LONGROPE | {"original_max_position_embeddings": 100}),
+    "phi3_longrope_long": ("phi3", LONGROPE | {"original_max_position_embeddings": 40}),
+    "phi3_partial": (  # Phi-4-mini's 0.75 of a head
+        "phi3",
+        {
+            "hidden_size": 64,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 16,
+            "tie_word_embeddings": True,
+            "rope_scaling": LONGROPE["rope_scaling"] | {"short_factor": [1.0] * 6},
+            "pad_token_id": None,
+        },
+    ),
 }
 
 
@@ -75,20 +111,22 @@ def make(name: str) -> transformers.PreTrainedModel:
 
 def build(family: str, seed: int = 0, **fields) -> transformers.PreTrainedModel:
     """A random model whose norms and biases are random too, and whose logits differ by several units."""
-    config = transformers.AutoConfig.for_model(family, **(BASE | fields))
+    base = {name: BASE[name] for name in BEFORE_ROPE} if family in ("gpt2", "opt") else BASE
+    config = transformers.AutoConfig.for_model(family, **(base | fields))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=random)
-            if "norm" in key:
-                weight.copy_(1 + 0.3 * noise)
-            elif key.endswith("bias"):
+            if key.endswith("bias"):
                 weight.copy_(0.3 * noise)
-            elif "embed" in key:
+            elif "norm" in key or "ln_" in key:
+                weight.copy_((family != "gemma") + 0.3 * noise)  # Gemma stores its gains less 1
+            elif "embed" in key or "wte" in key or "wpe" in key:
                 weight.copy_(noise * (0.3 if config.tie_word_embeddings else 1.0))
             else:
-                weight.copy_(noise * (3.0 if "lm_head" in key else 1.3) * weight.shape[1] ** -0.5)
+                inputs = weight.shape[0 if family == "gpt2" and "lm_head" not in key else 1]
+                weight.copy_(noise * (3.0 if "lm_head" in key else 1.3) * inputs**-0.5)
     return model
 
 

@@ -1,6 +1,7 @@
 """Run in a process of its own with 4 virtual CPU devices: tokens served by several devices, against one's;
 and the communication of one decode step."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -13,16 +14,28 @@ import jax.numpy as jnp
 import numpy as np
 
 import swiftkv_jax as skv
-from swiftkv_jax import sharding, weights
+from swiftkv_jax import predict, sharding, weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.engine import loop, runner
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.families import FAMILIES
 from swiftkv_jax.model import Transformer
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "head_dim": 8}
 GQA = ModelConfig(**SIZES, num_heads=4, num_kv_heads=2, qk_norm=True, family="qwen3")
 MHA = ModelConfig(**SIZES, num_heads=4, num_kv_heads=4, qkv_bias=True, family="qwen2")
+OLMO2 = ModelConfig(
+    **SIZES, num_heads=4, num_kv_heads=2, qk_norm=True, qk_norm_whole=True, norm_after=True, family="olmo2"
+)
+GPT2 = ModelConfig(
+    **SIZES,
+    **FAMILIES["gpt2"].fields,
+    num_heads=4,
+    num_kv_heads=4,
+    family="gpt2",
+    tie_word_embeddings=True,
+)
 PLANS = {
     "standard": skv.KVPlan.standard(3),
     "swiftkv": skv.KVPlan.swiftkv(3, 1),
@@ -42,32 +55,60 @@ def made(config: ModelConfig, plan: skv.KVPlan, form: str = "kv"):
     """A model with sharp logits, and its parameters."""
     model = Transformer(config, plan)
     params = weights.init(config, plan, jax.random.key(1))
-    params = jax.tree.map(lambda x: x * 8 if x.ndim > 2 else x, params)
-    return skv.to_slim(model, params) if form == "k" else (model, params)
+
+    def sharp(x):
+        if x.ndim > 2:
+            return x * 8
+        return x + 0.3 * jnp.sin(jnp.arange(x.size)).reshape(x.shape)  # of gains and biases no two are alike
+
+    params = jax.tree.map(sharp, params)
+    return (model, params) if form == "kv" else skv.to_slim(model, params, form)
+
+
+def predicted(base: ModelConfig, auxiliary: ModelConfig):
+    """A model whose prompts another one reads, with a random predictor."""
+    large, own = made(base, skv.KVPlan.swiftkv(3, 2))
+    small, theirs = made(auxiliary, skv.KVPlan.standard(3))
+    model = skv.Predicted(large, small, skv.Prediction((0, 0, 2)))
+    predictor = predict.uniform(model, jax.random.key(2))
+    return model, {"base": own, "auxiliary": theirs, "predictor": predictor}
+
+
+def described(model):
+    """The tree of `Weight`s."""
+    if isinstance(model, skv.Predicted):
+        return predict.described(model)
+    return weights.weights(model.config, model.plan)
 
 
 def served(model, params, tensor: int, **settings) -> LLM:
     mesh = sharding.tensor_mesh(tensor)
-    place = weights.abstract(model.config, model.plan, jnp.float32, mesh)
-    params = jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, place))
-    return LLM.from_model(model, params, mesh=mesh, **ENGINE, **settings)
+    place = jax.tree.map(lambda w: sharding.named(mesh, w.axes, w.shape), described(model))
+    return LLM.from_model(model, jax.device_put(params, place), mesh=mesh, **ENGINE, **settings)
 
 
 def tokens(llm: LLM) -> list:
     return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-CASES = {  # name -> (shape, plan, form, devices, settings)
+SMALL = dataclasses.replace(MHA, hidden_size=24, num_kv_heads=1)
+CASES = {  # name -> (shape, plan, form, devices, settings); of a pair: base, auxiliary, "pair", ...
     "standard on 4": (GQA, PLANS["standard"], "kv", 4, {}),
     "acrosskv by XLA and pages on 2": (GQA, PLANS["acrosskv"], "kv", 2, {"attention": "xla", "fill": "xla"}),
     "int8 rows on 4": (GQA, PLANS["acrosskv"], "kv", 4, {"cache_dtype": "int8"}),
     "keys alone on 4": (MHA, PLANS["swiftkv"], "k", 4, {}),
+    "prediction on 4": (GQA, SMALL, "pair", 4, {}),
+    "a norm over all heads on 4": (OLMO2, PLANS["acrosskv"], "kv", 4, {}),
 }
 MORE = {
     **{f"{name} on {n}": (GQA, plan, "kv", n, {}) for name, plan in PLANS.items() for n in (2, 4)},
     "keys alone, standard, on 2": (MHA, PLANS["standard"], "k", 2, {}),
     "int8 keys alone on 2": (MHA, PLANS["acrosskv"], "k", 2, {"cache_dtype": "int8"}),
+    "values alone on 4": (GPT2, PLANS["swiftkv"], "v", 4, {}),
+    "inputs on 4": (GPT2, PLANS["swiftkv"], "x", 4, {}),
+    "learned positions on 2": (GPT2, PLANS["swiftkv"], "kv", 2, {}),
     "drafts on 4": (GQA, PLANS["swiftkv"], "kv", 4, {"drafts": 2}),
+    "prediction with int8 rows on 2": (GQA, MHA, "pair", 2, {"cache_dtype": "int8"}),
 }
 
 
@@ -99,9 +140,9 @@ def from_folder(folder: str) -> list:
     return [tokens(LLM(folder, tensor_parallel_size=n, **ENGINE)) for n in (1, 2)]
 
 
-def refusal(tensor: int) -> str:
+def refusal(tensor: int, auxiliary: ModelConfig | None = None) -> str:
     try:
-        served(*made(GQA, PLANS["standard"]), tensor)
+        served(*(predicted(GQA, auxiliary) if auxiliary else made(GQA, PLANS["standard"])), tensor)
     except skv.UsageError as error:
         return str(error)
     return ""
@@ -111,7 +152,7 @@ def main() -> None:
     report, alone = {}, {}
     for name, (config, plan, form, tensor, settings) in (MORE if sys.argv[1:] == ["more"] else CASES).items():
         key = repr((config, plan, form, settings))
-        model, params = made(config, plan, form)
+        model, params = predicted(config, plan) if form == "pair" else made(config, plan, form)
         if key not in alone:
             alone[key] = tokens(LLM.from_model(model, params, **ENGINE, **settings))
         llm = served(model, params, tensor, **settings)
@@ -122,7 +163,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             one, two = from_folder(folder)
         report["folder"] = {"same": one == two}
-        report["refused"] = refusal(3), refusal(8)
+        report["refused"] = refusal(3), refusal(8), refusal(4, dataclasses.replace(SMALL, num_heads=3))
     json.dump(report, sys.stdout)
 
 

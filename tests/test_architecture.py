@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "swiftkv_jax"
 LEVELS = (
-    "version errors shapes pytree last_words processes checks folder config config_json rope plan sharding "
-    "gguf_header gguf_config",
-    "layers rows cache weights text",
-    "model surgery checkpoint predict",
+    "version errors shapes pytree last_words processes checks folder config config_json encoder_json "
+    "families rope plan sharding gguf_header gguf_config",
+    "layers rows cache weights text audio",
+    "model encoder surgery checkpoint predict",
     "distill engine analysis slim baselines",
-    "server lm_eval convert compare commands",
+    "server lm_eval convert compare teacher_chats cli commands __main__",
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}
 STRANGERS = {("distill", "engine"), ("engine", "distill"), ("analysis", "distill"), ("analysis", "engine")}
@@ -159,9 +159,50 @@ def test_the_scripts_and_the_installed_commands_are_the_same():
     installed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     assert installed["swiftkv-eval"] == "swiftkv_jax.commands:evaluate"
     assert installed["swiftkv-convert"] == "swiftkv_jax.commands:convert"
+    assert installed["swiftkv"] == "swiftkv_jax.commands:main"
+    assert "swiftkv_jax.commands.main" in imports(ast.walk(tree(LIBRARY / "__main__.py")))
     for name in ("train", "serve"):
         assert installed[f"swiftkv-{name}"] == f"swiftkv_jax.commands:{name}"
         assert f"swiftkv_jax.commands.{name}" in imports(ast.walk(tree(ROOT / f"{name}.py")))
+
+
+def test_only_plans_and_what_reads_and_writes_checkpoints_ask_for_a_method():
+    """Others ask a plan for what they need: a shared norm, rows to fill, layers that are skipped."""
+    known = {"plan", "surgery", "config", "config_json", "checkpoint"}
+    for path in python_files("swiftkv_jax", "kernels", "benchmarks", "demo", "configs"):
+        if path.is_relative_to(LIBRARY) and path.relative_to(LIBRARY).parts[0].removesuffix(".py") in known:
+            continue
+        asked = [n.lineno for n in ast.walk(tree(path)) if getattr(n, "attr", "") == "is_swiftkv"]
+        assert not asked, (path, asked)
+
+
+def test_only_two_functions_meet_a_kernel():
+    """What runs a model asks `layers` for products and kernels, so that no scale is forgotten."""
+    files = [LIBRARY / f"{name}.py" for name in ("layers", "rows", "weights", "model", "cache")]
+    for path in [*files, *python_files("swiftkv_jax/engine")]:
+        allowed = [
+            node
+            for function in ast.walk(tree(path))
+            if isinstance(function, ast.FunctionDef) and function.name in ("linear", "kernel_of")
+            for node in ast.walk(function)
+        ]
+        taken = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Subscript) and n not in allowed]
+        wrong = [n.lineno for n in taken if getattr(n.slice, "value", None) == "kernel"]
+        assert not wrong, (path, wrong)
+
+
+def test_tests_use_what_is_public():
+    """Places where tests read or call a private attribute; those of named tuples are public. Replacing one by
+    `monkeypatch.setattr` is not counted."""
+    public = {"_replace", "_asdict", "_fields", "_make"}
+    found = []
+    for path in python_files("tests"):
+        nodes = list(ast.walk(tree(path)))
+        held = [n for n in nodes if isinstance(n, ast.Attribute) and dotted(n.value) not in ("self", "cls")]
+        names = [n.attr for n in held if n.attr not in public]
+        private = [n for n in names if n.startswith("_") and not n.startswith("__")]
+        found += [f"{path.relative_to(ROOT)}: {name}" for name in private]
+    assert len(found) <= 60, found
 
 
 def test_no_data_is_run():

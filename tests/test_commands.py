@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENTRIES = {"swiftkv-train": commands.train, "train.py": commands.train}
 ENTRIES |= {"swiftkv-serve": commands.serve, "serve.py": commands.serve}
 ENTRIES |= {"swiftkv-convert": commands.convert}
+PARTS = ("plan", "distil", "train", "convert", "serve", "push")  # of `swiftkv`; eval is lm-eval's own
 
 
 def ran(entry, monkeypatch, *words: str) -> int:
@@ -80,6 +81,56 @@ def test_a_command_line_that_cannot_be_run_is_one_line(words, said, monkeypatch,
     assert ran(commands.train, monkeypatch, "swiftkv-train", *words) == 2
     out, error = capsys.readouterr()
     assert not out and error.startswith("error: ") and error.count("\n") == 1 and said in error
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_one_command_has_all_others(name, monkeypatch, capsys):
+    assert ran(commands.main, monkeypatch, "swiftkv", name, "--help") == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"usage: swiftkv {name} ")
+    flags, _, _ = told.partition("fields of the config")
+    assert len(flags.splitlines()) < (100 if name == "serve" else 50), "two screens, and serve.py's own"
+    assert ran(commands.main, monkeypatch, "swiftkv", name, "--nonsense") == 2
+    assert capsys.readouterr().err.startswith("error: unrecognized arguments: --nonsense")
+
+
+def test_the_command_itself_says_what_there_is(monkeypatch, capsys):
+    assert ran(commands.main, monkeypatch, "swiftkv", "--help") == 0
+    told = capsys.readouterr().out
+    assert all(f"  {name} " in told for name in (*PARTS, "eval"))
+    assert ran(commands.main, monkeypatch, "swiftkv", "--version") == 0
+    assert capsys.readouterr().out == f"swiftkv-jax {skv.__version__}\n"
+    for words, said in (
+        (["distill"], "no command 'distill'; did you mean 'distil'?"),
+        ([], "which command?"),
+        (["--hlep"], "no command '--hlep'"),
+    ):
+        assert ran(commands.main, monkeypatch, "swiftkv", *words) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words, given",
+    [
+        (["serve", "DIR", "--http"], ["--model", "DIR", "--http"]),
+        (["serve", "--model", "DIR"], ["--model", "DIR"]),
+        (["eval", "DIR", "--tasks", "t"], "--model swiftkv --model_args pretrained=DIR --tasks t".split()),
+        (["convert", "DIR", "--split", "2"], ["DIR", "--split", "2"]),
+    ],
+)
+def test_a_model_behind_the_command_is_what_its_flag_would_be(words, given, monkeypatch):
+    seen = []
+    monkeypatch.setitem(commands.COMMANDS, words[0], lambda: seen.extend(sys.argv) or 0)
+    assert ran(commands.main, monkeypatch, "swiftkv", *words) == 0
+    assert seen == [f"swiftkv {words[0]}", *given]
+
+
+def test_the_package_runs_as_the_command(tmp_path):
+    command = [sys.executable, "-m", "swiftkv_jax", "plan", str(ROOT / "nowhere")]
+    env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stderr.startswith("error: no model "), done.stderr
 
 
 WITHOUT = """

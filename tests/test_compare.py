@@ -1,21 +1,30 @@
 """The comparison at equal FLOPs: its prompts, its counts, its averages, and what it writes."""
 
+import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_engine
 from tiny_models import PLAIN, tiny
+from tokenizers_made import make_tokenizer
 
 import swiftkv_jax as skv
-from swiftkv_jax import compare
-from swiftkv_jax.analysis.prediction_flops import Sizes
-from swiftkv_jax.baselines import RandomPruning
-from swiftkv_jax.compare import Answers, Point, Prompts
+from swiftkv_jax import predict
+from swiftkv_jax.analysis.prediction_flops import Sizes, prediction_table
+from swiftkv_jax.baselines import FFNSkip, RandomPruning
+from swiftkv_jax.compare import __main__ as command
+from swiftkv_jax.compare import judging, row_errors, systems, times
+from swiftkv_jax.compare.judging import Answers, Point, Prompts
+from swiftkv_jax.compare.systems import System, full_depth
+from swiftkv_jax.compare.training import experiment
+from swiftkv_jax.distill.config import LossConfig, PlanConfig, PredictConfig, PredictionLossConfig
 from swiftkv_jax.distill.sources import open_documents, split_of
 from swiftkv_jax.folder import DEMO
 from swiftkv_jax.model import forward, logits
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 ROWS = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (5, 12)).astype(np.int32)
@@ -42,7 +51,7 @@ def text(tmp_path_factory):
 
 def test_prompts_are_the_beginnings_of_held_out_documents_of_every_length(text):
     folder = DEMO / "teacher"
-    found = compare.prompts_of(text, folder, 300, 64)
+    found = judging.prompts_of(text, folder, 300, 64)
     assert found.lengths.size >= 300 and found.tokens.shape[1] == 64
     assert found.lengths.min() == 2 and found.lengths.max() == 63
     counts = np.histogram(found.lengths, bins=4, range=(2, 64))[0]
@@ -54,55 +63,225 @@ def test_prompts_are_the_beginnings_of_held_out_documents_of_every_length(text):
     assert found.tokens[0].tolist() == tokenizer.encode(held_out.text)[:64]
 
 
+def test_kv_prediction_costs_what_skipping_every_middle_ffn_does_and_less_and_more():
+    """So that they meet at equal FLOPs: on 8 layers, by the formulas, at 256 tokens of the demo's sizes."""
+    sizes = Sizes.of(skv.ModelConfig.from_hf(DEMO / "teacher" / "config.json"))
+    full, costs = full_depth(sizes, 256), {}
+    for _, keep in systems.kept_layers(sizes):
+        given = Prediction.nearest(8, keep)
+        table = prediction_table(sizes, sizes.kept(keep), given, 256)
+        costs[keep] = table["total"] * 1e9 * 256 / full
+    skipped = len(FFNSkip(threshold=-1.0, cold_first=3, cold_last=1).middle(8))
+    skipping = 1 - (skipped - 1) * 6 * sizes.width * sizes.ffn[0] * 256 / full
+    assert costs[0, 1, 2, 4, 5, 6] < skipping < costs[0, 1, 2, 3, 4, 5, 6] < 1
+
+
 def test_both_ways_to_answer_are_the_models_own_where_nothing_is_left_out():
     model, params = tiny(PLAIN, KVPlan.standard(4))
     scores = np.asarray(logits(model, params, forward(model, params, jnp.asarray(ROWS))), np.float64)
     scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
     at = np.take_along_axis(scores, PROMPTS.lengths[..., None] - 1, axis=1)
     want = -np.take_along_axis(at, PROMPTS.targets[..., None], axis=2)[..., 0]
-    by_rows = compare._by_rows(model, params, PROMPTS)
-    by_prompts, flops = compare.answers_by_prompts(model, params, RandomPruning(keep=1.0), PROMPTS)
+    by_rows = judging.answers_by_rows(model, params, PROMPTS)
+    by_prompts, flops = judging.answers_by_prompts(model, params, RandomPruning(keep=1.0), PROMPTS)
     for found in (by_rows, by_prompts):
         np.testing.assert_allclose(found.nats, want, atol=2e-5)
         np.testing.assert_array_equal(found.likeliest, at.argmax(-1))
-    assert flops == sum(compare.full_depth(Sizes.of(PLAIN), int(n)) for n in PROMPTS.lengths.ravel())
+    assert flops == sum(full_depth(Sizes.of(PLAIN), int(n)) for n in PROMPTS.lengths.ravel())
 
 
 def test_flops_of_swiftkv_are_those_counted_by_hand():
     """A prompt of 10 tokens; 4 layers of width 48, FFN 40, 4 query heads and 2 kv heads of 12, split 1."""
     rows, rest, key = 2 * 48 * 2 * 24, 2 * 48 * (2 * 48 + 3 * 40), 4 * 48
     all_tokens = 10 * (4 * rows + rest) + key * 55
-    assert compare.swiftkv_flops(Sizes.of(PLAIN), 1, 10) == all_tokens + 3 * (rest + key * 10)
-    assert compare.full_depth(Sizes.of(PLAIN), 10) == 4 * (10 * (rows + rest) + key * 55)
+    at_one, paired = KVPlan.swiftkv(4, 1), KVPlan.swiftkv(4, 1, 2)
+    assert systems.swiftkv_flops(Sizes.of(PLAIN), at_one, 10) == all_tokens + 3 * (rest + key * 10)
+    # in pairs, the three upper layers read two rows
+    assert systems.swiftkv_flops(Sizes.of(PLAIN), paired, 10) == all_tokens - 10 * rows + 3 * (
+        rest + key * 10
+    )
+    assert full_depth(Sizes.of(PLAIN), 10) == 4 * (10 * (rows + rest) + key * 55)
 
 
 def test_errors_are_over_rows_in_which_prompts_are_alike():
     own = Answers(np.zeros((3, 2)), np.zeros((3, 2), int))
     found = Answers(np.array([[1.0, 1.0], [2.0, 4.0], [2.0, 0.0]]), np.array([[0, 1], [0, 0], [1, 1]]))
-    got = compare.point("a", "b", 0.5, found, own)
+    got = judging.point("a", "b", 0.5, found, own)
     assert (got.gap, got.agreement) == (pytest.approx(5 / 3), pytest.approx(0.5))
     assert got.gap_error == pytest.approx(np.std([1, 3, 1], ddof=1) / 3**0.5)
     assert got.agreement_error == pytest.approx(np.std([0.5, 1, 0], ddof=1) / 3**0.5)
 
 
 def test_a_curve_is_straight_between_its_points_and_ends_with_them():
-    assert compare.at_equal_flops(POINTS, "KV prediction", 0.5) == pytest.approx(0.02)
-    assert np.isnan(compare.at_equal_flops(POINTS, "KV prediction", 0.75))
-    lines = compare.table(POINTS).splitlines()
+    assert judging.at_equal_flops(POINTS, "KV prediction", 0.5) == pytest.approx(0.02)
+    assert np.isnan(judging.at_equal_flops(POINTS, "KV prediction", 0.75))
+    lines = judging.table(POINTS).splitlines()
     assert lines[5] == "| random pruning | keep 0.5 | 0.500 | 0.4000 ± 0.0100 | 0.0200 | 0.600 ± 0.020 |"
     assert lines[6].split("|")[5].strip() == "" and lines[3].split("|")[5].strip() == ""
 
 
-def test_the_command_writes_a_table_numbers_and_a_plot(text, tmp_path, monkeypatch, capsys):
-    for name, points in (("students", POINTS[:1]), ("predicted", POINTS[1:3]), ("others", POINTS[3:])):
-        monkeypatch.setattr(compare, name, lambda *args, points=points: points)
-    asked = ["--model", str(DEMO / "teacher"), "--text", text, "--length", "32", "--prompts", "40"]
-    assert compare.main([*asked, "--out", str(tmp_path)]) == 0, capsys.readouterr().err
-    saved = json.loads((tmp_path / "compare.json").read_text())
-    assert [Point(**each) for each in saved["points"]] == POINTS
-    assert saved["prompts"] >= 40 and saved["length"] == 32 and 2 < saved["teacher_nats"] < 6
-    assert (tmp_path / "compare.md").read_text() == compare.table(POINTS) + "\n"
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+def test_trained_systems_are_set_beside_trained_ones_and_times_beside_flops():
+    trained = [p._replace(system=p.system + judging.TRAINED, gap=p.gap / 2) for p in POINTS[:3]]
+    timed = [trained[0]._replace(ttft=0.51, ttft_short=0.6), *trained[1:], POINTS[1]]
+    lines = judging.table(timed).splitlines()
+    assert lines[0].startswith("| system | setting | FLOPs | TTFT | TTFT, short | gap |")
+    assert lines[2].split("|")[4:8] == [" 0.51 ", " 0.60 ", " 0.0100 ± 0.0010 ", " 0.0100 "]
+    assert lines[3].split("|")[4:6] == ["  ", "  "]
+
+
+def pair(reads=(0, 1, 2, 3)) -> tuple[skv.Predicted, dict]:
+    """A model that reads prompts for itself."""
+    base, params = tiny(PLAIN, KVPlan.standard(4))
+    model = skv.Predicted(base, base, Prediction(reads))
+    return model, {"base": params, "auxiliary": params, "predictor": predict.identity(model)}
+
+
+def test_errors_of_rows_are_mean_differences_by_place_and_their_distribution():
+    """Of itself nothing is wrong but what is added: 0.5 to the values of row 2."""
+    model, params = pair()
+    off = params["predictor"]["rows"][0]["v_proj"]
+    off["bias"] = off["bias"].at[2].set(0.5)
+    found = row_errors.row_errors(model, params, ROWS)
+    keys, values = found.l1
+    assert values.shape == (4, ROWS.shape[1]) and np.abs(keys).max() < 1e-5
+    np.testing.assert_allclose(values[2], 0.5, atol=1e-5)
+    assert np.abs(np.delete(values, 2, axis=0)).max() < 1e-5
+    where = np.searchsorted(found.edges[1], 0.5 - 1e-3) - 1
+    numbers = ROWS.size * PLAIN.kv_width
+    assert found.counts[1, 2, where - 1 :].sum() > 0.4 * numbers  # the histogram ends near what is usual
+    assert found.counts[1].sum(1).max() <= numbers and found.counts[1, 0, 49:51].sum() == numbers
+
+
+def test_errors_of_rows_are_those_of_the_definition():
+    """Rows read from others, on values, which nothing turns."""
+    model, params = pair((0, 0, 1, 1))
+    got, want = (predict.predicted_rows(each, params, jnp.asarray(ROWS)) for each in (model, pair()[0]))
+    apart = [np.abs(np.asarray(a[1] - b[1])).mean((0, 2, 3)) for a, b in zip(got, want, strict=True)]
+    np.testing.assert_allclose(row_errors.row_errors(model, params, ROWS).l1[1], apart, atol=1e-5)
+    assert max(map(np.max, apart)) > 0.01
+
+
+@pytest.mark.parametrize("kind", ["own", "whole", "predicted"])
+def test_what_is_timed_is_compiled_before(kind):
+    """And tells the model's own first tokens."""
+    model, params = pair()
+    params = jax.device_put(params, jax.devices()[0])
+    if kind != "predicted":
+        model, params = model.base, params["base"]
+    read = times.reader(model, params, 3, 7, whole=kind == "whole")
+    read()
+    with tiny_engine.compilations() as found:
+        read()
+    assert not found
+    tokens = jnp.asarray(ROWS[:3, :7])
+    cut, cache = predict.split_layers(model, params), times.empty(model, params, 3, 7)
+    got, _ = times.first_tokens(model, cut, tokens, cache, whole=kind == "whole")
+    base, own = predict.generator(model, params)
+    want = logits(base, own, forward(base, own, tokens))[:, -1].argmax(-1)
+    assert got.tolist() == want.tolist()
+
+
+def test_each_system_is_trained_by_what_it_is_for():
+    model = str(DEMO / "teacher")
+    base = tiny(PLAIN, KVPlan.standard(4))
+
+    def made(name, **training):
+        return experiment(System(name, "x", 0.5, *base, training), model, "text", 64, 7)
+
+    student = made("SwiftKV", plan=PlanConfig(split=2, init="least_squares"))
+    assert student.loss == LossConfig() and student.trainable == "swiftkv"
+    half = System(
+        "KV prediction", "x", 0.5, *base, {"predict": PredictConfig(keep=(0, 2)), "trainable": "predictor"}
+    )
+    weights = [experiment(each, model, "text", 64, 7).loss for each in systems.by_weights(half)]
+    assert weights == [PredictionLossConfig(rows_weight=w) for w in (0.0, None, 1.0)]
+    alone = made("alone", keep=(0, 2), trainable="all", loss=LossConfig(kl_weight=0.0, lm_weight=1.0))
+    assert {each.steps * each.data.batch_size * each.data.seq_len for each in (student, alone)} == {
+        7 * 8 * 64
+    }
+
+
+def few(monkeypatch) -> None:
+    """Less of everything."""
+    kept, rest = systems.kept_layers, systems.others
+    monkeypatch.setattr(systems, "kept_layers", lambda sizes: kept(sizes)[1:2])
+    monkeypatch.setattr(systems, "_SPLITS", (0.5,))
+    monkeypatch.setattr(command, "others", lambda source: list(rest(source))[:1])
+    monkeypatch.setattr(judging, "FIT_TOKENS", 1024)
+    monkeypatch.setattr(times, "LENGTHS", (16, 32))
+    monkeypatch.setattr(times, "SHORT", (2, 9))
+
+
+def saved(folder, seed: int = 0, **sizes):
+    """A small model of four layers with a tokenizer."""
+    config = dataclasses.replace(PLAIN, vocab_size=300, max_position_embeddings=64, **sizes)
+    skv.save_pretrained(make_tokenizer(folder), *tiny(config, KVPlan.standard(config.num_layers), seed))
+    return folder
+
+
+def test_the_command_writes_a_table_numbers_and_plots(text, tmp_path, monkeypatch, capsys):
+    few(monkeypatch)
+    model = saved(tmp_path / "model")
+    asked = ["--model", str(model), "--text", text, "--length", "32", "--prompts", "40", "--rounds", "0"]
+    assert command.main([*asked, "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    told = json.loads((tmp_path / "out" / "compare.json").read_text())
+    points = [Point(**each) for each in told["points"]]
+    names = ["SwiftKV", "AcrossKV", "KV prediction", "KV prediction: alone", "random pruning"]
+    assert [p.system for p in points] == names
+    assert told["prompts"] >= 40 and told["length"] == 32 and told["train_tokens"] == 0
+    assert told["row_l1"]["of"] == "KV prediction, layers 0 2" and len(told["row_l1"]["keys"]) == 4
+    first, second, *_ = told["row_l1"]["values"]
+    assert first < 0.1 * second  # of the same layer, but for the ridge
+    assert len((tmp_path / "out" / "compare.md").read_text().splitlines()) == 2 + len(points)
+    for name in ("compare.png", "row_errors.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "out" / "ttft.png").exists()
+
+
+@pytest.mark.slow
+def test_systems_are_trained_and_timed_too_and_an_auxiliary_of_its_own_is_one(
+    text, tmp_path, monkeypatch, capsys
+):
+    few(monkeypatch)
+    model, small = saved(tmp_path / "model"), saved(tmp_path / "small", 3, num_layers=2, windows=())
+    asked = ["--model", str(model), "--text", text, "--length", "32", "--prompts", "40", "--rounds", "1"]
+    asked += ["--train", "2", "--auxiliary", str(small), "--out", str(tmp_path / "out")]
+    assert command.main(asked) == 0, capsys.readouterr().err
+    told = json.loads((tmp_path / "out" / "compare.json").read_text())
+    points = {(p["system"], p["setting"]): p for p in told["points"]}
+    assert told["train_tokens"] == 2 * 8 * 32
+    for name in ("SwiftKV", "AcrossKV"):
+        assert points[name, "split 2"]["gap"] != points[name + ", trained", "split 2"]["gap"]
+    own = "KV prediction, its own auxiliary"
+    for name in ("KV prediction", "KV prediction: alone", own, f"{own}: alone"):
+        setting = "small" if own in name else "layers 0 2"
+        assert points[name, setting]["gap"] != points[name + ", trained", setting]["gap"]
+    paper = "KV prediction, the paper's loss, trained"
+    assert len({points[paper, f"rows_weight {w}"]["gap"] for w in ("0", "1 / rows", "1")}) == 3
+    timed = [p for name, p in points.items() if name[0] != "random pruning"]
+    assert all(p["ttft"] > 0 and p["ttft_short"] > 0 for p in timed)
+    seconds = told["ttft_seconds"]
+    assert seconds.pop("prompts") == 8 and set(seconds) == {
+        "full depth",
+        "KV prediction",
+        "KV prediction: alone",
+    }
+    assert all(set(curve) == {"16", "32"} for curve in seconds.values())
+    assert (tmp_path / "out" / "ttft.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_few_is_one_setting_of_each_system():
+    """Half of the layers, or what costs least: what `make demo` compares."""
+    model, params = tiny(PLAIN, KVPlan.standard(4))
+    batches = [judging.Batch(*[jnp.asarray(ROWS)] * 5)]
+    source = systems.Source(model, params, None, batches, PROMPTS, few=True)
+    names = [(name, setting) for name, setting, _ in systems.others(source)]
+    assert names[:3] == [
+        ("random pruning", "keep 0.25"),
+        ("static pruning", "keep 0.25"),
+        ("LazyLLM", "0.5 to 0.01"),
+    ]
+    assert names[3:] == [("FFN-SkipLLM", "threshold -1.0")]
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
@@ -115,12 +294,14 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
     model = ["--model", str(DEMO / "teacher")]
     for words, said in (
         ([*model, "--prompts", "0"], "--prompts must be at least 1, not 0"),
+        ([*model, "--train", "-1"], "--train must be at least 0, not -1"),
+        ([*model, "--rounds", "-1"], "--rounds must be at least 0, not -1"),
         ([*model, "--length", "3"], "--length must be in [4, 2048], not 3"),
         (["--model", str(student)], "compare takes a standard model of 4 layers or more"),
         (["--model", str(shallow)], "compare takes a standard model of 4 layers or more"),
         ([*model, "--text", str(text)], "held_out"),
     ):
-        assert compare.main([*words, "--out", str(tmp_path / "out")]) == 2
+        assert command.main([*words, "--out", str(tmp_path / "out")]) == 2
         said_all = capsys.readouterr().err
         assert said_all.startswith("error: ") and said_all.count("\n") == 1 and said in said_all
     assert not (tmp_path / "out").exists()

@@ -37,9 +37,11 @@ def fitted(tmp_path_factory) -> tuple[Path, dict[str, float]]:
         return out, made(out, 3)
 
 
-def test_a_student_of_one_row_less_than_the_teacher_costs_nothing(tmp_path):
-    """At split L-1 an untrained student is its teacher."""
-    found = made(tmp_path / "out", 7, "fold")
+def test_a_student_of_one_row_less_than_the_teacher_costs_nothing(tmp_path, capsys):
+    """At split L-1 an untrained student is its teacher. Who gives `say` gets every line: none is printed."""
+    said: list[str] = []
+    found = made(tmp_path / "out", 7, "fold", say=said.append)
+    assert capsys.readouterr() == ("", "") and said[0].startswith("reading ") and "saved in" in said[-1]
     assert abs(found["gap"]) < 1e-5 and found["kl"] < 1e-5 and found["agreement"] == 1.0
     assert found["cache_bytes"] == 1.0 and found["prompt_flops"] < 1.0
 
@@ -89,7 +91,7 @@ def test_shared_rows_on_ones_own_text(tmp_path, capsys):
     """A single text is held out by its pieces."""
     text = tmp_path / "mine.txt"
     text.write_text(
-        "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("performance", "architecture"))
+        "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("results", "architecture"))
     )
     found = made(tmp_path / "out", 4, "fold", share=2, text=str(text))
     assert found["cache_bytes"] == 6 / 8 and 1000 < found["tokens"] < 4096

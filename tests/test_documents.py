@@ -27,17 +27,22 @@ from tiny_models import tiny
 from tokenizers_made import CHATML, make_tokenizer
 
 import swiftkv_jax as skv
-from swiftkv_jax import predict
+from swiftkv_jax import commands, convert, predict
+from swiftkv_jax.cli import distil, plan, push
 from swiftkv_jax.distill import main as distill
-from swiftkv_jax.distill.config import load_experiment, override
+from swiftkv_jax.distill.config import load_experiment
+from swiftkv_jax.distill.fields import override
 from swiftkv_jax.server import main as serving
+from swiftkv_jax.server import ray
+from swiftkv_jax.server.schema import SpeechRequest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-DOCUMENTS += [ROOT / "demo" / "README.md", ROOT / "launch" / "README.md"]
+DOCUMENTS += [ROOT / "demo" / "README.md", ROOT / "launch" / "README.md", ROOT / "CONTRIBUTING.md"]
 FOUND = [
     each for path in DOCUMENTS for each in code(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
 ]
+MARKS = ("slow", "soak", "aot", "ray")
 SERVER = "http://127.0.0.1:8000"  # as the documents have it
 TEACHER = "meta-llama/Llama-3.1-8B-Instruct"
 SMALLER = {"num_layers=32, split=16": "num_layers=4, split=2"}  # as deep as the tiny model is
@@ -161,7 +166,7 @@ def test_a_shell_command_runs_or_at_least_is_understood(command, place, request,
         ask(words, request.getfixturevalue("server"))
     elif program == "python" and words[0] == "serve.py" and "--http" not in words:
         assert serving.main(words[1:]) == 0, capsys.readouterr().err
-    elif program == "python" and words[1].startswith("swiftkv_jax.analysis."):
+    elif program == "python" and words[1:] and words[1].startswith("swiftkv_jax.analysis."):
         assert importlib.import_module(words[1]).main(words[2:]) == 0, capsys.readouterr().err
     else:
         understood(program, words, monkeypatch)
@@ -180,8 +185,14 @@ def ask(words: list[str], server: str) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("-H", action="append", default=[])
-    parser.add_argument("-d", required=True)
+    parser.add_argument("-d")
+    parser.add_argument("-F", action="append", default=[])
     args = parser.parse_args(words)
+    if args.F:  # the teacher hears nothing: only what is sent is looked at
+        form = dict(field.split("=") for field in args.F)
+        sent = SpeechRequest.model_validate({name: value for name, value in form.items() if name != "file"})
+        assert form["file"].startswith("@") and not sent.model_extra and "/v1/audio/tran" in args.url
+        return
     headers = dict(header.split(": ") for header in args.H)
     answer = httpx.post(args.url.replace(SERVER, server), headers=headers, content=args.d, timeout=300)
     assert answer.status_code == 200, answer.text
@@ -207,6 +218,29 @@ def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
         if importlib.util.find_spec("lm_eval") is None:
             pytest.skip("lm-eval is not installed (the `eval` extra)")
         parsed(["-m", "lm_eval", *words[words.index("--model") :]], monkeypatch)
+    elif program == "swiftkv":
+        name, *rest = words
+        if words == ["--version"]:
+            return
+        assert name in commands.COMMANDS
+        if not rest or rest in (["--fields"], ["--help"]):
+            return
+        flags = commands.spelt_out(name, rest)
+        if name == "eval":
+            return understood("lm_eval", flags, monkeypatch)
+        args = parsed([f"swiftkv {name}", *flags], monkeypatch)
+        if name == "train" and not args.topology:
+            override(load_experiment(args.config), args.set)
+    elif program == "srun":
+        understood(words[0], words[1:], monkeypatch)
+    elif program == "python" and words[0] == "-c":
+        compile(words[1], "-c", "exec")
+    elif program == "python" and words[:2] == ["-m", "pytest"]:
+        file, *rest = words[2:]
+        chosen = dict(zip(rest[::2], rest[1::2], strict=True))
+        assert {*chosen} <= {"-m", "-k"} and chosen.get("-m", "slow") in MARKS
+        tests = re.findall(r"^def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.M)
+        assert any(chosen.get("-k", "") in test for test in tests)
     elif program == "python":
         args = parsed(words, monkeypatch)
         if words[0] == "train.py":
@@ -225,6 +259,9 @@ def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namesp
     module = words[0] == "-m"
     name, given = (words[1], words[2:]) if module else (words[0], words[1:])
     scripts = {"train.py": distill.main, "serve.py": serving.main}
+    scripts |= {"swiftkv plan": plan.main, "swiftkv distil": distil.main, "swiftkv train": distill.main}
+    scripts |= {"swiftkv convert": convert.main, "swiftkv serve": serving.main}
+    scripts |= {"swiftkv replicas": ray.main, "swiftkv push": push.main}
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse)
         patch.setattr(sys, "argv", [name, *given])

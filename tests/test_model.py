@@ -13,6 +13,7 @@ from tiny_models import ODD, PLAIN, tiny
 
 from swiftkv_jax.cache import Cache
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.layers import kernel_of, linear
 from swiftkv_jax.model import angles_and_segments, embed, forward, logits, step, through
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import RopeConfig
@@ -126,7 +127,23 @@ def test_rows_of_every_form_are_those_of_keys_and_values(plan, forms):
         np.testing.assert_allclose(got, want[s, p], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("share", [1, 2])
+def test_upper_layers_of_one_input_share_one_row_of_it(share):
+    """Each by its own projections: a student without rotary embedding keeps split + 1 rows of inputs."""
+    kv, params = tiny(FREE, KVPlan.swiftkv(4, 2, share))
+    tokens = sequences(1)
+    want = np.asarray(full_logits(kv, params, tokens))
+    model, made = to_slim(kv, params, "x")
+    assert model.plan.reads == (0, 1, 2, 2) and {row.form for row in model.plan.rows} == {"x"}
+    np.testing.assert_allclose(full_logits(model, made, tokens), want, rtol=0, atol=1e-4)
+    cache = paged_cache(model, 3)
+    assert cache.bytes_per_token == 3 * 4 * FREE.hidden_size
+    chunks = [(5, 4, 7), (0, 0, 3), (8, 0, 1), (6, 0, 0)]
+    for s, p, got in feed(model, made, tokens, cache, chunks, lambda i: True):
+        np.testing.assert_allclose(got, want[s, p], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_step_over_a_rounding_cache_is_forward_with_rounded_rows(dtype):
     kv, params = tiny(FREE, PLANS["standard"])
     model, made = to_slim(kv, params, ["k", "v", "x", "kv"])
@@ -135,7 +152,7 @@ def test_step_over_a_rounding_cache_is_forward_with_rounded_rows(dtype):
     @jit_model
     def with_rounded_rows(model, params, tokens):
         at, segments = angles_and_segments(model.config, tokens, None, None)
-        x = through(model, params, embed(model, params, tokens), at, segments, store=store).x
+        x = through(model, params, embed(model, params, tokens, None), at, segments, store=store).x
         return logits(model, params, x)
 
     want = np.asarray(with_rounded_rows(model, made, tokens))
@@ -280,3 +297,40 @@ def test_cache_bytes_per_token_are_the_plans(plan, dtype, want):
     cache = Cache.dense(LLAMA_8B, plan, sequences=2, capacity=3, dtype=dtype)
     tokens = 3 * 3  # two sequences of one page, and the scratch page
     assert sum(x.nbytes for x in jax.tree.leaves(cache.stores)) / tokens == cache.bytes_per_token == want
+
+
+def test_an_8_bit_kernel_has_its_scale_in_it_wherever_it_is_read():
+    """Alone, and in a stack; as `linear` has it."""
+    random = np.random.default_rng(0)
+    stack = {"kernel": random.integers(-9, 9, (2, 5, 3), np.int8), "scale": random.random((2, 3), np.float32)}
+    stack = jax.tree.map(jnp.asarray, stack)
+    whole, x = kernel_of(stack), jnp.asarray(random.random((4, 5), np.float32))
+    assert whole.dtype == jnp.float32 and kernel_of(stack, jnp.bfloat16).dtype == jnp.bfloat16
+    for i in range(2):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i], stack)
+        np.testing.assert_array_equal(kernel_of(one), whole[i])
+        np.testing.assert_allclose(linear(x, one), x @ whole[i], rtol=1e-5)
+    assert kernel_of({"kernel": stack["kernel"]}) is stack["kernel"]
+
+
+# As OPT-6.7B: multi-head, without rotary embedding; and with heads that are wider than the stream.
+OPT_7B = dataclasses.replace(LLAMA_8B, num_kv_heads=32, rope=RopeConfig(rope_type="none"))
+WIDE = dataclasses.replace(OPT_7B, hidden_size=1024)
+
+
+@pytest.mark.parametrize(
+    "config, forms, dtype, want",
+    [
+        (OPT_7B, "kv", "bfloat16", 524288),  # 32 rows x 2 x 4096 x 2 bytes
+        (OPT_7B, "v", "bfloat16", 262144),
+        (OPT_7B, "x", "float32", 524288),
+        (OPT_7B, "v", "int8", 131200),  # 4 bytes more a row, its scale
+        (WIDE, "x", "bfloat16", 65536),
+        (WIDE, "x", "int8", 32896),
+        (WIDE, "kv k v x", "bfloat16", 278528),  # 8 x (4 x 4096 + 1024) x 2 bytes
+    ],
+)
+def test_bytes_of_rows_of_other_forms_are_the_plans(config, forms, dtype, want):
+    each = forms.split() * (32 // len(forms.split()))
+    cache = Cache.dense(config, KVPlan.standard(32).stored_as(*each), 2, 3, dtype=dtype)
+    assert sum(x.nbytes for x in jax.tree.leaves(cache.stores)) / 9 == cache.bytes_per_token == want

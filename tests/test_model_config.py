@@ -254,8 +254,8 @@ MISTRAL = {"model_type": "mistral", "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 BAD = {
     "model_type": (
-        {"model_type": "gpt2"},
-        "model_type 'gpt2' is not supported; known: llama, mistral, qwen2, qwen3",
+        {"model_type": "bloom"},
+        "model_type 'bloom' is not supported; known: llama, mistral, qwen2, qwen3",
     ),
     "no_model_type": ({"model_type": None}, "model_type None is not supported"),
     "soft_cap": (
@@ -308,8 +308,8 @@ BAD = {
         "max_window_layers must be an integer, not 'all'",
     ),
     "rope_type": (
-        {"rope_scaling": {"rope_type": "longrope"}},
-        "rope_type 'longrope' is not supported; known:",
+        {"rope_scaling": {"rope_type": "proportional"}},
+        "rope_type 'proportional' is not supported; known:",
     ),
     "rope_list": ({"rope_scaling": [1]}, r"rope_scaling must be an object or null, not \[1\]"),
     "rope_extra": (
@@ -327,6 +327,25 @@ BAD = {
     ),
     "rope_string": ({"rope_scaling": YARN | {"factor": "4"}}, "factor must be a finite number, not '4'"),
     "rope_theta": ({"rope_theta": "big"}, "rope_theta must be a finite number, not 'big'"),
+    "longrope_lists": (
+        {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 16}},
+        "rope_type 'longrope' needs short_factor",
+    ),
+    "longrope_length": (
+        {
+            "rope_scaling": {
+                "type": "longrope",
+                "original_max_position_embeddings": 16,
+                "short_factor": [1.0],
+                "long_factor": [2.0],
+            }
+        },
+        "longrope needs [0-9]+ numbers in short_factor and long_factor each, not 1 and 1",
+    ),
+    "partial_rotation": (
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "llama has no partial_rotary_factor other than 1.0",
+    ),
     "yarn_truncate": ({"rope_scaling": YARN | {"truncate": 1}}, "truncate must be true or false, not 1"),
     "llama3_original": (
         {"rope_scaling": {"type": "llama3", "factor": 8.0}},
@@ -403,7 +422,7 @@ def test_a_qwen_that_was_rewritten_as_a_llama_has_no_window():
         ({"num_key_value_layers": 0}, r"num_key_value_layers must be in \[1, 2147483647\], not 0"),
         ({"key_value_group_size": 0}, r"key_value_group_size must be in \[1, 2147483647\], not 0"),
         ({"num_hidden_layers": None}, "field 'num_hidden_layers' is missing"),
-        ({"model_type": "gpt2_swiftkv"}, "model_type 'gpt2_swiftkv' is not supported"),
+        ({"model_type": "bloom_swiftkv"}, "model_type 'bloom_swiftkv' is not supported"),
     ],
 )
 def test_what_a_students_config_json_may_not_say(fields, message):

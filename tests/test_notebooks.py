@@ -15,7 +15,8 @@ import pytest
 import wheels
 
 NOTEBOOKS = {path.stem: path for path in sorted((wheels.ROOT / "notebooks").glob("*.ipynb"))}
-PLACEHOLDER = "git+https://github.com/THIS_REPOSITORY"
+PLACEHOLDER = "git+https://github.com/THIS_REPOSITORY"  # until `make address`
+SOURCE = re.compile(r'^SOURCE = "(git\+https://github\.com/(.*))"$', re.MULTILINE)
 LARGEST_PLOT = 60_000  # bytes
 # A cell that begins with %%bash is bash, as in Jupyter. What the last line asks for is the test's own.
 RUN = """
@@ -137,11 +138,7 @@ def test_a_server_of_two_models_answers_streams_counts_and_stops(tmp_path):
     assert told["code"] == 0
 
 
-def test_the_quickstart_is_kept_without_outputs():
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells("quickstart"))
-
-
-@pytest.mark.parametrize("name", sorted(NOTEBOOKS.keys() - {"quickstart"}))
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_keeps_small_outputs_that_name_no_machine(name):
     code = cells(name)
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
@@ -158,7 +155,8 @@ def test_a_notebook_keeps_small_outputs_that_name_no_machine(name):
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_opens_in_colab_and_readme_names_it(name):
     first = cells(name, "markdown")[0]["source"]
-    assert f"colab.research.google.com/github/THIS_REPOSITORY/blob/main/notebooks/{name}.ipynb" in first
+    [(_, repository)] = SOURCE.findall(cells(name)[0]["source"])
+    assert f"colab.research.google.com/github/{repository}/blob/main/notebooks/{name}.ipynb" in first
     assert f"notebooks/{name}.ipynb" in (wheels.ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -195,6 +193,21 @@ def installed(name: str, place: str, source: str | None, folder: Path, monkeypat
     ran: list[list[str]] = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append(command))
     cell = cells(name)[0]["source"]
-    assert PLACEHOLDER in cell
-    exec(cell.replace(PLACEHOLDER, source or PLACEHOLDER), {})
+    assert SOURCE.search(cell)
+    exec(SOURCE.sub(f'SOURCE = "{source or PLACEHOLDER}"', cell), {})
     return ran
+
+
+def test_one_command_fills_in_the_address_of_the_repository(tmp_path):
+    """Badges and install cells have it, README's `git clone` too; the check for the placeholder stays."""
+    shutil.copytree(wheels.ROOT / "notebooks", tmp_path / "notebooks")
+    for name in ("README.md", "Makefile"):
+        shutil.copy(wheels.ROOT / name, tmp_path)
+    subprocess.run(["make", "address", "REPOSITORY=an-owner/a.name"], cwd=tmp_path, check=True)
+    texts = [path.read_text() for path in (tmp_path / "README.md", *(tmp_path / "notebooks").glob("*.ipynb"))]
+    assert len(texts) == 5 and not any(re.search(r"github(\.com)?/THIS_REPOSITORY", text) for text in texts)
+    counts = [text.count("an-owner/a.name") for text in texts]
+    assert counts == [1, 2, 2, 2, 2], "the clone; a badge and an install cell each"
+    assert all('"THIS_REPOSITORY\\" in SOURCE' in text for text in texts[1:])
+    done = subprocess.run(["make", "address"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "usage: make address REPOSITORY=owner/name" in done.stderr

@@ -196,7 +196,16 @@ def test_a_pruned_student_keeps_its_split_between_its_layers():
         jax.tree.map(np.testing.assert_array_equal, weights.row(kept, new), weights.row(params, old))
 
 
+def test_an_auxiliary_loses_its_exit_head_as_the_refusal_says():
+    plan = KVPlan.swiftkv(LAYERS, 2)
+    student, params = tiny(HEADED, plan)
+    same, kept = predict.layer_pruned(student, params, range(LAYERS))
+    assert "exit" in params and "exit" not in kept and same.config == PLAIN and same.plan == plan
+    assert Predicted(student, same, Prediction(tuple(range(LAYERS)))).base.config.exit_head
+
+
 TINY, _ = tiny(PLAIN, STANDARD)
+HEADED = dataclasses.replace(PLAIN, exit_head=True)
 SMALL, SMALL_PARAMS = tiny(SHORT, KVPlan.standard(2))
 BAD = {
     "reads names 3 rows, and the base has 4": lambda: Predicted(TINY, SMALL, Prediction((0, 1, 1))),
@@ -206,6 +215,9 @@ BAD = {
     ),
     "the base's rows are stored otherwise": lambda: Predicted(
         Transformer(PLAIN, KVPlan.merge_all(LAYERS)), SMALL, Prediction((0,))
+    ),
+    "an auxiliary generates nothing, .* leave it out, as predict.layer_pruned": lambda: Predicted(
+        TINY, Transformer(HEADED, KVPlan.swiftkv(LAYERS, 2)), Prediction((0, 1, 2, 3))
     ),
     "the auxiliary's have 32, the base's 24: use least_squares": lambda: predict.identity(
         Predicted(TINY, SMALL, Prediction((0, 0, 1, 1)))

@@ -5,6 +5,8 @@ their projections, linear maps turn them into the base's, the base's own key nor
 keys, and transformers' cache and attention do the rest.
 """
 
+import dataclasses
+
 import hf_models
 import jax
 import jax.numpy as jnp
@@ -14,15 +16,17 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from swiftkv_jax import predict
+from swiftkv_jax import predict, weights
 from swiftkv_jax.cache import Cache
 from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.layers import rms_norm, rotary, rotate
 from swiftkv_jax.model import logits, step
 from swiftkv_jax.plan import Prediction
 from swiftkv_jax.predict import Caches, Predicted
 
 PROMPT, NEW = 23, 16
+PROJECTED = predict.projected
 # (family, fields of the base, fields of the auxiliary, reads, tail)
 CASES = {
     "llama_of_other_width": (
@@ -183,6 +187,41 @@ def test_replaced_rows_are_read_at_a_tokens_own_place_too(both):
     x = jax.jit(predict.forward, static_argnames=("model", "own"))(model, params, prompt[None], own=False)
     got = np.asarray(logits(model.base, params["base"], x))[0]
     np.testing.assert_allclose(got[-1], _replaced(oracle, prompt), rtol=0, atol=1e-4)
+
+
+def _normed_before(model, params, layer, x):
+    """The auxiliary's keys with its own norm, as its attention reads them but for the rotation."""
+    config, (row,) = model.config, model.plan.made_at(layer)
+    keys, values = PROJECTED(model, params, layer, x)[row]
+    heads = keys.reshape(*keys.shape[:-1], -1, config.head_dim)
+    normed = rms_norm(heads, weights.row(params, row)["k_norm"], config.rms_norm_eps)
+    return {row: (normed.reshape(keys.shape), values)}
+
+
+def _turned_before(model, params, layer, x):
+    config, (row,) = model.config, model.plan.made_at(layer)
+    keys, values = PROJECTED(model, params, layer, x)[row]
+    heads = keys.reshape(*keys.shape[:-1], -1, config.head_dim)
+    at = rotary(config, jnp.arange(x.shape[1])[None], config.max_position_embeddings)
+    return {row: (rotate(heads, at).reshape(keys.shape), values)}
+
+
+@pytest.mark.parametrize("both", ["qwen3_norms"], indirect=True)
+@pytest.mark.parametrize("broken", ["nothing", "norm", "rotation", "map", "own row"])
+def test_the_oracle_notices_each_mistake_that_could_be_made(both, broken, monkeypatch):
+    """On the pair with key norms. (Scaled keys would prove nothing: the base's norm hides them.)"""
+    oracle, model, params = both
+    prompt = hf_models.tokens(PROMPT, 1)[0]
+    wrong = {"norm": _normed_before, "rotation": _turned_before}.get(broken, PROJECTED)
+    monkeypatch.setattr(predict, "projected", wrong)
+    if broken == "map":
+        first, *rest = model.prediction.reads
+        model = dataclasses.replace(model, prediction=Prediction((1 - first, *rest)))
+    own = broken != "own row"
+    x = jax.jit(lambda params, tokens: predict.forward(model, params, tokens, own=own))(params, prompt[None])
+    got = np.asarray(logits(model.base, params["base"], x))[0, -1]
+    apart = np.abs(got - oracle.generate(prompt)[1][0]).max()
+    assert apart < 1e-4 if broken == "nothing" else apart > 1e-2
 
 
 @torch.no_grad()

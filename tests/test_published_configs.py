@@ -53,6 +53,7 @@ PARAMETERS = {
     "Qwen--Qwen3-8B": 8_190_735_360,
     "Snowflake--Llama-3.1-SwiftKV-8B-Instruct": 8_030_261_248 + 4096,  # norm_swiftkv
     "TinyLlama--TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+    "allenai--OLMo-2-1124-7B": 7_298_617_344,
     "codellama--CodeLlama-34b-Instruct-hf": 33_743_970_304,
     "codellama--CodeLlama-7b-hf": 6_738_546_688,
     "deepseek-ai--DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
@@ -60,6 +61,8 @@ PARAMETERS = {
     "deepseek-ai--DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
     "deepseek-ai--deepseek-coder-6.7b-instruct": 6_740_512_768,
     "deepseek-ai--deepseek-llm-7b-chat": 6_910_365_696,
+    "facebook--opt-125m": 125_239_296,
+    "google--gemma-2b": 2_506_172_416,
     "huggyllama--llama-7b": 6_738_415_616,
     "lmsys--vicuna-7b-v1.5": 6_738_415_616,
     "meta-llama--Llama-2-13b-chat-hf": 13_015_864_320,
@@ -72,6 +75,8 @@ PARAMETERS = {
     "meta-llama--Llama-3.2-3B-Instruct": 3_212_749_824,
     "meta-llama--Llama-3.3-70B-Instruct": 70_553_706_496,
     "meta-llama--Meta-Llama-3-8B-Instruct": 8_030_261_248,
+    "microsoft--Phi-3-mini-4k-instruct": 3_821_079_552,
+    "microsoft--phi-4": 14_659_507_200,
     "mistralai--Ministral-8B-Instruct-2410": 8_019_808_256,
     "mistralai--Mistral-7B-Instruct-v0.2": 7_241_732_096,
     "mistralai--Mistral-7B-Instruct-v0.3": 7_248_023_552,
@@ -80,6 +85,7 @@ PARAMETERS = {
     "mistralai--Mistral-Small-24B-Instruct-2501": 23_572_403_200,
     "mistralai--Mistral-Small-Instruct-2409": 22_247_282_688,
     "nvidia--Llama-3.1-Nemotron-70B-Instruct-HF": 70_553_706_496,
+    "openai-community--gpt2": 124_439_808,
     "teknium--OpenHermes-2.5-Mistral-7B": 7_241_748_480,
     "tiiuae--Falcon3-7B-Instruct": 7_455_550_464,
     "unsloth--Llama-3.2-1B-Instruct": 1_235_814_400,
@@ -91,6 +97,7 @@ PARAMETERS = {
 # What may be read otherwise than it was meant is said; every other file loads without a word.
 WARNINGS = {
     "NousResearch--Yarn-Llama-2-7b-128k": "auto_map names a program",
+    "microsoft--Phi-3-mini-4k-instruct": "auto_map names a program",
     "Qwen--Qwen2.5-7B-Instruct-1M": "might change the numbers: dual_chunk_attention_config=",
 }
 # Checkpoint -> what the refusal must name: the model's type, or how the weights are stored.
@@ -98,18 +105,15 @@ REFUSED = {
     "Qwen--Qwen1.5-MoE-A2.7B": "qwen2_moe",
     "Qwen--Qwen3-30B-A3B": "qwen3_moe",
     "Qwen--Qwen3-32B-FP8": "quantization_config",
-    "allenai--OLMo-2-1124-7B": "olmo2",
     "bigcode--starcoder2-15b": "starcoder2",
     "deepseek-ai--DeepSeek-V2-Lite": "deepseek_v2",
     "deepseek-ai--DeepSeek-V3": "deepseek_v3",
+    "facebook--opt-350m": "do_layer_norm_before",
     "google--gemma-2-9b": "gemma2",
-    "google--gemma-2b": "gemma",
     "google--gemma-3-1b-it": "gemma3_text",
     "hugging-quants--Meta-Llama-3.1-8B-Instruct-AWQ-INT4": "quantization_config",
     "ibm-granite--granite-3.1-8b-instruct": "granite",
     "internlm--internlm2_5-7b-chat": "internlm2",
-    "microsoft--Phi-3-mini-4k-instruct": "phi3",
-    "microsoft--phi-4": "phi3",
     "mistralai--Ministral-3-3B-Reasoning-2512": "mistral3",
     "mistralai--Mixtral-8x7B-v0.1": "mixtral",
     "moonshotai--Kimi-K2-Instruct": "kimi_k2",
@@ -118,6 +122,9 @@ REFUSED = {
     "unsloth--llama-3-8b-Instruct-bnb-4bit": "quantization_config",
     "zai-org--GLM-4-9B-0414": "glm4",
 }
+
+
+EPS = ("rms_norm_eps", "layer_norm_epsilon")  # what transformers calls a norm's epsilon
 
 
 def published(name: str) -> dict:
@@ -154,10 +161,8 @@ def test_tensors_rotary_frequencies_windows_and_norms_are_those_of_transformers(
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.num_layers
     span = getattr(theirs, "sliding_window", None) or FULL_ATTENTION
     assert ours.windows == tuple(span if kind == "sliding_attention" else FULL_ATTENTION for kind in kinds)
-    assert (ours.rms_norm_eps, ours.max_position_embeddings) == (
-        theirs.rms_norm_eps,
-        theirs.max_position_embeddings,
-    )
+    eps = next((getattr(theirs, field) for field in EPS if hasattr(theirs, field)), 1e-5)
+    assert (ours.rms_norm_eps, ours.max_position_embeddings) == (eps, theirs.max_position_embeddings)
 
     theirs = transformers.AutoConfig.for_model(raw["model_type"], **fields | {"num_hidden_layers": 2})
     two = dataclasses.replace(ours, num_layers=2, windows=ours.windows[:2])
@@ -168,6 +173,8 @@ def test_tensors_rotary_frequencies_windows_and_norms_are_those_of_transformers(
         tensors.pop("lm_head.weight")
     assert {tensor: slot.shape for tensor, slot in slots(two, KVPlan.standard(2)).items()} == tensors
 
+    if ours.rope.rope_type == "none":
+        return
     rotary = type(model.model.rotary_emb)(theirs)
     np.testing.assert_allclose(inverse_frequencies(ours, 1), rotary.inv_freq, rtol=1e-5)
     assert ours.rope.attention_factor == pytest.approx(rotary.attention_scaling)

@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec
 from processes_made import found_on
 
-from swiftkv_jax import sharding, weights
+from swiftkv_jax import predict, sharding, weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan, Prediction
 
 QUICK = ["swiftkv (2, 2, 2)", "generate (2, 2, 2)", "guess (2, 2, 2)"]
 LONG = [
@@ -68,6 +69,25 @@ def test_every_weight_has_as_many_axis_letters_as_dimensions():
     config = ModelConfig(**sizes, **heads, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
     for weight in jax.tree.leaves(weights.weights(config, KVPlan.swiftkv(4, 2))):
         assert len(weight.axes.split()) == len(weight.shape), weight
+
+
+def test_a_predictor_is_cut_over_both_axes_of_its_maps():
+    """Else the largest, of 70B <- 8B, lies whole on every device, with its optimiser's state."""
+    config = ModelConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+    )
+    model = Transformer(config, KVPlan.standard(4))
+    pair = predict.Predicted(model, model, Prediction((0, 1, 2, 3)))
+    mesh = jax.sharding.AbstractMesh((1, 2, 1, 2), sharding.MESH_AXES)
+    for kernel in (p["kernel"] for p in predict.described(pair)["predictor"]["rows"][0].values()):
+        place = sharding.spec(kernel.axes, kernel.shape, mesh)
+        assert kernel.shape == (4, 16, 16) and place == PartitionSpec(None, "fsdp", "tensor")
 
 
 def test_the_table():

@@ -82,7 +82,11 @@ class Model:
     def got(self, form: str, stored_turned: bool = False, spoil=lambda p: p, sign: int = 1) -> np.ndarray:
         """By `to_slim`'s weights and the kernels; `spoil` changes what the reader reads."""
         _, slim = to_slim(self.model, self.params, form)
-        p = spoil({name: {w: leaf[0] for w, leaf in part.items()} for name, part in slim["rows"][0].items()})
+        held = (
+            slim["layers"][0]["attentions"][0] if form == "x" else slim["rows"][0]
+        )  # whose inputs those are
+        held = {name: part for name, part in held.items() if isinstance(part, dict)}
+        p = spoil({name: {w: leaf[0] for w, leaf in part.items()} for name, part in held.items()})
         q = jnp.asarray(turned(self.q) if self.rope else self.q)[None]
         if form == "k":
             keys = self.projected("k_proj")

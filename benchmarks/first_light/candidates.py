@@ -37,7 +37,6 @@ class Candidate:
 
 HOPPER = (
     Candidate("decode", "xla"),
-    Candidate("decode", "xla_one_turn"),
     Candidate("decode", "pallas_gpu"),
     Candidate("decode", "pallas_gpu", page=128),
     Candidate("chunk", "xla", block=128),

@@ -86,7 +86,7 @@ def measure(
         cache_dtype=cache_dtype,
         kernels="xla",  # where nothing is named: no check in the midst of this one
         attention=register_winners(*by),
-        fill=fill if rows.is_swiftkv else None,
+        fill=fill if rows.has_fill else None,
     )
     _ = llm.engine
     yield {"load_seconds": round(time.perf_counter() - began, 1), "by": [c.implementation for c in by]}

@@ -81,7 +81,7 @@ def shape(name: str) -> Shape:
         layers=(8, 32),
         requests=16,
         prompt=8192,
-        outputs=64,
+        outputs=256,
         copied=1 << 29,
         multiplied=8192,
     )

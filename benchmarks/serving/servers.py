@@ -90,8 +90,8 @@ def _await_ready(name: str, url: str, process: subprocess.Popen, log) -> None:
         if process.poll() is not None:
             raise _died(name, log)
         with contextlib.suppress(OSError):
-            _get(f"{url}/ready")
-            return
+            if json.loads(_get(f"{url}/ready"))["warm"]:
+                return
         time.sleep(0.1)
     raise UsageError(f"{name} was not ready within {_START_S:g} s")
 

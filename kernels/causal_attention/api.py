@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from swiftkv_jax.kernels.causal_attention import cudnn, native_cpu, reference, splash, xla
 from swiftkv_jax.kernels.causal_attention.shards import WHOLE, Shards
-from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common import dispatch, mask
 from swiftkv_jax.kernels.common.dispatch import Implementation
 
 CAUSAL_ATTENTION = {
@@ -23,6 +23,7 @@ def causal_attention(
     segments: Int[Array, "B T"],
     window: int | Int[Array, ""],
     *,
+    bias: Float[Array, "N S"] | None = None,
     implementation: str | None = None,
     shards: Shards = WHOLE,
 ) -> Float[Array, "B T N U"]:
@@ -32,6 +33,7 @@ def causal_attention(
       q, k, v: of the same tokens.
       segments: a number for each token; a segment is a run of tokens of one number.
       window: a query sees keys of its own segment, at or before it, fewer than `window` tokens back.
+      bias: added to the scores, by head and by how far back a key is; "reference" and "xla" take one.
       implementation: "reference", "xla", "native_cpu" (needs a C++ compiler), "splash" (TPU), "cudnn" (GPUs
         from Hopper on), or None.
       shards: the axes of the mesh that "splash" and "cudnn" are cut over; the others the compiler cuts.
@@ -46,4 +48,8 @@ def causal_attention(
         raise dispatch.UnsupportedError(f"{q.shape[2]} query heads do not share {k.shape[2]} kv heads evenly")
     args = (q, k, v, segments, window)
     options = {"scale": q.shape[-1] ** -0.5, "shards": shards}
-    return dispatch.call("causal_attention", CAUSAL_ATTENTION, implementation, args, options)
+    known = CAUSAL_ATTENTION
+    if bias is not None:
+        options |= {"bias": bias}
+        known = dispatch.that_take(known, mask.BIASED, mask.A_BIAS)
+    return dispatch.call("causal_attention", known, implementation, args, options)

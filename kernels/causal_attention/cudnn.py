@@ -19,8 +19,8 @@ _TOKENS = 64  # of a segment on average, at least: room for sums is made for eac
 _FEWEST = 32  # segments that any row may have
 
 
-def refuses(q, k, v, segments, window, *, scale, shards: Shards) -> str:
-    """What of a call is not supported, or ""."""
+def refuses(q, k, v, segments, window, *, scale, shards: Shards, here: bool = True) -> str:
+    """What of a call is not supported, or ""; `here`: on this machine."""
     try:
         module = _module()
     except ImportError:
@@ -33,27 +33,35 @@ def refuses(q, k, v, segments, window, *, scale, shards: Shards) -> str:
         return f"heads of width {q.shape[-1]} and {v.shape[-1]}: it takes equal multiples of 8 up to 256"
     if shards.of(q.shape[0], q.shape[1], k.shape[2]).tokens:
         return "a mesh that cuts sequences: give mesh.context=1"
-    if not module.check_compute_capability("9.0"):
+    if here and not module.check_compute_capability("9.0"):
         return "this machine: it needs a GPU from Hopper on, with cuDNN, even to compile"
     return ""
 
 
-def causal_attention(q, k, v, segments, window, *, scale, shards: Shards):
+def causal_attention(q, k, v, segments, window, *, scale, shards: Shards, attend=None):
     """As `api.causal_attention`; NaN in a row of more than one segment in 64 tokens, 32 at least.
 
     cuDNN is told the most segments of a row when the program is made, and would drop the rest in silence.
+    `attend` stands in for it, see `stand_in.py`.
     """
-    cut = shards.of(q.shape[0], q.shape[1], k.shape[2])
-    return cut.run(lambda _, *arrays: _of_device(scale, *arrays), q, k, v, segments)
+    cut, attend = shards.of(q.shape[0], q.shape[1], k.shape[2]), attend or _by_cudnn
+    return cut.run(lambda _, *arrays: _of_device(attend, scale, *arrays), q, k, v, segments)
 
 
-def _of_device(scale, q, k, v, segments, _):
-    module, group = _module(), q.shape[2] // k.shape[2]
+def _of_device(attend, scale, q, k, v, segments, _):
+    group = q.shape[2] // k.shape[2]
     # A kv head for each query head: JAX 0.10 counts where the keys of a segment begin in the queries' heads.
     k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
     most = max(_FEWEST, q.shape[1] // _TOKENS)
     lengths, offsets = packed(segments, most)
-    out = module.dot_product_attention(
+    out = attend(q, k, v, lengths, offsets, scale)
+    too_many = jnp.sum(starts(segments), axis=1) > most
+    return jnp.where(too_many[:, None, None, None], jnp.nan, out)
+
+
+def _by_cudnn(q, k, v, lengths, offsets, scale):
+    module = _module()
+    return module.dot_product_attention(
         q,
         k,
         v,
@@ -65,8 +73,6 @@ def _of_device(scale, q, k, v, segments, _):
         mask_type=module.MaskType.PADDING_CAUSAL,
         qkv_layout="BTNH",
     )
-    too_many = jnp.sum(starts(segments), axis=1) > most
-    return jnp.where(too_many[:, None, None, None], jnp.nan, out)
 
 
 def packed(segments: Int[Array, "B T"], most: int) -> tuple[Int[Array, "B M"], Int[Array, "B M1"]]:

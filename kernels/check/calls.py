@@ -18,7 +18,9 @@ from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.fused_kv_fill.pages import Tokens, fill_pages
 from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
-from swiftkv_jax.kernels.k_cache_attention.api import K_CACHE
+from swiftkv_jax.kernels.k_cache_attention.api import K_CACHE, X_CACHE
+from swiftkv_jax.kernels.page_write import cases as write_cases
+from swiftkv_jax.kernels.page_write.api import PAGE_WRITE, page_write
 from swiftkv_jax.kernels.paged_attention import cases as paged_cases
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 
@@ -26,19 +28,24 @@ UNFUSED = "unfused"  # rows made by XLA and written token by token
 TABLES: Mapping[str, Mapping[str, Any]] = {
     "paged_attention": PAGED_ATTENTION,
     "k_cache_attention": K_CACHE,
+    "x_cache_attention": X_CACHE,
     "fused_kv_fill": {UNFUSED: None, **FUSED_KV_FILL},
+    "page_write": PAGE_WRITE,
 }
-# By platform and kind of call; the first is the safe one: XLA's, on a GPU without a loop of unknown length.
+# By platform and kind of call; the first is the safe one: XLA's, on GPUs and TPUs without a loop of unknown
+# length.
+# Of a kind that is not here, the platform's choice is the only one.
 CANDIDATES = {
     "gpu": {
-        "decode": ("xla_one_turn", "xla", "pallas_gpu"),
-        "chunk": ("xla_one_turn", "xla", "pallas_gpu", "cudnn"),
+        "decode": ("xla_one_turn", "pallas_gpu"),
+        "chunk": ("xla_one_turn", "pallas_gpu", "cudnn"),
         "fill": (UNFUSED, "xla", "pallas_gpu"),
     },
     "tpu": {
-        "decode": ("xla", "xla_one_turn", "pallas_tpu"),
-        "chunk": ("xla", "xla_one_turn", "pallas_tpu"),
+        "decode": ("xla_one_turn", "pallas_tpu"),
+        "chunk": ("xla_one_turn", "pallas_tpu"),
         "fill": (UNFUSED, "xla", "pallas_tpu"),
+        "write": ("xla", "pallas_tpu"),
     },
     "cpu": {"decode": ("xla",), "chunk": ("xla",), "fill": (UNFUSED,)},
 }
@@ -53,12 +60,14 @@ class Call:
     """One kind of call, at the sizes of an engine.
 
     Attributes:
-      kind: "decode", blocks of at most `ByKind.FEW` queries; "chunk", longer ones; "fill", a prompt's pages.
+      kind: "decode", blocks of at most `ByKind.FEW` queries; "chunk", longer ones; "fill", a prompt's pages;
+        "write", rows of any batch into their pages.
       operation: a folder of kernels/, of `TABLES`.
       heads: of queries; kv_heads: of keys, one device's. width: of a head. computed, stored: dtypes of
         queries and of rows. page: tokens. capacity: tokens of a page table.
       lanes: sequences that decode. tokens: of a step. block: queries of a chunk's blocks.
       windows: of the model's layers, all different ones; None: a layer sees everything.
+      row: numbers stored of a token that is read whole, keys or inputs. rope: whether such keys turn.
       dim: width of the stream, rows: made at once, bias, k_norm: of the makers; of a fill.
     """
 
@@ -75,6 +84,8 @@ class Call:
     tokens: int
     block: int = 128
     windows: tuple[int | None, ...] = (None,)
+    row: int = 0
+    rope: bool = True
     dim: int = 0
     rows: int = 1
     bias: bool = False
@@ -85,8 +96,11 @@ class Call:
         """What runs without a name: the platform's choice, and no fused fill."""
         if self.kind == "fill":
             return UNFUSED
+        if self.kind == "write":
+            case = _write_case(self, ((0, 1),))
+            return preferred(PAGE_WRITE, case.shapes(), case.options)
         queries, window = 1 if self.kind == "decode" else self.block, self.windows[0]
-        if self.operation == "k_cache_attention":
+        if self.row:
             case = _keys_case(self, (self.page,), queries, window)
         else:
             case = paged_cases.Case(
@@ -102,6 +116,11 @@ class Call:
             )
         args, arrays = case.shapes()
         return preferred(TABLES[self.operation], args, case.options | arrays)
+
+    @property
+    def numbers(self) -> int:
+        """Stored of a token."""
+        return self.row or 2 * self.kv_heads * self.width
 
     def known(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Those of `names` that the operation has."""
@@ -161,9 +180,13 @@ def _verdict(call: Call, name: str) -> dict:
     """Of all cases together."""
     if name == UNFUSED:
         return {"right": True, "why": "", "error": 0.0}  # what the model itself does
-    found = {"fused_kv_fill": _fill_verdicts, "k_cache_attention": _keys_verdicts}.get(
-        call.operation, _attention_verdicts
-    )(call, name)
+    verdicts = {
+        "fused_kv_fill": _fill_verdicts,
+        "k_cache_attention": _keys_verdicts,
+        "x_cache_attention": _keys_verdicts,
+        "page_write": _write_verdicts,
+    }
+    found = verdicts.get(call.operation, _attention_verdicts)(call, name)
     worst, why = 0.0, []
     for where, said in found:
         worst = max(worst, said["error"] or 0.0)
@@ -221,6 +244,8 @@ def _keys_case(call: Call, lengths: tuple[int, ...], queries: int, window: int |
         queries=queries,
         heads=call.heads,
         width=call.width,
+        inputs=call.row if call.operation == "x_cache_attention" else 0,
+        rope=call.rope,
         page=call.page,
         slots=-(-max(lengths) // call.page),
         window=window,
@@ -261,8 +286,31 @@ def _fill_verdicts(call: Call, name: str) -> Iterator[tuple[str, dict]]:
     yield "ragged pages", cases.fill_verdict(case, name)
 
 
+def _write_case(call: Call, sequences: tuple[tuple[int, int], ...], rows: int = 2) -> write_cases.Case:
+    return write_cases.Case(
+        sequences=sequences,
+        rows=(rows - 1,),
+        of=rows,
+        page=call.page,
+        heads=call.kv_heads,
+        width=call.width,
+        stored=call.stored,
+        computed=call.computed,
+    )
+
+
+def _write_verdicts(call: Call, name: str) -> Iterator[tuple[str, dict]]:
+    case = dataclasses.replace(_write_case(call, write_cases.ragged(call.page)), padding=3)
+    yield "ragged sequences", cases.write_verdict(case, name)
+
+
 def _timed(call: Call) -> Iterator[Timed]:
     """The sizes at which a kind of call is timed."""
+    if call.kind == "write":
+        inside = call.page // 2  # a chunk begins where the one before has ended
+        yield _timed_write(call, f"{call.tokens} tokens", ((inside, call.tokens),))
+        yield _timed_write(call, f"{call.lanes} x 1", ((inside, 1),) * call.lanes)
+        return
     if call.kind == "fill":
         yield _timed_fill(call)
         return
@@ -275,7 +323,7 @@ def _timed(call: Call) -> Iterator[Timed]:
                 yield _timed_attention(call, f"{tokens} at {cached}{end}", 1, cached, tokens, window)
         else:
             for lanes in dict.fromkeys((1, call.lanes)):
-                token = 2 * call.kv_heads * call.width * jnp.dtype(call.stored).itemsize
+                token = call.numbers * jnp.dtype(call.stored).itemsize
                 length = min(half, max(call.page, _MOST // (token * lanes)))
                 yield _timed_attention(call, f"{lanes} x {length}{end}", lanes, length - 1, 1, window)
 
@@ -284,10 +332,9 @@ def _timed_attention(call: Call, name: str, lanes: int, cached: int, tokens: int
     """Of `lanes` sequences; the queries of a chunk are cut as the engine cuts them."""
     block = min(call.block, tokens)
     case = _attention(call, [(cached, tokens)] * lanes, block, window, capacity=call.capacity, rows=1)
-    rows = (
-        1 if jax.default_backend() == "cpu" else max(1, min(_MOST_ROWS, math.ceil(cases.COLD / case.bytes)))
-    )
-    if call.operation == "k_cache_attention":
+    read = case.bytes * call.numbers / (2 * call.kv_heads * call.width)
+    rows = 1 if jax.default_backend() == "cpu" else max(1, min(_MOST_ROWS, math.ceil(cases.COLD / read)))
+    if call.row:
         return _timed_keys(call, name, case, rows)
     case = dataclasses.replace(case, rows=rows)
     args, arrays = case.make()
@@ -300,10 +347,10 @@ def _timed_attention(call: Call, name: str, lanes: int, cached: int, tokens: int
 
 
 def _timed_keys(call: Call, name: str, like: Attention, count: int) -> Timed:
-    """The same sequences, of keys alone; `count` times as many of them are read one after the other."""
+    """The same sequences, of rows that are read whole; `count` times as many are read one after the other."""
     (cached, new), lanes = like.sequences[0], len(like.sequences)
     case = _keys_case(call, (cached + new,) * lanes * count, like.block, like.window)
-    (q, *pools, table, _, _), arrays = case.make()
+    (q, *read, table, _, _), arrays = case.make()
     table = jnp.pad(table, ((0, 0), (0, max(0, -(-call.capacity // call.page) - table.shape[1]))))  # engine's
     sequence, _, position = (jnp.array(x, jnp.int32) for x in like.blocks)
     q = q[sequence]
@@ -312,14 +359,14 @@ def _timed_keys(call: Call, name: str, like: Attention, count: int) -> Timed:
         options = case.options | {"implementation": implementation}
 
         @jax.jit
-        def run(q, *pools, **arrays):
+        def run(q, *read, **arrays):
             out = [q]
             for turn in range(count):
                 where = (table, sequence + turn * lanes, position)
-                out.append(k_cache_cases.call(out[-1], *pools, *where, **options, **arrays))
+                out.append(case.door(out[-1], *read, *where, **options, **arrays))
             return out[1], out[-1]
 
-        return lambda: run(q, *pools, **arrays)
+        return lambda: run(q, *read, **arrays)
 
     return Timed(name, count, by)
 
@@ -346,3 +393,26 @@ def _timed_fill(call: Call) -> Timed:
         return once
 
     return Timed(f"{count} tokens", 1, by, compared=False)
+
+
+def _timed_write(call: Call, name: str, sequences: tuple[tuple[int, int], ...]) -> Timed:
+    """One array of some rows, one row after the other."""
+    case = _write_case(call, sequences, _MOST_ROWS)
+    pool, *rest = case.make()
+
+    def by(implementation: str):
+        @functools.partial(jax.jit, donate_argnums=0)
+        def run(pool, *rest):
+            for row in range(case.of):
+                pool = page_write(pool, *rest, rows=(row,), implementation=implementation)
+            return pool
+
+        held = {"pool": jax.tree.map(jnp.copy, pool)}
+
+        def once():
+            held["pool"] = run(held["pool"], *rest)
+            return (held["pool"],)
+
+        return once
+
+    return Timed(name, case.of, by, compared=False)

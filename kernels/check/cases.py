@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from swiftkv_jax.kernels.common.pools import quantise
 from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
 from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
+from swiftkv_jax.kernels.page_write import cases as write_cases
+from swiftkv_jax.kernels.page_write.api import page_write
 from swiftkv_jax.kernels.paged_attention import cases as paged_cases
 
 OFF = 2e-2  # of the largest number, that two right ones may be apart
@@ -140,10 +142,10 @@ def _defined(case: Attention) -> jax.Array:
 
 
 def keys_verdict(case: k_cache_cases.Case, implementation: str) -> dict:
-    """The same of attention that reads keys alone."""
+    """The same of attention that reads keys alone, or inputs."""
     args, arrays = case.make()
     run, exact = (
-        jax.jit(functools.partial(k_cache_cases.call, **case.options, implementation=name))
+        jax.jit(functools.partial(case.door, **case.options, implementation=name))
         for name in (implementation, "reference")
     )
     got, again = run(*args, **arrays), run(*args, **arrays)
@@ -174,6 +176,41 @@ def fill_verdict(case: fill_cases.Case, implementation: str) -> dict:
     )
     why = "; ".join([*filter(None, [said["why"]]), "pages not named were written"])
     return said if kept else said | {"right": False, "why": why}
+
+
+def write_verdict(case: write_cases.Case, implementation: str) -> dict:
+    """The same of tokens written into pages; every other place holds what it held, NaN of some kind too."""
+    write = functools.partial(page_write, **case.options, implementation=implementation)
+    run = jax.jit(write, donate_argnums=0)
+    rows = jnp.array(case.rows)[:, None]
+
+    def written() -> tuple[jax.Array, jax.Array]:
+        """(Rows of the tokens [F, T, E] in float32, whether all else is as it was.)"""
+        before, _, page, slot = case.make()
+        after = run(*case.make())
+        put = jnp.zeros((case.of, case.pages, case.page), bool).at[rows, page, slot].set(True)
+        put = put.at[:, 0].set(True)[..., None]  # scratch, whatever is there
+        kept = jnp.all(put | _alike(before.data, after.data))
+        if before.scale is not None and after.scale is not None:
+            kept &= jnp.all(jnp.swapaxes(put, 2, 3) | _alike(before.scale, after.scale))
+        return jnp.where(page[:, None] > 0, _widened(*after)[rows, page, slot], 0), kept
+
+    _, new, page, _ = case.make()
+    want = jnp.where(page[:, None] > 0, jnp.swapaxes(new, 0, 1).reshape(len(case.rows), case.tokens, -1), 0)
+    (got, kept), (again, _) = written(), written()
+    said = verdict(got, again, want, fill_cases.TOLERANCE[_rounding(case)])
+    why = "; ".join([*filter(None, [said["why"]]), "places of no token were written"])
+    return said if kept else said | {"right": False, "why": why}
+
+
+def _alike(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Of the same bits, or both NaN: who widens and narrows a pool keeps no NaN's bits."""
+    return (_bits(a) == _bits(b)) | (jnp.isnan(a.astype(jnp.float32)) & jnp.isnan(b.astype(jnp.float32)))
+
+
+def _rounding(case: write_cases.Case) -> str:
+    """The dtype whose rounding is allowed."""
+    return "bfloat16" if case.stored == "float16" else case.stored
 
 
 def _widened(rows: jax.Array, scale: jax.Array | None) -> jax.Array:

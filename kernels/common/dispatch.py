@@ -3,15 +3,14 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
-# In order of preference; the first that supports the call runs. The Hopper kernels, cuDNN and splash are not
-# here: they have not run on hardware, and on a GPU a kernel is the default only where it was seen to win. A
-# loop of unknown length waits for the host in each turn there, so "xla_one_turn" comes before "xla".
-BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla_one_turn", "xla"), "cpu": ("native_cpu", "xla")}
+# In order of preference; the first that supports the call runs. On GPUs and TPUs only XLA's: what else there
+# is runs by name, which the check of kernels/check gives where it was right on that very machine.
+BY_PLATFORM = {"tpu": ("xla_one_turn", "xla"), "gpu": ("xla_one_turn", "xla"), "cpu": ("native_cpu", "xla")}
 
 PLATFORM_OF = {"native_cpu": "cpu", "pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu", "splash": "tpu"}
 _LOG = logging.getLogger(__name__)
@@ -82,6 +81,12 @@ def device() -> tuple[str, str, int]:
     return chip.platform, chip.device_kind, getattr(chip, "num_cores", None) or 1
 
 
+def known_loops(asked: bool | None) -> bool:
+    """Whether XLA's form may have no loop whose length is known only at run time; None: on GPUs and TPUs,
+    where such a loop waits for the host in each turn."""
+    return device()[0] != "cpu" if asked is None else asked
+
+
 def call(operation: str, table: Mapping[str, Implementation], implementation: str | None, args, kwargs):
     """Run `operation(*args, **kwargs)` by the named implementation, or by the platform's.
 
@@ -96,6 +101,23 @@ def call(operation: str, table: Mapping[str, Implementation], implementation: st
     if reason := table[implementation].refuses(*args, **kwargs):
         raise UnsupportedError(f"{operation}: {implementation} does not support {reason}")
     return table[implementation].run(*args, **kwargs)
+
+
+def that_take(
+    table: Mapping[str, Implementation], names: Iterable[str], what: str
+) -> dict[str, Implementation]:
+    """`table` for a call with something that only these implementations take, `what` in words."""
+    known = [name for name in table if name in tuple(names)]
+    no = f"{what}: {', '.join(known)} do"
+    return {
+        name: one if name in known else Implementation(one.run, lambda *_, **__: no)
+        for name, one in table.items()
+    }
+
+
+def unnamed() -> str:
+    """What runs here where no kernel is named, in words, for whoever writes down a measurement."""
+    return f"this platform's: {', else '.join(BY_PLATFORM[device()[0]])}"
 
 
 def preferred(table: Mapping[str, Implementation], args, kwargs) -> str:

@@ -1,8 +1,7 @@
-"""Tiles on Hopper, and in interpretation: the words that Pallas' GPU interpreter does not know.
+"""Tile operations for Hopper, with fallbacks for Pallas' interpreter, which knows no layouts and no WGMMA.
 
-On the chip every array has a layout in registers and matmuls read transposed references; the interpreter has
-neither. What a kernel does with them is here, once for each, so that all the rest of it is tested on a CPU.
-Layouts are cast where they are known: left to the compiler, the search for them can run for minutes.
+Everything that differs between the chip and the interpreter is here, so that the rest of each kernel is
+tested on a CPU. Layouts are cast explicitly: the compiler's search for them can run for minutes.
 """
 
 import dataclasses

@@ -17,6 +17,15 @@ def visible(position: jax.Array, keys: int, window) -> jax.Array:
     return (back >= 0) & (back < window_of(window))
 
 
+BIASED = ("reference", "xla", "xla_one_turn")  # the implementations that take a bias by distance
+A_BIAS = "a bias by distance"
+
+
+def bias_of(bias: jax.Array, back: jax.Array) -> jax.Array:
+    """Of scores, from `bias` [N, S] by head and distance, at distances `back` [...]: [N, ...]."""
+    return bias[:, jnp.clip(back, 0, bias.shape[1] - 1)]
+
+
 def weights_of(scores: jax.Array, seen: jax.Array) -> jax.Array:
     """Softmax over the last axis of what is seen; zeros where nothing is."""
     top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)

@@ -181,19 +181,25 @@ inline void score_rows(const float* q, int64_t width, const float* const* keys, 
   store(out, sums<LANES>(s));
 }
 
+struct Nothing {
+  void operator()(int64_t) const {}
+};
+
 // Adds the values of keys [begin, end), weighted, to R rows: N vectors of each, from the `at`-th number on. The
-// weight of key t for row r stands at weights[r * by_row + t * by_key].
-template <int R, int N>
+// weight of key t for row r stands at weights[r * by_row + t * by_key]. `each(t)` is called beside key t.
+template <int R, int N, class Each = Nothing>
 inline void mix(const float* weights, int64_t by_row, int64_t by_key, int begin, int end, const float* const* values,
-                int64_t at, int64_t width, float* out) {
+                int64_t at, int64_t width, float* out, Each each = {}) {
   Vec s[R][N];
   for (int r = 0; r < R; ++r)
     for (int i = 0; i < N; ++i) s[r][i] = load(out + r * width + at + i * LANES);
-  for (int t = begin; t < end; ++t)
+  for (int t = begin; t < end; ++t) {
+    each(t);
     for (int i = 0; i < N; ++i) {
       const Vec v = load(values[t] + at + i * LANES);
       for (int r = 0; r < R; ++r) s[r][i] += weights[r * by_row + t * by_key] * v;
     }
+  }
   for (int r = 0; r < R; ++r)
     for (int i = 0; i < N; ++i) store(out + r * width + at + i * LANES, s[r][i]);
 }

@@ -1,6 +1,6 @@
 """The fused fill. A named implementation runs or raises; None picks by platform."""
 
-import jax
+from jaxtyping import Array, Float, Int
 
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import Implementation
@@ -20,13 +20,13 @@ __all__ = ["FUSED_KV_FILL", "Makers", "fold_gain", "fused_kv_fill", "rows_of"]
 
 
 def fused_kv_fill(
-    x: jax.Array,
+    x: Float[Array, "T D"],
     makers: Makers,
-    cos: jax.Array,
-    sin: jax.Array,
+    cos: Float[Array, "_ _"],
+    sin: Float[Array, "_ _"],
     pools: tuple[Pool, Pool],
-    names: jax.Array,
-    live: jax.Array,
+    names: Int[Array, "_"],
+    live: Int[Array, "_"],
     *,
     rows: tuple[int, ...],
     eps: float,

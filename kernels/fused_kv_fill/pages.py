@@ -5,6 +5,7 @@ continues a partially filled page (nearly every decoded one does) is written by 
 would waste most of the work.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -56,21 +57,23 @@ def fill_pages(
     eps: float,
     chunks: bool,
     implementation: str | None,
+    writer: str | None = None,
 ) -> tuple[Pool, Pool]:
     """The pools with `rows` of a batch's tokens in them.
 
     Args:
       makers, pools, rows, eps, implementation: as `api.fused_kv_fill` takes them.
       table: [Q, slots] page ids of each sequence in order.
+      writer: implementation of `page_write`, for tokens that are written by themselves.
       chunks: whether the batch may hold chunks of prompts; without them every token is written by itself.
 
     In a page that begins in the batch, the places after the batch's last token are zeros.
     """
     if not chunks:
-        return _append(tokens, makers, pools, table, rows, eps)
+        return _append(tokens, makers, pools, table, rows, eps, writer)
     size = pools[0].data.shape[2]
     begun = begun_here(tokens, size)
-    pools = _append_some(tokens, tokens.valid & ~begun, makers, pools, table, rows, eps)
+    pools = _append_some(tokens, tokens.valid & ~begun, makers, pools, table, rows, eps, writer)
     pages = pages_of(tokens, begun, pools[0].data.shape[1], size, table)
     picked = jnp.clip(pages.first[:, None] + jnp.arange(size), 0, len(tokens.x) - 1).reshape(-1)
     return fused_kv_fill(
@@ -115,18 +118,19 @@ def _places(tokens: Tokens, size: int, table: jax.Array) -> tuple[jax.Array, jax
     return places(table, tokens.sequence, tokens.position, tokens.valid, size)
 
 
-def _append(tokens: Tokens, makers: Makers, pools, table, rows, eps: float) -> tuple[Pool, Pool]:
+def _append(tokens: Tokens, makers: Makers, pools, table, rows, eps: float, writer) -> tuple[Pool, Pool]:
     """All tokens of a batch, one by one into their pages."""
     size = pools[0].data.shape[2]
     heads = pools[0].data.shape[-1] // (2 * tokens.cos.shape[-1])
     made = rows_of(tokens.x, makers, tokens.cos, tokens.sin, heads, eps)
     page, slot = _places(tokens, size, table)
     new = (y.reshape(*y.shape[:2], heads, -1) for y in made)
-    k, v = (page_write(p, y, page, slot, rows=rows) for p, y in zip(pools, new, strict=True))
+    write = functools.partial(page_write, page=page, slot=slot, rows=rows, implementation=writer)
+    k, v = (write(p, y) for p, y in zip(pools, new, strict=True))
     return k, v
 
 
-def _append_some(tokens: Tokens, which: jax.Array, makers: Makers, pools, table, rows, eps: float):
+def _append_some(tokens: Tokens, which: jax.Array, makers: Makers, pools, table, rows, eps: float, writer):
     """The tokens of a batch that `which` [T] says, a few at a time: usually one of each sequence."""
     total = len(tokens.x)
     few = min(total, max(_FEWEST, table.shape[0]))
@@ -137,6 +141,6 @@ def _append_some(tokens: Tokens, which: jax.Array, makers: Makers, pools, table,
         number = i * few + jnp.arange(few)
         picked = order[jnp.clip(number, 0, total - 1)]
         some = Tokens(*(field[picked] for field in tokens))._replace(valid=number < count)
-        return _append(some, makers, pools, table, rows, eps)
+        return _append(some, makers, pools, table, rows, eps, writer)
 
     return jax.lax.fori_loop(0, -(-count // few), turn, pools)

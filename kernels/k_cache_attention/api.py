@@ -7,15 +7,16 @@ import functools
 
 from jaxtyping import Array, Float, Int
 
-from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common import dispatch, mask
 from swiftkv_jax.kernels.common.dispatch import Implementation
 from swiftkv_jax.kernels.common.pools import Pool
-from swiftkv_jax.kernels.k_cache_attention import pallas_gpu, pallas_tpu, reference, xla
+from swiftkv_jax.kernels.k_cache_attention import native_cpu, pallas_gpu, pallas_tpu, reference, xla
 
 K_CACHE = {
     "reference": Implementation(reference.k_cache_attention),
     "xla": Implementation(xla.k_cache_attention),
     "xla_one_turn": Implementation(functools.partial(xla.k_cache_attention, one_turn=True)),
+    "native_cpu": Implementation(native_cpu.k_cache_attention, native_cpu.refuses),
     "pallas_tpu": Implementation(pallas_tpu.k_cache_attention, pallas_tpu.refuses_keys),
     "pallas_gpu": Implementation(pallas_gpu.k_cache_attention, pallas_gpu.refuses),
 }
@@ -23,6 +24,7 @@ X_CACHE = {
     "reference": Implementation(reference.x_cache_attention),
     "xla": Implementation(xla.x_cache_attention),
     "xla_one_turn": Implementation(functools.partial(xla.x_cache_attention, one_turn=True)),
+    "native_cpu": Implementation(native_cpu.x_cache_attention, native_cpu.refuses_inputs),
     "pallas_tpu": Implementation(pallas_tpu.x_cache_attention, pallas_tpu.refuses_inputs),
     "pallas_gpu": Implementation(pallas_gpu.x_cache_attention, pallas_gpu.refuses_inputs),
 }
@@ -44,6 +46,7 @@ def k_cache_attention(
     rotated: bool = False,
     threshold: float = 0.0,
     float8_scores: bool = False,
+    bias: Float[Array, "N S"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b C N U"]:
     """softmax(q K^T) K W_KV: attention that reads one row of keys and nothing else (arXiv 2503.05840).
@@ -63,7 +66,9 @@ def k_cache_attention(
         (section 2): each dropped weight is smaller. 0 is exact.
       float8_scores: of float8 rows: queries, and keys that are turned when they are read, are rounded to
         float8 too, and multiplied as such. Results are off by about 3 % of their size instead of 0.2 %.
-      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16 queries, decoding), or None.
+      bias: added to the scores by head and distance, as in `paged_attention`.
+      implementation: "reference", "xla", "native_cpu" (group 1, not `rotated`), "pallas_tpu", "pallas_gpu"
+        (bfloat16 queries, decoding), or None.
 
     Returns:
       An array in q's dtype.
@@ -93,7 +98,8 @@ def k_cache_attention(
         "float8_scores": float8_scores,
     }
     args = (q, k, w_kv, table, sequence, position)
-    return dispatch.call("k_cache_attention", K_CACHE, implementation, args, options)
+    known, options = _with_bias(K_CACHE, options, bias)
+    return dispatch.call("k_cache_attention", known, implementation, args, options)
 
 
 def x_cache_attention(
@@ -108,6 +114,7 @@ def x_cache_attention(
     row: int = 0,
     scale: float | None = None,
     window: int | Int[Array, ""] | None = None,
+    bias: Float[Array, "N S"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b C N U"]:
     """Attention that caches a layer's inputs, without rotary embedding (arXiv 2503.05840, section 5).
@@ -116,8 +123,8 @@ def x_cache_attention(
 
     Args:
       pools: of inputs alone, [R, P, Z, E]; in 8 bits with one scale a token, [R, P, 1, Z], which
-        "reference" and "xla" read. w_k, w_v: of each query head.
-      table, sequence, position, row, scale, window, implementation: as in `k_cache_attention`.
+        "reference", "xla" and "native_cpu" read. w_k, w_v: of each query head.
+      table, sequence, position, row, scale, window, bias, implementation: as in `k_cache_attention`.
 
     Returns:
       An array in q's dtype.
@@ -133,4 +140,12 @@ def x_cache_attention(
     options = {"row": row, "scale": q.shape[-1] ** -0.5 if scale is None else scale, "window": window}
     options |= {} if x_scale is None else {"x_scale": x_scale}
     args = (q, x, w_k, w_v, table, sequence, position)
-    return dispatch.call("x_cache_attention", X_CACHE, implementation, args, options)
+    known, options = _with_bias(X_CACHE, options, bias)
+    return dispatch.call("x_cache_attention", known, implementation, args, options)
+
+
+def _with_bias(table, options: dict, bias: Array | None) -> tuple[dict, dict]:
+    """(implementations, options) of a call with this bias."""
+    if bias is None:
+        return table, options
+    return dispatch.that_take(table, mask.BIASED, mask.A_BIAS), options | {"bias": bias}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -14,12 +15,13 @@ from swiftkv_jax.kernels.k_cache_attention import api
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call of an implementation of `k_cache_attention`.
+    """One call of an implementation of `k_cache_attention`, or with `inputs` of `x_cache_attention`.
 
     Attributes:
       lengths: keys that the last query of each sequence sees; 0 is a sequence without a query.
       queries: of each block, at the last positions of its sequence.
       heads, width: of the keys. group: as they are stored. page, slots: of the pool.
+      inputs: width of a cached row of inputs; 0: rows are keys.
       rope: rotary embedding or none; rotated: stored after it. scaled: 8-bit rows with a scale a token.
       float8_scores: as in the call.
     """
@@ -28,6 +30,7 @@ class Case:
     queries: int = 1
     heads: int = 4
     width: int = 64
+    inputs: int = 0
     group: int = 1
     page: int = 32
     slots: int = 4
@@ -40,36 +43,46 @@ class Case:
     float8_scores: bool = False
 
     @property
+    def door(self) -> Callable[..., jax.Array]:
+        """The operation, with the arguments that its implementations take."""
+        return call_inputs if self.inputs else call
+
+    @property
     def scaled(self) -> bool:
         """Whether rows are 8 bits wide and have scales."""
         return jnp.dtype(self.stored).itemsize == 1
 
     def shapes(self) -> tuple[tuple, dict]:
         """Arguments and array options of an implementation, as `jax.ShapeDtypeStruct`s."""
-        blocks, row = len(self.lengths), self.heads * self.width
+        blocks, row = len(self.lengths), self.inputs or self.heads * self.width
         pages, integer, dtype = blocks * self.slots, jnp.int32, jnp.dtype(self.computed)
+        weight = jax.ShapeDtypeStruct((self.heads, row, self.width), dtype)
         args = (
             jax.ShapeDtypeStruct((blocks, self.queries, self.heads, self.width), dtype),
             jax.ShapeDtypeStruct((2, pages, self.page, row), jnp.dtype(self.stored)),
-            jax.ShapeDtypeStruct((self.heads, row, self.width), dtype),
+            *[weight] * (2 if self.inputs else 1),
             jax.ShapeDtypeStruct((blocks, self.slots), integer),
             jax.ShapeDtypeStruct((blocks,), integer),
             jax.ShapeDtypeStruct((blocks, self.queries), integer),
         )
         half, scale = (self.width // 2,), (2, pages, 1, self.page)
-        arrays = {
-            "frequencies": jax.ShapeDtypeStruct(half, jnp.float32) if self.rope else None,
-            "k_scale": jax.ShapeDtypeStruct(scale, jnp.float32) if self.scaled else None,
-        }
-        return args, arrays
+        return args, self._arrays(
+            jax.ShapeDtypeStruct(half, jnp.float32) if self.rope else None,
+            jax.ShapeDtypeStruct(scale, jnp.float32) if self.scaled else None,
+        )
+
+    def _arrays(self, frequencies, scale) -> dict:
+        if self.inputs:
+            return {} if scale is None else {"x_scale": scale}
+        return {"frequencies": frequencies, "k_scale": scale}
 
     @property
     def options(self) -> dict:
         """The other options of the call."""
-        return {
-            "row": 1,
-            "scale": self.width**-0.5,
-            "window": self.window,
+        both = {"row": 1, "scale": self.width**-0.5, "window": self.window}
+        if self.inputs:
+            return both
+        return both | {
             "group": self.group,
             "rotated": self.rotated,
             "threshold": self.threshold,
@@ -81,7 +94,9 @@ class Case:
         """Arguments and array options, random; pages in no order; everything that no query sees is NaN."""
         shapes = self.shapes()[0]
         keys = iter(jax.random.split(jax.random.key(seed), 8))
-        q, w = (jax.random.normal(next(keys), s.shape).astype(s.dtype) for s in (shapes[0], shapes[2]))
+        q, *weights = (
+            jax.random.normal(next(keys), s.shape).astype(s.dtype) for s in (shapes[0], *shapes[2:-3])
+        )
         blocks, pages = len(self.lengths), shapes[1].shape[1]
         table = jax.random.permutation(next(keys), pages).reshape(blocks, self.slots).astype(jnp.int32)
         ends = jnp.array(self.lengths)[:, None]
@@ -97,12 +112,9 @@ class Case:
         if rows.dtype != jnp.int8:
             rows = jnp.where(seen[..., None], rows, jnp.nan).at[0].set(jnp.nan)
         frequencies = 1e4 ** (-jnp.arange(0, self.width, 2) / self.width) if self.rope else None
-        w = w * (self.heads * self.width) ** -0.5
+        weights = [(w * rows.shape[-1] ** -0.5).astype(q.dtype) for w in weights]
         sequence = jnp.arange(blocks, dtype=jnp.int32)
-        return (q, rows, w.astype(q.dtype), table, sequence, position), {
-            "frequencies": frequencies,
-            "k_scale": scale,
-        }
+        return (q, rows, *weights, table, sequence, position), self._arrays(frequencies, scale)
 
 
 def call(q, k, w_kv, *where, k_scale=None, **options) -> jax.Array:
@@ -194,67 +206,17 @@ REAL = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InputCase:
-    """One call of an implementation of `x_cache_attention`.
-
-    Attributes:
-      lengths: keys that each sequence's query sees. heads, width: of the keys. inputs: width of a cached row.
-      page, slots: of the pool.
-    """
-
-    lengths: tuple[int, ...]
-    heads: int
-    width: int
-    inputs: int
-    page: int = 64
-    slots: int = 24
-    computed: str = "bfloat16"
-
-    @property
-    def options(self) -> dict:
-        """The static options of the call."""
-        return {"row": 1, "scale": self.width**-0.5}
-
-    def shapes(self) -> tuple[tuple, dict]:
-        """Arguments and array options of an implementation, as `jax.ShapeDtypeStruct`s."""
-        blocks, dtype, make = len(self.lengths), jnp.dtype(self.computed), jax.ShapeDtypeStruct
-        weight = make((self.heads, self.inputs, self.width), dtype)
-        args = (
-            make((blocks, 1, self.heads, self.width), dtype),
-            make((2, blocks * self.slots, self.page, self.inputs), dtype),
-            weight,
-            weight,
-            make((blocks, self.slots), jnp.int32),
-            make((blocks,), jnp.int32),
-            make((blocks, 1), jnp.int32),
-        )
-        return args, {}
-
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def make(self, seed: int = 0) -> tuple[tuple, dict]:
-        """Random arguments and no array options; pages in no order."""
-        *arrays, table, sequence, _ = self.shapes()[0]
-        keys = jax.random.split(jax.random.key(seed), 5)
-        q, x, w_k, w_v = (
-            jax.random.normal(key, s.shape).astype(s.dtype) for key, s in zip(keys, arrays, strict=False)
-        )
-        names = jax.random.permutation(keys[4], x.shape[1]).reshape(table.shape).astype(jnp.int32)
-        w_k, w_v = (w * self.inputs**-0.5 for w in (w_k, w_v))
-        position = jnp.array(self.lengths, jnp.int32)[:, None] - 1
-        return (q, x, w_k, w_v, names, jnp.arange(*sequence.shape, dtype=jnp.int32), position), {}
-
-
-def call_inputs(q, x, *rest, **options) -> jax.Array:
+def call_inputs(q, x, *rest, x_scale=None, **options) -> jax.Array:
     """`api.x_cache_attention`, with the arguments that its implementations take."""
-    return api.x_cache_attention(q, (Pool(x),), *rest, **options)
+    return api.x_cache_attention(q, (Pool(x, x_scale),), *rest, **options)
 
 
-INPUTS_SMALL = {"narrow": InputCase(lengths=(0, 33, 64), heads=4, width=64, inputs=40, page=32, slots=2)}
+_INPUTS = Case(lengths=(0, 33, 64), inputs=40, slots=2, rope=False, stored="bfloat16", computed="bfloat16")
+INPUTS_SMALL = {"narrow": _INPUTS}
 
 # Caches of layer inputs (arXiv 2503.05840, section 5): Whisper small's decoder, square weights; T5-3B's
 # (arXiv 1910.10683), 4096 columns of keys from 1024 of inputs.
 INPUTS_REAL = {
-    "whisper_small": InputCase(lengths=(1500,) * 16, heads=12, width=64, inputs=768),
-    "t5_3b": InputCase(lengths=(1500,) * 16, heads=32, width=128, inputs=1024),
+    "whisper_small": replace(_WHISPER, inputs=768),
+    "t5_3b": replace(_WHISPER, heads=32, width=128, inputs=1024),
 }

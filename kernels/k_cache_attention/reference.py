@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.common.mask import visible, weights_of
+from swiftkv_jax.kernels.common.mask import bias_of, visible, weights_of
 from swiftkv_jax.kernels.common.pools import quantise
 
 FLOAT8 = jnp.float8_e4m3fn
@@ -33,6 +33,7 @@ class Options:
     threshold: float
     k_scale: Any
     float8_scores: bool
+    bias: Any = None
 
     @property
     def turned(self) -> bool:
@@ -104,12 +105,22 @@ def k_cache_attention(q, k, w_kv, table, sequence, position, **options):
         queries, scale = queries.astype(wide), scale * jnp.swapaxes(factor, 1, 2)[..., None]
         turned = float8_keys(turned, how).astype(wide)
     scores = jnp.einsum("bcnh,bsnh->bncs", queries, turned, precision="highest") * scale * scales
+    scores += _bias(how.bias, position, keys)
     weights = weights_of(scores, seen[:, None])
     mixed = jnp.einsum("bncs,bse->bcne", weights * scales, to_rows(raw, how.group), precision="highest")
     return jnp.einsum("bcne,neu->bcnu", mixed, w_kv.astype(wide), precision="highest").astype(q.dtype)
 
 
-def x_cache_attention(q, x, w_k, w_v, table, sequence, position, *, row, scale, window, x_scale=None):
+def _bias(bias, position, keys: int):
+    """Of scores [b, N, C, keys]; 0 without one."""
+    if bias is None:
+        return 0.0
+    return jnp.moveaxis(bias_of(bias, position[..., None] - jnp.arange(keys)), 0, 1)
+
+
+def x_cache_attention(
+    q, x, w_k, w_v, table, sequence, position, *, row, scale, window, x_scale=None, bias=None
+):
     """As `api.x_cache_attention`: keys and values made from the cached inputs, in at least float32."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     seen = visible(position, table.shape[1] * x.shape[2], window)
@@ -120,5 +131,6 @@ def x_cache_attention(q, x, w_k, w_v, table, sequence, position, *, row, scale, 
     keys = jnp.einsum("bse,neh->bsnh", inputs, w_k.astype(wide), precision="highest")
     values = jnp.einsum("bse,neu->bsnu", inputs, w_v.astype(wide), precision="highest")
     scores = jnp.einsum("bcnh,bsnh->bncs", q.astype(wide), keys, precision="highest") * scale
+    scores += _bias(bias, position, inputs.shape[1])
     weights = weights_of(scores, seen[:, None])
     return jnp.einsum("bncs,bsnu->bcnu", weights, values, precision="highest").astype(q.dtype)

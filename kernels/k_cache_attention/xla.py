@@ -2,24 +2,42 @@
 
 With `one_turn` the turns are larger and their number is known to the compiler: on a GPU a loop of unknown
 length costs a round trip to the host in each turn.
+
+Blocks of more queries than a head is wide make values of the stored rows first, and are then ordinary
+attention: the weighted sum of whole rows would cost each head the work of all.
 """
 
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.common import mask, online
+from swiftkv_jax.kernels.common import dispatch, mask, online
 from swiftkv_jax.kernels.k_cache_attention import reference
 from swiftkv_jax.kernels.k_cache_attention.reference import Options
 
 ONE_TURN_KEYS = 1 << 16  # of all blocks together
 
 
-def k_cache_attention(q, k, w_kv, table, sequence, position, one_turn: bool = False, **options):
-    """As `api.k_cache_attention`; `threshold` skips nothing."""
+def k_cache_attention(
+    q,
+    k,
+    w_kv,
+    table,
+    sequence,
+    position,
+    one_turn: bool | None = None,
+    values_first: bool | None = None,
+    **options,
+):
+    """As `api.k_cache_attention`; `threshold` skips nothing. values_first: None decides by the block."""
     how, heads = Options(**options), q.shape[2]
+    values_first = _values_pay(q) if values_first is None else values_first
+
+    def read(stored, at):
+        """Keys for the scores, and what is summed, of stored rows [b, s, E] at positions [s]."""
+        keys, rows = turned(stored, at)
+        return keys, _of_heads(rows, w_kv, rows.dtype) if values_first else rows
 
     def turned(stored, at):
-        """Keys for the scores, and rows for the sum, of stored rows [b, s, E] at positions [s]."""
         split = reference.to_heads(stored, heads, how.group)
         if how.frequencies is None:
             return scored(split), stored
@@ -36,43 +54,80 @@ def k_cache_attention(q, k, w_kv, table, sequence, position, one_turn: bool = Fa
     if how.float8_scores:
         queries, factor = reference.float8_queries(q, how)
         scale = scale * jnp.swapaxes(factor, 1, 2)[..., None]
-    stored = table[sequence], position, how.row, scale, how.window, how.k_scale
-    mixed = _attend(queries, k, *stored, q.dtype, turned, one_turn)
-    out = jnp.einsum("bnce,neu->bcnu", mixed, w_kv, preferred_element_type=jnp.float32)
-    return out.astype(q.dtype)
+    stored = table[sequence], position, how.row, scale, how.window, how.k_scale, how.bias
+    mixed = _attend(queries, k, *stored, q.dtype, read, w_kv.shape[2 if values_first else 1], one_turn)
+    return _finished(mixed, None if values_first else w_kv).astype(q.dtype)
 
 
 def x_cache_attention(
-    q, x, w_k, w_v, table, sequence, position, *, row, scale, window, x_scale=None, one_turn: bool = False
+    q,
+    x,
+    w_k,
+    w_v,
+    table,
+    sequence,
+    position,
+    *,
+    row,
+    scale,
+    window,
+    x_scale=None,
+    bias=None,
+    one_turn: bool | None = None,
+    values_first: bool | None = None,
 ):
-    """As `api.x_cache_attention`, W_K absorbed into the query and W_V applied to the sum."""
-    absorbed = jnp.einsum("bcnh,neh->bcne", q, w_k, preferred_element_type=jnp.float32).astype(q.dtype)
+    """As `api.x_cache_attention`, W_K absorbed into the query and W_V applied to the sum, unless keys and
+    values are made first."""
+    values_first = _values_pay(q) if values_first is None else values_first
+    if not values_first:
+        q = jnp.einsum("bcnh,neh->bcne", q, w_k, preferred_element_type=jnp.float32).astype(q.dtype)
 
-    def turned(stored, _):
+    def read(stored, _):
+        if values_first:
+            return _of_heads(stored, w_k, stored.dtype), _of_heads(stored, w_v, stored.dtype)
         return jnp.broadcast_to(stored[:, :, None], (*stored.shape[:2], q.shape[2], stored.shape[-1])), stored
 
-    where = table[sequence], position, row, scale, window, x_scale
-    mixed = _attend(absorbed, x, *where, q.dtype, turned, one_turn)
-    out = jnp.einsum("bnce,neu->bcnu", mixed, w_v, preferred_element_type=jnp.float32)
-    return out.astype(q.dtype)
+    where = table[sequence], position, row, scale, window, x_scale, bias
+    mixed = _attend(q, x, *where, q.dtype, read, w_v.shape[2 if values_first else 1], one_turn)
+    return _finished(mixed, None if values_first else w_v).astype(q.dtype)
 
 
-def _attend(q, pool, table, position, row, scale, window, k_scale, dtype, turned, one_turn) -> jax.Array:
-    """Softmax-weighted sums [b, N, C, E] of rows in `dtype`, in float32; `turned` as in k_cache_attention."""
-    (blocks, queries, heads, _), (page, width) = q.shape, pool.shape[2:]
+def _values_pay(q) -> bool:
+    """Of blocks [b, C, N, H]."""
+    return q.shape[1] > q.shape[3]
+
+
+def _of_heads(rows, w, dtype):
+    """[b, s, E] times the matrices of heads [N, E, U]: [b, s, N, U]."""
+    return jnp.einsum("bse,neu->bsnu", rows, w, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def _finished(mixed, w):
+    """Sums [b, N, C, E] times the matrices of heads, or sums of values as they are: [b, C, N, U]."""
+    if w is None:
+        return jnp.swapaxes(mixed, 1, 2)
+    return jnp.einsum("bnce,neu->bcnu", mixed, w, preferred_element_type=jnp.float32)
+
+
+def _attend(
+    q, pool, table, position, row, scale, window, k_scale, bias, dtype, read, width, one_turn
+) -> jax.Array:
+    """Softmax-weighted sums [b, N, C, width] in float32 of what `read` makes of rows in `dtype`: one for all
+    heads [b, s, width], or one for each [b, s, N, width]."""
+    (blocks, queries, heads, _), page = q.shape, pool.shape[2]
     slots = table.shape[1]
-    window = mask.window_of(window)
+    window, one_turn = mask.window_of(window), dispatch.known_loops(one_turn)
     pages = online.pages_per_turn(blocks, page, slots, ONE_TURN_KEYS if one_turn else online.TURN_KEYS)
-    table = jnp.pad(table, ((0, 0), (0, -slots % pages)))
+    table, turns = jnp.pad(table, ((0, 0), (0, -slots % pages))), -(-slots // pages)
 
     def turn(i):
         names = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
         at = i * pages * page + jnp.arange(pages * page)
         back = position[..., None] - at
         seen = (back >= 0) & (back < window)
-        stored = pool[row, names].reshape(blocks, -1, width).astype(dtype)
+        stored = pool[row, names].reshape(blocks, -1, pool.shape[-1]).astype(dtype)
         stored = jnp.where(seen.any(1)[..., None], stored, 0)  # 0 x NaN of a stale page is NaN
-        keys, rows = turned(stored, at)
+        keys, rows = read(stored, at)
         scores = jnp.einsum("bcnh,bsnh->bncs", q, keys, preferred_element_type=jnp.float32) * scale
         scales = jnp.ones((), jnp.float32)
         if k_scale is not None:
@@ -80,13 +135,14 @@ def _attend(q, pool, table, position, row, scale, window, k_scale, dtype, turned
 
         def weigh(weights):
             return jnp.einsum(
-                "bncs,bse->bnce",
+                "bncs,bse->bnce" if rows.ndim == 3 else "bncs,bsne->bnce",
                 (weights * scales).astype(rows.dtype),
                 rows,
                 preferred_element_type=jnp.float32,
             )
 
-        return scores * scales, seen[:, None], weigh
+        added = 0.0 if bias is None else jnp.moveaxis(mask.bias_of(bias, back), 0, 1)
+        return scores * scales + added, seen[:, None], weigh
 
-    span = (0, -(-slots // pages)) if one_turn else online.span(position, window, pages * page)
+    span = (0, turns) if one_turn else online.span(position, window, pages * page)
     return online.softmax_sum(turn, *span, (blocks, heads, queries), width)

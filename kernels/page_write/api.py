@@ -1,23 +1,24 @@
 """Tokens written into pages. A named implementation runs or raises; None picks by platform."""
 
-import jax
+from jaxtyping import Array, Float, Int
 
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import Implementation
 from swiftkv_jax.kernels.common.pools import Pool
-from swiftkv_jax.kernels.page_write import native_cpu, reference
+from swiftkv_jax.kernels.page_write import native_cpu, pallas_tpu, reference
 
 PAGE_WRITE = {
     "xla": Implementation(reference.page_write),
     "native_cpu": Implementation(native_cpu.page_write, native_cpu.refuses),
+    "pallas_tpu": Implementation(pallas_tpu.page_write, pallas_tpu.refuses),
 }
 
 
 def page_write(
     pool: Pool,
-    new: jax.Array,
-    page: jax.Array,
-    slot: jax.Array,
+    new: Float[Array, "T F K H"],
+    page: Int[Array, "_"],
+    slot: Int[Array, "_"],
     *,
     rows: tuple[int, ...],
     implementation: str | None = None,
@@ -30,7 +31,8 @@ def page_write(
       page: [T] of the pool, in [0, P); page 0 is scratch, whose contents nobody reads.
       slot: [T] place in the page. No two tokens have one place, but in page 0.
       rows: of the pool, one for each of F.
-      implementation: "xla", which is the definition, "native_cpu" (needs a C++ compiler), or None.
+      implementation: "xla", which is the definition, "native_cpu" (needs a C++ compiler), "pallas_tpu", or
+        None.
 
     Raises:
       dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.

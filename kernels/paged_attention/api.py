@@ -2,9 +2,9 @@
 
 import functools
 
-import jax
+from jaxtyping import Array, Float, Int
 
-from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common import dispatch, mask
 from swiftkv_jax.kernels.common.dispatch import Implementation
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.paged_attention import jax_nn, native_cpu, pallas_gpu, pallas_tpu, reference, xla
@@ -21,17 +21,18 @@ PAGED_ATTENTION = {
 
 
 def paged_attention(
-    q: jax.Array,
+    q: Float[Array, "b C N H"],
     pools: tuple[Pool, Pool],
-    table: jax.Array,
-    sequence: jax.Array,
-    position: jax.Array,
+    table: Int[Array, "Q slots"],
+    sequence: Int[Array, "_"],
+    position: Int[Array, "_ _"],
     *,
     row: int = 0,
     scale: float | None = None,
-    window: int | jax.Array | None = None,
+    window: int | Int[Array, ""] | None = None,
+    bias: Float[Array, "N S"] | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "b C N U"]:
     """What each query reads from one row of a paged pool: decode tokens and chunks of prompts alike.
 
     Args:
@@ -43,9 +44,12 @@ def paged_attention(
       position: [b, C] of each query; -1 is no query and gives zeros. A query sees the keys at its own
         position and before, fewer than `window` back. Unseen keys may hold anything, NaN included.
       row: of the pool. scale: of the scores, H ** -0.5 by default.
-      implementation: "reference", "xla", "xla_one_turn" (no loop of unknown length; more memory),
-        "native_cpu" (needs a C++ compiler), "pallas_tpu", "pallas_gpu" (bfloat16 queries), "cudnn" (bfloat16
-        and float16; the positions of a block rise by one, and no window), or None.
+      bias: [N, S] added to the scores, by head and by how far back a key is; the last one goes for all that
+        are further. "reference", "xla" and "xla_one_turn" take one.
+      implementation: "reference", "xla", "xla_one_turn" (no loop of unknown length, and more memory; what
+        "xla" is on GPUs and TPUs), "native_cpu" (needs a C++ compiler), "pallas_tpu", "pallas_gpu" (bfloat16
+        queries), "cudnn" (bfloat16 and float16; the positions of a block rise by one, and no window), or
+        None.
 
     Returns:
       [b, C, N, U] in q's dtype.
@@ -75,5 +79,8 @@ def paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
     }
-    args = (q, k, v, table, sequence, position)
-    return dispatch.call("paged_attention", PAGED_ATTENTION, implementation, args, options)
+    args, known = (q, k, v, table, sequence, position), PAGED_ATTENTION
+    if bias is not None:
+        options |= {"bias": bias}
+        known = dispatch.that_take(known, mask.BIASED, mask.A_BIAS)
+    return dispatch.call("paged_attention", known, implementation, args, options)

@@ -4,79 +4,9 @@
 // any of its queries sees with a running softmax. Nothing of a key that no query sees is used, so stale pages
 // may hold anything. What a query gets does not depend on its neighbours.
 
-#include "native_tile.h"
+#include "native_rows.h"
 
 namespace {
-
-template <class T>
-inline Ints one_by_one(const T* p) {
-  Ints x;
-  for (int i = 0; i < LANES; ++i) x[i] = p[i];
-  return x;
-}
-
-// LANES stored integers, widened. Compilers make of a conversion of vectors what they like: GCC 12, one by one.
-inline Ints integers(const int8_t* p) {
-#if defined(__AVX512F__)
-  return bits<Ints>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif defined(__AVX2__)
-  return bits<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-#else
-  return one_by_one(p);
-#endif
-}
-inline Ints integers(const uint8_t* p) {
-#if defined(__AVX512F__)
-  return bits<Ints>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#elif defined(__AVX2__)
-  return bits<Ints>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-#else
-  return one_by_one(p);
-#endif
-}
-inline Ints integers(const uint16_t* p) {
-#if defined(__AVX512F__)
-  return bits<Ints>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-#elif defined(__AVX2__)
-  return bits<Ints>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#else
-  return one_by_one(p);
-#endif
-}
-
-// LANES stored numbers as floats.
-inline Vec wide(const float* p) { return load(p); }
-inline Vec wide(const _Float16* p) {
-#if defined(__AVX512F__)
-  return bits<Vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-#elif defined(__AVX2__) && defined(__F16C__)
-  return bits<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-#else
-  Vec x;
-  for (int i = 0; i < LANES; ++i) x[i] = p[i];
-  return x;
-#endif
-}
-inline Vec wide(const Bf16* p) { return bits<Vec>(integers(&p->raw) << 16); }
-inline Vec wide(const int8_t* p) { return __builtin_convertvector(integers(p), Vec); }
-inline Vec wide(const Fp8* p) {
-  const Ints x = integers(&p->raw), size = x & 0x7f;
-  // Numbers below 2^-6 are multiples of 2^-9. XLA's threads flush denormals, so that exponents are added.
-  const Vec small = __builtin_convertvector(size, Vec) * 0.001953125f, normal = bits<Vec>((size << 20) + (120 << 23));
-  const Vec y = size == 0x7f ? fill(__builtin_nanf("")) : size < 8 ? small : normal;
-  return bits<Vec>(bits<Ints>(y) | (x & 0x80) << 24);
-}
-
-// n stored numbers times a factor, filled up with zeros to `whole`, a multiple of LANES.
-template <class T>
-inline void widen(const T* from, int64_t n, int64_t whole, float factor, float* to) {
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) store(to + i, wide(from + i) * factor);
-  if (i == whole) return;
-  T last[LANES] = {};
-  std::copy_n(from + i, n - i, last);
-  store(to + i, wide(last) * factor);
-}
 
 struct Call {
   int64_t blocks, queries, heads, width, value, kv_heads, pages, page, slots, sequences, row;
@@ -90,16 +20,13 @@ struct Call {
 
 constexpr int AT_ONCE = 3;  // tiles: one in use, one that is read, one that is asked for
 
-// A query of a block, and the keys [first, last) that it sees.
-struct Query { int64_t number, first, last; };
-
 // What one thread works in: the queries that see anything, where each row's result goes, what an unseen key is, and
 // the factors of 8-bit rows of AT_ONCE tiles.
 struct Work : Scratch {
   explicit Work(const Call& c)
       : Scratch(std::max(c.queries * (c.heads / c.kv_heads), FEW * c.kv_heads), c.width, c.value), out(rows),
         nothing(c.kv_heads * std::max(c.width, c.value)), factors(2 * AT_ONCE * c.kv_heads * TILE) {}
-  std::vector<Query> queries;
+  Sight sight;
   std::vector<float*> out;
   std::vector<float> nothing, factors;
 };
@@ -142,11 +69,8 @@ struct Tile {
   float *k_scale, *v_scale;  // [heads, TILE]
 
   void locate(const Call& c, const int32_t* table, int64_t head, int64_t heads, int64_t start) {
-    int64_t slot = start / c.page, offset = start % c.page;
-    for (int t = 0, run; t < TILE; t += run, ++slot, offset = 0) {
-      run = std::min<int64_t>(TILE - t, c.page - offset);
-      const int64_t name = table[std::min(slot, c.slots - 1)];
-      const int64_t page = c.row * c.pages + std::clamp<int64_t>(name, 0, c.pages - 1);
+    in_pages(table, c.slots, c.pages, c.page, start, [&](int t, int run, int64_t name, int64_t offset) {
+      const int64_t page = c.row * c.pages + name;
       const int64_t at = (page * c.page + offset) * c.kv_heads + head;
       const T* k = static_cast<const T*>(c.k) + at * c.width;
       const T* v = static_cast<const T*>(c.v) + at * c.value;
@@ -154,13 +78,13 @@ struct Tile {
         key[t + i] = k + i * c.kv_heads * c.width;
         value[t + i] = v + i * c.kv_heads * c.value;
       }
-      if (!c.k_scale) continue;
+      if (!c.k_scale) return;
       for (int64_t h = 0; h < heads; ++h) {
         const int64_t factor = (page * c.kv_heads + head + h) * c.page + offset;
         std::copy_n(c.k_scale + factor, run, k_scale + h * TILE + t);
         std::copy_n(c.v_scale + factor, run, v_scale + h * TILE + t);
       }
-    }
+    });
   }
 
   // What is not seen is zeros, which `nothing` points at.
@@ -277,22 +201,21 @@ inline void few_rows(Scratch& s, int64_t r, int64_t start, const Tile<T>& tile, 
 
 // As `attend_rows`, for few rows of each of `heads` heads from the `head`-th on, head after head: numbers are widened
 // as they are used, and memory is read while they are, once for all heads.
-template <class T, class Seen>
-void attend_few(const Call& c, Work& s, const int32_t* table, int64_t head, int64_t heads, int64_t begin, int64_t end,
-                Seen seen) {
+template <class T>
+void attend_few(const Call& c, Work& s, const int32_t* table, int64_t head, int64_t heads) {
   Tile<T> tiles[AT_ONCE];
   for (int i = 0; i < AT_ONCE; ++i)
     tiles[i].k_scale = s.factors.data() + 2 * i * heads * TILE, tiles[i].v_scale = tiles[i].k_scale + heads * TILE;
-  const int64_t rows = s.rows / heads, scaled = c.k_scale ? heads : 0;
+  const int64_t rows = s.rows / heads, scaled = c.k_scale ? heads : 0, end = s.sight.end;
   // The tile at `start`, or the last one.
   const auto tile_at = [&](int64_t start) { return &tiles[std::min(start, (end - 1) / TILE * TILE) / TILE % AT_ONCE]; };
   const auto locate = [&](int64_t start) {
     if (start >= end) return;
     tile_at(start)->locate(c, table, head, heads, start);
     bool some[TILE];
-    if (!seen(start, some)) tile_at(start)->forget(some, s.nothing.data(), scaled);
+    if (!s.sight.seen(start, some)) tile_at(start)->forget(some, s.nothing.data(), scaled);
   };
-  begin = begin / TILE * TILE;
+  const int64_t begin = s.sight.begin / TILE * TILE;
   locate(begin);
   locate(begin + TILE);
   for (int64_t start = begin; start < end; start += TILE) {
@@ -316,50 +239,29 @@ void attend_few(const Call& c, Work& s, const int32_t* table, int64_t head, int6
 // Block `block` of queries with `heads` kv heads from the `head`-th on.
 template <class T>
 void attend(const Call& c, Work& s, int64_t block, int64_t head, int64_t heads) {
-  const int64_t group = c.heads / c.kv_heads, most = c.slots * c.page;
-  int64_t begin = most, end = 0, sure_begin = 0, sure_end = most;  // what any query sees, and what every one does
-  s.queries.clear();  // a block of one sequence that decodes beside prompts has one query, whatever its size
-  for (int64_t number = block * c.queries; number < (block + 1) * c.queries; ++number) {
-    const int64_t after = c.position[number] + int64_t{1};
-    const int64_t first = std::max<int64_t>(0, after - c.window), last = std::min(after, most);
-    if (first >= last) {
-      std::fill_n(c.out + (number * c.heads + head * group) * c.value, heads * group * c.value, 0.0f);
-      continue;
-    }
-    begin = std::min(begin, first), end = std::max(end, last);
-    sure_begin = std::max(sure_begin, first), sure_end = std::min(sure_end, last);
-    s.queries.push_back({number, first, last});
-  }
+  const int64_t group = c.heads / c.kv_heads;
+  Sight& sight = s.sight;
+  sight.look(c.position, block * c.queries, (block + 1) * c.queries, c.window, c.slots * c.page, [&](int64_t number) {
+    std::fill_n(c.out + (number * c.heads + head * group) * c.value, heads * group * c.value, 0.0f);
+  });
   const int32_t* table = c.table + std::clamp<int64_t>(c.sequence[block], 0, c.sequences - 1) * c.slots;
-  // Which keys of a tile any query sees; or true: all of them.
-  const auto seen = [&](int64_t start, bool* some) {
-    if (sure_begin <= start && start + TILE <= sure_end) return true;
-    int change[TILE + 1] = {};  // positions may leave gaps
-    for (const Query& query : s.queries) {
-      const int64_t a = std::clamp<int64_t>(query.first - start, 0, TILE);
-      const int64_t b = std::clamp<int64_t>(query.last - start, 0, TILE);
-      if (a < b) ++change[a], --change[b];
-    }
-    for (int t = 0, depth = 0; t < TILE; ++t) some[t] = (depth += change[t]) > 0;
-    return false;
-  };
-  const bool few = int64_t(s.queries.size()) * group <= FEW && s.width == c.width && s.value == c.value;
+  const bool few = int64_t(sight.queries.size()) * group <= FEW && s.width == c.width && s.value == c.value;
   const int64_t together = few ? heads : 1;
   for (const int64_t stop = head + heads; head < stop; head += together) {
     s.rows = 0;
     for (int64_t h = head; h < head + together; ++h)
-      for (const Query& query : s.queries)
+      for (const Query& query : sight.queries)
         for (int64_t g = h * group; g < (h + 1) * group; ++g, ++s.rows) {
           const int64_t row = query.number * c.heads + g;
           begin_row(s, s.rows, c.q + row * c.width, c.width, c.scale, query.first, query.last);
           s.out[s.rows] = c.out + row * c.value;
         }
     if (few)
-      attend_few<T>(c, s, table, head, together, begin, end, seen);
+      attend_few<T>(c, s, table, head, together);
     else
-      attend_rows(s, s.rows, begin, end, [&](int64_t start) {
+      attend_rows(s, s.rows, sight.begin, sight.end, [&](int64_t start) {
         bool some[TILE];
-        if (seen(start, some)) std::fill_n(some, TILE, true);
+        if (sight.seen(start, some)) std::fill_n(some, TILE, true);
         read<T>(c, s, table, head, start, some);
       });
     for (int64_t r = 0; r < s.rows; ++r) {

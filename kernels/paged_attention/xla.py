@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from swiftkv_jax.kernels.common import mask, online
+from swiftkv_jax.kernels.common import dispatch, mask, online
 
 # What one turn takes on, measured on a CPU: small enough to stay in its caches.
 TURN_KEYS = 2048  # of all blocks together
@@ -23,16 +23,30 @@ _FEW_ROWS = 8
 
 
 def paged_attention(
-    q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, one_turn: bool = False
+    q,
+    k,
+    v,
+    table,
+    sequence,
+    position,
+    *,
+    row,
+    scale,
+    window,
+    k_scale,
+    v_scale,
+    bias=None,
+    one_turn: bool | None = None,
 ):
-    """As `api.paged_attention`; `one_turn`: without a loop whose length is known only at run time."""
-    window = mask.window_of(window)
+    """As `api.paged_attention`; `one_turn`: without a loop whose length is known only at run time; None: as
+    `dispatch.known_loops`."""
+    window, one_turn = mask.window_of(window), dispatch.known_loops(one_turn)
     pools = (k, v, k_scale, v_scale)
     if position.shape[1] == 1 and not one_turn:
-        return _singles(q, pools, table[sequence], position[:, 0], row, scale, window)
+        return _singles(q, pools, table[sequence], position[:, 0], row, scale, window, bias)
 
     def some(q, sequence, position):
-        return _blocks(q, pools, table[sequence], position, row, scale, window, one_turn)
+        return _blocks(q, pools, table[sequence], position, row, scale, window, bias, one_turn)
 
     together = _TURN_QUERIES // position.shape[1]
     if one_turn:
@@ -53,7 +67,7 @@ def _in_groups(run, arrays, size: int):
     return out.reshape(-1, *out.shape[2:])[:count]
 
 
-def _singles(q, pools, table, position, row, scale, window):
+def _singles(q, pools, table, position, row, scale, window, bias):
     """One query in each block, [b, 1, N, H], against the pages that it sees of `table` [b, slots]."""
     k, v, k_scale, v_scale = pools
     (blocks, _, _, width), page, slots = q.shape, k.shape[2], table.shape[1]
@@ -81,6 +95,7 @@ def _singles(q, pools, table, position, row, scale, window):
         values = _read(v, v_scale, row, name[:, None], heads, dtype)
         values = jnp.where(seen[..., None, None], values, 0)  # 0 x NaN of a stale page is NaN
         scores = _scores(q[of].reshape(pages * groups, rows, -1), _cut(keys, groups)) * scale
+        scores += _bias(bias, distance[:, None], groups)
         seen = jnp.repeat(seen, groups, axis=0)[:, None]
         scores = jnp.where(seen, scores, online.MASKED)
         top = scores.max(-1)
@@ -114,7 +129,7 @@ def _after(q, names):
     return jnp.where(jnp.abs(q[0, 0, 0, 0]) < -1, 0, names)  # never, but no compiler sees it
 
 
-def _blocks(q, pools, table, position, row, scale, window, one_turn=False):
+def _blocks(q, pools, table, position, row, scale, window, bias, one_turn=False):
     """Blocks of C queries against the pages `table` [b, slots], as far as any of them sees."""
     k, v, k_scale, v_scale = pools
     (blocks, queries, _, width), page, slots = q.shape, k.shape[2], table.shape[1]
@@ -135,6 +150,7 @@ def _blocks(q, pools, table, position, row, scale, window, one_turn=False):
         values = _read(v, v_scale, row, names, heads, dtype)
         values = jnp.where(seen.any(1)[..., None, None], values, 0)  # 0 x NaN of a stale page is NaN
         scores = _scores(q, _cut(stored, groups), one_by_one=not one_turn) * scale
+        scores += _bias(bias, back, groups)
         seen = jnp.repeat(jnp.repeat(seen, rows // queries, axis=1), groups, axis=0)
         return scores, seen, lambda weights: _mix(weights.astype(dtype), _cut(values, groups))
 
@@ -145,6 +161,15 @@ def _blocks(q, pools, table, position, row, scale, window, one_turn=False):
         mixed = online.softmax_sum(turn, *online.span(position, window, keys), q.shape[:2], width)
     mixed = _gather(mixed.reshape(blocks, groups, rows, width), queries, heads)
     return mixed.reshape(*shape[:3], -1).astype(dtype)
+
+
+def _bias(bias, back, groups: int):
+    """Of scores [b * J, r, keys] whose keys are `back` [b, C, keys], in the order of `_spread`."""
+    if bias is None:
+        return 0.0
+    found = mask.bias_of(bias, back)
+    found = found.reshape(groups, -1, *back.shape)  # [J, heads, b, C, keys]
+    return jnp.transpose(found, (2, 0, 3, 1, 4)).reshape(back.shape[0] * groups, -1, back.shape[-1])
 
 
 def _read(pool, scale, row: int, names, heads: int, dtype):

@@ -46,7 +46,7 @@ def measure(
     def both(params, piece):
         at, segments = angles_and_segments(model.config, piece, None, None)
         depth, count = model.plan.depth, model.plan.num_layers
-        below = through(model, params, embed(model, params, piece), at, segments, range(depth))
+        below = through(model, params, embed(model, params, piece, None), at, segments, range(depth))
         last = through(model, params, below.x, at, segments, range(depth, count), below.rows).x
         early, final = exit_logits(model, params, below.x)[0], logits(model, params, last)[0]
         return jax.nn.softmax(early).max(-1), jnp.argmax(early, -1) == jnp.argmax(final, -1)

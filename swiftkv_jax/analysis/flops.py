@@ -39,6 +39,9 @@ CHIPS = {  # by `jax.devices()[0].device_kind`
 }
 
 
+_INSIDE = {True: 2 / 3, False: 1 / 2}  # the share of an MLP, gated or not, before its last product
+
+
 def flops_table(
     config: ModelConfig, plan: KVPlan | None = None, context: int = 131072, *, layers: int | None = None
 ) -> dict[str, float]:
@@ -75,6 +78,12 @@ def flops_table(
     }
     table = {name: value / 1e9 for name, value in table.items()}
     return table | {"total": sum(table.values())}
+
+
+def prompt_gflop(config: ModelConfig, plan: KVPlan | None, context: int) -> float:
+    """GFLOP per prompt token in the layers: `flops_table` without the vocabulary."""
+    table = flops_table(config, plan, context)
+    return table["total"] - table["vocab"]
 
 
 def cache_bytes_per_token(
@@ -126,7 +135,9 @@ def recomputed_flops_per_token(
     """
     plan, one = _checked(config, plan), _layer(config)
     first = 0 if trainable == "all" else plan.depth
-    dense = one["q"] + one["o"] + one["mlp"] * 2 / 3 + (one["kv"] if trainable == "all" else 0)
+    dense = (
+        one["q"] + one["o"] + one["mlp"] * _INSIDE[config.gated] + (one["kv"] if trainable == "all" else 0)
+    )
     return (config.num_layers - first) * dense + _attention(config, seq_len, first, config.num_layers)
 
 
@@ -172,7 +183,7 @@ def prediction_recomputed_flops_per_token(
     total = 0.0
     for (config, _), layers in ((base, base[0].num_layers), (auxiliary, depth)):
         one = _layer(config)
-        total += layers * (one["q"] + one["o"] + one["mlp"] * 2 / 3)
+        total += layers * (one["q"] + one["o"] + one["mlp"] * _INSIDE[config.gated])
         total += _attention(config, seq_len, 0, layers)
     small, plan = auxiliary
     own = [i for i, row in enumerate(plan.rows) if row.maker < depth and plan.makes_own(row.maker)]
@@ -213,14 +224,15 @@ def _layer(config: ModelConfig) -> dict[str, float]:
         "kv": 2 * 2.0 * config.hidden_size * config.kv_width,
         "q": heads,
         "o": heads,
-        "mlp": 3 * 2.0 * config.hidden_size * config.intermediate_size,
+        "mlp": (2 + config.gated) * 2.0 * config.hidden_size * config.intermediate_size,
     }
 
 
 def _made(config: ModelConfig, plan: KVPlan, rows: Iterable[int]) -> float:
     """FLOPs of one token in the projections that make some rows, and keys and values of them, once each."""
     forms = [FORMS[plan.rows[row].form] for row in rows]
-    used = [p for form in forms for name, p in form.weights(config).items() if name not in form.kept]
+    every = [(form, form.weights(config) | form.reader_weights(config)) for form in forms]
+    used = [p for form, tree in every for name, p in tree.items() if name not in form.kept]
     return sum(2.0 * math.prod(p["kernel"].shape) for p in used if isinstance(p, dict))
 
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+_STYLE = {"marker": "o", "markersize": 3, "capsize": 2, "linewidth": 1}  # of points with errors
+
 
 def new_figure(columns: int = 1):
     """An empty figure of `columns` axes side by side, of 6 x 4 inches each, and the list of them."""
@@ -70,20 +72,87 @@ def early_exit(share: np.ndarray, agreement: np.ndarray, threshold: float, path:
     return save(figure, path)
 
 
+def training(rows: list[dict], path: Path) -> Path:
+    """Loss by step, and beside it what held-out data said, of the rows of a metrics.jsonl."""
+    steps = [row for row in rows if "loss" in row]
+    judged = [row for row in rows if any(name.startswith("eval/") for name in row)]
+    figures = [
+        name for name in (judged[-1] if judged else ()) if name.rpartition("/")[2] in ("kl", "cross_entropy")
+    ]
+    figure, axes = new_figure(columns=2 if figures else 1)
+    axes[0].plot([row["step"] for row in steps], [row["loss"] for row in steps], linewidth=1)
+    axes[0].set(xlabel="step", ylabel="loss", title="training")
+    for name in figures:
+        points = [(row["step"], row[name]) for row in judged if name in row]
+        axes[1].plot(*zip(*points, strict=True), marker="o", markersize=4, label=name.removeprefix("eval/"))
+    if figures:
+        axes[1].set(xlabel="step", ylabel="nats a token", title="held-out data")
+        axes[1].legend()
+    return save(figure, path)
+
+
 def comparison(points, path: Path) -> Path:
     """Cross-entropy above the model's, and agreement with it, by FLOPs of the prompt: a curve for each
-    system, with standard errors; `points` as in swiftkv_jax/compare.py."""
-    figure, (left, right) = new_figure(columns=2)
-    for system in dict.fromkeys(p.system for p in points):
-        curve = sorted((p for p in points if p.system == system), key=lambda p: p.flops)
-        flops, style = (
-            [p.flops for p in curve],
-            {"marker": "o", "markersize": 3, "capsize": 2, "linewidth": 1},
-        )
-        left.errorbar(flops, [p.gap for p in curve], [p.gap_error for p in curve], label=system, **style)
-        right.errorbar(flops, [p.agreement for p in curve], [p.agreement_error for p in curve], **style)
-    left.set(xlabel="FLOPs of the prompt, over full depth", ylabel="first token: nats above the model's")
-    left.set_yscale("symlog", linthresh=0.01)
-    left.legend(fontsize="x-small")
+    system, with standard errors; and agreement by time to the first token where that was measured (KV
+    prediction paper, figure 5a). `points` as in swiftkv_jax/compare."""
+    timed = [p for p in points if p.ttft_short is not None]
+    figure, (left, right, *last) = new_figure(columns=3 if timed else 2)
+    gaps(left, points)
+    for curve in _curves(points):
+        means, errors = [p.agreement for p in curve], [p.agreement_error for p in curve]
+        right.errorbar([p.flops for p in curve], means, errors, **_STYLE)
+        for axis in last:
+            known = [p for p in curve if p.ttft_short is not None]
+            axis.plot([p.ttft_short for p in known], [p.agreement for p in known], marker="o", markersize=3)
+            axis.set(xlabel="TTFT of short prompts, over full depth", ylabel="agreement")
     right.set(xlabel="FLOPs of the prompt, over full depth", ylabel="first token: the model's likeliest one")
+    return save(figure, path)
+
+
+def gaps(axis, points) -> None:
+    """Cross-entropy above the model's by FLOPs of the prompt, a curve for each system."""
+    for curve in _curves(points):
+        means, errors = [p.gap for p in curve], [p.gap_error for p in curve]
+        axis.errorbar([p.flops for p in curve], means, errors, label=curve[0].system, **_STYLE)
+    axis.set(xlabel="FLOPs of the prompt, over full depth", ylabel="first token: nats above the model's")
+    axis.set_yscale("symlog", linthresh=0.01)
+    axis.legend(fontsize="x-small")
+
+
+def _curves(points) -> list[list]:
+    """The points of each system by their FLOPs."""
+    systems = dict.fromkeys(p.system for p in points)
+    return [sorted((p for p in points if p.system == name), key=lambda p: p.flops) for name in systems]
+
+
+def row_errors(errors, path: Path) -> Path:
+    """L1 of predicted keys and values by row and place, and how their differences are distributed in some of
+    the rows (KV prediction paper, figures 6 and 7); `errors` as in swiftkv_jax/compare/row_errors.py."""
+    figure, axes = new_figure(columns=4)
+    rows = errors.l1.shape[1]
+    shown = sorted({round(i * (rows - 1) / 6) for i in range(7)})
+    for axis, name, l1 in zip(axes[:2], ("keys", "values"), errors.l1, strict=True):
+        image = axis.imshow(l1, origin="lower", aspect="auto", interpolation="nearest")
+        axis.set(xlabel="place in the text", ylabel="row of the base", title=f"L1 of predicted {name}")
+        figure.colorbar(image, ax=axis)
+    parts = zip(axes[2:], ("keys", "values"), errors.edges, errors.counts, strict=True)
+    for axis, name, edges, counts in parts:
+        for row in shown:
+            density = counts[row] / max(1, counts[row].sum()) / np.diff(edges)
+            axis.semilogy((edges[1:] + edges[:-1]) / 2, density, label=f"row {row}", linewidth=1)
+        axis.set(xlabel=f"predicted {name} minus own", ylabel="density")
+        axis.legend(fontsize="x-small")
+    return save(figure, path)
+
+
+def times(curves: dict[str, dict[int, float]], path: Path) -> Path:
+    """Time to the first token by prompt length (KV prediction paper, figure 5b).
+
+    curves: name -> length -> seconds.
+    """
+    figure, (axis,) = new_figure()
+    for name, curve in curves.items():
+        axis.plot(list(curve), list(curve.values()), marker="o", markersize=3, label=name)
+    axis.set(xlabel="tokens of a prompt", ylabel="seconds to the first tokens")
+    axis.legend()
     return save(figure, path)

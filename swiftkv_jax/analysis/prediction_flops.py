@@ -8,6 +8,7 @@ attention too.
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ class Sizes:
 
     Attributes:
       heads, kv_heads, ffn: of each layer. extra: parameters beside the layers' matrices, embeddings once.
+      matrices: of each MLP.
     """
 
     width: int
@@ -31,6 +33,7 @@ class Sizes:
     kv_heads: tuple[int, ...]
     ffn: tuple[int, ...]
     extra: int
+    matrices: int = 3
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Sizes":
@@ -43,6 +46,7 @@ class Sizes:
             kv_heads=(config.num_kv_heads,) * layers,
             ffn=(config.intermediate_size,) * layers,
             extra=matrices * config.vocab_size * config.hidden_size,
+            matrices=2 + config.gated,
         )
 
     def kept(self, layers: Sequence[int]) -> "Sizes":
@@ -69,7 +73,7 @@ class Sizes:
 
     def dense(self, layer: int) -> int:
         """Those of its other matrices."""
-        return self.width * (2 * self.heads[layer] * self.head_dim + 3 * self.ffn[layer])
+        return self.width * (2 * self.heads[layer] * self.head_dim + self.matrices * self.ffn[layer])
 
     def read(self, depth: int, rows: int, keys: float) -> float:
         """FLOPs of one token that runs `depth` layers, makes `rows` rows and sees `keys` keys a layer."""
@@ -168,6 +172,18 @@ def static_pruning(keep: float, probe: float = 0.25) -> float:
     return 1 / (number("probe", probe, 0, 1) + above("keep", keep, 0, 1))
 
 
+def pruning_as_run(base: Sizes, keep: float, context: int, probe: int = 0) -> float:
+    """FLOPs reduction of RP, or of SP with a `probe` of so many layers, for a prompt of `context` tokens:
+    whole tokens, attention counted, and layers as different as they are."""
+
+    def cost(depth: int, tokens: int) -> float:
+        return base.read(depth, depth, (tokens + 1) / 2) * tokens
+
+    left = math.ceil(above("keep", keep, 0, 1) * integer("context", context, 1))
+    every = cost(base.layers, context)
+    return every / (cost(base.layers, left) + cost(integer("probe", probe, 0, base.layers), context))
+
+
 def lazy_llm(start: float, end: float, layers: Sequence[int | float] = ()) -> float:
     """The same of LazyLLM as the paper runs it: all tokens below 0.3 of the depth, then from a `start` share
     of them linearly to an `end` share at 0.9 and above.
@@ -214,7 +230,13 @@ def report() -> None:
         ratios = [t[of] / t["total"] for of in ("full_depth", "step") for t in (short, long)]
         shown = "  ".join(f"{ratio:.2f}" for ratio in ratios)
         print(f"{name:20} {published(base, auxiliary):.2f}       {shown}")
-    costs = [OPENELM["1.1B"].made(i) + OPENELM["1.1B"].dense(i) for i in range(OPENELM["1.1B"].layers)]
+    base = OPENELM["1.1B"]
+    systems = [("RP", random_pruning, keep, 0) for keep in (0.75, 0.5, 0.25)]
+    systems += [("SP", static_pruning, keep, math.ceil(base.layers / 4)) for keep in (0.5, 0.25)]
+    for name, reduction, keep, probe in systems:
+        shown = "  ".join(f"{pruning_as_run(base, keep, n, probe):.2f}" for n in (59, 1024))
+        print(f"{f'{name} {keep}':20} {reduction(keep):.2f}       {shown}")
+    costs = [base.made(i) + base.dense(i) for i in range(base.layers)]
     for start, ends in ((0.75, (0.75, 0.5, 0.25, 0.1, 0.05, 0.01)), (0.5, (0.5, 0.25, 0.1, 0.05, 0.01))):
         for end in ends:
             print(

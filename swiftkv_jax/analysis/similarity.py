@@ -30,7 +30,7 @@ def layer_inputs(model: Transformer, params: PyTree, tokens: Tokens) -> Float[ja
     """The hidden states entering every layer of a standard model, in its dtype."""
     at, segments = angles_and_segments(model.config, tokens, None, None)
     alone = weights.split_layers(model.config, model.plan, params)
-    x, entering = embed(model, params, tokens), []
+    x, entering = embed(model, params, tokens, None), []
     for layer in range(model.config.num_layers):
         entering.append(x)
         x = through(model, alone, x, at, segments, range(layer, layer + 1)).x

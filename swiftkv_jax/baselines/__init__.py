@@ -4,9 +4,50 @@ Random and static pruning of tokens, LazyLLM and FFN-SkipLLM. None of them train
 model's weights. `generate` runs them; FLOPs are counted, time is not saved: see `dense.flops`.
 """
 
+import dataclasses
+
 from swiftkv_jax.baselines.ffn_skip import FFNSkip
-from swiftkv_jax.baselines.generate import Baseline, generate, read
+from swiftkv_jax.baselines.generate import Baseline, check, follow, generate, read, stream
 from swiftkv_jax.baselines.lazy_llm import LazyLLM
 from swiftkv_jax.baselines.pruning import RandomPruning, StaticPruning
+from swiftkv_jax.checks import choice
+from swiftkv_jax.errors import UsageError, suggest
 
-__all__ = ["Baseline", "FFNSkip", "LazyLLM", "RandomPruning", "StaticPruning", "generate", "read"]
+__all__ = [
+    "Baseline",
+    "FFNSkip",
+    "LazyLLM",
+    "RandomPruning",
+    "StaticPruning",
+    "check",
+    "follow",
+    "generate",
+    "named",
+    "read",
+    "stream",
+]
+
+_KINDS = {
+    "ffn_skip": FFNSkip,
+    "lazy_llm": LazyLLM,
+    "random_pruning": RandomPruning,
+    "static_pruning": StaticPruning,
+}
+
+
+def named(name: str, **fields) -> Baseline:
+    """The system of this name, such as "lazy_llm", with these fields.
+
+    Raises:
+      UsageError: there is none of that name, or it has no such field, lacks one, or refuses its value.
+    """
+    choice("baseline", name, tuple(_KINDS))
+    known = dataclasses.fields(_KINDS[name])
+    for field in fields:
+        if field not in {each.name for each in known}:
+            near = suggest(field, [each.name for each in known])
+            raise UsageError(f"{name} has no field {field!r}{near}")
+    for each in known:
+        if each.default is dataclasses.MISSING and each.name not in fields:
+            raise UsageError(f"{name} needs {each.name}: give {each.name}=NUMBER")
+    return _KINDS[name](**fields)

@@ -15,7 +15,7 @@ from swiftkv_jax import weights
 from swiftkv_jax.analysis.prediction_flops import Sizes
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.kernels.common.mask import visible, weights_of
-from swiftkv_jax.layers import decoder_layer, gated_mlp, queries, rms_norm, rotary
+from swiftkv_jax.layers import before, decoder_layer, feed_forward, queries, rotary
 from swiftkv_jax.model import Transformer, logits
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.rows import FORMS
@@ -76,7 +76,7 @@ def run_layer(
     at: Positions,
     rows: Held,
     active: Slots | None = None,
-    mlp: Callable = gated_mlp,
+    mlp: Callable = feed_forward,
 ) -> tuple[Float[Array, "B n D"], Held, Int[Array, " B"]]:
     """(hidden states leaving `layer`, its rows with those of these tokens, pairs of a query and a key).
 
@@ -84,7 +84,7 @@ def run_layer(
     """
     config, p = model.config, weights.layer(params, layer)
     angles = rotary(config, at, config.max_position_embeddings)
-    h = rms_norm(x, p["attentions"][0]["norm"], config.rms_norm_eps)
+    h = before(config, p["attentions"][0], x)
     keys, values = FORMS["kv"].make(config, weights.row(params, layer), h, angles)
     made = (keys, values, jnp.ones_like(at, bool))
     into = (rows.keys, rows.values, rows.held)
@@ -113,7 +113,7 @@ def importance(
     """
     config, p = model.config, weights.layer(params, layer)["attentions"][0]
     angles = rotary(config, at, config.max_position_embeddings)
-    q = queries(config, p, rms_norm(x, p["norm"], config.rms_norm_eps), angles)
+    q = queries(config, p, before(config, p, x), angles)
     return _shares(q, rows.keys, _seen(config, layer, at, rows, active)).mean((1, 2, 3))
 
 
@@ -205,7 +205,7 @@ def only(x: Float[Array, "B n D"], at: Positions, last: Int[Array, " B"]) -> Flo
 def flops(config: ModelConfig, work: Work) -> Float[np.ndarray, " B"]:
     """FLOPs of each sequence in the layers, counted as in analysis/flops.py; no embedding, no output head."""
     sizes = Sizes.of(config)
-    mlp = 3 * config.hidden_size * config.intermediate_size
+    mlp = sizes.matrices * config.hidden_size * config.intermediate_size
     rest = sizes.made(0) + sizes.dense(0) - mlp
     tokens, mlps, pairs = (np.asarray(x, np.float64).sum(0) for x in (work.tokens, work.mlps, work.pairs))
     return 2 * rest * tokens + 2 * mlp * mlps + 4 * config.num_heads * config.head_dim * pairs

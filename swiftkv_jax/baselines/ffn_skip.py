@@ -15,8 +15,9 @@ from swiftkv_jax import weights
 from swiftkv_jax.baselines import dense
 from swiftkv_jax.baselines.dense import State, Step, Work
 from swiftkv_jax.checks import integer, number
+from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.layers import gated_mlp, rms_norm
+from swiftkv_jax.layers import after, before, feed_forward
 from swiftkv_jax.model import Transformer, embed
 from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Tokens
 
@@ -73,7 +74,7 @@ class FFNSkip:
     def _run(self, model, params, tokens: Tokens, at, state: State) -> Step:
         """Run the tokens `at`, the last of each sequence among them: (its logits, state, work)."""
         layers, slots = model.config.num_layers, state.layers[0].held.shape[1]
-        middle, x = self.middle(layers), embed(model, params, tokens)
+        middle, x = self.middle(layers), embed(model, params, tokens, at)
         skips, rows, mlps, pairs = jnp.zeros(at.shape, bool), [], [], []
         for layer, held in enumerate(state.layers):
             mixed, held, seen = dense.run_layer(model, params, layer, x, at, held, mlp=_none)
@@ -94,7 +95,7 @@ def cosines(model: Transformer, params: PyTree, tokens: Tokens, layer: int) -> F
     """The sign of each token of full sequences in `layer`, where none skipped before: what thresholds of a
     model can be chosen from."""
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = mixed = embed(model, params, tokens)
+    x = mixed = embed(model, params, tokens, at)
     for below, held in enumerate(dense.empty(model, *tokens.shape)[: layer + 1]):
         mixed, _, _ = dense.run_layer(model, params, below, x, at, held, mlp=_none)
         p = weights.layer(params, below)["mlp"]
@@ -109,7 +110,7 @@ def cosine(a: Float[Array, "*batch D"], b: Float[Array, "*batch D"]) -> Float[Ar
     return (a * b).sum(-1) / jnp.maximum(lengths, 1e-30)
 
 
-def _none(p: PyTree, h: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+def _none(config: ModelConfig, p: PyTree, h: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """In place of an FFN: the layer ends behind its attention."""
     return jnp.zeros_like(h)
 
@@ -119,8 +120,10 @@ def _through_ffn(
 ) -> Float[Array, "B n D"]:
     """The stream behind an FFN, or as it is where it is skipped; a token alone then saves the FFN."""
 
+    config = model.config
+
     def whole(x):
-        return x + gated_mlp(p, rms_norm(x, p["norm"], model.config.rms_norm_eps))
+        return x + after(config, p, feed_forward(config, p, before(config, p, x)))
 
     if not may_skip:
         return whole(x)

@@ -1,6 +1,6 @@
 """One way to read prompts and to generate, for all systems of this folder."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -9,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.baselines.dense import State, Step
+from swiftkv_jax.baselines.ffn_skip import FFNSkip
 from swiftkv_jax.checks import integer
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.shapes import Array, Int, PyTree, Tokens
+from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Tokens
+
+_PIECE = 16  # tokens that `stream` computes at a time
+_SHORTEST = 3  # prompts are padded to 2 to this power at least
 
 
 @runtime_checkable
@@ -51,18 +55,30 @@ def read(
       Float32 logits [B, V]; what `extend` goes on from; and the work that was needed.
 
     Raises:
-      UsageError: the plan is not a standard one, or the baseline does not fit the model.
+      UsageError: see `check`.
     """
-    if model.plan != KVPlan.standard(model.config.num_layers):
+    check(model, baseline)
+    return baseline.read(model, params, tokens, lengths, slots)
+
+
+def check(model: Transformer, baseline: Baseline) -> None:
+    """Whether a system can read prompts for a model.
+
+    Raises:
+      UsageError: the plan is not a standard one, or the cold regions of FFN-SkipLLM leave no layer.
+    """
+    layers = model.config.num_layers
+    if model.plan != KVPlan.standard(layers):
         raise UsageError(
             "these systems read the prompts of a standard model: give the teacher, not a student"
         )
-    return baseline.read(model, params, tokens, lengths, slots)
+    if isinstance(baseline, FFNSkip):
+        baseline.middle(layers)
 
 
 @partial(jax.jit, static_argnames=("model", "baseline", "steps"))
 def _greedy(model: Transformer, params: PyTree, baseline: Baseline, first, state: State, steps: int):
-    """The tokens of `steps` more steps, [steps, B]."""
+    """((last token, state), tokens [steps, B]) of `steps` more steps."""
 
     def one(carry, _):
         token, state = carry
@@ -70,7 +86,7 @@ def _greedy(model: Transformer, params: PyTree, baseline: Baseline, first, state
         token = jnp.argmax(logits, -1).astype(jnp.int32)
         return (token, state), token
 
-    return jax.lax.scan(one, (first, state), length=steps)[1]
+    return jax.lax.scan(one, (first, state), length=steps)
 
 
 def generate(
@@ -105,5 +121,65 @@ def generate(
         row[: len(prompt)] = prompt
     logits, state, _ = read(model, params, baseline, tokens, jnp.asarray(lengths, jnp.int32), slots)
     first = jnp.argmax(logits, -1).astype(jnp.int32)
-    more = _greedy(model, params, baseline, first, state, max_new_tokens - 1)
+    _, more = _greedy(model, params, baseline, first, state, max_new_tokens - 1)
     return np.concatenate([first[None], more]).T.tolist()
+
+
+def stream(
+    model: Transformer, params: PyTree, baseline: Baseline, prompt: Sequence[int], most: int
+) -> Iterator[int]:
+    """At most `most` greedy tokens after one prompt, computed some at a time as they are taken.
+
+    Raises:
+      UsageError: see `check`.
+    """
+    tokens, length = _padded(prompt)
+    slots = tokens.shape[1] + -(-most // _PIECE) * _PIECE
+    out, state, _ = read(model, params, baseline, tokens, length, slots)
+    token = jnp.argmax(out, -1).astype(jnp.int32)
+    yield int(token[0])
+    for start in range(1, most, _PIECE):
+        (token, state), more = _greedy(model, params, baseline, token, state, _PIECE)
+        yield from more[: most - start, 0].tolist()
+
+
+def follow(
+    model: Transformer,
+    params: PyTree,
+    baseline: Baseline,
+    prompt: Sequence[int],
+    following: Sequence[int],
+) -> tuple[Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+    """Log probability of each token that follows a prompt, and whether it is the likeliest one there.
+
+    The prompt is what the system reads its way; each later token is read as one that was generated.
+
+    Raises:
+      UsageError: the prompt is empty, or see `check`.
+    """
+    if not prompt:
+        raise UsageError("a baseline needs at least one token to read before those that are judged")
+    after, _ = _padded(following)
+    values, likeliest = _followed(model, params, baseline, *_padded(prompt), after[0])
+    return np.asarray(values)[: len(following)], np.asarray(likeliest)[: len(following)]
+
+
+@partial(jax.jit, static_argnames=("model", "baseline"))
+def _followed(model: Transformer, params: PyTree, baseline: Baseline, tokens, length, following):
+    slots = tokens.shape[1] + len(following)
+    out, state, _ = read(model, params, baseline, tokens, length, slots)
+
+    def one(carry, token):
+        out, state = carry
+        told = jax.nn.log_softmax(out[0])[token], jnp.argmax(out[0]) == token
+        out, state, _ = baseline.extend(model, params, token[None], state)
+        return (out, state), told
+
+    return jax.lax.scan(one, (out, state), following)[1]
+
+
+def _padded(ids: Sequence[int]) -> tuple[Tokens, Int[Array, " one"]]:
+    """A batch of one [1, T] with T a power of two, so that few lengths compile, and its length."""
+    tokens = np.zeros((1, 1 << max(_SHORTEST, (len(ids) - 1).bit_length())), np.int32)
+    tokens[0, : len(ids)] = ids
+    return jnp.asarray(tokens), jnp.array([len(ids)], jnp.int32)

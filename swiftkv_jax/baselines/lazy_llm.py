@@ -53,7 +53,7 @@ class LazyLLM:
         shape = (len(tokens), slots, model.config.hidden_size)
         left = tuple(jnp.zeros(shape, model.dtype) if stage else None for stage in self._stages(layers))
         state = State(dense.empty(model, len(tokens), slots), lengths, left)
-        return self._run(model, params, embed(model, params, tokens), at, state, most)
+        return self._run(model, params, embed(model, params, tokens, at), at, state, most)
 
     def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
         """As `generate.Baseline.extend`."""
@@ -61,7 +61,7 @@ class LazyLLM:
         revive = slots if self.revive is None else self.revive
         most = [min(slots, 1 + revive)] * layers
         grown = State(state.layers, state.length + 1, state.left)
-        x = embed(model, params, tokens[:, None])
+        x = embed(model, params, tokens[:, None], state.length[:, None])
         return self._run(model, params, x, state.length[:, None], grown, most)
 
     def _stages(self, layers: int) -> list[bool]:

@@ -90,7 +90,7 @@ class StaticPruning:
         length = tokens.shape[1]
         places, last = jnp.arange(length), lengths - 1
         at = jnp.where(places < lengths[:, None], places, length)
-        x, scores, pairs = embed(model, params, tokens), jnp.zeros(tokens.shape, jnp.float32), []
+        x, scores, pairs = embed(model, params, tokens, at), jnp.zeros(tokens.shape, jnp.float32), []
         for layer, rows in enumerate(dense.empty(model, len(tokens), length)[:probed]):
             entering = dense.only(x, at, last)
             x, rows, count = dense.run_layer(model, params, layer, x, at, rows)
@@ -133,7 +133,7 @@ def read_some(
     length = tokens.shape[1]
     most = min(length, max(int(dense.counts(keep, length)[-1]), keep_first + 1))
     at = dense.in_order(kept, most)
-    x = embed(model, params, jnp.take_along_axis(tokens, jnp.minimum(at, length - 1), axis=1))
+    x = embed(model, params, jnp.take_along_axis(tokens, jnp.minimum(at, length - 1), axis=1), at)
     at = jnp.where(at < length, at, slots)
     x, rows, work = dense.run_layers(model, params, x, at, dense.empty(model, len(tokens), slots))
     return dense.last_logits(model, params, x, at, lengths - 1), State(rows, lengths), work
@@ -142,6 +142,7 @@ def read_some(
 def extend(model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
     """One more token of each sequence, which sees all that stayed."""
     at = state.length[:, None]
-    x, rows, work = dense.run_layers(model, params, embed(model, params, tokens[:, None]), at, state.layers)
+    x = embed(model, params, tokens[:, None], at)
+    x, rows, work = dense.run_layers(model, params, x, at, state.layers)
     out = dense.last_logits(model, params, x, at, state.length)
     return out, State(rows, state.length + 1, state.left), work

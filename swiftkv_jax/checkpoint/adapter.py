@@ -49,11 +49,21 @@ def from_pretrained(
 ) -> tuple[Transformer | Predicted, PyTree]:
     """A model and its parameters from a folder or a hub id: a checkpoint of weights, or an adapter.
 
-    base: where an adapter's base model lies, if not where the adapter says. The other arguments are those of
-    `hf.from_pretrained`; `dtype` is by default the base's, for all parts.
+    Args:
+      path_or_id: a folder with config.json and safetensors, a GGUF file (Llama, Mistral, Qwen2, Qwen3), an
+        adapter's folder, or the id of a model on the Hugging Face hub.
+      dtype: of the parameters and activations; by default the checkpoint's own, the base's for an adapter,
+        and bfloat16 for GGUF files.
+      mesh: where to place the parameters (see sharding.py); the first device by default.
+      cuts: layers before which stacks are cut (see `weights.partition`); None: before every layer, as
+        serving wants them.
+      revision: branch, tag or commit of a hub model; its main branch by default.
+      base: where an adapter's base model lies, if not where the adapter says.
+      slim: False reads the rows of a Slim attention checkpoint as keys and values: the plain model.
 
     Raises:
-      UsageError: as there; or an adapter's base is missing, or is not the model it was made for.
+      UsageError: no such model, or one that is not supported; an adapter's base is missing, or is not the
+        model it was made for.
     """
     folder = local_folder(path_or_id, revision)
     if not (folder / ADAPTER).exists():
@@ -174,19 +184,31 @@ def fingerprint(folder: Path) -> str:
 def check_tokenizers(base: Path, auxiliary: Path) -> None:
     """Whether two folders have the same tokenizer; one without any says nothing.
 
+    Their vocabularies may be padded to different sizes.
+
     Raises:
-      UsageError: they give other ids.
+      UsageError: they give other ids, or ids that the auxiliary has no embedding of.
     """
-    files = [folder / "tokenizer.json" for folder in (base, auxiliary)]
     if not all(map(has_tokenizer, (base, auxiliary))):
         return
-    if all(file.is_file() for file in files) and read_json(files[0]) == read_json(files[1]):
-        return
-    if load_tokenizer(base).ids_fingerprint != load_tokenizer(auxiliary).ids_fingerprint:
+    if not _same_tokenizer(base, auxiliary):
         raise UsageError(
             f"the models in {base} and {auxiliary} have different tokenizers: an auxiliary must read the "
             "base's tokens"
         )
+    most, known = (hf.read_model(folder)[0].vocab_size for folder in (base, auxiliary))
+    if most > known and (count := load_tokenizer(base).vocab_size) > known:
+        raise UsageError(
+            f"the tokenizer of {base} has {count} tokens and the model in {auxiliary} knows {known}: an "
+            "auxiliary must read all of them"
+        )
+
+
+def _same_tokenizer(one: Path, other: Path) -> bool:
+    files = [folder / "tokenizer.json" for folder in (one, other)]
+    if all(file.is_file() for file in files) and read_json(files[0]) == read_json(files[1]):
+        return True
+    return load_tokenizer(one).ids_fingerprint == load_tokenizer(other).ids_fingerprint
 
 
 def _read(path: Path) -> tuple[str, str, Prediction]:
@@ -227,10 +249,10 @@ def _slots(model: Predicted, predictor: PyTree) -> dict[str, Slot]:
             for name in ("k", "v"):
                 path = ("rows", number, f"{name}_proj")
                 out[f"rows.{row}.{name}.weight"] = Slot(
-                    path=(*path, "kernel"), index=index, transposed=True, heads=0, shape=(outside, inside_)
+                    path=(*path, "kernel"), index=index, transposed=True, shape=(outside, inside_)
                 )
                 out[f"rows.{row}.{name}.bias"] = Slot(
-                    path=(*path, "bias"), index=index, transposed=False, heads=0, shape=(outside,)
+                    path=(*path, "bias"), index=index, transposed=False, shape=(outside,)
                 )
     return out
 

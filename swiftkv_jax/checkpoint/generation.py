@@ -2,11 +2,32 @@
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 
 from swiftkv_jax.checks import integer, number, whole
 from swiftkv_jax.config_json import read_config_json
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.gguf_header import gguf_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speech:
+    """How a Whisper is asked, in token ids.
+
+    Attributes:
+      languages, tasks: (name, id) of each, languages by their codes ("en"); empty where it knows one only.
+      no_timestamps: None where it has no such token. previous: what opens text that came before.
+      suppressed: what it may never say. first_suppressed: what it may not begin with.
+    """
+
+    languages: tuple[tuple[str, int], ...] = ()
+    tasks: tuple[tuple[str, int], ...] = ()
+    no_timestamps: int | None = None
+    previous: int | None = None
+    suppressed: tuple[int, ...] = ()
+    first_suppressed: tuple[int, ...] = ()
+
 
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -16,6 +37,7 @@ class GenerationDefaults:
     """What a checkpoint's files say about generation; None where they say nothing.
 
     `eos_token_ids` holds every id that ends an answer (published files give one id or a list).
+    `decoder_start_token_id` opens what a decoder with an encoder reads; `speech` is a Whisper's.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -24,6 +46,8 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    decoder_start_token_id: int | None = None
+    speech: Speech | None = None
 
 
 def read_generation_config(folder: str | Path) -> GenerationDefaults:
@@ -46,4 +70,40 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
         whole_number = name == "top_k"
         values[name] = integer(where + name, whole(value)) if whole_number else number(where + name, value)
     values["eos_token_ids"] = tuple(integer(f"{place}: eos_token_id", value) for value in ids)
+    for place in (model, own):
+        if place.get("decoder_start_token_id") is not None:
+            name = "decoder_start_token_id"
+            values[name] = integer(f"generation_config.json: {name}", place[name], 0)
+    if model.get("model_type") == "whisper":
+        values["speech"] = _speech({**model, **own})
     return GenerationDefaults(**values)
+
+
+def _speech(raw: Mapping) -> Speech:
+    def named(field: str) -> tuple[tuple[str, int], ...]:
+        found = raw.get(field) or {}
+        if not isinstance(found, Mapping):
+            raise UsageError(f"generation_config.json: {field} must be an object of token ids")
+        return tuple(
+            (str(name).strip("<|>"), integer(f"generation_config.json: {field}: {name}", token, 0))
+            for name, token in found.items()
+        )
+
+    def listed(field: str) -> tuple[int, ...]:
+        found = raw.get(field) or []
+        if not isinstance(found, list):
+            raise UsageError(f"generation_config.json: {field} must be a list of token ids")
+        return tuple(integer(f"generation_config.json: {field}", token) for token in found if token != -1)
+
+    def one(field: str) -> int | None:
+        found = raw.get(field)
+        return None if found is None else integer(f"generation_config.json: {field}", found, 0)
+
+    return Speech(
+        languages=named("lang_to_id"),
+        tasks=named("task_to_id"),
+        no_timestamps=one("no_timestamps_token_id"),
+        previous=one("prev_sot_token_id"),
+        suppressed=listed("suppress_tokens"),
+        first_suppressed=listed("begin_suppress_tokens"),
+    )

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from swiftkv_jax import sharding, weights
 from swiftkv_jax.checkpoint import gguf
-from swiftkv_jax.checkpoint.names import Slot, as_dtype, ignored, slots
+from swiftkv_jax.checkpoint.names import Slot, as_dtype, bare_names, ignored, slots
 from swiftkv_jax.checkpoint.write import INDEX, SINGLE, has_extras, save_pretrained
 from swiftkv_jax.config import DTYPES, ModelConfig, plan_from_hf
 from swiftkv_jax.config_json import is_swiftkv, read_config_json
@@ -75,13 +76,18 @@ def from_pretrained(
     wanted = slots(config, plan, cuts)
     with contextlib.ExitStack() as stack:
         tensors = open_all(folder, stack)
+        renamed = bare_names(config, tensors)
+        tensors = {renamed[name]: found for name, found in tensors.items()}
         unused = (config, plan, is_swiftkv(raw), raw.get("slim_attention") is not None)
         check_tensors(folder, tensors, wanted, lambda name: ignored(name, *unused))
         by_path: dict[tuple[str | int, ...], list] = {}
         for name, slot in wanted.items():
-            by_path.setdefault(slot.path, []).append((slot, name, *tensors[name]))
+            for part in slot.parts:
+                by_path.setdefault(part.path, []).append((part, name, *tensors[name]))
 
         def one(path, weight: Weight) -> Array:
+            if not math.prod(weight.shape):
+                return load(weight, [], jnp.dtype(dtype), mesh)
             return load(weight, by_path[weights.keys(path)], jnp.dtype(dtype), mesh)
 
         tree = jax.tree_util.tree_map_with_path(one, weights.weights(config, plan, cuts))
@@ -224,6 +230,8 @@ def load(weight: Weight, parts: list, dtype: np.dtype, mesh: Mesh | None) -> Arr
 
     def shard(index) -> np.ndarray:
         spans = [slice(*s.indices(size)[:2]) for s, size in zip(index, weight.shape, strict=True)]
+        if not parts:  # an array without numbers (`rows.NOTHING`)
+            return np.zeros([s.stop - s.start for s in spans], dtype)
         if parts[0][0].index is None:
             return _read(*parts[0], spans=spans, dtype=dtype)
         out = np.empty([s.stop - s.start for s in spans], dtype)

@@ -1,19 +1,24 @@
 """The one table between Hugging Face tensor names and our parameter tree, read in both directions."""
 
 import dataclasses
+import itertools
+import math
 import re
 import typing
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from swiftkv_jax import weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.plan import SELF, KVPlan
 from swiftkv_jax.shapes import PyTree
 
+Path = tuple[str | int, ...]
+
 # Our path of a part of a layer or of a row -> its name in a published checkpoint.
-_PARTS: dict[tuple[str | int, ...], str] = {
+_PARTS: dict[Path, str] = {
     ("attentions", 0, "norm"): "input_layernorm",
     ("attentions", 0, "q_proj"): "self_attn.q_proj",
     ("attentions", 0, "q_norm"): "self_attn.q_norm",
@@ -28,37 +33,200 @@ _PARTS: dict[tuple[str | int, ...], str] = {
     ("kv_proj",): "self_attn.kv_proj",  # values of keys, and keys of values (Slim attention): ours
     ("vk_proj",): "self_attn.vk_proj",
 }
-_TOP: dict[tuple[str | int, ...], str] = {
-    ("embed",): "model.embed_tokens.weight",
-    ("norm",): "model.norm.weight",
-    ("shared_norm",): "model.norm_swiftkv.weight",
-    ("lm_head",): "lm_head.weight",
-    ("exit", "norm"): "exit.norm.weight",  # the exit head's names are ours: none is published
-    ("exit", "lm_head"): "exit.lm_head.weight",
+# Our own of a cross-attention's rows: what stands first in the paths of their parts.
+_CROSS = "cross"
+_TOP: dict[Path, str] = {
+    ("embed",): "model.embed_tokens",
+    ("norm",): "model.norm",
+    ("shared_norm",): "model.norm_swiftkv",
+    ("lm_head",): "lm_head",
+    ("exit", "norm"): "exit.norm",  # the exit head's names are ours: none is published
+    ("exit", "lm_head"): "exit.lm_head",
 }
 # What SwiftKV replaces in the upper layers; the published names add a suffix (ArcticTraining).
 _SLIM = ("kv_proj", "vk_proj")
 _REPLACED = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", *_SLIM)
-_ORIGINAL = re.compile(rf"model\.layers\.(\d+)\.self_attn\.(?:{'|'.join(_REPLACED)})\.(?:weight|bias)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Names:
+    """What a family's checkpoints call their tensors.
+
+    Attributes:
+      layer: what stands before a layer's number. parts: our path of a part of a layer, or of a row, -> its
+        name. top: of the rest.
+      fused: the name of a tensor -> the parts whose outputs it holds, one behind the other. Layers in which
+        SwiftKV replaced one of them have each by itself.
+      encoder: of the tensors of an encoder; None: there is none.
+      inputs_first: whether kernels are [in, out] in files too, as in GPT-2.
+      bare: what a file may leave out before all names but the head's, as one of the model without it does.
+      buffers: tensors of no weight, by the ends of their names.
+    """
+
+    layer: str = "model.layers."
+    parts: dict[Path, str] = dataclasses.field(default_factory=lambda: _PARTS)
+    top: dict[Path, str] = dataclasses.field(default_factory=lambda: _TOP)
+    fused: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    encoder: "Names | None" = None
+    inputs_first: bool = False
+    bare: str = ""
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    def of(self, path: Path) -> str:
+        """The name of a part of a layer or of a row. Projections that belong to an attention (`rows.Inputs`)
+        are called as those of its rows."""
+        if path in self.parts:
+            return self.parts[path]
+        return self.parts[((_CROSS,) if path[1] else ()) + path[2:]]
+
+    @property
+    def in_layer(self) -> re.Pattern:
+        """A tensor of a layer: its number, the part, and "weight" or "bias"."""
+        return re.compile(rf"{re.escape(self.layer)}(\d+)\.(.+)\.(weight|bias)")
+
+
+_LLAMA = Names()
+_AFTER = {
+    ("attentions", 0, "norm"): "post_attention_layernorm",
+    ("mlp", "norm"): "post_feedforward_layernorm",
+}
+_GPT2 = {
+    ("attentions", 0, "norm"): "ln_1",
+    ("attentions", 0, "o_proj"): "attn.c_proj",
+    ("mlp", "norm"): "ln_2",
+    ("mlp", "up_proj"): "mlp.c_fc",
+    ("mlp", "down_proj"): "mlp.c_proj",
+    ("attentions", 0, "q_proj"): "attn.q_proj",  # this and what follows: ours, of tensors that stand alone
+    **{(name,): f"attn.{name}" for name in ("k_proj", "v_proj", *_SLIM)},
+}
+_GPT2_TOP = {
+    ("embed",): "transformer.wte",
+    ("positions",): "transformer.wpe",
+    ("norm",): "transformer.ln_f",
+    ("shared_norm",): "transformer.norm_swiftkv",
+}
+_OPT = {
+    ("attentions", 0, "norm"): "self_attn_layer_norm",
+    ("attentions", 0, "o_proj"): "self_attn.out_proj",
+    ("mlp", "norm"): "final_layer_norm",
+    ("mlp", "up_proj"): "fc1",
+    ("mlp", "down_proj"): "fc2",
+}
+_OPT_TOP = {
+    ("embed",): "model.decoder.embed_tokens",
+    ("positions",): "model.decoder.embed_positions",
+    ("norm",): "model.decoder.final_layer_norm",
+    ("shared_norm",): "model.decoder.norm_swiftkv",
+}
+
+
+def _attention(number: int, place: str, norm: str, letters: dict[str, str]) -> dict[Path, str]:
+    """Parts of a layer's attention and of its rows: letters -> how the family calls a projection."""
+    layer: dict[Path, str] = {("attentions", number, "norm"): norm}
+    layer |= {("attentions", number, f"{x}_proj"): f"{place}.{letters[x]}" for x in "qo"}
+    row = {"k_proj": letters["k"], "v_proj": letters["v"]} | {name: name for name in _SLIM}
+    head = (_CROSS,) if number else ()
+    return layer | {(*head, name): f"{place}.{theirs}" for name, theirs in row.items()}
+
+
+def _t5(gated: bool, half: str) -> Names:
+    """Of a T5, or of its encoder."""
+    letters = {x: x for x in "qkvo"}
+    parts = _attention(0, "layer.0.SelfAttention", "layer.0.layer_norm", letters)
+    if half == "decoder":
+        parts |= _attention(1, "layer.1.EncDecAttention", "layer.1.layer_norm", letters)
+    mlp = f"layer.{2 if half == 'decoder' else 1}"
+    dense = f"{mlp}.DenseReluDense."
+    parts |= {("mlp", "norm"): f"{mlp}.layer_norm", ("mlp", "down_proj"): f"{dense}wo"}
+    parts |= {
+        ("mlp", "up_proj"): f"{dense}wi_1" if gated else f"{dense}wi",
+        ("mlp", "gate_proj"): f"{dense}wi_0",
+    }
+    bias = "block.0.layer.0.SelfAttention.relative_attention_bias"
+    top: dict[Path, str] = {("relative",): f"{half}.{bias}", ("norm",): f"{half}.final_layer_norm"}
+    return Names(
+        layer=f"{half}.block.",
+        parts=parts,
+        top=top | {("embed",): "shared", ("lm_head",): "lm_head"},
+        encoder=_t5(gated, "encoder") if half == "decoder" else None,
+        buffers=(f"{half}.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight"),
+    )
+
+
+def _whisper(half: str) -> Names:
+    """Of a Whisper, or of its encoder."""
+    letters = {x: f"{x}_proj" for x in "qkv"} | {"o": "out_proj"}
+    parts = _attention(0, "self_attn", "self_attn_layer_norm", letters)
+    if half == "decoder":
+        parts |= _attention(1, "encoder_attn", "encoder_attn_layer_norm", letters)
+    parts |= {("mlp", "norm"): "final_layer_norm", ("mlp", "up_proj"): "fc1", ("mlp", "down_proj"): "fc2"}
+    top: dict[Path, str] = {
+        ("positions",): "embed_positions",
+        ("norm",): "layer_norm",
+        ("embed",): "embed_tokens",
+    }
+    top |= {(name,): name for name in ("conv1", "conv2")}
+    top = {path: f"model.{half}.{name}" for path, name in top.items()}
+    return Names(
+        layer=f"model.{half}.layers.",
+        parts=parts,
+        top=top | {("lm_head",): "proj_out"},
+        encoder=_whisper("encoder") if half == "decoder" else None,
+    )
+
+
+_NAMES = {
+    "whisper": _whisper("decoder"),
+    "opt": Names(layer="model.decoder.layers.", parts=_PARTS | _OPT, top=_TOP | _OPT_TOP, bare="model."),
+    "gpt2": Names(
+        layer="transformer.h.",
+        parts=_GPT2,
+        top=_TOP | _GPT2_TOP,
+        fused={"attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj")},
+        inputs_first=True,
+        bare="transformer.",
+        buffers=(".attn.bias", ".attn.masked_bias"),
+    ),
+    "olmo2": Names(parts=_PARTS | _AFTER),
+    "phi3": Names(
+        fused={
+            "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        }
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where one checkpoint tensor lies in our tree.
+    """Where one checkpoint tensor, or the first part of a fused one, lies in our tree.
 
     Attributes:
       path: keys from the root to our array.
       index: the tensor's place in a stack, None when it is the whole array.
       transposed: a kernel, [out, in] in the checkpoint and [in, out] here.
-      heads: 0, or how many its outputs are cut into here: a kernel is [heads, in, width] then.
+      width: 0, or of each head that its outputs are cut into here: a kernel is [heads, in, width] then.
       shape: the tensor's shape in the checkpoint.
+      start: the first of the tensor's outputs that is ours. rest: the tensor's other parts, in order.
     """
 
-    path: tuple[str | int, ...]
+    path: Path
     index: int | None
     transposed: bool
-    heads: int
+    width: int = 0
     shape: tuple[int, ...]
+    start: int = 0
+    rest: tuple["Slot", ...] = ()
+
+    @property
+    def parts(self) -> tuple["Slot", ...]:
+        """All parts of the tensor."""
+        return (self, *self.rest)
+
+    @property
+    def outputs(self) -> int:
+        """The axis of the tensor along which its outputs lie."""
+        return 0 if self.transposed else len(self.shape) - 1
 
     def part(self, leaf):
         """This tensor's part of our array, in our layout."""
@@ -66,17 +234,27 @@ class Slot:
 
     def read(self, tensor, spans: list[slice]) -> np.ndarray:
         """`spans` of our part, in our layout, of the checkpoint's tensor (or a lazy slice of it)."""
-        if not self.heads:
-            return tensor[tuple(spans[::-1])].T if self.transposed else tensor[tuple(spans)]
-        width, (cut, *inside, columns) = self.shape[0] // self.heads, spans
-        found = tensor[(slice(cut.start * width, cut.stop * width), *inside)]
-        return np.moveaxis(found.reshape(-1, width, *found.shape[1:]), 1, -1)[..., columns]
+        *inside, outputs = spans
+        if self.width:
+            cut, *inside, columns = spans
+            outputs = slice(cut.start * self.width, cut.stop * self.width)
+        where = list(inside)
+        where.insert(self.outputs, slice(self.start + outputs.start, self.start + outputs.stop))
+        found = np.moveaxis(tensor[tuple(where)], self.outputs, 0)
+        if not self.width:
+            return np.moveaxis(found, 0, -1)
+        return np.moveaxis(found.reshape(-1, self.width, *found.shape[1:]), 1, -1)[..., columns]
 
-    def written(self, part: np.ndarray) -> np.ndarray:
-        """The checkpoint's tensor of our part: the inverse of `read`."""
-        if self.heads:
-            return np.moveaxis(part, -1, 1).reshape(self.shape)
-        return part.T if self.transposed else part
+    def written(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        """The checkpoint's tensor of our parts, in their order: the inverse of `read`."""
+        each = [slot._laid_out(part) for slot, part in zip(self.parts, parts, strict=True)]
+        return np.concatenate(each, axis=self.outputs) if self.rest else each[0]
+
+    def _laid_out(self, part: np.ndarray) -> np.ndarray:
+        if self.width:
+            first = np.moveaxis(part, -1, 1)
+            part = np.moveaxis(first.reshape(-1, *first.shape[2:]), 0, -1)
+        return np.moveaxis(part, -1, self.outputs)
 
 
 def slots(config: ModelConfig, plan: KVPlan, cuts: weights.Cuts = ()) -> dict[str, Slot]:
@@ -84,17 +262,42 @@ def slots(config: ModelConfig, plan: KVPlan, cuts: weights.Cuts = ()) -> dict[st
 
     cuts: of our tree, as in `weights.partition`.
     """
-    stacks = weights.partition(plan, config.windows, cuts)
-    out = {}
-    for path, weight in leaves(weights.weights(config, plan, cuts)):
-        if path in _TOP:
-            out[_TOP[path]] = _slot(path, weight.shape, None)
+    return _slots(config, plan, names_of(config), weights.weights(config, plan, cuts), cuts)
+
+
+def names_of(config: ModelConfig) -> Names:
+    """What the checkpoints of such a model call their tensors."""
+    return _t5(config.gated, "decoder") if config.family == "t5" else _NAMES.get(config.family, _LLAMA)
+
+
+def _slots(
+    config: ModelConfig, plan: KVPlan, names: Names, tree: PyTree, cuts: weights.Cuts
+) -> dict[str, Slot]:
+    stacks, out = weights.partition(plan, config.windows, cuts), {}
+    if config.encoder is not None and names.encoder is not None:
+        within, own = config.encoder, tree["encoder"]
+        found = _slots(within, KVPlan.standard(within.num_layers), names.encoder, own, None)
+        out = {name: dataclasses.replace(slot, path=("encoder", *slot.path)) for name, slot in found.items()}
+        tree = {name: part for name, part in tree.items() if name != "encoder"}
+    for path, weight in leaves(tree):
+        if not math.prod(weight.shape):
+            continue  # see `rows.NOTHING`
+        top, kind = _part_and_kind(path)
+        if top in names.top:
+            out[f"{names.top[top]}.{kind}"] = _slot(names, path, weight.shape, None)
             continue
         held = stacks[0 if path[0] == "layers" else 1][typing.cast(int, path[1])]
         for index, number in enumerate(held):
-            layer = number if path[0] == "layers" else plan.rows[number].maker
-            out[_layer_name(plan, layer, path)] = _slot(path, weight.shape[1:], index)
-    return dict(sorted(out.items(), key=lambda item: _order(item[0])))
+            out[_layer_name(names, plan, number, path)] = _slot(names, path, weight.shape[1:], index)
+    return dict(sorted(_fused(names, out).items(), key=lambda item: _order(names, item[0])))
+
+
+def bare_names(config: ModelConfig, found: Iterable[str]) -> dict[str, str]:
+    """Name in a file -> as `slots` has it, for files of the model without its head (`Names.bare`)."""
+    prefix, found = names_of(config).bare, list(found)
+    if not prefix or any(name.startswith(prefix) for name in found):
+        return {name: name for name in found}
+    return {name: name if name == "lm_head.weight" else prefix + name for name in found}
 
 
 def ignored(name: str, config: ModelConfig, plan: KVPlan, swiftkv: bool, slim: bool = False) -> bool:
@@ -104,16 +307,19 @@ def ignored(name: str, config: ModelConfig, plan: KVPlan, swiftkv: bool, slim: b
     SwiftKV replaced (ArcticTraining saves them), and the norm when no layer is left to use it; in a
     `slim` one the projections of keys to values and back, if the model is read as a plain one.
     """
-    if slim and plan.forms == ("kv",) and any(f".{part}" in name for part in _SLIM):
+    if slim and {*plan.forms, *plan.cross_forms} == {"kv"} and any(f".{part}" in name for part in _SLIM):
         return True
-    if name.endswith("rotary_emb.inv_freq"):
+    names = names_of(config)
+    if name.endswith(names.buffers) or (names.encoder is not None and name.endswith(names.encoder.buffers)):
         return True
-    if name == "lm_head.weight":
+    if name == f"{names.top['lm_head',]}.weight":
         return config.tie_word_embeddings
-    if name == _TOP["shared_norm",]:
+    if name == f"{_TOP['shared_norm',]}.weight":
         return swiftkv and not plan.is_swiftkv
-    original = _ORIGINAL.fullmatch(name)
-    return swiftkv and original is not None and plan.split <= int(original[1]) < plan.num_layers
+    original = names.in_layer.fullmatch(name)
+    if not swiftkv or original is None or original[2].rpartition(".")[2] not in _REPLACED:
+        return False
+    return plan.split <= int(original[1]) < plan.num_layers
 
 
 def as_dtype(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
@@ -132,7 +338,7 @@ def as_dtype(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     return out
 
 
-def leaves(tree: PyTree, path: tuple[str | int, ...] = ()) -> list[tuple[tuple[str | int, ...], typing.Any]]:
+def leaves(tree: PyTree, path: Path = ()) -> list[tuple[Path, typing.Any]]:
     """(path, leaf) of nested dicts and lists; empty ones have none."""
     if not isinstance(tree, dict | list):
         return [(path, tree)]
@@ -140,25 +346,63 @@ def leaves(tree: PyTree, path: tuple[str | int, ...] = ()) -> list[tuple[tuple[s
     return [pair for key, value in pairs for pair in leaves(value, (*path, key))]
 
 
-def _layer_name(plan: KVPlan, layer: int, path: tuple[str | int, ...]) -> str:
-    last = path[-1] if path[-1] in ("kernel", "bias") else None
-    part = _PARTS[path[2:-1] if last else path[2:]]
-    replaced = part.removeprefix("self_attn.") in _REPLACED
-    suffix = "_swiftkv" if plan.is_swiftkv and layer >= plan.split and replaced else ""
-    return f"model.layers.{layer}.{part}{suffix}.{'bias' if last == 'bias' else 'weight'}"
+def _layer_name(names: Names, plan: KVPlan, number: int, path: Path) -> str:
+    """Of a part of layer or row `number`."""
+    layer, head = number, ()
+    if path[0] == "rows":
+        row = plan.rows[number]
+        layer, head = row.maker, () if row.space == SELF else (_CROSS,)
+    path, kind = _part_and_kind((*head, *path[2:]))
+    replaced = plan.is_swiftkv and layer >= plan.split and path[-1] in _REPLACED
+    return f"{names.layer}{layer}.{names.of(path)}{'_swiftkv' if replaced else ''}.{kind}"
 
 
-def _slot(path: tuple[str | int, ...], shape: tuple[int, ...], index: int | None) -> Slot:
-    transposed = path[-1] in ("kernel", "lm_head")
-    heads = shape[0] if len(shape) == {"kernel": 3, "bias": 2}.get(str(path[-1])) else 0
-    if heads:
-        shape = (heads * shape[-1], *shape[1:-1])
-    elif transposed:
-        shape = shape[::-1]
-    return Slot(path=path, index=index, transposed=transposed, heads=heads, shape=shape)
+def _part_and_kind(path: Path) -> tuple[Path, str]:
+    """The path of what a tensor belongs to, and the tensor's own name there."""
+    *rest, last = path
+    if last in ("kernel", "bias"):
+        return tuple(rest), "bias" if last == "bias" else "weight"
+    name = str(last).removesuffix("_bias")
+    return (*rest, name), "weight" if name == last else "bias"
 
 
-def _order(name: str) -> tuple[int, int]:
+def _slot(names: Names, path: Path, shape: tuple[int, ...], index: int | None) -> Slot:
+    transposed = path[-1] == "lm_head" or (path[-1] == "kernel" and not names.inputs_first)
+    width = shape[-1] if len(shape) == {"kernel": 3, "bias": 2}.get(str(path[-1])) else 0
+    if width:
+        shape = (*shape[1:-1], shape[0] * width)
+    shape = shape[::-1] if transposed else shape
+    return Slot(path=path, index=index, transposed=transposed, width=width, shape=shape)
+
+
+def _fused(names: Names, alone: dict[str, Slot]) -> dict[str, Slot]:
+    """The slots of tensors as they are in files, of those of every part by itself."""
+    out = dict(alone)
+    for whole, parts in names.fused.items():
+        for name in alone:
+            found = names.in_layer.fullmatch(name)
+            if found is None or found[2] != parts[0]:
+                continue
+            each = [f"{names.layer}{found[1]}.{part}.{found[3]}" for part in parts]
+            if all(one in out for one in each):
+                joined = _joined([out.pop(one) for one in each])
+                out[f"{names.layer}{found[1]}.{whole}.{found[3]}"] = joined
+    return out
+
+
+def _joined(slots: list[Slot]) -> Slot:
+    """One tensor of these parts."""
+    axis, shape = slots[0].outputs, list(slots[0].shape)
+    ends = list(itertools.accumulate((slot.shape[axis] for slot in slots), initial=0))
+    shape[axis] = ends.pop()
+    first, *rest = (
+        dataclasses.replace(slot, shape=tuple(shape), start=start)
+        for slot, start in zip(slots, ends, strict=True)
+    )
+    return dataclasses.replace(first, rest=tuple(rest))
+
+
+def _order(names: Names, name: str) -> tuple[int, int]:
     """Embeddings, layers by number, then the rest, so that a shard holds neighbours."""
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    return (1, int(layer[1])) if layer else (0 if name == _TOP["embed",] else 2, 0)
+    layer = re.match(rf"{re.escape(names.layer)}(\d+)\.", name)
+    return (1, int(layer[1])) if layer else (0 if name == f"{names.top['embed',]}.weight" else 2, 0)

@@ -34,12 +34,14 @@ TOKENIZER_FILES = (
     "tokenizer.json tokenizer_config.json tokenizer.model spiece.model special_tokens_map.json "
     "added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json"
 ).split()
+GENERATION_FILES = ("generation_config.json", "preprocessor_config.json")
 ADAPTER, PREDICTOR, AUXILIARY = "kv_prediction.json", "predictor.safetensors", "auxiliary"
 # PyTorch code that a student's folder carries for transformers; nothing here imports or runs it.
 MODELLING = f"{OWN_CODE}.py"
+_CODED = ("llama", "mistral", "qwen2", "qwen3")  # whose students it runs
 _LAST = ("config.json", ADAPTER)  # what makes a folder one of a model, or of an adapter
 # Token ids that ModelConfig does not keep, because no number depends on them.
-_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")
+_CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def save_pretrained(
@@ -52,7 +54,8 @@ def save_pretrained(
     tokenizer: str | Path | None = None,
 ) -> None:
     """Write a folder that transformers loads. That of a SwiftKV plan has the published names of tensors, and
-    carries the PyTorch code that runs them (`trust_remote_code=True`).
+    carries the PyTorch code that runs them (`trust_remote_code=True`), where there is any for the family;
+    a UsageWarning says where there is none.
 
     Rows of other forms (Slim attention) keep the plain model's tensors beside their own, and config.json
     lists them as `slim_attention`: transformers reads the plain model.
@@ -87,7 +90,14 @@ def save_pretrained(
     with staged(Path(out_dir)) as folder:
         write_extras(folder, extras(model.config.source, source, tokenizer))
         config |= token_ids(source or model.config.source)
-        if model.plan.is_swiftkv:
+        if model.plan.is_swiftkv and model.config.family not in _CODED:
+            warnings.warn(
+                f"{out_dir} has no PyTorch code: it knows students of {', '.join(_CODED)}, not of "
+                f"{model.config.family}; the folder loads here alone",
+                UsageWarning,
+                stacklevel=2,
+            )
+        elif model.plan.is_swiftkv:
             shutil.copyfile(Path(__file__).with_name(MODELLING), folder / MODELLING)
             config |= _asks_for_code(config["architectures"][0])
         _write_weights(folder, params, table, jnp.dtype(dtype), max_shard_bytes)
@@ -158,7 +168,7 @@ def extras(
         )
     home = source or own
     out: dict[str, Path | dict] = {}
-    for place, names in ((home, ("generation_config.json",)), (tokenizer or home, TOKENIZER_FILES)):
+    for place, names in ((home, GENERATION_FILES), (tokenizer or home, TOKENIZER_FILES)):
         if place is None:
             continue
         paths = {name: Path(place) / name for name in names}
@@ -214,14 +224,16 @@ def _shards(table: dict[str, Slot], itemsize: int, limit: int) -> list[list[str]
 
 
 def tensor(params: PyTree, name: str, slot: Slot, dtype: np.dtype) -> np.ndarray:
-    leaf = params
-    for key in slot.path:
-        leaf = leaf[key]
-    part = slot.part(leaf)
-    if jax.process_count() > 1:
-        part = multihost_utils.process_allgather(part, tiled=True)
-    part = as_dtype(np.asarray(jax.device_get(part)), dtype, name)
-    return np.ascontiguousarray(slot.written(part))
+    def gathered(slot: Slot) -> np.ndarray:
+        leaf = params
+        for key in slot.path:
+            leaf = leaf[key]
+        part = slot.part(leaf)
+        if jax.process_count() > 1:
+            part = multihost_utils.process_allgather(part, tiled=True)
+        return as_dtype(np.asarray(jax.device_get(part)), dtype, name)
+
+    return np.ascontiguousarray(slot.written([gathered(part) for part in slot.parts]))
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.distill.data import Batch
 from swiftkv_jax.errors import UsageError, first_line, suggest
+from swiftkv_jax.kernels.causal_attention import stand_in
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError
 
 # Chip -> (the compiler's platform, JAX's device kind: the key of the table in analysis/flops.py).
@@ -89,7 +90,7 @@ def compile_step(experiment: Experiment, devices):
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     # The text is dumped by the target's own compiler: this jaxlib cannot always read a newer libtpu's
     # program.
-    with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as dump:
+    with jax.set_mesh(mesh), stand_in.for_cudnn(), tempfile.TemporaryDirectory() as dump:
         steps.check(experiment, mesh)
         step = jax.jit(partial(steps.train_step, recipe), donate_argnums=1, out_shardings=(places, None))
         options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
@@ -163,6 +164,8 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     say(
         "  collectives       " + (", ".join(f"{n} {name}" for name, n in collectives(text).items()) or "none")
     )
+    if CHIPS[where.partition(":")[0]][0] == "cuda" and experiment.attention.gpu == "cudnn":
+        say("  attention         cuDNN's is counted by the arrays it reads and writes; it was not compiled")
     fits = used <= chip.memory
     say(
         "  fits"

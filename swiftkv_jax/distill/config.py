@@ -1,18 +1,15 @@
 """One experiment as data: what is trained, on what, how, and where it goes."""
 
-import ast
 import dataclasses
 import importlib.util
 import json
 import sys
-import types
-import typing
-from collections.abc import Sequence
 from pathlib import Path
 
-from swiftkv_jax.checks import above, choice, integer, number, whole
+from swiftkv_jax.checks import above, choice, integer, number
 from swiftkv_jax.config import DTYPES, ModelConfig
 from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.trackers import TRACKERS
 from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.folder import CONFIGS, PACKAGE
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
@@ -29,9 +26,12 @@ MAPS = ("nearest", "spread")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Where the student's rows come from. `split` 0 is the plain transformer (for `trainable="all"`).
+    """Where the student's rows come from.
 
     Attributes:
+      split: the layer where prompt tokens stop; later layers' keys and values are made of its input. 0 is the
+        plain transformer (for trainable="all").
+      share: AcrossKV: so many later layers read one row.
       init: the student's start: one of `to_swiftkv`'s, or "least_squares": "fold", then its upper rows
         solved for the teacher's own keys and values on training data (distill/least_squares.py).
       init_tokens: tokens of that data, about; rounded up to whole batches.
@@ -102,10 +102,12 @@ class LossConfig:
     """Forward KL at `temperature` times temperature^2 (Hinton et al.), plus optional terms.
 
     Attributes:
+      temperature: that both distributions of the KL are softened by.
+      kl_weight: of the KL from teacher to student.
       reduction: "mean" over unmasked tokens, or "reference": over all positions, masked ones counting
         as zeros (ArcticTraining).
       hidden_weight: of the mean squared error between the streams entering the last layer, over all real
-      tokens.
+        tokens.
       lm_weight: of the cross-entropy with the data.
       exit_weight: of an exit head's KL to the teacher (SwiftKV paper, B.4, where it is 1); above 0 the
         student gets that head. Its gradient reaches the head alone.
@@ -139,7 +141,8 @@ class PredictionLossConfig(LossConfig):
 
     Attributes:
       kl_weight: of the KL from the base to the base on predicted rows; the paper has none.
-      lm_weight: of the cross-entropy of the base on predicted rows. aux_weight: of that of the auxiliary.
+      lm_weight: of the cross-entropy of the base on predicted rows.
+      aux_weight: of that of the auxiliary.
       rows_weight: of the sum over the base's rows of the mean absolute difference of their keys (normed, not
         rotated) and of their values; None is 1 / rows. The published code (apple/corenet) has 1.
       z_loss: of the mean square of the logits' log-sum-exp, beside each cross-entropy; that code has 1e-4.
@@ -173,7 +176,18 @@ class PredictionLossConfig(LossConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with warm-up and decay; `warmup` is a share of the steps, `clip` a global gradient norm."""
+    """AdamW with warm-up and decay.
+
+    Attributes:
+      learning_rate: at its highest.
+      warmup: share of the steps in which it rises from 0.
+      schedule: how it falls after that: "linear", "cosine", or "constant" (not at all).
+      final_share: of the highest rate, what is left at the last step.
+      weight_decay: of AdamW.
+      beta1, beta2: of Adam's two means.
+      clip: the gradient's global norm is cut to this.
+      accumulate: micro-batches that a step's gradient is summed over; each takes memory by itself.
+    """
 
     learning_rate: float = 3e-4
     warmup: float = 0.05
@@ -201,8 +215,10 @@ class MeshConfig:
     """Devices along each mesh axis; one of them may be -1, "whatever is left".
 
     Attributes:
-      data, fsdp: share out the rows of a micro-batch. tensor: heads, ffn and vocabulary. context: the tokens
-        of a row, for rows that are too long for one device.
+      data: shares out the rows of a micro-batch.
+      fsdp: shares out the rows of a micro-batch, and the weights.
+      tensor: shares out heads, ffn and vocabulary.
+      context: shares out the tokens of a row, for rows that are too long for one device.
     """
 
     data: int = 1
@@ -213,7 +229,11 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """The kernel of `causal_attention` by platform; None is the platform's own choice."""
+    """The kernel of `causal_attention` by platform; None is the platform's own choice.
+
+    Attributes:
+      cpu, gpu, tpu: the kernel there, by name.
+    """
 
     cpu: str | None = None
     gpu: str | None = None
@@ -234,15 +254,35 @@ class Experiment:
     """One run of `train.py`.
 
     Attributes:
+      name: of the run; without --out it is kept in runs/NAME.
+      data: what is trained on.
+      evaluation: held-out data to judge by, with fields as `data` has them; None: no judgement.
       model: folder or hub id of the teacher, or of the base whose rows are predicted; or empty, with
         `architecture`, to train from random weights.
+      architecture: a ModelConfig, for random weights and for --compile-only.
       keep: layers of `model` that are left, for trainable="all"; empty means all.
       tokenizer: folder or hub id; empty means the model's.
+      plan: where the student's rows come from.
+      predict: KV prediction instead of a plan.
+      loss: what is minimised.
+      optimizer: how.
+      mesh: how devices share the work.
+      attention: which kernel computes attention.
       trainable: "swiftkv" (norm_swiftkv, q of upper layers, k and v of row owners), "upper" (all of the upper
         layers: the paper's ablation), "all" (plain language-model training), "predictor" (KV prediction: the
         auxiliary and the predictor of `predict`; it takes loss=PredictionLossConfig(...)).
+      dtype: to compute in: float32, bfloat16 or float16; what trains is kept in float32.
       steps: optimiser steps; 0 means `epochs` passes over the data.
-      evaluate_every, checkpoint_every: steps; 0 means only at the end.
+      epochs: passes over the data, where `steps` is 0.
+      seed: of random weights; the order of the data has its own, `data.seed`.
+      remat: compute activations again in the backward pass instead of keeping them: less memory, more time.
+      log_every: steps between two lines of progress.
+      evaluate_every: steps between two judgements of the held-out data; 0 means only at the end.
+      checkpoint_every: steps between two checkpoints; 0 means only at the end.
+      keep_checkpoints: the newest so many are kept.
+      trackers: where metrics go too, by name: "tensorboard", "wandb", "trackio". Each is a package of its
+        own.
+      export_dtype: of the exported weights.
       evaluation_batches: of the held-out data, at most so many; 0 means all.
       eval_lengths: context lengths that the held-out data are judged at, each by itself, all in rows of
         `evaluation.seq_len` tokens: longer documents are cut into pieces of that length. Metrics are then
@@ -274,7 +314,7 @@ class Experiment:
     eval_lengths: tuple[int, ...] = ()
     checkpoint_every: int = 200
     keep_checkpoints: int = 3
-    tensorboard: bool = False
+    trackers: tuple[str, ...] = ()
     export_dtype: str = "bfloat16"
 
     def __post_init__(self):
@@ -313,6 +353,9 @@ class Experiment:
             raise UsageError('plan.init="least_squares" fits rows made at a split: give plan.split')
         object.__setattr__(self, "eval_lengths", tuple(self.eval_lengths))
         object.__setattr__(self, "keep", tuple(self.keep))
+        object.__setattr__(self, "trackers", tuple(self.trackers))
+        for name in self.trackers:
+            choice("trackers", name, TRACKERS)
         if self.keep and (self.trainable != "all" or not self.model):
             raise UsageError(
                 f'keep {self.keep} leaves some layers of a model to train: give model, and trainable="all"'
@@ -430,66 +473,6 @@ def from_package(experiment: Experiment) -> Experiment:
 def _in_package(path: str) -> str:
     ours = PACKAGE / path
     return str(ours) if path.startswith("demo/") and not Path(path).exists() and ours.exists() else path
-
-
-def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
-    """Apply `a.b=value` assignments; values are Python literals, or plain text for strings.
-
-    Raises:
-      UsageError: an unknown key (the nearest is named), a value of the wrong type, or an invalid result.
-    """
-    for assignment in assignments:
-        key, equals, text = assignment.partition("=")
-        if not equals:
-            raise UsageError(f"--set takes key=value, not {assignment!r}")
-        experiment = _replace(experiment, key.split("."), text, key)
-    return experiment
-
-
-def _replace(value, path: list[str], text: str, key: str):
-    fields = {f.name: f for f in dataclasses.fields(value)}
-    name = path[0]
-    if name not in fields:
-        raise UsageError(
-            f"unknown key {key!r}: {type(value).__name__} has no {name!r}{suggest(name, fields)}"
-        )
-    if len(path) == 1:
-        new = _parse(text, typing.get_type_hints(type(value))[name], key)
-    elif dataclasses.is_dataclass(getattr(value, name)):
-        new = _replace(getattr(value, name), path[1:], text, key)
-    else:
-        raise UsageError(f"unknown key {key!r}: {name} has no fields")
-    return dataclasses.replace(value, **{name: new})
-
-
-def _parse(text: str, annotation, key: str):
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        value = text
-    if annotation is str:
-        return text
-    optional = annotation == float | None
-    if (annotation is float or optional) and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if annotation is int:
-        value = whole(value)
-    if typing.get_origin(annotation) is tuple and isinstance(value, list | str):
-        value = (value,) if isinstance(value, str) else tuple(value)
-    if not _matches(value, annotation):
-        wanted = getattr(annotation, "__name__", str(annotation))
-        raise UsageError(f"{key} must be {wanted}, not {text!r}")
-    return value
-
-
-def _matches(value, annotation) -> bool:
-    origin = typing.get_origin(annotation)
-    if origin is tuple:
-        inner = typing.get_args(annotation)[0]
-        return isinstance(value, tuple) and all(_matches(v, inner) for v in value)
-    if origin in (typing.Union, types.UnionType):
-        return any(_matches(value, arg) for arg in typing.get_args(annotation))
-    return isinstance(value, annotation) and not (annotation is int and isinstance(value, bool))
 
 
 def resolved(experiment: Experiment) -> str:

@@ -8,20 +8,23 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
+from swiftkv_jax.distill import mixture
 from swiftkv_jax.distill.packing import Batch, Place, Sample, assemble, fill_row
 from swiftkv_jax.distill.samples import DataConfig, Samples
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.text.tokenizer import Tokenizer
 
 _MEASURED = 10_000  # samples that steps_per_epoch looks at
-_FUSE_STREAM = 2**64 - 1  # second word of the random key where epochs have their number
+# Second word of the random key where epochs have their number.
+_FUSE_STREAM, _PASS_STREAM = 2**64 - 1, 2**64 - 2
 
 
 class DataLoader:
     """An endless iterator of `(Batch, ids)`: this process's rows of each batch, and the samples in each row.
 
     The batch has `batch_size` lanes. The samples of all epochs form one sequence, each epoch in an order of
-    its own, a pure function of (seed, epoch); lane b packs numbers b, b + batch_size, ... of it and yields
+    its own, a pure function of (seed, epoch); an epoch has every sample once, or as often as `weights` say
+    (mixture.py). Lane b packs numbers b, b + batch_size, ... of it and yields
     one row a step. So the batches do not depend on the number of processes, and a process tokenises only
     what its lanes pack. `ids[row][segment - 1]` is the sample of a segment.
     """
@@ -43,6 +46,8 @@ class DataLoader:
         self.config, self.prefetch = config, prefetch
         self.lanes = range(process_index * share, (process_index + 1) * share)
         self.samples = Samples(config, tokenizer)
+        self._counts = mixture.counts(self.samples.sizes, config.weights) if config.weights else ()
+        self._epoch_size = sum(self._counts) or len(self.samples)
         self._orders: dict[int, np.ndarray] = {}
         self._ahead: collections.deque[Future] = collections.deque()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="data")
@@ -62,7 +67,7 @@ class DataLoader:
     def epoch(self) -> int:
         """Passes over the data that all lanes of this process have finished."""
         slowest = min(self._number(lane, place.cursor) for lane, place in self._places.items())
-        return slowest // len(self.samples)
+        return slowest // self._epoch_size
 
     def steps_per_epoch(self) -> int:
         """Steps that one pass takes; with many samples, by the lengths of 10,000 evenly spaced ones."""
@@ -111,7 +116,7 @@ class DataLoader:
         """What the order and the content of batches follow from."""
         fields = dataclasses.asdict(self.config)
         del fields["sources"], fields["skip_bad_lines"]
-        fields["piece_lengths"] = list(fields["piece_lengths"])  # as JSON gives it back
+        fields = {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}  # as in JSON
         samples = self.samples
         return fields | {"documents": samples.documents.digest, "tokenizer": samples.tokenizer.fingerprint}
 
@@ -136,14 +141,23 @@ class DataLoader:
         return lane + cursor * self.config.batch_size
 
     def _index(self, number: int) -> int:
-        """The sample at that place. Sorting raw Philox output: numpy promises that it never changes."""
-        epoch, at = divmod(number, len(self.samples))
+        """The sample at that place."""
+        epoch, at = divmod(number, self._epoch_size)
         if epoch not in self._orders:
-            raw = _philox(self.config.seed, epoch).random_raw(len(self.samples))
-            self._orders[epoch] = np.argsort(raw, kind="stable")
+            order = _shuffled(self._epoch_size, self.config.seed, epoch)
+            self._orders[epoch] = self._members(epoch)[order] if self._counts else order
             while len(self._orders) > 2:  # lanes are at most about an epoch apart
                 del self._orders[next(iter(self._orders))]
         return int(self._orders[epoch][at])
+
+    def _members(self, epoch: int) -> np.ndarray:
+        """The samples of an epoch under weights, source by source."""
+        sizes, seed = self.samples.sizes, self.config.seed
+
+        def order(source: int, number: int) -> np.ndarray:
+            return _shuffled(sizes[source], seed, _PASS_STREAM, source, number)
+
+        return mixture.members(sizes, self._counts, epoch, order)
 
     def _fused(self, lane: int, step: int) -> bool:
         if not self.config.fuse_positions:
@@ -152,9 +166,15 @@ class DataLoader:
         return int(stream.random_raw(1)[0]) < self.config.fuse_positions * 2**64
 
     def _measure(self) -> int:
-        indices = range(0, len(self.samples), -(-len(self.samples) // _MEASURED))
+        every = self._members(0) if self._counts else range(len(self.samples))
+        indices = every[:: -(-len(every) // _MEASURED)]
         rows = len(_pack_once(self.config, self.samples, indices))
-        return math.ceil(rows * len(self.samples) / len(indices) / self.config.batch_size)
+        return math.ceil(rows * len(every) / len(indices) / self.config.batch_size)
+
+
+def _shuffled(size: int, seed: int, stream: int, *place: int) -> np.ndarray:
+    """An order. Sorting raw Philox output: numpy promises that it never changes."""
+    return np.argsort(_philox(seed, stream, *place).random_raw(size), kind="stable")
 
 
 def _philox(seed: int, stream: int, *place: int) -> np.random.Philox:
@@ -199,7 +219,7 @@ def _next_row(config: DataConfig, number: int, sample_at, place: Place) -> tuple
 
 
 def _pack_once(
-    config: DataConfig, samples: Samples, indices: Sequence[int], limit: int | None = None
+    config: DataConfig, samples: Samples, indices: Sequence[int] | np.ndarray, limit: int | None = None
 ) -> list[list[Sample]]:
     """The rows that some samples make in this order, at most `limit`."""
     rows, place = [], Place()
@@ -207,7 +227,7 @@ def _pack_once(
         pieces, place = _next_row(
             config,
             len(rows),
-            lambda cursor: samples[indices[cursor]] if cursor < len(indices) else None,
+            lambda cursor: samples[int(indices[cursor])] if cursor < len(indices) else None,
             place,
         )
         if pieces:

@@ -34,7 +34,7 @@ def batch_moments(model: Predicted, params: PyTree, batch: Batch) -> tuple[Array
 
     def rows(part: Transformer, p: PyTree, wanted: Iterable[int]) -> dict[int, Raw]:
         at, segments = angles_and_segments(part.config, batch.tokens, batch.positions, batch.segments)
-        return projected_rows(part, p, batch.tokens, at, segments, wanted)
+        return projected_rows(part, p, batch.tokens, at, segments, wanted, positions=batch.positions)
 
     given = rows(model.auxiliary, params["auxiliary"], used)
     wanted = rows(model.base, params["base"], range(len(reads)))

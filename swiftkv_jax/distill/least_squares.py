@@ -2,7 +2,8 @@
 
 A SwiftKV maker sees the normalised stream at the split instead of its own layer's input. The best linear map
 from the one to the teacher's keys (before rotation) and values is a least-squares problem. One pass over some
-of the training data gives its normal equations; they are summed and solved in float64.
+of the training data gives its normal equations; they are summed and solved in float64. How much the maps are
+shrunk, the ridge, is chosen on some of the batches that are held out for that.
 """
 
 import dataclasses
@@ -16,12 +17,15 @@ import numpy as np
 from swiftkv_jax import weights
 from swiftkv_jax.distill.packing import Batch
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.layers import linear, rms_norm
+from swiftkv_jax.layers import before, linear, shared_norm_weights, unit_norm
 from swiftkv_jax.model import Transformer, angles_and_segments, embed, through
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.sharding import constrain
 
 _einsum = partial(jnp.einsum, precision="highest")
+RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # that are tried on held-out batches, see `solve`
+RIDGE = 1e-4  # where batches are too few to hold one out
+_HELD = 8  # every eighth batch is held out to choose ridges by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +40,9 @@ class Moments:
     cross: np.ndarray
     tokens: int
 
+    def __add__(self, other: "Moments") -> "Moments":
+        return Moments(self.gram + other.gram, self.cross + other.cross, self.tokens + other.tokens)
+
 
 def batch_moments(
     student: Transformer, params: PyTree, teacher: Transformer, own: PyTree, batch: Batch
@@ -47,15 +54,14 @@ def batch_moments(
     config, plan = student.config, student.plan
     at, segments = angles_and_segments(config, batch.tokens, batch.positions, batch.segments)
     real = (segments > 0).astype(jnp.float32)
-    x = embed(student, params, batch.tokens)
+    x = embed(student, params, batch.tokens, batch.positions)
     x = through(student, params, x, at, segments, range(plan.depth)).x
-    n = rms_norm(x.astype(jnp.float32), jnp.ones(config.hidden_size), config.rms_norm_eps)
+    n = before(config, unit_norm(config, jnp.float32), x.astype(jnp.float32))
     n = jnp.concatenate([n, jnp.ones_like(n[..., :1])], axis=-1) if config.qkv_bias else n
     n = n * real[..., None]
     cross = []
     for layer in range(plan.depth, plan.num_layers):
-        gain, maker = weights.layer(own, layer)["attentions"][0]["norm"], weights.row(own, layer)
-        h = rms_norm(x, gain, config.rms_norm_eps)
+        h, maker = before(config, weights.layer(own, layer)["attentions"][0], x), weights.row(own, layer)
         row = jnp.stack([linear(h, maker["k_proj"]), linear(h, maker["v_proj"])], axis=-2)
         cross.append(_einsum("bta,btse->ase", n, row.astype(jnp.float32)))
         x = through(teacher, own, x, at, segments, range(layer, layer + 1)).x
@@ -65,24 +71,48 @@ def batch_moments(
 
 def moments(
     student: Transformer, params: PyTree, teacher: Transformer, own: PyTree, batches: Iterable[Batch]
-) -> Moments:
-    """The sums over every real token of `batches`.
+) -> tuple[Moments, Moments]:
+    """The sums over every real token of most `batches`, and over those of every eighth, to choose ridges by.
 
     Raises:
       UsageError: fewer tokens than unknowns of one output.
     """
     run = jax.jit(lambda params, own, batch: batch_moments(student, params, teacher, own, batch))
     unknowns = student.config.hidden_size + student.config.qkv_bias
-    gram, cross, tokens = np.zeros(()), np.zeros(()), 0
-    for batch in batches:
-        g, c, count = (np.asarray(x, np.float64) for x in run(params, own, batch))
-        gram, cross, tokens = gram + g, cross + c, tokens + int(count)
-    if tokens < unknowns:
+    parts = [Moments(np.zeros(()), np.zeros(()), 0) for _ in range(2)]
+    for number, batch in enumerate(batches):
+        gram, cross, count = (np.asarray(x, np.float64) for x in run(params, own, batch))
+        parts[number % _HELD == _HELD - 1] += Moments(gram, cross, int(count))
+    solved, held = parts
+    if solved.tokens + held.tokens < unknowns:
         raise UsageError(
-            f"a least-squares start has {unknowns} unknowns an output and {tokens} tokens to find them by: "
-            "raise plan.init_tokens"
+            f"a least-squares start has {unknowns} unknowns an output and {solved.tokens + held.tokens} "
+            "tokens to find them by: raise plan.init_tokens"
         )
-    return Moments(gram, cross, tokens)
+    return solved, held
+
+
+def residuals(sums: Moments, maps: np.ndarray) -> np.ndarray:
+    """[U, 2]: the squared error of `maps` on the tokens of `sums`, by layer, of keys and of values, less that
+    of zero maps."""
+    layers, unknowns = maps.shape[:2]
+    seen = (sums.gram @ maps.reshape(layers, unknowns, -1)).reshape(maps.shape)
+    return np.einsum("uase,uase->us", seen - 2 * sums.cross, maps)
+
+
+def searched(solved: Moments, held: Moments, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(maps as `solve` gives them, their ridges [U, 2]): for each layer's keys and values by themselves that
+    one of `RIDGES` that errs least on the held-out tokens; then solved on all tokens."""
+    if not held.tokens or solved.tokens < len(solved.gram):
+        maps = solve(solved + held, RIDGE, width)
+        return maps, np.full((len(maps), 2), RIDGE)
+    scores = np.stack([residuals(held, solve(solved, ridge, width)) for ridge in RIDGES])
+    best, every = scores.argmin(0), solved + held
+    maps = np.zeros(every.cross.shape)
+    for number in np.unique(best):
+        chosen = (best == number)[:, None, :, None]
+        maps = np.where(chosen, solve(every, RIDGES[number], width), maps)
+    return maps, np.array(RIDGES)[best]
 
 
 def solve(sums: Moments, ridge: float, width: int) -> np.ndarray:
@@ -128,7 +158,7 @@ def fit(
     teacher: Transformer,
     own: PyTree,
     batches: Iterable[Batch],
-    ridge: float = 1e-4,
+    ridge: float | None = None,
 ) -> PyTree:
     """`params` with the k and v of the rows made at the split solved, in float32, and a shared norm of ones.
 
@@ -140,13 +170,17 @@ def fit(
       student: of a SwiftKV plan. params: its parameters, as `to_swiftkv` makes them.
       teacher, own: the teacher and its parameters from the split on, as `steps.teacher_of` gives them.
       batches: of training data; padding is left out.
-      ridge: as in `solve`.
+      ridge: as in `solve`; None chooses one on held-out batches, for each layer's keys and values by itself.
 
     Raises:
       UsageError: too few tokens (see `moments`).
     """
     config, plan = student.config, student.plan
-    solved = solve(moments(student, params, teacher, own, batches), ridge, config.hidden_size)
+    parts = moments(student, params, teacher, own, batches)
+    if ridge is None:
+        solved, _ = searched(*parts, config.hidden_size)
+    else:
+        solved = solve(parts[0] + parts[1], ridge, config.hidden_size)
     upper = range(plan.depth, plan.num_layers)
     kernels = [weights.layer(own, layer)["attentions"][0]["o_proj"]["kernel"] for layer in upper]
     by_output = np.asarray(jax.jit(partial(output_weights, student))(jnp.stack(kernels)), np.float64)
@@ -164,8 +198,9 @@ def fit(
     made = plan.made_at(plan.depth)
     held = zip(weights.ranges(params["rows"]), params["rows"], strict=True)
     rows = [fitted(numbers, stack) if numbers.start in made else stack for numbers, stack in held]
-    ones = like(params["shared_norm"], np.ones(config.hidden_size))
-    return params | {"rows": rows, "shared_norm": ones}
+    unit = {name: np.full(weight.shape, weight.fill) for name, weight in shared_norm_weights(config).items()}
+    shared = {name: like(params[name], value) for name, value in unit.items()}
+    return params | {"rows": rows} | shared
 
 
 def like(leaf: Array, value: np.ndarray) -> Array:

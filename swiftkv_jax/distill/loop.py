@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -21,18 +21,18 @@ from swiftkv_jax import processes, sharding, weights
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checkpoint.training import Checkpointer
-from swiftkv_jax.distill import start
+from swiftkv_jax.distill import report, start, trackers
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, resolved
 from swiftkv_jax.distill.data import Batch, DataLoader, evaluation_batches
-from swiftkv_jax.distill.progress import Progress, Silence
+from swiftkv_jax.distill.progress import Progress, Say, Silence, show, working
 from swiftkv_jax.errors import UsageError, explained
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError, device, preferred
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 _MAY_CHANGE = (  # fields of an Experiment, when it is resumed
-    "log_every evaluate_every checkpoint_every keep_checkpoints tensorboard mesh attention evaluation "
+    "log_every evaluate_every checkpoint_every keep_checkpoints trackers mesh attention evaluation "
     "evaluation_batches eval_lengths"
 ).split()
 
@@ -51,9 +51,7 @@ class Result:
     signal: int = 0
 
 
-def train(
-    experiment: Experiment, out: Path, resume: bool = False, say: Callable[[str], None] = print
-) -> Result:
+def train(experiment: Experiment, out: Path, resume: bool = False, say: Say = show) -> Result:
     """Run an experiment to its end, or to a signal; `out` gets config.json, metrics, checkpoints and the
     export.
 
@@ -78,7 +76,7 @@ def train(
 class Run:
     """One run's moving parts; `go` is the loop."""
 
-    def __init__(self, experiment: Experiment, out: Path, mesh, resume: bool, say: Callable[[str], None]):
+    def __init__(self, experiment: Experiment, out: Path, mesh, resume: bool, say: Say):
         self.experiment, self.out, self.mesh = experiment, out, mesh
         self.first = processes.is_first()
         self.say = say if self.first else lambda _line: None
@@ -87,24 +85,30 @@ class Run:
             self.process = dict(zip(("process_index", "process_count"), share, strict=True))
             if self.first:
                 _check_folder(out, experiment, resume)
-            folder = local_folder(experiment.model) if experiment.model else None  # once: files of one commit
-            self.tokenizer = load_tokenizer(experiment.tokenizer or folder or "")
-            self.loader = DataLoader(experiment.data, self.tokenizer, **self.process)
-            self.held_out = {
-                length: evaluation_batches(
-                    data, self.tokenizer, experiment.evaluation_batches or None, **self.process
-                )
-                for length, data in experiment.held_out().items()
-            }
-            total = experiment.steps or experiment.epochs * self.loader.steps_per_epoch()
-            loaded = start.load(experiment, folder, self.tokenizer, mesh)
+                trackers.check(experiment.trackers)
+            with working(self.say, f"reading the tokenizer of {experiment.tokenizer or experiment.model}"):
+                # The folder is looked up once: files of one commit.
+                folder = local_folder(experiment.model) if experiment.model else None
+                self.tokenizer = load_tokenizer(experiment.tokenizer or folder or "")
+            with working(self.say, f"reading the data in {', '.join(experiment.data.sources)}"):
+                self.loader = DataLoader(experiment.data, self.tokenizer, **self.process)
+                self.held_out = {
+                    length: evaluation_batches(
+                        data, self.tokenizer, experiment.evaluation_batches or None, **self.process
+                    )
+                    for length, data in experiment.held_out().items()
+                }
+                total = experiment.steps or experiment.epochs * self.loader.steps_per_epoch()
+            with working(self.say, "reading the weights" if folder else "making random weights"):
+                loaded = start.load(experiment, folder, self.tokenizer, mesh)
         steps.check(experiment, mesh)
-        student, trained, frozen = start.prepare(experiment, loaded)
-        self.folder, self.recipe = folder, start.make_recipe(experiment, student, total)
-        self.abstract, abstract_frozen = steps.abstract_run(self.recipe, mesh)
-        places = jax.tree.map(lambda leaf: leaf.sharding, (self.abstract, abstract_frozen))
-        self.frozen = jax.device_put(frozen, places[1])
-        self.state = jax.jit(partial(steps.init_state, self.recipe), out_shardings=places[0])(trained)
+        with working(self.say, "making the student"):
+            student, trained, frozen = start.prepare(experiment, loaded)
+            self.folder, self.recipe = folder, start.make_recipe(experiment, student, total)
+            self.abstract, abstract_frozen = steps.abstract_run(self.recipe, mesh)
+            places = jax.tree.map(lambda leaf: leaf.sharding, (self.abstract, abstract_frozen))
+            self.frozen = jax.device_put(frozen, places[1])
+            self.state = jax.jit(partial(steps.init_state, self.recipe), out_shardings=places[0])(trained)
         self.step_fn = jax.jit(
             partial(steps.train_step, self.recipe), donate_argnums=1, out_shardings=(places[0], None)
         )
@@ -116,6 +120,7 @@ class Run:
             self.checkpoints = Checkpointer(out / "checkpoints", keep=experiment.keep_checkpoints)
             self.progress = self._progress() if self.first else Silence()
         self.evaluated: tuple[int, dict[int, dict[str, np.ndarray]]] | None = None
+        self.compiled: set[str] = set()
         self.to_fit = experiment.start.init == LEAST_SQUARES
         self.caught = 0
         if resume:
@@ -127,7 +132,15 @@ class Run:
         per_token = self.recipe.method.flops(self.recipe, context)
         chip = flops.CHIPS.get(jax.devices()[0].device_kind)
         peak = chip.flops * self.mesh.size if chip else None
-        return Progress(self.out, self.recipe.steps, e.log_every, per_token, peak, e.tensorboard)
+        told = trackers.start(e.trackers, e.name, self.out, json.loads(resolved(e)))
+        return Progress(self.out, self.recipe.steps, e.log_every, per_token, peak, told, self.say)
+
+    def _first(self, what: str) -> bool:
+        """Whether this is the first time that a program runs, which compiles it."""
+        if what in self.compiled:
+            return False
+        self.compiled.add(what)
+        return True
 
     def go(self) -> Result:
         """Step until the end or a signal; every metric is read one step late, so the device never waits."""
@@ -149,9 +162,9 @@ class Run:
         loader = DataLoader(e.data, self.tokenizer, **self.process)
         try:
             count = math.ceil(e.start.init_tokens / (e.data.batch_size * e.data.seq_len))
-            numbers = self.progress.counted("fitting rows by least squares: batch", range(count))
-            batches = (self._place(next(loader)[0]) for _ in numbers)
-            trained = self.recipe.method.fit(self.recipe, self.state.trainable, self.frozen, batches)
+            with working(self.say, f"fitting rows by least squares on {count} batches") as doing:
+                batches = (self._place(next(loader)[0]) for _ in doing.counted(range(count)))
+                trained = self.recipe.method.fit(self.recipe, self.state.trainable, self.frozen, batches)
         finally:
             loader.close()
         self.state, self.evaluated = dataclasses.replace(self.state, trainable=trained), None
@@ -165,7 +178,8 @@ class Run:
         evaluation, pending, began = {}, None, time.monotonic()
         while not (ended_by := self._signal(done)) and done < self.recipe.steps:
             batch, ids = next(self.loader)
-            self.state, metrics = self.step_fn(self.frozen, self.state, self._place(batch))
+            with working(self.say, "compiling the step") if self._first("step") else nullcontext():
+                self.state, metrics = self.step_fn(self.frozen, self.state, self._place(batch))
             done += 1
             began = self._report(pending, began)
             pending = (done, metrics, ids)
@@ -182,14 +196,20 @@ class Run:
         self._report(pending, began)
         if ended_by:
             self._save(done)
+        with working(self.say, "waiting for the checkpoint to be written"):
             self.checkpoints.wait()
+        if ended_by:
             return Result(done, evaluation, None, ended_by)
-        self.checkpoints.wait()
         evaluation = self.evaluate()
         if evaluation:
             self.progress.evaluation(done, evaluation)
         folder = self.out / "export"
         self.export(folder)
+        if self.first:
+            kind = jax.devices()[0].device_kind
+            report.write(
+                self.out, e, self.recipe.student, evaluation, f"{self.mesh.size} x {kind}", self.folder
+            )
         return Result(done, evaluation, folder)
 
     def _signal(self, done: int) -> int:
@@ -209,7 +229,8 @@ class Run:
         if pending is None:
             return began
         step, metrics, ids = pending
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        with self.progress.waiting(step):
+            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             names = sorted({name for row in ids for name in row})
             shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
@@ -242,11 +263,14 @@ class Run:
 
     def judge(self, batches: list[Batch]) -> dict[str, np.ndarray]:
         """`evaluate_batch`'s sums for every row of these batches, at the current step."""
-        rows = []
-        for batch in self.progress.counted("judging held-out rows: batch", batches):
-            sums = self.evaluate_fn(self.frozen, self.state.trainable, self._place(batch))
-            rows.append(multihost_utils.process_allgather(sums, tiled=True))
+        what = "compiling and judging held-out rows" if self._first("judge") else "judging held-out rows"
+        with working(self.say, what) as doing:
+            sums = (self._sums(batch) for batch in doing.counted(batches))
+            rows = [multihost_utils.process_allgather(each, tiled=True) for each in sums]
         return {name: np.concatenate([r[name] for r in rows]) for name in rows[0]}
+
+    def _sums(self, batch: Batch):
+        return self.evaluate_fn(self.frozen, self.state.trainable, self._place(batch))
 
     def _place(self, batch: Batch) -> Batch:
         put = partial(jax.make_array_from_process_local_data, self.batch_sharding)
@@ -277,7 +301,8 @@ class Run:
         """Save the student as it is now, in `export_dtype`, with its tokenizer."""
         params = steps.merge(self.state.trainable, self.frozen.student)
         dtype, tokenizer = self.experiment.export_dtype, self.tokenizer.folder
-        start.export(folder, self.recipe.student, params, dtype, self.folder, tokenizer)
+        with working(self.say, f"exporting to {folder}"):
+            start.export(folder, self.recipe.student, params, dtype, self.folder, tokenizer)
 
     def _describe(self) -> None:
         e, model = self.experiment, self.recipe.student
@@ -285,8 +310,7 @@ class Run:
         total = trained + weights.count(self.frozen.student)
         mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         self.say(
-            f"{e.name}: {total / 1e6:,.1f} M parameters, {trained / 1e6:,.1f} M trained "
-            f"({trained / total:.1%}); "
+            f"{e.name}: {millions(total)} parameters, {millions(trained)} trained ({trained / total:.1%}); "
             f"{self.recipe.steps} steps of {e.data.batch_size} x {e.data.seq_len} tokens; "
             f"{jax.devices()[0].device_kind}, mesh {mesh}; {e.dtype}"
         )
@@ -318,6 +342,11 @@ class Run:
         self.loader.close()
         self.progress.close()
         self.checkpoints.close()
+
+
+def millions(count: int) -> str:
+    """A number of parameters: 402.7 M; below a million 123 K."""
+    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count / 1e3:,.0f} K"
 
 
 def global_state(state: dict) -> dict:

@@ -8,9 +8,28 @@ from pathlib import Path
 from swiftkv_jax.errors import Parser, UsageError, exit_code
 
 
+class _Fields(argparse.Action):
+    """--fields: told like --help, whatever else is missing."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        from swiftkv_jax.distill.fields import table
+
+        print(table(str(values or "")))
+        parser.exit()
+
+
+class FieldsParser(Parser):
+    """Of a command with --set: --help ends with the fields that it takes."""
+
+    def format_help(self) -> str:
+        from swiftkv_jax.distill.fields import summary
+
+        return f"{super().format_help()}\n{summary()}"
+
+
 def parser() -> Parser:
     """All flags of train.py."""
-    p = Parser(
+    p = FieldsParser(
         description="Convert a checkpoint to SwiftKV and distil it, as a Python config file says.",
         epilog="example: %(prog)s --config tiny --set steps=100 --out runs/mine",
     )
@@ -23,6 +42,13 @@ def parser() -> Parser:
     )
     p.add_argument(
         "--set", action="append", default=[], metavar="a.b=value", help="override one field; may be repeated"
+    )
+    p.add_argument(
+        "--fields",
+        action=_Fields,
+        nargs="?",
+        metavar="a.b",
+        help="say all about the fields that --set takes, types too, or about those under a.b; and exit",
     )
     p.add_argument("--out", type=Path, metavar="DIR", help="where the run is kept (default: runs/<name>)")
     p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in --out")
@@ -41,33 +67,47 @@ def parser() -> Parser:
     return p
 
 
-def main(argv: list[str] | None = None, join: Callable[[bool | None], object] | None = None) -> int:
+def main(
+    argv: list[str] | None = None,
+    join: Callable[[bool | None], object] | None = None,
+    prepare: Callable | None = None,
+) -> int:
     """Run; exit code 0, 2 for bad usage, 1 for a failed run, 130 for Ctrl-C (saved).
 
     Args:
       join: is called with --distributed before JAX is used. None: the caller has done what is needed.
+      prepare: is called with the experiment, and gives the one that runs instead.
     """
     interrupted = "\ninterrupted: the newest checkpoint is kept; --resume goes on from it"
-    return exit_code(lambda: _run(parser().parse_args(argv), join), interrupted, (RuntimeError, OSError))
+    return exit_code(
+        lambda: _run(parser().parse_args(argv), join, prepare), interrupted, (RuntimeError, OSError)
+    )
 
 
-def _run(args: argparse.Namespace, join: Callable[[bool | None], object] | None) -> int:
+def _run(
+    args: argparse.Namespace,
+    join: Callable[[bool | None], object] | None,
+    prepare: Callable | None,
+) -> int:
     if bool(args.topology) != args.compile_only:
         raise UsageError("--compile-only and --topology go together")
     from swiftkv_jax import processes
-    from swiftkv_jax.distill.config import from_package, load_experiment, override
+    from swiftkv_jax.distill.config import from_package, load_experiment
+    from swiftkv_jax.distill.fields import override
 
     if args.compile_only:
         from swiftkv_jax.distill.compile_only import report
 
         return report(from_package(override(load_experiment(args.config), args.set)), args.topology)
     from swiftkv_jax.distill.loop import train
+    from swiftkv_jax.distill.progress import show
 
     if join is not None:
         join(args.distributed)
     with processes.together():
         experiment = from_package(override(load_experiment(args.config), args.set))
-    say = print if processes.is_first() else lambda _line: None
+        experiment = prepare(experiment) if prepare is not None else experiment
+    say = show if processes.is_first() else lambda _line: None
     out = args.out or Path("runs") / experiment.name
     began = time.monotonic()
     with processes.among_the_living():

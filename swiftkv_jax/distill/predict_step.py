@@ -24,7 +24,7 @@ from swiftkv_jax.distill.step import (
     merge,
     with_whole_head,
 )
-from swiftkv_jax.layers import rms_norm
+from swiftkv_jax.layers import norm
 from swiftkv_jax.model import Transformer, head
 from swiftkv_jax.predict import Predicted
 from swiftkv_jax.shapes import Array, Hidden, PyTree
@@ -78,7 +78,7 @@ def passes(
 
 def final(model: Transformer, params: PyTree, x: Hidden) -> Hidden:
     """Hidden states as the output head takes them."""
-    return rms_norm(x, params["norm"], model.config.rms_norm_eps)
+    return norm(model.config, params, x)
 
 
 def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, totals) -> tuple[Array, dict]:

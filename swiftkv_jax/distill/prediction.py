@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from swiftkv_jax import weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
-from swiftkv_jax.layers import Rotary, decoder_layer, linear, rms_norm, rotate
+from swiftkv_jax.layers import Rotary, before, decoder_layer, linear, norm_heads, rotate
 from swiftkv_jax.model import STREAM, Transformer, angles_and_segments, embed
 from swiftkv_jax.predict import Predicted, Raw, finished, projected
 from swiftkv_jax.rows import Pair
@@ -60,7 +60,7 @@ def read(
     plan, config = model.plan, model.config
     end = plan.num_layers if last is None else last
     at, segments = angles_and_segments(config, tokens, positions, segments)
-    x = constrain(embed(model, params, tokens), STREAM)
+    x = constrain(embed(model, params, tokens, positions), STREAM)
     kept: list[tuple[Iterable[int], Rows]] = []
     ready: dict[int, Pair] = {}
 
@@ -108,7 +108,7 @@ def normed(model: Transformer, params: PyTree, raw: Rows) -> Heads:
     keys, values = (x.reshape(*x.shape[:-1], config.num_kv_heads, config.head_dim) for x in raw)
     if config.qk_norm:
         gains = jnp.stack([weights.row(params, row)["k_norm"] for row in range(model.plan.num_rows)])
-        keys = jax.vmap(lambda k, gain: rms_norm(k, gain, config.rms_norm_eps))(keys, gains)
+        keys = jax.vmap(lambda k, gain: norm_heads(config, k, gain))(keys, gains)
     return constrain(keys, _CUT), constrain(values, _CUT)
 
 
@@ -126,7 +126,7 @@ def run_over(
     config = model.config
     at, segments = angles_and_segments(config, tokens, positions, segments)
     keys, values = constrain(rotate(rows[0], at), _CUT), rows[1]
-    x = constrain(embed(model, params, tokens), STREAM)
+    x = constrain(embed(model, params, tokens, positions), STREAM)
     for run, stack in zip(weights.ranges(params["layers"]), params["layers"], strict=True):
         given = _taken((keys, values), model.plan.reads[run.start : run.stop])
         x = _reading(config, stack, x, given, at, _attend(config, segments, run.start, attention), remat)
@@ -163,7 +163,7 @@ def _making(config: ModelConfig, stack, makers, x, at: Rotary, attend, remat: bo
 
     def layer(x, p):
         p, maker = p
-        h = rms_norm(x, p["attentions"][0]["norm"], config.rms_norm_eps)
+        h = before(config, p["attentions"][0], x)
         raw = linear(h, maker["k_proj"]), linear(h, maker["v_proj"])
         k, v = finished(config, maker, raw, at)
         return decoder_layer(config, p, x, at, [lambda q: attend(q, k, v)]), raw

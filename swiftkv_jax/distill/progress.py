@@ -1,22 +1,88 @@
-"""What a run says while it goes: one progress line, a JSONL file of metrics, TensorBoard if asked."""
+"""What a run says while it goes: lines on the terminal, a JSONL file of metrics, trackers if asked."""
 
+import contextlib
 import json
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.distill.trackers import Tracker
 
 T = TypeVar("T")
-_SILENT = 10.0  # seconds
+Say = Callable[[str], None]
+_LIVE, _LOGGED = 1.0, 10.0  # seconds between two lines of a terminal, where they replace each other; of a log
+
+
+def show(line: str, passing: bool = False) -> None:
+    """Print a line; on a terminal the next one replaces it if it is `passing`."""
+    live = sys.stdout.isatty()
+    print(f"\r\x1b[K{line}" if live else line, end="" if live and passing else "\n", flush=True)
+
+
+def pause(say: Say) -> float:
+    """Seconds that nothing may be said for: few where lines replace each other, more where all are kept."""
+    return _LIVE if say is show and sys.stdout.isatty() else _LOGGED
+
+
+@contextlib.contextmanager
+def ticking(tell: Callable[[float], None], every: float) -> Iterator[None]:
+    """Call `tell` with the seconds that have gone by, every so many of them, by a thread."""
+    done, began = threading.Event(), time.monotonic()
+
+    def tick() -> None:
+        while not done.wait(every):
+            tell(time.monotonic() - began)
+
+    teller = threading.Thread(target=tick, name="working", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()
+
+
+class Doing:
+    """How far something is, for `working` to say."""
+
+    place = ""
+
+    def counted(self, items: Sequence[T]) -> Iterator[T]:
+        """The items, one by one."""
+        for number, item in enumerate(items):
+            self.place = f"{number} of {len(items)}, "
+            yield item
+        self.place = f"{len(items)} of {len(items)}, "
+
+
+@contextlib.contextmanager
+def working(say: Say, what: str, every: float | None = None) -> Iterator[Doing]:
+    """Say what is being done, and every so many seconds how far it is and for how long, until it is done.
+
+    every: None: as `pause`.
+    """
+    doing, began = Doing(), time.monotonic()
+    tell = (lambda line: show(line, passing=True)) if say is show else say
+    tell(f"{what} ...")
+    try:
+        with ticking(
+            lambda seconds: tell(f"{what}: {doing.place}{seconds:.0f} s so far"), every or pause(say)
+        ):
+            yield doing
+    finally:
+        if say is show and sys.stdout.isatty():
+            show(f"{what}: {time.monotonic() - began:.1f} s")
 
 
 class Progress:
     """Writes metrics of each step to `metrics.jsonl` and one line to the terminal now and then.
 
-    A line that is not a terminal's is printed every `log_every` steps; a terminal's is rewritten in place.
+    A line is printed every `log_every` steps, and sooner where steps are slow; on a terminal the next one
+    replaces it, and a step that takes long is counted in seconds. Who gives another `say` than `show` gets
+    the lines.
     """
 
     def __init__(
@@ -26,13 +92,14 @@ class Progress:
         log_every: int,
         flops_per_token: float,
         peak: float | None,
-        tensorboard: bool,
+        trackers: Sequence[Tracker] = (),
+        say: Say = show,
     ):
-        self.steps, self.log_every = steps, log_every
+        self.steps, self.log_every, self._tell, self.trackers = steps, log_every, say, trackers
         self.flops_per_token, self.peak = flops_per_token, peak
         self.file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self.board = _tensorboard(folder) if tensorboard else None
         self.began, self.first = time.monotonic(), None
+        self.said = self.began
 
     def record(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """One finished step that took `seconds` (host clock, waiting included)."""
@@ -42,8 +109,15 @@ class Progress:
         if self.peak:
             row["mfu"] = rate * self.flops_per_token / self.peak
         self._write(row)
-        if step % self.log_every == 0 or step == self.steps:
+        slow = time.monotonic() - self.said >= pause(self._tell)
+        if slow or step % self.log_every == 0 or step == self.steps:
             self.say(self._line(step, row))
+
+    def waiting(self, step: int) -> contextlib.AbstractContextManager:
+        """Around the wait for a step: on a terminal the seconds are counted."""
+        if self._tell is not show or not sys.stdout.isatty():
+            return contextlib.nullcontext()
+        return ticking(lambda seconds: self.say(f"step {step}/{self.steps}: {seconds:.0f} s so far"), _LIVE)
 
     def _line(self, step: int, row: dict) -> str:
         assert self.first is not None  # `record` has set it
@@ -65,32 +139,23 @@ class Progress:
             at = f"at {length:>5s} tokens  " if length else ""
             self.say(f"eval {step}  {at}" + "  ".join(figures), keep=True)
 
-    def counted(self, what: str, items: Sequence[T]) -> Iterator[T]:
-        """The items, one by one; every few seconds a line says how many of them are done."""
-        told = time.monotonic()
-        for number, item in enumerate(items):
-            if time.monotonic() - told > _SILENT:
-                told = time.monotonic()
-                self.say(f"{what} {number} of {len(items)}")
-            yield item
-
     def say(self, line: str, keep: bool = False) -> None:
         """Print a line; on a terminal the next one replaces it unless `keep`."""
-        live = sys.stdout.isatty() and not keep
-        print(f"\r\x1b[K{line}" if sys.stdout.isatty() else line, end="" if live else "\n", flush=True)
+        self.said = time.monotonic()
+        if self._tell is not show:
+            return self._tell(line)
+        show(line, passing=not keep)
 
     def _write(self, row: dict) -> None:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
-        if self.board is not None:
-            for name, value in row.items():
-                if name != "step":
-                    self.board.add_scalar(name, value, row["step"])
+        for tracker in self.trackers:
+            tracker.log({name: value for name, value in row.items() if name != "step"}, row["step"])
 
     def close(self) -> None:
         self.file.close()
-        if self.board is not None:
-            self.board.close()
+        for tracker in self.trackers:
+            tracker.finish()
 
 
 class Silence:
@@ -100,19 +165,9 @@ class Silence:
 
     def evaluation(self, step: int, result: dict[str, float]) -> None: ...
 
-    def counted(self, what: str, items: Sequence[T]) -> Iterator[T]:
-        return iter(items)
+    def waiting(self, step: int) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
 
     def say(self, line: str, keep: bool = False) -> None: ...
 
     def close(self) -> None: ...
-
-
-def _tensorboard(folder: Path):
-    try:
-        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise UsageError(
-            "tensorboard=True needs tensorboardX: pip install 'swiftkv-jax[tensorboard]'"
-        ) from None
-    return SummaryWriter(str(folder / "tensorboard"))

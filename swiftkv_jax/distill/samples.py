@@ -7,14 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from swiftkv_jax.checks import choice, integer, number
+from swiftkv_jax.checks import above, choice, integer, number
+from swiftkv_jax.distill.forms import Document, check_columns
 from swiftkv_jax.distill.packing import Sample
-from swiftkv_jax.distill.sources import Document, Documents, open_documents, split_of
+from swiftkv_jax.distill.sources import Documents, open_documents, split_of
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.text.tokenizer import Tokenizer
 
 SPLITS = ("train", "tuning", "held_out", "all")
 MASKS = ("all", "assistant")
+CHATS = ("template", "plain")
 LONG_DOCUMENTS = ("split", "fill", "drop", "truncate")
 _CACHED_TOKENS = 1 << 24  # tokenised samples kept in memory: 80 MB
 _CHAT_DATE = datetime.date(2024, 7, 26)  # for templates that print one: data must not change from day to day
@@ -25,12 +27,22 @@ class DataConfig:
     """What is trained on, and in what shape.
 
     Attributes:
-      sources: see `open_documents`.
-      seq_len: tokens of a row. batch_size: rows of a step, over all processes.
+      sources: files, patterns, folders, or hub datasets: hf://org/name:config[split]@revision, of which all
+        but the name may be left out; or self://prompts.jsonl, chats that the model writes itself.
+        docs/your_data.md lists formats.
+      weights: one for each source, how often an epoch takes its samples: 2 twice, 0.5 every other one, which
+        are others in the next epoch. Empty: once. Judgements take each once.
+      columns: of rows in no known form, "ours=theirs" each: "prompt=question", "completion=answer".
+      stream_rows: of each hub dataset the first so many rows, over the network; None fetches the whole.
+      seq_len: tokens of a row.
+      batch_size: rows of a step, over all processes.
+      seed: of the order of samples.
       pack: whole samples side by side in a row, in separate segments; otherwise one sample a row.
       split: "train", or the documents kept from it: "tuning" to choose a recipe by, "held_out" to report;
         "all" for every one, where the evaluation has data of its own.
       mask: predictions that count: of "all" tokens, or of the "assistant"'s in chats.
+      chats: how a chat becomes tokens: by the model's "template", or "plain", its turns as texts with blank
+        lines between them, for models without a template.
       append_eos: end texts with EOS; chats end as their template does.
       skip_bad_lines: leave broken rows out instead of stopping.
       limit: use only the first so many samples; None for all.
@@ -46,10 +58,14 @@ class DataConfig:
     sources: tuple[str, ...]
     seq_len: int
     batch_size: int
+    weights: tuple[float, ...] = ()
+    columns: tuple[str, ...] = ()
+    stream_rows: int | None = None
     seed: int = 0
     pack: bool = True
     split: str = "all"
     mask: str = "all"
+    chats: str = "template"
     append_eos: bool = True
     skip_bad_lines: bool = False
     limit: int | None = None
@@ -61,8 +77,22 @@ class DataConfig:
         if isinstance(self.sources, str) or not self.sources:
             raise UsageError(f"data.sources is a tuple of at least one source, not {self.sources!r}")
         object.__setattr__(self, "sources", tuple(self.sources))
-        for name, known in (("split", SPLITS), ("mask", MASKS), ("long_documents", LONG_DOCUMENTS)):
+        kinds = {"split": SPLITS, "mask": MASKS, "chats": CHATS, "long_documents": LONG_DOCUMENTS}
+        for name, known in kinds.items():
             choice(f"data.{name}", getattr(self, name), known)
+        if self.chats == "plain" and self.mask == "assistant":
+            raise UsageError('data.mask="assistant" needs the turns that data.chats="template" shows')
+        for name in ("weights", "columns"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_columns(self.columns)
+        for weight in self.weights:
+            above("data.weights", weight, 0)
+        if self.weights and len(self.weights) != len(self.sources):
+            raise UsageError(
+                f"data.weights {self.weights} are not one for each of {len(self.sources)} sources"
+            )
+        if self.stream_rows is not None:
+            integer("data.stream_rows", self.stream_rows, 1)
         integer("data.seq_len", self.seq_len, 2)  # a token and its target
         object.__setattr__(self, "piece_lengths", tuple(self.piece_lengths))
         for length in self.piece_lengths:
@@ -93,8 +123,10 @@ class Samples(Sequence):
         if config.append_eos and not tokenizer.eos_ids:
             raise UsageError(f"the tokenizer of {tokenizer.name} has no EOS token: set data.append_eos=False")
         self.config, self.tokenizer = config, tokenizer
-        self.documents = open_documents(config.sources, config.skip_bad_lines)
+        self.documents = documents_of(config)
         self.indices = _select(self.documents, config)
+        ends = np.searchsorted(self.indices, self.documents.ends) if config.weights else ()
+        self.sizes = tuple(int(size) for size in np.diff(ends))  # samples of each source, where they count
         self._cache: collections.OrderedDict[int, Sample] = collections.OrderedDict()
         self._cached = 0
         if not any(len(self[index]) for index in range(len(self))):
@@ -116,7 +148,7 @@ class Samples(Sequence):
         return sample
 
     def _tokenise(self, index: int) -> Sample:
-        document = self.documents[self.indices[index]]
+        document = self.documents[int(self.indices[index])]
         ids, learn = self._encode(document)
         sample = Sample(document.id, np.asarray(ids, np.int32), np.asarray(learn, bool))
         if len(sample) <= self.config.seq_len or self.config.long_documents in ("split", "fill"):
@@ -124,6 +156,8 @@ class Samples(Sequence):
         return sample.cut(0, self.config.seq_len if self.config.long_documents == "truncate" else 0)
 
     def _encode(self, document: Document) -> tuple[list[int], list[bool]]:
+        if document.messages and self.config.chats == "plain":
+            document = Document(document.id, "\n\n".join(m["content"] for m in document.messages))
         if document.messages:
             if self.config.mask == "assistant":
                 return self.tokenizer.assistant_mask(document.messages, _CHAT_DATE)
@@ -139,12 +173,18 @@ class Samples(Sequence):
         return ids, [True] * len(ids)
 
 
-def _select(documents: Documents, config: DataConfig) -> Sequence[int]:
+def documents_of(config: DataConfig) -> Documents:
+    """The documents of a config's sources, those of every split."""
+    return open_documents(config.sources, config.skip_bad_lines, config.columns, config.stream_rows)
+
+
+def _select(documents: Documents, config: DataConfig) -> Sequence[int] | np.ndarray:
     """Indices of the documents in the split, in order, up to the limit."""
-    indices: Sequence[int] = range(len(documents))
+    indices: Sequence[int] | np.ndarray = range(len(documents))
     if config.split != "all":
-        indices = [i for i in indices if split_of(documents[i].id) == config.split]
-    if not indices:
+        chosen = (split_of(name) == config.split for name in documents.ids())
+        indices = np.flatnonzero(np.fromiter(chosen, bool, len(documents)))
+    if not len(indices):
         raise UsageError(
             f'split "{config.split}" of {", ".join(config.sources)} is empty: of {len(documents)} documents '
             'about 1 in 20 is held out, 1 in 40 for tuning; split="all" uses every one'

@@ -2,50 +2,40 @@
 
 import bisect
 import functools
-import gzip
 import itertools
 import json
-import lzma
+import os
 import re
-import zlib
+import tempfile
+import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from swiftkv_jax.errors import UsageError, first_line
+from swiftkv_jax.distill import files
+from swiftkv_jax.distill.forms import KNOWN, BadRow, Document, check_columns, form_of, parse_row, renamed
+from swiftkv_jax.errors import UsageError, explained, first_line
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst")
-ROW_SUFFIXES = (".jsonl", ".json")
-_OPENERS = {".xz": lzma.open, ".gz": gzip.open}
+IN_MEMORY = 64 * 2**20  # characters of a source; what is larger is kept on disk and mapped
+_LOOKED_UP = 2**20  # bytes of a source's files; a smaller one is read again rather than looked for on disk
+_WRITTEN = 8 * 2**20  # characters that are written to disk at a time
+_VERSION = 1  # of what is kept there
 _SHOWN = 10  # broken lines that an error names
-_SAMPLED = 64  # rows of a hub dataset that its digest covers
-# Who speaks in ShareGPT's format, and what chat templates call them.
-_SPEAKERS = {"system": "system", "human": "user", "gpt": "assistant"}
-# The splits to train on of the paper's data (SwiftKV section 4.1), and the column that names a row.
+_SAMPLED = 64  # documents of a dataset on disk that its digest covers
+# The splits to train on of the paper's data (SwiftKV section 4.1), of the published recipe's (ArcticTraining)
+# and of others', and what names their rows.
 HUB = {
     "HuggingFaceH4/ultrachat_200k": ("train_sft", "prompt_id"),
     "teknium/OpenHermes-2.5": ("train", ""),
     "Open-Orca/SlimOrca": ("train", ""),
+    "lmsys/lmsys-chat-1m": ("train", "conversation_id"),
+    "nvidia/AceMath-Instruct-Training-Data": ("general_sft_stage2", ""),
 }
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text, or a chat (then `text` is empty). `id` names it for the held-out rule and in messages."""
-
-    id: str
-    text: str = ""
-    messages: tuple[dict, ...] = ()
-
-    @property
-    def content(self) -> str:
-        """What identifies it: the text, or the messages as JSON."""
-        return json.dumps(self.messages, ensure_ascii=False, sort_keys=True) if self.messages else self.text
-
-
-class BadRow(ValueError):
-    """A row that is neither a text nor a chat; says why."""
+SELF = "self://"  # chats that the model writes itself; teacher_chats.py turns them into files
+_HUB = re.compile(
+    r"hf://(?P<name>[^\[\]:@]+)(?::(?P<config>[^\[\]:@]+))?"
+    r"(?:\[(?P<split>[^\[\]]+(?:\[[^\[\]]*\])?)\])?(?:@(?P<revision>[^\[\]@]+))?"
+)
 
 
 def split_of(document_id: str) -> str:
@@ -54,75 +44,63 @@ def split_of(document_id: str) -> str:
     return {0: "held_out", 20: "held_out", 10: "tuning"}.get(bucket, "train")
 
 
-def parse_row(row, id_column: str = "id") -> Document:
-    """A row with `text`, with `messages` (role, content) or with `conversations` (from, value).
-
-    Without an id of its own a document is named by the sha256 of its content.
-
-    Raises:
-      BadRow: none of these, or something in it that is no text.
-    """
-    if not isinstance(row, dict):
-        raise BadRow(f"a row is an object, not {type(row).__name__}")
-    if row.get("messages") is not None:
-        document = Document("", messages=tuple(_message(m) for m in _turns(row["messages"])))
-    elif row.get("conversations") is not None:
-        document = Document("", messages=tuple(_speech(m) for m in _turns(row["conversations"])))
-    elif isinstance(row.get("text"), str):
-        document = Document("", row["text"])
-    else:
-        raise BadRow('neither "text" nor "messages"')
-    name = row.get(id_column)
-    try:
-        digest = sha256(document.content.encode()).hexdigest()
-        name = digest if name is None or name == "" else str(name)
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise BadRow("half of a surrogate pair") from error
-    return Document(name, document.text, document.messages)
-
-
-def _turns(value) -> list:
-    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
-        raise BadRow("the messages of a chat are a list of objects, at least one")
-    return value
-
-
-def _message(turn: dict) -> dict:
-    if not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):
-        raise BadRow('a message needs "role" and "content", both texts')
-    return {name: value for name, value in turn.items() if value is not None}
-
-
-def _speech(turn: dict) -> dict:
-    if turn.get("from") not in _SPEAKERS or not isinstance(turn.get("value"), str):
-        raise BadRow(f'a turn needs "from" (one of {", ".join(_SPEAKERS)}) and "value"')
-    return {"role": _SPEAKERS[turn["from"]], "content": turn["value"]}
-
-
 class HubDocuments(Sequence):
     """The rows of a Hugging Face dataset, read from disk when asked for."""
 
-    def __init__(self, name: str, rows, id_column: str, skip_bad_rows: bool):
+    def __init__(self, name: str, rows, id_column: str, skip_bad_rows: bool, columns: Sequence[str] = ()):
         self.name, self.rows, self.id_column, self.skip_bad_rows = name, rows, id_column, skip_bad_rows
+        self.columns = columns
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Document:
+        return self._document(int(index), self.rows[int(index)])
+
+    def _document(self, index: int, row) -> Document:
         try:
-            return parse_row(self.rows[index], self.id_column)
+            return parse_row(row, self.id_column, self.columns)
         except BadRow as error:
             if self.skip_bad_rows:
                 return Document(f"{self.name}:{index}")  # an empty text gives no tokens
             raise UsageError(f"{self.name}, row {index}: {error}") from None
 
+    def ids(self) -> Iterator[str]:
+        """The id of every document."""
+        return (self._document(index, row).id for index, row in enumerate(self.rows))
+
+
+class StoredDocuments(Sequence):
+    """Documents that `_store` has written: an Arrow file, mapped into memory."""
+
+    def __init__(self, path: Path):
+        import datasets
+
+        with explained(f"read {path}"):
+            self.rows = datasets.Dataset.from_file(str(path))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Document:
+        row = self.rows[int(index)]
+        messages = tuple(json.loads(row["messages"])) if row["messages"] else ()
+        return Document(row["id"], row["text"], messages)
+
+    def ids(self) -> Iterator[str]:
+        """The id of every document."""
+        for batch in self.rows.select_columns("id").iter(1000):
+            yield from typing.cast(dict, batch)["id"]
+
+
+OnDisk = HubDocuments | StoredDocuments
+
 
 class Documents(Sequence):
-    """Several sources one after the other."""
+    """Several sources one after the other: of each a list, or what lies on disk."""
 
     def __init__(self, parts: Sequence[Sequence]):
-        self.parts = [part for part in parts if len(part)]
+        self.parts = list(parts)
         self.ends = [0, *itertools.accumulate(map(len, self.parts))]
 
     def __len__(self) -> int:
@@ -132,12 +110,17 @@ class Documents(Sequence):
         part = bisect.bisect_right(self.ends, index) - 1
         return self.parts[part][index - self.ends[part]]
 
+    def ids(self) -> Iterator[str]:
+        """The id of every document, in order."""
+        for part in self.parts:
+            yield from part.ids() if isinstance(part, OnDisk) else (d.id for d in part)
+
     @functools.cached_property
     def digest(self) -> str:
-        """Of the ids and contents of all local documents, and of a sample of each hub dataset's."""
+        """Of the ids and contents of all documents in memory, and of a sample of those on disk."""
         digest = sha256()
-        for part in self.parts:
-            stride = max(1, len(part) // _SAMPLED) if isinstance(part, HubDocuments) else 1
+        for part in filter(len, self.parts):
+            stride = max(1, len(part) // _SAMPLED) if isinstance(part, OnDisk) else 1
             digest.update(b"%d;" % len(part))
             for index in range(0, len(part), stride):
                 document = part[index]
@@ -146,131 +129,173 @@ class Documents(Sequence):
         return digest.hexdigest()[:16]
 
 
-def open_documents(sources: Sequence[str], skip_bad_lines: bool = False) -> Documents:
-    """The documents of all sources in order: local ones in memory, hub datasets on disk.
+def open_documents(
+    sources: Sequence[str],
+    skip_bad_lines: bool = False,
+    columns: Sequence[str] = (),
+    stream_rows: int | None = None,
+) -> Documents:
+    """The documents of all sources in order: small ones in memory, others on disk and mapped from there.
+
+    A local source of more than `IN_MEMORY` characters is written once, as an Arrow file, into the cache of
+    `datasets` (HF_DATASETS_CACHE), and found there by the path, size and time of its files.
 
     Args:
-      sources: each a .jsonl or .json file (rows of `parse_row`), a .txt, .md or .rst file (one document),
-        any of these packed with .xz or .gz, a folder of them, or `hf://org/name`, `hf://org/name[split]`.
+      sources: each a file of rows (.jsonl, .json, .csv, .tsv, .parquet; see `forms.FORMS`), a .txt, .md or
+        .rst file (one document, or pieces of a MiB), any of these but .parquet packed with .xz, .gz, .bz2
+        or .zst, a pattern such as data/*.jsonl, a folder of them, or a hub dataset: `hf://org/name`, or
+        `hf://org/name:config[split]@revision`, of which all but the name may be left out.
       skip_bad_lines: leave broken rows out.
+      columns: "ours=theirs" each: the columns of rows that have others than `FORMS`.
+      stream_rows: of each hub dataset, read the first so many rows over the network, instead of fetching the
+        whole.
 
     Raises:
       UsageError: a source that is missing, of another kind, unreadable or empty; broken rows, by place.
     """
+    check_columns(columns)
     parts, bad = [], []
     for source in sources:
         if source.startswith("hf://"):
-            parts.append(_open_hub(source, skip_bad_lines))
+            parts.append(_open_hub(source, skip_bad_lines, columns, stream_rows))
             continue
-        found = list(_read_local(source, bad))
-        if not found and not bad:
+        if source.startswith(SELF):
+            raise UsageError(f"{source}: only swiftkv train and swiftkv distil write a model's own chats")
+        before = len(bad)
+        found = _open_local(source, bad, skip_bad_lines, columns)
+        if not len(found) and len(bad) == before:
             raise UsageError(f"source {source} holds no documents")
         parts.append(found)
     if bad and not skip_bad_lines:
-        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        raise UsageError(f"broken lines: {'; '.join(bad[:_SHOWN])}{more}. Mend them or set skip_bad_lines")
+        raise UsageError(_broken(bad))
     documents = Documents(parts)
     if not len(documents):
         raise UsageError(f"no usable documents in {', '.join(sources)}: {len(bad)} broken lines")
     return documents
 
 
-def _read_local(source: str, bad: list[str]) -> Iterator[Document]:
-    root = Path(source).expanduser()
-    if root.is_dir():
-        paths = sorted(path for path in root.rglob("*") if path.is_file() and _kind(path) is not None)
-        if not paths:
-            raise UsageError(f"no {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)} files in folder {source}")
-        names = [path.relative_to(root).as_posix() for path in paths]
-    elif root.is_file():
-        paths, names = [root], [root.name]
-    else:
-        hint = f"; a hub dataset is written hf://{source}" if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else ""
-        raise UsageError(f"source {source} does not exist{hint}")
-    for path, name in zip(paths, names, strict=True):
-        kind = _kind(path)
-        if kind is None:
-            known = ", ".join(TEXT_SUFFIXES + ROW_SUFFIXES)
-            raise UsageError(f"source {source} is none of {known}, plain or with .xz or .gz")
-        raw = _read(path)
-        if kind in TEXT_SUFFIXES:
-            text = _decode(raw)
-            if text is None:
-                raise UsageError(f"{path} is not UTF-8 text")
-            yield Document(name, text)
-        else:
-            yield from _rows(path, raw, kind, bad)
+def _broken(bad: files.Bad) -> str:
+    """What is wrong with some rows, in a line; where all seem to be of an unknown form, what to do."""
+    if all("known form" in why for why in bad[:_SHOWN]):
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        return (
+            f"broken lines: {bad[0]}{more}. Rows have columns of one of these forms: {KNOWN}. Others are "
+            "named by columns: prompt=question, say"
+        )
+    more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+    return f"broken lines: {'; '.join(bad[:_SHOWN])}{more}. Mend them or set skip_bad_lines"
 
 
-def _kind(path: Path) -> str | None:
-    suffixes = path.suffixes[:-1] if path.suffix in _OPENERS else path.suffixes
-    return suffixes[-1] if suffixes and suffixes[-1] in TEXT_SUFFIXES + ROW_SUFFIXES else None
+def _open_local(source: str, bad: files.Bad, skip: bool, columns: Sequence[str]) -> Sequence:
+    found = files.files_of(source)
+    with explained(f"read {source}"):
+        facts = [(str(path.resolve()), name, path.stat()) for path, name in found]
+    stamps = [(path, name, stat.st_size, stat.st_mtime_ns) for path, name, stat in facts]
+    if sum(size for _, _, size, _ in stamps) < _LOOKED_UP:
+        return _held(_read(found, bad, columns), None, bad, skip)
+    place = _place([_VERSION, stamps, list(columns), skip])
+    return StoredDocuments(place) if place.exists() else _held(_read(found, bad, columns), place, bad, skip)
 
 
-def _read(path: Path) -> bytes:
-    try:
-        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
-            return file.read()
-    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+def _place(identity: list) -> Path:
+    """Where in the cache of `datasets` documents of this identity are kept."""
+    return kept_at(f"{sha256(json.dumps(identity).encode()).hexdigest()[:32]}.arrow")
 
 
-def _decode(raw: bytes) -> str | None:
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return None
+def kept_at(name: str) -> Path:
+    """Where in the cache of `datasets` a file of ours lies."""
+    from datasets import config
+
+    return Path(config.HF_DATASETS_CACHE) / "swiftkv_jax" / name
 
 
-def _rows(path: Path, raw: bytes, kind: str, bad: list[str]) -> Iterator[Document]:
-    """Documents of a .jsonl (a row a line) or a .json (a list of rows); notes the place of what is broken."""
-    if kind == ".jsonl":
-        rows = [(number, line) for number, line in enumerate(raw.split(b"\n"), 1) if line.strip()]
-    else:
-        rows = list(enumerate(_json_list(path, raw), 1))
-    for number, row in rows:
-        try:
-            yield parse_row(_loads(row) if kind == ".jsonl" else row)
-        except BadRow as error:
-            bad.append(f"{path}:{number} ({error})")
+def _held(documents: Iterator[Document], place: Path | None, bad: files.Bad, skip: bool) -> Sequence:
+    """The documents in a list, or in `place` if they are larger than `IN_MEMORY`."""
+    first, size = [], 0
+    for document in documents:
+        first.append(document)
+        size += len(document.content)
+        if size > IN_MEMORY:
+            return _store(itertools.chain(first, documents), place or _place([size, first[0].id]), bad, skip)
+    return first
 
 
-def _json_list(path: Path, raw: bytes) -> list:
-    try:
-        rows = _loads(raw)
-    except BadRow as error:
-        raise UsageError(f"{path}: {error}") from None
-    if not isinstance(rows, list):
-        raise UsageError(f"{path} must hold a list of rows, not {type(rows).__name__}")
-    return rows
+def _store(documents: Iterator[Document], place: Path, bad: files.Bad, skip: bool) -> Sequence:
+    """Write the documents to `place`, whole or not at all; not where rows are broken and none is skipped."""
+    from datasets import Features, Value
+    from datasets.arrow_writer import ArrowWriter
+
+    features = Features({name: Value("large_string") for name in ("id", "text", "messages")})
+    with explained(f"write to {place.parent}"):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".part-") as folder:
+            draft = Path(folder) / place.name
+            with ArrowWriter(features=features, path=str(draft)) as writer:
+                for batch in _batches(documents):
+                    writer.write_batch(batch)
+                writer.finalize()
+            if bad and not skip:
+                return []
+            os.replace(draft, place)
+    return StoredDocuments(place)
 
 
-def _loads(raw: bytes):
-    text = _decode(raw)
-    if text is None:
-        raise BadRow("not UTF-8")
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # a number may have more digits than Python takes
-        raise BadRow(f"not JSON: {getattr(error, 'msg', error)}") from error
+def _batches(documents: Iterator[Document]) -> Iterator[dict[str, list[str]]]:
+    """Documents as columns, about `_WRITTEN` characters at a time."""
+    held: dict[str, list[str]] = {"id": [], "text": [], "messages": []}
+    size = 0
+    for document in documents:
+        messages = json.dumps(document.messages, ensure_ascii=False) if document.messages else ""
+        for name, value in zip(held, (document.id, document.text, messages), strict=True):
+            held[name].append(value)
+        size += len(document.text) + len(messages)
+        if size > _WRITTEN:
+            yield held
+            held, size = {name: [] for name in held}, 0
+    if held["id"]:
+        yield held
 
 
-def _open_hub(source: str, skip_bad_rows: bool) -> HubDocuments:
-    match = re.fullmatch(r"hf://([^\[\]]+?)(?:\[([^\[\]]+(?:\[[^\[\]]*\])?)\])?", source)
+def _read(found: list[tuple[Path, str]], bad: files.Bad, columns: Sequence[str]) -> Iterator[Document]:
+    for path, name in found:
+        kind = files.kind_of(path)
+        if kind in files.TEXT_SUFFIXES:
+            yield from (Document(piece, text) for piece, text in files.texts(path, name))
+        elif kind is not None:
+            for number, row in files.rows(path, kind, bad):
+                try:
+                    yield parse_row(row, columns=columns)
+                except BadRow as error:
+                    files.note(bad, path, number, error)
+
+
+def _open_hub(source: str, skip_bad_rows: bool, columns: Sequence[str], stream_rows: int | None) -> Sequence:
+    match = _HUB.fullmatch(source)
     if not match:
-        raise UsageError(f"a hub dataset is written hf://org/name or hf://org/name[split], not {source}")
-    name = match[1]
+        raise UsageError(
+            f"a hub dataset is written hf://org/name or hf://org/name:config[split]@revision, not {source}"
+        )
+    name = match["name"]
     known_split, id_column = HUB.get(name, ("train", "id"))
-    split = match[2] or known_split
+    split = match["split"] or known_split
     import datasets
 
+    how = {"split": split, "revision": match["revision"], "streaming": stream_rows is not None}
     try:
-        rows = datasets.load_dataset(name, split=split)
+        rows = datasets.load_dataset(name, match["config"], **how)
+        have = rows.column_names or list(next(iter(rows), {}))
     except Exception as error:  # datasets lets errors of every library below it through
         raise UsageError(f"cannot load {source} (split {split}): {first_line(error)}") from error
-    if not {"text", "messages", "conversations"} & set(rows.column_names):
-        columns = ", ".join(rows.column_names)
-        raise UsageError(f"{source} has no column text, messages or conversations; its columns are {columns}")
+    if form_of(list(renamed(dict.fromkeys(have, ""), columns, id_column))) is None:
+        raise UsageError(
+            f"{source} has no columns of a known form ({KNOWN}); its columns are {', '.join(have)}: "
+            "name them by columns, as in text=body"
+        )
+    if stream_rows is not None:
+        taken = HubDocuments(source, [], id_column, skip_bad_rows, columns)
+        first = itertools.islice(rows, stream_rows)
+        documents = (taken._document(i, row) for i, row in enumerate(first))
+        return _held(documents, _place([_VERSION, source, stream_rows, list(columns)]), [], skip_bad_rows)
     if not len(rows):
         raise UsageError(f"source {source} holds no documents")
-    return HubDocuments(source, rows, id_column, skip_bad_rows)
+    return HubDocuments(source, rows, id_column, skip_bad_rows, columns)

@@ -55,7 +55,7 @@ def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loa
                 "convert last. Train the plain model, then run python -m swiftkv_jax.slim"
             )
         plan = experiment.plan.build(ModelConfig.from_hf(folder).num_layers)
-        cuts = (plan.depth,) if plan.is_swiftkv else ()
+        cuts = (plan.depth,) if plan.has_shared_norm else ()
         model, params = from_pretrained(folder, dtype=experiment.dtype, mesh=mesh, cuts=cuts)
         return predict.layer_pruned(model, params, experiment.keep) if experiment.keep else (model, params)
     config = experiment.architecture
@@ -98,7 +98,7 @@ def prepare(experiment: Experiment, loaded: list[Loaded]) -> tuple[Student, PyTr
         trained, frozen = split({"base": params, "auxiliary": theirs, "predictor": made})
         return model, steps.masters(trained), frozen
     plan, init = experiment.plan.build(teacher.config.num_layers), experiment.plan.init
-    if init == LEAST_SQUARES and not plan.is_swiftkv:
+    if init == LEAST_SQUARES and not plan.has_shared_norm:
         raise UsageError(
             f"plan.split {plan.split} of {plan.num_layers} layers leaves no rows to fit by least squares"
         )

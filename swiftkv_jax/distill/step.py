@@ -20,7 +20,7 @@ from swiftkv_jax.distill.data import Batch
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION, causal_attention
 from swiftkv_jax.kernels.common import dispatch
-from swiftkv_jax.layers import rms_norm
+from swiftkv_jax.layers import norm
 from swiftkv_jax.model import (
     Transformer,
     angles_and_segments,
@@ -242,13 +242,13 @@ def hidden_states(
     params = merge(trained, frozen.student)
 
     def normal(x):
-        return rms_norm(x, params["norm"], model.config.rms_norm_eps)
+        return norm(model.config, params, x)
 
     if not recipe.has_teacher:
         x = forward(model, params, batch.tokens, batch.positions, batch.segments, remat, attention)
         return (normal(x), x), None, None
     at, segments = angles_and_segments(model.config, batch.tokens, batch.positions, batch.segments)
-    x = sharding.constrain(embed(model, params, batch.tokens), "B T .")
+    x = sharding.constrain(embed(model, params, batch.tokens, batch.positions), "B T .")
     lower, upper = range(model.plan.depth), range(model.plan.depth, model.plan.num_layers)
     below = jax.lax.stop_gradient(through(model, params, x, at, segments, lower, attention=attention))
     x, rows = below.x, below.rows

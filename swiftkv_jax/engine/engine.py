@@ -10,17 +10,21 @@ import jax
 from jax.sharding import Mesh
 
 from swiftkv_jax.engine import draft
+from swiftkv_jax.engine.followers import Alone
+from swiftkv_jax.engine.launches import DecodeLaunch, StepLaunch
 from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.reader import Reader
 from swiftkv_jax.engine.request import Request, RequestOutput
-from swiftkv_jax.engine.runner import DecodeLaunch, Runner, StepLaunch, new_cache
+from swiftkv_jax.engine.runner import Runner, new_cache
 from swiftkv_jax.engine.scheduler import Scheduler
 from swiftkv_jax.engine.sequence import BAD, RULED_OUT, Choice, Sequence
 from swiftkv_jax.engine.settings import Settings, empty_pool, of_auxiliary
+from swiftkv_jax.engine.warm import WarmUp
 from swiftkv_jax.errors import UsageError, first_line
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.predict import Predicted, generator
+from swiftkv_jax.processes import PeerLost
 from swiftkv_jax.shapes import PyTree
 
 _AHEAD = 2  # decode launches that are on their way at a time: one runs, the next waits for it on the device
@@ -39,6 +43,8 @@ class Stats:
       prompt_survivors: those of the prompt tokens that ran every layer, the last of each prompt.
       auxiliary_tokens: those of the prompt tokens that an auxiliary model read. auxiliary_bytes_per_token: of
         the cache's, those that its rows take.
+      source_tokens: positions of sources that an encoder made. source_cache_bytes: of their pool.
+      source_bytes_per_token: of one position in it.
       decoded_steps: tokens a row may have decoded in decode launches. decode_host_seconds: of their steps,
         what was not spent waiting for the device.
     """
@@ -61,6 +67,9 @@ class Stats:
     cache_bytes: int = 0
     cache_bytes_per_token: int = 0
     auxiliary_bytes_per_token: int = 0
+    source_tokens: int = 0
+    source_cache_bytes: int = 0
+    source_bytes_per_token: int = 0
 
     def as_dict(self) -> dict[str, int | float]:
         """All fields, seconds in all, and tokens per second: of prompts while read, of output in all."""
@@ -101,7 +110,8 @@ class Engine:
 
     Each step is one launch. While any running sequence has a prompt to read, it takes up to a budget of
     tokens, decoded ones first. Otherwise all sequences decode several tokens a launch, and the next launch
-    is sent before the last one is read.
+    is sent before the last one is read. Batch-invariant, launches that read prompts and launches that decode
+    take turns.
 
     Whatever goes wrong inside for one request ends that request alone.
 
@@ -118,27 +128,35 @@ class Engine:
         mesh: Mesh | None,
         tokenizer,
         settings: Settings,
+        others: Alone | None = None,
     ):
-        """`settings` with `num_pages` settled, see `settle`; `params` folded if they name a fused fill."""
+        """`settings` with `num_pages` settled, see `settle`; `params` folded if they name a fused fill.
+        `others`: processes on whose devices the model lies too."""
         self.settings, self.tokenizer = settings, tokenizer
-        self.runner = make_runner(model, params, mesh, settings, new_cache)
+        self.runner = make_runner(model, params, mesh, settings, new_cache, others)
         self._start()
         self.count_anew()
         self.probe: Callable[[str, str], None] = lambda point, request_id: None
         self._groups: dict[str, Group] = {}
         self._count = 0
         self._ready = False
+        self._warming: WarmUp | None = None
+        self._ending = False
         self.restarts = 0
         self._flight: DecodeLaunch | None = None
         self._changed: dict[str, Group] = {}
         self._waited = 0.0
+        self._reads = False  # whether the last launch was a step
 
     def count_anew(self) -> None:
         """Forget what `stats` has counted."""
         reader = self.runner.reader
         pools = [self.runner.cache, *([reader.cache] if reader is not None else [])]
         own, *auxiliary = (pool.bytes_per_token for pool in pools)
+        cross = self.runner.cache.cross
         self.stats = Stats(
+            source_cache_bytes=0 if cross is None else cross.nbytes,
+            source_bytes_per_token=0 if cross is None else cross.bytes_per_token,
             cache_bytes=sum(pool.nbytes for pool in pools),
             cache_bytes_per_token=own + sum(auxiliary),
             auxiliary_bytes_per_token=sum(auxiliary),
@@ -147,9 +165,11 @@ class Engine:
     def _start(self) -> None:
         s = self.settings
         pages = Pages(self.runner.cache.pages)
-        self.scheduler = Scheduler(
-            pages, s.page_size, s.max_num_seqs, s.max_num_batched_tokens, s.prefix_caching
-        )
+        cross = self.runner.cache.cross
+        share = s.prefix_caching and cross is None  # rows follow from tokens and from the source
+        sources = None if cross is None else Pages(cross.pages)
+        sizes = s.page_size, s.max_num_seqs, s.max_num_batched_tokens
+        self.scheduler = Scheduler(pages, *sizes, share, sources, s.batch_invariant)
 
     @property
     def busy(self) -> bool:
@@ -163,7 +183,40 @@ class Engine:
     def warm_up(self, say: Callable[[int, int], None] = lambda done, total: None) -> int:
         """Compile every program that any request may need; how many. Afterwards nothing compiles."""
         self._ready = True
-        return self.runner.warm_up(say)
+        return self.runner.warm_up(say=say)
+
+    def begin_warm_up(self, say: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """`warm_up` on other threads: this returns when the first few programs are there, by which any
+        request can run. `warming` tells how it goes on, and `take_compiled` moves it on."""
+        self._ready = True
+        self._warming = self.runner.begin_warm_up()
+        if self._ending:
+            self._warming.stop()
+        say(0, self._warming.total)
+        while not self._warming.usable:
+            self._warming.take()
+            say(len(self._warming.ready), self._warming.total)
+
+    @property
+    def warming(self) -> tuple[int, int] | None:
+        """Programs in use, of how many; None once all are."""
+        return self._warming and (len(self._warming.ready), self._warming.total)
+
+    def take_compiled(self) -> None:
+        """Take programs into use that were compiled meanwhile."""
+        if self._warming is None or self._flight is not None:
+            return
+        if self._warming.waits:
+            self._warming.take()
+        if self._warming.done:
+            self.runner.end_warm_up()
+            self._warming = None
+
+    def cancel_warm_up(self) -> None:
+        """For who ends: programs that are not being compiled yet never will be. Any thread may call it."""
+        self._ending = True
+        if (warming := self._warming) is not None:
+            warming.stop()
 
     def add(self, *requests: Request) -> None:
         """Queue requests, all or none; each `request_id` must be new.
@@ -207,7 +260,11 @@ class Engine:
                 self._leave(sequence)
 
     def step(self) -> list[Group]:
-        """One launch; the requests that it changed."""
+        """One launch; the requests that it changed.
+
+        Raises:
+          PeerLost: a launch failed that other processes take part in.
+        """
         began, self._waited = time.perf_counter(), 0.0
         prompts, decoded = self.stats.prompt_tokens, self.stats.decoded_steps
         self._advance()
@@ -240,13 +297,30 @@ class Engine:
                 return self._read(launch)
             for sequence in self.scheduler.admit():
                 sequence.scheduled = time.perf_counter()
-                self._guarded(sequence, "schedule", self.runner.seat, sequence)
-            if self.scheduler.reading or self.settings.lookups or self._one_by_one():
+                self._guarded(sequence, "schedule", self._seat, sequence)
+            self._reads = self._is_step_next()
+            if self._reads:
                 self._run()
             else:
                 self._decode()
         except jax.errors.JaxRuntimeError as error:  # the device failed, not a request
+            if runner.others.several:
+                raise PeerLost(f"a launch of several processes failed: {first_line(error, 200)}") from error
             self.restart(error)
+
+    def _seat(self, sequence: Sequence) -> None:
+        """Its parameters in its lane; its source to the encoder, unless a sibling's pages hold it."""
+        self.runner.seat(sequence)
+        if sequence.source is not None and not sequence.source.filled:
+            self.runner.encode(sequence)
+            self.stats.source_tokens += sequence.request.source_length
+
+    def _is_step_next(self) -> bool:
+        """Whether the next launch is a step. Batch-invariant, steps and decode launches take turns."""
+        reading = self.scheduler.reading
+        if self.settings.batch_invariant:
+            return reading and not (self._reads and self.scheduler.decoding)
+        return reading or bool(self.settings.lookups) or self._one_by_one()
 
     def _run(self) -> None:
         guess = partial(draft.guess, self.settings.lookups) if self.settings.lookups else None
@@ -268,20 +342,27 @@ class Engine:
 
     def _decode(self) -> None:
         steps = self.runner.steps
-        for sequence in self.scheduler.in_order():
+        for sequence in self.scheduler.decoding:
             if sequence.lane is not None:
                 self.scheduler.grow(sequence, min(sequence.length + steps - 1, sequence.request.max_length))
-        for sequence in self.scheduler.in_order():
+        for sequence in self.scheduler.decoding:
             self._guarded(sequence, "run")
-        rows = self.scheduler.in_order()
+        rows = self.scheduler.decoding
         if rows:
             self._flight = self.runner.decode(rows)
 
     def _follow(self, launch: DecodeLaunch) -> DecodeLaunch | None:
-        """The launch after `launch`, when nothing that the host does not know yet could change it."""
+        """Send the next launch without waiting for `launch`, if its result cannot change what runs next."""
         rows, steps, scheduler = launch.rows, launch.steps, self.scheduler
         same = [s for s in rows if not s.finish_reason] == rows and len(scheduler.running) == len(rows)
-        if not same or len(scheduler.waiting) or all(s.length + steps >= s.request.max_length for s in rows):
+        same = same and not any(s.one_by_one for s in rows)
+        compiled = self._warming is not None and self._warming.waits
+        if (
+            compiled
+            or not same
+            or len(scheduler.waiting)
+            or all(s.length + steps >= s.request.max_length for s in rows)
+        ):
             return None
         for sequence in rows:
             tokens = min(sequence.length + 2 * steps - 1, sequence.request.max_length)
@@ -330,9 +411,8 @@ class Engine:
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Take an ended sequence out; what a failed one left in the cache is wiped and never found.
-
-        So it is with what the other completions of its request leave: nobody may wait for their end.
+        """Remove a finished sequence. Pages written by a failed one, or by other completions of its request,
+        are zeroed and never shared.
         """
         if sequence.finish_reason == "error" and sequence.error != RULED_OUT:
             self.stats.failed_requests += 1
@@ -340,7 +420,7 @@ class Engine:
             for one in group.sequences if group else [sequence]:
                 one.spoilt = True
         if sequence.spoilt:
-            self.runner.clear(self.scheduler.spoil(sequence))
+            self.runner.clear(self.scheduler.spoil(sequence), self.scheduler.sole_source(sequence))
         self.scheduler.remove(sequence)
         self._touch(sequence)
 
@@ -366,7 +446,12 @@ class Engine:
 
 
 def make_runner(
-    model: Transformer | Predicted, params: PyTree, mesh: Mesh | None, settings: Settings, new: Callable
+    model: Transformer | Predicted,
+    params: PyTree,
+    mesh: Mesh | None,
+    settings: Settings,
+    new: Callable,
+    others: Alone | None = None,
 ) -> Runner:
     """What runs a model under `settings`; each of its pools is `new(weights, how to make it empty)`."""
     reader = None
@@ -377,4 +462,5 @@ def make_runner(
     empty = partial(new, params, partial(empty_pool, base, settings, mesh))
     budget, steps = settings.max_num_batched_tokens, -(-settings.steps_per_launch // _AHEAD)
     lanes, lookups, exits = settings.max_num_seqs, settings.lookups, settings.exits
-    return Runner(base, params, empty, lanes, budget, steps, lookups, exits=exits, reader=reader)
+    parts = {"exits": exits, "reader": reader, "others": others, "fixed": settings.batch_invariant}
+    return Runner(base, params, empty, lanes, budget, steps, lookups, **parts)

@@ -19,7 +19,12 @@ from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.kernels.check.supervisor import START
 from swiftkv_jax.kernels.common.dispatch import ByKind
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.rope import NONE
+from swiftkv_jax.rows import FORMS, PAGED, has_fill
 
+# Heads from which a CPU decodes over rows of keys no faster than over keys and values: of float32 rows, and
+# of narrower ones, which save less reading for the same arithmetic.
+MANY_HEADS, MANY_OF_NARROW = 16, 8
 _LOG = logging.getLogger(__name__)
 
 
@@ -28,7 +33,8 @@ class Choice:
     """What an engine runs by.
 
     Attributes:
-      settings: with names in `attention`, `fill` and `scoring`. how: where these come from, in a few words.
+      settings: with names in `attention`, `fill`, `write` and `scoring`. how: where these come from, in a few
+        words.
       decision: what was found of each candidate, if there was anything to find.
     """
 
@@ -47,7 +53,7 @@ def choose(
     folder: Path | None = None,
     limits: Limits = LIMITS,
 ) -> Choice:
-    """The kernels of an engine with these settings. What `attention`, `fill` and `scoring` name stays.
+    """The kernels of an engine with these settings. What they name of attention, fill, write, scoring stays.
 
     Call it before JAX has its devices: a check runs in another process, which a TPU and most GPUs have no
     room for beside this one. If JAX has them, a TPU is not checked any more.
@@ -59,13 +65,13 @@ def choose(
     machine = machine or _machine()
     if settings.kernels not in (AUTO, SAFE):
         names, own = named(settings.kernels)
-        if not plan.has_fill and "fill" not in own:  # no row for it to make
+        if not has_fill(config, plan) and "fill" not in own:  # no row for it to make
             names.pop("fill", None)
         settings = _with(settings, names)
     given = ByKind.named(settings.attention)
-    given = {"decode": given.decode, "chunk": given.chunk, "fill": settings.fill}
+    given = {"decode": given.decode, "chunk": given.chunk, "fill": settings.fill, "write": settings.write}
     every = calls_of(config, plan, dtype, settings, shards)
-    calls = [call for call in every if not given[call.kind]]
+    calls = [call for call in every if call.kind in CANDIDATES[machine.platform] and not given[call.kind]]
     if every and not calls:
         return Choice(settings, "named")
     if machine.platform == "cpu" and settings.kernels != SAFE:
@@ -105,12 +111,14 @@ def calls_of(
 ) -> list[Call]:
     """The calls that such an engine makes, by kind; `shards`: devices that share the heads.
 
-    A model with rows of several forms has none: one name would have to be right for all of them.
+    A model with rows of several forms, or with an encoder, has none: one name would have to be right for all
+    of them.
     """
-    if len(plan.forms) > 1:
+    if len(plan.forms) != 1 or config.encoder is not None:
         return []
-    keys = plan.forms == ("k",)
-    shards = 1 if keys else shards  # such a row has one head, which every device has
+    form = FORMS[plan.forms[0]]
+    whole = form.operation != PAGED
+    shards = 1 if whole else shards  # such a row has one head, which every device has
     capacity = settings.pages_per_sequence * settings.page_size
     common = {
         "heads": max(1, config.num_heads // shards),
@@ -125,13 +133,34 @@ def calls_of(
         "block": max(2 * ByKind.FEW, cache.block_size(settings.max_num_batched_tokens, 1)),
         "windows": tuple(dict.fromkeys(None if w >= capacity else w for w in config.windows)),
     }
-    operation = "k_cache_attention" if keys else "paged_attention"
-    calls = [Call(kind=kind, operation=operation, **common) for kind in ("decode", "chunk")]
-    if not plan.has_fill:
-        return calls
+    rows = {"row": form.arrays(config)[0].width, "rope": config.rope.rope_type != NONE} if whole else {}
+    calls = [Call(kind=kind, operation=form.operation, **rows, **common) for kind in ("decode", "chunk")]
+    write = _write_call(config, plan, shards, common)
+    if not has_fill(config, plan):
+        return [*calls, write]
     makers = {"dim": config.hidden_size, "bias": config.qkv_bias, "k_norm": config.qk_norm}
     rows = sum(row.shared_norm for row in plan.rows)
-    return [*calls, Call(kind="fill", operation="fused_kv_fill", rows=rows, **makers, **common)]
+    fill = Call(kind="fill", operation="fused_kv_fill", rows=rows, **makers, **common)
+    return [*calls, fill, write]
+
+
+def _write_call(config: ModelConfig, plan: KVPlan, shards: int, common: dict) -> Call:
+    """Of the form's first array, which is like its others."""
+    array = FORMS[plan.forms[0]].arrays(config)[0]
+    shards = shards if array.heads % shards == 0 else 1
+    call = Call(kind="write", operation="page_write", **common)
+    return dataclasses.replace(call, kv_heads=array.heads // shards, width=array.width)
+
+
+def slower(config: ModelConfig, plan: KVPlan, platform: str, stored: str) -> str:
+    """Why decoding over rows of keys, in dtype `stored`, saves memory and no time on a platform, or ""."""
+    many = MANY_HEADS if stored == "float32" else MANY_OF_NARROW
+    if platform != "cpu" or "k" not in plan.forms or config.num_heads < many:
+        return ""
+    return (
+        f"rows of keys save memory, not time: {config.num_heads} heads share each row, and from {many} on "
+        f"a CPU spends more on the arithmetic of {stored} rows than it saves in reading"
+    )
 
 
 def _with(settings: Settings, names: dict[str, str]) -> Settings:
@@ -143,6 +172,7 @@ def _with(settings: Settings, names: dict[str, str]) -> Settings:
         settings,
         attention=",".join(f"{kind}={name}" for kind, name in attention.items() if name) or None,
         fill=settings.fill or (None if fill == UNFUSED else fill),
+        write=settings.write or names.get("write"),
         scoring=settings.scoring or names.get("scoring"),
     )
 
@@ -152,7 +182,7 @@ def in_force(
 ) -> dict[str, str]:
     """Kind of call -> implementation, of an engine whose settings `choose` and `settle` have completed."""
     given = ByKind.named(settings.attention)
-    names = {"decode": given.decode, "chunk": given.chunk, "fill": settings.fill}
+    names = {"decode": given.decode, "chunk": given.chunk, "fill": settings.fill, "write": settings.write}
     found = {}
     for call in calls_of(config, plan, dtype, settings, shards):
         name = names[call.kind]

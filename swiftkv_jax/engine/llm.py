@@ -4,7 +4,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import hashlib
 import threading
 import typing
 import warnings
@@ -12,13 +11,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from swiftkv_jax.checkpoint.adapter import from_pretrained, local_folder, read_model
+from swiftkv_jax.checkpoint.adapter import from_pretrained, local_folder
 from swiftkv_jax.checkpoint.generation import GenerationDefaults, read_generation_config
 from swiftkv_jax.checks import integer
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.engine import Engine, Group
+from swiftkv_jax.engine.fingerprint import fingerprint
+from swiftkv_jax.engine.followers import Follower, company, repeated
+from swiftkv_jax.engine.given import (
+    check_devices,
+    check_kind,
+    choose_kernels,
+    context,
+    for_encoder,
+    mesh_of,
+    parts_of,
+    sampling_defaults,
+    settings_of,
+)
 from swiftkv_jax.engine.kernels import Choice, choose, in_force
 from swiftkv_jax.engine.memory import working_bytes
 from swiftkv_jax.engine.pages import root
@@ -32,21 +44,23 @@ from swiftkv_jax.engine.request import (
     one_each,
     spelt,
 )
-from swiftkv_jax.engine.score import prompt_logprobs
-from swiftkv_jax.engine.settings import Settings, empty_pools, settle
-from swiftkv_jax.errors import UsageError, UsageWarning, suggest
-from swiftkv_jax.model import Transformer, fold_shared_norm
-from swiftkv_jax.predict import Predicted, generator, split_layers, transformers
+from swiftkv_jax.engine.score import prompt_logprobs, scores
+from swiftkv_jax.engine.settings import Settings, check_fill, empty_pools, model_encoder, settle
+from swiftkv_jax.engine.speech import Transcription
+from swiftkv_jax.errors import UsageError, UsageWarning
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.predict import Predicted, for_mesh, generator, split_layers, transformers
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.sharding import tensor_mesh
-from swiftkv_jax.surgery import for_mesh
+from swiftkv_jax.surgery import fold_shared_norm
 from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 
 class LLM:
     """A model ready to generate; standard, SwiftKV and Slim attention checkpoints alike.
 
-    With `dynamic` rotary scaling the frequencies are those of `max_model_len`, whatever a request's length.
+    With `dynamic` or `longrope` scaling the frequencies are those of `max_model_len`, whatever a request's
+    length.
 
     Attributes:
       model, params, tokenizer: what it runs; params cut at every layer, folded for a fused fill.
@@ -82,12 +96,13 @@ class LLM:
           UsageError: the checkpoint or the tokenizer cannot be read, or a setting makes no sense.
         """
         folder = local_folder(path_or_id, revision)
-        kind, parts = None if dtype == "auto" else dtype, _parts(mesh) if mesh else tensor_parallel_size
+        kind, parts = None if dtype == "auto" else dtype, parts_of(mesh) if mesh else tensor_parallel_size
         sizes = dtype, max_model_len, parts  # before JAX has its devices
         chosen = choose_kernels(folder, *sizes, slim=slim, base=base, **settings)
         if tensor_parallel_size != 1 and mesh is None:
             mesh = tensor_mesh(tensor_parallel_size)
         model, params = from_pretrained(folder, kind, mesh, cuts=None, base=base, slim=slim)
+        check_fill(model, **settings)
         if tokenizer is None and not has_tokenizer(folder):
             warnings.warn(
                 f"no tokenizer in {folder}: prompts must be token ids, and answers are without text",
@@ -118,35 +133,37 @@ class LLM:
         """
         llm = cls.__new__(cls)
         generation = generation or GenerationDefaults()
-        mesh = mesh or _mesh_of(params)
-        sizes = _settings(_context(model.config, max_model_len), settings)
-        chosen = choose(model.config, model.plan, model.dtype, sizes, _parts(mesh))
+        mesh = mesh or mesh_of(params)
+        sizes = settings_of(context(model.config, max_model_len), settings)
+        check_fill(model, **settings)
+        chosen = choose(model.config, model.plan, model.dtype, sizes, parts_of(mesh))
         llm._set(model, params, tokenizer, generation, mesh, seed, max_model_len, chosen)
         return llm
 
     def _set(self, model, params, tokenizer, generation, mesh, seed, max_model_len, chosen: Choice):
-        self.tokenizer, self.mesh = tokenizer, mesh
+        self.tokenizer, self.mesh, self.generation = tokenizer, mesh, generation
+        check_devices(model, mesh)
         params = split_layers(model, params)
         if self.mesh is not None:
-            if isinstance(model, Predicted):
-                raise UsageError(
-                    "KV prediction is served on one device; leave out tensor_parallel_size and mesh"
-                )
             model, params = for_mesh(model, params, self.mesh)
         self.model, self.params = model, params
+        self.others, self._engine = company(self.mesh), None
         self._kernels_from = chosen.how
         self._settle(dataclasses.replace(chosen.settings, max_model_len=self._context(max_model_len)))
-        self.defaults = _defaults(generation)
+        self.defaults = sampling_defaults(generation)
         self.eos_ids = tuple(sorted({*generation.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}))
         self.stats: dict[str, int | float] = {}
         self._next_seed, self._next_id = integer("seed", seed, 0), 0
-        self._numbering = threading.Lock()  # a server makes requests on several threads
+        # A server makes requests on several threads, and asks for the engine on more than one.
+        self._numbering, self._making = threading.Lock(), threading.Lock()
+        if self.others.several:  # a program of all processes, so it runs here, where all are
+            _ = self.fingerprint
 
     def _context(self, wanted: int | None) -> int:
         """The context limit in tokens, `wanted` or as long as every model can be read."""
         whose = ("", ", by the auxiliary's context,")
         parts = zip(transformers(self.model), whose, strict=False)
-        return min(_context(part.config, wanted, who) for part, who in parts)
+        return min(context(part.config, wanted, who) for part, who in parts)
 
     def _settle(self, settings: Settings):
         working = functools.partial(working_bytes, self.model, self.params, self.mesh)
@@ -163,25 +180,28 @@ class LLM:
           UsageError: a setting makes no sense.
         """
         other = copy.copy(self)
-        vars(other).pop("engine", None)
+        other._engine = None
         other.defaults = defaults or self.defaults
         wanted = dataclasses.replace(self.settings, **settings)
+        check_fill(self.model, **settings)
         if "max_model_len" in settings:
             wanted = dataclasses.replace(wanted, max_model_len=self._context(settings["max_model_len"]))
         if "kernels" in settings:  # what was chosen before gives way
-            named = {name: settings.get(name) for name in ("attention", "fill", "scoring")}
+            named = {name: settings.get(name) for name in ("attention", "fill", "write", "scoring")}
             wanted, model = dataclasses.replace(wanted, **named), self.model
-            chosen = choose(model.config, model.plan, model.dtype, wanted, _parts(self.mesh))
+            chosen = choose(model.config, model.plan, model.dtype, wanted, parts_of(self.mesh))
             wanted, other._kernels_from = chosen.settings, chosen.how
+        other.others = company(self.mesh)
         other._settle(wanted)
         return other
 
     @property
     def kernels(self) -> dict[str, str]:
-        """Implementation by kind of call, as far as it is chosen: decode, chunk, fill, scoring; and `how`."""
+        """Implementation by kind of call, as far as it is chosen: decode, chunk, fill, write, scoring; and
+        `how`."""
         model, mesh = self.model, self.mesh
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh else contextlib.nullcontext():
-            names = in_force(model.config, model.plan, model.dtype, self.settings, _parts(mesh))
+            names = in_force(model.config, model.plan, model.dtype, self.settings, parts_of(mesh))
         return names | {"how": self._kernels_from}
 
     @property
@@ -189,10 +209,35 @@ class LLM:
         """Where the weights lie, in order."""
         return sorted(jax.tree.leaves(self.params)[0].devices(), key=lambda device: device.id)
 
-    @functools.cached_property
+    @property
     def engine(self) -> Engine:
         """The one engine of this LLM: its cache lives on between calls."""
-        return Engine(self.model, self.params, self.mesh, self.tokenizer, self.settings)
+        with self._making:
+            if self._engine is None:
+                self._make_engine()
+        assert self._engine is not None
+        return self._engine
+
+    @repeated
+    def _make_engine(self) -> None:
+        parts = self.mesh, self.tokenizer, self.settings, self.others
+        self._engine = Engine(self.model, self.params, *parts)
+
+    def follow(self) -> None:
+        """In each process but the first, whose devices the model lies on too: repeat what process 0 makes
+        this LLM do, until it calls `dismiss`.
+
+        Raises:
+          UsageError: this is process 0, or the model lies on its devices alone.
+        """
+        if not isinstance(self.others, Follower):
+            raise UsageError("follow() is for the processes after the first, of a model that lies on all")
+        for name, args in self.others.messages():
+            getattr(self if hasattr(self, name) else self.engine.runner, name)(*args)
+
+    def dismiss(self) -> None:
+        """In process 0, when this LLM has nothing more to do: `follow` returns in the others."""
+        self.others.dismiss()
 
     @typing.no_type_check  # user input: checked below, by name
     def generate(
@@ -205,7 +250,8 @@ class LLM:
 
         Args:
           prompts: each a str, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}; beside a
-            text may stand {"add_special_tokens": False}.
+            text may stand {"add_special_tokens": False}. Where the model has an encoder (T5), that reads the
+            prompt, and {"decoder_prompt": ...}, a text or token ids, may stand beside it.
           sampling_params: for all, or one for each prompt; `self.defaults` when None.
           use_tqdm: show a progress bar on stderr.
 
@@ -227,6 +273,29 @@ class LLM:
                 bar.set_postfix_str(f"{self.stats['output_tokens_per_s']:.1f} output tok/s", refresh=False)
                 bar.update()
         return [outputs[number] for number in range(len(requests))]
+
+    @typing.no_type_check
+    def transcribe(
+        self,
+        audio,
+        language: str | None = None,
+        task: str = "transcribe",
+        sampling_params: SamplingParams | None = None,
+    ) -> Transcription | list[Transcription]:
+        """What is said in some sound, or in each of a list; by a Whisper.
+
+        Args:
+          audio: the path of a wav file, its bytes, or (samples, their rate).
+          language: as "en"; None: the one that the model hears in the first 30 s.
+          task: "transcribe", or "translate" to English.
+          sampling_params: of each window of 30 s; None: greedy, to the model's own end.
+
+        Raises:
+          UsageError: no sound, an unknown language or task, or another kind of model.
+        """
+        one = not isinstance(audio, list)
+        found = speech.transcribe(self, [audio] if one else audio, language, task, sampling_params)
+        return found[0] if one else found
 
     @typing.no_type_check
     def chat(
@@ -254,13 +323,29 @@ class LLM:
         Raises:
           UsageError: no tokens, wrong types, ids out of range, or longer than the context.
         """
+        check_kind(self, prompt, where)
+        text, ids = encode(self.tokenizer, prompt, where)
+        if not ids:
+            raise UsageError(f"{where} is empty; give at least one token")
+        self._check_ids("token", ids, where)
+        if model_encoder(self.model) is None:
+            return self.settled(text, ids, params, where, salt)
+        begun, read = for_encoder(self, prompt, ids, where)
+        return self.settled(text, begun, params, where, salt, **read)
+
+    @typing.no_type_check
+    def settled(self, text, ids, params, where: str, salt: str = "", **read) -> Request:
+        """The request of a prompt's `ids`, its parameters settled; `read`: other fields of `Request`.
+
+        Raises:
+          UsageError: as `request`.
+        """
         params = self.defaults if params is None else params
         if not isinstance(params, SamplingParams):
             raise UsageError(f"{where}: sampling_params must be SamplingParams, not {type(params).__name__}")
-        text, ids = encode(self.tokenizer, prompt, where)
         limit = self.settings.max_model_len
-        if not ids:
-            raise UsageError(f"{where} is empty; give at least one token")
+        if read and params.prompt_logprobs is not None:
+            raise UsageError(f"{where}: prompt_logprobs are of models without an encoder")
         named = {
             "token": ids,
             "stop_token_ids:": params.stop_token_ids,
@@ -299,16 +384,18 @@ class LLM:
         params = dataclasses.replace(params, **settled)
         eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < self._vocab)
         # A tokenizer may know more tokens than the model.
+        suppressed = read.pop("bad_ids", ())
         bad, vocab = spelt(self.tokenizer, params.bad_words or (), where), self.model.config.vocab_size
         return Request(
             prompt=text,
             token_ids=tuple(ids),
             params=params,
             eos_ids=eos,
-            bad_ids=tuple(ids for ids in bad if max(ids) < vocab),  # others are never generated
+            bad_ids=tuple(ids for ids in [*bad, *suppressed] if max(ids) < vocab),  # others never come
             root=root(self.fingerprint, self.settings.cache_dtype, str(self.settings.page_size), salt),
             request_id=str(number),
             ahead=ahead,
+            **read,
         )
 
     def _check_ids(self, name: str, ids: Sequence, where: str) -> None:
@@ -319,7 +406,7 @@ class LLM:
 
     @functools.cached_property
     def _vocab(self) -> int:
-        """Token ids that every model knows."""
+        """How many token ids every part of the model knows: vocabularies of one tokenizer may be padded."""
         return min(part.config.vocab_size for part in transformers(self.model))
 
     def run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
@@ -380,25 +467,25 @@ class LLM:
             raise UsageError("there are no tokens to score")
         self._check_ids("token", token_ids, "score")
         word = self.tokenizer.decode if self.tokenizer else None
-        limit, how = self.settings.max_model_len, self.settings.scoring
-        return prompt_logprobs(self.model, self.params, token_ids, top, limit, word, how)
+        return prompt_logprobs(token_ids, top, self.settings.max_model_len, word, self._scores)
+
+    @repeated
+    def _scores(self, tokens, following):
+        how = self.settings.max_model_len, self.settings.scoring
+        return scores(self.model, *how, self.params, tokens, following, mesh=self.mesh)
 
     @property
     def scorable(self) -> bool:
-        """Whether there is a `score`: under KV prediction only where the base reads one token of a prompt."""
-        return not isinstance(self.model, Predicted) or self.model.prediction.tail == 1
+        """Whether there is a `score`: not where an encoder reads prompts, and under KV prediction only where
+        the base reads one token of them."""
+        if isinstance(self.model, Predicted):
+            return self.model.prediction.tail == 1
+        return self.model.config.encoder is None
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Changes with the architecture, the plan, the dtype, or training."""
-        model, params = self.model, self.params
-        trees = params.values() if isinstance(model, Predicted) else [params]
-        leaves = jax.tree.leaves([(tree.get("norm"), tree["rows"]) for tree in trees])
-        seen = [jax.device_get(leaf[(0,) * (leaf.ndim - 1)][:64]).tobytes() for leaf in leaves]
-        names = [repr((part.config, part.plan, part.dtype)) for part in transformers(model)]
-        names += [repr(model.prediction)] if isinstance(model, Predicted) else []
-        name = "".join(names).encode()
-        return hashlib.sha256(b"".join([name, *seen])).hexdigest()[:16]
+        return fingerprint(self.model, self.params, self.mesh)
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -410,58 +497,3 @@ class LLM:
         """The same of each pool: of the model's, then of an auxiliary's."""
         pools = jax.eval_shape(functools.partial(empty_pools, self.model, self.settings))
         return tuple(pool.bytes_per_token for pool in pools)
-
-
-def choose_kernels(
-    path_or_id: str | Path,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    tensor_parallel_size: int = 1,
-    revision: str | None = None,
-    slim: bool = True,
-    base: str | Path | None = None,
-    **settings,
-) -> Choice:
-    """The kernels of an LLM of these arguments. Nothing is loaded, and if JAX had no devices before, it has
-    none afterwards.
-
-    Raises:
-      UsageError: as LLM.
-    """
-    config, plan, _ = read_model(local_folder(path_or_id, revision), slim, base)
-    sizes = _settings(_context(config, max_model_len), settings)
-    parts = integer("tensor_parallel_size", tensor_parallel_size, 1)
-    return choose(config, plan, config.dtype if dtype == "auto" else dtype, sizes, parts)
-
-
-def _defaults(generation: GenerationDefaults) -> SamplingParams:
-    """vLLM's reading of generation_config.json: its numbers count, whatever its `do_sample` says."""
-    found = {name: value for name, value in vars(generation).items() if value is not None}
-    del found["eos_token_ids"]
-    return SamplingParams(**found)
-
-
-def _context(config: ModelConfig, wanted: int | None, whose: str = "") -> int:
-    """The context limit in tokens; `dynamic` rotary scaling may be asked for more than it was trained on."""
-    trained, rope = config.max_position_embeddings, config.rope
-    most = int(trained * rope.factor) if rope.rope_type == "dynamic" else trained
-    return integer(f"max_model_len{whose}", wanted, 1, most) if wanted is not None else trained
-
-
-def _settings(limit: int, given: dict) -> Settings:
-    """Engine settings of keyword arguments."""
-    known = [field.name for field in dataclasses.fields(Settings) if field.name != "max_model_len"]
-    for name in given:
-        if name not in known:
-            raise UsageError(f"unknown setting {name!r}{suggest(name, known)}")
-    return Settings(max_model_len=limit, **given)
-
-
-def _parts(mesh: Mesh | None) -> int:
-    """Devices that share the heads."""
-    return 1 if mesh is None else mesh.shape.get("tensor", 1)
-
-
-def _mesh_of(params: PyTree) -> Mesh | None:
-    place = jax.tree.leaves(params)[0].sharding
-    return place.mesh if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh) else None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from swiftkv_jax.cache import Cache, make_batch
+from swiftkv_jax.cache import Cache, Sources, make_batch
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
 from swiftkv_jax.model import Transformer, embed, exit_logits, logits, make_rows, run, step, survivors_of
 from swiftkv_jax.pytree import pytree
@@ -72,6 +72,7 @@ def decode(
     lanes: Lanes,
     policy: Policy,
     exits: Exits | None = None,
+    sources: Sources | None = None,
 ) -> tuple[Sampled, Lanes, Cache]:
     """Up to `steps` tokens for every living row, ending early when none is left alive.
 
@@ -79,6 +80,7 @@ def decode(
     this place of its turn stayed empty: a turn gives a row 1 to `exits.each` tokens, of which `steps` is a
     multiple. Dead rows run along and write to the scratch page.
     """
+    before, cache = cache.sources, cache.reading(sources)
     each = exits.each if exits else 1
     one = partial(_exit_turn, model, mode, exits) if exits else partial(_turn, model, mode)
     turn = partial(one, params, table, policy)
@@ -97,9 +99,10 @@ def decode(
     _, lanes, _, cache, out = jax.lax.while_loop(lambda c: (c[0] < turns) & c[1].alive.any(), body, start)
     out = jax.tree.map(lambda x: x.reshape(steps, *x.shape[2:]), out)
     lanes = _remember(lanes, out.token)
-    if cache.mesh is not None:  # as the host puts them, so that a launch behind this one is the same program
-        lanes = jax.lax.with_sharding_constraint(lanes, NamedSharding(cache.mesh, PartitionSpec()))
-    return out, lanes, cache
+    if cache.mesh is not None:  # lanes as the host puts them: a launch behind this one is the same program
+        whole = NamedSharding(cache.mesh, PartitionSpec())
+        out, lanes = jax.lax.with_sharding_constraint((out, lanes), whole)
+    return out, lanes, cache.reading(before)
 
 
 def _turn(model, mode, params, table, policy, lanes: Lanes, tally: Tally, cache: Cache):
@@ -164,7 +167,9 @@ def _guess(model, mode, exits: Exits, params, table, policy, lanes, tally, cache
         i, position, useful = place
         pool = cache.seen_by(jnp.where(useful[:, None], table, 0))
         at, batch = cache.angles.at(position), make_batch(None, position)
-        x, pool = run(model, params, embed(model, params, token), at, batch, pool, range(model.plan.depth))
+        x, pool = run(
+            model, params, embed(model, params, token, position), at, batch, pool, range(model.plan.depth)
+        )
         cache = pool.seen_by(cache.table)
 
         def guess():
@@ -275,7 +280,7 @@ class Inputs:
       tokens: [T], those of each sequence together. positions: [T] in their sequences.
       query_starts: [Q + 1] the first token of each sequence, then the end of the last.
       survivors: [M] ascending tokens after which one is sampled, padded with T.
-      table: [Q, slots] page ids.
+      table: [Q, slots] page ids. sources: what each sequence reads of an encoder's output; None without one.
     """
 
     tokens: Int[Any, " T"]
@@ -283,6 +288,7 @@ class Inputs:
     query_starts: Int[Any, " Q1"]
     survivors: Int[Any, " M"]
     table: Int[Any, "Q slots"]
+    sources: Sources | None = None
 
 
 @pytree
@@ -316,14 +322,15 @@ def run_any(
     at, batch = cache.angles.at(positions), make_batch(starts, positions)
     lower, upper = range(plan.depth), range(plan.depth, plan.num_layers)
     survive = partial(survivors_of, positions, starts, inputs.survivors)
-    x, pool = embed(model, params, inputs.tokens), cache.seen_by(inputs.table)
+    pool = cache.seen_by(inputs.table).reading(inputs.sources)
+    x = embed(model, params, inputs.tokens, positions)
     x, pool = run(model, params, x, at, batch, pool, lower)
     last, pool = run(model, params, x, at, batch, pool, upper, survive)
     alive = jnp.clip(inputs.survivors, 0, inputs.tokens.shape[0] - 1)
     scores = logits(model, params, last), exit_logits(model, params, x[alive]) if exits else None
     if cache.mesh is not None:
         scores = jax.lax.with_sharding_constraint(scores, NamedSharding(cache.mesh, PartitionSpec()))
-    return scores, pool.seen_by(cache.table).pinned()
+    return scores, pool.seen_by(cache.table).reading(cache.sources).pinned()
 
 
 @partial(jax.jit, static_argnames=("mode", "threshold"))

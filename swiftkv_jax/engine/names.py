@@ -2,6 +2,7 @@
 
 from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
+from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
 
@@ -10,6 +11,7 @@ OPERATIONS = {  # as `kernels` calls them; "attention" is decode and chunk
     "decode": PAGED_ATTENTION,
     "chunk": PAGED_ATTENTION,
     "fill": FUSED_KV_FILL,
+    "write": PAGE_WRITE,
     "scoring": PROMPT_ATTENTION,
 }
 

@@ -3,8 +3,9 @@
 A page is free, used by one or more sequences, or cached: full, used by nobody, kept for a prompt that begins
 the same way. Page 0 is scratch and never handed out.
 
-A page gets its name as soon as its rows are on their way. That they are sound (no NaN, no infinity) is seen
-later, by who samples a token after them; until then a page is found while it is used, and not kept after.
+A page gets its name as soon as its rows are being computed. Whether they are finite is known only when a
+later token has been sampled. Until then the page can be shared while in use, but is not cached after its last
+user leaves.
 
 A page that is not free belongs to a key, that of the request which took it. Where a cached page must make
 room, it is the least recently used one of the key that has most pages: a key that keeps to its equal share
@@ -134,7 +135,8 @@ class Pages:
         self._unproven.difference_update(pages)
 
     def release(self, pages: Iterable[int]) -> None:
-        """One owner less of each; the last of them are the first to be reused. Unvouched ones are not kept.
+        """Drop one reference from each page. Pages without references are cached if they were vouched for,
+        else freed; the last of them are reused first.
 
         Raises:
           RuntimeError: one of them has no owner left.

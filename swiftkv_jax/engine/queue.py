@@ -30,9 +30,9 @@ class Demand:
         return Demand(-self.sequences, -self.tokens, -self.output_tokens)
 
     def crowds_out(self, coming: "Demand", most: "Demand") -> str:
-        """Which bound of `most` this, which waits, and `coming` would pass together; "" for none.
+        """Which limit of `most` would be exceeded if `coming` joined what is waiting; "" for none.
 
-        Where nothing waits any number of tokens may come at once: later they would be too many as well.
+        An empty queue accepts any number of tokens: a request that is too large now would always be.
         """
         for field, what in _DEMANDED.items():
             waiting, bound = getattr(self, field), getattr(most, field)

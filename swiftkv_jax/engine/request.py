@@ -32,16 +32,25 @@ class SamplingParams:
       n: completions of the same prompt; completion i samples with seed + i.
       max_tokens: most tokens to generate; None: until the context is full.
       min_tokens: tokens before which no end-of-sequence token, stop id or stop string can end it.
-      temperature: 0 is greedy. top_k: 0 (or -1) keeps all. top_p, min_p: 1 and 0 keep all.
-      repetition_penalty: over prompt and output; presence and frequency count the output only.
+      temperature: logits are divided by it; 0 is greedy.
+      top_p: keep the likeliest tokens up to this probability; 1 keeps all.
+      top_k: keep so many likeliest tokens; 0 (or -1) keeps all.
+      min_p: keep tokens at least this likely, relative to the likeliest; 0 keeps all.
+      repetition_penalty: over prompt and output; 1 is none.
+      presence_penalty: once for each token that the output already has; 0 is none.
+      frequency_penalty: for each time that the output has a token; 0 is none.
       seed: None (or -1) takes the engine's next one.
       stop: strings that end the text; they are cut off unless `include_stop_str_in_output`.
       stop_token_ids: ids that end it, beside the model's own end-of-sequence ids.
+      ignore_eos: go on after an end-of-sequence token.
       bad_words: texts that may not be generated; a word also counts with a space before it.
-      logit_bias: added to the logits of these ids, within [-100, 100]. allowed_token_ids: all others never.
+      logit_bias: added to the logits of these ids, within [-100, 100].
+      allowed_token_ids: only these are generated; None: all.
+      include_stop_str_in_output: keep the stop string that ended the text.
       logprobs: None, or how many of the likeliest tokens to report at each position (at most 20), by the
         model's own distribution: before penalties, temperature and filters.
       prompt_logprobs: the same of the prompt, by a pass of its own through all layers.
+      skip_special_tokens: leave special tokens out of the text.
     """
 
     n: int = 1
@@ -180,6 +189,9 @@ class Request:
       bad_ids: the tokens of each bad word. priority: lower goes first. key: who asks; keys take turns.
       root: where its pages' names begin (pages.py).
       ahead: the first tokens of the prompt, which an auxiliary model reads; None where there is none.
+      source: what an encoder reads before the prompt: token ids, or frames of sound. source_length: positions
+        that it makes of it; 0 without an encoder.
+      first_bad_ids: tokens that the completion may not begin with.
     """
 
     prompt: str | None
@@ -192,6 +204,9 @@ class Request:
     root: bytes = b""
     request_id: str = ""
     ahead: int | None = None
+    source: typing.Any = dataclasses.field(default=None, compare=False, repr=False)
+    source_length: int = 0
+    first_bad_ids: tuple[int, ...] = ()
 
     @property
     def shareable(self) -> int:
@@ -212,7 +227,8 @@ class Request:
     @property
     def biased(self) -> bool:
         """Whether some tokens are favoured, or ruled out, by their ids."""
-        return self.params.biased or bool(self.params.min_tokens and self.unseen_stops)
+        listed = self.bad_ids or self.first_bad_ids
+        return self.params.biased or bool(listed) or bool(self.params.min_tokens and self.unseen_stops)
 
     @property
     def max_length(self) -> int:

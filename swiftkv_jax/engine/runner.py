@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -12,19 +10,25 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from swiftkv_jax.cache import SELF, Cache
+from swiftkv_jax import sharding
+from swiftkv_jax.cache import Cache, Sources
+from swiftkv_jax.engine.followers import Alone, repeated
+from swiftkv_jax.engine.launches import DecodeLaunch, StepLaunch
 from swiftkv_jax.engine.loop import Exits, Inputs, Lanes, Scores, Survivors, decode, draw, run_any
 from swiftkv_jax.engine.reader import Reader
 from swiftkv_jax.engine.request import MOST_STOPS
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled
 from swiftkv_jax.engine.scheduler import Work, array_size, launch_size
-from swiftkv_jax.engine.sequence import Choice, Sequence
+from swiftkv_jax.engine.sequence import Sequence
+from swiftkv_jax.engine.sources import SourceReader, read_source
+from swiftkv_jax.engine.warm import Program, WarmUp
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import Array, Int, PyTree
 
 # Few, so that few programs are compiled: greedy, plain sampling, and all that SamplingParams can ask for.
 MODES = (Mode(), Mode(sampled=True), Mode(*[True] * len(Mode._fields)))
 _CLEARED = 16  # pages cleared at a time
+_TOKENS_A_ROW = 64  # of a step, that make its empty rows weigh nothing
 
 
 def new_cache(params: PyTree, make: Callable[[], Cache]) -> Cache:
@@ -38,86 +42,14 @@ def new_cache(params: PyTree, make: Callable[[], Cache]) -> Cache:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _clear(cache: Cache, pages: Int[Array, " n"]) -> Cache:
-    return cache.clear(pages)
+def _cleared(cache: Cache, pages: Int[Array, " n"], sources: Int[Array, " n"]) -> Cache:
+    cross = cache.cross and cache.cross.clear(sources)
+    return dataclasses.replace(cache.clear(pages), cross=cross)
 
 
-def _compiled(calls: list[partial]) -> Iterator[None]:
-    """Compile the programs of these calls, as many at once as there are cores, at most 8; nothing runs.
-
-    A later call of the same function with such arguments finds its program. Yields after each.
-    """
-    workers = ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="compile")
-    try:
-        sent = [workers.submit(lambda f: f.func.lower(*f.args, **f.keywords).compile(), f) for f in calls]
-        for one in as_completed(sent):
-            yield one.result()
-    finally:
-        workers.shutdown(cancel_futures=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepLaunch:
-    """A step that was sent to the device and not yet read.
-
-    Attributes:
-      work: what it runs. places: of each item's survivors. sampled: [M] after each; None without any.
-    """
-
-    work: list[Work]
-    places: list[range]
-    sampled: Sampled | None
-
-    @property
-    def rows(self) -> list[Sequence]:
-        return [item.sequence for item in self.work]
-
-    def read(self) -> list[list[Choice]]:
-        """Wait for it; each row's tokens: none where its prompt goes on, else one, and one more for each
-        guess that proved right."""
-        sampled = jax.device_get(self.sampled)
-        return [self._standing(sampled, *each) for each in zip(self.work, self.places, strict=True)]
-
-    def _standing(self, sampled: Sampled, item: Work, places: range) -> list[Choice]:
-        out: list[Choice] = []
-        for i, at in enumerate(places):
-            if i and out[-1].token != item.draft[i - 1]:
-                break
-            out.append(_choice(sampled, (at,), guessed=i > 0, drafted=0 if i else len(item.draft)))
-        return out
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeLaunch:
-    """A decode loop that was sent to the device and not yet read; another can be sent behind it.
-
-    Attributes:
-      rows: the sequences, row by row. sampled: [steps, Q], `each` of them a turn.
-      lanes: where the loop leaves the rows. policy, mode: what they were sampled by.
-    """
-
-    rows: list[Sequence]
-    sampled: Sampled
-    lanes: Lanes
-    policy: Policy
-    mode: Mode
-    steps: int
-    each: int
-
-    def read(self) -> list[list[Choice]]:
-        """Wait for it; each row's tokens in order."""
-        sampled = jax.device_get(self.sampled)
-        return [self._given(sampled, row, sequence) for row, sequence in enumerate(self.rows)]
-
-    def _given(self, sampled: Sampled, row: int, sequence: Sequence) -> list[Choice]:
-        """The first token of a turn opens it; as many are guessed to follow as the sequence has room for."""
-        room = sequence.request.max_length - sequence.length - 1
-        out = []
-        for known, i in enumerate(np.flatnonzero(sampled.token[:, row] != NO_ID).tolist()):
-            guessed = i % self.each > 0
-            drafted = 0 if guessed else min(self.each - 1, room - known)
-            out.append(_choice(sampled, (i, row), guessed, drafted))
-        return out
+def _padded(pages: list[int]) -> Int[np.ndarray, " n"]:
+    """Page ids in an array of one size, filled up with the scratch page."""
+    return np.array(pages + [0] * (_CLEARED - len(pages)), np.int32)
 
 
 class Runner:
@@ -141,25 +73,34 @@ class Runner:
         modes: tuple[Mode, ...] = MODES,
         exits: Exits | None = None,
         reader: Reader | None = None,
+        others: Alone | None = None,
+        fixed: bool = False,
     ):
         """`empty` makes its pool; `budget` tokens a step and `steps` tokens a decode loop at most (with
         `exits`, whole turns); `drafts` guesses a sequence in a step. `reader`: who reads prompts ahead of the
-        model.
+        model. `others`: processes on whose devices the model lies too. `fixed`: every launch has arrays of
+        all lanes and, in a step, of `budget` tokens, and runs in the last of `modes`.
 
         A launch runs in the first of `modes` that has what its rows need; the last must have all.
         """
         self.model, self.params, self.reader, self._empty = model, params, reader, empty
+        self.others = others or Alone()
         self.cache = cache = empty()
         self.fewest_rows = 1
-        self.lanes, self.budget, self.drafts, self.modes, self.exits = lanes, budget, drafts, modes, exits
+        self.lanes, self.budget, self.drafts, self.exits = lanes, budget, drafts, exits
+        self._fixed, self.modes = fixed, modes[-1:] if fixed else modes
         self._each = exits.each if exits else 1
         self.steps = -(-steps // self._each) * self._each
         self._threshold = exits.threshold if exits else None
         self.slots = -(-cache.capacity // cache.page)
         self._policy = _idle_policy(lanes)
         self._seated: dict[tuple, Policy] = {}
+        sizes = {launch_size(n, budget) for n in range(1, budget + 1)}
+        self._sizes = [budget] if fixed else sorted(sizes | {budget})
+        self._warming: WarmUp | None = None
+        self._encoder = SourceReader(model, cache) if model.config.encoder is not None else None
         mesh = cache.mesh
-        self._place = cache.tables[SELF].sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._place = cache.table.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def seat(self, sequence: Sequence) -> None:
         """Write a sequence's parameters into its lane."""
@@ -192,16 +133,26 @@ class Runner:
         if not work:
             return None
         rows = [item.sequence for item in work]
-        count = self.rows(len(rows))
+        count, size, mode = self._step_for(rows, size)
         inputs, places = self._inputs(work, size, count)
-        scores = self._score(inputs)
+        self._score(inputs)
         if not any(places):
             return StepLaunch(work, places, None)
-        return StepLaunch(work, places, self._draw_call(scores, rows, places, count, self._mode(rows))())
+        return StepLaunch(work, places, self._draw(*self._asked(rows, places, count, mode)))
 
-    def _score(self, inputs: Inputs) -> Scores:
-        scores, self.cache = self._score_call(inputs)()
-        return scores
+    def _step_for(self, rows: list[Sequence], size: int) -> tuple[int, int, Mode]:
+        """(rows, tokens, mode) of the smallest step that is ready for these rows and `size` tokens."""
+        steps = itertools.product(self._counts(len(rows)), self._sizes_from(size), self._modes(rows))
+        return next(s for s in steps if self._is_ready("step", *s[:2]) and self._is_ready("draw", s[0], s[2]))
+
+    @repeated
+    def _score(self, inputs: Inputs) -> None:
+        self._scores, self.cache = self._score_call(inputs)()
+
+    @repeated
+    def _draw(self, mode: Mode, survivors: Survivors, policy: Policy) -> Sampled:
+        """A token after each survivor of the last `_score`."""
+        return self._draw_call(self._scores, mode, survivors, policy)()
 
     def _score_call(self, inputs: Inputs) -> partial:
         exits = self._threshold is not None
@@ -219,12 +170,17 @@ class Runner:
             survivors[done : done + wanted] = range(starts[row + 1] - wanted, starts[row + 1])
             places.append(range(done, done + wanted))
             done += wanted
-        table = self._table([item.sequence for item in work], count)
-        return Inputs(tokens, positions, starts, survivors, table), places
+        rows = [item.sequence for item in work]
+        where = self._table(rows, count), self._sources(rows, count)
+        return Inputs(tokens, positions, starts, survivors, *where), places
 
-    def _draw_call(
-        self, scores: Scores, rows: list[Sequence], places: list[range], count: int, mode: Mode
-    ) -> partial:
+    def _draw_call(self, scores: Scores, mode: Mode, survivors: Survivors, policy: Policy) -> partial:
+        return partial(draw, mode, scores, survivors, policy, threshold=self._threshold)
+
+    def _asked(
+        self, rows: list[Sequence], places: list[range], count: int, mode: Mode
+    ) -> tuple[Mode, Survivors, Policy]:
+        """(mode, whose tokens the survivors are, by what rules they are sampled)."""
         owner, lengths = np.zeros((2, count * (1 + self.drafts)), np.int32)
         for row, (sequence, some) in enumerate(zip(rows, places, strict=True)):
             owner[some.start : some.stop] = row
@@ -233,8 +189,7 @@ class Runner:
         prompts = np.zeros(count, np.int32)
         prompts[: len(rows)] = [len(s.request.token_ids) for s in rows]
         survivors = Survivors(owner, lengths, prompts, self._history(rows, count, mode))
-        policy = self._gather(rows, count, mode)
-        return partial(draw, mode, scores, survivors, policy, threshold=self._threshold)
+        return mode, survivors, self._gather(rows, count, mode)
 
     def _read_ahead(self, reader: Reader, work: list[Work], size: int) -> tuple[list[Work], int]:
         """Send what of a step an auxiliary model reads; the work with tokens of the model's own, its size."""
@@ -242,17 +197,21 @@ class Runner:
         if ahead:
             first = [(item.sequence.cached, item.ahead) for item in ahead]
             parts = [(at, i.sequence.slice(at, at + n)) for i, (at, n) in zip(ahead, first, strict=True)]
-            rows, count = [item.sequence for item in ahead], self.rows(len(ahead))
-            flat = self._flat(parts, count, array_size(sum(item.ahead for item in ahead), size))
-            self._send_ahead(reader, *flat, self._table(rows, count))
+            rows, tokens = [item.sequence for item in ahead], array_size(sum(i.ahead for i in ahead), size)
+            sizes = itertools.product(self._counts(len(rows)), self._sizes_from(tokens))
+            count, tokens = next(s for s in sizes if self._is_ready("ahead", *s))
+            flat = self._flat(parts, count, tokens)
+            self._send_ahead(*flat, self._table(rows, count))
         own = [item for item in work if item.ahead < item.count]
         return own, array_size(sum(item.count - item.ahead + len(item.draft) for item in own), size)
 
     def _ahead_call(self, reader: Reader, count: int, size: int) -> partial:
         return reader.call(self.cache, *self._flat([], count, size), self._table([], count))
 
-    def _send_ahead(self, reader: Reader, *flat: Any) -> None:
-        self.cache = reader.read(self.cache, *flat)
+    @repeated
+    def _send_ahead(self, *flat: Any) -> None:
+        assert self.reader is not None
+        self.cache = self.reader.read(self.cache, *flat)
 
     def _flat(self, parts: list[tuple[int, list[int]]], count: int, size: int) -> tuple[Any, Any, Any]:
         """(tokens, positions, query starts) of `count` rows in arrays of `size`: each row's first position
@@ -269,38 +228,84 @@ class Runner:
 
     def decode(self, rows: list[Sequence]) -> DecodeLaunch:
         """Send up to `steps` more tokens for each of these sequences: all their tokens but one are cached."""
-        return self._loop(rows, self.rows(len(rows)), self._mode(rows))
-
-    def _loop(self, rows: list[Sequence], count: int, mode: Mode) -> DecodeLaunch:
-        return self._send(rows, self._lanes(rows, count, mode), self._gather(rows, count, mode), mode)
-
-    def _lanes(self, rows: list[Sequence], count: int, mode: Mode) -> Lanes:
-        # As a launch leaves them: else `decode` compiles for both.
-        return jax.device_put(_lanes(rows, count, self._history(rows, count, mode)), self._place)
+        loops = itertools.product(self._counts(len(rows)), self._modes(rows))
+        count, mode = next(loop for loop in loops if self._is_ready("loop", *loop))
+        turns = *self._turns(rows, count, mode), self._sources(rows, count)
+        return self._launched(rows, self._loop(mode, *turns), mode)
 
     def follow(self, launch: DecodeLaunch) -> DecodeLaunch:
-        """Send the same rows on, from where `launch` will leave them: nothing of it has to be read."""
-        return self._send(launch.rows, launch.lanes, launch.policy, launch.mode)
+        """Send the same rows on, from where `launch`, the last one, will leave them: nothing of it has to be
+        read."""
+        rows, count = launch.rows, launch.sampled.token.shape[1]
+        where = self._table(rows, count), None, None, self._sources(rows, count)
+        return self._launched(rows, self._loop(launch.mode, *where), launch.mode)
 
-    def _send(self, rows: list[Sequence], lanes: Lanes, policy: Policy, mode: Mode) -> DecodeLaunch:
-        sampled, lanes, self.cache = self._decode_call(rows, lanes, policy, mode)()
-        return DecodeLaunch(rows, sampled, lanes, policy, mode, self.steps, self._each)
+    def _launched(self, rows: list[Sequence], sampled: Sampled, mode: Mode) -> DecodeLaunch:
+        return DecodeLaunch(rows, sampled, mode, self.steps, self._each)
 
-    def _decode_call(self, rows: list[Sequence], lanes: Lanes, policy: Policy, mode: Mode) -> partial:
-        table = self._table(rows, lanes.token.shape[0])
+    def _turns(self, rows: list[Sequence], count: int, mode: Mode) -> tuple[Any, Lanes, Policy]:
+        """(page table, where these rows stand, by what rules they are sampled)."""
+        lanes = _lanes(rows, count, self._history(rows, count, mode))
+        policy = self._gather(rows, count, mode)
+        if any(s.one_by_one for s in rows):
+            policy = dataclasses.replace(policy, max_tokens=_one_token(rows, policy.max_tokens))
+        return self._table(rows, count), lanes, policy
+
+    @repeated
+    def _loop(
+        self,
+        mode: Mode,
+        table: Any,
+        lanes: Lanes | None = None,
+        policy: Policy | None = None,
+        sources: Sources | None = None,
+    ) -> Sampled:
+        """Decode; without `lanes`, from where the last loop left its rows, and by its rules."""
+        if lanes is not None and policy is not None:
+            # Put where a launch leaves them: else `decode` compiles for both.
+            self._lanes, self._rules = sharding.put(lanes, self._place), policy
+        call = self._loop_call(mode, table, self._lanes, self._rules, sources)
+        sampled, self._lanes, self.cache = call()
+        return sampled
+
+    def _loop_call(
+        self, mode: Mode, table: Any, lanes: Lanes, policy: Policy, sources: Sources | None
+    ) -> partial:
         fixed = (self.model, mode, self.steps, self.params)
-        return partial(decode, *fixed, self.cache, table, lanes, policy, exits=self.exits)
+        return partial(decode, *fixed, self.cache, table, lanes, policy, self.exits, sources)
 
-    def clear(self, pages: list[int]) -> None:
-        """Zeros in these pages: what a faulty request left."""
-        for at in range(0, len(pages), _CLEARED):
-            some = pages[at : at + _CLEARED]
-            padded = np.zeros(_CLEARED, np.int32)
-            padded[: len(some)] = some
-            self.cache = _clear(self.cache, padded)
-            if self.reader is not None:
-                self.reader.cache = _clear(self.reader.cache, padded)
+    def encode(self, sequence: Sequence) -> None:
+        """Send a sequence's source, into its pages."""
+        assert self._encoder is not None and sequence.source is not None
+        length = sequence.request.source_length
+        size = next(s for s in self._encoder.sizes if s >= length and self._is_ready("encode", s))
+        arrays = self._encoder.arrays(sequence.request.source, length, size, sequence.source.pages)
+        self._encode(*arrays)
+        sequence.source.filled = True
 
+    @repeated
+    def _encode(self, source: Any, sources: Sources) -> None:
+        self.cache = self._encode_call(source, sources)()
+
+    def _encode_call(self, source: Any, sources: Sources) -> partial:
+        return partial(read_source, self.model, self.params, self.cache, source, sources)
+
+    def _sources(self, rows: list[Sequence], count: int) -> Sources | None:
+        return self._encoder and self._encoder.read_by(rows, count)
+
+    def clear(self, pages: list[int], sources: list[int] | None = None) -> None:
+        """Zeros in these pages, and in these of sources: what a faulty request left."""
+        sources = sources or []
+        for at in range(0, max(len(pages), len(sources)), _CLEARED):
+            self._clear(*(_padded(some[at : at + _CLEARED]) for some in (pages, sources)))
+
+    @repeated
+    def _clear(self, pages: Int[np.ndarray, " n"], sources: Int[np.ndarray, " n"]) -> None:
+        self.cache = _cleared(self.cache, pages, sources)
+        if self.reader is not None:
+            self.reader.cache = _cleared(self.reader.cache, pages, sources)
+
+    @repeated
     def restart(self) -> None:
         """New, empty pools."""
         for array in jax.tree.leaves(self.cache):  # there may be no room for two
@@ -313,57 +318,116 @@ class Runner:
         """The programs that make the largest arrays, with arguments: of a full step, and of all lanes; scores
         are described."""
         mode, count, size = self.modes[-1], self.lanes, self.budget
-        inputs, _ = self._inputs([], size, count)
-        lanes = _lanes([], count, self._history([], count, mode))
-        loop = self._decode_call([], lanes, self._gather([], count, mode), mode)
+        loop = self._loop_call(mode, *self._turns([], count, mode), self._sources([], count))
         ahead = [self._ahead_call(reader, count, size) for reader in (self.reader,) if reader is not None]
+        inputs, _ = self._inputs([], size, count)
+        draw = self._draw_call(self._scores_like(inputs), *self._asked([], [], count, mode))
+        sources = [self._encode_call(*e.nothing(e.sizes[-1])) for e in (self._encoder,) if e is not None]
+        return [self._score_call(inputs), draw, loop, *ahead, *sources]
+
+    def _scores_like(self, inputs: Inputs) -> Scores:
+        """What `_score` makes of these, described."""
         step = self._score_call(inputs)
         scores, _ = step.func.eval_shape(*step.args, **step.keywords)
-        scores = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place), scores)
-        return [step, self._draw_call(scores, [], [], count, mode), loop, *ahead]
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place), scores)
 
-    def warm_up(self, say: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Compile every program that `run` and `decode` may need in `modes`, several at once; how many."""
-        sizes = sorted({launch_size(n, self.budget) for n in range(1, self.budget + 1)} | {self.budget})
+    def programs(self) -> list[Program]:
+        """All that launches may need. Those of all lanes, a full step and the last mode come first: they do
+        for any launch; then the loops of greedy decoding.
+
+        Keys are ("step", rows, tokens), ("draw", rows, mode), ("loop", rows, mode) and, with a reader,
+        ("ahead", rows, tokens), with an encoder ("encode", positions).
+        """
         counts = sorted({self.rows(n) for n in range(1, self.lanes + 1)})
-        models: list[tuple[partial, Callable]] = []  # programs with arguments, and what sends them
-        scores: dict[int, Scores] = {}  # of as many rows
-
-        def score(count: int, inputs: Inputs) -> None:
-            scores[count] = self._score(inputs)
-
-        for mode, count in itertools.product(self.modes, counts):
-            loop = self._decode_call([], self._lanes([], count, mode), self._gather([], count, mode), mode)
-            models.append((loop, partial(self._loop, [], count, mode)))
-        for count, size in itertools.product(counts, sizes):
+        found = []
+        for count, size in filter(self._is_kept, itertools.product(counts, self._sizes)):
             inputs, _ = self._inputs([], size, count)
-            models.append((self._score_call(inputs), partial(score, count, inputs)))
+            step = self._score_call(inputs)
+            found.append(Program(("step", count, size), step, partial(self._score, inputs)))
             if (reader := self.reader) is not None:
                 call = self._ahead_call(reader, count, size)
                 flat = call.args[-4:]  # all but what the last launch left
-                models.append((call, partial(self._send_ahead, reader, *flat)))
-        total = len(models) + len(self.modes) * len(counts)
-        say(0, total)
-        for done, _ in enumerate(_compiled([program for program, _ in models]), 1):
-            say(done, total)
-        for _, send in models:
-            send()
-        pairs = itertools.product(self.modes, counts)
-        draws = [self._draw_call(scores[count], [], [], count, mode) for mode, count in pairs]
-        for done, _ in enumerate(_compiled(draws), len(models) + 1):
-            say(done, total)
-        for call in draws:
-            call()
+                found.append(Program(("ahead", count, size), call, partial(self._send_ahead, *flat)))
+        for count, mode in filter(self._is_kept, itertools.product(counts, self.modes)):
+            table, lanes, policy = self._turns([], count, mode)
+            sources = self._sources([], count)
+            loop = self._loop_call(mode, table, sharding.put(lanes, self._place), policy, sources)
+            send = partial(self._loop, mode, table, lanes, policy, sources)
+            found.append(Program(("loop", count, mode), loop, send))
+            asked, least = self._asked([], [], count, mode), self._inputs([], self._sizes[0], count)[0]
+            draw = self._draw_call(self._scores_like(least), *asked)
+            found.append(Program(("draw", count, mode), draw, partial(self._step_and_draw, count, asked)))
+        for size, given in self._encoder.every() if self._encoder is not None else ():
+            found.append(Program(("encode", size), self._encode_call(*given), partial(self._encode, *given)))
+        first = [*self._any_launch(), *(("loop", count, self.modes[0]) for count in counts)]
+        return sorted(found, key=lambda one: first.index(one.key) if one.key in first else len(first))
+
+    def _is_kept(self, of: tuple[int, int | Mode]) -> bool:
+        """Whether there is a program of so many rows and tokens, or rows and mode. For a step whose tokens
+        outweigh empty rows, and for the rarest ways of sampling, that of more rows does."""
+        count, what = of
+        if count == self.lanes:
+            return True
+        more = min(16 * count, self.lanes)
+        return what < _TOKENS_A_ROW * more if isinstance(what, int) else what != self.modes[-1]
+
+    def _any_launch(self) -> list[tuple]:
+        """Keys of programs that do for any launch."""
+        count, size, mode = self.lanes, self.budget, self.modes[-1]
+        keys = [("step", count, size), ("draw", count, mode), ("loop", count, mode)]
+        if self._encoder is not None:
+            keys.append(("encode", self._encoder.sizes[-1]))
+        return keys if self.reader is None else [*keys, ("ahead", count, size)]
+
+    def _step_and_draw(self, count: int, asked: tuple) -> None:
+        """With no sequence, in so many rows; nothing while no such step is in use."""
+        size = next((size for size in self._sizes if self._is_ready("step", count, size)), None)
+        if size is not None:
+            self._score(self._inputs([], size, count)[0])
+            self._draw(*asked)
+
+    def begin_warm_up(self) -> WarmUp:
+        """Compile on other threads; from here on launches run by what is in use already."""
+        self._warming = WarmUp(self.programs(), set(self._any_launch()))
+        return self._warming
+
+    @repeated
+    def warm_up(self, say: Callable[[int, int], None] = lambda done, total: None) -> int:
+        """Compile all `programs`, several at once; how many."""
+        warming = self.begin_warm_up()
+        say(0, warming.total)
+        while not warming.done:
+            warming.take()
+            say(len(warming.ready), warming.total)
+        self.end_warm_up()
+        return warming.total
+
+    def end_warm_up(self) -> None:
+        """Everything is in use that could be compiled."""
+        if self._warming is not None and not self._warming.failed:
+            self._warming = None
         self.clear([0])
         jax.block_until_ready(self.cache.stores)
-        return total
+
+    def _is_ready(self, kind: str, *of: Any) -> bool:
+        kept = kind == "encode" or self._is_kept(of)  # sources have a program for each size
+        return kept and (self._warming is None or (kind, *of) in self._warming.ready)
 
     def rows(self, n: int) -> int:
         """Rows of a launch: a power of 16, or all lanes. Empty rows cost an accelerator next to nothing."""
-        count = self.fewest_rows
-        while count < n:
-            count *= 16
-        return min(count, self.lanes)
+        return next(self._counts(n))
+
+    def _counts(self, n: int) -> Iterator[int]:
+        """Rows of launches that have room for `n`, the fewest first."""
+        count = self.lanes if self._fixed else min(self.fewest_rows, self.lanes)
+        while count < self.lanes:
+            if count >= n:
+                yield count
+            count = min(16 * count, self.lanes)
+        yield self.lanes
+
+    def _sizes_from(self, size: int) -> list[int]:
+        return [size, *(one for one in self._sizes if one > size)]
 
     def _table(self, rows: list[Sequence], count: int):
         table = np.zeros((count, self.slots), np.int32)
@@ -371,7 +435,8 @@ class Runner:
             table[row, : len(sequence.pages)] = sequence.pages
         return table
 
-    def _mode(self, rows: list[Sequence]) -> Mode:
+    def _modes(self, rows: list[Sequence]) -> list[Mode]:
+        """Those that have what these rows need, the plainest first."""
         wanted = [sequence.request for sequence in rows]
         params = [request.params for request in wanted]
         need = Mode(
@@ -381,12 +446,12 @@ class Runner:
             biased=any(request.biased for request in wanted),
             logprobs=any(p.logprobs is not None for p in params),
         )
-        return next(mode for mode in self.modes if mode.covers(need))
+        return [mode for mode in self.modes if mode.covers(need)]
 
     def _gather(self, rows: list[Sequence], count: int, mode: Mode) -> Policy:
         """The rows' parameters; kept until somebody takes a seat."""
         key = (tuple(s.lane for s in rows), count, mode)
-        if key not in self._seated or mode.biased:
+        if key not in self._seated or any(s.request.biased for s in rows):
             lanes = [s.lane for s in rows] + [0] * (count - len(rows))
             taken = {f.name: getattr(self._policy, f.name)[lanes] for f in dataclasses.fields(Policy)}
             taken["bias"] = self._bias(rows, count, mode)
@@ -425,6 +490,15 @@ def _lanes(rows: list[Sequence], count: int, history) -> Lanes:
     return lanes
 
 
+def _one_token(rows: list[Sequence], most: np.ndarray) -> np.ndarray:
+    """`most` tokens for each row, but one more at most for those at which the host looks token by token."""
+    most = most.copy()
+    for row, sequence in enumerate(rows):
+        if sequence.one_by_one:
+            most[row] = len(sequence.output) + 1
+    return most
+
+
 def _own(item: Work) -> tuple[int, list[int]]:
     """(first position, tokens) of what the model itself reads of some work, guesses included."""
     stop = item.sequence.cached + item.count
@@ -450,10 +524,3 @@ def _idle_policy(lanes: int) -> Policy:
         max_tokens=whole.copy(),
         bias=np.zeros((lanes, 0), np.float32),
     )
-
-
-def _choice(sampled: Sampled, at: tuple[int, ...], guessed: bool, drafted: int) -> Choice:
-    """The device's arrays at one place as plain numbers."""
-    token, logprob, rank = (array[at].item() for array in (sampled.token, sampled.logprob, sampled.rank))
-    top = zip(sampled.top_ids[at].tolist(), sampled.top_logprobs[at].tolist(), strict=True)
-    return Choice(token, logprob, rank, tuple(top), guessed, drafted)

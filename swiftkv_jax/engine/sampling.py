@@ -165,7 +165,7 @@ def penalise(logits: Float[Array, "Q V"], policy: Policy, tally: Tally) -> Float
 def kept(logits: Float[Array, "Q V"], policy: Policy) -> Bool[Array, "Q V"]:
     """The tokens that min-p, then top-k, then top-p leave; the likeliest one always stays.
 
-    Tokens exactly as likely as the last one kept are kept too, so that the outcome has no order to depend on.
+    Ties at a threshold are all kept, so the result does not depend on the order of tokens.
     """
     best = logits.max(-1, keepdims=True)
     keep = jnp.exp(logits - best) >= policy.min_p[:, None]

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from swiftkv_jax.engine.pages import Pages, extend
 from swiftkv_jax.engine.queue import Queue
-from swiftkv_jax.engine.sequence import Sequence
+from swiftkv_jax.engine.request import Request
+from swiftkv_jax.engine.sequence import Sequence, SourcePages
 
 _SMALLEST, _NEXT = 32, 128  # tokens: below these a launch costs about the same whatever its size
 
@@ -66,10 +67,26 @@ class Scheduler:
     the last to come, among the least urgent, of the key that has most lanes. A key that waits without a lane
     gets one in the same way. Full pages are named as soon as they are computed, so that others can begin with
     them.
+
+    Batch-invariant, a step is always of the whole budget and reads prompts only, the rows of a prompt are all
+    that others may begin with, and a sequence is admitted with all the pages that it may come to need: none
+    is preempted, for what was decoded would come back from a step with other rounding.
     """
 
-    def __init__(self, pages: Pages, page: int, lanes: int, budget: int, share_prefixes: bool = True):
-        """`page` is in tokens; `lanes` sequences run at once; `budget` tokens run in one step."""
+    def __init__(
+        self,
+        pages: Pages,
+        page: int,
+        lanes: int,
+        budget: int,
+        share_prefixes: bool = True,
+        sources: Pages | None = None,
+        invariant: bool = False,
+    ):
+        """`page` is in tokens; `lanes` sequences run at once; `budget` tokens run in one step. `sources`: the
+        pages of what an encoder made, enough for the longest source in every lane. `invariant`: as
+        `Settings.batch_invariant`."""
+        self.sources, self.invariant = sources, invariant
         self.pages, self.page, self.budget, self.share_prefixes = pages, page, budget, share_prefixes
         self.waiting = Queue()
         self.running: dict[int, Sequence] = {}
@@ -103,7 +120,12 @@ class Scheduler:
     @property
     def reading(self) -> bool:
         """Whether any running sequence has more to read than the token it decodes from."""
-        return any(s.pending > 1 or not s.output for s in self.running.values())
+        return any(not s.decodes for s in self.running.values())
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """What has nothing more to read than the token it decodes from, in order."""
+        return [sequence for sequence in self.in_order() if sequence.decodes]
 
     def admit(self) -> list[Sequence]:
         """Give lanes and pages to those who are next, while there are any; who got them."""
@@ -124,6 +146,8 @@ class Scheduler:
 
     def _make_room(self, priority: int, lanes: Mapping[str, int]) -> bool:
         """Preempt, for a key without a lane, one that has several; never who is more urgent."""
+        if self.invariant:
+            return False
         several = [s for s in self.running.values() if lanes[s.request.key] > 1]
         several = [s for s in several if s.request.priority >= priority]
         if several:
@@ -146,21 +170,18 @@ class Scheduler:
         """
         work: list[Work] = []
         left = self.budget
-        for sequence in self.in_order():
-            decodes = sequence.pending == 1 and bool(sequence.output)
-            if decodes and sequence.lane is not None and left and self.grow(sequence, sequence.length):
+        for sequence in [] if self.invariant else self.decoding:
+            if sequence.lane is not None and left and self.grow(sequence, sequence.length):
                 guess = tuple(draft(sequence, left - 1)) if draft else ()
                 if guess and not self.grow(sequence, sequence.length + len(guess), preempt=False):
                     guess = ()
                 work.append(Work(sequence, 1, guess))
                 left -= 1 + len(guess)
         work = [item for item in work if item.sequence.lane is not None]
-        reading = [s for s in self.in_order() if s.pending > 1 or not s.output]
+        reading = [s for s in self.in_order() if not s.decodes]
         reading.sort(key=lambda s: (s.request.priority, self.waiting.served[s.request.key], s.number))
         used = self.budget - left
-        size = launch_size(used + sum(s.pending for s in reading), self.budget)
-        # What is decoded has its place, and who reads goes on by a token at least.
-        size = max(size, min(self.budget, _padded(used + bool(reading))))
+        size = self._size(used, reading)
         left = size - used
         for sequence in reading:
             count = self._chunk(sequence, left)
@@ -168,6 +189,14 @@ class Scheduler:
                 work.append(Work(sequence, count))
                 left -= count
         return work, size
+
+    def _size(self, decoded: int, reading: list[Sequence]) -> int:
+        """Array size of a step with so many decoded tokens: they have their places, and who reads goes on by
+        a token at least."""
+        if self.invariant:
+            return self.budget
+        size = launch_size(decoded + sum(s.pending for s in reading), self.budget)
+        return max(size, min(self.budget, _padded(decoded + bool(reading))))
 
     def grow(self, sequence: Sequence, tokens: int, preempt: bool = True) -> bool:
         """Pages for `tokens` tokens of a running sequence; whether it has them (it may lose its own lane)."""
@@ -191,11 +220,15 @@ class Scheduler:
         if not self.share_prefixes:
             return
         tokens = None
-        shareable = min(sequence.cached, sequence.request.shareable)
+        shareable = min(sequence.cached, self._shareable(sequence.request))
         while (len(sequence.names) + 1) * self.page <= shareable:
             tokens = sequence.tokens if tokens is None else tokens
             at = len(sequence.names) * self.page
             self._name(sequence, tuple(tokens[at : at + self.page]))
+
+    def _shareable(self, request: Request) -> int:
+        """Tokens of a request whose rows are what any other's would be."""
+        return min(request.shareable, len(request.token_ids)) if self.invariant else request.shareable
 
     def sound(self, sequence: Sequence) -> None:
         """A token was sampled, from finite logits, after all that a sequence has cached: it may be kept."""
@@ -230,13 +263,15 @@ class Scheduler:
         shared, names = self._find(sequence, tokens)
         for page in shared:
             self.pages.share(page)
-        need = -(-len(tokens) // self.page) - len(shared)
+        most = sequence.request.max_length if self.invariant else len(tokens)
+        need = -(-most // self.page) - len(shared)
         spare = self.pages.available - need >= len(self.running)  # for those that decode
         fresh = self.pages.allocate(need, sequence.request.key) if spare or not self.running else None
         if fresh is None:  # and nothing cached was forgotten for it
             self.pages.release(shared)
             return False
         sequence.pages, sequence.names = shared + fresh, names
+        self._take_source(sequence)
         sequence.cached = len(shared) * self.page
         sequence.charged = max(sequence.charged, sequence.cached)  # what it finds costs nothing
         if not sequence.output:
@@ -245,13 +280,35 @@ class Scheduler:
             sequence.found = sequence.cached
         return True
 
+    def _take_source(self, sequence: Sequence) -> None:
+        """Pages for its source, those of a sibling that runs if there is one."""
+        request = sequence.request
+        if self.sources is None or not request.source_length:
+            return
+        sibling = next((other for other in self.running.values() if other.request is request), None)
+        if sibling is not None and sibling.source is not None:
+            sequence.source = sibling.source
+            for page in sequence.source.pages:
+                self.sources.share(page)
+            return
+        pages = self.sources.allocate(-(-request.source_length // self.page), request.key)
+        if pages is None:
+            raise RuntimeError("there are fewer pages of sources than the lanes need")
+        sequence.source = SourcePages(pages)
+
+    def sole_source(self, sequence: Sequence) -> list[int]:
+        """The pages of its source that no other sequence reads."""
+        if self.sources is None or sequence.source is None:
+            return []
+        return [page for page in sequence.source.pages if self.sources.references(page) == 1]
+
     def _find(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], list[bytes]]:
         """Named pages that hold the beginning of `tokens`; at least one token is left to run."""
         pages: list[int] = []
         names: list[bytes] = []
         if not self.share_prefixes:
             return pages, names
-        name, most = sequence.request.root, min(len(tokens) - 1, sequence.request.shareable)
+        name, most = sequence.request.root, min(len(tokens) - 1, self._shareable(sequence.request))
         for at in range(0, most // self.page * self.page, self.page):
             part = tuple(tokens[at : at + self.page])
             name = extend(name, part)
@@ -276,7 +333,9 @@ class Scheduler:
         self._free.append(sequence.lane)
         self._free.sort(reverse=True)
         self.pages.release(sequence.pages)
-        sequence.lane, sequence.pages, sequence.names = None, [], []
+        if self.sources is not None and sequence.source is not None:
+            self.sources.release(sequence.source.pages)
+        sequence.lane, sequence.pages, sequence.names, sequence.source = None, [], [], None
         sequence.cached = sequence.sound = 0
 
 

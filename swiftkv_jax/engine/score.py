@@ -6,6 +6,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
 from swiftkv_jax.engine.scheduler import power_of_two
@@ -19,33 +21,27 @@ from swiftkv_jax.predict import Predicted, forward, generator
 from swiftkv_jax.shapes import Array, Int, PyTree
 
 _BLOCK = 64  # positions whose logits exist at a time
-SHORTEST = 64
+SHORTEST, _STEP = 128, 4  # the least size that is compiled, and each above it is so many times the last
 
 
 def prompt_logprobs(
-    model: Transformer | Predicted,
-    params: PyTree,
-    ids: Sequence[int],
-    top: int,
-    limit: int,
-    word: Callable | None,
-    attention: str | None = None,
+    ids: Sequence[int], top: int, limit: int, word: Callable | None, read: Callable
 ) -> list[dict[int, Logprob] | None]:
     """One entry a token: its log probability and rank, then the `top` likeliest; None for the first.
 
-    `limit` is the context in tokens, which `dynamic` rotary scaling takes its frequencies from; `word`
-    decodes a list of ids; `attention` is one of kernels/prompt_attention, None the model's own. The last
-    token is only predicted, so a context reads one token more than it holds.
+    `limit` is the context in tokens; `word` decodes a list of ids; `read` gives what `scores` does for
+    tokens and those that follow them. The last token is only predicted, so a context reads one token more
+    than it holds.
 
     Raises:
       UsageError: there are more tokens than that. FloatingPointError: what the model gives is not finite.
     """
     if len(ids) > limit + 1:
         raise UsageError(f"{len(ids)} tokens cannot be scored: a context of {limit} predicts {limit + 1}")
-    size = max(SHORTEST, power_of_two(len(ids) - 1))
+    size = _size(len(ids) - 1, limit)
     tokens, following = np.zeros((1, size), np.int32), np.zeros(size, np.int32)
     tokens[0, : len(ids) - 1], following[: len(ids) - 1] = ids[:-1], ids[1:]
-    found = jax.device_get(scores(model, limit, attention, params, tokens, following))
+    found = jax.device_get(read(tokens, following))
     if not np.isfinite(found[0][: len(ids) - 1]).all():
         raise FloatingPointError(NOT_FINITE)
     return [None, *(_entries(found, i - 1, ids[i], top, word) for i in range(1, len(ids)))]
@@ -62,12 +58,19 @@ def _entries(found, at: int, token: int, top: int, word: Callable | None) -> dic
     }
 
 
-def lengths(longest: int) -> list[int]:
-    """Of prompts that have everything compiled which prompts of up to `longest` tokens need."""
-    sizes = [SHORTEST]
-    while sizes[-1] < power_of_two(longest):
-        sizes.append(2 * sizes[-1])
-    return [min(size, longest) for size in sizes]
+def _size(tokens: int, limit: int) -> int:
+    """Of the arrays that hold so many tokens, of a context of `limit`: few, so that few programs compile."""
+    size = SHORTEST
+    while size < tokens:
+        size *= _STEP
+    return min(size, max(SHORTEST, power_of_two(limit)))
+
+
+def lengths(longest: int, limit: int) -> list[int]:
+    """Prompt lengths to score at warm-up, so that no prompt of up to `longest` tokens compiles later, in a
+    context of `limit`."""
+    sizes = {_size(tokens, limit) for tokens in range(1, longest + 1)}
+    return [min(size, longest) for size in sorted(sizes)]
 
 
 def whole(implementation: str, q, k, v, segments: Int[Array, "B T"], window: int):
@@ -77,7 +80,7 @@ def whole(implementation: str, q, k, v, segments: Int[Array, "B T"], window: int
     return prompt_attention(q, k, v, lengths, window=near, implementation=implementation)
 
 
-@partial(jax.jit, static_argnames=("model", "limit", "attention"))
+@partial(jax.jit, static_argnames=("model", "limit", "attention", "mesh"))
 def scores(
     model: Transformer | Predicted,
     limit: int,
@@ -85,15 +88,21 @@ def scores(
     params: PyTree,
     tokens: Int[Array, "1 T"],
     following: Int[Array, " T"],
+    mesh: Mesh | None = None,
 ):
-    """For each position, the log probability and rank of `following`, and the likeliest ids and theirs."""
+    """For each position, the log probability and rank of `following`, and the likeliest ids and theirs.
+
+    `limit` is the context in tokens, which `dynamic` rotary scaling takes its frequencies from; `attention`
+    is one of kernels/prompt_attention, None the model's own. With a `mesh` the results are whole on each
+    device.
+    """
     if isinstance(model, Predicted):
         x = forward(model, params, tokens, length=limit)[0]
     else:
         at = rotary(model.config, jnp.arange(tokens.shape[1])[None], limit)
         attend = partial(whole, attention) if attention else causal_attention
         segments = jnp.ones_like(tokens)
-        x = through(model, params, embed(model, params, tokens), at, segments, attention=attend).x[0]
+        x = through(model, params, embed(model, params, tokens, None), at, segments, attention=attend).x[0]
     model, params = generator(model, params)
 
     def block(part):
@@ -104,4 +113,5 @@ def scores(
         return chosen[:, 0], 1 + jnp.sum(found > chosen, axis=-1), ids, values
 
     cut = (x.reshape(-1, _BLOCK, x.shape[-1]), following.reshape(-1, _BLOCK))
-    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), jax.lax.map(block, cut))
+    found = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), jax.lax.map(block, cut))
+    return found if mesh is None else jax.lax.with_sharding_constraint(found, NamedSharding(mesh, P()))

@@ -29,6 +29,14 @@ class Choice:
     drafted: int = 0
 
 
+@dataclasses.dataclass
+class SourcePages:
+    """Pages of the encoder's space, in order; `filled` once the encoder was sent to fill them."""
+
+    pages: list[int]
+    filled: bool = False
+
+
 class Sequence:
     """A request's completion number `child`.
 
@@ -36,6 +44,7 @@ class Sequence:
       number: of two equally urgent ones of a key the later is preempted first.
       output: tokens generated so far. cached: tokens of prompt + output whose rows are in the cache.
       lane: its place in the batch, None when it has none. pages: of the cache, in order.
+      source: the pages of what an encoder made of its source, which completions of a request share.
       names: of those pages that are full and can be shared. sound: how many of these were read to a good end.
       charged: tokens that its key has paid for. found: of the prompt, in the prefix cache.
       spoilt: what the pages hold may be wrong.
@@ -49,6 +58,7 @@ class Sequence:
         self.cached = 0
         self.lane: int | None = None
         self.pages: list[int] = []
+        self.source: SourcePages | None = None
         self.names: list[bytes] = []
         self.sound = self.charged = self.found = 0
         self.spoilt = False
@@ -139,6 +149,11 @@ class Sequence:
             self.finish_reason, self.error, self.finished = reason, error, now
 
     @property
+    def decodes(self) -> bool:
+        """Whether it has nothing more to read than the token it decodes from."""
+        return self.pending == 1 and bool(self.output)
+
+    @property
     def one_by_one(self) -> bool:
         """Whether every token may change what the next may not be, as only the host can tell."""
         return self._too_short or any(len(word) > 1 for word in self.request.bad_ids)
@@ -150,6 +165,7 @@ class Sequence:
     def forbidden(self) -> list[int]:
         """Ids that would now complete a bad word, or end it too early unseen by the device."""
         out = list(self.request.unseen_stops) if self._too_short else []
+        out += () if self.output else self.request.first_bad_ids
         for word in self.request.bad_ids:
             before = word[:-1]
             if not before or tuple(self.output[-len(before) :]) == before:

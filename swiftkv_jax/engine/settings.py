@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxlib import xla_client
 
 from swiftkv_jax import weights
 from swiftkv_jax.cache import EIGHT_BIT, Cache
 from swiftkv_jax.checks import above, choice, flag, integer, number
+from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.engine.loop import Exits
 from swiftkv_jax.engine.names import AUTO, SAFE, named
 from swiftkv_jax.engine.queue import Demand
@@ -21,15 +24,31 @@ from swiftkv_jax.engine.score import SHORTEST, scores
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.common.dispatch import PLATFORM_OF, ByKind, UnsupportedError
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
+from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
-from swiftkv_jax.model import Transformer, fold_shared_norm, step
+from swiftkv_jax.model import Transformer, step
+from swiftkv_jax.plan import ENCODER
 from swiftkv_jax.predict import Predicted, transformers
+from swiftkv_jax.processes import least as least_of_all
+from swiftkv_jax.surgery import fold_shared_norm
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *EIGHT_BIT)
 MEMORY_FRACTION = 0.9
+_USUAL_SHARE = 0.75  # of a GPU, that JAX takes unless the environment says otherwise
 DRAFTERS = ("prompt", "exit")
-_KERNELS = {"attention": PAGED_ATTENTION, "fill": FUSED_KV_FILL, "scoring": PROMPT_ATTENTION}  # by setting
+_CHANGES = {  # flag -> how a kernel speaks of what it changes
+    "--page-size": r"\bpages?\b",
+    "--dtype": r"\w+\d+ (queries|stream)",
+    "--cache-dtype": r"\brows\b|keys and",
+    "--max-num-batched-tokens": r"a block|of a kv head|\d tokens, for",
+}
+_KERNELS = {  # by setting
+    "attention": PAGED_ATTENTION,
+    "fill": FUSED_KV_FILL,
+    "write": PAGE_WRITE,
+    "scoring": PROMPT_ATTENTION,
+}
 
 
 @typing.no_type_check  # user input: its own checks below name the field
@@ -41,34 +60,44 @@ class Settings:
 
     Attributes:
       max_model_len: most tokens of prompt and completion together.
-      max_num_seqs: sequences that run at once. max_num_batched_tokens: tokens of one step.
+      max_source_len: most positions of a source, of models with an encoder; None: the encoder's own context.
+      max_num_seqs: sequences that run at once.
+      max_num_batched_tokens: tokens of one step.
       steps_per_launch: most tokens a sequence decodes before the host looks at stop strings, and before a
         new request's prompt is read. They go to the device in two launches, which never waits for the host.
       page_size: tokens of a page; prompts share whole pages.
       num_pages: of the cache. None: enough for `max_num_seqs` full contexts, or what `memory_fraction` of
         the device's memory leaves beside the weights, if that is less.
+      memory_fraction: share of the device's memory that weights, programs and cache may take.
       cache_dtype: "auto" (the model's), or a float type, or "float8_e4m3fn" or "int8", which round.
       prefix_caching: keep full pages, for prompts that begin the same way.
       kernels: what is not named below runs by: "auto", on GPUs and TPUs the fastest that a check on this
         machine found right, elsewhere the platform's choice; "xla", the safe ones; or names, "NAME,...", each
         for every operation that has it, or "decode=NAME", "chunk=NAME", "attention=NAME", "fill=NAME",
-        "scoring=NAME", and "auto" for the rest.
+        "write=NAME", "scoring=NAME", and "auto" for the rest.
       attention: how pages are read: an implementation of kernels/paged_attention, by name, or by kind of call
         as "decode=NAME,chunk=NAME"; None: the platform's choice.
       fill: how a prompt's upper rows are made: whole pages at a time by an implementation of
         kernels/fused_kv_fill, by name; None: by XLA's composition, token by token.
+      write: how rows that are made reach their pages: an implementation of kernels/page_write, by name;
+        None: the platform's choice.
       scoring: how whole prompts are read to be scored: an implementation of kernels/prompt_attention, by
         name; None: the model's own blocks of queries.
-      drafts: tokens guessed and then checked at once; 0: none. drafter: who guesses them, "prompt" (what
-        followed the same words before) or "exit" (the model's exit head, inside a decode launch).
+      drafts: draft tokens that are checked at once (speculation); 0: none.
+      drafter: where drafts come from: "prompt" (what followed the same words before) or "exit" (the model's
+        exit head, inside a decode launch).
+      batch_invariant: a request's tokens do not depend on what runs beside it, in narrow types either: every
+        launch has `max_num_batched_tokens` tokens of prompts or `max_num_seqs` sequences that decode,
+        padded, and no sequence is preempted. Slower. False: rounding may depend on it.
       exit_threshold: a token to which the exit head gives more probability than this is its, and runs no
         further (SwiftKV paper, B.4: 0.95). Lossy: such tokens are not always the model's. None: off.
-      max_queued_requests, max_queued_tokens, max_queued_output_tokens: what may wait: sequences, their known
-        tokens, and what they may generate (`max_tokens` of each). Above these a request is refused; None: no
-        bound.
+      max_queued_requests: most sequences that may wait; a request above it is refused. None: no limit.
+      max_queued_tokens: most prompt tokens that may wait, likewise.
+      max_queued_output_tokens: most tokens that waiting requests may generate (`max_tokens`), likewise.
     """
 
     max_model_len: int
+    max_source_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
     steps_per_launch: int = 8
@@ -80,10 +109,12 @@ class Settings:
     kernels: str = AUTO
     attention: str | None = None
     fill: str | None = None
+    write: str | None = None
     scoring: str | None = None
     drafts: int = 0
     drafter: str = "prompt"
     exit_threshold: float | None = None
+    batch_invariant: bool = False
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
     max_queued_output_tokens: int | None = None
@@ -94,6 +125,7 @@ class Settings:
             if field.type is int or (field.type == int | None and value is not None):
                 integer(field.name, value, 0 if field.name == "drafts" else 1)
         flag("prefix_caching", self.prefix_caching)
+        flag("batch_invariant", self.batch_invariant)
         above("memory_fraction", self.memory_fraction, 0, 1)
         choice("cache_dtype", self.cache_dtype, ("auto", *CACHE_DTYPES))
         choice("drafter", self.drafter, DRAFTERS)
@@ -107,6 +139,8 @@ class Settings:
                     choice(name, given, table)
         if self.exit_threshold is not None:
             number("exit_threshold", self.exit_threshold, 0, 1)
+        if self.batch_invariant and (self.drafts or self.exit_threshold is not None):
+            raise UsageError("batch_invariant guesses no tokens: leave drafts at 0, and exit_threshold out")
 
     @property
     def pages_per_sequence(self) -> int:
@@ -154,12 +188,65 @@ def empty_pool(model: Transformer, settings: Settings, mesh: Mesh | None = None)
     page, dtype = settings.page_size, jnp.dtype(dtype)
     cache = Cache.create(model.config, model.plan, table, pages, page, dtype, settings.max_model_len)
     attention = ByKind.named(settings.attention)
-    return dataclasses.replace(cache, attention=attention, fill=settings.fill, mesh=mesh)
+    by = {"attention": attention, "fill": settings.fill, "writer": settings.write}
+    cache = dataclasses.replace(cache, **by, mesh=mesh)
+    if model.config.encoder is None:
+        return cache
+    # For the longest source in every lane, so that a sequence never waits for them.
+    longest = source_len(model.config, settings)
+    count = 1 + settings.max_num_seqs * -(-longest // page)
+    own = jnp.zeros((1, 1), jnp.int32)  # an array that is donated lies in one place
+    cross = Cache.create(model.config, model.plan, own, count, page, dtype, longest, ENCODER)
+    by |= {"attention": ByKind(*map(_any_place, (attention.decode, attention.chunk)))}
+    return dataclasses.replace(cache, cross=dataclasses.replace(cross, **by, mesh=mesh))
+
+
+def model_encoder(model: Transformer | Predicted) -> ModelConfig | None:
+    """What the model's encoder is, if it has one."""
+    return transformers(model)[0].config.encoder
+
+
+def source_len(config: ModelConfig, settings: Settings) -> int:
+    """Most positions of a source.
+
+    Raises:
+      UsageError: the settings ask for more than the encoder has learned positions for.
+    """
+    assert config.encoder is not None
+    most = config.encoder.max_position_embeddings
+    wanted = settings.max_source_len
+    if wanted is not None and config.encoder.learned_positions:
+        integer("max_source_len", wanted, 1, most)
+    return most if wanted is None else wanted
+
+
+def _any_place(name: str | None) -> str | None:
+    """The name of what reads sources, of that which reads tokens: kernels for chips were only checked where
+    the positions of a block rise, and all queries of a source stand at its end."""
+    return "xla_one_turn" if name in PLATFORM_OF and name != "native_cpu" else name
+
+
+def check_fill(
+    model: Transformer | Predicted, fill: str | None = None, kernels: str = AUTO, **rest: object
+) -> None:
+    """Whether a fill that is asked for, among other settings, is one that every part of `model` can do.
+
+    Raises:
+      UsageError: there is an auxiliary whose upper rows it would have to make too.
+    """
+    own = set() if kernels in (AUTO, SAFE) else named(kernels)[1]
+    auxiliary = transformers(model)[1:]
+    if (fill is not None or "fill" in own) and any(one.plan.has_fill for one in auxiliary):
+        raise UsageError(
+            f"fill {fill or kernels!r} cannot make the auxiliary's upper rows, which are read before their "
+            "norm and rotation: name no fill"
+        )
 
 
 def of_auxiliary(settings: Settings) -> Settings:
-    """Settings for an auxiliary model, which reads prompts: kernels are named for the base alone."""
-    return dataclasses.replace(settings, attention=None, fill=None, scoring=None)
+    """Settings for an auxiliary model, which reads prompts: kernels are named, and checked, for the base
+    alone, and without a name a GPU or TPU runs XLA's."""
+    return dataclasses.replace(settings, **dict.fromkeys(_KERNELS))
 
 
 def empty_pools(
@@ -189,15 +276,25 @@ def settle(
     """
     model, *auxiliary = transformers(whole)
     _check_exits(settings, model)
+    if settings.max_source_len is not None and model.config.encoder is None:
+        raise UsageError(f"max_source_len is of models with an encoder, which {model.config.family} has not")
     _check_scoring(settings.scoring, len(devices))
     if auxiliary and settings.scoring is not None:
         raise UsageError(
             f"scoring {settings.scoring!r} reads prompts by one model, and here an auxiliary reads them: "
             "give None"
         )
+    if auxiliary and settings.batch_invariant:
+        raise UsageError(
+            "batch_invariant is for one model, and here an auxiliary reads prompts: leave it out"
+        )
     plan = model.plan
+    if settings.fill is not None and plan.has_fill and not model.config.fused_fill:
+        raise UsageError(
+            f"fill {settings.fill!r} does not compute what makes rows of {model.config.family}: give None"
+        )
     if settings.fill is not None and not plan.has_fill:
-        has = f"{'SwiftKV' if plan.is_swiftkv else 'standard'} with rows of form {', '.join(plan.forms)}"
+        has = f"{plan.kind} with rows of form {', '.join(plan.forms)}"
         raise UsageError(
             f"fill {settings.fill!r} makes a SwiftKV model's upper rows, of form kv; this one is {has}: "
             "give None"
@@ -211,8 +308,12 @@ def settle(
     if pages is None:
         two = jax.eval_shape(partial(empty_pools, whole, smallest, mesh))  # one page, and scratch
         size = sum(pool.bytes_on_each for pool in two)
-        free = _free_bytes(devices[0], settings.memory_fraction, partial(working, smallest))
+        sources = sum(pool.cross.bytes_on_each for pool in two if pool.cross is not None)
+        own = next(device for device in devices if device.process_index == jax.process_index())
+        free = _free_bytes(own, settings.memory_fraction, partial(working, smallest)) - sources
         pages = max(0, min(settings.max_num_seqs * least, int(2 * free / size) - 1))
+        if len({device.process_index for device in devices}) > 1:
+            pages = least_of_all(pages)
     if pages < least:
         raise UsageError(
             f"{pages} pages of {settings.page_size} tokens cannot hold one sequence of max_model_len "
@@ -246,9 +347,17 @@ def _try_kernels(settings: Settings, model: Transformer, mesh: Mesh | None) -> N
     try:
         for tokens, starts, survivors in (chunk, (whole(settings.max_num_seqs), None, None)):
             jax.eval_shape(partial(step, model), params, tokens, tokens, starts, survivors, pool)
-        jax.eval_shape(score, params, whole(1, SHORTEST), whole(SHORTEST))
+        if model.config.encoder is None:
+            jax.eval_shape(score, params, whole(1, SHORTEST), whole(SHORTEST))
     except UnsupportedError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(f"{error}; {_way_out(str(error))}") from None
+
+
+def _way_out(refusal: str) -> str:
+    """The flags that a user can change where a kernel refuses a call in these words."""
+    flags = [flag for flag, words in _CHANGES.items() if re.search(words, refusal)]
+    change = f"change {' or '.join(flags)}, or " if flags else ""
+    return f"{change}give --kernels another"
 
 
 def _check_exits(settings: Settings, model: Transformer) -> None:
@@ -270,5 +379,14 @@ def _free_bytes(device, fraction: float, working: Callable[[], int]) -> float:
     """
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
-        return fraction * stats["bytes_limit"] - stats.get("bytes_in_use", 0) - working()
+        ours = min(1.0, fraction / share_of(device)) * stats["bytes_limit"]
+        return ours - stats.get("bytes_in_use", 0) - working()
     return fraction / 2 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def share_of(device) -> float:
+    """The part of a device's memory that `bytes_limit` is: of a GPU, what JAX was told to take."""
+    if device.platform != "gpu":
+        return 1.0
+    options: dict[str, typing.Any] = dict(xla_client.generate_pjrt_gpu_plugin_options())
+    return options.get("memory_fraction", _USUAL_SHARE)

@@ -30,7 +30,7 @@ class Load:
 
 
 class Ticket:
-    """The right to have what `demand` says in the server; given back when its `with` block ends.
+    """A reservation of queue capacity for one call, released when its `with` block ends.
 
     Attributes:
       demand: a guess until the texts are tokenised; no sequences: the call wants the tokenizer alone.
@@ -72,7 +72,7 @@ class Admission:
         return self._load
 
     def publish(self, load: Load, taken: Ticket | None) -> None:
-        """The engine's load; `taken` is from now on counted there, or gone."""
+        """The engine's load; `taken` is now counted in the engine's own queue, or has ended."""
         with self._lock:
             self._load = load
             if taken:

@@ -12,10 +12,10 @@ from starlette.routing import Router
 
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.server import generate, openapi, page, schema
+from swiftkv_jax.server import generate, openapi, page, schema, speech
 from swiftkv_jax.server.answers import encode
 from swiftkv_jax.server.errors import ApiError, clip
-from swiftkv_jax.server.limits import METRICS, OPEN, REQUEST_ID, TENANT, Limits, log
+from swiftkv_jax.server.limits import AUDIO, METRICS, OPEN, REQUEST_ID, TENANT, Limits, log
 from swiftkv_jax.server.logs import Refusals
 from swiftkv_jax.server.metrics import render
 from swiftkv_jax.server.openapi import EVENTS, JSON, Operation
@@ -47,9 +47,12 @@ class Api:
 
     def _all_operations(self) -> list[Operation]:
         answers = (JSON, EVENTS)
+        sound = (schema.SpeechRequest, (JSON, "text/plain"), speech.MULTIPART)
         return [
             Operation("/v1/completions", self.completions, schema.CompletionRequest, answers),
             Operation("/v1/chat/completions", self.chat, schema.ChatRequest, answers),
+            Operation(f"{AUDIO}transcriptions", self.transcribe, *sound),
+            Operation(f"{AUDIO}translations", self.translate, *sound),
             Operation("/v1/models", self.list_models),
             Operation("/v1/models/{name:path}", self.model),
             Operation("/tokenize", self.tokenize, schema.TokenizeRequest),
@@ -83,6 +86,21 @@ class Api:
         body, model = await self._read(request, schema.ChatRequest)
         call = generate.chat_call(body, _common(request, model))
         return await until_disconnect(request.receive, model.generator.respond(call))
+
+    async def transcribe(self, request: Request) -> Response:
+        """OpenAI's transcriptions: a wav file in, what is said in it out."""
+        return await self._listen(request, "transcribe")
+
+    async def translate(self, request: Request) -> Response:
+        """OpenAI's translations: a wav file in, what is said in it out, in English."""
+        return await self._listen(request, "translate")
+
+    async def _listen(self, request: Request, task: str) -> Response:
+        self._knock(request)
+        body, sound = await speech.read_form(request, schema.SpeechRequest)
+        model = self._model(body.model)
+        call = speech.SpeechCall(body, sound, task, **_caller(request))
+        return await until_disconnect(request.receive, model.listener.respond(call))
 
     def _knock(self, request: Request) -> None:
         """Refuse, before its body is read, what no model would take whatever it asks for.
@@ -154,11 +172,10 @@ class Api:
         raise ApiError(503, "the engine does not answer", code="unhealthy", retry_after=10)
 
     async def ready(self, _: Request) -> Response:
-        """Whether new requests are taken."""
+        """Whether new requests are taken; and whether all programs are there by which they run fastest."""
         if self.models.ready:
-            return JSONResponse({"status": "ready"})
-        done, total = self.models.progress
-        state = f"warming up: {done} of {total} programs"
+            return JSONResponse({"status": "ready", "warm": self.models.warm})
+        state = f"warming up: {self.models.how_far}"
         if self.models.draining or not self.models.healthy:
             state = "draining" if self.models.draining else "the engine does not answer"
         raise ApiError(503, f"not ready ({state})", code="not_ready", retry_after=5)
@@ -194,13 +211,18 @@ class Api:
 
 def _common(request: Request, model: Model) -> dict:
     """What a call needs beside its body."""
-    scope = request.scope
     spell = getattr(model.llm.tokenizer, "token_bytes", None)
-    client_id = clip(request.headers.get("x-request-id", ""), 64)
     return {
-        "call": {"tenant": scope[TENANT], "request_id": scope[REQUEST_ID], "client_id": client_id},
+        "call": _caller(request),
         "shape": {"model": model.name, "fingerprint": model.fingerprint, "spell": spell},
     }
+
+
+def _caller(request: Request) -> dict[str, str]:
+    """Who asks, and what a request is called here and there."""
+    client_id = clip(request.headers.get("x-request-id", ""), 64)
+    scope = request.scope
+    return {"tenant": scope[TENANT], "request_id": scope[REQUEST_ID], "client_id": client_id}
 
 
 def _tokenizer(llm: LLM):

@@ -48,6 +48,9 @@ def add_flag(group, flag: str, owner: type, text: str, name: str = "") -> None:
     What is not given is None: the field's default holds.
     """
     field = next(f for f in dataclasses.fields(owner) if f.name == (name or flag.replace("-", "_")))
+    if field.type is bool:
+        group.add_argument(f"--{flag}", action="store_const", const=True, help=text)
+        return
     kind = next(kind for kind in (int, float, str) if field.type in (kind, kind | None))
     metavar = {int: "N", float: "X", str: "NAME"}[kind]
     group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=text.format(field.default))

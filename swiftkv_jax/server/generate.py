@@ -116,7 +116,7 @@ class Generator:
         """
         self._check_size(call)
         async with AsyncExitStack() as stack:
-            tally = stack.enter_context(_Tally(call))
+            tally = stack.enter_context(Tally(call.request_id, call.client_id))
             guess = _demand(call, self.llm.settings.max_model_len)
             ticket = stack.enter_context(self.service.admit(call.tenant, guess))
             total = sum(map(size, call.prompts))
@@ -171,7 +171,7 @@ class Generator:
             try:
                 scored = await self.service.score(call.tenant, ids, call.logprobs)
             except FloatingPointError as error:
-                raise _model_failed(call, str(error)) from None
+                raise model_failed(call.request_id, str(error)) from None
             first = {ids[0]: Logprob(logprob=0.0, rank=0, decoded_token=_text(self.llm, ids[:1]))}
             entries = [first, *(entry or {} for entry in scored[1:])]
         text = request.prompt
@@ -188,7 +188,7 @@ class Generator:
         )
 
     async def _deltas(
-        self, call: Call, openings: list[CompletionOutput], stream: Stream | None, tally: "_Tally"
+        self, call: Call, openings: list[CompletionOutput], stream: Stream | None, tally: "Tally"
     ) -> AsyncGenerator[Delta, None]:
         for number, opening in enumerate(openings):
             for child in range(call.n):
@@ -202,21 +202,22 @@ class Generator:
             if delta.error == RULED_OUT:
                 raise ApiError(400, RULED_OUT, "allowed_token_ids")
             if delta.finish_reason == "error":
-                raise _model_failed(call, delta.error)
+                raise model_failed(call.request_id, delta.error)
             yield number, delta
 
 
-def _model_failed(call: Call, why: str | None) -> ApiError:
+def model_failed(request_id: str, why: str | None) -> ApiError:
     """What the client is told; `why` is for the log."""
-    log.error("request %s failed: %s", call.request_id, why)
-    return ApiError(500, f"the model failed on this request ({call.request_id})", retry=True)
+    log.error("request %s failed: %s", request_id, why)
+    return ApiError(500, f"the model failed on this request ({request_id})", retry=True)
 
 
 @dataclasses.dataclass
-class _Tally:
+class Tally:
     """What the one log line of a request says."""
 
-    call: Call
+    request_id: str
+    client_id: str
     prompt: int = 0
     completion: int = 0
     cached: int = 0
@@ -227,15 +228,15 @@ class _Tally:
     def usage(self) -> dict[str, typing.Any]:
         return answers.usage(self.prompt, self.completion, self.cached)
 
-    def __enter__(self) -> "_Tally":
+    def __enter__(self) -> "Tally":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _) -> None:
         """Log it: as JSON, so that nothing a client sent can look like a line of its own."""
         record = {
             "status": _status(error),
-            "request": self.call.request_id,
-            "client": self.call.client_id,
+            "request": self.request_id,
+            "client": self.client_id,
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
             "finished": sorted(self.reasons - {""}),
@@ -245,7 +246,7 @@ class _Tally:
 
 
 def _status(error: BaseException | None) -> int:
-    """What a call's end would be called; who is cancelled has been left by the client."""
+    """HTTP status for the log line; a cancelled call means that the client disconnected (499)."""
     if isinstance(error, ApiError):
         return error.status
     return 200 if error is None else 499 if isinstance(error, asyncio.CancelledError) else 500
@@ -324,7 +325,7 @@ async def _begun(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, N
     return again()
 
 
-async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: _Tally) -> Response:
+async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: Tally) -> Response:
     parts: dict[int, list[CompletionOutput]] = {}
     async for number, delta in deltas:
         parts.setdefault(number * call.n + delta.index, []).append(delta)
@@ -335,7 +336,7 @@ async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: _Tally)
     return Response(content, media_type="application/json")
 
 
-def _written(call: Call, parts: dict[int, list[CompletionOutput]], tally: _Tally) -> bytes:
+def _written(call: Call, parts: dict[int, list[CompletionOutput]], tally: Tally) -> bytes:
     choices = (call.shape.final(index, _joined(parts[index]), True, 0) for index in sorted(parts))
     body = call.shape.envelope(call.shape.whole, [])
     return answers.joined(body | {"usage": tally.usage}, choices)
@@ -351,7 +352,7 @@ def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
 
 
 async def _events(
-    call: Call, deltas: AsyncGenerator[Delta, None], tally: _Tally
+    call: Call, deltas: AsyncGenerator[Delta, None], tally: Tally
 ) -> AsyncGenerator[bytes, None]:
     written: dict[int, int] = {}  # characters sent of each choice
     try:

@@ -20,6 +20,7 @@ log = logging.getLogger("swiftkv_jax.http")
 # or of who uses them.
 OPEN = ("/health", "/ready", *page.FILES)
 METRICS = "/metrics"
+AUDIO = "/v1/audio/"  # routes whose bodies hold sound
 TENANT = "swiftkv.tenant"  # in an ASGI scope: the digest of the caller's key, "" where none is asked for
 REQUEST_ID = "swiftkv.request_id"
 _CLOSING = (401, 403, 408, 413, 431, 500)  # a body may be left unread, so the connection ends with the answer
@@ -87,8 +88,8 @@ class Limits:
         scope[REQUEST_ID] = answer.request_id
         scope["app"] = self  # by which a router raises what it would otherwise answer in a form of its own
         try:
-            self._check(scope)
-            body = _Body(receive, self.settings)
+            most = self._check(scope)
+            body = _Body(receive, self.settings, most)
             await self.app(scope, body.receive, answer.send)
         except ApiError as error:
             await answer.error(error)
@@ -108,8 +109,8 @@ class Limits:
             log.error("request %s failed\n%s", answer.request_id, traceback.format_exc())
             await answer.error(ApiError(500, f"internal error; request id {answer.request_id}"))
 
-    def _check(self, scope) -> None:
-        """Header limits, then the key, then the announced length.
+    def _check(self, scope) -> int:
+        """Header limits, then the key, then the announced length; how many bytes the body may have.
 
         Raises:
           ApiError: 431, 401, 403, 413 or 400.
@@ -130,8 +131,11 @@ class Limits:
         length = found.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18:
             raise ApiError(400, "content-length is not a number")
-        if int(length) > limits.max_body_bytes:
-            raise too_large(limits)
+        sound = scope["path"].startswith(AUDIO)
+        most = limits.max_audio_bytes if sound else limits.max_body_bytes
+        if int(length) > most:
+            raise too_large(most)
+        return most
 
     def _tenant(self, path: str, authorization: bytes) -> str:
         tenant = self.keys.tenant(authorization)
@@ -140,16 +144,16 @@ class Limits:
         return tenant or ""
 
 
-def too_large(limits: HttpSettings) -> ApiError:
+def too_large(most: int) -> ApiError:
     """413."""
-    return ApiError(413, f"the body is larger than {limits.max_body_bytes} bytes; send less")
+    return ApiError(413, f"the body is larger than {most} bytes; send less")
 
 
 class _Body:
     """`receive` that counts bytes, chunks and seconds until the body is whole."""
 
-    def __init__(self, receive, limits: HttpSettings):
-        self._receive, self._limits = receive, limits
+    def __init__(self, receive, limits: HttpSettings, most: int):
+        self._receive, self._limits, self._most = receive, limits, most
         self._bytes = self._chunks = 0
         self._deadline: float | None = None
         self._whole = False
@@ -169,8 +173,8 @@ class _Body:
             self._bytes += len(message.get("body", b""))
             self._chunks += 1
             self._whole = not message.get("more_body", False)
-            if self._bytes > self._limits.max_body_bytes:
-                raise too_large(self._limits)
+            if self._bytes > self._most:
+                raise too_large(self._most)
             if self._chunks > self._limits.max_body_chunks:
                 raise ApiError(413, f"the body came in more than {self._limits.max_body_chunks} pieces")
         return message

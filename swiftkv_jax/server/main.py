@@ -1,17 +1,23 @@
 """The command line of serve.py and swiftkv-serve: prompts in, completions out; or the HTTP server."""
 
 import argparse
+import contextlib
+import signal
 import statistics
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+import jax
+
+from swiftkv_jax import processes
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
 from swiftkv_jax.checks import choice
+from swiftkv_jax.distill.progress import working
 from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
-from swiftkv_jax.engine.settings import CACHE_DTYPES, Settings
+from swiftkv_jax.engine.settings import CACHE_DTYPES, Settings, share_of
 from swiftkv_jax.errors import Parser, UsageError, UsageWarning, exit_code
 from swiftkv_jax.folder import DEMO
 from swiftkv_jax.predict import Predicted
@@ -25,12 +31,13 @@ from swiftkv_jax.server.jobs import (
     output_row,
     read_lines,
 )
-from swiftkv_jax.server.settings import HttpSettings
+from swiftkv_jax.server.settings import TELL_S, HttpSettings
 from swiftkv_jax.sharding import mesh_axes, parse_mesh
 
 _DEMO = DEMO / "teacher"
 _ENGINE = {  # flag: help; fields of engine.Settings, whose types and defaults hold
     "max-model-len": "context in tokens (default: the model's)",
+    "max-source-len": "positions that an encoder reads (default: its context)",
     "max-num-seqs": "sequences at once (default {})",
     "max-num-batched-tokens": "tokens of one step (default {})",
     "steps-per-launch": "tokens decoded before the host looks (default {})",
@@ -38,9 +45,10 @@ _ENGINE = {  # flag: help; fields of engine.Settings, whose types and defaults h
     "num-pages": "pages of the cache (default: what memory allows)",
     "memory-fraction": "of the device's memory that weights and cache may take (default {})",
     "cache-dtype": f"auto, {', '.join(CACHE_DTYPES)} (default {{}})",
-    "kernels": "auto (checked on this machine), xla (the safe ones), NAMES, or report: what is found",
+    "kernels": "auto (checked here), xla (the safe ones), NAMES, or report",
     "drafts": "draft tokens checked at once (default {})",
     "drafter": "who drafts: prompt, or exit, the model's exit head (default {})",
+    "batch-invariant": "answers do not depend on what else is served; slower",
     "exit-threshold": "lossy: accept exit-head tokens above X unchecked (default off)",
 }
 _SAMPLING = {  # flag: help; fields of SamplingParams
@@ -76,6 +84,15 @@ def build_parser(server: bool = True) -> Parser:
         "--skip-bad-lines", action="store_true", help="go on without the input lines that are bad"
     )
     p.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
+    p.add_argument(
+        "--distributed",
+        action="store_true",
+        default=None,
+        help="one model over all processes of a launcher; --no-distributed: none",
+    )
+    p.add_argument(
+        "--no-distributed", dest="distributed", action="store_false", default=None, help=argparse.SUPPRESS
+    )
     sampling = p.add_argument_group("sampling")
     for flag, text in _SAMPLING.items():
         http.add_flag(sampling, flag, SamplingParams, text)
@@ -95,7 +112,7 @@ def build_parser(server: bool = True) -> Parser:
         "--slim",
         default="on",
         metavar="on|off",
-        help="off: serve a Slim attention --model plain, as keys and values (default on)",
+        help="off: serve a Slim attention --model as keys and values (default on)",
     )
     for flag, text in _ENGINE.items():
         http.add_flag(engine, flag, Settings, text)
@@ -103,10 +120,17 @@ def build_parser(server: bool = True) -> Parser:
     return p
 
 
-def main(argv: list[str] | None = None, api_key: str | None = None) -> int:
+def main(
+    argv: list[str] | None = None,
+    api_key: str | None = None,
+    join: Callable[[bool | None], object] | None = None,
+) -> int:
     """Run; `api_key` is one more key for the server.
 
     Exit code 0, 2 for bad usage, 1 for a failure, 130 for Ctrl-C.
+
+    Args:
+      join: is called with --distributed before JAX is used. None: the caller has done what is needed.
     """
 
     def run() -> int:
@@ -114,9 +138,12 @@ def main(argv: list[str] | None = None, api_key: str | None = None) -> int:
         choice("--slim", args.slim, ("on", "off"))
         if args.kernels == "report":
             return _report(args)
-        return _serve(args, api_key) if args.http else _run(args)
+        if join is not None:
+            join(args.distributed)
+        with processes.among_the_living():
+            return _serve(args, api_key) if args.http else _run(args)
 
-    return exit_code(run, failures=(OutputError,))
+    return exit_code(run, failures=(OutputError, processes.PeerLost))
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -135,12 +162,23 @@ def _report(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.resume and args.output in (None, "-"):
         raise UsageError("--resume needs --output FILE: the file to finish")
-    lines = read_lines(args.input)
     if args.compare:
         raise UsageError("--compare belongs to --http, not to a batch")
+    _agree(args)
+    with processes.together():
+        lines = read_lines(args.input) if processes.is_first() else []
     flags = _given(args, (*_SAMPLING, "stop"))
     SamplingParams().updated(flags)  # a bad flag is found before the model is loaded
-    say, llm = _say(args), _load(args)
+    with working(_say(args), f"loading   {args.model or _DEMO}", TELL_S):
+        llm = _load(args)
+    if not processes.is_first():
+        return _follow(llm)
+    with _leading(llm):
+        return _batch(llm, lines, flags, args)
+
+
+def _batch(llm, lines: list[tuple[int, str]], flags: dict, args: argparse.Namespace) -> int:
+    say = _say(args)
     defaults = llm.defaults.updated({"max_tokens": None} | flags)
     _describe(llm, defaults, args.model or _DEMO, say)
     jobs = make_jobs(lines, defaults, args.seed, llm, args.skip_bad_lines, say)
@@ -173,10 +211,13 @@ def make_api(args: argparse.Namespace, settings: HttpSettings, sampling: dict):
 
     second = http.compared_name(args.compare, settings.model_name) if args.compare else ""
     folders = {settings.model_name: None} | ({second: args.compare} if second else {})
-    llms = _loaded(args, folders, sampling)
+    say = _say(args)
+    with working(say, f"loading   {' and '.join(folders)}", TELL_S):
+        llms = _loaded(args, folders, sampling)
     for name, llm in llms.items():
-        _describe(llm, llm.defaults, name, _say(args))
-    return Api(llms.pop(settings.model_name), settings, llms)
+        _describe(llm, llm.defaults, name, say)
+    with working(say, "making    the engine and its cache", TELL_S):
+        return Api(llms.pop(settings.model_name), settings, llms)
 
 
 def _serve(args: argparse.Namespace, api_key: str | None) -> int:
@@ -189,14 +230,61 @@ def _serve(args: argparse.Namespace, api_key: str | None) -> int:
     except ImportError as error:
         raise UsageError(f"--http needs {error.name}: pip install 'swiftkv-jax[serve]'") from error
 
-    with server.listen(*http.address(args.http)) as listener:
+    _agree(args)
+    with processes.together():
+        listener = server.listen(*http.address(args.http)) if processes.is_first() else None
+    if listener is None:
+        return _follow(_loaded(args, {settings.model_name: None}, sampling)[settings.model_name])
+    with listener:
         api = make_api(args, settings, sampling)
         host, port = listener.getsockname()[:2]
         keys = f"{len(settings.api_keys)} API keys" if settings.api_keys else "no API key"
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         names = ", ".join(api.models.by_name)
         _say(args)(f"listening {where} ({names}; {keys}); a page for people is at {where}/")
-        return server.run(api, listener, args.quiet)
+        with _leading(api.models.by_name[settings.model_name].llm):
+            return server.run(api, listener, args.quiet)
+
+
+def _agree(args: argparse.Namespace) -> None:
+    """With several processes: the kernels that process 0 chooses for all, and the same flags everywhere.
+
+    Raises:
+      UsageError: flags differ, or some process would have no part of the model.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    _choose(args)  # before JAX has its devices
+    processes.check_same("the command line", repr(sorted(vars(args).items())))
+    args.quiet |= not processes.is_first()
+    count, devices = jax.process_count(), jax.device_count()
+    if count > 1 and not args.mesh and (args.tensor_parallel_size or 1) < devices:
+        raise UsageError(
+            f"{count} processes have {devices} devices, and the model would lie on "
+            f"{args.tensor_parallel_size or 1}: give --tensor-parallel-size {devices} or --mesh, or "
+            "--no-distributed for a server of its own in each"
+        )
+    if count > 1 and args.compare:
+        raise UsageError("--compare serves two models in one process; leave it out, or give --no-distributed")
+
+
+def _follow(llm) -> int:
+    """In a process after the first: signals are process 0's business, which tells when it is over."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    llm.follow()
+    return 0
+
+
+@contextlib.contextmanager
+def _leading(llm) -> Iterator[None]:
+    """In process 0: the others follow until this ends."""
+    if llm.others.several:  # JAX's runtime keeps SIGTERM for itself
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        llm.dismiss()
 
 
 def _loaded(args: argparse.Namespace, folders: dict[str, str | None], flags: dict) -> dict:
@@ -213,8 +301,9 @@ def for_server(llm, args: argparse.Namespace, flags: dict, share: int):
     of all models leave of their devices."""
     settings = http.queue_bounds(args, llm.settings.max_num_batched_tokens, llm.settings.max_model_len)
     if share > 1:
-        stats = llm.devices[0].memory_stats() or {}
-        used = stats["bytes_in_use"] / stats["bytes_limit"] if "bytes_limit" in stats else 0.0
+        device, used = llm.devices[0], 0.0
+        if "bytes_limit" in (stats := device.memory_stats() or {}):
+            used = share_of(device) * stats["bytes_in_use"] / stats["bytes_limit"]
         part = used + (llm.settings.memory_fraction - used) / share
         settings |= {"num_pages": None, "memory_fraction": part}
     return llm.replace(llm.defaults.updated(flags), **settings)
@@ -230,7 +319,7 @@ def _say(args: argparse.Namespace):
 
 def _choose(args: argparse.Namespace, model: str | None = None):
     """The kernels of an LLM of `model`, while JAX has no devices yet."""
-    from swiftkv_jax.engine.llm import choose_kernels
+    from swiftkv_jax.engine.given import choose_kernels
 
     given = _given(args, (*_ENGINE, "tensor-parallel-size"))
     if args.mesh:
@@ -305,12 +394,10 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
 
 def _describe(llm, defaults: SamplingParams, name, say) -> None:
     """The start-up lines: what runs, on what, and the defaults in force."""
+    from swiftkv_jax.engine.kernels import slower
+
     plan, model = llm.model.plan, llm.model
-    kind = f"standard, {plan.num_layers} layers"
-    if plan.is_swiftkv:
-        split, share = plan.split_and_share
-        kind = f"SwiftKV, {plan.num_layers} layers, split {split}, share {share}"
-        kind += ", exit head" if model.config.exit_head else ""
+    kind = plan.description + (", exit head" if model.config.exit_head else "")
     where = f"{len(llm.devices)} x {llm.devices[0].device_kind}"
     say(f"model     {name} ({model.config.family}; {kind})")
     own, *auxiliary = llm.pool_bytes_per_token
@@ -324,9 +411,12 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     names = dict(llm.kernels)
     how = names.pop("how")
     say(f"kernels   {', '.join(f'{kind} {name}' for kind, name in names.items())} ({how})")
+    stored = model.dtype if llm.settings.cache_dtype == "auto" else llm.settings.cache_dtype
+    if reason := slower(model.config, plan, llm.devices[0].platform, stored):
+        say(f"note      {reason}")
     forms = [row.form for row in plan.rows]
-    stored = "".join(f", {forms.count(f)} as {f}" for f in plan.forms) if plan.forms != ("kv",) else ""
-    rows = f"{plan.num_rows} rows{stored}{apart}"
+    kept = "".join(f", {forms.count(f)} as {f}" for f in plan.forms) if plan.forms != ("kv",) else ""
+    rows = f"{plan.num_rows} rows{kept}{apart}"
     say(f"cache     {llm.cache_bytes_per_token} bytes per token in {rows}; {_room(llm)}")
     defaults = defaults.updated({"max_tokens": defaults.max_tokens or DEFAULT_MAX_TOKENS})
     plain = SamplingParams()

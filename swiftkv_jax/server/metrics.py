@@ -101,8 +101,7 @@ class Metrics(Observer):
         self._names = (settings.model_name, "0")
         self._registry, self._prefix = CollectorRegistry(), settings.metrics_prefix
         self._stats, self._tokens, self._compiled = Stats(), 0, 0
-        plan = llm.model.plan
-        self._skipped_layers = plan.num_layers - plan.split_and_share[0] if plan.is_swiftkv else 0
+        self._skipped_layers = llm.model.plan.skipped_layers
         self._gauges = {
             name: self._one(Gauge, name, text)
             for name, text in {

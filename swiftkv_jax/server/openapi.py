@@ -18,9 +18,9 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 _KEY = "key"
 _ABOUT = (
-    "OpenAI's completions and chats, and what lm-eval's and vLLM's clients ask for beside them. Fields not "
-    "listed are ignored, but for a few that ask for what is not offered; null, where it is allowed, takes "
-    "the default."
+    "OpenAI's completions, chats and transcriptions, and what lm-eval's and vLLM's clients ask for beside "
+    "them. Fields not listed are ignored, but for a few that ask for what is not offered; null, where it is "
+    "allowed, takes the default."
 )
 _ERROR = {
     "type": "object",
@@ -42,12 +42,14 @@ _ERROR = {
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One route. `body`: what it reads, and then it is a POST; None for a GET. `media`: of its answers."""
+    """One route. `body`: what it reads, and then it is a POST; None for a GET. `media`: of its answers.
+    `reads`: the media type of the body."""
 
     path: str
     handler: Callable[[Request], Awaitable[Response]]
     body: type[BaseModel] | None = None
     media: tuple[str, ...] = (JSON,)
+    reads: str = JSON
 
     @property
     def method(self) -> str:
@@ -98,5 +100,5 @@ def _operation(operation: Operation, path: str) -> dict:
         out["parameters"] = [{"name": n, "in": "path", "required": True, "schema": text} for n in names]
     if operation.body is not None:
         reference = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
-        out["requestBody"] = {"required": True, "content": {JSON: {"schema": reference}}}
+        out["requestBody"] = {"required": True, "content": {operation.reads: {"schema": reference}}}
     return out

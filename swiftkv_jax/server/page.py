@@ -7,10 +7,11 @@ from starlette.responses import Response
 
 from swiftkv_jax.server.openapi import Operation
 
+_SCRIPTS = ("page", "api", "words", "plot")
 FILES = {  # route: (file, media type)
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
 # Own files and own routes only. With trusted types wanted and none allowed, a browser that knows them
 # refuses every way of turning text into markup or code.

@@ -1,4 +1,4 @@
-"""Replicas of the server behind Ray Serve: `python -m swiftkv_jax.server.ray --model DIR --replicas 2`.
+"""Replicas of the server behind Ray Serve: `swiftkv replicas MODEL --replicas 2`.
 
     Ray's proxy -> Front, which names the prompt -> PrefixRouter, which chooses -> Replica: the whole server
 
@@ -13,7 +13,7 @@ import importlib
 import signal
 import sys
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
 from swiftkv_jax.checks import above
 from swiftkv_jax.engine.settings import Settings
@@ -167,8 +167,8 @@ def build_parser() -> Parser:
     return p
 
 
-def application(args: argparse.Namespace):
-    """Ray Serve's application of `args`."""
+def application(args: argparse.Namespace, environment: Mapping[str, str]):
+    """Ray Serve's application of `args`; its replicas have `environment` besides their machines' own."""
     serve = _ray("ray.serve")
     settings, _ = serving.server_settings(args, None)
     lanes = args.max_num_seqs or Settings.max_num_seqs
@@ -177,7 +177,11 @@ def application(args: argparse.Namespace):
         name="Replica",
         num_replicas=args.replicas,
         max_ongoing_requests=2 * most,  # beyond its queue a server refuses, and says for how long
-        ray_actor_options={"num_cpus": args.num_cpus, "num_gpus": args.num_gpus},
+        ray_actor_options={
+            "num_cpus": args.num_cpus,
+            "num_gpus": args.num_gpus,
+            "runtime_env": {"env_vars": dict(environment)},
+        },
         request_router_config=serve.config.RequestRouterConfig(request_router_class=_ROUTER),
         graceful_shutdown_timeout_s=settings.shutdown_s,
     )(Replica)
@@ -191,12 +195,22 @@ def application(args: argparse.Namespace):
     return fronts.bind(replicas.bind(args), page_size, settings.max_body_bytes)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM or Ctrl-C; exit code 0, 2 for bad usage, 1 for a failure."""
-    return exit_code(lambda: _run(build_parser().parse_args(argv)))
+def main(
+    argv: list[str] | None = None,
+    api_key: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Serve until SIGTERM or Ctrl-C; exit code 0, 2 for bad usage, 1 for a failure.
+
+    Args:
+      api_key: one more key. environment: variables of the replicas' processes.
+    """
+    return exit_code(lambda: _run(build_parser().parse_args(argv), api_key, environment or {}))
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, api_key: str | None, environment: Mapping[str, str]) -> int:
+    if api_key:
+        args.api_key = [*(args.api_key or ()), api_key]
     above("--replicas", args.replicas, 0)
     serving.server_settings(args, None)
     host, port = flags.address(args.http)
@@ -207,7 +221,7 @@ def _run(args: argparse.Namespace) -> int:
     ray.init(address=args.ray_address, log_to_driver=False, **own)
     try:
         serve.start(http_options={"host": host, "port": port})
-        serve.run(application(args), name="swiftkv", route_prefix="/")
+        serve.run(application(args, environment), name="swiftkv", route_prefix="/")
         if not args.quiet:
             print(f"listening http://{host}:{port} ({args.replicas} replicas)", file=sys.stderr, flush=True)
         stop = threading.Event()
@@ -218,9 +232,3 @@ def _run(args: argparse.Namespace) -> int:
         serve.shutdown()
         ray.shutdown()
     return 0
-
-
-if __name__ == "__main__":
-    from swiftkv_jax.server.ray import main as _main  # by its name, which replicas import it by
-
-    sys.exit(_main())

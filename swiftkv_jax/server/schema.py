@@ -242,6 +242,30 @@ class DetokenizeRequest(_Body):
     tokens: Ids
 
 
+_FILE = {"type": "string", "format": "binary", "description": "a wav file"}
+_REFUSED_OF_FORMS = {
+    "chunking_strategy": "sound is cut into windows of 30 s",
+    "include[]": "nothing but the text is offered",
+    "known_speaker_names[]": "speakers are not told apart",
+    "stream": "the text comes whole",
+    "timestamp_granularities[]": "timestamps are not offered",
+}
+_NOTHING_OF_FORMS = ("", "false", "auto", "null")
+
+
+class SpeechRequest(_Body):
+    """The form of POST /v1/audio/transcriptions and /v1/audio/translations; its file is read apart."""
+
+    model_config = ConfigDict(strict=False)  # a form's values are texts
+
+    file: typing.Annotated[typing.Any, WithJsonSchema(_FILE)] = None
+    model: typing.Annotated[str, Field(max_length=512)] | None = None
+    language: typing.Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    prompt: typing.Annotated[str, Field(max_length=2**14)] | None = None
+    response_format: typing.Literal["json", "text"] = "json"
+    temperature: typing.Annotated[float, Field(ge=0, le=1)] | None = None
+
+
 Body = typing.TypeVar("Body", bound=_Body)
 
 _STRICT = ConfigDict(strict=True)
@@ -269,6 +293,21 @@ def parse(model: type[Body], raw: bytes) -> Body:
         if name in _REFUSED and _asks(name, value):
             raise ApiError(400, f"{name}: {_REFUSED[name]}", name, "unsupported_parameter")
     return body
+
+
+def parse_form(model: type[Body], fields: dict[str, str]) -> Body:
+    """The fields of a form, checked.
+
+    Raises:
+      ApiError: 400, naming the first field at fault and never its value.
+    """
+    for name, value in fields.items():
+        if name in _REFUSED_OF_FORMS and value.lower() not in _NOTHING_OF_FORMS:
+            raise ApiError(400, f"{name}: {_REFUSED_OF_FORMS[name]}", name, "unsupported_parameter")
+    try:
+        return model.model_validate({name: value for name, value in fields.items() if name != "file"})
+    except pydantic.ValidationError as error:
+        raise _bad(error) from None
 
 
 def _asks(name: str, value: typing.Any) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.queue import Demand
@@ -10,6 +11,7 @@ from swiftkv_jax.server.generate import Generator
 from swiftkv_jax.server.metrics import Metrics
 from swiftkv_jax.server.service import Service
 from swiftkv_jax.server.settings import HttpSettings
+from swiftkv_jax.server.speech import Listener
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -27,17 +29,20 @@ class Model:
     metrics: Metrics
     service: Service
     generator: Generator
+    listener: Listener
 
     @classmethod
     def of(cls, llm: LLM, settings: HttpSettings) -> "Model":
         metrics = Metrics(llm, settings)
         service = Service(llm, settings, metrics)
-        return cls(settings.model_name, llm.fingerprint, llm, metrics, service, Generator(service))
+        return cls(
+            settings.model_name, llm.fingerprint, llm, metrics, service, Generator(service), Listener(service)
+        )
 
     def card(self, created: int) -> dict:
         """What `/v1/models` says of it; `created` is in Unix seconds."""
         plan = self.llm.model.plan
-        split, share = plan.split_and_share if plan.is_swiftkv else (None, None)
+        split, share = plan.split_and_share if plan.skipped_layers else (None, None)
         return {
             "id": self.name,
             "object": "model",
@@ -66,9 +71,11 @@ class Models:
         }
         self.first = self.by_name[settings.model_name]
         self._services = [model.service for model in self.by_name.values()]
+        self._began = time.monotonic()
 
     def start(self) -> None:
         """Start every engine's thread."""
+        self._began = time.monotonic()
         for service in self._services:
             service.start()
 
@@ -94,6 +101,11 @@ class Models:
         return any(service.dead for service in self._services)
 
     @property
+    def last_words(self) -> str:
+        """Why the server ends, where an engine was given up."""
+        return next(service.last_words for service in self._services if service.dead)
+
+    @property
     def draining(self) -> bool:
         """Whether nothing new is taken."""
         return any(service.draining for service in self._services)
@@ -108,6 +120,21 @@ class Models:
         """Programs compiled while warming up, of how many."""
         done, total = zip(*(service.progress for service in self._services), strict=True)
         return sum(done), sum(total)
+
+    @property
+    def how_far(self) -> str:
+        """The same in words, with the seconds left if the other programs take as long as those so far."""
+        done, total = self.progress
+        said = f"{done} of {total} programs"
+        if not done:
+            return said
+        return f"{said}, about {(total - done) * (time.monotonic() - self._began) / done:.0f} s left"
+
+    @property
+    def warm(self) -> bool:
+        """Whether no program is being compiled for later requests."""
+        done, total = self.progress
+        return self.ready and done == total
 
     def check(self, tenant: str) -> None:
         """Whether any model would take a request of this key's, the least there is.

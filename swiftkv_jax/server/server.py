@@ -15,6 +15,7 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.server.app import Api
 from swiftkv_jax.server.logs import Log
 from swiftkv_jax.server.protocol import protocol
+from swiftkv_jax.server.settings import TELL_S
 
 _LOOK_S = 0.25  # between looks at the engine's health
 _BACKLOG = 2048
@@ -78,21 +79,37 @@ async def serve(api: Api, listener: socket.socket, say: Callable[[str], None]) -
         watching.cancel()
         api.models.stop()
     if api.models.dead:
-        say("error: the engine has stopped; see the log")
+        say(f"error: {api.models.last_words}")
     return int(api.models.dead)
 
 
 async def _progress(api: Api, say: Callable[[str], None]) -> None:
-    """A line for every tenth of the warm-up, and one when all is ready."""
-    began, told = asyncio.get_running_loop().time(), -1
-    while not api.models.ready:
+    """A line for every tenth of the warm-up, and every two seconds until requests are taken; one when they
+    are, and one when nothing is left."""
+    clock = asyncio.get_running_loop().time
+    began, told, ready = clock(), 0, False
+    spoke = began
+    while not (ready and api.models.warm):
         done, total = api.models.progress
-        if total and 10 * done // total > told:
-            told = 10 * done // total
-            say(f"warming up: {done} of {total} programs")
+        if api.models.ready and not ready:
+            ready = True
+            say(f"ready in {clock() - began:.1f} s{_left_to_compile(api)}")
+        elif (total and 10 * done // total > told) or (not ready and clock() - spoke > TELL_S):
+            told, spoke = 10 * done // total if total else 0, clock()
+            how = f": {api.models.how_far}" if total else " has begun"
+            say(f"compiling{how}, {spoke - began:.0f} s so far")
         await asyncio.sleep(0.05)
-    seconds = asyncio.get_running_loop().time() - began
-    say(f"ready in {seconds:.1f} s; {api.metrics.compilations} programs compiled or read from the cache")
+    if not api.settings.warm_up:
+        return
+    count = api.metrics.compilations
+    say(f"all is compiled after {clock() - began:.1f} s: {count} programs, made or read from the cache")
+
+
+def _left_to_compile(api: Api) -> str:
+    """What requests may yet wait for, as the end of a line."""
+    if not api.settings.warm_up:
+        return "; without a warm-up the first requests wait while their programs are compiled"
+    return "" if api.models.warm else f" with {api.models.how_far}; the others are being compiled"
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -26,6 +26,7 @@ from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import Logprob, Request
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.processes import PeerLost
 from swiftkv_jax.server.admission import Admission, Load, Ticket
 from swiftkv_jax.server.errors import ApiError
 from swiftkv_jax.server.readers import Readers, Turns
@@ -70,21 +71,23 @@ class Service:
 
     Attributes:
       llm: its engine belongs to this service alone. draining: nothing new is taken.
-      admission: who may come in. progress: programs compiled while warming up, of how many.
+      admission: who may come in.
     """
 
     def __init__(self, llm: LLM, settings: HttpSettings, observer: Observer):
         self.llm, self.settings, self.observer = llm, settings, observer
         self.draining = False
         self.admission = Admission(llm.settings, settings, observer.refused)
-        self.progress = (0, 0)
+        self._compiled = self._scoring = (0, 0)  # programs in use, of how many
         self._ready = self._stopping = self._dead = False
+        self.last_words = "the engine has stopped; see the log"  # told when it is dead
         self._beat = time.monotonic()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # by request id; the engine's thread only
         self._restarts: list[float] = []
         self._readers = Readers()
         self._scorer = Turns("score")
+        self._warmed: Engine | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -94,6 +97,8 @@ class Service:
         """End the threads; what still runs is dropped."""
         self._stopping = True
         self._calls.put(lambda: None)
+        if self._warmed is not None:
+            self._warmed.cancel_warm_up()
         self._readers.stop()
         self._scorer.stop()
         if self._thread.is_alive():
@@ -118,6 +123,11 @@ class Service:
         compiled = self._ready and self.settings.warm_up
         limit = seconds if compiled else self.settings.warm_up_heartbeat_s
         return time.monotonic() - self._beat > limit
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Programs compiled by the warm-up, of how many; it goes on while the first requests are served."""
+        return self._compiled[0] + self._scoring[0], self._compiled[1] + self._scoring[1]
 
     @property
     def ready(self) -> bool:
@@ -215,13 +225,17 @@ class Service:
         try:
             if self.settings.warm_up:
                 self._warm_up()
-                gc.collect()
-                gc.freeze()  # half a million objects that stay: looking at all of them stops every thread
+                _settle_memory()
             self._ready = True
             while not self._stopping:
                 self._turn()
-        except Exception:
-            log.critical("the engine has stopped\n%s", traceback.format_exc())
+        except Exception as error:
+            if self._stopping:
+                return
+            if isinstance(error, PeerLost):
+                self.last_words = f"the engine has stopped: {error}"
+            else:
+                log.critical("the engine has stopped: \n%s", traceback.format_exc())
             self._dead = True
             self._fail_all()
         while not self._stopping:  # the engine is gone, but callers still wait for an answer
@@ -231,19 +245,40 @@ class Service:
                 log.error("what was left of the engine failed\n%s", traceback.format_exc())
 
     def _warm_up(self) -> None:
-        longest = min(self.settings.max_scored_tokens, self.llm.settings.max_model_len)
-        lengths = score.lengths(longest) if self.llm.scorable else []
+        """Until any request can be run; what else may be needed is compiled while the first ones are."""
+        engine = self._warmed = self.llm.engine
+        limit = self.llm.settings.max_model_len
+        longest = min(self.settings.max_scored_tokens, limit)
+        lengths = score.lengths(longest, limit) if self.llm.scorable else []
+        self._scoring = (0, len(lengths))
 
         def say(done: int, total: int) -> None:
-            self._beat = time.monotonic()
-            self.progress = (done, total + len(lengths))
+            self._beat, self._compiled = time.monotonic(), (done, total)
 
-        done = self.llm.engine.warm_up(say)
-        for number, length in enumerate(lengths):
-            say(done + number, done)
-            with contextlib.suppress(FloatingPointError):  # compiled all the same
-                self.llm.score([0] * length)
-        say(done + len(lengths), done)
+        if self.llm.others.several:  # all processes compile everything, and then go on together
+            engine.warm_up(say)
+        else:
+            engine.begin_warm_up(say)
+        for length in lengths:
+            self._scorer.submit("", partial(self._compile_scoring, length))
+
+    def _compile_scoring(self, length: int) -> None:
+        with contextlib.suppress(FloatingPointError):  # compiled all the same
+            self.llm.score([0] * length)
+        self._calls.put(self._count_scoring)
+
+    def _count_scoring(self) -> None:
+        self._scoring = (self._scoring[0] + 1, self._scoring[1])
+
+    def _go_on_warming(self) -> None:
+        """Take into use what was compiled since the last turn."""
+        engine = self.llm.engine
+        if engine.warming is None:
+            return
+        engine.take_compiled()
+        self._compiled = engine.warming or (self._compiled[1], self._compiled[1])
+        if engine.warming is None:
+            _settle_memory()
 
     def _count_failed(self) -> None:
         self.llm.engine.stats.failed_requests += 1
@@ -253,10 +288,15 @@ class Service:
         engine, before = self.llm.engine, self.llm.engine.restarts
         try:
             self._take_calls(0.0 if engine.busy else _IDLE_S)
+            self._go_on_warming()
             if engine.busy:
                 self._post(engine.step())
                 self._refuse_late()
+        except PeerLost:
+            raise
         except Exception as error:
+            if self._stopping:
+                return
             self._count_restart(traceback.format_exc(), error)
             engine.restart(error)
         else:
@@ -381,7 +421,7 @@ class Service:
             loop.call_soon_threadsafe(post)
 
     def _measure(self, taken: Ticket | None = None) -> None:
-        """Publish the engine's load; `taken` is from now on counted there, or gone."""
+        """Publish the engine's load; `taken` is now counted in the engine's own queue, or has ended."""
         engine = self.llm.engine
         scheduler, stats = engine.scheduler, engine.stats
         load = Load(
@@ -393,3 +433,9 @@ class Service:
         )
         self.admission.publish(load, taken)
         self.observer.stepped(engine, load)
+
+
+def _settle_memory() -> None:
+    """Half a million objects stay, and looking at all of them stops every thread: it is not done again."""
+    gc.collect()
+    gc.freeze()

@@ -4,6 +4,7 @@ import dataclasses
 
 from swiftkv_jax.checks import choice
 
+TELL_S = 2.0  # between lines that say what goes on, while a server starts
 REFUSALS = (429, 503, 529)  # statuses that clients wait after, and try again
 
 
@@ -15,7 +16,8 @@ class HttpSettings:
       model_name: what `/v1/models` lists and requests may name.
       api_keys: any one of them opens every route; none: no key is asked for.
       metrics_key: opens `/metrics`, and nothing else. None: one key opens it too, one of several does not.
-      max_body_bytes, max_body_chunks, body_timeout_s: of one request's body.
+      max_body_bytes, max_body_chunks, body_timeout_s: of one request's body. max_audio_bytes: of one with
+        sound.
       max_headers, max_header_bytes, header_timeout_s: of one request's head.
       max_connections: open at once. max_requests_per_key: running or waiting, each completion counted; None:
         with two keys or more, half of all places, else no cap.
@@ -38,6 +40,7 @@ class HttpSettings:
     api_keys: tuple[str, ...] = ()
     metrics_key: str | None = None
     max_body_bytes: int = 2 * 2**20
+    max_audio_bytes: int = 25 * 2**20  # OpenAI's own bound
     max_body_chunks: int = 8192
     body_timeout_s: float = 10.0
     max_headers: int = 64

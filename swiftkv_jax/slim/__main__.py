@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import math
 import sys
-from functools import partial
 from pathlib import Path
 
 from swiftkv_jax.analysis import command, plots
@@ -20,9 +19,7 @@ from swiftkv_jax.cache import EIGHT_BIT
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder, save_pretrained
 from swiftkv_jax.checks import above, choice
 from swiftkv_jax.config import DTYPES
-from swiftkv_jax.distill.sources import open_documents
 from swiftkv_jax.errors import Parser, UsageError, exit_code
-from swiftkv_jax.folder import DEMO
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rows import FORMS
@@ -31,10 +28,8 @@ from swiftkv_jax.slim import choose, texts
 from swiftkv_jax.slim.calibrate import Candidate, Found, candidates, converted
 from swiftkv_jax.slim.choose import Choice, Measured
 from swiftkv_jax.slim.measure import distance
-from swiftkv_jax.text.tokenizer import load_tokenizer
 
 AUTO, MAX_KL = "auto", 1e-3
-_TEXT = DEMO / "corpus.jsonl.xz"
 
 
 def parser() -> Parser:
@@ -89,12 +84,16 @@ def convert(args: argparse.Namespace) -> dict:
     model, params = from_pretrained(folder)
     if model.plan.forms != ("kv",):
         raise UsageError(f"{args.model} is converted already: give the plain model it was made of")
+    if model.plan.cross:
+        raise UsageError(
+            f"{args.model} has an encoder, and this command measures decoders: use to_slim (docs/slim.md)"
+        )
     dtype = args.cache_dtype or model.dtype
     choice("--cache-dtype", dtype, (*DTYPES, *EIGHT_BIT))
     plain = Transformer(model.config, model.plan, "float32")
     work = Work(plain, params, dtype, args.forms, args.max_kl)
     forms, refused = work.candidates_of()
-    fit, kept = _text(args.text, folder, model)
+    fit, kept = texts.read(args.text, folder, model.config)
     rows = sorted(candidates(plain, params, fit, kept, forms, dtype), key=lambda found: found.row)
     if not forms:  # of the model, not of a row
         rows = [dataclasses.replace(row, refused=refused) for row in rows]
@@ -115,7 +114,7 @@ def convert(args: argparse.Namespace) -> dict:
     slim, made = converted(model, params, picks)
     result = {
         "model": str(args.model),
-        "text": str(args.text or _TEXT.name),
+        "text": str(args.text or texts.DEFAULT.name),
         "fit_tokens": fit.count,
         "kept_tokens": kept.count,
         "forms": args.forms,
@@ -132,16 +131,6 @@ def convert(args: argparse.Namespace) -> dict:
     save_pretrained(args.out, slim, made)
     plots.slim_errors(_curves(result["rows"]), args.out / "slim.png")
     return command.save(result, args.out, "slim")
-
-
-def _text(text: str | None, folder: Path, model: Transformer) -> tuple[texts.Pieces, texts.Pieces]:
-    tokenizer = load_tokenizer(folder)
-    documents = open_documents([text or str(_TEXT)])
-    ids = texts.encoded(
-        documents, tokenizer.encode, partial(tokenizer.encode_chat, add_generation_prompt=False)
-    )
-    config = model.config
-    return texts.halves(ids, config.hidden_size, config.max_position_embeddings, config.vocab_size)
 
 
 def _every_row(rows: list[Found], cost) -> dict[str, dict[str, float]]:

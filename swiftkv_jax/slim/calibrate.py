@@ -16,9 +16,9 @@ import numpy as np
 
 from swiftkv_jax import weights
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
-from swiftkv_jax.layers import linear, queries, rms_norm
+from swiftkv_jax.layers import after, before, linear, queries
 from swiftkv_jax.model import Made, Transformer, angles_and_segments, embed, normalised, through
-from swiftkv_jax.rows import FORMS, rounded
+from swiftkv_jax.rows import FORMS, reader_of, rounded
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.slim.texts import Pieces
 from swiftkv_jax.surgery import SINGULAR, between, condition, to_slim
@@ -105,7 +105,7 @@ def candidates(
 
 def _begin(model: Transformer, params: PyTree, batch: Pieces) -> _Stream:
     at, segments = angles_and_segments(model.config, jnp.asarray(batch.tokens), None, None)
-    return _Stream(batch.real, at, segments, embed(model, params, jnp.asarray(batch.tokens)), {})
+    return _Stream(batch.real, at, segments, embed(model, params, jnp.asarray(batch.tokens), None), {})
 
 
 def _advance(model: Transformer, params: PyTree, layer: int, stream: _Stream) -> _Stream:
@@ -205,9 +205,10 @@ def _with_output_error(c: Candidate, model: Transformer, params: PyTree, half, h
     slim, made = converted(model, params, [c])
     off = of = 0.0
     for stream, inputs in zip(half, h, strict=True):
-        args = weights.layer(params, layer)["attentions"][0], stream.x, inputs, stream.at, stream.segments
-        want = _output(model, layer, "kv", None, weights.row(params, c.row), *args)[stream.real]
-        got = _output(slim, layer, c.form, dtype, weights.row(made, c.row), *args)[stream.real]
+        args = stream.x, inputs, stream.at, stream.segments
+        p, q = (weights.layer(tree, layer)["attentions"][0] for tree in (params, made))
+        want = _output(model, layer, "kv", None, weights.row(params, c.row), p, *args)[stream.real]
+        got = _output(slim, layer, c.form, dtype, weights.row(made, c.row), q, *args)[stream.real]
         off, of = off + float(jnp.sum((got - want) ** 2)), of + float(jnp.sum(want**2))
     return dataclasses.replace(c, output_error=float(np.sqrt(off / of)))
 
@@ -218,7 +219,7 @@ def _output(model: Transformer, layer: int, form: str, dtype, row: PyTree, p, x,
     config, how = model.config, FORMS[form]
     made = how.make(config, row, h, at)
     made = made if dtype is None else rounded(made, dtype)
-    k, v = how.keys_values(config, how.reader(row), made, at)
-    q = queries(config, p, rms_norm(x, p["norm"], config.rms_norm_eps), at)
+    k, v = how.keys_values(config, reader_of(how, how.reader(row), p), made, at)
+    q = queries(config, p, before(config, p, x), at)
     mixed = causal_attention(q, k, v, segments, config.windows[layer])
-    return linear(mixed.reshape(*x.shape[:-1], -1), p["o_proj"])
+    return after(config, p, linear(mixed.reshape(*x.shape[:-1], -1), p["o_proj"]))

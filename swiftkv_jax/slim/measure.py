@@ -31,7 +31,7 @@ def _logits(model: Transformer, params: PyTree, tokens: Array, dtype) -> Array:
     at, segments = angles_and_segments(model.config, tokens, None, None)
     store = (lambda made: made) if dtype is None else partial(rounded, dtype=dtype)
     return logits(
-        model, params, through(model, params, embed(model, params, tokens), at, segments, store=store).x
+        model, params, through(model, params, embed(model, params, tokens, None), at, segments, store=store).x
     )
 
 

@@ -2,14 +2,21 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill.sources import open_documents
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.folder import DEMO
 from swiftkv_jax.shapes import Bool, Int
+from swiftkv_jax.text.tokenizer import load_tokenizer
 
 NEEDED, MOST = 8, 16  # tokens to fit on, for each of a layer's inputs: at least, and at most
 KEPT = 8192  # tokens to measure on, at most
+DEFAULT = DEMO / "corpus.jsonl.xz"
 _PIECE, _BATCH = 512, 4  # tokens of a piece at most; pieces at once
 
 
@@ -67,6 +74,14 @@ def halves(documents: Iterable[list[int]], inputs: int, context: int, vocab: int
     if most >= vocab:
         raise UsageError(f"token id {most} is outside the model's vocabulary of {vocab}: another tokenizer?")
     return fit, kept
+
+
+def read(text: str | None, folder: Path, config: ModelConfig) -> tuple[Pieces, Pieces]:
+    """`halves` of a file of documents, or of the demo's corpus, for the model in `folder`."""
+    tokenizer = load_tokenizer(folder)
+    documents = open_documents([text or str(DEFAULT)])
+    ids = encoded(documents, tokenizer.encode, partial(tokenizer.encode_chat, add_generation_prompt=False))
+    return halves(ids, config.hidden_size, config.max_position_embeddings, config.vocab_size)
 
 
 def _pieces(documents: list[list[int]], most: int, context: int) -> Pieces:

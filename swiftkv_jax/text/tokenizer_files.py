@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from swiftkv_jax.config_json import FAMILIES
 from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.families import FAMILIES
 from swiftkv_jax.folder import bounded, read_json
 
 _LINKED = "tokenizer.json tokenizer.model spiece.model vocab.json merges.txt chat_template.jinja".split()

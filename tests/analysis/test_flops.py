@@ -188,7 +188,7 @@ def test_table_counts_the_programs_own_matmuls(plan):
     def prompt(params, tokens):
         """What every prompt token runs: the lower layers and the makers of the upper rows."""
         at, segments = angles_and_segments(model.config, tokens, None, None)
-        x = embed(model, params, tokens)
+        x = embed(model, params, tokens, None)
         x = through(model, params, x, at, segments, range(plan.depth)).x
         return [made.arrays for made in rows_at(model, params, plan.depth, x, at).values()]
 
@@ -257,7 +257,7 @@ def test_distillation_counts_the_programs_own_matmuls(split, share, shared, trai
         params = steps.merge(trained, frozen.student)
         at, segments = angles_and_segments(config, tokens, None, None)
         below, top = range(split), range(split, 5)
-        x = embed(model, params, tokens)
+        x = embed(model, params, tokens, None)
         low = jax.lax.stop_gradient(through(model, params, x, at, segments, below))
         again = low if shared else jax.lax.stop_gradient(through(model, params, x, at, segments, below))
         teacher, own = steps.teacher_of(model, params, frozen)

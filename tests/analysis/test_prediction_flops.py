@@ -14,6 +14,7 @@ from swiftkv_jax.analysis.prediction_flops import (
     pairs,
     prediction_table,
     pruned,
+    pruning_as_run,
     published,
     random_pruning,
     static_pruning,
@@ -127,6 +128,23 @@ def test_shares_of_pairs_that_people_have(base, auxiliary, shares):
     assert [round(t["total"] / t["full_depth"], 3) for t in tables] == pytest.approx(shares, abs=1e-9)
 
 
+@pytest.mark.parametrize("probe", [0, 1])
+def test_pruning_as_it_is_run_is_counted_token_by_token(probe):
+    """Of 7 tokens ceil(0.5 * 7) = 4 stay; a probe reads all of them in the first layer."""
+    base = Sizes(width=8, head_dim=2, heads=(4, 2), kv_heads=(2, 1), ffn=(12, 16), extra=0)
+    dense = [
+        2 * 8 * (2 * heads * 2 + 2 * rows * 2 + 3 * ffn) for heads, rows, ffn in ((4, 2, 12), (2, 1, 16))
+    ]
+
+    def cost(tokens, layers):
+        seen = sum(range(1, tokens + 1))
+        return sum(tokens * dense[i] + 4 * seen * base.heads[i] * 2 for i in range(layers))
+
+    want = cost(7, 2) / (cost(4, 2) + cost(7, probe))
+    assert pruning_as_run(base, 0.5, 7, probe) == pytest.approx(want, rel=1e-12)
+    assert pruning_as_run(base, 1.0, 7) == 1.0
+
+
 def test_layers_that_differ_move_the_published_figures():
     """LazyLLM prunes the deeper layers of OpenELM, which are the larger ones."""
     base = OPENELM["1.1B"]
@@ -157,4 +175,5 @@ def test_the_command_prints_every_model(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in REDUCTIONS) and "11.18" in out
+    assert all(f"{name:20} {known}" in out for name, known in {"RP 0.5": "2.00", "SP 0.25": "2.00"}.items())
     assert main(["--nonsense"]) == 2

@@ -59,6 +59,17 @@ def test_the_step_that_trains_a_predictor_fits(config, where, trained):
     assert used < has
 
 
+@pytest.mark.parametrize(
+    "config",
+    ["llama3_2_1b", "qwen2_5_0_5b", "qwen2_5_1_5b", "qwen3_0_6b", "qwen3_4b", "smollm2_1_7b"],
+)
+def test_the_recipes_for_one_gpu_fit_an_h100(config):
+    code, out, err = compile_only("--config", f"configs/{config}.py", "--topology", "h100:1x1x1")
+    assert code == 0, err
+    used, has = gib(out)
+    assert used < has == 79.11
+
+
 def test_one_chip_is_too_small():
     code, out, err = compile_only("--config", "configs/llama8b.py", "--topology", "v5e:1x1")
     assert code == 1, err

@@ -58,3 +58,24 @@ def test_a_context_of_131072_tokens_fits():
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
     assert used - memory.alias_size_in_bytes < flops.CHIPS["TPU v5"].memory
     assert "splash_mqa_fwd" in text and "131072,131072]" not in text
+
+
+@functools.cache
+def on_hopper(attention: str | None) -> float:
+    """Bytes moved by the same 2 layers on 4 H100s."""
+    whole = load_experiment("llama8b")
+    experiment = dataclasses.replace(
+        whole,
+        architecture=dataclasses.replace(whole.architecture, num_layers=2, windows=()),
+        plan=PlanConfig(split=1),
+        data=dataclasses.replace(whole.data, batch_size=4),
+        attention=AttentionConfig(gpu=attention),
+    )
+    return hlo.bytes_moved(compile_step(experiment, topology("h100:1x1x4")[1])[1])
+
+
+def test_with_cudnn_no_scores_are_counted_on_hopper():
+    """What stands in for it moves whole arrays, at least once forward and once backward in each layer."""
+    with_cudnn = on_hopper("cudnn")
+    row = 8192 * 32 * 128 * 2
+    assert 2 * (4 + 9) * row < with_cudnn < on_hopper(None) - 4 * 32 * 8192 * 8192

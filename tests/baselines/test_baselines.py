@@ -13,6 +13,7 @@ import pytest
 from plain_numpy import Kept, Lazy, Numpy, Skipping
 from tiny_models import ODD, PLAIN, tiny
 
+from swiftkv_jax import baselines
 from swiftkv_jax.baselines import FFNSkip, LazyLLM, RandomPruning, StaticPruning, dense, generate, read
 from swiftkv_jax.baselines.dense import State, Work
 from swiftkv_jax.baselines.pruning import chosen
@@ -234,6 +235,43 @@ def test_an_answer_does_not_depend_on_neighbours_or_padding(params, rows, follow
     jax.tree.map(np.testing.assert_array_equal, followed(params, SOME[name], spoilt, lengths), together)
 
 
+@pytest.mark.parametrize("name", SOME)
+def test_tokens_that_follow_are_judged_as_ones_that_were_generated(params, rows, follow, name):
+    """By the steps that the oracles above agree with; padded to other sizes."""
+    tokens, lengths = rows
+    row, size = 0, int(lengths[0])
+    prompt, after = tokens[row, :size].tolist(), tokens[row, size : size + EXTRA].tolist()
+    got, likeliest = baselines.follow(MODEL, params, SOME[name], prompt, after)
+    steps = follow(SOME[name]).logits[:EXTRA, row].astype(np.float64)
+    want = steps - np.log(np.exp(steps).sum(-1, keepdims=True))
+    close(got, want[np.arange(EXTRA), after])
+    assert likeliest.tolist() == (want.argmax(-1) == after).tolist()
+
+
+def test_a_stream_of_tokens_is_what_is_generated(params):
+    prompt, baseline = [5, 6, 7, 8, 9, 1, 2, 3, 11], SOME["random"]
+    want = generate(MODEL, params, baseline, [prompt], 20)[0]
+    assert list(baselines.stream(MODEL, params, baseline, prompt, 20)) == want
+    likeliest = baselines.follow(MODEL, params, baseline, prompt, want)[1]
+    assert likeliest.all() and len(set(want)) > 1
+
+
+def test_a_system_is_known_by_its_name_and_fields():
+    assert baselines.named("lazy_llm", start=0.75, end=0.5) == LazyLLM(start=0.75, end=0.5)
+    assert baselines.named("ffn_skip", threshold=0.9, warm_up=2) == FFNSkip(threshold=0.9, warm_up=2)
+    for make, said in (
+        (
+            lambda: baselines.named("lazyllm"),
+            "baseline must be one of .* not 'lazyllm'; did you mean 'lazy_llm'",
+        ),
+        (lambda: baselines.named("lazy_llm", start=1.0, ends=1.0), "no field 'ends'; did you mean 'end'"),
+        (lambda: baselines.named("lazy_llm", start=1.0), "lazy_llm needs end: give end=NUMBER"),
+        (lambda: baselines.named("static_pruning", keep=2.0), r"keep must be in \(0, 1\], not 2.0"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            make()
+
+
 def test_flops_are_those_counted_by_hand():
     """PLAIN: width 48, FFN 40, 4 query heads and 2 kv heads of 12; 4 layers. A prompt of 10 tokens."""
     model, params = tiny(PLAIN, KVPlan.standard(4))
@@ -280,6 +318,10 @@ def test_bad_values_are_refused_in_one_line(params):
     ):
         with pytest.raises(UsageError, match=said):
             generate(MODEL, params, baseline, prompts, 1)
+    with pytest.raises(UsageError, match="at least one token to read before those that are judged"):
+        baselines.follow(MODEL, params, NOTHING["lazy"], [], [1])
+    with pytest.raises(UsageError, match="leave none of 5"):
+        baselines.check(MODEL, cold)
     student = to_swiftkv(MODEL, params, KVPlan.swiftkv(LAYERS, 2))
     with pytest.raises(UsageError, match="give the teacher, not a student"):
         generate(*student, NOTHING["lazy"], [[1]], 1)

@@ -6,19 +6,21 @@ import shutil
 
 import hf_models
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers_made import make_tokenizer
 
 from swiftkv_jax import predict
-from swiftkv_jax.checkpoint.adapter import from_pretrained, save_pretrained
+from swiftkv_jax.checkpoint.adapter import check_tokenizers, from_pretrained, save_pretrained
 from swiftkv_jax.checkpoint.generation import read_generation_config
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import Prediction
 from swiftkv_jax.predict import Predicted
+from swiftkv_jax.text.tokenizer import load_tokenizer
 
 READS = (0, 0, 1, 1)
 
@@ -139,6 +141,34 @@ def test_an_auxiliary_of_another_tokenizer_is_refused(copy):
     make_tokenizer(copy / "auxiliary", bos=False)
     with pytest.raises(UsageError, match="have different tokenizers"):
         from_pretrained(copy)
+
+
+@pytest.mark.parametrize("padding", [0, 24])
+def test_vocabularies_of_one_tokenizer_may_be_padded_to_other_sizes(made, tmp_path, padding):
+    """As Qwen2.5's are, 151936 and 152064: with the auxiliary's below the base's 304, and above it."""
+    folder, model, params = made
+    count = load_tokenizer(folder / "base").vocab_size
+    small = hf_models.build("qwen3", seed=2, vocab_size=count + padding, num_hidden_layers=2)
+    make_tokenizer(hf_models.save(small, tmp_path / "small"))
+    auxiliary, its = from_pretrained(tmp_path / "small")
+    assert auxiliary.config.vocab_size != model.base.config.vocab_size
+    whole = Predicted(model.base, auxiliary, Prediction(READS))
+    predictor = predict.uniform(whole, jax.random.key(1))
+    parts = {"base": params["base"], "auxiliary": its, "predictor": predictor}
+    save_pretrained(tmp_path / "out", whole, parts)
+    again, tree = from_pretrained(tmp_path / "out")
+    assert again == whole
+    tokens = jnp.asarray(hf_models.tokens(9) % count)
+    got, want = (predict.forward(whole, p, tokens) for p in (tree, parts))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_an_auxiliary_that_knows_less_than_the_tokenizer_is_refused(made, tmp_path):
+    folder, _, _ = made
+    small = hf_models.build("qwen3", vocab_size=200, num_hidden_layers=2)
+    make_tokenizer(hf_models.save(small, tmp_path / "small"))
+    with pytest.raises(UsageError, match=r"has \d+ tokens and the model in .*small knows 200"):
+        check_tokenizers(folder / "base", tmp_path / "small")
 
 
 def spoil(path, **changes):

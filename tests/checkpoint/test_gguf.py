@@ -113,7 +113,7 @@ def test_rope_scaling_is_read_from_keys(tmp_path):
     path = gguf_made.write(tmp_path / "model.gguf", model, metadata=keys)
     np.testing.assert_allclose(ours(path), gguf_made.logits(model, IDS), atol=1e-4)
     for key, value, message in (
-        ("type", "longrope", "rope_type 'longrope' is not supported"),
+        ("type", "ntk", "rope_type 'ntk' is not supported"),
         ("attn_factor", 1.5, "does not take attn_factor"),
     ):
         gguf_made.write(path, model, metadata=keys | {f"qwen2.rope.scaling.{key}": value})

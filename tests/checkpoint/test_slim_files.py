@@ -59,6 +59,24 @@ def test_what_is_written_is_read_back(plain, plan, forms, tmp_path):
         assert f"model.layers.{last}.self_attn.{part}{suffix}.weight" in names
 
 
+@pytest.mark.parametrize("forms", ["v v v v", "x x x x", "k v x kv"])
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_rows_of_values_and_of_inputs_are_read_back_and_leave_the_plain_model(family, forms, tmp_path):
+    theirs = hf_models.make(family)
+    plain, params = skv.from_pretrained(hf_models.save(theirs, tmp_path / "plain"))
+    slim, made = skv.to_slim(plain, params, forms.split())
+    skv.save_pretrained(tmp_path / "slim", slim, made)
+    read, again = skv.from_pretrained(tmp_path / "slim")
+    assert read.plan == slim.plan and same(made, again)
+    off, kv = skv.from_pretrained(tmp_path / "slim", slim=False)
+    assert off.plan == plain.plan and same(params, kv)
+    own = [name for name in load_file(tmp_path / "slim" / "model.safetensors") if ".vk_proj." in name]
+    assert len(own) == forms.split().count("v") and all(name.endswith(".weight") for name in own)
+    ids = hf_models.tokens(20)
+    plainly = hf_models.load(tmp_path / "slim")
+    np.testing.assert_array_equal(hf_models.torch_logits(plainly, ids), hf_models.torch_logits(theirs, ids))
+
+
 def test_the_file_says_values_as_a_linear_map_of_keys(plain, slim):
     """values = kv_proj(keys), weight [out, in], for keys with their bias."""
     tensors = {
@@ -80,7 +98,7 @@ def test_transformers_reads_the_plain_model(plain, slim):
     model, params = skv.from_pretrained(slim)
     assert model.plan.forms == ("k", "kv")
     got = jax.jit(lambda p, t: logits(model, p, forward(model, p, t)))(params, ids)
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
 
 
 def test_an_llm_serves_what_the_file_says_or_the_plain_model(plain, slim):

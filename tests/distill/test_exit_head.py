@@ -53,7 +53,7 @@ def prepared(loss=LOSSES):
 
 def entering_split(model, params, b: Batch):
     at, segments = angles_and_segments(model.config, b.tokens, b.positions, b.segments)
-    x = embed(model, params, b.tokens)
+    x = embed(model, params, b.tokens, None)
     return through(model, params, x, at, segments, range(model.plan.depth)).x
 
 

@@ -7,16 +7,18 @@ import jax
 import pytest
 
 from swiftkv_jax import sharding, weights
+from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import Experiment, from_package, load_experiment, override
+from swiftkv_jax.distill.config import Experiment, from_package, load_experiment
+from swiftkv_jax.distill.fields import override, rows, table
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.folder import DEMO
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-OTHERS = ("tiny", "tiny_kvp", "demo_teacher", "mha_teacher", "paper_recipe")
+OTHERS = ("tiny", "tiny_kvp", "demo_teacher", "mha_teacher", "paper_recipe", "one_gpu")
 # KV prediction: billions of the base and the auxiliary (model cards); the predictor by hand, two biased maps
 # for each row of the base.
 PREDICTED = {
@@ -27,15 +29,31 @@ OTHERS += tuple(PREDICTED)
 PUBLISHED = sorted(p.stem for p in CONFIGS.glob("*.py") if p.stem not in OTHERS)
 
 # Total parameters in billions (model cards), and trained ones by the paper's rule, worked out by hand:
-# (L - split) * (D*N*H + 2*D*K*H) + D, plus q, k and v biases where the family has them.
+# (L - split) * (D*N*H + 2*D*K*H) + D, plus biases and norms of q, k and v where the family has them.
 SIZES = {
     "llama8b": (8.030, 16 * (4096 * 4096 + 2 * 4096 * 1024) + 4096),
+    "llama8b_reference": (8.030, 16 * (4096 * 4096 + 2 * 4096 * 1024) + 4096),
     "llama8b_128k": (8.030, 16 * (4096 * 4096 + 2 * 4096 * 1024) + 4096),
     "llama70b": (70.554, 40 * (8192 * 8192 + 2 * 8192 * 1024) + 8192),
     "llama405b": (405.853, 63 * (16384 * 16384 + 2 * 16384 * 1024) + 16384),
     "llama3_2_3b": (3.213, 11 * (3072 * 3072 + 2 * 3072 * 1024) + 3072),
     "mistral_small": (22.247, 28 * (6144 * 6144 + 2 * 6144 * 1024) + 6144),
     "qwen2_5_14b": (14.770, 12 * (5120 * 5120 + 2 * 5120 * 1024 + 5120 + 2 * 1024) + 5120),
+    "llama3_2_1b": (1.236, 6 * (2048 * 2048 + 2 * 2048 * 512) + 2048),
+    "qwen2_5_0_5b": (0.494, 6 * (896 * 896 + 2 * 896 * 128 + 896 + 2 * 128) + 896),
+    "qwen2_5_1_5b": (1.544, 7 * (1536 * 1536 + 2 * 1536 * 256 + 1536 + 2 * 256) + 1536),
+    "qwen3_0_6b": (0.596, 7 * (1024 * 2048 + 2 * 1024 * 1024 + 2 * 128) + 1024),
+    "qwen3_4b": (4.022, 9 * (2560 * 4096 + 2 * 2560 * 1024 + 2 * 128) + 2560),
+    "smollm2_1_7b": (1.711, 8 * (2048 * 2048 + 2 * 2048 * 2048) + 2048),
+}
+# Those for one GPU, and the published config.json whose values they have.
+ONE_GPU = {
+    "llama3_2_1b": "meta-llama--Llama-3.2-1B-Instruct",
+    "qwen2_5_0_5b": "Qwen--Qwen2.5-0.5B-Instruct",
+    "qwen2_5_1_5b": "Qwen--Qwen2.5-1.5B-Instruct",
+    "qwen3_0_6b": "Qwen--Qwen3-0.6B",
+    "qwen3_4b": "Qwen--Qwen3-4B",
+    "smollm2_1_7b": "HuggingFaceTB--SmolLM2-1.7B-Instruct",
 }
 
 
@@ -60,6 +78,16 @@ def test_recipe_trains_the_papers_share(name):
     # own weights in place of those that the student trains.
     assert weights.count(frozen.student) == total - trained
     assert weights.count(frozen.teacher) <= trained + weights.count(recipe_rows(student))
+
+
+@pytest.mark.parametrize("name", ONE_GPU)
+def test_a_recipe_for_one_gpu_has_the_published_architecture_and_a_row_at_a_time(name):
+    e = load_experiment(name)
+    file = CONFIGS.parent / "tests" / "published_configs" / f"{ONE_GPU[name]}.json"
+    assert e.architecture == ModelConfig.from_hf(file)
+    assert ONE_GPU[name].replace("--", "/") == e.model
+    assert e.data.batch_size == e.optimizer.accumulate == 16 and e.data.seq_len == 4096
+    assert tuple(e.held_out()) == (2048, 4096)
 
 
 @pytest.mark.parametrize("name", PREDICTED)
@@ -136,6 +164,22 @@ def test_set_changes_one_field_and_nothing_else(tiny):
 def test_a_bad_assignment_names_the_way_out(tiny, assignment, message):
     with pytest.raises(UsageError, match=message):
         override(tiny, [assignment])
+
+
+def test_every_field_has_a_meaning_and_set_knows_it(tiny):
+    told = rows()
+    assert not [name for name, _, _, meaning in told if not meaning]
+    names = {name for name, *_ in told}
+    assert {"name", "data.sources", "plan.split", "optimizer.beta2", "predict.keep", "steps"} <= names
+    for name in names:
+        try:
+            override(tiny, [f"{name}=?"])
+        except UsageError as error:
+            assert "unknown key" not in str(error) or name.startswith("predict."), "that one has no predict"
+    assert ("optimizer.clip", "float", "1.0", "the gradient's global norm is cut to this.") in told
+    assert table("mesh").count("default") == 4 and table("steps").splitlines()[0] == "steps  int, default 0"
+    with pytest.raises(UsageError, match="no field 'optimiser'; did you mean 'optimizer'"):
+        table("optimiser")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def batches(count: int = 3) -> list[Batch]:
 def streams(model, params, batch: Batch) -> list[np.ndarray]:
     """[tokens, D] float64: what enters each layer, of the real tokens."""
     at, segments = angles_and_segments(model.config, batch.tokens, batch.positions, batch.segments)
-    x, out = embed(model, params, batch.tokens), []
+    x, out = embed(model, params, batch.tokens, None), []
     for layer in range(model.config.num_layers):
         out.append(np.asarray(x, np.float64)[batch.segments > 0])
         x = through(model, params, x, at, segments, range(layer, layer + 1)).x

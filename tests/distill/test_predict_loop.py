@@ -25,8 +25,8 @@ from swiftkv_jax.distill.config import (
     PredictionLossConfig,
     from_package,
     load_experiment,
-    override,
 )
+from swiftkv_jax.distill.fields import override
 from swiftkv_jax.distill.main import main
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams

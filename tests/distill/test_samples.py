@@ -141,7 +141,7 @@ def test_the_demo_corpus_splits_by_source_file():
         sources=(str(DEMO / "corpus.jsonl.xz"),), seq_len=256, batch_size=2, split="held_out"
     )
     loader = DataLoader(settings, load_tokenizer(DEMO / "tokenizer"))
-    documents = [loader.samples.documents[i].id for i in loader.samples.indices]
+    documents = [loader.samples.documents[int(i)].id for i in loader.samples.indices]
     others = {d.id.split("#")[0] for d in loader.samples.documents} - {d.split("#")[0] for d in documents}
     assert len(documents) > 5
     assert {split_of(d) for d in documents} == {"held_out"}

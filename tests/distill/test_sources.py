@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 
+from swiftkv_jax.distill.config import load_experiment
 from swiftkv_jax.distill.sources import open_documents, split_of
 from swiftkv_jax.errors import UsageError
 
@@ -66,7 +67,9 @@ BROKEN = [
     ("{", "not JSON"),
     ('["text"]', "a row is an object, not list"),
     ('{"txt": "x"}', 'neither "text" nor "messages"'),
-    ('{"text": 3}', "neither"),
+    ('{"text": 3}', '"text" is int'),
+    ('{"instruction": "x", "output": 3}', '"output" is int'),
+    ('{"prompt": [], "completion": []}', "at least one"),
     ('{"text": "\\ud800"}', "surrogate"),
     ('{"messages": []}', "at least one"),
     ('{"messages": [{"role": "user"}]}', 'needs "role" and "content"'),
@@ -120,7 +123,12 @@ def test_packed_files_cut_short_or_scrambled(tmp_path, suffix, pack):
     "name, content, expected",
     [
         ("absent.jsonl", None, "absent.jsonl does not exist$"),
-        ("x.csv", "a,b", "x.csv is none of .txt"),
+        ("x.xlsx", "a,b", "x.xlsx is none of .txt"),
+        ("x.parquet.gz", "a,b", "x.parquet.gz is none of .txt"),
+        ("x.parquet", "a,b", "cannot read .*x.parquet"),
+        ("x.csv", "", "x.csv has no first line that names its columns"),
+        ("x.csv", "a,b", "x.csv holds no documents"),
+        ("no*.jsonl", None, r"no\*.jsonl does not exist$"),
         ("empty.jsonl", "\n\n", "empty.jsonl holds no documents"),
         ("x.json", '{"text": "x"}', "x.json must hold a list"),
         ("x.json", "[", "x.json: not JSON"),
@@ -189,11 +197,49 @@ def test_openhermes_and_slimorca(hub):
     assert {d.id for d in documents} == {sha256(content.encode()).hexdigest()}
 
 
+def test_the_sources_of_the_published_recipes_load_together(hub):
+    """Rows of the columns that the hub's parquet files have, from the paper's data and the reference's."""
+    asked, answer = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+    moderation = {"categories": {"hate": False}, "category_scores": {"hate": 1e-5}, "flagged": False}
+    ultra = {"prompt": "hi", "prompt_id": "f0e3", "messages": CHAT}
+    orca = {"id": "flan.1", "system_prompt": "", "question": "2 + 2?", "response": "4"}
+    lmsys = {
+        "conversation_id": "ab12",
+        "model": "vicuna-13b",
+        "conversation": [{"content": turn["content"], "role": turn["role"]} for turn in CHAT],
+        "turn": 1,
+        "language": "English",
+        "openai_moderation": [moderation, moderation],
+        "redacted": False,
+    }
+    hub("HuggingFaceH4/ultrachat_200k", "train_sft", [ultra])
+    hub("Open-Orca/OpenOrca", "train", [orca, orca | {"id": "flan.2", "system_prompt": "Be brief."}])
+    hub("nvidia/AceMath-Instruct-Training-Data", "general_sft_stage2", [{"messages": [asked], "answer": "4"}])
+    hub("lmsys/lmsys-chat-1m", "train", [lmsys, lmsys | {"conversation_id": "cd34"}])
+    sources = load_experiment("llama8b_reference").data.sources
+    found = open_documents(["hf://HuggingFaceH4/ultrachat_200k", *sources])
+    assert [(d.id, d.messages) for d in found] == [
+        ("f0e3", tuple(CHAT)),
+        ("flan.1", (asked, answer)),
+        ("flan.2", ({"role": "system", "content": "Be brief."}, asked, answer)),
+        (found[3].id, (asked, answer)),
+        ("ab12", tuple(CHAT)),
+        ("cd34", tuple(CHAT)),
+    ]
+    names = ["Open-Orca/OpenOrca", "nvidia/AceMath-Instruct-Training-Data", "lmsys/lmsys-chat-1m"]
+    assert [d.messages for d in open_documents([f"hf://{name}" for name in names])] == [
+        d.messages for d in list(found)[1:]
+    ], "the same splits without naming them"
+
+
 def test_other_datasets_by_their_columns(hub):
     hub("some/books", "train", [{"text": "one", "id": "b#1"}, {"text": "", "id": "b#2"}])
     assert [(d.id, d.text) for d in open_documents(["hf://some/books"])] == [("b#1", "one"), ("b#2", "")]
     hub("some/table", "train", [{"question": "x"}])
-    with pytest.raises(UsageError, match=r"hf://some/table has no column text.* its columns are question"):
+    with pytest.raises(
+        UsageError,
+        match=r"hf://some/table has no columns of a known form .* its columns are question: name them",
+    ):
         open_documents(["hf://some/table"])
     hub("some/mixed", "train", [{"text": "one"}, {"text": None}])
     with pytest.raises(UsageError, match=r"hf://some/mixed, row 1: neither"):

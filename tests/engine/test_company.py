@@ -1,16 +1,28 @@
-"""What a greedy answer owes to those who run beside it: in bfloat16, what rounding decides and no more."""
+"""What a greedy answer owes to those who run beside it: in bfloat16, what rounding decides and no more; in
+batch-invariant mode, nothing."""
 
 import dataclasses
 
 import jax
 import numpy as np
+import pytest
 import tiny_engine as tiny
 
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.engine.request import Request, SamplingParams
+from swiftkv_jax.errors import UsageError
 
 MARGIN = 0.05  # nats: bfloat16 has 8 bits, and a product is rounded by the number of rows beside it
 PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)
+
+
+def narrow(plan: str, **changes) -> LLM:
+    """An LLM in bfloat16."""
+    model, params = tiny.model(plan)
+    params = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    return LLM.from_model(
+        dataclasses.replace(model, dtype="bfloat16"), params, tiny.Bytes(), **tiny.SIZES | changes
+    )
 
 
 def gap(alone, beside) -> float:
@@ -25,10 +37,7 @@ def gap(alone, beside) -> float:
 
 def test_company_changes_a_bfloat16_answer_only_where_two_tokens_are_as_likely():
     """Beyond the margin a difference would be a fault, of the cache or of the batch, and no rounding."""
-    model, params = tiny.model("acrosskv")
-    narrow = jax.tree.map(lambda x: x.astype("bfloat16"), params)
-    settings = tiny.SIZES | {"prefix_caching": False}
-    llm = LLM.from_model(dataclasses.replace(model, dtype="bfloat16"), narrow, tiny.Bytes(), **settings)
+    llm = narrow("acrosskv", prefix_caching=False)
     prompts = tiny.prompts(np.random.default_rng(5).integers(1, 40, 32), seed=7)
     beside = llm.generate(prompts, PARAMS, use_tqdm=False)
     found = [
@@ -36,3 +45,86 @@ def test_company_changes_a_bfloat16_answer_only_where_two_tokens_are_as_likely()
         for prompt, output in zip(prompts, beside, strict=True)
     ]
     assert max(found) <= MARGIN, found
+
+
+KINDS = (  # of the company: whatever sampling needs runs in the same programs
+    PARAMS,
+    SamplingParams(temperature=1.0, seed=3, max_tokens=7, top_p=0.9, repetition_penalty=1.3, n=2),
+    SamplingParams(temperature=0.0, max_tokens=9, bad_words=["ab", "e"], ignore_eos=True),
+)
+
+
+def in_company(llm: LLM, prompts: list[list[int]], seed: int) -> list:
+    """The first completion of each prompt, asked for at random moments, beside random other requests."""
+    random, asked, found = np.random.default_rng(seed), [], {}
+    waiting = list(random.permutation(len(prompts)))
+    while waiting or llm.engine.busy:
+        if waiting and random.random() < 0.5:
+            asked.append(index := waiting.pop())
+            coming = [named(llm, prompts[index], PARAMS, f"p{index}")]
+            stranger = random.integers(0, 256, random.integers(1, 40)).tolist()
+            kind = KINDS[random.integers(len(KINDS))]
+            coming.append(named(llm, stranger, kind, f"s{index}"))
+            llm.engine.add(*coming)
+        if asked and random.random() < 0.1:
+            llm.engine.abort(f"s{random.choice(asked)}")
+        for group in llm.engine.step() if llm.engine.busy else ():
+            found[group.request.request_id] = group
+    return [found[f"p{index}"].output().outputs[0] for index in range(len(prompts))]
+
+
+def named(llm: LLM, prompt: list[int], params: SamplingParams, name: str) -> Request:
+    return dataclasses.replace(llm.request(prompt, params), request_id=name)
+
+
+def bits(completion) -> list:
+    """Every token with its log probability and its neighbour's, as they are."""
+    return [sorted((token, entry.logprob) for token, entry in each.items()) for each in completion.logprobs]
+
+
+@pytest.mark.parametrize("plan", ["acrosskv", pytest.param("standard", marks=pytest.mark.slow)])
+def test_in_batch_invariant_mode_company_changes_no_bit_of_a_bfloat16_answer(plan):
+    """With a prefix cache, and so few pages that requests wait for them."""
+    prompts = tiny.prompts(np.random.default_rng(5).integers(1, 40, 12), seed=7)
+    prompts += [prompts[i][:16] + prompts[i + 1][:9] for i in range(6)]  # these begin like others
+    llm = narrow(plan, batch_invariant=True, num_pages=26)
+    alone = [llm.generate([prompt], PARAMS, use_tqdm=False)[0].outputs[0] for prompt in prompts]
+    llm.engine.count_anew()
+    beside = in_company(llm, prompts, seed=1)
+    assert [bits(one) for one in beside] == [bits(one) for one in alone]
+    assert llm.stats["preemptions"] == 0 and llm.stats["prefix_hits"] > 0
+
+
+def test_generated_tokens_are_not_found_by_prompts_in_batch_invariant_mode():
+    """A decode launch made their rows, and a step, which rounds otherwise, makes those of a prompt."""
+    llm = tiny.make(batch_invariant=True)
+    (first,) = llm.generate([[1] * 17], dataclasses.replace(tiny.GREEDY, max_tokens=16), use_tqdm=False)
+    llm.generate([[1] * 17 + first.outputs[0].token_ids + [2]], tiny.GREEDY, use_tqdm=False)
+    assert llm.stats["prefix_hits"] == 16  # of 32 whose pages are full
+
+
+def test_words_of_several_tokens_are_forbidden_in_batch_invariant_mode_too():
+    """The host looks at every token of these, and lets a decode launch give them one at a time."""
+    llm = tiny.make(batch_invariant=True)
+    prompts = tiny.prompts(range(4, 16))
+    free = tiny.tokens(llm.generate(prompts, tiny.GREEDY, use_tqdm=False))
+    prompt, answer, at = next(
+        (prompt, answer, at)
+        for prompt, answer in zip(prompts, free, strict=True)
+        for at in range(1, 9)
+        if max(answer[at : at + 2]) < 128
+    )
+    word = bytes(answer[at : at + 2]).decode()
+    params = dataclasses.replace(tiny.GREEDY, bad_words=[word])
+    ((found,),) = [tiny.tokens(llm.generate([prompt], params, use_tqdm=False))]
+    assert found[: at + 1] == answer[: at + 1] and word not in bytes(t for t in found if t < 128).decode()
+
+
+def test_batch_invariant_mode_has_three_programs():
+    assert tiny.make(batch_invariant=True).engine.warm_up() == 3
+
+
+@pytest.mark.parametrize("other", [{"drafts": 2}, {"exit_threshold": 0.9}])
+def test_batch_invariant_mode_guesses_nothing(other):
+    with pytest.raises(UsageError, match="batch_invariant guesses no tokens"):
+        tiny.make(batch_invariant=True, **other)

@@ -116,7 +116,7 @@ def poisoned(llm: LLM, token: int):
     return params | {"embed": params["embed"].at[token].set(jnp.nan)}
 
 
-def test_who_shares_a_faulty_prompt_and_leaves_makes_nobody_find_it_again():
+def test_no_page_of_a_faulty_prompt_is_cached_when_a_request_that_shares_it_is_aborted():
     """Pages are shared as soon as they are written, and NaN is seen only where a token is sampled: by then
     another may hold them too, and leave before it comes to see it."""
     llm, (prompt,) = make(max_num_batched_tokens=16), tiny.prompts((45,))
@@ -148,7 +148,7 @@ def test_who_shares_a_faulty_prompt_and_leaves_makes_nobody_find_it_again():
 
 
 @pytest.mark.parametrize("steps, callers", [(1, 1), (2, 1), (1, 2)])
-def test_who_leaves_in_the_midst_of_a_faulty_prompt_makes_nobody_find_it(steps, callers):
+def test_no_page_of_a_faulty_prompt_is_cached_when_it_is_aborted_half_way(steps, callers):
     """Nothing was sampled yet, so nobody has seen that it is NaN: its pages are not kept; whole ones are."""
     llm, (prompt,) = make(max_num_batched_tokens=16), tiny.prompts((45,))
     prompt = [200 if i == 3 else t % 200 for i, t in enumerate(prompt)]

@@ -129,7 +129,7 @@ def test_prefixes_are_shared_within_a_salt_only():
     llm, prompt = make(), tiny.prompts((40,))[0]
     for salt, read in (("a", 40), ("b", 40), ("a", 8), ("", 40)):
         request = llm.request(prompt, GREEDY, salt=salt)
-        before = llm.engine.stats.prompt_tokens if "engine" in vars(llm) else 0
+        before = llm.engine.stats.prompt_tokens
         llm.engine.add(request)
         while llm.engine.busy:
             llm.engine.step()

@@ -165,7 +165,7 @@ def test_a_head_that_agrees_is_always_right(monkeypatch):
 def both_heads(net, params, ids):
     """(exit head's, model's) logits at every position, by full-sequence functions that know no cache."""
     at, segments = angles_and_segments(net.config, ids, None, None)
-    x, depth = embed(net, params, ids), net.plan.depth
+    x, depth = embed(net, params, ids, None), net.plan.depth
     below = through(net, params, x, at, segments, range(depth)).x
     return exit_logits(net, params, below), logits(net, params, through(net, params, x, at, segments).x)
 

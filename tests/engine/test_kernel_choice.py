@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import types
 
 import pytest
@@ -9,7 +10,7 @@ import tiny_engine as tiny
 
 from swiftkv_jax import processes
 from swiftkv_jax.engine import kernels
-from swiftkv_jax.engine.kernels import calls_of, choose
+from swiftkv_jax.engine.kernels import calls_of, choose, in_force
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.names import named
 from swiftkv_jax.engine.settings import Settings
@@ -17,7 +18,9 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.check.decide import Decision
 from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.rope import NONE, RopeConfig
 
+FREE = {"num_kv_heads": 4, "rope": RopeConfig(rope_type=NONE)}  # of rotary embedding, and multi-head
 GPU, TPU = Machine("gpu", "a GPU", "1"), Machine("tpu", "a TPU")
 
 
@@ -26,6 +29,7 @@ GPU, TPU = Machine("gpu", "a GPU", "1"), Machine("tpu", "a TPU")
     [
         ("pallas_gpu", {"decode": "pallas_gpu", "chunk": "pallas_gpu", "fill": "pallas_gpu"}, set()),
         ("decode=xla", {"decode": "xla"}, {"decode"}),
+        ("write=pallas_tpu", {"write": "pallas_tpu"}, {"write"}),
         ("attention=xla", {"decode": "xla", "chunk": "xla"}, {"decode", "chunk"}),
         (
             "cudnn, decode = pallas_gpu",
@@ -34,7 +38,7 @@ GPU, TPU = Machine("gpu", "a GPU", "1"), Machine("tpu", "a TPU")
         ),
         (
             "native_cpu,scoring=xla",
-            {"decode": "native_cpu", "chunk": "native_cpu", "scoring": "xla"},
+            {"decode": "native_cpu", "chunk": "native_cpu", "write": "native_cpu", "scoring": "xla"},
             {"scoring"},
         ),
     ],
@@ -50,7 +54,7 @@ def test_names_are_for_all_operations_that_have_them_or_for_one(text, want, own)
         ("", "no operation has ''"),
         (
             "decod=xla",
-            "no operation 'decod': attention, decode, chunk, fill, scoring; did you mean 'decode'?",
+            "no operation 'decod': attention, decode, chunk, fill, write, scoring; did you mean 'decode'?",
         ),
         ("fill=cudnn", "fill has no 'cudnn'; it has reference, xla, pallas_tpu, pallas_gpu"),
         ("chunk=", "chunk has no ''"),
@@ -87,7 +91,8 @@ def test_what_the_check_found_runs_and_gives_the_same_tokens(model, asked, monke
     llm = LLM.from_model(*model, **tiny.SIZES)
     (calls, machine, _, _) = asked[0]
     assert [call.kind for call in calls] == ["decode", "chunk", "fill"] and machine == GPU
-    how = {"how": "checked on a GPU"}
+    how = {"how": "checked on a GPU", "write": llm.kernels["write"]}
+    assert how["write"] in ("native_cpu", "xla") and llm.settings.write is None  # nothing to choose from
     assert llm.kernels == {"decode": "xla", "chunk": "xla_one_turn", "fill": "xla"} | how
     prompts = tiny.prompts((5, 33))
     want = [tiny.greedy(*model, prompt, 5) for prompt in prompts]
@@ -99,6 +104,7 @@ def test_what_the_check_found_runs_and_gives_the_same_tokens(model, asked, monke
         "decode": "xla_one_turn",
         "chunk": "xla_one_turn",
         "fill": "unfused",
+        "write": how["write"],
         "how": "the safe ones",
     }
 
@@ -118,7 +124,7 @@ def test_a_name_for_all_leaves_out_a_fill_that_has_no_row():
     assert llm.settings.fill is None and llm.kernels["decode"] == "reference"
 
 
-def test_on_a_cpu_nothing_is_checked(model, asked):
+def test_no_kernel_is_checked_on_a_cpu(model, asked):
     llm = LLM.from_model(*model, **tiny.SIZES)
     assert not asked and llm.settings.attention is None
     assert llm.kernels["decode"] in ("native_cpu", "xla") and llm.kernels["how"] == "this platform's"
@@ -130,7 +136,9 @@ def test_a_tpu_that_this_process_has_is_not_checked(model, monkeypatch, tmp_path
     monkeypatch.setattr(kernels.machines, "taken", lambda: True)
     net, settings = model[0], Settings(max_model_len=64)
     chosen = choose(net.config, net.plan, net.dtype, settings, machine=TPU, folder=tmp_path / "kept")
-    assert chosen.settings.attention == "decode=xla,chunk=xla" and chosen.settings.fill is None
+    assert chosen.settings.attention == "decode=xla_one_turn,chunk=xla_one_turn"
+    assert chosen.settings.fill is None
+    assert chosen.settings.write == "xla"
     assert "--kernels report" in caplog.text and caplog.text.count("\n") == 1
 
 
@@ -141,11 +149,12 @@ def test_calls_are_those_of_the_engine():
     settings = Settings(
         max_model_len=60, page_size=8, max_num_seqs=3, max_num_batched_tokens=64, cache_dtype="int8"
     )
-    decode, chunk, fill = calls_of(net.config, net.plan, net.dtype, settings)
+    decode, chunk, fill, write = calls_of(net.config, net.plan, net.dtype, settings)
     assert (decode.heads, decode.kv_heads, decode.width, decode.stored) == (8, 2, 20, "int8")
     assert (decode.capacity, decode.lanes, decode.page, decode.windows) == (64, 3, 8, (None, 9))
     assert chunk == dataclasses.replace(decode, kind="chunk") and chunk.block == 64 and chunk.tokens == 64
     assert (fill.rows, fill.dim, fill.bias, fill.k_norm) == (2, 48, True, True)
+    assert write == dataclasses.replace(decode, kind="write", operation="page_write")
     half = calls_of(net.config, net.plan, net.dtype, settings, shards=2)
     assert {(call.heads, call.kv_heads) for call in half} == {(4, 1)}
 
@@ -154,11 +163,28 @@ def test_rows_of_keys_alone_are_checked_by_their_own_operation():
     plan = KVPlan.standard(tiny.LAYERS).stored_as("k")
     net, _ = tiny.make_model(KVPlan.standard(tiny.LAYERS), num_kv_heads=4)
     calls = calls_of(net.config, plan, net.dtype, Settings(max_model_len=64))
-    assert {call.operation for call in calls} == {"k_cache_attention"}
+    assert [call.operation for call in calls] == ["k_cache_attention"] * 2 + ["page_write"]
+    assert (calls[2].kv_heads, calls[2].width) == (1, net.config.kv_width)  # one scale a token
     assert calls[0].known(("xla_one_turn", "xla", "cudnn")) == ("xla_one_turn", "xla")
     shared = calls_of(net.config, plan, net.dtype, Settings(max_model_len=64), shards=2)
     assert shared == calls  # every device has them all
     chosen = choose(net.config, plan, net.dtype, Settings(max_model_len=64, kernels="xla"), machine=GPU)
+    assert chosen.settings.attention == "decode=xla_one_turn,chunk=xla_one_turn"
+
+
+@pytest.mark.parametrize("form, width", [("v", 80), ("x", 48)])
+def test_rows_of_values_or_inputs_are_checked_and_told_by_their_own_operation(form, width):
+    """And an LLM says which implementation of that it is: C++ on a CPU with a compiler."""
+    config = dataclasses.replace(tiny.make_model(tiny.PLANS["standard"])[0].config, **FREE)
+    plan, settings = tiny.PLANS["standard"].stored_as(form), Settings(max_model_len=64)
+    decode, chunk, write = calls_of(config, plan, "float32", settings)
+    assert [call.operation for call in (decode, chunk)] == ["x_cache_attention"] * 2
+    assert (decode.row, decode.rope, write.width) == (width, False, width)
+    assert decode.known(("xla_one_turn", "cudnn", "pallas_gpu")) == ("xla_one_turn", "pallas_gpu")
+    told = in_force(config, plan, "float32", settings)
+    here = "xla" if shutil.which("c++") is None and shutil.which("g++") is None else "native_cpu"
+    assert (told["decode"], told["chunk"]) == (here, here)
+    chosen = choose(config, plan, "float32", dataclasses.replace(settings, kernels="xla"), machine=GPU)
     assert chosen.settings.attention == "decode=xla_one_turn,chunk=xla_one_turn"
 
 

@@ -13,6 +13,7 @@ import torch
 
 import swiftkv_jax as skv
 from swiftkv_jax import weights
+from swiftkv_jax.engine.kernels import slower
 from swiftkv_jax.model import forward, logits
 
 NEW = 8
@@ -60,6 +61,23 @@ def full(model, params, tokens):
     return logits(model, params, forward(model, params, tokens))
 
 
+def stepped(model, params, tokens, first: int) -> np.ndarray:
+    """Logits [2, T, V] of `step`, which reads two sequences in two chunks, the first of `first` tokens."""
+    length = tokens.shape[1]
+    cache = skv.Cache.dense(model.config, model.plan, 2, length, jnp.float32)
+    step = jax.jit(functools.partial(skv.step, model))
+    served, found = weights.split_layers(model.config, model.plan, params), []
+    for start, stop in ((0, first), (first, length)):
+        count = stop - start
+        places = np.tile(np.arange(start, stop), 2).astype(np.int32)
+        starts = np.array([0, count, 2 * count], np.int32)
+        every = np.arange(2 * count, dtype=np.int32)
+        ids = tokens[:, start:stop].reshape(-1).astype(np.int32)
+        out, cache = step(served, ids, places, starts, every, cache)
+        found.append(np.asarray(out).reshape(2, count, -1))
+    return np.concatenate(found, axis=1)
+
+
 SERVED = {
     "heads of 20, prompts whole": pytest.param({"head_dim": 20}, {}, marks=pytest.mark.slow),
     "Qwen's biases, heads of 80, mixed forms, chunks of 16": (
@@ -86,12 +104,29 @@ def test_greedy_tokens_equal_transformers(fields, changes, tmp_path):
 
 
 def test_a_kernel_that_cannot_read_keys_is_refused_at_the_start(llama):
-    with pytest.raises(skv.UsageError, match="k_cache_attention has no 'native_cpu'; it has reference, xla"):
-        skv.LLM.from_model(*llama[2], max_model_len=40, attention="native_cpu")
+    with pytest.raises(skv.UsageError, match="k_cache_attention has no 'cudnn'; it has reference, xla"):
+        skv.LLM.from_model(*llama[2], max_model_len=40, attention="cudnn")
     with pytest.raises(
         skv.UsageError, match="of form kv; this one is standard with rows of form k: give None"
     ):
         skv.LLM.from_model(*llama[2], max_model_len=40, fill="xla")
+
+
+@pytest.mark.parametrize(
+    ("heads", "form", "platform", "stored", "said"),
+    [
+        (16, "k", "cpu", "float32", True),
+        (15, "k", "cpu", "float32", False),
+        (8, "k", "cpu", "int8", True),
+        (16, "kv", "cpu", "float32", False),
+        (16, "k", "gpu", "float32", False),
+    ],
+)
+def test_rows_of_keys_of_many_heads_are_said_to_be_slow_on_a_cpu(heads, form, platform, stored, said, llama):
+    _, (plain, _), (slim, _) = llama
+    config = dataclasses.replace(slim.config, num_heads=heads, num_kv_heads=heads)
+    reason = slower(config, (slim if form == "k" else plain).plan, platform, stored)
+    assert (f"{heads} heads share each row" in reason) == said == bool(reason)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
@@ -123,18 +158,9 @@ def test_rows_of_keys_under_swiftkv_agree_with_rows_of_keys_and_values(llama, sh
     got = full(slim, keys, tokens)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
 
-    cache = skv.Cache.dense(slim.config, slim.plan, 2, 30, jnp.float32)
-    whole = skv.Cache.dense(model.config, model.plan, 2, 30, jnp.float32)
-    assert 2 * cache.bytes_per_token == whole.bytes_per_token
-    step = jax.jit(functools.partial(skv.step, slim))
-    served = weights.split_layers(slim.config, slim.plan, keys)
-    for start, stop in ((0, 13), (13, 30)):
-        count = stop - start
-        places = np.tile(np.arange(start, stop), 2).astype(np.int32)
-        starts = np.array([0, count, 2 * count], np.int32)
-        every = np.arange(2 * count, dtype=np.int32)
-        out, cache = step(served, tokens[:, start:stop].reshape(-1), places, starts, every, cache)
-        np.testing.assert_allclose(out, want[:, start:stop].reshape(-1, 101), rtol=0, atol=1e-4)
+    half, whole = (skv.Cache.dense(m.config, m.plan, 2, 30, jnp.float32) for m in (slim, model))
+    assert 2 * half.bytes_per_token == whole.bytes_per_token
+    np.testing.assert_allclose(stepped(slim, keys, tokens, 13), want, rtol=0, atol=1e-4)
 
 
 def test_eight_bit_rows_of_keys_do_not_depend_on_chunks(tmp_path):
@@ -211,8 +237,8 @@ def test_qwen_biases_stay_in_the_values(tmp_path):
     model, params = skv.to_slim(*skv.from_pretrained(hf_models.save(theirs, tmp_path)))
     ids = hf_models.tokens(20)
     want = hf_models.torch_logits(theirs, ids)
-    got = full(model, params, ids)
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
+    for got in (full(model, params, ids), stepped(model, params, ids, 7)):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
     llm = skv.LLM.from_model(model, params, max_model_len=40)
     first = [o.outputs[0].token_ids[0] for o in llm.generate(ids.tolist(), GREEDY, use_tqdm=False)]
     assert first == want[:, -1].argmax(-1).tolist()

@@ -68,7 +68,7 @@ KINDS = (
 )
 
 
-def test_neighbours_never_matter():
+def test_answers_do_not_depend_on_the_batch():
     """Each kind of request alone, with only its own machinery compiled, and in a batch of all kinds."""
     llm, prompts = make(), tiny.prompts((4, 30, 11, 17, 6))
     together = llm.generate(prompts, list(KINDS), use_tqdm=False)

@@ -6,7 +6,7 @@ import jax
 import pytest
 import tiny_engine as tiny
 
-from swiftkv_jax.engine import runner
+from swiftkv_jax import predict
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.memory import taken, working_bytes
 from swiftkv_jax.engine.settings import empty_pools, settle
@@ -26,21 +26,21 @@ KINDS = {
 def make(kind: str) -> LLM:
     model, params = tiny.make_model(KVPlan.swiftkv(3, 1, 2), exit_head=True, num_layers=3)
     if "auxiliary" in kind:
-        pair = Predicted(model, model, Prediction.nearest(2, (0, 1)))
-        params = {"base": params, "auxiliary": params, "predictor": uniform(pair, jax.random.key(0))}
+        small, own = predict.layer_pruned(model, params, range(3))  # an auxiliary has no exit head
+        pair = Predicted(model, small, Prediction.nearest(2, (0, 1)))
+        params = {"base": params, "auxiliary": own, "predictor": uniform(pair, jax.random.key(0))}
         model = pair
     sizes = {"max_num_seqs": 6, "max_model_len": 64, "max_num_batched_tokens": 64}
     return LLM.from_model(model, params, tiny.Bytes(), **sizes, **KINDS[kind])
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW if KINDS[kind] else ()) for kind in KINDS])
-def test_no_program_takes_more_than_is_kept_for_the_largest(kind, monkeypatch):
+def test_no_program_takes_more_than_is_kept_for_the_largest(kind):
     """Of all that a warm-up compiles. The pools are small, so that they could not hide anything."""
-    llm, calls, compiled = make(kind), [], runner._compiled
-    monkeypatch.setattr(runner, "_compiled", lambda some: calls.extend(some) or compiled(some))
+    llm = make(kind)
+    calls = [program.call for program in llm.engine.runner.programs()]
     kept = working_bytes(llm.model, llm.params, llm.mesh, llm.settings)
-    llm.engine.warm_up()
-    assert len(calls) >= 16
+    assert len(calls) >= 10
     assert max(taken(call) for call in calls) <= kept
     more = dataclasses.replace(llm.settings, num_pages=4 * llm.settings.num_pages)
     assert working_bytes(llm.model, llm.params, llm.mesh, more) == kept
@@ -49,10 +49,13 @@ def test_no_program_takes_more_than_is_kept_for_the_largest(kind, monkeypatch):
 class Device:
     """One of so many bytes, some in use."""
 
-    def __init__(self, limit: int, used: int):
-        self._stats = {"bytes_limit": limit, "bytes_in_use": used}
+    process_index = 0
 
-    def memory_stats(self) -> dict[str, int]:
+    def __init__(self, limit: float, used: int, platform: str = "tpu"):
+        self._stats = {"bytes_limit": limit, "bytes_in_use": used}
+        self.platform = platform
+
+    def memory_stats(self) -> dict[str, float]:
         return self._stats
 
 
@@ -69,3 +72,14 @@ def test_the_pool_takes_all_that_is_left_and_no_page_more():
         settle(wanted, llm.model, [Device(used + working, used)], None, lambda settings: working)
     named = dataclasses.replace(wanted, num_pages=7)  # then nothing is compiled to find out
     assert settle(named, llm.model, [Device(1, 1)], None, lambda settings: 1 // 0).num_pages == 7
+
+
+@pytest.mark.parametrize("asked, of_card", [(0.9, 0.9), (0.5, 0.5), (1.0, 0.9)])
+def test_a_fraction_of_a_gpu_is_of_the_card_and_counts_once(asked, of_card, monkeypatch):
+    """JAX knows as its limit only the part of the card that it was given."""
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.9")
+    llm, used, card = make("plain"), 10**6, 2 * 10**7
+    wanted = dataclasses.replace(llm.settings, num_pages=None, memory_fraction=asked, max_num_seqs=10**6)
+    (two,) = empty_pools(llm.model, dataclasses.replace(wanted, num_pages=1))
+    found = settle(wanted, llm.model, [Device(0.9 * card, used, "gpu")], None, lambda settings: 0)
+    assert found.num_pages == int((of_card * card - used) / (two.nbytes / 2)) - 1

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import gc
+import re
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +143,26 @@ def test_a_named_fill_keeps_the_makers_once():
         scored[fill] = [next(iter(one.values())).logprob for one in llm.score(prompt)[1:]]
     assert owned["xla"] == owned[None] - 4 * llm.model.config.hidden_size  # the gain of the shared norm
     np.testing.assert_allclose(scored["xla"], scored[None], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reason", "flags"),
+    [
+        ("a page of 8 tokens: 64, 128", ["--page-size"]),
+        ("float32 queries: bfloat16", ["--dtype"]),
+        ("float32 queries of float32 rows: bfloat16 queries, rows int8", ["--dtype", "--cache-dtype"]),
+        ("512 query heads of a kv head: at most 64", ["--max-num-batched-tokens"]),
+        ("heads 20 wide: 64, 128", []),
+    ],
+)
+def test_a_refusal_says_which_flag_a_user_can_change(reason, flags, monkeypatch):
+    refusing = Implementation(lambda *_, **__: None, lambda *_, **__: reason)
+    monkeypatch.setitem(PAGED_ATTENTION, "refusing", refusing)
+    with pytest.raises(UsageError) as raised:
+        LLM.from_model(*tiny.make_model(tiny.PLANS["acrosskv"]), **SIZES, attention="refusing")
+    said, _, way_out = str(raised.value).rpartition("; ")
+    assert said == f"paged_attention: refusing does not support {reason}"
+    assert re.findall(r"--[\w-]+", way_out) == [*flags, "--kernels"]
 
 
 def test_cudnn_scores_on_a_gpu_alone():

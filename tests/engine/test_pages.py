@@ -102,7 +102,7 @@ TestTraffic.settings = hypothesis.settings(max_examples=40, stateful_step_count=
 
 
 @pytest.mark.soak
-def test_the_books_balance_over_forty_thousand_steps():
+def test_page_references_balance_over_forty_thousand_steps():
     settings = hypothesis.settings(max_examples=400, stateful_step_count=100, deadline=None)
     hypothesis.stateful.run_state_machine_as_test(Traffic, settings=settings)
 
@@ -167,7 +167,7 @@ def test_no_key_within_its_equal_share_loses_a_page_to_another(turns):
             assert now >= min(len(names), 4) and now == pages.owned[each]
 
 
-def test_what_nobody_vouches_for_is_found_while_it_is_used_and_not_kept():
+def test_unvalidated_pages_are_shared_while_in_use_and_not_cached_afterwards():
     pages = Pages(3)
     (page,) = pages.allocate(1)
     pages.name(page, b"x", (1,))

@@ -120,7 +120,7 @@ def test_the_base_reads_a_longer_tail(tail):
     assert llm.stats["prompt_tokens"] == sum(tiny.LENGTHS)
 
 
-def test_who_is_preempted_reads_again_by_the_same_rule():
+def test_a_preempted_sequence_is_read_again_by_the_same_rule():
     """Prompt tokens with the auxiliary, generated ones with the base."""
     params = dataclasses.replace(tiny.GREEDY, max_tokens=30)
     prompts = tiny.prompts((20, 23, 9, 14), seed=5)
@@ -198,17 +198,69 @@ def test_scores_are_those_of_what_is_served():
 
 
 @pytest.mark.slow
-def test_eight_bit_pools_do_not_depend_on_chunks():
-    outputs = [tiny.tokens(tiny.run(make(cache_dtype="int8", max_num_batched_tokens=n))) for n in (9, 64)]
-    assert outputs[0] == outputs[1]
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_eight_bit_pools_do_not_depend_on_chunks(dtype):
+    outputs = [tiny.tokens(tiny.run(make(cache_dtype=dtype, max_num_batched_tokens=n))) for n in (9, 64)]
+    assert outputs[0] == outputs[1] != wanted()
+
+
+def test_who_is_more_urgent_is_answered_first_and_nobody_otherwise():
+    llm, prompts = make(max_num_seqs=1), tiny.prompts(tiny.LENGTHS)[:3]
+    asked = [llm.request(prompt, tiny.GREEDY) for prompt in prompts]
+    urgent = [dataclasses.replace(request, priority=-i) for i, request in enumerate(asked)]
+    done = list(llm.run(urgent))
+    assert [number for number, _ in done] == [2, 1, 0]
+    answers = [output.outputs[0].token_ids for _, output in sorted(done, key=lambda pair: pair[0])]
+    assert answers == wanted()[:3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan, tail", [("standard", 1), ("swiftkv", 1), ("standard", 3)])
+def test_three_hundred_prompts_in_any_company_are_answered_as_alone(plan, tail):
+    """Ragged ones that often begin alike, of 1 and of `tail` tokens too, under chunks, lanes, pages and pools
+    of several sizes over NaN: prefix hits, preemptions, and second turns among them."""
+    random, found, counts = np.random.default_rng(5), [], {"prefix_hits": 0, "preemptions": 0}
+    shared = tiny.prompts((40,), seed=12)[0]
+    prompts = [[1], [2] * tail]
+    for number in range(254):
+        begun = shared[: random.integers(0, 32)] if number % 2 else []
+        prompts.append([*begun, *random.integers(0, 256, random.integers(1, 18)).tolist()])
+    setups = (
+        {"max_num_batched_tokens": 7, "num_pages": 22},
+        {"page_size": 3, "max_num_seqs": 3, "max_num_batched_tokens": 32, "num_pages": 30},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_pages": 20, "steps_per_launch": 8},
+        {"prefix_caching": False, "steps_per_launch": 1},
+    )
+    for number, setup in enumerate(setups):
+        llm, mine = make(plan, tail, **setup), prompts[number::4]
+        poison(llm)
+        answers = tiny.tokens(tiny.run(llm, mine))
+        turns = [[*prompt, *answer, 3] for prompt, answer in zip(mine[:11], answers, strict=False)]
+        found += list(zip(mine, answers, strict=True))
+        found += list(zip(turns, tiny.tokens(tiny.run(llm, turns)), strict=True))
+        for name in counts:
+            counts[name] += llm.stats[name]
+        assert tiny.all_free(llm.engine)
+    assert len(found) == 300 and all(counts.values()), counts
+    wrong = [prompt for prompt, answer in found if answer != definition(plan, prompt, tail)]
+    assert not wrong
+
+
+@pytest.mark.slow
+def test_a_base_that_is_its_own_auxiliary_answers_three_hundred_prompts_as_alone():
+    own_words(300)
 
 
 def test_a_base_that_is_its_own_auxiliary_answers_as_it_does_alone():
+    own_words(40)
+
+
+def own_words(count: int) -> None:
     base, params = tiny.model("standard")
     model = Predicted(base, base, Prediction(tuple(range(tiny.LAYERS))))
     parts = {"base": params, "auxiliary": params, "predictor": predict.identity(model)}
     llm = LLM.from_model(model, parts, tiny.Bytes(), **tiny.SIZES)
-    prompts = tiny.prompts(np.random.default_rng(1).integers(1, 50, 40), seed=7)
+    prompts = tiny.prompts(np.random.default_rng(1).integers(1, 50, count), seed=7)
     want = tiny.tokens(tiny.run(tiny.make("standard"), prompts))
     assert tiny.tokens(tiny.run(llm, prompts)) == want
 
@@ -255,6 +307,8 @@ def test_what_cannot_be_served_is_refused():
         make(tail=2).score([1, 2, 3])
     with pytest.raises(UsageError, match="scoring 'xla' reads prompts by one model"):
         make(scoring="xla")
+    with pytest.raises(UsageError, match="drafter 'exit' needs an exit head"):
+        make(drafts=1, drafter="exit")
     base, params = tiny.model("standard")
     short, short_params = tiny.make_model(KVPlan.standard(4), max_position_embeddings=32)
     model = Predicted(base, short, Prediction((0, 1, 2, 3)))
@@ -262,3 +316,29 @@ def test_what_cannot_be_served_is_refused():
     assert LLM.from_model(model, parts).settings.max_model_len == 32
     with pytest.raises(UsageError, match=r"auxiliary's context, must be in \[1, 32\], not 64"):
         LLM.from_model(model, parts, max_model_len=64)
+
+
+@pytest.mark.parametrize("asked", [{"fill": "xla"}, {"kernels": "fill=xla"}], ids=["fill", "kernels"])
+def test_a_fill_for_the_auxiliary_is_refused_and_one_for_the_base_is_not(asked):
+    """Two students: what makes the base's upper rows by name cannot make the auxiliary's."""
+    student, params = tiny.model("swiftkv")
+    model = Predicted(student, student, Prediction(tuple(range(tiny.LAYERS))))
+    parts = {"base": params, "auxiliary": params, "predictor": predict.identity(model)}
+    with pytest.raises(UsageError, match=r"fill .*xla' cannot make the auxiliary's .* name no fill"):
+        LLM.from_model(model, parts, **tiny.SIZES, **asked)
+    with pytest.raises(UsageError, match="cannot make the auxiliary's upper rows"):
+        LLM.from_model(model, parts, **tiny.SIZES).replace(**asked)
+    assert make("swiftkv", **asked).settings.fill == "xla"
+
+
+def test_ids_that_the_auxiliary_has_no_embedding_of_are_refused():
+    """A base whose vocabulary is padded further: what it generates is its own affair."""
+    base, params = tiny.model("standard")
+    small, small_params = tiny.make_model(KVPlan.standard(2), seed=3, **AUXILIARY, vocab_size=tiny.VOCAB - 2)
+    model = Predicted(base, small, Prediction((0, 0, 1, 1)))
+    parts = {"base": params, "auxiliary": small_params, "predictor": pair()[1]["predictor"]}
+    llm = LLM.from_model(model, parts, tiny.Bytes(), **tiny.SIZES)
+    with pytest.raises(UsageError, match=r"token id 256 is outside the vocabulary \[0, 256\)"):
+        llm.generate([[1, 256, 3]], use_tqdm=False)
+    with pytest.raises(UsageError, match=r"token id 257 is outside the vocabulary \[0, 256\)"):
+        llm.score([1, 257])

@@ -7,7 +7,9 @@ CASES = {
     "standard on 4": 1 / 4,
     "acrosskv by XLA and pages on 2": 1 / 2,
     "int8 rows on 4": 1 / 4,
+    "a norm over all heads on 4": 1 / 4,
     "keys alone on 4": 1.0,  # a value is made of all of a key
+    "prediction on 4": 1 / 4,  # of the base's pool
 }
 
 
@@ -24,7 +26,7 @@ def test_tokens_equal_one_devices_and_each_has_its_share_of_the_cache(report, ca
 @pytest.mark.slow
 def test_tokens_equal_one_devices_with_every_plan_and_form():
     found = found_on(4, "tensor_worker.py", "more")
-    assert len(found) == 9 and all(case["same"] for case in found.values()), found
+    assert len(found) == 13 and all(case["same"] for case in found.values()), found
 
 
 def test_attention_does_not_communicate_and_a_step_little(report):
@@ -37,6 +39,7 @@ def test_a_folder_is_loaded_by_several_devices(report):
 
 
 def test_devices_that_do_not_fit_are_refused_in_one_line(report):
-    heads, devices = report["refused"]
+    heads, devices, auxiliary = report["refused"]
     assert heads == ("3 devices cannot share 4 query heads and 2 kv heads: tensor parallelism takes 1, 2, 4")
     assert devices == "tensor_parallel_size must be from 1 to 4, the devices that JAX finds, not 8"
+    assert auxiliary.startswith("the auxiliary model: 4 devices cannot share 3 query heads and 1 kv heads")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from swiftkv_jax.kernels.causal_attention import api, cudnn, native_cpu, splash
+from swiftkv_jax.kernels.causal_attention import api, cudnn, native_cpu, splash, stand_in
 from swiftkv_jax.kernels.causal_attention.shards import Shards
 from swiftkv_jax.kernels.common import dispatch
 
@@ -288,3 +288,21 @@ def test_cudnn_says_what_it_does_not_take():
     assert "float32" in refused(q.astype("float32"), k, v, segments, ALL)
     assert "equal multiples of 8" in refused(q, k, v[..., :64], segments, ALL)
     assert "needs a GPU from Hopper on" in refused(q, k, v, segments, ALL)
+
+
+def test_only_to_be_counted_does_something_stand_in_for_cudnn(monkeypatch):
+    """It takes and gives what cuDNN does, forward and backward; and it is gone afterwards."""
+    monkeypatch.setattr(dispatch, "device", lambda: ("gpu", "a GPU", 1))
+    q, k, v, _, segments = arrays(tokens=128, width=64, value=64, dtype="bfloat16")
+
+    def step():
+        def total(q, k, v):  # a new one each time: JAX keeps what it has traced
+            out = api.causal_attention(q, k, v, segments, ALL, implementation="cudnn")
+            return out.astype("float32").sum()
+
+        return jax.eval_shape(jax.grad(total, (0, 1, 2)), q, k, v)
+
+    with stand_in.for_cudnn():
+        assert [(x.shape, x.dtype) for x in step()] == [(x.shape, x.dtype) for x in (q, k, v)]
+    with pytest.raises(dispatch.UnsupportedError, match="needs a GPU from Hopper on"):
+        step()

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.kernels.fused_kv_fill.pages import Tokens, begun_here, pages_of
 from swiftkv_jax.layers import rotary
-from swiftkv_jax.model import fold_shared_norm, make_rows
+from swiftkv_jax.model import make_rows
+from swiftkv_jax.surgery import fold_shared_norm
 
 PAGE, SLOTS, TOKENS = 4, 5, 24
 FAMILIES = {

@@ -91,9 +91,8 @@ HOPPER = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "one_page" else pytest.param(n, marks=pytest.mark.slow) for n in HOPPER]
-)
+@pytest.mark.slow  # needs more threads than quick tests have: see conftest.py
+@pytest.mark.parametrize("name", HOPPER)
 def test_hopper_kernel_agrees_with_the_definition(name):
     """All but the layouts in registers and shared memory, which the interpreter does not know."""
     case = dataclasses.replace(HOPPER[name], dim=128, computed="bfloat16")

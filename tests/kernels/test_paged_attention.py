@@ -101,6 +101,9 @@ def test_one_turn_has_no_loop_of_unknown_length(room, monkeypatch):
 
         assert loops("xla")[0] and not loops("xla_one_turn")[0]
         assert bool(loops("xla_one_turn")[1]) == (room == 1 << 16)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dispatch, "device", lambda: ("gpu", "a GPU", 1))
+            assert not loops("xla")[0]
 
 
 def in_two_parts(case: cases.Case):
@@ -302,9 +305,8 @@ HOPPER = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "split" else pytest.param(n, marks=pytest.mark.slow) for n in HOPPER]
-)
+@pytest.mark.slow  # needs more threads than quick tests have: see conftest.py
+@pytest.mark.parametrize("name", HOPPER)
 def test_hopper_kernel_agrees_with_the_definition(name):
     """All but the matmuls and the layouts in registers, which the interpreter does not know."""
     case = dataclasses.replace(HOPPER[name], computed="bfloat16")

@@ -5,7 +5,8 @@ import random
 
 ROUTES = (
     "/v1/completions /v1/chat/completions /tokenize /detokenize /v1/models /v1/models/tiny /tokenizer_info "
-    "/openapi.json /health /ready /metrics / /page.css /page.js /nowhere"
+    "/v1/audio/transcriptions /v1/audio/translations /openapi.json /health /ready /metrics / /page.css "
+    "/page.js /api.js /words.js /plot.js /nowhere"
 ).split()
 _VALUES = (
     None, True, False, 0, 1, -1, 2, 3.5, -0.0, 1e-45, 1e308, 2**31, 2**63, -(2**63) - 1, 10**40, "", "x",

@@ -81,7 +81,7 @@ class Running:
     def __enter__(self) -> "Running":
         self._thread.start()
         try:
-            wait_for(lambda: self.uvicorn.started and self.api.models.ready, 1500)
+            wait_for(lambda: self.uvicorn.started and self.api.models.warm, 1500)
         except BaseException:
             self.__exit__()
             raise

@@ -75,7 +75,7 @@ def test_a_beginning_read_elsewhere_too_keeps_its_home_and_a_dead_home_is_none()
     assert router.order(prompt, left | {"c": 2})[0] == "c"
 
 
-def test_a_short_beginning_that_all_share_binds_nobody():
+def test_a_short_prefix_that_all_share_does_not_choose_the_replica():
     router, system = Affinity(), made(3)
     router.read([*system, *made(9, 1)], "a", IDLE)
     assert router.order([*system, *made(9, 2)], IDLE | {"a": 1})[0] != "a"

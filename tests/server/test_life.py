@@ -84,7 +84,7 @@ def check_disconnects(server: Running, count: int) -> None:
     wait_for(server.idle)
 
 
-def test_who_leaves_takes_nothing_along(served):
+def test_a_client_that_disconnects_leaves_nothing_behind(served):
     before = served.engine.stats.output_tokens
     with gives_all_back(served):
         check_disconnects(served, 50)
@@ -93,7 +93,7 @@ def test_who_leaves_takes_nothing_along(served):
 
 
 @pytest.mark.parametrize("when", ["whole", "before it streams", "while it streams"])
-def test_who_left_is_in_the_log(served, caplog, monkeypatch, when):
+def test_a_disconnected_client_is_logged(served, caplog, monkeypatch, when):
     """One line a request, which says how it ended; the status is one that no client ever sees."""
     caplog.set_level(logging.INFO, "swiftkv_jax.http")
     step, events = served.engine.step, b""
@@ -116,7 +116,7 @@ def test_who_left_is_in_the_log(served, caplog, monkeypatch, when):
 
 
 @pytest.mark.soak
-def test_many_who_leave_take_nothing_along(served):
+def test_many_clients_that_disconnect_leave_nothing_behind(served):
     with gives_all_back(served):
         check_disconnects(served, 500)
 
@@ -225,7 +225,7 @@ def test_an_engine_that_compiles_without_a_warm_up_is_healthy(monkeypatch):
         released.set()
 
 
-def test_a_callers_own_id_means_nothing(served):
+def test_a_callers_request_id_is_only_logged(served):
     """Two calls under one id: the first leaves, and the second is answered whole."""
     want = served.complete(**LONG)["choices"][0]["text"]
     head, answers = {"x-request-id": "1"}, []
@@ -324,7 +324,7 @@ def test_a_failure_between_steps_is_contained_too(monkeypatch):
         assert server.complete(**LONG)["choices"][0]["text"] == want and not server.api.models.dead
 
 
-def test_half_a_request_is_not_waited_for():
+def test_an_incomplete_request_times_out():
     with Running(make_llm(), warm_up=False, header_timeout_s=0.4, body_timeout_s=0.4) as server:
         whole = raw_request(b'{"prompt": "x", "max_tokens": 1}')
         for cut in (0, 10, whole.index(b"\r\n\r\n"), len(whole) - 5):
@@ -343,7 +343,7 @@ def test_half_a_request_is_not_waited_for():
             assert b"408" in last
 
 
-def test_what_is_no_http_gets_the_one_shape(served):
+def test_malformed_http_gets_the_json_error(served):
     with connect(served) as caller:
         caller.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
         data = caller.recv(65536)

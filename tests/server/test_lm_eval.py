@@ -21,7 +21,9 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 import swiftkv_jax as skv
+from swiftkv_jax import baselines, predict
 from swiftkv_jax import lm_eval as ours
+from swiftkv_jax.checkpoint.adapter import save_adapter
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.errors import UsageError
 
@@ -147,6 +149,41 @@ def test_in_process_equals_transformers(folders, tasks, in_process):
     assert [row[0][1] for row in got["tiny_choice"][:3]] == [True, True, False]
 
 
+def test_a_baseline_that_leaves_nothing_out_gives_the_models_own_numbers(folders, tasks, in_process):
+    """Named as on the command line; contexts that are cut off and texts of several windows among them."""
+    model = {"pretrained": str(folders / "standard"), "max_length": CONTEXT, "dtype": "float32"}
+    got = evaluate(tasks, "swiftkv", **model, baseline="random_pruning", keep=1.0)["answers"]
+    want = in_process["answers"]
+    assert got["tiny_write"] == want["tiny_write"]
+    for mine, other in zip(got["tiny_choice"], want["tiny_choice"], strict=True):
+        assert [greedy for _, greedy in mine] == [greedy for _, greedy in other]
+        assert [ll for ll, _ in mine] == pytest.approx([ll for ll, _ in other], abs=1e-3)
+    assert np.ravel(got["tiny_rolling"]) == pytest.approx(np.ravel(want["tiny_rolling"]), abs=1e-3)
+
+
+def test_a_baseline_reads_a_context_its_way_and_writes_greedily(folders):
+    standard = LLM(folders / "standard", max_model_len=CONTEXT)
+    lazy = ours.SwiftKV(standard, baseline="lazy_llm", start=0.5, end=0.25)
+    ids = lazy.tok_encode(TEXT)
+    asked = [(None, ids[:30], ids[30:34])]
+    [(value, _)] = lazy._loglikelihood_tokens(asked, disable_tqdm=True)
+    told, _ = baselines.follow(standard.model, standard.params, lazy.baseline, ids[:30], ids[30:34])
+    assert value == pytest.approx(told.sum(), abs=1e-4)
+    [(own, _)] = ours.SwiftKV(standard)._loglikelihood_tokens(asked, disable_tqdm=True)
+    assert abs(own - value) > 0.1
+    [text] = lazy.generate_until([request("generate_until", TEXT, dict(GENERATE))], disable_tqdm=True)
+    tokens = list(baselines.stream(standard.model, standard.params, lazy.baseline, ids, 12))
+    whole = standard.tokenizer.decode(tokens)
+    assert whole.startswith(text) and not any(stop in text for stop in GENERATE["until"])
+    with pytest.raises(UsageError, match="a baseline generates greedily: leave out do_sample"):
+        sampled = GENERATE | {"do_sample": True, "temperature": 0.7}
+        lazy.generate_until([request("generate_until", TEXT, sampled)], disable_tqdm=True)
+    with pytest.raises(UsageError, match="give the teacher, not a student"):
+        ours.SwiftKV(LLM(folders / "student"), baseline="lazy_llm", start=0.5, end=0.25)
+    with pytest.raises(UsageError, match="lazy_llm has no field 'max_num_seqs'"):
+        ours.SwiftKV(standard, baseline="lazy_llm", start=0.5, end=0.25, max_num_seqs=4)
+
+
 @pytest.fixture(scope="module")
 def serving(folders):
     """The server over the same folder, with the context that its client wants for windows of CONTEXT."""
@@ -226,6 +263,24 @@ def oracle(student):
         return np.asarray(apply(jnp.asarray(padded)))[: len(inputs)]
 
     return logprobs
+
+
+def test_an_adapter_is_asked_about_what_it_serves(folders, tasks, tmp_path):
+    """Likelihoods are those of the definition; a base that moved is named as an argument of the model."""
+    base, params = skv.from_pretrained(folders / "standard", dtype="float32")
+    small, kept = skv.layer_pruned(base, params, (0, 1))
+    pair = skv.Predicted(base, small, skv.Prediction((0, 1, 1, 1, 1, 1, 1, 1)))
+    parts = {"base": params, "auxiliary": kept, "predictor": predict.identity(pair)}
+    save_adapter(tmp_path / "pair", pair, parts, base=folders / "standard")
+    got = evaluate(tasks, "swiftkv", pretrained=str(tmp_path / "pair"), max_length=CONTEXT)["answers"]
+    assert len(got["tiny_write"]) == len(PROMPTS)
+    llm = LLM(tmp_path / "pair", base=folders / "standard", max_model_len=CONTEXT)
+    asked = [(None, llm.tokenizer.encode(TEXT)[:20], llm.tokenizer.encode(TEXT)[20:24])]
+    [(value, _)] = ours.SwiftKV(llm)._loglikelihood_tokens(asked, disable_tqdm=True)
+    ids = [*asked[0][1], *asked[0][2]]
+    scores = pair.apply({"params": parts}, jnp.asarray([ids]))[0]
+    told = jax.nn.log_softmax(scores, axis=-1)[np.arange(19, 23), ids[20:]]
+    assert value == pytest.approx(float(told.sum()), abs=1e-3)
 
 
 def request(kind: str, *args) -> Instance:

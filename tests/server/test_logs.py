@@ -116,7 +116,7 @@ sys.exit(main(["--http", "127.0.0.1:0", "--no-warm-up", "--max-num-seqs", "2"]))
 """
 
 
-def test_the_command_ends_though_nobody_reads_what_it_says(tmp_path):
+def test_the_command_ends_though_its_stderr_is_not_read(tmp_path):
     """Its pipe is full before it serves; requests are answered, and SIGTERM ends it."""
     reader, writer = os.pipe()
     said = tmp_path / "said"

@@ -20,16 +20,16 @@ FLAGS += "--max-queued-requests 8 --steps-per-launch 8".split()
 BODY = {"prompt": "The function returns " * 10, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
 
 
-def start() -> tuple[subprocess.Popen, str]:
-    """A warm server of the demo's model, and its address."""
-    command = [sys.executable, str(ROOT / "serve.py"), *FLAGS]
+def start(flags: list[str] = FLAGS) -> tuple[subprocess.Popen, str]:
+    """A server of the demo's model that has nothing left to compile, and its address."""
+    command = [sys.executable, str(ROOT / "serve.py"), *flags]
     environment = {name: value for name, value in os.environ.items() if name != "NPROC"}  # see conftest.py
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     said, url = process.stderr, ""
     assert said is not None
     for line in said:
         url = url or (re.findall(r"http://[\d.:]+", line) or [""])[0]
-        if line.startswith("ready"):
+        if line.startswith("all is compiled"):
             threading.Thread(target=lambda: (said.read(), said.close()), daemon=True).start()
             return process, url
     raise AssertionError(f"the server ended with {process.wait()}")
@@ -45,7 +45,8 @@ class Client:
     """HTTP over kept connections with next to no work of its own: a library's client takes as much of the
     two cores for a refusal as the server, and the server's goodput is what is measured."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, key: str = ""):
+        self._key = f"authorization: Bearer {key}\r\n" if key else ""
         self.host, port = re.findall(r"http://([\d.]+):(\d+)", url)[0]
         self.port, self._idle = int(port), []
 
@@ -57,11 +58,15 @@ class Client:
     async def _post(self, path: str, content: bytes):
         connection = await self._connection()
         reader, writer = connection
-        head = f"POST {path} HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: {self.host}\r\ncontent-type: application/json\r\n{self._key}"
         writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
-        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = {name.lower(): value for name, _, value in (x.partition(": ") for x in lines if x)}
-        answer = json.loads(await reader.readexactly(int(headers["content-length"])))
+        try:
+            first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+            headers = {name.lower(): value for name, _, value in (x.partition(": ") for x in lines if x)}
+            answer = json.loads(await reader.readexactly(int(headers["content-length"])))
+        except BaseException:
+            writer.close()
+            raise
         if headers.get("connection") == "close":
             writer.close()
         else:

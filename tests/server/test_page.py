@@ -1,5 +1,9 @@
 """The page at `/`: what it shows is what the API says, in a real browser; text stays text."""
 
+import json
+import re
+import shutil
+import subprocess
 import time
 import tomllib
 from pathlib import Path
@@ -27,6 +31,9 @@ class Marked(tiny.Bytes):
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         return MARKUP * len(ids)
 
+    def encode_chat(self, messages, add_generation_prompt: bool) -> list[int]:
+        return super().encode_chat([{"role": m["role"], "content": m["content"][:3]} for m in messages], True)
+
 
 def standard(**changes):
     model = tiny.make_model(KVPlan.standard(2), num_layers=2)
@@ -48,6 +55,57 @@ def test_the_files_are_package_data():
     folder = Path(page.__file__).parent
     shipped = {path for pattern in globs for path in folder.glob(pattern)}
     assert {folder / "static" / name for name, _ in page.FILES.values()} == shipped
+
+
+def test_scripts_load_own_scripts_only_and_make_no_markup():
+    for route, (name, _) in page.FILES.items():
+        text = (Path(page.__file__).parent / "static" / name).read_text(encoding="utf-8")
+        if name.endswith(".js"):
+            assert set(re.findall(r'from "([^"]+)"', text)) <= set(page.FILES), route
+        for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "style="):
+            assert way not in text, (name, way)
+        assert re.findall(r"https?://[^\s\"]+", text) in ([], ["http://www.w3.org/2000/svg"]), name
+
+
+MEASURED = """
+import { curl, faster, lengths, tick, verdict } from "WORDS";
+const one = { name: "a", ttft: 210, speed: 50, bytes: 100 };
+const two = { name: "b", ttft: 100, speed: 40, bytes: 62 };
+const same = { name: "b", ttft: 205, speed: 51, bytes: 100 };
+console.log(JSON.stringify([
+  verdict([one, two]), verdict([two, one]), verdict([one, same]), verdict([one]),
+  verdict([one, { ...two, speed: null }]),
+  verdict([{ name: "a", ttft: 1200 }, { name: "b", ttft: 100 }], "At 9 prompt tokens"), faster(100, 107),
+  lengths(2048), lengths(1), [tick(973, 5), tick(7, 4), tick(0.3, 5)],
+  curl("http://h/v1/completions", { prompt: "it's" }, true),
+]));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_verdict_is_a_sentence_that_says_faster_or_slower(tmp_path):
+    words = Path(page.__file__).parent / "static" / "words.js"
+    shutil.copy(words, tmp_path / "words.mjs")
+    script = tmp_path / "said.mjs"
+    script.write_text(MEASURED.replace("WORDS", "./words.mjs"), encoding="utf-8")
+    ran = subprocess.run(["node", script], capture_output=True, text=True, check=True)
+    *said, command = json.loads(ran.stdout)
+    first = "to the first token"
+    assert said == [
+        f"b is 2.1 times faster {first} than a (100 ms against 210 ms), generates 1.3 times slower and takes "
+        "62 % of the cache.",
+        f"a is 2.1 times slower {first} than b (210 ms against 100 ms), generates 1.3 times faster and takes "
+        "161 % of the cache.",
+        f"b is as fast {first} as a (205 ms against 210 ms), generates as fast and takes as much cache.",
+        "a gives the first token after 210 ms, then 50.0 tokens per second.",
+        f"b is 2.1 times faster {first} than a (100 ms against 210 ms) and takes 62 % of the cache.",
+        f"At 9 prompt tokens, b is 12 times faster {first} than a (100 ms against 1.20 s).",
+        "1.07 times faster",
+        [128, 256, 512, 1024, 1843],
+        [1, 1, 1, 1, 1],
+        [200, 2, 0.1],
+    ]
+    assert "$SWIFTKV_API_KEY" in command and """'{"prompt":"it'\\''s"}'""" in command
 
 
 def test_the_files_need_no_key_and_let_nothing_else_in(both):
@@ -119,6 +177,7 @@ def opened(both, window):
     window.click("#connect")
     window.wait("document.querySelector('#status').textContent == 'ready'")
     window.type("#max-tokens", "5")
+    window.type("#rounds", "1")
     yield window
     wait_for(both.idle)
 
@@ -156,7 +215,7 @@ def test_an_answer_streams_as_text_with_what_it_cost(both, opened):
         assert shown == pytest.approx(kib, rel=0.01)
         assert " ms" in card or " s\n" in card
         assert MARKUP in card
-    assert "swift against plain" in opened.text("#verdict")
+    assert re.match(r"swift is .+ to the first token (than|as) plain \(.+\.$", opened.text("#verdict"))
     assert opened.run("return document.title") == "swiftkv-jax"
     assert opened.run("return document.querySelectorAll('.answer *').length") == 0
     assert not opened.complaints()
@@ -176,7 +235,7 @@ def test_nothing_is_asked_of_anybody_else(both, opened):
 @pytest.mark.slow
 def test_it_is_used_by_keys_alone(both, opened):
     opened.run("document.querySelector('#prompt').focus()")
-    opened.press("h", "i", *["Tab"] * 8, "Enter")  # samples, numbers, chat, Run
+    opened.press("h", "i", *["Tab"] * 7, "Enter")  # samples, numbers, Run
     assert opened.run("return document.activeElement.id") in ("run", "")
     done(opened)
     opened.run("document.querySelector('#prompt').focus()")
@@ -210,9 +269,8 @@ def test_errors_are_told_in_one_line(both, opened):
     assert "max_tokens 9999 would pass the context of 64" in opened.text("#error")
     box = opened.run("return document.querySelector('#error').getBoundingClientRect().height")
     assert box < 40
-    opened.click("#chat")
-    opened.type("#prompt", "hello")
     opened.type("#max-tokens", "5")
+    opened.type("#prompt", "hello")
     opened.click("#run")
     done(opened)
     assert opened.run("return document.querySelector('#error').hidden")
@@ -232,6 +290,93 @@ def test_samples_fit_the_context(both, opened, monkeypatch):
 
 
 @pytest.mark.slow
+def test_compile_time_is_not_counted(both, opened, monkeypatch):
+    """The page waits while the server compiles, and asks each model once more than it counts."""
+    kind = type(both.api.models)
+    warm = kind.warm
+    monkeypatch.setattr(kind, "warm", property(lambda self: False))
+    opened.requested()
+    opened.type("#prompt", "The cache")
+    opened.click("#run")
+    opened.wait("document.querySelector('#status').textContent.startsWith('waiting until the server')")
+    assert f"{both.url}/v1/completions" not in opened.requested()
+    monkeypatch.setattr(kind, "warm", warm)
+    done(opened)
+    assert opened.requested().count(f"{both.url}/v1/completions") == 2 * (1 + 1)
+    assert opened.run("return document.querySelector('.count').textContent").endswith("answered")
+
+
+def choose(window, mode: str) -> None:
+    window.run(f"document.querySelector('input[value={mode}]').click()")
+
+
+@pytest.mark.slow
+def test_prompt_lengths_are_plotted_and_listed(both, opened):
+    choose(opened, "lengths")
+    opened.click("#run")
+    done(opened)
+    cells = (
+        "[...document.querySelectorAll('tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
+    )
+    rows = opened.run(f"return {cells}")
+    assert [int(row[0]) for row in rows] == [4, 8, 16, 32, 57]
+    assert all(re.fullmatch(r"[\d.]+ (ms|s)", cell) for row in rows for cell in row[1:3])
+    assert all(re.fullmatch(r"as fast|[\d.]+ times (faster|slower)", row[3]) for row in rows)
+    points = (
+        "[...document.querySelectorAll('#plot polyline')].map(line => line.getAttribute('points').split(' '))"
+    )
+    assert [len(line) for line in opened.run(f"return {points}")] == [5, 5]
+    assert opened.text("#verdict").startswith("At 57 prompt tokens, swift is ")
+    assert not opened.complaints()
+
+
+@pytest.mark.slow
+def test_a_chat_sends_its_history_and_can_begin_anew(both, opened, monkeypatch):
+    read = []
+    encode = Marked.encode_chat
+    monkeypatch.setattr(
+        Marked, "encode_chat", lambda self, said, *rest: read.append(said) or encode(self, said, *rest)
+    )
+    choose(opened, "chat")
+    opened.type("#max-tokens", "2")
+    for message in ("one", "two"):
+        opened.type("#message", message)
+        opened.press("Enter")
+        opened.wait("document.querySelector('#run').disabled")
+        done(opened)
+    for said in read[2:]:  # of each model
+        assert [(m["role"], m["content"][:3]) for m in said] == [
+            ("user", "one"),
+            ("assistant", MARKUP[:3]),
+            ("user", "two"),
+        ]
+    assert [len(said) for said in read] == [1, 1, 3, 3]
+    assert opened.run("return document.querySelectorAll('.turn').length") == 2 * 4
+    assert opened.run("return document.querySelectorAll('.turn *').length") == 0
+    opened.click("#anew")
+    assert opened.run("return document.querySelectorAll('.turn').length") == 0
+    assert not opened.complaints()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.parametrize("mode", ["prompt", "chat"])
+def test_the_curl_command_runs(both, opened, mode):
+    choose(opened, mode)
+    opened.type("#prompt" if mode == "prompt" else "#message", 'it\'s "so"')
+    command = opened.text("#command")
+    assert KEY not in command
+    ran = subprocess.run(
+        ["sh", "-c", command],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"SWIFTKV_API_KEY": KEY, "PATH": "/usr/bin:/bin", "NO_PROXY": "127.0.0.1"},
+    )
+    assert json.loads(ran.stdout)["model"] == "plain", ran.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1100])
 def test_it_fits_a_phone_and_is_readable(both, opened, width, scheme):
@@ -239,10 +384,17 @@ def test_it_fits_a_phone_and_is_readable(both, opened, width, scheme):
     opened.size(width, 800, mobile=width < 500)
     opened.scheme(scheme)
     try:
-        assert opened.run("return document.documentElement.scrollWidth") <= width
         places = "[...document.querySelectorAll('.card')].map(card => card.getBoundingClientRect().x)"
         assert len(set(opened.run(f"return {places}"))) == (1 if width < 500 else 2)
-        assert opened.run(CONTRAST) >= 4.5
+        for mode in ("prompt", "chat", "lengths"):
+            choose(opened, mode)
+            if mode == "chat":
+                opened.type("#message", "hi")
+            if mode != "prompt":
+                opened.click("#run")
+                done(opened)
+            assert opened.run("return document.documentElement.scrollWidth") <= width
+            assert opened.run(CONTRAST) >= 4.5
     finally:
         opened.size(1100, 900)
         opened.scheme("light")

@@ -41,7 +41,7 @@ def served(tmp_path_factory) -> Iterator[tuple[str, int]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "swiftkv_jax.server.ray", "--http", address, *FLAGS.split()]
+    command = [sys.executable, "-m", "swiftkv_jax", "replicas", "--http", address, *FLAGS.split()]
     env = PATIENT | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | os.environ
     env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs"))}  # one compiles for both
     process = subprocess.Popen(command, cwd=ROOT, env=env)

@@ -34,7 +34,7 @@ def test_keys_take_turns(turns):
     assert order == ["many 0", "few", "late", "many 1", "many 2", "many 3", "many 4"]
 
 
-def test_what_fails_or_is_given_up_takes_nobody_along(turns):
+def test_a_text_that_fails_or_is_abandoned_affects_no_other(turns):
     released = begin(turns)
     failing, given_up = turns.submit("a", lambda: 1 // 0), turns.submit("a", lambda: order.append("run"))
     after, order = turns.submit("a", lambda: "done"), []
@@ -45,7 +45,7 @@ def test_what_fails_or_is_given_up_takes_nobody_along(turns):
     assert after.result(20) == "done" and not order, "what nobody waits for is not begun"
 
 
-def test_the_end_leaves_nobody_waiting(turns):
+def test_stopping_cancels_every_waiting_call(turns):
     released = begin(turns)
     waiting = [turns.submit(key, lambda: None) for key in ("a", "b", "a")]
     turns.stop()

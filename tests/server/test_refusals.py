@@ -29,7 +29,7 @@ def test_a_client_that_sends_all_first_sees_that_it_was_too_much(served, chunked
     assert served.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-def test_who_sends_on_after_a_refusal_is_cut_off_in_the_end():
+def test_a_client_that_keeps_sending_after_a_refusal_is_disconnected():
     with Running(make_llm(), warm_up=False, linger_s=0.5) as server, connect(server) as caller:
         caller.sendall(HEAD % 2**30)
         assert caller.recv(65536).startswith(b"HTTP/1.1 413")
@@ -106,7 +106,7 @@ def test_metrics_tell_a_key_nothing_of_the_others():
         (("one",), "m", [401, 403, 200]),
     ],
 )
-def test_who_may_see_the_metrics(keys, metrics_key, statuses):
+def test_which_keys_open_metrics(keys, metrics_key, statuses):
     """Nobody's key, an API key, the metrics key; without any key the server is one caller's."""
     found = []
     for key in (b"Bearer x", b"Bearer one", b"bearer m"):

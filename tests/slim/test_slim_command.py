@@ -1,6 +1,7 @@
 """`python -m swiftkv_jax.slim`: planted conditions are found, what is written is what was measured."""
 
 import json
+import math
 import re
 
 import hf_models
@@ -16,8 +17,9 @@ from swiftkv_jax.slim import texts
 from swiftkv_jax.slim.__main__ import main
 from swiftkv_jax.slim.calibrate import RIDGES, solve
 
-LAYERS, WIDTH = 3, 48
-FAR, SINGULAR = 1, 2  # the layers whose W_K has condition 1e9, and none
+LAYERS, WIDTH = 4, 48
+CONDITIONS = (1e3, 1e9, math.inf, 1e3)  # of the layers' W_K
+FAR, SINGULAR = 1, 2
 
 
 def with_tokenizer(folder):
@@ -28,17 +30,18 @@ def with_tokenizer(folder):
     return folder
 
 
-def planted(family: str = "llama"):
-    """A random model whose W_K have condition 1e3; one has 1e9, and one is singular."""
-    theirs = hf_models.build(family, seed=3, num_key_value_heads=4, num_hidden_layers=LAYERS)
+def planted(conditions=CONDITIONS):
+    """A random model whose W_K have these condition numbers. Its logits are small, so that rows cost about
+    what the default bound allows."""
+    theirs = hf_models.build("llama", seed=3, num_key_value_heads=4, num_hidden_layers=LAYERS)
     with torch.no_grad():
-        for i, layer in enumerate(theirs.model.layers):
+        theirs.lm_head.weight.mul_(0.05)
+        for condition, layer in zip(conditions, theirs.model.layers, strict=True):
             weight = layer.self_attn.k_proj.weight
             u, _, v = torch.linalg.svd(weight.double())
-            s = torch.logspace(0, -9 if i == FAR else -3, WIDTH, dtype=torch.float64)
-            s[-1] = 0.0 if i == SINGULAR else s[-1]
+            s = torch.logspace(0, -math.log10(min(condition, 1e9)), WIDTH, dtype=torch.float64)
             weight.copy_(3 * u @ torch.diag(s) @ v)
-            if i == SINGULAR:
+            if condition == math.inf:
                 weight[7] = 0.0
     return theirs
 
@@ -59,40 +62,42 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def converted(folder, text, tmp_path_factory):
-    """(slim.json, folder) of bfloat16 rows under --max-kl 0.4."""
+    """(slim.json, folder) of bfloat16 rows under the default --max-kl."""
     out = tmp_path_factory.mktemp("out") / "slim"
-    flags = ["--text", str(text), "--cache-dtype", "bfloat16", "--max-kl", "0.4"]
+    flags = ["--text", str(text), "--cache-dtype", "bfloat16"]
     assert main(["--model", str(folder), "--out", str(out), *flags]) == 0
     return json.loads((out / "slim.json").read_text()), out
 
 
 def test_planted_conditions_decide(converted):
     found, out = converted
-    assert [row["form"] for row in found["rows"]] == ["k", "kv", "kv"]
-    assert found["whole"]["kl"] <= 0.4 == found["max_kl"]
+    assert [row["form"] for row in found["rows"]] == ["k", "kv", "kv", "k"]
+    assert found["whole"]["kl"] <= 1e-3 == found["max_kl"]
     assert 0.9e9 < found["rows"][FAR]["condition"] < 1.1e11, "float32 holds no smaller singular value"
     assert "over its share" in found["rows"][FAR]["why"]
     assert f"layer {SINGULAR}: W_K is singular" in found["rows"][SINGULAR]["why"]
     assert found["rows"][SINGULAR]["candidates"] == []
-    assert 0.9e3 < found["rows"][0]["condition"] < 1.1e3
-    assert found["bytes_per_token"] == {"kv": 6 * WIDTH * 2, "now": 5 * WIDTH * 2}
+    assert all(0.9e3 < found["rows"][row]["condition"] < 1.1e3 for row in (0, 3))
+    assert found["bytes_per_token"] == {"kv": 8 * WIDTH * 2, "now": 6 * WIDTH * 2}
     assert (out / "slim.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_fit_to_rounded_keys_is_better_where_they_are_rounded(converted):
-    for row in (0, FAR):
+def test_the_fit_to_rounded_keys_gives_better_values_where_they_are_rounded(converted):
+    """The worse the condition, the more of the model's error that is."""
+    for row in (0, FAR, 3):
         exact, fitted = converted[0]["rows"][row]["candidates"]
         assert (exact["matrix"], fitted["matrix"]) == ("exact", "calibrated")
-        assert fitted["error"] < exact["error"] and fitted["output_error"] < exact["output_error"]
-        assert fitted["kl"] < exact["kl"]
+        assert fitted["error"] < exact["error"]
+    exact, fitted = converted[0]["rows"][FAR]["candidates"]
+    assert fitted["output_error"] < exact["output_error"] / 2 and fitted["kl"] < exact["kl"] / 2
 
 
 def test_the_folder_is_served_as_measured(converted, folder):
     """The checkpoint's plan, its tokenizer, and the plain model behind it."""
     _, out = converted
     llm = skv.LLM(out, max_model_len=32, cache_dtype="bfloat16")
-    assert [row.form for row in llm.model.plan.rows] == ["k", "kv", "kv"]
-    assert llm.cache_bytes_per_token == 5 * WIDTH * 2
+    assert [row.form for row in llm.model.plan.rows] == ["k", "kv", "kv", "k"]
+    assert llm.cache_bytes_per_token == 6 * WIDTH * 2
     assert (
         llm.generate(["w3 w5"], skv.SamplingParams(temperature=0.0, max_tokens=3), False)[0].outputs[0].text
     )
@@ -178,6 +183,66 @@ def test_grouped_heads_are_refused_or_kept(text, tmp_path, capsys):
     assert skv.from_pretrained(tmp_path / "out")[0].plan == skv.KVPlan.standard(2)
 
 
+def of_family(family: str, text, tmp_path, *flags: str, **fields) -> tuple[dict, skv.KVPlan]:
+    """(slim.json, the written plan) of a random model of one layer."""
+    theirs = hf_models.build(family, seed=3, num_hidden_layers=1, **fields)
+    folder, out = with_tokenizer(hf_models.save(theirs, tmp_path / "plain")), tmp_path / "out"
+    assert main(["--model", str(folder), "--out", str(out), "--text", str(text), *flags]) == 0
+    return json.loads((out / "slim.json").read_text()), skv.from_pretrained(out)[0].plan
+
+
+def test_auto_takes_inputs_where_nothing_turns_keys(text, tmp_path):
+    """GPT-2: keys, values and inputs are of one size, and inputs measure best."""
+    found, plan = of_family("gpt2", text, tmp_path, "--cache-dtype", "bfloat16", **hf_models.GPT2)
+    (row,), kl = found["rows"], {}
+    for each in row["candidates"]:
+        kl.setdefault(each["form"], []).append(each["kl"])
+    assert list(map(len, kl.values())) == [2, 2, 1] and min(kl["x"]) < min(kl["k"] + kl["v"])
+    assert (row["form"], row["matrix"], plan.forms) == ("x", None, ("x",))
+    assert found["whole"]["kl"] <= found["max_kl"] and not found["refused"]
+    assert found["bytes_per_token"] == {"kv": 2 * WIDTH * 2, "now": WIDTH * 2}
+
+
+FORCED = {
+    "gpt2, inputs in int8": ("gpt2", "x", "int8", hf_models.GPT2, WIDTH + 4, 1e-3),
+    "gpt2, values, with biases": ("gpt2", "v", "float32", hf_models.GPT2, WIDTH * 4, 1e-7),
+    "gemma, keys wider than inputs": (
+        "gemma",
+        "k",
+        "float32",
+        {"head_dim": 20, "num_key_value_heads": 4},
+        80 * 4,
+        1e-7,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, form, dtype, fields, size, kl", FORCED.values(), ids=FORCED)
+def test_a_form_that_is_asked_for(family, form, dtype, fields, size, kl, text, tmp_path):
+    found, plan = of_family(family, text, tmp_path, "--forms", form, "--cache-dtype", dtype, **fields)
+    assert plan.forms == (form,) and {c["form"] for c in found["rows"][0]["candidates"]} == {form}
+    assert found["bytes_per_token"]["now"] == size and found["whole"]["kl"] < kl
+    assert found["rows"][0]["matrix"] == (None if form == "x" else "exact")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, loss, error", [("bfloat16", 1.4, 1.0), ("int8", 2.5, 0.75)])
+def test_what_is_fitted_to_rounded_keys_loses_less_in_every_layer(dtype, loss, error, text, tmp_path):
+    """Random weights, every W_K of condition 1e3: 1.7 and 3.1 times less were seen. Of a trained model it is
+    far more (docs/slim.md): its keys have directions that matter."""
+    theirs = planted((1e3,) * LAYERS)
+    folder, out = with_tokenizer(hf_models.save(theirs, tmp_path / "plain")), tmp_path / "out"
+    flags = ["--text", str(text), "--forms", "k", "--cache-dtype", dtype]
+    assert main(["--model", str(folder), "--out", str(out), *flags]) == 0
+    found = json.loads((out / "slim.json").read_text())
+    exact, fitted = (found["every_row"][f"k {how}"]["kl"] for how in ("exact", "calibrated"))
+    assert loss * fitted <= exact
+    for row in found["rows"]:
+        exact, fitted = (each["error"] for each in row["candidates"])
+        assert fitted <= error * exact
+
+
 def test_the_model_itself_and_a_converted_one_are_refused(folder, converted, tmp_path, capsys):
     assert main(["--model", str(folder), "--out", str(folder)]) == 2
     assert "is the model itself" in capsys.readouterr().err
@@ -192,7 +257,7 @@ def test_a_student_is_converted_by_the_row(folder, text, tmp_path):
     flags = ["--text", str(text), "--cache-dtype", "float32"]
     assert main(["--model", str(tmp_path / "student"), "--out", str(tmp_path / "slim"), *flags]) == 0
     found = json.loads((tmp_path / "slim" / "slim.json").read_text())
-    assert [row["layers"] for row in found["rows"]] == [[0], [1, 2]]
+    assert [row["layers"] for row in found["rows"]] == [[0], [1, 2], [3]]
     slim, _ = skv.from_pretrained(tmp_path / "slim")
     assert [row.form for row in slim.plan.rows] == [row["form"] for row in found["rows"]]
     assert "k" in slim.plan.forms

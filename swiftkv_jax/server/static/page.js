@@ -1,6 +1,8 @@
-// One prompt, every model of this server in turn: the answer as it streams, and what it cost.
+// The page: one prompt, several prompt lengths, or a chat, for every model of this server in turn.
 // Whatever comes from a server is set as text (textContent), never as markup.
-"use strict";
+import { call, stream } from "/api.js";
+import { draw } from "/plot.js";
+import { bytes, curl, digits, faster, lengths, median, seconds, verdict } from "/words.js";
 
 const byId = (id) => document.getElementById(id);
 const SENTENCE = "The cache of a function keeps";
@@ -12,30 +14,15 @@ can be read at any time, and clearing the cache sets them to zero. It is safe to
 but the function itself may be called more than once if two threads ask for the same value before it is known.
 
 `;
-let models = []; // of /v1/models, each with its card on the page
-let running = null; // the AbortController of a run
+const COMPLETIONS = "/v1/completions";
+const CHAT = "/v1/chat/completions";
+let models = []; // of /v1/models; each with its card on the page, its runs, and the turns of its chat
+let running = null; // the AbortController of what runs
+let swept = []; // of each prompt length {length, runs: of each model}
 
-class ServerError extends Error {
-  constructor(status, message) {
-    super(message);
-    this.status = status;
-  }
-}
+// ---- connecting ----------------------------------------------------------------------------------
 
-async function call(path, body, signal) {
-  const headers = { "Content-Type": "application/json" };
-  if (byId("key").value) headers.Authorization = `Bearer ${byId("key").value}`;
-  const options = body ? { method: "POST", body: JSON.stringify(body) } : {};
-  const answer = await fetch(path, { headers, signal, cache: "no-store", credentials: "omit", ...options });
-  if (answer.ok) return answer;
-  let message = `the server answered ${answer.status}`;
-  try {
-    message = String((await answer.json()).error.message);
-  } catch {
-    // what is no error of ours has no more to say
-  }
-  throw new ServerError(answer.status, message);
-}
+const ask = (path, options = {}) => call(path, { key: byId("key").value, ...options });
 
 function tell(error) {
   const line = byId("error");
@@ -58,18 +45,21 @@ function card(model) {
   section.querySelector("h2").textContent = model.id;
   section.querySelector(".kind").textContent = kind(model);
   section.querySelector(".answer").setAttribute("aria-label", `Answer of ${model.id}`);
+  section.querySelector(".turns").setAttribute("aria-label", `Chat with ${model.id}`);
   return section;
 }
+
+const context = () => Math.min(...models.map((model) => model.max_model_len));
 
 async function connect() {
   tell(null);
   try {
-    const found = (await (await call("/v1/models")).json()).data;
-    models = found.map((model) => ({ ...model, card: card(model) }));
+    const found = (await (await ask("/v1/models")).json()).data;
+    models = found.map((model) => ({ ...model, card: card(model), runs: [], turns: [] }));
     byId("models").replaceChildren(...models.map((model) => model.card));
-    const context = Math.min(...models.map((model) => model.max_model_len));
-    byId("about").textContent = `${models.length > 1 ? "two models side by side" : "one model"}; context ${context} tokens`;
-    await waitUntilReady();
+    byId("about").textContent = `${models.length > 1 ? "two models side by side" : "one model"}; context ${context()} tokens`;
+    choose();
+    await untilReady();
   } catch (error) {
     byId("about").textContent = "not connected";
     byId("run").disabled = true;
@@ -83,10 +73,12 @@ async function connect() {
   }
 }
 
-async function waitUntilReady() {
+const pause = (ms) => new Promise((wake) => setTimeout(wake, ms));
+
+async function untilReady() {
   for (;;) {
     try {
-      await call("/ready");
+      await ask("/ready");
       byId("status").textContent = "ready";
       byId("run").disabled = false;
       return;
@@ -94,167 +86,169 @@ async function waitUntilReady() {
       if (error.status !== 503) throw error;
       byId("run").disabled = true;
       byId("status").textContent = error.message;
-      await new Promise((wake) => setTimeout(wake, 1000));
+      await pause(1000);
     }
   }
 }
 
-// The JSON objects of a stream of server-sent events.
-async function* events(answer) {
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    held += value;
-    const whole = held.split("\n\n");
-    held = whole.pop();
-    for (const event of whole) {
-      const data = event.startsWith("data: ") ? event.slice(6) : "";
-      if (data && data !== "[DONE]") yield JSON.parse(data);
-    }
+// ---- modes ---------------------------------------------------------------------------------------
+
+const MODES = {
+  prompt: { button: "Run", run: measurePrompt },
+  lengths: { button: "Measure", run: measureLengths },
+  chat: { button: "Send", run: chat },
+};
+
+const mode = () => document.querySelector("input[name=mode]:checked").value;
+
+// Show what belongs to the mode.
+function choose() {
+  const chosen = mode();
+  for (const part of document.querySelectorAll("[data-modes]")) {
+    part.hidden = !part.dataset.modes.split(" ").includes(chosen);
   }
-}
-
-// One answer of one model: {ttft in ms, speed in tokens per second or null, prompt, tokens}.
-async function ask(model, question, signal) {
-  const shown = model.card.querySelector(".answer");
-  shown.textContent = "";
-  model.card.classList.add("busy");
-  const salt = crypto.getRandomValues(new Uint32Array(2)).join("-"); // so that no prompt is found in a cache
-  const body = { ...question.body, model: model.id, cache_salt: salt, stream: true, stream_options: { include_usage: true } };
-  let first = 0;
-  let last = 0;
-  let usage = null;
-  try {
-    const began = performance.now();
-    for await (const event of events(await call(question.path, body, signal))) {
-      if (event.error) throw new ServerError(500, String(event.error.message));
-      if (event.choices.length) {
-        last = performance.now();
-        first = first || last;
-        const choice = event.choices[0];
-        shown.append(choice.delta ? choice.delta.content || "" : choice.text);
-        shown.scrollTop = shown.scrollHeight;
-      }
-      usage = event.usage || usage;
-    }
-    if (!usage || !first) throw new ServerError(500, `${model.id} ended without an answer`);
-    const tokens = usage.completion_tokens;
-    const speed = tokens > 1 && last > first ? (1000 * (tokens - 1)) / (last - first) : null;
-    return { ttft: first - began, speed, prompt: usage.prompt_tokens, tokens };
-  } finally {
-    model.card.classList.remove("busy");
-  }
-}
-
-function median(values) {
-  const sorted = values.filter((value) => value !== null).sort((a, b) => a - b);
-  const middle = sorted.length >> 1;
-  if (!sorted.length) return null;
-  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
-}
-
-function digits(value) {
-  return value >= 100 ? value.toFixed(0) : value.toPrecision(3);
-}
-
-function bytes(count) {
-  const units = ["bytes", "KiB", "MiB", "GiB"];
-  let unit = 0;
-  while (count >= 1024 && unit < units.length - 1) {
-    count /= 1024;
-    unit += 1;
-  }
-  return `${unit ? digits(count) : count} ${units[unit]}`;
-}
-
-// No measurement yet: what an earlier prompt gave would be taken for this one's.
-function clear() {
-  for (const model of models) {
-    model.runs = [];
-    for (const value of model.card.querySelectorAll("dd")) value.textContent = "–";
-    for (const bar of model.card.querySelectorAll(".bar i")) bar.style.width = "0";
-    model.card.querySelector(".count").textContent = "";
-    model.card.querySelector(".answer").textContent = "";
-  }
+  byId("run").textContent = MODES[chosen].button;
   byId("verdict").hidden = true;
-}
-
-// Everything measured so far: values, bars against the largest, and what the second model gains.
-function show() {
-  const found = models.filter((model) => model.runs.length).map((model) => {
-    const { prompt, tokens } = model.runs[model.runs.length - 1];
-    return {
-      model,
-      ttft: median(model.runs.map((run) => run.ttft)),
-      speed: median(model.runs.map((run) => run.speed)),
-      cache: (prompt + tokens) * model.cache_bytes_per_token,
-      count: `${prompt} prompt tokens, ${tokens} answered` + (model.runs.length > 1 ? `; medians of ${model.runs.length} rounds` : ""),
-    };
-  });
-  const words = {
-    ttft: (value) => (value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${digits(value)} ms`),
-    speed: digits,
-    cache: bytes,
-  };
-  for (const name of Object.keys(words)) {
-    const most = Math.max(...found.map((each) => each[name] || 0));
-    for (const each of found) {
-      const line = each.model.card.querySelector(`.${name}`);
-      line.querySelector("dd").textContent = each[name] === null ? "–" : words[name](each[name]);
-      line.querySelector("i").style.width = `${most ? (100 * (each[name] || 0)) / most : 0}%`;
-    }
-  }
-  for (const each of found) each.model.card.querySelector(".count").textContent = each.count;
-  const verdict = byId("verdict");
-  verdict.hidden = found.length < 2;
-  if (found.length >= 2) {
-    const [one, two] = found;
-    const speed = one.speed && two.speed ? `, ${(two.speed / one.speed).toFixed(2)} times the tokens per second` : "";
-    const cache = `, ${((two.model.cache_bytes_per_token / one.model.cache_bytes_per_token) * 100).toFixed(0)} % of the cache bytes a token`;
-    verdict.textContent = `${two.model.id} against ${one.model.id}: ${(two.ttft / one.ttft).toFixed(2)} times the time to first token${speed}${cache}`;
-  }
-}
-
-function question() {
-  const text = byId("prompt").value;
-  if (!text) throw new Error("the prompt is empty: type one, or take a sample");
-  const body = { max_tokens: Number(byId("max-tokens").value), temperature: Number(byId("temperature").value), seed: 0 };
-  return byId("chat").checked
-    ? { path: "/v1/chat/completions", body: { ...body, messages: [{ role: "user", content: text }] } }
-    : { path: "/v1/completions", body: { ...body, prompt: text } };
+  byId("sweep").hidden = chosen !== "lengths" || !swept.length;
+  if (chosen === "chat") byId("ask").before(byId("results"));
+  else byId("ask").after(byId("results"));
+  if (chosen === "lengths") showLengths();
+  if (chosen === "prompt") showPrompt();
+  showCommand();
 }
 
 async function run() {
   if (running || byId("run").disabled) return;
   tell(null);
   running = new AbortController();
-  byId("run").disabled = true;
-  byId("stop").disabled = false;
-  byId("models").setAttribute("aria-busy", "true");
-  const status = byId("status");
+  byId("status").textContent = "starting";
+  busy(true);
   try {
-    const asked = question();
-    const rounds = Math.max(1, Number(byId("rounds").value) || 1);
-    clear();
-    for (let round = 0; round < rounds; round += 1) {
-      for (const model of round % 2 ? models.toReversed() : models) {
-        status.textContent = `${model.id} answers` + (rounds > 1 ? `, round ${round + 1} of ${rounds}` : "");
-        model.runs.push(await ask(model, asked, running.signal));
-        show();
-      }
-    }
-    status.textContent = "done";
+    await MODES[mode()].run(running.signal);
+    byId("status").textContent = "done";
   } catch (error) {
-    status.textContent = error.name === "AbortError" ? "stopped" : "";
+    byId("status").textContent = error.name === "AbortError" ? "stopped" : "";
     if (error.name !== "AbortError") tell(error);
   } finally {
     running = null;
-    byId("run").disabled = false;
-    byId("stop").disabled = true;
-    byId("models").setAttribute("aria-busy", "false");
+    busy(false);
   }
+}
+
+function busy(is) {
+  byId("run").disabled = is;
+  byId("stop").disabled = !is;
+  byId("anew").disabled = is;
+  byId("modes").disabled = is;
+  byId("results").setAttribute("aria-busy", String(is));
+}
+
+// ---- measuring -----------------------------------------------------------------------------------
+
+// One answer of one model, shown as it comes. No prompt is found in a cache, unless `salt` is an earlier one's.
+async function answer(model, path, body, signal, show, salt = newSalt()) {
+  const asked = { ...body, model: model.id, cache_salt: salt };
+  model.card.classList.add("busy");
+  try {
+    return await stream(path, { body: asked, key: byId("key").value, signal }, show);
+  } finally {
+    model.card.classList.remove("busy");
+  }
+}
+
+const newSalt = () => crypto.getRandomValues(new Uint32Array(2)).join("-");
+
+// Wait until the server has compiled all that it compiles ahead of use.
+async function untilWarm(signal) {
+  while (!(await (await ask("/ready", { signal })).json()).warm) {
+    byId("status").textContent = "waiting until the server has compiled its programs: compiling is not timed";
+    await pause(500);
+    signal.throwIfAborted();
+  }
+}
+
+// `body` to all models in turn, once for each round and once uncounted; `each(i, run)` gets what model i took.
+async function rounds(bodies, signal, each, said = "", show = () => () => {}) {
+  for (const [i, model] of models.entries()) {
+    byId("status").textContent = `${said}${model.id}: a first answer, whose time is not counted`;
+    await answer(model, COMPLETIONS, bodies[i], signal, show(model));
+  }
+  const count = Math.max(1, Number(byId("rounds").value) || 1);
+  for (let round = 0; round < count; round += 1) {
+    const order = [...models.keys()];
+    for (const i of round % 2 ? order.reverse() : order) {
+      const of = count > 1 ? `, round ${round + 1} of ${count}` : "";
+      byId("status").textContent = `${said}${models[i].id} answers${of}`;
+      each(i, await answer(models[i], COMPLETIONS, bodies[i], signal, show(models[i])));
+    }
+  }
+}
+
+function settings() {
+  return { max_tokens: Number(byId("max-tokens").value), temperature: Number(byId("temperature").value), seed: 0 };
+}
+
+const medians = (runs) => ({
+  ttft: median(runs.map((run) => run.ttft)),
+  speed: median(runs.map((run) => run.speed)),
+});
+
+// ---- one prompt ----------------------------------------------------------------------------------
+
+async function measurePrompt(signal) {
+  const prompt = byId("prompt").value;
+  if (!prompt) throw new Error("the prompt is empty: type one, or take a sample");
+  for (const model of models) {
+    model.runs = [];
+    model.card.querySelector(".answer").textContent = "";
+  }
+  showPrompt();
+  await untilWarm(signal);
+  const body = { ...settings(), prompt };
+  const keep = (i, run) => {
+    models[i].runs.push(run);
+    showPrompt();
+  };
+  await rounds(models.map(() => body), signal, keep, "", (model) => {
+    const shown = model.card.querySelector(".answer");
+    shown.textContent = "";
+    return (text) => append(shown, text);
+  });
+}
+
+function append(shown, text) {
+  shown.append(text);
+  shown.scrollTop = shown.scrollHeight;
+}
+
+function count(runs) {
+  const { prompt, tokens } = runs[runs.length - 1];
+  return `${prompt} prompt tokens, ${tokens} answered` + (runs.length > 1 ? `; medians of ${runs.length} rounds` : "");
+}
+
+// Everything measured so far: values, bars against the largest, and what they say.
+function showPrompt() {
+  const found = models.map((model) => {
+    const last = model.runs.at(-1);
+    const cache = last ? (last.prompt + last.tokens) * model.cache_bytes_per_token : null;
+    return { model, cache, ...medians(model.runs) };
+  });
+  for (const [name, words] of Object.entries({ ttft: seconds, speed: digits, cache: bytes })) {
+    const most = Math.max(...found.map((each) => each[name] || 0));
+    for (const each of found) {
+      const line = each.model.card.querySelector(`.${name}`);
+      line.querySelector("dd").textContent = each[name] === null ? "–" : words(each[name]);
+      line.querySelector("i").style.width = `${most ? (100 * (each[name] || 0)) / most : 0}%`;
+    }
+  }
+  for (const { card, runs } of models) card.querySelector(".count").textContent = runs.length ? count(runs) : "";
+  const all = found.map(({ model, ttft, speed }) => ({ name: model.id, ttft, speed, bytes: model.cache_bytes_per_token }));
+  judge(all.length && all.every((each) => each.ttft !== null) ? verdict(all) : "");
+}
+
+function judge(sentence) {
+  byId("verdict").textContent = sentence;
+  byId("verdict").hidden = !sentence;
 }
 
 // As many passages as fill a share of the shortest context, less room for the answer.
@@ -262,9 +256,9 @@ async function sample(share) {
   tell(null);
   if (share === 0) return setPrompt(SENTENCE);
   try {
-    const context = Math.min(...models.map((model) => model.max_model_len));
-    const passage = (await (await call("/tokenize", { prompt: PASSAGE, add_special_tokens: false })).json()).count;
-    const room = share * context - Number(byId("max-tokens").value) * share;
+    const body = { prompt: PASSAGE, add_special_tokens: false };
+    const passage = (await (await ask("/tokenize", { body })).json()).count;
+    const room = share * (context() - Number(byId("max-tokens").value));
     setPrompt(PASSAGE.repeat(Math.max(1, Math.floor(room / passage))) + SENTENCE);
   } catch (error) {
     tell(error);
@@ -273,27 +267,184 @@ async function sample(share) {
 
 function setPrompt(text) {
   byId("prompt").value = text;
-  measure();
+  typed();
 }
 
-function measure() {
+function typed() {
   const length = byId("prompt").value.length;
   byId("size").textContent = length ? `${length.toLocaleString("en")} characters` : "";
+  showCommand();
 }
+
+// ---- prompt lengths ------------------------------------------------------------------------------
+
+async function measureLengths(signal) {
+  swept = [];
+  showLengths();
+  await untilWarm(signal);
+  const passages = await Promise.all(models.map((model) => passageOf(model, signal)));
+  for (const length of lengths(context())) {
+    const prompt = (ids) => Array.from({ length }, (_, i) => ids[i % ids.length]);
+    const bodies = passages.map((ids) => ({ prompt: prompt(ids), max_tokens: 1, temperature: 0 }));
+    const runs = models.map(() => []);
+    const keep = (i, run) => runs[i].push(run);
+    await rounds(bodies, signal, keep, `${length.toLocaleString("en")} tokens: `);
+    swept.push({ length, ttft: runs.map((some) => medians(some).ttft) });
+    showLengths();
+  }
+}
+
+async function passageOf(model, signal) {
+  const body = { model: model.id, prompt: PASSAGE, add_special_tokens: false };
+  return (await (await ask("/tokenize", { body, signal })).json()).tokens;
+}
+
+function showLengths() {
+  byId("sweep").hidden = !swept.length;
+  if (!swept.length) return judge("");
+  const names = models.map((model) => model.id);
+  const last = swept.at(-1);
+  judge(
+    verdict(
+      names.map((name, i) => ({ name, ttft: last.ttft[i] })),
+      `At ${last.length.toLocaleString("en")} prompt tokens`,
+    ),
+  );
+  byId("legend").replaceChildren(...names.map((name, i) => element("li", name, `series-${i}`)));
+  drawLengths();
+  const both = names.length > 1;
+  const head = ["Prompt tokens", ...names, ...(both ? [`${names[1]} is`] : [])];
+  byId("sweep").querySelector("thead tr").replaceChildren(...head.map((text) => column(text)));
+  const rows = swept.map(({ length, ttft }) => {
+    const against = both ? [faster(1 / ttft[0], 1 / ttft[1])] : [];
+    const row = element("tr");
+    row.append(...[length.toLocaleString("en"), ...ttft.map(seconds), ...against].map((text) => element("td", text)));
+    return row;
+  });
+  byId("sweep").querySelector("tbody").replaceChildren(...rows);
+}
+
+function drawLengths() {
+  if (byId("sweep").hidden) return;
+  const series = models.map((_, i) => swept.map(({ length, ttft }) => ({ x: length, y: ttft[i] })));
+  draw(byId("plot"), byId("sweep").clientWidth, series, "prompt tokens", "milliseconds");
+}
+
+function element(name, text = "", kind = "") {
+  const made = document.createElement(name);
+  made.textContent = text;
+  if (kind) made.className = kind;
+  return made;
+}
+
+function column(text) {
+  const made = element("th", text);
+  made.scope = "col";
+  return made;
+}
+
+// ---- chat ----------------------------------------------------------------------------------------
+
+async function chat(signal) {
+  const said = byId("message").value;
+  if (!said.trim()) throw new Error("the message is empty");
+  byId("message").value = "";
+  try {
+    for (const model of models) await reply(model, said, signal);
+  } catch (error) {
+    if (error.name !== "AbortError") byId("message").value = said;
+    throw error;
+  } finally {
+    showCommand();
+  }
+  byId("message").focus();
+}
+
+// One more turn of each side. An answer that was stopped stays as far as it came; a refused one leaves no turn.
+async function reply(model, said, signal) {
+  const shown = model.card.querySelector(".turns");
+  const asked = turn(shown, "user", said);
+  const told = turn(shown, "assistant", "");
+  const messages = [...model.turns, { role: "user", content: said }];
+  model.salt = model.salt || newSalt();
+  byId("status").textContent = `${model.id} answers`;
+  let whole = "";
+  const show = (text) => {
+    whole += text;
+    told.textContent = whole.trimStart();
+    shown.scrollTop = shown.scrollHeight;
+  };
+  try {
+    await answer(model, CHAT, { ...settings(), messages }, signal, show, model.salt);
+  } finally {
+    if (whole) model.turns = [...messages, { role: "assistant", content: whole }];
+    else for (const gone of [asked, told]) gone.remove();
+  }
+}
+
+function turn(shown, role, text) {
+  const made = element("p", text, `turn ${role}`);
+  shown.append(made);
+  return made;
+}
+
+function newChat() {
+  for (const model of models) {
+    model.turns = [];
+    model.salt = "";
+    model.card.querySelector(".turns").replaceChildren();
+  }
+  byId("message").focus();
+  showCommand();
+}
+
+// ---- curl ----------------------------------------------------------------------------------------
+
+function showCommand() {
+  if (!models.length) return;
+  const body = { model: models[0].id, ...settings() };
+  const said = { role: "user", content: byId("message").value || "What is a list?" };
+  const chats = mode() === "chat";
+  if (chats) body.messages = [...models[0].turns, said];
+  else body.prompt = byId("prompt").value || SENTENCE;
+  const url = location.origin + (chats ? CHAT : COMPLETIONS);
+  byId("command").textContent = curl(url, body, Boolean(byId("key").value));
+  byId("copied").textContent = "";
+}
+
+async function copy() {
+  const command = byId("command");
+  try {
+    await navigator.clipboard.writeText(command.textContent);
+    byId("copied").textContent = "copied";
+  } catch {
+    // browsers allow this on localhost and over https only
+    getSelection().selectAllChildren(command);
+    byId("copied").textContent = "selected: press Ctrl+C";
+  }
+}
+
+// ---- events --------------------------------------------------------------------------------------
 
 byId("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   run();
 });
 byId("stop").addEventListener("click", () => running && running.abort());
+byId("anew").addEventListener("click", newChat);
+byId("copy").addEventListener("click", copy);
 byId("connect").addEventListener("click", connect);
+byId("modes").addEventListener("change", choose);
 byId("key").addEventListener("keydown", (event) => {
-  if (event.key === "Enter") {
-    event.preventDefault();
-    connect();
-  }
+  if (event.key === "Enter") connect();
 });
-byId("prompt").addEventListener("input", measure);
+byId("prompt").addEventListener("input", typed);
+for (const id of ["message", "max-tokens", "temperature"]) byId(id).addEventListener("input", showCommand);
+byId("message").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  run();
+});
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && running) running.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) run();
@@ -301,4 +452,5 @@ document.addEventListener("keydown", (event) => {
 for (const button of document.querySelectorAll(".sample")) {
   button.addEventListener("click", () => sample(Number(button.dataset.share)));
 }
+window.addEventListener("resize", drawLengths);
 connect();

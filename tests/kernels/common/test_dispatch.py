@@ -5,14 +5,29 @@ import logging
 import jax.numpy as jnp
 import pytest
 
+from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import Implementation, UnsupportedError
 from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
 from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill
+from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.k_cache_attention import pallas_tpu
+from swiftkv_jax.kernels.k_cache_attention.api import K_CACHE, X_CACHE
+from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
 from swiftkv_jax.kernels.paged_attention import cases as paged_cases
 from swiftkv_jax.kernels.paged_attention import pallas_tpu as paged
+from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
+from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
 
+TABLES = {
+    "paged": PAGED_ATTENTION,
+    "keys": K_CACHE,
+    "inputs": X_CACHE,
+    "fill": FUSED_KV_FILL,
+    "write": PAGE_WRITE,
+    "scoring": PROMPT_ATTENTION,
+    "training": CAUSAL_ATTENTION,
+}
 TABLE = {
     "reference": Implementation(lambda x: ("reference", x)),
     "xla": Implementation(lambda x: ("xla", x), lambda x: "" if x < 3 else f"{x}: 0, 1, 2"),
@@ -38,7 +53,7 @@ def test_or_raises_one_line(name, argument, message):
     assert str(raised.value) == message
 
 
-@pytest.mark.parametrize(("platform", "first"), [("tpu", "pallas_tpu"), ("gpu", "xla"), ("cpu", "xla")])
+@pytest.mark.parametrize(("platform", "first"), [("tpu", "xla"), ("gpu", "xla"), ("cpu", "xla")])
 def test_no_name_is_by_platform_and_logged_once(platform, first, monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "device", lambda: (platform, "a chip", 1))
     caplog.set_level(logging.INFO, logger=dispatch.__name__)
@@ -48,8 +63,8 @@ def test_no_name_is_by_platform_and_logged_once(platform, first, monkeypatch, ca
 
 
 def test_no_name_passes_over_what_does_not_support_the_call(monkeypatch):
-    monkeypatch.setattr(dispatch, "device", lambda: ("tpu", "a chip", 1))
-    table = TABLE | {"pallas_tpu": Implementation(lambda x: None, lambda x: "this")}
+    monkeypatch.setattr(dispatch, "device", lambda: ("cpu", "a chip", 1))
+    table = TABLE | {"native_cpu": Implementation(lambda x: None, lambda x: "this")}
     assert dispatch.call("op", table, None, (1,), {}) == ("xla", 1)
 
 
@@ -74,5 +89,9 @@ def test_8_bit_pages_with_scales_say_which_pages_a_tpu_takes():
     assert fill.refuses(*fill_cases.SMALL["int8"].shapes()) == message
 
 
-def test_no_kernel_that_never_ran_on_its_chip_is_chosen_without_a_name():
-    assert "pallas_gpu" not in dispatch.BY_PLATFORM["gpu"]
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("operation", TABLES)
+def test_on_a_gpu_and_a_tpu_only_xla_s_form_runs_without_a_name(platform, operation):
+    """Of any operation, those that the check does not know too: attention of training and of scoring."""
+    known = [name for name in dispatch.BY_PLATFORM[platform] if name in TABLES[operation]]
+    assert known and set(known) <= {"xla", "xla_one_turn"}

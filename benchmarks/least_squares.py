@@ -1,0 +1,84 @@
+"""Is SwiftKV's least-squares start nearer to its teacher than the folded one? On the same prompts, in pairs.
+
+python -m benchmarks.least_squares demo/teacher --splits 1 3 4
+"""
+
+import argparse
+import json
+import math
+import sys
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.common import machine
+from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
+from swiftkv_jax.compare.judging import answers_by_rows, fit_batches, prompts_of
+from swiftkv_jax.distill import least_squares
+from swiftkv_jax.errors import exit_code
+from swiftkv_jax.folder import DEMO
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.surgery import to_swiftkv
+
+
+class Difference(NamedTuple):
+    """Of first tokens after the same prompts, in nats above the teacher's: of both starts, how much lower the
+    fitted one is, and the standard error of that over rows of text."""
+
+    split: int
+    fold: float
+    fitted: float
+    lower_by: float
+    error: float
+
+    @property
+    def errors_apart(self) -> float:
+        return self.lower_by / self.error
+
+
+def paired(split: int, fold: np.ndarray, fitted: np.ndarray, own: np.ndarray) -> Difference:
+    """Nats of [rows, prompts] by both starts and by the teacher."""
+    lower = (fold - fitted).mean(1)
+    error = lower.std(ddof=1) / math.sqrt(len(lower))
+    return Difference(
+        split, float((fold - own).mean()), float((fitted - own).mean()), float(lower.mean()), float(error)
+    )
+
+
+def measure(args: argparse.Namespace) -> list[Difference]:
+    """One difference for each split."""
+    folder = local_folder(args.model)
+    model, params = from_pretrained(folder, dtype="float32")
+    prompts = prompts_of(args.text, folder, args.prompts, args.length)
+    batches = fit_batches(args.text, folder, args.length)
+    own, found = answers_by_rows(model, params, prompts).nats, []
+    for split in args.splits:
+        student, start = to_swiftkv(model, params, KVPlan.swiftkv(model.config.num_layers, split))
+        fitted = least_squares.fit(student, start, model, params, batches)
+        nats = [answers_by_rows(student, p, prompts).nats for p in (start, fitted)]
+        found.append(paired(split, *nats, own))
+        print(f"{found[-1]}: {found[-1].errors_apart:.1f} standard errors", flush=True)
+    return found
+
+
+def main() -> int:
+    """The command line; its exit code."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("model", help="a standard model: folder or hub id")
+    p.add_argument("--splits", type=int, nargs="+", default=[1, 3, 4])
+    p.add_argument("--text", default=str(DEMO / "corpus.jsonl.xz"), metavar="FILE")
+    p.add_argument("--prompts", type=int, default=5000, metavar="N", help="at least N held-out ones")
+    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a row of text")
+    args = p.parse_args()
+
+    said = f"python -m benchmarks.least_squares {args.model} --prompts {args.prompts}"
+
+    def work() -> None:
+        found = [d._asdict() | {"errors_apart": d.errors_apart} for d in measure(args)]
+        print(json.dumps({"differences": found, "machine": machine(said)}, indent=1))
+
+    return exit_code(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,203 @@
+"""The tables of docs/results.md and both README.md, and README's plot, made from benchmarks/results/*.json.
+
+    python -m benchmarks.report
+
+A document has the line `<!-- results: NAME -->` where a table begins and `<!-- end -->` where it ends; the
+command replaces what is between. A result is what a benchmark wrote, or a record: the run (command, hardware,
+versions, date, and the commit that recorded it), columns and rows.
+"""
+
+import argparse
+import json
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.common import RESULTS, table
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "demo" / "README.md")
+PLOT = ROOT / "docs" / "saved.png"
+_BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.S)
+_WIDTH = 100
+Rows = list[list]
+
+
+def result(name: str) -> dict:
+    """What benchmarks/results/NAME.json holds."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def records(name: str) -> list[dict]:
+    """The rows of a record, by column."""
+    found = result(name)
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
+def caption(found: dict) -> str:
+    """Command, hardware, versions, date and commit of a result, as one paragraph."""
+    run = found.get("run") or found["machine"]
+    hardware = run.get("hardware") or run["device"]
+    parts = [hardware, run.get("versions") or f"jax {run['jax']}", run["date"]]
+    if run.get("commit"):
+        parts.append(f"commit {run['commit']}")
+    text = f"`{run['command']}`: {', '.join(parts)}."
+    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def shown(columns: list[str], rows: Rows) -> str:
+    """A Markdown table; the floats of a column have equally many decimals, and None is an empty cell."""
+    out = [[""] * len(columns) for _ in rows]
+    for at in range(len(columns)):
+        values = [row[at] for row in rows]
+        decimals = max((len(str(v).partition(".")[2]) for v in values if isinstance(v, float)), default=0)
+        for cells, value in zip(out, values, strict=True):
+            if value is not None:
+                cells[at] = f"{value:.{decimals}f}" if isinstance(value, float) else str(value)
+    return table(columns, out)
+
+
+def _record(found: dict) -> tuple[list[str], Rows]:
+    return found["columns"], found["rows"]
+
+
+def _latency(found: dict) -> tuple[list[str], Rows]:
+    """Ratios to the standard model: of times to first token, and of times per output token."""
+    names = {"standard": "standard", "swiftkv": "SwiftKV at 50 %", "acrosskv": "+ 2-way AcrossKV"}
+    columns = ["", *(f"TTFT, {n} tokens" for n in found["ttft"])]
+    columns += ["TPOT, {} x {}".format(*key.split("x")) for key in found["tpot"]]
+    rows = []
+    for key, name in names.items():
+        row = [round(times[key]["vs_full_depth"], 2) for times in found["ttft"].values()]
+        rows.append([name, *row, *(round(times[key]["vs_standard"], 2) for times in found["tpot"].values())])
+    return columns, rows
+
+
+def _peers(found: dict) -> tuple[list[str], Rows]:
+    rows = [
+        [name, f"{row['tokens_per_s']:,.0f}", round(row["gain"], 2)] for name, row in found["rows"].items()
+    ]
+    return ["system", "tokens/s", "times transformers"], rows
+
+
+def _throughput(found: dict) -> tuple[list[str], Rows]:
+    columns = ["prompt:output", "plan", "tokens/s", "gain", "predicted gain", "cache bytes a token"]
+    rows = [
+        [
+            lengths,
+            name,
+            f"{row['tokens_per_s']:,.0f}",
+            round(row["gain"], 2),
+            round(row["predicted_gain"], 2),
+            row["cache_bytes_per_token"],
+        ]
+        for lengths, plans in found["workloads"].items()
+        for name, row in plans.items()
+    ]
+    return columns, rows
+
+
+def _waiting(found: dict) -> tuple[list[str], Rows]:
+    columns = ["`steps_per_launch`", "TTFT, ms", "95th percentile, ms", "these steps take, ms"]
+    rows = [
+        [
+            steps,
+            *(round(row[name], 1) for name in ("ttft_ms", "ttft_p95_ms", "steps_ms")),
+            f"{row['tokens_per_s']:,.0f}",
+        ]
+        for steps, row in found["steps"].items()
+    ]
+    return [*columns, "tokens/s of the others"], rows
+
+
+def _prediction(found: dict) -> tuple[list[str], Rows]:
+    """Ratios of a KV prediction pair in engines."""
+    first, later = found["ttft"]["pair"], found["tpot"]["pair"]
+    columns = ["TTFT, of the standard model at full depth", "TTFT, of its own step", "TPOT, of its own"]
+    ratios = (first["vs_full_depth"], first["vs_standard"], later["vs_standard"])
+    return columns, [[f"{ratio:.2f}" for ratio in ratios]]
+
+
+def _summary(_: dict) -> tuple[list[str], Rows]:
+    """README's table: the demo's students and SmolLM2's, quality and speed at one context length."""
+    columns = ["model", "student", "context", "gap, nats", "KL, nats", "agreement", "TTFT", "cache"]
+    rows: Rows = []
+    for row in records("demo"):
+        gap = round(row["distilled"] - row["teacher's cross-entropy"], 4)
+        share = row["cache bytes a token"] / 3072
+        rows.append(["demo, 3.6 M", row["student"], row["context"], f"{gap:.3f}", f"{row['KL']:.3f}"])
+        rows[-1] += [f"{row['agreement']:.3f}", f"{row['TTFT']:.2f}", f"{share:.0%}"]
+    for row in records("smollm2"):
+        if row["TTFT"] is not None:
+            name = f"SwiftKV, {row['split, of 30']} of 30 layers"
+            rows.append(["SmolLM2-135M", name, row["context"], f"{row['gap']:.3f}", f"{row['KL']:.3f}"])
+            rows[-1] += [f"{row['agreement']:.3f}", f"{row['TTFT']:.2f}", "100%"]
+    return columns, rows
+
+
+_TABLES: dict[str, Callable[[dict], tuple[list[str], Rows]]] = {
+    "kv_prediction_latency": _prediction,
+    "latency": _latency,
+    "peers": _peers,
+    "throughput": _throughput,
+    "waiting": _waiting,
+}
+_COMMANDS = {  # of results that may be missing
+    "peers": "python -m benchmarks.peers",
+    "throughput": "python -m benchmarks.throughput --systems swiftkv acrosskv",
+}
+
+
+def block(name: str) -> str:
+    """The table of one result, and the run that made it; "summary" is README's."""
+    if name == "summary":
+        return shown(*_summary({}))
+    if name in _COMMANDS and not (RESULTS / f"{name}.json").exists():
+        return f"Not measured with today's code: `{_COMMANDS[name]}` does."
+    found = result(name)
+    return f"{shown(*_TABLES.get(name, _record)(found))}\n\n{caption(found)}"
+
+
+def filled(text: str) -> str:
+    """A document with its tables as the results are now."""
+    return _BLOCK.sub(lambda match: f"{match[1]}\n{block(match[2])}\n\n{match[3]}", text)
+
+
+def plot(path: Path) -> None:
+    """Bars of time to first token and of cache bytes, the standard model's at 1."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    demo = {row["student"]: row for row in records("demo") if row["context"] == 2048}
+    swiftkv, acrosskv = demo.values()
+    names = ["standard model", "SwiftKV, half the layers", "+ 2-way AcrossKV"]
+    times = [1.0, swiftkv["TTFT"], acrosskv["TTFT"]]
+    sizes = [
+        1.0,
+        *(row["cache bytes a token"] / swiftkv["cache bytes a token"] for row in (swiftkv, acrosskv)),
+    ]
+    figure, axes = pyplot.subplots(1, 2, figsize=(7.6, 2.0), layout="constrained", sharey=True)
+    titles = ("relative time to first token, 2048 tokens", "relative cache bytes")
+    for axis, values, title in zip(axes, (times, sizes), titles, strict=True):
+        drawn = axis.barh(names, values, color=["#9aa4ae", "#4878a8", "#e0913a"])
+        axis.bar_label(drawn, [f"{value:.2f}" for value in values], padding=3, fontsize=9)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlim(0, 1.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    for path in DOCUMENTS:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+    plot(PLOT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""What Whisper's caches take and what a token reads: the paper's table, counted with the E-cache too, and
+tokens per second here by kind of row.
+
+    python -m benchmarks.whisper                    # the table (Slim attention paper, section 6), at once
+    python -m benchmarks.whisper --run --size tiny  # and tokens/s with random weights of that size
+
+The paper leaves the encoder's output out of what "option 2" stores and reads, as it may lie in on-chip
+memory. A server of many requests keeps it in main memory, once for all layers: then it counts.
+"""
+
+import argparse
+import dataclasses
+import sys
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.common import interleaved, machine
+from swiftkv_jax import to_slim, weights
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.engine.speech import window_request
+from swiftkv_jax.errors import exit_code
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+
+SOURCE, CONTEXT, VOCAB = 1500, 448, 51_865
+FORMS = {"kv": ("kv", "kv"), "k": ("k", "k"), "x": ("x", "x")}
+OUTPUTS, ROUNDS = 32, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """One published Whisper: decoder layers, width, heads; and what the paper prints for it, in millions."""
+
+    layers: int
+    width: int
+    heads: int
+    baseline: float
+    option_2: float
+
+
+SIZES = {
+    "tiny": Size(4, 384, 6, 6.0, 0.7),
+    "base": Size(6, 512, 8, 12.0, 1.4),
+    "small": Size(12, 768, 12, 35.9, 4.1),
+    "medium": Size(24, 1024, 16, 95.7, 11.0),
+    "large": Size(32, 1280, 20, 159.6, 18.4),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """Of one size, in millions of numbers: what a request stores, and what a token of a batch reads.
+
+    `encoder` is the E-cache, which all layers read in turn.
+    """
+
+    own: float
+    cross: float
+    encoder: float
+    parameters: float
+
+    @property
+    def stored(self) -> float:
+        return self.own + self.cross + self.encoder
+
+    def read(self, batch: int, layers: int, on_chip: bool) -> float:
+        """on_chip: the encoder's output costs no reads, as the paper counts."""
+        again = 0.0 if on_chip else layers * self.encoder
+        return self.own + self.cross + again + self.parameters / batch
+
+
+def counts(size: Size, form: str) -> Counts:
+    """With keys and values ("kv"), keys alone ("k"), or keys of own tokens beside one row of inputs for what
+    all layers read of the encoder ("x", the paper's option 2)."""
+    d, layers, mega = size.width, size.layers, 1e6
+    own, cross = 2 * CONTEXT * d * layers / mega, 2 * SOURCE * d * layers / mega
+    plain = (d * VOCAB + layers * (6 * d * d + 2 * d * 4 * d)) / mega
+    more = layers * d * d / mega
+    return {
+        "kv": Counts(own, cross, 0.0, plain),
+        "k": Counts(own / 2, cross / 2, 0.0, plain + more),
+        "x": Counts(own / 2, 0.0, SOURCE * d / mega, plain + 2 * more),
+    }[form]
+
+
+def show_table() -> None:
+    """Print the counts of all sizes beside the paper's."""
+    print("Numbers in the cache of a request, in millions, and times fewer than keys and values")
+    print(f"{'':8}{'kv':>8}{'k':>8}{'x, E on chip':>15}{'paper':>8}{'x, E counted':>15}")
+    for name, size in SIZES.items():
+        kv, k, x = (counts(size, form) for form in FORMS)
+        chip = x.own + x.cross
+        left = f"{name:8}{kv.stored:8.1f}{k.stored:8.1f}{chip:8.1f} {kv.stored / chip:5.1f}x"
+        print(f"{left}{size.option_2:8.1f}{x.stored:8.1f} {kv.stored / x.stored:5.1f}x")
+    for batch in (1, 64):
+        print(
+            f"\nNumbers read for a token at batch {batch}, in millions, and times fewer than keys and values"
+        )
+        print(f"{'':8}{'kv':>8}{'k':>15}{'x, E on chip':>15}{'x, E counted':>15}")
+        for name, size in SIZES.items():
+            base = counts(size, "kv").read(batch, size.layers, True)
+            cells = []
+            for form, on_chip in (("k", True), ("x", True), ("x", False)):
+                read = counts(size, form).read(batch, size.layers, on_chip)
+                cells.append(f"{read:8.1f} {base / read:5.2f}x")
+            print(f"{name:8}{base:8.1f}" + "".join(f"{cell:>15}" for cell in cells))
+
+
+def make(size: Size, form: str, lanes: int) -> LLM:
+    """An engine of this size with random weights."""
+    raw = {
+        "model_type": "whisper",
+        "vocab_size": VOCAB,
+        "d_model": size.width,
+        "num_mel_bins": 80,
+        "max_source_positions": SOURCE,
+        "max_target_positions": CONTEXT,
+        "decoder_start_token_id": 50_258,
+    }
+    for half in ("encoder", "decoder"):
+        raw |= {
+            f"{half}_layers": size.layers,
+            f"{half}_attention_heads": size.heads,
+            f"{half}_ffn_dim": 4 * size.width,
+        }
+    config = ModelConfig.from_hf(raw)
+    plan = KVPlan.standard(size.layers).with_cross("kv")
+    model = Transformer(config, plan)
+    params = weights.init(config, plan, jax.random.key(0), jnp.float32, cuts=None)
+    if form != "kv":
+        model, params = to_slim(model, params, FORMS[form][0], cross_forms=FORMS[form][1])
+    return LLM.from_model(model, params, None, max_num_seqs=lanes)
+
+
+def decode(llm: LLM, batch: int) -> None:
+    """Transcribe `batch` windows of noise, `OUTPUTS` tokens each."""
+    random = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUTS, ignore_eos=True)
+    frames = [random.standard_normal((2 * SOURCE, 80)).astype(np.float32) for _ in range(batch)]
+    for _ in llm.run([window_request(llm, one, None, "transcribe", params) for one in frames]):
+        pass
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--run", action="store_true", help="time decoding here too, with random weights")
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    args = parser.parse_args()
+    show_table()
+    if not args.run:
+        return
+    where = machine(" ".join(["python -m benchmarks.whisper", *sys.argv[1:]]))
+    print(f"\nTokens per second of Whisper {args.size}, encoding included")
+    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    for batch in args.batch:
+        llms = {form: make(SIZES[args.size], form, batch) for form in FORMS}
+        times = interleaved({form: partial(decode, llm, batch) for form, llm in llms.items()}, ROUNDS)
+        rates = ", ".join(f"{form} {batch * OUTPUTS / np.median(s):.1f}" for form, s in times.items())
+        print(f"batch {batch:3}: {rates}")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,326 @@
+"""Tokens written into pages on TPU (Mosaic TPU): each page that is touched once, all of them in flight.
+
+A page is [Z, E] in tiles of G rows (8 of 32 bits, 16 of 16 bits, 32 of 8 bits), the least that a DMA moves.
+A run of tokens that fills its page leaves as one page. Of a run that fills less, only the tiles that it
+touches are written, and those that it fills in part are read before: a decoded token costs one tile each way.
+Rows are moved as 32-bit words, whatever their dtype: what is not written stays bit for bit.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from swiftkv_jax.kernels.common import chips
+from swiftkv_jax.kernels.common.pools import Pool, encode
+
+_LANES, _WORDS = 128, 8  # of a tile of 32-bit words
+_MOST = 64  # runs in flight
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What is static in the kernel.
+
+    Attributes:
+      page: tokens of a page. tile: rows of a tile. slots: places for runs in flight.
+    """
+
+    page: int
+    tile: int
+    slots: int
+
+    @property
+    def inside(self) -> int:
+        """Rows in a 32-bit word."""
+        return self.tile // _WORDS
+
+
+class Runs(NamedTuple):
+    """Tokens that are neighbours in the batch and in a page; int32, for the scalar core.
+
+    Attributes:
+      first, last: [T] the tokens of each run, both included; T where there is no run. some: [2] the number of
+        runs, and whether no two are in one page. page, slot: [T] of each token. rows: [F].
+    """
+
+    first: Any
+    last: Any
+    some: Any
+    page: Any
+    slot: Any
+    rows: Any
+
+
+class _Scratch(NamedTuple):
+    """stage [slots, Z, E] pages; fresh [slots, Z + 3 G, E] rows of the batch, from row G on; factors
+    [slots, K, Z] and new ones [slots, K, Z + 128] of 8-bit rows; semaphores [slots]."""
+
+    stage: Any
+    fresh: Any
+    factors: Any
+    new_factors: Any
+    arrived: Any
+    left: Any
+
+
+class _Run(NamedTuple):
+    """One run: its place in the ring, page, first slot in it, tokens, and first token of the batch."""
+
+    at: Any
+    page: Any
+    slot: Any
+    count: Any
+    token: Any
+
+
+def runs_of(page: jax.Array, slot: jax.Array, rows: tuple[int, ...], pages: int) -> Runs:
+    """The runs of tokens at (page, slot), both [T]; of tokens outside pages [1, `pages`) there is none."""
+    page, slot = page.astype(jnp.int32), slot.astype(jnp.int32)
+    count = page.shape[0]
+    token, live = jnp.arange(count, dtype=jnp.int32), (page > 0) & (page < pages)
+    goes_on = live[1:] & (page[1:] == page[:-1]) & (slot[1:] == slot[:-1] + 1)
+    opens, closes = live & ~jnp.pad(goes_on, (1, 0)), live & ~jnp.pad(goes_on, (0, 1))
+    edges = [jnp.where(opens, token, count), jnp.where(closes, token, count)]
+    named = jnp.where(opens, page, pages + token)
+    first, last, named = lax.sort(jnp.stack([*edges, named]), dimension=1)
+    apart = jnp.all(named[1:] != named[:-1])
+    some = jnp.stack([jnp.sum(opens), apart]).astype(jnp.int32)
+    return Runs(first, last, some, page, slot, jnp.array(rows, jnp.int32))
+
+
+def _kernel(form: _Form, s: Runs, new, new_scale, data, scale, scratch: _Scratch):
+    filled = pl.program_id(0)
+    row, runs = s.rows[filled], s.some[0]
+    # Two runs in one page may touch one tile: then each waits for the one before.
+    apart = s.some[1] == 1
+    ahead = jnp.where(apart, form.slots // 2, 0)
+    tile = form.tile
+
+    def run(i) -> _Run:
+        token = s.first[i]
+        return _Run(lax.rem(i, form.slots), s.page[token], s.slot[token], s.last[i] - token + 1, token)
+
+    def tiles(r: _Run):
+        return r.slot // tile, (r.slot + r.count - 1) // tile + 1
+
+    def each(begin, end, body) -> None:
+        lax.fori_loop(begin, end, lambda i, carry: (body(i), carry)[1], 0)
+
+    def rows_of(index, count: int = 1):
+        return pl.ds(pl.multiple_of(index * tile, tile), count * tile)
+
+    def reads(r: _Run, act) -> None:
+        """The rows of the batch, and what of the page is written in part."""
+
+        def copy(source, target):
+            act(pltpu.make_async_copy(source, target, scratch.arrived.at[r.at]))
+
+        whole, begin, last = r.count == form.page, r.token // tile, r.token + r.count - 1
+
+        def bring(i, count: int = 1):
+            copy(new.at[filled, rows_of(begin + i, count)], scratch.fresh.at[r.at, rows_of(1 + i, count)])
+
+        def edge(i):
+            full = (r.slot <= i * tile) & ((i + 1) * tile <= r.slot + r.count)
+
+            @pl.when(jnp.logical_not(full))
+            def _():
+                copy(data.at[row, r.page, rows_of(i)], scratch.stage.at[r.at, rows_of(i)])
+
+        in_page = form.page // tile
+        if new.shape[1] >= form.page:
+
+            @pl.when(whole)
+            def _():
+                bring(0, in_page)
+
+        each(jnp.where(whole, in_page, 0), last // tile + 1 - begin, bring)
+
+        @pl.when(jnp.logical_not(whole))
+        def _():
+            each(*tiles(r), edge)
+
+        if scale is not None:
+            begin = r.token // _LANES
+
+            def bring_factors(i):
+                lanes = (pl.ds(pl.multiple_of(x * _LANES, _LANES), _LANES) for x in (begin + i, i))
+                source, target = lanes
+                copy(new_scale.at[filled, :, source], scratch.new_factors.at[r.at, :, target])
+
+            each(0, last // _LANES + 1 - begin, bring_factors)
+
+            @pl.when(jnp.logical_not(whole))
+            def _():
+                copy(scale.at[row, r.page], scratch.factors.at[r.at])
+
+    def merge(r: _Run) -> None:
+        bits = 32 // form.inside
+        end = r.slot + r.count
+        place = lax.broadcasted_iota(jnp.int32, (_WORDS, scratch.stage.shape[-1]), 0) * form.inside
+
+        def one(i):
+            # The row of `fresh` that belongs in the tile's first; its rows are `odd` rows into a word.
+            start = i * tile - r.slot + lax.rem(r.token, tile) + tile
+            odd, turn = lax.rem(start, form.inside), lax.rem(start, tile) // form.inside
+            words = pltpu.bitcast(scratch.fresh[r.at, rows_of(start // tile, 2), :], jnp.int32)
+            got = pltpu.roll(words, 2 * _WORDS - turn, 0)[:_WORDS]
+            if form.inside > 1:
+                after = pltpu.roll(words, 2 * _WORDS - turn - 1, 0)[:_WORDS]
+                low = lax.shift_right_logical(got, jnp.full_like(got, odd * bits))
+                high = lax.shift_left(after, jnp.full_like(got, 31 - odd * bits))
+                got = low | lax.shift_left(high, jnp.full_like(got, 1))  # a shift by 32 is undefined
+            mask = jnp.zeros_like(got)
+            for k in range(form.inside):
+                here = i * tile + place + k
+                own = ((1 << bits) - 1) << (k * bits)
+                own = jnp.int32(own - (1 << 32) if own >= 1 << 31 else own)
+                mask |= jnp.where((here >= r.slot) & (here < end), own, 0)
+            old = pltpu.bitcast(scratch.stage[r.at, rows_of(i), :], jnp.int32)
+            both = (got & mask) | (old & ~mask)
+            scratch.stage[r.at, rows_of(i), :] = pltpu.bitcast(both, scratch.stage.dtype)
+
+        each(*tiles(r), one)
+        if scale is not None:
+            width = form.page + _LANES
+            turn = lax.rem(r.slot - lax.rem(r.token, _LANES) + width, width)
+            got = pltpu.roll(scratch.new_factors[r.at], turn, 1)[:, : form.page]
+            here = lax.broadcasted_iota(jnp.int32, got.shape, 1)
+            inside = (here >= r.slot) & (here < end)
+            scratch.factors[r.at] = jnp.where(inside, got, scratch.factors[r.at])
+
+    def writes(r: _Run, act) -> None:
+        def copy(source, target):
+            act(pltpu.make_async_copy(source, target, scratch.left.at[r.at]))
+
+        whole = r.count == form.page
+
+        @pl.when(whole)
+        def _():
+            copy(scratch.stage.at[r.at], data.at[row, r.page])
+
+        @pl.when(jnp.logical_not(whole))
+        def _():
+            def put(i):
+                copy(scratch.stage.at[r.at, rows_of(i)], data.at[row, r.page, rows_of(i)])
+
+            each(*tiles(r), put)
+
+        if scale is not None:
+            copy(scratch.factors.at[r.at], scale.at[row, r.page])
+
+    start, wait = (lambda copy: copy.start()), (lambda copy: copy.wait())
+
+    def turn(i):
+        """Read run i + ahead; write run i."""
+        coming = i + ahead
+
+        @pl.when(apart & (coming >= form.slots) & (coming < runs))
+        def _():
+            writes(run(coming - form.slots), wait)
+
+        @pl.when(coming < runs)
+        def _():
+            reads(run(coming), start)
+
+        here = run(i)
+        reads(here, wait)
+        merge(here)
+        writes(here, start)
+
+        @pl.when(jnp.logical_not(apart))
+        def _():
+            writes(here, wait)
+
+    each(0, jnp.minimum(ahead, runs), lambda i: reads(run(i), start))
+    each(0, runs, turn)
+    each(jnp.where(apart, jnp.maximum(runs - form.slots, 0), runs), runs, lambda i: writes(run(i), wait))
+
+
+def _form(pool: Pool) -> _Form:
+    """As many runs in flight as half the VMEM holds."""
+    page, tile = pool.data.shape[2], 32 // pool.data.dtype.itemsize
+    room = chips.current().vmem_limit // 2
+    return _Form(page, tile, min(_MOST, room // _slot_bytes(pool)))
+
+
+def _slot_bytes(pool: Pool) -> int:
+    """VMEM that one run takes."""
+    page, width = pool.data.shape[2:]
+    lanes, itemsize = -(-width // _LANES) * _LANES, pool.data.dtype.itemsize
+    rows = (2 * page + 3 * 32 // itemsize) * lanes * itemsize
+    heads = 0 if pool.scale is None else -(-pool.scale.shape[2] // _WORDS) * _WORDS
+    return rows + 4 * heads * (2 * page + _LANES)
+
+
+def page_write(pool: Pool, new, page, slot, *, rows: tuple[int, ...], interpret: Any = False) -> Pool:
+    """As `api.page_write`, in place."""
+    data, scale = pool
+    form, (tokens, filled) = _form(pool), new.shape[:2]
+    stored, factor = encode(new, data.dtype)
+    stored = jnp.moveaxis(stored.reshape(tokens, filled, -1), 0, 1)
+    arrays = [jnp.pad(stored, ((0, 0), (0, -tokens % form.tile), (0, 0)))]
+    if factor is not None:
+        arrays.append(jnp.pad(jnp.moveaxis(factor, 0, 2), ((0, 0), (0, 0), (0, -tokens % _LANES))))
+    pools = [x for x in pool if x is not None]
+    scalars = runs_of(page, slot, rows, data.shape[1])
+    scratch = [
+        pltpu.VMEM((form.slots, form.page, data.shape[3]), data.dtype),
+        pltpu.VMEM((form.slots, form.page + 3 * form.tile, data.shape[3]), data.dtype),
+    ]
+    if scale is not None:
+        heads = scale.shape[2]
+        scratch += [pltpu.VMEM((form.slots, heads, form.page + x), scale.dtype) for x in (0, _LANES)]
+    scratch += [pltpu.SemaphoreType.DMA((form.slots,))] * 2
+
+    def kernel(*refs):
+        scalars, refs = Runs(*refs[: len(Runs._fields)]), refs[len(Runs._fields) :]
+        new, refs = refs[: len(pools)], refs[2 * len(pools) :]
+        stage, fresh, *factors, arrived, left = refs[len(pools) :]
+        old, coming = factors or (None, None)
+        (rows, row_scale), (data, scale) = ((*x, None)[:2] for x in (new, refs[: len(pools)]))
+        room = _Scratch(stage, fresh, old, coming, arrived, left)
+        _kernel(form, scalars, rows, row_scale, data, scale, room)
+
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    written = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(Runs._fields),
+            grid=(filled,),
+            in_specs=[whole] * 2 * len(pools),
+            out_specs=[whole] * len(pools),
+            scratch_shapes=scratch,
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools],
+        input_output_aliases={len(scalars) + len(pools) + i: i for i in range(len(pools))},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=chips.current().vmem_limit
+        ),
+        cost_estimate=pl.CostEstimate(flops=0, bytes_accessed=2 * stored.nbytes, transcendentals=0),
+        interpret=interpret,
+        name="page_write",
+    )(*scalars, *arrays, *pools)
+    return Pool(*written)
+
+
+def refuses(pool: Pool, new, *_, **__) -> str:
+    """What of a call is not supported here, and what is, or ""."""
+    page, dtype = pool.data.shape[2], pool.data.dtype
+    if dtype == jnp.float16 or dtype.itemsize > 4:
+        return f"{dtype} rows: bfloat16, float32, int8, float8_e4m3fn"
+    tile = 32 // dtype.itemsize if pool.scale is None else _LANES
+    if page % tile:
+        return f"a page of {page} tokens of {dtype}: a multiple of {tile}"
+    if pool.data.shape[3] % _LANES:
+        return f"rows {pool.data.shape[3]} wide: a multiple of {_LANES}"
+    if (need := 16 * new.shape[0]) > (most := chips.current().smem):
+        return f"{new.shape[0]} tokens, for {need} bytes of scalar memory: at most {most}"
+    if (need := 2 * _slot_bytes(pool)) > (most := chips.current().vmem_limit // 2):
+        return f"pages of {page} rows {pool.data.shape[3]} wide, for {need} bytes of VMEM: at most {most}"
+    return ""

@@ -1,0 +1,8 @@
+"""`python -m swiftkv_jax`: the command `swiftkv`."""
+
+import sys
+
+from swiftkv_jax.commands import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What `swiftkv plan`, `swiftkv distil` and `swiftkv push` do; the others are elsewhere (commands.py)."""

@@ -1,0 +1,281 @@
+"""`swiftkv distil MODEL --data X`: a student in one command; settings follow from model and machine."""
+
+import argparse
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from swiftkv_jax import sharding, weights
+from swiftkv_jax.checkpoint.hf import local_folder
+from swiftkv_jax.checks import integer
+from swiftkv_jax.cli import splits
+from swiftkv_jax.cli.plan import config_of
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.convert import apart
+from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, OptimizerConfig, PlanConfig
+from swiftkv_jax.distill.data import DataConfig, DataLoader
+from swiftkv_jax.distill.fields import override
+from swiftkv_jax.distill.loop import train
+from swiftkv_jax.distill.main import FieldsParser
+from swiftkv_jax.distill.progress import Say, show, working
+from swiftkv_jax.distill.sources import open_documents
+from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.teacher_chats import sources_with_chats
+from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
+
+AUTO = "auto"
+_MEASURED = 16_384  # tokens that --split auto looks at, about
+_LONG = 2048  # tokens of context that every student is judged at, if its model takes so many
+_PEEKED = 64  # documents whose kind is looked at
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What settings depend on: JAX's platform ("cpu", "gpu" or "tpu"), and how many devices there are."""
+
+    platform: str
+    devices: int
+
+    @classmethod
+    def here(cls) -> "Machine":
+        return cls(platform=jax.default_backend(), devices=jax.device_count())
+
+
+def parser() -> Parser:
+    """All flags of the command."""
+    p = FieldsParser(
+        description="Make a SwiftKV student of a model, distil it on your data and export it. Settings "
+        "follow from the model's size and this machine's devices; --set changes any of them.",
+        epilog="example: %(prog)s meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl",
+    )
+    p.add_argument("model", metavar="MODEL", help="a folder, a GGUF file or a hub id")
+    p.add_argument(
+        "--data",
+        action="append",
+        required=True,
+        metavar="X",
+        help="a file of texts or chats, a folder or pattern of them, hf://org/name, or self://prompts.jsonl "
+        "for chats that the model writes itself; may be repeated",
+    )
+    p.add_argument(
+        "--weight",
+        action="append",
+        type=float,
+        default=[],
+        metavar="W",
+        help="of each --data in turn: how often a pass takes its documents, 2 or 0.5 say (default: once)",
+    )
+    p.add_argument(
+        "--columns",
+        action="append",
+        default=[],
+        metavar="OURS=THEIRS",
+        help="of rows with columns of other names: prompt=question, say; may be repeated",
+    )
+    p.add_argument(
+        "--split",
+        default=AUTO,
+        metavar="N",
+        help="the layer where prompt tokens stop; auto (the default) chooses by what splits cost untrained",
+    )
+    p.add_argument(
+        "--share", type=int, default=1, metavar="S", help="AcrossKV: so many later layers read one row"
+    )
+    p.add_argument(
+        "--out", type=Path, metavar="DIR", help="where the run is kept (default: runs/<the model's name>)"
+    )
+    p.add_argument("--length", type=int, metavar="N", help="tokens of a row (default: 4096, on CPUs 512)")
+    p.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="(default: one pass over the data, but at most 2000, on CPUs 200)",
+    )
+    p.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=value",
+        help="change a field of the config, see below; may be repeated",
+    )
+    p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in --out")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run; exit code 0, 2 for bad usage, 1 for a failed run, 130 for Ctrl-C (saved)."""
+    interrupted = "\ninterrupted: the newest checkpoint is kept; --resume goes on from it"
+    return exit_code(lambda: _run(parser().parse_args(argv)), interrupted, (RuntimeError, OSError))
+
+
+def _run(args: argparse.Namespace) -> int:
+    began, config = time.monotonic(), config_of(args.model)
+    split = _split(args.split, config.num_layers)
+    out = args.out or Path("runs") / _name(args.model)
+    if (out / "config.json").exists() and not args.resume:
+        raise UsageError(f"{out} already holds a run: give --resume to go on with it, or another --out")
+    if args.steps is not None:
+        integer("--steps", args.steps, 1)
+    machine = Machine.here()
+
+    def experiment(data: DataConfig, judged: DataConfig, split: int, steps: int) -> Experiment:
+        plan = PlanConfig(split=split, share=args.share)
+        made = make_experiment(args.model, config, machine, data, judged, plan, steps)
+        return override(dataclasses.replace(made, name=out.name), args.set)
+
+    sources = sources_with_chats(args.data, args.model)
+    with working(show, f"reading the tokenizer of {args.model}, and {', '.join(sources)}"):
+        folder = local_folder(args.model)
+        tokenizer = load_tokenizer(folder)
+        data = data_for(sources, config, tokenizer, machine, args.length, args.weight, args.columns)
+        experiment(data, data, split or config.num_layers - 1, 1)  # what --set gets wrong is told now
+        with explained(f"write to {out}"):
+            data, judged = apart(data, out / "data")
+        steps = args.steps or _one_pass(data, tokenizer, machine)
+    if split is None and args.resume:
+        split = _kept(out)
+    if split is None:
+        split = _measured(folder, tokenizer, data, judged, show)
+    result = train(experiment(data, judged, split, steps), out, args.resume)
+    if result.signal:
+        show(f"saved step {result.step} in {out}; the same command with --resume goes on")
+        return 130 if result.signal == 2 else 0
+    show(f"done after {time.monotonic() - began:.0f} s; the student is in {result.export}")
+    show(f"what it cost: {out}/report.md")
+    show(f"serve it: swiftkv serve {result.export} --http")
+    return 0
+
+
+def _name(model: str) -> str:
+    return Path(model).name.removesuffix(".gguf") or "student"
+
+
+def _split(text: str, layers: int) -> int | None:
+    """The number that --split gives; None for auto."""
+    if text == AUTO:
+        return None
+    if not text.isdecimal():
+        raise UsageError(f"--split is auto or a number of layers, not {text!r}")
+    integer("--split", int(text), 1, layers - 1)
+    return int(text)
+
+
+def data_for(
+    sources: Sequence[str],
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    machine: Machine,
+    length: int | None,
+    weights: Sequence[float] = (),
+    columns: Sequence[str] = (),
+) -> DataConfig:
+    """The data, in rows that the machine can take; of chats the assistant's turns count, where the tokenizer
+    has a chat template.
+
+    Raises:
+      UsageError: sources that cannot be read, or a length that the model does not take.
+    """
+    on_cpu = machine.platform == "cpu"
+    seq_len = length or min(512 if on_cpu else 4096, config.max_position_embeddings)
+    integer("--length", seq_len, 2, config.max_position_embeddings)
+    rows = 4 if on_cpu else max(4, 65_536 // seq_len)
+    documents = open_documents(sources, columns=columns)
+    chats = all(documents[i].messages for i in range(min(_PEEKED, len(documents))))
+    chats = chats and tokenizer.template is not None
+    return DataConfig(
+        sources=tuple(sources),
+        weights=tuple(weights),
+        columns=tuple(columns),
+        chats="template" if tokenizer.template is not None else "plain",
+        seq_len=seq_len,
+        batch_size=machine.devices * math.ceil(rows / machine.devices),
+        mask="assistant" if chats else "all",
+        long_documents="split" if chats else "fill",
+    )
+
+
+def make_experiment(
+    model: str,
+    config: ModelConfig,
+    machine: Machine,
+    data: DataConfig,
+    judged: DataConfig,
+    plan: PlanConfig,
+    steps: int,
+) -> Experiment:
+    """A distillation with what worked for models of that size on such machines.
+
+    The learning rate is the paper's 3e-4 (SwiftKV, appendix A.1) from a billion parameters on, and rises with
+    the fourth root of what is missing to that, to at most 2e-3, which the demo's 3.6 M take. A micro-batch
+    has one row a device, smaller models four; activations are computed again but on CPUs.
+    """
+    count = weights.count(weights.weights(config, KVPlan.standard(config.num_layers)))
+    on_cpu = machine.platform == "cpu"
+    micro = machine.devices * (4 if on_cpu or count < 1e9 else 1)
+    rate = min(2e-3, 3e-4 * max(1.0, 1e9 / count) ** 0.25)
+    lengths = judged_lengths(data.seq_len, config.max_position_embeddings)
+    rows = machine.devices * max(1, data.batch_size * data.seq_len // (lengths[-1] * machine.devices))
+    return Experiment(
+        name=_name(model),
+        model=model,
+        plan=dataclasses.replace(plan, init=LEAST_SQUARES, init_tokens=max(65_536, 8 * config.hidden_size)),
+        data=data,
+        evaluation=dataclasses.replace(judged, seq_len=lengths[-1], batch_size=rows),
+        evaluation_batches=max(1, (16_384 if on_cpu else 65_536) // (rows * lengths[-1])),
+        eval_lengths=lengths if len(lengths) > 1 else (),
+        optimizer=OptimizerConfig(
+            learning_rate=float(f"{rate:.1e}"), accumulate=_divisor(data.batch_size, micro)
+        ),
+        dtype="float32" if on_cpu else "bfloat16",
+        export_dtype=config.dtype,
+        steps=steps,
+        remat=not on_cpu,
+        evaluate_every=max(50, steps // 4),
+    )
+
+
+def judged_lengths(seq_len: int, context: int) -> tuple[int, ...]:
+    """Context lengths that a student is judged at: that of its rows, and `_LONG` where the model takes it."""
+    return tuple(sorted({seq_len, _LONG if context >= _LONG else seq_len}))
+
+
+def _divisor(rows: int, micro: int) -> int:
+    """Micro-batches of at least `micro` rows, if they can be, that make up `rows`."""
+    return next(n for n in range(max(1, rows // micro), 0, -1) if rows % n == 0)
+
+
+def _one_pass(data: DataConfig, tokenizer: Tokenizer, machine: Machine) -> int:
+    """Steps of one pass over the data, but no more than most want to wait for."""
+    loader = DataLoader(data, tokenizer)
+    try:
+        return min(loader.steps_per_epoch(), 200 if machine.platform == "cpu" else 2000)
+    finally:
+        loader.close()
+
+
+def _measured(folder: Path, tokenizer: Tokenizer, data: DataConfig, judged: DataConfig, say: Say) -> int:
+    """The split that `splits.chosen` takes of what is measured on these data."""
+    from swiftkv_jax.cli.measured import Measured
+
+    mesh = sharding.make_mesh(fsdp=-1)
+    with jax.set_mesh(mesh):
+        m = Measured.of(folder, tokenizer, data, judged, mesh, _MEASURED)
+        layers = m.model.config.num_layers
+        say("choosing a split: what each costs untrained, its rows solved by least squares")
+        later = [split for split in splits.candidates(layers) if 2 * split >= layers]
+        split = splits.chosen(m.untrained(later, say))
+    say(f"split {split}: the earliest from half depth on with a KL of at most {splits.MOST_KL}, or the best")
+    return split
+
+
+def _kept(out: Path) -> int | None:
+    """The split of the run in `out`, if there is one."""
+    path = out / "config.json"
+    with explained(f"read {path}"):
+        return json.loads(path.read_text())["plan"]["split"] if path.exists() else None

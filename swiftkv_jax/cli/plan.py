@@ -1,0 +1,231 @@
+"""`swiftkv plan MODEL`: what SwiftKV would save and where it would fit, before anything is trained."""
+
+import argparse
+import math
+import re
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from swiftkv_jax import weights
+from swiftkv_jax.analysis.flops import CHIPS, Chip, cache_bytes_per_token, prompt_gflop
+from swiftkv_jax.analysis.similarity import layer_similarity, suggested_split
+from swiftkv_jax.checks import integer
+from swiftkv_jax.cli import splits
+from swiftkv_jax.config import ModelConfig, plan_from_hf
+from swiftkv_jax.config_json import read_config_json
+from swiftkv_jax.distill import step as steps
+from swiftkv_jax.distill.progress import Say, show, working
+from swiftkv_jax.engine.settings import MEMORY_FRACTION
+from swiftkv_jax.errors import Parser, UsageError, exit_code, first_line
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+
+CONTEXT = 8192  # tokens of the prompt that is planned for, or the model's context if that is shorter
+SHARES = (1, 2, 4)
+_TOKENS = 8192  # of a text to measure on
+
+
+def parser() -> Parser:
+    """All flags of the command."""
+    p = Parser(
+        description="What each split of a model saves, and what fits on which chip; nothing is trained. "
+        "A config.json is enough, unless --text asks what each split costs.",
+        epilog="example: %(prog)s meta-llama/Llama-3.1-8B-Instruct",
+    )
+    p.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a config.json or a hub id")
+    p.add_argument(
+        "--split", action="append", type=int, metavar="N", help="look at this one; may be repeated"
+    )
+    p.add_argument(
+        "--share",
+        action="append",
+        type=int,
+        metavar="S",
+        help="AcrossKV: so many later layers read one row; may be repeated (default: 1, 2 and 4)",
+    )
+    p.add_argument(
+        "--context",
+        type=int,
+        metavar="N",
+        help=f"tokens of a prompt (default: {CONTEXT}, or what the model takes)",
+    )
+    p.add_argument(
+        "--text",
+        metavar="FILE",
+        help="also read this text with the weights: how alike layers are, what each split costs untrained",
+    )
+    p.add_argument(
+        "--max-tokens",
+        type=int,
+        default=_TOKENS,
+        metavar="N",
+        help="of the text, about, to measure on (default: %(default)s)",
+    )
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run; exit code 0, 2 for bad usage, 130 for Ctrl-C."""
+    return exit_code(lambda: _run(parser().parse_args(argv)), failures=(OSError,))
+
+
+def _run(args: argparse.Namespace) -> None:
+    config = config_of(args.model)
+    layers = config.num_layers
+    context = args.context or min(CONTEXT, config.max_position_embeddings)
+    integer("--context", context, 1, config.max_position_embeddings)
+    chosen, shares = args.split or splits.candidates(layers), args.share or SHARES
+    for split in chosen:
+        integer("--split", split, 1, layers - 1)
+    for share in shares:
+        integer("--share", share, 1, layers)
+    show(report(args.model, config, chosen, shares, context))
+    if args.text:
+        measure(args.model, args.text, chosen, args.max_tokens)
+
+
+def config_of(model: str) -> ModelConfig:
+    """The config of a standard model: of a folder, a file, or a hub model, of which nothing else is fetched.
+
+    Raises:
+      UsageError: there is none, it is not supported, or it is a student's.
+    """
+    path = Path(model).expanduser()
+    hub = re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", model)
+    if not path.exists() and not hub:
+        raise UsageError(f"no model {model}: give a folder, a GGUF file, a config.json or a hub id")
+    raw = read_config_json(path if path.exists() else _from_hub(model))
+    config = ModelConfig.from_hf(raw)
+    if plan_from_hf(raw) != KVPlan.standard(config.num_layers):
+        raise UsageError(f"{model} is a student already; give the model that it was made of")
+    if config.num_layers < 2:
+        raise UsageError(f"{model} has one layer: there is nothing to split")
+    return config
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # the hub client raises many kinds; to the user they are one: not available
+        raise UsageError(
+            f"{name!r} is no folder here, and the Hugging Face hub gives no config.json: {first_line(error)}"
+        ) from None
+
+
+def report(name: str, config: ModelConfig, chosen: list[int], shares, context: int) -> str:
+    """Two tables: what each split and share saves, and what fits on which chip."""
+    whole = weight_bytes(config)
+    count = whole // jnp.dtype(config.dtype).itemsize
+    head = (
+        f"{name}: {config.num_layers} layers, {size(count)} parameters, {whole / 2**30:,.2f} GiB in "
+        f"{config.dtype}"
+    )
+    return "\n\n".join(
+        (head, savings(config, chosen, shares, context), fits(config, chosen, shares, context))
+    )
+
+
+def savings(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
+    """FLOPs of a prompt's tokens in the layers, and bytes of cache a token, over the full model's."""
+    full, cache = prompt_gflop(config, None, context), cache_bytes_per_token(config)
+    lines = [
+        f"A prompt of {context:,} tokens takes {full:,.3g} GFLOP a token in the layers, and {cache:,} bytes",
+        "of bfloat16 cache a token. By split, what is left of both:",
+        "",
+        "split" + "".join(f"   share {share}: FLOPs  cache" for share in shares),
+    ]
+    for split in chosen:
+        cells = ""
+        for share in shares:
+            plan = KVPlan.swiftkv(config.num_layers, split, share)
+            flops = prompt_gflop(config, plan, context) / full
+            kept = cache_bytes_per_token(config, plan) / cache
+            cells += f"{flops:{len(str(share)) + 16}.1%}{kept:7.0%}"
+        lines.append(f"{split:5}{cells}")
+    return "\n".join(lines)
+
+
+def fits(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
+    """By chip: sequences of `context` tokens that fit beside the weights, or chips that the weights need; and
+    chips that the arrays of a distillation need."""
+    split = min(chosen, key=lambda split: abs(2 * split - config.num_layers))
+    plans = {"full model": KVPlan.standard(config.num_layers)}
+    plans |= {f"share {share}": KVPlan.swiftkv(config.num_layers, split, share) for share in shares}
+    training = training_bytes(config, split)
+    lines = [
+        f"Sequences of {context:,} tokens in {MEMORY_FRACTION:.0%} of a chip's memory beside the weights, at",
+        f"split {split}; and the chips that its distillation needs: {training / 2**30:,.1f} GiB for weights, "
+        "gradients and",
+        "Adam, and activations on top of that.",
+        "",
+        f"{'chip':<24}{'memory':>8}" + "".join(f"{name:>12}" for name in plans) + f"{'distil':>12}",
+    ]
+    for name, chip in CHIPS.items():
+        cells = "".join(f"{_room(config, plan, chip, context):>12}" for plan in plans.values())
+        chips = chips_for(training, chip)
+        lines.append(f"{name:<24}{chip.memory / 2**30:4.0f} GiB{cells}{f'{chips} or more':>12}")
+    return "\n".join(lines)
+
+
+def _room(config: ModelConfig, plan: KVPlan, chip: Chip, context: int) -> str:
+    left = chip.memory * MEMORY_FRACTION - weight_bytes(config, plan)
+    count = int(left // (cache_bytes_per_token(config, plan) * context))
+    return f"{count:,}" if left > 0 else f"{chips_for(weight_bytes(config, plan), chip)} chips"
+
+
+def chips_for(taken: int, chip: Chip) -> int:
+    """Chips whose memory holds so many bytes, in the part of it that is used."""
+    return math.ceil(taken / (chip.memory * MEMORY_FRACTION))
+
+
+def weight_bytes(config: ModelConfig, plan: KVPlan | None = None) -> int:
+    """Bytes of a model's weights in its checkpoint's dtype, as serving keeps them."""
+    plan = plan or KVPlan.standard(config.num_layers)
+    return weights.count(weights.weights(config, plan)) * jnp.dtype(config.dtype).itemsize
+
+
+def training_bytes(config: ModelConfig, split: int) -> int:
+    """Bytes of what a distillation keeps: frozen weights in bfloat16, once for student and teacher, and of
+    what trains a float32 master, its gradient and two means."""
+    student = Transformer(config, KVPlan.swiftkv(config.num_layers, split), "bfloat16")
+    trained, frozen = steps.weight_trees(student, "swiftkv")
+    return 16 * weights.count(trained) + 2 * weights.count((frozen.student, frozen.teacher))
+
+
+def size(count: int) -> str:
+    """A number of parameters: 8.03 B, 135 M, 640 K."""
+    for name, unit in (("B", 1e9), ("M", 1e6)):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count / 1e3:.3g} K"
+
+
+def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say = show) -> None:
+    """Layer similarity on a text, and what each split costs there before training.
+
+    Raises:
+      UsageError: no weights, or the text cannot be read or is too short.
+    """
+    from swiftkv_jax.cli.measured import Measured
+
+    integer("--max-tokens", max_tokens, 256)
+    say("")
+    with tempfile.TemporaryDirectory(prefix="swiftkv-plan-") as scratch:
+        with working(say, f"reading {name} and {text}"):
+            m = Measured.open(name, (text,), Path(scratch), max_tokens)
+        with jax.set_mesh(m.mesh):
+            with working(say, f"comparing the layers' inputs on {len(m.tokens):,} tokens"):
+                scores, _ = layer_similarity(m.model, m.params, m.tokens)
+            say(
+                "SimScore by layer, the mean cosine of its input with all later layers': "
+                + " ".join(f"{score:.2f}" for score in scores[:-1])
+            )
+            say(f"the paper's rule, the first split from which it stays above 0.5: {suggested_split(scores)}")
+            say("without training, solved by least squares on this text and judged on another part of it:")
+            found = m.untrained(chosen, say)
+    say(f"--split auto of swiftkv distil takes {splits.chosen(found)}")

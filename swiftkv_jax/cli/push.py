@@ -1,0 +1,88 @@
+"""`swiftkv push DIR REPO`: an exported model to the Hugging Face hub."""
+
+import argparse
+from pathlib import Path
+
+from swiftkv_jax.checkpoint.write import ADAPTER, INDEX, SINGLE
+from swiftkv_jax.config import plan_from_hf
+from swiftkv_jax.distill.progress import Say, show, working
+from swiftkv_jax.distill.report import LIBRARY
+from swiftkv_jax.errors import Parser, UsageError, exit_code, first_line
+from swiftkv_jax.plan import KVPlan
+
+
+def parser() -> Parser:
+    """All flags of the command."""
+    p = Parser(
+        description="Upload an exported model to the Hugging Face hub. The token is that of `hf auth login`, "
+        "or HF_TOKEN.",
+        epilog="example: %(prog)s runs/mine/export me/llama-swiftkv --private",
+    )
+    p.add_argument("folder", type=Path, metavar="DIR", help="an export, such as runs/mine/export")
+    p.add_argument("repo", metavar="REPO", help="owner/name on the hub; it is created if it is not there")
+    p.add_argument("--private", action="store_true", help="create it for you alone")
+    p.add_argument("--revision", metavar="BRANCH", help="upload to this branch, created from main if need be")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run; exit code 0, 2 for bad usage or no access, 130 for Ctrl-C."""
+    return exit_code(lambda: _run(parser().parse_args(argv)), failures=(OSError,))
+
+
+def _run(args: argparse.Namespace) -> None:
+    push(args.folder, args.repo, args.private, args.revision)
+
+
+def push(folder: Path, repo: str, private: bool = False, revision: str | None = None, say: Say = show) -> str:
+    """Upload an export; the address of the commit. The hub itself checks the model card.
+
+    Raises:
+      UsageError: `folder` is not an export, or the hub does not take it: no token, no right, no network.
+    """
+    check_export(folder)
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name=LIBRARY)
+    try:
+        with working(say, f"uploading {folder} to {repo}"):
+            api.create_repo(repo, private=private, exist_ok=True)
+            if revision is not None:
+                api.create_branch(repo, branch=revision, exist_ok=True)
+            done = api.upload_folder(
+                repo_id=repo,
+                folder_path=folder,
+                revision=revision,
+                commit_message=f"Upload by {LIBRARY}",
+            )
+    except Exception as error:  # the hub client raises many kinds; each is told in its own first line
+        raise UsageError(f"cannot push to {repo}: {first_line(error)}{_advice(error)}") from error
+    say(f"uploaded: {done.commit_url}")
+    return done.commit_url
+
+
+def _advice(error: Exception) -> str:
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    if isinstance(error, HfHubHTTPError):
+        denied = error.response.status_code in (401, 403)
+    else:
+        denied = isinstance(error, LocalTokenNotFoundError)
+    if not denied:
+        return ""
+    return "; log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
+
+
+def check_export(folder: Path) -> None:
+    """Raises UsageError: a folder that is not what this library exports."""
+    if (folder / ADAPTER).is_file():
+        return
+    if not (folder / "config.json").is_file() or not any((folder / n).is_file() for n in (SINGLE, INDEX)):
+        inner = folder / "export"
+        near = f"; did you mean {inner}?" if inner.is_dir() else ""
+        raise UsageError(f"{folder} is not an export: it has no config.json beside weights{near}")
+    card = folder / "README.md"
+    ours = card.is_file() and f"library_name: {LIBRARY}" in card.read_text(encoding="utf-8", errors="replace")
+    plan = plan_from_hf(folder)
+    if not ours and plan == KVPlan.standard(plan.num_layers):
+        raise UsageError(f"{folder} is not an export: it holds a plain model, without a card of {LIBRARY}")

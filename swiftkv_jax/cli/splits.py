@@ -1,0 +1,98 @@
+"""What each split costs before a step is trained, and which one `--split auto` takes."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from swiftkv_jax.distill import loop
+from swiftkv_jax.distill import step as steps
+from swiftkv_jax.distill.config import Experiment
+from swiftkv_jax.distill.packing import Batch
+from swiftkv_jax.distill.progress import Say, working
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.shapes import PyTree
+
+MOST_KL = 0.5  # nats a token
+
+
+class Untrained(NamedTuple):
+    """A student before training, on `tokens` tokens: nats a token that its cross-entropy is above its
+    teacher's, KL from teacher to student, and share of positions where both find the same token likeliest."""
+
+    plan: KVPlan
+    gap: float
+    kl: float
+    agreement: float
+    tokens: float
+
+
+def candidates(layers: int) -> list[int]:
+    """Splits to look at: every eighth of the depth from a quarter on."""
+    return sorted({min(max(1, round(layers * part / 8)), layers - 1) for part in range(2, 8)})
+
+
+def untrained(
+    model: Transformer,
+    params: PyTree,
+    experiment: Experiment,
+    plans: Iterable[KVPlan],
+    fit: Sequence[Batch],
+    judge: Sequence[Batch],
+    say: Say = lambda _line: None,
+) -> list[Untrained]:
+    """What each plan's student costs on `judge`, as training would start it.
+
+    Args:
+      model, params: the teacher, a standard model.
+      experiment: how training computes: attention, loss.chunk_mib, trainable.
+      fit: batches to solve the new rows on by least squares (distill/least_squares.py); if they are too few
+        for that, or none, the start is "fold" (`to_swiftkv`).
+    """
+    tokens = sum(int((batch.segments > 0).sum()) for batch in fit)
+    found = []
+    for plan in plans:
+        with working(say, f"split {plan.split}: compiling, solving and judging"):
+            student, trained, frozen = steps.prepare(model, params, plan, "fold", "swiftkv")
+            recipe = steps.make_recipe(experiment, student, 1, steps.DISTIL)
+            if tokens > model.config.hidden_size:
+                trained = steps.fit(recipe, trained, frozen, fit)
+            evaluate = jax.jit(partial(steps.evaluate_batch, recipe))
+            rows = [jax.device_get(evaluate(frozen, trained, batch)) for batch in judge]
+        sums = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+        means = loop.summarise(sums, has_teacher=True)
+        gap = means["cross_entropy"] - means["teacher_cross_entropy"]
+        found.append(Untrained(plan, gap, means["kl"], means["agreement"], float(sums["tokens"].sum())))
+        say(line(found[-1]))
+    return found
+
+
+def line(one: Untrained) -> str:
+    """In words."""
+    return (
+        f"split {one.plan.split:3} of {one.plan.num_layers}: untrained, {one.gap:6.3f} nats a token worse, "
+        f"KL {one.kl:.3f}, agreement {one.agreement:.1%}"
+    )
+
+
+def chosen(found: Sequence[Untrained]) -> int:
+    """The earliest split from half depth on whose untrained student has a KL of at most `MOST_KL`; the best
+    one if none has.
+
+    In the paper 50 % SwiftKV costs 1 to 2 % of accuracy after distillation, and beyond quality drops quickly;
+    where the later layers' inputs are less alike (Qwen) 50 % is too much already (SwiftKV paper, section
+    4.2). A first guess: only distillation tells.
+
+    Raises:
+      UsageError: no split from half depth on was looked at.
+    """
+    half = [one for one in found if 2 * one.plan.split >= one.plan.num_layers]
+    if not half:
+        raise UsageError("no split from half depth on was looked at")
+    good = [one for one in half if one.kl <= MOST_KL]
+    best = min(good, key=lambda one: one.plan.split) if good else min(half, key=lambda one: one.kl)
+    return best.plan.split

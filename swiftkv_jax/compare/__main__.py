@@ -1,0 +1,184 @@
+"""The command, and the report that it writes."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftkv_jax.analysis import command, plots
+from swiftkv_jax.analysis.prediction_flops import Sizes
+from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
+from swiftkv_jax.checks import integer
+from swiftkv_jax.compare import times
+from swiftkv_jax.compare.judging import (
+    FIT_TOKENS,
+    ROWS,
+    Answers,
+    Point,
+    answers_by_prompts,
+    answers_by_rows,
+    fit_batches,
+    point,
+    prompts_of,
+    table,
+)
+from swiftkv_jax.compare.row_errors import row_errors
+from swiftkv_jax.compare.systems import (
+    Source,
+    System,
+    by_weights,
+    full_depth,
+    is_half,
+    others,
+    predicted,
+    students,
+    total,
+)
+from swiftkv_jax.compare.training import trained
+from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
+from swiftkv_jax.folder import DEMO
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.predict import Predicted
+
+
+def parser() -> Parser:
+    """All flags of the command."""
+    p = Parser(
+        prog="python -m swiftkv_jax.compare",
+        description="Quality of the first token by FLOPs of the prompt: SwiftKV, KV prediction, and others.",
+    )
+    p.add_argument(
+        "--model", required=True, metavar="DIR", help="a standard model: folder, GGUF file or hub id"
+    )
+    p.add_argument(
+        "--text",
+        default=str(DEMO / "corpus.jsonl.xz"),
+        metavar="FILE",
+        help="documents, as train.py takes them (default: the documentation of Python in the package)",
+    )
+    p.add_argument("--prompts", type=int, default=1024, metavar="N", help="at least N held-out ones (1024)")
+    p.add_argument("--few", action="store_true", help="one setting of each system, in a few minutes")
+    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a row of text (256)")
+    p.add_argument(
+        "--auxiliary", metavar="DIR", help="a smaller model of the same tokenizer, for KV prediction"
+    )
+    p.add_argument("--train", type=int, default=0, metavar="STEPS", help="train too, each so long (0)")
+    p.add_argument("--rounds", type=int, default=5, metavar="N", help="of timing; 0 measures no times (5)")
+    p.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="(runs/compare)")
+    return p
+
+
+def measured(source: Source, own: Answers, args: argparse.Namespace) -> Iterator[tuple[System | None, Point]]:
+    """Every system with what its answers cost, in the order of the table; None with a baseline's."""
+    auxiliary = local_folder(args.auxiliary) if args.auxiliary else None
+    for systems in (students(source), predicted(source, auxiliary)):
+        for system in systems:
+            yield system, _of_system(source, own, args, system)
+            again = [system] if args.train else []
+            if again and is_half(source, system) and isinstance(system.model, Predicted):
+                again += by_weights(system)
+            for each in again:
+                to = args.out / "trained"
+                made = trained(each, args.model, args.text, args.length, args.train, to)
+                yield made, _of_system(source, own, args, made)
+    sizes = Sizes.of(source.model.config)
+    full = total(source.prompts, lambda n: full_depth(sizes, n))
+    for name, setting, baseline in others(source):
+        found, flops = answers_by_prompts(source.model, source.params, baseline, source.prompts)
+        yield None, point(name, setting, flops / full, found, own)
+
+
+def _of_system(source: Source, own: Answers, args: argparse.Namespace, system: System) -> Point:
+    found = answers_by_rows(system.model, system.params, source.prompts)
+    judged = point(system.name, system.setting, system.flops, found, own)
+    full, most = (source.model, source.params), source.model.config.max_position_embeddings
+    if not args.rounds:
+        return judged
+    one = system.model, system.params
+    shapes = {"ttft": (1, args.length), "ttft_short": times.SHORT}
+    ratios = {
+        name: times.over_full_depth(full, one, count, length, args.rounds)
+        for name, (count, length) in shapes.items()
+        if length <= most
+    }
+    return judged._replace(**ratios)
+
+
+def report(args: argparse.Namespace) -> dict:
+    """Ask every system, and write the table, the plots and compare.json; what that holds.
+
+    Raises:
+      UsageError: no standard model, a window below the length, too few layers, an auxiliary that does not
+        fit, or a text that is too short.
+    """
+    for name, least in (("prompts", 1), ("train", 0), ("rounds", 0)):
+        integer(f"--{name}", getattr(args, name), least)
+    folder, length, out = local_folder(args.model), args.length, args.out
+    model, params = from_pretrained(folder, dtype="float32")
+    integer("--length", length, 4, model.config.max_position_embeddings)
+    layers = model.config.num_layers
+    if model.plan != KVPlan.standard(layers) or layers < 4 or min(model.config.windows) < length:
+        raise UsageError("compare takes a standard model of 4 layers or more, no window of it below --length")
+    prompts = prompts_of(args.text, folder, args.prompts, length)
+    source = Source(model, params, folder, fit_batches(args.text, folder, length), prompts, args.few)
+    out.mkdir(parents=True, exist_ok=True)
+    own, points, halves = answers_by_rows(model, params, prompts), [], []
+    print(f"{prompts.lengths.size} prompts of {len(prompts.tokens)} rows; the model's: {own.nats.mean():.4f}")
+    for system, found in measured(source, own, args):
+        said = f"FLOPs {found.flops:.3f}, gap {found.gap:.4f}"
+        print(f"{found.system}, {found.setting}: {said}", flush=True)
+        points.append(found)
+        if system is not None and is_half(source, system):
+            halves.append(system)
+    print(table(points))
+    (out / "compare.md").write_text(table(points) + "\n", encoding="utf-8")
+    plots.comparison(points, out / "compare.png")
+    result = {
+        "model": args.model,
+        "kernels": dispatch.unnamed(),
+        "text": args.text,
+        "prompts": int(prompts.lengths.size),
+        "rows": len(prompts.tokens),
+        "length": length,
+        "fit_tokens": FIT_TOKENS,
+        "train_tokens": args.train * ROWS * length,
+        "teacher_nats": round(float(own.nats.mean()), 6),
+        "points": [
+            {k: round(v, 6) if isinstance(v, float) else v for k, v in p._asdict().items()} for p in points
+        ],
+    }
+    return command.save(result | pictures(source, halves, args.rounds, out), out, "compare")
+
+
+def pictures(source: Source, halves: list[System], rounds: int, out: Path) -> dict:
+    """The KV prediction paper's own: row_errors.png (figures 6 and 7), and ttft.png (figure 5b) of the model,
+    of its half and of KV prediction with it; the numbers of both."""
+    found: dict = {}
+    for name, setting, _, model, params, _ in halves:
+        if isinstance(model, Predicted):
+            errors = row_errors(model, params, source.prompts.tokens)
+            plots.row_errors(errors, out / "row_errors.png")
+            keys, values = ([round(float(x), 5) for x in l1.mean(1)] for l1 in errors.l1)
+            found["row_l1"] = {"of": f"{name}, {setting}", "keys": keys, "values": values}
+    if rounds:
+        curves = times.by_length(
+            (source.model, source.params), {s.name: (s.model, s.params) for s in halves}, rounds
+        )
+        plots.times(curves, out / "ttft.png")
+        found["ttft_seconds"] = {"prompts": times.MANY} | curves
+    return found
+
+
+def _run(args: argparse.Namespace) -> None:
+    with explained(f"write to {args.out}"):
+        report(args)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; its exit code."""
+    return exit_code(lambda: _run(parser().parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

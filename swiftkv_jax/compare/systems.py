@@ -1,0 +1,203 @@
+"""The systems that are compared, each in several settings, and what reading a prompt costs them."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax import predict
+from swiftkv_jax.analysis.prediction_flops import Sizes, prediction_table, pruned
+from swiftkv_jax.baselines import Baseline, FFNSkip, LazyLLM, RandomPruning, StaticPruning
+from swiftkv_jax.baselines.ffn_skip import cosines
+from swiftkv_jax.checkpoint.adapter import check_tokenizers
+from swiftkv_jax.checkpoint.hf import from_pretrained
+from swiftkv_jax.compare import judging
+from swiftkv_jax.compare.judging import Prompts
+from swiftkv_jax.distill import fit_predictor, least_squares
+from swiftkv_jax.distill.config import (
+    LEAST_SQUARES,
+    LossConfig,
+    PlanConfig,
+    PredictConfig,
+    PredictionLossConfig,
+)
+from swiftkv_jax.distill.packing import Batch
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan, Prediction
+from swiftkv_jax.predict import Predicted
+from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.surgery import to_swiftkv
+
+_NAME = "KV prediction"
+_SPLITS = (0.125, 0.375, 0.5, 0.75)  # of the depth
+_LAZY = ((0.75, 0.75), (0.75, 0.5), (0.75, 0.1), (0.5, 0.5), (0.5, 0.01))
+_SKIPPING = (0.5, 0.0)  # quantiles of the cosine in the first layer that may skip
+_LANGUAGE = LossConfig(kl_weight=0.0, lm_weight=1.0)
+_OWN_WORDS = PredictionLossConfig(kl_weight=1.0, lm_weight=0.0, aux_weight=0.0)  # see configs/tiny_kvp.py
+
+
+class System(NamedTuple):
+    """A way to read prompts, in one setting.
+
+    Attributes:
+      flops: of the prompts that are asked, over those of every token in every layer.
+      training: fields of an `Experiment` that trains it from this start.
+    """
+
+    name: str
+    setting: str
+    flops: float
+    model: Transformer | Predicted
+    params: PyTree
+    training: dict[str, Any]
+
+
+class Source(NamedTuple):
+    """What systems are made of: a standard model, where it lies, its data, and the prompts to be asked.
+
+    few: one setting of each system: half of the layers, or the setting that costs least.
+    """
+
+    model: Transformer
+    params: PyTree
+    folder: Path
+    batches: list[Batch]
+    prompts: Prompts
+    few: bool = False
+
+    def share(self, cost: Callable[[int], float]) -> float:
+        """The FLOPs of all prompts, `cost` of each length, over those at full depth."""
+        sizes = Sizes.of(self.model.config)
+        return total(self.prompts, cost) / total(self.prompts, lambda n: full_depth(sizes, n))
+
+
+def total(prompts: Prompts, cost: Callable[[int], float]) -> float:
+    """The sum over all prompts of what one of its length costs."""
+    lengths, counts = np.unique(prompts.lengths, return_counts=True)
+    return float(sum(cost(int(n)) * count for n, count in zip(lengths, counts, strict=True)))
+
+
+def full_depth(sizes: Sizes, length: int) -> float:
+    """FLOPs of a prompt of which every token runs every layer."""
+    return sizes.read(sizes.layers, sizes.layers, (length + 1) / 2) * length
+
+
+def swiftkv_flops(sizes: Sizes, plan: KVPlan, length: int) -> float:
+    """FLOPs of a prompt that stops at a split, where all later rows are made; its last token goes on."""
+    below = sizes.read(plan.depth, plan.num_rows, (length + 1) / 2) * length
+    return below + sizes.read(sizes.layers, 0, float(length)) - sizes.read(plan.depth, 0, float(length))
+
+
+def students(source: Source) -> Iterator[System]:
+    """SwiftKV, then AcrossKV whose upper layers share rows in pairs, at several splits, from their
+    least-squares start."""
+    model, params, sizes = source.model, source.params, Sizes.of(source.model.config)
+    layers = model.config.num_layers
+    depths = (0.5,) if source.few else _SPLITS
+    splits = sorted({max(1, round(layers * depth)) for depth in depths})
+    for share, name in ((1, "SwiftKV"), (2, "AcrossKV")):
+        for split in (split for split in splits if layers - split >= share):
+            plan = KVPlan.swiftkv(layers, split, share)
+            student, start = to_swiftkv(model, params, plan)
+            fitted = least_squares.fit(student, start, model, params, source.batches)
+            cost = source.share(lambda n, plan=plan: swiftkv_flops(sizes, plan, n))
+            how = PlanConfig(split=split, share=share, init=LEAST_SQUARES, init_tokens=judging.FIT_TOKENS)
+            yield System(name, f"split {split}", cost, student, fitted, {"plan": how})
+
+
+def predicted(source: Source, auxiliary: Path | None = None) -> Iterator[System]:
+    """KV prediction from some of the model's own layers, and by an auxiliary in a folder of its own, fitted
+    by least squares; each followed by what reads the prompts, alone.
+
+    Raises:
+      UsageError: the auxiliary is no standard model, or has another tokenizer.
+    """
+    layers = source.model.config.num_layers
+    for name, keep in kept_layers(Sizes.of(source.model.config)):
+        if source.few and len(keep) != layers // 2:
+            continue
+        setting, small = f"layers {' '.join(map(str, keep))}", predict.layer_pruned(*source[:2], keep)
+        given = Prediction.nearest(layers, keep)
+        how = PredictConfig(keep=keep, init_tokens=judging.FIT_TOKENS)
+        yield _pair(source, name, setting, small, given, how)
+        alone = {"keep": keep, "trainable": "all", "loss": _LANGUAGE}
+        yield _alone(source, name, setting, small, alone)
+    if auxiliary is None:
+        return
+    check_tokenizers(source.folder, auxiliary)
+    small = from_pretrained(auxiliary, dtype="float32")
+    rows = small[0].config.num_layers
+    if small[0].plan != KVPlan.standard(rows):
+        raise UsageError(f"--auxiliary {auxiliary} is a student: its FLOPs are counted of a standard model")
+    name, setting, given = f"{_NAME}, its own auxiliary", auxiliary.name, Prediction.spread(layers, rows)
+    how = PredictConfig(auxiliary=str(auxiliary), init_tokens=judging.FIT_TOKENS)
+    yield _pair(source, name, setting, small, given, how)
+    alone = {"model": str(auxiliary), "trainable": "all", "loss": _LANGUAGE}
+    yield _alone(source, name, setting, small, alone)
+
+
+def _pair(source: Source, name: str, setting: str, small, given: Prediction, how: PredictConfig) -> System:
+    sizes, theirs = (Sizes.of(model.config) for model in (source.model, small[0]))
+    pair = Predicted(source.model, small[0], given)
+    parts = {"base": source.params, "auxiliary": small[1]}
+    parts["predictor"] = fit_predictor.fit(pair, parts, source.batches)
+    cost = source.share(lambda n: prediction_table(sizes, theirs, given, n)["total"] * 1e9 * n)
+    training = {"predict": how, "trainable": "predictor", "loss": _OWN_WORDS}
+    return System(name, setting, cost, pair, parts, training)
+
+
+def _alone(source: Source, name: str, setting: str, small, training: dict[str, Any]) -> System:
+    theirs = Sizes.of(small[0].config)
+    cost = source.share(lambda n: full_depth(theirs, n))
+    return System(f"{name}: alone", setting, cost, small[0], small[1], training)
+
+
+def kept_layers(sizes: Sizes) -> list[tuple[str, tuple[int, ...]]]:
+    """(system, layers that make its auxiliary): those that the paper prunes to and all but the last, which
+    costs as much as skipping FFNs does; and the first ones."""
+    strided = [pruned(sizes, share)[1] for share in (0.25, 0.5, 0.75)] + [tuple(range(sizes.layers - 1))]
+    first = [tuple(range(round(sizes.layers * share))) for share in (0.25, 0.5, 0.625)]
+    names = (_NAME, f"{_NAME}, first layers")
+    return [(name, keep) for name, keeps in zip(names, (strided, first), strict=True) for keep in keeps]
+
+
+def is_half(source: Source, system: System) -> bool:
+    """Whether it is KV prediction from every second layer, or these alone, untrained: what the paper's
+    pictures and weights of losses are shown of."""
+    every_second = " ".join(map(str, pruned(Sizes.of(source.model.config), 0.5)[1]))
+    return system.name in (_NAME, f"{_NAME}: alone") and system.setting == f"layers {every_second}"
+
+
+def by_weights(half: System) -> Iterator[System]:
+    """KV prediction to be trained by the paper's losses under three weights of the rows' (its Table 2)."""
+    for said, weight in (("0", 0.0), ("1 / rows", None), ("1", 1.0)):
+        training = half.training | {"loss": PredictionLossConfig(rows_weight=weight)}
+        name, setting = f"{half.name}, the paper's loss", f"rows_weight {said}"
+        yield half._replace(name=name, setting=setting, training=training)
+
+
+def others(source: Source) -> Iterator[tuple[str, str, Baseline]]:
+    """(name, setting, system): pruning of tokens, LazyLLM, and FFN-SkipLLM at 35 to 85 % of the depth."""
+    found = list(_others(source))
+    yield from {one[0]: one for one in found}.values() if source.few else found
+
+
+def _others(source: Source) -> Iterator[tuple[str, str, Baseline]]:
+    """All settings; of each system the last costs least."""
+    model, layers = source.model, source.model.config.num_layers
+    cold = {"cold_first": math.ceil(0.35 * layers), "cold_last": layers - 1 - math.floor(0.85 * layers)}
+    middle = FFNSkip(threshold=1.0, **cold).middle(layers)
+    turned = np.asarray(cosines(model, source.params, jnp.asarray(source.batches[0].tokens), middle.start))
+    for keep in (0.75, 0.5, 0.25):
+        yield "random pruning", f"keep {keep}", RandomPruning(keep=keep)
+    for keep in (0.5, 0.25):
+        yield "static pruning", f"keep {keep}", StaticPruning(keep=keep)
+    for start, end in _LAZY:
+        yield "LazyLLM", f"{start} to {end}", LazyLLM(start=start, end=end)
+    for quantile in _SKIPPING:
+        threshold = round(float(np.quantile(turned, quantile)), 5) if quantile else -1.0
+        yield "FFN-SkipLLM", f"threshold {threshold}", FFNSkip(threshold=threshold, **cold)

@@ -1,0 +1,49 @@
+"""Each system trained on equally many tokens of the same text."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from swiftkv_jax.checkpoint.adapter import from_pretrained
+from swiftkv_jax.compare.judging import ROWS, TRAINED
+from swiftkv_jax.compare.systems import System
+from swiftkv_jax.distill.config import Experiment, MeshConfig, OptimizerConfig, PlanConfig
+from swiftkv_jax.distill.loop import train
+from swiftkv_jax.distill.samples import DataConfig
+from swiftkv_jax.errors import UsageError
+
+
+def experiment(system: System, model: str, text: str, length: int, steps: int) -> Experiment:
+    """What trains a system of `model`: a student by the KL to the model, an auxiliary and its predictor by
+    that to the model on predicted rows, layers alone as a language model."""
+    data = DataConfig(sources=(text,), split="train", seq_len=length, batch_size=ROWS, long_documents="fill")
+    optimizer = OptimizerConfig(learning_rate=1e-3, warmup=0.05, weight_decay=0.0, schedule="linear")
+    plain = Experiment(
+        name=f"{system.name}, {system.setting}",
+        model=model,
+        data=data,
+        optimizer=optimizer,
+        mesh=MeshConfig(fsdp=1, tensor=-1),
+        dtype="float32",
+        export_dtype="float32",
+        steps=steps,
+        remat=False,
+        checkpoint_every=0,
+        plan=PlanConfig(split=1),
+    )
+    return dataclasses.replace(plain, **({"plan": PlanConfig()} | system.training))
+
+
+def trained(system: System, model: str, text: str, length: int, steps: int, out: Path) -> System:
+    """The system after so many steps; a run in `out` that was cut off goes on.
+
+    Raises:
+      UsageError: what a run refuses, or a signal ended it.
+    """
+    run = experiment(system, model, text, length, steps)
+    folder = out / re.sub(r"\W+", "-", run.name).strip("-")
+    result = train(run, folder, resume=folder.exists(), say=lambda line: None)
+    if result.export is None:
+        raise UsageError(f"training {run.name} was ended by a signal: the same command goes on from {folder}")
+    made, params = from_pretrained(result.export, dtype="float32")
+    return system._replace(name=system.name + TRAINED, model=made, params=params)

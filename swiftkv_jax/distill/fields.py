@@ -1,0 +1,152 @@
+"""The fields of an experiment: what they mean, by the configs' own docstrings, and how --set changes them."""
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Sequence
+
+from swiftkv_jax.checks import whole
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill.config import Experiment
+from swiftkv_jax.errors import UsageError, suggest
+
+_WIDTH, _COLUMN = 100, 27  # of a line; where meanings begin in --help
+_ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
+
+
+def meanings(config: type) -> dict[str, str]:
+    """The text on each field in the section `Attributes:` of a dataclass's docstring, its base's included."""
+    found = meanings(config.__base__) if dataclasses.is_dataclass(config.__base__) else {}
+    _, _, section = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")
+    entry: list[str] = []
+    for line in [*section.splitlines(), "  end: "]:
+        if line.startswith("   "):
+            entry.append(line.strip())
+            continue
+        if entry and (match := _ENTRY.fullmatch(" ".join(entry))):
+            found |= dict.fromkeys(match[1].split(", "), match[2])
+        entry = [line.strip()]
+    return found
+
+
+def rows(config: type = Experiment, prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """(name, type, default, meaning) of every field that --set can change, those of parts after their own."""
+    told, hints, out = meanings(config), typing.get_type_hints(config), []
+    for field in dataclasses.fields(config):
+        part = _part(hints[field.name])
+        if part is None or field.name == "evaluation":
+            kind = "DataConfig" if part else _name(hints[field.name])
+            out.append((prefix + field.name, kind, _default(field), told.get(field.name, "")))
+        else:
+            out += rows(part, f"{prefix}{field.name}.")
+    return out
+
+
+def _part(hint) -> type | None:
+    """The config that a field holds, if it does."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    found = [k for k in kinds if dataclasses.is_dataclass(k) and k is not ModelConfig]
+    return typing.cast(type, found[0]) if found else None
+
+
+def _name(hint) -> str:
+    if isinstance(hint, type) and not typing.get_args(hint):
+        return hint.__name__
+    return str(hint).replace("swiftkv_jax.config.", "")
+
+
+def _default(field: dataclasses.Field) -> str:
+    return "required" if field.default is dataclasses.MISSING else repr(field.default)
+
+
+def table(under: str = "") -> str:
+    """Every field, or those whose names begin with `under`, with type, default and meaning, as text.
+
+    Raises:
+      UsageError: there is none of that name; the nearest is named.
+    """
+    chosen = [row for row in rows() if f"{row[0]}.".startswith(f"{under}.") or not under]
+    if not chosen:
+        known = {part for name, *_ in rows() for part in (name, name.partition(".")[0])}
+        raise UsageError(f"no field {under!r}{suggest(under, known)}; --fields alone lists all")
+    lines = []
+    for name, kind, default, meaning in chosen:
+        lines.append(f"{name}  {kind}, {default if default == 'required' else f'default {default}'}")
+        lines += textwrap.wrap(meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def summary() -> str:
+    """Every field with its meaning and default, for --help."""
+    lines = ["fields of the config, with defaults; change one by --set NAME=VALUE:"]
+    for name, _, default, meaning in rows():
+        text = f"{meaning.rstrip('.')} [{default}]"
+        start = f"  {name}".ljust(_COLUMN)
+        lines += textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=" " * _COLUMN)
+    return "\n".join(lines) + "\n"
+
+
+def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
+    """Apply `a.b=value` assignments; values are Python literals, or plain text for strings.
+
+    Raises:
+      UsageError: an unknown key (the nearest is named), a value of the wrong type, or an invalid result.
+    """
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals:
+            raise UsageError(f"--set takes key=value, not {assignment!r}")
+        experiment = _replace(experiment, key.split("."), text, key)
+    return experiment
+
+
+def _replace(value, path: list[str], text: str, key: str):
+    fields = {f.name: f for f in dataclasses.fields(value)}
+    name = path[0]
+    if name not in fields:
+        raise UsageError(
+            f"unknown key {key!r}: {type(value).__name__} has no {name!r}{suggest(name, fields)}"
+        )
+    if len(path) == 1:
+        new = _parse(text, typing.get_type_hints(type(value))[name], key)
+    elif dataclasses.is_dataclass(getattr(value, name)):
+        new = _replace(getattr(value, name), path[1:], text, key)
+    else:
+        raise UsageError(f"unknown key {key!r}: {name} has no fields")
+    return dataclasses.replace(value, **{name: new})
+
+
+def _parse(text: str, annotation, key: str):
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    if annotation is str:
+        return text
+    optional = annotation == float | None
+    if (annotation is float or optional) and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if annotation is int:
+        value = whole(value)
+    if typing.get_origin(annotation) is tuple and isinstance(value, list | str):
+        value = (value,) if isinstance(value, str) else tuple(value)
+    if annotation == tuple[float, ...] and isinstance(value, tuple):
+        value = tuple(float(each) if type(each) is int else each for each in value)
+    if not _matches(value, annotation):
+        wanted = getattr(annotation, "__name__", str(annotation))
+        raise UsageError(f"{key} must be {wanted}, not {text!r}")
+    return value
+
+
+def _matches(value, annotation) -> bool:
+    origin = typing.get_origin(annotation)
+    if origin is tuple:
+        inner = typing.get_args(annotation)[0]
+        return isinstance(value, tuple) and all(_matches(v, inner) for v in value)
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(value, arg) for arg in typing.get_args(annotation))
+    return isinstance(value, annotation) and not (annotation is int and isinstance(value, bool))

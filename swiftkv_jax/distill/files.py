@@ -1,0 +1,229 @@
+"""Rows and texts out of local files, one after the other: no file is in memory as a whole."""
+
+import bz2
+import csv
+import glob
+import gzip
+import io
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from swiftkv_jax.distill.forms import BadRow
+from swiftkv_jax.errors import UsageError, first_line
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
+ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+PIECE = 2**20  # bytes; a longer text is several documents, NAME#0, NAME#1, ...
+_BLOCK = 2**20  # bytes of a csv, or rows of a parquet file times a thousand, that are read at a time
+
+
+def _zstd(path: Path, mode: str) -> io.BufferedReader:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))  # pyright: ignore
+
+
+_OPENERS = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open, ".zst": _zstd}
+KNOWN = f"{', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}, plain or with {', '.join(_OPENERS)}"
+# (place, row or line) of rows; (place, why) of what is broken.
+Bad = list[str]
+
+
+def files_of(source: str) -> list[tuple[Path, str]]:
+    """(path, name) of the files of a source: a file, a pattern, or a folder and what lies in it.
+
+    Raises:
+      UsageError: there is none, or it is of a kind that is not read.
+    """
+    root = Path(source).expanduser()
+    if root.is_dir():
+        paths = sorted(path for path in root.rglob("*") if path.is_file() and kind_of(path) is not None)
+        if not paths:
+            raise UsageError(f"no {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)} files in folder {source}")
+        return [(path, path.relative_to(root).as_posix()) for path in paths]
+    if root.is_file():
+        paths = [root]
+    else:
+        paths = [Path(name) for name in sorted(glob.glob(str(root), recursive=True))]
+        paths = [path for path in paths if path.is_file()]
+    if not paths:
+        hint = f"; a hub dataset is written hf://{source}" if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else ""
+        raise UsageError(f"source {source} does not exist{hint}")
+    for path in paths:
+        if kind_of(path) is None:
+            raise UsageError(f"source {path} is none of {KNOWN}")
+    return [(path, path.name) for path in paths]
+
+
+def kind_of(path: Path) -> str | None:
+    """The suffix that says what a file holds; None of one that is not read."""
+    packed = path.suffix in _OPENERS
+    suffixes = path.suffixes[:-1] if packed else path.suffixes
+    known = suffixes and suffixes[-1] in TEXT_SUFFIXES + ROW_SUFFIXES
+    return suffixes[-1] if known and not (packed and suffixes[-1] == ".parquet") else None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file's bytes, unpacked; what is wrong with it is a UsageError that names it."""
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def texts(path: Path, name: str) -> Iterator[tuple[str, str]]:
+    """(name, text) of the documents of a text file: one, or pieces of about `PIECE` bytes that end lines.
+
+    Raises:
+      UsageError: it cannot be read, or is not UTF-8.
+    """
+    with _opened(path) as file:
+        held, number = file.readlines(PIECE), 0
+        more = file.readlines(PIECE)
+        while held:
+            text = decoded(b"".join(held))
+            if text is None:
+                raise UsageError(f"{path} is not UTF-8 text")
+            yield (f"{name}#{number}" if more or number else name), text
+            held, more, number = more, file.readlines(PIECE) if more else [], number + 1
+        if not number:
+            yield name, ""
+
+
+def decoded(raw: bytes) -> str | None:
+    """UTF-8 without a byte order mark; None of what is something else."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+
+
+def rows(path: Path, kind: str, bad: Bad) -> Iterator[tuple[int, object]]:
+    """(number from 1, row) of a file of rows; notes in `bad` the place of each that is broken.
+
+    .jsonl has a row a line, as has a .json that does not begin with a bracket; another .json is a list, and
+    is read as a whole.
+
+    Raises:
+      UsageError: it cannot be read, or is not what its name says.
+    """
+    yield from {
+        ".jsonl": _lines,
+        ".json": _json,
+        ".csv": lambda path, bad: _table(path, bad, ","),
+        ".tsv": lambda path, bad: _table(path, bad, "\t"),
+        ".parquet": _parquet,
+    }[kind](path, bad)
+
+
+def _lines(path: Path, bad: Bad) -> Iterator[tuple[int, object]]:
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield number, _loads(line)
+            except BadRow as error:
+                note(bad, path, number, error)
+
+
+def note(bad: Bad, path: Path, number: int, error: BadRow) -> None:
+    """A broken row's place and what is wrong; of all but the first ones only that it is there."""
+    bad.append(f"{path}:{number} ({error})" if len(bad) < 100 else "")
+
+
+def _json(path: Path, bad: Bad) -> Iterator[tuple[int, object]]:
+    with _opened(path) as file:
+        lines = (line for line in file if line.strip())
+        first, second = next(lines, b""), next(lines, b"")
+    if first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and second and _is_object(first):
+        yield from _lines(path, bad)
+        return
+    with _opened(path) as file:
+        raw = file.read()
+    try:
+        found = _loads(raw)
+    except BadRow as error:
+        raise UsageError(f"{path}: {error}") from None
+    if not isinstance(found, list):
+        raise UsageError(f"{path} must hold a list of rows, not {type(found).__name__}")
+    yield from enumerate(found, 1)
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(_loads(line), dict)
+    except BadRow:
+        return False
+
+
+def _loads(raw: bytes):
+    text = decoded(raw)
+    if text is None:
+        raise BadRow("not UTF-8")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # a number may have more digits than Python takes
+        raise BadRow(f"not JSON: {getattr(error, 'msg', error)}") from error
+
+
+def _table(path: Path, bad: Bad, delimiter: str) -> Iterator[tuple[int, object]]:
+    """Rows of texts under the names in the first line. A field in quotes may hold line breaks."""
+    import pyarrow.csv
+    from pyarrow import ArrowInvalid, string
+
+    with _opened(path) as file:
+        head, more = decoded(file.readline()), file.read(1)
+    names = next(csv.reader([head or ""], delimiter=delimiter), [])
+    if not names:
+        raise UsageError(f"{path} has no first line that names its columns")
+    if not more:
+        return
+    number = 1
+
+    def broken(row) -> str:
+        note(
+            bad, path, number, BadRow(f"{row.actual_columns} fields, not {row.expected_columns}: {row.text}")
+        )
+        return "skip"
+
+    settings = {
+        "read_options": pyarrow.csv.ReadOptions(block_size=_BLOCK, use_threads=False),
+        "parse_options": pyarrow.csv.ParseOptions(
+            delimiter=delimiter, newlines_in_values=True, invalid_row_handler=broken
+        ),
+        "convert_options": pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, string()), strings_can_be_null=False
+        ),
+    }
+    with _opened(path) as file:
+        try:
+            for batch in pyarrow.csv.open_csv(file, **settings):
+                for row in batch.to_pylist():
+                    yield number, row
+                    number += 1
+        except ArrowInvalid as error:
+            raise UsageError(f"cannot read {path}: {first_line(error)}") from None
+
+
+def _parquet(path: Path, bad: Bad) -> Iterator[tuple[int, object]]:
+    import pyarrow.parquet
+    from pyarrow import ArrowException
+
+    number = 0
+    with _opened(path) as file:
+        try:
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_BLOCK // 1000):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+        except ArrowException as error:
+            raise UsageError(f"cannot read {path}: {first_line(error)}") from None

@@ -1,0 +1,173 @@
+"""What a run leaves for people: a plot of the loss, a report of one page, and the card of its export."""
+
+import json
+import re
+from pathlib import Path
+
+from swiftkv_jax.analysis import plots
+from swiftkv_jax.analysis.flops import cache_bytes_per_token, prompt_gflop
+from swiftkv_jax.distill.config import Experiment
+from swiftkv_jax.errors import explained
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.predict import Predicted
+from swiftkv_jax.version import __version__
+
+LIBRARY = "swiftkv-jax"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_DATA = re.compile(r"hf://([^\[\]:@]+)")
+_METHODS = {
+    "swiftkv": "[SwiftKV](https://arxiv.org/abs/2410.03960)",
+    "kv-prediction": "[KV prediction](https://arxiv.org/abs/2410.08391)",
+}
+
+
+def metrics_of(run: Path) -> list[dict]:
+    """The rows of a run's metrics.jsonl; of a step that was done again after a kill, the later one."""
+    path = run / "metrics.jsonl"
+    with explained(f"read {path}"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+    rows: dict[tuple[int, bool], dict] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # a kill cut it short
+            continue
+        judged = any(name.startswith("eval/") for name in row)
+        rows.pop((row["step"], judged), None)
+        rows[row["step"], judged] = row
+    return sorted(rows.values(), key=lambda row: row["step"])
+
+
+def kind_of(model: Transformer | Predicted) -> str:
+    """A tag: "swiftkv", "kv-prediction", or "" of a plain model."""
+    if isinstance(model, Predicted):
+        return "kv-prediction"
+    return "swiftkv" if model.plan.skipped_layers else ""
+
+
+def about(model: Transformer | Predicted, context: int) -> list[tuple[str, str]]:
+    """(what, how much) of a student, over its teacher at prompts of `context` tokens."""
+    if isinstance(model, Predicted):
+        small, large = model.auxiliary.config.num_layers, model.base.config.num_layers
+        return [("method", f"KV prediction: {small} layers read prompts for {large}")]
+    config, plan = model.config, model.plan
+    if not plan.skipped_layers:
+        return [("layers", str(config.num_layers))]
+    full = KVPlan.standard(config.num_layers)
+    flops = prompt_gflop(config, plan, context) / prompt_gflop(config, full, context)
+    cache = cache_bytes_per_token(config, plan) / cache_bytes_per_token(config, full)
+    shared = max(len(plan.readers(row)) for row in range(plan.num_rows))
+    rows = [
+        ("prompt tokens run", f"{plan.depth} of {config.num_layers} layers"),
+        ("prompt FLOPs in the layers", f"{flops:.0%} of the teacher's, at {context:,} tokens"),
+        ("cache bytes per token", f"{cache:.0%} of the teacher's"),
+    ]
+    return rows + ([("AcrossKV", f"up to {shared} layers share a row")] if shared > 1 else [])
+
+
+def quality(evaluation: dict[str, float]) -> list[str]:
+    """A table in Markdown of what was judged on held-out data, a row for each context length."""
+    lengths = list(dict.fromkeys(name.rpartition("/")[0] for name in evaluation))
+    figures = list(dict.fromkeys(name.rpartition("/")[2] for name in evaluation))
+    if not evaluation:
+        return ["Nothing was judged: the run had no held-out data."]
+    named = any(lengths)
+    lines = [f"| {'context | ' if named else ''}{' | '.join(figures).replace('_', ' ')} |"]
+    lines.append("|---" * (len(figures) + named) + "|")
+    for length in lengths:
+        cells = [evaluation.get(f"{length}/{figure}" if length else figure) for figure in figures]
+        shown = [f"{cell:.4f}" if cell is not None else "" for cell in cells]
+        lines.append(f"| {f'{length} | ' if named else ''}{' | '.join(shown)} |")
+    return lines
+
+
+def page(
+    experiment: Experiment,
+    model: Transformer | Predicted,
+    rows: list[dict],
+    evaluation: dict[str, float],
+    device: str,
+) -> str:
+    """The report of a finished run, in Markdown; `rows` as `metrics_of` gives them, the device by name."""
+    e, steps = experiment, [row for row in rows if "loss" in row]
+    seconds = sum(row["step_seconds"] for row in steps)
+    facts = [
+        ("teacher", e.model or "random weights"),
+        *about(model, e.data.seq_len),
+        ("data", ", ".join(e.data.sources)),
+        ("steps", f"{len(steps):,} of {e.data.batch_size} x {e.data.seq_len} tokens"),
+        ("tokens that counted", f"{sum(row['tokens'] for row in steps):,.0f}"),
+        ("time in steps", f"{seconds:,.0f} s on {device}"),
+        ("made by", f"{LIBRARY} {__version__}"),
+    ]
+    if steps:
+        facts.insert(-1, ("loss", f"{steps[0]['loss']:.4f} at first, {steps[-1]['loss']:.4f} at last"))
+    lines = [f"# {e.name}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts)]
+    lines += ["", "## Quality on held-out data, in nats a token", "", *quality(evaluation)]
+    lines += ["", "![loss by step](loss.png)", "", "## Use", "", "    swiftkv serve export --http", ""]
+    lines += ["config.json has every setting, metrics.jsonl every step."]
+    return "\n".join(lines) + "\n"
+
+
+def card(
+    experiment: Experiment, model: Transformer | Predicted, evaluation: dict[str, float], license: str | None
+) -> str:
+    """The README.md of an export: a model card as the Hugging Face hub reads it."""
+    from huggingface_hub import ModelCardData
+
+    e, kind = experiment, kind_of(model)
+    known = _HUB_ID.fullmatch(e.model) is not None and not Path(e.model).exists()
+    data = ModelCardData(
+        base_model=e.model if known else None,
+        datasets=[found[1] for s in e.data.sources if (found := _HUB_DATA.match(s))] or None,
+        library_name=LIBRARY,
+        license=license,
+        pipeline_tag="text-generation",
+        tags=[tag for tag in (kind, "jax", "distillation" if kind == "swiftkv" else "") if tag],
+    )
+    lines = ["---", data.to_yaml(), "---", "", f"# {e.name}", ""]
+    if kind:
+        teacher = f"[{e.model}](https://huggingface.co/{e.model})" if known else "its teacher"
+        lines += [f"A {_METHODS[kind]} student of {teacher}, made with {LIBRARY} {__version__}.", ""]
+    lines += [f"* {name}: {value}" for name, value in about(model, e.data.seq_len)]
+    lines += ["", "## Quality on held-out data, in nats a token", "", *quality(evaluation), "", "## Use", ""]
+    lines += [f"    pip install {LIBRARY}[serve]", "    swiftkv serve DIR --http", ""]
+    if kind == "swiftkv":
+        lines += [
+            "Or in PyTorch, with the code that this folder carries: "
+            "`AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)`.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def license_of(folder: Path | None) -> str | None:
+    """What the card in a teacher's folder says, if there is one that can be read."""
+    from huggingface_hub import ModelCard
+
+    path = folder / "README.md" if folder is not None and folder.is_dir() else None
+    if path is None or not path.is_file():
+        return None
+    try:
+        found = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict().get("license")
+        return found if isinstance(found, str) else None
+    except Exception:  # somebody else's file, in any state: it may lack what is looked for
+        return None
+
+
+def write(
+    run: Path,
+    experiment: Experiment,
+    model: Transformer | Predicted,
+    evaluation: dict[str, float],
+    device: str,
+    teacher: Path | None,
+) -> None:
+    """loss.png and report.md in a run's folder, README.md in its export."""
+    with explained(f"write to {run}"):
+        rows = metrics_of(run)
+        plots.training(rows, run / "loss.png")
+        text = page(experiment, model, rows, evaluation, device)
+        (run / "report.md").write_text(text, encoding="utf-8")
+        text = card(experiment, model, evaluation, license_of(teacher))
+        (run / "export" / "README.md").write_text(text, encoding="utf-8")

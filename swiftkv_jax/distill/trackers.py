@@ -1,0 +1,78 @@
+"""Where metrics go beside metrics.jsonl: TensorBoard, wandb and trackio, each imported only when named."""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from swiftkv_jax.errors import UsageError, first_line
+
+# The module of each, and what installs it.
+NEEDS = {
+    "tensorboard": ("tensorboardX", "'swiftkv-jax[tensorboard]'"),
+    "wandb": ("wandb", "wandb"),
+    "trackio": ("trackio", "trackio"),
+}
+TRACKERS = tuple(NEEDS)
+PROJECT = "swiftkv-jax"
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """A run of wandb or of trackio, or what `Board` makes of TensorBoard."""
+
+    def log(self, metrics: dict[str, float], step: int) -> object: ...
+
+    def finish(self) -> object: ...
+
+
+class Board:
+    """TensorBoard's files in a folder."""
+
+    def __init__(self, folder: Path):
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+
+        self.writer = SummaryWriter(str(folder))
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self.writer.close()
+
+
+def check(names: Sequence[str]) -> None:
+    """Raises UsageError: a tracker is not installed; the message says what installs it."""
+    for name in names:
+        module, package = NEEDS[name]
+        if importlib.util.find_spec(module) is None:
+            raise UsageError(f"trackers: {name} needs {module}, which is not here: pip install {package}")
+
+
+def start(names: Sequence[str], run: str, folder: Path, config: dict) -> list[Tracker]:
+    """The trackers of a run by the name `run`, kept in `folder`; a resumed run adds another of that name.
+
+    Raises:
+      UsageError: one does not start, for want of an account or a network, say.
+    """
+    started: list[Tracker] = []
+    for name in names:
+        try:
+            started.append(_start(name, run, folder, config))
+        except Exception as error:  # theirs may be of any class
+            raise UsageError(f"trackers: {name} does not start: {first_line(error)}") from error
+    return started
+
+
+def _start(name: str, run: str, folder: Path, config: dict) -> Tracker:
+    if name == "tensorboard":
+        return Board(folder / "tensorboard")
+    about = {"project": PROJECT, "name": run, "config": config}
+    if name == "trackio":
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        return trackio.init(**about)
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    return wandb.init(**about, dir=str(folder))

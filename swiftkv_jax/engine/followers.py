@@ -1,0 +1,165 @@
+"""One model on the devices of several processes: process 0 schedules, the others repeat its launches.
+
+Every process has the same `LLM`, and a program of a mesh runs when all processes call it, in the same order
+and with the same arguments. So what calls one is marked `repeated`: process 0 tells the others its name and
+its arrays, which are small, and they call the same method.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from swiftkv_jax.engine.loop import Inputs, Lanes, Survivors
+from swiftkv_jax.engine.sampling import Mode, Policy
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.processes import Channel
+
+_KINDS = {kind.__name__: kind for kind in (Inputs, Lanes, Survivors, Policy, Mode)}
+_PLAIN = (bool, int, type(None))
+_SMALL = 2**14  # bytes that are sent as they are; a bias of all tokens is mostly zeros
+_NAMES: set[str] = set()  # of methods that are repeated
+_numbers = itertools.count()
+_R = TypeVar("_R")
+
+
+class Alone:
+    """All of the model is on devices of this process."""
+
+    several = False
+
+    def telling(self, name: str, args: tuple) -> contextlib.AbstractContextManager:
+        """While the method `name` runs with these arguments."""
+        return contextlib.nullcontext()
+
+    def dismiss(self) -> None:
+        """End the others' `messages`."""
+
+
+class Follower(Alone):
+    """In a process that repeats what process 0 does."""
+
+    several = True
+
+    def __init__(self, channel: Channel):
+        self.channel = channel
+
+    def messages(self) -> Iterator[tuple[str, list]]:
+        """(method, arguments) of each call to repeat, until process 0 dismisses its followers."""
+        while (message := self.channel.receive()) != b"":
+            name, args = unpack(message)
+            if name not in _NAMES:
+                raise ValueError(f"process 0 asks for {name!r}: are all of one version?")
+            yield name, args
+
+
+class Leader(Alone):
+    """In process 0, when the model lies on other processes' devices too."""
+
+    several = True
+
+    def __init__(self, channel: Channel):
+        self.channel = channel
+        self._turn = threading.RLock()  # a server scores prompts on a thread of their own
+        self._inside = False
+
+    @contextlib.contextmanager
+    def telling(self, name: str, args: tuple) -> Iterator[None]:
+        """Tell the others, and let no other call come between; what a repeated method calls is not told."""
+        with self._turn:
+            if inside := self._inside:
+                yield
+                return
+            self.channel.send(pack(name, args))
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = inside
+
+    def dismiss(self) -> None:
+        with self._turn:
+            self.channel.send(b"")
+
+
+def company(mesh: Mesh | None) -> Alone:
+    """What this process is to the others of `mesh`.
+
+    All processes of a run make as many of these, in the same order.
+
+    Raises:
+      UsageError: there are several processes, and some have no device on the mesh.
+    """
+    owners = set() if mesh is None else {device.process_index for device in mesh.devices.flat}
+    if len(owners) < 2:
+        return Alone()
+    if idle := set(range(jax.process_count())) - owners:
+        raise UsageError(
+            f"{jax.process_count()} processes were started, and the model lies on devices of {len(owners)}: "
+            f"process {min(idle)} has nothing to do; give all {jax.device_count()} devices a part"
+        )
+    channel = Channel(f"swiftkv/llm{next(_numbers)}")
+    return Follower(channel) if jax.process_index() else Leader(channel)
+
+
+def repeated(method: Callable[..., _R]) -> Callable[..., _R]:
+    """A method of an object with `others`, which the followers call too. They get its positional arguments;
+    those by name are this process's own."""
+    _NAMES.add(method.__name__)
+
+    @functools.wraps(method)
+    def run(self, *args: Any, **own: Any) -> _R:
+        with self.others.telling(method.__name__, args):
+            return method(self, *args, **own)
+
+    return run
+
+
+def pack(name: str, args: tuple) -> bytes:
+    """One call as bytes: a line of JSON that says what the arguments are, then their arrays' bytes."""
+    arrays: list[np.ndarray] = []
+
+    def told(value: Any) -> Any:
+        if isinstance(value, _PLAIN):
+            return value
+        if type(value) in _KINDS.values():
+            fields = value if isinstance(value, Mode) else jax.tree.leaves(value)
+            return [type(value).__name__, *map(told, fields)]
+        array = np.asarray(value)
+        arrays.append(array)
+        return [array.dtype.name, array.shape]
+
+    head = json.dumps([name, *map(told, args)]).encode()
+    body = b"".join(array.tobytes() for array in arrays)
+    packed = len(body) > _SMALL
+    return b"%c%s\n%s" % (packed, head, zlib.compress(body, 1) if packed else body)
+
+
+def unpack(message: bytes) -> tuple[str, list]:
+    """(method, arguments) of what `pack` made."""
+    head, _, body = message[1:].partition(b"\n")
+    buffer, at = zlib.decompress(body) if message[0] else body, 0
+
+    def meant(value: Any) -> Any:
+        nonlocal at
+        if not isinstance(value, list):
+            return value
+        kind, *fields = value
+        if kind in _KINDS:
+            return _KINDS[kind](*map(meant, fields))
+        dtype, (shape,) = np.dtype(kind), fields
+        count = int(np.prod(shape))
+        array = np.frombuffer(buffer, dtype, count, at).reshape(shape)
+        at += array.nbytes
+        return array.copy()  # it lay in the message as it came, at any byte
+
+    name, *args = json.loads(head)
+    return name, [meant(value) for value in args]

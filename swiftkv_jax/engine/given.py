@@ -1,0 +1,138 @@
+"""What callers give an `LLM`, checked: its sizes and settings, its devices, its defaults."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from swiftkv_jax.checkpoint.adapter import local_folder, read_model
+from swiftkv_jax.checkpoint.generation import GenerationDefaults
+from swiftkv_jax.checks import integer
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.engine.kernels import Choice, choose
+from swiftkv_jax.engine.request import SamplingParams, encode
+from swiftkv_jax.engine.settings import Settings, model_encoder, source_len
+from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.predict import Predicted
+from swiftkv_jax.shapes import PyTree
+
+if typing.TYPE_CHECKING:
+    from swiftkv_jax.engine.llm import LLM
+
+_ASKED = ("eos_token_ids", "decoder_start_token_id", "speech")  # of generation_config.json, no sampling
+_FAR = 2**20  # tokens: no model with a bias by distance was read further
+
+
+def sampling_defaults(generation: GenerationDefaults) -> SamplingParams:
+    """vLLM's reading of generation_config.json: its numbers count, whatever its `do_sample` says."""
+    found = {n: value for n, value in vars(generation).items() if value is not None and n not in _ASKED}
+    return SamplingParams(**found)
+
+
+def context(config: ModelConfig, wanted: int | None, whose: str = "") -> int:
+    """The context limit in tokens; `dynamic` rotary scaling may be asked for more than it was trained on, and
+    a bias by distance has no end."""
+    trained, rope = config.max_position_embeddings, config.rope
+    most = int(trained * rope.factor) if rope.rope_type == "dynamic" else trained
+    most = _FAR if config.relative_buckets else most
+    return integer(f"max_model_len{whose}", wanted, 1, most) if wanted is not None else trained
+
+
+def settings_of(limit: int, given: dict) -> Settings:
+    """Engine settings of keyword arguments."""
+    known = [field.name for field in dataclasses.fields(Settings) if field.name != "max_model_len"]
+    for name in given:
+        if name not in known:
+            raise UsageError(f"unknown setting {name!r}{suggest(name, known)}")
+    return Settings(max_model_len=limit, **given)
+
+
+def parts_of(mesh: Mesh | None) -> int:
+    """Devices that share the heads."""
+    return 1 if mesh is None else mesh.shape.get("tensor", 1)
+
+
+def mesh_of(params: PyTree) -> Mesh | None:
+    place = jax.tree.leaves(params)[0].sharding
+    return place.mesh if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh) else None
+
+
+def choose_kernels(
+    path_or_id: str | Path,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    tensor_parallel_size: int = 1,
+    revision: str | None = None,
+    slim: bool = True,
+    base: str | Path | None = None,
+    **settings,
+) -> Choice:
+    """The kernels of an LLM of these arguments. Nothing is loaded, and if JAX had no devices before, it has
+    none afterwards.
+
+    Raises:
+      UsageError: as LLM.
+    """
+    config, plan, _ = read_model(local_folder(path_or_id, revision), slim, base)
+    sizes = settings_of(context(config, max_model_len), settings)
+    parts = integer("tensor_parallel_size", tensor_parallel_size, 1)
+    return choose(config, plan, config.dtype if dtype == "auto" else dtype, sizes, parts)
+
+
+def check_devices(model: Transformer | Predicted, mesh: Mesh | None) -> None:
+    """Whether a model can lie on the devices of `mesh`.
+
+    Raises:
+      UsageError: it has an encoder, and they are several.
+    """
+    if mesh is not None and mesh.size > 1 and model_encoder(model) is not None:
+        raise UsageError(f"{model.config.family} has an encoder: such models run on one device")
+
+
+@typing.no_type_check  # user input: checked here, by name
+def check_kind(llm: "LLM", prompt, where: str) -> None:
+    """Whether a prompt is of a kind that the model reads.
+
+    Raises:
+      UsageError: it is text for a model that hears, or has a part for an encoder that is not there.
+    """
+    encoder = model_encoder(llm.model)
+    if encoder is not None and encoder.mels:
+        raise UsageError(f"{where} is text, and {encoder.family} hears sound: give it to transcribe")
+    if encoder is None and isinstance(prompt, Mapping) and "decoder_prompt" in prompt:
+        raise UsageError(f"{where}: decoder_prompt has no place, as {llm.model.config.family} has no encoder")
+
+
+@typing.no_type_check
+def for_encoder(llm: "LLM", prompt, ids: list[int], where: str) -> tuple[list[int], dict]:
+    """(what the decoder reads, fields of `Request`) of a prompt whose `ids` an encoder reads.
+
+    Raises:
+      UsageError: they are too many for it.
+    """
+    longest = source_len(llm.model.config, llm.settings)
+    if len(ids) > longest:
+        raise UsageError(
+            f"{where} has {len(ids)} tokens, and the encoder reads {longest}: cut it, or raise max_source_len"
+        )
+    given = prompt.get("decoder_prompt") if isinstance(prompt, Mapping) else None
+    if isinstance(given, str):
+        given = {"prompt": given, "add_special_tokens": False}
+    begun = [] if given is None else encode(llm.tokenizer, given, f"{where}: decoder_prompt")[1]
+    return [decoder_start(llm), *begun], {"source": tuple(ids), "source_length": len(ids)}
+
+
+def decoder_start(llm: "LLM") -> int:
+    """The token that opens what a decoder with an encoder reads.
+
+    Raises:
+      UsageError: the model's files do not say it.
+    """
+    start = llm.generation.decoder_start_token_id
+    if start is None:
+        raise UsageError("no decoder_start_token_id in the model's config.json or generation_config.json")
+    return start

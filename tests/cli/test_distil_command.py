@@ -1,0 +1,150 @@
+"""`swiftkv distil`: without a config file it ends with a student that answers."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import made
+import pytest
+from tokenizers_made import CHATML
+
+import swiftkv_jax as skv
+from swiftkv_jax.cli import distil
+from swiftkv_jax.cli.distil import Machine
+from swiftkv_jax.distill import main as training
+from swiftkv_jax.distill.config import Experiment, PlanConfig
+from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.fields import rows
+from swiftkv_jax.distill.samples import Samples
+from swiftkv_jax.text.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHITECTURES = ROOT / "swiftkv_jax" / "configs" / "architectures"
+CPU, SLICE = Machine(platform="cpu", devices=1), Machine(platform="tpu", devices=16)
+FEWER = ["--set", "plan.init_tokens=400", "--set", "evaluation_batches=1", "--set", "log_every=1"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    return made.teacher(tmp_path_factory.mktemp("teacher"), CHATML)
+
+
+def test_a_student_comes_of_one_line(teacher, tmp_path, capsys):
+    data, out = made.texts(tmp_path / "rows.jsonl"), tmp_path / "run"
+    words = [str(teacher), "--data", data, "--out", str(out), "--split", "2", "--share", "2"]
+    shape = ["--length", "24", "--set", "optimizer.clip=0.5", "--steps", "2", *FEWER]
+    assert distil.main([*words, *shape]) == 0
+    said = capsys.readouterr().out
+    assert f"swiftkv serve {out}/export --http" in said and "step 2/2" in said
+    config = json.loads((out / "config.json").read_text())
+    assert (config["plan"]["split"], config["plan"]["share"], config["steps"]) == (2, 2, 2)
+    assert (config["data"]["split"], config["evaluation"]["split"]) == ("train", "held_out")
+    assert config["optimizer"]["clip"] == 0.5 and config["export_dtype"] == "bfloat16"
+    assert "| teacher |" in (out / "report.md").read_text() and (out / "export" / "README.md").exists()
+    student, params = skv.from_pretrained(out / "export")
+    assert student.plan == skv.KVPlan.swiftkv(4, 2, 2) and params["embed"].dtype == "bfloat16"
+    assert distil.main([*words, *shape]) == 2
+    assert "already holds a run: give --resume" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_auto_takes_the_split_that_is_said_and_keeps_it_and_the_student_answers(teacher, tmp_path, capsys):
+    data, out = made.texts(tmp_path / "rows.jsonl"), tmp_path / "run"
+    words = [str(teacher), "--data", data, "--out", str(out), "--steps", "1", "--length", "24", *FEWER]
+    assert distil.main(words) == 0
+    said = capsys.readouterr().out
+    split = json.loads((out / "config.json").read_text())["plan"]["split"]
+    assert f"split {split}: the earliest" in said and "untrained" in said and split in (2, 3)
+    assert distil.main([*words, "--resume"]) == 0
+    said = capsys.readouterr().out
+    assert "untrained" not in said and "resumed from step 1" in said
+    llm = skv.LLM(out / "export", max_num_seqs=2)
+    params = skv.SamplingParams(temperature=0.0, max_tokens=4)
+    assert llm.generate("the cat", params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def settings(name: str, machine: Machine):
+    config = skv.ModelConfig.from_hf(ARCHITECTURES / f"{name}.json")
+    rows = 4 if machine is CPU else 16
+    data = DataConfig(sources=("x",), seq_len=512 if machine is CPU else 4096, batch_size=rows)
+    return distil.make_experiment(name, config, machine, data, data, PlanConfig(split=16), 100)
+
+
+def test_settings_follow_from_the_model_and_the_machine():
+    large, small = settings("llama8b", SLICE), settings("demo_teacher", CPU)
+    assert large.optimizer.learning_rate == 3e-4, "the paper's"
+    assert 1e-3 <= small.optimizer.learning_rate <= 2e-3, "the demo takes 2e-3"
+    assert (large.dtype, large.remat, small.dtype, small.remat) == ("bfloat16", True, "float32", False)
+    assert large.plan.init_tokens == 65_536 > large.plan.init_tokens // 16 >= 4096, "more than unknowns"
+    alone = settings("llama8b", dataclasses.replace(SLICE, devices=4))
+    assert (large.optimizer.accumulate, alone.optimizer.accumulate) == (1, 4), "a row a device"
+
+
+def test_a_student_is_judged_at_2048_too_where_its_model_takes_so_many():
+    large, small = settings("llama8b", SLICE), settings("demo_teacher", CPU)
+    for e, lengths in ((large, (2048, 4096)), (small, (512, 2048))):
+        assert e.eval_lengths == lengths == tuple(e.held_out())
+        assert e.evaluation is not None and e.evaluation.seq_len == lengths[-1]
+        tokens = e.evaluation.batch_size * e.evaluation.seq_len
+        assert tokens <= e.data.batch_size * e.data.seq_len, "no more at a time than a step has"
+        assert e.evaluation_batches * tokens == (65_536 if e is large else 16_384)
+    assert large.evaluation is not None and large.evaluation.batch_size % SLICE.devices == 0
+    assert distil.judged_lengths(512, 1024) == (512,) and distil.judged_lengths(2048, 4096) == (2048,)
+
+
+def test_rows_are_as_many_as_devices_share_out_and_chats_count_where_the_assistant_speaks(tmp_path):
+    folder = made.teacher(tmp_path / "teacher", CHATML)
+    tokenizer = load_tokenizer(folder)
+    chat = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat) + "\n")
+    texts = made.texts(tmp_path / "texts.jsonl")
+    for sources, mask in (([str(tmp_path / "chats.jsonl")], "assistant"), ([texts], "all")):
+        for devices in (1, 3, 16):
+            data = distil.data_for(
+                sources, made.CONFIG, tokenizer, dataclasses.replace(SLICE, devices=devices), None
+            )
+            assert data.batch_size % devices == 0 and data.seq_len == 64 and data.mask == mask
+    base = load_tokenizer(made.teacher(tmp_path / "base"))
+    data = distil.data_for([str(tmp_path / "chats.jsonl")], made.CONFIG, base, CPU, None)
+    assert (data.chats, data.mask) == ("plain", "all"), "it has no chat template"
+    assert base.decode(Samples(data, base)[0].tokens.tolist()) == "q\n\na"
+
+
+@pytest.mark.parametrize("command", [distil.main, training.main], ids=["distil", "train"])
+def test_help_shows_every_field_of_a_config_with_its_meaning_and_default(command, capsys):
+    with pytest.raises(SystemExit):
+        command(["--help"])
+    told = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in told.splitlines())
+    flags, _, listed = told.partition("fields of the config")
+    words = " ".join(listed.split())
+    for name, _, default, meaning in rows():
+        shown = " ".join(meaning.split()).rstrip(".")
+        assert len(shown) > 5 and f" {name} {shown} [{default}]" in words
+    assert "--set" in flags and "--resume" in flags
+    parts = {name.partition(".")[0] for name, *_ in rows()}
+    assert parts == {field.name for field in dataclasses.fields(Experiment)}
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--data", "nowhere.jsonl"], "source nowhere.jsonl does not exist"),
+        (["--data", "nowhere.jsonl", "--split", "4"], "--split must be in [1, 3], not 4"),
+        (["--data", "nowhere.jsonl", "--split", "half"], "--split is auto or a number of layers, not 'half'"),
+        (["--data", "TEXTS", "--weight", "2", "--weight", "1"], "are not one for each of 1 sources"),
+        (["--data", "TEXTS", "--columns", "txt=body"], "columns are written ours=theirs"),
+        (["--data", "TEXTS", "--length", "128"], "--length must be in [2, 64], not 128"),
+        (["--data", "TEXTS", "--steps", "0"], "--steps must be at least 1, not 0"),
+        (["--data", "TEXTS", "--set", "step=3"], "has no 'step'; did you mean 'steps'?"),
+        (["--dat", "x", "--splt", "2"], "did you mean '--split'?"),
+        ([], "the following arguments are required: --data"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_line(words, said, teacher, tmp_path, capsys):
+    texts = made.texts(tmp_path / "rows.jsonl")
+    words = [texts if word == "TEXTS" else word for word in words]
+    assert distil.main([str(teacher), *words, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and said in error
+    assert not (tmp_path / "out").exists()

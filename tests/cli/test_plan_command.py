@@ -1,0 +1,157 @@
+"""`swiftkv plan`: its figures are those of analysis/flops.py and of `convert`, from config.json alone."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import made
+import numpy as np
+import pytest
+
+import swiftkv_jax as skv
+from swiftkv_jax import convert
+from swiftkv_jax.analysis.flops import CHIPS, cache_bytes_per_token, flops_table
+from swiftkv_jax.cli import plan, splits
+from swiftkv_jax.cli.measured import Measured
+from swiftkv_jax.distill.config import PlanConfig
+from swiftkv_jax.distill.step import prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = ROOT / "swiftkv_jax" / "configs" / "architectures" / "llama8b.json"
+DEMO = str(ROOT / "demo" / "teacher")
+
+
+def test_a_config_alone_gives_the_figures_of_the_table(tmp_path, capsys):
+    (tmp_path / "config.json").write_bytes(LLAMA.read_bytes())
+    assert (
+        plan.main([str(tmp_path), "--split", "16", "--split", "20", "--share", "2", "--context", "4096"]) == 0
+    )
+    said, error = capsys.readouterr()
+    assert not error and "32 layers, 8.03 B parameters, 14.96 GiB in bfloat16" in said
+    config = skv.ModelConfig.from_hf(LLAMA)
+    for split in (16, 20):
+        tables = [flops_table(config, p, 4096) for p in (skv.KVPlan.swiftkv(32, split, 2), None)]
+        flops, full = (sum(table[name] for name in ("kv", "qo", "mlp", "attention")) for table in tables)
+        cache = cache_bytes_per_token(config, skv.KVPlan.swiftkv(32, split, 2)) / cache_bytes_per_token(
+            config
+        )
+        line = next(line for line in said.splitlines() if re.match(rf" +{split} ", line))
+        assert line.split() == [str(split), f"{flops / full:.1%}", f"{cache:.0%}"]
+
+
+def test_what_fits_is_what_memory_leaves_beside_the_weights():
+    """Of Llama-3.1-8B, by arithmetic that is not the library's."""
+    config, chip = skv.ModelConfig.from_hf(LLAMA), CHIPS["NVIDIA H100 80GB HBM3"]
+    lines = plan.fits(config, [16], (1, 4), 8192).splitlines()
+    cells = next(line for line in lines if line.startswith("NVIDIA H100")).split()
+    weights = 2 * 8_030_261_248  # bytes; the checkpoint's published size
+    full = (0.9 * chip.memory - weights) // (2 * 2 * 8 * 128 * 32 * 8192)
+    fewer = 2 * 12 * 2 * 4096 * 1024  # 4 rows' k and v in place of 16
+    shared = (0.9 * chip.memory - weights + fewer) // (2 * 2 * 8 * 128 * (16 + 4) * 8192)
+    assert cells[:6] == ["NVIDIA", "H100", "80GB", "HBM3", "79", "GiB"]
+    assert [float(cell) for cell in cells[6:9]] == [full, full, shared]
+    small = next(line for line in lines if line.startswith("TPU v5 lite"))
+    assert small.count("2 chips") == 3, "16 GiB are less than the weights and a tenth"
+
+
+def test_a_distillation_keeps_what_prepare_gives(tmp_path):
+    model, params = skv.from_pretrained(made.teacher(tmp_path), dtype="bfloat16")
+    _, trained, frozen = prepare(model, params, skv.KVPlan.swiftkv(4, 2), "fold", "swiftkv")
+    floats = sum(x.nbytes for x in jax.tree.leaves(trained))
+    kept = {id(x): x.nbytes for x in jax.tree.leaves((frozen.student, frozen.teacher))}
+    assert plan.training_bytes(model.config, 2) == 4 * floats + sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["nowhere"], "no model nowhere: give a folder"),
+        ([DEMO, "--split", "8"], "--split must be in [1, 7], not 8"),
+        ([DEMO, "--share", "0"], "--share must be in [1, 8], not 0"),
+        ([DEMO, "--context", "4096"], "--context must be in [1, 2048], not 4096"),
+        ([DEMO, "--splits", "4"], "unrecognized arguments: --splits; did you mean '--split'?"),
+        ([], "the following arguments are required: MODEL"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_line(words, said, capsys):
+    assert plan.main(words) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.count("\n") == 1 and said in error
+
+
+def test_a_student_and_a_text_without_weights_are_refused(tmp_path, capsys):
+    raw = json.loads(LLAMA.read_text())
+    student = tmp_path / "student"
+    student.mkdir()
+    raw |= {"model_type": "llama_swiftkv", "num_key_value_layers": 16}
+    (student / "config.json").write_text(json.dumps(raw))
+    assert plan.main([str(student)]) == 2
+    assert "is a student already" in capsys.readouterr().err
+    assert plan.main([str(LLAMA), "--text", str(ROOT / "README.md")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_untrained_cost_is_that_of_the_student_itself(tmp_path):
+    """At the last split nothing; before, what the logits of the converted student give in float64."""
+    folder = made.teacher(tmp_path / "teacher")
+    m = Measured.open(str(folder), (made.texts(tmp_path / "rows.jsonl"),), tmp_path, 2048)
+    with jax.set_mesh(m.mesh):
+        found = splits.untrained(
+            m.model, m.params, m.experiment, [skv.KVPlan.swiftkv(4, s) for s in (2, 3)], [], m.judge
+        )
+        assert abs(found[1].gap) < 1e-6 and found[1].kl < 1e-6 and found[1].agreement == 1
+        student, params = skv.to_swiftkv(m.model, m.params, found[0].plan)
+        wanted = [judged(model, p, m.judge) for model, p in ((m.model, m.params), (student, params))]
+    (own, targets), (his, _) = wanted
+    at = np.arange(len(targets))
+    assert found[0].tokens == len(targets) > 100
+    assert found[0].gap == pytest.approx((own - his)[at, targets].mean(), abs=1e-5)
+    assert found[0].kl == pytest.approx((np.exp(own) * (own - his)).sum(-1).mean(), rel=1e-4)
+    assert found[0].agreement == pytest.approx((own.argmax(-1) == his.argmax(-1)).mean(), abs=1e-9)
+
+
+def judged(model, params, batches) -> tuple[np.ndarray, np.ndarray]:
+    """(log probabilities [n, V] float64, targets [n]) of every prediction that counts, segment by segment."""
+    apply, sure, targets = jax.jit(model.apply), [], []
+    for batch in batches:
+        for tokens, segments, aims in zip(
+            *(np.asarray(x) for x in (batch.tokens, batch.segments, batch.targets)), strict=True
+        ):
+            for number in range(1, segments.max() + 1):
+                (at,) = np.nonzero(segments == number)
+                padded = np.pad(tokens[at], (0, len(tokens) - len(at)))
+                x = np.asarray(apply({"params": params}, jnp.asarray(padded[None])), np.float64)[0]
+                sure.append(x[: len(at) - 1] - np.logaddexp.reduce(x[: len(at) - 1], axis=-1, keepdims=True))
+                targets.append(aims[at[:-1]])
+    return np.concatenate(sure), np.concatenate(targets)
+
+
+@pytest.mark.slow
+def test_the_untrained_cost_is_what_convert_says(tmp_path, monkeypatch):
+    """The same text, the same tokens, solved by least squares."""
+    monkeypatch.setattr(convert, "JUDGED", 8192)
+    m = Measured.open(DEMO, (str(convert.CORPUS),), tmp_path, 4 * 8192)
+    with jax.set_mesh(m.mesh):
+        (found,) = m.untrained([4], lambda line: None)
+    told = convert.convert(
+        DEMO, PlanConfig(split=4, init="least_squares", init_tokens=3 * 8192), tmp_path / "out"
+    )
+    assert found.kl == pytest.approx(told["kl"], rel=1e-3)
+    assert found.gap == pytest.approx(told["gap"], abs=1e-5) and found.tokens == told["tokens"]
+    assert found.agreement == pytest.approx(told["agreement"], abs=1e-3)
+
+
+def one(split: int, kl: float) -> splits.Untrained:
+    return splits.Untrained(skv.KVPlan.swiftkv(8, split), kl, kl, 1.0, 1.0)
+
+
+def test_auto_takes_the_earliest_good_split_from_half_depth_on():
+    assert splits.chosen([one(3, 0.1), one(4, 0.4), one(5, 0.2), one(7, 0.0)]) == 4
+    assert splits.chosen([one(4, 0.6), one(5, 0.7), one(6, 0.5)]) == 6
+    assert splits.chosen([one(4, 3.0), one(6, 2.0)]) == 6, "none is good: the best"
+    with pytest.raises(skv.UsageError, match="half depth"):
+        splits.chosen([one(3, 0.1)])
+    assert splits.candidates(32) == [8, 12, 16, 20, 24, 28]
+    assert splits.candidates(2) == [1] and splits.candidates(3) == [1, 2]

@@ -1,0 +1,116 @@
+"""`swiftkv push`: an export, and nothing else, goes to the hub."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import huggingface_hub
+import made
+import pytest
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+import swiftkv_jax as skv
+from swiftkv_jax.cli import push
+
+
+class FakeHub:
+    """What the command asks of HfApi; `error` is raised instead of an upload."""
+
+    def __init__(self, error: Exception | None = None):
+        self.calls, self.error = [], error
+
+    def __call__(self, library_name: str) -> "FakeHub":
+        assert library_name == "swiftkv-jax"
+        return self
+
+    def create_repo(self, repo: str, private: bool, exist_ok: bool) -> None:
+        self.calls.append(("create_repo", repo, private, exist_ok))
+
+    def create_branch(self, repo: str, branch: str, exist_ok: bool) -> None:
+        self.calls.append(("create_branch", repo, branch, exist_ok))
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, revision: str | None, commit_message: str):
+        if self.error is not None:
+            raise self.error
+        self.calls.append(("upload_folder", repo_id, folder_path, revision))
+        return SimpleNamespace(commit_url=f"https://huggingface.co/{repo_id}/commit/1")
+
+
+@pytest.fixture
+def hub(monkeypatch) -> FakeHub:
+    fake = FakeHub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", fake)
+    return fake
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run's folder with a student in `export`, beside its teacher's folder."""
+    out = tmp_path_factory.mktemp("push")
+    model, params = skv.from_pretrained(made.teacher(out / "teacher"))
+    student = skv.to_swiftkv(model, params, skv.KVPlan.swiftkv(4, 2))
+    skv.save_pretrained(out / "run" / "export", *student)
+    return out / "run"
+
+
+def test_an_export_is_uploaded_to_a_repository_that_is_made_for_it(run, hub, capsys):
+    assert push.main([str(run / "export"), "me/student"]) == 0
+    assert hub.calls == [
+        ("create_repo", "me/student", False, True),
+        ("upload_folder", "me/student", run / "export", None),
+    ]
+    assert "uploaded: https://huggingface.co/me/student/commit/1" in capsys.readouterr().out
+
+
+def test_private_and_a_branch(run, hub):
+    assert push.main([str(run / "export"), "me/student", "--private", "--revision", "v2"]) == 0
+    assert hub.calls == [
+        ("create_repo", "me/student", True, True),
+        ("create_branch", "me/student", "v2", True),
+        ("upload_folder", "me/student", run / "export", "v2"),
+    ]
+
+
+def test_what_is_not_an_export_is_refused_before_the_hub_is_asked(run, hub, tmp_path, capsys):
+    cases = {
+        run: f"did you mean {run / 'export'}?",
+        run.parent / "teacher": "it holds a plain model, without a card",
+        tmp_path: "it has no config.json beside weights",
+        tmp_path / "nowhere": "it has no config.json beside weights",
+    }
+    for folder, said in cases.items():
+        assert push.main([str(folder), "me/student"]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+    assert not hub.calls
+
+
+def test_a_plain_model_with_our_card_and_an_adapter_are_exports(run, tmp_path):
+    plain = made.teacher(tmp_path / "plain")
+    (plain / "README.md").write_text("---\nlibrary_name: swiftkv-jax\n---\n")
+    push.check_export(plain)
+    (tmp_path / "kv_prediction.json").write_text(json.dumps({"format": 1}))
+    push.check_export(tmp_path)
+
+
+REFUSED = httpx.Response(403, request=httpx.Request("POST", "https://huggingface.co/api/repos/create"))
+BROKEN = httpx.Response(500, request=REFUSED.request)
+
+
+@pytest.mark.parametrize(
+    "error, said, advice",
+    [
+        (LocalTokenNotFoundError("Token is required (`token=True`),\nbut none"), "Token is required", True),
+        (HfHubHTTPError("403 Forbidden: no right\nmore", response=REFUSED), "403 Forbidden: no right", True),
+        (HfHubHTTPError("500 Server Error", response=BROKEN), "500 Server Error", False),
+        (ConnectionError("no network"), "no network", False),
+    ],
+    ids=["no token", "no right", "server", "network"],
+)
+def test_what_the_hub_refuses_is_one_line(run, error, said, advice, monkeypatch, capsys):
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub(error))
+    assert push.main([str(run / "export"), "me/student"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: cannot push to me/student: {said}") and told.count("\n") == 1
+    assert ("hf auth login" in told) == advice

@@ -1,0 +1,86 @@
+"""Weights of sources: how often each sample is taken, and that nothing else of the order changes."""
+
+import collections
+import itertools
+import json
+
+import numpy as np
+import pytest
+from samples_made import config, take, texts, tokenizer, write
+
+from swiftkv_jax.distill import mixture
+from swiftkv_jax.distill.data import DataLoader, evaluation_batches
+from swiftkv_jax.errors import UsageError
+
+
+def order(source: int, number: int) -> np.ndarray:
+    return np.random.default_rng((source, number)).permutation((7, 12, 1)[source])
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (2.0, 0.25, 3.0), (0.4, 1.5, 0.1), (0.15, 0.3, 1.0)])
+def test_any_number_of_epochs_takes_the_samples_of_a_source_equally_often(weights):
+    sizes = (7, 12, 1)
+    counts = mixture.counts(sizes, weights)
+    assert counts == tuple(max(1, round(n * w)) for n, w in zip(sizes, weights, strict=True))
+    taken = np.zeros(20, int)
+    for epoch in range(9):
+        members = mixture.members(sizes, counts, epoch, order)
+        assert len(members) == sum(counts)
+        np.add.at(taken, members, 1)
+        for start, size, count in zip((0, 7, 19), sizes, counts, strict=True):
+            mine = taken[start : start + size]
+            assert mine.sum() == (epoch + 1) * count and mine.max() - mine.min() <= 1
+
+
+def sources(tmp_path, *counts: int) -> tuple[str, ...]:
+    rows = texts(sum(counts), longest=6)
+    starts = np.cumsum((0, *counts))
+    return tuple(write(tmp_path, rows[a:b], f"{a}.jsonl") for a, b in itertools.pairwise(starts))
+
+
+def test_a_loader_takes_sources_as_often_as_their_weights_say(tmp_path):
+    both = sources(tmp_path, 8, 8)
+    settings = config(both[0], sources=both, weights=(2.0, 0.5), batch_size=4, pack=False, seed=3)
+    loader = DataLoader(settings, tokenizer())
+    assert loader.steps_per_epoch() == 5, "16 + 4 samples, one a row, 4 rows a step"
+    epochs = [[name for _, ids in take(loader, 5) for row in ids for name in row] for _ in range(4)]
+    for epoch in epochs:
+        counts = collections.Counter(epoch)
+        assert [counts[f"d{i}"] for i in range(8)] == [2] * 8
+        assert sum(counts[f"d{i}"] for i in range(8, 16)) == 4
+    assert set(epochs[0]) ^ set(epochs[1]) == {f"d{i}" for i in range(8, 16)}, "the other half"
+    assert epochs[0] != epochs[2]
+
+
+def test_batches_under_weights_do_not_depend_on_processes_and_resume_exactly(tmp_path):
+    both = sources(tmp_path, 9, 14)
+    settings = config(both[0], sources=both, weights=(1.5, 0.3), batch_size=4)
+    whole = [ids for _, ids in take(DataLoader(settings, tokenizer()), 15)]
+    parts = [[ids for _, ids in take(DataLoader(settings, tokenizer(), p, 2), 15)] for p in range(2)]
+    assert whole == [a + b for a, b in zip(*parts, strict=True)]
+    loader = DataLoader(settings, tokenizer())
+    take(loader, 11)
+    again = DataLoader(settings, tokenizer())
+    again.restore(json.loads(json.dumps(loader.state())))
+    assert [ids for _, ids in take(again, 4)] == whole[11:]
+    with pytest.raises(UsageError, match=r"differs .*weights \[1.5, 0.3\] -> \[1.5, 0.4\]"):
+        DataLoader(config(both[0], sources=both, weights=(1.5, 0.4)), tokenizer()).restore(loader.state())
+
+
+def test_judgements_take_each_sample_once(tmp_path):
+    both = sources(tmp_path, 5, 6)
+    plain, weighted = (config(both[0], sources=both, weights=w) for w in ((), (3.0, 0.2)))
+    for a, b in zip(*(evaluation_batches(c, tokenizer()) for c in (plain, weighted)), strict=True):
+        assert (a.tokens == b.tokens).all() and (a.segments == b.segments).all()
+
+
+def test_weights_that_make_no_sense_are_refused(tmp_path):
+    both = sources(tmp_path, 5, 6)
+    for weights, said in (
+        ((1.0,), r"data.weights \(1.0,\) are not one for each of 2 sources"),
+        ((1.0, 0.0), "data.weights must be above 0, not 0.0"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            config(both[0], sources=both, weights=weights)
+    with pytest.raises(UsageError, match="source number 2 has no samples left"):
+        DataLoader(config(both[0], sources=both, weights=(1.0, 1.0), limit=5), tokenizer())

@@ -1,0 +1,121 @@
+"""Metrics go to the trackers that are named, and no other is imported."""
+
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
+
+from swiftkv_jax.distill import trackers
+from swiftkv_jax.distill.config import Experiment, PlanConfig
+from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.progress import Progress
+from swiftkv_jax.errors import UsageError
+
+
+class FakeRun:
+    """A run of wandb or trackio, and what it was told."""
+
+    def __init__(self, about: dict):
+        self.about, self.logged, self.finished = about, [], False
+
+    def log(self, metrics: dict, step: int) -> None:
+        self.logged.append((step, metrics))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+class FakeModule(ModuleType):
+    """wandb or trackio, as far as it is used."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.__spec__ = importlib.util.spec_from_loader(name, None)
+        self.runs: list[FakeRun] = []
+
+    def init(self, **about) -> FakeRun:
+        self.runs.append(FakeRun(about))
+        return self.runs[-1]
+
+
+def faked(name: str, monkeypatch) -> FakeModule:
+    module = FakeModule(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_every_figure_of_a_run_goes_to_the_tracker_that_is_named(name, tmp_path, monkeypatch):
+    module, other = faked(name, monkeypatch), {"wandb": "trackio", "trackio": "wandb"}[name]
+    monkeypatch.setitem(sys.modules, other, None)  # which importing it would trip over
+    trackers.check((name,))
+    told = trackers.start((name,), "mine", tmp_path, {"steps": 2})
+    progress = Progress(tmp_path, 2, 1, 1.0, None, told, say=lambda _line: None)
+    progress.record(1, {"loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "tokens": 8.0}, 4.0)
+    progress.evaluation(1, {"kl": 0.5})
+    progress.close()
+    (run,) = module.runs
+    about = {"project": "swiftkv-jax", "name": "mine", "config": {"steps": 2}}
+    assert run.about == about | ({"dir": str(tmp_path)} if name == "wandb" else {})
+    (first, step), (second, judged) = run.logged
+    assert (first, second) == (1, 1) and judged == {"eval/kl": 0.5}
+    assert step["loss"] == 2.0 and step["tokens_per_second"] == 2.0 and "step" not in step
+    assert run.finished
+
+
+def test_tensorboard_gets_scalars(tmp_path, monkeypatch):
+    board = faked("tensorboardX", monkeypatch)
+    scalars = []
+
+    class Writer:
+        def __init__(self, folder: str):
+            scalars.append(folder)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            scalars.append((name, value, step))
+
+        def close(self) -> None:
+            scalars.append("closed")
+
+    monkeypatch.setattr(board, "SummaryWriter", Writer, raising=False)
+    (tracker,) = trackers.start(("tensorboard",), "mine", tmp_path, {})
+    tracker.log({"loss": 2.0}, 3)
+    tracker.finish()
+    assert scalars == [str(tmp_path / "tensorboard"), ("loss", 2.0, 3), "closed"]
+
+
+def test_tensorboard_writes_its_files(tmp_path):
+    pytest.importorskip("tensorboardX")
+    (tracker,) = trackers.start(("tensorboard",), "mine", tmp_path, {})
+    tracker.log({"loss": 2.0}, 3)
+    tracker.finish()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    assert b"loss" in file.read_bytes()
+
+
+def test_a_tracker_that_is_not_installed_is_told_with_what_installs_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    installs = {"tensorboard": "'swiftkv-jax[tensorboard]'", "wandb": "wandb", "trackio": "trackio"}
+    for name, package in installs.items():
+        with pytest.raises(UsageError, match=rf"{name} needs .* pip install ") as raised:
+            trackers.check((name,))
+        assert str(raised.value).endswith(f"pip install {package}")
+
+
+def test_a_tracker_that_does_not_start_is_told_in_a_line(tmp_path, monkeypatch):
+    def init(**_about):
+        raise RuntimeError("api_key not configured\nmore")
+
+    monkeypatch.setattr(faked("wandb", monkeypatch), "init", init)
+    with pytest.raises(UsageError) as raised:
+        trackers.start(("wandb",), "mine", tmp_path, {})
+    assert str(raised.value) == "trackers: wandb does not start: api_key not configured"
+
+
+def test_an_unknown_tracker_is_refused_by_the_config():
+    data = DataConfig(sources=("x",), seq_len=8, batch_size=1)
+    with pytest.raises(
+        UsageError, match=r"one of tensorboard, wandb, trackio, not 'wandbb'; did you mean 'wandb'"
+    ):
+        Experiment(name="x", data=data, model="x", plan=PlanConfig(split=1), trackers=("wandbb",))

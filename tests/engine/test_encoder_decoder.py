@@ -1,0 +1,252 @@
+"""T5 and Whisper served: greedy tokens are those that transformers generates, whatever runs beside."""
+
+import dataclasses
+
+import encoder_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_engine as tiny
+import torch
+import transformers
+
+import swiftkv_jax as skv
+from swiftkv_jax.checkpoint.generation import read_generation_config
+from swiftkv_jax.engine import speech
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.errors import UsageError
+
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "steps_per_launch": 4, "page_size": 8}
+T5 = SIZES | {"max_model_len": 40, "max_source_len": 40}
+GREEDY = skv.SamplingParams(temperature=0.0, max_tokens=9, min_tokens=9)
+COUNT, LANES = 100, 16
+RATE = 16_000
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(name: str):
+        if name not in made:
+            made[name] = encoder_models.save(name, tmp_path_factory.mktemp(name))
+            if name == "whisper":
+                how = transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=1)
+                how.save_pretrained(made[name])
+        return made[name]
+
+    return folder
+
+
+def served(folder, forms=("kv", "kv"), **settings) -> LLM:
+    """An engine on a folder, its rows in these forms (of tokens, of sources)."""
+    model, params = skv.from_pretrained(folder, cuts=None)
+    if forms != ("kv", "kv"):
+        model, params = skv.to_slim(model, params, forms[0], cross_forms=forms[1])
+    generation = read_generation_config(folder)
+    sizes = SIZES if model.config.encoder.mels else T5
+    return LLM.from_model(model, params, tiny.Bytes(), generation=generation, **(sizes | settings))
+
+
+def texts(count: int = 6, seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(2, 101, length).tolist() for length in random.integers(1, 41, count)]
+
+
+def generated(
+    folder, sources: list[list[int]], count: int = 9, begun: tuple[int, ...] = ()
+) -> list[list[int]]:
+    """What transformers generates, all in one batch."""
+    model = encoder_models.load(folder)
+    ids = np.zeros((len(sources), max(map(len, sources))), np.int64)
+    for row, source in enumerate(sources):
+        ids[row, : len(source)] = source
+    asked = encoder_models.asked("t5", ids, np.array([len(source) for source in sources]))
+    start = torch.tensor([[0, *begun]] * len(sources))
+    length = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    return model.generate(**asked, decoder_input_ids=start, **length)[:, start.shape[1] :].tolist()
+
+
+def all_free(llm: LLM) -> bool:
+    sources = llm.engine.scheduler.sources
+    return tiny.all_free(llm.engine) and sources.available == sources.total
+
+
+@pytest.mark.parametrize(
+    "name, forms",
+    [("t5_wide", ("x", "x")), pytest.param("t5", ("kv", "kv"), marks=pytest.mark.slow), ("t5", ("kv", "x"))],
+)
+def test_greedy_tokens_of_100_requests_are_transformers(name, forms, folders):
+    sources = texts(COUNT)
+    want = generated(folders(name), sources)
+    assert len({tuple(answer) for answer in want}) > COUNT // 2, "answers that are alike would hide errors"
+    llm = served(folders(name), forms, max_num_seqs=LANES)
+    assert tiny.tokens(llm.generate(sources, GREEDY, use_tqdm=False)) == want
+    assert llm.stats["source_tokens"] == sum(map(len, sources)) and all_free(llm)
+
+
+@pytest.fixture(scope="module")
+def t5(folders):
+    return served(folders("t5"), ("kv", "x"))
+
+
+@pytest.fixture(scope="module")
+def answers(folders):
+    return generated(folders("t5"), texts())
+
+
+def poison(llm: LLM) -> None:
+    """NaN in every page of both spaces."""
+    cache = llm.engine.runner.cache
+
+    def bad(pools):
+        return jax.tree.map(lambda x: x * jnp.nan, pools)
+
+    cross = dataclasses.replace(cache.cross, stores=bad(cache.cross.stores))
+    llm.engine.runner.cache = dataclasses.replace(cache, stores=bad(cache.stores), cross=cross)
+
+
+def test_unused_pages_of_either_space_may_hold_nan(t5, answers):
+    poison(t5)
+    assert tiny.tokens(t5.generate(texts(), GREEDY, use_tqdm=False)) == answers
+
+
+def test_who_is_preempted_reads_its_source_again(t5, answers):
+    llm = t5.replace(num_pages=5, max_num_seqs=4)
+    assert tiny.tokens(llm.generate(texts(), GREEDY, use_tqdm=False)) == answers
+    assert llm.stats["preemptions"] and all_free(llm)
+    assert llm.stats["source_tokens"] > sum(map(len, texts()))
+
+
+def test_completions_of_a_request_share_its_source(t5, answers):
+    both = dataclasses.replace(GREEDY, n=3)
+    (output,) = t5.generate([texts()[0]], both, use_tqdm=False)
+    assert [one.token_ids for one in output.outputs] == [answers[0]] * 3
+    assert t5.stats["source_tokens"] == len(texts()[0]) and all_free(t5)
+
+
+def test_a_decoder_prompt_is_read_before_the_answer(t5, folders):
+    begun = (7, 50, 12, 90, 3)
+    want = generated(folders("t5"), texts(), begun=begun)
+    prompts = [{"prompt_token_ids": source, "decoder_prompt": list(begun)} for source in texts()]
+    assert tiny.tokens(t5.generate(prompts, GREEDY, use_tqdm=False)) == want
+
+
+def test_pages_of_both_spaces_come_back_after_random_cancels(t5):
+    """And what runs through all of it says what it says alone."""
+    random, engine = np.random.default_rng(0), t5.engine
+    one = dataclasses.replace(GREEDY, max_tokens=30)
+    (alone,) = t5.generate([texts()[1]], one, use_tqdm=False)
+    kept = t5.request(texts()[1], one)
+    engine.add(kept)
+    found, live = None, []
+    for source in texts(150, seed=3):
+        request = t5.request(source, dataclasses.replace(GREEDY, n=int(random.integers(1, 3))))
+        engine.add(request)
+        live.append(request.request_id)
+        if random.random() < 0.4:
+            for group in engine.step():
+                found = group.output() if group.finished and group.request is kept else found
+        while len(live) > 3:
+            engine.abort(live.pop(int(random.integers(len(live)))))
+    for name in live:
+        engine.abort(name)
+    while engine.busy:
+        for group in engine.step():
+            found = group.output() if group.finished and group.request is kept else found
+    assert found.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert all_free(t5)
+
+
+@pytest.mark.slow
+def test_nothing_compiles_once_it_is_warm(folders):
+    llm = served(folders("t5"), max_num_seqs=2)
+    llm.engine.warm_up()
+    with tiny.compilations() as found:
+        llm.generate(texts(4), GREEDY, use_tqdm=False)
+    assert not found
+
+
+@pytest.fixture(scope="module")
+def whisper(folders):
+    return LLM(folders("whisper"), tokenizer=tiny.Bytes(), **SIZES)
+
+
+def sounds(seed: int = 0) -> list:
+    """Less than a window, one, and two and a half."""
+    random = np.random.default_rng(seed)
+    return [(0.1 * random.standard_normal(n).astype(np.float32), RATE) for n in (9000, RATE, 40_000)]
+
+
+def heard(folder, frames: np.ndarray, language: str) -> list[int]:
+    """What transformers generates of one window's frames, without the token that ends it."""
+    options = {"language": language, "task": "transcribe", "do_sample": False, "return_timestamps": False}
+    out = encoder_models.load(folder).generate(torch.tensor(frames).T[None], **options)[0].tolist()
+    return [token for token in out if token not in (1, *range(90, 100))]
+
+
+@pytest.mark.parametrize("language", [pytest.param("de", marks=pytest.mark.slow), None])
+def test_sound_is_transcribed_as_transformers_does(language, whisper, folders):
+    """Suppressed tokens, language and task; a language that nobody gives is the one that the model hears."""
+    theirs = encoder_models.load(folders("whisper"))
+    for sound, found in zip(sounds(), whisper.transcribe(sounds(), language), strict=True):
+        windows, seconds = speech.listen(whisper, sound)
+        assert found.duration == seconds == len(sound[0]) / RATE and len(windows) == len(found.windows)
+        if language is None:
+            token = theirs.detect_language(torch.tensor(windows[0]).T[None]).item()
+            assert encoder_models.LANGUAGES[f"<|{found.language}|>"] == token
+        for frames, output in zip(windows, found.windows, strict=True):
+            own = [token for token in output.outputs[0].token_ids if token != 1]
+            assert own == heard(folders("whisper"), frames, found.language)
+        assert found.text == speech.joined(output.outputs[0].text for output in found.windows)
+    assert all_free(whisper)
+
+
+def test_a_source_that_is_not_finite_ends_alone(whisper):
+    good = sounds()[1]
+    want = whisper.transcribe(good, "en").windows[0].outputs[0].token_ids
+    bad, fine, last = whisper.transcribe([(good[0] * np.nan, RATE), good, good], "en")
+    assert bad.windows[0].outputs[0].finish_reason == "error"
+    assert "not finite" in bad.windows[0].outputs[0].error
+    assert fine.windows[0].outputs[0].token_ids == last.windows[0].outputs[0].token_ids == want
+    assert all_free(whisper)
+
+
+def test_what_an_encoder_cannot_read_is_refused_in_one_line(t5, whisper):
+    good = sounds()[1]
+    cases = {
+        "whisper hears sound: give it to transcribe": lambda: whisper.generate("hello"),
+        "decoder_prompt has no place, as llama has no encoder": lambda: tiny.make().generate(
+            {"prompt_token_ids": [5], "decoder_prompt": [3]}
+        ),
+        "t5 reads text, not sound": lambda: t5.transcribe(good),
+        "language 'xx' is unknown; this model knows de, en, fr": lambda: whisper.transcribe(good, "xx"),
+        "task must be one of transcribe, translate": lambda: whisper.transcribe(good, "en", task="sing"),
+        "is empty: 0 s of sound": lambda: whisper.transcribe((np.zeros(0), RATE)),
+        "audio is empty": lambda: whisper.transcribe([]),
+        "must be the path of a wav file": lambda: whisper.transcribe(5),
+        "has 41 tokens, and the encoder reads 40": lambda: t5.generate([[5] * 41]),
+        "is outside the vocabulary": lambda: t5.generate([[101]]),
+        "prompts\\[0\\] is empty": lambda: t5.generate([[]]),
+        "has 40 tokens; a context of 40 leaves no room": lambda: t5.generate(
+            {"prompt_token_ids": [5], "decoder_prompt": [3] * 39}
+        ),
+        "prompt_logprobs are of models without": lambda: t5.generate(
+            [[5]], skv.SamplingParams(prompt_logprobs=1)
+        ),
+    }
+    for why, asked in cases.items():
+        with pytest.raises(UsageError, match=why) as error:
+            asked()
+        assert "\n" not in str(error.value)
+
+
+def test_settings_and_plans_that_make_no_sense_are_refused(folders):
+    with pytest.raises(UsageError, match=r"max_source_len must be in \[1, 50\]|max_source_len"):
+        LLM(folders("whisper"), tokenizer=tiny.Bytes(), max_source_len=51, **SIZES)
+    model, params = skv.from_pretrained(folders("t5"))
+    with pytest.raises(UsageError, match="no students of models with an encoder, as t5"):
+        skv.to_swiftkv(model, params, skv.KVPlan.swiftkv(3, 2))
+    with pytest.raises(UsageError, match="give the plan with_cross"):
+        skv.Transformer(model.config, skv.KVPlan.standard(3))

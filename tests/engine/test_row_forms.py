@@ -1,0 +1,41 @@
+"""A student without rotary embedding, its rows in each form: its tokens do not depend on how it is run."""
+
+import pytest
+import tiny_engine as tiny
+
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.rope import NONE, RopeConfig
+
+FREE = {"num_kv_heads": 4, "head_dim": 12, "rope": RopeConfig(rope_type=NONE), "exit_head": True}
+FORMS = {"k": ("k",), "v": ("v",), "x": ("x",), "mixed": ("x", "k", "v")}
+WAYS = {
+    "chunks of 16, guesses from the prompt": {"max_num_batched_tokens": 16, "drafts": 3},
+    "the exit head's guesses": {"drafts": 2, "drafter": "exit", "steps_per_launch": 2},
+    "so few pages that sequences are preempted": {"num_pages": 14},
+}
+
+
+def ragged_prompts() -> list[list[int]]:
+    """Of 1 to 45 tokens, and again each: what repeats itself is guessed, what begins alike is found."""
+    return [(prompt[:9] * 3)[:27] + prompt for prompt in tiny.prompts(tiny.LENGTHS)[:6]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "form, dtype",
+    [*((form, "float32") for form in FORMS), ("mixed", "bfloat16"), ("mixed", "int8")],
+)
+def test_tokens_do_not_depend_on_how_a_model_is_run(form, dtype):
+    model = tiny.make_model(tiny.PLANS["acrosskv"].stored_as(*FORMS[form]), **FREE)
+    prompts, found = ragged_prompts(), []
+    for changes in ({}, *WAYS.values()):
+        settings = tiny.SIZES | {"max_model_len": 96, "cache_dtype": dtype} | changes
+        llm = LLM.from_model(*model, None, **settings)
+        tiny.poison(llm)  # NaN wherever no token has been written
+        found.append(tiny.tokens(llm.generate(prompts, tiny.GREEDY, use_tqdm=False)))
+        stats = llm.engine.stats
+        assert (stats.preemptions if "num_pages" in changes else stats.prefix_hits) > 0
+        assert (stats.drafted_tokens > 0) == ("drafts" in changes)
+    assert found[1:] == found[:1] * len(WAYS)
+    if dtype == "float32":
+        assert found[0][1] == tiny.greedy(*model, prompts[1], len(found[0][1]))

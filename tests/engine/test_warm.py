@@ -1,0 +1,152 @@
+"""While programs are being compiled, requests run by those that are there, with the same tokens."""
+
+import dataclasses
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import jax
+import pytest
+import tiny_engine as tiny
+
+from swiftkv_jax.engine import runner, score, warm
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.plan import KVPlan, Prediction
+from swiftkv_jax.predict import Predicted, uniform
+from swiftkv_jax.server.settings import HttpSettings
+
+KINDS = (
+    dataclasses.replace(tiny.GREEDY, max_tokens=6),
+    SamplingParams(max_tokens=5, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=5, seed=1, top_p=0.9, repetition_penalty=1.2, logprobs=2, ignore_eos=True),
+)
+PROMPTS = ("a", "hello there, all of you", "two words", "x" * 40)
+
+
+def make(kind: str) -> LLM:
+    model, params = tiny.make_model(KVPlan.swiftkv(2, 1), num_layers=2)
+    if kind == "auxiliary":
+        pair = Predicted(model, model, Prediction.nearest(2, (0, 1)))
+        params = {"base": params, "auxiliary": params, "predictor": uniform(pair, jax.random.key(0))}
+        model = pair
+    return LLM.from_model(model, params, tiny.Bytes(), **tiny.SIZES)
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    """Of prompts of all kinds together, each launch followed by a look at what was compiled."""
+    requests = [llm.request(p, kind) for p in PROMPTS for kind in KINDS]
+    llm.engine.add(*requests)
+    found = {}
+    while llm.engine.busy:
+        llm.engine.take_compiled()
+        for group in llm.engine.step():
+            if group.finished:
+                found[group.request.request_id] = group.output().outputs[0].token_ids
+    return [found[request.request_id] for request in requests]
+
+
+@pytest.mark.parametrize("kind", ["plain", pytest.param("auxiliary", marks=pytest.mark.slow)])
+def test_requests_run_by_the_first_programs_until_the_others_are_compiled(kind, monkeypatch):
+    """The compiler is held up behind the first programs, and let go while requests are under way."""
+    held, compile_one = threading.Event(), warm._compile
+    first = 4 if kind == "auxiliary" else 3
+    numbers = iter(range(1000))
+
+    def slow(call) -> None:
+        if next(numbers) >= first:
+            held.wait()
+        compile_one(call)
+
+    monkeypatch.setattr(warm, "_compile", slow)
+    llm = make(kind)
+    used: list[tuple] = []
+    is_ready = runner.Runner._is_ready
+    monkeypatch.setattr(
+        runner.Runner, "_is_ready", lambda self, *key: is_ready(self, *key) and not used.append(key)
+    )
+    with tiny.compilations() as compiled:
+        assert llm.fingerprint
+        llm.engine.begin_warm_up()
+        count, total = llm.engine.warming
+        before = len(compiled)
+        assert count == first < total
+        few = answers(llm)
+        assert llm.engine.warming == (first, total) and len(compiled) == before
+        assert {key[1] for key in used} == {4} and all(32 in key or runner.MODES[-1] in key for key in used)
+        held.set()
+        some = answers(llm)  # the number in use grows meanwhile
+        while llm.engine.warming:
+            llm.engine.take_compiled()
+            time.sleep(0.01)
+        before, used[:] = len(compiled), []
+        all_of_them = answers(llm)
+        assert len(compiled) == before
+    assert few == some == all_of_them
+
+
+def test_a_server_compiles_at_most_24_programs_and_greedy_decoding_among_the_first():
+    """By default: 16 lanes, 2048 tokens a step, prompts of up to 4096 tokens scored."""
+    model, params = tiny.make_model(KVPlan.swiftkv(2, 1), num_layers=2, max_position_embeddings=8192)
+    llm = LLM.from_model(model, params, tiny.Bytes(), max_model_len=8192, num_pages=128)
+    keys = [program.key for program in llm.engine.runner.programs()]
+    scored = score.lengths(HttpSettings.max_scored_tokens, llm.settings.max_model_len)
+    assert len(keys) + len(scored) <= 24 and max(scored) == HttpSettings.max_scored_tokens
+    plain, fullest = runner.MODES[0], runner.MODES[-1]
+    assert keys[:3] == [("step", 16, 2048), ("draw", 16, fullest), ("loop", 16, fullest)]
+    assert keys[3:5] == [("loop", 1, plain), ("loop", 16, plain)]
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Whatever is submitted is done when `submit` returns."""
+
+    def submit(self, *work):
+        future = super().submit(*work)
+        wait([future])
+        return future
+
+
+@pytest.mark.parametrize("fails", (None, ("step", 1, 32)))
+def test_a_warm_up_ends_where_all_is_compiled_before_the_first_look(fails, monkeypatch):
+    """As with everything in the compilation cache; `begin_warm_up` then takes all into use."""
+    llm, compile_one, keys = make("plain"), warm._compile, []
+    programs = [program.key for program in llm.engine.runner.programs()]
+
+    def compiled(call) -> None:
+        keys.append(programs[len(keys)])
+        if keys[-1] == fails:
+            raise ValueError("the compiler gave up")
+        compile_one(call)
+
+    monkeypatch.setattr(warm, "_compile", compiled)
+    monkeypatch.setattr(warm, "ThreadPoolExecutor", AtOnce)
+    llm.engine.begin_warm_up()
+    llm.engine.take_compiled()
+    assert keys == programs and llm.engine.warming is None
+    assert answers(llm)
+
+
+@pytest.mark.parametrize("needed", (True, False))
+def test_a_program_that_cannot_be_compiled_is_done_without_if_the_others_can(needed, monkeypatch):
+    compile_one, calls = warm._compile, []
+
+    def failing(call) -> None:
+        calls.append(call)
+        if len(calls) == (1 if needed else 5):
+            raise ValueError("the compiler gave up")
+        compile_one(call)
+
+    monkeypatch.setattr(warm, "_compile", failing)
+    llm = make("plain")
+    if needed:
+        with pytest.raises(ValueError, match="gave up"):
+            llm.engine.begin_warm_up()
+        return
+    llm.engine.begin_warm_up()
+    while llm.engine.warming:
+        llm.engine.take_compiled()
+        time.sleep(0.01)
+    assert llm.fingerprint
+    with tiny.compilations() as compiled:
+        answers(llm)
+    assert compiled == []

@@ -1,0 +1,116 @@
+"""A bias by head and distance: numpy is the definition, and who does not take one refuses it."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION, causal_attention
+from swiftkv_jax.kernels.common.dispatch import UnsupportedError
+from swiftkv_jax.kernels.common.mask import BIASED
+from swiftkv_jax.kernels.common.pools import Pool
+from swiftkv_jax.kernels.k_cache_attention.api import k_cache_attention, x_cache_attention
+from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION, paged_attention
+
+PAGE, SLOTS, WIDTH, HEADS = 4, 3, 8, 6
+LENGTH = PAGE * SLOTS
+TABLE = jnp.array([[3, 1, 5], [2, 4, 6]])
+SEQUENCE = jnp.array([1, 0])
+# Positions of blocks of one query and of three; -1 is no query.
+POSITIONS = {1: [[9], [2]], 3: [[4, 5, 6], [11, -1, -1]]}
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    raw = np.exp(scores - scores.max(-1, keepdims=True))
+    return raw / raw.sum(-1, keepdims=True)
+
+
+def case(queries: int, kv_heads: int = HEADS):
+    random = np.random.default_rng(queries)
+    q = random.standard_normal((2, queries, HEADS, WIDTH))
+    pools = [random.standard_normal((1, 7, PAGE, kv_heads * WIDTH)) for _ in range(2)]
+    bias = 2 * random.standard_normal((HEADS, LENGTH - 3))  # the last one goes for what is further back
+    return q, pools, bias, np.array(POSITIONS[queries])
+
+
+def want(q, keys, values, bias, position) -> np.ndarray:
+    """[b, C, N, W] of keys and values [Q, LENGTH, K, W], one number at a time."""
+    out = np.zeros((*q.shape[:3], values.shape[-1]))
+    for b, c, n in itertools.product(*map(range, q.shape[:3])):
+        at, sequence = position[b, c], int(SEQUENCE[b])
+        if at < 0:
+            continue
+        head = n // (HEADS // keys.shape[2])
+        back = np.minimum(at - np.arange(at + 1), bias.shape[1] - 1)
+        scores = keys[sequence, : at + 1, head] @ q[b, c, n] * WIDTH**-0.5 + bias[n, back]
+        out[b, c, n] = softmax(scores) @ values[sequence, : at + 1, head if values.shape[2] > 1 else 0]
+    return out
+
+
+def flat(pool: np.ndarray, heads: int) -> np.ndarray:
+    return pool[0][np.asarray(TABLE)].reshape(2, LENGTH, heads, -1)
+
+
+def given(*arrays):
+    return [jnp.asarray(x, jnp.float32) for x in arrays]
+
+
+@pytest.mark.parametrize("kv_heads", [6, 3, 1])
+@pytest.mark.parametrize("queries", POSITIONS)
+@pytest.mark.parametrize("name", [*BIASED, None])
+def test_over_pages(name, queries, kv_heads):
+    q, (k, v), bias, position = case(queries, kv_heads)
+    wanted = want(q, flat(k, kv_heads), flat(v, kv_heads), bias, position)
+    q, k, v, bias = given(q, k, v, bias)
+    place = TABLE, SEQUENCE, jnp.asarray(position)
+    got = paged_attention(q, (Pool(k), Pool(v)), *place, bias=bias, implementation=name)
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize("queries", POSITIONS)
+@pytest.mark.parametrize("name", [*BIASED, None])
+def test_over_pages_of_keys_or_inputs_alone(name, queries):
+    q, (rows, _), bias, position = case(queries)
+    random = np.random.default_rng(7)
+    w_k, w_v = random.standard_normal((2, HEADS, HEADS * WIDTH, WIDTH)) * 0.2
+    x = flat(rows, 1)
+    made = [np.einsum("qsne,new->qsnw", np.repeat(x, HEADS, 2), w) for w in (w_k, w_v)]
+    for_keys = want(q, flat(rows, HEADS), made[1], bias, position)
+    for_inputs = want(q, *made, bias, position)
+    q, rows, w_k, w_v, bias = given(q, rows, w_k, w_v, bias)
+    how = {"bias": bias, "implementation": name}
+    place = TABLE, SEQUENCE, jnp.asarray(position)
+    np.testing.assert_allclose(k_cache_attention(q, (Pool(rows),), w_v, *place, **how), for_keys, atol=2e-5)
+    got = x_cache_attention(q, (Pool(rows),), w_k, w_v, *place, **how)
+    np.testing.assert_allclose(got, for_inputs, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["reference", "xla", None])
+def test_over_full_sequences(name, monkeypatch):
+    """In blocks of queries too: a longer sequence is cut."""
+    monkeypatch.setattr("swiftkv_jax.kernels.causal_attention.xla._BLOCK", 4)
+    random = np.random.default_rng(0)
+    q, k, v = (random.standard_normal((2, LENGTH, n, WIDTH)) for n in (HEADS, 3, 3))
+    bias = 2 * random.standard_normal((HEADS, LENGTH))
+    wanted = np.zeros_like(q)
+    for b, t, n in itertools.product(*map(range, q.shape[:3])):
+        scores = k[b, : t + 1, n // 2] @ q[b, t, n] * WIDTH**-0.5 + bias[n, t - np.arange(t + 1)]
+        wanted[b, t, n] = softmax(scores) @ v[b, : t + 1, n // 2]
+    q, k, v, bias = given(q, k, v, bias)
+    segments = jnp.ones((2, LENGTH), jnp.int32)
+    got = causal_attention(q, k, v, segments, 2**30, bias=bias, implementation=name)
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
+
+
+def test_who_takes_none_refuses_it_in_one_line():
+    q, (k, v), bias, position = case(1)
+    q, k, v, bias = given(q, k, v, bias)
+    place = TABLE, SEQUENCE, jnp.asarray(position)
+    assert "native_cpu" in PAGED_ATTENTION and "native_cpu" in CAUSAL_ATTENTION
+    why = "native_cpu does not support a bias by distance: reference, xla"
+    with pytest.raises(UnsupportedError, match=why):
+        paged_attention(q, (Pool(k), Pool(v)), *place, bias=bias, implementation="native_cpu")
+    flat_q, segments = q.reshape(1, 2, HEADS, WIDTH), jnp.ones((1, 2), jnp.int32)
+    with pytest.raises(UnsupportedError, match=why):
+        causal_attention(flat_q, flat_q, flat_q, segments, 9, bias=bias, implementation="native_cpu")

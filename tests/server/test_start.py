@@ -1,0 +1,60 @@
+"""Starting `serve.py --http`: a second start compiles nothing, and progress is told with the time left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = "--max-num-seqs 2 --max-num-batched-tokens 64 --max-model-len 128 --http 127.0.0.1:0".split()
+# `serve.py`, and at its end what it looked for in the compilation cache in vain.
+COUNTING = """
+import sys
+import jax
+from swiftkv_jax import commands
+
+missed = []
+
+def note(event, **_):
+    if event == "/jax/compilation_cache/cache_misses":
+        missed.append(event)
+
+jax.monitoring.register_event_listener(note)
+code = commands.serve()
+print(len(missed))
+sys.exit(code)
+"""
+
+
+def start(cache: Path) -> tuple[int, str]:
+    """(programs that were compiled, what was said) by a server that is ended as soon as it is warm."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", COUNTING, *SMALL]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        said = ""
+        try:
+            for line in process.stderr:
+                said += line
+                if line.startswith("all is compiled"):
+                    process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0, said
+            return int(process.stdout.read()), said
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_second_start_compiles_nothing(tmp_path):
+    first, said = start(tmp_path / "cache")
+    assert first > 20
+    left = r"programs, about \d+ s left"
+    assert re.search(rf"^ready in [\d.]+ s with \d+ of \d+ {left}; the others are", said, re.M)
+    assert re.search(rf"^compiling: \d+ of \d+ {left}, \d+ s so far$", said, re.M)
+    again, said = start(tmp_path / "cache")
+    assert again == 0, said

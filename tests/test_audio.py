@@ -1,0 +1,115 @@
+"""Sound: wav files, channels, rates, windows; frames equal those of transformers' WhisperFeatureExtractor."""
+
+import io
+import struct
+import wave
+
+import numpy as np
+import pytest
+import transformers
+
+from swiftkv_jax import audio
+from swiftkv_jax.audio import AudioSettings
+from swiftkv_jax.errors import UsageError
+
+WHISPER = AudioSettings()
+
+
+def tone(seconds: float, rate: int, hertz: float = 440.0) -> np.ndarray:
+    return (0.5 * np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)).astype(np.float32)
+
+
+def wav(samples: np.ndarray, rate: int, width: int = 2) -> bytes:
+    """A file of samples [n] or [n, channels] in [-1, 1), as the standard library writes it."""
+    out, channels = io.BytesIO(), 1 if samples.ndim == 1 else samples.shape[1]
+    if width == 1:
+        data = np.round(samples * 127 + 128).astype(np.uint8).tobytes()
+    else:
+        full = np.round(samples.astype(np.float64) * (2 ** (8 * width - 1) - 1)).astype("<i8").reshape(-1, 1)
+        data = full.view(np.uint8).reshape(-1, 8)[:, :width].tobytes()
+    with wave.open(out, "wb") as file:
+        file.setparams((channels, width, rate, 0, "NONE", ""))
+        file.writeframes(data)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_a_wav_file_comes_back_as_its_samples(width, tmp_path):
+    want = tone(0.1, 16_000)
+    (tmp_path / "a.wav").write_bytes(wav(want, 16_000, width))
+    got = audio.load(tmp_path / "a.wav", 16_000)
+    np.testing.assert_allclose(got, want, atol=2.0 ** (2 - 8 * width) + 1e-6)
+    np.testing.assert_array_equal(audio.load(wav(want, 16_000, width), 16_000), got)
+
+
+def test_floats_streams_and_extensible_headers_are_read():
+    want = tone(0.05, 16_000)
+    head = struct.pack("<HHIIHH", 3, 1, 16_000, 64_000, 4, 32)
+    body = want.astype("<f4").tobytes()
+    plain = b"RIFF\xff\xff\xff\xffWAVEfmt " + struct.pack("<I", 16) + head
+    stream = plain + b"LIST\x03\x00\x00\x00abc\x00data\xff\xff\xff\xff" + body
+    np.testing.assert_array_equal(audio.load(stream, 16_000), want)
+    guid = struct.pack("<HHIH", 22, 32, 4, 3) + bytes(14)
+    extensible = struct.pack("<H", 0xFFFE) + head[2:] + guid
+    whole = b"RIFF\0\0\0\0WAVEfmt " + struct.pack("<I", len(extensible)) + extensible
+    np.testing.assert_array_equal(
+        audio.load(whole + b"data" + struct.pack("<I", len(body)) + body, 16_000), want
+    )
+
+
+def test_channels_are_averaged_and_integers_count_in_full_scale():
+    left, right = tone(0.1, 16_000), tone(0.1, 16_000, 1000)
+    both = np.stack([left, right], axis=1)
+    np.testing.assert_allclose(audio.load((both, 16_000), 16_000), (left + right) / 2, atol=1e-7)
+    whole = np.round(left * 32767).astype(np.int16)
+    np.testing.assert_allclose(audio.load((whole, 16_000), 16_000), left, atol=1e-4)
+
+
+@pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 44_100, 48_000])
+def test_another_rate_is_the_same_sound(rate):
+    """A tone that both rates hold keeps its shape; one that the lower does not hold is gone."""
+    got = audio.load((tone(0.5, rate, 900.0), rate), 16_000)
+    want = tone(0.5, 16_000, 900.0)
+    assert abs(len(got) - len(want)) <= 1
+    inside = slice(800, 7000)
+    np.testing.assert_allclose(got[inside], want[inside], atol=2e-3)
+    if rate > 16_000:
+        gone = audio.load((tone(0.5, rate, 9500.0), rate), 16_000)
+        assert np.abs(gone[inside]).max() < 2e-3
+
+
+def test_windows_are_of_30_seconds_and_the_last_as_long_as_it_is():
+    lengths = [len(part) for part in audio.windows(np.zeros(16_000 * 70 + 5, np.float32), WHISPER)]
+    assert lengths == [480_000, 480_000, 160_005]
+
+
+@pytest.mark.parametrize("mels, seconds", [(80, 30), (128, 4)])
+def test_frames_are_those_of_transformers(mels, seconds, tmp_path):
+    theirs = transformers.WhisperFeatureExtractor(feature_size=mels, chunk_length=seconds)
+    theirs.save_pretrained(tmp_path)
+    settings = audio.read_settings(tmp_path, 80)
+    assert settings == AudioSettings(mels=mels, seconds=seconds) and settings.frames == 100 * seconds
+    sound = tone(2.5, 16_000) + 0.1 * np.random.default_rng(0).standard_normal(40_000).astype(np.float32)
+    want = theirs(sound, sampling_rate=16_000, return_tensors="np").input_features[0].T
+    got = audio.features(sound, settings)
+    assert got.shape == (settings.frames, mels) and got.dtype == np.float32
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+BAD = {
+    "not a wav file": b"ID3\x04mp3",
+    "without a format or without data": b"RIFF\0\0\0\0WAVEjunk\0\0\0\0",
+    "is empty: 0 s": wav(np.zeros(0), 16_000),
+    "must be the path of a wav file": 5,
+    "No such file": "/nowhere/a.wav",
+    "samples must be numbers": (np.array(["a"]), 16_000),
+    "rate of 7": (np.zeros(9), 7),
+    "format 2, 1 channels of 16 bits": wav(np.zeros(9), 16_000).replace(b"\x01\0\x01\0", b"\x02\0\x01\0", 1),
+}
+
+
+@pytest.mark.parametrize("why", BAD)
+def test_what_is_no_sound_is_refused_in_one_line(why):
+    with pytest.raises(UsageError, match=why) as error:
+        audio.load(BAD[why], 16_000, "audio")
+    assert "\n" not in str(error.value)

@@ -1,0 +1,207 @@
+"""Families beyond Llama's own kin: files come back bit for bit, served tokens are those of transformers, a
+student serves what its definition says, and what cannot be is refused in one line."""
+
+import functools
+import json
+import shutil
+
+import hf_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny_engine as tiny
+import torch
+
+import swiftkv_jax as skv
+from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.errors import UsageError, UsageWarning
+
+NEW = [name for name, (family, _) in hf_models.CASES.items() if family not in ("llama", "mistral")]
+NEW = [name for name in NEW if not name.startswith("qwen")]
+ONE_OF_EACH = list({hf_models.CASES[name][0]: name for name in reversed(NEW)}.values())[::-1]
+LENGTHS = (1, 19, 3, 33, 8, 2)
+SIZES = tiny.SIZES | {"max_model_len": 64}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """name -> a folder that transformers wrote."""
+
+    @functools.cache
+    def folder(name: str):
+        return hf_models.save(hf_models.make(name), tmp_path_factory.mktemp(name))
+
+    return folder
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(7)
+    return [random.integers(3, hf_models.BASE["vocab_size"], length).tolist() for length in LENGTHS]
+
+
+def generated(folder) -> list[list[int]]:
+    """Ten greedy tokens behind each prompt, by transformers."""
+    theirs, out = hf_models.load(folder), []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            whole = theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=10,
+                min_new_tokens=10,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        out.append(whole[0, len(prompt) :].tolist())
+    return out
+
+
+def tensors(folder) -> dict[str, np.ndarray]:
+    return safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+def student_of(folder, split: int = 2, share: int = 1):
+    model, params = from_pretrained(folder)
+    plan = skv.KVPlan.swiftkv(model.config.num_layers, split, share)
+    return skv.to_swiftkv(model, params, plan)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_files_come_back_bit_for_bit(name, folders, tmp_path):
+    model, params = from_pretrained(folders(name))
+    save_pretrained(tmp_path / "ours", model, params)
+    want, got = tensors(folders(name)), tensors(tmp_path / "ours")
+    assert want.keys() == got.keys()
+    for key in want:
+        np.testing.assert_array_equal(got[key], want[key], err_msg=key)
+    assert skv.ModelConfig.from_hf(tmp_path / "ours") == model.config
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_served_greedy_tokens_are_those_that_transformers_generates(name, folders):
+    """Ragged prompts, in chunks of 32 tokens, six of them in four lanes."""
+    llm = LLM(folders(name), tokenizer=tiny.Bytes(), **SIZES)
+    assert tiny.tokens(llm.generate(prompts(), tiny.GREEDY, use_tqdm=False)) == generated(folders(name))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_a_student_serves_what_its_definition_says(name, folders, tmp_path):
+    """With shared rows; and read again from its own folder, for which there is no PyTorch code."""
+    student, params = student_of(folders(name), share=2)
+    texts = prompts()[1:4]
+    want = [tiny.greedy(student, params, prompt, 10) for prompt in texts]
+    served = LLM.from_model(student, params, None, **SIZES)
+    assert tiny.tokens(served.generate(texts, tiny.GREEDY, use_tqdm=False)) == want
+    with pytest.warns(UsageWarning, match=f"no PyTorch code.*{student.config.family}"):
+        save_pretrained(tmp_path / "student", student, params)
+    again, read = from_pretrained(tmp_path / "student")
+    assert (again.config, again.plan) == (student.config, student.plan)
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
+def test_the_fused_fill_of_a_student_makes_the_same_rows(folders):
+    student, params = student_of(folders("gemma_one_kv_head"))
+    texts = prompts()[1:4]
+    want = [tiny.greedy(student, params, prompt, 10) for prompt in texts]
+    served = LLM.from_model(student, params, None, fill="xla", **SIZES)
+    assert tiny.tokens(served.generate(texts, tiny.GREEDY, use_tqdm=False)) == want
+
+
+# Case and form of its rows -> how far its logits may be from those with keys and values.
+SLIM = {
+    ("gemma", "k"): 1e-4,
+    ("phi3", "k"): 1e-4,
+    ("qwen2_yarn", "k"): 1e-4,  # queries and keys are longer by an attention factor
+    ("olmo", "k"): 1e-4,
+    ("gpt2", "k"): 1e-4,
+    ("gpt2", "v"): 1e-4,
+    ("gpt2", "x"): 1e-5,
+    ("opt", "k"): 1e-4,
+    ("opt", "v"): 1e-4,
+    ("opt", "x"): 1e-5,
+}
+
+
+@pytest.mark.parametrize("name, form", SLIM)
+def test_rows_of_another_form_give_the_same_logits_and_tokens(name, form, folders):
+    model, params = from_pretrained(folders(name))
+    slim, made = skv.to_slim(model, params, form)
+    tokens = hf_models.tokens(40)
+    want, got = (jax.jit(m.apply)({"params": p}, tokens) for m, p in ((model, params), (slim, made)))
+    np.testing.assert_allclose(got, want, rtol=0, atol=SLIM[name, form])
+    llm = LLM.from_model(slim, made, None, **SIZES)
+    assert tiny.tokens(llm.generate(prompts(), tiny.GREEDY, use_tqdm=False)) == generated(folders(name))
+
+
+# Case -> form of rows, what the one line must say.
+REFUSED_FORMS = {
+    "olmo_clipped": ("k", "clipped at 1.5, which nothing undoes"),
+    "olmo2_multi_head": ("k", "keys are normed after their projection"),
+    "phi3_partial": ("k", "only 12 of a key's 16 numbers turn"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_FORMS)
+def test_rows_that_make_no_sense_for_a_family_are_refused_in_one_line(name, folders):
+    form, why = REFUSED_FORMS[name]
+    with pytest.raises(UsageError, match=why) as error:
+        skv.to_slim(*from_pretrained(folders(name)), form)
+    assert "\n" not in str(error.value)
+
+
+def test_a_fused_fill_that_does_not_compute_a_familys_rows_is_refused(folders):
+    student, params = student_of(folders("phi3_partial"))
+    with pytest.raises(UsageError, match="fill 'xla' does not compute what makes rows of phi3: give None"):
+        LLM.from_model(student, params, None, fill="xla", **SIZES)
+
+
+@pytest.mark.parametrize("init", ["fold", "copy"])
+@pytest.mark.parametrize("name", NEW)
+def test_an_untrained_student_split_at_the_last_layer_is_its_teacher(name, init, folders):
+    model, params = from_pretrained(folders(name))
+    layers = model.config.num_layers
+    student, own = skv.to_swiftkv(model, params, skv.KVPlan.swiftkv(layers, layers - 1), init)
+    tokens = hf_models.tokens(24)
+    want, got = (jax.jit(m.apply)({"params": p}, tokens) for m, p in ((model, params), (student, own)))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name, prefix", [("gpt2", "transformer."), ("opt", "model.")])
+def test_files_of_the_model_without_its_head_are_read_too(name, prefix, folders, tmp_path):
+    """As the published GPT-2's, which holds masks as well."""
+    held = {key.removeprefix(prefix): value for key, value in tensors(folders(name)).items()}
+    assert all(not key.startswith(prefix) for key in held)
+    if name == "gpt2":
+        held |= {f"h.{i}.attn.bias": np.ones((1, 1, 4, 4), np.float32) for i in range(4)}
+    shutil.copy(folders(name) / "config.json", tmp_path)
+    safetensors.numpy.save_file(held, tmp_path / "model.safetensors")
+    (_, want), (_, got) = from_pretrained(folders(name)), from_pretrained(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_row_longer_than_the_learned_positions_is_refused(folders):
+    model, params = from_pretrained(folders("gpt2"))
+    with pytest.raises(UsageError, match="129 tokens in a row, and gpt2 has learned 128 positions"):
+        model.apply({"params": params}, jnp.asarray(hf_models.tokens(129)))
+
+
+REFUSED_FIELDS = {
+    "do_layer_norm_before": (False, "do_layer_norm_before is false; only true"),
+    "word_embed_proj_dim": (24, "word_embed_proj_dim is 24; embeddings of another width"),
+    "activation_function": ("gelu", 'hidden_act is "gelu"; only "relu"'),
+    "enable_bias": (False, "enable_bias is false; only true"),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED_FIELDS)
+def test_an_opt_of_another_kind_is_refused_in_one_line(field, folders):
+    value, why = REFUSED_FIELDS[field]
+    raw = json.loads((folders("opt") / "config.json").read_text())
+    with pytest.raises(UsageError, match=why) as error:
+        skv.ModelConfig.from_hf(raw | {field: value})
+    assert "\n" not in str(error.value)

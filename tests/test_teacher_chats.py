@@ -1,0 +1,170 @@
+"""`self://prompts.jsonl`: chats that a model writes itself are sampled once, kept, and trained on."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny
+from tokenizers_made import CHATML, make_tokenizer
+
+import swiftkv_jax as skv
+from swiftkv_jax import teacher_chats
+from swiftkv_jax.distill.config import Experiment, PlanConfig
+from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.samples import Samples
+from swiftkv_jax.distill.sources import open_documents
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.teacher_chats import Sampling
+from swiftkv_jax.text.tokenizer import load_tokenizer
+
+CONFIG = skv.ModelConfig(
+    vocab_size=300,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position_embeddings=128,
+)
+PROMPTS = [
+    {"prompt": "the cat"},
+    {"messages": [{"role": "user", "content": "the dog"}, {"role": "assistant", "content": "old"}]},
+    {"question": "the log", "response": "old", "system_prompt": "sit"},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    skv.save_pretrained(make_tokenizer(folder, CHATML), *tiny(CONFIG, skv.KVPlan.standard(4)))
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch) -> str:
+    """A source of three prompts; the cache of `datasets` is empty."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    return f"self://{path}?max_tokens=6"
+
+
+def nothing_is_written(*_args):
+    raise AssertionError("the engine is asked again")
+
+
+@pytest.mark.slow
+def test_a_model_writes_its_answers_once_and_a_run_trains_on_them(model, source, monkeypatch):
+    said: list[str] = []
+    data = DataConfig(sources=(source,), seq_len=64, batch_size=1, mask="assistant")
+    e = Experiment(name="x", model=str(model), plan=PlanConfig(split=2), data=data, evaluation=data)
+    with monkeypatch.context() as patch:
+        ready = teacher_chats.with_chats(e, said.append)
+        patch.setattr(teacher_chats, "_answers", nothing_is_written)
+        assert teacher_chats.with_chats(e, said.append) == ready
+    (path,) = ready.data.sources
+    assert ready.evaluation is not None and ready.evaluation.sources == (path,)
+    assert said[0] == f"{model.name} answers 3 prompts ..."
+    told = [line for line in said if " wrote " in line]
+    assert "wrote 3 chats, " in told[0] and all("wrote before" in line for line in told[1:])
+    chats = [list(document.messages) for document in open_documents([path])]
+    asked = [[turn["content"] for turn in chat[:-1]] for chat in chats]
+    assert asked == [["the cat"], ["the dog"], ["sit", "the log"]]
+    assert all(chat[-1]["role"] == "assistant" and chat[-1]["content"] != "old" for chat in chats)
+    samples = Samples(dataclasses.replace(ready.data, sources=(path,)), load_tokenizer(model))
+    assert len(samples) == 3 and any(sample.learn.any() for sample in samples)
+
+
+def test_other_prompts_sampling_or_weights_are_written_anew(model, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        teacher_chats, "_answers", lambda model, prompts, left, how: [(i, ("x", 1)) for i in left]
+    )
+    first = teacher_chats.chats_of(str(model), source)
+    assert teacher_chats.chats_of(str(model), source) == first
+    other = tmp_path / "other"
+    skv.save_pretrained(make_tokenizer(other, CHATML), *tiny(CONFIG, skv.KVPlan.standard(4), seed=1))
+    found = {
+        first,
+        teacher_chats.chats_of(str(model), f"{source}&seed=1"),
+        teacher_chats.chats_of(str(other), source),
+    }
+    prompts = Path(source.removeprefix("self://").partition("?")[0])
+    prompts.write_text(json.dumps({"prompt": "another"}) + "\n")
+    assert len(found | {teacher_chats.chats_of(str(model), source)}) == 4
+
+
+def test_what_a_stopped_run_has_written_is_kept(model, tmp_path, monkeypatch):
+    prompts = [[{"role": "user", "content": text}] for text in "abc"]
+    asked: list[list[int]] = []
+
+    def answers(_model, _prompts, left, _sampling):
+        asked.append(list(left))
+        for number in reversed(left):
+            yield number, (f"answer {number}", 2)
+            if len(asked) == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(teacher_chats, "_answers", answers)
+    path = tmp_path / "chats.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        teacher_chats.write_chats(str(model), prompts, path, say=lambda _line: None)
+    assert not path.exists()
+    with (tmp_path / "chats.jsonl.part").open("a") as file:
+        file.write('[1, "cut')
+    done = teacher_chats.write_chats(str(model), prompts, path, say=lambda _line: None)
+    assert asked == [[0, 1, 2], [0, 1]] and (done.chats, done.tokens) == (3, 6)
+    rows = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    assert [row[0]["content"] + row[1]["content"] for row in rows] == ["aanswer 0", "banswer 1", "canswer 2"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "query, said",
+    [
+        ("max_token=3", "no setting 'max_token'; did you mean 'max_tokens'?"),
+        ("k=3", "no setting 'k'; known: max_tokens, temperature, top_p, seed"),
+        ("max_tokens=many", "max_tokens must be a number, not 'many'"),
+        ("max_tokens=0", "max_tokens must be at least 1, not 0"),
+        ("top_p=2", "top_p must be in"),
+    ],
+)
+def test_sampling_that_makes_no_sense_is_refused(query, said):
+    with pytest.raises(UsageError, match=r"^self://x: ") as raised:
+        teacher_chats.sampling_of(query, "self://x")
+    assert said in str(raised.value)
+
+
+def test_sampling_is_read_from_the_source():
+    assert teacher_chats.sampling_of("", "x") == Sampling()
+    found = teacher_chats.sampling_of("max_tokens=5&temperature=0&top_p=0.5&seed=7", "x")
+    assert found == Sampling(max_tokens=5, temperature=0.0, top_p=0.5, seed=7)
+
+
+def test_prompts_that_are_none_are_refused_by_place(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    for text, said in {
+        '{"prompt": ""}\n': "prompts.jsonl:1",
+        '{"text": "x"}\n': 'neither "prompt" nor a turn of the user',
+        '{"prompt": "x"}\n{"x": 1}\n': "prompts.jsonl:2",
+        "\n": "holds no prompts",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(UsageError) as raised:
+            teacher_chats.prompts_of(str(path))
+        assert said in str(raised.value)
+    (tmp_path / "prompts.txt").write_text("x")
+    with pytest.raises(UsageError, match="prompts are rows of"):
+        teacher_chats.prompts_of(str(tmp_path / "prompts.txt"))
+
+
+def test_a_model_without_a_chat_template_and_a_run_in_python_are_refused(source, tmp_path):
+    folder = tmp_path / "base"
+    skv.save_pretrained(make_tokenizer(folder), *tiny(CONFIG, skv.KVPlan.standard(4)))
+    with pytest.raises(UsageError, match="no chat template to answer by"):
+        teacher_chats.chats_of(str(folder), source)
+    with pytest.raises(UsageError, match="needs a model to answer its prompts"):
+        teacher_chats.chats_of("", source)
+    with pytest.raises(UsageError, match="only swiftkv train and swiftkv distil write"):
+        open_documents([source])
