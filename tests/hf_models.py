@@ -1,5 +1,6 @@
 """Small random transformers models of every family, saved as a user would find them."""
 
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,10 @@ import torch
 import transformers
 
 transformers.utils.logging.disable_progress_bar()
+
+# What transformers calls the cache of a decoder: `past_key_values` before 5.24.
+_NAMES = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in _NAMES else "past_key_values"
 
 BASE = {
     "vocab_size": 101,

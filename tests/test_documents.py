@@ -236,11 +236,14 @@ def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
     elif program == "python" and words[0] == "-c":
         compile(words[1], "-c", "exec")
     elif program == "python" and words[:2] == ["-m", "pytest"]:
-        file, *rest = words[2:]
-        chosen = dict(zip(rest[::2], rest[1::2], strict=True))
-        assert {*chosen} <= {"-m", "-k"} and chosen.get("-m", "slow") in MARKS
-        tests = re.findall(r"^def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.M)
-        assert any(chosen.get("-k", "") in test for test in tests)
+        options = argparse.ArgumentParser(exit_on_error=False)
+        options.add_argument("files", nargs="+")
+        options.add_argument("-m", choices=MARKS)
+        options.add_argument("-k", default="")
+        chosen = options.parse_args(words[2:])
+        for file in chosen.files:
+            tests = re.findall(r"^def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.M)
+            assert any(chosen.k in test for test in tests)
     elif program == "python":
         args = parsed(words, monkeypatch)
         if words[0] == "train.py":

@@ -88,7 +88,9 @@ class Oracle:
         given, tokens, found = torch.tensor(prompt[None, read:]), [], []
         for _ in range(NEW):
             places = torch.arange(read, read + given.shape[1])[None]
-            out = self.base(given, past_key_values=cache, position_ids=places, use_cache=True).logits[0, -1]
+            out = self.base(given, **{hf_models.CACHE: cache}, position_ids=places, use_cache=True).logits[
+                0, -1
+            ]
             read += given.shape[1]
             found.append(out.numpy())
             tokens.append(int(out.argmax()))
@@ -240,7 +242,7 @@ def _replaced(oracle: Oracle, prompt: np.ndarray) -> np.ndarray:
     mask = torch.zeros(1, 1, 1, len(prompt))
     last = torch.tensor(prompt[None, -1:])
     return (
-        oracle.base(last, past_key_values=cache, position_ids=places, attention_mask=mask)
+        oracle.base(last, **{hf_models.CACHE: cache}, position_ids=places, attention_mask=mask)
         .logits[0, -1]
         .numpy()
     )

@@ -16,6 +16,8 @@ So later layers of a token influence that token alone: of a prompt whose last lo
 as in `generate`, only the last token runs them.
 """
 
+import inspect
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -40,6 +42,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCau
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+# What transformers calls the cache in its signatures: `past_key_values` before 5.24.
+CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
@@ -64,9 +68,8 @@ class SwiftKVAttention:
         """The keys, rotated, and the values of the stream; of the first layer of a group."""
         return rotated(self.heads("k", stream), *position_embeddings), self.heads("v", stream)
 
-    def forward(
-        self, hidden_states, position_embeddings, attention_mask, keys, values, past_key_values=None, **kwargs
-    ):
+    def forward(self, hidden_states, position_embeddings, attention_mask, keys, values, **kwargs):
+        kwargs.pop(CACHE, None)  # a decoder layer passes it on; `keys` and `values` come from there
         queries = rotated(self.heads("q", hidden_states), *position_embeddings)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -110,18 +113,20 @@ class SwiftKVModel:
         input_ids=None,
         attention_mask=None,
         position_ids=None,
-        past_key_values=None,
+        cache=None,
         inputs_embeds=None,
         use_cache=None,
+        past_key_values=None,
         last_only=False,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """As of any decoder of transformers; last_only: the last token's hidden states are enough."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(seen, seen + x.shape[1], device=x.device).unsqueeze(0)
         masks = attention_mask  # `generate` may have made them
         if not isinstance(masks, dict):
@@ -130,8 +135,8 @@ class SwiftKVModel:
                     config=self.config,
                     inputs_embeds=x,
                     attention_mask=attention_mask,
-                    past_key_values=past_key_values,
                     position_ids=position_ids,
+                    **{CACHE: cache},
                 )
                 for kind in set(self.kinds)
             }
@@ -140,7 +145,7 @@ class SwiftKVModel:
         rows = {}
         for number, layer in enumerate(self.layers):
             if number == split:
-                rows = self.rows(self.norm_swiftkv(x), at, past_key_values)
+                rows = self.rows(self.norm_swiftkv(x), at, cache)
                 # Masks of flex_attention are no tensors: with them every token goes on.
                 if last_only and all(mask is None or torch.is_tensor(mask) for mask in masks.values()):
                     x, position_ids = x[:, -1:], position_ids[:, -1:]
@@ -152,11 +157,11 @@ class SwiftKVModel:
                 position_ids=position_ids,
                 position_embeddings=at,
                 use_cache=use_cache,
-                **(rows[number] if rows else {"past_key_values": past_key_values}),
+                **(rows[number] if rows else {CACHE: cache}),
                 **kwargs,
             )
         return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(x), past_key_values=past_key_values if use_cache else None
+            last_hidden_state=self.norm(x), **{CACHE: cache if use_cache else None}
         )
 
     def rows(self, stream: torch.Tensor, at, cache) -> dict[int, dict[str, torch.Tensor]]:
@@ -200,11 +205,12 @@ class SwiftKVForCausalLM:
         input_ids=None,
         attention_mask=None,
         position_ids=None,
-        past_key_values=None,
+        cache=None,
         inputs_embeds=None,
         labels=None,
         use_cache=None,
         logits_to_keep=0,
+        past_key_values=None,
         **kwargs,
     ):
         """As of any causal language model of transformers."""
@@ -214,11 +220,11 @@ class SwiftKVForCausalLM:
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
+            **{CACHE: past_key_values if cache is None else cache},
             **kwargs,
         )
 

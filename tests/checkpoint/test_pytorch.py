@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hf_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,7 +183,7 @@ def test_a_group_holds_one_pair_of_keys_and_values(name, share, held, exported):
     """qwen3's first group has a layer with a window and one without, which keep different tokens."""
     theirs = load(exported(name, share))
     with torch.no_grad():
-        cache = theirs(torch.tensor([prompts()[0]])).past_key_values
+        cache = theirs(torch.tensor([prompts()[0]]))[hf_models.CACHE]
     assert [i for i, layer in enumerate(cache.layers) if layer.is_initialized] == held
 
 
