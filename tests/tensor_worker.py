@@ -16,7 +16,7 @@ import numpy as np
 import swiftkv_jax as skv
 from swiftkv_jax import predict, sharding, weights
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.engine import loop, runner
+from swiftkv_jax.engine import loop
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.families import FAMILIES
@@ -116,7 +116,7 @@ def collectives(llm: LLM) -> dict[str, int]:
     """Of one decode step, and how many of these stand in a loop inside it."""
     engine = llm.engine.runner
     lanes = loop.Lanes(*[np.zeros(4, np.int32)] * 3, np.ones(4, bool), np.zeros((4, 0), np.int32))
-    policy, table = runner._idle_policy(4), np.zeros((4, engine.slots), np.int32)
+    policy, table = engine.seats.policy([], 4, engine.modes[0]), np.zeros((4, engine.slots), np.int32)
     fixed = (engine.model, engine.modes[0], 8, engine.params)
     text = loop.decode.lower(*fixed, engine.cache, table, lanes, policy).compile().as_text()
     found = re.compile(r"= \S+ (?:all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(")

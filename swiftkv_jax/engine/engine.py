@@ -9,14 +9,14 @@ from functools import partial
 import jax
 from jax.sharding import Mesh
 
+from swiftkv_jax.cache import Cache
 from swiftkv_jax.engine import draft
 from swiftkv_jax.engine.followers import Alone
-from swiftkv_jax.engine.launches import DecodeLaunch, StepLaunch
 from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.reader import Reader
 from swiftkv_jax.engine.request import Request, RequestOutput
-from swiftkv_jax.engine.runner import Runner, new_cache
+from swiftkv_jax.engine.runner import DecodeLaunch, Runner, StepLaunch
 from swiftkv_jax.engine.scheduler import Scheduler
 from swiftkv_jax.engine.sequence import BAD, RULED_OUT, Choice, Sequence
 from swiftkv_jax.engine.settings import Settings, empty_pool, of_auxiliary
@@ -310,7 +310,7 @@ class Engine:
 
     def _seat(self, sequence: Sequence) -> None:
         """Its parameters in its lane; its source to the encoder, unless a sibling's pages hold it."""
-        self.runner.seat(sequence)
+        self.runner.seats.take(sequence)
         if sequence.source is not None and not sequence.source.filled:
             self.runner.encode(sequence)
             self.stats.source_tokens += sequence.request.source_length
@@ -443,6 +443,16 @@ class Engine:
         self._start()
         for sequence in waiting:
             self.scheduler.add(sequence)
+
+
+def new_cache(params: PyTree, make: Callable[[], Cache]) -> Cache:
+    """The empty cache that `make` describes, on its mesh or, without one, where `params` lie.
+
+    Committed and pinned there as every launch's result is: else the second launch would compile again.
+    """
+    if jax.eval_shape(make).mesh is None:
+        return jax.device_put(make(), jax.tree.leaves(params)[0].sharding)
+    return jax.jit(lambda: make().pinned())()
 
 
 def make_runner(

@@ -13,13 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from swiftkv_jax import sharding
 from swiftkv_jax.cache import Cache, Sources
 from swiftkv_jax.engine.followers import Alone, repeated
-from swiftkv_jax.engine.launches import DecodeLaunch, StepLaunch
 from swiftkv_jax.engine.loop import Exits, Inputs, Lanes, Scores, Survivors, decode, draw, run_any
 from swiftkv_jax.engine.reader import Reader
-from swiftkv_jax.engine.request import MOST_STOPS
-from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled
+from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Seats, needed
 from swiftkv_jax.engine.scheduler import Work, array_size, launch_size
-from swiftkv_jax.engine.sequence import Sequence
+from swiftkv_jax.engine.sequence import Choice, Sequence
 from swiftkv_jax.engine.sources import SourceReader, read_source
 from swiftkv_jax.engine.warm import Program, WarmUp
 from swiftkv_jax.model import Transformer
@@ -31,16 +29,6 @@ _CLEARED = 16  # pages cleared at a time
 _TOKENS_A_ROW = 64  # of a step, that make its empty rows weigh nothing
 
 
-def new_cache(params: PyTree, make: Callable[[], Cache]) -> Cache:
-    """The empty cache that `make` describes, on its mesh or, without one, where `params` lie.
-
-    Committed and pinned there as every launch's result is: else the second launch would compile again.
-    """
-    if jax.eval_shape(make).mesh is None:
-        return jax.device_put(make(), jax.tree.leaves(params)[0].sharding)
-    return jax.jit(lambda: make().pinned())()
-
-
 @partial(jax.jit, donate_argnums=0)
 def _cleared(cache: Cache, pages: Int[Array, " n"], sources: Int[Array, " n"]) -> Cache:
     cross = cache.cross and cache.cross.clear(sources)
@@ -50,6 +38,68 @@ def _cleared(cache: Cache, pages: Int[Array, " n"], sources: Int[Array, " n"]) -
 def _padded(pages: list[int]) -> Int[np.ndarray, " n"]:
     """Page ids in an array of one size, filled up with the scratch page."""
     return np.array(pages + [0] * (_CLEARED - len(pages)), np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLaunch:
+    """A step that was sent to the device and not yet read.
+
+    Attributes:
+      work: what it runs. places: of each item's survivors. sampled: [M] after each; None without any.
+    """
+
+    work: list[Work]
+    places: list[range]
+    sampled: Sampled | None
+
+    @property
+    def rows(self) -> list[Sequence]:
+        return [item.sequence for item in self.work]
+
+    def read(self) -> list[list[Choice]]:
+        """Wait for it; each row's tokens: none where its prompt goes on, else one, and one more for each
+        guess that proved right."""
+        sampled = jax.device_get(self.sampled)
+        return [self._standing(sampled, *each) for each in zip(self.work, self.places, strict=True)]
+
+    def _standing(self, sampled: Sampled, item: Work, places: range) -> list[Choice]:
+        out: list[Choice] = []
+        for i, at in enumerate(places):
+            if i and out[-1].token != item.draft[i - 1]:
+                break
+            out.append(_choice(sampled, (at,), guessed=i > 0, drafted=0 if i else len(item.draft)))
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeLaunch:
+    """A decode loop that was sent to the device and not yet read; another can be sent behind it.
+
+    Attributes:
+      rows: the sequences, row by row. sampled: [steps, Q], `each` of them a turn.
+      mode: what they were sampled by.
+    """
+
+    rows: list[Sequence]
+    sampled: Sampled
+    mode: Mode
+    steps: int
+    each: int
+
+    def read(self) -> list[list[Choice]]:
+        """Wait for it; each row's tokens in order."""
+        sampled = jax.device_get(self.sampled)
+        return [self._given(sampled, row, sequence) for row, sequence in enumerate(self.rows)]
+
+    def _given(self, sampled: Sampled, row: int, sequence: Sequence) -> list[Choice]:
+        """The first token of a turn opens it; as many are guessed to follow as the sequence has room for."""
+        room = sequence.request.max_length - sequence.length - 1
+        out = []
+        for known, i in enumerate(np.flatnonzero(sampled.token[:, row] != NO_ID).tolist()):
+            guessed = i % self.each > 0
+            drafted = 0 if guessed else min(self.each - 1, room - known)
+            out.append(_choice(sampled, (i, row), guessed, drafted))
+        return out
 
 
 class Runner:
@@ -93,35 +143,13 @@ class Runner:
         self.steps = -(-steps // self._each) * self._each
         self._threshold = exits.threshold if exits else None
         self.slots = -(-cache.capacity // cache.page)
-        self._policy = _idle_policy(lanes)
-        self._seated: dict[tuple, Policy] = {}
+        self.seats = Seats(lanes, model.config.vocab_size)
         sizes = {launch_size(n, budget) for n in range(1, budget + 1)}
         self._sizes = [budget] if fixed else sorted(sizes | {budget})
         self._warming: WarmUp | None = None
         self._encoder = SourceReader(model, cache) if model.config.encoder is not None else None
         mesh = cache.mesh
         self._place = cache.table.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
-
-    def seat(self, sequence: Sequence) -> None:
-        """Write a sequence's parameters into its lane."""
-        p, row = sequence.request.params, sequence.lane
-        seed, stops = sequence.seed % 2**64, sequence.request.stop_ids[:MOST_STOPS]
-        values = {
-            "temperature": p.temperature,
-            "top_k": p.top_k,
-            "top_p": p.top_p,
-            "min_p": p.min_p,
-            "repetition": p.repetition_penalty,
-            "presence": p.presence_penalty,
-            "frequency": p.frequency_penalty,
-            "seed": (seed >> 32, seed & 0xFFFFFFFF),
-            "stop_ids": stops + (NO_ID,) * (MOST_STOPS - len(stops)),
-            "min_tokens": p.min_tokens,
-            "max_tokens": p.max_tokens,
-        }
-        for name, value in values.items():
-            getattr(self._policy, name)[row] = value
-        self._seated = {}
 
     def run(self, work: list[Work], size: int) -> StepLaunch | None:
         """Send one step of `work` in arrays of `size` tokens: what is read ahead, then the model's own.
@@ -189,7 +217,7 @@ class Runner:
         prompts = np.zeros(count, np.int32)
         prompts[: len(rows)] = [len(s.request.token_ids) for s in rows]
         survivors = Survivors(owner, lengths, prompts, self._history(rows, count, mode))
-        return mode, survivors, self._gather(rows, count, mode)
+        return mode, survivors, self.seats.policy(rows, count, mode)
 
     def _read_ahead(self, reader: Reader, work: list[Work], size: int) -> tuple[list[Work], int]:
         """Send what of a step an auxiliary model reads; the work with tokens of the model's own, its size."""
@@ -246,10 +274,7 @@ class Runner:
     def _turns(self, rows: list[Sequence], count: int, mode: Mode) -> tuple[Any, Lanes, Policy]:
         """(page table, where these rows stand, by what rules they are sampled)."""
         lanes = _lanes(rows, count, self._history(rows, count, mode))
-        policy = self._gather(rows, count, mode)
-        if any(s.one_by_one for s in rows):
-            policy = dataclasses.replace(policy, max_tokens=_one_token(rows, policy.max_tokens))
-        return self._table(rows, count), lanes, policy
+        return self._table(rows, count), lanes, self.seats.loop_policy(rows, count, mode)
 
     @repeated
     def _loop(
@@ -437,37 +462,8 @@ class Runner:
 
     def _modes(self, rows: list[Sequence]) -> list[Mode]:
         """Those that have what these rows need, the plainest first."""
-        wanted = [sequence.request for sequence in rows]
-        params = [request.params for request in wanted]
-        need = Mode(
-            sampled=not all(p.greedy for p in params),
-            filtered=any(p.filtered for p in params),
-            penalised=any(p.penalised for p in params),
-            biased=any(request.biased for request in wanted),
-            logprobs=any(p.logprobs is not None for p in params),
-        )
+        need = needed(rows)
         return [mode for mode in self.modes if mode.covers(need)]
-
-    def _gather(self, rows: list[Sequence], count: int, mode: Mode) -> Policy:
-        """The rows' parameters; kept until somebody takes a seat."""
-        key = (tuple(s.lane for s in rows), count, mode)
-        if key not in self._seated or any(s.request.biased for s in rows):
-            lanes = [s.lane for s in rows] + [0] * (count - len(rows))
-            taken = {f.name: getattr(self._policy, f.name)[lanes] for f in dataclasses.fields(Policy)}
-            taken["bias"] = self._bias(rows, count, mode)
-            self._seated[key] = Policy(**taken)
-        return self._seated[key]
-
-    def _bias(self, rows: list[Sequence], count: int, mode: Mode):
-        bias = np.zeros((count, self.model.config.vocab_size if mode.biased else 0), np.float32)
-        for row, s in enumerate(rows if mode.biased else []):
-            if s.request.params.allowed_token_ids is not None:
-                bias[row] = -np.inf
-                bias[row, list(s.request.params.allowed_token_ids)] = 0
-            for token, value in dict(s.request.params.logit_bias or ()).items():
-                bias[row, token] += value
-            bias[row, s.forbidden()] = -np.inf
-        return bias
 
     def _history(self, rows: list[Sequence], count: int, mode: Mode):
         history = np.zeros((count, self.cache.capacity if mode.penalised else 0), np.int32)
@@ -490,15 +486,6 @@ def _lanes(rows: list[Sequence], count: int, history) -> Lanes:
     return lanes
 
 
-def _one_token(rows: list[Sequence], most: np.ndarray) -> np.ndarray:
-    """`most` tokens for each row, but one more at most for those at which the host looks token by token."""
-    most = most.copy()
-    for row, sequence in enumerate(rows):
-        if sequence.one_by_one:
-            most[row] = len(sequence.output) + 1
-    return most
-
-
 def _own(item: Work) -> tuple[int, list[int]]:
     """(first position, tokens) of what the model itself reads of some work, guesses included."""
     stop = item.sequence.cached + item.count
@@ -506,21 +493,8 @@ def _own(item: Work) -> tuple[int, list[int]]:
     return first, [*item.sequence.slice(first, stop), *item.draft]
 
 
-def _idle_policy(lanes: int) -> Policy:
-    """Greedy, endless rules for lanes that nobody sits in."""
-    zero, one = np.zeros(lanes, np.float32), np.ones(lanes, np.float32)
-    whole = np.zeros(lanes, np.int32)
-    return Policy(
-        temperature=zero,
-        top_k=whole,
-        top_p=one,
-        min_p=zero.copy(),
-        repetition=one.copy(),
-        presence=zero.copy(),
-        frequency=zero.copy(),
-        seed=np.zeros((lanes, 2), np.uint32),
-        stop_ids=np.full((lanes, MOST_STOPS), NO_ID, np.int32),
-        min_tokens=whole.copy(),
-        max_tokens=whole.copy(),
-        bias=np.zeros((lanes, 0), np.float32),
-    )
+def _choice(sampled: Sampled, at: tuple[int, ...], guessed: bool, drafted: int) -> Choice:
+    """The device's arrays at one place as plain numbers."""
+    token, logprob, rank = (array[at].item() for array in (sampled.token, sampled.logprob, sampled.rank))
+    top = zip(sampled.top_ids[at].tolist(), sampled.top_logprobs[at].tolist(), strict=True)
+    return Choice(token, logprob, rank, tuple(top), guessed, drafted)

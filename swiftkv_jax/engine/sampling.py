@@ -1,14 +1,15 @@
-"""Logits to tokens on the device, each lane by its own rules and its own random stream."""
+"""Logits to tokens on the device, each lane by its own parameters and its own random stream."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import UInt
 
-from swiftkv_jax.engine.request import MAX_LOGPROBS
-from swiftkv_jax.engine.sequence import BAD, NONE_LEFT
+from swiftkv_jax.engine.request import MAX_LOGPROBS, MOST_STOPS
+from swiftkv_jax.engine.sequence import BAD, NONE_LEFT, Sequence
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Array, Bool, Float, Int
 
@@ -49,6 +50,98 @@ class Policy:
     min_tokens: Int[Any, " Q"]
     max_tokens: Int[Any, " Q"]
     bias: Float[Any, "Q V"]
+
+
+def needed(sequences: list[Sequence]) -> Mode:
+    """What these sequences' parameters ask of a launch."""
+    requests = [sequence.request for sequence in sequences]
+    params = [request.params for request in requests]
+    return Mode(
+        sampled=not all(p.greedy for p in params),
+        filtered=any(p.filtered for p in params),
+        penalised=any(p.penalised for p in params),
+        biased=any(request.biased for request in requests),
+        logprobs=any(p.logprobs is not None for p in params),
+    )
+
+
+class Seats:
+    """The parameters of the sequence in each lane, in arrays of the host."""
+
+    def __init__(self, lanes: int, vocab_size: int):
+        self._vocab_size = vocab_size
+        self._all = _idle(lanes)
+        self._gathered: dict[tuple, Policy] = {}
+
+    def take(self, sequence: Sequence) -> None:
+        """Write a sequence's parameters into its lane."""
+        p, row = sequence.request.params, sequence.lane
+        seed, stops = sequence.seed % 2**64, sequence.request.stop_ids[:MOST_STOPS]
+        values = {
+            "temperature": p.temperature,
+            "top_k": p.top_k,
+            "top_p": p.top_p,
+            "min_p": p.min_p,
+            "repetition": p.repetition_penalty,
+            "presence": p.presence_penalty,
+            "frequency": p.frequency_penalty,
+            "seed": (seed >> 32, seed & 0xFFFFFFFF),
+            "stop_ids": stops + (NO_ID,) * (MOST_STOPS - len(stops)),
+            "min_tokens": p.min_tokens,
+            "max_tokens": p.max_tokens,
+        }
+        for name, value in values.items():
+            getattr(self._all, name)[row] = value
+        self._gathered = {}
+
+    def policy(self, sequences: list[Sequence], count: int, mode: Mode) -> Policy:
+        """Of these sequences, in arrays of `count` rows; kept until somebody takes a seat."""
+        key = (tuple(s.lane for s in sequences), count, mode)
+        if key not in self._gathered or any(s.request.biased for s in sequences):
+            lanes = [s.lane for s in sequences] + [0] * (count - len(sequences))
+            taken = {f.name: getattr(self._all, f.name)[lanes] for f in dataclasses.fields(Policy)}
+            self._gathered[key] = Policy(**taken | {"bias": self._bias(sequences, count, mode)})
+        return self._gathered[key]
+
+    def loop_policy(self, sequences: list[Sequence], count: int, mode: Mode) -> Policy:
+        """`policy`, but one more token at most for those at which the host looks token by token."""
+        policy = self.policy(sequences, count, mode)
+        most = policy.max_tokens.copy()
+        for row, sequence in enumerate(sequences):
+            if sequence.one_by_one:
+                most[row] = len(sequence.output) + 1
+        return dataclasses.replace(policy, max_tokens=most)
+
+    def _bias(self, sequences: list[Sequence], count: int, mode: Mode) -> np.ndarray:
+        bias = np.zeros((count, self._vocab_size if mode.biased else 0), np.float32)
+        for row, s in enumerate(sequences if mode.biased else []):
+            if s.request.params.allowed_token_ids is not None:
+                bias[row] = -np.inf
+                bias[row, list(s.request.params.allowed_token_ids)] = 0
+            for token, value in dict(s.request.params.logit_bias or ()).items():
+                bias[row, token] += value
+            bias[row, s.forbidden()] = -np.inf
+        return bias
+
+
+def _idle(lanes: int) -> Policy:
+    """Greedy, endless rules for lanes that nobody sits in."""
+    zero, one = np.zeros(lanes, np.float32), np.ones(lanes, np.float32)
+    whole = np.zeros(lanes, np.int32)
+    return Policy(
+        temperature=zero,
+        top_k=whole,
+        top_p=one,
+        min_p=zero.copy(),
+        repetition=one.copy(),
+        presence=zero.copy(),
+        frequency=zero.copy(),
+        seed=np.zeros((lanes, 2), np.uint32),
+        stop_ids=np.full((lanes, MOST_STOPS), NO_ID, np.int32),
+        min_tokens=whole.copy(),
+        max_tokens=whole.copy(),
+        bias=np.zeros((lanes, 0), np.float32),
+    )
 
 
 @pytree

@@ -27,9 +27,8 @@ from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import Logprob, Request
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.processes import PeerLost
-from swiftkv_jax.server.admission import Admission, Load, Ticket
+from swiftkv_jax.server.admission import Admission, Load, Readers, Ticket, Turns
 from swiftkv_jax.server.errors import ApiError
-from swiftkv_jax.server.readers import Readers, Turns
 from swiftkv_jax.server.settings import HttpSettings
 from swiftkv_jax.server.streams import Delta, Stream, ends, news
 

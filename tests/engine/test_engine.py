@@ -352,7 +352,7 @@ def test_launches_update_the_pool_in_place():
     shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (machine.params, machine.cache))
     dtypes = (np.int32, np.int32, np.int32, bool)
     lanes = runner.Lanes(*(np.zeros(4, dtype) for dtype in dtypes), np.zeros((4, 0), np.int32))
-    table, policy = np.zeros((4, machine.slots), np.int32), machine._gather([], 4, runner.MODES[0])
+    table, policy = np.zeros((4, machine.slots), np.int32), machine.seats.policy([], 4, runner.MODES[0])
     wide = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0], 4096, *x.shape[2:]), x.dtype), shape[1].stores
     )

@@ -6,7 +6,7 @@ import pytest
 import tiny_engine as tiny
 from http_server import Running, connect, make_llm, raw_request, wait_for
 
-from swiftkv_jax.server.readers import LONG, Readers, Turns
+from swiftkv_jax.server.admission import LONG, Readers, Turns
 
 
 @pytest.fixture
