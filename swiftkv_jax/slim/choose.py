@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from swiftkv_jax.slim.calibrate import Candidate, Found
+from swiftkv_jax.slim.calibrate import EXACT, Candidate, Found
+
+_ROUNDING = 1e-9  # nats: KLs that differ by less are the same
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,7 +27,7 @@ class Choice:
 
 def forced(options: Sequence[Sequence[Measured]]) -> list[Choice]:
     """For each row its best candidate, whatever it costs."""
-    return [Choice(min(each, key=lambda m: m.kl), "asked for") for each in options]
+    return [Choice(_best(each), "asked for") for each in options]
 
 
 def under(
@@ -60,13 +62,21 @@ def under(
 def _smallest(row: Found, options: Sequence[Measured], size, plain: float, share: float) -> Choice:
     fitting = [m for m in options if m.kl - plain <= share and size(m.candidate.form) < size("kv")]
     if fitting:
-        best = min(fitting, key=lambda m: (size(m.candidate.form), m.kl))
+        least = min(size(m.candidate.form) for m in fitting)
+        best = _best([m for m in fitting if size(m.candidate.form) == least])
         return Choice(best, f"KL {best.kl:.1e}, within its share of {share:.1e}")
     reasons = list(row.refused.values())
     if options:
-        best = min(options, key=lambda m: m.kl)
+        best = _best(options)
         reasons.append(f"{best.candidate.form} would cost KL {best.kl:.1e}, over its share of {share:.1e}")
     return Choice(None, "; ".join(reasons))
+
+
+def _best(options: Sequence[Measured]) -> Measured:
+    """The least KL; of those within 5 % of it an exact matrix, which no calibration text has shaped."""
+    least = min(m.kl for m in options)
+    near = [m for m in options if m.kl <= max(1.05 * least, least + _ROUNDING)]
+    return min(near, key=lambda m: (m.candidate.how != EXACT, m.kl))
 
 
 def _kl(choice: Choice) -> float:

@@ -28,7 +28,9 @@ def test_the_smallest_row_under_its_share_is_taken():
 
 
 @pytest.mark.parametrize(
-    "kl, how", [((1e-9, 1e-7), EXACT), ((1e-3, 1e-4), FITTED)], ids=["float32", "bfloat16"]
+    "kl, how",
+    [((1e-9, 1e-7), EXACT), ((1e-3, 1e-4), FITTED), ((1.7e-12, 1.6e-12), EXACT), ((1e-3, 0.97e-3), EXACT)],
+    ids=["float32", "bfloat16", "both no more than rounding", "nearly alike"],
 )
 def test_of_equal_sizes_the_one_that_measures_better(kl, how):
     options = [[option(0, kl[0]), option(0, kl[1], how=FITTED)]]
