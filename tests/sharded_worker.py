@@ -147,7 +147,8 @@ def found(what: str, mesh) -> dict:
     if what.startswith("splash"):
         return {"worst": splash_on_a_mesh(int(what.removeprefix("splash")))}
     got, split = trained(mesh, what)
-    worst = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), got, alone(what))
+    # Of numbers above one, such as losses, relative to them.
+    worst = jax.tree.map(lambda a, b: float((np.abs(a - b) / np.maximum(1, abs(b))).max()), got, alone(what))
     return {"worst": max(jax.tree.leaves(worst)), "split": split}
 
 

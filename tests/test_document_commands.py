@@ -37,7 +37,7 @@ SMALLER = {
     "swiftkv convert": "--split 2 --tokens 400 --length 24 --text text.jsonl",
     "swiftkv_jax.distill.pair": "--tokens 400 --length 24",
     "swiftkv_jax.slim": "--text text.jsonl",
-    "swiftkv_jax.compare": "--text text.jsonl --prompts 4 --length 24 --rounds 0",
+    "swiftkv_jax.compare": "--text text.jsonl --prompts 4 --length 24 --rounds 0 --few",
 }
 RUNS: dict[str, Callable[[list[str]], int]] = {
     "swiftkv plan": plan.main,
