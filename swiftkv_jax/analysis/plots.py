@@ -97,26 +97,28 @@ def comparison(points, path: Path) -> Path:
     prediction paper, figure 5a). `points` as in swiftkv_jax/compare."""
     timed = [p for p in points if p.ttft_short is not None]
     figure, (left, right, *last) = new_figure(columns=3 if timed else 2)
-    gaps(left, points)
+    gaps(left, points, legend=False)
+    figure.legend(*left.get_legend_handles_labels(), fontsize="small", loc="outside lower center", ncols=5)
     for curve in _curves(points):
         means, errors = [p.agreement for p in curve], [p.agreement_error for p in curve]
         right.errorbar([p.flops for p in curve], means, errors, **_STYLE)
         for axis in last:
-            known = [p for p in curve if p.ttft_short is not None]
+            known = sorted((p for p in curve if p.ttft_short is not None), key=lambda p: p.ttft_short)
             axis.plot([p.ttft_short for p in known], [p.agreement for p in known], marker="o", markersize=3)
             axis.set(xlabel="TTFT of short prompts, over full depth", ylabel="agreement")
     right.set(xlabel="FLOPs of the prompt, over full depth", ylabel="first token: the model's likeliest one")
     return save(figure, path)
 
 
-def gaps(axis, points) -> None:
+def gaps(axis, points, legend: bool = True) -> None:
     """Cross-entropy above the model's by FLOPs of the prompt, a curve for each system."""
     for curve in _curves(points):
         means, errors = [p.gap for p in curve], [p.gap_error for p in curve]
         axis.errorbar([p.flops for p in curve], means, errors, label=curve[0].system, **_STYLE)
     axis.set(xlabel="FLOPs of the prompt, over full depth", ylabel="first token: nats above the model's")
     axis.set_yscale("symlog", linthresh=0.01)
-    axis.legend(fontsize="x-small")
+    if legend:
+        axis.legend(fontsize="x-small")
 
 
 def _curves(points) -> list[list]:
