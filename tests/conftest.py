@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
     files = {name.partition("::")[0] for name in found}
     gone = sorted(name for name in slow - found if name.partition("::")[0] in files)
-    if gone and not config.getoption("lf") and not any("::" in argument for argument in config.args):
+    if gone and not config.getoption("lf", False) and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"tests/slow.txt names tests that are not there: {gone}")
 
 
