@@ -148,7 +148,7 @@ def found(what: str, mesh) -> dict:
         return {"worst": splash_on_a_mesh(int(what.removeprefix("splash")))}
     got, split = trained(mesh, what)
     worst = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), got, alone(what))
-    return {"worst": max(jax.tree.leaves(worst)), "split": split}
+    return {"worst": max(jax.tree.leaves(worst)), "split": split, "loss": worst[1]["loss"]}
 
 
 def main(names: list[str]) -> None:
