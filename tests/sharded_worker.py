@@ -149,7 +149,7 @@ def found(what: str, mesh) -> dict:
     got, split = trained(mesh, what)
     # Of numbers above one, such as losses, relative to them.
     worst = jax.tree.map(lambda a, b: float((np.abs(a - b) / np.maximum(1, abs(b))).max()), got, alone(what))
-    return {"worst": max(jax.tree.leaves(worst)), "split": split}
+    return {"worst": max(jax.tree.leaves(worst)), "split": split, "loss": worst[1]["loss"]}
 
 
 def main(names: list[str]) -> None:

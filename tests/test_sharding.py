@@ -24,6 +24,7 @@ LONG = [
     "swiftkv (1, 2, 1, 4)",
     "all (1, 2, 1, 4)",
 ]  # data, fsdp, tensor, context
+CONTEXTS = ["(1, 1, 1, 4)", "(1, 1, 2, 2)"]  # of four devices
 LONG += ["splash1073741824 (2, 2, 2)", "splash200 (2, 2, 2)"]
 LONG += [f"{kind} {mesh}" for kind in ("swiftkv", "all", "generate") for mesh in ("(8, 1, 1)", "(1, 8, 1)")]
 
@@ -39,8 +40,8 @@ def found(name: str) -> dict:
 
 
 @functools.cache
-def report(names: tuple[str, ...]) -> dict[str, dict]:
-    return found_on(8, "sharded_worker.py", *names)
+def report(names: tuple[str, ...], devices: int = 8) -> dict[str, dict]:
+    return found_on(devices, "sharded_worker.py", *names)
 
 
 @pytest.mark.parametrize("name", some("swiftkv", "all", "predictor"))
@@ -48,6 +49,15 @@ def test_three_training_steps_equal_one_devices(name):
     """Pure data parallelism keeps parameters whole."""
     assert found(name)["worst"] < 2e-5
     assert (found(name)["split"] > 0) == ("(8, 1, 1)" not in name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", CONTEXTS)
+@pytest.mark.parametrize("trains", ["swiftkv", "all"])
+def test_positions_shared_out_among_four_devices_give_the_loss_of_one(trains, mesh):
+    names = tuple(f"{what} {where}" for what in ("swiftkv", "all") for where in CONTEXTS)
+    said = report(names, 4)[f"{trains} {mesh}"]
+    assert said["loss"] < 1e-5 and said["worst"] < 2e-5, said
 
 
 @pytest.mark.parametrize("name", some("generate", "guess"))

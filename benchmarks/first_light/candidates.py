@@ -50,6 +50,7 @@ HOPPER = (
     Candidate("fp8 decode", "pallas_gpu", page=128),
     Candidate("fill", "xla"),
     Candidate("fill", "pallas_gpu"),
+    Candidate("fill", "pallas_gpu_once"),
     Candidate("keys", "xla"),
     Candidate("keys", "pallas_gpu"),
 )

@@ -39,7 +39,7 @@ CANDIDATES = {
     "gpu": {
         "decode": ("xla_one_turn", "pallas_gpu"),
         "chunk": ("xla_one_turn", "pallas_gpu", "cudnn"),
-        "fill": (UNFUSED, "xla", "pallas_gpu"),
+        "fill": (UNFUSED, "xla", "pallas_gpu", "pallas_gpu_once"),
     },
     "tpu": {
         "decode": ("xla_one_turn", "pallas_tpu"),

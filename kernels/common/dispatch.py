@@ -12,7 +12,10 @@ import jax
 # is runs by name, which the check of kernels/check gives where it was right on that very machine.
 BY_PLATFORM = {"tpu": ("xla_one_turn", "xla"), "gpu": ("xla_one_turn", "xla"), "cpu": ("native_cpu", "xla")}
 
-PLATFORM_OF = {"native_cpu": "cpu", "pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu", "splash": "tpu"}
+PLATFORM_OF = {
+    **{"native_cpu": "cpu", "pallas_tpu": "tpu", "splash": "tpu"},
+    **{"pallas_gpu": "gpu", "pallas_gpu_once": "gpu", "cudnn": "gpu"},
+}
 _LOG = logging.getLogger(__name__)
 
 

@@ -102,11 +102,11 @@ class Tiles:
             )
 
     def accumulate(self, shape: tuple[int, int], add):
-        """What `add(sums)` leaves in an accumulator that starts at zero."""
+        """(what `add(sums)` leaves in an accumulator that starts at zero, what it returns)."""
 
         def run(sums):
-            add(sums)
-            return sums[...]
+            found = add(sums)
+            return sums[...], found
 
         return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
@@ -125,10 +125,11 @@ class Tiles:
         tile, vector = _NARROW if narrow else _TILE, _ROWS if rows else _VECTOR
         return plgpu.load(ref, (), layout=tile if len(ref.shape) == 2 else vector, optimized=False)
 
-    def constant(self, value: float, shape: tuple[int, ...]):
-        """A tile or a vector of one value."""
+    def constant(self, value: float, shape: tuple[int, ...], rows: bool = False):
+        """A tile of one value, or a vector along the columns (or the rows)."""
         full = jnp.full(shape, value, jnp.float32)
-        return full if self.interpreted else plgpu.layout_cast(full, _TILE if len(shape) == 2 else _VECTOR)
+        layout = _TILE if len(shape) == 2 else _ROWS if rows else _VECTOR
+        return full if self.interpreted else plgpu.layout_cast(full, layout)
 
     def row_number(self, shape: tuple[int, int]):
         """Each element's row."""

@@ -3,9 +3,13 @@
 Compiled for H100 and interpreted on a CPU, never run on hardware: it is chosen by name only.
 
 A CTA makes some heads of one row for 128 tokens. One warpgroup brings tiles of the stream and of the weights
-in by TMA, two multiply, 64 tokens each. What they hold in registers is then scaled by 1 / rms (from a small
-reduction by XLA: the tiles lie in shared memory as wgmma wants them), normed, rotated, rounded, and leaves by
-one TMA store a page, in place. Keys and values are a launch each, of the same kernel.
+in by TMA, two multiply, 64 tokens each. What they hold in registers is then scaled by 1 / rms, normed,
+rotated, rounded, and leaves by one TMA store a page, in place.
+
+`pallas_gpu` launches it for keys and for values apart, and takes 1 / rms from a small reduction by XLA: the
+stream is read three times. `pallas_gpu_once` is one launch, whose CTAs go through the columns of both and sum
+the squares of the tiles that they multiply: it is read once, for more work in each CTA. Which is faster is
+for the check on a machine to say.
 """
 
 import dataclasses
@@ -54,22 +58,33 @@ class _Form:
         return self.heads * self.width
 
 
-class _Inputs(NamedTuple):
-    """In global memory: x [T, D]; w [F, D, E]; bias [F, E]; gain [F, H]; inverse, alive [T]; cos, sin
-    [T, H / 2]; names [T / Z]; rows [F]; pool [R, P, Z, E]; scales [R, P, K, Z]. None where there is none."""
+class _Side(NamedTuple):
+    """Of keys or of values, in global memory: w [F, D, E]; bias [F, E]; gain [F, H]; cos, sin [T, H / 2];
+    pool [R, P, Z, E]; scales [R, P, K, Z]. None where there is none."""
 
-    x: Any
     w: Any
     bias: Any
     gain: Any
-    inverse: Any
-    alive: Any
     cos: Any
     sin: Any
-    names: Any
-    rows: Any
     pool: Any
     scales: Any
+
+
+class _Inputs(NamedTuple):
+    """In global memory: x [T, D]; inverse [T], 1 / rms, or None: the kernel finds it; alive [T];
+    names [T / Z]; rows [F]; sides: what one launch makes."""
+
+    x: Any
+    inverse: Any
+    alive: Any
+    names: Any
+    rows: Any
+    sides: tuple[_Side, ...]
+
+    @property
+    def pages(self) -> int:
+        return self.sides[0].pool.shape[1]
 
 
 class _Scratch(NamedTuple):
@@ -85,18 +100,21 @@ class _Scratch(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What a warpgroup works on: 64 tokens of the stream, a row of the makers, a block of its columns."""
+    """What a warpgroup works on: 64 tokens of the stream, keys or values, a row of the makers, a block of its
+    columns."""
 
     group: Any
     tile: Any
+    side: Any
     row: Any
     block: Any
 
 
 def _kernel(form: _Form, x: _Inputs, s: _Scratch):
     far, column, near, group = (lax.axis_index(name) for name in ("far", "column", "near", "group"))
-    tile = (far * form.near + near) * _GROUPS
-    at = _Place(group, tile, column // form.blocks, lax.rem(column, form.blocks))
+    tile, row = (far * form.near + near) * _GROUPS, column // form.blocks
+    rows = x.rows.shape[0]
+    at = _Place(group, tile, row // rows, lax.rem(row, rows), lax.rem(column, form.blocks))
     some = (tile * _TOKENS < x.x.shape[0]) & _somewhere(form, x, tile)
 
     @pl.when(some & (group == _GROUPS))
@@ -107,11 +125,20 @@ def _kernel(form: _Form, x: _Inputs, s: _Scratch):
     @pl.when(some & (group < _GROUPS))
     def _():
         form.tiles.keep_registers(232, "increase")
-        shape = (_TOKENS, form.columns)
-        sums = form.tiles.accumulate(shape, functools.partial(_multiply, form, s, group))
+        shape, place = (_TOKENS, form.columns), at._replace(tile=tile + group)
+        sums, inverse = form.tiles.accumulate(shape, functools.partial(_multiply, form, x, s, place))
         for head in range(form.heads):
-            _finish(form, x, s, at._replace(tile=tile + group), sums, head)
+            _of_side(x, at, lambda side, head=head: _finish(form, x, side, s, place, sums, inverse, head))
         plgpu.wait_smem_to_gmem(0)
+
+
+def _of_side(x: _Inputs, at: _Place, run) -> None:
+    """`run(side)` of what a CTA makes."""
+    if len(x.sides) == 1:
+        run(x.sides[0])
+        return
+    for i, side in enumerate(x.sides):
+        pl.when(at.side == i)(functools.partial(run, side))
 
 
 def _somewhere(form: _Form, x: _Inputs, tile):
@@ -119,7 +146,7 @@ def _somewhere(form: _Form, x: _Inputs, tile):
     first, last = tile * _TOKENS, x.names.shape[0] - 1
     starts = range(0, _GROUPS * _TOKENS, min(form.page, _TOKENS))
     names = (x.names[jnp.minimum((first + start) // form.page, last)] for start in starts)
-    return functools.reduce(jnp.logical_or, (name < x.pool.shape[1] for name in names))
+    return functools.reduce(jnp.logical_or, (name < x.pages for name in names))
 
 
 def _bring(form: _Form, x: _Inputs, s: _Scratch, at: _Place) -> None:
@@ -132,72 +159,86 @@ def _bring(form: _Form, x: _Inputs, s: _Scratch, at: _Place) -> None:
             tokens = pl.ds((at.tile + group) * _TOKENS, _TOKENS)
             plgpu.copy_gmem_to_smem(x.x.at[tokens, deep], s.x.at[slot * _GROUPS + group], s.full.at[slot])
         columns = pl.ds(at.block * form.columns, form.columns)
-        plgpu.copy_gmem_to_smem(x.w.at[at.row, deep, columns], s.w.at[slot], s.full.at[slot])
+
+        def weights(side: _Side) -> None:
+            plgpu.copy_gmem_to_smem(side.w.at[at.row, deep, columns], s.w.at[slot], s.full.at[slot])
+
+        _of_side(x, at, weights)
         return carry
 
     lax.fori_loop(0, form.steps, turn, 0)
 
 
-def _multiply(form: _Form, s: _Scratch, group, sums) -> None:
-    """Add the products of all stages, giving each back once the multiplication after it is under way."""
+def _multiply(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums):
+    """Add the products of all stages, giving each back once the multiplication after it is under way: 1 / rms
+    [tokens], of the tiles or as it was brought."""
+    tiles = form.tiles
 
-    def turn(k, carry):
+    def turn(k, squares):
         slot = lax.rem(k, form.stages)
+        tile = s.x.at[slot * _GROUPS + at.group]
         plgpu.barrier_wait(s.full.at[slot])
-        plgpu.wgmma(sums, s.x.at[slot * _GROUPS + group], s.w.at[slot])
+        plgpu.wgmma(sums, tile, s.w.at[slot])
+        if x.inverse is None:
+            wide = tiles.load(tile).astype(jnp.float32)
+            squares += jnp.sum(wide * wide, axis=1)
         plgpu.wgmma_wait(1)
         pl.when(k > 0)(lambda: plgpu.barrier_arrive(s.free.at[lax.rem(k - 1, form.stages)]))
-        return carry
+        return squares
 
-    lax.fori_loop(0, form.steps, turn, 0)
+    none = tiles.constant(0.0, (_TOKENS,), rows=True) if x.inverse is None else 0
+    squares = lax.fori_loop(0, form.steps, turn, none)
     plgpu.wgmma_wait(0)
+    if x.inverse is None:
+        return lax.rsqrt(squares / x.x.shape[1] + form.eps)
+    return tiles.load(x.inverse.at[pl.ds(at.tile * _TOKENS, _TOKENS)], rows=True)
 
 
-def _finish(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums, head: int) -> None:
+def _finish(form: _Form, x: _Inputs, side: _Side, s: _Scratch, at: _Place, sums, inverse, head: int) -> None:
     """One head of 64 tokens, from the sums in registers to its pages, as two halves of its width."""
     tiles, half, first = form.tiles, form.width // 2, at.tile * _TOKENS
     shape, tokens = (_TOKENS, half), pl.ds(first, _TOKENS)
     column = (at.block * form.heads + head) * form.width
-    inverse = across(tiles.load(x.inverse.at[tokens], rows=True), shape)
+    inverse = across(inverse, shape)
     starts = (head * form.width, head * form.width + half)
     parts = [sums[:, start : start + half] * inverse for start in starts]
-    if x.bias is not None:
-        biases = (x.bias.at[at.row, pl.ds(column + i * half, half)] for i in range(2))
+    if side.bias is not None:
+        biases = (side.bias.at[at.row, pl.ds(column + i * half, half)] for i in range(2))
         parts = [y + down(tiles.load(bias), shape) for y, bias in zip(parts, biases, strict=True)]
-    if x.gain is not None:
+    if side.gain is not None:
         squares = jnp.sum(parts[0] * parts[0], axis=1) + jnp.sum(parts[1] * parts[1], axis=1)
         inverse = across(lax.rsqrt(squares / form.width + form.eps), shape)
-        gains = (x.gain.at[at.row, pl.ds(i * half, half)] for i in range(2))
+        gains = (side.gain.at[at.row, pl.ds(i * half, half)] for i in range(2))
         parts = [y * inverse * down(tiles.load(gain), shape) for y, gain in zip(parts, gains, strict=True)]
-    if x.cos is not None:
-        (a, b), cos, sin = parts, tiles.load(x.cos.at[tokens]), tiles.load(x.sin.at[tokens])
+    if side.cos is not None:
+        (a, b), cos, sin = parts, tiles.load(side.cos.at[tokens]), tiles.load(side.sin.at[tokens])
         parts = [a * cos - b * sin, b * cos + a * sin]
     alive = across(tiles.load(x.alive.at[tokens], rows=True), shape) > 0  # what is dead may be NaN
     parts = [jnp.where(alive, y, 0.0) for y in parts]
     if head:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the head before has left the stage
-    if x.scales is not None:
+    if side.scales is not None:
         top = jnp.maximum(*(jnp.max(jnp.abs(y), axis=1) for y in parts))
-        scale = top / largest(x.pool.dtype)
+        scale = top / largest(side.pool.dtype)
         factor = across(jnp.where(scale > 0, 1 / scale, 0.0), shape)
         parts = [y * factor for y in parts]
-        parts = [jnp.round(y) for y in parts] if x.pool.dtype == jnp.int8 else parts
+        parts = [jnp.round(y) for y in parts] if side.pool.dtype == jnp.int8 else parts
         s.scales.at[at.group][...] = scale
     for i, y in enumerate(parts):
-        s.out.at[at.group, :, pl.ds(i * half, half)][...] = y.astype(x.pool.dtype)
+        s.out.at[at.group, :, pl.ds(i * half, half)][...] = y.astype(side.pool.dtype)
     plgpu.commit_smem()
     each = min(form.page, _TOKENS)
     for i in range(_TOKENS // each):
         page = first + i * each
         name, inside = x.names[page // form.page], pl.ds(lax.rem(page, form.page), each)
 
-        @pl.when(name < x.pool.shape[1])
+        @pl.when(name < x.pages)
         def _(i=i, name=name, inside=inside):
             row, here = x.rows[at.row], pl.ds(i * each, each)
-            target = x.pool.at[row, name, inside, pl.ds(column, form.width)]
+            target = side.pool.at[row, name, inside, pl.ds(column, form.width)]
             plgpu.copy_smem_to_gmem(s.out.at[at.group, here], target)
-            if x.scales is not None:
-                target = x.scales.at[row, name, at.block * form.heads + head, inside]
+            if side.scales is not None:
+                target = side.scales.at[row, name, at.block * form.heads + head, inside]
                 plgpu.copy_smem_to_gmem(s.scales.at[at.group, here], target)
 
 
@@ -219,15 +260,16 @@ def _block(heads: int, width: int) -> int:
     return dispatch.divisor(heads, max(1, _COLUMNS // width))
 
 
-def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> tuple:
-    """The pool and scales of `inputs`, with keys or with values of all its rows written."""
-    x, (filled, _, row_width) = inputs.x, inputs.w.shape
+def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> list[tuple]:
+    """The pool and scales of each side of `inputs`, with all its rows written."""
+    x, (first, *_) = inputs.x, inputs.sides
+    filled, _, row_width = first.w.shape
     width = row_width // heads
     some, tiles = _block(heads, width), -(-x.shape[0] // (_GROUPS * _TOKENS))
-    rings = (_scratch(n, some, width, inputs.pool.dtype) for n in range(_STAGES, 1, -1))
+    rings = (_scratch(n, some, width, first.pool.dtype) for n in range(_STAGES, 1, -1))
     scratch = next(ring for ring in rings if smem_bytes(ring) <= SMEM_BYTES)
     form = _Form(
-        page=inputs.pool.shape[2],
+        page=first.pool.shape[2],
         heads=some,
         width=width,
         blocks=heads // some,
@@ -238,13 +280,16 @@ def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> tuple:
         tiles=Tiles(bool(interpret)),
     )
     in_place = functools.partial(jax.new_ref, memory_space=plgpu.GMEM)
-    pools = jax.tree.map(in_place, (inputs.pool, inputs.scales))
-    leaves, tree = jax.tree.flatten(inputs._replace(pool=None, scales=None))
+    pools = [jax.tree.map(in_place, (side.pool, side.scales)) for side in inputs.sides]
+    bare = tuple(side._replace(pool=None, scales=None) for side in inputs.sides)
+    leaves, tree = jax.tree.flatten(inputs._replace(sides=bare))
     kinds, shape = jax.tree.flatten(scratch)
 
     def body(*refs):
-        pool, scales = jax.tree.unflatten(jax.tree.structure(pools), refs[len(leaves) :])
-        read = jax.tree.unflatten(tree, refs[: len(leaves)])._replace(pool=pool, scales=scales)
+        written = jax.tree.unflatten(jax.tree.structure(pools), refs[len(leaves) :])
+        read = jax.tree.unflatten(tree, refs[: len(leaves)])
+        both = zip(read.sides, written, strict=True)
+        read = read._replace(sides=tuple(side._replace(pool=p, scales=f) for side, (p, f) in both))
         pl.run_scoped(
             lambda *s: _kernel(form, read, jax.tree.unflatten(shape, s)), *kinds, collective_axes="group"
         )
@@ -253,7 +298,7 @@ def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> tuple:
         body,
         out_type=(),
         mesh=plgpu.Mesh(
-            grid=(-(-tiles // form.near), filled * form.blocks, form.near),
+            grid=(-(-tiles // form.near), len(pools) * filled * form.blocks, form.near),
             grid_names=("far", "column", "near"),
             num_threads=_GROUPS + 1,
             thread_name="group",
@@ -266,31 +311,40 @@ def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> tuple:
 
 
 def fused_kv_fill(
-    x, makers: Makers, cos, sin, pools: Pools, names, live, *, rows, eps, interpret: Any = False
+    x,
+    makers: Makers,
+    cos,
+    sin,
+    pools: Pools,
+    names,
+    live,
+    *,
+    rows,
+    eps,
+    once: bool = False,
+    interpret: Any = False,
 ) -> Pools:
-    """As `api.fused_kv_fill`."""
+    """As `api.fused_kv_fill`; `once`: in one launch, which reads the stream once."""
     heads, page = pools.k.shape[-1] // (2 * cos.shape[-1]), pools.k.shape[2]
     spare = -x.shape[0] % math.lcm(_GROUPS * _TOKENS, page)
-    wide = x.astype(jnp.float32)
     alive = (jnp.arange(page) < live[:, None]).astype(jnp.float32).reshape(-1)
+    angles = (jnp.pad(_wide(angle), ((0, spare), (0, 0))) for angle in (cos, sin))
+    sides = (
+        _Side(makers.w_k, _wide(makers.b_k), _wide(makers.k_norm), *angles, pools.k, pools.k_scale),
+        _Side(makers.w_v, _wide(makers.b_v), None, None, None, pools.v, pools.v_scale),
+    )
     inputs = _Inputs(
         x=jnp.pad(x, ((0, spare), (0, 0))),
-        w=makers.w_k,
-        bias=makers.b_k,
-        gain=makers.k_norm,
-        inverse=jnp.pad(lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps), (0, spare)),
+        inverse=None if once else jnp.pad(lax.rsqrt(jnp.mean(_wide(x) ** 2, axis=-1) + eps), (0, spare)),
         alive=jnp.pad(alive, (0, spare)),
-        cos=jnp.pad(cos.astype(jnp.float32), ((0, spare), (0, 0))),
-        sin=jnp.pad(sin.astype(jnp.float32), ((0, spare), (0, 0))),
         names=jnp.pad(names.astype(jnp.int32), (0, spare // page), constant_values=pools.k.shape[1]),
         rows=jnp.array(rows, jnp.int32),
-        pool=pools.k,
-        scales=pools.k_scale,
+        sides=sides,
     )
-    inputs = inputs._replace(**{n: _wide(getattr(inputs, n)) for n in ("bias", "gain")})
-    k, k_scale = _fill(inputs, heads, eps, interpret)
-    inputs = inputs._replace(w=makers.w_v, bias=_wide(makers.b_v), gain=None, cos=None, sin=None)
-    v, v_scale = _fill(inputs._replace(pool=pools.v, scales=pools.v_scale), heads, eps, interpret)
+    launches = (sides,) if once else ((side,) for side in sides)
+    (k, k_scale), (v, v_scale) = (
+        made for some in launches for made in _fill(inputs._replace(sides=some), heads, eps, interpret)
+    )
     return Pools(k, v, k_scale, v_scale)
 
 
@@ -316,3 +370,10 @@ def refuses(x, makers: Makers, cos, sin, pools: Pools, *_, **__) -> str:
         if width % 16:
             return f"heads {width} wide: a multiple of 16, at most {_COLUMNS}"
     return ""
+
+
+def refuses_once(x, makers: Makers, cos, sin, pools: Pools, *args, **kwargs) -> str:
+    """What of a call one launch does not support, and what it does, or ""."""
+    if pools.k.shape[-1] != pools.v.shape[-1]:
+        return f"keys and values {pools.k.shape[-1]} and {pools.v.shape[-1]} wide: equally wide"
+    return refuses(x, makers, cos, sin, pools, *args, **kwargs)

@@ -4,12 +4,16 @@ Blocks of many queries go through their pages together, with a running softmax. 
 page: each page in use is one piece of work, so that a short sequence costs what it holds.
 
 Where a turn costs a round trip to the host, as a loop of unknown length does on a GPU, there is `one_turn`:
-all pages of the table at once, of as many blocks as a bounded memory holds, in a loop of known length.
+all pages of the table at once, of as many blocks as a bounded memory holds, in a loop of known length. Single
+queries then are no matrix products, which would copy the pages out of the pool first, but sums.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from swiftkv_jax.kernels.common import dispatch, mask, online
 
@@ -17,7 +21,7 @@ from swiftkv_jax.kernels.common import dispatch, mask, online
 TURN_KEYS = 2048  # of all blocks together
 _TURN_QUERIES = 128  # of all blocks together
 _TURN_SCORES = 16384  # queries times keys
-ONE_TURN_BYTES = 1 << 28  # scores, keys and values of the blocks that go together
+ONE_TURN_BYTES = 1 << 28  # scores and what is copied of the blocks that go together
 _FEW_HEADS = 4
 _FEW_ROWS = 8
 
@@ -45,14 +49,17 @@ def paged_attention(
     if position.shape[1] == 1 and not one_turn:
         return _singles(q, pools, table[sequence], position[:, 0], row, scale, window, bias)
 
-    def some(q, sequence, position):
-        return _blocks(q, pools, table[sequence], position, row, scale, window, bias, one_turn)
-
-    together = _TURN_QUERIES // position.shape[1]
+    read, together = functools.partial(_blocks, one_turn=one_turn), _TURN_QUERIES // position.shape[1]
     if one_turn:
         keys, queries = table.shape[1] * k.shape[2], position.shape[1] * q.shape[2]
-        stored = (k.shape[-1] + v.shape[-1]) * q.dtype.itemsize
-        together = ONE_TURN_BYTES // (keys * (4 * queries + stored))
+        size = 4 * queries + (k.shape[-1] + v.shape[-1]) * q.dtype.itemsize
+        if position.shape[1] == 1 and _suits_sums(q.shape[2] * q.shape[3] // k.shape[-1]):
+            read, size = _in_place, (4 + q.dtype.itemsize) * queries
+        together = ONE_TURN_BYTES // (keys * size)
+
+    def some(q, sequence, position):
+        return read(q, pools, table[sequence], position, row, scale, window, bias)
+
     return _in_groups(some, (q, sequence, position), max(1, together))
 
 
@@ -121,6 +128,40 @@ def _singles(q, pools, table, position, row, scale, window, bias):
     total = jnp.maximum((share * total).sum(1), 1e-30)
     mixed = jnp.einsum("bpgr,bpgre->bgre", share, mixed) / total[..., None]
     return _gather(mixed, 1, heads).reshape(blocks, 1, -1, v.shape[-1] // heads).astype(dtype)
+
+
+def _suits_sums(group: int) -> bool:
+    """Whether single queries, `group` heads for each of the keys', are answered by `_in_place`: each head
+    reads the rows anew, on a GPU from its L2 cache. A TPU has no fusion of such reads with a sum."""
+    return group <= _FEW_ROWS and dispatch.device()[0] != "tpu"
+
+
+def _in_place(q, pools, table, position, row, scale, window, bias):
+    """One query in each block, [b, 1, N, H], against all pages of `table` [b, slots], by sums that read rows
+    where they lie. Matrix products would need a copy of them."""
+    k, v, k_scale, v_scale = pools
+    (blocks, _, _, width), dtype = q.shape, q.dtype
+    heads = k.shape[-1] // width
+    table = _after(q, table)  # else layers that share a row of 8 bits would share a copy of it, widened
+    back = position - jnp.arange(table.shape[1] * k.shape[2])
+    seen = (back >= 0) & (back < window)
+    keys = _read(k, k_scale, row, table, heads, dtype)
+    values = _read(v, v_scale, row, table, heads, dtype)
+    values = jnp.where(seen[..., None, None], values, 0)  # 0 x NaN of a stale page is NaN
+    q, keys, values = (x.astype(jnp.float32) for x in (q, keys, values))
+    keys, values = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in (keys, values))  # [b, K, 1, keys, width]
+    scores = (q.reshape(blocks, heads, -1, 1, width) * keys).sum(-1) * scale
+    if bias is not None:
+        scores += jnp.moveaxis(mask.bias_of(bias, back), 0, 1).reshape(scores.shape)
+    seen = seen[:, None, None]
+    scores = jnp.where(seen, scores, online.MASKED)
+    weights = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
+    weights /= jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
+    # Rounded in memory too: XLA would keep what is widened again as float32.
+    weights = lax.optimization_barrier(weights.astype(dtype)).astype(jnp.float32)
+    # Rows lie with their numbers innermost. XLA would put keys there, to sum over them, and turn all values.
+    mixed = with_layout_constraint(weights[..., None] * values, Layout((0, 1, 2, 3, 4))).sum(3)
+    return mixed.reshape(blocks, 1, -1, mixed.shape[-1]).astype(dtype)
 
 
 def _after(q, names):

@@ -22,13 +22,13 @@ from swiftkv_jax.kernels.paged_attention import cases as paged_cases
 HERE = Path(__file__).parent
 TPUS = {"v4": "v4:2x2x1", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 HOPPER = "h100:1x1x1"
-FILL = "fused_kv_fill"
+FILL, FILL_ONCE = FILLS = ("fused_kv_fill", "fused_kv_fill_once")  # the second: in one launch, on Hopper
 END = "-- end --"  # of what is said about a case
 KERNELS = {
     "paged_attention": (paged_cases.call, paged_cases.REAL),
     "k_cache_attention": (k_cache_cases.call, k_cache_cases.REAL),
     "x_cache_attention": (k_cache_cases.call_inputs, k_cache_cases.INPUTS_REAL),
-    FILL: (fill_cases.call, fill_cases.REAL),
+    **dict.fromkeys(FILLS, (fill_cases.call, fill_cases.REAL)),
 }
 
 
@@ -41,12 +41,12 @@ def mesh_of(where: str) -> Mesh:
 def shapes(kernel: str, case: str) -> tuple[tuple, dict]:
     """Arguments and array options of a real case."""
     made = KERNELS[kernel][1][case].shapes()
-    return (made, {}) if kernel == FILL else made
+    return (made, {}) if kernel in FILLS else made
 
 
 def pools(kernel: str, case: str):
     """The pools that a real case fills, or the one of keys that it reads."""
-    return shapes(kernel, case)[0][4 if kernel == FILL else 1]
+    return shapes(kernel, case)[0][4 if kernel in FILLS else 1]
 
 
 def size(tree) -> int:
@@ -67,7 +67,7 @@ def lowered(where: str, kernel: str, case: str, donate: bool = True, run=None, *
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes(kernel, case)
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jitted = jax.jit(call, donate_argnums=(4,) if kernel == FILL and donate else ())
+        jitted = jax.jit(call, donate_argnums=(4,) if kernel in FILLS and donate else ())
         return jitted.lower(*args, **arrays)
 
 

@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from kernel_targets import FILL, KERNELS, compiled_on_hopper, pools, shapes, size
+from kernel_targets import FILL, FILL_ONCE, FILLS, KERNELS, compiled, compiled_on_hopper, pools, shapes, size
+from kernel_targets import HOPPER as CHIP
 
 from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu as fill
 from swiftkv_jax.kernels.k_cache_attention import pallas_gpu as k_cache
@@ -14,6 +15,7 @@ HOPPER = {
     "k_cache_attention": k_cache.refuses,
     "x_cache_attention": k_cache.refuses_inputs,
     FILL: fill.refuses,
+    FILL_ONCE: fill.refuses_once,
 }
 
 
@@ -36,7 +38,7 @@ def test_what_is_supported():
         "llama2_7b_float8_scores llama2_7b_rotated_float8_scores width80_float8_scores no_rope_float8_scores "
         "width80_group4 width80_float8 width96_group4 width256 whisper_small no_rope_int8",
         "x_cache_attention": "whisper_small t5_3b",
-        FILL: " ".join(KERNELS[FILL][1]),
+        **dict.fromkeys(FILLS, " ".join(KERNELS[FILL][1])),
     }
     assert {(kernel, case) for kernel, names in least.items() for case in names.split()} <= set(SUPPORTED)
 
@@ -48,12 +50,23 @@ def test_compiles_for_hopper(kernel, case):
     assert spills and set(spills) == {("0", "0")}
     assert "serialized" not in said
     pool = size(pools(kernel, case))
-    assert memory["alias"] == (pool if kernel == FILL else 0)
-    # Of the fill 1 / rms and what is alive, a number a token; of attention the sums of the shares.
-    assert memory["temp"] < pool // (1000 if kernel == FILL else 8)
+    assert memory["alias"] == (pool if kernel in FILLS else 0)
+    # Of the fill 1 / rms and what is alive, a number a token, of one launch the latter; of attention the sums
+    # of the shares.
+    assert memory["temp"] < pool // (1000 if kernel in FILLS else 8)
 
 
 def test_what_was_said_of_a_kernel_holds_for_every_case_that_has_it():
     """The window is a number at run time, so this is one kernel: ptxas speaks of it in the first case."""
     said = [compiled_on_hopper("paged_attention", case)[1] for case in ("llama_8b", "llama_8b_window")]
     assert said[0].count("bytes spill stores") == 1 and said[1] == said[0]
+
+
+@pytest.mark.parametrize("case", ["llama_8b", "llama_8b_int8", "llama_8b_few", "llama2_7b", "qwen_0.5b"])
+@pytest.mark.filterwarnings("ignore")
+def test_xla_reads_the_rows_of_single_queries_where_they_lie(case):
+    """Scores in float32 and weights in bfloat16: no copy of keys or of values."""
+    program = compiled(CHIP, "paged_attention", case, implementation="xla_one_turn")
+    one = KERNELS["paged_attention"][1][case]
+    scores = len(one.lengths) * one.heads * one.slots * one.page
+    assert program.memory_analysis().temp_size_in_bytes < 1.1 * (4 + 2) * scores

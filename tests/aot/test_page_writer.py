@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 
 
 def compiled(chip: str, case: cases.Case, donate: bool = True, **options):
-    """The call, compiled: by the platform's choice, or as `options` name it."""
+    """The call, compiled: by XLA, or as `options` name it."""
     mesh = mesh_of(TPUS[chip])
     place = NamedSharding(mesh, PartitionSpec())
     args = jax.tree.map(
@@ -45,7 +45,7 @@ def made(hlo: str, least: int) -> list[str]:
 def test_the_pool_is_updated_where_it_lies(chip, name):
     case = cases.REAL[name]
     pool, new, *_ = case.shapes()
-    program = compiled(chip, case)
+    program = compiled(chip, case, implementation="pallas_tpu")
     memory, hlo = program.memory_analysis(), program.as_text()
     assert memory.alias_size_in_bytes == size(pool)
     assert made(hlo, pool.data.size) == ["custom-call"] and 'custom_call_target="tpu_custom_call"' in hlo
@@ -60,7 +60,7 @@ def test_the_pool_is_updated_where_it_lies(chip, name):
 def test_a_pool_that_is_not_donated_is_copied():
     """What the law above would miss if it looked at nothing."""
     case = cases.REAL["llama_8b_decode"]
-    program = compiled("v5p", case, donate=False)
+    program = compiled("v5p", case, donate=False, implementation="pallas_tpu")
     assert program.memory_analysis().alias_size_in_bytes == 0
     assert len(made(program.as_text(), case.shapes()[0].data.size)) > 1
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import time
 import types
 
 import pytest
@@ -15,8 +17,10 @@ from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.names import named
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.kernels.check.decide import Decision
+from swiftkv_jax.kernels.check import decide as checks
+from swiftkv_jax.kernels.check.decide import Decision, Limits
 from swiftkv_jax.kernels.check.machine import Machine
+from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import NONE, RopeConfig
 
@@ -107,6 +111,61 @@ def test_what_the_check_found_runs_and_gives_the_same_tokens(model, asked, monke
         "write": how["write"],
         "how": "the safe ones",
     }
+
+
+DEADLY = """
+import os, time
+from swiftkv_jax.kernels.common.dispatch import Implementation
+from swiftkv_jax.kernels.paged_attention import api
+
+def hanging(*_, **__):
+    time.sleep(600)
+
+def aborting(*_, **__):
+    os.abort()
+
+def register():
+    api.PAGED_ATTENTION.update({f.__name__: Implementation(f) for f in (hanging, aborting)})
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_comes_up_whatever_a_candidate_does(model, tmp_path, monkeypatch):
+    """Within the check's limit and ten seconds; a second start checks nothing, in a fifth of a second of
+    processor time: others may be busy."""
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    for name in ("hanging", "aborting"):
+        monkeypatch.setitem(PAGED_ATTENTION, name, PAGED_ATTENTION["xla"])
+    limits = Limits(each=4.0, total=45.0)
+    how = {"limits": limits, "module": "deadly"}
+    how["candidates"] = {
+        "decode": ("xla_one_turn", "hanging", "aborting"),
+        "chunk": ("xla",),
+        "fill": ("xla",),
+    }
+
+    def decide(calls, machine, folder, **more):
+        """Of a GPU's calls, on this CPU."""
+        here = dataclasses.replace(machine, platform="cpu")
+        return checks.decide(calls, here, tmp_path / "kept", **more | how)
+
+    monkeypatch.setattr(kernels, "decide", decide)
+    monkeypatch.setattr(kernels.machines, "taken", lambda: False)
+    monkeypatch.setattr(kernels, "_machine", lambda: GPU)
+    began = time.monotonic()
+    llm = LLM.from_model(*model, **tiny.SIZES)
+    assert time.monotonic() - began < limits.total + 10
+    assert llm.kernels["decode"] == "xla_one_turn" and llm.kernels["how"].startswith("checked on a GPU")
+    prompt = tiny.prompts((5,))[0]
+    outputs = llm.generate([prompt], dataclasses.replace(tiny.GREEDY, max_tokens=5), use_tqdm=False)
+    assert outputs[0].outputs[0].token_ids == tiny.greedy(*model, prompt, 5)
+    monkeypatch.setattr(checks, "_checked", None)
+    settings = Settings(**tiny.SIZES)
+    began = time.process_time()
+    chosen = choose(model[0].config, model[0].plan, model[0].dtype, settings)
+    assert time.process_time() - began < 0.2
+    assert chosen.how == "as checked on a GPU" and chosen.settings.attention == llm.settings.attention
 
 
 def test_names_that_are_given_stay(model, asked, monkeypatch):

@@ -85,6 +85,22 @@ def test_xla_agrees_in_one_turn(name, room, monkeypatch):
     agree(case, functools.partial(cases.call, **case.options, implementation="xla_one_turn"))
 
 
+@pytest.mark.parametrize("name", ["lengths", pytest.param("int8", marks=pytest.mark.slow)])
+def test_one_turn_is_of_matrix_products_on_a_tpu(name, monkeypatch):
+    """Where single queries read rows in place, on CPUs and GPUs, there is none."""
+    case = cases.SMALL[name]
+    run = functools.partial(cases.call, **case.options, implementation="xla_one_turn")
+
+    def products():
+        args, arrays = case.shapes()
+        return jax.jit(lambda *a, **k: run(*a, **k)).lower(*args, **arrays).as_text().count("dot_general")
+
+    assert not products()
+    monkeypatch.setattr(dispatch, "device", lambda: ("tpu", "a TPU", 1))
+    assert products()
+    agree(case, lambda *a, **k: run(*a, **k))
+
+
 @pytest.mark.parametrize("room", [1 << 28, 1 << 16], ids=["whole", "in groups"])
 def test_one_turn_has_no_loop_of_unknown_length(room, monkeypatch):
     """In a `while` whose length only the device knows, a GPU asks the host at every turn."""
