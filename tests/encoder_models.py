@@ -1,5 +1,7 @@
 """Small random T5 and Whisper models of transformers, saved as a user would find them."""
 
+import io
+import wave
 from pathlib import Path
 
 import numpy as np
@@ -150,6 +152,18 @@ def sources(family: str, lengths: list[int], seed: int = 0) -> tuple[np.ndarray,
     for row, length in enumerate(lengths):
         ids[row, :length] = random.integers(2, 101, length)
     return ids, np.array(lengths)
+
+
+def wav(seconds: float, seed: int = 0, rate: int = 16_000, channels: int = 1) -> bytes:
+    """A wav file of noise."""
+    samples = np.random.default_rng(seed).integers(-9000, 9000, (round(seconds * rate), channels))
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(samples.astype("<i2").tobytes())
+    return out.getvalue()
 
 
 def asked(family: str, source: np.ndarray, lengths: np.ndarray) -> dict:
