@@ -76,9 +76,11 @@ SPEAKING = {
 }
 
 
-def make(name: str, seed: int = 0) -> transformers.PreTrainedModel:
-    """A random model whose norms and biases are random too, and whose logits differ by units."""
+def make(name: str, seed: int = 0, **changes) -> transformers.PreTrainedModel:
+    """A random model whose norms and biases are random too, and whose logits differ by units; `changes` of
+    the case's config."""
     family, fields = CASES[name]
+    fields = fields | changes
     base, kind = {
         "t5": (_T5, transformers.T5ForConditionalGeneration),
         "whisper": (_WHISPER, transformers.WhisperForConditionalGeneration),
@@ -127,9 +129,9 @@ def _conditioned(kernel: torch.Tensor) -> torch.Tensor:
     return u @ torch.diag(s.clamp(min=s[0] / 50)) @ v
 
 
-def save(name: str, folder: Path, seed: int = 0) -> Path:
+def save(name: str, folder: Path, seed: int = 0, **changes) -> Path:
     """Save as transformers does; returns the folder."""
-    make(name, seed).save_pretrained(folder)
+    make(name, seed, **changes).save_pretrained(folder)
     return folder
 
 
