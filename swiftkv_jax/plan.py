@@ -253,8 +253,14 @@ class KVPlan:
         return tuple(i for i, row in enumerate(self.rows) if row.source == layer)
 
     def readers(self, row: int) -> tuple[int, ...]:
-        """The layers whose self-attention reads `row`."""
-        return tuple(layer for layer, read in enumerate(self.reads) if read == row)
+        """The layers that read `row`: by their cross-attention, if it is made of another stream."""
+        reads = self.reads if self.rows[row].space == SELF else self.cross
+        return tuple(layer for layer, read in enumerate(reads) if read == row)
+
+    def name(self, row: int) -> str:
+        """Whose row it is, for messages."""
+        crossing = "" if self.rows[row].space == SELF else "'s cross-attention"
+        return f"layer {self.rows[row].maker}{crossing}"
 
     def place(self, row: int) -> int:
         """Where `row` lies among the stored rows of its form and space."""

@@ -135,7 +135,7 @@ def to_slim(
     Args:
       forms: one for all rows, or one for each. With "x" for all, layers of one input share one row: all upper
         layers of a SwiftKV student do.
-      solved: row -> its W_KV or W_VK, [E, E], in place of the exact one.
+      solved: row of `model` -> its W_KV or W_VK, [E, E], in place of the exact one.
       cross_forms: of what layers read of an encoder's output, one for all layers or one for each; all layers
         of "x" share one row.
 
@@ -143,9 +143,9 @@ def to_slim(
       UsageError: this model cannot have such rows, or W_K (W_V) of a row is singular, or holds what becomes
         too large for float16; the message says why.
     """
-    found = {*model.plan.forms, *model.plan.cross_forms}
-    if found != {"kv"}:
-        raise UsageError(f"to_slim converts rows of keys and values, not of {', '.join(sorted(found))}")
+    stored = {*model.plan.forms, *model.plan.cross_forms}
+    if stored != {"kv"}:
+        raise UsageError(f"to_slim converts rows of keys and values, not of {', '.join(sorted(stored))}")
     plan = model.plan.stored_as(*([forms] if isinstance(forms, str) else forms))
     plan = plan.sharing_inputs() if forms == "x" else plan
     if model.plan.cross:
@@ -154,7 +154,8 @@ def to_slim(
     layers, held = weights.partition(plan, model.config.windows, weights.cuts_of(params))
     was = _plain_rows(model.plan, plan)
     stacks = weights.recut(params["rows"], [range(was[made.start], was[made[-1]] + 1) for made in held])
-    rows = [_slim_makers(slim, made, p, solved or {}) for made, p in zip(held, stacks, strict=True)]
+    found = {new: solved[old] for new, old in enumerate(was) if old in solved} if solved else {}
+    rows = [_slim_makers(slim, made, p, found) for made, p in zip(held, stacks, strict=True)]
     cut = zip(layers, weights.recut(params["layers"], layers), strict=True)
     return slim, params | {"layers": [_slim_layers(slim, model.plan, params, *p) for p in cut], "rows": rows}
 
@@ -209,7 +210,7 @@ def _slim_makers(model: Transformer, held: range, stack: PyTree, solved: Mapping
 
 
 def _name(model: Transformer, row: int, letter: str) -> str:
-    return f"layer {model.plan.rows[row].maker}: W_{letter.upper()}"
+    return f"{model.plan.name(row)}: W_{letter.upper()}"
 
 
 def by_head(leaf: Array, heads: int) -> Array:

@@ -1,5 +1,7 @@
 """Small random T5 and Whisper models of transformers, saved as a user would find them."""
 
+import io
+import wave
 from pathlib import Path
 
 import numpy as np
@@ -74,9 +76,11 @@ SPEAKING = {
 }
 
 
-def make(name: str, seed: int = 0) -> transformers.PreTrainedModel:
-    """A random model whose norms and biases are random too, and whose logits differ by units."""
+def make(name: str, seed: int = 0, **changes) -> transformers.PreTrainedModel:
+    """A random model whose norms and biases are random too, and whose logits differ by units; `changes` of
+    the case's config."""
     family, fields = CASES[name]
+    fields = fields | changes
     base, kind = {
         "t5": (_T5, transformers.T5ForConditionalGeneration),
         "whisper": (_WHISPER, transformers.WhisperForConditionalGeneration),
@@ -125,9 +129,9 @@ def _conditioned(kernel: torch.Tensor) -> torch.Tensor:
     return u @ torch.diag(s.clamp(min=s[0] / 50)) @ v
 
 
-def save(name: str, folder: Path, seed: int = 0) -> Path:
+def save(name: str, folder: Path, seed: int = 0, **changes) -> Path:
     """Save as transformers does; returns the folder."""
-    make(name, seed).save_pretrained(folder)
+    make(name, seed, **changes).save_pretrained(folder)
     return folder
 
 
@@ -150,6 +154,18 @@ def sources(family: str, lengths: list[int], seed: int = 0) -> tuple[np.ndarray,
     for row, length in enumerate(lengths):
         ids[row, :length] = random.integers(2, 101, length)
     return ids, np.array(lengths)
+
+
+def wav(seconds: float, seed: int = 0, rate: int = 16_000, channels: int = 1) -> bytes:
+    """A wav file of noise."""
+    samples = np.random.default_rng(seed).integers(-9000, 9000, (round(seconds * rate), channels))
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(samples.astype("<i2").tobytes())
+    return out.getvalue()
 
 
 def asked(family: str, source: np.ndarray, lengths: np.ndarray) -> dict:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from swiftkv_jax.cache import EIGHT_BIT
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan, Prediction
+from swiftkv_jax.plan import SELF, KVPlan, Prediction
 from swiftkv_jax.rows import FORMS
 
 
@@ -87,16 +87,19 @@ def prompt_gflop(config: ModelConfig, plan: KVPlan | None, context: int) -> floa
 
 
 def cache_bytes_per_token(
-    config: ModelConfig, plan: KVPlan | None = None, dtype: DTypeLike = "bfloat16"
+    config: ModelConfig, plan: KVPlan | None = None, dtype: DTypeLike = "bfloat16", space: str = SELF
 ) -> int:
-    """Bytes that one token takes in a cache of `dtype`: what every row stores of it, and the scales."""
+    """Bytes that one token takes in a cache of `dtype`: what every row stores of it, and the scales.
+
+    space: ENCODER: that one position of a source takes.
+    """
     plan = _checked(config, plan)
     size, scale = jnp.dtype(dtype).itemsize, 4 if jnp.dtype(dtype).name in EIGHT_BIT else 0
 
     def row(form: str) -> int:
         return sum(a.heads * (a.width * size + scale) for a in FORMS[form].arrays(config))
 
-    return sum(plan.stored(form) * row(form) for form in plan.forms)
+    return sum(plan.stored(form, space) * row(form) for form in plan.forms_of(space))
 
 
 def training_flops_per_token(

@@ -9,6 +9,8 @@ Where no language is given, `language_request` asks for it and `language_of` rea
 """
 
 import dataclasses
+import functools
+import operator
 import typing
 from collections.abc import Iterable, Sequence
 
@@ -18,7 +20,13 @@ from swiftkv_jax import audio
 from swiftkv_jax.audio import AudioSettings
 from swiftkv_jax.checkpoint.generation import Speech
 from swiftkv_jax.engine.given import decoder_start
-from swiftkv_jax.engine.request import Request, RequestOutput, SamplingParams
+from swiftkv_jax.engine.request import (
+    CompletionOutput,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    SamplingParams,
+)
 from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.shapes import Float
 
@@ -43,6 +51,12 @@ class Transcription:
     language: str | None
     duration: float
     windows: list[RequestOutput]
+
+
+def hears(llm: "LLM") -> bool:
+    """Whether the model takes sound."""
+    within = llm.model.config.encoder
+    return within is not None and bool(within.mels)
 
 
 def settings(llm: "LLM") -> AudioSettings:
@@ -180,6 +194,46 @@ def _heard(frames: Frames) -> dict[str, typing.Any]:
 def joined(texts: Iterable[str]) -> str:
     """The texts of neighbouring windows as one."""
     return " ".join(text.strip() for text in texts if text.strip())
+
+
+def whole(windows: Sequence[RequestOutput]) -> RequestOutput:
+    """The answers to the windows of one sound as one answer, which ended as the worst of them did."""
+    said, times = [window.outputs[0] for window in windows], [window.metrics for window in windows]
+    worst = max(said, key=lambda one: _WORSE.index(one.finish_reason))
+    begun = [m.first_token_time for m in times if m.output_tokens]
+    output = CompletionOutput(
+        index=0,
+        text=joined(one.text for one in said),
+        token_ids=[token for one in said for token in one.token_ids],
+        cumulative_logprob=_sum(one.cumulative_logprob for one in said),
+        logprobs=_sum(one.logprobs for one in said),
+        finish_reason=worst.finish_reason,
+        stop_reason=worst.stop_reason,
+        error=worst.error,
+    )
+    metrics = RequestMetrics(
+        arrival_time=min(m.arrival_time for m in times),
+        scheduled_time=min(m.scheduled_time for m in times),
+        first_token_time=min(begun, default=0.0),
+        finished_time=max(m.finished_time for m in times),
+        output_tokens=sum(m.output_tokens for m in times),
+    )
+    return RequestOutput(
+        request_id=windows[0].request_id,
+        prompt=None,
+        prompt_token_ids=[token for window in windows for token in window.prompt_token_ids],
+        outputs=[output],
+        metrics=metrics,
+    )
+
+
+_WORSE = (None, "stop", "length", "abort", "error")  # ends of an answer, the best first
+
+
+def _sum(parts: Iterable):
+    """Numbers added, or lists one after the other; None where any is None."""
+    known = list(parts)
+    return None if any(part is None for part in known) else functools.reduce(operator.add, known)
 
 
 def transcribe(

@@ -1,4 +1,7 @@
-"""The files of a batch run: prompts read line by line, answers written line by line and resumed."""
+"""The files of a batch run: prompts read line by line, answers written line by line and resumed.
+
+A line of sound is a request for each window of 30 s, whose answers become one line.
+"""
 
 import contextlib
 import dataclasses
@@ -6,9 +9,10 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.request import Request, RequestOutput, SamplingParams
 from swiftkv_jax.errors import UsageError, explained, suggest
 from swiftkv_jax.folder import read_text
@@ -20,22 +24,29 @@ EXAMPLES = (
     "Changed in version",
 )
 DEFAULT_MAX_TOKENS = 128
-_PROMPTS = ("prompt", "messages", "prompt_token_ids")
+PROMPTS = ("prompt", "messages", "prompt_token_ids", "audio")
+_BESIDE = {"audio": ("language", "task")}  # fields that belong to a kind of prompt
 _SHOWN = 20  # broken lines shown in one error
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One line of input: where it stands, its id (None without one), its prompt, and the checked request.
+    """One line of input: where it stands, its id (None without one), its prompt, and the checked requests.
 
     `key` changes when the prompt, its parameters or the model do.
+
+    Attributes:
+      requests: one; of sound one for each window. question: asks for the sound's language, if nobody gives
+        it; until then the requests guess. said: what an output line tells of the sound.
     """
 
     index: int
     id: str | int | None
     prompt: dict
-    request: Request
+    requests: tuple[Request, ...]
     key: str
+    question: Request | None = None
+    said: dict = dataclasses.field(default_factory=dict)
 
 
 class BadLines(UsageError):
@@ -84,10 +95,12 @@ def make_jobs(
     llm,
     skip_bad: bool,
     warn: Callable[[str], None],
+    folder: Path = Path(),
 ) -> list[Job]:
     """Jobs of all good lines, checked by `llm.request`.
 
     Line i samples with seed + i unless it says otherwise, so that a resumed run goes on as it would have.
+    Paths in lines are relative to `folder`.
 
     Raises:
       BadLines: any line is bad and `skip_bad` is not set.
@@ -95,7 +108,7 @@ def make_jobs(
     jobs, problems, ignored = [], {}, set()
     for index, (number, line) in enumerate(lines):
         try:
-            job, unknown = _job(index, line, defaults, seed, llm)
+            job, unknown = _job(index, line, defaults, seed, llm, folder)
         except UsageError as error:
             problems[number] = str(error)
         else:
@@ -110,28 +123,91 @@ def make_jobs(
     return jobs
 
 
-def _job(index: int, line: str, defaults: SamplingParams, seed: int, llm) -> tuple[Job, set[str]]:
+def _job(
+    index: int, line: str, defaults: SamplingParams, seed: int, llm, folder: Path
+) -> tuple[Job, set[str]]:
     """The job of one line, and the fields it has that mean nothing here."""
     row = _parse(line) if isinstance(line, _Json) else {"prompt": line}
-    if sum(name in row for name in _PROMPTS) != 1:
-        raise UsageError("it must have exactly one of prompt, messages and prompt_token_ids")
+    kinds = [name for name in PROMPTS if name in row]
+    if len(kinds) != 1:
+        raise UsageError(f"it must have exactly one of {', '.join(PROMPTS[:-1])} and {PROMPTS[-1]}")
     if isinstance(row.get("id"), bool) or not isinstance(row.get("id"), str | int | None):
         raise UsageError(f"id must be a string or an integer, not {row['id']!r}")
-    known = {*_PROMPTS, "id", *SamplingParams.names()}
+    own = (*kinds, *_BESIDE.get(kinds[0], ()))
+    known = {*own, "id", *SamplingParams.names()}
     unknown = {name for name in row if name not in known}
     for name in sorted(unknown):
         if guess := suggest(name, SamplingParams.names()):
             raise UsageError(f"unknown field {name!r}{guess}")
     changes = {name: row[name] for name in SamplingParams.names() if name in row}
     params = defaults.updated({"seed": (seed + index) % 2**63} | changes)
-    prompt = {name: row[name] for name in _PROMPTS if name in row}
-    content = json.dumps([llm.fingerprint, prompt, dataclasses.asdict(params)], sort_keys=True)
-    key = hashlib.sha256(content.encode()).hexdigest()[:16]
+    prompt = {name: row[name] for name in own if name in row}
+    if "audio" in prompt:
+        return _sound_job(index, row.get("id"), prompt, params, llm, folder), unknown
+    if speech.hears(llm):
+        raise UsageError(f'{llm.model.config.family} hears sound: give {{"audio": "FILE.wav"}}')
+    key = _key(llm, prompt, params)
     request = llm.request(prompt, params)
     if params.max_tokens is None and "max_tokens" not in row:  # nobody asked for more: the room that is left
         capped = min(DEFAULT_MAX_TOKENS, request.params.max_tokens)
         request = dataclasses.replace(request, params=request.params.updated({"max_tokens": capped}))
-    return Job(index, row.get("id"), prompt, request, key), unknown
+    return Job(index, row.get("id"), prompt, (request,), key), unknown
+
+
+def _key(llm, *content) -> str:
+    content = [dataclasses.asdict(x) if isinstance(x, SamplingParams) else x for x in content]
+    return hashlib.sha256(json.dumps([llm.fingerprint, *content], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _sound_job(index: int, name, prompt: dict, params: SamplingParams, llm, folder: Path) -> Job:
+    """The job of a line of sound, which is read here."""
+    path = prompt["audio"]
+    if not isinstance(path, str) or "\0" in path:
+        raise UsageError(f"audio must be the path of a wav file, not {path!r}")
+    for field in _BESIDE["audio"]:
+        if not isinstance(prompt.get(field), str | None):
+            raise UsageError(f"{field} must be a string, not {prompt[field]!r}")
+    if params.n != 1:
+        raise UsageError(f"n must be 1 with audio, not {params.n}")
+    speech.settings(llm)  # a model that hears nothing is told before a file that is not there
+    with explained(f"read audio {path}"):
+        sound = (folder / os.path.expanduser(path)).read_bytes()
+    frames, seconds = speech.listen(llm, sound, f"audio {path}")
+    language, task = prompt.get("language"), prompt.get("task") or "transcribe"
+    codes = [code for code, _ in speech.asked(llm).languages]
+    question = speech.language_request(llm, frames[0]) if language is None else None
+    spoken = next(iter(codes), None) if language is None else speech.language_code(language, codes or ["en"])
+    given = spoken if codes else None, task, params
+    requests = tuple(speech.window_request(llm, window, *given) for window in frames)
+    key = _key(llm, prompt | {"sha256": hashlib.sha256(sound).hexdigest()}, params)
+    said = {"language": spoken, "task": task, "duration": seconds}
+    return Job(index, name, prompt, requests, key, question, said)
+
+
+def answered(llm, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput]]:
+    """Each job with its answer, as it comes. Languages that nobody gave are asked for first."""
+    asking = [i for i, job in enumerate(jobs) if job.question is not None]
+    heard = dict(llm.run([jobs[i].question for i in asking]))
+    jobs = list(jobs)
+    for number, i in enumerate(asking):
+        jobs[i] = _in_language(llm, jobs[i], speech.language_of(llm, heard[number]))
+    owners = [(i, number) for i, job in enumerate(jobs) for number in range(len(job.requests))]
+    waiting: list[dict[int, RequestOutput]] = [{} for _ in jobs]
+    for place, output in llm.run([jobs[i].requests[number] for i, number in owners]):
+        i, number = owners[place]
+        waiting[i][number] = output
+        if len(waiting[i]) == len(jobs[i].requests):
+            windows = [waiting[i].pop(n) for n in range(len(jobs[i].requests))]
+            yield jobs[i], windows[0] if "audio" not in jobs[i].prompt else speech.whole(windows)
+
+
+def _in_language(llm, job: Job, language: str | None) -> Job:
+    """The job of a sound in the language that the model heard; None: it heard none, and the guess stands."""
+    if language is None:
+        return job
+    begun = tuple(speech.prompt_tokens(llm, language, job.said["task"]))
+    requests = tuple(dataclasses.replace(request, token_ids=begun) for request in job.requests)
+    return dataclasses.replace(job, requests=requests, said=job.said | {"language": language})
 
 
 def _parse(line: str) -> dict:
@@ -151,7 +227,7 @@ def output_row(job: Job, output: RequestOutput) -> dict:
     metrics = output.metrics
     row = {"index": job.index, "id": job.id, "key": job.key, "prompt": output.prompt}
     if output.prompt is None:
-        row |= job.prompt
+        row |= job.prompt | job.said
     completions = [_completion_row(completion) for completion in output.outputs]
     row |= completions[0] | {
         "prompt_tokens": len(output.prompt_token_ids),

@@ -16,6 +16,7 @@ from swiftkv_jax import processes
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
 from swiftkv_jax.checks import choice
 from swiftkv_jax.distill.progress import working
+from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
 from swiftkv_jax.engine.settings import CACHE_DTYPES, Settings, share_of
 from swiftkv_jax.errors import Parser, UsageError, UsageWarning, exit_code
@@ -24,9 +25,11 @@ from swiftkv_jax.predict import Predicted
 from swiftkv_jax.server import flags as http
 from swiftkv_jax.server.jobs import (
     DEFAULT_MAX_TOKENS,
+    PROMPTS,
     Job,
     Output,
     OutputError,
+    answered,
     make_jobs,
     output_row,
     read_lines,
@@ -73,7 +76,9 @@ def build_parser(server: bool = True) -> Parser:
     p.add_argument("--model", metavar="DIR", help="folder or hub id (default: the demo's teacher)")
     p.add_argument("--base", metavar="DIR", help="the base of a KV prediction adapter, if it was moved")
     batch = http.Hidden(p) if server else p
-    batch.add_argument("--input", metavar="FILE", help=".jsonl of {prompt | messages}, .txt, or - for stdin")
+    batch.add_argument(
+        "--input", metavar="FILE", help=".jsonl of {prompt | messages | audio}, .txt, or - for stdin"
+    )
     batch.add_argument(
         "--output", metavar="FILE", help=".jsonl, or - for stdout (default: readable text on stdout)"
     )
@@ -179,9 +184,11 @@ def _run(args: argparse.Namespace) -> int:
 
 def _batch(llm, lines: list[tuple[int, str]], flags: dict, args: argparse.Namespace) -> int:
     say = _say(args)
-    defaults = llm.defaults.updated({"max_tokens": None} | flags)
+    defaults = llm.defaults.updated({"max_tokens": None})
+    defaults = (speech.GREEDY if speech.hears(llm) else defaults).updated(flags)
     _describe(llm, defaults, args.model or _DEMO, say)
-    jobs = make_jobs(lines, defaults, args.seed, llm, args.skip_bad_lines, say)
+    beside = Path(args.input).parent if args.input not in (None, "-") else Path()
+    jobs = make_jobs(lines, defaults, args.seed, llm, args.skip_bad_lines, say, beside)
     if not args.output:
         return _generate(llm, jobs, None, args, say)
     output = Output(args.output, args.resume, jobs)
@@ -362,8 +369,8 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
     bar = tqdm(total=len(jobs), desc="prompts", disable=args.quiet or not sys.stderr.isatty())
     try:
         with bar:
-            for number, result in llm.run([job.request for job in jobs]):
-                row = output_row(jobs[number], result)
+            for job, result in answered(llm, jobs):
+                row = output_row(job, result)
                 if output:
                     output.write(row)
                 else:
@@ -418,7 +425,8 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     kept = "".join(f", {forms.count(f)} as {f}" for f in plan.forms) if plan.forms != ("kv",) else ""
     rows = f"{plan.num_rows} rows{kept}{apart}"
     say(f"cache     {llm.cache_bytes_per_token} bytes per token in {rows}; {_room(llm)}")
-    defaults = defaults.updated({"max_tokens": defaults.max_tokens or DEFAULT_MAX_TOKENS})
+    most = None if speech.hears(llm) else DEFAULT_MAX_TOKENS
+    defaults = defaults.updated({"max_tokens": defaults.max_tokens or most})
     plain = SamplingParams()
     shown = [
         n for n in SamplingParams.names() if getattr(defaults, n) != getattr(plain, n) or n == "temperature"
@@ -439,7 +447,7 @@ def _room(llm) -> str:
 
 
 def _readable(row: dict) -> str:
-    prompt = row["prompt"] if row["prompt"] is not None else row.get("messages", row.get("prompt_token_ids"))
+    prompt = next(row[name] for name in PROMPTS if row.get(name) is not None)
     return f"--- {row['index']} ({row['finish_reason']})\n{prompt} >>>{row['text']}\n"
 
 

@@ -1,7 +1,7 @@
 """Convert a multi-head checkpoint to Slim attention (arXiv 2503.05840), by measurement.
 
-    python -m swiftkv_jax.slim --model DIR --out DIR [--text FILE] [--forms auto|k|v|x] [--cache-dtype D]
-        [--max-kl X]
+    python -m swiftkv_jax.slim --model DIR --out DIR [--text FILE | --audio PATH ...]
+        [--forms auto|k|v|x] [--cache-dtype D] [--max-kl X]
 
 One half of the text's documents calibrates, the other half measures (docs/slim.md). OUT gets the checkpoint,
 slim.json with every candidate of every row and why it was taken or not, and slim.png.
@@ -21,15 +21,17 @@ from swiftkv_jax.checks import above, choice
 from swiftkv_jax.config import DTYPES
 from swiftkv_jax.errors import Parser, UsageError, exit_code
 from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.plan import ENCODER, SELF, KVPlan
 from swiftkv_jax.rows import FORMS
 from swiftkv_jax.shapes import PyTree
-from swiftkv_jax.slim import choose, texts
+from swiftkv_jax.slim import choose, sources, texts
 from swiftkv_jax.slim.calibrate import Candidate, Found, candidates, converted
 from swiftkv_jax.slim.choose import Choice, Measured
+from swiftkv_jax.slim.hybrid import hybrids
 from swiftkv_jax.slim.measure import distance
 
 AUTO, MAX_KL = "auto", 1e-3
+_SPACES = {SELF: "own", ENCODER: "cross"}  # how rows are called in ways to store all of a space
 
 
 def parser() -> Parser:
@@ -38,9 +40,12 @@ def parser() -> Parser:
     p.add_argument("--model", required=True, metavar="DIR", help="a checkpoint: folder, or hub id")
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for the converted one")
     p.add_argument("--text", metavar="FILE", help=".jsonl or .txt like what it will read (the demo's corpus)")
+    p.add_argument(
+        "--audio", nargs="+", default=(), metavar="PATH", help="for Whisper: wav files, or folders of them"
+    )
     p.add_argument("--forms", default=AUTO, metavar="F", help="auto, or k, v or x for every row (auto)")
     p.add_argument("--cache-dtype", metavar="D", help="of the rows when served (the model's)")
-    p.add_argument("--max-kl", type=float, default=MAX_KL, metavar="X", help=f"nats a token ({MAX_KL:g})")
+    p.add_argument("--max-kl", type=float, metavar="X", help=f"nats a token ({MAX_KL:g})")
     return p
 
 
@@ -54,14 +59,16 @@ class Work:
     forms: str
     max_kl: float
 
-    def bytes_per_token(self, plan: KVPlan) -> int:
+    def bytes_per_token(self, plan: KVPlan, space: str = SELF) -> int:
         """Of a cache under `plan`."""
-        return cache_bytes_per_token(self.model.config, plan, self.dtype)
+        return cache_bytes_per_token(self.model.config, plan, self.dtype, space)
 
-    def size(self, form: str) -> int:
-        """Bytes a token of one row."""
-        every = self.model.plan.stored_as(form)
-        return self.bytes_per_token(every) // every.num_rows
+    def size(self, row: int, form: str) -> float:
+        """Bytes a token of one row, where all of its space are stored so: all inputs of a source are one."""
+        plan = self.model.plan
+        space = plan.rows[row].space
+        every = plan.stored_as(form) if space == SELF else plan.with_cross(form)
+        return self.bytes_per_token(every, space) / sum(one.space == space for one in plan.rows)
 
     def candidates_of(self) -> tuple[list[str], dict[str, str]]:
         """(forms to try, those that this model cannot have and why)."""
@@ -77,28 +84,26 @@ class Work:
 def convert(args: argparse.Namespace) -> dict:
     """Measure, choose, print, and write the folder; returns what slim.json holds."""
     choice("--forms", args.forms, (AUTO, *(form for form in FORMS if form != "kv")))
-    above("--max-kl", args.max_kl, 0)
+    bound = MAX_KL if args.max_kl is None else args.max_kl
+    above("--max-kl", bound, 0)
     folder = local_folder(args.model)
     if args.out.resolve() == folder.resolve():
         raise UsageError(f"--out {args.out} is the model itself: name another folder")
     model, params = from_pretrained(folder)
-    if model.plan.forms != ("kv",):
+    if {*model.plan.forms, *model.plan.cross_forms} != {"kv"}:
         raise UsageError(f"{args.model} is converted already: give the plain model it was made of")
-    if model.plan.cross:
-        raise UsageError(
-            f"{args.model} has an encoder, and this command measures decoders: use to_slim (docs/slim.md)"
-        )
     dtype = args.cache_dtype or model.dtype
     choice("--cache-dtype", dtype, (*DTYPES, *EIGHT_BIT))
     plain = Transformer(model.config, model.plan, "float32")
-    work = Work(plain, params, dtype, args.forms, args.max_kl)
+    work = Work(plain, params, dtype, args.forms, bound)
     forms, refused = work.candidates_of()
-    fit, kept = texts.read(args.text, folder, model.config)
+    fit, kept = _read(args, folder, plain, params)
     rows = sorted(candidates(plain, params, fit, kept, forms, dtype), key=lambda found: found.row)
     if not forms:  # of the model, not of a row
         rows = [dataclasses.replace(row, refused=refused) for row in rows]
     if args.forms != AUTO and (bad := [why for row in rows for why in row.refused.values()]):
         raise UsageError(f"{bad[0]}: it cannot be stored as {args.forms!r}; use --forms auto")
+    strict = bool(plain.plan.cross) or args.max_kl is not None
 
     def cost(picks: list[Candidate]) -> tuple[float, float]:
         return distance((plain, params), converted(plain, params, picks), kept, dtype)
@@ -106,25 +111,36 @@ def convert(args: argparse.Namespace) -> dict:
     rounding = cost([])
     options = [[Measured(c, *cost([c])) for c in row.candidates] for row in rows]
     if args.forms == AUTO:
-        limits = work.size, rounding[0], args.max_kl, lambda picks: cost(picks)[0]
+        limits = work.size, rounding[0], bound, lambda picks: cost(picks)[0]
         chosen = choose.under(rows, options, *limits)
     else:
         chosen = choose.forced(options)
+        if strict:
+            choose.check(chosen, bound, plain.plan.name)
     picks = [each.measured.candidate for each in chosen if each.measured]
+    every_row = _every_row(plain.plan, rows, cost)
+    for one in hybrids(plain, params, fit, kept, dtype) if plain.plan.cross and "k" in forms else ():
+        found = distance((plain, params), (one.model, one.params), kept, dtype, one.stored)
+        every_row[f"{_SPACES[ENCODER]} hybrid {one.how}"] = _pair(found)
     slim, made = converted(model, params, picks)
     result = {
         "model": str(args.model),
-        "text": str(args.text or texts.DEFAULT.name),
+        "text": None if args.audio else str(args.text or texts.DEFAULT.name),
+        "audio": list(args.audio),
         "fit_tokens": fit.count,
         "kept_tokens": kept.count,
         "forms": args.forms,
         "refused": refused,
         "cache_dtype": dtype,
-        "max_kl": args.max_kl,
+        "max_kl": bound,
         "bytes_per_token": {"kv": work.bytes_per_token(model.plan), "now": work.bytes_per_token(slim.plan)},
+        "bytes_per_position": {
+            "kv": work.bytes_per_token(model.plan, ENCODER),
+            "now": work.bytes_per_token(slim.plan, ENCODER),
+        },
         "keys_and_values": _pair(rounding),
         "whole": _pair(cost(picks)),
-        "every_row": _every_row(rows, cost),
+        "every_row": every_row,
         "rows": [_row(model.plan, *each) for each in zip(rows, options, chosen, strict=True)],
     }
     _print(result)
@@ -133,11 +149,30 @@ def convert(args: argparse.Namespace) -> dict:
     return command.save(result, args.out, "slim")
 
 
-def _every_row(rows: list[Found], cost) -> dict[str, dict[str, float]]:
-    """The whole model with all rows stored in one way, for each way that all rows have."""
-    ways = [{(c.form, c.how): c for c in row.candidates} for row in rows]
-    shared = [way for way in ways[0] if all(way in each for each in ways)]
-    return {" ".join(way): _pair(cost([each[way] for each in ways])) for way in shared}
+def _read(
+    args: argparse.Namespace, folder: Path, model: Transformer, params: PyTree
+) -> tuple[texts.Pieces, texts.Pieces]:
+    """What to fit on and what to measure on."""
+    if model.plan.cross:
+        return sources.read(args.text, args.audio, folder, model, params)
+    if args.audio:
+        raise UsageError(f"--audio is for models that hear sound, and {model.config.family} reads text")
+    return texts.read(args.text, folder, model.config)
+
+
+def _every_row(plan: KVPlan, rows: list[Found], cost) -> dict[str, dict[str, float]]:
+    """The whole model with all rows stored in one way, for each way that all rows have; of a model with an
+    encoder also all of its own rows alone, and all of its source's."""
+    parts = {"": rows}
+    if plan.cross:
+        for space, name in _SPACES.items():
+            parts[f"{name} "] = [row for row in rows if plan.rows[row.row].space == space]
+    out = {}
+    for name, part in parts.items():
+        ways = [{(c.form, c.how): c for c in row.candidates} for row in part]
+        shared = [way for way in ways[0] if all(way in each for each in ways)]
+        out |= {name + " ".join(way): _pair(cost([each[way] for each in ways])) for way in shared}
+    return out
 
 
 def _pair(measured: tuple[float, float]) -> dict[str, float]:
@@ -149,6 +184,7 @@ def _row(plan: KVPlan, found: Found, options: list[Measured], chosen: Choice) ->
     picked = chosen.measured.candidate if chosen.measured else None
     return {
         "row": found.row,
+        "space": plan.rows[found.row].space,
         "layers": list(plan.readers(found.row)),
         "condition": found.condition if math.isfinite(found.condition) else None,
         "largest_w_kv": found.largest,
@@ -171,11 +207,12 @@ def _row(plan: KVPlan, found: Found, options: list[Measured], chosen: Choice) ->
 
 def _print(result: dict) -> None:
     print(f"{result['fit_tokens']} tokens to fit on, {result['kept_tokens']} to measure on")
-    print("row  layers       cond  form  matrix      error    output   KL alone  agreement")
+    print("row  layers         cond  form  matrix      error    output   KL alone  agreement")
     for row in result["rows"]:
         layers = f"{row['layers'][0]}-{row['layers'][-1]}" if len(row["layers"]) > 1 else row["layers"][0]
         condition = "inf" if row["condition"] is None else f"{row['condition']:.1e}"
-        head = f"{row['row']:3}  {layers!s:6} {condition:>10}  "
+        layers = f"cross {layers}" if row["space"] == ENCODER else layers
+        head = f"{row['row']:3}  {layers!s:8} {condition:>10}  "
         for each in row["candidates"]:
             taken = (each["form"], each["matrix"]) == (row["form"], row["matrix"])
             errors = "  ".join(f"{each[name]:.1e}" for name in ("error", "output_error", "kl"))
@@ -187,13 +224,18 @@ def _print(result: dict) -> None:
         print(f"{form}: {why}")
     sizes = result["bytes_per_token"]
     for way, measured in result["every_row"].items():
-        print(f"every row {way}: KL {measured['kl']:.1e}, agreement {measured['agreement']:.3f}")
+        part, _, rest = way.partition(" ")
+        said = f"every {part} row {rest}" if part in _SPACES.values() else f"every row {way}"
+        print(f"{said}: KL {measured['kl']:.1e}, agreement {measured['agreement']:.3f}")
     for name, what in (
         ("keys_and_values", f"keys and values in {result['cache_dtype']}"),
         ("whole", "converted"),
     ):
         print(f"{what}: KL {result[name]['kl']:.1e}, agreement {result[name]['agreement']:.3f}")
     print(f"{sizes['now']} bytes a token instead of {sizes['kv']}")
+    if result["bytes_per_position"]["kv"]:
+        sizes = result["bytes_per_position"]
+        print(f"{sizes['now']} bytes a position of a source instead of {sizes['kv']}")
 
 
 def _curves(rows: list[dict]) -> dict[str, list[float]]:

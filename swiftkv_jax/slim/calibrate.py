@@ -4,6 +4,8 @@ For a row of keys, values are (K - b_K) W_KV + b_V. The exact W_KV is W_K^-1 W_V
 W_KV multiplies by up to the condition number of W_K: so the fit solves for the W_KV that makes values of keys
 *as the cache rounds them*, by least squares in float64. Which is better is measured, not known. For a row of
 values the same holds with keys and values exchanged; a row of inputs needs no W.
+
+Rows of an encoder's output are found in the same way, at the layer whose cross-attention reads them.
 """
 
 import dataclasses
@@ -15,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax import weights
+from swiftkv_jax.cache import Encoded
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
-from swiftkv_jax.layers import after, before, linear, queries
+from swiftkv_jax.layers import after, before, causal_bias, linear, queries, see_all
 from swiftkv_jax.model import Made, Transformer, angles_and_segments, embed, normalised, through
+from swiftkv_jax.plan import ENCODER, SELF
 from swiftkv_jax.rows import FORMS, reader_of, rounded
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.slim.texts import Pieces
@@ -65,22 +69,38 @@ class Found:
 @dataclasses.dataclass(frozen=True)
 class _Stream:
     """A batch on its way through the layers: the hidden states entering the next one, and earlier rows that
-    others may read, each as the arrays and readers of a stack of one (see `model.Made`)."""
+    others may read, each as the arrays and readers of a stack of one (see `model.Made`).
+
+    some: the positions of `encoded` that count.
+    """
 
     real: np.ndarray
     at: PyTree
     segments: Array
     x: Array
     rows: PyTree
+    encoded: Encoded | None = None
+    some: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What a row is made from in a batch: `h` [B, T, D], of which `some` counts; `x` enters the attention
+    that reads it."""
+
+    h: Array
+    some: np.ndarray
+    x: Array
+    stream: _Stream
 
 
 def converted(model: Transformer, params: PyTree, picks: list[Candidate]) -> tuple[Transformer, PyTree]:
     """The model with some of its rows stored so."""
-    forms = ["kv"] * len(model.plan.rows)
-    for pick in picks:
-        forms[pick.row] = pick.form
+    plan = model.plan
+    stored = {pick.row: pick.form for pick in picks}
+    own, cross = ([stored.get(row, "kv") for row in rows] for rows in (range(len(plan.own.rows)), plan.cross))
     solved = {pick.row: pick.matrix for pick in picks if pick.matrix is not None}
-    return to_slim(model, params, forms, solved)
+    return to_slim(model, params, own, solved, cross or "kv")
 
 
 def candidates(
@@ -99,38 +119,63 @@ def candidates(
             due = [row for row in plan.made_at(layer) if plan.rows[row].shared_norm == shared]
             inputs |= dict.fromkeys(due, h)
         for row in [row for row in inputs if plan.readers(row)[0] == layer]:
-            yield _found(model, params, row, streams, inputs.pop(row), forms, dtype)
+            pairs = [zip(half, h, strict=True) for half, h in zip(streams, inputs.pop(row), strict=True)]
+            seen = [[_Seen(h, stream.real, stream.x, stream) for stream, h in half] for half in pairs]
+            yield _found(model, params, row, seen, forms, dtype)
+        if plan.cross:
+            seen = [[_at_cross(model, params, layer, stream) for stream in half] for half in streams]
+            yield _found(model, params, plan.cross[layer], seen, forms, dtype)
         streams = [[_advance(model, params, layer, stream) for stream in half] for half in streams]
+
+
+def _at_cross(model: Transformer, params: PyTree, layer: int, stream: _Stream) -> _Seen:
+    """What a layer's cross-attention meets: the encoder's output, and the stream behind self-attention."""
+    assert stream.encoded is not None and stream.some is not None
+    h = normalised(model, params, False, layer, stream.x)
+    own = weights.row(params, model.plan.reads[layer]), weights.layer(params, layer)["attentions"][0]
+    relative = params.get("relative")
+    made = _output(model, SELF, layer, "kv", None, *own, relative, _Seen(h, stream.real, stream.x, stream))
+    return _Seen(stream.encoded.x, stream.some, stream.x + made, stream)
 
 
 def _begin(model: Transformer, params: PyTree, batch: Pieces) -> _Stream:
     at, segments = angles_and_segments(model.config, jnp.asarray(batch.tokens), None, None)
-    return _Stream(batch.real, at, segments, embed(model, params, jnp.asarray(batch.tokens), None), {})
+    x = embed(model, params, jnp.asarray(batch.tokens), None)
+    return _Stream(batch.real, at, segments, x, {}, batch.encoded, batch.beside and batch.beside.some)
 
 
 def _advance(model: Transformer, params: PyTree, layer: int, stream: _Stream) -> _Stream:
-    x, rows = _run(model, layer, params, stream.x, stream.at, stream.segments, stream.rows)
+    args = params, stream.x, stream.at, stream.segments, stream.rows, stream.encoded
+    x, rows = _run(model, layer, *args)
     return dataclasses.replace(stream, x=x, rows=rows)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _run(
-    model: Transformer, layer: int, params: PyTree, x: Array, at, segments, rows
+    model: Transformer, layer: int, params: PyTree, x: Array, at, segments, rows, encoded: Encoded | None
 ) -> tuple[Array, PyTree]:
     known = {row: Made(arrays, readers, 0) for row, (arrays, readers) in rows.items()}
-    passed = through(model, params, x, at, segments, range(layer, layer + 1), known)
+    lengths = None
+    if encoded is not None:  # of this layer alone: those of all would not fit
+        row, lengths = model.plan.cross[layer], encoded.lengths
+        made = FORMS["kv"].make(model.config, weights.row(params, row), encoded.x, at)
+        known[row] = Made(tuple(array[None] for array in made), {}, 0)
+    passed = through(model, params, x, at, segments, range(layer, layer + 1), known, sources=lengths)
     alone = {
         row: jax.tree.map(lambda y, i=made.index: y[i : i + 1], (made.arrays, made.readers))
         for row, made in passed.rows.items()
+        if model.plan.rows[row].space == SELF
     }
     return passed.x, alone
 
 
-def _found(model: Transformer, params: PyTree, row: int, streams, h, forms: list[str], dtype: str) -> Found:
+def _found(
+    model: Transformer, params: PyTree, row: int, seen: list[list[_Seen]], forms: list[str], dtype: str
+) -> Found:
     p = weights.row(params, row)
     kernels = [np.asarray(p[name]["kernel"], np.float64) for name in ("k_proj", "v_proj")]
-    keys, values = [_stored(model, params, row, form, h, streams, dtype) for form in ("k", "v")]
-    known, out, refused, maker = condition(kernels[0]), [], {}, model.plan.rows[row].maker
+    keys, values = [_stored(params, row, form, seen, dtype) for form in ("k", "v")]
+    known, out, refused, name = condition(kernels[0]), [], {}, model.plan.name(row)
     for form in forms:
         if form == "x":
             out.append(Candidate(row, "x", EXACT))
@@ -138,7 +183,7 @@ def _found(model: Transformer, params: PyTree, row: int, streams, h, forms: list
         (rows, others), (a, b) = ((keys, values), kernels) if form == "k" else ((values, keys), kernels[::-1])
         found = known if form == "k" else condition(a)
         if found >= SINGULAR:
-            refused[form] = f"layer {maker}: W_{form.upper()} is singular (condition {found:.1e})"
+            refused[form] = f"{name}: W_{form.upper()} is singular (condition {found:.1e})"
             continue
         exact = Candidate(row, form, EXACT, between(a, b, f"row {row}"))
         fits = [
@@ -152,9 +197,9 @@ def _found(model: Transformer, params: PyTree, row: int, streams, h, forms: list
         out += finite
         if not finite:
             refused[form] = (
-                f"layer {maker}: its matrix holds {np.abs(exact.matrix).max():.1e}, more than float16 can"
+                f"{name}: its matrix holds {np.abs(exact.matrix).max():.1e}, more than float16 can"
             )
-    out = [_with_output_error(c, model, params, streams[1], h[1], dtype) for c in out]
+    out = [_with_output_error(c, model, params, seen[1], dtype) for c in out]
     largest = next((float(np.abs(c.matrix).max()) for c in out if c.matrix is not None), 0.0)
     return Found(row, known, largest, tuple(out), refused)
 
@@ -167,15 +212,14 @@ class _Rows:
     rounded: np.ndarray
 
 
-def _stored(model: Transformer, params: PyTree, row: int, form: str, h, streams, dtype: str) -> list[_Rows]:
+def _stored(params: PyTree, row: int, form: str, seen: list[list[_Seen]], dtype: str) -> list[_Rows]:
     """Keys (form "k") or values ("v") of both halves; keys are rounded with their bias."""
     p = weights.row(params, row)["k_proj" if form == "k" else "v_proj"]
     bias = np.asarray(p["bias"], np.float64) if "bias" in p and form == "k" else 0.0
     own = p if form == "k" else {"kernel": p["kernel"]}
     out = []
-    for half, inputs in zip(streams, h, strict=True):
-        made = [np.asarray(linear(x, own))[s.real] for s, x in zip(half, inputs, strict=True)]
-        rows = np.concatenate(made)
+    for half in seen:
+        rows = np.concatenate([np.asarray(linear(one.h, own))[one.some] for one in half])
         (back,) = rounded((jnp.asarray(rows)[:, None],), dtype)
         out.append(_Rows(rows.astype(np.float64) - bias, np.asarray(back[:, 0], np.float64) - bias))
     return out
@@ -200,26 +244,45 @@ def _with_error(c: Candidate, model: Transformer, params: PyTree, rows, wanted) 
     return dataclasses.replace(c, error=float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)))
 
 
-def _with_output_error(c: Candidate, model: Transformer, params: PyTree, half, h, dtype: str) -> Candidate:
-    layer = model.plan.readers(c.row)[0]
+def _with_output_error(
+    c: Candidate, model: Transformer, params: PyTree, half: list[_Seen], dtype: str
+) -> Candidate:
+    layer, space = model.plan.readers(c.row)[0], model.plan.rows[c.row].space
     slim, made = converted(model, params, [c])
     off = of = 0.0
-    for stream, inputs in zip(half, h, strict=True):
-        args = stream.x, inputs, stream.at, stream.segments
-        p, q = (weights.layer(tree, layer)["attentions"][0] for tree in (params, made))
-        want = _output(model, layer, "kv", None, weights.row(params, c.row), p, *args)[stream.real]
-        got = _output(slim, layer, c.form, dtype, weights.row(made, c.row), q, *args)[stream.real]
+    for seen in half:
+        p, q = (weights.layer(tree, layer)["attentions"][space != SELF] for tree in (params, made))
+        args, real = (params.get("relative"), seen), seen.stream.real
+        want = _output(model, space, layer, "kv", None, weights.row(params, c.row), p, *args)[real]
+        got = _output(slim, space, layer, c.form, dtype, weights.row(made, c.row), q, *args)[real]
         off, of = off + float(jnp.sum((got - want) ** 2)), of + float(jnp.sum(want**2))
     return dataclasses.replace(c, output_error=float(np.sqrt(off / of)))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _output(model: Transformer, layer: int, form: str, dtype, row: PyTree, p, x, h, at, segments) -> Array:
+def _output(
+    model: Transformer, space: str, layer: int, form: str, dtype, row: PyTree, p, relative, seen: _Seen
+) -> Array:
     """What a layer's attention adds to its stream, [B, T, D], from a row stored in `form`, rounded or not."""
+    stream, lengths = seen.stream, None
+    if space == ENCODER and stream.encoded is not None:
+        lengths = stream.encoded.lengths
+    how = model, layer, form, dtype
+    return _attended(*how, row, p, relative, seen.x, seen.h, stream.at, stream.segments, lengths)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _attended(
+    model: Transformer, layer: int, form: str, dtype, row: PyTree, p, relative, x, h, at, segments, lengths
+) -> Array:
+    """lengths: of the sources that a cross-attention reads; None: this is a self-attention."""
     config, how = model.config, FORMS[form]
     made = how.make(config, row, h, at)
     made = made if dtype is None else rounded(made, dtype)
     k, v = how.keys_values(config, reader_of(how, how.reader(row), p), made, at)
     q = queries(config, p, before(config, p, x), at)
-    mixed = causal_attention(q, k, v, segments, config.windows[layer])
+    if lengths is not None:
+        mixed = see_all(q, k, v, lengths)
+    else:
+        bias = None if relative is None else causal_bias(config, relative, x.shape[1])
+        mixed = causal_attention(q, k, v, segments, config.windows[layer], bias=bias)
     return after(config, p, linear(mixed.reshape(*x.shape[:-1], -1), p["o_proj"]))

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.slim.calibrate import EXACT, Candidate, Found
 
 _ROUNDING = 1e-9  # nats: KLs that differ by less are the same
@@ -30,10 +31,25 @@ def forced(options: Sequence[Sequence[Measured]]) -> list[Choice]:
     return [Choice(_best(each), "asked for") for each in options]
 
 
+def check(choices: Sequence[Choice], bound: float, name: Callable[[int], str]) -> None:
+    """Whether each row that was chosen, alone, is under the bound; name: whose a row is.
+
+    Raises:
+      UsageError: one is not.
+    """
+    taken = [choice.measured for choice in choices if choice.measured]
+    for worst in sorted(taken, key=lambda m: m.kl)[-1:]:
+        if not worst.kl <= bound:
+            raise UsageError(
+                f"{name(worst.candidate.row)}, stored as {worst.candidate.form!r}, costs KL {worst.kl:.1e}, "
+                f"over the bound of {bound:.1e}: use --forms auto, or raise --max-kl"
+            )
+
+
 def under(
     found: Sequence[Found],
     options: Sequence[Sequence[Measured]],
-    size: Callable[[str], int],
+    size: Callable[[int, str], float],
     plain: float,
     bound: float,
     whole: Callable[[list[Candidate]], float],
@@ -44,7 +60,7 @@ def under(
     equal sizes the one that measures better is taken. Then the whole is measured, and the worst row goes back
     to keys and values until it is under the bound.
 
-    size: bytes of a row in a form. whole: KL of the model with these candidates.
+    size: bytes of a row, by its number, in a form. whole: KL of the model with these candidates.
     """
     share = max(bound - plain, 0.0) / len(found)
     choices = [_smallest(row, each, size, plain, share) for row, each in zip(found, options, strict=True)]
@@ -60,10 +76,12 @@ def under(
 
 
 def _smallest(row: Found, options: Sequence[Measured], size, plain: float, share: float) -> Choice:
-    fitting = [m for m in options if m.kl - plain <= share and size(m.candidate.form) < size("kv")]
+    fitting = [
+        m for m in options if m.kl - plain <= share and size(row.row, m.candidate.form) < size(row.row, "kv")
+    ]
     if fitting:
-        least = min(size(m.candidate.form) for m in fitting)
-        best = _best([m for m in fitting if size(m.candidate.form) == least])
+        least = min(size(row.row, m.candidate.form) for m in fitting)
+        best = _best([m for m in fitting if size(row.row, m.candidate.form) == least])
         return Choice(best, f"KL {best.kl:.1e}, within its share of {share:.1e}")
     reasons = list(row.refused.values())
     if options:

@@ -1,38 +1,50 @@
 """How far a model with other rows is from the model it was made of, on a text."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.model import Transformer, angles_and_segments, embed, logits, through
+from swiftkv_jax.cache import Encoded
+from swiftkv_jax.model import Transformer, angles_and_segments, cross_rows, embed, logits, through
 from swiftkv_jax.rows import rounded
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.slim.texts import Pieces
 
 
 def distance(
-    plain: tuple[Transformer, PyTree], slim: tuple[Transformer, PyTree], kept: Pieces, dtype: str
+    plain: tuple[Transformer, PyTree],
+    slim: tuple[Transformer, PyTree],
+    kept: Pieces,
+    dtype: str,
+    stored: Callable[[Encoded], Encoded] = lambda encoded: encoded,
 ) -> tuple[float, float]:
     """(KL in nats a token, share of places with the same likeliest token), of `slim` with rows in a cache of
-    `dtype` against `plain`, whose rows are not rounded. Both compute in float32."""
+    `dtype` against `plain`, whose rows are not rounded. Both compute in float32.
+
+    stored: what `slim` makes its rows of, of an encoder's output.
+    """
     total = np.zeros(2)
     for batch in kept.batches():
-        tokens = jnp.asarray(batch.tokens)
-        want, got = _logits(*plain, tokens, None), _logits(*slim, tokens, dtype)
+        tokens, encoded = jnp.asarray(batch.tokens), batch.encoded
+        want = _logits(*plain, tokens, encoded, None)
+        got = _logits(*slim, tokens, encoded and stored(encoded), dtype)
         total += np.asarray(_compare(want, got, jnp.asarray(batch.real)), np.float64)
     kl, same = total / kept.count
     return float(kl), float(same)
 
 
-@partial(jax.jit, static_argnums=(0, 3))
-def _logits(model: Transformer, params: PyTree, tokens: Array, dtype) -> Array:
+@partial(jax.jit, static_argnums=(0, 4))
+def _logits(model: Transformer, params: PyTree, tokens: Array, encoded: Encoded | None, dtype) -> Array:
     at, segments = angles_and_segments(model.config, tokens, None, None)
     store = (lambda made: made) if dtype is None else partial(rounded, dtype=dtype)
-    return logits(
-        model, params, through(model, params, embed(model, params, tokens, None), at, segments, store=store).x
-    )
+    read = {}
+    if encoded is not None:
+        read = {"rows": cross_rows(model, params, encoded.x, store), "sources": encoded.lengths}
+    x = embed(model, params, tokens, None)
+    return logits(model, params, through(model, params, x, at, segments, store=store, **read).x)
 
 
 @jax.jit

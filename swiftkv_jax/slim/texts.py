@@ -1,23 +1,39 @@
 """A text as two halves: pieces to fit W_KV on, and pieces of other documents to measure on."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
+from swiftkv_jax.cache import Encoded
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill.sources import open_documents
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.folder import DEMO
-from swiftkv_jax.shapes import Bool, Int
+from swiftkv_jax.shapes import Bool, Float, Int
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 NEEDED, MOST = 8, 16  # tokens to fit on, for each of a layer's inputs: at least, and at most
 KEPT = 8192  # tokens to measure on, at most
 DEFAULT = DEMO / "corpus.jsonl.xz"
-_PIECE, _BATCH = 512, 4  # tokens of a piece at most; pieces at once
+PIECE, BATCH = 512, 4  # tokens of a piece at most; pieces at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What an encoder made of the source that each of n texts is about.
+
+    Attributes:
+      x: [n, S, D]. lengths: [n] positions that count. some: [n, S] those of them that are fitted to, or that
+        errors are measured on.
+    """
+
+    x: Float[np.ndarray, "n S D"]
+    lengths: Int[np.ndarray, " n"]
+    some: Bool[np.ndarray, "n S"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,55 +41,86 @@ class Pieces:
     """Texts of up to T tokens, each by itself.
 
     Attributes:
-      tokens: [n, T], padded at the end. real: [n, T] whether a token is no padding.
+      tokens: [n, T], padded at the end. real: [n, T] whether a token is no padding. beside: what a decoder
+        with an encoder reads too.
     """
 
     tokens: Int[np.ndarray, "n T"]
     real: Bool[np.ndarray, "n T"]
+    beside: Beside | None = None
 
     @property
     def count(self) -> int:
         """Real tokens."""
         return int(self.real.sum())
 
+    @property
+    def encoded(self) -> Encoded | None:
+        """What `forward` reads beside the tokens."""
+        beside = self.beside
+        return None if beside is None else Encoded(jnp.asarray(beside.x), jnp.asarray(beside.lengths))
+
     def batches(self) -> Iterator["Pieces"]:
-        """A few at a time, all of one shape."""
-        for i in range(0, len(self.tokens), _BATCH):
-            short = _BATCH - len(self.tokens[i : i + _BATCH])
-            parts = (np.pad(x[i : i + _BATCH], ((0, short), (0, 0))) for x in (self.tokens, self.real))
-            yield Pieces(*parts)
+        """A few at a time, all of one shape: the last piece fills up, and does not count again."""
+        for i in range(0, len(self.tokens), BATCH):
+            at = np.minimum(np.arange(i, i + BATCH), len(self.tokens) - 1)
+            new = (np.arange(i, i + BATCH) == at)[:, None]
+            beside = self.beside
+            if beside is not None:
+                beside = Beside(beside.x[at], beside.lengths[at], beside.some[at] & new)
+            yield Pieces(self.tokens[at], self.real[at] & new, beside)
 
 
 def halves(documents: Iterable[list[int]], inputs: int, context: int, vocab: int) -> tuple[Pieces, Pieces]:
-    """(to fit on, to measure on): a document goes whole to the half that has fewer tokens so far.
-
-    A text of one document is cut in the middle. No more is read than is used.
+    """(to fit on, to measure on): see `apart`.
 
     inputs: of a layer. context: tokens of a piece, at most. vocab: of the model.
 
     Raises:
       UsageError: too few tokens to fit on, or ids that the model does not know.
     """
+    sides, wanted = apart(documents, inputs), (MOST * inputs, KEPT)
+    fit, kept = (_pieces(side, most, context) for side, most in zip(sides, wanted, strict=True))
+    check_enough(fit.count, kept.count, inputs)
+    most = max(fit.tokens.max(), kept.tokens.max())
+    if most >= vocab:
+        raise UsageError(f"token id {most} is outside the model's vocabulary of {vocab}: another tokenizer?")
+    return fit, kept
+
+
+def apart(
+    documents: Iterable[Sequence], inputs: int, size: Callable[[Sequence], int] = len
+) -> tuple[list[Sequence], list[Sequence]]:
+    """(to fit on, to measure on): a document goes whole to the half that has fewer tokens so far.
+
+    A text of one document is cut in the middle. No more is read than is used.
+
+    inputs: of a layer. size: tokens of a document.
+    """
     wanted, sides = (MOST * inputs, KEPT), ([], [])
     for document in filter(None, documents):
-        found = [sum(map(len, side)) for side in sides]
+        found = [sum(map(size, side)) for side in sides]
         if all(a >= b for a, b in zip(found, wanted, strict=True)):
             break
         sides[found[1] < found[0]].append(document)
     if not sides[1] and sides[0]:
         (whole,) = sides[0]
         sides = ([whole[: len(whole) // 2]], [whole[len(whole) // 2 :]])
-    fit, kept = (_pieces(side, most, context) for side, most in zip(sides, wanted, strict=True))
+    return sides
+
+
+def check_enough(fit: int, kept: int, inputs: int, what: str = "the text") -> None:
+    """Whether there are tokens enough to fit on and to measure on.
+
+    Raises:
+      UsageError: there are not.
+    """
     needed, beside = NEEDED * inputs, min(NEEDED * inputs, KEPT) // 2
-    if fit.count < needed or kept.count < beside:
+    if fit < needed or kept < beside:
         raise UsageError(
-            f"the text is too short: {fit.count} tokens to fit on and {kept.count} of other documents to "
+            f"{what} is too short: {fit} tokens to fit on and {kept} of other documents to "
             f"measure on; {needed} ({NEEDED} for each of {inputs} inputs) and {beside} are needed"
         )
-    most = max(fit.tokens.max(), kept.tokens.max())
-    if most >= vocab:
-        raise UsageError(f"token id {most} is outside the model's vocabulary of {vocab}: another tokenizer?")
-    return fit, kept
 
 
 def read(text: str | None, folder: Path, config: ModelConfig) -> tuple[Pieces, Pieces]:
@@ -84,8 +131,8 @@ def read(text: str | None, folder: Path, config: ModelConfig) -> tuple[Pieces, P
     return halves(ids, config.hidden_size, config.max_position_embeddings, config.vocab_size)
 
 
-def _pieces(documents: list[list[int]], most: int, context: int) -> Pieces:
-    size, left, pieces = min(_PIECE, context), most, []
+def _pieces(documents: Sequence[Sequence[int]], most: int, context: int) -> Pieces:
+    size, left, pieces = min(PIECE, context), most, []
     for document in documents:
         for i in range(0, min(len(document), left), size):
             pieces.append(document[i : i + min(size, left)])

@@ -1,12 +1,8 @@
 """Sound over HTTP by the `openai` client, unmodified: the same text as `LLM.transcribe`."""
 
-import io
-import wave
-
 import encoder_models
 import http_server
 import httpx
-import numpy as np
 import openai
 import pytest
 import tiny_engine as tiny
@@ -16,7 +12,8 @@ import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.generation import read_generation_config
 from swiftkv_jax.engine.llm import LLM
 
-RATE = 16_000
+wav = encoder_models.wav
+
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "steps_per_launch": 4, "page_size": 8}
 
 
@@ -51,17 +48,6 @@ def client(running):
     with openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
         yield client
     http_server.wait_for(running.idle)
-
-
-def wav(seconds: float, seed: int = 0, rate: int = RATE, channels: int = 1) -> bytes:
-    samples = np.random.default_rng(seed).integers(-9000, 9000, (round(seconds * rate), channels))
-    out = io.BytesIO()
-    with wave.open(out, "wb") as file:
-        file.setnchannels(channels)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes(samples.astype("<i2").tobytes())
-    return out.getvalue()
 
 
 @pytest.mark.parametrize(

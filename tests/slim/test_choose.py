@@ -2,8 +2,9 @@
 
 import pytest
 
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.slim.calibrate import EXACT, FITTED, Candidate, Found
-from swiftkv_jax.slim.choose import Measured, forced, under
+from swiftkv_jax.slim.choose import Measured, check, forced, under
 
 SIZES = {"kv": 8, "k": 4, "v": 4, "x": 3}
 
@@ -14,7 +15,7 @@ def option(row: int, kl: float, form: str = "k", how: str = EXACT) -> Measured:
 
 def choose(options, bound: float = 1.0, plain: float = 0.0, whole=lambda picks: 0.0, refused=()):
     found = [Found(i, 1.0, 1.0, (), dict(refused)) for i in range(len(options))]
-    return under(found, options, SIZES.__getitem__, plain, bound, whole)
+    return under(found, options, lambda row, form: SIZES[form], plain, bound, whole)
 
 
 def forms(choices) -> list[str]:
@@ -68,3 +69,22 @@ def test_a_row_without_candidates_says_why():
 def test_forced_takes_the_best_of_each_whatever_it_costs():
     (choice,) = forced([[option(0, 9.0), option(0, 4.0, how=FITTED)]])
     assert choice.measured and choice.measured.kl == 4.0
+
+
+def test_a_row_that_is_asked_for_and_over_the_bound_is_refused():
+    choices = forced([[option(0, 0.5)], [option(1, 2.0)], [option(2, 1.0)]])
+    check(choices, 2.0, "row {}".format)
+    said = "row 1, stored as 'k', costs KL 2.0e\\+00, over the bound of 1.0e\\+00: use --forms auto"
+    with pytest.raises(UsageError, match=said):
+        check(choices, 1.0, "row {}".format)
+    with pytest.raises(UsageError, match="costs KL nan"):
+        check(forced([[option(0, float("nan"))]]), 1.0, "row {}".format)
+
+
+def test_a_size_is_of_the_row():
+    """All inputs of a source are one row: there they are smaller than keys, and elsewhere as large."""
+    options = [[option(i, 0.1), option(i, 0.2, "x")] for i in range(2)]
+    found = [Found(i, 1.0, 1.0, (), {}) for i in range(2)]
+    size = {(0, "x"): 4.0, (1, "x"): 2.0}
+    choices = under(found, options, lambda i, f: size.get((i, f), SIZES[f]), 0.0, 1.0, lambda picks: 0.0)
+    assert forms(choices) == ["k", "x"]

@@ -1,0 +1,79 @@
+"""The paper's hybrid, for models with an encoder: keys of the first layer's cross-attention stand for the
+encoder's output E.
+
+One row K = E W_K of that layer is stored, and every layer reads E = K W_K^-1 back by projections of its own,
+W_K^-1 W. As a plan this is the E-cache of another stream: rows of inputs, where K is the input. It takes as
+many numbers as the E-cache, and all layers read through one inverse: so it is measured, and not served.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax import weights
+from swiftkv_jax.cache import Encoded
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.rows import FORMS, rounded
+from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.slim.calibrate import EXACT, FITTED, solve
+from swiftkv_jax.slim.texts import Pieces
+from swiftkv_jax.surgery import SINGULAR, between, condition, to_slim
+
+
+@dataclasses.dataclass(frozen=True)
+class Hybrid:
+    """A model whose cross-attentions read the first one's keys.
+
+    Attributes:
+      how: where the inverse comes from, EXACT or FITTED. stored: the keys of an encoder's output.
+    """
+
+    how: str
+    model: Transformer
+    params: PyTree
+    stored: Callable[[Encoded], Encoded]
+
+
+def hybrids(model: Transformer, params: PyTree, fit: Pieces, kept: Pieces, dtype: str) -> list[Hybrid]:
+    """By the exact inverse, and by one fitted to keys as a cache of `dtype` rounds them; none where keys do
+    not determine their input."""
+    kernel = np.asarray(weights.row(params, model.plan.cross[0])["k_proj"]["kernel"], np.float64)
+    if FORMS["k"].refuses(model.config) or condition(kernel) >= SINGULAR:
+        return []
+
+    def stored(encoded: Encoded) -> Encoded:
+        return Encoded(encoded.x @ jnp.asarray(kernel, encoded.x.dtype), encoded.lengths)
+
+    def pair(half: Pieces) -> tuple[np.ndarray, np.ndarray]:
+        """(keys as they come back, inputs), of the positions that count."""
+        assert half.beside is not None
+        x = half.beside.x[half.beside.some]
+        (back,) = rounded((jnp.asarray(x @ kernel.astype(x.dtype))[:, None],), dtype)
+        return np.asarray(back[:, 0], np.float64), x.astype(np.float64)
+
+    keys, inputs = pair(kept)
+    fits = solve(*pair(fit))
+    best = min(fits, key=lambda matrix: float(np.linalg.norm(keys @ matrix - inputs)))
+    slim, made = to_slim(model, params, "kv", cross_forms="x")
+    exact = between(kernel, np.eye(len(kernel)), model.plan.name(model.plan.cross[0]))
+    return [
+        Hybrid(how, slim, _read_through(made, matrix), stored)
+        for how, matrix in ((EXACT, exact), (FITTED, best))
+    ]
+
+
+def _read_through(params: PyTree, matrix: np.ndarray) -> PyTree:
+    """The parameters of a model with an E-cache that reads inputs times the inverse of `matrix` [E, D]."""
+
+    def moved(p: PyTree) -> PyTree:
+        kernel = np.einsum("ed,ladu->laeu", matrix, np.asarray(p["kernel"], np.float64))
+        return p | {"kernel": jnp.asarray(kernel, p["kernel"].dtype)}
+
+    def layers(stack: PyTree) -> PyTree:
+        own, cross = stack["attentions"]
+        changed = {name: moved(cross[name]) for name in FORMS["x"].moved}
+        return stack | {"attentions": [own, cross | changed]}
+
+    return params | {"layers": [layers(stack) for stack in params["layers"]]}

@@ -1,0 +1,150 @@
+"""Sources for a model with an encoder, and what the model itself says of them, as two halves.
+
+What a decoder's cache holds in use is rows of the model's own words: so texts are answered and sounds are
+transcribed greedily, in float32, and the answers are read again beside their sources. Of T5 a source is a
+piece of a document, of Whisper a window of a file.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax.checkpoint.generation import read_generation_config
+from swiftkv_jax.distill.sources import open_documents
+from swiftkv_jax.encoder import encode
+from swiftkv_jax.engine import speech
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import RequestOutput, SamplingParams
+from swiftkv_jax.errors import UsageError, explained
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.slim import texts
+from swiftkv_jax.slim.texts import BATCH, KEPT, MOST, PIECE, Beside, Pieces
+from swiftkv_jax.text.tokenizer import load_tokenizer
+
+ANSWER = 128  # tokens of an answer to a text, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class _Said:
+    """A source, token ids or frames of sound; its positions; and the tokens that the decoder reads of it."""
+
+    source: np.ndarray
+    positions: int
+    tokens: list[int]
+
+
+def read(
+    text: str | None, sounds: Sequence[str], folder: Path, model: Transformer, params: PyTree
+) -> tuple[Pieces, Pieces]:
+    """(to fit on, to measure on), of a file of documents or of wav files, for the model in `folder`.
+
+    Raises:
+      UsageError: the model reads what is not given, a file cannot be read, or there is too little.
+    """
+    config = model.config
+    assert config.encoder is not None
+    hears = bool(config.encoder.mels)
+    if hears != bool(sounds) or (hears and text):
+        wanted = "sound: give --audio, wav files or folders of them" if hears else "text: give --text"
+        raise UsageError(f"{config.family} reads {wanted}")
+    limit = None if config.encoder.learned_positions else PIECE
+    tokenizer, generation = load_tokenizer(folder), read_generation_config(folder)
+    sizes = {"max_num_seqs": BATCH, "max_source_len": limit}
+    llm = LLM.from_model(model, params, tokenizer, generation=generation, **sizes)
+    documents = _transcribed(llm, _files(sounds)) if hears else _answered(llm, text)
+    sides = texts.apart(documents, config.hidden_size, lambda said: sum(len(one.tokens) for one in said))
+    fit, kept = (list(itertools.chain.from_iterable(side)) for side in sides)
+    what = f"what the model says of the {'sound' if hears else 'text'}"
+    texts.check_enough(_count(fit), _count(kept), config.hidden_size, what)
+    shape = max(len(one.tokens) for one in fit + kept), max(len(one.source) for one in fit + kept)
+    most = MOST * config.hidden_size
+    return _pieces(model, params, fit, most, shape), _pieces(model, params, kept, KEPT, shape)
+
+
+def _count(said: list[_Said]) -> int:
+    """Tokens, or positions of sources if they are fewer."""
+    return min(sum(len(one.tokens) for one in said), sum(one.positions for one in said))
+
+
+def _files(sounds: Iterable[str]) -> list[Path]:
+    """The wav files of files and folders."""
+    found = []
+    for path in map(Path, sounds):
+        inside = sorted(path.rglob("*.wav")) if path.is_dir() else [path]
+        if not inside:
+            raise UsageError(f"--audio {path} holds no .wav files")
+        found += inside
+    return found
+
+
+def _transcribed(llm: LLM, files: list[Path]) -> Iterator[list[_Said]]:
+    """The windows of each file, in the language that the model hears."""
+    for file in files:
+        with explained(f"read {file}"):
+            sound = file.read_bytes()
+        frames, _ = speech.listen(llm, sound, str(file))
+        (heard,) = speech.transcribe(llm, [sound], None, "transcribe", None)
+        pairs = zip(frames, heard.windows, strict=True)
+        yield [_Said(window, len(window) // 2, _read(llm, output)) for window, output in pairs]
+
+
+def _answered(llm: LLM, text: str | None) -> Iterator[list[_Said]]:
+    """The pieces of each document, each with what the model answers."""
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    chat = partial(tokenizer.encode_chat, add_generation_prompt=False)
+    documents = texts.encoded(open_documents([text or str(texts.DEFAULT)]), tokenizer.encode, chat)
+    most = min(ANSWER, llm.settings.max_model_len - 1)
+    params = SamplingParams(temperature=0.0, max_tokens=most)
+    for document in documents:
+        end = document[-1:] if document[-1] in llm.eos_ids else []
+        body, size = document[: len(document) - len(end)], PIECE - len(end)
+        pieces = [[*body[at : at + size], *end] for at in range(0, len(body), size)]
+        answers = dict(llm.run([llm.request(piece, params) for piece in pieces]))
+        yield [_Said(np.array(x, np.int32), len(x), _read(llm, answers[i])) for i, x in enumerate(pieces)]
+
+
+def _read(llm: LLM, output: RequestOutput) -> list[int]:
+    """What the decoder has read when it has said its last token."""
+    (said,) = output.outputs
+    if said.finish_reason == "error":
+        raise UsageError(f"the model fails on what it is to be measured on: {said.error}")
+    return [*output.prompt_token_ids, *said.token_ids][:-1]
+
+
+def _pieces(
+    model: Transformer, params: PyTree, said: list[_Said], most: int, shape: tuple[int, int]
+) -> Pieces:
+    """The first of them, up to about `most` tokens, padded to `shape`: (tokens, source)."""
+    ends = np.cumsum([len(one.tokens) for one in said])
+    said = said[: 1 + int(np.searchsorted(ends, most))]
+    tokens = np.zeros((len(said), shape[0]), np.int32)
+    real = np.zeros(tokens.shape, bool)
+    for row, one in enumerate(said):
+        tokens[row, : len(one.tokens)], real[row, : len(one.tokens)] = one.tokens, True
+    lengths = np.array([one.positions for one in said], np.int32)
+    blank = np.zeros((shape[1], *said[0].source.shape[1:]), said[0].source.dtype)
+    sources = np.stack([np.concatenate([one.source, blank[len(one.source) :]]) for one in said])
+    run = jax.jit(lambda source, lengths: encode(model, params, source, lengths).x)
+    x = []
+    for at in range(0, len(said), BATCH):
+        rows = np.minimum(np.arange(at, at + BATCH), len(said) - 1)
+        x.append(np.asarray(run(jnp.asarray(sources[rows]), jnp.asarray(lengths[rows])))[: len(said) - at])
+    x = np.concatenate(x)
+    return Pieces(tokens, real, Beside(x, lengths, _some(lengths, x.shape[1], most)))
+
+
+def _some(lengths: np.ndarray, size: int, most: int) -> np.ndarray:
+    """[n, size] of the first `lengths` positions of each, at most `most`, evenly spread."""
+    some = np.zeros((len(lengths), size), bool)
+    places = np.flatnonzero(np.arange(size) < lengths[:, None])
+    chosen = np.linspace(0, len(places) - 1, min(most, len(places))).astype(int)
+    some.reshape(-1)[places[chosen]] = True
+    return some

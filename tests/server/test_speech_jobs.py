@@ -1,0 +1,130 @@
+"""serve.py with lines of sound: what `LLM.transcribe` gives, line by line; bad lines are named."""
+
+import json
+from pathlib import Path
+
+import encoder_models
+import hf_models
+import pytest
+import tokenizers_made
+import transformers
+
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.speech import GREEDY
+from swiftkv_jax.server.main import main
+
+FLAGS = ["--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--page-size", "8"]
+SOUNDS = {"short.wav": 0.7, "long.wav": 2.4, "other.wav": 1.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A Whisper with windows of 1 s and three languages, and a tokenizer."""
+    path = encoder_models.save("whisper", tmp_path_factory.mktemp("whisper"))
+    transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=1).save_pretrained(path)
+    return tokenizers_made.make_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder of sounds, in which the lines lie too."""
+    path = tmp_path_factory.mktemp("sounds")
+    for seed, (name, seconds) in enumerate(SOUNDS.items()):
+        (path / name).write_bytes(encoder_models.wav(seconds, seed))
+    return path
+
+
+def lines(place: Path, rows, name: str = "in.jsonl") -> str:
+    (place / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(place / name)
+
+
+def served(model: Path, place: Path, rows, *flags: str) -> tuple[int, list[dict]]:
+    """(exit code, output lines in the input's order) of a run."""
+    out = place / "out.jsonl"
+    given = ["--model", str(model), "--input", lines(place, rows), "--output", str(out)]
+    code = main([*given, *FLAGS, *flags])
+    found = map(json.loads, out.read_text().splitlines()) if out.exists() else ()
+    return code, sorted(found, key=lambda row: row["index"])
+
+
+ROWS = [
+    {"audio": "short.wav", "language": "German", "id": "a"},
+    {"audio": "long.wav", "language": "en", "task": "translate"},
+    {"audio": "other.wav"},
+    {"audio": "long.wav", "language": "fr", "max_tokens": 3, "logprobs": 0},
+]
+
+
+def test_lines_of_sound_are_transcribed(folder, place, capsys):
+    """Paths lie beside the lines; a language that nobody gives is the one that the model hears."""
+    code, rows = served(folder, place, ROWS)
+    said = capsys.readouterr().err
+    assert code == 0 and "max_tokens=None, temperature=0.0" in said and "done: 4 prompts" in said
+    llm = LLM(folder, max_num_seqs=4, max_num_batched_tokens=16, page_size=8)
+    asked = [("de", "transcribe", None), ("en", "translate", None), (None, "transcribe", None)]
+    asked.append(("fr", "transcribe", GREEDY.updated({"max_tokens": 3})))
+    for source, row, given in zip(ROWS, rows, asked, strict=True):
+        want = llm.transcribe(place / source["audio"], *given)
+        ids = [token for window in want.windows for token in window.outputs[0].token_ids]
+        assert ids and (row["token_ids"], row["text"]) == (ids, want.text)
+        assert (row["audio"], row["language"], row["task"]) == (source["audio"], want.language, given[1])
+        assert row["duration"] == want.duration == SOUNDS[source["audio"]] and row["id"] == source.get("id")
+        assert 0 <= row["timings"]["queue_s"] < row["timings"]["ttft_s"] <= row["timings"]["total_s"]
+        assert row["prompt_tokens"] == sum(len(window.prompt_token_ids) for window in want.windows)
+    assert len(rows[1]["token_ids"]) > 3 * 3 == len(rows[3]["token_ids"]) == len(rows[3]["logprobs"])
+    assert rows[3]["finish_reason"] == "length"
+
+
+def test_a_run_that_was_interrupted_is_finished_and_a_sound_that_changed_is_noticed(folder, place, tmp_path):
+    (tmp_path / "a.wav").write_bytes(encoder_models.wav(0.5))
+    rows = [{"audio": str(place / "short.wav"), "language": "de"}, {"audio": "a.wav", "language": "de"}]
+    code, whole = served(folder, tmp_path, rows)
+    assert code == 0
+    out = tmp_path / "out.jsonl"
+    out.write_text(json.dumps(whole[1]) + '\n{"index": 0, "te')
+    code, again = served(folder, tmp_path, rows, "--resume", "--quiet")
+    assert code == 0 and [row["token_ids"] for row in again] == [row["token_ids"] for row in whole]
+    (tmp_path / "a.wav").write_bytes(encoder_models.wav(0.5, seed=9))
+    assert served(folder, tmp_path, rows, "--resume", "--quiet")[0] == 2
+
+
+BAD = {
+    '{"prompt": "hello"}': 'whisper hears sound: give {"audio": "FILE.wav"}',
+    '{"audio": "short.wav", "prompt": "hello"}': "one of prompt, messages, prompt_token_ids and audio",
+    '{"audio": "absent.wav"}': "cannot read audio absent.wav: No such file",
+    '{"audio": "."}': "cannot read audio .: Is a directory",
+    '{"audio": "in.jsonl"}': "audio in.jsonl is not a wav file",
+    '{"audio": "silent.wav"}': "audio silent.wav is empty: 0 s of sound",
+    '{"audio": 5}': "audio must be the path of a wav file, not 5",
+    '{"audio": "a\\u0000b"}': "audio must be the path of a wav file",
+    '{"audio": "short.wav", "language": "Klingon"}': "language 'Klingon' is unknown; this model knows de, en",
+    '{"audio": "short.wav", "language": 5}': "language must be a string, not 5",
+    '{"audio": "short.wav", "task": "sing"}': "task must be one of transcribe, translate, not 'sing'",
+    '{"audio": "short.wav", "language": "de", "task": "sing"}': "task must be one of",
+    '{"audio": "short.wav", "n": 2}': "n must be 1 with audio, not 2",
+    '{"audio": "short.wav", "temperature": 9}': "temperature must be in",
+    '{"audio": "short.wav", "language": "de", "max_tokens": 99}': "would pass the context of 40",
+}
+
+
+def test_bad_lines_are_all_named_or_skipped(folder, place, tmp_path, capsys):
+    for name in SOUNDS:
+        (tmp_path / name).write_bytes((place / name).read_bytes())
+    (tmp_path / "silent.wav").write_bytes(encoder_models.wav(0.0))
+    rows = [*map(json.loads, BAD), {"audio": "short.wav", "language": "de"}]
+    assert served(folder, tmp_path, rows, "--quiet") == (2, [])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{len(BAD)} bad lines" in said
+    for number, why in enumerate(BAD.values(), 1):
+        assert f"line {number}: {why}" in said or why in said, (why, said)
+    code, found = served(folder, tmp_path, rows, "--quiet", "--skip-bad-lines")
+    assert code == 0 and [row["index"] for row in found] == [len(BAD)]
+
+
+def test_sound_is_no_prompt_of_a_model_of_text(tmp_path, place, capsys):
+    hf_models.save(hf_models.build("llama"), tmp_path / "text")
+    tokenizers_made.make_tokenizer(tmp_path / "text")
+    assert served(tmp_path / "text", place, [{"audio": "absent.wav"}], "--quiet")[0] == 2
+    said = capsys.readouterr().err
+    assert "line 1: llama reads text, not sound" in said and said.count("\n") == 1

@@ -1,0 +1,266 @@
+"""`python -m swiftkv_jax.slim` on T5 and Whisper: rows of tokens and of sources, measured on what the model
+itself says."""
+
+import json
+import re
+
+import encoder_models
+import hf_models
+import jax
+import numpy as np
+import pytest
+import tokenizers_made
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import swiftkv_jax as skv
+from swiftkv_jax.slim import sources
+from swiftkv_jax.slim.__main__ import main
+from swiftkv_jax.slim.calibrate import EXACT, Candidate, candidates, converted
+from swiftkv_jax.slim.texts import Pieces
+from swiftkv_jax.surgery import between
+
+WIDTH, DECODERS = 48, 2
+SINGULAR, FAR = 0, 1  # layers of the spoilt model's cross-attention
+
+
+def theirs(**changes) -> transformers.T5ForConditionalGeneration:
+    return encoder_models.make("t5", num_decoder_layers=DECODERS, **changes)
+
+
+def saved(model, folder):
+    """As transformers saves it; word wN is token N."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    return saved(theirs(), tmp_path_factory.mktemp("t5"))
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory):
+    folder = encoder_models.save("whisper", tmp_path_factory.mktemp("whisper"), decoder_layers=DECODERS)
+    transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=1).save_pretrained(folder)
+    return tokenizers_made.make_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """20 documents of 40 words."""
+    path, random = tmp_path_factory.mktemp("text") / "words.jsonl", np.random.default_rng(0)
+    rows = [{"text": " ".join(f"w{i}" for i in random.integers(2, 101, 40))} for _ in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory):
+    """16 files of two windows each."""
+    folder = tmp_path_factory.mktemp("sounds")
+    for seed in range(16):
+        (folder / f"{seed:02}.wav").write_bytes(encoder_models.wav(2.0, seed))
+    return folder
+
+
+def run(folder, out, *flags) -> dict:
+    assert main(["--model", str(folder), "--out", str(out), *map(str, flags)]) == 0
+    return json.loads((out / "slim.json").read_text())
+
+
+def test_the_decoder_reads_what_the_model_says_of_each_piece(t5, text):
+    """Its own greedy answer, as transformers generates it; documents are whole in one of the halves."""
+    model, params = skv.from_pretrained(t5)
+    fit, kept = sources.read(str(text), (), t5, model, params)
+    rows = map(json.loads, text.read_text().splitlines())
+    documents = [[int(word[1:]) for word in row["text"].split()] for row in rows]
+    order = [documents[i] for i in range(0, 20, 2)], [documents[i] for i in range(1, 20, 2)]
+    for half, found in zip((fit, kept), order, strict=True):
+        count = len(half.tokens)
+        ids, lengths = np.array(found[:count]), np.full(count, 40)
+        answers = {"max_new_tokens": sources.ANSWER, "do_sample": False}
+        want = encoder_models.load(t5).generate(**encoder_models.asked("t5", ids, lengths), **answers)
+        for row, real, said in zip(half.tokens, half.real, want[:, :-1].tolist(), strict=True):
+            assert row[real].tolist() == said[: real.sum()] and 1 not in said[: real.sum()]
+        encoded, _ = encoder_models.torch_logits(encoder_models.load(t5), ids, lengths, ids[:, :1])
+        np.testing.assert_allclose(half.beside.x, encoded, atol=1e-4)
+        assert half.beside.lengths.tolist() == lengths.tolist()
+
+
+def keys_and_values(folder, half: Pieces) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(keys, values) [n, E] that the layers of transformers make of tokens, then of sources."""
+    model, kept = encoder_models.load(folder), {}
+    layers = [block.layer[0].SelfAttention for block in model.decoder.block]
+    layers += [block.layer[1].EncDecAttention for block in model.decoder.block]
+    made = [made for layer in layers for made in (layer.k, layer.v)]
+    for projection in made:
+        projection.register_forward_hook(lambda module, _, out: kept.update({module: out.double().numpy()}))
+    encoded = transformers.modeling_outputs.BaseModelOutput(torch.tensor(half.beside.x))
+    seen = torch.tensor(np.arange(half.beside.x.shape[1]) < half.beside.lengths[:, None])
+    with torch.no_grad():
+        model(
+            encoder_outputs=encoded, attention_mask=seen, decoder_input_ids=torch.tensor(half.tokens).long()
+        )
+    where = [half.real] * 2 * DECODERS + [half.beside.some] * 2 * DECODERS
+    rows = [kept[projection][some] for projection, some in zip(made, where, strict=True)]
+    return list(zip(rows[::2], rows[1::2], strict=True))
+
+
+def test_errors_are_those_of_transformers_keys_and_values(t5, text):
+    """Of every row the exact inverse on keys in bfloat16, and a fit: both recomputed from its projections."""
+    model, params = skv.from_pretrained(t5)
+    halves = sources.read(str(text), (), t5, model, params)
+    fit, kept = (keys_and_values(t5, half) for half in halves)
+    found = sorted(candidates(model, params, *halves, ["k"], "bfloat16"), key=lambda found: found.row)
+    assert len(found) == len(kept) == 2 * DECODERS
+    for row, (keys, values), (other, wanted) in zip(found, kept, fit, strict=True):
+        exact, fitted = row.candidates
+        for one in (exact, fitted):
+            back = torch.tensor(keys).bfloat16().double().numpy() @ one.matrix
+            error = np.linalg.norm(back - values) / np.linalg.norm(values)
+            assert one.error == pytest.approx(error, rel=0.02), row.row
+        on_fit = torch.tensor(other).bfloat16().double().numpy()
+        best = np.linalg.lstsq(on_fit, wanted, rcond=None)[0]
+        least, got = (np.linalg.norm(on_fit @ matrix - wanted) for matrix in (best, fitted.matrix))
+        assert got < 1.2 * least + 1e-3 * np.linalg.norm(wanted), row.row
+
+
+def test_inputs_are_one_row_for_all_layers(whisper, sounds, tmp_path):
+    found = run(whisper, tmp_path / "out", "--audio", sounds, "--forms", "x", "--cache-dtype", "bfloat16")
+    assert [row["space"] for row in found["rows"]] == ["self"] * DECODERS + ["encoder"] * DECODERS
+    assert [row["layers"] for row in found["rows"]] == [[0], [1]] * 2
+    assert all(row["form"] == "x" and row["candidates"][0]["error"] == 0 for row in found["rows"])
+    assert found["bytes_per_token"] == {"kv": 2 * DECODERS * WIDTH * 2, "now": DECODERS * WIDTH * 2}
+    assert found["bytes_per_position"] == {"kv": 2 * DECODERS * WIDTH * 2, "now": WIDTH * 2}
+    assert 0 < found["whole"]["kl"] < 1e-4 and set(found["every_row"]) == {
+        "x exact",
+        "own x exact",
+        "cross x exact",
+    }
+    plan = skv.from_pretrained(tmp_path / "out")[0].plan
+    assert plan == skv.KVPlan.standard(DECODERS).stored_as("x").with_cross("x")
+    plain, slim = (skv.LLM(folder, max_num_seqs=2) for folder in (whisper, tmp_path / "out"))
+    assert slim.transcribe(sounds / "00.wav", "de").text == plain.transcribe(sounds / "00.wav", "de").text
+
+
+@pytest.mark.slow
+def test_float32_keys_of_any_layer_and_the_hybrid_are_the_model(t5, text, tmp_path):
+    """In exact arithmetic they are equal: what is measured is rounding in float32 behind inverses."""
+    found = run(t5, tmp_path / "out", "--text", text, "--forms", "k")
+    assert all(0 < row["candidates"][0]["error"] < 1e-4 for row in found["rows"])
+    assert all(0 < row["candidates"][0]["output_error"] < 1e-4 for row in found["rows"])
+    ways = found["every_row"]
+    assert all(0 <= ways[way]["kl"] < 1e-8 for way in ("k exact", "own k exact", "cross k exact"))
+    assert 0 < ways["cross hybrid exact"]["kl"] < 1e-8
+    assert found["bytes_per_position"] == {"kv": 2 * DECODERS * WIDTH * 4, "now": DECODERS * WIDTH * 4}
+    assert skv.from_pretrained(tmp_path / "out")[0].plan.cross_forms == ("k",) * DECODERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_auto_takes_inputs_and_prints_what_all_else_costs(name, t5, whisper, text, sounds, tmp_path, capsys):
+    folder, data = (t5, ("--text", text)) if name == "t5" else (whisper, ("--audio", sounds))
+    found = run(folder, tmp_path / "out", *data, "--cache-dtype", "bfloat16")
+    assert {row["form"] for row in found["rows"][DECODERS:]} == {"x"}
+    for row in found["rows"]:
+        ways = [(each["form"], each["matrix"]) for each in row["candidates"]]
+        assert ways == [*((form, how) for form in "kv" for how in ("exact", "calibrated")), ("x", None)]
+    assert found["whole"]["kl"] <= found["max_kl"] and (tmp_path / "out" / "slim.png").exists()
+    kl = {way: each["kl"] for way, each in found["every_row"].items()}
+    plain = found["keys_and_values"]["kl"]
+    assert kl["cross x exact"] < 2 * plain and kl["x exact"] < 2.5 * plain
+    assert min(kl["cross hybrid exact"], kl["cross hybrid calibrated"]) > kl["cross x exact"]
+    said = capsys.readouterr().out
+    assert "every cross row k calibrated: KL" in said and "every cross row hybrid exact: KL" in said
+    assert re.search(r"\n +3  cross 1 .* x .*<- taken", said)
+    assert "96 bytes a position of a source instead of 384" in said
+
+
+def test_a_solved_matrix_reaches_its_own_row_whatever_rows_are_shared(t5):
+    """Rows of inputs are one: those behind it move up."""
+    model, params = skv.from_pretrained(saved(encoder_models.make("t5"), t5.parent / "three"))
+    plan, row = model.plan, 5  # the third layer's row of its source
+    assert plan.name(row) == "layer 2's cross-attention" and plan.readers(row) == (2,)
+    kernels = [np.asarray(params["rows"][1][f"{name}_proj"]["kernel"][2], np.float64) for name in "kv"]
+    picks = [Candidate(3, "x", EXACT), Candidate(4, "x", EXACT)]
+    own = Candidate(row, "k", EXACT, between(*kernels, "row"))
+    slim, exact = converted(model, params, [*picks, own])
+    assert slim.plan.cross_forms == ("x", "x", "k") and len(slim.plan.rows) == 5
+    _, other = converted(model, params, [*picks, Candidate(row, "k", EXACT, np.zeros((WIDTH, WIDTH)))])
+    want = skv.to_slim(model, params, "kv", cross_forms=["x", "x", "k"])[1]
+    jax.tree.map(np.testing.assert_array_equal, exact, want)
+    assert np.abs(want["rows"][-1]["kv_proj"]["kernel"]).max() > 0
+    assert not np.any(other["rows"][-1]["kv_proj"]["kernel"])
+
+
+def refused(folder, tmp_path, capsys, *flags) -> str:
+    code = main(["--model", str(folder), "--out", str(tmp_path / "out"), *map(str, flags)])
+    said = capsys.readouterr().err
+    assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+    assert not (tmp_path / "out").exists()
+    return said
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory):
+    """Cross-attention of which one layer's W_K is singular and the other's has condition 1e7."""
+    model = theirs()
+    with torch.no_grad():
+        keys = [block.layer[1].EncDecAttention.k.weight for block in model.decoder.block]
+        keys[SINGULAR][7] = 0.0
+        u, s, v = torch.linalg.svd(keys[FAR].double())
+        keys[FAR].copy_(u @ torch.diag(s[0] * torch.logspace(0, -7, WIDTH, dtype=torch.float64)) @ v)
+    return saved(model, tmp_path_factory.mktemp("spoilt")), model
+
+
+@pytest.mark.slow
+def test_keys_of_a_layer_that_cannot_have_them_or_loses_too_much_are_refused(spoilt, text, tmp_path, capsys):
+    folder, model = spoilt
+    flags = "--text", text, "--forms", "k", "--cache-dtype", "bfloat16"
+    said = refused(folder, tmp_path, capsys, *flags)
+    assert "layer 0's cross-attention: W_K is singular" in said and "use --forms auto" in said
+    with torch.no_grad():
+        model.decoder.block[SINGULAR].layer[1].EncDecAttention.k.weight.copy_(torch.eye(WIDTH))
+    folder = saved(model, tmp_path / "far")
+    said = refused(folder, tmp_path, capsys, *flags)
+    assert re.search(
+        r"layer 1's cross-attention, stored as 'k', costs KL [\d.e+-]+, over the bound of 1.0e-03: use "
+        r"--forms auto, or raise --max-kl",
+        said,
+    )
+
+
+def test_a_model_is_given_what_it_reads(t5, whisper, text, sounds, tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "no.wav").write_bytes(b"ID3 no wave")
+    for folder, flags, message in (
+        (whisper, (), "whisper reads sound: give --audio, wav files or folders of them"),
+        (whisper, ("--text", text), "whisper reads sound"),
+        (t5, ("--audio", sounds), "t5 reads text: give --text"),
+        (whisper, ("--audio", empty), f"--audio {empty} holds no .wav files"),
+        (whisper, ("--audio", tmp_path / "none.wav"), "cannot read .*none.wav: No such file"),
+        (whisper, ("--audio", tmp_path / "no.wav"), "no.wav is not a wav file"),
+        (
+            whisper,
+            ("--audio", sounds / "00.wav"),
+            r"what the model says of the sound is too short: \d+ tokens to fit on and \d+ of other documents "
+            r"to measure on; 384 \(8 for each of 48 inputs\) and 192 are needed",
+        ),
+    ):
+        said = refused(folder, tmp_path, capsys, *flags)
+        assert re.search(message, said), said
+
+
+def test_a_bound_that_is_given_holds_for_decoders_too(tmp_path, text, capsys):
+    made = hf_models.build("llama", seed=3, num_key_value_heads=4, num_hidden_layers=1)
+    folder = saved(made, tmp_path / "llama")
+    flags = "--text", text, "--forms", "k", "--cache-dtype", "int8", "--max-kl", "1e-9"
+    assert "layer 0, stored as 'k', costs KL" in refused(folder, tmp_path, capsys, *flags)
+    said = refused(folder, tmp_path, capsys, "--audio", text)
+    assert "--audio is for models that hear sound, and llama reads text" in said
