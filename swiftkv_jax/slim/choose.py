@@ -1,6 +1,7 @@
 """Which rows are worth storing otherwise: those whose measured cost fits under a bound on the whole model."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from swiftkv_jax.errors import UsageError
@@ -92,8 +93,11 @@ def _smallest(row: Found, options: Sequence[Measured], size, plain: float, share
 
 def _best(options: Sequence[Measured]) -> Measured:
     """The least KL; of those within 5 % of it an exact matrix, which no calibration text has shaped."""
-    least = min(m.kl for m in options)
-    near = [m for m in options if m.kl <= max(1.05 * least, least + _ROUNDING)]
+    finite = [m for m in options if math.isfinite(m.kl)]
+    if not finite:
+        return options[0]
+    least = min(m.kl for m in finite)
+    near = [m for m in finite if m.kl <= max(1.05 * least, least + _ROUNDING)]
     return min(near, key=lambda m: (m.candidate.how != EXACT, m.kl))
 
 
