@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.check import cases, timing
-from swiftkv_jax.kernels.check.cases import Attention
+from swiftkv_jax.kernels.check.cases import Attention, Training
 from swiftkv_jax.kernels.common.dispatch import ByKind, UnsupportedError, preferred
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
@@ -31,6 +32,7 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
     "x_cache_attention": X_CACHE,
     "fused_kv_fill": {UNFUSED: None, **FUSED_KV_FILL},
     "page_write": PAGE_WRITE,
+    "causal_attention": CAUSAL_ATTENTION,
 }
 # By platform and kind of call; the first is the safe one: XLA's, on GPUs and TPUs without a loop of unknown
 # length.
@@ -40,18 +42,21 @@ CANDIDATES = {
         "decode": ("xla_one_turn", "pallas_gpu"),
         "chunk": ("xla_one_turn", "pallas_gpu", "cudnn"),
         "fill": (UNFUSED, "xla", "pallas_gpu", "pallas_gpu_once"),
+        "train": ("xla", "cudnn"),
     },
     "tpu": {
         "decode": ("xla_one_turn", "pallas_tpu"),
         "chunk": ("xla_one_turn", "pallas_tpu"),
         "fill": (UNFUSED, "xla", "pallas_tpu"),
         "write": ("xla", "pallas_tpu"),
+        "train": ("xla", "splash"),
     },
-    "cpu": {"decode": ("xla",), "chunk": ("xla",), "fill": (UNFUSED,)},
+    "cpu": {"decode": ("xla",), "chunk": ("xla",), "fill": (UNFUSED,), "train": ("xla",)},
 }
 _LONG, _LONGEST = 1000, 5000  # tokens of the longest sequence whose numbers are checked
 _MOST = 2**31  # bytes of keys and values that are timed at once
 _MOST_ROWS = 8  # of a pool, that are read one after the other
+_ROW, _LONG_ROW = 1024, 4096  # tokens of a packed row whose numbers are checked, and the most with a window
 _SHORT_BLOCK = 32  # queries of the shortest block that is a chunk's
 
 
@@ -61,7 +66,7 @@ class Call:
 
     Attributes:
       kind: "decode", blocks of at most `ByKind.FEW` queries; "chunk", longer ones; "fill", a prompt's pages;
-        "write", rows of any batch into their pages.
+        "write", rows of any batch into their pages; "train", whole packed rows, forward and backward.
       operation: a folder of kernels/, of `TABLES`.
       heads: of queries; kv_heads: of keys, one device's. width: of a head. computed, stored: dtypes of
         queries and of rows. page: tokens. capacity: tokens of a page table.
@@ -185,6 +190,7 @@ def _verdict(call: Call, name: str) -> dict:
         "k_cache_attention": _keys_verdicts,
         "x_cache_attention": _keys_verdicts,
         "page_write": _write_verdicts,
+        "causal_attention": _train_verdicts,
     }
     found = verdicts.get(call.operation, _attention_verdicts)(call, name)
     worst, why = 0.0, []
@@ -304,6 +310,31 @@ def _write_verdicts(call: Call, name: str) -> Iterator[tuple[str, dict]]:
     yield "ragged sequences", cases.write_verdict(case, name)
 
 
+def _train_verdicts(call: Call, name: str) -> Iterator[tuple[str, dict]]:
+    for window in call.windows:
+        case = _training(call, min(call.tokens, _LONG_ROW, max(_ROW, _far(window))), window)
+        yield (
+            "packed rows" + ("" if window is None else f", window {window}"),
+            cases.training_verdict(case, name),
+        )
+
+
+def _far(window: int | None) -> int:
+    """Tokens of a row some of whose keys are behind a window: whole lanes of a TPU."""
+    return -(-(window or 0) // 128) * 128 + 128
+
+
+def _training(call: Call, tokens: int, window: int | None) -> Training:
+    return Training(
+        tokens=tokens,
+        heads=call.heads,
+        kv_heads=call.kv_heads,
+        width=call.width,
+        computed=call.computed,
+        window=window,
+    )
+
+
 def _timed(call: Call) -> Iterator[Timed]:
     """The sizes at which a kind of call is timed."""
     if call.kind == "write":
@@ -313,6 +344,10 @@ def _timed(call: Call) -> Iterator[Timed]:
         return
     if call.kind == "fill":
         yield _timed_fill(call)
+        return
+    if call.kind == "train":
+        for window in call.windows:
+            yield _timed_training(call, window)
         return
     half = max(1, call.capacity // 2)
     for window in call.windows:
@@ -393,6 +428,18 @@ def _timed_fill(call: Call) -> Timed:
         return once
 
     return Timed(f"{count} tokens", 1, by, compared=False)
+
+
+def _timed_training(call: Call, window: int | None) -> Timed:
+    """A packed row and its gradients."""
+    case = _training(call, call.tokens, window)
+    arrays = case.make()
+
+    def by(implementation: str):
+        run = jax.jit(case.call(implementation))
+        return lambda: run(*arrays)
+
+    return Timed(f"{call.tokens}" + ("" if window is None else f", window {window}"), 1, by)
 
 
 def _timed_write(call: Call, name: str, sequences: tuple[tuple[int, int], ...]) -> Timed:

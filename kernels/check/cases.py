@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from swiftkv_jax.kernels.causal_attention.api import causal_attention
 from swiftkv_jax.kernels.common.pools import quantise
 from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
 from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
@@ -124,6 +125,57 @@ class Attention:
         """Of scores and sums, without a window."""
         pairs = sum(new * cached + new * (new + 1) / 2 for cached, new in self.sequences)
         return 4 * pairs * self.heads * self.width
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """A packed row and a whole one, as training reads them; `window` as of `Attention`."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    width: int
+    computed: str
+    window: int | None = None
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def make(self) -> tuple[jax.Array, ...]:
+        """q, k, v, the slope of the sums, and segments: of one token, of a block of 128 and of one more."""
+        keys = jax.random.split(jax.random.key(0), 4)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        arrays = (
+            jax.random.normal(key, (2, self.tokens, n, self.width), self.computed)
+            for key, n in zip(keys, heads, strict=True)
+        )
+        ends = jnp.array([1, 129, 258])
+        packed = (jnp.arange(self.tokens)[:, None] >= ends).sum(1)
+        return *arrays, jnp.stack([packed, jnp.zeros_like(packed)]).astype(jnp.int32)
+
+    def call(self, implementation: str) -> Callable:
+        """(sums, the gradients of q, k and v), of what `make` gives."""
+        window = self.tokens if self.window is None else self.window
+
+        def run(q, k, v, slope, segments):
+            attend = functools.partial(causal_attention, implementation=implementation)
+            out, back = jax.vjp(lambda q, k, v: attend(q, k, v, segments, window), q, k, v)
+            return out, *back(slope)
+
+        return run
+
+
+def training_verdict(case: Training, implementation: str) -> dict:
+    """`right`, and if not `why`, and the `error`, of sums and gradients; these may be off by `OFF`."""
+    arrays, run = case.make(), jax.jit(case.call(implementation))
+    got, again = run(*arrays), run(*arrays)
+    *numbers, segments = arrays
+    want = jax.jit(case.call("reference"))(*(x.astype(jnp.float32) for x in numbers), segments)
+    allowed = (_tolerance(paged_cases, case.computed), *[OFF] * 3)
+    names = ("sums", "gradient of q", "gradient of k", "gradient of v")
+    said = [verdict(*of) for of in zip(got, again, want, allowed, strict=True)]
+    why = [f"{name}: {one['why']}" for name, one in zip(names, said, strict=True) if one["why"]]
+    errors = [one["error"] for one in said]
+    error = None if None in errors else max(errors)
+    return {"right": not why, "why": "; ".join(why), "error": error}
 
 
 def attention_verdict(case: Attention, implementation: str) -> dict:

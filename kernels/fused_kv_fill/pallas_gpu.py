@@ -328,14 +328,16 @@ def fused_kv_fill(
     heads, page = pools.k.shape[-1] // (2 * cos.shape[-1]), pools.k.shape[2]
     spare = -x.shape[0] % math.lcm(_GROUPS * _TOKENS, page)
     alive = (jnp.arange(page) < live[:, None]).astype(jnp.float32).reshape(-1)
-    angles = (jnp.pad(_wide(angle), ((0, spare), (0, 0))) for angle in (cos, sin))
+    cos, sin = (jnp.pad(angle.astype(jnp.float32), ((0, spare), (0, 0))) for angle in (cos, sin))
+    wide = x.astype(jnp.float32)
+    inverse = jnp.pad(lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps), (0, spare))
     sides = (
-        _Side(makers.w_k, _wide(makers.b_k), _wide(makers.k_norm), *angles, pools.k, pools.k_scale),
+        _Side(makers.w_k, _wide(makers.b_k), _wide(makers.k_norm), cos, sin, pools.k, pools.k_scale),
         _Side(makers.w_v, _wide(makers.b_v), None, None, None, pools.v, pools.v_scale),
     )
     inputs = _Inputs(
         x=jnp.pad(x, ((0, spare), (0, 0))),
-        inverse=None if once else jnp.pad(lax.rsqrt(jnp.mean(_wide(x) ** 2, axis=-1) + eps), (0, spare)),
+        inverse=None if once else inverse,
         alive=jnp.pad(alive, (0, spare)),
         names=jnp.pad(names.astype(jnp.int32), (0, spare // page), constant_values=pools.k.shape[1]),
         rows=jnp.array(rows, jnp.int32),

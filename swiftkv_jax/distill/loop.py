@@ -21,9 +21,9 @@ from swiftkv_jax import processes, sharding, weights
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checkpoint.training import Checkpointer
-from swiftkv_jax.distill import report, start, trackers
+from swiftkv_jax.distill import kernels, report, start, trackers
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, resolved
+from swiftkv_jax.distill.config import LEAST_SQUARES, AttentionConfig, Experiment, resolved
 from swiftkv_jax.distill.data import Batch, DataLoader, evaluation_batches
 from swiftkv_jax.distill.progress import Progress, Say, Silence, show, working
 from swiftkv_jax.errors import UsageError, explained
@@ -61,10 +61,11 @@ def train(experiment: Experiment, out: Path, resume: bool = False, say: Say = sh
       UsageError: bad input, found before the first step; in any process, it is raised in all.
       TrainingError: the loss is not finite, or a checkpoint could not be written.
     """
+    chosen = kernels.choose(experiment)  # before JAX has its devices
     processes.check_same("the config", resolved(experiment))
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
     with jax.set_mesh(mesh):
-        run = Run(experiment, out, mesh, resume, say)
+        run = Run(experiment, out, mesh, resume, say, chosen)
         try:
             return run.go()
         except UnsupportedError as error:
@@ -74,10 +75,19 @@ def train(experiment: Experiment, out: Path, resume: bool = False, say: Say = sh
 
 
 class Run:
-    """One run's moving parts; `go` is the loop."""
+    """One run's moving parts; `go` is the loop. `chosen`: as of `kernels.choose`."""
 
-    def __init__(self, experiment: Experiment, out: Path, mesh, resume: bool, say: Say):
+    def __init__(
+        self,
+        experiment: Experiment,
+        out: Path,
+        mesh,
+        resume: bool,
+        say: Say,
+        chosen: tuple[AttentionConfig, str] | None = None,
+    ):
         self.experiment, self.out, self.mesh = experiment, out, mesh
+        attention, self.how = chosen or (experiment.attention, "named, or the choice of this platform")
         self.first = processes.is_first()
         self.say = say if self.first else lambda _line: None
         with processes.together():
@@ -105,6 +115,7 @@ class Run:
         with working(self.say, "making the student"):
             student, trained, frozen = start.prepare(experiment, loaded)
             self.folder, self.recipe = folder, start.make_recipe(experiment, student, total)
+            self.recipe = dataclasses.replace(self.recipe, attention=attention)
             self.abstract, abstract_frozen = steps.abstract_run(self.recipe, mesh)
             places = jax.tree.map(lambda leaf: leaf.sharding, (self.abstract, abstract_frozen))
             self.frozen = jax.device_put(frozen, places[1])
@@ -323,9 +334,7 @@ class Run:
         named = self.recipe.attention.on(device()[0])
         how = {"scale": config.head_dim**-0.5, "shards": sharding.SHARDS}
         kernel = named or preferred(CAUSAL_ATTENTION, (q, k, k, segments, config.windows[0]), how)
-        self.say(
-            f"kernels: causal_attention {kernel} ({'named' if named else 'the choice of this platform'})"
-        )
+        self.say(f"kernels: causal_attention {kernel} ({self.how})")
 
     def _catch(self, number: int, _frame) -> None:
         if self.caught:

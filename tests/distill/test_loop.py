@@ -1,6 +1,7 @@
 """Runs of train.py as a user starts them: killed, resumed, interrupted, misled; each against the undisturbed
 run."""
 
+import dataclasses
 import json
 import os
 import random
@@ -21,7 +22,10 @@ from processes_made import finish, start
 from swiftkv_jax import weights
 from swiftkv_jax.checkpoint.hf import save_pretrained
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill import kernels
+from swiftkv_jax.distill.config import AttentionConfig
 from swiftkv_jax.distill.main import main
+from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.surgery import to_slim
@@ -298,6 +302,25 @@ def test_the_command_ends_with_the_line_and_exit_code_2_too(config, tmp_path):
     assert done.returncode == 2 and done.stderr.startswith("error: split must be in [1, 4] for 4 layers")
     assert done.stderr.count("\n") == 1
     assert all(line.startswith("reading ") for line in done.stdout.splitlines())
+
+
+@pytest.mark.slow
+def test_the_attention_that_was_chosen_trains_is_told_and_is_not_kept(config, tmp_path, capsys, monkeypatch):
+    """A run that goes on elsewhere chooses anew: what was right here is nothing that the config names."""
+    called, plain = [], CAUSAL_ATTENTION["xla"]
+
+    def attend(*args, **how):
+        called.append(how)
+        return plain.run(*args, **how)
+
+    monkeypatch.setitem(CAUSAL_ATTENTION, "xla", dataclasses.replace(plain, run=attend))
+    found = AttentionConfig(cpu="xla"), "checked on a chip"
+    monkeypatch.setattr(kernels, "choose", lambda experiment: found)
+    few = "steps=1 plan.init=fold evaluate_every=0 checkpoint_every=0"
+    sets = [word for field in few.split() for word in ("--set", field)]
+    assert main(command(config, tmp_path / "run", *sets)[2:]) == 0
+    assert "kernels: causal_attention xla (checked on a chip)" in capsys.readouterr().out
+    assert called and json.loads((tmp_path / "run" / "config.json").read_text())["attention"]["cpu"] is None
 
 
 def test_resume_with_another_model_is_refused(config, undisturbed, capsys):

@@ -7,9 +7,12 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from swiftkv_jax.kernels.causal_attention import xla as causal_xla
+from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.check import calls, cases, decide, machine
 from swiftkv_jax.kernels.check.calls import Call
 from swiftkv_jax.kernels.check.cases import Attention
@@ -37,6 +40,7 @@ EVERY = (
     dataclasses.replace(DECODE, operation="k_cache_attention", row=64, rope=False),
     dataclasses.replace(DECODE, operation="x_cache_attention", row=40),
     dataclasses.replace(DECODE, kind="chunk", operation="x_cache_attention", row=40, stored="int8"),
+    dataclasses.replace(DECODE, kind="train", operation="causal_attention", tokens=320, windows=(None, 100)),
 )
 
 # Decoding by the definition, with something wrong about it, or slower than it must be.
@@ -151,7 +155,14 @@ def test_a_fast_right_one_is_chosen_and_one_that_is_hardly_faster_is_not(strange
 
 def test_every_kind_of_call_is_checked_and_timed(folder):
     """By XLA's own implementations of everything, in this process."""
-    every = (("xla", "reference"), ("xla",), ("unfused", "xla"), ("xla",), *[("xla",)] * 3)
+    every = (
+        ("xla", "reference"),
+        ("xla",),
+        ("unfused", "xla"),
+        ("xla",),
+        *[("xla",)] * 3,
+        ("xla", "reference"),
+    )
     for call, names in zip(EVERY, every, strict=True):
         for name in names:
             found: dict = {"status": "done"}
@@ -163,8 +174,31 @@ def test_every_kind_of_call_is_checked_and_timed(folder):
                 "chunk": {"64 at 0"},
                 "fill": {"64 tokens"},
                 "write": {"64 tokens", "2 x 1"},
+                "train": {"320", "320, window 100"},
             }
             assert decide.sizes_of(found).keys() == sizes[call.kind]
+
+
+@jax.custom_vjp
+def _steeper(x):
+    return x
+
+
+_steeper.defvjp(lambda x: (x, None), lambda _, slope: (1.1 * slope,))
+TRAINS = {  # what is wrong, and what is said of it
+    "crosses samples": (lambda q, k, v, segments: (q, k, v, 0 * segments), "sums: off by"),
+    "gradient": (lambda q, k, v, segments: (q, k, _steeper(v), segments), "gradient of v: off by"),
+}
+
+
+@pytest.mark.parametrize("change, why", TRAINS.values(), ids=TRAINS)
+def test_training_attention_that_is_wrong_is_found(change, why, monkeypatch):
+    def wrong(q, k, v, segments, window, **how):
+        return causal_xla.causal_attention(*change(q, k, v, segments), window, **how)
+
+    monkeypatch.setitem(CAUSAL_ATTENTION, "wrong", Implementation(wrong))
+    (found,) = calls.examine(dataclasses.asdict(EVERY[-1]), "wrong", "xla", None)
+    assert not found["right"] and found["why"].startswith(f"packed rows: {why}")
 
 
 INPUTS = {
@@ -179,7 +213,7 @@ def test_attention_over_inputs_that_is_wrong_is_found(change, why, monkeypatch):
         return keys_xla.x_cache_attention(*change(*args), **how)
 
     monkeypatch.setitem(X_CACHE, "strange", Implementation(strange))
-    (said,) = calls.examine(dataclasses.asdict(EVERY[-2]), "strange", "xla", None)
+    (said,) = calls.examine(dataclasses.asdict(EVERY[-3]), "strange", "xla", None)
     assert not said["right"] and why in said["why"]
 
 
