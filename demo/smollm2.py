@@ -84,7 +84,7 @@ def experiment(model: Path, split: int, share: int = 1) -> Experiment:
         plan=PlanConfig(split=split, share=share, init="least_squares", init_tokens=65_536 // share),
         data=DataConfig(**corpus, **shape, split="train"),
         evaluation=DataConfig(**corpus, **shape, split="held_out"),
-        evaluation_batches=4,
+        evaluation_batches=8,
         loss=LossConfig(chunk_mib=64.0),
         optimizer=OptimizerConfig(learning_rate=5e-4, beta2=0.98, weight_decay=0.0),
         mesh=MeshConfig(fsdp=1, tensor=-1),
