@@ -26,13 +26,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-
 from benchmarks import local_task
 from benchmarks.common import RESULTS, not_measured, table
 from benchmarks.first_light import machine
 from demo import smollm2
-from swiftkv_jax import sharding
 from swiftkv_jax.convert import costs
 from swiftkv_jax.distill import loop
 from swiftkv_jax.distill.config import Experiment
@@ -91,29 +88,26 @@ def student(
     """What one student costs at each stage; it is trained until enough of `seconds` is left to judge it."""
     end = time.monotonic() + (1 - JUDGING) * seconds
     e = experiment(model, path, split, share, steps, rows)
-    mesh = sharding.make_mesh(**dataclasses.asdict(e.mesh))
-    with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
-        run = loop.Run(
-            e, Path(folder) / "run", mesh, resume=False, say=lambda line: print(line, file=sys.stderr)
-        )
-        try:
-            yield smollm2.before_training(run)
-            yield {"least_squares_long": smollm2.long_rows(run)}
-            began = time.perf_counter()
-            done = _until(end, run)
-            took = time.perf_counter() - began
-            yield {
-                "steps": done,
-                "distilled_seconds": took,
-                "tokens_per_s": done * rows * e.data.seq_len / took,
-                "distilled": costs(run, run.row_sums()[e.data.seq_len], e.data.seq_len),
-                "distilled_long": smollm2.long_rows(run),
-            }
-            if tasks:
-                run.export(Path(folder) / "export")
-                yield from asked(str(Path(folder) / "export"), tasks)
-        finally:
-            run.close()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        loop.opened(e, Path(folder) / "run", say=lambda line: print(line, file=sys.stderr)) as run,
+    ):
+        yield smollm2.before_training(run)
+        yield {"least_squares_long": smollm2.long_rows(run)}
+        began = time.perf_counter()
+        done = _until(end, run)
+        took = time.perf_counter() - began
+        yield {
+            "kernels": run.kernels,
+            "steps": done,
+            "distilled_seconds": took,
+            "tokens_per_s": done * rows * e.data.seq_len / took,
+            "distilled": costs(run, run.row_sums()[e.data.seq_len], e.data.seq_len),
+            "distilled_long": smollm2.long_rows(run),
+        }
+        if tasks:
+            run.export(Path(folder) / "export")
+            yield from asked(str(Path(folder) / "export"), tasks)
 
 
 def _until(end: float, run: loop.Run) -> int:

@@ -27,7 +27,6 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from benchmarks import latency  # noqa: E402
-from swiftkv_jax import sharding  # noqa: E402
 from swiftkv_jax.analysis import plots  # noqa: E402
 from swiftkv_jax.cache import Cache  # noqa: E402
 from swiftkv_jax.compare import __main__ as compare  # noqa: E402
@@ -36,7 +35,6 @@ from swiftkv_jax.distill import loop  # noqa: E402
 from swiftkv_jax.distill.config import Experiment, load_experiment  # noqa: E402
 from swiftkv_jax.distill.data import evaluation_batches  # noqa: E402
 from swiftkv_jax.distill.fields import override  # noqa: E402
-from swiftkv_jax.distill.progress import show  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
 from swiftkv_jax.errors import exit_code  # noqa: E402
@@ -59,17 +57,12 @@ DECODES = {256: 1, 2048: 16}  # context in tokens: sequences that the time per o
 def distil(experiment: Experiment, out: Path) -> dict:
     """Train one student; held-out sums per row and context length, as rewired ("before", without the
     least-squares start) and after, and where it was exported."""
-    mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
-    with jax.set_mesh(mesh):
-        run = loop.Run(experiment, out, mesh, resume=False, say=show)
-        try:
-            before = run.row_sums()
-            result = run.go()
-            if result.signal:
-                raise KeyboardInterrupt
-            return {"before": before, "after": run.row_sums(), "export": result.export, "steps": result.step}
-        finally:
-            run.close()
+    with loop.opened(experiment, out) as run:
+        before = run.row_sums()
+        result = run.go()
+        if result.signal:
+            raise KeyboardInterrupt
+        return {"before": before, "after": run.row_sums(), "export": result.export, "steps": result.step}
 
 
 def quality(before: dict, after: dict) -> dict:

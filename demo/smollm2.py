@@ -26,7 +26,6 @@ import jax  # noqa: E402
 
 from benchmarks import latency  # noqa: E402
 from demo.run import aligned, bytes_per_token  # noqa: E402
-from swiftkv_jax import sharding  # noqa: E402
 from swiftkv_jax.convert import costs  # noqa: E402
 from swiftkv_jax.distill import loop  # noqa: E402
 from swiftkv_jax.distill.config import (  # noqa: E402
@@ -38,7 +37,6 @@ from swiftkv_jax.distill.config import (  # noqa: E402
 )
 from swiftkv_jax.distill.data import DataConfig, evaluation_batches  # noqa: E402
 from swiftkv_jax.distill.fields import override  # noqa: E402
-from swiftkv_jax.distill.progress import show  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
 from swiftkv_jax.errors import UsageError, exit_code  # noqa: E402
@@ -131,28 +129,23 @@ def convert(change, out: Path) -> tuple[dict, Path]:
         print(f"\n== {name}: convert and judge, before any training", flush=True)
         e, folder = change(experiment(model, split, share)), out / f"split{split}x{share}"
         shutil.rmtree(folder, ignore_errors=True)
-        mesh = sharding.make_mesh(**dataclasses.asdict(e.mesh))
-        with jax.set_mesh(mesh):
-            run = loop.Run(e, folder, mesh, resume=False, say=show)
-            try:
-                found[name] = before_training(run)
-                for when in STAGES:
-                    print(f"{when.replace('_', ' '):14s} {figures(found[name][when])}")
-                if (split, share) != (DISTILLED, 1):
-                    continue
-                found[name]["least_squares_long"] = long_rows(run)
-                print(f"\n== {name}: distil, {e.steps} steps", flush=True)
-                began, result = time.monotonic(), run.go()
-                if result.signal:
-                    raise KeyboardInterrupt
-                found[name] |= {
-                    "distilled_seconds": time.monotonic() - began,
-                    "steps": result.step,
-                    "distilled": costs(run, run.row_sums()[CONTEXT], CONTEXT),
-                    "distilled_long": long_rows(run),
-                }
-            finally:
-                run.close()
+        with loop.opened(e, folder) as run:
+            found[name] = before_training(run)
+            for when in STAGES:
+                print(f"{when.replace('_', ' '):14s} {figures(found[name][when])}")
+            if (split, share) != (DISTILLED, 1):
+                continue
+            found[name]["least_squares_long"] = long_rows(run)
+            print(f"\n== {name}: distil, {e.steps} steps", flush=True)
+            began, result = time.monotonic(), run.go()
+            if result.signal:
+                raise KeyboardInterrupt
+            found[name] |= {
+                "distilled_seconds": time.monotonic() - began,
+                "steps": result.step,
+                "distilled": costs(run, run.row_sums()[CONTEXT], CONTEXT),
+                "distilled_long": long_rows(run),
+            }
     return found, out / f"split{DISTILLED}x1" / "export"
 
 

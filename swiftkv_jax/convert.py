@@ -17,12 +17,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from swiftkv_jax import sharding
 from swiftkv_jax.analysis.flops import cache_bytes_per_token, prompt_gflop
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checks import integer
 from swiftkv_jax.config import DTYPES, ModelConfig
-from swiftkv_jax.distill import loop
+from swiftkv_jax.distill import kernels, loop
 from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
 from swiftkv_jax.distill.progress import Say, show, working
@@ -128,17 +127,14 @@ def convert(
     with tempfile.TemporaryDirectory(prefix="swiftkv-convert-") as scratch:
         with working(say, f"reading {text}"):
             experiment = _experiment(str(folder), config, plan, text, length, dtype, Path(scratch))
-        mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
-        with jax.set_mesh(mesh):
-            run = loop.Run(experiment, Path(scratch) / "run", mesh, resume=False, say=say)
-            try:
-                began = time.monotonic()
-                run.fit_start()
-                found = costs(run, run.row_sums()[length], length)
-                say(report(found, plan, config.num_layers, length))
-                run.export(out)
-            finally:
-                run.close()
+        chosen = kernels.choose(experiment)  # before JAX has its devices
+        experiment = _on_each(experiment, jax.device_count())
+        with loop.opened(experiment, Path(scratch) / "run", say=say, chosen=chosen) as run:
+            began = time.monotonic()
+            run.fit_start()
+            found = costs(run, run.row_sums()[length], length)
+            say(report(found, plan, config.num_layers, length))
+            run.export(out)
     say(f"saved in {out} after {time.monotonic() - began:.0f} s: swiftkv-serve --model {out}")
     return found
 
@@ -146,13 +142,12 @@ def convert(
 def _experiment(
     model: str, config: ModelConfig, plan: PlanConfig, text: str, length: int, dtype: str, scratch: Path
 ) -> Experiment:
-    """The run that would train this student; no step of it is taken."""
+    """The run that would train this student on one device; no step of it is taken."""
     integer("--split", plan.split, 1, config.num_layers - 1)
     integer("--length", length, 2, config.max_position_embeddings)
     if plan.init == LEAST_SQUARES:
         integer("--tokens", plan.init_tokens, config.hidden_size + 1)
-    rows = _ROWS * jax.device_count()
-    data = DataConfig(sources=(text,), seq_len=length, batch_size=rows, long_documents="fill")
+    data = DataConfig(sources=(text,), seq_len=length, batch_size=_ROWS, long_documents="fill")
     data, evaluation = apart(data, scratch)
     return Experiment(
         name="convert",
@@ -160,12 +155,22 @@ def _experiment(
         plan=plan,
         data=data,
         evaluation=evaluation,
-        evaluation_batches=max(1, JUDGED // (rows * length)),
         dtype=dtype,
         export_dtype=config.dtype,
         steps=1,
         remat=False,
     )
+
+
+def _on_each(experiment: Experiment, devices: int) -> Experiment:
+    """The same with so many rows on each device, and as many tokens to judge by."""
+    rows, length = devices * experiment.data.batch_size, experiment.data.seq_len
+    parts = {
+        name: dataclasses.replace(data, batch_size=rows)
+        for name in ("data", "evaluation")
+        if (data := getattr(experiment, name)) is not None
+    }
+    return dataclasses.replace(experiment, **parts, evaluation_batches=max(1, JUDGED // (rows * length)))
 
 
 def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:

@@ -142,7 +142,9 @@ def _in_place(q, pools, table, position, row, scale, window, bias):
     k, v, k_scale, v_scale = pools
     (blocks, _, _, width), dtype = q.shape, q.dtype
     heads = k.shape[-1] // width
-    table = _after(q, table)  # else layers that share a row of 8 bits would share a copy of it, widened
+    # Else layers that share a row of 8 bits would share a copy of it, widened; and what a step's values are
+    # made of would be kept beside the scores, to be written behind them.
+    table = _after(q, table, v[row, 0, 0, 0])
     back = position - jnp.arange(table.shape[1] * k.shape[2])
     seen = (back >= 0) & (back < window)
     keys = _read(k, k_scale, row, table, heads, dtype)
@@ -164,10 +166,12 @@ def _in_place(q, pools, table, position, row, scale, window, bias):
     return mixed.reshape(blocks, 1, -1, mixed.shape[-1]).astype(dtype)
 
 
-def _after(q, names):
+def _after(q, names, stored=0):
     """`names`, known to the compiler only with `q`: rows that are there long before (SwiftKV's upper ones)
-    would else all be read before the first of their layers, and fall out of a core's cache again."""
-    return jnp.where(jnp.abs(q[0, 0, 0, 0]) < -1, 0, names)  # never, but no compiler sees it
+    would else all be read before the first of their layers, and fall out of a core's cache again. `stored`: a
+    number of a pool that is to be written first."""
+    size = jnp.abs(q[0, 0, 0, 0]) + jnp.abs(jnp.asarray(stored, q.dtype))
+    return jnp.where(size < -1, 0, names)  # never, but no compiler sees it
 
 
 def _blocks(q, pools, table, position, row, scale, window, bias, one_turn=False):

@@ -17,7 +17,8 @@ from swiftkv_jax.cli import splits
 from swiftkv_jax.cli.plan import config_of
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.convert import apart
-from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, OptimizerConfig, PlanConfig
+from swiftkv_jax.distill import kernels
+from swiftkv_jax.distill.config import LEAST_SQUARES, AttentionConfig, Experiment, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.data import DataConfig, DataLoader
 from swiftkv_jax.distill.fields import override
 from swiftkv_jax.distill.loop import train
@@ -25,6 +26,7 @@ from swiftkv_jax.distill.main import FieldsParser
 from swiftkv_jax.distill.progress import Say, show, working
 from swiftkv_jax.distill.sources import open_documents
 from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
+from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.teacher_chats import sources_with_chats
 from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -122,6 +124,7 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError(f"{out} already holds a run: give --resume to go on with it, or another --out")
     if args.steps is not None:
         integer("--steps", args.steps, 1)
+    chosen = _attention(args, config, split)
     machine = Machine.here()
 
     def experiment(data: DataConfig, judged: DataConfig, split: int, steps: int) -> Experiment:
@@ -142,7 +145,7 @@ def _run(args: argparse.Namespace) -> int:
         split = _kept(out)
     if split is None:
         split = _measured(folder, tokenizer, data, judged, show)
-    result = train(experiment(data, judged, split, steps), out, args.resume)
+    result = train(experiment(data, judged, split, steps), out, args.resume, chosen=chosen)
     if result.signal:
         show(f"saved step {result.step} in {out}; the same command with --resume goes on")
         return 130 if result.signal == 2 else 0
@@ -150,6 +153,28 @@ def _run(args: argparse.Namespace) -> int:
     show(f"what it cost: {out}/report.md")
     show(f"serve it: swiftkv serve {result.export} --http")
     return 0
+
+
+def _attention(
+    args: argparse.Namespace, config: ModelConfig, split: int | None
+) -> tuple[AttentionConfig, str]:
+    """What the run will train by, as of `kernels.choose`: found before JAX has its devices, by a run of one
+    device."""
+    machine = Machine(platform=machines.recognise().platform, devices=1)
+    data = DataConfig(
+        sources=tuple(args.data), seq_len=_row_tokens(args.length, config, machine), batch_size=1
+    )
+    plan = PlanConfig(split=split or config.num_layers - 1, share=args.share)
+    return kernels.choose(
+        override(make_experiment(args.model, config, machine, data, data, plan, 1), args.set)
+    )
+
+
+def _row_tokens(length: int | None, config: ModelConfig, machine: Machine) -> int:
+    """Tokens of a row: what --length gives, or what the machine can take."""
+    tokens = length or min(512 if machine.platform == "cpu" else 4096, config.max_position_embeddings)
+    integer("--length", tokens, 2, config.max_position_embeddings)
+    return tokens
 
 
 def _name(model: str) -> str:
@@ -181,10 +206,8 @@ def data_for(
     Raises:
       UsageError: sources that cannot be read, or a length that the model does not take.
     """
-    on_cpu = machine.platform == "cpu"
-    seq_len = length or min(512 if on_cpu else 4096, config.max_position_embeddings)
-    integer("--length", seq_len, 2, config.max_position_embeddings)
-    rows = 4 if on_cpu else max(4, 65_536 // seq_len)
+    seq_len = _row_tokens(length, config, machine)
+    rows = 4 if machine.platform == "cpu" else max(4, 65_536 // seq_len)
     documents = open_documents(sources, columns=columns)
     chats = all(documents[i].messages for i in range(min(_PEEKED, len(documents))))
     chats = chats and tokenizer.template is not None

@@ -8,7 +8,8 @@ import math
 import os
 import signal
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -51,23 +52,45 @@ class Result:
     signal: int = 0
 
 
-def train(experiment: Experiment, out: Path, resume: bool = False, say: Say = show) -> Result:
+def train(
+    experiment: Experiment,
+    out: Path,
+    resume: bool = False,
+    say: Say = show,
+    chosen: tuple[AttentionConfig, str] | None = None,
+) -> Result:
     """Run an experiment to its end, or to a signal; `out` gets config.json, metrics, checkpoints and the
     export.
 
     With several processes all of them call this; process 0 writes and speaks.
 
+    Args:
+      chosen: as of `kernels.choose`, by who asks JAX for its devices before this does.
+
     Raises:
       UsageError: bad input, found before the first step; in any process, it is raised in all.
       TrainingError: the loss is not finite, or a checkpoint could not be written.
     """
-    chosen = kernels.choose(experiment)  # before JAX has its devices
+    with opened(experiment, out, resume, say, chosen) as run:
+        return run.go()
+
+
+@contextmanager
+def opened(
+    experiment: Experiment,
+    out: Path,
+    resume: bool = False,
+    say: Say = show,
+    chosen: tuple[AttentionConfig, str] | None = None,
+) -> Iterator["Run"]:
+    """The run that `train` takes to its end, on its mesh, by the attention that is right and fast here."""
+    chosen = chosen or kernels.choose(experiment)  # before JAX has its devices
     processes.check_same("the config", resolved(experiment))
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
     with jax.set_mesh(mesh):
         run = Run(experiment, out, mesh, resume, say, chosen)
         try:
-            return run.go()
+            yield run
         except UnsupportedError as error:
             raise UsageError(f"{error}; choose another by attention") from None
         finally:
@@ -316,7 +339,7 @@ class Run:
             start.export(folder, self.recipe.student, params, dtype, self.folder, tokenizer)
 
     def _describe(self) -> None:
-        e, model = self.experiment, self.recipe.student
+        e = self.experiment
         trained = weights.count(self.state.trainable)
         total = trained + weights.count(self.frozen.student)
         mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
@@ -325,7 +348,13 @@ class Run:
             f"{self.recipe.steps} steps of {e.data.batch_size} x {e.data.seq_len} tokens; "
             f"{jax.devices()[0].device_kind}, mesh {mesh}; {e.dtype}"
         )
-        config, rows = model.config, e.data.batch_size // e.optimizer.accumulate
+        self.say(f"kernels: {self.kernels}")
+
+    @property
+    def kernels(self) -> str:
+        """What attention runs by, and in brackets where that comes from."""
+        e, config = self.experiment, self.recipe.student.config
+        rows = e.data.batch_size // e.optimizer.accumulate
         q, k = (
             jax.ShapeDtypeStruct((rows, e.data.seq_len, heads, config.head_dim), jnp.dtype(e.dtype))
             for heads in (config.num_heads, config.num_kv_heads)
@@ -334,7 +363,7 @@ class Run:
         named = self.recipe.attention.on(device()[0])
         how = {"scale": config.head_dim**-0.5, "shards": sharding.SHARDS}
         kernel = named or preferred(CAUSAL_ATTENTION, (q, k, k, segments, config.windows[0]), how)
-        self.say(f"kernels: causal_attention {kernel} ({self.how})")
+        return f"causal_attention {kernel} ({self.how})"
 
     def _catch(self, number: int, _frame) -> None:
         if self.caught:

@@ -99,6 +99,7 @@ def _run(
         from swiftkv_jax.distill.compile_only import report
 
         return report(from_package(override(load_experiment(args.config), args.set)), args.topology)
+    from swiftkv_jax.distill.kernels import choose
     from swiftkv_jax.distill.loop import train
     from swiftkv_jax.distill.progress import show
 
@@ -106,12 +107,14 @@ def _run(
         join(args.distributed)
     with processes.together():
         experiment = from_package(override(load_experiment(args.config), args.set))
+    chosen = choose(experiment)  # `prepare` may take the devices, for a teacher that writes chats
+    with processes.together():
         experiment = prepare(experiment) if prepare is not None else experiment
     say = show if processes.is_first() else lambda _line: None
     out = args.out or Path("runs") / experiment.name
     began = time.monotonic()
     with processes.among_the_living():
-        result = train(experiment, out, args.resume, say)
+        result = train(experiment, out, args.resume, say, chosen)
     if result.signal:
         say(f"saved step {result.step} in {out}; go on with --resume --out {out}")
         return 130 if result.signal == 2 else 0

@@ -2,13 +2,25 @@
 
 import dataclasses
 
+import jax
 import pytest
 
-from swiftkv_jax import processes
+from swiftkv_jax import convert, processes
+from swiftkv_jax.cli import distil
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import kernels
-from swiftkv_jax.distill.config import AttentionConfig, DataConfig, Experiment, LossConfig, MeshConfig
+from swiftkv_jax.distill.config import (
+    AttentionConfig,
+    DataConfig,
+    Experiment,
+    LossConfig,
+    MeshConfig,
+    PredictConfig,
+    PredictionLossConfig,
+)
 from swiftkv_jax.distill.kernels import choose
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.folder import DEMO
 from swiftkv_jax.kernels.check.decide import Decision
 from swiftkv_jax.kernels.check.machine import CPU, Machine
 
@@ -77,6 +89,45 @@ def test_a_tpu_that_this_process_has_is_not_checked(asked, monkeypatch):
 def test_a_model_that_cannot_be_read_is_another_s_to_refuse(asked):
     missing = dataclasses.replace(RUN, architecture=None, model="/nowhere")
     assert choose(missing, GPU)[0].gpu == "xla" and not asked
+
+
+def test_a_kv_predictor_trains_by_what_is_best_for_both_of_its_models(asked, monkeypatch):
+    small = dataclasses.replace(MODEL, num_heads=4, num_kv_heads=2)
+    given = PredictConfig(auxiliary="small", architecture=small)
+    parts = {"trainable": "predictor", "predict": given, "loss": PredictionLossConfig()}
+    run = dataclasses.replace(RUN, model="base", tokenizer="", **parts)
+    assert choose(run, GPU) == (AttentionConfig(gpu="cudnn"), "checked on a chip")
+    assert [call.heads for call, *_ in asked] == [8, 4]
+    choose(dataclasses.replace(run, predict=PredictConfig(keep=(0,))), GPU)
+    assert len(asked) == 3, "layers of the base have its heads"
+
+    def decide(calls, *_, **__):
+        return Decision({"train": "xla" if calls[0].heads == 4 else "cudnn"}, "checked on a chip")
+
+    monkeypatch.setattr(kernels, "decide", decide)
+    assert choose(run, GPU) == (AttentionConfig(gpu="xla"), "the safe one")
+
+
+def test_commands_choose_before_jax_has_its_devices(monkeypatch, tmp_path, capsys):
+    """A TPU has one owner: whoever asks JAX how many devices there are leaves none to check on."""
+    order = []
+
+    def choose(experiment):
+        order.append(("choose", experiment.data.seq_len))
+        return AttentionConfig(), "checked on a chip"
+
+    def count():
+        order.append("devices")
+        raise UsageError("seen enough")
+
+    monkeypatch.setattr(kernels, "choose", choose)
+    monkeypatch.setattr(jax, "device_count", count)
+    data = ["--data", str(DEMO / "corpus.jsonl.xz"), "--length", "64"]
+    assert distil.main([str(DEMO / "teacher"), *data, "--out", str(tmp_path / "run")]) == 2
+    words = ["--split", "4", "--length", "32", "--out", str(tmp_path / "out")]
+    assert convert.main([str(DEMO / "teacher"), *words]) == 2
+    assert order == [("choose", 64), "devices", ("choose", 32), "devices"]
+    assert capsys.readouterr().err.count("seen enough") == 2
 
 
 def test_process_0_decides_for_all(asked, monkeypatch):
