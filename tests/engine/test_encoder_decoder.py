@@ -133,7 +133,8 @@ def test_a_decoder_prompt_is_read_before_the_answer(t5, folders):
     assert tiny.tokens(t5.generate(prompts, GREEDY, use_tqdm=False)) == want
 
 
-def test_pages_of_both_spaces_come_back_after_random_cancels(t5):
+@pytest.mark.parametrize("cancels", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_pages_of_both_spaces_come_back_after_random_cancels(cancels, t5):
     """And what runs through all of it says what it says alone."""
     random, engine = np.random.default_rng(0), t5.engine
     one = dataclasses.replace(GREEDY, max_tokens=30)
@@ -141,7 +142,7 @@ def test_pages_of_both_spaces_come_back_after_random_cancels(t5):
     kept = t5.request(texts()[1], one)
     engine.add(kept)
     found, live = None, []
-    for source in texts(150, seed=3):
+    for source in texts(cancels, seed=3):
         request = t5.request(source, dataclasses.replace(GREEDY, n=int(random.integers(1, 3))))
         engine.add(request)
         live.append(request.request_id)
