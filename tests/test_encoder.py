@@ -19,6 +19,8 @@ from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.encoder import encode, fill
 from swiftkv_jax.layers import relative_bias
 from swiftkv_jax.model import step
+from swiftkv_jax.slim.measure import distance
+from swiftkv_jax.slim.texts import Beside, Pieces
 from swiftkv_jax.surgery import to_slim
 
 LENGTHS = [13, 30, 5]
@@ -80,6 +82,7 @@ def test_encoder_and_logits_equal_transformers_before_and_after_a_round_trip(nam
 
 
 CHUNKS = (5, 1, 1, 7, 3)
+SEEDS = 12
 
 
 def converted(folder, own: str, cross):
@@ -175,16 +178,27 @@ def divergence(wanted, got) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "whisper"])
-def test_inputs_in_bfloat16_cost_no_more_than_keys_and_values(name, folders, wanted):
-    """KL to the float32 model: the E-cache at most twice kv rows', with x rows of tokens 2.5 times."""
+def test_inputs_in_bfloat16_cost_no_more_than_keys_and_values(name, folders, wanted, tmp_path):
+    """KL to the float32 model, rows of inputs at most twice rows of keys and values.
+
+    It is the mean of many random models: of one such model the ratio is anything from 0.3 to 4.
+    """
     source, lengths, ids, want = wanted(name)
-    found = {}
-    for forms in (("kv", "kv"), ("kv", "x"), ("x", "x")):
-        made = converted(folders(name), *forms)
-        found[forms] = divergence(want, stepped(*made, source, lengths, ids, "bfloat16")[0])
-    assert 0 < found["kv", "x"] < 2 * found["kv", "kv"] and 0 < found["x", "x"] < 2.5 * found["kv", "kv"], (
-        found
-    )
+    every, found = (("kv", "kv"), ("kv", "x"), ("x", "x")), {}
+    for seed in range(SEEDS):
+        folder = encoder_models.save(name, tmp_path / str(seed), seed) if seed else folders(name)
+        plain = converted(folder, "kv", "kv")
+        x = np.asarray(encode(*plain, jnp.asarray(source), jnp.asarray(lengths)).x)
+        real = np.arange(x.shape[1]) < lengths[:, None]
+        read = Pieces(ids.astype(np.int32), np.ones(ids.shape, bool), Beside(x, lengths, real))
+        for forms in every:
+            cost, _ = distance(plain, converted(folder, *forms), read, "bfloat16")
+            found.setdefault(forms, []).append(cost)
+            if not seed:  # what the definition loses, a cache in bfloat16 loses
+                served = stepped(*converted(folder, *forms), source, lengths, ids, "bfloat16")[0]
+                assert divergence(want, served) == pytest.approx(cost, rel=0.2)
+    kv, e, inputs = (np.mean(found[forms]) for forms in every)
+    assert 0 < e < 2 * kv and 0 < inputs < 2 * kv, found
 
 
 @pytest.mark.parametrize("name, own, cross", [("t5_wide", "x", "x"), ("whisper", "k", ["x", "k", "x"])])
@@ -209,10 +223,10 @@ def test_distances_fall_into_the_ranges_of_transformers():
     """All of them, up to far beyond the last border: borders are whole distances, where rounding decides."""
     ahead = np.arange(-700, 701)
     bucket = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket
-    for buckets, distance in ((32, 128), (8, 20), (64, 256), (10, 33)):
+    for buckets, furthest in ((32, 128), (8, 20), (64, 256), (10, 33)):
         for both in (False, True):
-            config = T5_CONFIG | {"relative_buckets": buckets, "relative_distance": distance}
+            config = T5_CONFIG | {"relative_buckets": buckets, "relative_distance": furthest}
             table = jnp.arange(buckets, dtype=jnp.float32)[:, None]
             got = relative_bias(ModelConfig(**config, bidirectional=both), table, ahead)[0]
-            want = bucket(torch.tensor(ahead), both, buckets, distance)
+            want = bucket(torch.tensor(ahead), both, buckets, furthest)
             np.testing.assert_array_equal(got, want.numpy())
