@@ -289,6 +289,10 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
     teacher = skv.from_pretrained(DEMO / "teacher")
     skv.save_pretrained(student, *skv.to_swiftkv(*teacher, KVPlan.swiftkv(8, 4)))
     skv.save_pretrained(shallow, *skv.layer_pruned(*teacher, (0, 1)))
+    other = saved(tmp_path / "other", num_layers=2, windows=())
+    half, params = skv.layer_pruned(*teacher, (0, 1, 2, 3))
+    config = dataclasses.replace(half.config, max_position_embeddings=128)
+    skv.save_pretrained(tmp_path / "narrow", skv.Transformer(config, half.plan), params)
     text = tmp_path / "short.txt"
     text.write_text("short")
     model = ["--model", str(DEMO / "teacher")]
@@ -300,6 +304,10 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys):
         (["--model", str(student)], "compare takes a standard model of 4 layers or more"),
         (["--model", str(shallow)], "compare takes a standard model of 4 layers or more"),
         ([*model, "--text", str(text)], "held_out"),
+        ([*model, "--auxiliary", str(student)], "is a student: its FLOPs are counted of a standard model"),
+        ([*model, "--auxiliary", str(other)], "have different tokenizers"),
+        ([*model, "--auxiliary", str(tmp_path / "narrow")], "has a context of 128 tokens: lower --length"),
+        ([*model, "--auxiliary", str(tmp_path / "none")], "no such folder"),
     ):
         assert command.main([*words, "--out", str(tmp_path / "out")]) == 2
         said_all = capsys.readouterr().err

@@ -14,6 +14,7 @@ from swiftkv_jax.checks import integer
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.predict import Predicted
 from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Tokens
 
 _PIECE = 16  # tokens that `stream` computes at a time
@@ -61,12 +62,15 @@ def read(
     return baseline.read(model, params, tokens, lengths, slots)
 
 
-def check(model: Transformer, baseline: Baseline) -> None:
+def check(model: Transformer | Predicted, baseline: Baseline) -> None:
     """Whether a system can read prompts for a model.
 
     Raises:
-      UsageError: the plan is not a standard one, or the cold regions of FFN-SkipLLM leave no layer.
+      UsageError: a model whose prompts another one reads, a plan that is not a standard one, or cold regions
+        of FFN-SkipLLM that leave no layer.
     """
+    if isinstance(model, Predicted):
+        raise UsageError("these systems read the prompts of one model: give the base of this pair alone")
     layers = model.config.num_layers
     if model.plan != KVPlan.standard(layers):
         raise UsageError(

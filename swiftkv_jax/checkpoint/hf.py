@@ -17,7 +17,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from swiftkv_jax import sharding, weights
 from swiftkv_jax.checkpoint import gguf
 from swiftkv_jax.checkpoint.names import Slot, as_dtype, bare_names, ignored, slots
-from swiftkv_jax.checkpoint.write import INDEX, SINGLE, has_extras, save_pretrained
+from swiftkv_jax.checkpoint.write import ADAPTER, AUXILIARY, INDEX, SINGLE, has_extras, save_pretrained
 from swiftkv_jax.config import DTYPES, ModelConfig, plan_from_hf
 from swiftkv_jax.config_json import is_swiftkv, read_config_json
 from swiftkv_jax.errors import UsageError, explained, first_line
@@ -100,6 +100,11 @@ def read_model(folder: Path, slim: bool = True) -> tuple[ModelConfig, KVPlan, Ma
     Raises:
       UsageError: it cannot be read, or describes no model of ours.
     """
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
+        raise UsageError(
+            f"{folder} is a KV prediction adapter and holds no model of its own: give its base's folder, or "
+            f"{folder / AUXILIARY}"
+        )
     raw = read_config_json(folder)
     return ModelConfig.from_hf(raw), plan_from_hf(raw, slim), raw
 

@@ -27,6 +27,7 @@ from swiftkv_jax.compare.systems import (
     Source,
     System,
     by_weights,
+    check_auxiliary,
     full_depth,
     is_half,
     others,
@@ -69,9 +70,10 @@ def parser() -> Parser:
     return p
 
 
-def measured(source: Source, own: Answers, args: argparse.Namespace) -> Iterator[tuple[System | None, Point]]:
+def measured(
+    source: Source, own: Answers, args: argparse.Namespace, auxiliary: Path | None = None
+) -> Iterator[tuple[System | None, Point]]:
     """Every system with what its answers cost, in the order of the table; None with a baseline's."""
-    auxiliary = local_folder(args.auxiliary) if args.auxiliary else None
     for systems in (students(source), predicted(source, auxiliary)):
         for system in systems:
             yield system, _of_system(source, own, args, system)
@@ -120,12 +122,15 @@ def report(args: argparse.Namespace) -> dict:
     layers = model.config.num_layers
     if model.plan != KVPlan.standard(layers) or layers < 4 or min(model.config.windows) < length:
         raise UsageError("compare takes a standard model of 4 layers or more, no window of it below --length")
+    auxiliary = local_folder(args.auxiliary) if args.auxiliary else None
+    if auxiliary is not None:
+        check_auxiliary(folder, auxiliary, length)
     prompts = prompts_of(args.text, folder, args.prompts, length)
     source = Source(model, params, folder, fit_batches(args.text, folder, length), prompts, args.few)
     out.mkdir(parents=True, exist_ok=True)
     own, points, halves = answers_by_rows(model, params, prompts), [], []
     print(f"{prompts.lengths.size} prompts of {len(prompts.tokens)} rows; the model's: {own.nats.mean():.4f}")
-    for system, found in measured(source, own, args):
+    for system, found in measured(source, own, args, auxiliary):
         said = f"FLOPs {found.flops:.3f}, gap {found.gap:.4f}"
         print(f"{found.system}, {found.setting}: {said}", flush=True)
         points.append(found)

@@ -13,7 +13,7 @@ from swiftkv_jax.analysis.prediction_flops import Sizes, prediction_table, prune
 from swiftkv_jax.baselines import Baseline, FFNSkip, LazyLLM, RandomPruning, StaticPruning
 from swiftkv_jax.baselines.ffn_skip import cosines
 from swiftkv_jax.checkpoint.adapter import check_tokenizers
-from swiftkv_jax.checkpoint.hf import from_pretrained
+from swiftkv_jax.checkpoint.hf import from_pretrained, read_model
 from swiftkv_jax.compare import judging
 from swiftkv_jax.compare.judging import Prompts
 from swiftkv_jax.distill import fit_predictor, least_squares
@@ -109,12 +109,25 @@ def students(source: Source) -> Iterator[System]:
             yield System(name, f"split {split}", cost, student, fitted, {"plan": how})
 
 
+def check_auxiliary(folder: Path, auxiliary: Path, length: int) -> None:
+    """Whether the model in `auxiliary` can read prompts of `length` tokens for the one in `folder`.
+
+    Raises:
+      UsageError: it is no standard model, has another tokenizer, or a shorter context.
+    """
+    config, plan, _ = read_model(auxiliary)
+    if plan != KVPlan.standard(config.num_layers):
+        raise UsageError(f"--auxiliary {auxiliary} is a student: its FLOPs are counted of a standard model")
+    check_tokenizers(folder, auxiliary)
+    if (most := config.max_position_embeddings) < length:
+        raise UsageError(f"--auxiliary {auxiliary} has a context of {most} tokens: lower --length {length}")
+
+
 def predicted(source: Source, auxiliary: Path | None = None) -> Iterator[System]:
     """KV prediction from some of the model's own layers, and by an auxiliary in a folder of its own, fitted
     by least squares; each followed by what reads the prompts, alone.
 
-    Raises:
-      UsageError: the auxiliary is no standard model, or has another tokenizer.
+    auxiliary: a folder that `check_auxiliary` found right.
     """
     layers = source.model.config.num_layers
     for name, keep in kept_layers(Sizes.of(source.model.config)):
@@ -128,11 +141,8 @@ def predicted(source: Source, auxiliary: Path | None = None) -> Iterator[System]
         yield _alone(source, name, setting, small, alone)
     if auxiliary is None:
         return
-    check_tokenizers(source.folder, auxiliary)
     small = from_pretrained(auxiliary, dtype="float32")
-    rows = small[0].config.num_layers
-    if small[0].plan != KVPlan.standard(rows):
-        raise UsageError(f"--auxiliary {auxiliary} is a student: its FLOPs are counted of a standard model")
+    rows = small[0].plan.num_rows
     name, setting, given = f"{_NAME}, its own auxiliary", auxiliary.name, Prediction.spread(layers, rows)
     how = PredictConfig(auxiliary=str(auxiliary), init_tokens=judging.FIT_TOKENS)
     yield _pair(source, name, setting, small, given, how)

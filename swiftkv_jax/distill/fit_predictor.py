@@ -71,7 +71,7 @@ def fit(model: Predicted, params: PyTree, batches: Iterable[Batch], ridge: float
     if tokens <= width:
         raise UsageError(
             f"a least-squares predictor has {width + 1} unknowns an output and {tokens} tokens to find them "
-            "by: raise init_tokens"
+            "by: raise init_tokens, or --tokens"
         )
     place = {row: i for i, row in enumerate(sorted(set(reads)))}
 

@@ -24,6 +24,7 @@ import numpy as np
 from swiftkv_jax import predict
 from swiftkv_jax.checkpoint.adapter import check_tokenizers, save_adapter
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
+from swiftkv_jax.checks import integer
 from swiftkv_jax.distill.config import MAPS, STARTS, PredictConfig
 from swiftkv_jax.distill.data import Batch, DataConfig, DataLoader, evaluation_batches
 from swiftkv_jax.distill.fit_predictor import fit
@@ -139,6 +140,7 @@ def parser() -> Parser:
 
 
 def _run(args: argparse.Namespace) -> None:
+    integer("--tokens", args.tokens, 1)
     home = local_folder(args.base)
     base = from_pretrained(home, dtype=args.dtype)
     tokenizer = load_tokenizer(home)
@@ -152,11 +154,15 @@ def _run(args: argparse.Namespace) -> None:
     else:
         check_tokenizers(home, folder := local_folder(args.auxiliary))
         auxiliary = from_pretrained(folder, dtype=args.dtype)
+    context = min(model.config.max_position_embeddings for model, _ in (base, auxiliary))
+    integer("--length", args.length, 2, context)
     given = PredictConfig(auxiliary=args.auxiliary or "", keep=keep, map=args.map, tail=args.tail)
     prediction, theirs = given.build(base[0].plan, auxiliary[0].plan), auxiliary[0].plan.num_rows
     data = DataConfig(
         sources=tuple(args.text), split="train", seq_len=args.length, batch_size=8, long_documents="fill"
     )
+    held_out = dataclasses.replace(data, split="held_out")
+    judged = evaluation_batches(held_out, tokenizer, _JUDGED) if args.tail == 1 else []
     loader = DataLoader(data, tokenizer)
     try:
         count = math.ceil(args.tokens / (data.batch_size * data.seq_len))
@@ -166,9 +172,8 @@ def _run(args: argparse.Namespace) -> None:
         loader.close()
     save_adapter(args.out, model, params, base=home)
     print(f"saved {args.out}: rows {prediction.reads} of {theirs} auxiliary rows, tail {args.tail}")
-    if args.tail == 1:
-        held_out = dataclasses.replace(data, split="held_out")
-        near = judge(model, params, evaluation_batches(held_out, tokenizer, _JUDGED))
+    if judged:
+        near = judge(model, params, judged)
         print(
             f"first tokens of {near.tokens} prompts: {near.gap:.4f} +- {near.gap_error:.4f} nats above the "
             f"base, KL {near.kl:.4f}, agreement {near.agreement:.3f} (the auxiliary alone: {near.alone:.3f})"

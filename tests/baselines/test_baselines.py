@@ -19,7 +19,8 @@ from swiftkv_jax.baselines.dense import State, Work
 from swiftkv_jax.baselines.pruning import chosen
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer, forward, logits
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.plan import KVPlan, Prediction
+from swiftkv_jax.predict import Predicted
 from swiftkv_jax.surgery import to_swiftkv
 
 LENGTHS = (9, 14, 1, 6)
@@ -325,3 +326,6 @@ def test_bad_values_are_refused_in_one_line(params):
     student = to_swiftkv(MODEL, params, KVPlan.swiftkv(LAYERS, 2))
     with pytest.raises(UsageError, match="give the teacher, not a student"):
         generate(*student, NOTHING["lazy"], [[1]], 1)
+    pair = Predicted(MODEL, MODEL, Prediction(tuple(range(LAYERS))))
+    with pytest.raises(UsageError, match="give the base of this pair alone"):
+        baselines.check(pair, NOTHING["lazy"])
