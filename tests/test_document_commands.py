@@ -64,9 +64,10 @@ VALUES = {"--keep": "0,2", "--train": "1", "--auxiliary": "small"}
 
 
 def named(command: Code) -> tuple[str, list[str]] | None:
-    """(which of `RUNS`, its words) of a command that makes a student or plans one here and now."""
+    """(which of `RUNS`, its words) of a command that makes a student or plans one here and now; sound is for
+    tests/slim/test_slim_encoders.py."""
     program, *words = shlex.split(command.text)
-    if "--compile-only" in words or program not in ("swiftkv", "python") or not words:
+    if {"--compile-only", "--audio"} & {*words} or program not in ("swiftkv", "python") or not words:
         return None
     if program == "swiftkv":
         name, given = f"swiftkv {words[0]}", words[1:]
