@@ -16,6 +16,7 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from swiftkv_jax import predict, sharding, weights
 from swiftkv_jax.config import ModelConfig
@@ -64,7 +65,7 @@ def predicted():
 
 
 def trained(mesh, trainable: str):
-    """Parameters and metrics after three steps."""
+    """Parameters after three steps, their gradients' means (Adam's), and metrics."""
     optimizer = OptimizerConfig(learning_rate=1e-3, warmup=0.0)
     if trainable == "predictor":
         student, tree, frozen = predicted()
@@ -86,7 +87,8 @@ def trained(mesh, trainable: str):
         for _ in range(3):
             state, metrics = step(frozen, state, data)
     split = sum(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state.trainable))
-    return jax.device_get((state.trainable, metrics)), split
+    means = optax.tree_utils.tree_get(state.optimizer, "mu")
+    return jax.device_get((state.trainable, means, metrics)), split
 
 
 def generated(mesh, drafts: int = 0):
@@ -147,9 +149,12 @@ def found(what: str, mesh) -> dict:
     if what.startswith("splash"):
         return {"worst": splash_on_a_mesh(int(what.removeprefix("splash")))}
     got, split = trained(mesh, what)
-    # Of numbers above one, such as losses, relative to them.
-    worst = jax.tree.map(lambda a, b: float((np.abs(a - b) / np.maximum(1, abs(b))).max()), got, alone(what))
-    return {"worst": max(jax.tree.leaves(worst)), "split": split, "loss": worst[1]["loss"]}
+    parts = [jax.tree.map(np.subtract, *pair) for pair in zip(got, alone(what), strict=True)]
+    # Where a gradient is next to nothing, rounding decides the sign of Adam's step: of parameters the root of
+    # the mean square of each array is told, which no single number moves.
+    moved = max(float(np.sqrt(np.mean(x**2))) for x in jax.tree.leaves(parts[0]))
+    worst = max(float(np.abs(x).max()) for x in jax.tree.leaves(parts[1:]))
+    return {"moved": moved, "worst": worst, "split": split, "loss": float(np.abs(parts[2]["loss"]))}
 
 
 def main(names: list[str]) -> None:
