@@ -118,7 +118,7 @@ def make(name: str, seed: int = 0, **changes) -> transformers.PreTrainedModel:
     return model
 
 
-_LOUD = 12.0
+_LOUD = 8.0
 _OUTPUTS = ("o", "wo", "out_proj", "fc2")  # larger: else a stream stays what it began as
 _INVERTED = ("k", "v", "k_proj", "v_proj")
 
