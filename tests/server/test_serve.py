@@ -27,7 +27,7 @@ from swiftkv_jax.engine import llm as llm_module
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.errors import UsageWarning
-from swiftkv_jax.folder import DEMO, private
+from swiftkv_jax.folder import DEMO
 from swiftkv_jax.kernels.check.decide import Decision
 from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.plan import Prediction
@@ -437,94 +437,3 @@ def test_help_fits_two_screens(asked, capsys):
     said = capsys.readouterr().out
     assert stopped.value.code == 0 and said.count("\n") <= 60
     assert ("--api-key" in said) == ("--input" not in said.partition("options")[2]) == ("--http" in asked)
-
-
-@pytest.fixture
-def cached(tmp_path, monkeypatch, capsys):
-    """A start of `serve.py`, as far as its cache of programs goes, with a home in `tmp_path`: the folder that
-    is then in force, and what was said on stderr."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def start(named: str | None = None) -> tuple[str | None, str]:
-        with monkeypatch.context() as patch:
-            patch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-            jax.config.update("jax_compilation_cache_dir", named)  # as JAX does when it is imported
-            if named:
-                patch.setenv("JAX_COMPILATION_CACHE_DIR", named)
-            commands.cache_programs()
-        return jax.config.jax_compilation_cache_dir, capsys.readouterr().err
-
-    yield start
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-def test_the_compilation_cache_is_its_users_alone_or_not_used(tmp_path, cached):
-    """Who can write there can run code in the process: as much as whoever may put another in its place."""
-    cache = tmp_path / "swiftkv-jax" / "xla"
-    assert cached() == (str(cache), "")
-    assert [folder.stat().st_mode & 0o777 for folder in (cache.parent, cache)] == [0o700] * 2
-    cache.chmod(0o770)
-    used, said = cached()
-    assert used is None and said.count("\n") == 1
-    assert f"warning: no compilation cache: {cache} must be yours alone" in said
-    for mode, parents, alone in (
-        (0o755, 0o755, True),
-        (0o702, 0o700, False),
-        (0o1777, 0o700, False),  # where nobody can rename what is there, anybody can still add to it
-        (0o700, 0o770, False),
-    ):
-        cache.chmod(mode)
-        cache.parent.chmod(parents)
-        assert private(cache) == alone
-    cache.parent.chmod(0o700)
-    (tmp_path / "file").write_text("")
-    assert private(cache) and not private(tmp_path / "file" / "xla")
-
-
-def test_a_compilation_cache_named_by_the_environment_is_checked_like_our_own(tmp_path, cached, monkeypatch):
-    """What it holds is code. A link is followed first: who made it could lead it elsewhere later."""
-    named, link = tmp_path / "of the team" / "cache", tmp_path / "link"
-    assert cached(str(named)) == (str(named), "") and named.stat().st_mode & 0o777 == 0o700
-    assert cached("gs://b/c") == ("gs://b/c", "")
-    assert not (tmp_path / "swiftkv-jax").exists(), "ours is not wanted"
-    named.chmod(0o777)
-    link.symlink_to(named)
-    for path in (named, link):
-        used, said = cached(str(path))
-        assert f"warning: no compilation cache: {named} must be yours alone (chmod 700)" in said
-        assert used is None and said.count("\n") == 1
-    named.chmod(0o700)
-    for mode, alone in ((0o777, False), (0o1777, True), (0o775, False), (0o755, True)):
-        named.parent.chmod(mode)
-        assert private(named) == alone, "with the sticky bit only its owner can put another in its place"
-    uid = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
-    assert not private(named), "another's"
-
-
-CACHE_IN_FORCE = """
-import runpy, sys
-import jax
-from swiftkv_jax.server import main
-
-def show(**_):
-    print(jax.config.jax_compilation_cache_dir)
-    return 0
-
-main.main = show
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
-
-
-def test_a_cache_that_others_can_write_to_is_not_used(tmp_path):
-    """Not only warned of, by the command itself: JAX would take what the environment names."""
-    named = tmp_path / "cache"
-    named.mkdir()
-    named.chmod(0o777)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(named)}
-    command = [sys.executable, "-c", CACHE_IN_FORCE, str(ROOT / "serve.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout.strip()) == (0, "None"), done.stderr
