@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = {name.partition("::")[0] for name in found}
     gone = sorted(name for name in slow - found if name.partition("::")[0] in files)
     if gone and not config.getoption("lf", False) and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"tests/slow.txt names tests that are not there: {gone}")
+        error = RuntimeError if hasattr(config, "workerinput") else pytest.UsageError  # xdist shows no other
+        raise error(f"tests/slow.txt names tests that are not there: {gone}")
 
 
 @pytest.fixture(scope="module")
