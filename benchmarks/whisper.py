@@ -2,7 +2,7 @@
 tokens per second here by kind of row.
 
     python -m benchmarks.whisper                    # the table (Slim attention paper, section 6), at once
-    python -m benchmarks.whisper --run --size tiny  # and tokens/s with random weights of that size
+    python -m benchmarks.whisper --run --size base  # and times here, with random weights of that size
 
 The paper leaves the encoder's output out of what "option 2" stores and reads, as it may lie in on-chip
 memory. A server of many requests keeps it in main memory, once for all layers: then it counts.
@@ -10,8 +10,11 @@ memory. A server of many requests keeps it in main memory, once for all layers: 
 
 import argparse
 import dataclasses
+import json
+import statistics
 import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +32,7 @@ from swiftkv_jax.plan import KVPlan
 
 SOURCE, CONTEXT, VOCAB = 1500, 448, 51_865
 FORMS = {"kv": ("kv", "kv"), "k": ("k", "k"), "x": ("x", "x")}
-OUTPUTS, ROUNDS = 32, 5
+OUTPUTS, ROUNDS = 32, 5  # tokens that are decoded after a window's first, and rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +140,37 @@ def make(size: Size, form: str, lanes: int) -> LLM:
     return LLM.from_model(model, params, None, max_num_seqs=lanes)
 
 
-def decode(llm: LLM, batch: int) -> None:
-    """Transcribe `batch` windows of noise, `OUTPUTS` tokens each."""
+def transcribe(llm: LLM, batch: int, outputs: int) -> None:
+    """`outputs` tokens of each of `batch` windows of noise."""
     random = np.random.default_rng(0)
-    params = SamplingParams(temperature=0.0, max_tokens=OUTPUTS, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
     frames = [random.standard_normal((2 * SOURCE, 80)).astype(np.float32) for _ in range(batch)]
     for _ in llm.run([window_request(llm, one, None, "transcribe", params) for one in frames]):
         pass
+
+
+def measured(size: Size, batch: int) -> dict[str, dict[str, float]]:
+    """Form -> what a request takes of the cache, milliseconds until the windows' first tokens, by window, and
+    tokens per second from there on: medians of interleaved rounds."""
+    llms = {form: make(size, form, batch) for form in FORMS}
+    runs = {
+        (form, outputs): partial(transcribe, llm, batch, outputs)
+        for form, llm in llms.items()
+        for outputs in (1, 1 + OUTPUTS)
+    }
+    seconds = interleaved(runs, ROUNDS)
+    found = {}
+    for form, llm in llms.items():
+        first, all_of_them = seconds[form, 1], seconds[form, 1 + OUTPUTS]
+        later = statistics.median(b - a for a, b in zip(first, all_of_them, strict=True))
+        stats = llm.engine.stats
+        stored = stats.cache_bytes_per_token * CONTEXT + stats.source_bytes_per_token * SOURCE
+        found[form] = {
+            "cache_mb": stored / 1e6,
+            "first_ms": 1e3 * statistics.median(first) / batch,
+            "tokens_per_s": batch * OUTPUTS / later,
+        }
+    return found
 
 
 def main() -> None:
@@ -152,18 +179,25 @@ def main() -> None:
     parser.add_argument("--run", action="store_true", help="time decoding here too, with random weights")
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON of the times")
     args = parser.parse_args()
     show_table()
     if not args.run:
         return
-    where = machine(" ".join(["python -m benchmarks.whisper", *sys.argv[1:]]))
-    print(f"\nTokens per second of Whisper {args.size}, encoding included")
-    print(", ".join(f"{name} {value}" for name, value in where.items()))
+    found = {
+        "machine": machine(" ".join(["python -m benchmarks.whisper", *sys.argv[1:]])),
+        "size": args.size,
+        "batches": {},
+    }
+    print(f"\nWhisper {args.size} here: " + ", ".join(f"{k} {v}" for k, v in found["machine"].items()))
+    print(f"{'batch':>5}  {'rows':4}{'cache, MB':>11}{'first token, ms a window':>26}{'then tokens/s':>15}")
     for batch in args.batch:
-        llms = {form: make(SIZES[args.size], form, batch) for form in FORMS}
-        times = interleaved({form: partial(decode, llm, batch) for form, llm in llms.items()}, ROUNDS)
-        rates = ", ".join(f"{form} {batch * OUTPUTS / np.median(s):.1f}" for form, s in times.items())
-        print(f"batch {batch:3}: {rates}")
+        found["batches"][batch] = measured(SIZES[args.size], batch)
+        for form, row in found["batches"][batch].items():
+            times = f"{row['first_ms']:26.0f}{row['tokens_per_s']:15.1f}"
+            print(f"{batch:5}  {form:4}{row['cache_mb']:11.1f}{times}")
+        if args.output is not None:
+            args.output.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

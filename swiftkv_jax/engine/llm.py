@@ -399,6 +399,8 @@ class LLM:
         )
 
     def _check_ids(self, name: str, ids: Sequence, where: str) -> None:
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocab:
+            return  # at once: a prompt may have a hundred thousand
         for value in ids:
             integer(f"{where}: {name} id", value)
             if not 0 <= value < self._vocab:

@@ -26,7 +26,7 @@ from swiftkv_jax.shapes import Array, Int, PyTree
 # Few, so that few programs are compiled: greedy, plain sampling, and all that SamplingParams can ask for.
 MODES = (Mode(), Mode(sampled=True), Mode(*[True] * len(Mode._fields)))
 _CLEARED = 16  # pages cleared at a time
-_TOKENS_A_ROW = 64  # of a step, that make its empty rows weigh nothing
+_TOKENS_A_ROW = 16  # of a step, that make its empty rows weigh nothing
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -389,8 +389,11 @@ class Runner:
 
     def _is_kept(self, of: tuple[int, int | Mode]) -> bool:
         """Whether there is a program of so many rows and tokens, or rows and mode. For a step whose tokens
-        outweigh empty rows, and for the rarest ways of sampling, that of more rows does."""
+        outweigh empty rows, and for the rarest ways of sampling, that of more rows does; for one whose rows
+        could not have a token each, that of more tokens."""
         count, what = of
+        if isinstance(what, int) and what < min(count, self.budget):
+            return False
         if count == self.lanes:
             return True
         more = min(16 * count, self.lanes)

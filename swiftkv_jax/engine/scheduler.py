@@ -13,7 +13,9 @@ from swiftkv_jax.engine.queue import Queue
 from swiftkv_jax.engine.request import Request
 from swiftkv_jax.engine.sequence import Sequence, SourcePages
 
-_SMALLEST, _NEXT = 32, 128  # tokens: below these a launch costs about the same whatever its size
+# Tokens. An accelerator takes about as long for any of these; a CPU does not, and a few tokens are common:
+# those that follow a shared prefix, and the last of a prompt whose others an auxiliary model read.
+_SMALL = (1, 8, 32, 128)
 
 
 def power_of_two(n: int) -> int:
@@ -27,12 +29,12 @@ def launch_size(pending: int, budget: int) -> int:
     Padding of more than a quarter is not taken: 1100 tokens run as 1024 and then 76.
     """
     up = _padded(pending)
-    size = up if up <= _NEXT or 4 * pending >= 3 * up else up // 2
+    size = up if up <= _SMALL[-1] or 4 * pending >= 3 * up else up // 2
     return min(size, budget)
 
 
 def _padded(tokens: int) -> int:
-    return _SMALLEST if tokens <= _SMALLEST else max(_NEXT, power_of_two(tokens))
+    return next((size for size in _SMALL if tokens <= size), power_of_two(tokens))
 
 
 def array_size(tokens: int, size: int) -> int:

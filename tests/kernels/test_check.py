@@ -13,7 +13,7 @@ import pytest
 
 from swiftkv_jax.kernels.causal_attention import xla as causal_xla
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
-from swiftkv_jax.kernels.check import calls, cases, decide
+from swiftkv_jax.kernels.check import calls, cases, decide, machine
 from swiftkv_jax.kernels.check.calls import Call
 from swiftkv_jax.kernels.check.cases import Attention
 from swiftkv_jax.kernels.check.decide import Decision, Limits, choose
