@@ -119,6 +119,17 @@ def _prediction(found: dict) -> tuple[list[str], Rows]:
     return columns, [[f"{ratio:.2f}" for ratio in ratios]]
 
 
+def _whisper(found: dict) -> tuple[list[str], Rows]:
+    names = {"kv": "keys and values", "k": "keys", "x": "inputs"}
+    columns = ["windows at once", "rows", "cache of one, MB", "first token, ms a window", "then tokens/s"]
+    rows = [
+        [batch, names[form], round(row["cache_mb"], 1), round(row["first_ms"]), round(row["tokens_per_s"])]
+        for batch, forms in found["batches"].items()
+        for form, row in forms.items()
+    ]
+    return columns, rows
+
+
 def _summary(_: dict) -> tuple[list[str], Rows]:
     """README's table: the demo's students and SmolLM2's, quality and speed at one context length."""
     columns = ["model", "student", "context", "gap, nats", "KL, nats", "agreement", "TTFT", "cache"]
@@ -142,6 +153,7 @@ _TABLES: dict[str, Callable[[dict], tuple[list[str], Rows]]] = {
     "peers": _peers,
     "throughput": _throughput,
     "waiting": _waiting,
+    "whisper": _whisper,
 }
 _COMMANDS = {  # of results that may be missing
     "peers": "python -m benchmarks.peers",

@@ -127,6 +127,18 @@ def transformers(model: Transformer | Predicted) -> tuple[Transformer, ...]:
     return (model.base, model.auxiliary) if isinstance(model, Predicted) else (model,)
 
 
+def cached(model: Transformer | Predicted) -> tuple[Transformer, ...]:
+    """Whose rows are cached: those of what generates, then those of the auxiliary's layers that run.
+
+    The layer at whose input the deepest row is read does not run, and nothing else looks at its keys and
+    values. One layer's are cached at least.
+    """
+    if not isinstance(model, Predicted):
+        return (model,)
+    last = deepest(model.auxiliary.plan, model.prediction.reads)
+    return model.base, pruned(model.auxiliary, range(max(1, last)))
+
+
 def generator(model: Transformer | Predicted, params: PyTree) -> tuple[Transformer, PyTree]:
     """What generates, and its parameters."""
     return (model.base, params["base"]) if isinstance(model, Predicted) else (model, params)
@@ -463,8 +475,9 @@ def fill(
 ) -> Caches:
     """Read a flat ragged batch of prompt tokens with the auxiliary: its rows, and the base's predicted ones.
 
-    Arguments as in `model.step`; every token must lie before the last `tail` of its prompt. What is predicted
-    comes from rows as they are made, before a cache rounds them, so that no chunking changes it.
+    Arguments as in `model.step`; every token must lie before the last `tail` of its prompt; `caches` are of
+    the models that `cached` gives. What is predicted comes from rows as they are made, before a cache rounds
+    them, so that no chunking changes it.
     """
     aux, plan, p = model.auxiliary, model.auxiliary.plan, params["auxiliary"]
     at, theirs = caches.base.angles.at(positions), caches.auxiliary.angles.at(positions)
@@ -472,9 +485,9 @@ def fill(
     x, base, own = embed(aux, p, tokens, positions), caches.base, caches.auxiliary
     for layer in range(last + 1):
         raw = projected(aux, p, layer, x)
-        if raw:
-            made = [finished(aux.config, weights.row(p, row), pair, theirs) for row, pair in raw.items()]
-            own = own.write(list(raw), made, batch)
+        if kept := [row for row in raw if row < own.plan.num_rows]:
+            made = [finished(aux.config, weights.row(p, row), raw[row], theirs) for row in kept]
+            own = own.write(kept, made, batch)
         due = [row for row, read in enumerate(model.prediction.reads) if read in raw]
         if due:
             made = [predict(model, params, row, raw[model.prediction.reads[row]], at) for row in due]

@@ -70,7 +70,7 @@ def empty(model: Predicted) -> Caches:
         cache = Cache.create(part.config, part.plan, table, 1 + PAGES, PAGE, jnp.float32)
         return dataclasses.replace(cache, stores=jax.tree.map(lambda x: x * jnp.nan, cache.stores))
 
-    return Caches(pool(model.base), pool(model.auxiliary))
+    return Caches(*map(pool, predict.cached(model)))
 
 
 def flat(tokens, done, counts, size: int = 16):
@@ -133,17 +133,17 @@ def test_long_sequences_are_read_in_blocks(monkeypatch):
 
 
 def test_a_base_that_is_its_own_auxiliary_is_unchanged():
-    """Identity map and predictor: `forward` both ways, and the bytes of both pools for equal chunks."""
+    """Identity map and predictor: `forward` both ways, and the bytes of both pools for equal chunks, but for
+    the deepest row, which no layer of the auxiliary reads."""
     model, params = itself()
     tokens = prompts()
     want = full(model.base, params["base"], tokens)
     for own in (True, False):
         np.testing.assert_allclose(run_forward(model, params, tokens, own=own), want, rtol=0, atol=1e-5)
     caches = run_fill(model, params, *flat(tokens, (0, 0, 0), (7, 0, 5)), empty(model))
-    for ours, theirs in zip(
-        *map(jax.tree.leaves, (caches.base.stores, caches.auxiliary.stores)), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
+    stores = caches.base.stores, caches.auxiliary.stores
+    for ours, theirs in zip(*map(jax.tree.leaves, stores), strict=True):
+        np.testing.assert_array_equal(ours[:-1], theirs)
 
 
 def test_linen_applies_and_initialises_the_same_parameters():

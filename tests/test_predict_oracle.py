@@ -143,7 +143,7 @@ def ours(model: Predicted, params, prompt: np.ndarray, tokens: np.ndarray) -> np
     def empty(part):
         return Cache.dense(part.config, part.plan, 1, PROMPT + NEW, jnp.float32)
 
-    caches, read = Caches(empty(model.base), empty(model.auxiliary)), len(prompt) - model.prediction.tail
+    caches, read = Caches(*map(empty, predict.cached(model))), len(prompt) - model.prediction.tail
     fill = jax.jit(predict.fill, static_argnums=0)
     for start, stop in ((0, 9), (9, read)):
         places = jnp.arange(start, stop)

@@ -11,7 +11,7 @@ import numpy as np
 
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.model import Transformer, embed, logits, run, step
-from swiftkv_jax.predict import Caches, Predicted, fill, generator, split_layers
+from swiftkv_jax.predict import Caches, Predicted, cached, fill, generator, split_layers
 from swiftkv_jax.shapes import Array, Int, PyTree
 
 SHORT = (64, 59)  # the KV prediction paper's: prompts, and tokens of each, as TriviaQA has (section 6.3)
@@ -59,9 +59,8 @@ def empty(model: Model, params: PyTree, prompts: int, capacity: int) -> Cache | 
         cache = Cache.dense(part.config, part.plan, prompts, capacity, jnp.dtype(part.dtype))
         return jax.device_put(cache, jax.tree.leaves(params)[0].sharding)  # else it compiles twice
 
-    if isinstance(model, Predicted):
-        return Caches(one(model.base), one(model.auxiliary))
-    return one(model)
+    pools = [one(part) for part in cached(model)]
+    return Caches(*pools) if len(pools) > 1 else pools[0]
 
 
 def reader(model: Model, params: PyTree, prompts: int, length: int, whole: bool = False) -> Callable:

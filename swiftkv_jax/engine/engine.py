@@ -23,7 +23,7 @@ from swiftkv_jax.engine.settings import Settings, empty_pool, of_auxiliary
 from swiftkv_jax.engine.warm import WarmUp
 from swiftkv_jax.errors import UsageError, first_line
 from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted, generator
+from swiftkv_jax.predict import Predicted, cached, generator
 from swiftkv_jax.processes import PeerLost
 from swiftkv_jax.shapes import PyTree
 
@@ -466,7 +466,7 @@ def make_runner(
     """What runs a model under `settings`; each of its pools is `new(weights, how to make it empty)`."""
     reader = None
     if isinstance(model, Predicted):
-        make = partial(empty_pool, model.auxiliary, of_auxiliary(settings), mesh)
+        make = partial(empty_pool, cached(model)[1], of_auxiliary(settings), mesh)
         reader = Reader(model, params, partial(new, params["auxiliary"], make))
     base, params = generator(model, params)
     empty = partial(new, params, partial(empty_pool, base, settings, mesh))

@@ -29,7 +29,7 @@ from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
 from swiftkv_jax.model import Transformer, step
 from swiftkv_jax.plan import ENCODER
-from swiftkv_jax.predict import Predicted, transformers
+from swiftkv_jax.predict import Predicted, cached, transformers
 from swiftkv_jax.processes import least as least_of_all
 from swiftkv_jax.surgery import fold_shared_norm
 
@@ -253,7 +253,7 @@ def empty_pools(
     model: Transformer | Predicted, settings: Settings, mesh: Mesh | None = None
 ) -> tuple[Cache, ...]:
     """The engine's pool, and beside it, under KV prediction, the auxiliary's."""
-    own, *auxiliary = transformers(model)
+    own, *auxiliary = cached(model)
     ahead = of_auxiliary(settings)
     return (empty_pool(own, settings, mesh), *(empty_pool(one, ahead, mesh) for one in auxiliary))
 

@@ -18,7 +18,7 @@ from test_overload import Client, resident, start
 
 FLAGS = "--http 127.0.0.1:0 --max-num-seqs 4 --max-num-batched-tokens 128 --batch-invariant".split()
 FLAGS += "--max-model-len 512 --max-scored-tokens 64 --shutdown-timeout 1".split()
-REQUESTS, AT_ONCE, DISCONNECTS, SLOW = 3000, 24, 300, 4
+REQUESTS, AT_ONCE, DISCONNECTS, SLOW = 20_000, 24, 300, 4
 CANARY = {"prompt": "The function returns a list of", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 LONG = {"prompt": "The function returns", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 HANG_S = 90.0
