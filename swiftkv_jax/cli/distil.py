@@ -25,6 +25,7 @@ from swiftkv_jax.distill.loop import train
 from swiftkv_jax.distill.main import FieldsParser
 from swiftkv_jax.distill.progress import Say, show, working
 from swiftkv_jax.distill.sources import open_documents
+from swiftkv_jax.distill.start import check_vocabulary
 from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.plan import KVPlan
@@ -136,6 +137,7 @@ def _run(args: argparse.Namespace) -> int:
     with working(show, f"reading the tokenizer of {args.model}, and {', '.join(sources)}"):
         folder = local_folder(args.model)
         tokenizer = load_tokenizer(folder)
+        check_vocabulary(tokenizer, config)
         data = data_for(sources, config, tokenizer, machine, args.length, args.weight, args.columns)
         experiment(data, data, split or config.num_layers - 1, 1)  # what --set gets wrong is told now
         with explained(f"write to {out}"):

@@ -13,11 +13,13 @@ from jax.sharding import Mesh, NamedSharding
 from swiftkv_jax import sharding
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.cli import splits
+from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.convert import apart
 from swiftkv_jax.distill.config import Experiment, PlanConfig
 from swiftkv_jax.distill.data import DataConfig, DataLoader, evaluation_batches
 from swiftkv_jax.distill.packing import Batch
 from swiftkv_jax.distill.progress import Say
+from swiftkv_jax.distill.start import check_vocabulary
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.shapes import PyTree
@@ -52,6 +54,7 @@ class Measured:
         """
         folder = local_folder(name)
         tokenizer = load_tokenizer(folder)
+        check_vocabulary(tokenizer, ModelConfig.from_hf(folder))
         mesh = sharding.make_mesh(fsdp=-1)
         data = DataConfig(
             sources=sources, seq_len=_LENGTH, batch_size=_ROWS * mesh.size, long_documents="fill"

@@ -35,11 +35,16 @@ def load(experiment: Experiment, folder: Path | None, tokenizer: Tokenizer, mesh
     if experiment.predict is not None:
         loaded.append(load_auxiliary(experiment, loaded[0], tokenizer, mesh))
     for name, (model, _) in zip(("model", "auxiliary"), loaded, strict=False):
-        if tokenizer.vocab_size > model.config.vocab_size:
-            raise UsageError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, the {name} only {model.config.vocab_size}"
-            )
+        check_vocabulary(tokenizer, model.config, name)
     return loaded
+
+
+def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, name: str = "model") -> None:
+    """Raises UsageError where a tokenizer has tokens that a model has no embedding of."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UsageError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the {name} only {config.vocab_size}"
+        )
 
 
 def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loaded:

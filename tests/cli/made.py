@@ -21,10 +21,10 @@ CONFIG = skv.ModelConfig(
 )
 
 
-def teacher(folder: Path, template: str | None = None) -> Path:
+def teacher(folder: Path, template: str | None = None, config: skv.ModelConfig = CONFIG) -> Path:
     """A random model of four layers."""
-    model = tiny(CONFIG, skv.KVPlan.standard(4))
-    skv.save_pretrained(make_tokenizer(folder, template), *model, dtype=CONFIG.dtype)
+    model = tiny(config, skv.KVPlan.standard(4))
+    skv.save_pretrained(make_tokenizer(folder, template), *model, dtype=config.dtype)
     return folder
 
 

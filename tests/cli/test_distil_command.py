@@ -9,7 +9,7 @@ import pytest
 from tokenizers_made import CHATML
 
 import swiftkv_jax as skv
-from swiftkv_jax.cli import distil
+from swiftkv_jax.cli import distil, plan
 from swiftkv_jax.cli.distil import Machine
 from swiftkv_jax.distill import main as training
 from swiftkv_jax.distill.config import Experiment, PlanConfig
@@ -148,3 +148,12 @@ def test_what_makes_no_sense_is_refused_in_a_line(words, said, teacher, tmp_path
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_embeddings_for_its_tokenizer_is_refused_before_it_is_measured(tmp_path, capsys):
+    folder = made.teacher(tmp_path / "small", config=dataclasses.replace(made.CONFIG, vocab_size=200))
+    texts = made.texts(tmp_path / "rows.jsonl")
+    assert distil.main([str(folder), "--data", texts, "--out", str(tmp_path / "out")]) == 2
+    assert plan.main([str(folder), "--text", texts]) == 2
+    out, error = capsys.readouterr()
+    assert "untrained" not in out and error.count("the model only 200\n") == 2
