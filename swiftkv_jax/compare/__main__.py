@@ -36,6 +36,7 @@ from swiftkv_jax.compare.systems import (
     total,
 )
 from swiftkv_jax.compare.training import trained
+from swiftkv_jax.distill.progress import show, working
 from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.folder import DEMO
 from swiftkv_jax.kernels.common import dispatch
@@ -117,7 +118,8 @@ def report(args: argparse.Namespace) -> dict:
     for name, least in (("prompts", 1), ("train", 0), ("rounds", 0)):
         integer(f"--{name}", getattr(args, name), least)
     folder, length, out = local_folder(args.model), args.length, args.out
-    model, params = from_pretrained(folder, dtype="float32")
+    with working(show, f"reading {args.model}"):
+        model, params = from_pretrained(folder, dtype="float32")
     integer("--length", length, 4, model.config.max_position_embeddings)
     layers = model.config.num_layers
     if model.plan != KVPlan.standard(layers) or layers < 4 or min(model.config.windows) < length:
@@ -125,17 +127,19 @@ def report(args: argparse.Namespace) -> dict:
     auxiliary = local_folder(args.auxiliary) if args.auxiliary else None
     if auxiliary is not None:
         check_auxiliary(folder, auxiliary, length)
-    prompts = prompts_of(args.text, folder, args.prompts, length)
-    source = Source(model, params, folder, fit_batches(args.text, folder, length), prompts, args.few)
+    with working(show, f"reading {args.text}"):
+        prompts = prompts_of(args.text, folder, args.prompts, length)
+        source = Source(model, params, folder, fit_batches(args.text, folder, length), prompts, args.few)
     out.mkdir(parents=True, exist_ok=True)
-    own, points, halves = answers_by_rows(model, params, prompts), [], []
-    print(f"{prompts.lengths.size} prompts of {len(prompts.tokens)} rows; the model's: {own.nats.mean():.4f}")
-    for system, found in measured(source, own, args, auxiliary):
-        said = f"FLOPs {found.flops:.3f}, gap {found.gap:.4f}"
-        print(f"{found.system}, {found.setting}: {said}", flush=True)
-        points.append(found)
-        if system is not None and is_half(source, system):
-            halves.append(system)
+    with working(show, "answering as the model does"):
+        own, points, halves = answers_by_rows(model, params, prompts), [], []
+    show(f"{prompts.lengths.size} prompts of {len(prompts.tokens)} rows; the model's: {own.nats.mean():.4f}")
+    with working(show, "asking the systems") as doing:
+        for system, found in doing.counted(measured(source, own, args, auxiliary)):
+            show(f"{found.system}, {found.setting}: FLOPs {found.flops:.3f}, gap {found.gap:.4f}")
+            points.append(found)
+            if system is not None and is_half(source, system):
+                halves.append(system)
     print(table(points))
     (out / "compare.md").write_text(table(points) + "\n", encoding="utf-8")
     plots.comparison(points, out / "compare.png")
@@ -153,7 +157,9 @@ def report(args: argparse.Namespace) -> dict:
             {k: round(v, 6) if isinstance(v, float) else v for k, v in p._asdict().items()} for p in points
         ],
     }
-    return command.save(result | pictures(source, halves, args.rounds, out), out, "compare")
+    with working(show, "measuring rows and times for the pictures"):
+        drawn = pictures(source, halves, args.rounds, out)
+    return command.save(result | drawn, out, "compare")
 
 
 def pictures(source: Source, halves: list[System], rounds: int, out: Path) -> dict:

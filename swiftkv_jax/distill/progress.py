@@ -5,7 +5,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,12 +50,14 @@ class Doing:
 
     place = ""
 
-    def counted(self, items: Sequence[T]) -> Iterator[T]:
-        """The items, one by one."""
-        for number, item in enumerate(items):
-            self.place = f"{number} of {len(items)}, "
+    def counted(self, items: Iterable[T], count: int | None = None) -> Iterator[T]:
+        """The items, one by one; `count` of them, if that is known."""
+        of = f" of {count or len(items)}" if count or isinstance(items, Sized) else ""
+        number = 0
+        for number, item in enumerate(items, 1):
+            self.place = f"{number - 1}{of}, "
             yield item
-        self.place = f"{len(items)} of {len(items)}, "
+        self.place = f"{number}{of}, "
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from swiftkv_jax.cache import EIGHT_BIT
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder, save_pretrained
 from swiftkv_jax.checks import above, choice
 from swiftkv_jax.config import DTYPES
+from swiftkv_jax.distill.progress import show, working
 from swiftkv_jax.errors import Parser, UsageError, exit_code
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import ENCODER, SELF, KVPlan
@@ -89,7 +90,8 @@ def convert(args: argparse.Namespace) -> dict:
     folder = local_folder(args.model)
     if args.out.resolve() == folder.resolve():
         raise UsageError(f"--out {args.out} is the model itself: name another folder")
-    model, params = from_pretrained(folder)
+    with working(show, f"reading {args.model}"):
+        model, params = from_pretrained(folder)
     if {*model.plan.forms, *model.plan.cross_forms} != {"kv"}:
         raise UsageError(f"{args.model} is converted already: give the plain model it was made of")
     dtype = args.cache_dtype or model.dtype
@@ -98,7 +100,9 @@ def convert(args: argparse.Namespace) -> dict:
     work = Work(plain, params, dtype, args.forms, bound)
     forms, refused = work.candidates_of()
     fit, kept = _read(args, folder, plain, params)
-    rows = sorted(candidates(plain, params, fit, kept, forms, dtype), key=lambda found: found.row)
+    with working(show, f"fitting rows on {fit.count:,} tokens") as doing:
+        found = candidates(plain, params, fit, kept, forms, dtype)
+        rows = sorted(doing.counted(found, len(model.plan.rows)), key=lambda found: found.row)
     if not forms:  # of the model, not of a row
         rows = [dataclasses.replace(row, refused=refused) for row in rows]
     if args.forms != AUTO and (bad := [why for row in rows for why in row.refused.values()]):
@@ -108,20 +112,23 @@ def convert(args: argparse.Namespace) -> dict:
     def cost(picks: list[Candidate]) -> tuple[float, float]:
         return distance((plain, params), converted(plain, params, picks), kept, dtype)
 
-    rounding = cost([])
-    options = [[Measured(c, *cost([c])) for c in row.candidates] for row in rows]
+    with working(show, f"measuring each row alone on {kept.count:,} tokens") as doing:
+        rounding = cost([])
+        options = [[Measured(c, *cost([c])) for c in row.candidates] for row in doing.counted(rows)]
     if args.forms == AUTO:
         limits = work.size, rounding[0], bound, lambda picks: cost(picks)[0]
-        chosen = choose.under(rows, options, *limits)
+        with working(show, "choosing rows, and measuring the whole model"):
+            chosen = choose.under(rows, options, *limits)
     else:
         chosen = choose.forced(options)
         if strict:
             choose.check(chosen, bound, plain.plan.name)
     picks = [each.measured.candidate for each in chosen if each.measured]
-    every_row = _every_row(plain.plan, rows, cost)
-    for one in hybrids(plain, params, fit, kept, dtype) if plain.plan.cross and "k" in forms else ():
-        found = distance((plain, params), (one.model, one.params), kept, dtype, one.stored)
-        every_row[f"{_SPACES[ENCODER]} hybrid {one.how}"] = _pair(found)
+    with working(show, "measuring every row stored in one way"):
+        every_row = _every_row(plain.plan, rows, cost)
+        for one in hybrids(plain, params, fit, kept, dtype) if plain.plan.cross and "k" in forms else ():
+            found = distance((plain, params), (one.model, one.params), kept, dtype, one.stored)
+            every_row[f"{_SPACES[ENCODER]} hybrid {one.how}"] = _pair(found)
     slim, made = converted(model, params, picks)
     result = {
         "model": str(args.model),
@@ -153,11 +160,14 @@ def _read(
     args: argparse.Namespace, folder: Path, model: Transformer, params: PyTree
 ) -> tuple[texts.Pieces, texts.Pieces]:
     """What to fit on and what to measure on."""
+    what = ", ".join(args.audio) or args.text or texts.DEFAULT.name
     if model.plan.cross:
-        return sources.read(args.text, args.audio, folder, model, params)
+        with working(show, f"letting the model answer {what}") as doing:
+            return sources.read(args.text, args.audio, folder, model, params, doing)
     if args.audio:
         raise UsageError(f"--audio is for models that hear sound, and {model.config.family} reads text")
-    return texts.read(args.text, folder, model.config)
+    with working(show, f"reading {what}"):
+        return texts.read(args.text, folder, model.config)
 
 
 def _every_row(plan: KVPlan, rows: list[Found], cost) -> dict[str, dict[str, float]]:

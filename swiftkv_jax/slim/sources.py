@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.checkpoint.generation import read_generation_config
+from swiftkv_jax.distill.progress import Doing
 from swiftkv_jax.distill.sources import open_documents
 from swiftkv_jax.encoder import encode
 from swiftkv_jax.engine import speech
@@ -41,7 +42,7 @@ class _Said:
 
 
 def read(
-    text: str | None, sounds: Sequence[str], folder: Path, model: Transformer, params: PyTree
+    text: str | None, sounds: Sequence[str], folder: Path, model: Transformer, params: PyTree, doing: Doing
 ) -> tuple[Pieces, Pieces]:
     """(to fit on, to measure on), of a file of documents or of wav files, for the model in `folder`.
 
@@ -58,7 +59,8 @@ def read(
     tokenizer, generation = load_tokenizer(folder), read_generation_config(folder)
     sizes = {"max_num_seqs": BATCH, "max_source_len": limit}
     llm = LLM.from_model(model, params, tokenizer, generation=generation, **sizes)
-    documents = _transcribed(llm, _files(sounds)) if hears else _answered(llm, text)
+    files = _files(sounds)
+    documents = _transcribed(llm, doing.counted(files)) if hears else doing.counted(_answered(llm, text))
     sides = texts.apart(documents, config.hidden_size, lambda said: sum(len(one.tokens) for one in said))
     fit, kept = (list(itertools.chain.from_iterable(side)) for side in sides)
     what = f"what the model says of the {'sound' if hears else 'text'}"
@@ -84,7 +86,7 @@ def _files(sounds: Iterable[str]) -> list[Path]:
     return found
 
 
-def _transcribed(llm: LLM, files: list[Path]) -> Iterator[list[_Said]]:
+def _transcribed(llm: LLM, files: Iterable[Path]) -> Iterator[list[_Said]]:
     """The windows of each file, in the language that the model hears."""
     for file in files:
         with explained(f"read {file}"):

@@ -20,6 +20,7 @@ from swiftkv_jax import weights
 from swiftkv_jax.analysis.similarity import layer_inputs
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.checks import integer
+from swiftkv_jax.distill.progress import show, working
 from swiftkv_jax.errors import Parser, UsageError, exit_code
 from swiftkv_jax.layers import before, queries
 from swiftkv_jax.model import Transformer, angles_and_segments, normalised
@@ -110,13 +111,17 @@ def report(args: argparse.Namespace) -> None:
     """Measure and print."""
     integer("--tile", args.tile, 1)
     folder = local_folder(args.model)
-    model, params = from_pretrained(folder, dtype="float32", slim=False)
+    with working(show, f"reading {args.model}"):
+        model, params = from_pretrained(folder, dtype="float32", slim=False)
     if model.plan != KVPlan.standard(model.config.num_layers):
         raise UsageError("a threshold is measured on a standard model: give the teacher, not its student")
-    _, kept = texts.read(args.text, folder, model.config)
+    with working(show, f"reading {args.text or texts.DEFAULT.name}"):
+        _, kept = texts.read(args.text, folder, model.config)
+    with working(show, "measuring"):
+        rows = measure(model, params, kept, args.tile)
     print(f"{kept.count} tokens in pieces of {kept.tokens.shape[1]}; tiles of {args.tile} keys")
     print("threshold  way         left out      error")
-    for row in measure(model, params, kept, args.tile):
+    for row in rows:
         print(f"{row['threshold']:9.0e}  {row['way']:10} {row['left_out']:9.1%}  {row['error']:9.1e}")
 
 

@@ -15,6 +15,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import swiftkv_jax as skv
+from swiftkv_jax.distill.progress import Doing
 from swiftkv_jax.slim import sources
 from swiftkv_jax.slim.__main__ import main
 from swiftkv_jax.slim.calibrate import EXACT, Candidate, candidates, converted
@@ -76,7 +77,7 @@ def run(folder, out, *flags) -> dict:
 def test_the_decoder_reads_what_the_model_says_of_each_piece(t5, text):
     """Its own greedy answer, as transformers generates it; documents are whole in one of the halves."""
     model, params = skv.from_pretrained(t5)
-    fit, kept = sources.read(str(text), (), t5, model, params)
+    fit, kept = sources.read(str(text), (), t5, model, params, Doing())
     rows = map(json.loads, text.read_text().splitlines())
     documents = [[int(word[1:]) for word in row["text"].split()] for row in rows]
     order = [documents[i] for i in range(0, 20, 2)], [documents[i] for i in range(1, 20, 2)]
@@ -115,7 +116,7 @@ def test_errors_are_those_of_transformers_keys_and_values(text, tmp_path):
     """Of every row the exact inverse on keys in bfloat16, and a fit: both recomputed from its projections."""
     folder = saved(encoder_models.make("t5"), tmp_path / "three layers")
     model, params = skv.from_pretrained(folder)
-    halves = sources.read(str(text), (), folder, model, params)
+    halves = sources.read(str(text), (), folder, model, params, Doing())
     fit, kept = (keys_and_values(folder, half) for half in halves)
     found = sorted(candidates(model, params, *halves, ["k"], "bfloat16"), key=lambda found: found.row)
     assert len(found) == len(kept) == 6
