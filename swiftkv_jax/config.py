@@ -1,4 +1,4 @@
-"""What a decoder, and its encoder, is made of: read from a Hugging Face config.json, frozen, validated."""
+"""The config of a decoder, and of its encoder: read from a Hugging Face config.json, frozen, validated."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -42,29 +42,29 @@ class ModelConfig:
       family: config.json's `model_type` of the base model, one of FAMILIES.
       norm: "rms"; "rms_plus_one": its gain is stored less 1, and applied in float32 (Gemma); "layer":
         LayerNorm with a bias; "layer_plain": without weights (OLMo). rms_norm_eps: of any norm.
-      norm_after: norms follow attention and MLP, and nothing stands before these (OLMo-2).
-      qk_norm: a norm of queries and of keys before they turn: of each head, or with qk_norm_whole of all
-        heads together. clip_qkv: bound of queries, keys and values as they leave their projections.
-      k_bias: whether keys have a bias, where queries and values do (qkv_bias).
+      norm_after: norms follow attention and MLP instead of preceding them (OLMo-2).
+      qk_norm: queries and keys are normed before rotary embedding: each head by itself, or with
+        qk_norm_whole all heads together. clip_qkv: clips the projected queries, keys and values.
+      k_bias: whether keys have a bias too if queries and values have one (qkv_bias).
       attention_scale: of the scores; None: head_dim ** -0.5.
       activation: of the MLP, "silu", "gelu_tanh" (the tanh approximation), "gelu" or "relu". gated: whether
-        what it gives multiplies a second projection.
-      learned_positions: a table of them is added to the embeddings, with `unused_positions` rows before that
-        of position 0 (OPT).
-      relative_buckets: a bias of the scores by head and distance, learned for so many ranges of distances up
-        to `relative_distance`, where the last one begins (T5); 0: none.
+        its output multiplies a second projection.
+      learned_positions: a table of position embeddings is added to the token embeddings; `unused_positions`
+        of its rows precede position 0 (OPT).
+      relative_buckets: number of distance ranges of a learned bias of the scores by head and distance (T5);
+        the last range begins at `relative_distance`. 0: no such bias.
       scaled_embedding: whether embeddings are multiplied by the root of hidden_size. scaled_logits: whether
         the stream is divided by it before the head.
-      windows: tokens each layer's attention sees, itself included; FULL_ATTENTION for all.
+      windows: keys that a query sees in each layer, its own included; FULL_ATTENTION for all.
       dtype: the checkpoint's dtype, and the default for loading it.
       max_position_embeddings: context length in tokens.
-      encoder: of an encoder whose output every layer reads beside the tokens; None: there is none.
-      bidirectional: this is an encoder, whose tokens see those behind them too. mels: numbers of a frame of
-        sound, which its two convolutions read; 0: it reads tokens, by the decoder's embeddings.
-      exit_head: whether a norm and an output head of their own read the stream entering `split`, for early
-        exit (SwiftKV paper, B.4); of SwiftKV plans only.
-      source: folder the model was read from, if its tokenizer, generation settings or token ids lie there. It
-        is no part of what the model is: configs that differ in it alone are equal, and share programs.
+      encoder: config of the encoder whose output every layer also reads; None: there is none.
+      bidirectional: this is an encoder, whose tokens also see later ones. mels: mel bins of the audio frames
+        that its two convolutions read; 0: it reads tokens, by the decoder's embeddings.
+      exit_head: whether there is an exit head, a norm and an output head on the hidden states entering
+        `split`, for early exit (SwiftKV paper, B.4); for SwiftKV plans only.
+      source: folder the model was read from, if it has a tokenizer, generation settings or token ids. It does
+        not take part in comparisons: configs that differ in it alone are equal, and share compiled programs.
     """
 
     family: str = "llama"
@@ -143,11 +143,11 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, source: Mapping | str | Path) -> "ModelConfig":
-        """From config.json (a dict, the file, or its folder), of a standard or a SwiftKV model.
+        """Read config.json (a dict, the file, or its folder) of a standard or a SwiftKV model.
 
         Raises:
-          UsageError: the file cannot be read, the model type is unknown, or a field asks for something
-            this decoder does not compute. An unknown field that might change the numbers is a UsageWarning.
+          UsageError: the file cannot be read, the model type is unknown, or a field asks for something that
+            this decoder does not compute. An unknown field that might matter gives a UsageWarning.
         """
         raw = read_config_json(source)
         family, raw = base_family(raw), spelled_out(raw)
@@ -163,11 +163,11 @@ class ModelConfig:
         return cls(**fields, rope=rope)
 
     def to_hf(self, plan: KVPlan) -> dict:
-        """The published spelling of config.json; a SwiftKV plan gets `model_type` `<family>_swiftkv`.
+        """The config.json of this model as it is published; a SwiftKV plan has `model_type` `<family>_swiftkv`.
 
         Raises:
-          UsageError: no config.json says what this config and plan say (a hand-made mixture of families,
-            an arbitrary row map).
+          UsageError: config.json cannot express this config and plan (a hand-made mixture of families, an
+            arbitrary row map).
         """
         (split, share), family = plan.split_and_share, FAMILIES[self.family]
         out = {
@@ -190,7 +190,7 @@ class ModelConfig:
             "torch_dtype": self.dtype,
         }
         out |= window_fields(self.family, self.windows) | family.written
-        if self.rope.rope_type == "longrope":  # beside the scaling too, where transformers looks first
+        if self.rope.rope_type == "longrope":  # outside of rope_scaling too, where transformers looks first
             out["original_max_position_embeddings"] = self.rope.original_max_position_embeddings
         if self.rope.partial_rotary_factor != 1:
             out["partial_rotary_factor"] = self.rope.partial_rotary_factor
@@ -208,9 +208,9 @@ class ModelConfig:
         if self.exit_head:
             out["exit_head"] = True  # ours: published checkpoints have none
         if plan.forms != ("kv",):
-            out["slim_attention"] = {"version": 1, "forms": [row.form for row in plan.own.rows]}  # ours too
+            out["slim_attention"] = {"version": 1, "forms": list(plan.listed_forms)}  # ours too
         if set(plan.cross_forms) - {"kv"}:
-            slim = out.setdefault("slim_attention", {"version": 1, "forms": ["kv"] * len(plan.own.rows)})
+            slim = out.setdefault("slim_attention", {"version": 1, "forms": list(plan.listed_forms)})
             slim["cross_forms"] = list(plan.cross_forms)
         out = {
             family.spelling.get(name, name): value for name, value in out.items() if name not in family.omits
@@ -230,12 +230,12 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of each head that turn with the position, the first ones."""
+        """Width of the first part of each head, to which rotary embedding is applied."""
         return int(self.head_dim * self.rope.partial_rotary_factor)
 
     @property
     def fused_fill(self) -> bool:
-        """Whether the fused fill computes what makes this model's rows (kernels/fused_kv_fill)."""
+        """Whether the fused fill (kernels/fused_kv_fill) supports this model's way to make rows."""
         rms = self.norm in ("rms", "rms_plus_one") and not self.norm_after
         return rms and not (self.clip_qkv or self.qk_norm_whole) and self.rotary_dim == self.head_dim
 
@@ -246,8 +246,8 @@ class ModelConfig:
 
 
 def plan_from_hf(source: Mapping | str | Path, slim: bool = True) -> KVPlan:
-    """The plan that config.json describes: standard, or SwiftKV with its published fields; its rows in the
-    forms of `slim_attention`, or with slim=False as keys and values."""
+    """The plan that config.json describes: standard, or SwiftKV by its published fields. Rows have the forms
+    that `slim_attention` lists, or with slim=False keys and values."""
     raw = read_config_json(source)
     raw = spelled_out(raw)
     layers = integer(raw, "num_hidden_layers")

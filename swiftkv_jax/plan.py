@@ -136,27 +136,20 @@ class KVPlan:
         return dataclasses.replace(cls.standard(num_layers), merged=True)
 
     def stored_as(self, *forms: str) -> "KVPlan":
-        """This plan with the rows of its own tokens in another form: one form for all, or one for each."""
+        """This plan with the rows of its own tokens in another form: one form for all, or one for each.
+
+        Rows that store the same inputs, form "x" behind the shared norm, become one: those of SwiftKV's upper
+        layers, which then read it each by its own projections.
+        """
         own = self.own.rows
         each = _one_each(forms, len(own), "rows")
         made = tuple(dataclasses.replace(row, form=form) for row, form in zip(own, each, strict=True))
-        return dataclasses.replace(self, rows=made + self.rows[len(own) :])
-
-    def sharing_inputs(self) -> "KVPlan":
-        """This plan with one row in place of those that store the same inputs, form "x" of one stream behind
-        one norm: SwiftKV's upper layers then read one row, each by its own projections."""
-
-        def first(row: Row) -> Row:
-            if row.form != "x" or not row.shared_norm:
-                return row
-            same = row.source, row.shared_norm, row.form
-            return next(one for one in self.rows if (one.source, one.shared_norm, one.form) == same)
-
-        stored = [first(row) for row in self.rows]
-        rows = tuple(dict.fromkeys(stored))
-        moved = [rows.index(row) for row in stored]
+        made += self.rows[len(own) :]
+        same = [row for row in made if row.form == "x" and row.shared_norm]
+        kept = [row for row in made if row not in same[1:]]
+        moved = [kept.index(same[0] if row in same else row) for row in made]
         reads, cross = (tuple(moved[read] for read in each) for each in (self.reads, self.cross))
-        return dataclasses.replace(self, rows=rows, reads=reads, cross=cross)
+        return dataclasses.replace(self, rows=tuple(kept), reads=reads, cross=cross)
 
     def with_cross(self, *forms: str) -> "KVPlan":
         """This plan, and every layer reads an encoder's output too, by rows of one form, or of one for each.
@@ -303,10 +296,26 @@ class KVPlan:
         Raises:
           UsageError: another map from layers to rows, or merge-all: no field of config.json describes them.
         """
-        plain = self.own.stored_as("kv")
-        for share in range(1, self.num_layers - self.split + 2):
-            if plain == KVPlan.swiftkv(self.num_layers, self.split, share):
-                return self.split, share
+        return self._listed()[:2]
+
+    @property
+    def listed_forms(self) -> tuple[str, ...]:
+        """The form of each row that a SwiftKV plan of this split and share has before its rows are stored in
+        forms: `KVPlan.swiftkv(layers, *split_and_share).stored_as(*listed_forms)` is this plan.
+
+        Raises:
+          UsageError: as `split_and_share`.
+        """
+        return self._listed()[2]
+
+    def _listed(self) -> tuple[int, int, tuple[str, ...]]:
+        own, layers = self.own, self.num_layers
+        for share in range(1, layers - self.split + 2):
+            plain = KVPlan.swiftkv(layers, self.split, share)
+            firsts = [plain.readers(row)[0] for row in range(len(plain.rows))]
+            forms = tuple(own.rows[own.reads[layer]].form for layer in firsts)
+            if plain.stored_as(*forms) == own:
+                return self.split, share, forms
         raise UsageError(
             f"this plan (layers read rows {self.reads}, split {self.split}) has no "
             "num_key_value_layers/key_value_group_size form; only plans of KVPlan.standard and "

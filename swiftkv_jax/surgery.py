@@ -133,8 +133,8 @@ def to_slim(
     the condition number of W_K: `python -m swiftkv_jax.slim` measures it.
 
     Args:
-      forms: one for all rows, or one for each. With "x" for all, layers of one input share one row: all upper
-        layers of a SwiftKV student do.
+      forms: one for all rows, or one for each. The upper layers of a SwiftKV student that store "x" share one
+        row.
       solved: row of `model` -> its W_KV or W_VK, [E, E], in place of the exact one.
       cross_forms: of what layers read of an encoder's output, one for all layers or one for each; all layers
         of "x" share one row.
@@ -147,17 +147,24 @@ def to_slim(
     if stored != {"kv"}:
         raise UsageError(f"to_slim converts rows of keys and values, not of {', '.join(sorted(stored))}")
     plan = model.plan.stored_as(*([forms] if isinstance(forms, str) else forms))
-    plan = plan.sharing_inputs() if forms == "x" else plan
     if model.plan.cross:
         plan = plan.with_cross(*([cross_forms] if isinstance(cross_forms, str) else cross_forms))
     slim = Transformer(model.config, plan, model.dtype)
     layers, held = weights.partition(plan, model.config.windows, weights.cuts_of(params))
     was = _plain_rows(model.plan, plan)
-    stacks = weights.recut(params["rows"], [range(was[made.start], was[made[-1]] + 1) for made in held])
+    stacks = [_rows(params["rows"], [was[row] for row in made]) for made in held]
     found = {new: solved[old] for new, old in enumerate(was) if old in solved} if solved else {}
     rows = [_slim_makers(slim, made, p, found) for made, p in zip(held, stacks, strict=True)]
     cut = zip(layers, weights.recut(params["layers"], layers), strict=True)
     return slim, params | {"layers": [_slim_layers(slim, model.plan, params, *p) for p in cut], "rows": rows}
+
+
+def _rows(stacks: Sequence[PyTree], wanted: list[int]) -> PyTree:
+    """One stack of these rows, which may leave some out between them."""
+    starts = [row for row in wanted if row - 1 not in wanted]
+    stops = [row + 1 for row in wanted if row + 1 not in wanted]
+    parts = weights.recut(stacks, map(range, starts, stops))
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
 def _plain_rows(plain: KVPlan, slim: KVPlan) -> list[int]:

@@ -33,7 +33,7 @@ _PARTS: dict[Path, str] = {
     ("kv_proj",): "self_attn.kv_proj",  # values of keys, and keys of values (Slim attention): ours
     ("vk_proj",): "self_attn.vk_proj",
 }
-# Our own of a cross-attention's rows: what stands first in the paths of their parts.
+# Ours, for the rows of a cross-attention: the first element of the paths of their parts.
 _CROSS = "cross"
 _TOP: dict[Path, str] = {
     ("embed",): "model.embed_tokens",
@@ -46,21 +46,22 @@ _TOP: dict[Path, str] = {
 # What SwiftKV replaces in the upper layers; the published names add a suffix (ArcticTraining).
 _SLIM = ("kv_proj", "vk_proj")
 _REPLACED = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", *_SLIM)
+_OF_ROWS = tuple(f".{part}_swiftkv" for part in ("k_proj", "v_proj"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
-    """What a family's checkpoints call their tensors.
+    """Tensor names in a family's checkpoints.
 
     Attributes:
-      layer: what stands before a layer's number. parts: our path of a part of a layer, or of a row, -> its
-        name. top: of the rest.
-      fused: the name of a tensor -> the parts whose outputs it holds, one behind the other. Layers in which
-        SwiftKV replaced one of them have each by itself.
-      encoder: of the tensors of an encoder; None: there is none.
+      layer: the prefix before a layer's number. parts: our path of a part of a layer, or of a row, -> its
+        name. top: the same for everything outside of layers.
+      fused: the name of a tensor -> the parts whose outputs it holds, concatenated. Layers in which SwiftKV
+        replaced one of them store each part by itself.
+      encoder: the names of the encoder's tensors; None: there is no encoder.
       inputs_first: whether kernels are [in, out] in files too, as in GPT-2.
-      bare: what a file may leave out before all names but the head's, as one of the model without it does.
-      buffers: tensors of no weight, by the ends of their names.
+      bare: a prefix that a file may omit from all names but the head's, as files of the headless model do.
+      buffers: tensors that are not weights, by the ends of their names.
     """
 
     layer: str = "model.layers."
@@ -74,14 +75,14 @@ class Names:
 
     def of(self, path: Path) -> str:
         """The name of a part of a layer or of a row. Projections that belong to an attention (`rows.Inputs`)
-        are called as those of its rows."""
+        have the names of its rows' projections."""
         if path in self.parts:
             return self.parts[path]
         return self.parts[((_CROSS,) if path[1] else ()) + path[2:]]
 
     @property
     def in_layer(self) -> re.Pattern:
-        """A tensor of a layer: its number, the part, and "weight" or "bias"."""
+        """Pattern of a layer's tensors: the number, the part, and "weight" or "bias"."""
         return re.compile(rf"{re.escape(self.layer)}(\d+)\.(.+)\.(weight|bias)")
 
 
@@ -96,7 +97,7 @@ _GPT2 = {
     ("mlp", "norm"): "ln_2",
     ("mlp", "up_proj"): "mlp.c_fc",
     ("mlp", "down_proj"): "mlp.c_proj",
-    ("attentions", 0, "q_proj"): "attn.q_proj",  # this and what follows: ours, of tensors that stand alone
+    ("attentions", 0, "q_proj"): "attn.q_proj",  # our names from here on: files hold these fused
     **{(name,): f"attn.{name}" for name in ("k_proj", "v_proj", *_SLIM)},
 }
 _GPT2_TOP = {
@@ -121,7 +122,7 @@ _OPT_TOP = {
 
 
 def _attention(number: int, place: str, norm: str, letters: dict[str, str]) -> dict[Path, str]:
-    """Parts of a layer's attention and of its rows: letters -> how the family calls a projection."""
+    """Names of a layer's attention and of its rows. letters: "q", "k", ... -> the family's name of it."""
     layer: dict[Path, str] = {("attentions", number, "norm"): norm}
     layer |= {("attentions", number, f"{x}_proj"): f"{place}.{letters[x]}" for x in "qo"}
     row = {"k_proj": letters["k"], "v_proj": letters["v"]} | {name: name for name in _SLIM}
@@ -130,7 +131,7 @@ def _attention(number: int, place: str, norm: str, letters: dict[str, str]) -> d
 
 
 def _t5(gated: bool, half: str) -> Names:
-    """Of a T5, or of its encoder."""
+    """Names of a T5, or of its encoder."""
     letters = {x: x for x in "qkvo"}
     parts = _attention(0, "layer.0.SelfAttention", "layer.0.layer_norm", letters)
     if half == "decoder":
@@ -154,7 +155,7 @@ def _t5(gated: bool, half: str) -> Names:
 
 
 def _whisper(half: str) -> Names:
-    """Of a Whisper, or of its encoder."""
+    """Names of a Whisper, or of its encoder."""
     letters = {x: f"{x}_proj" for x in "qkv"} | {"o": "out_proj"}
     parts = _attention(0, "self_attn", "self_attn_layer_norm", letters)
     if half == "decoder":
@@ -199,15 +200,15 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where one checkpoint tensor, or the first part of a fused one, lies in our tree.
+    """The place of one checkpoint tensor, or of the first part of a fused one, in our tree.
 
     Attributes:
       path: keys from the root to our array.
       index: the tensor's place in a stack, None when it is the whole array.
       transposed: a kernel, [out, in] in the checkpoint and [in, out] here.
-      width: 0, or of each head that its outputs are cut into here: a kernel is [heads, in, width] then.
+      width: of the heads that its outputs are split into here, when a kernel is [heads, in, width]; else 0.
       shape: the tensor's shape in the checkpoint.
-      start: the first of the tensor's outputs that is ours. rest: the tensor's other parts, in order.
+      start: the tensor's first output that belongs to this part. rest: the tensor's other parts, in order.
     """
 
     path: Path
@@ -225,7 +226,7 @@ class Slot:
 
     @property
     def outputs(self) -> int:
-        """The axis of the tensor along which its outputs lie."""
+        """The tensor's output axis."""
         return 0 if self.transposed else len(self.shape) - 1
 
     def part(self, leaf):
@@ -233,7 +234,7 @@ class Slot:
         return leaf if self.index is None else leaf[self.index]
 
     def read(self, tensor, spans: list[slice]) -> np.ndarray:
-        """`spans` of our part, in our layout, of the checkpoint's tensor (or a lazy slice of it)."""
+        """Read `spans` of our part, in our layout, from the checkpoint's tensor (or a lazy slice of it)."""
         *inside, outputs = spans
         if self.width:
             cut, *inside, columns = spans
@@ -246,7 +247,7 @@ class Slot:
         return np.moveaxis(found.reshape(-1, self.width, *found.shape[1:]), 1, -1)[..., columns]
 
     def written(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """The checkpoint's tensor of our parts, in their order: the inverse of `read`."""
+        """The checkpoint's tensor, made of our parts in their order: the inverse of `read`."""
         each = [slot._laid_out(part) for slot, part in zip(self.parts, parts, strict=True)]
         return np.concatenate(each, axis=self.outputs) if self.rest else each[0]
 
@@ -258,15 +259,15 @@ class Slot:
 
 
 def slots(config: ModelConfig, plan: KVPlan, cuts: weights.Cuts = ()) -> dict[str, Slot]:
-    """Every tensor a checkpoint of this model must hold, in the order of its layers.
+    """Every tensor that a checkpoint of this model must hold, in the order of its layers.
 
-    cuts: of our tree, as in `weights.partition`.
+    cuts: where our tree's stacks are cut, as in `weights.partition`.
     """
     return _slots(config, plan, names_of(config), weights.weights(config, plan, cuts), cuts)
 
 
 def names_of(config: ModelConfig) -> Names:
-    """What the checkpoints of such a model call their tensors."""
+    """The tensor names of this model's checkpoints."""
     return _t5(config.gated, "decoder") if config.family == "t5" else _NAMES.get(config.family, _LLAMA)
 
 
@@ -293,7 +294,7 @@ def _slots(
 
 
 def bare_names(config: ModelConfig, found: Iterable[str]) -> dict[str, str]:
-    """Name in a file -> as `slots` has it, for files of the model without its head (`Names.bare`)."""
+    """Name in a file -> name in `slots`, for files of the model without its head (`Names.bare`)."""
     prefix, found = names_of(config).bare, list(found)
     if not prefix or any(name.startswith(prefix) for name in found):
         return {name: name for name in found}
@@ -303,23 +304,28 @@ def bare_names(config: ModelConfig, found: Iterable[str]) -> dict[str, str]:
 def ignored(name: str, config: ModelConfig, plan: KVPlan, swiftkv: bool, slim: bool = False) -> bool:
     """Whether a checkpoint may hold `name` though the model does not use it.
 
-    Rotary buffers of old files; the head of a tied model; in a SwiftKV checkpoint the originals of what
-    SwiftKV replaced (ArcticTraining saves them), and the norm when no layer is left to use it; in a
-    `slim` one the projections of keys to values and back, if the model is read as a plain one.
+    These are: rotary buffers of old files; the head of a tied model; in a SwiftKV checkpoint the originals of
+    the replaced tensors (ArcticTraining saves them), and the norm if no layer uses it; in a `slim` checkpoint
+    the projections of keys to values and back, if it is read as a plain model, and those that layers of
+    inputs have of their own although they share a row.
     """
-    if slim and {*plan.forms, *plan.cross_forms} == {"kv"} and any(f".{part}" in name for part in _SLIM):
-        return True
     names = names_of(config)
+    in_layer = names.in_layer.fullmatch(name)
+    if slim and {*plan.forms, *plan.cross_forms} == {"kv"}:
+        if any(f".{part}" in name for part in _SLIM):
+            return True
+        makers = {row.maker for row in plan.rows}
+        if in_layer and in_layer[2].endswith(_OF_ROWS) and int(in_layer[1]) not in makers:
+            return True
     if name.endswith(names.buffers) or (names.encoder is not None and name.endswith(names.encoder.buffers)):
         return True
     if name == f"{names.top['lm_head',]}.weight":
         return config.tie_word_embeddings
     if name == f"{_TOP['shared_norm',]}.weight":
         return swiftkv and not plan.is_swiftkv
-    original = names.in_layer.fullmatch(name)
-    if not swiftkv or original is None or original[2].rpartition(".")[2] not in _REPLACED:
+    if not swiftkv or in_layer is None or in_layer[2].rpartition(".")[2] not in _REPLACED:
         return False
-    return plan.split <= int(original[1]) < plan.num_layers
+    return plan.split <= int(in_layer[1]) < plan.num_layers
 
 
 def as_dtype(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
@@ -339,7 +345,7 @@ def as_dtype(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def leaves(tree: PyTree, path: Path = ()) -> list[tuple[Path, typing.Any]]:
-    """(path, leaf) of nested dicts and lists; empty ones have none."""
+    """(path, leaf) for every leaf of nested dicts and lists."""
     if not isinstance(tree, dict | list):
         return [(path, tree)]
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
@@ -347,7 +353,7 @@ def leaves(tree: PyTree, path: Path = ()) -> list[tuple[Path, typing.Any]]:
 
 
 def _layer_name(names: Names, plan: KVPlan, number: int, path: Path) -> str:
-    """Of a part of layer or row `number`."""
+    """The tensor name of a part of layer or row `number`."""
     layer, head = number, ()
     if path[0] == "rows":
         row = plan.rows[number]
@@ -358,7 +364,7 @@ def _layer_name(names: Names, plan: KVPlan, number: int, path: Path) -> str:
 
 
 def _part_and_kind(path: Path) -> tuple[Path, str]:
-    """The path of what a tensor belongs to, and the tensor's own name there."""
+    """The path of the part that a tensor belongs to, and the tensor's own name there."""
     *rest, last = path
     if last in ("kernel", "bias"):
         return tuple(rest), "bias" if last == "bias" else "weight"
@@ -376,7 +382,7 @@ def _slot(names: Names, path: Path, shape: tuple[int, ...], index: int | None) -
 
 
 def _fused(names: Names, alone: dict[str, Slot]) -> dict[str, Slot]:
-    """The slots of tensors as they are in files, of those of every part by itself."""
+    """The slots of tensors as files hold them, from the slots of all separate parts."""
     out = dict(alone)
     for whole, parts in names.fused.items():
         for name in alone:
@@ -391,7 +397,7 @@ def _fused(names: Names, alone: dict[str, Slot]) -> dict[str, Slot]:
 
 
 def _joined(slots: list[Slot]) -> Slot:
-    """One tensor of these parts."""
+    """The slot of one fused tensor that holds these parts."""
     axis, shape = slots[0].outputs, list(slots[0].shape)
     ends = list(itertools.accumulate((slot.shape[axis] for slot in slots), initial=0))
     shape[axis] = ends.pop()
@@ -403,6 +409,6 @@ def _joined(slots: list[Slot]) -> Slot:
 
 
 def _order(names: Names, name: str) -> tuple[int, int]:
-    """Embeddings, layers by number, then the rest, so that a shard holds neighbours."""
+    """Sort key: embeddings, layers by number, then the rest, so that a shard holds neighbours."""
     layer = re.match(rf"{re.escape(names.layer)}(\d+)\.", name)
     return (1, int(layer[1])) if layer else (0 if name == f"{names.top['embed',]}.weight" else 2, 0)

@@ -13,6 +13,7 @@ import swiftkv_jax as skv
 from swiftkv_jax.config import plan_from_hf
 from swiftkv_jax.model import forward, logits
 
+WIDTH = 48
 FIELDS = {"num_key_value_heads": 4, "num_hidden_layers": 3}
 KV_PROJ = "model.layers.1.self_attn.kv_proj.weight"
 
@@ -41,7 +42,7 @@ def same(a, b) -> bool:
     "plan", [skv.KVPlan.standard(3), skv.KVPlan.swiftkv(3, 1, 2)], ids=["standard", "acrosskv"]
 )
 @pytest.mark.parametrize("forms", ["k", "mixed"])
-def test_what_is_written_is_read_back(plain, plan, forms, tmp_path):
+def test_saved_slim_weights_are_read_back(plain, plan, forms, tmp_path):
     _, model, params = plain
     if plan.is_swiftkv:
         model, params = skv.to_swiftkv(model, params, plan)
@@ -75,6 +76,40 @@ def test_rows_of_values_and_of_inputs_are_read_back_and_leave_the_plain_model(fa
     ids = hf_models.tokens(20)
     plainly = hf_models.load(tmp_path / "slim")
     np.testing.assert_array_equal(hf_models.torch_logits(plainly, ids), hf_models.torch_logits(theirs, ids))
+
+
+STUDENTS = {  # share, forms of the rows of 6 layers at split 2 -> numbers of a token, in widths of the model
+    "all upper inputs": (1, "kv kv x x x x", 5),
+    "every input": (1, "x x x x x x", 3),
+    "keys between inputs": (1, "kv k x k x k", 6),
+    "keys that others lie between": (1, "v kv k x k x", 6),
+    "a group of inputs": (2, "kv kv k x", 6),
+    "groups of inputs": (2, "kv k x x", 4),
+}
+
+
+@pytest.mark.parametrize("share, forms, widths", STUDENTS.values(), ids=STUDENTS)
+def test_upper_layers_of_inputs_share_one_row(share, forms, widths, tmp_path):
+    """split * 2e + d numbers a token (of 2 kv rows and inputs above): served, saved, and read either way."""
+    theirs = hf_models.build("gpt2", **hf_models.GPT2 | {"num_hidden_layers": 6})
+    teacher = skv.from_pretrained(hf_models.save(theirs, tmp_path / "plain"))
+    model, params = skv.to_swiftkv(*teacher, skv.KVPlan.swiftkv(6, 2, share))
+    slim, made = skv.to_slim(model, params, forms.split())
+    with pytest.warns(skv.UsageWarning, match="no PyTorch code"):
+        skv.save_pretrained(tmp_path / "slim", slim, made)
+    read, again = skv.from_pretrained(tmp_path / "slim")
+    assert read.plan == slim.plan and same(made, again)
+    off, kv = skv.from_pretrained(tmp_path / "slim", slim=False)
+    alone = share == 2 and "x x" in forms  # in the file each layer has its own copy of its group's projections
+    assert off.plan == (skv.KVPlan.swiftkv(6, 2) if alone else model.plan) and (alone or same(params, kv))
+    answers, prompts = [], hf_models.tokens(12).tolist()
+    greedy = skv.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for each in ((model, params), (read, again), (off, kv)):
+        llm = skv.LLM.from_model(*each, max_model_len=32, max_num_batched_tokens=5, cache_dtype="float32")
+        answers.append([o.outputs[0].token_ids for o in llm.generate(prompts, greedy, use_tqdm=False)])
+        if each[0] is read:
+            assert llm.cache_bytes_per_token == widths * WIDTH * 4
+    assert answers[1] == answers[0] == answers[2]
 
 
 def test_the_file_says_values_as_a_linear_map_of_keys(plain, slim):
@@ -169,7 +204,7 @@ def test_an_unknown_form_of_a_plain_model_is_no_matter(plain, slim):
     assert plan_from_hf(slim, slim=False) == skv.KVPlan.standard(3)
 
 
-def test_what_float16_cannot_hold_is_told(plain, tmp_path):
+def test_weights_beyond_float16_are_refused(plain, tmp_path):
     """Values so much larger than keys that W_KV overflows: on conversion, on saving, on loading."""
     theirs = hf_models.build("llama", seed=3, **FIELDS)
     with torch.no_grad():

@@ -107,7 +107,7 @@ def test_the_folder_is_served_as_measured(converted, folder):
 
 
 def test_float32_rows_take_the_exact_inverse(folder, text, tmp_path):
-    """Where nothing is rounded away the fit is the worse one; condition 1e3 costs next to nothing."""
+    """Without rounding the fit is worse than the inverse; a condition of 1e3 costs next to nothing."""
     assert main(["--model", str(folder), "--out", str(tmp_path / "out"), "--text", str(text)]) == 0
     found = json.loads((tmp_path / "out" / "slim.json").read_text())
     assert (found["rows"][0]["form"], found["rows"][0]["matrix"]) == ("k", "exact")
@@ -203,6 +203,22 @@ def test_auto_takes_inputs_where_nothing_turns_keys(text, tmp_path):
     assert found["bytes_per_token"] == {"kv": 2 * WIDTH * 2, "now": WIDTH * 2}
 
 
+@pytest.mark.parametrize("forms", [pytest.param("auto", marks=pytest.mark.slow), "x"])
+def test_the_upper_layers_of_a_student_share_their_inputs(forms, text, tmp_path):
+    """Two rows below the split, and one for both layers above it: `auto` sees that it saves most."""
+    theirs = hf_models.build("gpt2", seed=3, num_hidden_layers=LAYERS, **hf_models.GPT2)
+    teacher = skv.from_pretrained(hf_models.save(theirs, tmp_path / "plain"))
+    student, out = with_tokenizer(tmp_path / "student"), tmp_path / "out"
+    with pytest.warns(skv.UsageWarning, match="no PyTorch code"):
+        skv.save_pretrained(student, *skv.to_swiftkv(*teacher, skv.KVPlan.swiftkv(LAYERS, 2)))
+        flags = ["--forms", forms, "--cache-dtype", "bfloat16", "--text", str(text)]
+        assert main(["--model", str(student), "--out", str(out), *flags]) == 0
+    found, plan = json.loads((out / "slim.json").read_text()), skv.from_pretrained(out)[0].plan
+    assert plan == skv.KVPlan.swiftkv(LAYERS, 2).stored_as("x") and len(plan.rows) == 3
+    assert found["bytes_per_token"] == {"kv": LAYERS * 2 * WIDTH * 2, "now": 3 * WIDTH * 2}
+    assert found["whole"]["kl"] <= found["max_kl"]
+
+
 FORCED = {
     "gpt2, inputs in int8": ("gpt2", "x", "int8", hf_models.GPT2, WIDTH + 4, 1e-3),
     "gpt2, values, with biases": ("gpt2", "v", "float32", hf_models.GPT2, WIDTH * 4, 1e-7),
@@ -219,7 +235,7 @@ FORCED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family, form, dtype, fields, size, kl", FORCED.values(), ids=FORCED)
-def test_a_form_that_is_asked_for(family, form, dtype, fields, size, kl, text, tmp_path):
+def test_a_requested_form_is_used(family, form, dtype, fields, size, kl, text, tmp_path):
     found, plan = of_family(family, text, tmp_path, "--forms", form, "--cache-dtype", dtype, **fields)
     assert plan.forms == (form,) and {c["form"] for c in found["rows"][0]["candidates"]} == {form}
     assert found["bytes_per_token"]["now"] == size and found["whole"]["kl"] < kl
@@ -228,7 +244,7 @@ def test_a_form_that_is_asked_for(family, form, dtype, fields, size, kl, text, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, loss, error", [("bfloat16", 1.4, 1.0), ("int8", 2.5, 0.75)])
-def test_what_is_fitted_to_rounded_keys_loses_less_in_every_layer(dtype, loss, error, text, tmp_path):
+def test_a_fit_to_rounded_keys_loses_less_in_every_layer(dtype, loss, error, text, tmp_path):
     """Random weights, every W_K of condition 1e3: 1.7 and 3.1 times less were seen. Of a trained model it is
     far more (docs/slim.md): its keys have directions that matter."""
     theirs = planted((1e3,) * LAYERS)
