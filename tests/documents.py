@@ -6,7 +6,7 @@ import shlex
 
 from markdown_it import MarkdownIt
 
-PROGRAMS = ("python", "swiftkv", "make", "pip", "git", "cd", "curl", "lm_eval")
+PROGRAMS = ("python", "swiftkv", "make", "pip", "git", "cd", "curl", "lm_eval", "srun", "xpk")
 _SHELL = ("sh", "bash", "shell", "console")
 _NO_PROGRAM = ("", "text", "json", "yaml", "toml")
 

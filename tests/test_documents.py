@@ -19,8 +19,10 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import encoder_models
 import httpx
 import pytest
+import transformers
 from documents import Code, code
 from hub_made import Hub
 from tiny_models import tiny
@@ -45,6 +47,10 @@ FOUND = [
 MARKS = ("slow", "soak", "aot", "ray")
 SERVER = "http://127.0.0.1:8000"  # as the documents have it
 TEACHER = "meta-llama/Llama-3.1-8B-Instruct"
+ENCODERS = {
+    "google/flan-t5-small": "t5",
+    "openai/whisper-base": "whisper",
+}  # and the tiny ones in their place
 SMALLER = {"num_layers=32, split=16": "num_layers=4, split=2"}  # as deep as the tiny model is
 CONFIG = skv.ModelConfig(
     vocab_size=300,
@@ -72,6 +78,9 @@ def place(tmp_path_factory) -> Path:
     parts = {"base": params, "auxiliary": kept, "predictor": predict.identity(pair)}
     skv.save_pretrained(here / "runs" / "pair", pair, parts, base=teacher)
     (here / "runs" / "llama8b").symlink_to("tiny_exit")
+    make_tokenizer(encoder_models.save("t5", here / "t5", vocab_size=CONFIG.vocab_size))
+    make_tokenizer(encoder_models.save("whisper", here / "whisper"))
+    transformers.WhisperFeatureExtractor(feature_size=20, chunk_length=1).save_pretrained(here / "whisper")
     (here / "DIR").symlink_to(teacher)
     (here / "configs").symlink_to(ROOT / "configs")
     (here / "FILE").write_text("the cat sat on the mat and the dog sat on the log\n" * 9)
@@ -144,7 +153,11 @@ def test_the_python_blocks_of_a_document_run_one_after_the_other(
     document, place, server, tmp_path, monkeypatch, capsys
 ):
     """The hub id that they name is the tiny teacher; `num_layers` and `split` follow it."""
-    Hub(tmp_path / "hub", monkeypatch).publish(TEACHER, place / "demo" / "teacher")
+    hub = Hub(tmp_path / "hub", monkeypatch)
+    hub.publish(TEACHER, place / "demo" / "teacher")
+    for name, family in ENCODERS.items():
+        hub.publish(name, place / family)
+    (tmp_path / "speech.wav").write_bytes(encoder_models.wav(1.5))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))  # transformers adds that folder
     (tmp_path / "runs").symlink_to(place / "runs")
@@ -181,7 +194,7 @@ def test_a_command_in_the_text_is_understood(command, place, monkeypatch):
 
 
 def ask(words: list[str], server: str) -> None:
-    """What curl would send is answered."""
+    """Send what curl would; it must be answered."""
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("-H", action="append", default=[])
@@ -206,6 +219,8 @@ def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
     """Check a command without running what it starts."""
     if program in ("git", "cd"):
         assert words[0] in ("clone", "swiftkv-jax")
+    elif words[:3] == ["storage", "attach"]:
+        assert program == "xpk"
     elif program == "make":
         subprocess.run(["make", "--dry-run", *words], cwd=ROOT, check=True, capture_output=True)
     elif program == "pip":
@@ -233,6 +248,10 @@ def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
             override(load_experiment(args.config), args.set)
     elif program == "srun":
         understood(words[0], words[1:], monkeypatch)
+    elif program == "xpk":
+        started = shlex.split(words[words.index("--command") + 1])
+        assert words[:2] == ["workload", "create"] and started[0] == "swiftkv-train"
+        understood("swiftkv", ["train", *started[1:]], monkeypatch)
     elif program == "python" and words[0] == "-c":
         compile(words[1], "-c", "exec")
     elif program == "python" and words[:2] == ["-m", "pytest"]:
@@ -253,7 +272,7 @@ def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
 
 
 def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
-    """What a Python program makes of its arguments; it runs no further."""
+    """The arguments as a Python program parses them; it runs no further."""
     usual = argparse.ArgumentParser.parse_args
 
     def parse(self, args=None, namespace=None):
