@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# As many workers as cores, at most four: each holds a JAX runtime. Each has a run of neighbouring tests, which
-# share what a file makes once; who is done takes the last ones of another.
+# As many workers as cores, at most four, since each holds a JAX runtime. Each worker gets neighbouring tests,
+# which share module fixtures; an idle worker takes over the last tests of another.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal --durations 10
 
 .PHONY: demo demo-long demo-smollm2 demo-whisper test test-slow test-soak test-aot test-eval test-ray lint docs address clean
 
-# The tests bring compilers of chips that may not be here, and JAX would complain of each.
+# The tests install compilers for chips that may be absent; without JAX_PLATFORMS JAX would warn about each.
 ACCELERATORS := $(wildcard /dev/nvidia[0-9]* /dev/accel[0-9]* /dev/vfio/[0-9]* /dev/dxg)
 demo demo-long demo-smollm2 demo-whisper: export JAX_PLATFORMS := $(or $(JAX_PLATFORMS),$(if $(ACCELERATORS),,cpu))
 
@@ -28,14 +28,14 @@ demo-whisper: $(VENV)/.whisper
 	$(BIN)/python demo/whisper.py
 
 test: $(VENV)/.test
-	@echo "Every law on this machine's CPUs; minutes. make test-slow: long runs, real processes and browsers."
+	@echo "All fast tests, on CPU; about 10 minutes. make test-slow: long runs, real processes and browsers."
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test
-	@echo "Long runs, real processes and browsers, on this machine's CPUs; more minutes than make test."
+	@echo "Long runs, real processes and browsers, on CPU; takes longer than make test."
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS) -m slow
 
-# One at a time: they measure themselves, or load the machine on purpose.
+# One at a time: these tests measure time, or load the machine on purpose.
 test-soak: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest --durations 10 --timeout 3600 -m soak
 

@@ -1,4 +1,4 @@
-"""What benchmarks share: engines to compare, rounds in turn, ratios, tables, plots, and where results lie."""
+"""Shared code of the benchmarks: engines to compare, interleaved rounds, ratios, tables, plots, results."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ SYSTEMS = ("standard", "merge-all", "swiftkv", "acrosskv", "fp8")  # in the orde
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to cache: its plan, and the dtype of its rows."""
+    """A caching scheme: its plan, and the dtype of its rows."""
 
     name: str
     plan: skv.KVPlan
@@ -70,10 +70,10 @@ def timed(llm: skv.LLM, prompts: list[list[int]], outputs: int) -> float:
 
 
 def in_turn(names: Iterable[Name], number: int) -> list[Name]:
-    """The order of round `number`: each round begins one further on.
+    """The order of round `number`: each round begins with the next name.
 
-    Reversing the order instead would let the first and the last follow themselves, with their weights still
-    in the processor's caches, and never those between.
+    Reversing the order instead would favour the first and the last: only these would follow themselves, with
+    their weights still in the processor's caches.
     """
     names = list(names)
     first = number % max(1, len(names))
@@ -81,7 +81,7 @@ def in_turn(names: Iterable[Name], number: int) -> list[Name]:
 
 
 def in_rounds(runs: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, list[float]]:
-    """The seconds that each of `runs` returns, in `rounds` rounds of all of them in turn."""
+    """The seconds that each of `runs` returns, in `rounds` interleaved rounds of all of them."""
     for run in runs.values():
         run()  # compiles
     seconds = {name: [] for name in runs}
@@ -99,7 +99,7 @@ def seconds_of(run: Callable) -> float:
 
 
 def interleaved(runs: Mapping[Name, Callable], rounds: int) -> dict[Name, list[float]]:
-    """Seconds of each callable, in `rounds` rounds of all of them in turn."""
+    """Seconds of each callable, in `rounds` interleaved rounds of all of them."""
     return in_rounds({name: partial(seconds_of, run) for name, run in runs.items()}, rounds)
 
 
@@ -109,7 +109,7 @@ def ratio(seconds: Mapping[Name, list[float]], name: Name, base: Name) -> float:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """Markdown."""
+    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -120,8 +120,8 @@ def bars(
     path: Path,
     colours: Mapping[str, str] | None = None,
 ) -> None:
-    """Bars of every kind beside each other, for every group. `words`: of the groups and values; `colours`:
-    of the kinds, else as they come."""
+    """A bar chart with the kinds side by side in every group. `words`: labels of the groups' and the values'
+    axes; `colours`: of the kinds, by default in order."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -143,14 +143,15 @@ def bars(
 
 
 def write(name: str, result: dict, text: str, folder: Path) -> None:
-    """NAME.json and NAME.md in `folder`."""
+    """Write NAME.json and NAME.md into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     (folder / f"{name}.md").write_text(text)
 
 
 def not_measured(name: str, title: str, lacking: str, command: str, folder: Path) -> str:
-    """Write NAME.json and NAME.md that say so, or leave there what was measured before; tells which."""
+    """Write NAME.json and NAME.md saying so, unless earlier measurements are there; returns which was
+    done."""
     path = folder / f"{name}.json"
     if path.exists() and json.loads(path.read_text()) != {"measured": False}:
         return f"no {lacking} here: {path.with_suffix('.md')} keeps what was measured before"
@@ -160,7 +161,7 @@ def not_measured(name: str, title: str, lacking: str, command: str, folder: Path
 
 
 def machine(command: str) -> dict:
-    """Where and when a result was made, and by which commit, if it is known."""
+    """The machine, time and commit (if known) of a result."""
     device = jax.devices()[0]
     kind = f"{len(jax.devices())} x {device.device_kind}" if device.platform != "cpu" else _processor()
     return {
@@ -179,7 +180,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The short name of the commit that is checked out; "" outside a clone."""
+    """The short hash of the current commit; "" outside a clone."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(

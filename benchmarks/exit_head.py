@@ -1,9 +1,10 @@
-"""Time per output token with an exit head's guesses against plain decoding: medians of interleaved rounds.
+"""Time per output token with an exit head's drafts against plain decoding: medians of interleaved rounds.
 
     python -m benchmarks.exit_head --model runs/tiny_exit/export --text FILE [--out FILE.json]
 
-The text is cut into prompts; every contender continues the same ones to a forced length, greedily. Checked
-guesses must give plain decoding's tokens, which is looked at; the lossy rule's share of equal tokens is told.
+The text is cut into prompts; every contender continues the same ones to a forced length, greedily. Verified
+drafts must give plain decoding's tokens, which is checked. For the lossy rule the share of equal tokens is
+reported.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def contenders(drafts: list[int], threshold: float) -> dict[str, dict]:
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """What the JSON holds."""
+    """Measure all contenders; returns the content of the JSON."""
     model, params = from_pretrained(args.model, dtype=args.dtype, cuts=None)  # cut once for all
     need = args.batch * args.prompt_tokens
     ids = np.asarray(load_tokenizer(args.model).encode(read_text(args.text))[:need], np.int32)

@@ -1,13 +1,13 @@
-"""A real model's students, made on a GPU in minutes: least squares, then distillation; what each costs.
+"""Students of a real model, made on a GPU in minutes: least squares, then distillation; quality of each.
 
     python -m benchmarks.first_student --minutes 9 --output benchmarks/results [--model FILE.gguf | PART ...]
 
 The teacher first writes chats of its own. A line is a student: its split, how many layers share a row of the
-cache, and its gap to the teacher, KL and agreement on held-out rows of two lengths: as rewired, after least
-squares, and after distillation on the demo's corpus and those chats, for an equal share of the minutes that
-are left. Where lm-eval is installed, teacher and students are asked a task of it whose texts are here
-(`local_task`). The JSON is written after every line. The default model is the one that `make demo-smollm2`
-installs; a GGUF file that was cut, `split -n 2 FILE.gguf`, is given by its parts.
+cache, and its gap to the teacher, KL and agreement on held-out rows of two lengths. These are measured as
+rewired, after least squares, and after distillation on the demo's corpus and those chats, for an equal share
+of the remaining minutes. If lm-eval is installed, teacher and students also run one of its tasks on local
+texts (`local_task`). The JSON is written after every line. The default model is the one that `make
+demo-smollm2` installs; a GGUF file that was cut, `split -n 2 FILE.gguf`, is given by its parts.
 """
 
 import argparse
@@ -44,8 +44,8 @@ STUDENTS = ((20, 1), (15, 1), (15, 2))  # split, of 30 layers, and layers that s
 CHATS, WORDS = 256, 192  # answers that the teacher writes, and their longest, in tokens
 ASKED = ("Summarise this in two sentences:", "Explain this to a beginner:", "What is this about?")
 STAGES = ("rewired", "least_squares", "distilled")
-JUDGING = 0.25  # of a student's seconds, what its last figures may take
-ENDLESS = 100_000  # steps of a distillation that the clock ends
+JUDGING = 0.25  # share of a student's seconds for its last evaluation
+ENDLESS = 100_000  # steps of a distillation that a time limit ends
 WARM_UP = 10  # steps
 
 
@@ -66,8 +66,8 @@ def chats(model: str, path: str, count: int, words: int) -> Iterator[dict]:
 
 
 def experiment(model: str, path: str, split: int, share: int, steps: int | None, rows: int) -> Experiment:
-    """The demo's run on this model, with other rows, and the teacher's own chats beside the corpus; without
-    `steps` at a constant rate, until it is ended."""
+    """The demo's run on this model, with other rows, and the teacher's own chats beside the corpus. Without
+    `steps` it runs at a constant learning rate until it is stopped."""
     e = smollm2.experiment(Path(model), split)
     if steps is None:
         steps, constant = ENDLESS, {"schedule": "constant", "warmup": WARM_UP / ENDLESS}
@@ -85,7 +85,8 @@ def experiment(model: str, path: str, split: int, share: int, steps: int | None,
 def student(
     model: str, path: str, split: int, share: int, steps: int | None, rows: int, seconds: float, tasks: str
 ) -> Iterator[dict]:
-    """What one student costs at each stage; it is trained until enough of `seconds` is left to judge it."""
+    """Make one student and evaluate each stage; training stops when enough of `seconds` is left to
+    evaluate."""
     end = time.monotonic() + (1 - JUDGING) * seconds
     e = experiment(model, path, split, share, steps, rows)
     with (
@@ -111,10 +112,11 @@ def student(
 
 
 def _until(end: float, run: loop.Run) -> int:
-    """Train to the last step, or until a clock ends it as a signal would; the steps done."""
+    """Train to the last step, or until a time limit ends the run as a signal would; returns the steps
+    done."""
     left = max(1.0, end - time.monotonic())
     clock = threading.Timer(left, os.kill, (os.getpid(), signal.SIGTERM))
-    usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # if it comes before the first step
+    usual = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # in case the signal comes before the first step
     clock.start()
     try:
         return run.go().step
@@ -125,12 +127,12 @@ def _until(end: float, run: loop.Run) -> int:
 
 
 def asked(model: str, tasks: str) -> Iterator[dict]:
-    """What a model makes of lm-eval's task in this folder."""
+    """A model's result in the lm-eval task of this folder."""
     yield {"lm_eval": local_task.ask(model, tasks)}
 
 
 def joined(parts: list[Path], folder: Path) -> Path:
-    """One file of the parts that it was cut into."""
+    """Join a file from its parts."""
     if len(parts) == 1:
         return parts[0]
     whole = folder / "model.gguf"
@@ -142,7 +144,7 @@ def joined(parts: list[Path], folder: Path) -> Path:
 
 
 def markdown(result: dict) -> str:
-    """A row for each student, stage and length."""
+    """A Markdown table with a row for each student, stage and length."""
     lines = result["lines"]
     where = lines.get("hardware", {})
     rows = []
@@ -166,13 +168,13 @@ def markdown(result: dict) -> str:
 
 
 def save(path: Path, result: dict) -> None:
-    """As JSON and as Markdown."""
+    """Write the result as JSON and as Markdown."""
     write_whole(path, json.dumps(result, indent=1) + "\n")
     write_whole(path.with_suffix(".md"), markdown(result))
 
 
 def run(args: argparse.Namespace, folder: str) -> int:
-    """The chats, then every student."""
+    """Make the chats, then every student."""
     name, command = "first_student", "python -m benchmarks.first_student"
     head = {"command": " ".join([command, *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d")}
     env = {"JAX_COMPILATION_CACHE_DIR": str(Path(folder) / "xla")}

@@ -2,11 +2,11 @@
 
     python -m benchmarks.first_train --minutes 9 --output benchmarks/results
 
-Four layers of Llama-3.1-8B's widths under SwiftKV with half of them below the split, random weights. A line
-is a kernel, a way to pack a row, and whether activations are recomputed: milliseconds of a step, tokens per
-second, and MFU, the FLOPs that a step must do over what the chip could do in that time. Its last hidden
-states and the norm of its gradient are compared with those by XLA's attention. The JSON is written after
-every line.
+The model has four layers of Llama-3.1-8B's widths under SwiftKV, half of them below the split, with random
+weights. A line is a kernel, a way to pack a row, and whether activations are recomputed. It has milliseconds
+of a step, tokens per second, and MFU: the FLOPs that a step must do over what the chip could do in that time.
+The last hidden states and the norm of the gradient are compared with those by XLA's attention. The JSON is
+written after every line.
 """
 
 import argparse
@@ -41,13 +41,13 @@ from swiftkv_jax.plan import KVPlan
 WORKER = (sys.executable, "-m", "benchmarks.first_train", "--worker")
 TITLE = "First training steps"
 PACKINGS = {"one document a row": 1, "eight documents a row": 8}
-NEAR = 5e-2  # relative distance of two kernels' results in bfloat16 that is still rounding
+NEAR = 5e-2  # largest relative distance of two kernels' bfloat16 results that counts as rounding
 _PROBED = 32  # positions of a row
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is trained: tokens of a row, rows of a step, and the dtype of what is frozen."""
+    """The size of the training: tokens of a row, rows of a step, and the dtype of frozen weights."""
 
     config: ModelConfig
     length: int
@@ -90,14 +90,14 @@ def packed(shape: Shape, documents: int) -> Batch:
 
 
 def train(shape: str, attention: str, documents: int, remat: bool) -> Iterator[dict]:
-    """What a step computes, its seconds, and what they are of the chip's peak."""
+    """The results of a step, its seconds, and its share of the chip's peak."""
     made = shape_of(shape)
     layers, dtype = made.config.num_layers, jnp.dtype(made.dtype)
     plan = KVPlan.swiftkv(layers, layers // 2)
     teacher = Transformer(made.config, KVPlan.standard(layers), made.dtype)
     init = functools.partial(weights.init, made.config, teacher.plan, jax.random.key(0), dtype)
     student, trained, frozen = steps.prepare(teacher, jax.jit(init)(), plan, "fold", "swiftkv")
-    trained = jax.tree.map(lambda x: 8 * x, trained)  # so loud that it matters what a query sees
+    trained = jax.tree.map(lambda x: 8 * x, trained)  # large enough that the set of keys a query sees matters
     kernels = AttentionConfig(**{jax.devices()[0].platform: attention})
     recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1000, "swiftkv", remat, kernels)
     batch, state = packed(made, documents), steps.init_state(recipe, trained)
@@ -124,7 +124,7 @@ def train(shape: str, attention: str, documents: int, remat: bool) -> Iterator[d
 
 
 def probe(recipe: steps.Recipe, trained, frozen: steps.Frozen, batch: Batch) -> list[float]:
-    """The student's last hidden states at some positions, each along one random direction."""
+    """The student's last hidden states at some positions, each projected on one random direction."""
     h = jax.jit(lambda *given: steps.hidden_states(recipe, *given)[0][0])(trained, frozen, batch)
     at = np.linspace(0, h.shape[1] - 1, _PROBED).astype(np.int32)
     found = h[:, at].astype(jnp.float32) @ jax.random.normal(jax.random.key(1), h.shape[-1:])
@@ -141,7 +141,7 @@ def is_right(lines: dict, name: str, attention: str) -> bool | None:
 
 
 def markdown(result: dict) -> str:
-    """What was measured, line by line."""
+    """The measurements as Markdown, line by line."""
     lines = result["lines"]
     where, top = lines.get("hardware", {}), lines.get("ceilings", {}).get("flops")
     head = ["line", "right", "ms a step", "tokens/s", "TFLOP/s", "MFU", "of the matmul ceiling", "GiB"]
@@ -163,13 +163,13 @@ def markdown(result: dict) -> str:
 
 
 def save(path: Path, result: dict) -> None:
-    """As JSON and as Markdown."""
+    """Write the result as JSON and as Markdown."""
     write_whole(path, json.dumps(result, indent=1) + "\n")
     write_whole(path.with_suffix(".md"), markdown(result))
 
 
 def run(args: argparse.Namespace, env: dict[str, str]) -> int:
-    """All lines, XLA's attention first."""
+    """Run all lines, XLA's attention first."""
     tiny = args.shape == "tiny"
     name, command = "first_train_tiny" if tiny else "first_train", "python -m benchmarks.first_train"
     head = {"command": " ".join([command, *sys.argv[1:]]), "date": time.strftime("%Y-%m-%d")}

@@ -3,7 +3,7 @@
     python -m benchmarks.kernels [--platform gpu|tpu|cpu] [--kernel NAME] [--case NAME] [--minutes 10]
 
 Contenders of a case take turns; a time is the median over the rounds. Writes Markdown and JSON under
-benchmarks/results/. On a CPU the cases are the tests' small ones: that it runs, not how fast.
+benchmarks/results/. On a CPU the cases are the tests' small ones, only to see that it runs.
 """
 
 import argparse
@@ -49,14 +49,14 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a case must do at least: operations, and bytes from and to memory."""
+    """The least work of a case: operations, and bytes read and written."""
 
     flops: float
     bytes: float
 
 
 def sample(call: Callable, inner: int) -> float:
-    """Seconds of one call, of `inner` in a row."""
+    """Seconds of one call, from `inner` calls in a row."""
     start = time.perf_counter()
     out = None
     for _ in range(inner):
@@ -73,7 +73,7 @@ def measure(contenders: list[Contender], rounds: int, inner: int) -> dict[str, f
         try:
             jax.block_until_ready(contender.call())
             times[contender.name] = []
-        except Exception as error:  # a peer that is not there, or a shape it refuses, is a line in the table
+        except Exception as error:  # a missing peer, or a shape that it refuses, becomes a line in the table
             failed[contender.name] = (str(error).splitlines() or [type(error).__name__])[0][:120]
     for _ in range(rounds):
         for contender in contenders:
@@ -83,7 +83,7 @@ def measure(contenders: list[Contender], rounds: int, inner: int) -> dict[str, f
 
 
 def ceilings(small: bool, rounds: int, inner: int) -> dict[str, float]:
-    """Bytes a second of a copy and FLOP a second of a square bfloat16 matmul."""
+    """Bytes per second of a copy and FLOP/s of a square bfloat16 matmul."""
     count, size = (1 << 22, 512) if small else (1 << 29, 8192)
     x = jnp.ones(count, jnp.bfloat16)
     a = jnp.ones((size, size), jnp.bfloat16)
@@ -115,7 +115,7 @@ def attention_work(case, kernel: str) -> Work:
 
 
 def fill_work(case) -> Work:
-    """The projections; the stream and the weights once, the rows written once."""
+    """FLOPs of the projections; the stream and the weights are read once, the rows written once."""
     tokens, computed = len(case.live) * case.page, jnp.dtype(case.computed).itemsize
     columns = len(case.rows) * case.heads * (case.width + (case.value or case.width))
     moved = (tokens + columns) * case.dim * computed + tokens * columns * jnp.dtype(case.stored).itemsize
@@ -150,7 +150,7 @@ def prompt_contenders(case) -> list[Contender]:
 
 
 def attention_contenders(kernel: str, case) -> list[Contender]:
-    """Our implementations that this platform can have, and those of others on contiguous keys and values."""
+    """Our implementations for this platform, and other libraries' on contiguous keys and values."""
     table, call = {
         "paged_attention": (paged.PAGED_ATTENTION, paged_cases.call),
         "k_cache_attention": (k_cache.K_CACHE, k_cache_cases.call),
@@ -190,7 +190,8 @@ def peers(case) -> list[Contender]:
 
 
 def lazily(make: Callable[[], Callable]) -> Callable:
-    """A call made when it is first called: a peer that cannot be made fails as one that cannot run."""
+    """A call that is built on first use, so that a peer that cannot be built fails like one that cannot
+    run."""
     made = functools.cache(make)
     return lambda: made()()
 
@@ -209,7 +210,7 @@ def cudnn_paged(case) -> Callable:
 
 
 def triton_paged(case) -> Callable:
-    """One sequence a block, one query each, pages in order."""
+    """JAX's deprecated Triton kernel: one sequence a block, one query each, pages in order."""
     from jax.experimental.pallas.ops.gpu import paged_attention as triton
 
     pages = len(case.lengths) * case.slots
@@ -221,8 +222,8 @@ def triton_paged(case) -> Callable:
 
 
 def tpu_paged(case) -> Callable:
-    """JAX's TPU kernel for pages, which wants heads first: here a row of all heads is one, with each query
-    where its head lies in it and zeros elsewhere."""
+    """JAX's TPU kernel for pages. It expects heads first; here a row of all heads counts as one head, with
+    each query at its own head's columns and zeros elsewhere."""
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
     if case.queries > 1:
@@ -296,7 +297,7 @@ def fill_contenders(case) -> list[Contender]:
 
 
 def task(kernel: str, case) -> tuple[Work, list[Contender]]:
-    """What a case must do at least, and who does it."""
+    """The least work of a case, and its contenders."""
     if kernel == "fused_kv_fill":
         return fill_work(case), fill_contenders(case)
     if kernel == "prompt_attention":
@@ -381,7 +382,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     platform = options.platform or jax.default_backend()
-    # A part of the cases has a file of its own, so that the whole table stays.
+    # A subset of the cases is written to another file, so that the whole table is kept.
     name = "_".join(filter(None, ("kernels", platform, options.kernel, options.case)))
     try:
         jax.devices(platform)

@@ -22,8 +22,8 @@ from swiftkv_jax.surgery import to_swiftkv
 
 
 class Difference(NamedTuple):
-    """Of first tokens after the same prompts, in nats above the teacher's: of both starts, how much lower the
-    fitted one is, and the standard error of that over rows of text."""
+    """Cross-entropy of first tokens after the same prompts, in nats above the teacher's: for both starts, the
+    advantage of the fitted one, and its standard error over rows of text."""
 
     split: int
     fold: float
@@ -37,7 +37,7 @@ class Difference(NamedTuple):
 
 
 def paired(split: int, fold: np.ndarray, fitted: np.ndarray, own: np.ndarray) -> Difference:
-    """Nats of [rows, prompts] by both starts and by the teacher."""
+    """The difference of two starts, from nats [rows, prompts] of both and of the teacher."""
     lower = (fold - fitted).mean(1)
     error = lower.std(ddof=1) / math.sqrt(len(lower))
     return Difference(

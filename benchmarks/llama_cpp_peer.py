@@ -69,10 +69,11 @@ def _interleaved(kernel: np.ndarray, heads: int) -> np.ndarray:
 
 
 class LlamaCpp:
-    """A loaded GGUF model that decodes up to `sequences` at once, with keys and values in float32."""
+    """A loaded GGUF model that decodes up to `sequences` sequences at once, with keys and values in
+    float32."""
 
     def __init__(self, path: Path, sequences: int, context: int, threads: int):
-        """`context` is that of all sequences together."""
+        """`context` is the context length of all sequences together."""
         import llama_cpp
 
         self.api = llama_cpp
@@ -119,4 +120,4 @@ class LlamaCpp:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 def _SILENT(level, text, data):
-    """llama.cpp's log goes nowhere."""
+    """Discard llama.cpp's log."""

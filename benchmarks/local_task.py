@@ -1,7 +1,7 @@
-"""A task for lm-eval whose texts are in this repository: the last word of passages of the demo's corpus.
+"""A task for lm-eval with texts from this repository: the last word of passages of the demo's corpus.
 
-As LAMBADA asks: how often a model's likeliest continuation is the passage's own last word, and how likely it
-makes it. The passages are of documents that are held out from training.
+The metrics are LAMBADA's: how often a model's likeliest continuation is the passage's last word, and the
+probability of that word. The passages come from documents held out from training.
 """
 
 # pyright: reportMissingImports=false
@@ -17,7 +17,8 @@ _METRICS = [{"metric": "acc"}, {"metric": "perplexity", "aggregation": "perplexi
 
 
 def passages(count: int) -> list[dict[str, str]]:
-    """At most so many beginnings of the corpus's held-out documents: each its context and its last word."""
+    """Beginnings of at most `count` held-out documents of the corpus, each as its context and its last
+    word."""
     with lzma.open(DEMO / "corpus.jsonl.xz", "rt") as lines:
         documents = [json.loads(line) for line in lines]
     held_out = [each["text"] for each in documents if split_of(each["id"]) == "held_out"]
@@ -26,7 +27,7 @@ def passages(count: int) -> list[dict[str, str]]:
 
 
 def write(folder: Path, count: int = COUNT) -> str:
-    """The task's texts and its description; the folder."""
+    """Write the task's texts and its description; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / f"{NAME}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in passages(count)), encoding="utf-8")
@@ -46,7 +47,7 @@ def write(folder: Path, count: int = COUNT) -> str:
 
 
 def ask(model: str, folder: str) -> dict[str, float]:
-    """A model's metrics, by lm-eval."""
+    """A model's metrics from lm-eval."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.peers [--model demo/teacher] [--rounds 5]
 
-Greedy, float32, forced lengths; the tokens must be identical. Hugging Face transformers runs `generate` with
-sdpa attention in inference mode; llama.cpp, where llama-cpp-python and gguf are installed, through its C API;
-each at the best of its batch sizes. The SwiftKV student has the teacher's own projections (untrained): its
-speed is that of a distilled one.
+Decoding is greedy, in float32, with forced lengths, and the tokens must be identical. Hugging Face
+transformers runs `generate` with sdpa attention in inference mode; llama.cpp, if llama-cpp-python and gguf
+are installed, runs through its C API; each uses the best of its batch sizes. The SwiftKV student has the
+teacher's own projections (untrained), which does not change its speed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 
 def in_batches(generate: Generate, batch: int, prompts: list[list[int]], outputs: int) -> list[list[int]]:
-    """What `generate` gives for `batch` prompts of similar lengths at a time."""
+    """The tokens from `generate`, called on `batch` prompts of similar lengths at a time."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     out: dict[int, list[int]] = {}
     for at in range(0, len(order), batch):

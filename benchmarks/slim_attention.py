@@ -1,11 +1,11 @@
-"""Rows of keys alone against keys and values on one core, both by C++: attention of decoding, or a prompt.
+"""Rows of keys alone against keys and values on one core, both in C++: decoding attention, or a prompt.
 
     python -m benchmarks.slim_attention [--heads 4 8 16 32] [--sequences 16] [--tokens 2048] [--prompt]
 
-With --prompt: through engines of a random model of 4 layers, the time to the first token of a prompt. Both
-take turns, and attention alone reads more than a processor's caches hold; W_KV is included. A ratio is the
-median over the rounds of the time of keys and values by that of keys: CPU time of the process, which has one
-core and so one thread, and beside it wall time.
+With --prompt it measures the time to the first token of a prompt, through engines of a random model of 4
+layers. Both kinds take turns, attention reads more than a processor's caches hold, and W_KV is included. A
+ratio is the median over the rounds of the time of keys and values over that of keys: CPU time of the process,
+which has one core and so one thread, and wall time.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def prompts(heads: int, tokens: int, dtype: str) -> dict[str, Callable]:
 
 
 def measure(by_name: dict[str, Callable], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(CPU, wall) seconds of each, in turn."""
+    """(CPU, wall) seconds of each call, in interleaved rounds."""
     import jax
 
     for call in by_name.values():

@@ -1,10 +1,10 @@
-"""Rows of keys against rows of keys and values, served at the shape of Llama-2-7B: 16 sequences of 8192.
+"""Rows of keys against rows of keys and values, served at Llama-2-7B's shape: 16 sequences of 8192 tokens.
 
     python -m benchmarks.slim_engine [--layers 16] [--forms k] [--workload 8192:64] [--requests 16]
 
-Weights are random: time does not depend on them. Both engines are in memory at once and run in turn; ratios
-are medians over the rounds. With all 32 layers they take 123 GB in bfloat16, with 16 half of that. `--shape
-tiny` tries the command out on a CPU.
+Weights are random, since time does not depend on them. Both engines are in memory at once and run in turn;
+ratios are medians over the rounds. With all 32 layers they take 123 GB in bfloat16, with 16 layers half of
+that. `--shape tiny` tries the command out on a CPU.
 """
 
 import argparse

@@ -4,9 +4,9 @@
 
 All variants run the teacher's weights on the same engine with the same settings, in one process, in turn;
 ratios are medians over the rounds. Rows are bfloat16, those of the last variant fp8. Output lengths are
-forced. Quality is not measured here: only `distill` makes a student worth serving. Beside each gain stands
-the one that the run's own costs predict, (n + c) / (n r + c): n prompt tokens per output token, c the cost of
-an output token in prompt tokens, r the share of a prompt token's cost that SwiftKV leaves.
+forced. Quality is not measured here, since untrained students are not worth serving. Beside each gain is the
+one that the run's own costs predict, (n + c) / (n r + c): n prompt tokens per output token, c the cost of an
+output token in prompt tokens, r the remaining share of a prompt token's cost with SwiftKV.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def measure(llms: dict[str, skv.LLM], length: int, outputs: int, requests: int, 
         stats[name] = dict(llms[name].stats)
         return seconds
 
-    # In one round, so that the machine's speed, which drifts, is the same for all that is compared.
+    # All in one round, so that drifts of the machine's speed affect all variants alike.
     runs = {(name, 1): partial(timed, llm, prompts, 1) for name, llm in llms.items()}
     runs |= {(name, outputs): partial(whole, name) for name in llms}
     seconds = in_rounds(runs, rounds)
@@ -84,7 +84,7 @@ def workload(text: str) -> tuple[int, int]:
 
 
 def budgets(model, params, kinds: list[Variant], args) -> dict:
-    """Table 3: throughput when the cache may take only a share of what a standard model's sequences need."""
+    """Table 3: throughput if the cache may take only a share of the memory that a standard model needs."""
     length, outputs = args.budget_workload
     context, page = length + outputs, args.page_size
     standard = engine(model, params, kinds[0], context, page_size=page).cache_bytes_per_token

@@ -1,10 +1,9 @@
-"""One distillation step with the lower half shared, against two separate forward passes: interleaved, side
-by side.
+"""One distillation step with the lower half shared, against two separate forward passes, interleaved.
 
     python -m benchmarks.training_step --model demo/teacher
 
-The two-forward step is what the reference does: the whole teacher, then the whole student. Same loss, same
-chunks, same optimiser; the two losses are compared before anything is timed. The floor is the ratio of
+The two-forward step is the reference's way: the whole teacher, then the whole student. Loss, chunks and
+optimiser are the same, and the two losses are compared before anything is timed. The floor is the ratio of
 counted FLOPs.
 """
 

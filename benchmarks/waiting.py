@@ -1,10 +1,10 @@
-"""What a new request waits for while others decode, by `steps_per_launch`; and what each value costs them.
+"""The wait of a new request while others decode, by `steps_per_launch`, and the cost of each value to them.
 
     python -m benchmarks.waiting [--steps 1 2 4 8 16 32] [--rounds 5]
 
-One engine a value, all on the same weights, in turn. In each, all lanes but one decode without end. A short
-prompt arrives at a random moment: its time to first token is that of its own step and what it waited for.
-Then nothing arrives for a while, and the others' rate is taken.
+There is one engine for each value, all on the same weights, run in turn. In each, all lanes but one decode
+without end. A short prompt arrives at a random moment: its time to first token consists of its own step and
+the wait. Then nothing arrives for a while, and the others' rate is measured.
 """
 
 import argparse
@@ -27,7 +27,7 @@ ONE = skv.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
 class Busy:
-    """An engine in which all lanes but one decode; who reaches the context's end begins again."""
+    """An engine in which all lanes but one decode; a request at the end of the context is started again."""
 
     def __init__(self, model, params, steps: int, args):
         settings = {"max_num_seqs": args.max_num_seqs, "max_model_len": args.context}
@@ -55,11 +55,11 @@ class Busy:
         return self.llm.request(self.random.integers(2, self.vocab, self.prompt).tolist(), params)
 
     def step(self) -> set[str]:
-        """Ids of the requests that ended."""
+        """Run a step; returns the ids of the requests that ended."""
         return {group.request.request_id for group in self.llm.engine.step() if group.finished}
 
     def wait(self) -> float:
-        """Seconds from the arrival of a prompt, at a random moment, to its token."""
+        """Seconds from the arrival of a prompt, at a random moment, to its first token."""
         arrival = time.perf_counter() + self.source.uniform(0.0, 0.1)
         while time.perf_counter() < arrival:
             self.refill(self.step())

@@ -7,10 +7,10 @@ Two phases, the second at the demo's full context of 2048 positions:
         --set model=runs/demo_teacher/export --set steps=100 --set optimizer.learning_rate=6e-4 \\
         --set data.seq_len=2048 --set data.batch_size=2 --set data.seed=1
 
-The export of the second is demo/teacher. On 2 cores of a shared Xeon with AMX, beside other work, the first
-took 33 minutes and the second 14. Held out, the teacher reaches 3.44 nats per token against 4.19 of an
-interpolated bigram model (demo/check_teacher.py, 2026-11-21, jax 0.10.2). 1600 steps reach 3.09, but then
-the later layers carry more, and the student agrees less often (docs/decisions.md).
+The export of the second phase is demo/teacher. On 2 cores of a shared Xeon with AMX, beside other work, the
+first took 33 minutes and the second 14. On held-out data the teacher reaches 3.44 nats per token, an
+interpolated bigram model 4.19 (demo/check_teacher.py, 2026-11-21, jax 0.10.2). 1600 steps reach 3.09, but
+then the later layers matter more, and the student agrees less often (docs/decisions.md).
 """
 
 from pathlib import Path

@@ -4,8 +4,8 @@
     python train.py --config configs/llama70b_kvp_8b.py --compile-only --topology h100:1x2x8
 
 Meant for h100:1x2x8 or v5p:2x2x4. Auxiliary and predictor train, 8.20 B parameters; the 70 B are frozen.
-A prompt of 1024 tokens then takes 10 % of the base's FLOPs. All else as in llama8b_kvp_1b.py: this run is
-compiled, and was never made.
+A prompt of 1024 tokens then takes 10 % of the base's FLOPs. Everything else is as in llama8b_kvp_1b.py. Only
+compiled, not run yet.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@
 
 Meant for v5p:2x2x4 or h100:1x1x8. Auxiliary and predictor train, 1.27 B parameters; the 8 B are frozen.
 A prompt of 1024 tokens then takes 14 % of the FLOPs. The losses are the paper's (arXiv 2410.08391, 4.3), but
-the models are not (it pairs OpenELMs): this run is compiled, and was never made.
+the models are not (it pairs OpenELMs). Only compiled, not run yet.
 """
 
 import dataclasses

@@ -4,9 +4,9 @@ lmsys-chat, 500,000 rows of each.
     python train.py --config configs/llama8b_reference.py
     python train.py --config configs/llama8b_reference.py --compile-only --topology h100:1x1x8
 
-Meant for h100:1x1x8, a row of 8192 tokens on each. The hub gives lmsys-chat-1m to those who accept its terms:
-log in first. Beside the data it differs from the paper's recipe (paper_recipe.py) in the rate, one epoch, no
-weight decay, a loss on hidden states, its own mean, and the start.
+Meant for h100:1x1x8, with a row of 8192 tokens on each GPU. lmsys-chat-1m requires accepting its terms on the
+hub and logging in. Besides the data, the differences to the paper's recipe (paper_recipe.py) are the learning
+rate, one epoch, no weight decay, a loss on hidden states, the reduction of the loss, and the start.
 """
 
 import dataclasses

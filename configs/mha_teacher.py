@@ -1,4 +1,4 @@
-"""Pretrain a multi-head teacher of 1.1 M parameters on the demo's corpus: what docs/slim.md converts.
+"""Pretrain the multi-head teacher, 1.1 M parameters, that docs/slim.md converts, on the demo's corpus.
 
     python train.py --config configs/mha_teacher.py --out runs/mha_teacher
     python -m swiftkv_jax.slim --model runs/mha_teacher/export --out runs/mha_slim --forms k

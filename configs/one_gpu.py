@@ -1,8 +1,8 @@
 """Distillation on one GPU of 80 GB, which the configs of small published models share.
 
-Rows of 4096 tokens, one at a time, 16 of them a step; the new rows start from least squares. The rest is the
-paper's recipe. The splits follow the paper's findings on models of the same family, and nothing was trained
-with them yet: `swiftkv plan MODEL --text FILE` measures what other splits cost.
+A step has 16 rows of 4096 tokens, one in memory at a time; the new cache rows start from least squares. The
+rest is the paper's recipe. The splits follow the paper's findings on models of the same family, and nothing
+was trained with them yet. `swiftkv plan MODEL --text FILE` measures the cost of other splits.
 """
 
 import dataclasses

@@ -4,8 +4,8 @@
     python train.py --config configs/tiny.py --set plan.share=2 --out runs/tiny_acrosskv
     python train.py --config configs/tiny.py --set loss.exit_weight=1.0 --out runs/tiny_exit
 
-The last trains an exit head beside the student, for `serve.py --drafter exit`, and changes nothing else of it
-but through the common bound on the gradient's norm.
+The last also trains an exit head, for `serve.py --drafter exit`. It affects the student only through the
+common clipping of the gradient's norm.
 """
 
 from swiftkv_jax.distill.config import Experiment, LossConfig, MeshConfig, OptimizerConfig, PlanConfig
@@ -35,7 +35,7 @@ config = Experiment(
     optimizer=OptimizerConfig(
         learning_rate=2e-3, warmup=0.05, beta2=0.98, weight_decay=0.0, schedule="linear"
     ),
-    mesh=MeshConfig(fsdp=1, tensor=-1),  # two rows a step are too few to be shared out
+    mesh=MeshConfig(fsdp=1, tensor=-1),  # two rows a step are too few to shard
     dtype="float32",
     steps=80,
     remat=False,

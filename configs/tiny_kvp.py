@@ -3,10 +3,10 @@
     python train.py --config configs/tiny_kvp.py
     python serve.py --model runs/tiny_kvp/export
 
-The predictor starts from least squares; then the KL to the teacher trains it and its auxiliary. The losses of
-the paper are
+The predictor starts from least squares; then the KL to the teacher trains it and its auxiliary. The
+paper's losses,
     --set loss.kl_weight=0 --set loss.lm_weight=1 --set loss.aux_weight=1
-which bring cross-entropy down, and KL up: the auxiliary learns of the corpus what the young teacher has not.
+lower cross-entropy but raise KL, since the auxiliary learns more of the corpus than the teacher knows.
 """
 
 from swiftkv_jax.distill.config import (
@@ -30,7 +30,7 @@ config = Experiment(
     evaluation_batches=6,
     loss=PredictionLossConfig(kl_weight=1.0, lm_weight=0.0, aux_weight=0.0, chunk_mib=4.0),
     optimizer=OptimizerConfig(learning_rate=1e-3, warmup=0.05, weight_decay=0.0, schedule="linear"),
-    mesh=MeshConfig(fsdp=1, tensor=-1),  # four rows a step are too few to be shared out
+    mesh=MeshConfig(fsdp=1, tensor=-1),  # four rows a step are too few to shard
     dtype="float32",
     steps=60,
     remat=False,

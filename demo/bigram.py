@@ -11,7 +11,7 @@ TUNING_STRIDE = 10
 
 
 def _pairs(documents: Sequence[np.ndarray], vocab: int) -> np.ndarray:
-    """Every two neighbouring tokens of every document, as one number each."""
+    """Every pair of neighbouring tokens of every document, each encoded as one number."""
     parts = [np.asarray(tokens, np.int64) for tokens in documents]
     if any(tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab for tokens in parts):
         raise ValueError(f"a token lies outside the vocabulary of {vocab}")
@@ -19,7 +19,7 @@ def _pairs(documents: Sequence[np.ndarray], vocab: int) -> np.ndarray:
 
 
 class Bigram:
-    """Bigram counts that give way to how many different tokens a token follows, and that to uniform.
+    """Bigram counts, interpolated with the number of different tokens that a token follows, and with uniform.
 
     `discount` is taken off every count, as in Kneser-Ney smoothing; `strength` adds that weight per
     different follower to the lower order, as in Witten-Bell smoothing (discount 0 and strength 1).
@@ -52,7 +52,8 @@ class Bigram:
 
 
 def held_out_nats(train: list[np.ndarray], test: list[np.ndarray], vocab: int) -> float:
-    """Mean nats per predicted token of `test`, smoothed by what suits every tenth sequence of `train`."""
+    """Mean nats per predicted token of `test`, with the smoothing that is best on every tenth sequence of
+    `train`."""
     tuning = train[::TUNING_STRIDE]
     trial = Bigram([tokens for index, tokens in enumerate(train) if index % TUNING_STRIDE], vocab)
     choices = product(DISCOUNTS, STRENGTHS)

@@ -1,5 +1,5 @@
-"""Is the demo's teacher a model? Its held-out loss beside an interpolated bigram model's, in bits per byte,
-and by position in its context.
+"""Check the demo's teacher: its held-out loss beside an interpolated bigram model's, in bits per byte, and by
+position in its context.
 
 python demo/check_teacher.py [demo/teacher]
 """

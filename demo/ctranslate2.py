@@ -1,7 +1,7 @@
-"""A Whisper in CTranslate2's format, written as the folder that Hugging Face publishes.
+"""Convert a Whisper in CTranslate2's format to a folder as Hugging Face publishes it.
 
 CTranslate2's file is a version, a name, a revision and a list of named arrays, little-endian; its projections
-are joined (queries, keys and values in one). Only what Whisper's converter writes in floats is read.
+are fused (queries, keys and values in one). Only Whisper models in float formats are supported.
 """
 
 import json
@@ -33,14 +33,14 @@ _WHOLE = {
     "position_encodings/encodings": "embed_positions.weight",
     "embeddings/weight": "embed_tokens.weight",
 }
-_ENGLISH_ONLY = 51864  # tokens of the models that know no other language
+_ENGLISH_ONLY = 51864  # vocabulary size of the English-only models
 
 
 def read(file: typing.BinaryIO) -> dict[str, np.ndarray]:
     """Name -> array of a model's file.
 
     Raises:
-      UsageError: it is no Whisper of this format, or its weights are quantised.
+      UsageError: it is not a Whisper in this format, or its weights are quantised.
     """
 
     def number(kind: str) -> int:
@@ -75,7 +75,7 @@ def read(file: typing.BinaryIO) -> dict[str, np.ndarray]:
 
 
 def published(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same by Hugging Face's names; what is joined is apart."""
+    """The arrays under Hugging Face's names, with fused projections split."""
     out = {}
     for name, array in arrays.items():
         half, _, rest = name.partition("/")
@@ -90,7 +90,8 @@ def published(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _in_layer(part: str, which: str, kind: str, array: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of one array of a layer: its part, what of it, "weight" or "bias" or a norm's."""
+    """The tensors of one array of a layer; `part` and `which` say where it belongs, `kind` is "weight",
+    "bias" or a norm's array."""
     if part == "ffn":
         names = {"layer_norm": "final_layer_norm", "linear_0": "fc1", "linear_1": "fc2"}
         return {f"{names[which]}.{_NORMS.get(kind, kind)}": array}

@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerFast
 BEGIN, END = "<|begin|>", "<|end|>"
 VOCABULARY = 2048
 MAX_LENGTH = 2048
-# The words of Llama 3: at most three digits together, and indentation apart from what it indents.
+# Llama 3's pre-tokenizer: at most three digits together, and indentation separate from the text after it.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# A transcript in plain text: the teacher has read documentation only, and no chats.
+# A plain-text transcript, since the teacher was trained on documentation only, not on chats.
 CHAT = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ message.role | capitalize }}: {{ message.content | trim }}\n\n"
@@ -38,7 +38,7 @@ def read_training_texts(path: Path) -> list[str]:
 
 
 def train(texts: list[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer that puts BEGIN in front of a text and gives every other text back byte for byte."""
+    """A tokenizer that puts BEGIN in front of a text and decodes to the same bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch; we do not
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers warns that PyTorch is missing
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -55,8 +55,8 @@ DECODES = {256: 1, 2048: 16}  # context in tokens: sequences that the time per o
 
 
 def distil(experiment: Experiment, out: Path) -> dict:
-    """Train one student; held-out sums per row and context length, as rewired ("before", without the
-    least-squares start) and after, and where it was exported."""
+    """Train one student; returns held-out sums per row and context length, as rewired ("before", without the
+    least-squares start) and after training, and the folder of its export."""
     with loop.opened(experiment, out) as run:
         before = run.row_sums()
         result = run.go()
@@ -116,14 +116,15 @@ def generate(folders: dict[str, Path], chosen: list[list[int]]) -> list[dict]:
 
 
 def bytes_per_token(contender: latency.Contender) -> int:
-    """Read from the arrays of a bfloat16 cache, the dtype the checkpoint is stored in."""
+    """Cache bytes per token, read from the arrays of a bfloat16 cache (the dtype of the checkpoint)."""
     return Cache.dense(
         contender.model.config, contender.model.plan, 1, 16, jax.numpy.bfloat16
     ).bytes_per_token
 
 
 def compared(model: Path, out: Path, steps: int) -> dict:
-    """What `python -m swiftkv_jax.compare` finds on few prompts, with `steps` of training for each system."""
+    """The result of `python -m swiftkv_jax.compare` on few prompts, with `steps` of training for each
+    system."""
     asked = ["--model", str(model), "--out", str(out), "--few", "--prompts", "128", "--rounds", "0"]
     return compare.report(compare.parser().parse_args([*asked, "--train", str(steps)]))
 
@@ -156,7 +157,7 @@ def table(report: dict) -> str:
 
 
 def aligned(lines: list[list[str]]) -> str:
-    """Cells under each other, the first of each line to the left."""
+    """A table with aligned columns, the first one aligned to the left."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
@@ -168,7 +169,7 @@ def aligned(lines: list[list[str]]) -> str:
 
 
 def plot(report: dict, path: Path) -> None:
-    """Quality at the longest context, time to first token, and all methods at their FLOPs."""
+    """Plot quality at the longest context, time to first token, and all methods by FLOPs."""
     import matplotlib
 
     matplotlib.use("Agg")

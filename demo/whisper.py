@@ -2,9 +2,9 @@
 
     python demo/whisper.py        # `make demo-whisper`, which installs the model and the voice
 
-Sentences that espeak-ng speaks are transcribed with four caches. The table has what each took of the cache,
-what it wrote, and, where PyTorch is installed, what transformers writes of the same sound. All lands in
-runs/whisper: whisper.json, the sound, and the model's folder.
+Sentences spoken by espeak-ng are transcribed with four kinds of cache. The table has each one's cache size
+and transcript, and, if PyTorch is installed, the transcript by transformers. All output is in runs/whisper:
+whisper.json, the sound, and the model's folder.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch; we do not
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers warns that PyTorch is missing
 
 import jax  # noqa: E402
 
@@ -41,7 +41,7 @@ SENTENCES = (
     "We will meet at the station at seven in the evening.",
     "The children are playing in the garden behind the house.",
 )
-# (rows of the decoder's own tokens, rows of what it reads of the encoder)
+# (form of the rows of the decoder's own tokens, form of the rows of the encoder's output)
 FORMS = (("kv", "kv"), ("kv", "x"), ("x", "kv"), ("x", "x"))
 NAMES = {"kv": "keys and values", "x": "inputs"}
 
@@ -50,7 +50,7 @@ def speak(folder: Path) -> list[Path]:
     """Sound files of the sentences.
 
     Raises:
-      UsageError: there is no voice here.
+      UsageError: espeak-ng is not installed.
     """
     if shutil.which(VOICE) is None:
         raise UsageError(f"{VOICE} is not installed: apt-get install {VOICE}")
@@ -62,7 +62,7 @@ def speak(folder: Path) -> list[Path]:
 
 
 def model_folder(out: Path) -> Path:
-    """The published folder of the installed package's Whisper, written where it is not there yet.
+    """The Hugging Face folder of the installed package's Whisper; it is written if it does not exist yet.
 
     Raises:
       UsageError: the package is not installed.
@@ -78,7 +78,7 @@ def model_folder(out: Path) -> Path:
 
 
 def word_errors(said: str, written: str) -> tuple[int, int]:
-    """(words that must be changed, put in or left out to make `said` of `written`; words of `said`)."""
+    """(words to change, insert or delete to turn `written` into `said`; words of `said`)."""
     want, got = (
         "".join(c for c in text.lower() if c.isalnum() or c == " ").split() for text in (said, written)
     )
@@ -98,7 +98,7 @@ def error_rate(said: tuple[str, ...], written: list[str]) -> float:
 
 
 def measure(folder: Path, sounds: list[Path], forms: tuple[str, str]) -> dict:
-    """What one kind of cache takes and writes."""
+    """Size and transcripts of one kind of cache."""
     model, params = from_pretrained(folder, dtype="float32", cuts=None)
     if forms != ("kv", "kv"):
         model, params = to_slim(model, params, forms[0], cross_forms=forms[1])
@@ -123,7 +123,7 @@ def measure(folder: Path, sounds: list[Path], forms: tuple[str, str]) -> dict:
 
 
 def transformers_texts(folder: Path, sounds: list[Path]) -> list[str] | None:
-    """What transformers writes; None without PyTorch."""
+    """The transcripts by transformers; None without PyTorch."""
     if importlib.util.find_spec("torch") is None:
         return None
     import torch
@@ -145,7 +145,7 @@ def transformers_texts(folder: Path, sounds: list[Path]) -> list[str] | None:
 
 
 def table(found: list[dict]) -> str:
-    """As the terminal shows it."""
+    """The table for the terminal."""
     lines = [f"{'own tokens':16}{'encoder':16}{'bytes a token':>14}{'bytes a window':>16}{'word errors':>13}"]
     for one in found:
         own, cross = NAMES[one["self"]], NAMES[one["cross"]]

@@ -1,1 +1,1 @@
-"""Kernels by hand, one folder each; what they share is in common/. They import jax and jaxtyping only."""
+"""Hand-written kernels, one folder each; shared code is in common/. They import jax and jaxtyping only."""

@@ -1,4 +1,4 @@
-"""Checks of single values that users give. Each returns the value, or raises a UsageError that names it."""
+"""Checks of single values given by users. Each returns the value, or raises a UsageError that names it."""
 
 import math
 
@@ -6,7 +6,7 @@ from swiftkv_jax.errors import UsageError, suggest
 
 
 def integer(name: str, value, least: int | float = -math.inf, most: int | float = math.inf) -> int:
-    """`value` when it is an integer in [least, most]; True and 1.0 are none."""
+    """`value` if it is an integer in [least, most]; True and 1.0 are refused."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(f"{name} must be an integer, not {value!r}")
     return _within(name, value, least, most, "[")
@@ -39,7 +39,7 @@ def choice(name: str, value, known):
 
 
 def whole(value):
-    """8.0 as 8: some files spell integers so. Anything else as it is."""
+    """Turn 8.0 into 8, since some files write integers so; return anything else unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

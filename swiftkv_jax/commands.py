@@ -1,7 +1,7 @@
 """The commands: `swiftkv` and its parts; `train.py` and `swiftkv-train`, `serve.py` and `swiftkv-serve`,
 `swiftkv-convert`, and `swiftkv-eval`.
 
-What belongs to a process and not to a library is here and nowhere else: the environment and `jax.config`.
+Only this module changes process-wide state: the environment and `jax.config`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from swiftkv_jax.errors import UsageError, UsageWarning, exit_code, suggest
 from swiftkv_jax.folder import private
 from swiftkv_jax.version import __version__
 
-_WORTH_KEEPING_S = 0.0  # seconds to compile of what is kept: everything, so that a second start has it
+_WORTH_KEEPING_S = 0.0  # least compile time of cached programs: all are cached, for a fast second start
 HELP = """usage: swiftkv COMMAND ...
 
   plan MODEL              what each split of a model saves, and what fits on which chip
@@ -50,7 +50,8 @@ def main() -> int:
 
 
 def spelt_out(name: str, words: list[str]) -> list[str]:
-    """The words behind a command, with the flag that a bare MODEL stands for where the command needs one."""
+    """The words after a command; a bare MODEL gets the flag that it stands for, where the command needs
+    one."""
     if name not in MODEL_FLAGS or not words or words[0].startswith("-"):
         return words
     return [*MODEL_FLAGS[name](words[0]), *words[1:]]
@@ -82,7 +83,7 @@ def distil() -> int:
 def train() -> int:
     """Distil a student; the exit code."""
     be_quiet()
-    if "--compile-only" in sys.argv:  # compiling for another chip needs none of this machine's
+    if "--compile-only" in sys.argv:  # compiling for another chip needs no chip of this machine
         jax.config.update("jax_platforms", "cpu")
         os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     else:
@@ -141,7 +142,7 @@ def replicas() -> int:
 
 
 def evaluate() -> int:
-    """lm-eval with our model in it; the exit code."""
+    """Run lm-eval on our model; the exit code."""
     if "--version" in sys.argv[1:]:
         print(f"swiftkv-jax {__version__}")
         return 0
@@ -163,8 +164,8 @@ def push() -> int:
 
 
 def be_quiet() -> None:
-    """What is not for the user is not shown, and a warning about the input is one line."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it misses PyTorch; we do not
+    """Hide messages that are not for the user, and print warnings about the input as one line."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it says that PyTorch is missing
     usual = warnings.formatwarning
 
     def line(message, category, *place, **source) -> str:
@@ -175,8 +176,8 @@ def be_quiet() -> None:
 
 
 def claim_gpu_memory() -> None:
-    """JAX takes three quarters of a GPU by itself; a server wants what --memory-fraction says, unless the
-    environment says how much, or that JAX is to take memory as it goes."""
+    """Let JAX preallocate the share of GPU memory that --memory-fraction names, not its default of 3/4. A
+    setting of JAX's memory allocation in the environment takes precedence."""
     from swiftkv_jax.engine.settings import MEMORY_FRACTION
 
     own = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
@@ -186,15 +187,15 @@ def claim_gpu_memory() -> None:
     reader.add_argument("--memory-fraction", type=float, default=MEMORY_FRACTION)
     try:
         given = reader.parse_known_args(sys.argv[1:])[0].memory_fraction
-    except argparse.ArgumentError:  # told by the command's own parser, with the way out
+    except argparse.ArgumentError:  # the command's own parser reports it, with a remedy
         return
     if 0 < given <= 1:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(given)
 
 
 def cache_programs() -> None:
-    """Keep compiled programs where the environment says, or in the user's own cache; nowhere if others can
-    write there: what lies there is run."""
+    """Cache compiled programs where the environment says, or in the user's own cache folder. A folder that
+    others can write to is not used, since its contents are executed."""
     own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftkv-jax" / "xla"
     named = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING_S)

@@ -163,7 +163,8 @@ class ModelConfig:
         return cls(**fields, rope=rope)
 
     def to_hf(self, plan: KVPlan) -> dict:
-        """The config.json of this model as it is published; a SwiftKV plan has `model_type` `<family>_swiftkv`.
+        """The config.json of this model as it is published; a SwiftKV plan has `model_type`
+        `<family>_swiftkv`.
 
         Raises:
           UsageError: config.json cannot express this config and plan (a hand-made mixture of families, an

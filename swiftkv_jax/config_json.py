@@ -1,4 +1,4 @@
-"""config.json as it is published: which fields are read, which must be neutral, which do not matter."""
+"""Reading of published config.json files: which fields are used, must be neutral, or do not matter."""
 
 import json
 import re
@@ -40,7 +40,7 @@ _NEUTRAL: dict[str, tuple] = {
         ).split(),
         (1, None),
     ),
-    # Parts that other decoders have and these do not: neutral where they are absent, off, or none of them.
+    # Parts that only other decoders have: their fields are neutral if absent, off or empty.
     **dict.fromkeys(
         (
             "attn_logit_softcapping final_logit_softcapping logits_soft_cap query_pre_attn_scalar "
@@ -84,19 +84,19 @@ _SHOWN = 60  # characters of a value in a message
 _QWEN3_HEAD_DIM = 128
 _QWEN_MAX_WINDOW_LAYERS = 28
 _MISTRAL_WINDOW = 4096
-_MOST, _MOST_LAYERS = 2**31 - 1, 4096  # no model is larger; a hostile file may say so
-# Whose config.json says whether projections have biases.
+_MOST, _MOST_LAYERS = 2**31 - 1, 4096  # no model is larger, but a hostile file may claim to be
+# Families whose config.json says whether projections have biases.
 BIASED = ("llama", "qwen3", "gemma", "olmo", "olmo2")
 _WINDOWED = ("mistral", "qwen2", "qwen3", "phi3")
-_ON_EVERY_LAYER = ("mistral", "phi3")  # where there is a window, all layers have it
+_ON_EVERY_LAYER = ("mistral", "phi3")  # a window applies to all layers
 _KINDS = {"full_attention", "sliding_attention"}
-# Who may leave num_key_value_heads out: there are as many as query heads then.
+# Families that may omit num_key_value_heads, which then equals the number of query heads.
 _MULTI_HEAD = ("llama", "phi3", "olmo", "olmo2", "gpt2", "opt", "t5", "whisper")
 
 
 def read_config_json(source: Mapping | str | Path) -> Mapping:
-    """The dict in config.json; `source` is the dict itself, the file, or the folder it lies in. A GGUF file,
-    alone or in a folder without config.json, gives the dict that it says in its own words."""
+    """The dict in config.json; `source` is the dict itself, the file, or its folder. For a GGUF file, alone
+    or in a folder without config.json, the dict is made from the file's metadata."""
     if isinstance(source, Mapping):
         return source
     path = Path(source)
@@ -118,13 +118,13 @@ def base_family(raw: Mapping) -> str:
 
 
 def spelled_out(raw: Mapping) -> Mapping:
-    """`raw` by Llama's names of fields, with what its family's files may leave out."""
+    """`raw` with Llama's field names, and with defaults for fields that the family's files may omit."""
     family = FAMILIES[base_family(raw)]
     names = {own: name for name, own in family.spelling.items()}
     own = {names[name]: value for name, value in raw.items() if name in names}
     out = {**family.defaults, **{name: value for name, value in raw.items() if name not in names}, **own}
     if out.get("num_hidden_layers") is None and "num_layers" in family.reads:
-        out["num_hidden_layers"] = out.get("num_layers")  # a T5 whose halves have as many
+        out["num_hidden_layers"] = out.get("num_layers")  # a T5 whose encoder and decoder are equally deep
     if "hidden_size" in out and out.get("intermediate_size") is None and family.spelling:
         out["intermediate_size"] = 4 * integer(out, "hidden_size")
     return out
@@ -138,9 +138,9 @@ def is_swiftkv(raw: Mapping) -> bool:
 def check_fields(raw: Mapping) -> None:
     """Refuse what this decoder does not compute; warn of what it does not know.
 
-    A field that is read is checked where it is read. Of the others, one that is known to change the numbers
-    must be neutral; one that is null, false or empty, or whose name says that it does not matter, is
-    ignored; the rest are ignored with a warning that names them.
+    Fields that are read are checked where they are read. Of the others, those known to change the numbers
+    must be neutral. Those that are null, false or empty, or whose name shows that they do not matter, are
+    ignored. The rest are ignored with a warning that names them.
 
     Raises:
       UsageError: the weights are quantised, or a field asks for what is not computed.
@@ -161,7 +161,7 @@ def check_fields(raw: Mapping) -> None:
 
 
 def _doubts(raw: Mapping) -> list[str]:
-    """What may be read otherwise than it was meant."""
+    """Warnings about fields whose meaning may differ from what is computed."""
     out = []
     family = FAMILIES[base_family(raw)]
     fields = ((str(name), value) for name, value in raw.items())
@@ -183,7 +183,7 @@ def _doubts(raw: Mapping) -> list[str]:
 
 
 def _may_matter(family: Family, name: str, value) -> bool:
-    """Whether a field that nobody here knows could change the numbers."""
+    """Whether an unknown field could change the numbers."""
     known = (_READ, _NEUTRAL, _INERT, _QUANTISED, family.inert, family.neutral, family.reads)
     off = value is None or value is False or value in ("", [], {})
     return not any(name in names for names in known) and not off and not _INERT_NAMES.fullmatch(name)
@@ -268,8 +268,8 @@ def _clip(raw: Mapping) -> float | None:
 def forms_from_hf(raw: Mapping, rows: int) -> tuple[str, ...]:
     """The forms of a model's rows: all "kv", or those that `slim_attention` lists.
 
-    `{"version": 1, "forms": ["k", "kv", ...]}`, one form for each row: the field is ours, and transformers
-    ignores it.
+    The field is `{"version": 1, "forms": ["k", "kv", ...]}`, one form for each row. It is ours, and
+    transformers ignores it.
     """
     slim, where = raw.get("slim_attention"), "config.json: slim_attention"
     if slim is None:
@@ -310,7 +310,7 @@ def _windows_from_hf(family: str, raw: Mapping) -> tuple[int, ...]:
     if family in ("qwen2", "qwen3") and not flag(raw, "use_sliding_window"):
         window = None
     if family == "llama" and raw.get("use_sliding_window") is False:
-        window = None  # a Qwen that was rewritten as a Llama
+        window = None  # a Qwen checkpoint converted to a Llama
     if window is not None and family not in _WINDOWED:
         raise UsageError(f"config.json: {family} has no sliding window, but sliding_window is {window!r}")
     if window is not None:

@@ -1,9 +1,9 @@
-"""An encoder: the decoder's loop over full sequences whose tokens see each other, both ways.
+"""An encoder: the decoder's loop over full sequences, with bidirectional attention.
 
-    encoded = encode(model, params, source, lengths)    # tokens [B, S], or of Whisper frames [B, F, mels]
+    encoded = encode(model, params, source, lengths)    # tokens [B, S]; for Whisper frames [B, F, mels]
     logits = model.apply({"params": params}, tokens, encoded)
 
-Serving writes what it gives into the cache once for each request (`fill`), as the plan's cross rows.
+Serving writes its output into the cache once for each request (`fill`), as the plan's cross rows.
 """
 
 import dataclasses
@@ -41,10 +41,10 @@ def encoder_of(model: Transformer) -> Transformer:
 def encode(
     model: Transformer, params: PyTree, source: Source, lengths: Int[Array, " B"] | None = None
 ) -> Encoded:
-    """What the encoder makes of a batch of sources.
+    """Run the encoder on a batch of sources.
 
-    source: token ids, or frames of sound, of which two make one position. lengths: positions of each source
-    that count, all by default; the others change nothing.
+    source: token ids, or audio frames, two of which make one position. lengths: the number of real positions
+    of each source, all by default; the others are padding.
 
     Raises:
       UsageError: the model has no encoder, or a source is longer than it has positions for.
@@ -75,7 +75,7 @@ def encode(
 def _convolved(
     encoder: Transformer, params: PyTree, frames: Float[Array, "B F mels"]
 ) -> Float[Array, "B S D"]:
-    """The stream of frames of sound: two convolutions over three neighbours, the second at every other."""
+    """Hidden states of audio frames: two convolutions of width three, the second with stride two."""
     x = frames.astype(encoder.dtype)
     for name, stride in (("conv1", 1), ("conv2", 2)):
         sizes = {"window_strides": (stride,), "padding": [(1, 1)], "dimension_numbers": ("NWC", "OIW", "NWC")}
@@ -89,8 +89,8 @@ def _bias(config: ModelConfig, params: PyTree, length: int) -> Float[Array, "N n
 
 
 def fill(model: Transformer, params: PyTree, source: Source, cache: Cache, sources: Sources) -> Cache:
-    """The cache with the rows of a batch of sources, in the pages that `sources` names: before a request's
-    first token, once."""
+    """Write the rows of a batch of sources into the pages that `sources` names: once for each request, before
+    its first token."""
     encoded = encode(model, params, source, sources.lengths)
     return _written(model, params, encoded.x, cache, sources)
 

@@ -1,4 +1,4 @@
-"""What config.json says of families with an encoder: T5 and Whisper."""
+"""Reading and writing of config.json for families with an encoder: T5 and Whisper."""
 
 import typing
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _PROJECTIONS = {
 def family_fields(family: str, raw: Mapping, shared: Mapping) -> dict[str, dict]:
     """ModelConfig's fields of the "decoder" and of the "encoder".
 
-    raw: as `config_json.spelled_out` gives it. shared: the fields that are read in the same way in every
+    raw: as `config_json.spelled_out` returns it. shared: the fields that are read the same way in every
     family.
     """
     return {"t5": _t5, "whisper": _whisper}[family](raw, dict(shared))
@@ -28,7 +28,7 @@ def family_fields(family: str, raw: Mapping, shared: Mapping) -> dict[str, dict]
 
 def _t5(raw: Mapping, shared: dict) -> dict[str, dict]:
     activation, gated = _projection(raw.get("feed_forward_proj"))
-    # transformers 5 ties all weights by name and says by this field whether the model does.
+    # transformers 5 ties all weights by name; this field says whether the model really does.
     said = raw.get("scale_decoder_outputs")
     tied = shared["tie_word_embeddings"] if said is None else said is True
     both = shared | {
@@ -76,7 +76,7 @@ def _number(raw: Mapping, name: str) -> int:
 
 
 def family_written(config: typing.Any) -> dict:
-    """The fields that say the same of a ModelConfig with an encoder: the inverse of `family_fields`."""
+    """The config.json fields of a ModelConfig with an encoder: the inverse of `family_fields`."""
     within = config.encoder
     if config.family == "whisper":
         return {

@@ -20,24 +20,25 @@ class UsageError(ValueError):
 
 
 class UsageWarning(UserWarning):
-    """Input that is taken, though it may not mean what its author thinks; the command line shows one line."""
+    """Input that is accepted, though it may not mean what its author thinks; the command line shows one
+    line."""
 
 
 def suggest(name: str, known, likeness: float = 0.6) -> str:
-    """`"; did you mean 'x'?"` for the nearest known name that is as like as `likeness` (1: the same), or
-    nothing."""
+    """`"; did you mean 'x'?"` for the nearest known name with a similarity of at least `likeness` (1: equal),
+    else an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """The first line of an error's message, cut to `most` characters; of an empty one, its class."""
+    """The first line of an error's message, cut to `most` characters; its class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
 
 
 @contextlib.contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """What the file system raises inside as a UsageError: "cannot read x: No such file or directory"."""
+    """Turn an OSError raised inside into a UsageError: "cannot read x: No such file or directory"."""
     try:
         yield
     except OSError as error:
@@ -49,9 +50,10 @@ def exit_code(
     interrupted: str = "interrupted",
     failures: tuple[type[Exception], ...] = (),
 ) -> int:
-    """What `run` returns (None is 0); 2 for bad usage, 130 for Ctrl-C, 1 for a failure, each told on stderr.
+    """Return the result of `run` (None is 0); 2 for bad usage, 130 for Ctrl-C, 1 for a failure, each reported
+    on stderr.
 
-    Errors of the classes `failures` are told in one line, those of other classes with their traceback.
+    Errors of the classes `failures` are reported in one line, those of other classes with their traceback.
     """
     try:
         return run() or 0
@@ -69,7 +71,7 @@ def exit_code(
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors as UsageError: one line, and the nearest flag. Every command has --version.
+    """A parser that raises errors as UsageError: one line, and the nearest flag. Every command has --version.
 
     Without `prog`, messages name the command as the user typed it (argparse's default).
     """
@@ -81,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=version, help="print the version and exit")
 
     def parse_known_args(self, args=None, namespace=None):
-        """An unknown flag is named before a missing one: most often it is that one, misspelt."""
+        """Report an unknown flag before a missing one: most often it is the missing one, misspelt."""
         words = sys.argv[1:] if args is None else list(args)
         flags = (word.partition("=")[0] for word in words if word.startswith("--") and " " not in word)
         known = tuple(self._option_string_actions)

@@ -1,4 +1,4 @@
-"""Families of models as data: what each has beside the fields that its config.json shares with Llama's."""
+"""Model families as data: how each one's config.json differs from Llama's."""
 
 import dataclasses
 import typing
@@ -10,21 +10,20 @@ _Fields = dict[str, typing.Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """What all checkpoints of one `model_type` have in common.
+    """The common part of all checkpoints of one `model_type`.
 
     Attributes:
-      architecture: what the names of its classes in transformers begin with. head: and what that of its
-        language model ends with.
-      fields: of ModelConfig, where they are not the defaults.
-      spelling: Llama's name of a field of config.json -> its own.
-      neutral: fields of config.json that change the numbers, with the values that this decoder computes, in
-        place of those in config_json.
-      defaults: what its files may leave out of config.json, as transformers fills it in.
-      omits: fields of Llama's that its config.json has not.
-      reads: fields of config.json that are read for it, and must be neutral for others.
-      inert: fields that do not touch the numbers, beside those in config_json.
-      written: fields that its config.json says with one value in all files.
-      encoder: what of ModelConfig its encoder has otherwise than its decoder; None: it has no encoder.
+      architecture: prefix of its class names in transformers. head: suffix of its language model's class.
+      fields: fields of ModelConfig that differ from the defaults.
+      spelling: Llama's name of a field of config.json -> this family's name.
+      neutral: fields of config.json that change the numbers -> the values that this decoder supports; they
+        override those in config_json.
+      defaults: fields that its files may omit -> transformers' defaults.
+      omits: Llama's fields that its config.json does not have.
+      reads: fields of config.json that are read for it, and must be neutral for other families.
+      inert: fields that do not change the numbers, in addition to those in config_json.
+      written: fields that have the same value in all its config.json files.
+      encoder: fields of ModelConfig in which its encoder differs from its decoder; None: it has no encoder.
     """
 
     architecture: str
@@ -41,7 +40,7 @@ class Family:
 
 
 _GELU_TANH = "gelu_pytorch_tanh"
-# GPT-2 and its kin: LayerNorm, biases, an MLP without a gate, learned positions and none that turn.
+# GPT-2 and relatives: LayerNorm, biases, an MLP without a gate, learned positions instead of rotary.
 _BEFORE_ROPE = {
     "norm": "layer",
     "rms_norm_eps": 1e-5,
@@ -62,7 +61,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family(
         architecture="Gemma",
         fields={"norm": "rms_plus_one", "activation": "gelu_tanh", "scaled_embedding": True},
-        # The first files say "gelu", and mean the approximation.
+        # The first files say "gelu" but mean the tanh approximation.
         neutral={"hidden_act": (_GELU_TANH, "gelu"), "hidden_activation": (_GELU_TANH, None)},
         defaults={"tie_word_embeddings": True, "head_dim": 256},
         written={"hidden_act": _GELU_TANH},

@@ -1,4 +1,4 @@
-"""Folders: of models, whose plain files of bounded size are read; private ones; those of the package."""
+"""Folders: safe reading of model files, private folders, and the folders of the package."""
 
 import json
 import os
@@ -14,12 +14,12 @@ MOST_JSON = 2**26  # bytes of one JSON file; the largest published tokenizer.jso
 
 
 def inside(path: Path) -> Path:
-    """`path`, when it is a plain file whose content lies in its own folder.
+    """`path`, if it is a plain file whose content lies in its own folder.
 
-    A link may lead elsewhere in the folder; in a snapshot of Hugging Face's cache, to the `blobs` beside it.
+    A link may lead elsewhere in the folder, or in a snapshot of Hugging Face's cache to its `blobs` folder.
 
     Raises:
-      UsageError: it is a link that leaves the folder, or no plain file.
+      UsageError: it is a link that leaves the folder, or not a plain file.
     """
     folder = path.parent.resolve()
     homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
@@ -36,7 +36,7 @@ def inside(path: Path) -> Path:
 
 
 def bounded(path: Path) -> Path:
-    """`path`, when it is `inside` its folder and at most `MOST_JSON` bytes long."""
+    """`path`, if it is `inside` its folder and at most `MOST_JSON` bytes long."""
     size = inside(path).stat().st_size
     if size > MOST_JSON:
         raise UsageError(f"{path} has {size} bytes; at most {MOST_JSON} are read")
@@ -44,7 +44,7 @@ def bounded(path: Path) -> Path:
 
 
 def read_text(path: str | Path) -> str:
-    """A user's UTF-8 text file. Raises UsageError: it cannot be read, or is something else."""
+    """The text of a user's UTF-8 file. Raises UsageError: it cannot be read, or is not UTF-8."""
     try:
         with explained(f"read {path}"):
             return Path(path).read_text(encoding="utf-8")
@@ -72,11 +72,12 @@ def read_json(path: Path) -> dict:
 
 
 def private(path: Path) -> bool:
-    """Whether a folder is ours and nobody else can write to it, or put another in its place.
+    """Whether a folder belongs to this user and nobody else can write to it, or replace it.
 
-    So the folder it lies in must be ours or the system's, and nobody else may write there, but where a sticky
-    bit, as /tmp has, lets only owners rename what is theirs. Missing folders are made, for us alone.
-    `path` has no links in it (`Path.resolve`): who made one could lead it elsewhere later.
+    So its parent folder must belong to this user or to the system, and others must not have write access,
+    unless a sticky bit, as on /tmp, lets only owners rename their files. Missing folders are created with
+    access for this user alone. `path` must be free of links (`Path.resolve`): the owner of a link could
+    redirect it later.
     """
     try:
         for folder, owners in ((path.parent, (os.getuid(), 0)), (path, (os.getuid(),))):

@@ -16,7 +16,7 @@ from swiftkv_jax.gguf_header import KINDS, Header, read_header
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # llama.cpp calls a Mistral a llama
 ROPE_FACTORS = "rope_freqs.weight"
-_DTYPES = {"F32": "float32", "F16": "float16"}  # of the commonest form; bfloat16 for all others
+_DTYPES = {"F32": "float32", "F16": "float16"}  # by the commonest form; bfloat16 for all others
 # Key, without the architecture's name -> field of config.json.
 _SIZES = {
     "embedding_length": "hidden_size",
@@ -30,7 +30,7 @@ _SIZES = {
 }
 _OPTIONAL = ("attention.head_count_kv", "attention.key_length")
 _NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
-# What other decoders have, under the names by which config.json would ask for it.
+# Features that only other decoders have, under the names that config.json would use.
 _FOREIGN = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -65,7 +65,7 @@ def config_of(path: Path) -> dict:
 
 
 def config_dict(header: Header) -> dict:
-    """As `config_of`, of a header; messages lack the file's name."""
+    """`config_of` for a header; messages lack the file's name."""
     data = header.metadata
     architecture = data.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
@@ -127,7 +127,7 @@ def _window(family: str, own: Mapping) -> dict:
 
 
 def _family(architecture: str, data: Mapping) -> str:
-    """`model_type`. A Mistral is told from a Llama by its name only, and computes the same."""
+    """`model_type`. Only its name tells a Mistral from a Llama; the computation is the same."""
     names = (str(data.get(f"general.{key}", "")).lower() for key in ("name", "basename"))
     return "mistral" if architecture == "llama" and any("mistral" in name for name in names) else architecture
 
@@ -147,7 +147,7 @@ def _commonest(header: Header) -> str:
 
 
 def _scaling(own: Mapping) -> dict | None:
-    """`rope_scaling` as the keys say it."""
+    """`rope_scaling` from the metadata's keys."""
     given = {key.removeprefix(_SCALING): value for key, value in own.items() if key.startswith(_SCALING)}
     kind, old = given.pop("type", "none"), own.get("rope.scale_linear", 1.0)
     if kind == "none":
@@ -163,7 +163,7 @@ def _scaling(own: Mapping) -> dict | None:
 
 
 def _llama3(header: Header, fields: Mapping) -> dict | None:
-    """Llama 3.1's scaling, found again from the factors that its frequencies are divided by."""
+    """Llama 3.1's scaling, recovered from the factors that its frequencies are divided by."""
     if ROPE_FACTORS not in header.tensors:
         return None
     found = header.floats(ROPE_FACTORS)
@@ -181,7 +181,7 @@ def _llama3(header: Header, fields: Mapping) -> dict | None:
 
 
 def _llama3_factors(theta: float, width: int, factor: float) -> np.ndarray:
-    """What the frequencies of `width // 2` pairs are divided by (transformers, `rope_type` "llama3")."""
+    """Divisors of the frequencies of `width // 2` pairs (transformers, `rope_type` "llama3")."""
     length = 2 * math.pi * theta ** (np.arange(0, width, 2) / width)  # tokens of one turn
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     smooth = np.clip((_LLAMA3["original_max_position_embeddings"] / length - low) / (high - low), 0, 1)

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: its metadata and where its tensors lie, checked before any of it is used.
+"""The header of a GGUF file: its metadata and the places of its tensors, validated before use.
 
 The format: docs/gguf.md of ggml, versions 2 and 3, little-endian. Nothing here needs the package `gguf`.
 """
@@ -38,8 +38,8 @@ KINDS: dict[int, tuple[str, int, int]] = {
 _VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
-_ALIGNMENT = 32  # of tensors, where general.alignment does not say otherwise
-# No published file comes near these; a hostile one may say so.
+_ALIGNMENT = 32  # of tensors, unless general.alignment says otherwise
+# No published file comes near these limits; a hostile one may exceed them.
 _MOST_BYTES = 2**26  # of the header
 _MOST_VALUES = 2**22  # in its metadata, those in arrays counted one by one
 _MOST_TENSORS = 2**16
@@ -59,7 +59,7 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a GGUF file says before its weights.
+    """The part of a GGUF file before its weights.
 
     Attributes:
       metadata: by the file's own keys; numbers, truth values, texts, and lists of one of them.
@@ -118,8 +118,8 @@ def read_header(path: Path) -> Header:
     """The header of a GGUF file.
 
     Raises:
-      UsageError: no GGUF file of version 2 or 3, a truncated one, one part of several, or one whose header
-        contradicts itself: a name twice, a tensor of an unknown form or outside the file, two that overlap.
+      UsageError: not a GGUF file of version 2 or 3, a truncated file, one part of several, or an inconsistent
+        header: a duplicate name, a tensor of an unknown form or outside the file, or overlapping tensors.
     """
     try:
         with inside(path).open("rb") as file:
@@ -131,11 +131,11 @@ def read_header(path: Path) -> Header:
 
 
 class _Spoilt(Exception):
-    """What is wrong with a file."""
+    """A file is invalid; the message says why."""
 
 
 class _Reader:
-    """Reads a header from its beginning; every count is checked against what is left of the file."""
+    """Reads a header sequentially; every count is checked against the rest of the file."""
 
     def __init__(self, path: Path, file: typing.BinaryIO, size: int):
         self.path, self.file, self.size = path, file, size
@@ -180,7 +180,7 @@ class _Reader:
         return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))
 
     def count(self, said: int, least: int) -> int:
-        """A number of things that take at least `least` bytes each."""
+        """Check a number of items that take at least `least` bytes each."""
         self.values -= said
         if said * least > self.left or self.values < 0:
             raise _Spoilt("its header says more than it holds")
@@ -211,7 +211,7 @@ class _Reader:
         return list(self.unpack(f"{count}{_SCALARS[kind]}"))
 
     def tensor(self, name: str) -> tuple[int, tuple[int, ...], int]:
-        """(kind, shape, offset) as the file says."""
+        """(kind, shape, offset) as in the file."""
         (axes,) = self.unpack("I")
         if not 1 <= axes <= _MOST_AXES:
             raise _Spoilt(f"{name[:60]!r} has {axes} axes")

@@ -1,8 +1,8 @@
-"""The stderr of one of several processes, passed on; JAX's report that another has died becomes one line.
+"""Pass on the stderr of one of several processes; JAX's report of a dead peer becomes one line.
 
-A program of its own, without imports of the library: `processes.start` gives the process's stderr to its
-stdin. The C++ under JAX answers a dead peer, or one that never came, with a dozen lines, a stack trace and
-abort(), which no Python in that process can catch.
+This is a separate program that does not import the library: `processes.start` connects the process's stderr
+to its stdin. JAX's C++ reacts to a dead or missing peer with a dozen lines, a stack trace and abort(), which
+Python in that process cannot catch.
 """
 
 import os
@@ -12,19 +12,19 @@ import signal
 
 _FATAL = b"Terminating process because the JAX distributed service detected fatal errors"
 _BEFORE = re.compile(rb"^[EW]\d{4} .*(coordination_service|preemption_sync_manager)\w*\.cc:")
-_HOLD_S = 2.0  # between the first of those lines and the fatal one
+_HOLD_S = 2.0  # longest time between the first of those lines and the fatal one
 GONE = "error: another process of this run has ended, so this one ends too; the other's log says why\n"
 NEVER_CAME = "error: not all processes of this run came together in time; see which did not start\n"
 
 
 def main() -> None:
     """Pass on until the process ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the process, which may have more to say
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the process, which may still print
         signal.signal(number, signal.SIG_IGN)
     rest, held, told = b"", b"", False
     while True:
         if held and _FATAL not in held and not select.select([0], [], [], _HOLD_S)[0]:
-            os.write(2, held)  # what looked like a death was none
+            os.write(2, held)  # it was not a death after all
             held = b""
         chunk = os.read(0, 2**16)
         *lines, rest = (rest + chunk).splitlines(keepends=True) or [b""]

@@ -17,10 +17,10 @@ from swiftkv_jax.shapes import Angles, Array, Float, Hidden, Int, KeyValues, PyT
 
 
 def linear(x: Float[Array, "*batch i"], p: PyTree) -> Float[Array, "*batch o"]:
-    """x @ kernel (+ bias), in x's dtype: this and `kernel_of` are all that meets a kernel.
+    """x @ kernel (+ bias), in x's dtype. Only this function and `kernel_of` touch kernels.
 
-    Master weights in float32 are rounded here, where they are used. An 8-bit kernel has a `scale` for each
-    of its columns, a float32 factor of what comes out.
+    Master weights in float32 are rounded here, where they are used. An 8-bit kernel has a `scale`, a float32
+    factor for each output column.
     """
     if "scale" in p:
         y = jnp.matmul(x, p["kernel"].astype(x.dtype), preferred_element_type=jnp.float32)
@@ -31,8 +31,8 @@ def linear(x: Float[Array, "*batch i"], p: PyTree) -> Float[Array, "*batch o"]:
 
 
 def kernel_of(p: PyTree, dtype=None) -> Array:
-    """A kernel, or a stack of them, for a product that `linear` does not compute: with its scale in it, in
-    `dtype`; by default as it is stored, an 8-bit one in float32."""
+    """A kernel, or a stack of them, for products that `linear` does not compute, with its scale multiplied
+    in. It is in `dtype`; by default in its own, or in float32 if it is an 8-bit kernel."""
     kernel = p["kernel"]
     if "scale" in p:
         kernel = kernel.astype(jnp.float32) * p["scale"][..., None, :]
@@ -47,7 +47,7 @@ def rms_norm(x: Float[Array, "*batch w"], gain: Float[Array, " w"], eps: float) 
 
 
 def layer_norm(x: Float[Array, "*batch w"], p: PyTree, eps: float) -> Float[Array, "*batch w"]:
-    """Mean taken off, variance made one, then the gain and bias of `p`, if it has them; in float32."""
+    """LayerNorm in float32: mean 0 and variance 1, then the gain and bias of `p`, if it has them."""
     wide = x.astype(jnp.float32)
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -57,7 +57,7 @@ def layer_norm(x: Float[Array, "*batch w"], p: PyTree, eps: float) -> Float[Arra
 
 
 def norm_weights(config: ModelConfig) -> dict[str, Weight]:
-    """Name -> the `Weight` of each leaf of one norm of the stream, beside what it belongs to."""
+    """Name -> the `Weight` of each leaf of one norm of the stream; the leaves lie beside the part's own."""
     if config.norm == "layer_plain":
         return {}
     gain = Weight((config.hidden_size,), ".", fill=0.0 if config.norm == "rms_plus_one" else 1.0)
@@ -66,7 +66,7 @@ def norm_weights(config: ModelConfig) -> dict[str, Weight]:
 
 
 def shared_norm_weights(config: ModelConfig) -> dict[str, Weight]:
-    """The same of the norm that SwiftKV rows share, by its names at the top; none where norms come after."""
+    """The same for the norm that SwiftKV rows share, by top-level names; empty if norms come after."""
     found = {} if config.norm_after else norm_weights(config)
     return {f"shared_{name}": weight for name, weight in found.items()}
 
@@ -77,12 +77,12 @@ def unit_norm(config: ModelConfig, dtype) -> PyTree:
 
 
 def effective_gain(config: ModelConfig, gain: Float[Array, " w"]) -> Float[Array, " w"]:
-    """What a norm of the stream multiplies by, of the leaf that says it."""
+    """The factor that a norm of the stream multiplies by, from its `gain` leaf."""
     return 1.0 + gain.astype(jnp.float32) if config.norm == "rms_plus_one" else gain
 
 
 def norm(config: ModelConfig, p: PyTree, x: Hidden) -> Hidden:
-    """The stream normalised, by the leaves that `norm_weights` names."""
+    """Normalise the stream with the leaves that `norm_weights` names."""
     match config.norm:
         case "rms":
             return rms_norm(x, p["norm"], config.rms_norm_eps)
@@ -94,12 +94,12 @@ def norm(config: ModelConfig, p: PyTree, x: Hidden) -> Hidden:
 
 
 def before(config: ModelConfig, p: PyTree, x: Hidden) -> Hidden:
-    """What a part of a layer (its attention, its MLP) takes of the stream `x`."""
+    """The input of a part of a layer (its attention or its MLP), from the stream `x`."""
     return x if config.norm_after else norm(config, p, x)
 
 
 def after(config: ModelConfig, p: PyTree, y: Hidden) -> Hidden:
-    """What the stream takes of `y`, which a part of a layer gives."""
+    """The residual update of the stream, from the output `y` of a part of a layer."""
     return norm(config, p, y) if config.norm_after else y
 
 
@@ -111,7 +111,7 @@ class Rotary:
     sin: Angles
 
     def at(self, index: Int[Array, "*batch"]) -> "Rotary":
-        """The angles at some places of a table of angles, or of a flat batch."""
+        """The angles at these indices of a table of angles, or of a flat batch."""
         return Rotary(self.cos[index], self.sin[index])
 
 
@@ -182,13 +182,13 @@ def rotary(config: ModelConfig, positions: Int[Array, "*batch"], length: int | I
 
     if device()[0] != "cpu":
         return Rotary(*turned())
-    # XLA for CPUs would compute each cosine again in every layer; what a condition gives, it keeps.
+    # XLA:CPU would recompute the cosines in every layer; it keeps the result of a conditional.
     return Rotary(*jax.lax.cond(jnp.any(positions != 0), turned, unturned))
 
 
 def rotate(x: Float[Array, "*batch heads H"], at: Rotary) -> Float[Array, "*batch heads H"]:
-    """Rotate the two halves of each head (the published Llama convention), in float32; of a head wider than
-    the angles, those of its first numbers."""
+    """Rotate the two halves of each head (the published Llama convention), in float32. In a head wider than
+    the angles only its first part is rotated."""
     width = 2 * at.cos.shape[-1]
     if width < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :width], at), x[..., width:]], axis=-1)
@@ -200,7 +200,7 @@ def rotate(x: Float[Array, "*batch heads H"], at: Rotary) -> Float[Array, "*batc
 def turned(
     config: ModelConfig, x: Float[Array, "*batch heads H"], at: Rotary
 ) -> Float[Array, "*batch heads H"]:
-    """Heads rotated, or as they are in a model without rotary embedding."""
+    """Rotated heads; unchanged in a model without rotary embedding."""
     return x if config.rope.rope_type == NONE else rotate(x, at)
 
 
@@ -233,8 +233,8 @@ def norm_heads(
 def _by_head(y: Float[Array, "*batch E"], heads: int) -> Float[Array, "*batch K H"]:
     """A product cut into heads.
 
-    Without the barrier XLA for TPUs lays the product out by head, and for that copies its kernel into another
-    order at every launch: 42 MB a layer of Llama-3.1-8B, on v5p. On a GPU the barrier would cost a kernel.
+    Without the barrier XLA:TPU lays out the product by head, and so copies the weight into another layout at
+    every launch: 42 MB a layer of Llama-3.1-8B, on v5p. On a GPU the barrier would cost a kernel launch.
     """
     y = jax.lax.optimization_barrier(y) if device()[0] == "tpu" else y
     return y.reshape(*y.shape[:-1], heads, -1)
@@ -248,13 +248,13 @@ def finish_keys(config: ModelConfig, p: PyTree, k: KeyValues, at: Rotary) -> Key
 def relative_bias(
     config: ModelConfig, table: Float[Array, "buckets N"], ahead: np.ndarray
 ) -> Float[Array, "N n"]:
-    """What T5 adds to scores by head, of keys that lie `ahead` [n] tokens of their query, behind it if less
-    than 0: half of the ranges hold one distance each, the others grow with it."""
+    """T5's bias of the scores by head, for keys `ahead` [n] tokens of their query (negative: behind it). Half
+    of the buckets hold one distance each; the others widen with distance."""
     buckets = config.relative_buckets // (2 if config.bidirectional else 1)
     first = np.where(ahead > 0, buckets, 0) if config.bidirectional else 0
     far = np.abs(ahead) if config.bidirectional else np.maximum(-ahead, 0)
     exact = buckets // 2
-    # In float32, as checkpoints were trained: a border between two ranges falls on whole distances.
+    # In float32, as checkpoints were trained: bucket borders fall on whole distances, so rounding matters.
     grown = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact))
     grown = grown / np.float32(math.log(config.relative_distance / exact)) * np.float32(buckets - exact)
     large = np.minimum(exact + grown.astype(np.int32), buckets - 1)
@@ -262,7 +262,7 @@ def relative_bias(
 
 
 def causal_bias(config: ModelConfig, table: Float[Array, "buckets N"], length: int) -> Float[Array, "N S"]:
-    """The same of keys less than `length` tokens back, by how far back they are."""
+    """`relative_bias` of keys less than `length` tokens back, indexed by how far back they are."""
     return relative_bias(config, table, -np.arange(length))
 
 
@@ -275,12 +275,12 @@ def see_all(
 ) -> Float[Array, "B T N U"]:
     """Attention in which every query sees all keys of its row, the first of `lengths`.
 
-    bias: [N, 2 S - 1] of the scores, by head and by how far ahead a key is, from 1 - S on. Some queries at a
-    time, so that the scores of all never exist at once.
+    bias: [N, 2 S - 1] of the scores, by head and by how far ahead a key is, from 1 - S on. Queries are
+    processed in blocks, so that the scores of all never exist at once.
     """
     length, keys = q.shape[1], k.shape[1]
     seen = jnp.arange(keys) < lengths[:, None]
-    v = jnp.where(seen[..., None, None], v, 0)  # 0 x NaN of what nobody sees is NaN
+    v = jnp.where(seen[..., None, None], v, 0)  # unseen values may be NaN, and 0 x NaN is NaN
 
     def some(first, q):
         grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
@@ -328,7 +328,7 @@ def decoder_layer(
 ) -> Hidden:
     """One layer: its attentions in order, then its MLP.
 
-    reads: for each attention of the layer, what its queries [*batch, N, H] read from the row they read.
+    reads: for each attention of the layer, the function from its queries [*batch, N, H] to its output.
     """
     for attention, read in zip(p["attentions"], reads, strict=True):
         mixed = read(queries(config, attention, before(config, attention, x), at))

@@ -1,27 +1,27 @@
-"""The `swiftkv` model of lm-eval, EleutherAI's evaluation harness: any checkpoint of ours, in process.
+"""The `swiftkv` model for lm-eval, EleutherAI's evaluation harness: any of our checkpoints, in process.
 
     python -m swiftkv_jax.lm_eval --model swiftkv --model_args pretrained=DIR,dtype=float32 --tasks hellaswag
 
-takes all arguments of `lm_eval`; importing this module registers the model for those who call lm-eval from
-Python. It follows lm-eval's own `hf` model in what is read, so that both give the same numbers:
+takes all arguments of `lm_eval`. To call lm-eval from Python, import this module: that registers the model.
+It reads the same tokens as lm-eval's own `hf` model, so that both give the same numbers:
 
-* `loglikelihood`: of context and continuation the last C + 1 tokens count, in a context of C (`max_length`).
-  The last token is only predicted, never read; what is cut off is the beginning of the context.
+* `loglikelihood`: with a context limit of C (`max_length`), the last C + 1 tokens of context and continuation
+  are used. The last token is only predicted, never read. Truncation drops the beginning of the context.
 * `loglikelihood_rolling`: windows of C tokens, each token predicted once: the first window begins with the
-  prefix token (BOS, or else EOS), each later one with the token before its first prediction, and the last is
-  a full one too, with tokens that were predicted before as its context.
-* `generate_until`: the last C - `max_gen_toks` tokens of the context; the end of text is a stop as well.
+  prefix token (BOS, or else EOS), each later one with the token before its first prediction. The last window
+  is full too: it begins with tokens that were predicted before, as context.
+* `generate_until`: the last C - `max_gen_toks` tokens of the context; the end-of-text token stops as well.
 
 `local-completions`, the harness's client for servers, reads less: of `max_length=M` it keeps M - 1 tokens
 for `loglikelihood`, rolls windows of M - 2, and leaves M - 1 - `max_gen_toks` for a context. It also leaves
-out the tokenizer's BOS unless told `add_bos_token=True`. Shorter texts are the same both ways, and then so
-are the numbers, to the last bit: the server and this model call the same `LLM.score`.
+out the tokenizer's BOS unless `add_bos_token=True` is given. For shorter texts both read the same tokens and
+give the same numbers, to the last bit: the server and this model call the same `LLM.score`.
 
     --model_args pretrained=DIR,dtype=float32,baseline=lazy_llm,start=0.75,end=0.5
 
-asks another system about a standard model (`swiftkv_jax/baselines`: random_pruning, static_pruning, lazy_llm,
-ffn_skip, and their fields). It reads the context its way, and each token of a continuation as one that it
-generated; it generates greedily.
+evaluates another system on a standard model (`swiftkv_jax/baselines`: random_pruning, static_pruning,
+lazy_llm, ffn_skip, and their fields). That system reads the context in its own way, and each token of a
+continuation as one that it generated; it generates greedily.
 """
 
 # pyright: reportMissingImports=false
@@ -37,7 +37,7 @@ from swiftkv_jax.engine.sequence import Choice, Sequence
 from swiftkv_jax.errors import UsageError, exit_code, suggest
 
 try:
-    import lm_eval.models  # noqa: F401 (lists its own: a registry that holds ours is taken for whole)
+    import lm_eval.models  # noqa: F401 (registers its own first: ours alone would look complete)
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
@@ -54,10 +54,11 @@ _Window = tuple[typing.Any, list[int], list[int]]  # cache key, context, continu
 
 @register_model("swiftkv")
 class SwiftKV(TemplateLM):
-    """One `LLM` under lm-eval's three questions.
+    """An `LLM` behind lm-eval's three kinds of request.
 
     Attributes:
-      llm: what answers, or whose model `baseline` reads. tokenizer: transformers' own, for chat templates.
+      llm: the model that answers, or whose weights `baseline` uses. tokenizer: transformers' own, for chat
+        templates.
       max_length: C, see above.
     """
 
@@ -80,16 +81,16 @@ class SwiftKV(TemplateLM):
         """Load a folder or hub id, or take an LLM.
 
         Args:
-          max_gen_toks: for tasks that do not say. add_bos_token: None does as the tokenizer does.
-          seed: of tasks that sample, the same for all their requests, as the harness's client has it.
+          max_gen_toks: for tasks that do not set it. add_bos_token: None does as the tokenizer does.
+          seed: of tasks that sample; the same for all their requests, as in the harness's client.
           batch_size, max_batch_size, device: lm-eval always sends them, and they are not used: the engine
             batches by itself, up to `max_num_seqs`, and JAX chooses the device (JAX_PLATFORMS).
-          baseline: another system that is to answer, by its name in `baselines.named`.
-          settings: other arguments of `LLM`, as max_num_seqs, cache_dtype, num_pages; of a baseline, its
-            fields.
+          baseline: another system that answers instead, by its name in `baselines.named`.
+          settings: other arguments of `LLM`, such as max_num_seqs, cache_dtype, num_pages; with a baseline,
+            its fields.
 
         Raises:
-          UsageError: the checkpoint cannot be read, has no tokenizer, or an argument makes no sense.
+          UsageError: the checkpoint cannot be read, has no tokenizer, or an argument is invalid.
         """
         super().__init__()
         self.baseline = None if baseline is None else baselines.named(baseline, **settings)
@@ -113,7 +114,7 @@ class SwiftKV(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text with no context: BOS, or EOS where there is none."""
+        """The token before a text without context: BOS, or EOS if there is none."""
         known = (self._prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         found = next((token for token in known if token is not None), None)
         if found is None:
@@ -122,11 +123,12 @@ class SwiftKV(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the cache of requests."""
+        """The name under which lm-eval caches requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True):
-        """The text of a chat under the model's own template; without a prompt its last turn stays open."""
+        """The text of a chat with the model's own template; without a generation prompt its last turn stays
+        open."""
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -159,7 +161,7 @@ class SwiftKV(TemplateLM):
         return out
 
     def _told(self, ids: list[int], start: int) -> tuple[float, bool]:
-        """Of the tokens from `start` on: their summed log probability, and whether each is the likeliest."""
+        """The summed log probability of the tokens from `start` on, and whether each is the likeliest."""
         if self.baseline is not None:
             model, params = self.llm.model, self.llm.params
             values, likeliest = baselines.follow(model, params, self.baseline, ids[:start], ids[start:])
@@ -185,7 +187,7 @@ class SwiftKV(TemplateLM):
         return out
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Texts up to a stop; one batch for all requests, whatever their arguments."""
+        """Generate texts up to a stop; all requests form one batch, whatever their arguments."""
         prompts, params = [], []
         for context, given in (r.args for r in requests):
             chosen = self.sampling(given)
@@ -203,7 +205,7 @@ class SwiftKV(TemplateLM):
         return texts
 
     def _written(self, baseline: baselines.Baseline, prompt: list[int], params: SamplingParams) -> str:
-        """The text that a baseline writes after a prompt, ended as the engine ends one."""
+        """The text that a baseline generates after a prompt; it ends as in the engine."""
         if not params.greedy or params.penalised or params.biased or params.min_tokens:
             raise UsageError("a baseline generates greedily: leave out do_sample and other sampling fields")
         request = self.llm.request(prompt, params)
@@ -216,10 +218,10 @@ class SwiftKV(TemplateLM):
         return sequence.completion().text
 
     def sampling(self, given: dict) -> SamplingParams:
-        """A task's generation_kwargs over the model's own defaults.
+        """The model's own defaults, overridden by a task's generation_kwargs.
 
         Raises:
-          UsageError: a field is unknown, or asks for what is not offered.
+          UsageError: a field is unknown, or asks for something that is not offered.
         """
         kwargs = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         until = handle_stop_sequences(kwargs["until"], eos=self.tokenizer.eos_token)

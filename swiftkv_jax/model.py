@@ -1,9 +1,9 @@
 """A decoder as one loop over layers.
 
-Before a layer runs, the rows whose source is its input are made; at the plan's depth only the survivors go
-on, the tokens whose logits somebody wants; then the layer runs. `step` is that loop over a cache, for
-prompts, chunks and decode tokens alike. `forward` is the definition, and what training runs: the same loop
-over full sequences and all positions, with runs of equal layers as scans.
+Before a layer runs, the rows whose source is its input are made. From the plan's depth on only the survivors
+continue, the tokens whose logits are needed. `step` is that loop over a cache, for prompts, chunks and decode
+tokens alike. `forward` is the definition, and is used in training: the same loop over full sequences and all
+positions, with runs of equal layers as scans.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from swiftkv_jax.shapes import Array, Float, Hidden, Int, Logits, PyTree, Tokens
 from swiftkv_jax.sharding import constrain
 
 STREAM = "B T ."
-_TURN = 4  # layers without rows of their own in one turn of the scan that runs them
+_TURN = 4  # layers in one iteration of the scan over layers without rows of their own
 
 
 class Transformer(nn.Module):
@@ -58,8 +58,8 @@ class Transformer(nn.Module):
         super().__post_init__()
 
     def __call__(self, tokens: Tokens, encoded: Encoded | None = None) -> Logits:
-        """Logits [B, T, V] in float32 at every position of full, causal sequences [B, T]; where the model has
-        an encoder, beside what that made of each one's source (`encoder.encode`)."""
+        """Logits [B, T, V] in float32 at every position of full, causal sequences [B, T]. A model with an
+        encoder also takes its output for each sequence's source (`encoder.encode`)."""
         params = self._params()
         return logits(self, params, forward(self, params, tokens, encoded=encoded))
 
@@ -69,11 +69,11 @@ class Transformer(nn.Module):
 
     @nn.compact
     def _params(self) -> PyTree:
-        """The tree of parameters, in stacks of any length; `init` makes what `weights.init` does."""
+        """The tree of parameters, in stacks of any length; `init` makes the same as `weights.init`."""
         if not self.is_initializing():
             return self.variables["params"]
         scope: Any = self.scope
-        key = scope.rngs["params"].as_jax_rng()  # not `make_rng`, whose key is another
+        key = scope.rngs["params"].as_jax_rng()  # not `make_rng`, which derives another key
         tree = weights.init(self.config, self.plan, key, jnp.dtype(self.dtype))
         return {name: self.param(name, lambda _, made=made: made) for name, made in tree.items()}
 
@@ -84,7 +84,7 @@ def embed(
     tokens: Int[Array, "*batch"],
     positions: Int[Array, "*batch"] | None,
 ) -> Hidden:
-    """What enters the first layer, in the model's dtype: embeddings, and learned positions if it has any.
+    """The input of the first layer, in the model's dtype: embeddings, plus learned positions if it has any.
 
     positions: of the tokens; None: each row begins at 0.
 
@@ -116,7 +116,7 @@ def logits(model: Transformer, params: PyTree, x: Hidden) -> Float[Array, "*batc
 
 
 def head(params: PyTree, h: Hidden) -> Float[Array, "*batch V"]:
-    """Float32 logits of normalised hidden states; a tied model reads its embeddings backwards."""
+    """Float32 logits of normalised hidden states; a tied model uses its transposed embeddings."""
     kernel = params["lm_head"] if "lm_head" in params else params["embed"].T
     return jnp.matmul(h, kernel.astype(h.dtype), preferred_element_type=jnp.float32)
 
@@ -134,8 +134,8 @@ class Made(NamedTuple):
     """A row of full sequences.
 
     Attributes:
-      arrays: what its form stores, stacked with other rows: [n, B, T, heads, width] each. readers: what
-        reading them needs, leaves [n, ...]. index: this row's place among the n.
+      arrays: the arrays of its form, stacked with other rows: [n, B, T, heads, width] each. readers: the
+        weights needed to read them, leaves [n, ...]. index: this row's place among the n.
     """
 
     arrays: tuple[Array, ...]
@@ -144,12 +144,12 @@ class Made(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What running some layers over full sequences gives.
+    """The result of running some layers over full sequences.
 
     Attributes:
       x: [B, T, D] hidden states leaving the last of them. entering: those entering it.
-      rows: row -> what was made of it, if later layers may read it.
-      sources: [B] how much of the encoder's output each sequence sees; None without one.
+      rows: row -> its `Made`, if later layers may read it.
+      sources: [B] how many positions of the encoder's output each sequence sees; None without an encoder.
     """
 
     x: Hidden
@@ -173,7 +173,7 @@ def forward(
     Packed rows give `segments` (a token sees its own segment only) and `positions` that restart in each.
 
     Raises:
-      UsageError: the model has an encoder, and nothing is `encoded`, or the other way round.
+      UsageError: the model has an encoder but `encoded` is None, or the other way round.
     """
     if (encoded is None) != (model.config.encoder is None):
         has = "has no encoder" if encoded is not None else "reads an encoder's output: give it `encoded`"
@@ -189,7 +189,7 @@ def forward(
 def cross_rows(
     model: Transformer, params: PyTree, x: Float[Array, "B S D"], store: Callable = lambda made: made
 ) -> dict[int, Made]:
-    """The rows made from an encoder's output, which no norm stands before; store: as in `through`."""
+    """The rows made from an encoder's output, without a norm before them; store: as in `through`."""
     due = tuple(sorted(set(model.plan.cross)))
     unturned = rotary(model.config, jnp.zeros((), jnp.int32), 1)
     return _rows_of(model, params, due, lambda row: x, unturned, store)
@@ -202,9 +202,9 @@ def angles_and_segments(
     segments: Int[Array, "B T"] | None,
     length: int | None = None,
 ) -> tuple[Rotary, Int[Array, "B T"]]:
-    """Of full sequences: positions count from 0, and each row is one segment, by default.
+    """(angles, segments) of full sequences. By default positions count from 0, and each row is one segment.
 
-    `length` (tokens; by default the last position's) is what `dynamic` rotary scaling follows.
+    `dynamic` rotary scaling depends on `length` (in tokens; by default up to the last position).
     """
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -228,8 +228,8 @@ def through(
     """Run `layers` (all by default) over full sequences.
 
     rows: those that earlier layers made, and those made from an encoder's output, of which each sequence sees
-    the first of `sources` positions. remat: recompute activations in the backward pass. attention: with
-    the arguments of `causal_attention`. store: what becomes of a row's arrays before they are read, such as
+    the first `sources` positions. remat: recompute activations in the backward pass. attention: a function
+    with the arguments of `causal_attention`. store: applied to a row's arrays before they are read, such as
     `rows.rounded`.
     """
     layers = range(model.plan.num_layers) if layers is None else layers
@@ -253,7 +253,7 @@ def through(
 
 
 def _run_own(model, params, passed: Passed, at, segments, run, stack, remat, attention, store) -> Passed:
-    """A run whose layers each make their own row, which no other reads."""
+    """Run layers that each make their own row, which no other layer reads."""
     config, plan = model.config, model.plan
     first = plan.reads[run.start]
     form, window = FORMS[plan.rows[first].form], config.windows[run.start]
@@ -274,8 +274,8 @@ def _run_own(model, params, passed: Passed, at, segments, run, stack, remat, att
 
 
 def _crossing(model, passed: Passed, run, at) -> tuple[Array, Callable]:
-    """(a number for each layer of a run, (the layer's weights, its number) -> how it reads its source, in a
-    list that is empty where there is none)."""
+    """(a number for each layer of a run, a function from (the layer's weights, its number) to a list with the
+    layer's reader of its source, empty without an encoder)."""
     config, plan = model.config, model.plan
     if not plan.cross:
         return jnp.zeros(len(run), jnp.int32), lambda p, turn: []
@@ -293,7 +293,7 @@ def _crossing(model, passed: Passed, run, at) -> tuple[Array, Callable]:
 
 
 def _run_reading(model, passed: Passed, at, segments, run, stack, remat, attention) -> Passed:
-    """A run whose layers read rows that are all made."""
+    """Run layers whose rows have all been made."""
     config, plan = model.config, model.plan
     form, window = FORMS[plan.rows[plan.reads[run.start]].form], config.windows[run.start]
     arrays, readers, index = _together([passed.rows[plan.reads[layer]] for layer in run])
@@ -307,8 +307,8 @@ def _run_reading(model, passed: Passed, at, segments, run, stack, remat, attenti
         read = _reader(config, form, made, reader, at, segments, window, attention)
         return decoder_layer(config, p, x, at, [read, *read_source(p, turn)])
 
-    # What the backward pass keeps of a turn goes through one stack for each of its arrays: longer turns copy
-    # less. With remat there is next to nothing to keep.
+    # The backward pass stacks the arrays that it keeps of each iteration, so longer iterations copy less.
+    # With remat there is almost nothing to keep.
     turn = 1 if remat else _TURN
     x, entering = _scan(layer, passed.x, (stack, jnp.array(index, jnp.int32), crossing), remat, unroll=turn)
     return passed._replace(x=x, entering=entering)
@@ -320,7 +320,7 @@ def _reader(config, form: Form, made, reader, at, segments, window, attention):
 
 
 def _together(rows: list[Made]) -> tuple[tuple[Array, ...], PyTree, list[int]]:
-    """Arrays and readers that hold all these rows, and the place of each in them."""
+    """Arrays and readers that hold all these rows, and each row's index in them."""
     if all(row.arrays is rows[0].arrays for row in rows):
         return rows[0].arrays, rows[0].readers, [row.index for row in rows]
     alone = [jax.tree.map(lambda y, i=row.index: y[i], (row.arrays, row.readers)) for row in rows]
@@ -336,7 +336,7 @@ def rows_at(
     at: Rotary,
     store: Callable = lambda made: made,
 ) -> dict[int, Made]:
-    """The rows made from `x`, the hidden states entering `layer`; those of one stack in one go.
+    """The rows made from `x`, the hidden states entering `layer`; rows of one stack are made together.
 
     store: as in `through`.
     """
@@ -350,7 +350,8 @@ def rows_at(
 def _rows_of(
     model, params, due: tuple[int, ...], h: Callable, at: Rotary, store: Callable
 ) -> dict[int, Made]:
-    """Some neighbouring rows, each from what `h` gives of it; those of one stack in one go."""
+    """Some neighbouring rows, each from the input that `h` returns for it; rows of one stack are made
+    together."""
     plan, made = model.plan, {}
     for held in weights.ranges(params["rows"]):
         held = range(max(held.start, *due[:1]), min(held.stop, due[-1] + 1)) if due else range(0)
@@ -367,8 +368,8 @@ def _rows_of(
 def normalised(model: Transformer, params: PyTree, shared: bool, layer: int, x: Hidden) -> Hidden:
     """The hidden states entering `layer` as the makers of rows see them.
 
-    Behind the shared norm (SwiftKV paper, equation 2), whose gain `fold_shared_norm` may have moved into the
-    makers, or else behind the layer's own input norm.
+    They pass the shared norm (SwiftKV paper, equation 2), whose gain `fold_shared_norm` may have moved into
+    the makers, or else the layer's own input norm.
     """
     config = model.config
     if not shared:
@@ -378,7 +379,8 @@ def normalised(model: Transformer, params: PyTree, shared: bool, layer: int, x: 
 
 
 def _scan(layer, x, stack, remat: bool, unroll: int = 1):
-    """Run `layer` over a stack, `unroll` at a turn; the last hidden states and those before them."""
+    """Scan `layer` over a stack, `unroll` layers an iteration: (final hidden states, the last layer's
+    input)."""
     if weights.length(stack) == 1 and not remat:
         alone = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, 0, keepdims=False), stack)
         return constrain(layer(x, alone), STREAM), x
@@ -407,9 +409,9 @@ def step(
 
     A prompt, a chunk of one and a decode token are the same call. Sequence s owns tokens
     [query_starts[s], query_starts[s+1]) and page-table row s; tokens from query_starts[-1] on are padding.
-    `survivors` are ascending indices into `tokens`; an index of T pads, and its logits mean nothing.
-    None in their place: every sequence has one token, and every token survives.
-    Positions index the cache, so they must lie in [0, cache.capacity): the caller checks.
+    `survivors` are ascending indices into `tokens`; an index of T is padding, and its logits are meaningless.
+    If both are None, every sequence has one token, and every token survives.
+    Positions index the cache, so they must lie in [0, cache.capacity); the caller checks this.
     """
     at, batch = cache.angles.at(positions), make_batch(query_starts, positions)
     survive = None
@@ -432,8 +434,8 @@ def run(
 ) -> tuple[Float[Array, "M D"], Cache]:
     """Run `layers` (all by default) over a flat ragged batch, and make the rows that are due before each.
 
-    survive: what of (x, at) goes on at the plan's depth, as (x, at, batch); all of it by default. made: the
-    rows due before the first of `layers` are in the cache already.
+    survive: selects from (x, at) what continues at the plan's depth, as (x, at, batch); all by default. made:
+    the rows due before the first of `layers` are in the cache already.
     Returns the hidden states leaving the last layer, and the cache with the batch's rows.
     """
     config, plan = model.config, model.plan
@@ -456,7 +458,7 @@ def run(
 
 
 def _row_reader(plan: KVPlan, params: PyTree, row: int, attention: PyTree) -> PyTree:
-    """All that an attention needs to read a row."""
+    """The weights that an attention needs to read a row."""
     form = FORMS[plan.rows[row].form]
     return reader_of(form, form.reader(weights.row(params, row)), attention)
 

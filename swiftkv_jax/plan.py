@@ -1,8 +1,8 @@
-"""Where does a row of the cache come from? The answer, as data.
+"""Plans of the KV cache, as data: where each row comes from, and which layers read it.
 
 A *row* is what the cache stores for one token and is read by one or more layers. A `KVPlan` lists the rows
-and says which row each layer reads. Every method that this library knows is such a list. A `Prediction` says
-from which rows of another, smaller model a prompt's rows are predicted.
+and says which row each layer reads. Every method in this library is such a list. A `Prediction` says from
+which rows of another, smaller model a prompt's rows are predicted.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Row:
 
     @property
     def space(self) -> str:
-        """Whose tokens it is a row of: "self", or the stream that it is made from."""
+        """The row's space: "self" for the model's own tokens, or the name of the stream it is made from."""
         return self.source if isinstance(self.source, str) else SELF
 
 
@@ -45,7 +45,7 @@ class KVPlan:
       rows: in the order in which they are made.
       reads: reads[j] is the index of the row that layer j reads.
       cross: the same for cross-attention, whose rows are made from another stream; empty without it.
-      merged: all rows lie in one place, each overwriting the one before: for measuring only.
+      merged: all rows share one place in the cache, each overwriting the one before; for measurements only.
     """
 
     rows: tuple[Row, ...]
@@ -96,7 +96,7 @@ class KVPlan:
     def from_rows(cls, rows, split: int | None = None) -> "KVPlan":
         """Any map from layers to rows: layer j reads row rows[j], which the first layer to read it makes.
 
-        Rows made by layers from `split` on are made from the input of layer `split`, behind the shared norm.
+        Rows of makers from `split` on are made from the input of layer `split`, after the shared norm.
         `split` defaults to no split. Rows are renumbered in the order of their first readers.
         """
         rows = tuple(int(row) for row in rows)
@@ -132,14 +132,14 @@ class KVPlan:
 
     @classmethod
     def merge_all(cls, num_layers: int) -> "KVPlan":
-        """Full depth, every projection computed, one row stored (paper section 5.1): for measuring only."""
+        """Full depth, all projections computed, one row stored (paper section 5.1); for measurements only."""
         return dataclasses.replace(cls.standard(num_layers), merged=True)
 
     def stored_as(self, *forms: str) -> "KVPlan":
         """This plan with the rows of its own tokens in another form: one form for all, or one for each.
 
-        Rows that store the same inputs, form "x" behind the shared norm, become one: those of SwiftKV's upper
-        layers, which then read it each by its own projections.
+        Rows that store the same inputs (form "x" with the shared norm) are merged into one: SwiftKV's upper
+        layers then all read it, each by its own projections.
         """
         own = self.own.rows
         each = _one_each(forms, len(own), "rows")
@@ -152,10 +152,10 @@ class KVPlan:
         return dataclasses.replace(self, rows=tuple(kept), reads=reads, cross=cross)
 
     def with_cross(self, *forms: str) -> "KVPlan":
-        """This plan, and every layer reads an encoder's output too, by rows of one form, or of one for each.
+        """This plan with cross-attention: every layer also reads an encoder's output.
 
-        A row of keys or values is made by its layer. Inputs are the same for all: those layers share one row
-        (the E-cache of Slim attention).
+        The forms of its rows are one for all layers, or one for each. A row of keys or values is made by its
+        layer. Inputs are the same for all layers, which share one row of them (Slim attention's E-cache).
         """
         own, layers = self.own, self.num_layers
         each = _one_each(forms or ("kv",), layers, "layers")
@@ -197,7 +197,7 @@ class KVPlan:
 
     @property
     def depth(self) -> int:
-        """Layers every token must run: up to the deepest source of any row."""
+        """Number of layers that every token must run: up to the deepest source of any row."""
         return max(row.source for row in self.rows if isinstance(row.source, int))
 
     @property
@@ -208,23 +208,23 @@ class KVPlan:
 
     @property
     def has_fill(self) -> bool:
-        """Whether there are rows that a fused fill makes: a SwiftKV plan's upper ones, of form kv."""
+        """Whether a fused fill can make some rows: a SwiftKV plan's upper ones, of form "kv"."""
         return self.has_shared_norm and self.forms == ("kv",)
 
     @property
     def has_shared_norm(self) -> bool:
-        """Whether some rows are made from the input of layer `split`, behind a norm that they share."""
+        """Whether some rows are made from the input of layer `split`, after a norm that they share."""
         return any(row.shared_norm for row in self.rows)
 
     @property
     def is_swiftkv(self) -> bool:
-        """Whether checkpoints call this a SwiftKV model. Others ask for what they need: a shared norm, rows
-        to fill, layers that are skipped."""
+        """Whether checkpoints call this a SwiftKV model. Other code should ask for the property it needs: a
+        shared norm, rows to fill, or skipped layers."""
         return self.has_shared_norm
 
     @property
     def skipped_layers(self) -> int:
-        """Layers from `split` on, which a prompt's tokens but the last do not run."""
+        """Number of layers from `split` on, which only a prompt's last token runs."""
         return self.num_layers - self.split
 
     @property
@@ -246,17 +246,17 @@ class KVPlan:
         return tuple(i for i, row in enumerate(self.rows) if row.source == layer)
 
     def readers(self, row: int) -> tuple[int, ...]:
-        """The layers that read `row`: by their cross-attention, if it is made of another stream."""
+        """The layers that read `row`: by cross-attention, if it is made from another stream."""
         reads = self.reads if self.rows[row].space == SELF else self.cross
         return tuple(layer for layer, read in enumerate(reads) if read == row)
 
     def name(self, row: int) -> str:
-        """Whose row it is, for messages."""
+        """The row's name in messages."""
         crossing = "" if self.rows[row].space == SELF else "'s cross-attention"
         return f"layer {self.rows[row].maker}{crossing}"
 
     def place(self, row: int) -> int:
-        """Where `row` lies among the stored rows of its form and space."""
+        """Index of `row` among the stored rows of its form and space."""
         kind = self.rows[row].form, self.rows[row].space
         return 0 if self.merged else sum((other.form, other.space) == kind for other in self.rows[:row])
 
@@ -274,8 +274,8 @@ class KVPlan:
     def runs(self, windows: tuple[int, ...]) -> tuple[range, ...]:
         """The longest ranges of equal layers, cut where rows are made together.
 
-        Layers are equal if they have one attention window (`windows`, of all layers), read rows of one form,
-        those of their cross-attention too, and either all make their own row or make none.
+        Layers are equal if they have the same attention window (`windows`, of all layers), read rows of the
+        same form (also in cross-attention), and either all make their own row or make none.
         """
 
         def kind(layer: int):
@@ -291,17 +291,17 @@ class KVPlan:
 
     @property
     def split_and_share(self) -> tuple[int, int]:
-        """(split, share) when the published config.json can express this plan, whatever its rows' forms.
+        """(split, share), if the published config.json can express this plan, whatever its rows' forms.
 
         Raises:
-          UsageError: another map from layers to rows, or merge-all: no field of config.json describes them.
+          UsageError: another map from layers to rows, or merge-all: config.json cannot describe these.
         """
         return self._listed()[:2]
 
     @property
     def listed_forms(self) -> tuple[str, ...]:
-        """The form of each row that a SwiftKV plan of this split and share has before its rows are stored in
-        forms: `KVPlan.swiftkv(layers, *split_and_share).stored_as(*listed_forms)` is this plan.
+        """The forms from which `stored_as` makes this plan, one for each row of the plain SwiftKV plan:
+        `KVPlan.swiftkv(layers, *split_and_share).stored_as(*listed_forms)` is this plan.
 
         Raises:
           UsageError: as `split_and_share`.
@@ -324,7 +324,7 @@ class KVPlan:
 
 
 def _one_each(forms: tuple[str, ...], count: int, what: str) -> tuple[str, ...]:
-    """A form for each of `count`, of one for all or one each."""
+    """One form for each of `count` rows or layers; `forms` has one for all, or one for each."""
     if len(forms) not in (1, count):
         raise UsageError(f"{len(forms)} forms for {count} {what}; give one for all, or one each")
     return forms * count if len(forms) == 1 else forms
@@ -334,8 +334,8 @@ def _one_each(forms: tuple[str, ...], count: int, what: str) -> tuple[str, ...]:
 class Prediction:
     """KV prediction: which rows of an auxiliary model a base model's rows are predicted from.
 
-    It speaks of rows, not layers, on both sides: either model may be standard, SwiftKV or AcrossKV. Hashable,
-    so it can be a static argument of `jit`.
+    It maps rows, not layers, so either model may be standard, SwiftKV or AcrossKV. Hashable, so it can be a
+    static argument of `jit`.
 
     Attributes:
       reads: row r of the base's plan is predicted from row reads[r] of the auxiliary's plan.
@@ -365,7 +365,7 @@ class Prediction:
 
     @classmethod
     def nearest(cls, base_rows: int, kept: Sequence[int], tail: int = 1) -> "Prediction":
-        """For an auxiliary that has some of the base's own rows (KV prediction paper, Table 1: LP).
+        """The map for an auxiliary that has some of the base's own rows (KV prediction paper, Table 1: LP).
 
         Each row is predicted from the nearest one at or below it that is among `kept`, rows below all of them
         from the first.

@@ -1,8 +1,8 @@
 """KV prediction: a small model reads the prompt and writes the large model's cache (arXiv 2410.08391).
 
 An auxiliary model reads a prompt; a linear map for each row of the base model turns the auxiliary's keys and
-values into the base's; the base reads the prompt's last token and generates. The maps take keys before their
-norm and rotation, and what they give gets those of the base (section 4.2; apple/corenet, kv_prediction.py).
+values into the base's; the base reads the prompt's last token and generates. The maps take keys before norm
+and rotation; their output gets the base's norm and rotation (section 4.2; apple/corenet, kv_prediction.py).
 
     {"base": parameters, "auxiliary": parameters, "predictor": {"rows": [stack, ...]}}
 """
@@ -50,10 +50,10 @@ class Predicted(nn.Module):
     """A base model whose prompts an auxiliary model reads; its parameters are a plain tree.
 
     Attributes:
-      base: what generates. auxiliary: what reads prompts. prediction: which rows are predicted from which.
+      base: the model that generates. auxiliary: the model that reads prompts. prediction: the map of rows.
 
     Raises:
-      UsageError: they do not fit each other.
+      UsageError: the two models and the map do not fit each other.
     """
 
     base: Transformer
@@ -65,13 +65,13 @@ class Predicted(nn.Module):
         super().__post_init__()
 
     def __call__(self, tokens: Tokens) -> Logits:
-        """Logits [B, T, V] in float32: at each position those of a prompt that ends there."""
+        """Logits [B, T, V] in float32: at each position, as for a prompt that ends there."""
         params = self._params()
         return logits(self.base, params["base"], forward(self, params, tokens))
 
     @property
     def config(self) -> ModelConfig:
-        """The base's, as are `plan` and `dtype`: for who asks what generates."""
+        """The base's config; `plan` and `dtype` are the base's too."""
         return self.base.config
 
     @property
@@ -123,15 +123,15 @@ def _check(base: Transformer, auxiliary: Transformer, prediction: Prediction) ->
 
 
 def transformers(model: Transformer | Predicted) -> tuple[Transformer, ...]:
-    """What generates, then what reads prompts for it, if anything does."""
+    """The generating model, then its auxiliary, if it has one."""
     return (model.base, model.auxiliary) if isinstance(model, Predicted) else (model,)
 
 
 def cached(model: Transformer | Predicted) -> tuple[Transformer, ...]:
-    """Whose rows are cached: those of what generates, then those of the auxiliary's layers that run.
+    """The models whose rows are cached: the generating one, then the auxiliary cut to the layers that run.
 
-    The layer at whose input the deepest row is read does not run, and nothing else looks at its keys and
-    values. One layer's are cached at least.
+    The layer whose input the deepest needed row is made from does not run, and its own keys and values are
+    not used otherwise. At least one layer is kept.
     """
     if not isinstance(model, Predicted):
         return (model,)
@@ -140,12 +140,12 @@ def cached(model: Transformer | Predicted) -> tuple[Transformer, ...]:
 
 
 def generator(model: Transformer | Predicted, params: PyTree) -> tuple[Transformer, PyTree]:
-    """What generates, and its parameters."""
+    """The generating model and its parameters."""
     return (model.base, params["base"]) if isinstance(model, Predicted) else (model, params)
 
 
 def described(model: Predicted, cuts: weights.Cuts = ()) -> PyTree:
-    """The tree of `Weight`s; `cuts` as in `weights.partition`, of all three parts alike."""
+    """The tree of `Weight`s; `cuts` as in `weights.partition`, for all three parts."""
     base, auxiliary = model.base, model.auxiliary
     inside, outside = ("D", auxiliary.config.kv_width), ("E", base.config.kv_width)
     one = linear_weights(inside, outside, True, inside[1] ** -0.5)
@@ -174,10 +174,10 @@ def split_layers(model: Transformer | Predicted, params: PyTree) -> PyTree:
 
 
 def for_mesh(model: Transformer | Predicted, params: PyTree, mesh: Mesh) -> tuple[Any, PyTree]:
-    """The same model, cut at every layer, with as many kv heads as the mesh has devices on `tensor`, or more.
+    """The same model, cut at every layer, with at least as many kv heads as the mesh has devices on `tensor`.
 
-    As `surgery.for_mesh`, of a base and of its auxiliary. The predictor makes the base's repeated heads, and
-    reads the first of those of the auxiliary that are equal.
+    As `surgery.for_mesh`, for a base and its auxiliary. The predictor makes the base's repeated heads, and
+    reads the first of each group of equal heads of the auxiliary.
 
     Raises:
       UsageError: the devices do not fit the heads of a model.
@@ -222,11 +222,11 @@ def _widened(model: Predicted, wide: Predicted, predictor: PyTree) -> PyTree:
 def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tuple[Transformer, PyTree]:
     """An auxiliary made of some layers of `model`, with its embeddings, final norm and output head.
 
-    Its rows are those that the kept layers read (KV prediction paper, appendix A). Arrays whose stacks stay
-    as they are are shared; with parameters cut at every layer, that is all of them.
+    Its rows are those that the kept layers read (KV prediction paper, appendix A). Arrays of unchanged stacks
+    are shared; with parameters cut at every layer, these are all arrays.
 
     Raises:
-      UsageError: `keep` is empty, out of order or out of range, or leaves out what makes a row that it reads.
+      UsageError: `keep` is empty, out of order or out of range, or lacks the maker of a row that it reads.
     """
     auxiliary = pruned(model, keep)
     plan, shape = model.plan, auxiliary.config
@@ -281,7 +281,7 @@ def identity(model: Predicted, dtype=jnp.float32) -> PyTree:
 
 
 def uniform(model: Predicted, key: Array, dtype=jnp.float32) -> PyTree:
-    """A random predictor, each number in +-1 / sqrt(inputs): the start of apple/corenet, which is torch's."""
+    """A random predictor, each number in +-1 / sqrt(inputs): apple/corenet's start, which is PyTorch's."""
     bound = model.auxiliary.config.kv_width**-0.5
     leaves, tree = jax.tree.flatten(described(model)["predictor"])
     keys = jax.random.split(key, len(leaves))
@@ -304,13 +304,13 @@ def forward(
 ) -> Float[Array, "B T D"]:
     """The hidden states leaving the base's last layer, at every position of full sequences.
 
-    own: at each position as if the prompt ended there: the base reads predicted rows of what comes before and
-    the token's own row of its own (the paper's inference). False: the rows are predicted ones throughout
+    own: True computes each position as if the prompt ended there: the base reads predicted rows of earlier
+    tokens and its own row of the token itself (the paper's inference). False uses predicted rows throughout
     (its training and multiple-choice mode). `positions`, `segments` and `remat` as in `model.forward`;
-    `length` as in `angles_and_segments`, of both models.
+    `length` as in `angles_and_segments`, for both models.
 
     Raises:
-      UsageError: `own` with a tail of more than one token, which takes a pass for each prompt length.
+      UsageError: `own` with a tail of more than one token, which would take a pass for each prompt length.
     """
     if own and model.prediction.tail > 1:
         raise UsageError(
@@ -358,7 +358,7 @@ def projected_rows(
     remat: bool = False,
     positions: Int[Array, "B T"] | None = None,
 ) -> dict[int, Raw]:
-    """row -> its keys, before norm and rotation, and values of full sequences; no layer runs needlessly.
+    """row -> its keys (before norm and rotation) and values of full sequences; unneeded layers do not run.
 
     positions: of the tokens, where the model has learned them; by default from 0 on.
     """
@@ -375,7 +375,8 @@ def projected_rows(
 
 
 def predict(model: Predicted, params: PyTree, row: int, raw: Raw, at: Rotary) -> Pair:
-    """The base's `row` of the auxiliary's projected keys and values: finished keys, and values."""
+    """The base's `row`, predicted from the auxiliary's projected keys and values: finished keys, and
+    values."""
     config, p = model.base.config, weights.row(params["predictor"], row)
     keys, values = (x.astype(model.base.dtype) for x in raw)
     mapped = linear(keys, p["k_proj"]), linear(values, p["v_proj"])
@@ -383,7 +384,7 @@ def predict(model: Predicted, params: PyTree, row: int, raw: Raw, at: Rotary) ->
 
 
 def finished(config: ModelConfig, p: PyTree, raw: Raw, at: Rotary) -> Pair:
-    """Projected keys and values cut into heads, the keys normed and rotated by the model that reads them."""
+    """Projected keys and values cut into heads, the keys normed and rotated as the reading model does."""
     keys, values = (x.reshape(*x.shape[:-1], config.num_kv_heads, config.head_dim) for x in raw)
     return finish_keys(config, p, keys, at), values
 
@@ -416,9 +417,9 @@ def _with_own(
     segments: Int[Array, "B T"],
     window: int,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention over the rows `given`, but each query's own place holds its own key and value.
+    """Causal attention over the rows `given`, except that each query sees its own key and value at its place.
 
-    In blocks of queries, softmax in float32.
+    Computed in blocks of queries, with softmax in float32.
     """
     keys, values = given
     length, size = q.shape[1], min(q.shape[1], _BLOCK)
@@ -473,11 +474,12 @@ def fill(
     query_starts: Int[Array, " Q1"],
     caches: Caches,
 ) -> Caches:
-    """Read a flat ragged batch of prompt tokens with the auxiliary: its rows, and the base's predicted ones.
+    """Read a flat ragged batch of prompt tokens with the auxiliary; writes its rows and the base's predicted
+    ones.
 
-    Arguments as in `model.step`; every token must lie before the last `tail` of its prompt; `caches` are of
-    the models that `cached` gives. What is predicted comes from rows as they are made, before a cache rounds
-    them, so that no chunking changes it.
+    Arguments as in `model.step`; every token must lie before the last `tail` of its prompt; `caches` belong
+    to the models that `cached` returns. Predictions use rows as they are made, before a cache rounds them, so
+    that they do not depend on the chunking.
     """
     aux, plan, p = model.auxiliary, model.auxiliary.plan, params["auxiliary"]
     at, theirs = caches.base.angles.at(positions), caches.auxiliary.angles.at(positions)

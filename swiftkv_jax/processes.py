@@ -1,4 +1,4 @@
-"""Several processes of one run: starting them together, agreeing, and ending together (jax.distributed)."""
+"""Several processes of one run (jax.distributed): joint start, agreement, and joint end."""
 
 import contextlib
 import hashlib
@@ -17,13 +17,13 @@ import numpy as np
 
 from swiftkv_jax.errors import LONGEST, UsageError, first_line
 
-START_S = 300  # what a process waits for the others to start
+START_S = 300  # how long a process waits for the others to start
 HEARTBEAT_S = 50  # a process that is silent for so long is dead, and the others end
-SHUTDOWN_S = 30  # what the others wait for one that does not come to the end with them
+SHUTDOWN_S = 30  # how long the others wait for a process that does not reach the end with them
 LEAVE_S = 5  # the same, after an error
-_LOOK_MS = 1000  # what a wait for a message lasts until signals are seen to
+_LOOK_MS = 1000  # how long to wait for a message before signals are handled
 _BLOCK = 256  # messages that are dropped together
-_LOST = re.compile("Gloo|NCCL|coordination service|Connection (closed|reset)")  # in what a collective raises
+_LOST = re.compile("Gloo|NCCL|coordination service|Connection (closed|reset)")  # in the errors of collectives
 _BYTES = 4 * LONGEST  # of one process's message: the longest UsageError in UTF-8
 
 
@@ -43,8 +43,8 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
       environ: the environment's variables.
 
     Raises:
-      UsageError: no launcher was found though one is wanted, what it says is not enough, or nobody answers
-        where process 0 should be.
+      UsageError: no launcher was found though one is wanted, its information is incomplete, or process 0 does
+        not answer at its address.
     """
     if wanted is False:
         return
@@ -62,7 +62,7 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
                 heartbeat_timeout_seconds=HEARTBEAT_S,
                 shutdown_timeout_seconds=SHUTDOWN_S,
             )
-    except ValueError as error:  # JAX knows no address, or with one no number of processes or no id
+    except ValueError as error:  # JAX lacks the address, or the number of processes, or the id
         if named:
             raise UsageError(
                 f"JAX_COORDINATOR_ADDRESS={environ['JAX_COORDINATOR_ADDRESS']!r} is set, but {error} Set "
@@ -81,7 +81,7 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
 
 
 def leave(code: int) -> None:
-    """Before a process that failed ends: wait for the others for `LEAVE_S` at most, which may be dead."""
+    """Call before a failed process ends: waits at most `LEAVE_S` for the others, which may be dead."""
     if code == 0 or not jax.distributed.is_initialized():
         return
     sys.stdout.flush()
@@ -95,7 +95,7 @@ def leave(code: int) -> None:
 
 @contextlib.contextmanager
 def among_the_living() -> Iterator[None]:
-    """Work of all processes together: what it raises because another one has ended is told as that.
+    """Context for joint work of all processes: errors caused by the end of another one become PeerLost.
 
     Raises:
       PeerLost: a collective lost its peer.
@@ -111,17 +111,17 @@ def among_the_living() -> Iterator[None]:
 
 
 def is_first() -> bool:
-    """Whether this is process 0, which alone writes and speaks."""
+    """Whether this is process 0, the only one that writes files and prints."""
     return _alone() or jax.process_index() == 0
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Work of each process for itself: when it fails in one, all raise, so that none waits for another.
+    """Context for local work of each process: if it fails in one, all raise, so that none waits for another.
 
     All processes enter and leave it at the same place of the program; nothing inside may wait for another
-    process. A UsageError of the first process that has one is raised in all; any other error is raised where
-    it happened, and as a RuntimeError that names the process elsewhere.
+    process. The UsageError of the first process that has one is raised in all. Any other error is raised
+    where it happened, and elsewhere as a RuntimeError that names the process.
     """
     failure: Exception | None = None
     try:
@@ -153,7 +153,7 @@ def check_same(what: str, value: str) -> None:
 
 
 def any_process(flag: bool) -> bool:
-    """True in every process if it is in one; also a barrier."""
+    """Whether `flag` is true in any process, the same answer in all; also a barrier."""
     if _alone():
         return flag
     from jax.experimental import multihost_utils
@@ -206,7 +206,7 @@ def _reach(address: str) -> None:
 
 @contextlib.contextmanager
 def _last_words() -> Iterator[None]:
-    """From here on stderr goes through `last_words.py`; not if the block raises."""
+    """Route stderr through `last_words.py` from here on; undone if the block raises."""
     program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("last_words.py"))]
     own = os.dup(2)
     relay = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True)
@@ -225,7 +225,7 @@ def _last_words() -> Iterator[None]:
 
 
 def text_from_first(name: str, make: Callable[[], str], limit_s: float) -> str:
-    """What `make` gives in process 0, in every process, and without asking JAX for its devices.
+    """Broadcast the result of `make` in process 0 to every process, without asking JAX for its devices.
 
     `name` is the same in all processes; the others wait at most `limit_s` seconds.
     """
@@ -243,8 +243,8 @@ def text_from_first(name: str, make: Callable[[], str], limit_s: float) -> str:
 
 
 class Channel:
-    """Messages of process 0 to all others, which read them in order. They go by way of JAX's coordination
-    service: no device takes part, and none is waited for."""
+    """Messages of process 0 to all others, which read them in order. They use JAX's coordination service; no
+    device is involved."""
 
     def __init__(self, name: str):
         """`name` is the same in all processes, and no other channel's."""
@@ -255,12 +255,12 @@ class Channel:
         self._client, self._name, self._count = client, name, 0
 
     def send(self, message: bytes) -> None:
-        """By process 0. What all have read is dropped, a block of messages at a time."""
+        """Send a message, in process 0. Messages that all have read are dropped, a block at a time."""
         self._next(lambda block: self._client.key_value_delete(block))
         self._client.key_value_set_bytes(self._key(), message)
 
     def receive(self) -> bytes:
-        """By each of the others: the next message, however long it takes.
+        """The next message, in each other process; waits as long as it takes.
 
         Raises:
           jax.errors.JaxRuntimeError: process 0 has ended.
@@ -277,7 +277,7 @@ class Channel:
         return f"{self._name}/{self._count // _BLOCK}/{self._count}"
 
     def _next(self, drop: Callable[[str], None]) -> None:
-        """Count one more message. All processes meet where a block ends: all of it has been read then."""
+        """Count one more message. All processes meet at the end of a block, when all of it has been read."""
         self._count += 1
         if self._count % _BLOCK == 0:
             block = f"{self._name}/{self._count // _BLOCK - 1}"
@@ -286,7 +286,7 @@ class Channel:
 
 
 def _alone() -> bool:
-    """Asked before JAX has its devices, it does not make it look for them when nobody was joined."""
+    """Whether there is only this process. If none was joined, this does not make JAX look for devices."""
     return not jax.distributed.is_initialized() or jax.process_count() == 1
 
 

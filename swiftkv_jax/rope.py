@@ -1,4 +1,4 @@
-"""Which rotary embedding a model uses: read from either spelling of config.json, frozen, validated."""
+"""The config of rotary embedding: read from either spelling in config.json, frozen, validated."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ _FIELDS: dict[str, frozenset[str]] = {
 }
 _ALIASES = {"su": "longrope"}  # as the first Phi-3 files call it
 _LISTS = ("short_factor", "long_factor")
-_TRAINED = ("llama3", "yarn", "longrope")  # what needs original_max_position_embeddings
+_TRAINED = ("llama3", "yarn", "longrope")  # types that need original_max_position_embeddings
 _INERT = frozenset({"finetuned"})  # Yarn-Llama says whether it was trained with its scaling
 _POSITIVE = "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor".split()
 
@@ -36,9 +36,9 @@ _POSITIVE = "rope_theta factor low_freq_factor high_freq_factor beta_fast beta_s
 class RopeConfig:
     """Rotary position embedding; field names as in config.json's `rope_parameters`.
 
-    A `rope_type` of "none" is a model without it, or any other position.
-    `attention_factor` multiplies cos and sin (yarn, longrope), already worked out where it is not given.
-    `partial_rotary_factor` is the share of a head that turns, its first numbers. `longrope` divides the
+    A `rope_type` of "none" means no rotary embedding.
+    `attention_factor` multiplies cos and sin (yarn, longrope); it is computed if config.json lacks it.
+    `partial_rotary_factor` is the share of a head, its first part, that is rotated. `longrope` divides the
     frequencies by `short_factor`, or for lengths over `original_max_position_embeddings` by `long_factor`.
     """
 
@@ -78,7 +78,7 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping) -> "RopeConfig":
-        """From `rope_theta` and `rope_scaling` (as published) or `rope_parameters` (transformers 5).
+        """Read `rope_theta` and `rope_scaling` (as published) or `rope_parameters` (transformers 5).
 
         Raises:
           UsageError: an unknown type, a field the type does not take, or one it needs and lacks.
@@ -122,7 +122,7 @@ class RopeConfig:
     def to_hf(self, context: int) -> dict | None:
         """The `rope_scaling` dict of a published config.json; None for plain rotary.
 
-        context: max_position_embeddings, from which `longrope` files leave its factors to be worked out.
+        context: max_position_embeddings, from which readers of `longrope` files compute its factors.
         """
         if self.rope_type == "default":
             return None

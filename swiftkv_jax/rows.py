@@ -1,6 +1,6 @@
-"""How a row of the cache is stored and read: one small class for each form.
+"""The forms of cache rows, how they are stored and read: one small class for each.
 
-This is the only file in which forms differ. A form says which arrays a row is stored as, which weights make
+This is the only file in which forms differ. A form defines the arrays that store a row, the weights that make
 it, how they make it, and how a query reads it: from full sequences (training), and from pages (serving).
 """
 
@@ -35,7 +35,7 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Paged:
-    """Where the rows of a form lie in pages, and who reads them.
+    """The rows of a form in pages, and the blocks of queries that read them.
 
     Attributes:
       pools: one for each array of the form. row: of the pools.
@@ -57,7 +57,7 @@ class Paged:
 
     @property
     def how(self) -> dict:
-        """The options that all attentions over pages have."""
+        """The options common to all attentions over pages."""
         options = {"row": self.row, "window": self.window, "implementation": self.implementation}
         return options | ({} if self.bias is None else {"bias": self.bias})
 
@@ -72,9 +72,9 @@ class Form(Protocol):
     """A way to store and read a row.
 
     Attributes:
-      operation: of kernels/, that reads it from pages.
-      kept: weights that only checkpoints keep, so that others can read the plain model.
-      moved: weights that belong to each attention that reads such a row, not to the row.
+      operation: the one of kernels/ that reads it from pages.
+      kept: weights that only checkpoints keep, so that other software can read the plain model.
+      moved: weights that belong not to the row but to each attention that reads it.
     """
 
     operation: ClassVar[str]
@@ -86,7 +86,7 @@ class Form(Protocol):
         ...
 
     def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
-        """What is stored of a token."""
+        """The arrays that store a token."""
         ...
 
     def weights(self, config: ModelConfig) -> PyTree:
@@ -94,7 +94,7 @@ class Form(Protocol):
         ...
 
     def reader_weights(self, config: ModelConfig) -> PyTree:
-        """The `Weight`s that are `moved`, of one attention."""
+        """The `moved` `Weight`s of one attention."""
         ...
 
     def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
@@ -102,20 +102,20 @@ class Form(Protocol):
         ...
 
     def reader(self, p: PyTree) -> PyTree:
-        """The part of a row's weights that reading it needs, beside what is `moved`."""
+        """The part of a row's weights needed to read it, besides `moved` ones."""
         ...
 
     def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
-        """Keys, ready for rotated queries, and values of stored arrays of full sequences."""
+        """Keys, ready for rotated queries, and values, from stored arrays of full sequences."""
         ...
 
     def read(self, config: ModelConfig, reader: PyTree, q: Queries, paged: Paged) -> Queries:
-        """What blocks of queries [b, C, N, H] read from pages: [b, C, N, U]."""
+        """Attention of blocks of queries [b, C, N, H] over pages: [b, C, N, U]."""
         ...
 
 
 class KeysValues:
-    """Rotated keys and values: what everybody stores."""
+    """Rotated keys and values: the usual KV cache."""
 
     operation: ClassVar[str] = PAGED
     kept: ClassVar[tuple[str, ...]] = ()
@@ -152,8 +152,8 @@ class KeysValues:
 class Keys:
     """Keys alone, before rotation; values are keys times W_KV (Slim attention, arXiv 2503.05840).
 
-    With biases, V = (K - b_K) W_KV + b_V: the bias of `kv_proj` is b_V - b_K W_KV, which a weighted mean of
-    values contains whole.
+    With biases, V = (K - b_K) W_KV + b_V: the bias of `kv_proj` is b_V - b_K W_KV. Attention weights sum to
+    one, so it is added once to the weighted mean of values.
     """
 
     operation: ClassVar[str] = "k_cache_attention"
@@ -195,7 +195,7 @@ class Keys:
             kernel_of(reader, q.dtype),
             *paged.places,
             frequencies=_frequencies(config, paged.capacity),
-            # Queries carry the rotary attention factor; keys that are turned when they are read do not.
+            # Queries carry the rotary attention factor; keys that are rotated when they are read do not.
             scale=config.head_dim**-0.5 * config.rope.attention_factor,
             **paged.how,
         )
@@ -249,10 +249,10 @@ class Values:
 
 
 class Inputs:
-    """Normalised inputs; keys and values are made of them by whoever reads (section 5).
+    """Normalised inputs; each reading attention makes keys and values from them (section 5).
 
-    Only without rotary embedding. Nothing is inverted: whatever the weights, it is exact. Nothing makes
-    such a row, so that layers of one input can share it (the E-cache).
+    Only without rotary embedding. No matrix is inverted, so it is exact for any weights. No projection makes
+    such a row, so layers with the same input can share it (the E-cache).
     """
 
     operation: ClassVar[str] = "x_cache_attention"
@@ -273,7 +273,7 @@ class Inputs:
         return (Stored(1, config.hidden_size),)
 
     def weights(self, config: ModelConfig) -> PyTree:
-        return {NOTHING: Weight((0,), ".")}  # whose stacks still say how many rows there are
+        return {NOTHING: Weight((0,), ".")}  # stacks of it still give the number of rows
 
     def reader_weights(self, config: ModelConfig) -> PyTree:
         one = partial(_by_head, config, config.hidden_size)
@@ -300,7 +300,7 @@ def _frequencies(config: ModelConfig, capacity: int) -> Array | None:
 
 
 def _read_whole(config: ModelConfig, q: Queries, w_k: Array, w_v: Array, paged: Paged) -> Queries:
-    """Attention over rows that queries meet as a whole: scores by way of `w_k`, the sum moved by `w_v`."""
+    """Attention over whole rows: scores through `w_k`, and `w_v` applied to the weighted sum."""
     (pool,) = paged.pools
     return x_cache_attention(q, (pool,), w_k, w_v, *paged.places, scale=config.head_dim**-0.5, **paged.how)
 
@@ -315,7 +315,7 @@ def _bias(p: PyTree, like: Float[Array, "*batch"]) -> Float[Array, "*heads"]:
 
 
 def _undetermined(config: ModelConfig, stored: str, made: str) -> str:
-    """Why the stored ones do not determine the others, or ""."""
+    """Why the stored keys or values do not determine the other ones, or ""."""
     if config.kv_width < config.hidden_size:
         return (
             f"{config.num_kv_heads} kv heads of {config.head_dim} make {config.kv_width} columns of "
@@ -340,12 +340,12 @@ def _turned(config: ModelConfig, stored: str) -> str:
 
 
 def reader_of(form: Form, reader: PyTree, attention: PyTree) -> PyTree:
-    """All that reading a row needs, of the row's part and the weights of the attention that reads it."""
+    """All weights needed to read a row: the row's part, and those of the attention that reads it."""
     return reader | {name: attention[name] for name in form.moved}
 
 
 def has_fill(config: ModelConfig, plan: KVPlan) -> bool:
-    """Whether there are rows that a fused fill makes, and it can make those of such a model."""
+    """Whether the plan has rows for a fused fill, and the fused fill supports the model."""
     return plan.has_fill and config.fused_fill
 
 
@@ -353,7 +353,7 @@ FORMS: dict[str, Form] = {"kv": KeysValues(), "k": Keys(), "v": Values(), "x": I
 
 
 def check(config: ModelConfig, plan: KVPlan) -> None:
-    """Whether a model of this shape can have the rows of `plan`.
+    """Check that a model of this shape can have the rows of `plan`.
 
     Raises:
       UsageError: it has another number of layers, an unknown form, or one that does not fit it.
@@ -372,13 +372,13 @@ def check(config: ModelConfig, plan: KVPlan) -> None:
 
 
 def linear_weights(inside: tuple[str, int], outside: tuple[str, int], bias: bool, std: float) -> PyTree:
-    """The `Weight`s of one `linear`, from and to widths with axis letters."""
+    """The `Weight`s of one `linear`; `inside` and `outside` are its input and output (axis letter, width)."""
     kernel = Weight((inside[1], outside[1]), f"{inside[0]} {outside[0]}", std)
     return {"kernel": kernel} | ({"bias": Weight((outside[1],), outside[0])} if bias else {})
 
 
 def head_norm(config: ModelConfig, letter: str, width: int) -> Weight:
-    """The gain of a norm of queries or keys, whose heads together are `width` wide, by axis letter."""
+    """The gain of a norm of queries or keys, whose heads are `width` wide together and have axis `letter`."""
     return (
         Weight((width,), letter, fill=1.0)
         if config.qk_norm_whole
@@ -387,15 +387,15 @@ def head_norm(config: ModelConfig, letter: str, width: int) -> Weight:
 
 
 def _by_head(config: ModelConfig, width: int, bias: bool) -> PyTree:
-    """The `Weight`s of a projection of rows `width` wide, its outputs cut into heads; `width` lies on a mesh
-    as the model's does."""
+    """The `Weight`s of a projection of rows `width` wide whose outputs are cut into heads; the `width` axis
+    is sharded as the model width is."""
     heads, out = config.num_heads, config.head_dim
     kernel = {"kernel": Weight((heads, width, out), "N D .", std=width**-0.5)}
     return kernel | ({"bias": Weight((heads, out), "N .")} if bias else {})
 
 
 def rounded(made: tuple[KeyValues, ...], dtype) -> tuple[KeyValues, ...]:
-    """Stored arrays as a cache of `dtype` gives them back, in their own dtype."""
+    """Stored arrays after rounding by a cache of `dtype`, in their own dtype."""
 
     def one(x: KeyValues) -> KeyValues:
         data, scale = encode(x, dtype)

@@ -1,4 +1,4 @@
-"""The axis letters, used in every annotation, einsum and sharding rule; `Weight`, an array described by them.
+"""The axis letters of every annotation, einsum and sharding rule; `Weight`, an array described by them.
 
 B  batch rows        T  tokens of a row, or of a flat ragged batch     Q  sequences of a ragged batch
 S  cached tokens     M  survivors: positions whose logits are wanted   C  tokens of one attention block
@@ -32,8 +32,8 @@ class Weight:
     Attributes:
       shape: of the array. axes: its axis letters, '.' for an axis without one.
       std: standard deviation of its initial values; 0: all are `fill`.
-      dtype: None: that of the model's weights. An 8-bit one has a float32 scale beside it.
-      scale_axes: the letters of `axes` that the scale has, "" without one.
+      dtype: None: the model's dtype. An 8-bit array has a float32 scale beside it.
+      scale_axes: the letters of `axes` that the scale has; "" without a scale.
     """
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Weight:
         return (self.std * jax.random.normal(key, self.shape)).astype(dtype)
 
     def stacked(self, n: int) -> "Weight":
-        """`n` of them in one array, along a new first axis."""
+        """`n` such arrays stacked along a new first axis."""
         scale = f"L {self.scale_axes}" if self.scale_axes else ""
         return dataclasses.replace(
             self, shape=(n, *self.shape), axes=f"L {self.axes}".strip(), scale_axes=scale

@@ -35,15 +35,15 @@ def _names(letter: str) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-# What kernels that cut whole sequences are told of the table.
+# The part of the table for kernels that shard whole sequences.
 SHARDS = Shards(rows=_names("B"), tokens=_names("T"), heads=_names("K"))
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, devices=None) -> Mesh:
     """A mesh over `devices` (default: all), with one -1 meaning "whatever is left".
 
-    Neighbours on a TPU's torus are neighbours on the mesh, the axes that talk most (`tensor`) first. Of
-    several slices, or hosts with a network between them, the outermost axes go from one to the next.
+    Neighbours on a TPU's torus are neighbours on the mesh, with the axes that communicate most (`tensor`)
+    first. Across several slices, or hosts connected by a network, the outermost axes are split.
 
     Raises:
       UsageError: the product of the axes is not the number of devices, or they do not fit the slices.
@@ -66,7 +66,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, d
 
 
 def _grid(sizes: dict[str, int], devices):
-    """The devices in the shape of the mesh, by how they are wired."""
+    """The devices in the shape of the mesh, following their interconnect."""
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     between, left = {}, slices
     for name, size in sizes.items():
@@ -100,7 +100,7 @@ def tensor_mesh(size: int) -> Mesh:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh of a text such as "fsdp=2,tensor=4"; axes that are not named have one device.
+    """Parse a mesh such as "fsdp=2,tensor=4"; axes that are not named have one device.
 
     Raises:
       UsageError: it has other axes, or does not fit the devices.
@@ -133,12 +133,12 @@ def spec(axes: str, shape: tuple[int, ...] | None = None, mesh: Mesh | AbstractM
 
 
 def named(mesh: Mesh, axes: str, shape: tuple[int, ...]) -> NamedSharding:
-    """Where an array of `shape` with these axis letters lies on `mesh`."""
+    """The sharding on `mesh` of an array of `shape` with these axis letters."""
     return NamedSharding(mesh, spec(axes, shape, mesh))
 
 
 def put(tree: PyTree, place: jax.sharding.Sharding) -> PyTree:
-    """Arrays of the host, the same in all processes, whole on each device of `place`."""
+    """Put host arrays, equal in all processes, whole on each device of `place`."""
     if place.is_fully_addressable:
         return jax.device_put(tree, place)
     whole = jax.tree.map(np.asarray, tree)
@@ -146,7 +146,7 @@ def put(tree: PyTree, place: jax.sharding.Sharding) -> PyTree:
 
 
 def constrain(x: jax.Array, axes: str) -> jax.Array:
-    """Pin an activation's layout inside `jit`; without a mesh (`jax.set_mesh`) it is `x`."""
+    """Constrain an activation's sharding inside `jit`; without a mesh (`jax.set_mesh`) returns `x`."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -156,9 +156,9 @@ def constrain(x: jax.Array, axes: str) -> jax.Array:
 def by_head(run: Callable, mesh: Mesh | None, cut: bool, axes, out) -> Callable:
     """`run` on each device of `mesh` by itself, on that device's heads.
 
-    axes: of each argument, a prefix of its tree with axis letters as leaves ("." of an array without heads);
-    out: of the result. What has heads is cut over `tensor`; unless `cut`, every device takes all of it.
-    Inside, a kernel sees the arrays of one device, and there is no communication.
+    axes: for each argument, a prefix of its tree with axis letters as leaves ("." for an array without
+    heads); out: the same for the result. Heads are sharded over `tensor`; unless `cut`, every device takes
+    all of them. Inside, a kernel sees the arrays of one device, and there is no communication.
     """
     if mesh is None or mesh.size == 1:
         return run
@@ -178,12 +178,12 @@ def pieces(letter: str, size: int) -> int:
 
 
 def share_of_rows(mesh: Mesh, process: int) -> tuple[int, int]:
-    """(index, count) of the share of each batch's rows that a process brings; others may bring the same one.
+    """(index, count) of the share of each batch's rows that a process loads; others may load the same share.
 
-    Processes whose devices hold the same rows (they share the heads or the tokens out) need the same data.
+    Processes whose devices hold the same rows (with heads or tokens sharded among them) need the same data.
 
     Raises:
-      UsageError: two processes hold some rows in common, but not all.
+      UsageError: two processes have some rows in common, but not all.
     """
     rows = math.prod(mesh.shape[name] for name in SHARDS.rows)
     held: dict[int, list[int]] = {}

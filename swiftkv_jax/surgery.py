@@ -1,4 +1,4 @@
-"""A teacher's weights, rewired for a plan: which arrays a student starts from."""
+"""Rewiring of a teacher's weights for another plan: the arrays that a student starts from."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -27,17 +27,17 @@ def to_swiftkv(
 ) -> tuple[Transformer, PyTree]:
     """An untrained student of `model` under `plan`; its frozen parameters are the teacher's values.
 
-    Each maker starts as the mean of the teacher's k and v over the layers that will read its row. Arrays
-    whose stacks stay as they are (see `weights.partition`) are shared with the teacher.
+    Each maker starts as the mean of the teacher's k and v over the layers that will read its row. Arrays of
+    unchanged stacks (see `weights.partition`) are shared with the teacher.
 
     Args:
       model: the teacher, a standard model.
       params: its parameters.
       plan: the student's rows, such as `KVPlan.swiftkv(...)`.
-      init: "fold" multiplies each layer's own input-norm gain into its k and v first and starts
-        `norm_swiftkv` at one, so that a key sees the gain it was trained behind. "copy" is the reference's
-        start (ArcticTraining): `norm_swiftkv` copies layer `split`'s gain.
-      exit_head: give the student an exit head too, which starts as the teacher's final norm and output head.
+      init: "fold" first multiplies each layer's input-norm gain into its k and v and starts `norm_swiftkv` at
+        one, so that each projection keeps the gain that it was trained with. "copy" is the reference's start
+        (ArcticTraining): `norm_swiftkv` copies layer `split`'s gain.
+      exit_head: also give the student an exit head, a copy of the teacher's final norm and output head.
 
     Raises:
       UsageError: the plan has another number of layers, or no split for an exit head, or the model is not a
@@ -65,10 +65,10 @@ def to_swiftkv(
 
 
 def check_teacher(model: Transformer) -> None:
-    """Whether a student can be made of a model.
+    """Check that a student can be made from a model.
 
     Raises:
-      UsageError: it is not a standard one.
+      UsageError: it is not a standard model.
     """
     if model.plan.cross:
         raise UsageError(f"to_swiftkv has no students of models with an encoder, as {model.config.family}")
@@ -110,7 +110,7 @@ def _folded(config: ModelConfig, params: PyTree, layer: int) -> PyTree:
     def projection(p: PyTree) -> PyTree:
         wide = p["kernel"].astype(jnp.float32)
         out = p | {"kernel": (wide * gain[:, None]).astype(p["kernel"].dtype)}
-        if "norm_bias" not in own or "bias" not in p:  # one of keys alone shifts all scores of a query alike
+        if "norm_bias" not in own or "bias" not in p:  # a bias of keys shifts all scores of a query alike
             return out
         bias = p["bias"].astype(jnp.float32) + own["norm_bias"].astype(jnp.float32) @ wide
         return out | {"bias": bias.astype(p["bias"].dtype)}
@@ -127,21 +127,21 @@ def to_slim(
 ) -> tuple[Transformer, PyTree]:
     """`model` with its rows in other forms: Slim attention (arXiv 2503.05840), for multi-head models.
 
-    "k" stores keys alone, and values are K W_KV; "v" values alone; "x" the layer's inputs; "kv" leaves a row.
-    W_KV = W_K^-1 W_V (the right inverse where keys are wider than inputs) is solved in float64 on the host.
-    In exact arithmetic the model is the same. Rounded keys come back as values with an error that grows with
-    the condition number of W_K: `python -m swiftkv_jax.slim` measures it.
+    "k" stores keys alone, and values are K W_KV; "v" values alone; "x" the layer's inputs; "kv" changes
+    nothing. W_KV = W_K^-1 W_V (the right inverse where keys are wider than inputs) is solved in float64 on
+    the host. In exact arithmetic the model is the same. Values recovered from rounded keys have an error that
+    grows with the condition number of W_K; `python -m swiftkv_jax.slim` measures it.
 
     Args:
       forms: one for all rows, or one for each. The upper layers of a SwiftKV student that store "x" share one
         row.
       solved: row of `model` -> its W_KV or W_VK, [E, E], in place of the exact one.
-      cross_forms: of what layers read of an encoder's output, one for all layers or one for each; all layers
-        of "x" share one row.
+      cross_forms: forms of cross-attention's rows, one for all layers or one for each; all layers with "x"
+        share one row.
 
     Raises:
-      UsageError: this model cannot have such rows, or W_K (W_V) of a row is singular, or holds what becomes
-        too large for float16; the message says why.
+      UsageError: this model cannot have such rows, W_K (W_V) of a row is singular, or its numbers are too
+        large for float16; the message says why.
     """
     stored = {*model.plan.forms, *model.plan.cross_forms}
     if stored != {"kv"}:
@@ -168,7 +168,7 @@ def _rows(stacks: Sequence[PyTree], wanted: list[int]) -> PyTree:
 
 
 def _plain_rows(plain: KVPlan, slim: KVPlan) -> list[int]:
-    """For each row of `slim` the one of `plain` that its maker made, of the same stream."""
+    """For each row of `slim`, the row of `plain` with the same maker and stream."""
     return [
         next(i for i, one in enumerate(plain.rows) if (one.space, one.maker) == (row.space, row.maker))
         for row in slim.rows
@@ -176,7 +176,7 @@ def _plain_rows(plain: KVPlan, slim: KVPlan) -> list[int]:
 
 
 def _slim_layers(model: Transformer, plain: KVPlan, params: PyTree, held: range, stack: PyTree) -> PyTree:
-    """A stack of layers with the projections that their attentions take over from rows (form "x")."""
+    """A stack of layers with the projections that their attentions take over from their rows (form "x")."""
     plan, heads = model.plan, model.config.num_heads
     attentions = list(stack["attentions"])
     for i, (reads, was) in enumerate(((plan.reads, plain.reads), (plan.cross, plain.cross))):
@@ -190,7 +190,7 @@ def _slim_layers(model: Transformer, plain: KVPlan, params: PyTree, held: range,
 
 
 def _slim_makers(model: Transformer, held: range, stack: PyTree, solved: Mapping[int, np.ndarray]) -> PyTree:
-    """A stack of "kv" rows as the plan wants them."""
+    """A stack of "kv" rows, converted to the plan's forms."""
     form, heads = model.plan.rows[held.start].form, model.config.num_heads
     if form == "kv":
         return stack
@@ -276,8 +276,8 @@ def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
 def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transformer, PyTree]:
     """The same model with at least as many kv heads as the mesh has devices along `tensor`.
 
-    Where there are more devices than kv heads, each head is repeated for a group of them: every query reads
-    what it read before.
+    If there are more devices than kv heads, each head is repeated for a group of devices; every query reads
+    the same keys and values as before.
 
     Raises:
       UsageError: the devices fit neither the query heads nor the kv heads.
@@ -309,8 +309,8 @@ def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transforme
 
 
 def fold_shared_norm(model: Transformer, params: PyTree) -> PyTree:
-    """`params` as the fused fill takes them: the makers of rows with a shared norm in one stack, with the
-    norm's gain in them. `step` and `forward` take either."""
+    """`params` for the fused fill: the makers of rows with a shared norm in one stack, with the norm's gain
+    multiplied in. `step` and `forward` accept both layouts."""
     due = [i for i, row in enumerate(model.plan.rows) if row.shared_norm]
     if not due or "shared_norm" not in params:
         return params

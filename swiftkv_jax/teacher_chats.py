@@ -1,8 +1,8 @@
-"""Chats that a model writes itself: data to distil it on where there are none.
+"""Chats that a model writes itself, as training data for its own distillation.
 
 The source `self://prompts.jsonl` stands for the model's answers to the prompts in that file. They are sampled
 by the engine once, and kept in the cache of `datasets` under the model, the prompts and the sampling.
-`self://prompts.jsonl?max_tokens=512&temperature=1` samples otherwise than `Sampling` does by itself.
+`self://prompts.jsonl?max_tokens=512&temperature=1` overrides defaults of `Sampling`.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from swiftkv_jax.errors import UsageError, explained, suggest
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 Chat = list[dict]
-_VERSION = 1  # of what is kept
-_LANES = 64  # answers that are written at once, at most
+_VERSION = 1  # of the cached files
+_LANES = 64  # answers generated at once, at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What was written: so many chats, with so many tokens of answers, in so many seconds."""
+    """The amount written: number of chats, tokens of their answers, and seconds."""
 
     chats: int
     tokens: int
@@ -57,7 +57,7 @@ class Written:
 
 
 def with_chats(experiment: Experiment, say: Say = show) -> Experiment:
-    """The experiment with files of chats for its `self://` sources, which are written if they are not there.
+    """The experiment with files of chats in place of `self://` sources; missing files are written.
 
     Raises:
       UsageError: prompts that cannot be read, a model without a chat template, or no model.
@@ -71,14 +71,14 @@ def with_chats(experiment: Experiment, say: Say = show) -> Experiment:
 
 
 def sources_with_chats(sources: Sequence[str], model: str, say: Say = show) -> tuple[str, ...]:
-    """The sources with files of the model's chats for those that begin with `self://`."""
+    """The sources with files of the model's chats in place of those that begin with `self://`."""
     return tuple(
         str(chats_of(model, source, say)) if source.startswith(SELF) else source for source in sources
     )
 
 
 def chats_of(model: str, source: str, say: Say = show) -> Path:
-    """The file of chats that a `self://` source stands for, written if it is not there."""
+    """The file of chats that a `self://` source stands for; it is written if it is missing."""
     if not model:
         raise UsageError(f"{source} needs a model to answer its prompts: give model")
     name, _, query = source.removeprefix(SELF).partition("?")
@@ -100,10 +100,10 @@ def chats_of(model: str, source: str, say: Say = show) -> Path:
 
 
 def sampling_of(query: str, source: str) -> Sampling:
-    """What stands behind the question mark of a source.
+    """The sampling options after the question mark of a source.
 
     Raises:
-      UsageError: a name that is unknown, or a value that is no number or out of its range.
+      UsageError: an unknown name, or a value that is not a number or out of range.
     """
     known: dict[str, type] = {"max_tokens": int, "temperature": float, "top_p": float, "seed": int}
     given = {}
@@ -123,7 +123,7 @@ def sampling_of(query: str, source: str) -> Sampling:
 
 
 def prompts_of(source: str) -> list[Chat]:
-    """The prompts of a file, a pattern or a folder: rows with `prompt`, a text, or chats without their last
+    """The prompts of a file, a pattern or a folder: rows with a text `prompt`, or chats without their last
     answer.
 
     Raises:
@@ -162,7 +162,7 @@ def write_chats(
 ) -> Written:
     """Write the model's answers to `path`, a conversation a line, in the order of the prompts.
 
-    Each answer is kept beside `path` as soon as it is there, so that a run that was stopped goes on.
+    Each answer is saved beside `path` as soon as it is finished, so that a stopped run can continue.
 
     Raises:
       UsageError: a prompt that the model cannot take, or a place that cannot be written.
@@ -192,12 +192,12 @@ def write_chats(
 
 
 def _drafted(draft: Path) -> dict[int, tuple[str, int]]:
-    """What a run that was stopped has left: (text, tokens) by the number of the prompt."""
+    """The answers saved by a stopped run: number of the prompt -> (text, tokens)."""
     found = {}
     for line in draft.read_text(encoding="utf-8").splitlines() if draft.exists() else []:
         try:
             number, text, tokens = json.loads(line)
-        except ValueError:  # the last one, cut short
+        except ValueError:  # the last line may be incomplete
             continue
         found[number] = text, tokens
     return found

@@ -3,7 +3,7 @@
     {"embed", "positions"?, "norm", "lm_head"?, "exit"?, "shared_norm"?,
      "layers": [stack, ...],    consecutive layers, leaves [n, ...]
      "rows": [stack, ...],      what makes (and reads) consecutive rows, leaves [n, ...]
-     "relative"?, "encoder"?}   the bias by distance; an encoder, a tree of the same kind
+     "relative"?, "encoder"?}   the bias by distance; an encoder, a tree of the same structure
 
 Stacks are as long as the plan's runs of equal layers allow, so that a scan can run them; `cuts` ask for
 shorter ones. Serving cuts at every layer: then each layer's arrays are its own, and no program slices a
@@ -27,9 +27,9 @@ from swiftkv_jax.plan import SELF, KVPlan
 from swiftkv_jax.rows import FORMS, linear_weights
 from swiftkv_jax.shapes import Array, PyTree, Weight
 
-# What stands before the first layer and behind the last.
+# The parts before the first layer and after the last.
 ENDS = ("embed", "positions", "norm", "norm_bias", "lm_head")
-# Layers before which stacks are cut, beside where they must be; None: before every layer.
+# Layers before which stacks are cut, in addition to the necessary cuts; None: before every layer.
 Cuts = Iterable[int] | None
 
 
@@ -38,8 +38,8 @@ def partition(
 ) -> tuple[tuple[range, ...], tuple[range, ...]]:
     """(layers, rows) of each stack: the plan's runs, and the rows made in one run or together.
 
-    cuts: layers before which stacks of layers are cut too. Where a layer begins a stack, the row that it
-    makes begins one: so the rows' stacks follow from those of the layers.
+    cuts: layers before which stacks of layers are also cut. If a layer begins a stack, the row that it makes
+    begins one too, so the rows' stacks follow from those of the layers.
     """
     every = range(plan.num_layers)
     cuts = set(every) if cuts is None else set(cuts) & set(every)
@@ -61,10 +61,10 @@ def partition(
 
 
 def check(config: ModelConfig, plan: KVPlan) -> None:
-    """Whether config and plan fit each other.
+    """Check that config and plan fit each other.
 
     Raises:
-      UsageError: see `rows.check`; or an exit head in a plan that has no split for it to stand at.
+      UsageError: see `rows.check`; or an exit head in a plan without a split.
     """
     rows.check(config, plan)
     if config.exit_head and not plan.has_shared_norm:
@@ -109,7 +109,7 @@ def weights(config: ModelConfig, plan: KVPlan, cuts: Cuts = ()) -> PyTree:
 
 
 def _convolutions(config: ModelConfig) -> PyTree:
-    """The two that make a stream of frames of sound, each over three neighbours: [out, in, 3]."""
+    """The two convolutions that turn audio frames into hidden states, each of width three: [out, in, 3]."""
     width, tree = config.hidden_size, {}
     for name, inputs in (("conv1", config.mels), ("conv2", width)):
         tree[name] = Weight((width, inputs, 3), "D . .", (3 * inputs) ** -0.5)
@@ -172,7 +172,7 @@ def length(stack: PyTree) -> int:
 
 
 def ranges(stacks: Sequence[PyTree]) -> list[range]:
-    """What each of consecutive stacks holds."""
+    """The range of layers or rows that each of consecutive stacks holds."""
     ends = itertools.accumulate(map(length, stacks), initial=0)
     return [range(a, b) for a, b in itertools.pairwise(ends)]
 
@@ -202,12 +202,12 @@ def cuts_of(params: PyTree) -> list[int]:
 
 
 def keys(path) -> tuple[str | int, ...]:
-    """A path that JAX gives as the keys and indices themselves."""
+    """A JAX key path as plain keys and indices."""
     return tuple(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key for key in path)
 
 
 def recut(stacks: Sequence[PyTree], wanted: Iterable[range]) -> list[PyTree]:
-    """The same layers or rows in other stacks; a stack that is wanted as it is stays the same arrays."""
+    """The same layers or rows in other stacks; the arrays of an unchanged stack are returned as they are."""
     held = list(zip(ranges(stacks), stacks, strict=True))
 
     def one(want: range) -> PyTree:
@@ -227,7 +227,7 @@ def recut(stacks: Sequence[PyTree], wanted: Iterable[range]) -> list[PyTree]:
 
 
 def split_layers(config: ModelConfig, plan: KVPlan, params: PyTree) -> PyTree:
-    """`params` as serving wants them: cut at every layer, without what only checkpoints keep of rows."""
+    """`params` for serving: cut at every layer, without the weights of rows that only checkpoints keep."""
     layers, made = partition(plan, config.windows, None)
     rows = [
         {name: part for name, part in stack.items() if name not in FORMS[plan.rows[held.start].form].kept}
@@ -237,7 +237,7 @@ def split_layers(config: ModelConfig, plan: KVPlan, params: PyTree) -> PyTree:
 
 
 def fill_makers(config: ModelConfig, params: PyTree, due: list[int]) -> Makers:
-    """Weights of the fused fill, of rows with a shared norm."""
+    """Weights of the fused fill, for rows with a shared norm."""
     (p,) = recut(params["rows"], [range(due[0], due[-1] + 1)])
     kernels = [kernel_of(p[name]) for name in ("k_proj", "v_proj")]
     if "shared_norm" in params:

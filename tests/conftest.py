@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module")
 def as_users_compile():
-    """With all optimisations."""
+    """Compile with all of XLA's optimisations, as users do."""
     quick, said = jax.config.read(_QUICK), os.environ.pop(_QUICK.upper(), None)
     jax.config.update(_QUICK, False)
     yield

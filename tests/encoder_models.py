@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, dict]] = {
     ),
     "whisper": ("whisper", {}),
 }
-# What a Whisper's generation_config.json says, in ids of so small a vocabulary.
+# The ids in a Whisper's generation_config.json, for so small a vocabulary.
 LANGUAGES = {"<|en|>": 91, "<|de|>": 92, "<|fr|>": 93}
 TASKS = {"translate": 94, "transcribe": 95}
 SPEAKING = {
@@ -124,7 +124,7 @@ _INVERTED = ("k", "v", "k_proj", "v_proj")
 
 
 def _conditioned(kernel: torch.Tensor) -> torch.Tensor:
-    """With a condition number of at most 50, so that its inverse in float32 loses two digits."""
+    """The kernel with a condition number of at most 50, so that its inverse in float32 loses two digits."""
     u, s, v = torch.linalg.svd(kernel, full_matrices=False)
     return u @ torch.diag(s.clamp(min=s[0] / 50)) @ v
 

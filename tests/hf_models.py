@@ -9,7 +9,7 @@ import transformers
 
 transformers.utils.logging.disable_progress_bar()
 
-# What transformers calls the cache of a decoder: `past_key_values` before 5.24.
+# The argument name of a decoder's cache in transformers: `past_key_values` before 5.24.
 _NAMES = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
 CACHE = "cache" if "cache" in _NAMES else "past_key_values"
 

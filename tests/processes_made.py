@@ -35,7 +35,7 @@ def start(commands: list[list[str]], slurm: bool = False, **more: str) -> list[s
 
 
 def finish(started: list[subprocess.Popen], seconds: float = 240) -> list[subprocess.CompletedProcess]:
-    """What each said and its exit code; none is left behind."""
+    """The output and exit code of each process; none is left running."""
     try:
         said = [process.communicate(timeout=seconds) for process in started]
     finally:

@@ -113,7 +113,7 @@ MORE = {
 
 
 def collectives(llm: LLM) -> dict[str, int]:
-    """Of one decode step, and how many of these stand in a loop inside it."""
+    """Counts of collectives in one decode step, and in the loops inside it."""
     engine = llm.engine.runner
     lanes = loop.Lanes(*[np.zeros(4, np.int32)] * 3, np.ones(4, bool), np.zeros((4, 0), np.int32))
     policy, table = engine.seats.policy([], 4, engine.modes[0]), np.zeros((4, engine.slots), np.int32)
@@ -127,7 +127,7 @@ def collectives(llm: LLM) -> dict[str, int]:
 
 
 def share(llm: LLM) -> float:
-    """Of the pools, what the first device holds."""
+    """The first device's share of the pools' bytes."""
     leaves = jax.tree.leaves(llm.engine.runner.cache.stores)
     return sum(x.addressable_shards[0].data.nbytes for x in leaves) / llm.engine.runner.cache.nbytes
 

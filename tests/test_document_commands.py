@@ -30,7 +30,7 @@ SETTINGS = (
     "evaluation.batch_size=1 evaluation.piece_lengths=() evaluation.seq_len=24 "
     "evaluation.sources=('text.jsonl',) evaluation.mask=all"
 )
-# What a command gets behind its own words; of a flag that stands there twice the last one counts.
+# Arguments appended to each command; of a repeated flag the last one counts.
 SMALLER = {
     "swiftkv plan": "--max-tokens 600",
     "swiftkv distil": "--split 2 --length 24 --steps 1 --set plan.init_tokens=400 --set evaluation_batches=1",

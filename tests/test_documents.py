@@ -50,7 +50,7 @@ TEACHER = "meta-llama/Llama-3.1-8B-Instruct"
 ENCODERS = {
     "google/flan-t5-small": "t5",
     "openai/whisper-base": "whisper",
-}  # and the tiny ones in their place
+}  # tiny here
 SMALLER = {"num_layers=32, split=16": "num_layers=4, split=2"}  # as deep as the tiny model is
 CONFIG = skv.ModelConfig(
     vocab_size=300,

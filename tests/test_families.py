@@ -91,7 +91,7 @@ def test_served_greedy_tokens_are_those_that_transformers_generates(name, folder
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_student_serves_what_its_definition_says(name, folders, tmp_path):
-    """With shared rows; and read again from its own folder, for which there is no PyTorch code."""
+    """The student has shared rows, and is read again from its own folder, which has no PyTorch code."""
     student, params = student_of(folders(name), share=2)
     texts = prompts()[1:4]
     want = [tiny.greedy(student, params, prompt, 10) for prompt in texts]

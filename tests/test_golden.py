@@ -11,7 +11,7 @@ TOLERANCE = 1e-5
 
 
 def quick(some: list, numbers) -> list:
-    """Those of these numbers; the others are slow tests."""
+    """Cases with the given numbers as they are, and all others as slow tests."""
     slow = pytest.mark.slow
     return [case if n in numbers else pytest.param(case, marks=slow) for n, case in enumerate(some)]
 

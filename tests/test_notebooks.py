@@ -39,7 +39,7 @@ def cells(name: str, kind: str = "code") -> list[dict]:
 
 
 def printed(name: str) -> list[str]:
-    """What each cell that prints something printed when the outputs were kept."""
+    """The kept output of each cell that prints something."""
     said = ("".join("".join(o.get("text", "")) for o in cell["outputs"]) for cell in cells(name))
     return [text for text in said if text]
 
@@ -182,7 +182,7 @@ def test_a_notebook_far_from_a_clone_says_where_the_repository_goes(name, tmp_pa
 
 
 def installed(name: str, place: str, source: str | None, folder: Path, monkeypatch) -> list[list[str]]:
-    """What the first cell runs in `place`, beside a clone, where nothing is installed."""
+    """The commands that the first cell runs in `place`, beside a clone, when nothing is installed."""
     (folder / "clone" / "swiftkv_jax").mkdir(parents=True)
     (folder / "clone" / "swiftkv_jax" / "version.py").touch()
     (folder / place).mkdir(exist_ok=True)

@@ -94,7 +94,7 @@ PARAMETERS = {
     "unsloth--llama-3-8b-Instruct": 8_030_261_248,
     "unsloth--phi-4": 14_659_507_200,  # rewritten as a Llama
 }
-# What may be read otherwise than it was meant is said; every other file loads without a word.
+# Warnings for configs that may be read otherwise than they were meant; every other file loads without a word.
 WARNINGS = {
     "NousResearch--Yarn-Llama-2-7b-128k": "auto_map names a program",
     "microsoft--Phi-3-mini-4k-instruct": "auto_map names a program",
@@ -154,7 +154,7 @@ def test_a_checkpoint_of_our_families_has_as_many_parameters_as_the_hub_counts(n
 
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if "SwiftKV" not in name])
 def test_tensors_rotary_frequencies_windows_and_norms_are_those_of_transformers(name):
-    """Of two layers, made on torch's meta device: no weight exists."""
+    """Models of two layers are made on torch's meta device, without weights."""
     raw, ours = published(name), load(name)
     fields = {field: value for field, value in raw.items() if field not in ("model_type", "auto_map")}
     theirs = transformers.AutoConfig.for_model(raw["model_type"], **fields)

@@ -80,7 +80,7 @@ class Model:
         return attention(turned(q), turned(k), v) if self.rope else attention(q, k, v)
 
     def got(self, form: str, stored_turned: bool = False, spoil=lambda p: p, sign: int = 1) -> np.ndarray:
-        """By `to_slim`'s weights and the kernels; `spoil` changes what the reader reads."""
+        """The output by `to_slim`'s weights and the kernels; `spoil` changes the weights that are read."""
         _, slim = to_slim(self.model, self.params, form)
         held = (
             slim["layers"][0]["attentions"][0] if form == "x" else slim["rows"][0]

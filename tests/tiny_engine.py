@@ -94,7 +94,7 @@ def _loud(weight: weights.Weight, key):
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """What was compiled, or read from the compilation cache, so far in the block; counted by JAX itself."""
+    """Programs compiled or read from the compilation cache so far in the block, counted by JAX itself."""
     found: list[str] = []
 
     def heard(event: str, seconds: float, **kwargs) -> None:

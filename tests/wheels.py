@@ -30,7 +30,7 @@ def build(folder: Path) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """What pip would put into site-packages; its dependencies are those of the tests."""
+    """Unpack what pip would put into site-packages; dependencies are those of the tests."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder

@@ -1,4 +1,4 @@
-"""The command line, and the lines in their order."""
+"""The command line, and the order of the lines."""
 
 import argparse
 import dataclasses
@@ -22,8 +22,8 @@ from swiftkv_jax.kernels.check.supervisor import Book, Line, write_whole
 # What XLA may put into command buffers, beside its own choice of kinds.
 BUFFERS = {"as it is": None, "with WHILE": "+WHILE", "none": ""}
 WORKER = (sys.executable, "-m", "benchmarks.first_light.worker")
-_FEWEST = 5.0  # seconds that any line may need
-_LOAD = 35.0  # and one of the engine
+_FEWEST = 5.0  # seconds left without which no line is begun
+_LOAD = 35.0  # the same for a line of the engine
 
 
 def kernel_lines(book: Book, name: str, candidates: Sequence[Candidate], module: str | None) -> None:
@@ -53,7 +53,7 @@ def kernel_lines(book: Book, name: str, candidates: Sequence[Candidate], module:
 
 
 def engine_lines(book: Book, name: str, candidates: Sequence[Candidate], module: str | None) -> None:
-    """Each plan at each depth, then 8-bit rows."""
+    """Measure each plan at each depth, then 8-bit rows."""
     lines, sizes = book.result["lines"], shape_of(name)
     top = {k: v for k, v in lines.get("ceilings", {}).items() if k in ("bytes", "flops")}
     runs = [(layers, plan, "auto") for layers in sizes.layers for plan in PLANS]
@@ -71,7 +71,7 @@ def engine_lines(book: Book, name: str, candidates: Sequence[Candidate], module:
 
 
 def machine_lines(book: Book, name: str, flags: str) -> None:
-    """Launches, by what may be in a command buffer."""
+    """Measure launches, by the kinds of operation allowed in command buffers."""
     for how, kinds in BUFFERS.items():
         env = (
             {} if kinds is None else {"XLA_FLAGS": f"{flags} --xla_gpu_enable_command_buffer={kinds}".strip()}
@@ -82,7 +82,7 @@ def machine_lines(book: Book, name: str, flags: str) -> None:
 
 
 def save(path: Path, sizes: Shape, candidates: Sequence[Candidate], result: dict) -> None:
-    """The result, who won and which goals were met, as JSON and as Markdown."""
+    """Write the result, the winners and the goals met, as JSON and as Markdown."""
     lines = result["lines"]
     result["winners"] = report.winners(lines, candidates)
     decode, keys = (f"{pair[0]} x {pair[1]}" for pair in (sizes.decodes[0], sizes.keys))
@@ -110,7 +110,7 @@ def main() -> int:
     command = " ".join(["python -m benchmarks.first_light", *sys.argv[1:]])
     head = {"command": command, "date": time.strftime("%Y-%m-%d"), "shape": args.shape}
     with tempfile.TemporaryDirectory() as folder:
-        # Each worker knows what others compiled. A CPU has threads for those that the interpreter makes wait.
+        # Workers share compiled programs. A CPU gets extra threads for those that the interpreter blocks.
         env = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
         env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")}
         env |= {"JAX_PLATFORMS": "cpu", "NPROC": "4"} if tiny else {}

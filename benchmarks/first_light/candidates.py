@@ -1,4 +1,4 @@
-"""What may be chosen, by kind of call; the first of a kind is the safe one, which the others must beat.
+"""The candidates by kind of call; the first of a kind is the safe one, which the others must beat.
 
 A module named by `--candidates` adds to them: it has `CANDIDATES`, and `register()` if their implementations
 have to be put into the tables of `kernels/*/api.py` first.
@@ -31,7 +31,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """As the table shows it."""
+        """The name in the table."""
         return f"{self.implementation}, page {self.page}"
 
 
@@ -54,7 +54,7 @@ HOPPER = (
     Candidate("keys", "xla"),
     Candidate("keys", "pallas_gpu"),
 )
-# What stands in for them on a CPU: that the benchmark runs.
+# Replacements on a CPU, only to see that the benchmark runs.
 HERE = (
     Candidate("decode", "xla"),
     Candidate("decode", "xla_one_turn"),
@@ -79,7 +79,7 @@ def of(shape: str, module: str | None) -> tuple[Candidate, ...]:
 
 @functools.cache
 def register(module: str | None) -> None:
-    """Put the implementations of candidates that are not the library's into its tables."""
+    """Register implementations of candidates from outside of the library in its tables."""
     from swiftkv_jax.kernels.common.dispatch import Implementation
     from swiftkv_jax.kernels.paged_attention import api, jax_nn, pallas_gpu
 

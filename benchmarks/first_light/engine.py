@@ -1,4 +1,5 @@
-"""The engine at a model's real shape, by the winners: reading prompts, then decoding them all together."""
+"""The engine at a model's real shape, with the winning kernels: prefill, then decoding of all prompts
+together."""
 
 import functools
 import gc
@@ -24,13 +25,14 @@ _WINNERS = "winners"  # the name of both together
 
 
 def plan_of(name: str, layers: int) -> skv.KVPlan:
-    """By name."""
+    """The plan of a name in `PLANS`."""
     share = PLANS[name]
     return skv.KVPlan.standard(layers) if share is None else skv.KVPlan.swiftkv(layers, layers // 2, share)
 
 
 def register_winners(decode: Candidate, chunk: Candidate) -> str:
-    """One name for paged attention that is `decode` for single queries and `chunk` for all others."""
+    """Register paged attention that runs `decode` for single queries and `chunk` for others; returns its
+    name."""
 
     def of(q) -> str:
         return (decode if q.shape[1] == 1 else chunk).implementation
@@ -46,7 +48,7 @@ def register_winners(decode: Candidate, chunk: Candidate) -> str:
 
 
 def set_block(queries: int) -> None:
-    """The most queries of a block of a prompt: there is no setting for it yet."""
+    """Set the most queries of a prompt's block, for which there is no setting yet."""
     cache.QUERY_BLOCK = queries
 
 
@@ -84,7 +86,7 @@ def measure(
         page_size=page,
         num_pages=(requests + 1) * (-(-(length + outputs) // page) + 1),
         cache_dtype=cache_dtype,
-        kernels="xla",  # where nothing is named: no check in the midst of this one
+        kernels="xla",  # for kernels that are not named, so that no check runs during this one
         attention=register_winners(*by),
         fill=fill if rows.has_fill else None,
     )
@@ -93,7 +95,7 @@ def measure(
     draw = np.random.default_rng(layers)
 
     def prompts(count: int) -> list[list[int]]:
-        """New ones: nothing of them is in the cache."""
+        """New prompts, of which nothing is in the cache."""
         return draw.integers(2, config.vocab_size, (count, length)).tolist()
 
     began = time.perf_counter()
@@ -113,7 +115,7 @@ def measure(
     began = time.perf_counter()
     timed(llm, some, outputs)
     yield {"first_decode_seconds": round(time.perf_counter() - began, 1)}
-    decoded = timed(llm, some, outputs)  # whose prompts, but their ends, are in the cache
+    decoded = timed(llm, some, outputs)  # except for their ends, these prompts are in the cache
     steps = max(1, llm.stats["decoded_steps"])
     step = llm.stats["decode_seconds"] / steps
     moved = read_once + requests * (length + outputs / 2) * llm.cache_bytes_per_token * layers / rows.num_rows

@@ -1,4 +1,4 @@
-"""Is a candidate right, and how fast: one layer's attention, and the fill, on ragged and on real sizes."""
+"""Correctness and speed of a candidate: one layer's attention, and the fill, on ragged and on real sizes."""
 
 import dataclasses
 import functools
@@ -28,7 +28,8 @@ from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
 
 
 def by_token(case: Attention, out) -> np.ndarray:
-    """What each new token of each sequence got, [Q, T, N, U] in float32, of any cut; others zero."""
+    """The output for each new token of each sequence, [Q, T, N, U] in float32, for any cut; zero
+    elsewhere."""
     sequence, place, position = map(np.array, case.blocks)
     out, live = np.asarray(out, np.float32), position >= 0
     got = np.zeros((len(case.sequences), case.tokens, *out.shape[2:]), np.float32)
@@ -38,7 +39,7 @@ def by_token(case: Attention, out) -> np.ndarray:
 
 
 def attention(sizes: Shape, candidate: Candidate, sequences, **more) -> Attention:
-    """Of the shape's model, cut as the candidate wants it."""
+    """An attention case of the shape's model, cut as the candidate asks."""
     config = sizes.config
     base: dict[str, Any] = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     stored = "float8_e4m3fn" if candidate.kind == "fp8 decode" else sizes.computed
@@ -48,7 +49,7 @@ def attention(sizes: Shape, candidate: Candidate, sequences, **more) -> Attentio
 
 
 def numerics(shape: str, candidate: dict, module: str | None) -> Iterator[dict]:
-    """`right`, and if not `why`."""
+    """Yields `right`, and if not `why`."""
     register(module)
     sizes, candidate_ = shape_of(shape), Candidate(**candidate)
     yield {"fill": _fill_is_right, "keys": _keys_are_right}.get(candidate_.kind, _attention_is_right)(
@@ -106,8 +107,8 @@ def _keys_are_right(sizes: Shape, candidate: Candidate) -> dict:
 
 
 def contest(shape: str, candidate: dict, module: str | None, folder: str, safe: bool) -> Iterator[dict]:
-    """By size: seconds, least bytes and FLOPs, and how far it is from the safe one, which leaves its own
-    result in `folder`."""
+    """For each size: seconds, least bytes and FLOPs, and the distance to the safe one's result, which that
+    leaves in `folder`."""
     register(module)
     sizes, candidate_ = shape_of(shape), Candidate(**candidate)
     if candidate_.kind == "fill":
@@ -139,7 +140,7 @@ def _time_attention(sizes: Shape, candidate: Candidate, folder: Path, safe: bool
 
 
 def _off(got: np.ndarray, path: Path, safe: bool) -> float | None:
-    """Distance from what the safe one found, relative to its largest number; None if it left nothing."""
+    """Distance to the safe one's result, relative to its largest number; None if there is none."""
     if safe:
         np.save(path, got)
     if not path.exists():
@@ -150,7 +151,7 @@ def _off(got: np.ndarray, path: Path, safe: bool) -> float | None:
 
 
 def _in_a_row(call: Callable, rows: int, args: tuple, arrays: dict) -> tuple[jax.Array, float]:
-    """(what the first gives, seconds of each) of calls one after the other on each row of the pool."""
+    """(the first result, seconds of each) of calls one after the other on each row of the pool."""
     run = in_a_row(call, rows)
     return run(*args, **arrays)[0], seconds_of(lambda: run(*args, **arrays)) / rows
 
@@ -174,7 +175,7 @@ def _time_fill(sizes: Shape, candidate: Candidate) -> Iterator[dict]:
 
 
 def _time_keys(sizes: Shape, candidate: Candidate) -> Iterator[dict]:
-    """And what the paged attention of that name takes with values in a pool of their own."""
+    """Time attention over keys alone, and paged attention of the same name with values in another pool."""
     count, length = sizes.keys
     case = _keys_case(sizes, candidate.page, (length,) * count)
     args, arrays = case.make()

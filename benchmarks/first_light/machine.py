@@ -1,4 +1,4 @@
-"""The machine itself: what it is, its ceilings, and what a launch and a turn of a loop cost."""
+"""The machine: its hardware, its peak rates, and the cost of a launch and of a loop iteration."""
 
 import functools
 import importlib.metadata
@@ -19,7 +19,7 @@ QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 
 
 def seconds_of(call: Callable) -> float:
-    """Median seconds of a call, of several in a row."""
+    """Median seconds of a call, from several in a row."""
     return medians([call])[0]
 
 
@@ -50,7 +50,7 @@ def hardware() -> Iterator[dict]:
 
 
 def ceilings(shape: str) -> Iterator[dict]:
-    """Bytes a second of a copy, read and written, and FLOP a second of a square matmul of random numbers."""
+    """Bytes per second of a copy, read and written, and FLOP/s of a square matmul of random numbers."""
     sizes = shape_of(shape)
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], sizes.copied, jnp.bfloat16)
@@ -62,8 +62,8 @@ def ceilings(shape: str) -> Iterator[dict]:
 
 
 def launches(count: int) -> Iterator[dict]:
-    """Microseconds of a call from the host, of one of `count` kernels in a program, and of a turn of a loop
-    whose length only the device knows, with 1 and with 8 kernels in it."""
+    """Microseconds of a call from the host, of one of `count` kernels in a program, and of an iteration of a
+    loop whose length only the device knows, with 1 and with 8 kernels in it."""
     x = jnp.zeros(1024)
 
     def kernels(x, count):

@@ -1,4 +1,4 @@
-"""Who won, what goals were met, and the table."""
+"""The winners, the goals met, and the table."""
 
 from collections.abc import Sequence
 
@@ -16,13 +16,13 @@ def line_of(task: str, candidate: Candidate) -> str:
 
 
 def is_right(lines: dict, candidate: Candidate) -> bool:
-    """Whether its numbers were checked, and right."""
+    """Whether a candidate's numbers were checked and right."""
     return lines.get(line_of("numerics", candidate), {}).get("right") is True
 
 
 def ratio(lines: dict, candidate: Candidate, safe: Candidate) -> float | None:
-    """Its time over the safe one's, the geometric mean over all sizes; None where it must not be chosen:
-    unless it is right, was timed at every size, and is ahead at each."""
+    """A candidate's time over the safe one's, as the geometric mean over all sizes. None if it must not be
+    chosen: it is not right, was not timed at every size, or is not ahead at each."""
     mine, its = (lines.get(line_of("contest", c), {}) for c in (candidate, safe))
     if not is_right(lines, candidate) or mine.get("status") != "done" or its.get("status") != "done":
         return None
@@ -42,7 +42,7 @@ def winner(lines: dict, candidates: Sequence[Candidate], kind: str, page: int | 
 
 
 def best_seconds(lines: dict, candidates: Sequence[Candidate], kind: str, name: str) -> float | None:
-    """The least of what the right ones of a kind took at a size."""
+    """The least seconds of the right candidates of a kind at a size."""
     found = [
         value["seconds"] if isinstance(value, dict) else value
         for c in candidates
@@ -55,7 +55,7 @@ def best_seconds(lines: dict, candidates: Sequence[Candidate], kind: str, name: 
 def goals(
     lines: dict, candidates: Sequence[Candidate], layers: Sequence[int], decode: str, keys: str
 ) -> dict:
-    """What was to be reached, and what was; None where there is no number. Of the deepest model measured."""
+    """The goals and the values reached, for the deepest model measured; None if there is no number."""
     top = lines.get("ceilings", {})
     rates = [
         value["bytes"] / value["seconds"]
@@ -80,7 +80,7 @@ def goals(
 
 
 def said(task: str, top: dict, kind: str = ""):
-    """What words a result of a task for the screen."""
+    """A function that formats a result of a task for the screen."""
 
     def numerics(found: dict) -> str:
         how = f"error {found['error']:.1e}" if found["error"] is not None else "no number"
@@ -124,7 +124,7 @@ def _timed(value: dict, top: dict, kind: str) -> str:
 
 
 def markdown(result: dict) -> str:
-    """All lines, the winners and the goals."""
+    """All lines, the winners and the goals, as Markdown."""
     lines, top = result["lines"], result["lines"].get("ceilings", {})
     where = lines.get("hardware", {})
     versions = ", ".join(f"{name} {version}" for name, version in where.get("versions", {}).items())
@@ -158,5 +158,5 @@ def _unfinished(found: dict, top: dict, kind: str) -> str:
 
 
 def winners(lines: dict, candidates: Sequence[Candidate]) -> dict[str, str]:
-    """Names by kind."""
+    """Kind of call -> the winner's name."""
     return {k: winner(lines, candidates, k).name for k in KINDS if any(c.kind == k for c in candidates)}

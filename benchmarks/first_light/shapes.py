@@ -10,7 +10,7 @@ _LLAMA_8B = Path(__file__).parents[2] / "configs" / "architectures" / "llama8b.j
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is timed.
+    """The sizes to check and to time.
 
     Attributes:
       config: of the model. computed: dtype of activations.
@@ -46,7 +46,7 @@ class Shape:
 
 
 def shape(name: str) -> Shape:
-    """By name."""
+    """The shape of this name."""
     if name == "tiny":
         sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 4}
         return Shape(

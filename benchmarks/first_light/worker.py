@@ -1,4 +1,4 @@
-"""The process that measures."""
+"""The measuring process."""
 
 from benchmarks.first_light import engine, kernels, machine
 from swiftkv_jax.kernels.check.supervisor import answer_tasks

@@ -2,6 +2,6 @@
 
     python -m benchmarks.serving [fixed] [sharegpt] [rates] [budgets]
 
-`timeline` defines every number, `client` sends requests, `workloads` makes them, `servers` starts what is
-compared, `report` writes what was found.
+`timeline` defines every number, `client` sends requests, `workloads` makes them, `servers` starts the servers
+to compare, `report` writes the results.
 """

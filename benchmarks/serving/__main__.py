@@ -67,7 +67,7 @@ def checked(argv: list[str] | None) -> argparse.Namespace:
     """The arguments, with what is derived from them: goals, percentiles, wanted rates, systems.
 
     Raises:
-      UsageError: any of them makes no sense.
+      UsageError: an argument is invalid.
     """
     args = parser().parse_args(argv)
     args.workloads = args.workloads or ["fixed"]
@@ -135,7 +135,7 @@ def _goal(text: str) -> tuple[str, float]:
 
 
 def _rate(text: str) -> tuple[float, bool]:
-    """(a number, whether it counts in what the first system can take)."""
+    """(a number, whether its unit is the rate that the first system can sustain)."""
     value = _number("rates", text.removesuffix("x"))
     _above("rates", value, 0, inclusive=False)
     return value, text.endswith("x")
@@ -150,7 +150,7 @@ def _percentiles(text: str) -> list[float]:
 
 
 def run(args: argparse.Namespace, say) -> tuple[list[dict], dict]:
-    """All workloads: the runs, and what the report says about them."""
+    """Run all workloads; returns the runs, and the settings for the report."""
     folder = Path(args.model)
     if not (folder / "config.json").is_file():
         raise UsageError(f"--model {folder} is no model's folder: it has no config.json")
@@ -191,7 +191,8 @@ def _even(args, config: ModelConfig, workload: str, about: dict, say) -> list[di
 
 
 def _budgets(args, config: ModelConfig, about: dict, say) -> list[dict]:
-    """Servers of their own for every budget; a system is left out where its cache would be too small."""
+    """The budget workload, with separate servers for every budget; systems with too small a cache are left
+    out."""
     systems, runs = args.systems or list(SYSTEMS), []
     point, context = bench.load(args, config)
     for share in args.budgets:

@@ -1,4 +1,5 @@
-"""Points to measure, and rounds that measure them: all systems in turn, each round beginning with another."""
+"""Points to measure, and the rounds that measure them: all systems in turn, each round begins with
+another."""
 
 import contextlib
 import dataclasses
@@ -32,14 +33,14 @@ class Point:
 class Fleet:
     """The servers of one workload, started when they are first asked for. Used in a `with` block.
 
-    With `alone` only one runs at a time: where a device's memory holds one model.
+    With `alone` only one runs at a time, for devices whose memory holds only one model.
     """
 
     def __init__(self, args, flags: dict[str, list[str]], say):
-        """`flags`: of each system's process; none for servers that run elsewhere."""
+        """`flags`: for each system's process; empty for servers that run elsewhere."""
         self._args, self._flags, self._say = args, flags, say
         self._running: dict[str, Server] = {}
-        self.told: dict[str, dict] = {}  # what each server that ran said of itself
+        self.told: dict[str, dict] = {}  # the description that each server gave of itself
         self._warm: set[tuple[str, str]] = set()
         self._stack = contextlib.ExitStack()
 
@@ -74,7 +75,7 @@ class Fleet:
 
 
 def measure(args, fleet: Fleet, workload: str, points: Sequence[Point], systems: Sequence[str], say) -> list:
-    """All runs of some points: vLLM's keys, and which workload, point, system and round it was."""
+    """All runs of some points: vLLM's keys, plus the workload, point, system and round."""
     runs = []
     for number in range(args.rounds):
         order = in_turn(systems, number)
@@ -90,7 +91,7 @@ def measure(args, fleet: Fleet, workload: str, points: Sequence[Point], systems:
 
 
 def one_run(args, server: Server, point: Point, seed: int) -> dict:
-    """One run of one point on one server. The same seed asks the same of every server."""
+    """One run of one point on one server. The same seed sends the same requests to every server."""
     asks = point.asks(seed)
     delays = arrivals(len(asks), point.rate, args.burstiness, seed)
     before, date = server.compilations(), time.strftime("%Y%m%d-%H%M%S")
@@ -150,7 +151,7 @@ def sharegpt(args, config: ModelConfig) -> tuple[list[Point], int]:
                 if not chosen:
                     raise UsageError(f"{args.dataset} has no request of ratio {ratio:g} that fits {context}")
                 return chosen
-            # What is drawn must fit once it is divided; rounding up may add a token on each side.
+            # Lengths must fit after the division; rounding up may add a token on each side.
             room = int(scale * (context - 2))
             lengths = workloads.like_sharegpt(args.num_prompts, ratio, room, seed)
             small = [(workloads.scaled(n, scale), workloads.scaled(m, scale)) for n, m in lengths]
@@ -170,7 +171,7 @@ def load(args, config: ModelConfig) -> tuple[Point, int]:
 
 
 def rates(point: Point, wanted: Sequence[tuple[float, bool]], saturation: float) -> list[Point]:
-    """The point at rates a second; those marked are in units of what the first system could take."""
+    """The point at several request rates; marked ones are in units of the first system's saturation rate."""
     values = [value * saturation if relative else value for value, relative in wanted]
     return [dataclasses.replace(point, name=f"{rate:.4g}", rate=rate) for rate in values]
 

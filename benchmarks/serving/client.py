@@ -38,13 +38,13 @@ class Failed(Exception):
 
 
 class Events:
-    """Server-sent events out of bytes that may be cut anywhere; comments are left out."""
+    """Parser of server-sent events from bytes that may be cut anywhere; comments are dropped."""
 
     def __init__(self):
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of every event that is whole by now."""
+        """The data of every event completed by these bytes."""
         *whole, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         lines = [line for event in whole for line in event.split(b"\n")]
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
@@ -72,7 +72,7 @@ async def _run(target, asks, delays, most) -> tuple[list[Timeline], float]:
 
 
 async def send(target: Target, ask: Ask, due: float) -> Timeline:
-    """One request; whatever goes wrong is its timeline's error."""
+    """Send one request; any failure becomes its timeline's error."""
     sent, moments = time.perf_counter(), []
     usage: dict[str, int] = {}
     error = ""
@@ -91,7 +91,7 @@ async def send(target: Target, ask: Ask, due: float) -> Timeline:
         AttributeError,
         h11.ProtocolError,
     ) as failure:
-        error = f"{type(failure).__name__}: {failure}"  # what came is not what a server of this API sends
+        error = f"{type(failure).__name__}: {failure}"  # the answer does not follow this API
     return Timeline(
         due=due,
         sent=sent,
@@ -103,7 +103,7 @@ async def send(target: Target, ask: Ask, due: float) -> Timeline:
 
 
 def body(target: Target, ask: Ask) -> dict:
-    """What `vllm bench serve --ignore-eos --temperature 0` sends to /v1/completions, the prompt as ids."""
+    """The request that `vllm bench serve --ignore-eos --temperature 0` sends, with the prompt as ids."""
     return {
         "model": target.model,
         "prompt": list(ask.prompt),
@@ -119,7 +119,7 @@ def body(target: Target, ask: Ask) -> dict:
 
 
 async def _stream(target: Target, ask: Ask, moments: list[float], usage: dict[str, int]) -> None:
-    """Fill in the moments of events with choices, and what the server counted, as they come."""
+    """Fill in the moments of events with choices, and the server's token counts, as they arrive."""
     where = urlsplit(target.url)
     tls = ssl.create_default_context() if where.scheme == "https" else None
     port = where.port or (443 if tls else 80)
@@ -142,10 +142,10 @@ async def _stream(target: Target, ask: Ask, moments: list[float], usage: dict[st
 
 
 async def receive(connection: h11.Connection, reader, moments: list[float], usage: dict[str, int]) -> None:
-    """To the end of the stream.
+    """Read to the end of the stream.
 
     Raises:
-      Failed: the server refused, reported an error, or left off before `[DONE]`.
+      Failed: the server refused, reported an error, or stopped before `[DONE]`.
     """
     status, events, refusal, now = 0, Events(), b"", time.perf_counter()
     while True:

@@ -1,4 +1,4 @@
-"""What the runs say: medians over the rounds, beside the first system; as Markdown and as plots."""
+"""The report of the runs: medians over the rounds, beside the first system, as Markdown and as plots."""
 
 import statistics
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def _row(runs: list[dict], bases: dict[int, dict], percentile: float) -> dict:
 
 
 def markdown(settings: dict, found: dict) -> str:
-    """The report."""
+    """The report as Markdown."""
     machine, tail = settings["machine"], f"p{settings['percentile']:g}"
     where = "{device}, jax {jax}, {date}".format(**machine) if machine else "servers that ran already"
     lines = [f"`{settings['command']}`: {where}\n"]
@@ -89,7 +89,7 @@ def _cells(name: str, row: dict) -> list[str]:
 
 
 def plots(found: dict, folder: Path) -> list[Path]:
-    """A file for every workload."""
+    """Write one plot for every workload."""
     folder.mkdir(parents=True, exist_ok=True)
     out = []
     for workload, points in found.items():
@@ -106,13 +106,13 @@ def plots(found: dict, folder: Path) -> list[Path]:
 
 
 def _colours(points: dict) -> dict[str, str]:
-    """The same for a system in every plot, whichever others it is beside."""
+    """System -> its colour, the same in every plot."""
     names = list(dict.fromkeys([*SYSTEMS, *(name for systems in points.values() for name in systems)]))
     return {name: f"C{number % 10}" for number, name in enumerate(names)}
 
 
 def _lines(points: dict, path: Path) -> None:
-    """Latency over the rate of arrival; where all arrive at once there is no rate to draw."""
+    """Plot latency over the request rate; nothing is drawn if all requests arrive at once."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -23,7 +23,7 @@ _START_S = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A server that is ready. `told`: what the process said of itself, nothing for one that was found."""
+    """A server that is ready. `told`: the process's description of itself, empty for an existing server."""
 
     name: str
     target: Target
@@ -40,7 +40,7 @@ class Server:
 
 
 def found(name: str, url: str) -> Server:
-    """A server somebody else runs.
+    """An existing server that runs elsewhere.
 
     Raises:
       UsageError: it does not answer, or lists no model.
@@ -55,10 +55,10 @@ def found(name: str, url: str) -> Server:
 
 @contextlib.contextmanager
 def started(name: str, flags: list[str], say) -> Iterator[Server]:
-    """A server of ours in a process of its own, ready; stopped at the end.
+    """Start one of our servers in another process and wait until it is ready; it is stopped at the end.
 
     Raises:
-      UsageError: it ended before it was ready; with its last words.
+      UsageError: it ended before it was ready; the message has its last output.
     """
     command = [sys.executable, "-m", "benchmarks.serving.system", "--system", name, *flags]
     with tempfile.TemporaryFile("w+") as log:

@@ -1,9 +1,9 @@
-"""One server of one way to cache, on the teacher's weights, without distilling: a process of its own.
+"""A server process for one caching scheme, on the teacher's weights, without distillation.
 
     python -m benchmarks.serving.system --system swiftkv --model demo/teacher
 
-Speed is that of a distilled student; its texts are not. A line of JSON on stdout says where it listens and
-what it runs; then it serves until SIGTERM. Prefixes are not shared: every prompt token is paid for.
+Its speed is that of a distilled student, but not its texts. A line of JSON on stdout says where it listens
+and what it runs; then it serves until SIGTERM. Prefixes are not shared, so every prompt token is computed.
 """
 
 import argparse

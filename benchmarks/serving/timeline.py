@@ -1,4 +1,4 @@
-"""What a request's timeline says, and all of a run's together: the definitions of `vllm bench serve`.
+"""Metrics of a request's timeline, and of all those of a run, by the definitions of `vllm bench serve`.
 
 An event is a server-sent event with choices; it may hold several tokens, and the first one counts as the
 first token whatever its text is.
@@ -9,9 +9,9 @@ first token whatever its text is.
   TPOT   (E2EL - TTFT) / (output tokens - 1); none where there is one token
   queue  sending - arrival: waiting for the client's own `max_concurrency`; in no other number
 
-Latencies are those of completed requests alone, so failed ones are counted and shown beside them: a server
-that drops the slow ones would look faster. Unlike vLLM's client, ours also fails a request whose stream
-breaks off, reports an error, or has another number of tokens than was asked for.
+Latencies are those of completed requests only. Since a server that drops slow requests would look faster,
+failed ones are counted and shown beside them. Unlike vLLM's client, ours also fails a request whose stream
+breaks off, reports an error, or has a different number of tokens than was asked for.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Timeline:
 
     @property
     def tpot(self) -> float:
-        """0 where there is no second token."""
+        """Time per output token; 0 if there is no second token."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
     @property
@@ -64,9 +64,9 @@ class Timeline:
 def arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
     """Seconds from the start at which `count` requests arrive, `rate` a second.
 
-    Gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is
-    even, infinity has equal gaps. They are scaled so that the last request arrives at count / rate exactly,
-    whatever the seed. At an infinite rate all arrive at 0.
+    Gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, smaller values come in bursts,
+    larger ones are more even, infinity has equal gaps. They are scaled so that the last request arrives
+    exactly at count / rate, whatever the seed. At an infinite rate all arrive at 0.
     """
     if np.isinf(rate):
         return [0.0] * count
@@ -119,7 +119,7 @@ def summary(
 
 
 def _statistics(name: str, seconds: list[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Zeros when there is nothing to count, as vLLM has it."""
+    """vLLM's statistics of some seconds; zeros if there are none."""
     ms = 1e3 * np.asarray(seconds or [0.0])
     out = {f"mean_{name}_ms": np.mean(ms), f"median_{name}_ms": np.median(ms), f"std_{name}_ms": np.std(ms)}
     out |= {f"p{p:g}_{name}_ms": np.percentile(ms, p) for p in percentiles}
@@ -146,7 +146,8 @@ def _is_good(t: Timeline, goals: Mapping[str, float]) -> bool:
 
 
 def _busiest_second(done: Sequence[Timeline]) -> float:
-    """Most tokens of one second, of those that begin with the first sending; an event's share is the mean."""
+    """Most tokens in one second, counted from the first sending; an event counts the mean tokens per
+    event."""
     if not done:
         return 0.0
     first = min(t.sent for t in done)
@@ -156,6 +157,6 @@ def _busiest_second(done: Sequence[Timeline]) -> float:
 
 
 def _most_at_once(done: Sequence[Timeline]) -> int:
-    """One that ends as another begins does not meet it."""
+    """Most requests at the same time; one that ends as another begins does not overlap it."""
     changes = sorted([(t.sent, 1) for t in done] + [(t.sent + t.latency, -1) for t in done])
     return int(max(np.cumsum([change for _, change in changes]), default=0))

@@ -1,4 +1,4 @@
-"""What is asked: fixed lengths, and lengths shaped like ShareGPT's or taken from a file of it."""
+"""Workloads: fixed lengths, and lengths distributed like ShareGPT's or taken from a ShareGPT file."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def scaled(tokens: float, scale: float) -> int:
 
 
 def asks(lengths: Sequence[Lengths], vocab: int, seed: int) -> list[Ask]:
-    """Random prompts of these lengths: no two begin alike, so no cache of prefixes helps anyone."""
+    """Random prompts of these lengths; no two begin alike, so that prefix caches do not help."""
     random = np.random.default_rng(seed)
     return [Ask(tuple(random.integers(2, vocab, n).tolist()), outputs) for n, outputs in lengths]
 
@@ -35,7 +35,7 @@ def like_sharegpt(count: int, ratio: float, context: int, seed: int) -> list[Len
     """`count` pairs of lengths, log-normal in and out, that fit a context and have in >= ratio * out.
 
     Raises:
-      UsageError: hardly any such pair exists.
+      UsageError: such pairs are too rare.
     """
     random = np.random.default_rng(seed)
     spreads = np.asarray(SHAREGPT["spreads"])
@@ -58,7 +58,7 @@ def from_file(path: Path, tokenizer, ratio: float, context: int, seed: int) -> I
     The file is a list of {"conversations": [{"value": question}, {"value": answer}, ...]}.
 
     Raises:
-      UsageError: the file cannot be read, or is no such list.
+      UsageError: the file cannot be read, or is not such a list.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ def from_file(path: Path, tokenizer, ratio: float, context: int, seed: int) -> I
 
 
 def _fits(n, m, ratio: float, context: int):
-    """Whether n tokens in and m out are kept; for arrays, of each."""
+    """Whether to keep n tokens in and m out; elementwise for arrays."""
     return (n >= _LEAST) & (m >= _LEAST) & (n + m <= context) & (n >= ratio * m)
 
 

@@ -1,7 +1,7 @@
 """cuDNN's flash attention of packed rows, for Hopper.
 
-Not compiled and never run: cuDNN needs its GPU even for that. It is chosen by name only. JAX's public door,
-`jax.nn.dot_product_attention`, knows no segments; this is the one behind it.
+Not compiled and never run: cuDNN needs a GPU even for compilation. It is chosen by name only. JAX's public
+`jax.nn.dot_product_attention` does not support segments, so this calls the function below it.
 """
 
 import importlib
@@ -15,12 +15,12 @@ from swiftkv_jax.kernels.causal_attention.segments import numbered, starts
 from swiftkv_jax.kernels.causal_attention.shards import Shards
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
-_TOKENS = 64  # of a segment on average, at least: room for sums is made for each that a row may have
-_FEWEST = 32  # segments that any row may have
+_TOKENS = 64  # least mean tokens of a segment, which bounds the segments of a row
+_FEWEST = 32  # segments that any row may have, at least
 
 
 def refuses(q, k, v, segments, window, *, scale, shards: Shards, here: bool = True) -> str:
-    """What of a call is not supported, or ""; `here`: on this machine."""
+    """Name the unsupported part of a call, or return "". `here`: also check this machine."""
     try:
         module = _module()
     except ImportError:
@@ -41,8 +41,8 @@ def refuses(q, k, v, segments, window, *, scale, shards: Shards, here: bool = Tr
 def causal_attention(q, k, v, segments, window, *, scale, shards: Shards, attend=None):
     """As `api.causal_attention`; NaN in a row of more than one segment in 64 tokens, 32 at least.
 
-    cuDNN is told the most segments of a row when the program is made, and would drop the rest in silence.
-    `attend` stands in for it, see `stand_in.py`.
+    cuDNN must know the most segments of a row at compile time, and would silently drop the rest. `attend`
+    replaces it, see `stand_in.py`.
     """
     cut, attend = shards.of(q.shape[0], q.shape[1], k.shape[2]), attend or _by_cudnn
     return cut.run(lambda _, *arrays: _of_device(attend, scale, *arrays), q, k, v, segments)
@@ -76,10 +76,10 @@ def _by_cudnn(q, k, v, lengths, offsets, scale):
 
 
 def packed(segments: Int[Array, "B T"], most: int) -> tuple[Int[Array, "B M"], Int[Array, "B M1"]]:
-    """Lengths of each row's segments, and where they begin; -1 for one that is not there.
+    """(lengths of each row's segments, their first tokens); -1 for a segment that does not exist.
 
-    Padding is a segment too: every token has one, so cuDNN writes every row of its output. It takes one
-    offset more than lengths, which is always -1 here: JAX fills in the end of the last.
+    Padding is a segment too. Every token has one, so cuDNN writes every row of its output. There is one more
+    offset than lengths; it is always -1 here, since JAX fills in the end of the last segment.
     """
     places = jnp.arange(segments.shape[1], dtype=jnp.int32)
     run = numbered(segments)

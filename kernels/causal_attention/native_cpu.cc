@@ -1,9 +1,9 @@
-// Causal attention of whole sequences on CPUs and its gradients, handlers of XLA's foreign function interface:
-// `native_cpu.py`.
+// Causal attention of whole sequences on CPUs, with gradients, as handlers of XLA's foreign function interface;
+// see `native_cpu.py`.
 //
 // Query t of a sequence sees the keys [first[t], t]. Forward, a piece of work is BLOCK tokens with the query
-// heads of one kv head. Backward, it is a sequence with those heads: its keys come a tile at a time, and what
-// each query has of a tile is made again from the logarithm of its sum (arXiv 2205.14135, appendix B.2).
+// heads of one kv head. Backward, it is a sequence with those heads: its keys come a tile at a time, and the
+// weights of a tile are recomputed from the logarithm of each query's sum (arXiv 2205.14135, appendix B.2).
 
 #include "native_tile.h"
 
@@ -33,7 +33,7 @@ Call of(const F32& q, const F32& k, const F32& v, const S32& first, double scale
           v.typed_data(), nullptr, nullptr, nullptr, first.typed_data()};
 }
 
-// Points the scratch at keys and values [start, start + TILE), zeros after the last.
+// Points the scratch at keys and values [start, start + TILE), with zeros after the last.
 void read(const Call& c, Scratch& s, int64_t sequence, int64_t head, int64_t start) {
   for (int t = 0; t < TILE; ++t) {
     const bool real = start + t < c.tokens;
@@ -69,8 +69,8 @@ void forward(const Call& c, Scratch& s, int64_t sequence, int64_t head, int64_t 
   }
 }
 
-// A scratch, and for the rows of a whole sequence: gradients that are given (of the outputs) and found (of the
-// queries), and each row's sum of output times gradient.
+// A scratch, and for the rows of a whole sequence: the gradients of the outputs (input) and of the queries
+// (result), and each row's sum of output times gradient.
 struct Back : Scratch {
   Back(int64_t rows, int64_t width, int64_t value)
       : Scratch(rows, width, value),
@@ -89,7 +89,7 @@ struct Back : Scratch {
   float *given, *dq, *delta, *sums, *of_values, *dk, *dv, *weights, *slopes;
 };
 
-// Scores and products with the gradients of one row become weights and the gradients of scores.
+// Turns one row's scores, and its values' products with the gradients, into weights and gradients of the scores.
 inline void slope(float* weights, float* slopes, int from, int to, float sum, float delta) {
   const Ints lane = bits<Ints>(IOTA);
   for (int t = 0; t < TILE; t += LANES) {
@@ -178,7 +178,7 @@ ffi::Error causal_attention(ffi::ThreadPool pool, F32 q, F32 k, F32 v, S32 first
   return ffi::Error::Success();
 }
 
-// The same, the forward results and the gradient of the outputs -> those of q, k and v.
+// The same, with the forward results and the gradient of the outputs -> the gradients of q, k and v.
 ffi::Error causal_attention_backward(ffi::ThreadPool pool, F32 q, F32 k, F32 v, S32 first, F32 out, F32 sums,
                                      F32 given, double scale, ffi::Result<F32> dq, ffi::Result<F32> dk,
                                      ffi::Result<F32> dv) {

@@ -14,7 +14,7 @@ _FORWARD, _BACKWARD = "swiftkv_causal_attention", "swiftkv_causal_attention_back
 
 
 def refuses(*_, **__) -> str:
-    """What of a call is not supported, or ""."""
+    """Name the unsupported part of a call, or return ""."""
     return native.refuses(_SOURCE, CausalAttention=_FORWARD, CausalAttentionBackward=_BACKWARD)
 
 

@@ -1,4 +1,4 @@
-"""A kernel that the compiler cannot cut up, run on each device's own part of a call."""
+"""Kernels that the compiler cannot partition, run on each device's own part of a call."""
 
 import dataclasses
 import math
@@ -9,10 +9,11 @@ from jax.sharding import PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """The mesh axes that a call is cut over; of none, or of none that divide, an axis stays whole.
+    """The mesh axes that a call is sharded over. An array axis without mesh axes that divide it stays whole.
 
     Attributes:
-      rows: of B. tokens: of T, of the queries alone: every device has all keys of its rows. heads: of K.
+      rows: mesh axes of B. tokens: of T, for queries only: every device has all keys of its rows. heads: of
+        K.
     """
 
     rows: tuple[str, ...] = ()
@@ -20,7 +21,7 @@ class Shards:
     heads: tuple[str, ...] = ()
 
     def of(self, rows: int, tokens: int, heads: int) -> "Shards":
-        """Those of them that are on the mesh of `jax.set_mesh` and divide a call of these sizes."""
+        """The axes that are on the mesh of `jax.set_mesh` and divide a call of these sizes."""
         mesh = jax.sharding.get_abstract_mesh()
         sizes = {} if mesh.empty else mesh.shape
 
@@ -31,13 +32,14 @@ class Shards:
         return Shards(fit(self.rows, rows), fit(self.tokens, tokens), fit(self.heads, heads))
 
     def count(self, names: tuple[str, ...]) -> int:
-        """Parts that these axes cut something into."""
+        """Number of parts that these axes give."""
         return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
 
     def run(self, function, q, k, v, segments, extra=None, extra_spec=None):
         """`function(extra, q, k, v, query segments, key segments)` on each device's part: [B, T, N, U].
 
-        N is cut like K: the heads of a group are neighbours. `extra` is a tree, `extra_spec` where it lies.
+        N is sharded like K, since the heads of a group are neighbours. `extra` is a tree with the partition
+        specs `extra_spec`.
         """
         if not (self.rows or self.tokens or self.heads):
             return function(extra, q, k, v, segments, segments)

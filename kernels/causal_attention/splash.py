@@ -16,12 +16,12 @@ from swiftkv_jax.kernels.common.dispatch import divisor
 _MODULE = "jax.experimental.pallas.ops.tpu.splash_attention"
 _LANES = 128
 _QUERIES, _KEYS, _KEYS_AT_ONCE = 1024, 2048, 512  # of a block: chosen for v5p, whose 128 MiB hold them
-# Blocks of keys up to which one kernel makes all gradients: it writes the queries' once for each of them.
+# Up to this many blocks of keys one kernel makes all gradients; it writes the queries' once for each block.
 _FUSED = 8
 
 
 def refuses(q, k, v, segments, window, *, scale, shards: Shards, interpret=False) -> str:
-    """What of a call is not supported, or ""."""
+    """Name the unsupported part of a call, or return ""."""
     if not _there():
         return f"this JAX: it has no {_MODULE}"
     if not isinstance(window, int):
@@ -61,7 +61,8 @@ def _of_device(kernel, q, k, v, own, all_):
 
 
 def _kernel(tokens: int, pieces: int, group: int, window: int, interpret: bool):
-    """Of `tokens` keys, with the blocks to skip found for each of `pieces` equal parts of the queries."""
+    """The kernel for `tokens` keys; the blocks to skip are found for each of `pieces` equal parts of the
+    queries."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     shape = (tokens, tokens)
@@ -98,5 +99,5 @@ def _block(tokens: int, most: int) -> int:
 def _there() -> bool:
     try:
         return importlib.util.find_spec(_MODULE) is not None
-    except ModuleNotFoundError:  # a folder above it is gone
+    except ModuleNotFoundError:  # a parent package is missing
         return False

@@ -1,8 +1,8 @@
-"""What stands in for cuDNN where a step is compiled to be counted, without the GPU that cuDNN needs.
+"""A stand-in for cuDNN, to compile a step and count its costs without the GPU that cuDNN needs.
 
-It computes nothing of use. Forward it reads q, k and v and writes an output and a float32 number for each
+Its results are meaningless. Forward it reads q, k and v and writes an output and a float32 number for each
 query and head; backward it reads all of these and the output's gradient, and writes three gradients: the
-arrays that a flash attention moves. Barriers keep the compiler from moving it into its neighbours.
+arrays that a flash attention moves. Barriers keep the compiler from fusing it with its neighbours.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from swiftkv_jax.kernels.common.dispatch import Implementation
 
 @contextlib.contextmanager
 def for_cudnn() -> Iterator[None]:
-    """Inside it, "cudnn" compiles for any chip; nothing that was compiled may be run."""
+    """Context in which "cudnn" compiles for any chip; the compiled programs must not be run."""
     real = CAUSAL_ATTENTION["cudnn"]
     run = partial(cudnn.causal_attention, attend=lambda q, k, v, *_: _attend(q, k, v))
     CAUSAL_ATTENTION["cudnn"] = Implementation(run, partial(cudnn.refuses, here=False))

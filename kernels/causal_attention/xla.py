@@ -24,8 +24,8 @@ def causal_attention(q, k, v, segments, window, *, scale, shards=None, bias=None
 
     if length <= _BLOCK:
         return one(0, q, k, v)
-    # A few spans written out, so that early queries skip late keys; inside one, a loop over blocks, whose
-    # scores are made again in the backward pass: one block's exist at a time.
+    # A few unrolled spans, so that early queries skip late keys. Inside a span a loop runs over blocks, whose
+    # scores are recomputed in the backward pass, so that only one block's exist at a time.
     size = _BLOCK * -(-length // (_SPANS * _BLOCK))
     checkpointed = jax.checkpoint(one, prevent_cse=False)
     spans = []
@@ -49,8 +49,8 @@ def _attention(q, k, v, mask, scale, bias):
     bias: [N, T, S] of the scores, or None.
     """
     (length, heads), groups = q.shape[-3:-1], q.shape[-2] // k.shape[-2]
-    # Heads outermost and a group's queries in one matrix: both products are plain ones, whose operands no
-    # compiler needs to transpose.
+    # Heads outermost and a group's queries in one matrix: both products are plain matmuls, and no operand
+    # needs a transpose.
     q, k, v = (jnp.moveaxis(x, -2, -3) for x in (q, k, v))
     q = q.reshape(*k.shape[:-2], groups * length, q.shape[-1])
     scores = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32) * scale

@@ -1,6 +1,6 @@
-"""The process that checks: `python -m swiftkv_jax.kernels.check`. It takes one device, and little of it.
+"""The checking process: `python -m swiftkv_jax.kernels.check`. It takes one device, and little of its memory.
 
-Nothing of its environment is anybody else's: it may be set here.
+The environment is this process's own, so it may be changed here.
 """
 
 import os
@@ -13,10 +13,10 @@ from swiftkv_jax.kernels.check.supervisor import answer_tasks
 
 
 def main(folder: str, platform: str) -> None:
-    """One GPU of those it may use, and of that what it needs; one chip of a TPU, without its other hosts.
+    """Use one of the permitted GPUs and only the memory it needs, or one TPU chip without other hosts.
 
-    `folder` keeps what one process compiled for the next, if this one dies. Without a device of `platform`
-    it ends at once: what another one finds says nothing.
+    `folder` caches compiled programs for the next process, if this one dies. Without a device of `platform`
+    the process ends at once, since results of another platform would be meaningless.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]

@@ -1,4 +1,5 @@
-"""The kinds of call that an engine makes, who may answer them, and what a candidate must show for each."""
+"""The kinds of call that an engine makes, the candidate implementations, and the checks that they must
+pass."""
 
 import dataclasses
 import functools
@@ -34,9 +35,8 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
     "page_write": PAGE_WRITE,
     "causal_attention": CAUSAL_ATTENTION,
 }
-# By platform and kind of call; the first is the safe one: XLA's, on GPUs and TPUs without a loop of unknown
-# length.
-# Of a kind that is not here, the platform's choice is the only one.
+# By platform and kind of call. The first is the safe one: XLA's, on GPUs and TPUs without a loop of unknown
+# length. For kinds that are not listed, the platform's choice is the only candidate.
 CANDIDATES = {
     "gpu": {
         "decode": ("xla_one_turn", "pallas_gpu"),
@@ -98,7 +98,7 @@ class Call:
 
     @property
     def preferred(self) -> str:
-        """What runs without a name: the platform's choice, and no fused fill."""
+        """The implementation that runs if none is named: the platform's choice, and no fused fill."""
         if self.kind == "fill":
             return UNFUSED
         if self.kind == "write":
@@ -124,11 +124,11 @@ class Call:
 
     @property
     def numbers(self) -> int:
-        """Stored of a token."""
+        """Numbers stored for a token."""
         return self.row or 2 * self.kv_heads * self.width
 
     def known(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of `names` that the operation has."""
+        """The `names` that are implementations of the operation."""
         return tuple(name for name in names if name in TABLES[self.operation])
 
 
@@ -137,8 +137,8 @@ class Timed:
     """A call of one size, to be timed.
 
     Attributes:
-      name: of the size. by: implementation -> a function that makes the call `count` times in a row; what it
-        returns begins with what the first gives, if that is to be compared.
+      name: of the size. by: implementation -> a function that makes the call `count` times in a row; its
+        result begins with that of the first call, if results are to be compared.
     """
 
     name: str
@@ -148,10 +148,10 @@ class Timed:
 
 
 def examine(call: dict, name: str, beside: str, module: str | None) -> Iterator[dict]:
-    """Whether an implementation is right, and if so its seconds at each size beside those of another one.
+    """Check whether an implementation is right, and if so time it at each size beside another one.
 
     Args:
-      call: the fields of a `Call`. beside: the other's name; the same: it is timed alone.
+      call: the fields of a `Call`. beside: the other's name; if it is `name`, it is timed alone.
       module: imported first; its `register()` may put implementations into the tables of kernels/*/api.py.
     """
     _register(module)
@@ -182,9 +182,9 @@ def _register(module: str | None) -> None:
 
 
 def _verdict(call: Call, name: str) -> dict:
-    """Of all cases together."""
+    """The verdict over all cases."""
     if name == UNFUSED:
-        return {"right": True, "why": "", "error": 0.0}  # what the model itself does
+        return {"right": True, "why": "", "error": 0.0}  # the model's own computation
     verdicts = {
         "fused_kv_fill": _fill_verdicts,
         "k_cache_attention": _keys_verdicts,
@@ -201,7 +201,7 @@ def _verdict(call: Call, name: str) -> dict:
 
 
 def _blocks(call: Call) -> tuple[int, ...]:
-    """Queries of the shortest and the longest blocks of its kind."""
+    """Queries of the shortest and the longest block of the call's kind."""
     if call.kind == "decode":
         return 1, ByKind.FEW
     return tuple(dict.fromkeys((min(_SHORT_BLOCK, call.block), call.block)))
@@ -236,7 +236,7 @@ def _attention(call: Call, pairs, block: int, window: int | None, **more) -> Att
 
 
 def _long(call: Call, window: int | None) -> int:
-    """Tokens of the longest sequence whose numbers are checked: some are behind its window."""
+    """Tokens of the longest sequence whose numbers are checked; some are outside of the window."""
     return min(_LONGEST, max(_LONG, (window or 0) + call.page + 1))
 
 
@@ -320,7 +320,7 @@ def _train_verdicts(call: Call, name: str) -> Iterator[tuple[str, dict]]:
 
 
 def _far(window: int | None) -> int:
-    """Tokens of a row some of whose keys are behind a window: whole lanes of a TPU."""
+    """Tokens of a row that exceeds a window, as whole lanes of a TPU."""
     return -(-(window or 0) // 128) * 128 + 128
 
 
@@ -364,7 +364,7 @@ def _timed(call: Call) -> Iterator[Timed]:
 
 
 def _timed_attention(call: Call, name: str, lanes: int, cached: int, tokens: int, window) -> Timed:
-    """Of `lanes` sequences; the queries of a chunk are cut as the engine cuts them."""
+    """Attention of `lanes` sequences; the queries of a chunk are cut as the engine cuts them."""
     block = min(call.block, tokens)
     case = _attention(call, [(cached, tokens)] * lanes, block, window, capacity=call.capacity, rows=1)
     read = case.bytes * call.numbers / (2 * call.kv_heads * call.width)
@@ -382,7 +382,7 @@ def _timed_attention(call: Call, name: str, lanes: int, cached: int, tokens: int
 
 
 def _timed_keys(call: Call, name: str, like: Attention, count: int) -> Timed:
-    """The same sequences, of rows that are read whole; `count` times as many are read one after the other."""
+    """The same for rows that are read whole; `count` times as many rows are read one after the other."""
     (cached, new), lanes = like.sequences[0], len(like.sequences)
     case = _keys_case(call, (cached + new,) * lanes * count, like.block, like.window)
     (q, *read, table, _, _), arrays = case.make()
@@ -407,7 +407,7 @@ def _timed_keys(call: Call, name: str, like: Attention, count: int) -> Timed:
 
 
 def _timed_fill(call: Call) -> Timed:
-    """A chunk of a prompt that begins with a page: pages by the fused fill, or token by token."""
+    """A chunk of a prompt that begins at a page: written as pages by the fused fill, or token by token."""
     pages = max(1, call.tokens // call.page)
     case = _fill_case(call, (call.page,) * pages, call.rows)
     x, makers, cos, sin, pools, _, _ = case.make()
@@ -431,7 +431,7 @@ def _timed_fill(call: Call) -> Timed:
 
 
 def _timed_training(call: Call, window: int | None) -> Timed:
-    """A packed row and its gradients."""
+    """Attention of a packed row, with gradients."""
     case = _training(call, call.tokens, window)
     arrays = case.make()
 
@@ -443,7 +443,7 @@ def _timed_training(call: Call, window: int | None) -> Timed:
 
 
 def _timed_write(call: Call, name: str, sequences: tuple[tuple[int, int], ...]) -> Timed:
-    """One array of some rows, one row after the other."""
+    """Writing of one array of some rows, one row after the other."""
     case = _write_case(call, sequences, _MOST_ROWS)
     pool, *rest = case.make()
 

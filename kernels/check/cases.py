@@ -1,5 +1,5 @@
-"""Calls as an engine makes them, and whether an implementation answers them right: against the definition in
-float32, with NaN in every row and page that no query sees, twice with the same bits."""
+"""Calls as an engine makes them, and checks of an implementation's results: against the definition in
+float32, with NaN in every row and page that no query sees, and with the same bits in two runs."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ from swiftkv_jax.kernels.page_write import cases as write_cases
 from swiftkv_jax.kernels.page_write.api import page_write
 from swiftkv_jax.kernels.paged_attention import cases as paged_cases
 
-OFF = 2e-2  # of the largest number, that two right ones may be apart
-COLD = 4e8  # bytes that calls in a row read before one reads the same again: more than a cache holds
-_ROUND = 128  # tokens that both usual sizes of page divide: what a pool holds does not depend on its pages
-_LEAST = 1e-30  # of the largest number, which may be zero
-_SPARE = 3  # pages that no sequence has
+OFF = 2e-2  # largest difference between two right implementations, relative to the largest number
+COLD = 4e8  # bytes read by consecutive calls before one reads the same again: more than a cache holds
+_ROUND = 128  # tokens, a multiple of both usual page sizes, so that a pool's contents do not depend on them
+_LEAST = 1e-30  # lower bound of the largest number, which may be zero
+_SPARE = 3  # pages that belong to no sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,12 +48,12 @@ class Attention:
 
     @property
     def tokens(self) -> int:
-        """The most new ones of a sequence."""
+        """The most new tokens of a sequence."""
         return max(new for _, new in self.sequences)
 
     @property
     def room(self) -> int:
-        """Tokens of a sequence that the pool has room for; a table that names more names a spare page."""
+        """Tokens that the pool holds of each sequence; further entries of a table name a spare page."""
         most, whole = max(sum(pair) for pair in self.sequences), math.lcm(_ROUND, self.page)
         return -(-most // whole) * whole
 
@@ -73,7 +73,7 @@ class Attention:
     @functools.partial(jax.jit, static_argnums=0)
     def make(self) -> tuple[tuple, dict]:
         """Arguments and array options; NaN in every row and page that no query sees."""
-        keys = [jax.random.key(i, impl="rbg") for i in range(3)]  # whose program compiles in no time
+        keys = [jax.random.key(i, impl="rbg") for i in range(3)]  # "rbg" compiles quickly
         count, slots = len(self.sequences), self.room // self.page
         sequence, place, position = (jnp.array(x, jnp.int32) for x in self.blocks)
         q = jax.random.normal(keys[0], (count, self.tokens, self.heads, self.width), self.computed)
@@ -87,7 +87,7 @@ class Attention:
             seen &= jnp.arange(self.room) > cached - self.window
 
         def paged_rows(rows):
-            """[R, Q, S, n] in pages [R, P, Z, n]; int8 knows no NaN, but its scales do."""
+            """[R, Q, S, n] in pages [R, P, Z, n]; int8 has no NaN, but its scales do."""
             fill = 127 if rows.dtype == jnp.int8 else jnp.nan
             rows = jnp.where(seen[..., None], rows, jnp.asarray(fill, rows.dtype))
             rows = rows.reshape(rows.shape[0], count, slots, self.page, -1)
@@ -109,7 +109,7 @@ class Attention:
         return args, {"k_scale": k_scale, "v_scale": v_scale}
 
     def call(self, implementation: str) -> Callable:
-        """The operation, with the arguments that `make` gives and a `row`."""
+        """The operation, as a function of the arguments that `make` returns and a `row`."""
         return functools.partial(paged_cases.call, window=self.window, implementation=implementation)
 
     @property
@@ -122,7 +122,7 @@ class Attention:
 
     @property
     def flops(self) -> float:
-        """Of scores and sums, without a window."""
+        """FLOPs of scores and sums, without a window."""
         pairs = sum(new * cached + new * (new + 1) / 2 for cached, new in self.sequences)
         return 4 * pairs * self.heads * self.width
 
@@ -140,7 +140,7 @@ class Training:
 
     @functools.partial(jax.jit, static_argnums=0)
     def make(self) -> tuple[jax.Array, ...]:
-        """q, k, v, the slope of the sums, and segments: of one token, of a block of 128 and of one more."""
+        """q, k, v, the gradient of the sums, and segments of one token, of 128 tokens and of one more."""
         keys = jax.random.split(jax.random.key(0), 4)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         arrays = (
@@ -152,7 +152,7 @@ class Training:
         return *arrays, jnp.stack([packed, jnp.zeros_like(packed)]).astype(jnp.int32)
 
     def call(self, implementation: str) -> Callable:
-        """(sums, the gradients of q, k and v), of what `make` gives."""
+        """A function from the arrays of `make` to (sums, the gradients of q, k and v)."""
         window = self.tokens if self.window is None else self.window
 
         def run(q, k, v, slope, segments):
@@ -164,7 +164,7 @@ class Training:
 
 
 def training_verdict(case: Training, implementation: str) -> dict:
-    """`right`, and if not `why`, and the `error`, of sums and gradients; these may be off by `OFF`."""
+    """`right`, if not `why`, and the `error` of sums and gradients; gradients may be off by `OFF`."""
     arrays, run = case.make(), jax.jit(case.call(implementation))
     got, again = run(*arrays), run(*arrays)
     *numbers, segments = arrays
@@ -179,7 +179,7 @@ def training_verdict(case: Training, implementation: str) -> dict:
 
 
 def attention_verdict(case: Attention, implementation: str) -> dict:
-    """`right`, and if not `why`, and the `error`, of paged attention."""
+    """`right`, if not `why`, and the `error` of paged attention."""
     args, arrays = case.make()
     run = jax.jit(functools.partial(case.call(implementation), row=1))
     got, again = run(*args, **arrays), run(*args, **arrays)
@@ -194,7 +194,7 @@ def _defined(case: Attention) -> jax.Array:
 
 
 def keys_verdict(case: k_cache_cases.Case, implementation: str) -> dict:
-    """The same of attention that reads keys alone, or inputs."""
+    """The same for attention that reads keys alone, or inputs."""
     args, arrays = case.make()
     run, exact = (
         jax.jit(functools.partial(case.door, **case.options, implementation=name))
@@ -206,7 +206,7 @@ def keys_verdict(case: k_cache_cases.Case, implementation: str) -> dict:
 
 
 def fill_verdict(case: fill_cases.Case, implementation: str) -> dict:
-    """The same of the fused fill; pages that it was not told to write are as before."""
+    """The same for the fused fill; pages that are not to be written must be unchanged."""
 
     def filled(name: str) -> tuple[jax.Array, jax.Array]:
         """(Rows of the pages named, contents of all others), keys and values together."""
@@ -231,7 +231,7 @@ def fill_verdict(case: fill_cases.Case, implementation: str) -> dict:
 
 
 def write_verdict(case: write_cases.Case, implementation: str) -> dict:
-    """The same of tokens written into pages; every other place holds what it held, NaN of some kind too."""
+    """The same for writing tokens into pages; all other places must be unchanged, any NaN included."""
     write = functools.partial(page_write, **case.options, implementation=implementation)
     run = jax.jit(write, donate_argnums=0)
     rows = jnp.array(case.rows)[:, None]
@@ -256,7 +256,8 @@ def write_verdict(case: write_cases.Case, implementation: str) -> dict:
 
 
 def _alike(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Of the same bits, or both NaN: who widens and narrows a pool keeps no NaN's bits."""
+    """Whether elements have the same bits, or are both NaN: conversions of a pool do not keep a NaN's
+    bits."""
     return (_bits(a) == _bits(b)) | (jnp.isnan(a.astype(jnp.float32)) & jnp.isnan(b.astype(jnp.float32)))
 
 
@@ -266,7 +267,7 @@ def _rounding(case: write_cases.Case) -> str:
 
 
 def _widened(rows: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """[R, P, Z, E] in float32; of 8-bit rows what they stand for."""
+    """[R, P, Z, E] in float32; 8-bit rows are multiplied by their scales."""
     wide = rows.astype(jnp.float32)
     if scale is None:
         return wide
@@ -275,7 +276,7 @@ def _widened(rows: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def _tolerance(cases, computed: str) -> float:
-    """By the dtype of the computation. Only a CPU multiplies float32 as such without being told to."""
+    """Tolerance by the dtype of the computation. Only CPUs multiply in full float32 by default."""
     known = cases.TOLERANCE
     return known.get(computed if jax.default_backend() == "cpu" else "bfloat16", known["bfloat16"])
 
@@ -293,7 +294,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def verdict(got: jax.Array, again: jax.Array, want: jax.Array, tolerance: float) -> dict:
-    """`right`; `why` not; the `error` relative to the largest number, None where there is none."""
+    """`right`; `why` not; the `error` relative to the largest number, or None."""
     far, top, strange, same = (x.item() for x in _compared(got, again, want))
     error, faults = far / max(top, _LEAST), []
     if strange:
@@ -306,14 +307,14 @@ def verdict(got: jax.Array, again: jax.Array, want: jax.Array, tolerance: float)
 
 
 def distance(got: jax.Array, want: jax.Array) -> float:
-    """Relative to the largest number; infinite where something is not finite."""
+    """Largest difference relative to the largest number; infinite if a number is not finite."""
     far, top, *_ = (x.item() for x in _compared(got, got, want))
     return far / max(top, _LEAST) if math.isfinite(far) else math.inf
 
 
 def in_a_row(call: Callable, rows: int) -> Callable:
-    """Calls one after the other on each row of a pool, as one program that gives the first's result and the
-    last's: the queries of each are what the one before gave, so that none can be left out."""
+    """Calls one after the other on each row of a pool, as one program that returns the first and the last
+    result. The queries of each call are the result of the one before, so that none can be optimised away."""
 
     @jax.jit
     def run(q, *rest, **arrays):

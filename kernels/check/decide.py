@@ -1,8 +1,8 @@
-"""Who answers each kind of call on this machine: what a check found, kept for the next start.
+"""Choose the implementation of each kind of call on this machine, by a check that is kept for the next start.
 
-A check runs in another process, before this one takes its devices: a candidate that hangs is killed, one that
-takes its process down takes no other, and one that takes the machine down is known by what was written
-before it ran.
+A check runs in another process, before this one takes its devices. A candidate that hangs is killed, one that
+crashes takes only its own process down, and one that takes the machine down is known by the record that was
+written before it ran.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from swiftkv_jax.kernels.check.cases import OFF
 from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.kernels.check.supervisor import START, Book, Line, write_whole
 
-AHEAD = 0.95  # of the safe one's time, at most, at every size
+AHEAD = 0.95  # largest ratio to the safe one's time, at every size
 _LARGEST = 2**20  # bytes of a kept file
 _LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds that a candidate may take for one kind of call, and all of them together."""
+    """Seconds that one candidate may take for one kind of call, and that all together may take."""
 
     each: float = 30.0
     total: float = 240.0
@@ -45,12 +45,12 @@ LIMITS = Limits()
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Who answers what.
+    """The chosen implementations.
 
     Attributes:
-      names: kind of call -> implementation. how: in a few words, how that is known.
-      lines: "kind: implementation" -> what was found of it: status, reason, right, why, error, and sizes with
-        seconds. kept: where that is written, or None.
+      names: kind of call -> implementation. how: in a few words, the basis of the choice.
+      lines: "kind: implementation" -> the check's result: status, reason, right, why, error, and sizes with
+        seconds. kept: the file with this decision, or None.
     """
 
     names: Mapping[str, str]
@@ -60,7 +60,7 @@ class Decision:
 
 
 def home() -> Path:
-    """Where decisions are kept."""
+    """The folder of kept decisions."""
     return (Path.home() / ".cache" / "swiftkv-jax" / "kernels").resolve()
 
 
@@ -75,13 +75,13 @@ def decide(
     module: str | None = None,
     limits: Limits = LIMITS,
 ) -> Decision:
-    """Who answers these calls, each of another kind: as kept of an earlier check, or checked now.
+    """Choose implementations for these calls, each of another kind, by a kept check or a new one.
 
     Args:
-      machine: that they are for. folder: where decisions are kept; `home()` by default.
-      check: whether a check may run; without one kept the safe ones are taken.
-      shared: this process has the device already: what found no room beside it may find it another time,
-        and such a check is not kept.
+      machine: the machine to choose for. folder: of kept decisions; `home()` by default.
+      check: whether a check may run; if not, and none is kept, the safe ones are taken.
+      shared: this process already has the device. A candidate may then fail for lack of memory, so such a
+        check is not kept.
       candidates: by kind of call, the safe one first; those of the machine's platform by default.
       module: one that the checking process imports first, and whose `register()` it calls: it may put
         implementations into the tables of kernels/*/api.py.
@@ -93,7 +93,7 @@ def decide(
         return Decision(safe, "the only ones")
     key = _key(calls, machine, contenders, module)
     folder = (folder or home()).resolve()
-    trusted = private(folder)  # what lies there decides what runs
+    trusted = private(folder)  # its contents decide what is executed
     path = folder / f"{_digest(key)[:24]}.json" if trusted else None
     if path is not None and (kept := _read(path, key, contenders)) and "names" in kept:
         return _kept(kept, machine, path)
@@ -127,7 +127,7 @@ def _checked(
     limits: Limits,
     shared: bool,
 ) -> Decision:
-    """Run the check; `before`: the lines of one that was ended."""
+    """Run the check; `before`: the lines of an interrupted one."""
 
     def save(result: dict) -> None:
         try:
@@ -139,7 +139,7 @@ def _checked(
     began = time.monotonic()
     _LOG.warning("checking kernels on this %s, once: at most %.0f s", machine.kind, limits.total)
     spec = importlib.util.find_spec("swiftkv_jax")
-    package = Path(spec.origin).parents[1] if spec and spec.origin else None  # where `-m` looks first
+    package = Path(spec.origin).parents[1] if spec and spec.origin else None  # searched first by `-m`
     with tempfile.TemporaryDirectory() as scratch:
         command = (sys.executable, "-m", "swiftkv_jax.kernels.check", scratch, machine.platform)
         book = Book(command, save, limits.total / 60, {"key": key}, tell=_LOG.info, folder=package)
@@ -170,13 +170,13 @@ def _checked(
 
 
 def _forget(result: dict) -> None:
-    """What was running."""
+    """Drop the lines that were still running."""
     lines = result["lines"]
     result["lines"] = {name: found for name, found in lines.items() if found["status"] != "running"}
 
 
 def _examine(book: Book, call: Call, names: tuple[str, ...], module: str | None, limits: Limits) -> bool:
-    """Whether there was a process that could examine each candidate of a kind of call."""
+    """Examine each candidate of a kind of call; False if no process could be started for it."""
     lines, base = book.result["lines"], None
     for name in names if len(names) > 1 else ():
         line = f"{call.kind}: {name}"
@@ -191,14 +191,14 @@ def _examine(book: Book, call: Call, names: tuple[str, ...], module: str | None,
 
 
 def is_right(found: Mapping) -> bool:
-    """Whether a candidate's line says that it is right, and how long it takes at every size."""
+    """Whether a candidate's line shows right results and a time at every size."""
     sizes = sizes_of(found)
     done = found.get("status") == "done" and found.get("right") is True
     return done and bool(sizes) and all(size["off"] <= OFF for size in sizes.values())
 
 
 def sizes_of(found: Mapping) -> dict[str, dict]:
-    """The sizes that a line has timed."""
+    """The timed sizes of a line."""
     return {name: value for name, value in found.items() if isinstance(value, dict) and "seconds" in value}
 
 
@@ -209,7 +209,7 @@ def ahead(pairs: Iterable[tuple[float, float]]) -> float | None:
 
 
 def choose(kind: str, names: Sequence[str], lines: Mapping[str, dict]) -> str:
-    """The fastest of those that are right and ahead of the first right one; else that one."""
+    """The fastest candidate that is right and ahead of the first right one; else the first right one."""
     right = [name for name in names if is_right(lines.get(f"{kind}: {name}", {}))]
     if not right:
         return names[0]
@@ -223,7 +223,7 @@ def choose(kind: str, names: Sequence[str], lines: Mapping[str, dict]) -> str:
 
 
 def table(decision: Decision) -> str:
-    """What was found of each candidate, for people; `*` marks those that are taken."""
+    """The results of all candidates as a readable table; `*` marks the chosen ones."""
     rows = [("kind of call", "implementation", "found")]
     for line, found in decision.lines.items():
         kind, _, name = line.partition(": ")
@@ -266,13 +266,13 @@ def _digest(value) -> str:
 
 
 def _sealed(result: dict) -> str:
-    """With a SHA-256 of the rest: a file that was cut or edited is not taken for what was found."""
+    """The result as JSON with its SHA-256, so that a truncated or edited file is not accepted."""
     result = {name: value for name, value in result.items() if name != "sum"}
     return json.dumps(result | {"sum": _digest(result)}, indent=1) + "\n"
 
 
 def _read(path: Path, key: dict, contenders: Mapping[str, tuple[str, ...]]) -> dict | None:
-    """What is kept under this key; None if that is nothing, or not what was written."""
+    """The result kept under this key; None if there is none, or it was changed."""
     try:
         if path.stat().st_size > _LARGEST:
             raise ValueError("too large")
@@ -294,7 +294,8 @@ def _read(path: Path, key: dict, contenders: Mapping[str, tuple[str, ...]]) -> d
 
 @contextlib.contextmanager
 def _alone(folder: Path, seconds: float) -> Iterator[bool]:
-    """Of processes that start together, one checks; False: that one takes longer than `seconds`."""
+    """Let one of several starting processes check at a time; False: another one took longer than
+    `seconds`."""
     deadline = time.monotonic() + seconds
     with (folder / "lock").open("w") as lock:
         while not (locked := _lock(lock)) and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
-"""What accelerator a machine has, as its files say: JAX is not asked, who would take it.
+"""Find a machine's accelerator from its files, without JAX, which would take possession of it.
 
-A TPU has one owner, and JAX takes most of a GPU's memory when it first looks for devices. So this reads what
-JAX will read: here, and nowhere else in kernels/, the environment counts.
+A TPU has one owner, and JAX takes most of a GPU's memory when it first looks for devices. So this reads the
+same environment variables as JAX; no other module in kernels/ reads the environment.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ _KERNELS = Path(__file__).parents[1]
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What kernels are chosen for.
+    """The machine that kernels are chosen for.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu". kind: of its devices. driver: its version.
@@ -60,8 +60,8 @@ CPU = Machine("cpu")
 def recognise(
     root: Path = Path("/"), environ: Mapping[str, str] | None = None, platforms: str | None = None
 ) -> Machine:
-    """The machine whose files lie under `root`, as far as JAX may and can use it: `CPU` where nothing is
-    found, or JAX has no plugin for it. `platforms`: as JAX_PLATFORMS; None: as JAX has it."""
+    """The machine with the files under `root`, as far as JAX may and can use it: `CPU` if no accelerator is
+    found, or JAX has no plugin for it. `platforms`: as JAX_PLATFORMS; None: JAX's own setting."""
     environ = os.environ if environ is None else environ
     wanted = getattr(jax.config, "jax_platforms", None) if platforms is None else platforms
     first = (wanted or "").split(",")[0]
@@ -77,7 +77,7 @@ def recognise(
 
 
 def _tpu(root: Path, environ: Mapping[str, str]) -> Machine | None:
-    """By its PCI devices; or by its device files, where the environment of Google's machines names it."""
+    """A TPU, by its PCI devices; or by its device files, if the environment of Google's machines names it."""
     devices = sorted((root / "sys/bus/pci/devices").glob("*/vendor"))
     google = [path for path in devices if _read(path) == _GOOGLE]
     kinds = {_CHIPS[name] for path in google if (name := _read(path.with_name("device"))) in _CHIPS}
@@ -89,7 +89,7 @@ def _tpu(root: Path, environ: Mapping[str, str]) -> Machine | None:
 
 
 def _gpu(root: Path, environ: Mapping[str, str]) -> Machine | None:
-    """By the files of NVIDIA's driver, or by its command, where these are not seen in a container."""
+    """A GPU, by the files of NVIDIA's driver, or by nvidia-smi if a container hides these."""
     if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _NO_GPUS:
         return None
     driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", _read(root / "proc/driver/nvidia/version"))
@@ -124,7 +124,7 @@ def _read(path: Path) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of the packages that make programs."""
+    """Versions of the packages that compile programs."""
     found = {}
     for name in PACKAGES:
         try:
@@ -145,7 +145,7 @@ def source() -> str:
 
 
 def flags() -> dict[str, str]:
-    """What the environment tells the compilers."""
+    """The environment variables that affect the compilers."""
     return {name: os.environ[name] for name in _FLAGS if name in os.environ}
 
 

@@ -1,6 +1,6 @@
-"""Lines of a measurement, each in a process that may hang or die; what is known is always on disk.
+"""Lines of a measurement, each run in a process that may hang or die; results are always saved to disk.
 
-The process that measures runs `answer_tasks`; the one that asks has a `Book`.
+The measuring process runs `answer_tasks`; the supervising one has a `Book`.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ START = 120.0  # seconds a worker may take until it is ready
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file in one step: whoever reads it, whenever, finds all of the old text or of the new."""
+    """Replace a file atomically: a reader always finds either the whole old text or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".new")
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())  # what runs next may take the machine down
+        os.fsync(file.fileno())  # the next candidate may take the machine down
     beside.replace(path)
 
 
@@ -57,13 +57,13 @@ class Failed(Exception):
 
 
 class NotStarted(Failed):
-    """There was no process to run it."""
+    """No process could be started to run a line."""
 
     status = "not started"
 
 
 class Worker:
-    """A process that takes tasks, one at a time; `env` is its whole environment, `folder` where it starts;
+    """A process that runs one task at a time. `env` is its whole environment and `folder` its working folder;
     None: this process's."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            start_new_session=True,  # what it starts ends with it
+            start_new_session=True,  # its child processes end with it
         )
         self._buffer = b""
 
@@ -85,11 +85,11 @@ class Worker:
         """Run a task; `each` gets the parts of its result as they come.
 
         Raises:
-          Failed: it said why not, died, or took more than `limit` seconds. Close the worker then.
+          Failed: it reported an error, died, or took more than `limit` seconds. Close the worker then.
         """
         deadline = time.monotonic() + limit
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # what it died of is found by reading
+        with contextlib.suppress(BrokenPipeError):  # reading will show why it died
             self._process.stdin.write(json.dumps({"task": task, "args": args}).encode() + b"\n")
             self._process.stdin.flush()
         while True:
@@ -144,12 +144,12 @@ def _print(line: str) -> None:
 
 
 class Book:
-    """What has been found, and the process that the next line runs in.
+    """The results so far, and the process for the next line.
 
     Attributes:
-      result: all of it, as JSON. save: called with it whenever there is more of it. env: the environment of
-        all workers, None: this process's, to which no line may then add. folder: where they start.
-      worker: that of the last line; None where there is none.
+      result: all results, as JSON. save: called with it whenever it grows. env: the environment of all
+        workers; None: this process's, and then no line may add to it. folder: their working folder.
+      worker: that of the last line, or None.
     """
 
     def __init__(
@@ -170,13 +170,13 @@ class Book:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds left."""
         return self._began + self._seconds - time.monotonic()
 
     def run(self, line: Line, say: Callable[[dict], str] = json.dumps) -> dict:
-        """The parts of a line's result in one dict, as far as it got; `status` "done", or "failed", "not
-        started" or "skipped" with the reason. `say` words it for the screen."""
-        found: dict = {"status": "running"}  # what a reader finds if this takes the machine down
+        """Run a line and return the parts of its result, as far as it got, in one dict. `status` is "done",
+        or "failed", "not started" or "skipped" with the reason. `say` formats it for the screen."""
+        found: dict = {"status": "running"}  # the record that is left if this takes the machine down
         self.result["lines"][line.name] = found
         began = time.monotonic()
         if self.left < line.least:
@@ -221,8 +221,9 @@ class Book:
 
 
 def answer_tasks(tasks: Mapping[str, Callable[..., Iterable[dict]]]) -> None:
-    """Be the process that measures, until stdin ends: a task a line there, the parts of its result a line
-    each on stdout. Nothing but answers may reach stdout: compilers and drivers write there too."""
+    """Serve as the measuring process until stdin ends. stdin has one task a line, and stdout gets the parts
+    of its result, one a line. Everything else, such as the output of compilers and drivers, is kept off
+    stdout."""
     _die_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -237,12 +238,12 @@ def answer_tasks(tasks: Mapping[str, Callable[..., Iterable[dict]]]) -> None:
             for part in tasks[asked["task"]](**asked["args"]):
                 answer(part=part)
             answer(done=True)
-        except Exception as error:  # whatever a candidate raises is its result
+        except Exception as error:  # any error of a candidate is its result
             said = (str(error).strip().splitlines() or ["no message"])[0]
             answer(failed=f"{type(error).__name__}: {said[:300]}")
 
 
 def _die_with_parent() -> None:
-    """Where Linux offers it: a worker that hangs must not outlive a supervisor that was killed."""
+    """On Linux, let a worker die with its supervisor, so that a hanging one does not outlive it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

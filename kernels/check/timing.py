@@ -8,10 +8,11 @@ import jax
 
 
 def medians(calls: Sequence[Callable], enough: float = 0.05, rounds: int = 5) -> list[float]:
-    """Median seconds of each call, of several in a row for `enough` seconds; called before to compile it.
+    """Median seconds of each call, repeated for `enough` seconds a round, after a first call that compiles
+    it.
 
-    A round times every call once, so that a clock that rises or falls meets all of them alike. What takes
-    long is timed in two rounds.
+    A round times every call once, so that changes of the clock rate affect all of them alike. Long calls are
+    timed in two rounds.
     """
     inner, longest = [], 0.0
     for call in calls:

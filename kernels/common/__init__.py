@@ -1,1 +1,1 @@
-"""What kernels share: the choice of an implementation, pools, masks, tiles, the C++ toolchain."""
+"""Shared code of the kernels: the choice of an implementation, pools, masks, tiles, the C++ toolchain."""

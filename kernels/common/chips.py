@@ -1,4 +1,4 @@
-"""What the kernels need to know of TPU generations: on-chip memory, cores, and bytes to take at a time."""
+"""Properties of TPU generations that kernels need: on-chip memory, cores, and bytes to take at a time."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ _MIB = 1 << 20
 
 
 def current() -> Chip:
-    """The chip that code is made for; on anything but a TPU (interpretation), the smallest."""
+    """The chip to compile for; the smallest one on anything but a TPU (interpretation)."""
     platform, kind, cores = dispatch.device()
     if platform != "tpu" or kind == "TPU v4":
         return Chip(vmem_limit=16 * _MIB, tile=2 * _MIB, cores=cores if platform == "tpu" else 1)

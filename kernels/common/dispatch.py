@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs: a named one runs or raises, and no name is an answer by platform."""
+"""Choice of a kernel's implementation: a named one runs or raises; None means the platform's choice."""
 
 import dataclasses
 import functools
@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-# In order of preference; the first that supports the call runs. On GPUs and TPUs only XLA's: what else there
-# is runs by name, which the check of kernels/check gives where it was right on that very machine.
+# In order of preference; the first that supports the call runs. On GPUs and TPUs only XLA's are listed.
+# Others run by name only; kernels/check names those that were right on the same machine.
 BY_PLATFORM = {"tpu": ("xla_one_turn", "xla"), "gpu": ("xla_one_turn", "xla"), "cpu": ("native_cpu", "xla")}
 
 PLATFORM_OF = {
@@ -24,16 +24,16 @@ class UnsupportedError(ValueError):
 
 
 def refuses_nothing(*_, **__) -> str:
-    """Of an implementation that supports every call."""
+    """`refuses` of an implementation that supports every call."""
     return ""
 
 
 @dataclasses.dataclass(frozen=True)
 class ByKind:
-    """Names of an attention's implementations, by kind of call; None: the platform's.
+    """Names of an attention's implementations, by kind of call; None: the platform's choice.
 
     Attributes:
-      decode: of blocks of at most `FEW` queries. chunk: of longer blocks, of prompts.
+      decode: for blocks of at most `FEW` queries. chunk: for longer blocks, of prompts.
     """
 
     FEW = 16
@@ -43,7 +43,7 @@ class ByKind:
 
     @classmethod
     def named(cls, text: str | None) -> "ByKind":
-        """Of "NAME", for both kinds, or "decode=NAME,chunk=NAME", of which one may be missing.
+        """Parse "NAME", for both kinds, or "decode=NAME,chunk=NAME", of which one may be missing.
 
         Raises:
           UnsupportedError: another kind.
@@ -68,7 +68,7 @@ class Implementation:
 
     Attributes:
       run: the function, with the arguments of the operation's `api`.
-      refuses: the same arguments -> what of them is not supported and what is, in one line, or "".
+      refuses: the same arguments -> in one line what of the call is not supported and what is, or "".
     """
 
     run: Callable[..., Any]
@@ -76,7 +76,7 @@ class Implementation:
 
 
 def device() -> tuple[str, str, int]:
-    """(platform, device kind, cores) that code is made for: the abstract mesh's device, else the first one.
+    """(platform, device kind, cores) to compile for: the abstract mesh's device, else the first one.
 
     Ahead-of-time compilation names its chip by `jax.sharding.use_abstract_mesh`.
     """
@@ -85,8 +85,8 @@ def device() -> tuple[str, str, int]:
 
 
 def known_loops(asked: bool | None) -> bool:
-    """Whether XLA's form may have no loop whose length is known only at run time; None: on GPUs and TPUs,
-    where such a loop waits for the host in each turn."""
+    """Whether to avoid loops whose length is known only at run time in XLA implementations. None: on GPUs and
+    TPUs, where each iteration of such a loop waits for the host."""
     return device()[0] != "cpu" if asked is None else asked
 
 
@@ -109,7 +109,7 @@ def call(operation: str, table: Mapping[str, Implementation], implementation: st
 def that_take(
     table: Mapping[str, Implementation], names: Iterable[str], what: str
 ) -> dict[str, Implementation]:
-    """`table` for a call with something that only these implementations take, `what` in words."""
+    """`table` for a call with `what` (in words), which all implementations except `names` then refuse."""
     known = [name for name in table if name in tuple(names)]
     no = f"{what}: {', '.join(known)} do"
     return {
@@ -119,18 +119,18 @@ def that_take(
 
 
 def unnamed() -> str:
-    """What runs here where no kernel is named, in words, for whoever writes down a measurement."""
+    """The default implementation on this platform, in words, for records of measurements."""
     return f"this platform's: {', else '.join(BY_PLATFORM[device()[0]])}"
 
 
 def preferred(table: Mapping[str, Implementation], args, kwargs) -> str:
-    """The platform's choice for a call, of arrays or of their shapes."""
+    """The platform's choice for a call, given arrays or their shapes."""
     known = (name for name in BY_PLATFORM[device()[0]] if name in table)
     return next(name for name in known if not table[name].refuses(*args, **kwargs))
 
 
 def check_name(operation: str, table: Mapping[str, Implementation], implementation: str) -> None:
-    """Whether an operation has an implementation of that name here.
+    """Check that an operation has an implementation of that name on this platform.
 
     Raises:
       UnsupportedError: an unknown name, or a name of another platform.
@@ -148,14 +148,15 @@ def check_name(operation: str, table: Mapping[str, Implementation], implementati
 
 @functools.cache
 def _log_choice(operation: str, name: str, platform: str, kind: str) -> None:
-    """Cached, so that each choice is logged once."""
+    """Log a choice; cached, so that each is logged once."""
     _LOG.info("%s runs as %s on %s (%s)", operation, name, platform, kind)
 
 
 def expect(**pairs) -> None:
-    """Each keyword names two shapes that must agree, or arrays: `q_and_k=(q.shape[-1:], k.shape[-1:])`.
+    """Check shapes: each keyword names shapes, or arrays, that must agree, `q_and_k=(q.shape[-1:],
+    k.shape[-1:])`.
 
-    An array that is None is not there, and agrees with anything.
+    None in place of an array agrees with anything.
 
     Raises:
       UnsupportedError: two that do not, by name.

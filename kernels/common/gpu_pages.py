@@ -1,7 +1,8 @@
-"""Attention to pages on Hopper: which CTA takes which pages, the softmax over them, and the sum of shares.
+"""Attention over pages on Hopper: the assignment of pages to CTAs, the online softmax, and the merge of
+shares.
 
-A block's pages are cut into shares, one for each CTA or cluster; each leaves the maximum, the total and the
-weighted sum of its keys, and XLA puts these together.
+A block's pages are cut into shares, one for each CTA or cluster. Each computes the maximum, the total and the
+weighted sum of its keys, and XLA merges these.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +15,8 @@ from swiftkv_jax.kernels.common import mask, worklist
 from swiftkv_jax.kernels.common.gpu_tile import Tiles, down, plgpu
 from swiftkv_jax.kernels.common.online import MASKED
 
-COLUMNS = 64  # of a tile that are in registers at a time
-_SHORTEST = 4  # pages of a share
+COLUMNS = 64  # columns of a tile in registers at a time
+_SHORTEST = 4  # least pages of a share
 
 
 class Pages(NamedTuple):
@@ -41,14 +42,14 @@ class Pages(NamedTuple):
         return start, jnp.maximum(jnp.minimum(self.high[block] - start, each), 0)
 
     def name(self, block, page):
-        """The page of the pool that is number `page` of a block's sequence."""
+        """The pool's page id of page number `page` of a block's sequence."""
         return self.table[self.sequence[block], page]
 
     def weigh(self, tiles: Tiles, scores, position, key, top):
         """One turn of the online softmax, over keys from `key` on, of queries at `position` [rows].
 
-        Scores are [keys, rows], `top` [rows] their maximum so far. Gives the maximum now, the weights, and
-        the factor of what came before.
+        Scores are [keys, rows], `top` [rows] their maximum so far. Returns the new maximum, the weights, and
+        the factor for earlier sums.
         """
         shape = scores.shape
         back = down(position, shape) - (key + tiles.row_number(shape))
@@ -76,7 +77,7 @@ class Pages(NamedTuple):
 
 
 def pages_of(position, table, sequence, window, page: int) -> Pages:
-    """Of blocks of queries at `position` [b, C], -1 for none, in pages of `page` tokens."""
+    """The pages of blocks of queries at `position` [b, C] (-1: no query), with `page` tokens a page."""
     window = jnp.asarray(mask.window_of(window), jnp.int32).reshape(1)
     work = worklist.make(position, window[0], page, 1, table.shape[1], 1)
     edge = work.edge.reshape(-1, 4)
@@ -85,12 +86,13 @@ def pages_of(position, table, sequence, window, page: int) -> Pages:
 
 
 def splits_of(ctas: int, work: int, slots: int) -> int:
-    """Shares of each of `work` pieces of work that give the chip `ctas` of them, none of hardly any pages."""
+    """Shares of each of `work` pieces of work, for about `ctas` CTAs in all, without very short shares."""
     return max(1, min(-(-ctas // work), slots // _SHORTEST))
 
 
 def launch(kernel, inputs, scratch, out_type, *, interpret: Any, **options) -> Any:
-    """What `kernel(inputs, outs, scratch)` fills, given trees of references; `options` of `plgpu.kernel`."""
+    """Launch `kernel(inputs, outs, scratch)` on trees of references and return the outs; `options` of
+    `plgpu.kernel`."""
     leaves, tree = jax.tree.flatten(inputs)
     kinds, shape = jax.tree.flatten(scratch)
 

@@ -1,7 +1,8 @@
-"""Tile operations for Hopper, with fallbacks for Pallas' interpreter, which knows no layouts and no WGMMA.
+"""Tile operations for Hopper, with fallbacks for Pallas' interpreter, which supports neither layouts nor
+WGMMA.
 
 Everything that differs between the chip and the interpreter is here, so that the rest of each kernel is
-tested on a CPU. Layouts are cast explicitly: the compiler's search for them can run for minutes.
+tested on a CPU. Layouts are cast explicitly, because the compiler's search for them can take minutes.
 """
 
 import dataclasses
@@ -14,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-plgpu: Any = mosaic_gpu  # some of its names are not exported as type checkers understand it
+plgpu: Any = mosaic_gpu  # type checkers do not see all of its exports
 
-SMEM_BYTES = 232448  # of shared memory that a CTA may have on Hopper
+SMEM_BYTES = 232448  # most shared memory of a CTA on Hopper
 
 _TILE = plgpu.Layout.WGMMA
 _NARROW = plgpu.Layout.WGMMA_8BIT
@@ -25,7 +26,7 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
 def smem_bytes(scratch) -> int:
-    """Shared memory that the compiler gives a tree of `plgpu.SMEM` and `plgpu.Barrier`, at most.
+    """Upper bound of the shared memory that the compiler gives a tree of `plgpu.SMEM` and `plgpu.Barrier`.
 
     Every buffer starts at a multiple of 1024 bytes, and reductions across warps, if any, take two of those.
     """
@@ -38,12 +39,12 @@ def smem_bytes(scratch) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """What kernels do with [m, n] tiles and [n] vectors along their columns, in float32 registers."""
+    """Operations on [m, n] tiles and [n] vectors along their columns, in float32 registers."""
 
     interpreted: bool = False
 
     def matmul(self, shape: tuple[int, int], a, b, transpose: tuple[bool, bool]):
-        """a @ b of references in shared memory, each transposed or not."""
+        """a @ b of references in shared memory; `transpose` says which of them to transpose."""
         if self.interpreted:
             one, other = (x[...].astype(jnp.float32) for x in (a, b))
             return jnp.dot(one.T if transpose[0] else one, other.T if transpose[1] else other)
@@ -82,7 +83,7 @@ class Tiles:
             return sum(jnp.dot(a[...].astype(jnp.float32), b[...].T.astype(jnp.float32)) for a, b in terms)
 
         def run(sums):
-            for a, b in terms:  # made one by one: few are in registers at a time
+            for a, b in terms:  # made one by one, so that few are in registers at a time
                 plgpu.wgmma(sums, a, plgpu.transpose_ref(b, (1, 0)))
                 plgpu.wgmma_wait(0)
             return sums[...]
@@ -90,7 +91,7 @@ class Tiles:
         return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
     def send(self, tile, ref, arrived, parts: int, axis: str) -> None:
-        """A tile to the same place of shared memory in each of the `parts` CTAs of a cluster."""
+        """Copy a tile to the same place of shared memory in each of the `parts` CTAs of a cluster."""
         if self.interpreted or parts == 1:
             ref[...] = tile
             plgpu.commit_smem()
@@ -102,7 +103,7 @@ class Tiles:
             )
 
     def accumulate(self, shape: tuple[int, int], add):
-        """(what `add(sums)` leaves in an accumulator that starts at zero, what it returns)."""
+        """(an accumulator that starts at zero, after `add(sums)`; the result of `add`)."""
 
         def run(sums):
             found = add(sums)
@@ -111,14 +112,15 @@ class Tiles:
         return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
     def keep_registers(self, count: int, action: Literal["increase", "decrease"]) -> None:
-        """Share the multiprocessor's registers out among its warpgroups."""
+        """Redistribute the multiprocessor's registers among its warpgroups."""
         if not self.interpreted:
             plgpu.set_max_registers(count, action=action)
 
     def load(self, ref, rows: bool = False, narrow: bool = False):
-        """A tile of shared or global memory, or a vector of global memory along the columns (or the rows).
+        """Load a tile of shared or global memory, or a vector of global memory along the columns (or the
+        rows).
 
-        `narrow`: a tile of which 8-bit numbers are made, for `products`.
+        `narrow`: the tile will be converted to 8-bit numbers, for `products`.
         """
         if self.interpreted:
             return ref[...]

@@ -7,7 +7,7 @@ _ALL = 1 << 30  # further back than any context
 
 
 def window_of(window):
-    """`window`, or for None one that leaves nothing out."""
+    """`window`, or for None one that includes every key."""
     return _ALL if window is None else window
 
 
@@ -22,12 +22,12 @@ A_BIAS = "a bias by distance"
 
 
 def bias_of(bias: jax.Array, back: jax.Array) -> jax.Array:
-    """Of scores, from `bias` [N, S] by head and distance, at distances `back` [...]: [N, ...]."""
+    """The bias [N, ...] of scores at distances `back` [...], from `bias` [N, S] by head and distance."""
     return bias[:, jnp.clip(back, 0, bias.shape[1] - 1)]
 
 
 def weights_of(scores: jax.Array, seen: jax.Array) -> jax.Array:
-    """Softmax over the last axis of what is seen; zeros where nothing is."""
+    """Softmax over the seen scores of the last axis; zeros if none is seen."""
     top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
     raw = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0)), 0)
     return raw / jnp.maximum(raw.sum(-1, keepdims=True), 1e-30)

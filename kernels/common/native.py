@@ -1,7 +1,7 @@
-"""C++ beside the kernels: compiled for this machine when first wanted, and kept in the user's own cache.
+"""C++ kernels for CPUs: compiled for this machine on first use, and kept in the user's own cache.
 
-XLA's CPU backend makes attention out of general products, at a fraction of the rate at which a CPU could read
-keys and values. A few pages of C++ reach it, where there is a compiler for them; elsewhere XLA does the work.
+XLA:CPU lowers attention to generic matmuls, which read keys and values well below memory bandwidth. These
+kernels reach it. Without a C++ compiler the XLA implementation is used.
 """
 
 import ctypes
@@ -24,27 +24,27 @@ from swiftkv_jax.folder import private
 STORED = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")  # rows that the C++ reads and writes
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-DNDEBUG")
 _COMPILERS = ("c++", "g++", "clang++")
-_SECONDS = 300  # that a compiler may take
+_SECONDS = 300  # time limit of the compiler
 _LOG = logging.getLogger(__name__)
 
 
 class NoLibraryError(RuntimeError):
-    """It cannot be compiled here; one line says why."""
+    """The C++ cannot be compiled here; one line says why."""
 
 
 def refuses(source: Path, **targets: str) -> str:
-    """Why the C++ of `source` cannot be called here; or "", with each handler known to XLA by its target.
+    """Why the C++ of `source` cannot be called here, or "" after registering each handler under its target.
 
-    A handler is a symbol that XLA_FFI_DEFINE_HANDLER_SYMBOL (xla/ffi/api/ffi.h, which jaxlib brings) defines.
+    A handler is a symbol defined by XLA_FFI_DEFINE_HANDLER_SYMBOL (xla/ffi/api/ffi.h, included in jaxlib).
     """
     if (devices := jax.sharding.get_abstract_mesh().size) > 1:
         return f"a mesh of {devices} devices: one"
     return register(source, tuple(targets.items()))
 
 
-@functools.cache  # a name is registered once, and what failed once is not tried with every call
+@functools.cache  # a name is registered only once, and a failure is not retried with every call
 def register(source: Path, targets: tuple[tuple[str, str], ...]) -> str:
-    """The reason, which is logged once, or ""."""
+    """Register handlers; the reason of a failure, which is logged once, or ""."""
     try:
         loaded = ctypes.CDLL(str(library(source)))
     except (NoLibraryError, OSError, RuntimeError) as error:
@@ -57,16 +57,16 @@ def register(source: Path, targets: tuple[tuple[str, str], ...]) -> str:
 
 
 def library(source: Path) -> Path:
-    """The compiled `source`, from the cache where this compiler has made it for this processor before.
+    """The compiled `source`, from the cache if this compiler has compiled it for this processor before.
 
     Raises:
-      NoLibraryError: no compiler, one that fails, or no folder that is the user's alone.
+      NoLibraryError: no compiler, one that fails, or no folder that only the user can write to.
     """
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NoLibraryError(f"no C++ compiler is installed: {', '.join(_COMPILERS)}")
     folder = (Path.home() / ".cache" / "swiftkv-jax" / "native").resolve()
-    if not private(folder):  # what lies there is run
+    if not private(folder):  # its contents are executed
         raise NoLibraryError(f"{folder} must be yours alone (chmod 700), where nobody else can rename it")
     headers = Path(__file__).parent
     made_of = (
@@ -78,7 +78,7 @@ def library(source: Path) -> Path:
     )
     compiled = folder / f"{source.parent.name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     with (folder / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of many processes that start at once, one compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)  # if many processes start at once, one compiles
         if not compiled.exists():
             _LOG.info("compiling %s with %s", source.name, compiler)
             made = Path(scratch) / compiled.name
@@ -89,17 +89,17 @@ def library(source: Path) -> Path:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on, as far as the system says it."""
+    """The processor's properties that `-march=native` depends on, as far as the system tells."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text(encoding="utf-8").splitlines() if known.exists() else []
     return next((x for x in lines if x.startswith(("flags", "Features"))), platform.processor())
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints.
+    """The output of a command.
 
     Raises:
-      NoLibraryError: it failed, with the line that says why.
+      NoLibraryError: it failed; the message is the line that says why.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)

@@ -1,4 +1,4 @@
-// What reading rows in pages on CPUs is made of: stored numbers as floats, where keys lie, what queries see.
+// Reading of rows in pages on CPUs: stored numbers as floats, the places of keys, the keys that queries see.
 
 #pragma once
 
@@ -13,7 +13,7 @@ inline Ints one_by_one(const T* p) {
   return x;
 }
 
-// LANES stored integers, widened. Compilers make of a conversion of vectors what they like: GCC 12, one by one.
+// LANES stored integers, widened. Written out because compilers may not vectorise a conversion (GCC 12 does not).
 inline Ints integers(const int8_t* p) {
 #if defined(__AVX512F__)
   return bits<Ints>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
@@ -59,13 +59,13 @@ inline Vec wide(const Bf16* p) { return bits<Vec>(integers(&p->raw) << 16); }
 inline Vec wide(const int8_t* p) { return __builtin_convertvector(integers(p), Vec); }
 inline Vec wide(const Fp8* p) {
   const Ints x = integers(&p->raw), size = x & 0x7f;
-  // Numbers below 2^-6 are multiples of 2^-9. XLA's threads flush denormals, so that exponents are added.
+  // Numbers below 2^-6 are multiples of 2^-9. XLA's threads flush denormals, so exponents are added instead.
   const Vec small = __builtin_convertvector(size, Vec) * 0.001953125f, normal = bits<Vec>((size << 20) + (120 << 23));
   const Vec y = size == 0x7f ? fill(__builtin_nanf("")) : size < 8 ? small : normal;
   return bits<Vec>(bits<Ints>(y) | (x & 0x80) << 24);
 }
 
-// n stored numbers times a factor, filled up with zeros to `whole`, a multiple of LANES.
+// n stored numbers times a factor, padded with zeros to `whole`, a multiple of LANES.
 template <class T>
 inline void widen(const T* from, int64_t n, int64_t whole, float factor, float* to) {
   int64_t i = 0;
@@ -79,13 +79,14 @@ inline void widen(const T* from, int64_t n, int64_t whole, float factor, float* 
 // A query of a batch, and the keys [first, last) that it sees.
 struct Query { int64_t number, first, last; };
 
-// The queries of a batch that see anything, and the keys [begin, end) that any of them sees. A block of one sequence
-// that decodes beside prompts has one query, whatever its size.
+// The queries of a batch that see any key, and the keys [begin, end) that any of them sees. A block of a sequence
+// that decodes beside prompts has one query, whatever the block's size.
 struct Sight {
   std::vector<Query> queries;
   int64_t begin, end, sure_begin, sure_end;  // every one of them sees [sure_begin, sure_end)
 
-  // Of queries [from, to) of a batch, each with its position; keys are [0, most). Calls `blind` with the others.
+  // Takes queries [from, to) of a batch with their positions; keys are [0, most). Calls `blind` for queries that
+  // see nothing.
   template <class Blind>
   void look(const int32_t* position, int64_t from, int64_t to, int64_t window, int64_t most, Blind blind) {
     begin = most, end = 0, sure_begin = 0, sure_end = most;
@@ -103,7 +104,7 @@ struct Sight {
     }
   }
 
-  // Which of the keys [start, start + TILE) any query sees; or true: all of them.
+  // Which of the keys [start, start + TILE) are seen by any query; returns true if all of them are.
   bool seen(int64_t start, bool* some) const {
     if (sure_begin <= start && start + TILE <= sure_end) return true;
     int change[TILE + 1] = {};  // positions may leave gaps

@@ -1,4 +1,4 @@
-// What attention on CPUs is made of: vectors of floats, products of tiles, a running softmax, threads.
+// Building blocks of attention on CPUs: vectors of floats, products of tiles, an online softmax, threads.
 //
 // Letters: a row is one query of one head. Keys and values come TILE at a time; rows are taken ROWS at a time.
 
@@ -37,11 +37,11 @@ constexpr int TILE = 64;  // keys, a multiple of 4 * LANES
 constexpr int FEW = 4;    // query rows that use keys as they lie; more make a transposed copy worth while
 constexpr float LOG2E = 1.4426950408889634f, INF = __builtin_inff();
 
-// Stored numbers that C++ has no type for.
+// Stored types that C++ lacks.
 struct Bf16 { uint16_t raw; };
 struct Fp8 { uint8_t raw; };  // e4m3fn
 
-// `f` with a number of the type that rows are stored as.
+// Calls `f` with a number of the type that rows are stored in.
 template <class F>
 ffi::Error by_type(ffi::DataType type, F f) {
   switch (type) {
@@ -74,7 +74,7 @@ inline To bits(From x) {
   return y;
 }
 
-// Sums of neighbours: those of a, then those of b.
+// Sums of neighbouring numbers of a, then of b.
 inline Vec pairs(Vec a, Vec b) {
 #if defined(__clang__)
 #define PICK(first) __builtin_shufflevector(a, b, INDICES(first))
@@ -91,7 +91,7 @@ inline Vec pairs(Vec a, Vec b) {
   return PICK(0) + PICK(1);
 }
 
-// The sum of each of N vectors, N a power of two, in as many lanes of the result again and again.
+// The sums of N vectors, N a power of two, repeated over the lanes of the result.
 template <int N>
 [[gnu::always_inline]] inline Vec sums(const Vec* x) {
   if constexpr (N == 1)
@@ -117,7 +117,7 @@ struct Iota {
 };
 constexpr Iota IOTA;
 
-// 2^x for x <= 0, to 1e-7 of it; NaN stays NaN.
+// 2^x for x <= 0, with a relative error of 1e-7; NaN stays NaN.
 inline Vec exp2(Vec x) {
   const Vec low = fill(-126.0f), magic = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   x = x < low ? low : x;
@@ -131,14 +131,14 @@ inline float exp2(float x) { return exp2(fill(x))[0]; }
 
 inline int64_t in_lanes(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
-// What one thread works in: `rows` rows of keys of `width` and values of `value` numbers.
+// The buffers of one thread: `rows` rows of keys of `width` and values of `value` numbers.
 struct Scratch {
   Scratch(int64_t rows, int64_t width, int64_t value)
       : rows(rows), width(in_lanes(width)), value(in_lanes(value)),
         floats(LANES + rows * (this->width + this->value + 2) + TILE * (2 * this->width + this->value) +
                std::max(ROWS, FEW) * TILE),
         spans(2 * rows) {
-    // Whole vectors first, none of them in two cache lines.
+    // Whole vectors first, so that none straddles two cache lines.
     q = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(floats.data()) + sizeof(Vec) - 1) & -sizeof(Vec));
     mixed = q + rows * this->width;
     columns = mixed + rows * this->value;
@@ -158,7 +158,7 @@ struct Scratch {
   const float *key[TILE], *of_value[TILE];  // the tile's, in place or in `keys` and `values`
 };
 
-// Scores of R query rows with 4 * LANES keys that stand in columns.
+// Scores of R query rows with 4 * LANES keys in columns.
 template <int R>
 inline void score(const float* q, int64_t width, const float* columns, float* out) {
   Vec s[R][4] = {};
@@ -171,7 +171,7 @@ inline void score(const float* q, int64_t width, const float* columns, float* ou
     for (int i = 0; i < 4; ++i) store(out + r * TILE + i * LANES, s[r][i]);
 }
 
-// Scores of one query row with LANES keys as they lie.
+// Scores of one query row with LANES keys in place.
 inline void score_rows(const float* q, int64_t width, const float* const* keys, float* out) {
   Vec s[LANES] = {};
   for (int64_t d = 0; d < width; d += LANES) {
@@ -219,8 +219,8 @@ inline void mix(const float* weights, int64_t by_row, int64_t by_key, int begin,
   }
 }
 
-// Scores of one row become weights of the keys [begin, end) that it sees, zeros elsewhere; what was summed
-// so far is scaled to the new largest score.
+// Turns the scores of one row into weights of the keys [begin, end) that it sees, zeros elsewhere. Earlier sums are
+// scaled to the new largest score.
 inline void weigh(float* scores, int begin, int end, float& top, float& total, float* mixed, int64_t width) {
   const Ints lane = bits<Ints>(IOTA);
   Vec most = fill(-INF), sums = {};
@@ -267,9 +267,9 @@ inline void begin_row(Scratch& s, int64_t r, const float* q, int64_t width, floa
   s.last[r] = last;
 }
 
-// Weighted sums of values for rows [0, rows), by a running softmax over the keys [begin, end), in `mixed`, still
-// to be divided by `total`. `read(start)` points `key` and `of_value` at TILE keys from `start` on; what no row
-// sees of them must be finite.
+// Weighted sums of values for rows [0, rows), by an online softmax over the keys [begin, end), in `mixed`, still to
+// be divided by `total`. `read(start)` points `key` and `of_value` at TILE keys from `start` on; unseen ones must
+// be finite.
 template <class Read>
 inline void attend_rows(Scratch& s, int64_t rows, int64_t begin, int64_t end, Read read) {
   const bool few = rows <= FEW;
@@ -310,8 +310,8 @@ inline void attend_rows(Scratch& s, int64_t rows, int64_t begin, int64_t end, Re
   }
 }
 
-// Runs `work(i, scratch)` for every i < count on the caller and the pool's threads, each with what `make()`
-// gives. The caller waits only for pieces that have begun: it never depends on a thread that is busy elsewhere.
+// Runs `work(i, scratch)` for every i < count on the caller and the pool's threads, each with its own `make()`.
+// The caller waits only for pieces that have begun, so it never depends on a thread that is busy elsewhere.
 template <class Make, class Work>
 void in_parallel(ffi::ThreadPool& pool, int64_t count, Make make, Work work) {
   struct Shared {
@@ -329,7 +329,7 @@ void in_parallel(ffi::ThreadPool& pool, int64_t count, Make make, Work work) {
   while (shared->done.load() < count) std::this_thread::yield();
 }
 
-// As above, for work that needs nothing to work in.
+// As above, for work without scratch buffers.
 template <class Work>
 void in_parallel(ffi::ThreadPool& pool, int64_t count, Work work) {
   in_parallel(pool, count, [] { return nullptr; }, [work](int64_t i, std::nullptr_t) { work(i); });

@@ -1,4 +1,4 @@
-"""Softmax over keys that come a few at a time, in plain jax.numpy: the loop of the `xla` implementations."""
+"""Online softmax over a few keys at a time, in plain jax.numpy: the loop of the `xla` implementations."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 MASKED = -1e30  # finite: nothing seen gives zeros, never NaN
-TURN_KEYS = 4096  # of all blocks together, that one turn reads
+TURN_KEYS = 4096  # keys that one turn reads, of all blocks together
 
 
 def pages_per_turn(blocks: int, page: int, slots: int, keys: int = TURN_KEYS) -> int:
@@ -18,8 +18,8 @@ def pages_per_turn(blocks: int, page: int, slots: int, keys: int = TURN_KEYS) ->
 def softmax_sum(turn: Callable, first, last, shape: tuple[int, ...], width: int) -> jax.Array:
     """Softmax-weighted sums [*shape, width] in float32 over the keys of turns `first` to `last`.
 
-    `turn(i)` gives (scores [*shape, keys], seen of the same shape or broadcast to it, weigh): the sum is that
-    of `weigh(weights [*shape, keys]) -> [*shape, width]`. Who sees no key gets zeros.
+    `turn(i)` returns (scores [*shape, keys], seen of the same shape or broadcast to it, weigh). The result is
+    the sum of `weigh(weights [*shape, keys]) -> [*shape, width]`; queries that see no key get zeros.
     """
 
     def step(i, carry):

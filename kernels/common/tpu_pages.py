@@ -14,7 +14,7 @@ LANES = 128
 
 
 class Scalars(NamedTuple):
-    """What the scalar core reads: int32 arrays, or references to them inside a kernel.
+    """Operands of the scalar core: int32 arrays, or references to them inside a kernel.
 
     Attributes:
       row: [1] of the pool. window: [1]. table: [Q * slots]. sequence: [b]. work: the steps.
@@ -70,7 +70,7 @@ def refuses(pool, table, blocks: int, pages: int) -> str:
 
 
 def block_of(core, index, s: Scalars):
-    """The block of queries that grid point (core, index) works for: the index map of queries and outputs."""
+    """The block of queries of grid point (core, index): the index map of queries and outputs."""
     return s.work.owner[worklist.step_of(core, index, s.work.begin)]
 
 
@@ -81,7 +81,7 @@ def first_page(step, s: Scalars, steps: Steps):
 
 
 class Place(NamedTuple):
-    """Where a grid point is: its buffer slot, its block, its first key, and what of the block it does."""
+    """The place of a grid point: its buffer slot, its block, its first key, and its part of the block."""
 
     live: Any
     slot: Any
@@ -146,7 +146,8 @@ def arrive(s: Scalars, steps: Steps, pools, buffers, arrived) -> Place:
 
 
 def each_page(steps: Steps, body) -> None:
-    """Call `body(rows)` for the rows of each page of a tile: unrolled, whole tiles are slow to compile."""
+    """Call `body(rows)` for the rows of each page of a tile; unrolling whole tiles would be slow to
+    compile."""
 
     def turn(i, _):
         body(pl.ds(pl.multiple_of(i * steps.page, steps.page), steps.page))
@@ -177,7 +178,7 @@ def seen(position, place: Place, s: Scalars, steps: Steps):
 
 
 def rescale(scores, visible, top, total):
-    """One turn of the online softmax: weights [rows, keys], and the factor [rows, 1] of what came before.
+    """One turn of the online softmax: weights [rows, keys], and the factor [rows, 1] for earlier sums.
 
     `top` and `total` are [rows, 128] references, equal along the lanes. `visible` is None where all keys are.
     """

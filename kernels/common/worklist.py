@@ -1,6 +1,6 @@
 """The grid of the attention kernels: exactly the steps that some query needs, sequence after sequence.
 
-A grid of blocks x pages of the longest sequence would spend most of its steps on nothing, each about as
+In a grid of blocks x pages of the longest sequence most steps would be empty, and each would take about as
 long as reading a page. Here every grid step belongs to one block of queries and takes the next few of its
 pages; the number of steps is a run-time value.
 """
@@ -18,8 +18,8 @@ class WorkList(NamedTuple):
       owner: [most] the block of each step.
       first: [b] the first step of each block. count: [b] its steps, at least one.
       low: [b] its first page. high: [b] one past its last page, equal to low if it needs none.
-      edge: [b * 4] of each block: no query sees a key before the first or from the fourth on, and every
-        live one sees those from the second up to the third.
+      edge: [b * 4] of each block: no query sees a key before the first or from the fourth on, and every live
+        query sees the keys from the second up to the third.
       begin: [cores + 1] the first step of each core, and the number of all steps.
     """
 
@@ -50,7 +50,7 @@ def make(position: jax.Array, window, page: int, pages: int, slots: int, cores: 
     owner = jnp.searchsorted(end, jnp.arange(most), side="right", method="compare_all")
     first = end - count
     cores = min(cores, blocks)
-    # Each core takes whole blocks, about as many steps as the other, and at least one block.
+    # Each core takes whole blocks, at least one, with about equally many steps.
     shares = [end[-1] * core // cores for core in range(1, cores)]
     ends = [jnp.searchsorted(end, share, method="compare_all") for share in shares]  # without a loop
     cuts = [jnp.clip(at + 1, core, blocks - cores + core) for core, at in enumerate(ends, 1)]
@@ -65,7 +65,7 @@ def grid(work: WorkList) -> tuple:
 
 
 def step_of(core, index, begin_ref):
-    """The step that grid point (core, index) does; past a core's last step, that step again."""
+    """The step of grid point (core, index); past a core's last step, that last step again."""
     return jnp.minimum(begin_ref[core] + index, begin_ref[core + 1] - 1)
 
 

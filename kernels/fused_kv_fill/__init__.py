@@ -1,1 +1,1 @@
-"""From the stream to the pages in one pass: norm, projections, rotary embedding, rounding, the write."""
+"""The fused fill, from stream to pages in one pass: norm, projections, rotary embedding, rounding, write."""

@@ -43,11 +43,11 @@ def fused_kv_fill(
     with a float32 scale for each token and head). The kernels update the pools in place: donate them.
 
     Args:
-      x: [T, D] the stream, unnormalised; every Z tokens, from the first on, are one page of one sequence.
+      x: [T, D] the stream, not normalised; each run of Z tokens is one page of one sequence.
       makers: the projections, with the norm's gain folded in by `fold_gain`.
       cos, sin: [T, H / 2] of the rotary angles of each token.
       pools: of keys and of values, where the rows are. Pages that are not named stay as they are.
-      names: [T / Z] page of each Z tokens; P (one past the last) is nowhere.
+      names: [T / Z] page of each Z tokens; P (one past the last) means that nothing is written.
       live: [T / Z] tokens of each page; those after are written as zeros, whatever x holds.
       rows: of the pools, one for each maker. eps: of the norms.
       implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16 streams), "pallas_gpu_once"

@@ -66,7 +66,7 @@ class Case:
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # one compilation, not one for each operation
     def make(self, seed: int = 0) -> tuple:
-        """Random arguments; an empty page is nowhere, and dead tokens of the stream are NaN."""
+        """Random arguments; an empty page is not written, and dead tokens of the stream are NaN."""
         keys = iter(jax.random.split(jax.random.key(seed), 32))
 
         def fill(shape):
@@ -97,7 +97,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2, "float8_e4m3fn": 4
 SMALL = {
     "plain": Case(live=(32, 32, 5)),
     "one_token": Case(live=(1, 0)),
-    "nowhere": Case(live=(32, 0, 0, 0, 5, 0, 0, 0)),  # tiles of two pages: some all nowhere
+    "nowhere": Case(live=(32, 0, 0, 0, 5, 0, 0, 0)),  # tiles of two pages: in some, neither is written
     "bias": Case(live=(32, 7), bias=True),
     "k_norm": Case(live=(32, 7), k_norm=True, bias=True),
     "one_row": Case(live=(32, 7, 32), rows=(0,)),

@@ -2,14 +2,14 @@
 
 Compiled for H100 and interpreted on a CPU, never run on hardware: it is chosen by name only.
 
-A CTA makes some heads of one row for 128 tokens. One warpgroup brings tiles of the stream and of the weights
-in by TMA, two multiply, 64 tokens each. What they hold in registers is then scaled by 1 / rms, normed,
-rotated, rounded, and leaves by one TMA store a page, in place.
+A CTA makes some heads of one row for 128 tokens. One warpgroup brings in tiles of the stream and of the
+weights by TMA, and two multiply them, 64 tokens each. Their results are scaled by 1 / rms in registers,
+normed, rotated, rounded, and stored in place by one TMA store a page.
 
-`pallas_gpu` launches it for keys and for values apart, and takes 1 / rms from a small reduction by XLA: the
-stream is read three times. `pallas_gpu_once` is one launch, whose CTAs go through the columns of both and sum
-the squares of the tiles that they multiply: it is read once, for more work in each CTA. Which is faster is
-for the check on a machine to say.
+`pallas_gpu` has separate launches for keys and for values, and takes 1 / rms from a small reduction by XLA,
+so the stream is read three times. `pallas_gpu_once` is one launch, whose CTAs process the columns of both and
+sum the squares of the tiles that they multiply. It reads the stream once, with more work in each CTA. The
+check on a machine finds out which is faster.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ _GROUPS = 2  # warpgroups that multiply
 _DEPTH = 64  # columns of the stream in a step
 _COLUMNS = 256  # of a block at most: 128 accumulators a thread
 _STAGES = 4
-_NEAR = 16  # tiles of tokens that go through all columns together, so that the L2 cache serves both
+_NEAR = 16  # tiles of tokens scheduled together over all columns, for reuse of both in the L2 cache
 _DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """What is static in the kernel.
+    """Static parameters of the kernel.
 
     heads: of a block, each `width` wide. blocks: of a row's columns. steps: of the depth. near: tiles.
     """
@@ -59,8 +59,8 @@ class _Form:
 
 
 class _Side(NamedTuple):
-    """Of keys or of values, in global memory: w [F, D, E]; bias [F, E]; gain [F, H]; cos, sin [T, H / 2];
-    pool [R, P, Z, E]; scales [R, P, K, Z]. None where there is none."""
+    """Inputs for keys or for values, in global memory: w [F, D, E]; bias [F, E]; gain [F, H]; cos, sin
+    [T, H / 2]; pool [R, P, Z, E]; scales [R, P, K, Z]. Missing ones are None."""
 
     w: Any
     bias: Any
@@ -100,7 +100,7 @@ class _Scratch(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What a warpgroup works on: 64 tokens of the stream, keys or values, a row of the makers, a block of its
+    """The work of a warpgroup: 64 tokens of the stream, keys or values, a row of the makers, a block of its
     columns."""
 
     group: Any
@@ -133,7 +133,7 @@ def _kernel(form: _Form, x: _Inputs, s: _Scratch):
 
 
 def _of_side(x: _Inputs, at: _Place, run) -> None:
-    """`run(side)` of what a CTA makes."""
+    """Call `run(side)` for the side, keys or values, that a CTA makes."""
     if len(x.sides) == 1:
         run(x.sides[0])
         return
@@ -142,7 +142,7 @@ def _of_side(x: _Inputs, at: _Place, run) -> None:
 
 
 def _somewhere(form: _Form, x: _Inputs, tile):
-    """Whether any page of a CTA's tokens is to be written."""
+    """Whether any page of a CTA's tokens must be written."""
     first, last = tile * _TOKENS, x.names.shape[0] - 1
     starts = range(0, _GROUPS * _TOKENS, min(form.page, _TOKENS))
     names = (x.names[jnp.minimum((first + start) // form.page, last)] for start in starts)
@@ -170,8 +170,8 @@ def _bring(form: _Form, x: _Inputs, s: _Scratch, at: _Place) -> None:
 
 
 def _multiply(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums):
-    """Add the products of all stages, giving each back once the multiplication after it is under way: 1 / rms
-    [tokens], of the tiles or as it was brought."""
+    """Add the products of all stages; each stage is released once the next multiplication has started.
+    Returns 1 / rms [tokens], computed from the tiles or as given."""
     tiles = form.tiles
 
     def turn(k, squares):
@@ -195,7 +195,7 @@ def _multiply(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums):
 
 
 def _finish(form: _Form, x: _Inputs, side: _Side, s: _Scratch, at: _Place, sums, inverse, head: int) -> None:
-    """One head of 64 tokens, from the sums in registers to its pages, as two halves of its width."""
+    """Finish one head of 64 tokens, from the sums in registers to its pages, as two halves of its width."""
     tiles, half, first = form.tiles, form.width // 2, at.tile * _TOKENS
     shape, tokens = (_TOKENS, half), pl.ds(first, _TOKENS)
     column = (at.block * form.heads + head) * form.width
@@ -213,10 +213,10 @@ def _finish(form: _Form, x: _Inputs, side: _Side, s: _Scratch, at: _Place, sums,
     if side.cos is not None:
         (a, b), cos, sin = parts, tiles.load(side.cos.at[tokens]), tiles.load(side.sin.at[tokens])
         parts = [a * cos - b * sin, b * cos + a * sin]
-    alive = across(tiles.load(x.alive.at[tokens], rows=True), shape) > 0  # what is dead may be NaN
+    alive = across(tiles.load(x.alive.at[tokens], rows=True), shape) > 0  # dead tokens may be NaN
     parts = [jnp.where(alive, y, 0.0) for y in parts]
     if head:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the head before has left the stage
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head has left the stage
     if side.scales is not None:
         top = jnp.maximum(*(jnp.max(jnp.abs(y), axis=1) for y in parts))
         scale = top / largest(side.pool.dtype)
@@ -243,7 +243,7 @@ def _finish(form: _Form, x: _Inputs, side: _Side, s: _Scratch, at: _Place, sums,
 
 
 def _scratch(stages: int, heads: int, width: int, dtype) -> _Scratch:
-    """Of a block of `heads` heads, each `width` wide, of a pool of `dtype`."""
+    """Scratch memory for a block of `heads` heads, each `width` wide, of a pool of `dtype`."""
     scaled = jnp.dtype(dtype).itemsize == 1
     return _Scratch(
         x=plgpu.SMEM((stages * _GROUPS, _TOKENS, _DEPTH), jnp.bfloat16),
@@ -324,7 +324,7 @@ def fused_kv_fill(
     once: bool = False,
     interpret: Any = False,
 ) -> Pools:
-    """As `api.fused_kv_fill`; `once`: in one launch, which reads the stream once."""
+    """As `api.fused_kv_fill`; `once`: in a single launch, which reads the stream once."""
     heads, page = pools.k.shape[-1] // (2 * cos.shape[-1]), pools.k.shape[2]
     spare = -x.shape[0] % math.lcm(_GROUPS * _TOKENS, page)
     alive = (jnp.arange(page) < live[:, None]).astype(jnp.float32).reshape(-1)
@@ -355,7 +355,7 @@ def _wide(array):
 
 
 def refuses(x, makers: Makers, cos, sin, pools: Pools, *_, **__) -> str:
-    """What of a call is not supported here, and what is, or ""."""
+    """Name the unsupported part of a call and what is supported instead, or return ""."""
     if x.dtype != jnp.bfloat16 or makers.w_k.dtype != x.dtype:
         return f"a {x.dtype} stream and {makers.w_k.dtype} weights: both bfloat16"
     if pools.k.dtype.name not in _DTYPES or pools.v.dtype != pools.k.dtype:
@@ -375,7 +375,7 @@ def refuses(x, makers: Makers, cos, sin, pools: Pools, *_, **__) -> str:
 
 
 def refuses_once(x, makers: Makers, cos, sin, pools: Pools, *args, **kwargs) -> str:
-    """What of a call one launch does not support, and what it does, or ""."""
+    """Name the part of a call that one launch does not support and what it supports instead, or return ""."""
     if pools.k.shape[-1] != pools.v.shape[-1]:
         return f"keys and values {pools.k.shape[-1]} and {pools.v.shape[-1]} wide: equally wide"
     return refuses(x, makers, cos, sin, pools, *args, **kwargs)

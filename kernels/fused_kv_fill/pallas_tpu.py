@@ -61,7 +61,7 @@ class _Scratch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """What is static in the kernel. heads: of a piece."""
+    """Static parameters of the kernel. heads: of a piece."""
 
     blocks: Blocks
     page: int
@@ -94,7 +94,7 @@ def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
         jnp.logical_or, (names[tile * pages + i] < out.k.shape[1] for i in range(pages))
     )
 
-    @pl.when(somewhere)  # a tile whose pages are all nowhere costs its copies alone
+    @pl.when(somewhere)  # a tile without pages to write costs only its copies
     def _():
         stream = x.x[...]
         scratch.k[...] += dot(stream, x.makers.w_k[0])
@@ -132,7 +132,7 @@ def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
         jax.lax.fori_loop(0, pages, page, 0)
 
     def finish(sums, bias, gain, angles, inverse, alive, rows, stage, scales, slot, i):
-        """One page of keys or of values into its stage."""
+        """Finish one page of keys or of values into its stage."""
         width, factors = sums.shape[-1] // form.heads, []
         for head in range(form.heads):
             columns = slice(head * width, (head + 1) * width)
@@ -205,7 +205,8 @@ def _vmem_bytes(blocks: Blocks, x, pools: Pools) -> int:
 
 
 def choose(x, makers: Makers, pools: Pools, heads: int) -> Blocks | None:
-    """The cut that fits VMEM and reads least: the stream once a column block, weights once or once a tile."""
+    """The cut that fits VMEM and reads the fewest bytes: the stream is read once for each block of columns,
+    and weights once, or once for each tile."""
     (tokens, width), filled = x.shape, makers.w_k.shape[0]
     weights = width * filled * (pools.k.shape[-1] + pools.v.shape[-1])
 
@@ -248,7 +249,7 @@ def fused_kv_fill(
     blocks: Blocks | None = None,
     interpret: Any = False,
 ) -> Pools:
-    """As `api.fused_kv_fill`, cut into `blocks`: what fits the chip by default."""
+    """As `api.fused_kv_fill`, cut into `blocks`; by default the best cut that fits the chip."""
     (tokens, width), page = x.shape, pools.k.shape[2]
     heads = pools.k.shape[-1] // (2 * cos.shape[-1])
     blocks = blocks or choose(x, makers, pools, heads)
@@ -355,7 +356,7 @@ def fused_kv_fill(
 
 
 def refuses(x, makers: Makers, cos, sin, pools: Pools, *_, **__) -> str:
-    """What of a call is not supported here, and what is, or ""."""
+    """Name the unsupported part of a call and what is supported instead, or return ""."""
     if x.dtype not in (jnp.bfloat16, jnp.float32) or makers.w_k.dtype != x.dtype:
         return f"a {x.dtype} stream and {makers.w_k.dtype} weights: both bfloat16 or both float32"
     page, tile = pools.k.shape[2], 32 // pools.k.dtype.itemsize

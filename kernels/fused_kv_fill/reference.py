@@ -22,7 +22,7 @@ class Pools(NamedTuple):
 
 
 class Makers(NamedTuple):
-    """What makes rows of the normalised stream.
+    """The projections that make rows from the normalised stream.
 
     Attributes:
       w_k: [F, D, K * H] and w_v: [F, D, K * U], as `fold_gain` makes them. b_k: [F, K * H], b_v: [F, K * U]
@@ -42,7 +42,8 @@ def fold_gain(gain: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def store(pool, scales, filled, heads: int, rows: tuple[int, ...], names, live):
-    """A pool and its scales with pages `filled` [T, F, E] written; tokens of a page from `live` on are 0."""
+    """A pool and its scales with the pages `filled` [T, F, E] written; tokens of a page from `live` on are
+    0."""
     page, dtype = pool.shape[2], pool.dtype
     dead = (jnp.arange(page) >= live[:, None])[..., None, None]
     filled = jnp.where(dead, 0, filled.reshape(-1, page, *filled.shape[1:]))

@@ -1,4 +1,4 @@
-"""Slim attention's two doors: a cache of keys, and a cache of layer inputs.
+"""The two operations of Slim attention: on a cache of keys, and on a cache of layer inputs.
 
 A named implementation runs or raises; None picks by platform.
 """
@@ -61,11 +61,11 @@ def k_cache_attention(
         position and before, fewer than `window` back. Unseen keys may hold anything, NaN included.
       row: of the pool. frequencies: rotary inverse frequencies, None without rotary embedding.
       scale: of the scores, H ** -0.5 by default; the square of a rotary attention factor belongs in it.
-      rotated: keys are stored after rotary embedding and turned back for the sum (section 3, option 2).
+      rotated: keys are stored after rotary embedding and rotated back for the sum (section 3, option 2).
       threshold: pallas_tpu leaves a step's keys out of the weighted sum if none has this weight so far
         (section 2): each dropped weight is smaller. 0 is exact.
-      float8_scores: of float8 rows: queries, and keys that are turned when they are read, are rounded to
-        float8 too, and multiplied as such. Results are off by about 3 % of their size instead of 0.2 %.
+      float8_scores: for float8 rows: queries, and keys that are rotated when they are read, are also rounded
+        to float8, and multiplied as float8. Results are off by about 3 % of their size instead of 0.2 %.
       bias: added to the scores by head and distance, as in `paged_attention`.
       implementation: "reference", "xla", "native_cpu" (group 1, not `rotated`), "pallas_tpu", "pallas_gpu"
         (bfloat16 queries, decoding), or None.

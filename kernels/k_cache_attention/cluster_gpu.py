@@ -1,17 +1,17 @@
 """The kernel of attention without values on Hopper: softmax and weighted sums of whole rows, by a cluster.
 
-The sum of whole rows for all heads, O^T [E, N], is larger than the registers of a multiprocessor, so a
-cluster of CTAs shares a block of queries: each owns a slice of the columns. One warpgroup brings pages of its
-slice in, makes keys of them in registers, and sends the scores of its columns to all CTAs. Two others wait
-for the scores of all heads and add up the raw rows, half of the slice each.
+The sum of whole rows for all heads, O^T [E, N], is larger than the registers of a multiprocessor. So a
+cluster shares a block of queries: each CTA owns a slice of the columns. One warpgroup brings in pages of its
+slice, makes keys of them in registers, and sends the scores of its columns to all CTAs. Two others wait for
+the scores of all heads and add up the raw rows, half of the slice each.
 
-Keys that are stored after rotary embedding are turned back in shared memory by the first warpgroup, once it
-has their scores. Rows of 8 bits are widened in registers for the scores, and into shared memory by the
-warpgroups that add them up, which turn them back where they must be: each has registers for its own part.
+Keys that are stored after rotary embedding are rotated back in shared memory by the first warpgroup, once it
+has their scores. 8-bit rows are widened in registers for the scores. The warpgroups that add them up widen
+them into shared memory and rotate them back if necessary: each has registers for its own part.
 
-A buffer of scores may be written again once every CTA has read it, and of three the oldest has been: when a
-CTA sends the scores of page i, its own sums are done with page i - 2, so every CTA had sent the scores of
-that page, and none does so before its sums are done with page i - 3.
+A buffer of scores may be overwritten once every CTA has read it. With three buffers this holds for the
+oldest: when a CTA sends the scores of page i, its own sums are done with page i - 2, so every CTA has sent
+the scores of that page, and no CTA does so before its sums are done with page i - 3.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _BUFFERS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is static in the kernel.
+    """Static parameters of the kernel.
 
     parts: CTAs of a cluster, `columns` of a row each. rows: of queries, of all heads; wide: of those, what a
     CTA scores. layers: CTAs whose scores add up. piece: columns that are in registers at a time. half:
@@ -105,7 +105,7 @@ class _Share(NamedTuple):
 
 
 def scratch(form: Form, stored) -> Scratch:
-    """For rows of dtype `stored`."""
+    """The scratch memory for rows of dtype `stored`."""
     half, dtype = form.columns // 2, jnp.bfloat16
     return Scratch(
         q=plgpu.SMEM((form.wide, form.columns), FLOAT8 if form.float8 else dtype),
@@ -179,14 +179,14 @@ def _score(form: Form, x: Inputs, s: Scratch, at: _Share) -> None:
     for last in (
         2,
         1,
-    ):  # tiles given back that nothing was brought into: a barrier is seen through to its end
+    ):  # also wait for released tiles that were not refilled: every barrier must complete
         slot = lax.rem(jnp.maximum(at.count - last, 0), _STAGES)
         pl.when(at.count >= last)(functools.partial(plgpu.barrier_wait, s.free.at[slot]))
 
 
 def _terms(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot) -> Iterator:
-    """Pieces of the keys, turned to their positions, each with the queries' columns; wide rows that the sum
-    takes turned back are left in the tile."""
+    """Pieces of the keys, rotated to their positions, each with the queries' columns. Wide rows that must be
+    rotated back for the sum are left so in the tile."""
     dtype = s.q.dtype
 
     def queries(column: int):
@@ -217,20 +217,20 @@ def _terms(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot) -> Iterator:
                 s.tile.at[slot * 2 + side, :, pl.ds(inside, form.piece)][...] = back.astype(dtype)
             continue
         yield (a * cos - b * sin).astype(dtype), queries(column)
-        a, b = _stored(form, s, slot, column), _stored(form, s, slot, other)  # again: registers are few
+        a, b = _stored(form, s, slot, column), _stored(form, s, slot, other)  # loaded again to save registers
         yield (b * cos + a * sin).astype(dtype), queries(other)
 
 
 def _stored(form: Form, s: Scratch, slot, column: int, narrow: bool = False):
-    """A piece of a stage's rows, as stored but for its type; float8 has no way to bfloat16 but by float32."""
+    """A piece of a stage's rows, converted in type only; float8 converts to bfloat16 only through float32."""
     side, inside = divmod(column, form.columns // 2)
     piece = s.tile.at[slot * 2 + side, :, pl.ds(inside, form.piece)]
     return form.tiles.load(piece, narrow=narrow).astype(jnp.float32)
 
 
 def _turns(form: Form, x: Inputs, at: _Share, i, narrow: bool = False) -> Iterator:
-    """(column of a first half, that of the second, cos, sin) of the i-th page of a share: every angle comes
-    once."""
+    """(column in the first half, column in the second half, cos, sin) for the i-th page of a share; every
+    angle occurs once."""
     period = x.cos.shape[-1]
     for start in range(0, period, form.piece):
         some = pl.ds(start, form.piece)
@@ -248,7 +248,7 @@ def _factors(form: Form, x: Inputs, at: _Share, i, shape: tuple[int, int]):
 
 
 def _widen(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot, group) -> None:
-    """This warpgroup's half of a stage's rows by their scales, in bfloat16, before rotary embedding."""
+    """Widen this warpgroup's half of a stage's rows, by their scales, to bfloat16 before rotary embedding."""
     half, dtype = form.columns // 2, s.widened.dtype
     factors = _factors(form, x, at, i, (KEYS, form.piece))
 
@@ -282,9 +282,9 @@ def _sum(form: Form, x: Inputs, outs, s: Scratch, at: _Share, group) -> None:
         if s.widened is not None:
             _widen(form, x, s, at, i, slot, group)
             rows = s.widened.at[group]
-        plgpu.barrier_wait(s.sent.at[buffer])  # after which a tile of wide rows is turned back
+        plgpu.barrier_wait(s.sent.at[buffer])  # by then a tile of wide rows has been rotated back
         scores = sum(tiles.load(s.scores.at[buffer * form.layers + n]) for n in range(form.layers))
-        position = tiles.load(x.position.at[at.block])  # every turn: registers are what there is least of
+        position = tiles.load(x.position.at[at.block])  # loaded in each turn, to save registers
         top, weights, decay = x.pages.weigh(tiles, scores, position, key, top)
         total = total * decay + jnp.sum(weights, axis=0)
         tiles.store_transposed(s.weights.at[group], weights)
@@ -295,7 +295,7 @@ def _sum(form: Form, x: Inputs, outs, s: Scratch, at: _Share, group) -> None:
             for part, some in zip(mixed, spans, strict=True)
         )
         if s.widened is not None:
-            plgpu.commit_smem()  # no warp widens the next rows while another still multiplies these
+            plgpu.commit_smem()  # no warp may widen the next rows while another still multiplies these
         plgpu.barrier_arrive(s.free.at[slot])
         return top, total, mixed
 
@@ -324,7 +324,7 @@ def _sum(form: Form, x: Inputs, outs, s: Scratch, at: _Share, group) -> None:
 
 
 def _spans(half: int) -> list:
-    """Slices of whole `COLUMNS` that cover `half` columns; the last may begin in the one before it, and both
+    """Slices of `COLUMNS` columns that cover `half` columns. The last may overlap the one before it; both
     have the same sums there."""
     whole = half // COLUMNS * COLUMNS
     return [pl.ds(0, whole)] + ([pl.ds(half - COLUMNS, COLUMNS)] if whole < half else [])

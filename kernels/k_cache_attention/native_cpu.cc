@@ -1,10 +1,11 @@
-// Attention over pages of rows that hold keys alone, or a layer's inputs alone, a handler of XLA's foreign function
-// interface: `native_cpu.py`.
+// Attention over pages of rows that hold keys alone, or a layer's inputs alone, as a handler of XLA's foreign
+// function interface; see `native_cpu.py`.
 //
-// A run is the queries of one sequence in neighbouring blocks. There are two orders. Sums first: the weighted sum of
-// whole rows of each query and head, then times the head's matrix; a row is read once for all heads. Values first: the
-// values of a tile are made of its rows once for all queries of a run, and attention goes on as ordinary. What no
-// query sees is not used, so stale pages may hold anything. What a query gets does not depend on other sequences.
+// A run is the queries of one sequence in neighbouring blocks. There are two orders. Sums first: whole rows are
+// summed for each query and head, and the sum is multiplied by the head's matrix; a row is read once for all heads.
+// Values first: the values of a tile are made from its rows once for all queries of a run, and attention is then
+// computed as usual. Unseen keys are not used, so stale pages may hold anything. The result of a query does not
+// depend on other sequences.
 
 #include "native_rows.h"
 
@@ -28,13 +29,13 @@ struct Call {
   }
 };
 
-// Blocks [first, last) with `live` queries; of few queries, their place among all such.
+// Blocks [first, last) with `live` queries; for a run of few queries, its place among all such runs.
 struct Run {
   int64_t first, last, live, place;
   bool values;
 };
 
-// A matrix [size, columns], rows filled up to whole vectors.
+// A matrix [size, columns], with rows padded to whole vectors.
 struct Matrix {
   Matrix(const float* from, int64_t size, int64_t columns)
       : size(size), width(in_lanes(columns)), zeros(width), rows(in_lanes(size), zeros.data()) {
@@ -60,13 +61,13 @@ void product(const float* rows, int64_t apart, int64_t count, const Matrix& w, f
       });
 }
 
-// A head's matrices: of the values, and of the keys where rows are inputs.
+// A head's matrices: for the values, and for the keys if rows are inputs.
 Matrix of_values(const Call& c, int64_t head) {
   return Matrix(c.w_v + head * c.whole * c.value, c.whole, c.value);
 }
 Matrix of_keys(const Call& c, int64_t head) { return Matrix(c.w_k + head * c.whole * c.width, c.whole, c.width); }
 
-// Rows of TILE keys, where they lie, and what gives 8-bit ones back.
+// Rows of TILE keys, in place, and the factors of 8-bit rows.
 template <class T>
 struct Tile {
   const T* row[TILE];
@@ -85,7 +86,7 @@ struct Tile {
       if (!some[t]) row[t] = nothing, factor[t] = 0;
   }
 
-  // The rows as floats: where they lie, or widened into `room`.
+  // The rows as floats: in place, or widened into `room`.
   void open(int64_t whole, int64_t filled, float* room, const float** rows) const {
     for (int t = 0; t < TILE; ++t) {
       if (std::is_same_v<T, float> && whole == filled) {
@@ -98,7 +99,7 @@ struct Tile {
   }
 };
 
-// What one thread works in. `moved`: of each query and head, the query that meets whole rows, then their sum.
+// The buffers of one thread. `moved`: for each query and head, first the query for whole rows, then their sum.
 struct Work {
   Work(const Call& c, int64_t few, int64_t many)
       : filled(in_lanes(c.whole)), sums(few * c.heads, c.span(), c.whole), values(many, c.width, c.value),
@@ -110,7 +111,7 @@ struct Work {
   std::vector<float> scores, turned, moved, room, nothing;
 };
 
-// The first n numbers at p, then zeros.
+// Loads the first n numbers at p, then zeros.
 inline Vec some(const float* p, int64_t n) {
   float x[LANES] = {};
   std::copy_n(p, n, x);
@@ -130,7 +131,7 @@ inline Vec score_plain(const float* q, int64_t width, const float* const* rows, 
   return sums<LANES>(s);
 }
 
-// The same with keys that are turned by angles [LANES, (cosine, sine), width / 2].
+// The same with keys that are rotated by angles [LANES, (cosine, sine), width / 2].
 inline Vec score_turned(const float* q, int64_t width, const float* const* rows, int64_t at, const float* angles) {
   constexpr int SOME = std::min(LANES, 8);  // at a time: more do not fit the registers
   const int64_t half = width / 2;
@@ -156,7 +157,7 @@ inline Vec score_turned(const float* q, int64_t width, const float* const* rows,
   return sums<LANES>(every);
 }
 
-// [width] turned by angles [(cosine, sine), width / 2]; back, with `sign` -1.
+// Rotates [width] by angles [(cosine, sine), width / 2]; with `sign` -1, back.
 inline void turn(const float* from, int64_t width, const float* angles, float sign, float* to) {
   const int64_t half = width / 2;
   for (int64_t i = 0; i < half; ++i) {
@@ -182,7 +183,7 @@ void score_tile(const Call& c, Work& w, const float* const* tile, int64_t start,
     }
 }
 
-// Asks for the next tile, some bytes beside each key that is used, in the order in which they lie.
+// Prefetches the next tile, some bytes beside each key that is used, in memory order.
 template <class T>
 struct Ahead {
   const Tile<T>* next;  // nullptr: nothing
@@ -214,7 +215,7 @@ void mix_tile(Work& w, const float* const* tile, int begin, int end, Each& each)
   for (; at < s.value; at += LANES) mix_some(std::integral_constant<int, 1>{}, at);
 }
 
-// Sums first: those of a run's queries with heads [head, head + heads), in their places of `moved`.
+// Sums first: sums of a run's queries for heads [head, head + heads), in their places of `moved`.
 template <class T>
 void sum(const Call& c, Work& w, const Run& run, int64_t head, int64_t heads, float* moved) {
   Scratch& s = w.sums;
@@ -260,7 +261,7 @@ void sum(const Call& c, Work& w, const Run& run, int64_t head, int64_t heads, fl
   }
 }
 
-// Values first: one head of a run's queries.
+// Values first: attention of a run's queries for one head.
 template <class T>
 void attend(const Call& c, Work& w, const Run& run, int64_t head) {
   Scratch& s = w.values;
@@ -294,7 +295,7 @@ void attend(const Call& c, Work& w, const Run& run, int64_t head) {
   }
 }
 
-// Of `count` queries and one head: those that meet whole rows, in `moved`.
+// Makes the queries for whole rows, from `count` queries of one head, in `moved`.
 void meet(const Call& c, const Query* queries, int64_t count, int64_t head, float* moved) {
   const Matrix w = of_keys(c, head);
   std::vector<float> q(w.width);
@@ -305,7 +306,7 @@ void meet(const Call& c, const Query* queries, int64_t count, int64_t head, floa
   }
 }
 
-// What they get: their sums of whole rows times the head's matrix.
+// Makes their results: the sums of whole rows times the head's matrix.
 void finish(const Call& c, const Query* queries, int64_t count, int64_t head, const float* moved) {
   const Matrix w = of_values(c, head);
   const int64_t filled = in_lanes(c.whole);

@@ -1,9 +1,10 @@
 """Attention over rows of keys alone, or of inputs alone, in C++, for CPUs: `native_cpu.cc`, called through
 XLA's FFI.
 
-There are two orders, and the C++ picks one for each run of queries of a sequence. Sums of whole rows first,
-which each head's matrix then multiplies, for as many queries as a head is wide at most; else values of the
-rows first, once for the whole run, and then attention as ordinary.
+There are two orders, and the C++ picks one for each run of queries of a sequence. With at most as many
+queries as a head is wide, whole rows are summed first, and each head's matrix then multiplies the sum.
+Otherwise values are first made from the rows, once for the whole run, and attention is then computed as
+usual.
 """
 
 from pathlib import Path
@@ -20,7 +21,7 @@ _TILE = 64  # keys, as in native_tile.h
 
 
 def refuses(q, k, *_, frequencies=None, group=1, rotated=False, float8_scores=False, **__) -> str:
-    """What of a call of `k_cache_attention` is not supported, or ""."""
+    """Name the unsupported part of a call of `k_cache_attention`, or return ""."""
     if group != 1:
         return f"heads stored in groups of {group}: one after the other"
     if rotated and frequencies is not None:
@@ -31,7 +32,7 @@ def refuses(q, k, *_, frequencies=None, group=1, rotated=False, float8_scores=Fa
 
 
 def refuses_inputs(q, x, *_, **__) -> str:
-    """What of a call of `x_cache_attention` is not supported, or ""."""
+    """Name the unsupported part of a call of `x_cache_attention`, or return ""."""
     if x.dtype.name not in native.STORED:
         return f"{x.dtype} rows: {' or '.join(native.STORED)}"
     return native.refuses(_SOURCE, RowAttention=TARGET)
@@ -42,7 +43,7 @@ def k_cache_attention(
 ) -> jax.Array:
     """As `api.k_cache_attention`, in float32; `threshold` skips nothing.
 
-    values_first: None: by the number of queries.
+    values_first: None decides by the number of queries.
     """
     table = where[0]
     none = jnp.zeros((0, 0, 0))

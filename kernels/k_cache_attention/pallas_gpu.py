@@ -1,11 +1,11 @@
 """Decoding from a cache of keys alone, or of layer inputs alone, on Hopper (Mosaic GPU, Warpgroup semantics).
 
-Compiled for H100, never run on hardware: it is chosen by name only. What a CPU can interpret is everything
-but the exchange of scores in a cluster, the matmuls on transposed tiles and the layouts in registers.
+Compiled for H100, never run on hardware: it is chosen by name only. A CPU can interpret everything except the
+exchange of scores in a cluster, the matmuls on transposed tiles and the layouts in registers.
 
-How the columns of a row are cut for the CTAs of a cluster (cluster_gpu.py), and queries laid out for them.
-Keys: a CTA's columns are some of the heads, and it makes the scores of those. Inputs: it makes a part of the
-scores of all heads, which add up.
+This file cuts the columns of a row for the CTAs of a cluster (cluster_gpu.py), and lays out queries for them.
+Keys: a CTA's columns are some of the heads, and it computes the scores of these. Inputs: it computes partial
+scores of all heads, which are added up.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from swiftkv_jax.kernels.k_cache_attention.cluster_gpu import COLUMNS, KEYS, For
 from swiftkv_jax.kernels.k_cache_attention.reference import Options
 
 _LEAST = 8  # columns of the smallest matmul
-_ROWS = 64  # of queries, of all heads together
+_ROWS = 64  # query rows of all heads together
 _SLICE = 512  # columns of a CTA at most
 _CTAS = 132
 _WIDTHS = (64, 80, 96, 128, 256)  # of heads with rotary embedding
@@ -44,7 +44,7 @@ class _Cut(NamedTuple):
     def form(
         self, row=0, scale=1.0, half=0, rotated=False, splits=1, float8=False, interpret: Any = False
     ) -> Form:
-        """What is static in the kernel, see `Form`."""
+        """Static parameters of the kernel, see `Form`."""
         layers = self.parts * self.wide // self.rows
         sizes = self.parts, self.columns, self.rows, self.wide, layers, self.piece
         return Form(row, *sizes, half, rotated, splits, scale, float8, Tiles(bool(interpret)))
@@ -66,8 +66,8 @@ def cut_keys(q, k, group: int, half: int) -> _Cut | None:
 
 
 def cut_inputs(rows: int, width: int) -> _Cut | None:
-    """The fewest CTAs that hold whole pieces of `width` columns in their shared memory: fewer have wider
-    tiles, more have more scores to add up. None if there is no such cut."""
+    """The fewest CTAs whose shared memory holds whole pieces of `width` columns. Fewer CTAs have wider tiles,
+    more CTAs have more scores to add up. None if there is no such cut."""
     rows = -(-rows // _LEAST) * _LEAST
     if rows > _ROWS:
         return None
@@ -99,7 +99,7 @@ def queries_of_keys(q, position, cut: _Cut, group: int):
 
 
 def queries_of_inputs(q, w_k, position, cut: _Cut):
-    """The same of queries that have taken in their heads' W_K: every row, in the columns of each CTA."""
+    """The same for queries with their heads' W_K absorbed: every query row, in the columns of each CTA."""
     blocks, queries, heads, _ = q.shape
     taken = jnp.einsum("bcnh,neh->bnce", q, w_k, preferred_element_type=jnp.float32).astype(q.dtype)
     spare = cut.rows - heads * queries
@@ -110,8 +110,8 @@ def queries_of_inputs(q, w_k, position, cut: _Cut):
 
 
 def _angles(frequencies, slots: int, piece: int) -> tuple[jax.Array, jax.Array]:
-    """cos, sin [slots, Z, period] of every position, until the columns of half a group of heads repeat in
-    whole pieces."""
+    """cos, sin [slots, Z, period] of every position. `period` is the number of columns after which the angles
+    of half a group of heads repeat in whole pieces."""
     half = frequencies.shape[0]
     wide = jnp.tile(frequencies.astype(jnp.float32), math.lcm(half, piece) // half)
     angle = (jnp.arange(slots * KEYS)[:, None] * wide).reshape(slots, KEYS, -1)
@@ -159,7 +159,7 @@ def x_cache_attention(
 
 
 def refuses(q, k, w_kv, table, *_, frequencies=None, group=1, k_scale=None, **__) -> str:
-    """What of a call of `k_cache_attention` is not supported here, and what is, or ""."""
+    """Name the unsupported part of a `k_cache_attention` call and what is supported instead, or return ""."""
     del w_kv, table
     if q.dtype != jnp.bfloat16 or k.dtype.name not in _STORED:
         return f"{q.dtype} queries of {k.dtype} rows: bfloat16 queries, rows {' or '.join(_STORED)}"
@@ -183,7 +183,8 @@ def refuses(q, k, w_kv, table, *_, frequencies=None, group=1, k_scale=None, **__
 
 
 def refuses_inputs(q, x, *_, **__) -> str:
-    """What of a call of `x_cache_attention` is not supported here, and what is, or ""."""
+    """Name the unsupported part of an `x_cache_attention` call and what is supported instead, or return
+    ""."""
     if q.dtype != jnp.bfloat16 or x.dtype != jnp.bfloat16:
         return f"{q.dtype} queries of {x.dtype} rows: both bfloat16"
     if x.shape[2] != KEYS:

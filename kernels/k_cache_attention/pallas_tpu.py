@@ -1,12 +1,12 @@
 """Attention from a cache of keys (or inputs) alone on TPU: all heads in one pass over the rows (Mosaic TPU).
 
 A grid step holds a few pages of one sequence. Scores of all heads are one matmul with a block-diagonal query
-[N * C, E], the weighted sum of whole rows is another, and W_KV is applied afterwards by XLA: it reads as many
+[N * C, E], the weighted sum of whole rows is another, and XLA applies W_KV afterwards, which has as many
 bytes as the W_V that it replaces.
 
-Rotary embedding: a rotation by position t0 + s is one by t0 after one by s. One table of the angles in a
-step turns every tile by s, and the query is turned by -t0 once a step, so no table as long as the context
-is streamed.
+Rotary embedding: a rotation by position t0 + s is a rotation by s followed by one by t0. One table of the
+angles within a step rotates every tile by s, and the query is rotated by -t0 once a step, so that no table as
+long as the context is streamed.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from swiftkv_jax.kernels.k_cache_attention.reference import Options
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """What is static in the kernel. half: columns of half a group of heads, 0 without rotary embedding."""
+    """Static parameters of the kernel. half: columns of half a group of heads, 0 without rotary embedding."""
 
     steps: tpu_pages.Steps
     half: int
@@ -84,7 +84,7 @@ def _kernel(form: _Form, s: tpu_pages.Scalars, x: _Inputs, out, scratch: _Scratc
         out[...] = jnp.zeros_like(out)
 
     def turn_tile(sign: float):
-        """The tile, turned by its positions in the step, group by group to stay in registers."""
+        """The tile, rotated by its positions in the step, group by group to stay in registers."""
 
         def turn(rows):
             cos, sin = x.cos[rows, :], sign * x.sin[rows, :]
@@ -218,7 +218,7 @@ def _tables(frequencies, steps: tpu_pages.Steps, group: int):
 
 def _steps(pool, table, pages: int | None = None) -> tpu_pages.Steps:
     page, width = pool.shape[2:]
-    # Rows are computed with in two bytes or more, whatever they are stored in.
+    # Computation uses at least two bytes a number, whatever rows are stored in.
     pages = pages or tpu_pages.step_pages(width * max(2, pool.dtype.itemsize), page, table.shape[1])
     return tpu_pages.Steps(pages, page, table.shape[1])
 
@@ -226,7 +226,7 @@ def _steps(pool, table, pages: int | None = None) -> tpu_pages.Steps:
 def k_cache_attention(
     q, k, w_kv, table, sequence, position, *, pages: int | None = None, interpret: Any = False, **options
 ):
-    """As `api.k_cache_attention`, in grid steps of `pages` pages: as many as fit the chip by default."""
+    """As `api.k_cache_attention`, in grid steps of `pages` pages; by default as many as fit the chip."""
     how, heads = Options(**options), q.shape[2]
     steps = _steps(k, table, pages)
     # [b, N, C, E]: head n's query in its own columns of a row, zero elsewhere.
@@ -253,7 +253,7 @@ def x_cache_attention(
 
 
 def refuses_keys(q, k, w_kv, table, *_, float8_scores=False, **__) -> str:
-    """What of a call of `k_cache_attention` is not supported here, and what is, or ""."""
+    """Name the unsupported part of a `k_cache_attention` call and what is supported instead, or return ""."""
     del w_kv
     if float8_scores:
         return "float8 scores, which the matrix units of TPU v4 to v6e do not take: float8_scores=False"

@@ -17,7 +17,7 @@ from swiftkv_jax.kernels.common.mask import bias_of, visible, weights_of
 from swiftkv_jax.kernels.common.pools import quantise
 
 FLOAT8 = jnp.float8_e4m3fn
-TURNED = 0.5  # of keys that were turned is rounded to float8: they may be 2 ** 0.5 times as large as stored
+TURNED = 0.5  # factor of rotated keys before rounding to float8: rotation may enlarge them by 2 ** 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Options:
 
     @property
     def turned(self) -> bool:
-        """Whether keys get their rotary embedding when they are read."""
+        """Whether rotary embedding is applied to keys when they are read."""
         return self.frequencies is not None and not self.rotated
 
 
@@ -74,7 +74,7 @@ def float8_queries(q: jax.Array, how: Options) -> tuple[jax.Array, jax.Array]:
 
 
 def float8_keys(keys: jax.Array, how: Options) -> jax.Array:
-    """Keys as float8 scores take them: exactly those stored, unless they were turned."""
+    """Keys as float8 scores take them: exactly those stored, unless they were rotated."""
     return (TURNED * keys if how.turned else keys).astype(FLOAT8)
 
 
@@ -112,7 +112,7 @@ def k_cache_attention(q, k, w_kv, table, sequence, position, **options):
 
 
 def _bias(bias, position, keys: int):
-    """Of scores [b, N, C, keys]; 0 without one."""
+    """The bias of scores [b, N, C, keys]; 0 without one."""
     if bias is None:
         return 0.0
     return jnp.moveaxis(bias_of(bias, position[..., None] - jnp.arange(keys)), 0, 1)

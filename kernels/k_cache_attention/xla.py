@@ -1,10 +1,10 @@
 """Attention from a cache of keys (or inputs) alone in jax.numpy, a few pages a turn.
 
-With `one_turn` the turns are larger and their number is known to the compiler: on a GPU a loop of unknown
-length costs a round trip to the host in each turn.
+With `one_turn` the turns are larger and their number is known to the compiler: on a GPU each turn of a loop
+of unknown length costs a round trip to the host.
 
-Blocks of more queries than a head is wide make values of the stored rows first, and are then ordinary
-attention: the weighted sum of whole rows would cost each head the work of all.
+Blocks with more queries than a head is wide first make values from the stored rows, and then compute ordinary
+attention: in the weighted sum of whole rows, each head would do the work of all.
 """
 
 import jax
@@ -33,7 +33,7 @@ def k_cache_attention(
     values_first = _values_pay(q) if values_first is None else values_first
 
     def read(stored, at):
-        """Keys for the scores, and what is summed, of stored rows [b, s, E] at positions [s]."""
+        """(keys for the scores, rows to sum), from stored rows [b, s, E] at positions [s]."""
         keys, rows = turned(stored, at)
         return keys, _of_heads(rows, w_kv, rows.dtype) if values_first else rows
 
@@ -76,7 +76,7 @@ def x_cache_attention(
     one_turn: bool | None = None,
     values_first: bool | None = None,
 ):
-    """As `api.x_cache_attention`, W_K absorbed into the query and W_V applied to the sum, unless keys and
+    """As `api.x_cache_attention`. W_K is absorbed into the query and W_V applied to the sum, unless keys and
     values are made first."""
     values_first = _values_pay(q) if values_first is None else values_first
     if not values_first:
@@ -93,7 +93,7 @@ def x_cache_attention(
 
 
 def _values_pay(q) -> bool:
-    """Of blocks [b, C, N, H]."""
+    """Whether to make values first, for blocks of queries [b, C, N, H]."""
     return q.shape[1] > q.shape[3]
 
 
@@ -103,7 +103,7 @@ def _of_heads(rows, w, dtype):
 
 
 def _finished(mixed, w):
-    """Sums [b, N, C, E] times the matrices of heads, or sums of values as they are: [b, C, N, U]."""
+    """Sums [b, N, C, E] times the matrices of heads, or sums of values unchanged: [b, C, N, U]."""
     if w is None:
         return jnp.swapaxes(mixed, 1, 2)
     return jnp.einsum("bnce,neu->bcnu", mixed, w, preferred_element_type=jnp.float32)
@@ -112,8 +112,8 @@ def _finished(mixed, w):
 def _attend(
     q, pool, table, position, row, scale, window, k_scale, bias, dtype, read, width, one_turn
 ) -> jax.Array:
-    """Softmax-weighted sums [b, N, C, width] in float32 of what `read` makes of rows in `dtype`: one for all
-    heads [b, s, width], or one for each [b, s, N, width]."""
+    """Softmax-weighted sums [b, N, C, width] in float32 of the rows that `read` returns in `dtype`: shared by
+    all heads [b, s, width], or by head [b, s, N, width]."""
     (blocks, queries, heads, _), page = q.shape, pool.shape[2]
     slots = table.shape[1]
     window, one_turn = mask.window_of(window), dispatch.known_loops(one_turn)

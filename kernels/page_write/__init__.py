@@ -1,1 +1,1 @@
-"""Keys and values of tokens written into the pages they belong in."""
+"""Writing of tokens' keys and values into their pages."""

@@ -42,7 +42,7 @@ class Case:
 
     @property
     def pages(self) -> int:
-        """Of the pool."""
+        """Pages of the pool."""
         return self.spare + sum(-(-(cached + new) // self.page) for cached, new in self.sequences)
 
     def shapes(self) -> tuple:
@@ -57,7 +57,7 @@ class Case:
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def make(self, seed: int = 0) -> tuple:
-        """Random arguments; a pool of any bits, NaNs too. A sequence's pages lie anywhere."""
+        """Random arguments; the pool has random bits, NaNs included, and pages are in random order."""
         pool, new, *_ = self.shapes()
         keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 4))
 

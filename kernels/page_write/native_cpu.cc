@@ -1,4 +1,4 @@
-// Tokens written into pages on CPUs, a handler of XLA's foreign function interface: `native_cpu.py`.
+// Writing of tokens into pages on CPUs, as a handler of XLA's foreign function interface; see `native_cpu.py`.
 
 #include "native_tile.h"
 
@@ -6,7 +6,7 @@ namespace {
 
 constexpr int64_t TOKENS = 16;  // that a thread takes at a time
 
-// Floats as they are stored: to the nearest, ties to even.
+// Conversion of floats to the stored type: to the nearest, ties to even.
 inline void narrow(float x, float& to) { to = x; }
 inline void narrow(float x, _Float16& to) { to = static_cast<_Float16>(x); }
 inline void narrow(float x, Bf16& to) {
@@ -20,7 +20,7 @@ inline void narrow(float x, int8_t& to) {
 inline void narrow(float x, Fp8& to) {
   const uint32_t u = bits<uint32_t>(x), size = u & 0x7fffffff;
   const uint32_t normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-  // Below 2^-6 numbers are multiples of 2^-9: adding 2^14 leaves as many bits.
+  // Numbers below 2^-6 are multiples of 2^-9: adding 2^14 rounds to exactly these bits.
   const uint32_t small = bits<uint32_t>(bits<float>(size) + 16384.0f) & 15;
   const uint32_t e4m3 = size < 0x3c800000 ? small : std::min<uint32_t>(normal, 0x7f);
   to.raw = uint8_t(e4m3 | (u >> 24 & 0x80));
@@ -62,7 +62,7 @@ void run(ffi::ThreadPool& pool, const Call& c) {
   });
 }
 
-// A pool [R, P, Z, K * H] and its scales [R, P, K, Z] or empty, each the result of its name; new entries
+// A pool [R, P, Z, K * H] and its scales [R, P, K, Z] or empty, each aliased with its result; new entries
 // [T, F, K, H]; page [T], slot [T], rows [F].
 ffi::Error page_write(ffi::ThreadPool pool, ffi::AnyBuffer, F32, F32 entries, S32 page, S32 slot, S32 rows,
                       ffi::Result<ffi::AnyBuffer> data, ffi::Result<F32> scale) {

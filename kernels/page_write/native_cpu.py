@@ -1,6 +1,6 @@
 """Tokens written into pages in C++, for CPUs: `native_cpu.cc`, called through XLA's FFI.
 
-XLA's own scatter goes number by number, and converts a whole pool of 8-bit floats to write one token.
+XLA:CPU's scatter writes number by number, and converts a whole pool of 8-bit floats to write one token.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ TARGET = "swiftkv_page_write"
 
 
 def refuses(pool: Pool, *_, **__) -> str:
-    """What of a call is not supported, or ""."""
+    """Name the unsupported part of a call, or return ""."""
     if pool.data.dtype.name not in native.STORED:
         return f"{pool.data.dtype} rows: {' or '.join(native.STORED)}"
     return native.refuses(_SOURCE, PageWrite=TARGET)

@@ -1,9 +1,9 @@
-"""Tokens written into pages on TPU (Mosaic TPU): each page that is touched once, all of them in flight.
+"""Write tokens into pages on TPU (Mosaic TPU): each touched page once, with many copies in flight.
 
 A page is [Z, E] in tiles of G rows (8 of 32 bits, 16 of 16 bits, 32 of 8 bits), the least that a DMA moves.
-A run of tokens that fills its page leaves as one page. Of a run that fills less, only the tiles that it
-touches are written, and those that it fills in part are read before: a decoded token costs one tile each way.
-Rows are moved as 32-bit words, whatever their dtype: what is not written stays bit for bit.
+A run of tokens that fills its page is written as one page. Of a shorter run only the touched tiles are
+written, and partially filled ones are read before: a decoded token costs one tile each way. Rows are moved as
+32-bit words, whatever their dtype, so that the other rows stay bit for bit the same.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _MOST = 64  # runs in flight
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """What is static in the kernel.
+    """Static parameters of the kernel.
 
     Attributes:
       page: tokens of a page. tile: rows of a tile. slots: places for runs in flight.
@@ -96,7 +96,7 @@ def runs_of(page: jax.Array, slot: jax.Array, rows: tuple[int, ...], pages: int)
 def _kernel(form: _Form, s: Runs, new, new_scale, data, scale, scratch: _Scratch):
     filled = pl.program_id(0)
     row, runs = s.rows[filled], s.some[0]
-    # Two runs in one page may touch one tile: then each waits for the one before.
+    # Two runs in one page may touch the same tile; then each waits for the one before.
     apart = s.some[1] == 1
     ahead = jnp.where(apart, form.slots // 2, 0)
     tile = form.tile
@@ -115,7 +115,7 @@ def _kernel(form: _Form, s: Runs, new, new_scale, data, scale, scratch: _Scratch
         return pl.ds(pl.multiple_of(index * tile, tile), count * tile)
 
     def reads(r: _Run, act) -> None:
-        """The rows of the batch, and what of the page is written in part."""
+        """Act on the copies of a run's inputs: the batch's rows, and the page's partially written tiles."""
 
         def copy(source, target):
             act(pltpu.make_async_copy(source, target, scratch.arrived.at[r.at]))
@@ -165,7 +165,7 @@ def _kernel(form: _Form, s: Runs, new, new_scale, data, scale, scratch: _Scratch
         place = lax.broadcasted_iota(jnp.int32, (_WORDS, scratch.stage.shape[-1]), 0) * form.inside
 
         def one(i):
-            # The row of `fresh` that belongs in the tile's first; its rows are `odd` rows into a word.
+            # The row of `fresh` for the tile's first row; it begins `odd` rows into a word.
             start = i * tile - r.slot + lax.rem(r.token, tile) + tile
             odd, turn = lax.rem(start, form.inside), lax.rem(start, tile) // form.inside
             words = pltpu.bitcast(scratch.fresh[r.at, rows_of(start // tile, 2), :], jnp.int32)
@@ -310,7 +310,7 @@ def page_write(pool: Pool, new, page, slot, *, rows: tuple[int, ...], interpret:
 
 
 def refuses(pool: Pool, new, *_, **__) -> str:
-    """What of a call is not supported here, and what is, or ""."""
+    """Name the unsupported part of a call and what is supported instead, or return ""."""
     page, dtype = pool.data.shape[2], pool.data.dtype
     if dtype == jnp.float16 or dtype.itemsize > 4:
         return f"{dtype} rows: bfloat16, float32, int8, float8_e4m3fn"

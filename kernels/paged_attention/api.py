@@ -33,7 +33,7 @@ def paged_attention(
     bias: Float[Array, "N S"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b C N U"]:
-    """What each query reads from one row of a paged pool: decode tokens and chunks of prompts alike.
+    """Attention of queries over one row of a paged pool, for decode tokens and chunks of prompts alike.
 
     Args:
       q: [b, C, N, H], C queries of one sequence in each block; a ragged batch is cut into such blocks, of
@@ -44,8 +44,8 @@ def paged_attention(
       position: [b, C] of each query; -1 is no query and gives zeros. A query sees the keys at its own
         position and before, fewer than `window` back. Unseen keys may hold anything, NaN included.
       row: of the pool. scale: of the scores, H ** -0.5 by default.
-      bias: [N, S] added to the scores, by head and by how far back a key is; the last one goes for all that
-        are further. "reference", "xla" and "xla_one_turn" take one.
+      bias: [N, S] added to the scores, by head and by how far back a key is; the last entry applies to all
+        keys further back. Only "reference", "xla" and "xla_one_turn" support it.
       implementation: "reference", "xla", "xla_one_turn" (no loop of unknown length, and more memory; what
         "xla" is on GPUs and TPUs), "native_cpu" (needs a C++ compiler), "pallas_tpu", "pallas_gpu" (bfloat16
         queries), "cudnn" (bfloat16 and float16; the positions of a block rise by one, and no window), or

@@ -1,10 +1,10 @@
 """Chunks of prompts over paged keys and values in two dense parts, for cuDNN's flash attention.
 
-A chunk attends to itself, causally, and to the tokens before it, all of which each of its queries sees; these
-are gathered from their pages. The two sums are merged by their log-sum-exps. Neither part has a mask in
-memory, and there is one program for all lengths.
+A chunk attends to itself, causally, and to all tokens before it, which are gathered from their pages. The two
+sums are merged by their log-sum-exps. Neither part has a mask in memory, and there is one program for all
+lengths.
 
-cuDNN's can be neither compiled nor run without a GPU; that it is called with the right arguments is tested.
+cuDNN's can be neither compiled nor run without a GPU; tests check only that its arguments are right.
 """
 
 from typing import Any, Literal
@@ -32,7 +32,8 @@ def paged_attention(
     v_scale,
     by: Literal["xla", "cudnn"],
 ):
-    """As `api.paged_attention`, of blocks whose positions rise by one; `by` says whose the parts are."""
+    """As `api.paged_attention`, for blocks whose positions rise by one; `by` names jax.nn's
+    implementation."""
     del window  # wider than the table: see `refuses`
     attend: Any = {"xla": by_xla, "cudnn": by_cudnn}[by]
     (_, queries, _, width), page, names = q.shape, k.shape[2], table[sequence]
@@ -42,7 +43,7 @@ def paged_attention(
     first = jnp.where(count > 0, first, 0)
 
     def stored(x, x_scale, name, slot, some):
-        """Rows of pages, or of one slot of each, as heads; zeros where not `some`: 0 x NaN is NaN."""
+        """Rows of pages, or of one slot of each, as heads. Zeros where not `some`, since 0 x NaN is NaN."""
         rows = x[row, name] if slot is None else x[row, name, slot]
         rows = rows.reshape(*some.shape, heads, width)
         if x_scale is not None:
@@ -53,12 +54,12 @@ def paged_attention(
     def part(name, slot, some):
         return tuple(stored(*x, name, slot, some) for x in ((k, k_scale), (v, v_scale)))
 
-    # Queries from place 0 on, as the causal mask of a part counts them.
+    # Shift queries to begin at index 0, as the causal mask expects.
     begin = jnp.argmax(live, axis=1)[:, None]
     own = place < count[:, None]
     shifted = jnp.take_along_axis(q, jnp.minimum(place + begin, queries - 1)[..., None, None], axis=1)
     shifted = jnp.where(own[..., None, None], shifted, 0)
-    some = jnp.maximum(count, 1).astype(jnp.int32)  # no part is empty: what it gives is not used
+    some = jnp.maximum(count, 1).astype(jnp.int32)  # never empty; the result of an empty part is not used
     at = jnp.where(own, first[:, None] + place, 0)
     inside = part(jnp.take_along_axis(names, at // page, axis=1), at % page, own)
     inside = attend(shifted, *inside, some, some, scale, True)
@@ -70,8 +71,8 @@ def paged_attention(
 
 
 def _merge(one, other, there):
-    """Sums [b, C, N, H] over two sets of keys by their log-sum-exps [b, C, N], in float32; of the other set
-    only where it is `there` [b]."""
+    """Merge the sums [b, C, N, H] over two sets of keys by their log-sum-exps [b, C, N], in float32. `other`
+    counts only where it is `there` [b]."""
     (mixed, lse), (second, its) = one, other
     there = there[:, None, None]
     its = jnp.where(there, its, -jnp.inf)
@@ -96,8 +97,8 @@ def by_xla(q, k, v, queries, keys, scale, causal: bool):
 def by_cudnn(q, k, v, queries, keys, scale, causal: bool):
     """(sums, log-sum-exps) by cuDNN, the latter in float32.
 
-    By JAX's private name: `jax.nn.dot_product_attention` rounds log-sum-exps to the queries' dtype, and in
-    bfloat16 a merge is then off by several per cent.
+    This uses a private function of JAX: `jax.nn.dot_product_attention` rounds log-sum-exps to the queries'
+    dtype, and in bfloat16 a merge is then off by several per cent.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -110,7 +111,7 @@ def by_cudnn(q, k, v, queries, keys, scale, causal: bool):
 
 
 def refuses(q, k, v, table, *_, window=None, **__) -> str:
-    """What of a call two parts do not support, and what they do, or ""."""
+    """Name the part of a call that this split does not support and what it supports instead, or return ""."""
     if k.shape[-1] != v.shape[-1]:
         return f"keys and values {k.shape[-1]} and {v.shape[-1]} wide: equally wide"
     context = table.shape[1] * k.shape[2]
@@ -120,7 +121,7 @@ def refuses(q, k, v, table, *_, window=None, **__) -> str:
 
 
 def refuses_cudnn(q, k, v, *args, **kwargs) -> str:
-    """What of a call cuDNN does not support, and what it does, or ""."""
+    """Name the part of a call that cuDNN does not support and what it supports instead, or return ""."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{q.dtype} queries: bfloat16, float16"
     if (width := q.shape[-1]) % 8 or width > _WIDEST:

@@ -1,8 +1,9 @@
-// Attention over paged keys and values on CPUs, a handler of XLA's foreign function interface: `native_cpu.py`.
+// Attention over paged keys and values on CPUs, as a handler of XLA's foreign function interface; see
+// `native_cpu.py`.
 //
-// A piece of work is one block of queries with the query heads of some kv heads. It goes through the keys that
-// any of its queries sees with a running softmax. Nothing of a key that no query sees is used, so stale pages
-// may hold anything. What a query gets does not depend on its neighbours.
+// A piece of work is one block of queries with the query heads of some kv heads. It processes the keys that any of
+// its queries sees with an online softmax. Unseen keys are not used, so stale pages may hold anything. The result of
+// a query does not depend on its neighbours.
 
 #include "native_rows.h"
 
@@ -20,8 +21,8 @@ struct Call {
 
 constexpr int AT_ONCE = 3;  // tiles: one in use, one that is read, one that is asked for
 
-// What one thread works in: the queries that see anything, where each row's result goes, what an unseen key is, and
-// the factors of 8-bit rows of AT_ONCE tiles.
+// The buffers of one thread: the queries that see any key, the destination of each row's result, zeros in place of
+// unseen keys, and the factors of 8-bit rows of AT_ONCE tiles.
 struct Work : Scratch {
   explicit Work(const Call& c)
       : Scratch(std::max(c.queries * (c.heads / c.kv_heads), FEW * c.kv_heads), c.width, c.value), out(rows),
@@ -31,7 +32,7 @@ struct Work : Scratch {
   std::vector<float> nothing, factors;
 };
 
-// Points the scratch at keys and values [start, start + TILE) of a sequence; zeros for what is not seen.
+// Points the scratch at keys and values [start, start + TILE) of a sequence, or at zeros for unseen ones.
 template <class T>
 void read(const Call& c, Scratch& s, const int32_t* table, int64_t head, int64_t start, const bool* seen) {
   int64_t slot = start / c.page, offset = start % c.page;
@@ -61,8 +62,8 @@ void read(const Call& c, Scratch& s, const int32_t* table, int64_t head, int64_t
   }
 }
 
-// Keys and values [start, start + TILE) of a sequence where they lie: rows of all heads from the `head`-th on, and
-// what gives 8-bit ones of `heads` heads back.
+// Keys and values [start, start + TILE) of a sequence in place: rows of all heads from the `head`-th on, and the
+// factors of 8-bit rows of `heads` heads.
 template <class T>
 struct Tile {
   const T *key[TILE], *value[TILE];
@@ -87,7 +88,7 @@ struct Tile {
     });
   }
 
-  // What is not seen is zeros, which `nothing` points at.
+  // Unseen keys are zeros, at `nothing`.
   void forget(const bool* seen, const void* nothing, int64_t scaled_heads) {
     for (int t = 0; t < TILE; ++t) {
       if (seen[t]) continue;
@@ -120,7 +121,7 @@ struct Ahead {
   void value(int t) const { if (next) bring<1>(next->value, after->value, value_size, t); }
 };
 
-// Scores of R query rows with LANES / R keys as they lie, from number `at` on, row after row.
+// Scores of R query rows with LANES / R keys in place, from number `at` on, row after row.
 template <int R, class T>
 inline Vec score_some(const float* q, int64_t width, const T* const* keys, int64_t at) {
   constexpr int KEYS = LANES / R;
@@ -156,7 +157,7 @@ inline void mix_some(const float* weights, int begin, int end, const T* const* v
     for (int i = 0; i < N; ++i) store(out + r * width + i * LANES, s[r][i]);
 }
 
-// The rows [r, r + R) of a scratch, of the tile's head h, with the tile at `start`; asks for the next tile meanwhile.
+// The rows [r, r + R) of a scratch, for the tile's head h, with the tile at `start`; prefetches the next tile.
 template <int R, class T>
 inline void few_rows(Scratch& s, int64_t r, int64_t start, const Tile<T>& tile, int64_t h, Ahead<T> ahead, bool scaled) {
   constexpr int KEYS = LANES / R;
@@ -199,8 +200,8 @@ inline void few_rows(Scratch& s, int64_t r, int64_t start, const Tile<T>& tile, 
   }
 }
 
-// As `attend_rows`, for few rows of each of `heads` heads from the `head`-th on, head after head: numbers are widened
-// as they are used, and memory is read while they are, once for all heads.
+// As `attend_rows`, for few rows of each of `heads` heads from the `head`-th on, head after head. Numbers are
+// widened as they are used while memory is read, once for all heads.
 template <class T>
 void attend_few(const Call& c, Work& s, const int32_t* table, int64_t head, int64_t heads) {
   Tile<T> tiles[AT_ONCE];
@@ -274,7 +275,7 @@ void attend(const Call& c, Work& s, int64_t block, int64_t head, int64_t heads) 
 template <class T>
 void run(ffi::ThreadPool& pool, const Call& c) {
   const auto make = [c] { return Work(c); };
-  // Where there are many blocks one thread takes all heads of a block: their keys lie side by side.
+  // If there are many blocks, one thread takes all heads of a block, whose keys lie side by side.
   const int64_t together = c.blocks >= 4 * pool.num_threads() ? c.kv_heads : 1, parts = c.kv_heads / together;
   in_parallel(pool, c.blocks * parts, make, [=](int64_t i, Work& s) {
     i = c.blocks * parts - 1 - i;  // the last blocks of a prompt see the most: they go first

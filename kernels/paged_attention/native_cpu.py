@@ -12,7 +12,7 @@ TARGET = "swiftkv_paged_attention"
 
 
 def refuses(q, k, v, *_, **__) -> str:
-    """What of a call is not supported, or ""."""
+    """Name the unsupported part of a call, or return ""."""
     if k.dtype != v.dtype or k.dtype.name not in native.STORED:
         return f"{k.dtype} keys and {v.dtype} values: both {' or '.join(native.STORED)}"
     return native.refuses(_SOURCE, PagedAttention=TARGET)

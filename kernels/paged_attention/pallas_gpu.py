@@ -2,15 +2,15 @@
 
 Compiled for H100 and interpreted on a CPU, never run on hardware: it is chosen by name only.
 
-Keys stand on the long side of the tensor core: S^T = K q^T and O^T = V^T P^T, so a few queries take 8 columns
-and not 64 rows. One CTA takes one kv head of one block of queries over a share of its pages, which come by
-TMA into a ring of stages; partial sums of the shares are merged by XLA. 8-bit rows are widened on the chip:
-keys in registers, values into shared memory; their scales multiply scores and weights.
+Keys lie along the tensor core's long side: S^T = K q^T and O^T = V^T P^T, so a few queries take 8 columns
+instead of 64 rows. One CTA handles one kv head of one block of queries over a share of its pages, which TMA
+brings into a ring of stages. XLA merges the shares' partial sums. 8-bit rows are widened on the chip, keys in
+registers and values into shared memory; their scales multiply scores and weights.
 
-A tile is 64, 128 or 256 columns wide. Where heads are not, a head is read with some columns of its
-neighbours: queries are zero there, and those rows of the sum are dropped.
+A tile is 64, 128 or 256 columns wide. A head of another width is read with some columns of its neighbours:
+queries are zero there, and those rows of the sum are dropped.
 
-Blocks of more queries than a CTA has room for are cut: each piece reads its keys by itself, mostly from L2.
+Blocks with more queries than a CTA has room for are split; each piece reads its keys again, mostly from L2.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _TILES = (64, 128, 256)
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """Where heads of one width lie in rows of `heads` of them, and the tile that one is read in."""
+    """The layout of a row of `heads` heads of one width, and the tile in which one head is read."""
 
     width: int
     heads: int
@@ -56,13 +56,13 @@ class _Columns:
         return head * self.width if self.tile == self.width else jnp.minimum(head * self.width, self.last)
 
     def inside(self, head: int) -> int:
-        """Where in its tile a head begins."""
+        """The column of its tile at which a head begins."""
         return max(0, head * self.width - self.last) if self.tile > self.width else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """What is static in the kernel. keys, values: columns of the pools; rows: of queries of a kv head."""
+    """Static parameters of the kernel. keys, values: columns of the pools; rows: queries of a kv head."""
 
     row: int
     page: int
@@ -105,7 +105,7 @@ class _Scratch(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """What a CTA takes: `count` pages of block `block` from `start` on, of kv head `head`."""
+    """The work of a CTA: `count` pages of block `block` from `start` on, for kv head `head`."""
 
     block: Any
     head: Any
@@ -130,10 +130,10 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
         ahead = i + _STAGES - 1
         pl.when(ahead < at.count)(functools.partial(_ask, form, x, s, at, ahead))
         scores = _scores(form, x, s, at, i)
-        position = tiles.load(x.position.at[block])  # every turn: it need not stay in registers
+        position = tiles.load(x.position.at[block])  # loaded in each turn, to save registers
         top, weights, decay = x.pages.weigh(tiles, scores, position, key, top)
         total = total * decay + jnp.sum(weights, axis=0)
-        if x.v_scale is not None:  # that of a key nobody sees may be NaN
+        if x.v_scale is not None:  # scales of unseen keys may be NaN
             weights = weights * jnp.where(weights > 0, _factors(form, x, at, x.v_scale, i), 0.0)
         tiles.store_transposed(s.weights, weights)
         plgpu.barrier_wait(s.v_came.at[slot])
@@ -194,7 +194,7 @@ def _pieces(columns: _Columns) -> list:
 
 
 def _widened(form: _Form, tile, piece) -> jax.Array:
-    """Some columns of a tile of 8-bit numbers; float8 has no way to bfloat16 but by float32."""
+    """Some columns of a tile of 8-bit numbers; float8 converts to bfloat16 only through float32."""
     return form.tiles.load(tile.at[:, piece]).astype(jnp.float32).astype(jnp.bfloat16)
 
 
@@ -221,7 +221,7 @@ def _rows(q, kv_heads: int, queries: int) -> int:
 
 
 def _columns(q, k, v) -> tuple[_Columns, _Columns]:
-    """Of keys and of values."""
+    """The columns of keys and of values."""
     heads = k.shape[-1] // q.shape[-1]
     return _Columns(q.shape[-1], heads), _Columns(v.shape[-1] // heads, heads)
 
@@ -276,7 +276,7 @@ def paged_attention(
 
 
 def _cut(q, sequence, position, most: int):
-    """Blocks [b, C] as blocks of equal size and at most `most` queries; what is left over is no query."""
+    """Split blocks [b, C] into blocks of equal size and at most `most` queries, padded with empty queries."""
     blocks, queries = position.shape
     pieces = -(-queries // most)
     each = -(-queries // pieces)
@@ -287,7 +287,7 @@ def _cut(q, sequence, position, most: int):
 
 
 def most_queries(q, k, v) -> int:
-    """Queries of a block that one CTA has room for; 0 if there is none for a single one."""
+    """The most queries of a block that one CTA has room for; may be 0."""
     return next((n for n in range(q.shape[1], 0, -1) if not _too_many(q, k, v, n)), 0)
 
 
@@ -304,7 +304,7 @@ def _too_many(q, k, v, queries: int) -> str:
 
 
 def refuses(q, k, v, *_, k_scale=None, v_scale=None, **__) -> str:
-    """What of a call is not supported here, and what is, or ""."""
+    """Name the unsupported part of a call and what is supported instead, or return ""."""
     if q.dtype != jnp.bfloat16 or k.dtype.name not in _STORED or v.dtype != k.dtype:
         rows = f"{k.dtype} keys and {v.dtype} values"
         return f"{q.dtype} queries of {rows}: bfloat16 queries, both rows {' or '.join(_STORED)}"

@@ -1,9 +1,9 @@
 """Attention over paged keys and values on TPU (Mosaic TPU).
 
 A grid step holds a few pages of one sequence, keys and values of all heads. Decoding has few rows of queries,
-so several heads share one matmul: their queries stand in a block-diagonal matrix, and of the weighted sums
-only the diagonal blocks are kept. The cache passes the matrix unit once either way. Chunks have rows enough,
-and take the heads one by one.
+so several heads share one matmul: their queries form a block-diagonal matrix, and of the weighted sums only
+the diagonal blocks are kept. Either way the cache passes through the matrix unit once. Chunks have enough
+rows to process the heads one by one.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _ROWS = 128  # of queries, up to which heads share a matmul
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """What is static in the kernel: `joint` kv heads share a matmul."""
+    """Static parameters of the kernel: `joint` kv heads share a matmul."""
 
     steps: tpu_pages.Steps
     heads: int
@@ -127,7 +127,7 @@ def _joint(heads: int, rows: int, width: int) -> int:
 def _form(q, k, v, table, scale: float, pages: int | None) -> _Form:
     (_, queries, heads, width), page = q.shape, k.shape[2]
     kv_heads, slots = k.shape[-1] // width, table.shape[1]
-    # Rows are computed with in two bytes or more, whatever they are stored in.
+    # Computation uses at least two bytes a number, whatever rows are stored in.
     token = (k.shape[-1] + v.shape[-1]) * max(2, k.dtype.itemsize)
     joint = _joint(kv_heads, heads // kv_heads * queries, width)
     most = pages or tpu_pages.step_pages(token, page, slots)
@@ -157,7 +157,7 @@ def paged_attention(
     pages: int | None = None,
     interpret: Any = False,
 ):
-    """As `api.paged_attention`, in grid steps of `pages` pages: as many as fit the chip by default."""
+    """As `api.paged_attention`, in grid steps of `pages` pages; by default as many as fit the chip."""
     form = _form(q, k, v, table, scale, pages)
     (blocks, queries, heads, width), joint, steps = q.shape, form.joint, form.steps
     groups, each = form.heads // joint, heads // form.heads
@@ -215,7 +215,7 @@ def paged_attention(
 
 
 def refuses(q, k, v, table, *_, scale, k_scale=None, v_scale=None, **__) -> str:
-    """What of a call is not supported here, and what is, or ""."""
+    """Name the unsupported part of a call and what is supported instead, or return ""."""
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"{q.dtype} queries: bfloat16, float32"
     form = _form(q, k, v, table, scale, None)

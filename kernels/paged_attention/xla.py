@@ -1,11 +1,11 @@
-"""Attention over paged keys and values in jax.numpy, a few pages a turn, in forms that suit XLA on CPUs.
+"""Attention over paged keys and values in jax.numpy, a few pages a turn, in forms that suit XLA:CPU.
 
-Blocks of many queries go through their pages together, with a running softmax. Single queries go page by
-page: each page in use is one piece of work, so that a short sequence costs what it holds.
+Blocks of many queries process their pages together, with an online softmax. Single queries go page by page:
+each page in use is one piece of work, so that the cost of a short sequence is proportional to its length.
 
-Where a turn costs a round trip to the host, as a loop of unknown length does on a GPU, there is `one_turn`:
-all pages of the table at once, of as many blocks as a bounded memory holds, in a loop of known length. Single
-queries then are no matrix products, which would copy the pages out of the pool first, but sums.
+On a GPU each turn of a loop of unknown length costs a round trip to the host. `one_turn` avoids this: it
+takes all pages of the table at once, for as many blocks as a bounded memory holds, in a loop of known length.
+Single queries are then computed as sums, since matmuls would first copy the pages out of the pool.
 """
 
 import functools
@@ -17,11 +17,11 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from swiftkv_jax.kernels.common import dispatch, mask, online
 
-# What one turn takes on, measured on a CPU: small enough to stay in its caches.
+# The work of one turn, measured on a CPU: small enough to stay in its caches.
 TURN_KEYS = 2048  # of all blocks together
 _TURN_QUERIES = 128  # of all blocks together
 _TURN_SCORES = 16384  # queries times keys
-ONE_TURN_BYTES = 1 << 28  # scores and what is copied of the blocks that go together
+ONE_TURN_BYTES = 1 << 28  # scores and copies of the blocks that are processed together
 _FEW_HEADS = 4
 _FEW_ROWS = 8
 
@@ -42,8 +42,8 @@ def paged_attention(
     bias=None,
     one_turn: bool | None = None,
 ):
-    """As `api.paged_attention`; `one_turn`: without a loop whose length is known only at run time; None: as
-    `dispatch.known_loops`."""
+    """As `api.paged_attention`. `one_turn` avoids loops whose length is known only at run time; None: as
+    `dispatch.known_loops` says."""
     window, one_turn = mask.window_of(window), dispatch.known_loops(one_turn)
     pools = (k, v, k_scale, v_scale)
     if position.shape[1] == 1 and not one_turn:
@@ -83,7 +83,7 @@ def _singles(q, pools, table, position, row, scale, window, bias):
     count = jnp.where(position < 0, 0, position // page + 1 - first)
     end = jnp.cumsum(count)
     begin = end - count
-    # All blocks' pages in a row: of which block, which of its pages, and the query's distance from its start.
+    # All blocks' pages in one list: the block, the page's number in it, the query's distance from its start.
     turns = -(-blocks * slots // max(1, TURN_KEYS // page))
     pages = -(-blocks * slots // turns)
     most = turns * pages
@@ -116,11 +116,11 @@ def _singles(q, pools, table, position, row, scale, window, bias):
     shape = (most, groups, rows)
     parts = (jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1] // groups)))
     top, total, mixed = turn(0, parts) if turns == 1 else lax.fori_loop(0, -(-end[-1] // pages), turn, parts)
-    # Each block puts its pages' sums together.
+    # Merge the sums of each block's pages.
     own = jnp.minimum(begin[:, None] + jnp.arange(slots), most - 1)
     some = jnp.arange(slots) < count[:, None]
     top, total, mixed = (
-        # Not what stands in another's place: 0 x NaN is NaN.
+        # Mask the places of other blocks: 0 x NaN is NaN.
         jnp.where(some.reshape(*some.shape, *(1,) * (x.ndim - 1)), x[own], rest)
         for x, rest in ((top, online.MASKED), (total, 0), (mixed, 0))
     )
@@ -131,19 +131,19 @@ def _singles(q, pools, table, position, row, scale, window, bias):
 
 
 def _suits_sums(group: int) -> bool:
-    """Whether single queries, `group` heads for each of the keys', are answered by `_in_place`: each head
-    reads the rows anew, on a GPU from its L2 cache. A TPU has no fusion of such reads with a sum."""
+    """Whether `_in_place` suits single queries with `group` query heads for each kv head. Each head reads the
+    rows again, on a GPU from its L2 cache. A TPU cannot fuse such reads with a sum."""
     return group <= _FEW_ROWS and dispatch.device()[0] != "tpu"
 
 
 def _in_place(q, pools, table, position, row, scale, window, bias):
     """One query in each block, [b, 1, N, H], against all pages of `table` [b, slots], by sums that read rows
-    where they lie. Matrix products would need a copy of them."""
+    in place. Matmuls would need a copy of the rows."""
     k, v, k_scale, v_scale = pools
     (blocks, _, _, width), dtype = q.shape, q.dtype
     heads = k.shape[-1] // width
-    # Else layers that share a row of 8 bits would share a copy of it, widened; and what a step's values are
-    # made of would be kept beside the scores, to be written behind them.
+    # Otherwise layers that share an 8-bit row would share a widened copy of it, and the inputs of a step's
+    # values would be kept until after the scores, to be written then.
     table = _after(q, table, v[row, 0, 0, 0])
     back = position - jnp.arange(table.shape[1] * k.shape[2])
     seen = (back >= 0) & (back < window)
@@ -159,23 +159,24 @@ def _in_place(q, pools, table, position, row, scale, window, bias):
     scores = jnp.where(seen, scores, online.MASKED)
     weights = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
     weights /= jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
-    # Rounded in memory too: XLA would keep what is widened again as float32.
+    # The barrier forces rounding: XLA would otherwise keep the weights in float32.
     weights = lax.optimization_barrier(weights.astype(dtype)).astype(jnp.float32)
-    # Rows lie with their numbers innermost. XLA would put keys there, to sum over them, and turn all values.
+    # Keep the numbers of a row innermost. XLA would make keys innermost for the sum, and transpose all
+    # values.
     mixed = with_layout_constraint(weights[..., None] * values, Layout((0, 1, 2, 3, 4))).sum(3)
     return mixed.reshape(blocks, 1, -1, mixed.shape[-1]).astype(dtype)
 
 
 def _after(q, names, stored=0):
-    """`names`, known to the compiler only with `q`: rows that are there long before (SwiftKV's upper ones)
-    would else all be read before the first of their layers, and fall out of a core's cache again. `stored`: a
-    number of a pool that is to be written first."""
+    """Make `names` depend on `q`, so that XLA cannot hoist the gathers of rows that exist early (SwiftKV's
+    upper ones) to before their first layer, where they would evict each other from a core's cache. `stored`:
+    a number of a pool that must be written first."""
     size = jnp.abs(q[0, 0, 0, 0]) + jnp.abs(jnp.asarray(stored, q.dtype))
-    return jnp.where(size < -1, 0, names)  # never, but no compiler sees it
+    return jnp.where(size < -1, 0, names)  # never true, but the compiler cannot know
 
 
 def _blocks(q, pools, table, position, row, scale, window, bias, one_turn=False):
-    """Blocks of C queries against the pages `table` [b, slots], as far as any of them sees."""
+    """Blocks of C queries against the pages `table` [b, slots], up to the last page that any of them sees."""
     k, v, k_scale, v_scale = pools
     (blocks, queries, _, width), page, slots = q.shape, k.shape[2], table.shape[1]
     heads = k.shape[-1] // width
@@ -209,7 +210,8 @@ def _blocks(q, pools, table, position, row, scale, window, bias, one_turn=False)
 
 
 def _bias(bias, back, groups: int):
-    """Of scores [b * J, r, keys] whose keys are `back` [b, C, keys], in the order of `_spread`."""
+    """The bias of scores [b * J, r, keys] with keys at distances `back` [b, C, keys], in the order of
+    `_spread`."""
     if bias is None:
         return 0.0
     found = mask.bias_of(bias, back)
@@ -238,7 +240,8 @@ def _mix(weights, values) -> jax.Array:
 
 
 def _scores(q, k, one_by_one: bool = True):
-    """q k^T in float32, [b, r, s]; few queries go one by one, matrix times vector, which packs no matrix."""
+    """q k^T in float32, [b, r, s]; a few queries are multiplied one by one, which avoids packing the
+    matrix."""
     if one_by_one and q.shape[1] <= _FEW_ROWS:
         rows = [
             jnp.einsum("bse,be->bs", k, q[:, r], preferred_element_type=jnp.float32)
@@ -251,9 +254,9 @@ def _scores(q, k, one_by_one: bool = True):
 def _spread(q, kv_heads: int):
     """Queries [b, C, N, H] as rows [b, J, r, w] that match J groups of w numbers of a stored key.
 
-    With few kv heads and one query a block there is one group, the whole key: each query stands at its own
-    head's place among zeros. That multiplies by K, but the keys are used as they lie; cutting them up by
-    heads would move every byte of them twice, and bytes are what decoding waits for.
+    With few kv heads and one query a block there is one group, the whole key, and each query is padded with
+    zeros at the other heads' places. This multiplies the work by K, but uses the keys in place. Cutting them
+    up by heads would move every byte twice, and decoding is bound by memory bandwidth.
     """
     blocks, queries, heads, width = q.shape
     q = q.reshape(blocks, queries, kv_heads, heads // kv_heads, width)

@@ -1,1 +1,1 @@
-"""Causal attention of whole prompts, from their first token on: keys and values at hand, no pages."""
+"""Causal attention of whole prompts, from their first token on, over dense keys and values (no pages)."""

@@ -1,6 +1,6 @@
 """Attention inside prompts by `jax.nn.dot_product_attention`: cuDNN's flash attention, or XLA's composition.
 
-cuDNN's can be neither compiled nor run without a GPU; that it is called with the right arguments is tested.
+cuDNN's can be neither compiled nor run without a GPU; tests check only that its arguments are right.
 """
 
 from typing import Literal
@@ -30,7 +30,7 @@ def prompt_attention(q, k, v, lengths, *, scale, window, by: Literal["xla", "cud
 
 
 def refuses_cudnn(q, k, v, *_, **__) -> str:
-    """What of a call cuDNN does not support, and what it does, or ""."""
+    """Name the part of a call that cuDNN does not support and what it supports instead, or return ""."""
     if q.dtype not in (jnp.bfloat16, jnp.float16) or not q.dtype == k.dtype == v.dtype:
         return f"{q.dtype} queries, {k.dtype} keys and {v.dtype} values: all bfloat16 or all float16"
     if (width := q.shape[-1]) % 8 or width > _WIDEST:

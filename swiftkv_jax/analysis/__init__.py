@@ -1,1 +1,1 @@
-"""What a plan costs and what a model looks like inside: FLOPs, cache bytes, layer similarity, plots."""
+"""Analysis of plans and models: FLOPs, cache bytes, layer similarity, plots."""

@@ -1,4 +1,4 @@
-"""What the commands share that measure a model on a text: flags, the text in blocks, results, exit codes."""
+"""Shared code of the commands that measure a model on a text: flags, blocks of text, results, exit codes."""
 
 import argparse
 import json
@@ -64,9 +64,9 @@ def load(model_path: str, text: Path, limit: int) -> tuple[Transformer, PyTree, 
 def blocks(
     model: Transformer, tokens: Int[np.ndarray, " n"], most: int = BLOCK
 ) -> Iterator[tuple[Int[np.ndarray, " block"], int]]:
-    """A text in blocks of one length, within `most` and the model's context: (block, how many are tokens).
+    """Cut a text into blocks of one length, within `most` and the model's context: (block, number of tokens).
 
-    The last one is filled up at its end, where causal attention cannot see it.
+    The last block is padded at its end, where causal attention cannot see the padding.
     """
     size = min(most, len(tokens), model.config.max_position_embeddings)
     for start in range(0, len(tokens), size):
@@ -75,7 +75,7 @@ def blocks(
 
 
 def save(result: dict, out: Path, name: str) -> dict:
-    """`result` as `out`/`name`.json, whole or not at all, beside its plot."""
+    """Write `result` to `out`/`name`.json atomically, beside its plot."""
     partial = out / f".{name}.json.partial"
     partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     partial.replace(out / f"{name}.json")

@@ -1,11 +1,12 @@
-"""How often an exit head is right, by how sure it is (SwiftKV paper, figure B.1).
+"""How often an exit head is right, by its confidence (SwiftKV paper, figure B.1).
 
     python -m swiftkv_jax.analysis.early_exit --model DIR --text FILE [--out DIR] [--max-tokens N] [--bins N]
 
-For each place of a text: the largest probability that the exit head gives to a token, and whether that token
-is the likeliest of the whole model too. The share of places in each bin of probability, and the agreement
-within it, say what the lossy rule of a threshold would cost, and what share of the tokens it would spare the
-upper layers. The agreement in all is the acceptance that greedy self-speculation can expect of one guess.
+For each position of a text: the largest probability that the exit head gives to a token, and whether the
+whole model finds the same token likeliest. The share of positions in each bin of probability, and the
+agreement within it, say what a lossy threshold would cost in accuracy, and for what share of the tokens it
+would skip the upper layers. The overall agreement is the acceptance rate to expect of one greedily drafted
+token.
 """
 
 import sys
@@ -27,7 +28,7 @@ BINS = 20
 def measure(
     model: Transformer, params: PyTree, tokens: Int[np.ndarray, " n"], block: int = command.BLOCK
 ) -> tuple[Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
-    """(the exit head's largest probability, whether its likeliest token is the model's) at every place.
+    """(the exit head's largest probability, whether its likeliest token is the model's) at every position.
 
     The text is read in blocks of `block` tokens, each by itself.
 
@@ -62,8 +63,8 @@ def measure(
 def by_bin(
     sure: Float[np.ndarray, " n"], agree: Bool[np.ndarray, " n"], bins: int
 ) -> tuple[Float[np.ndarray, " bins"], Float[np.ndarray, " bins"]]:
-    """(share of places, agreement) in each of `bins` equal bins of [0, 1], the last one closed; the agreement
-    of an empty bin is NaN."""
+    """(share of positions, agreement) in each of `bins` equal bins of [0, 1], the last one closed; the
+    agreement of an empty bin is NaN."""
     at = np.minimum((sure * bins).astype(int), bins - 1)
     count = np.bincount(at, minlength=bins)
     right = np.bincount(at, weights=agree, minlength=bins)

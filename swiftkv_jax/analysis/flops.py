@@ -1,4 +1,4 @@
-"""What a model and a plan cost: FLOPs per token, cache bytes per token, and the peaks of known chips.
+"""The costs of a model under a plan: FLOPs per token, cache bytes per token; and the peaks of known chips.
 
 A matmul of [m, k] by [k, n] counts 2 m k n. Norms, rotary angles, softmax, biases and activations are not
 counted. Causal attention counts the keys a query sees on average, not the masked half.
@@ -49,17 +49,18 @@ def flops_table(
 
     Keys: `vocab` (embedding and output head), `kv`, `qo`, `mlp`, `attention`, and their `total`.
 
-    The paper's accounting: every maker's k and v run for every prompt token, everything else in the layers
-    below `plan.split` only, so a standard model runs all its layers, as other systems do. The one token whose
-    upper layers do run is not counted. The embedding counts as a matmul, and the head for every token.
-    `layers` counts another number of layers that every token runs; what `model.step` runs is `plan.depth`.
-    Of rows of other forms, `kv` counts what makes keys and values of them (W_KV), once for each token, as a
-    prompt can (Slim attention paper, figure 3a); `analysis.slim_tables` counts decoding.
+    This is the paper's accounting: every maker's k and v run for every prompt token, everything else in the
+    layers below `plan.split` only, so a standard model runs all its layers, as other systems do. The one
+    token that does run the upper layers is not counted. The embedding counts as a matmul, and the head for
+    every token. `layers` overrides the number of layers that every token runs; `model.step` runs
+    `plan.depth`. For rows of other forms, `kv` counts the projections that turn them into keys and values
+    (W_KV), once for each token, as is possible in a prompt (Slim attention paper, figure 3a);
+    `analysis.slim_tables` counts decoding.
 
-    Against the paper's printed numbers for Llama-3.1-70B: it counts a vocabulary of 131072 (4.3 GFLOP; the
-    checkpoint's 128256 give 4.2) and prints attention, and so totals, in units of 2^30 (160; here 171.8).
-    Totals relative to the baseline, its point, differ from its 75.5, 51.0 and 50.7 % by 0.1 points or less:
-    it divides rounded totals.
+    Differences to the paper's printed numbers for Llama-3.1-70B: the paper counts a vocabulary of 131072
+    (4.3 GFLOP; the checkpoint's 128256 give 4.2) and prints attention, and so totals, in units of 2^30 (160;
+    here 171.8). Totals relative to the baseline differ from its 75.5, 51.0 and 50.7 % by 0.1 points or less,
+    because it divides rounded totals.
 
     Raises:
       UsageError: the plan has another number of layers, or context is not positive.
@@ -89,9 +90,9 @@ def prompt_gflop(config: ModelConfig, plan: KVPlan | None, context: int) -> floa
 def cache_bytes_per_token(
     config: ModelConfig, plan: KVPlan | None = None, dtype: DTypeLike = "bfloat16", space: str = SELF
 ) -> int:
-    """Bytes that one token takes in a cache of `dtype`: what every row stores of it, and the scales.
+    """Bytes that one token takes in a cache of `dtype`: its numbers in every row, and their scales.
 
-    space: ENCODER: that one position of a source takes.
+    With space=ENCODER, the bytes that one position of a source takes.
     """
     plan = _checked(config, plan)
     size, scale = jnp.dtype(dtype).itemsize, 4 if jnp.dtype(dtype).name in EIGHT_BIT else 0
@@ -131,10 +132,11 @@ def training_flops_per_token(
 def recomputed_flops_per_token(
     config: ModelConfig, plan: KVPlan, seq_len: int, trainable: str = "swiftkv"
 ) -> float:
-    """FLOPs per token that remat adds to one step: the layers that a gradient passes, forward again.
+    """FLOPs per token that remat adds to one step: a second forward pass of the layers that a gradient
+    passes.
 
-    All but their last product, which no gradient needs. They are the student's upper ones, whose rows are
-    kept, or with trainable="all" every layer and its row.
+    The last product of each layer is left out, since no gradient needs it. The layers are the student's upper
+    ones, whose rows are kept, or with trainable="all" every layer and its row.
     """
     plan, one = _checked(config, plan), _layer(config)
     first = 0 if trainable == "all" else plan.depth
@@ -180,8 +182,8 @@ def prediction_training_flops_per_token(
 def prediction_recomputed_flops_per_token(
     base: Part, auxiliary: Part, prediction: Prediction, seq_len: int, alone: bool
 ) -> float:
-    """FLOPs per token that remat adds to that: the auxiliary's layers, and the base's over predicted rows,
-    forward again but for their last product."""
+    """FLOPs per token that remat adds to such a step: a second forward pass, without the last product, of the
+    auxiliary's layers and of the base's over predicted rows."""
     depth = _depth(auxiliary, prediction, alone)
     total = 0.0
     for (config, _), layers in ((base, base[0].num_layers), (auxiliary, depth)):
@@ -232,7 +234,8 @@ def _layer(config: ModelConfig) -> dict[str, float]:
 
 
 def _made(config: ModelConfig, plan: KVPlan, rows: Iterable[int]) -> float:
-    """FLOPs of one token in the projections that make some rows, and keys and values of them, once each."""
+    """FLOPs of one token in the projections that make some rows and turn them into keys and values, once
+    each."""
     forms = [FORMS[plan.rows[row].form] for row in rows]
     every = [(form, form.weights(config) | form.reader_weights(config)) for form in forms]
     used = [p for form, tree in every for name, p in tree.items() if name not in form.kept]

@@ -1,7 +1,7 @@
 """Bytes that an optimised program moves between a device's memory and its processors, from XLA's text of it.
 
-XLA's own count, `compiled.cost_analysis()["bytes accessed"]`, takes the inside of a loop once; a model whose
-layers are scanned has nearly everything there. This one multiplies by the turns.
+XLA's own count, `compiled.cost_analysis()["bytes accessed"]`, counts the body of a loop once, and a model
+whose layers are scanned has nearly everything there. This count multiplies by the number of iterations.
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ class _Instruction:
 
 
 def bytes_moved(text: str) -> float:
-    """Of one run of a program's entry on one device; memory on the chip itself, `S(1)`, is not counted.
+    """Bytes that one run of a program's entry moves on one device; on-chip memory, `S(1)`, is not counted.
 
-    What a fusion slices out of an operand counts as the slice, what it writes into one as what is written. A
-    loop whose turns the compiler does not know counts once.
+    When a fusion slices an operand, only the slice counts; when it updates one in place, only the update. A
+    loop whose trip count the compiler does not know counts once.
     """
     program, entry = _parse(text)
 
@@ -124,7 +124,7 @@ def _written(fused: dict[str, _Instruction]) -> float:
 
 
 def _turns(program, loop: _Instruction) -> int:
-    """Of a loop that counts from 0, as the compiler noted them, or from the number its condition compares."""
+    """Iterations of a loop that counts from 0: the compiler's annotation, or the bound in its condition."""
     if found := _TURNS.search(loop.rest):
         return int(found[1])
     (condition,) = re.findall(r"condition=%?([\w.\-]+)", loop.rest)
@@ -136,7 +136,7 @@ def _turns(program, loop: _Instruction) -> int:
 
 
 def _size(type_: str, everywhere: bool = False) -> float:
-    """Bytes of an array or a tuple of them; of those on the chip itself only `everywhere`."""
+    """Bytes of an array or a tuple of arrays; those in on-chip memory count only with `everywhere`."""
     total = 0.0
     for dtype, dims, layout in _ARRAY.findall(type_):
         if "S(" in layout and not everywhere:
@@ -173,7 +173,7 @@ def _instruction(line: str) -> _Instruction:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that `text` begins with ends."""
+    """Index of the parenthesis that closes the one that `text` begins with."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")

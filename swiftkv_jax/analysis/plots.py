@@ -18,7 +18,7 @@ def new_figure(columns: int = 1):
 
 
 def save(figure, path: Path) -> Path:
-    """Write a figure as PNG; a plot that could not be written whole leaves nothing behind."""
+    """Write a figure as PNG, atomically."""
     partial = path.with_name(f".{path.name}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -46,7 +46,7 @@ def layer_similarity(
 
 
 def slim_errors(errors: dict[str, list[float]], path: Path) -> Path:
-    """Relative error of what each way of storing a row gives back, by row; see swiftkv_jax/slim."""
+    """Relative error of each way of storing a row, by row; see swiftkv_jax/slim."""
     figure, (axes,) = new_figure()
     for name, values in errors.items():
         axes.semilogy(values, marker="o", markersize=4, label=name)
@@ -73,7 +73,7 @@ def early_exit(share: np.ndarray, agreement: np.ndarray, threshold: float, path:
 
 
 def training(rows: list[dict], path: Path) -> Path:
-    """Loss by step, and beside it what held-out data said, of the rows of a metrics.jsonl."""
+    """Training loss by step, and held-out figures beside it, from the rows of a metrics.jsonl."""
     steps = [row for row in rows if "loss" in row]
     judged = [row for row in rows if any(name.startswith("eval/") for name in row)]
     figures = [
@@ -128,7 +128,7 @@ def _curves(points) -> list[list]:
 
 
 def row_errors(errors, path: Path) -> Path:
-    """L1 of predicted keys and values by row and place, and how their differences are distributed in some of
+    """L1 of predicted keys and values by row and position, and the distribution of the differences in some of
     the rows (KV prediction paper, figures 6 and 7); `errors` as in swiftkv_jax/compare/row_errors.py."""
     figure, axes = new_figure(columns=4)
     rows = errors.l1.shape[1]

@@ -1,11 +1,11 @@
-"""How alike the streams entering a model's layers are, and the split that suggests.
+"""Similarity of the hidden states entering a model's layers, and the split that it suggests.
 
     python -m swiftkv_jax.analysis.similarity --model DIR --text FILE [--out DIR] [--max-tokens N]
 
 SimScore of a layer is the cosine between its input and a later layer's, averaged over tokens and over all
-later layers (SwiftKV paper, equation 1). The rule for the split: the smallest from which the score stays
-above 0.5, which the paper found at about half depth in all its models (section 3.2). It is a first guess:
-only distillation tells.
+later layers (SwiftKV paper, equation 1). The suggested split is the smallest from which the score stays above
+0.5, which the paper found at about half depth in all its models (section 3.2). It is a first guess: only
+distillation shows what a split really costs.
 """
 
 import sys
@@ -76,8 +76,8 @@ def scores(matrix: Float[np.ndarray, "L L"]) -> Float[np.ndarray, " L"]:
 
 
 def suggested_split(scores: Float[np.ndarray, " L"], threshold: float = THRESHOLD) -> int:
-    """The smallest split from which every score is above `threshold`; at most the last layer, which is
-    free."""
+    """The smallest split from which every score is above `threshold`. It is at most the last layer, which
+    costs nothing to skip."""
     split = len(scores) - 1
     while split > 0 and scores[split - 1] > threshold:
         split -= 1

@@ -3,9 +3,9 @@
     python -m swiftkv_jax.analysis.slim_tables
 
 Table 1 and the appendix's list of multi-head models: numbers in the cache at the longest context, from the
-forms' own arrays, beside what the paper prints (`*` marks what differs). Table 2: operations and reads of one
-decoded token. Table 3: operations per byte of chips, the paper's and those of `analysis.flops`. Section 5:
-weights that are not square.
+forms' own arrays, beside the paper's (`*` marks differences). Table 2: operations and reads of one decoded
+token. Table 3: operations per byte of chips, the paper's and those of `analysis.flops`. Section 5: weights
+that are not square.
 """
 
 import math
@@ -99,7 +99,8 @@ CHIPS = {  # TOPS in int8, GB/s, operations per byte: as printed
 
 
 class Cost(NamedTuple):
-    """Of one decoded token in one layer: operations and numbers read, in projections and in attention."""
+    """Cost of one decoded token in one layer: operations and numbers read, in projections and in
+    attention."""
 
     projections: int
     weights: int
@@ -128,10 +129,10 @@ def numbers_per_token(shape: Published, form: str) -> int:
 def decoding(hidden: int, heads: int, tokens: int, width: int | None = None) -> dict[str, Cost]:
     """The cost of a decoded token that sees `tokens`, by the order of multiplications: Table 2.
 
-    "kv": keys and values are stored. "k, values first": keys alone, values of all tokens made anew (figure
+    "kv": keys and values are stored. "k, values first": keys alone, values of all tokens recomputed (figure
     3b). "k": the weighted sum of whole rows, then W_KV (figure 3c). "x": inputs alone, W_K moved to the query
-    and W_V behind the sum (figure 4). width: of a head, hidden / heads by default. A product of [m, n] and
-    [n, p] counts 2 m n p.
+    and W_V after the sum (figure 4). `width` is that of a head, hidden / heads by default. A product of
+    [m, n] and [n, p] counts 2 m n p.
     """
     d, n, w = hidden, tokens, width or hidden // heads
     e = heads * w
@@ -148,7 +149,7 @@ def decoding(hidden: int, heads: int, tokens: int, width: int | None = None) -> 
 
 
 def short(number: int | float) -> str:
-    """As the paper prints caches: 4.3B, 101M, 9.4M."""
+    """A number in the paper's notation: 4.3B, 101M, 9.4M."""
     scale, letter = (1e9, "B") if number >= 2e8 else (1e6, "M")
     value = number / scale
     digits = 1 if letter == "B" or (value < 10 and round(value, 1) != round(value)) else 0

@@ -1,7 +1,7 @@
 """The systems that KV prediction is compared with, on a dense cache: definitions for measuring quality.
 
 Random and static pruning of tokens, LazyLLM and FFN-SkipLLM. None of them trains anything, and each keeps the
-model's weights. `generate` runs them; FLOPs are counted, time is not saved: see `dense.flops`.
+model's weights. `generate` runs them. Their FLOPs are counted (`dense.flops`), but they do not run faster.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def named(name: str, **fields) -> Baseline:
     """The system of this name, such as "lazy_llm", with these fields.
 
     Raises:
-      UsageError: there is none of that name, or it has no such field, lacks one, or refuses its value.
+      UsageError: no system has that name, or a field is unknown, missing or invalid.
     """
     choice("baseline", name, tuple(_KINDS))
     known = dataclasses.fields(_KINDS[name])

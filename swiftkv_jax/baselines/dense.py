@@ -1,8 +1,9 @@
-"""Layers over a dense cache with gaps: what the systems compared with KV prediction have in common.
+"""Layers over a dense cache with gaps: the common part of the systems compared with KV prediction.
 
 A ragged batch of B rows is padded behind each row's end. A token's slot in the cache is its position, whether
-or not the tokens before it are there. Which tokens run a layer (their positions; S, the number of slots,
-stands for none) and which slots they may see are arrays of static shapes: a method is what it makes of them.
+or not the tokens before it are there. Two arrays of static shapes say which tokens run a layer (their
+positions; S, the number of slots, stands for none) and which slots they may see. The methods differ only in
+how they compute these two.
 """
 
 import math
@@ -27,7 +28,7 @@ Slots = Bool[Array, "B S"]
 
 @pytree
 class Held:
-    """One layer's rows: keys and values [B, S, K, H], and which slots hold any, [B, S]."""
+    """One layer's rows: keys and values [B, S, K, H], and which slots are filled, [B, S]."""
 
     keys: Array
     values: Array
@@ -50,15 +51,15 @@ class State:
 
 @pytree
 class Work:
-    """What each sequence ran, by layer, [L, B] int32: tokens through attention, through the MLP (FFN), and
-    pairs of a query and a key that it saw."""
+    """Work done for each sequence, by layer, [L, B] int32: tokens through attention, tokens through the MLP
+    (FFN), and pairs of a query and a key that it saw."""
 
     tokens: Array
     mlps: Array
     pairs: Array
 
 
-Step = tuple[Float[Array, "B V"], State, Work]  # logits of each sequence's next token, what to go on from
+Step = tuple[Float[Array, "B V"], State, Work]  # logits of each sequence's next token, state to continue from
 
 
 def empty(model: Transformer, sequences: int, slots: int) -> tuple[Held, ...]:
@@ -78,7 +79,7 @@ def run_layer(
     active: Slots | None = None,
     mlp: Callable = feed_forward,
 ) -> tuple[Float[Array, "B n D"], Held, Int[Array, " B"]]:
-    """(hidden states leaving `layer`, its rows with those of these tokens, pairs of a query and a key).
+    """(hidden states leaving `layer`, its rows with these tokens added, pairs of a query and a key).
 
     active: the slots that queries may see, these tokens' own included; by default all that hold a row.
     """
@@ -107,7 +108,7 @@ def importance(
     rows: Held,
     active: Slots | None = None,
 ) -> Float[Array, "B S"]:
-    """How much one token's attention in `layer` gives to each slot, averaged over heads.
+    """Attention weight that one token gives to each slot in `layer`, averaged over heads.
 
     x: what enters the layer; `rows` hold that token already (see `run_layer`).
     """
@@ -159,7 +160,7 @@ def put(into: Array, new: Array, at: Positions) -> Array:
 
 
 def take(x: Float[Array, "B S D"], at: Positions) -> Float[Array, "B n D"]:
-    """What lies in the slots `at`; anything at all for those past the end."""
+    """Entries of `x` in the slots `at`; undefined for slots past the end."""
     return jnp.take_along_axis(x, jnp.minimum(at, x.shape[1] - 1)[..., None], axis=1)
 
 
@@ -171,7 +172,7 @@ def in_order(chosen: Slots, most: int) -> Int[Array, "B most"]:
 
 
 def best(scores: Float[Array, "B S"], among: Slots, count: Int[Array, " B"] | int) -> Slots:
-    """The `count` slots of the highest scores `among` some; of equal ones the first."""
+    """The `count` slots with the highest scores `among` some slots; ties go to the first."""
     slots = jnp.arange(scores.shape[1])
     mine, other = scores[:, :, None], scores[:, None, :]
     before = (other > mine) | ((other == mine) & (slots < slots[:, None]))
@@ -180,7 +181,7 @@ def best(scores: Float[Array, "B S"], among: Slots, count: Int[Array, " B"] | in
 
 
 def counts(share: float, most: int) -> Int[np.ndarray, " n"]:
-    """How many of 0, 1, ..., `most` tokens a share is: rounded up, at least one."""
+    """The number of tokens that a share of 0, 1, ..., `most` tokens is: rounded up, at least one."""
     return np.array([min(n, max(1, math.ceil(share * n - 1e-9))) for n in range(most + 1)], np.int32)
 
 

@@ -1,8 +1,8 @@
-"""FFN-SkipLLM (arXiv 2404.03865): tokens that an FFN hardly turns skip the FFNs of the layers after it.
+"""FFN-SkipLLM (arXiv 2404.03865): tokens whose direction an FFN hardly changes skip the FFNs of later layers.
 
-Attention always runs, so the cache is whole. The sign is the cosine between the stream before and after an
-FFN's residual addition. Published descriptions leave open how long a token goes on skipping: here to the end
-of the middle layers.
+Attention always runs, so the cache is complete. The criterion is the cosine between the hidden states before
+and after an FFN's residual addition. Published descriptions leave open how long a token goes on skipping:
+here to the end of the middle layers.
 """
 
 import dataclasses
@@ -67,7 +67,8 @@ class FFNSkip:
         return self._run(model, params, tokens, at, state)
 
     def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
-        """As `generate.Baseline.extend`. One sequence alone really skips; of more, all run everything."""
+        """As `generate.Baseline.extend`. Only a batch of one sequence really skips FFNs; larger ones compute
+        all."""
         at = state.length[:, None]
         return self._run(model, params, tokens[:, None], at, State(state.layers, state.length + 1))
 
@@ -92,8 +93,8 @@ class FFNSkip:
 
 @partial(jax.jit, static_argnames=("model", "layer"))
 def cosines(model: Transformer, params: PyTree, tokens: Tokens, layer: int) -> Float[Array, "B T"]:
-    """The sign of each token of full sequences in `layer`, where none skipped before: what thresholds of a
-    model can be chosen from."""
+    """The cosine of each token of full sequences in `layer`, when no token has skipped before. Thresholds for
+    a model can be chosen from these values."""
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = mixed = embed(model, params, tokens, at)
     for below, held in enumerate(dense.empty(model, *tokens.shape)[: layer + 1]):
@@ -104,21 +105,21 @@ def cosines(model: Transformer, params: PyTree, tokens: Tokens, layer: int) -> F
 
 
 def cosine(a: Float[Array, "*batch D"], b: Float[Array, "*batch D"]) -> Float[Array, "*batch"]:
-    """Of two hidden states, in float32."""
+    """Cosine of two hidden states, in float32."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     lengths = jnp.linalg.norm(a, axis=-1) * jnp.linalg.norm(b, axis=-1)
     return (a * b).sum(-1) / jnp.maximum(lengths, 1e-30)
 
 
 def _none(config: ModelConfig, p: PyTree, h: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-    """In place of an FFN: the layer ends behind its attention."""
+    """Stands in for an FFN that is skipped: the layer ends after its attention."""
     return jnp.zeros_like(h)
 
 
 def _through_ffn(
     model: Transformer, p: PyTree, x: Float[Array, "B n D"], skip: Bool[Array, "B n"], may_skip: bool
 ) -> Float[Array, "B n D"]:
-    """The stream behind an FFN, or as it is where it is skipped; a token alone then saves the FFN."""
+    """The hidden states after an FFN, unchanged where it is skipped; a single token then saves the FFN."""
 
     config = model.config
 

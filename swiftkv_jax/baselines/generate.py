@@ -45,7 +45,7 @@ def read(
     lengths: Int[Array, " B"],
     slots: int,
 ) -> Step:
-    """Read prompts, and give the logits of each one's next token.
+    """Read prompts and return the logits of each one's next token.
 
     Args:
       model: with a standard plan. Rotary scaling of type `dynamic` stays that of the model's own context.
@@ -53,7 +53,7 @@ def read(
       slots: tokens that a sequence will have room for, T or more.
 
     Returns:
-      Float32 logits [B, V]; what `extend` goes on from; and the work that was needed.
+      Float32 logits [B, V]; the state that `extend` continues from; and the work that was needed.
 
     Raises:
       UsageError: see `check`.
@@ -63,7 +63,7 @@ def read(
 
 
 def check(model: Transformer | Predicted, baseline: Baseline) -> None:
-    """Whether a system can read prompts for a model.
+    """Check that a system can read prompts for a model.
 
     Raises:
       UsageError: a model whose prompts another one reads, a plan that is not a standard one, or cold regions
@@ -100,7 +100,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
 ) -> list[list[int]]:
-    """`max_new_tokens` greedy tokens after each prompt, all in one batch; an end token does not end it.
+    """`max_new_tokens` greedy tokens after each prompt, in one batch; EOS does not stop a sequence.
 
     Raises:
       UsageError: no prompts, an empty one, ids outside the vocabulary, a sequence longer than the model's
@@ -132,7 +132,7 @@ def generate(
 def stream(
     model: Transformer, params: PyTree, baseline: Baseline, prompt: Sequence[int], most: int
 ) -> Iterator[int]:
-    """At most `most` greedy tokens after one prompt, computed some at a time as they are taken.
+    """Yield at most `most` greedy tokens after one prompt, computed a few at a time as they are consumed.
 
     Raises:
       UsageError: see `check`.
@@ -156,7 +156,7 @@ def follow(
 ) -> tuple[Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """Log probability of each token that follows a prompt, and whether it is the likeliest one there.
 
-    The prompt is what the system reads its way; each later token is read as one that was generated.
+    The system reads the prompt in its own way; each later token is read as a generated one.
 
     Raises:
       UsageError: the prompt is empty, or see `check`.

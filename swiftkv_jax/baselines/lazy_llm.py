@@ -1,9 +1,9 @@
 """LazyLLM (arXiv 2407.14057): deeper layers see fewer tokens, chosen anew at each step.
 
-Below 0.3 of the depth all tokens run. From there on a layer sees only a share of them: those to which the
-last token's attention in the layer before gives most, averaged over heads. A token that does not enter a
-layer leaves its hidden states behind. A later step that chooses it there takes them up again, so that a token
-runs each layer at most once.
+Below 0.3 of the depth all tokens run. From there on a layer sees only a share of them: those with the highest
+attention weights of the last token in the layer before, averaged over heads. The hidden states of a token
+that does not enter a layer are kept. A later step that chooses the token there continues from them, so that a
+token runs each layer at most once.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class LazyLLM:
             integer("revive", self.revive, 0)
 
     def shares(self, layers: int) -> tuple[float, ...]:
-        """What share of the tokens each layer sees."""
+        """The share of the tokens that each layer sees."""
         return tuple(lazy_share(self.start, self.end, layer / layers) for layer in range(layers))
 
     def read(
@@ -106,8 +106,8 @@ def _choose(
     count: Int[Array, " B"],
     most: int,
 ) -> tuple[Slots, Slots]:
-    """(the slots that a layer sees, those of them that must run it): the best `count` of `active`, `last`
-    among them; of those that it has no row of, at most `most` with `last`."""
+    """(the slots that a layer sees, those of them that must run it). The layer sees the best `count` of
+    `active`, `last` included; at most `most` of those without a row, `last` included, run it."""
     last_slot = dense.one(held.shape[1], last)
     chosen = dense.best(jnp.where(last_slot, jnp.inf, scores), active, count)
     run = dense.best(scores, chosen & ~held & ~last_slot, most - 1) | last_slot

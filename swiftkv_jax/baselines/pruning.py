@@ -1,6 +1,6 @@
-"""Prompts with fewer tokens: at random, or by a first look at them (KV prediction paper, section 5).
+"""Pruning of prompt tokens, at random or by a probe's attention (KV prediction paper, section 5).
 
-Tokens that stay keep their original positions; those that go are never seen again.
+Kept tokens keep their original positions; pruned tokens are never seen again.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ PROBED = 4  # static pruning probes one layer in so many, rounded up
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomPruning:
-    """RP: a random share of a prompt's tokens. What stays of a prompt follows from it and the seed alone.
+    """RP: keep a random share of a prompt's tokens. The choice depends only on the prompt and the seed.
 
     Attributes:
       keep: the share that stays, rounded up to whole tokens, the ones below included.
@@ -67,8 +67,8 @@ class RandomPruning:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StaticPruning:
-    """SP: the first quarter of the layers reads the whole prompt; a second reading, of all layers, sees only
-    the tokens to which the last one paid most attention there, averaged over those layers and their heads.
+    """SP: the first quarter of the layers (the probe) reads the whole prompt. Then all layers read only the
+    tokens with the highest attention weights of the last token, averaged over the probe's layers and heads.
 
     Attributes:
       keep: the share of tokens that stays, rounded up; the last token always does.
@@ -111,7 +111,7 @@ def _fields(work: Work, others):
 
 
 def chosen(scores: Float[Array, "B T"], lengths: Int[Array, " B"], keep: float, keep_first: int = 0) -> Slots:
-    """The tokens that stay: those that must, and of the others the best."""
+    """The tokens to keep: those that must stay, then the best of the others."""
     places = jnp.arange(scores.shape[1])
     there = places < lengths[:, None]
     must = there & ((places < keep_first) | dense.one(len(places), lengths - 1))
@@ -140,7 +140,7 @@ def read_some(
 
 
 def extend(model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
-    """One more token of each sequence, which sees all that stayed."""
+    """Run one more token of each sequence, which sees all kept tokens."""
     at = state.length[:, None]
     x = embed(model, params, tokens[:, None], at)
     x, rows, work = dense.run_layers(model, params, x, at, state.layers)

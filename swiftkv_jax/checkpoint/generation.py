@@ -13,12 +13,12 @@ from swiftkv_jax.gguf_header import gguf_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speech:
-    """How a Whisper is asked, in token ids.
+    """The prompt tokens of a Whisper model, as ids.
 
     Attributes:
-      languages, tasks: (name, id) of each, languages by their codes ("en"); empty where it knows one only.
-      no_timestamps: None where it has no such token. previous: what opens text that came before.
-      suppressed: what it may never say. first_suppressed: what it may not begin with.
+      languages, tasks: (name, id) of each, languages by their codes ("en"); empty if it has only one.
+      no_timestamps: None if it has no such token. previous: the token before preceding text.
+      suppressed: ids never to generate. first_suppressed: ids not to begin with.
     """
 
     languages: tuple[tuple[str, int], ...] = ()
@@ -34,10 +34,10 @@ _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """What a checkpoint's files say about generation; None where they say nothing.
+    """Generation settings in a checkpoint's files; None for those that are absent.
 
     `eos_token_ids` holds every id that ends an answer (published files give one id or a list).
-    `decoder_start_token_id` opens what a decoder with an encoder reads; `speech` is a Whisper's.
+    `decoder_start_token_id` is the first token of a decoder with an encoder; `speech` is for Whisper only.
     """
 
     eos_token_ids: tuple[int, ...] = ()

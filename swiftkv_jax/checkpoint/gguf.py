@@ -28,14 +28,14 @@ _PARTS = {
 }
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,5})\.)?(?P<part>\w+)\.(?P<kind>weight|bias)", re.ASCII)
 _PERMUTED = ("attn_q", "attn_k")
-_ROWS = 4096  # dequantised at a time: the package needs some times their size for it
+_ROWS = 4096  # dequantised at a time: the `gguf` package needs several times their size in memory
 
 
 class Slice:
-    """A tensor that is read when it is indexed, with the manners of safetensors' slices; float32.
+    """A float32 tensor that is read when it is indexed, with the interface of safetensors' slices.
 
-    `turned` is the width of a head whose rows llama.cpp has reordered: a rotary pair lies side by side there,
-    and half a head apart in transformers. 1: they are as they were.
+    `turned` is the width of a head whose rows llama.cpp has reordered: it stores a rotary pair side by side,
+    transformers half a head apart. 1: the rows were not reordered.
     """
 
     def __init__(self, header: Header, name: str, turned: int):
@@ -95,7 +95,7 @@ def open_tensors(header: Header, fields: Mapping) -> dict[str, tuple[Path, Slice
     turned = fields["head_dim"] if header.metadata["general.architecture"] == "llama" else 1
     out: dict[str, tuple[Path, Slice]] = {}
     for name in header.tensors:
-        if name == ROPE_FACTORS:  # config.json's rope_scaling says what it says
+        if name == ROPE_FACTORS:  # config.json's rope_scaling has the same information
             continue
         new, part = _published(name)
         if new in out:

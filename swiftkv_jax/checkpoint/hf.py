@@ -1,4 +1,4 @@
-"""A model from a Hugging Face folder or a GGUF file: read lazily, each shard into its place on a mesh."""
+"""Load a model from a Hugging Face folder or a GGUF file lazily, each shard straight to its device."""
 
 import contextlib
 import dataclasses
@@ -95,7 +95,8 @@ def from_pretrained(
 
 
 def read_model(folder: Path, slim: bool = True) -> tuple[ModelConfig, KVPlan, Mapping]:
-    """What a folder's config.json describes, and its fields; slim=False: rows of keys and values.
+    """The model that a folder's config.json describes, and the file's fields; slim=False: rows of keys and
+    values.
 
     Raises:
       UsageError: it cannot be read, or describes no model of ours.
@@ -110,8 +111,8 @@ def read_model(folder: Path, slim: bool = True) -> tuple[ModelConfig, KVPlan, Ma
 
 
 def local_folder(path_or_id: str | Path, revision: str | None = None) -> Path:
-    """The folder itself, the GGUF file that it is or holds instead of safetensors, or the local copy of a hub
-    model's safetensors, configs and tokenizer.
+    """The local path of a model: the folder itself, a GGUF file (given, or in a folder without safetensors),
+    or the downloaded safetensors, configs and tokenizer of a hub model.
 
     Raises:
       UsageError: no such folder, and the hub does not give a model of that name; a revision of a folder; or a
@@ -133,7 +134,7 @@ def local_folder(path_or_id: str | Path, revision: str | None = None) -> Path:
 
     try:
         return Path(snapshot_download(text, revision=revision, allow_patterns=list(_DOWNLOAD)))
-    except Exception as error:  # the hub client raises many kinds; to the user they are one: not available
+    except Exception as error:  # the hub client raises many types; to the user they all mean: not available
         raise UsageError(
             f"{text!r} is no folder here, and the Hugging Face hub gives none: {first_line(error)}"
         ) from None
@@ -186,7 +187,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def open_one(path: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, typing.Any]]:
-    """The same of one file."""
+    """Tensor name -> (the file, a lazy slice of it), of one file."""
     try:
         with explained(f"read {path}"):
             file = stack.enter_context(safetensors.safe_open(inside(path), framework="numpy"))
@@ -198,7 +199,7 @@ def open_one(path: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, t
 def check_tensors(
     folder: Path, tensors: Mapping, wanted: Mapping[str, Slot], may_ignore: Callable, said_by="config.json"
 ) -> None:
-    """All that does not fit, in one error.
+    """Check a checkpoint's tensors and report all mismatches in one error.
 
     Raises:
       UsageError: tensors are missing, misshapen, of another kind of number, or unknown and not `may_ignore`.
@@ -227,7 +228,7 @@ def _shorten(names: list[str]) -> str:
 
 
 def load(weight: Weight, parts: list, dtype: np.dtype, mesh: Mesh | None) -> Array:
-    """One of our arrays, each shard read from the slices of the tensors it needs."""
+    """Load one parameter array; each shard is read from only the parts of the tensors that it needs."""
     if mesh is None:
         place = SingleDeviceSharding(jax.local_devices()[0])
     else:
@@ -235,7 +236,7 @@ def load(weight: Weight, parts: list, dtype: np.dtype, mesh: Mesh | None) -> Arr
 
     def shard(index) -> np.ndarray:
         spans = [slice(*s.indices(size)[:2]) for s, size in zip(index, weight.shape, strict=True)]
-        if not parts:  # an array without numbers (`rows.NOTHING`)
+        if not parts:  # an empty array (`rows.NOTHING`)
             return np.zeros([s.stop - s.start for s in spans], dtype)
         if parts[0][0].index is None:
             return _read(*parts[0], spans=spans, dtype=dtype)

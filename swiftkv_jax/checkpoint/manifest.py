@@ -1,8 +1,8 @@
 """A checksum for every file of a checkpoint step: written once it is complete, checked before it is read.
 
-Format of `manifest.json`, one canonical JSON object, so that any changed byte of it shows:
+`manifest.json` is one canonical JSON object, so that any changed byte of it is detected:
 `{"files": {"state/d/0": [size in bytes, sha256 hex], ...}, "sha256": hex, "step": 20}`, where `sha256` is
-that of the same object without it. A step without a manifest is not complete.
+that of the object without this field. A step without a manifest is not complete.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _THREADS = 8  # hashing and fsync release the interpreter's lock
 
 
 def write(folder: Path, step: int) -> None:
-    """Make the files of `folder` durable, then record them; afterwards the step survives a power cut.
+    """Sync the files of `folder` to disk, then record them; afterwards the step survives a power cut.
 
     Raises:
       OSError: a file cannot be read or synced, or the manifest not be written.
@@ -60,7 +60,7 @@ def fault(folder: Path, step: int) -> str | None:
 
 
 def _read(folder: Path, step: int) -> dict[str, list[Any]]:
-    """The manifest's table of files, sure to be the one that was written.
+    """The manifest's table of files, verified by its own checksum.
 
     Raises:
       FileNotFoundError: there is none.

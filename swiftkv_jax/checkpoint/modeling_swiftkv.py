@@ -1,19 +1,19 @@
 """SwiftKV and AcrossKV students in PyTorch, for transformers.
 
-An export of swiftkv-jax carries this file, and config.json names it. `trust_remote_code=True` asks for it:
+An export of swiftkv-jax contains this file, and config.json names it. Load it with `trust_remote_code=True`:
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-swiftkv-jax itself never runs it. The layers are transformers' own, and so are the names of the tensors, with
-those that SwiftKV replaces as in ArcticTraining (arXiv 2410.03960, sections 3.2 and 3.3):
+swiftkv-jax itself never runs it. Layers and tensor names are those of transformers; tensors that SwiftKV
+replaces are named as in ArcticTraining (arXiv 2410.03960, sections 3.2 and 3.3):
 
     layers 0 ... split-1   as they are
     stream                 norm_swiftkv(hidden states entering layer `split`)
-    layer >= split         queries of its own input; keys and values of the stream, which the first layer of
-                           each group of `key_value_group_size` layers projects, and all of the group read
+    layer >= split         queries of its own input; keys and values of the stream, projected by the first
+                           layer of each group of `key_value_group_size` layers and read by all of the group
 
-So later layers of a token influence that token alone: of a prompt whose last logits are all that is wanted,
-as in `generate`, only the last token runs them.
+So the later layers of a token influence that token alone. When only a prompt's last logits are needed, as in
+`generate`, only the last token runs them.
 """
 
 import inspect
@@ -42,13 +42,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCau
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-# What transformers calls the cache in its signatures: `past_key_values` before 5.24.
+# The name of the cache in transformers' signatures: `past_key_values` before 5.24.
 CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
 class SwiftKVAttention:
-    """Attention of a layer from `split` on: its own queries, over keys and values that were made before."""
+    """Attention of a layer from `split` on: its own queries over keys and values that are given."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -65,7 +65,7 @@ class SwiftKVAttention:
         return (y if norm is None else norm(y)).transpose(1, 2)
 
     def make(self, stream: torch.Tensor, position_embeddings) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys, rotated, and the values of the stream; of the first layer of a group."""
+        """Rotated keys, and values, of the stream; called on the first layer of a group."""
         return rotated(self.heads("k", stream), *position_embeddings), self.heads("v", stream)
 
     def forward(self, hidden_states, position_embeddings, attention_mask, keys, values, **kwargs):
@@ -120,7 +120,7 @@ class SwiftKVModel:
         last_only=False,
         **kwargs,
     ) -> BaseModelOutputWithPast:
-        """As of any decoder of transformers; last_only: the last token's hidden states are enough."""
+        """As in any decoder of transformers. last_only: return the last token's hidden states only."""
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = past_key_values if cache is None else cache
         if use_cache and cache is None:
@@ -146,7 +146,7 @@ class SwiftKVModel:
         for number, layer in enumerate(self.layers):
             if number == split:
                 rows = self.rows(self.norm_swiftkv(x), at, cache)
-                # Masks of flex_attention are no tensors: with them every token goes on.
+                # flex_attention's masks are not tensors: with them every token runs the later layers.
                 if last_only and all(mask is None or torch.is_tensor(mask) for mask in masks.values()):
                     x, position_ids = x[:, -1:], position_ids[:, -1:]
                     at = tuple(part[:, -1:] for part in at)
@@ -213,7 +213,7 @@ class SwiftKVForCausalLM:
         past_key_values=None,
         **kwargs,
     ):
-        """As of any causal language model of transformers."""
+        """As in any causal language model of transformers."""
         if labels is None and isinstance(logits_to_keep, int) and logits_to_keep == 1:
             kwargs["last_only"] = True
         return super().forward(
@@ -230,17 +230,17 @@ class SwiftKVForCausalLM:
 
 
 class SwiftKVConfig:
-    """What all families' configs have in common."""
+    """The common part of all families' configs."""
 
-    base_model_tp_plan = base_model_pp_plan = None  # those of the families name other tensors
+    base_model_tp_plan = base_model_pp_plan = None  # the families' own plans name other tensors
 
     def __post_init__(self, **kwargs):
-        kwargs.pop("transformers_weights", None)  # it keeps classes that know no SwiftKV from loading this
+        kwargs.pop("transformers_weights", None)  # it stops other classes from loading this
         super().__post_init__(**kwargs)
 
 
 class LlamaSwiftKVConfig(SwiftKVConfig, LlamaConfig):
-    """Llama's, the split, and how many layers share keys and values."""
+    """Llama's config, the split, and how many layers share keys and values."""
 
     model_type = "llama_swiftkv"
     num_key_value_layers: int = 1
@@ -262,7 +262,7 @@ class LlamaSwiftKVForCausalLM(SwiftKVForCausalLM, LlamaForCausalLM):
 
 
 class MistralSwiftKVConfig(SwiftKVConfig, MistralConfig):
-    """Mistral's, the split, and how many layers share keys and values."""
+    """Mistral's config, the split, and how many layers share keys and values."""
 
     model_type = "mistral_swiftkv"
     num_key_value_layers: int = 1
@@ -284,7 +284,7 @@ class MistralSwiftKVForCausalLM(SwiftKVForCausalLM, MistralForCausalLM):
 
 
 class Qwen2SwiftKVConfig(SwiftKVConfig, Qwen2Config):
-    """Qwen2's, the split, and how many layers share keys and values."""
+    """Qwen2's config, the split, and how many layers share keys and values."""
 
     model_type = "qwen2_swiftkv"
     num_key_value_layers: int = 1
@@ -306,7 +306,7 @@ class Qwen2SwiftKVForCausalLM(SwiftKVForCausalLM, Qwen2ForCausalLM):
 
 
 class Qwen3SwiftKVConfig(SwiftKVConfig, Qwen3Config):
-    """Qwen3's, the split, and how many layers share keys and values."""
+    """Qwen3's config, the split, and how many layers share keys and values."""
 
     model_type = "qwen3_swiftkv"
     num_key_value_layers: int = 1

@@ -1,6 +1,6 @@
 """A training state as the flat dict of plain arrays that Orbax stores, and back.
 
-Names are paths ("trainable/rows/0/k_proj/kernel"). How the containers are made does not matter, so optimiser
+Names are paths ("trainable/rows/0/k_proj/kernel"). The types of the containers do not matter, so optimiser
 states, dataclasses and tuples need no support from Orbax. Arrays without elements are not stored.
 """
 
@@ -15,18 +15,18 @@ _LISTED = 10  # differences that one message names
 
 
 def pack(state: PyTree) -> dict[str, Any]:
-    """What to store, without copies."""
+    """The arrays to store, by path; nothing is copied."""
     return {name: leaf for name, leaf in _named(state).items() if leaf.size}
 
 
 def abstract(state: PyTree) -> dict[str, jax.ShapeDtypeStruct]:
-    """What to read back for a state of arrays or `jax.ShapeDtypeStruct`s, and where to put it."""
+    """Shapes, dtypes and shardings to restore for a state of arrays or `jax.ShapeDtypeStruct`s."""
     leaves = pack(state).items()
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_place(x)) for name, x in leaves}
 
 
 def unpack(state: PyTree, arrays: dict[str, Any]) -> PyTree:
-    """The tree of `state` with the values that `pack` made of it."""
+    """The inverse of `pack`: the tree of `state` with the values of `arrays`."""
 
     def empty(leaf: Any) -> jax.Array:
         return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), _place(leaf))
@@ -41,7 +41,7 @@ def describe(state: PyTree) -> dict[str, str]:
 
 
 def differences(stored: dict[str, str], state: PyTree) -> list[str]:
-    """Where a stored description and a state disagree, at most 10 of them and a count of the rest."""
+    """Differences between a stored description and a state: at most 10, and a count of the rest."""
     here = describe(state)
     names = [name for name in sorted(stored | here) if stored.get(name) != here.get(name)]
     shown = [

@@ -102,7 +102,7 @@ class Checkpointer:
         """Return once the last save is safe on disk, its manifest included.
 
         Raises:
-          CheckpointError: it failed, in any process; the checkpoints before it are as they were.
+          CheckpointError: it failed, in any process; earlier checkpoints are unchanged.
         """
         if self._thread is None:
             return
@@ -186,7 +186,7 @@ class Checkpointer:
         return [s for s in complete if s not in self._rejected]
 
     def _delete_old(self) -> None:
-        """Delete what is older than the newest `keep` complete steps, unfinished and rejected ones too."""
+        """Delete all steps older than the newest `keep` complete ones, also unfinished and rejected ones."""
         oldest = self._with_manifest()[-self.keep :][0]
         for step in self.steps():
             if step < oldest:
@@ -199,19 +199,19 @@ class Checkpointer:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _make_room(self, step: int, size: int) -> None:
-        """Prepare the directory for `size` more bytes; a rejected step of the same number goes."""
+        """Prepare the directory for `size` more bytes; a rejected step of the same number is deleted."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._sweep()
         if jax.process_index() == 0 and (old := self.directory / str(step)).exists():
             _delete_step(old)
         if (free := shutil.disk_usage(self.directory).free) < size:
             raise OSError(errno.ENOSPC, f"No space left ({size:,} bytes needed, {free:,} free)")
-        any_process(False)  # nobody goes on before the old step is gone
+        any_process(False)  # no process continues before the old step is deleted
 
     def _newest_good(self, steps: list[int], report: Callable[[str], object]) -> int | None:
-        """Chosen by process 0 for all; raises CheckpointError where none is left.
+        """The newest good step, chosen by process 0 for all; raises CheckpointError if none is left.
 
-        None: the only one is the run's first, and its save was killed before the manifest was written.
+        None: the only step is the run's first, and its save was killed before the manifest was written.
         """
         good = -1
         if jax.process_index() == 0:
@@ -233,7 +233,7 @@ class Checkpointer:
 
 
 def _delete_step(folder: Path) -> None:
-    """Manifest first: half-deleted, the step counts as unfinished."""
+    """Delete a step, its manifest first, so that a half-deleted step counts as unfinished."""
     (folder / manifest.NAME).unlink(missing_ok=True)
     shutil.rmtree(folder)
 
@@ -250,7 +250,7 @@ def _explained(doing: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """The cause in one line; of TensorStore's long messages the operating system's word comes first."""
+    """The cause in one line. TensorStore's messages are long, so the operating system's part comes first."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     text = " ".join(str(error).split()) or type(error).__name__

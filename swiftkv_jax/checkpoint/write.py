@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder: staged beside its place, then moved in whole."""
+"""Write a model as a Hugging Face folder: staged beside its destination, then moved into place."""
 
 import contextlib
 import dataclasses
@@ -38,8 +38,8 @@ GENERATION_FILES = ("generation_config.json", "preprocessor_config.json")
 ADAPTER, PREDICTOR, AUXILIARY = "kv_prediction.json", "predictor.safetensors", "auxiliary"
 # PyTorch code that a student's folder carries for transformers; nothing here imports or runs it.
 MODELLING = f"{OWN_CODE}.py"
-_CODED = ("llama", "mistral", "qwen2", "qwen3")  # whose students it runs
-_LAST = ("config.json", ADAPTER)  # what makes a folder one of a model, or of an adapter
+_CODED = ("llama", "mistral", "qwen2", "qwen3")  # families that it supports
+_LAST = ("config.json", ADAPTER)  # the files that mark a folder as a model's, or as an adapter's
 # Token ids that ModelConfig does not keep, because no number depends on them.
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -53,9 +53,10 @@ def save_pretrained(
     dtype: str | None = None,
     tokenizer: str | Path | None = None,
 ) -> None:
-    """Write a folder that transformers loads. That of a SwiftKV plan has the published names of tensors, and
-    carries the PyTorch code that runs them (`trust_remote_code=True`), where there is any for the family;
-    a UsageWarning says where there is none.
+    """Write a folder that transformers loads.
+
+    A SwiftKV model gets the published tensor names and the PyTorch code that runs it
+    (`trust_remote_code=True`); a UsageWarning is given for families without such code.
 
     Rows of other forms (Slim attention) keep the plain model's tensors beside their own, and config.json
     lists them as `slim_attention`: transformers reads the plain model.
@@ -66,9 +67,9 @@ def save_pretrained(
     With several processes all of them call this: each tensor is gathered in turn, and process 0 writes.
 
     Args:
-      source: folder or GGUF file to copy generation_config.json and the tokenizer from, and config.json's
-        token ids; by default the one that the model was read from (`model.config.source`).
-      max_shard_bytes: more weights than this are spread over several files with an index.
+      source: folder or GGUF file to copy generation_config.json, the tokenizer and config.json's token ids
+        from; by default the one that the model was read from (`model.config.source`).
+      max_shard_bytes: larger weights are split into several files with an index.
       dtype: of the weights on disk; that of the parameters by default.
       tokenizer: another folder or GGUF file to copy the tokenizer from, and nothing else.
 
@@ -107,10 +108,11 @@ def save_pretrained(
 
 
 def _asks_for_code(architecture: str) -> dict:
-    """Fields by which transformers finds the code; without it they keep the weights from being read.
+    """config.json fields by which transformers finds the code, and refuses to load the weights without it.
 
-    transformers' own class of the family would start the tensors that it misses at random, with a warning.
-    It looks for the file that `transformers_weights` names, so that its error says what to do.
+    Otherwise transformers' own class of the family would initialise the tensors that it misses at random,
+    with only a warning. It looks for the file that `transformers_weights` names, whose name tells the user
+    what to do.
     """
     settings = architecture.replace("ForCausalLM", "Config")
     return {
@@ -152,10 +154,10 @@ def has_extras(place: Path) -> bool:
 def extras(
     own: str | None, source: str | Path | None, tokenizer: str | Path | None
 ) -> dict[str, Path | dict]:
-    """What to put beside the weights by its name, a file or what it says: the tokenizer's files, and
+    """The files to put beside the weights, name -> a path or the content: the tokenizer's files, and
     generation_config.json.
 
-    `own` is where the model was read, and had such files; it may be gone by now, which is no error.
+    `own` is the folder that the model was read from, if it had such files. It is no error if it is gone.
     """
     for name, place in {"source": source, "tokenizer": tokenizer}.items():
         if place is not None and not _is_place(place):
@@ -191,14 +193,14 @@ def token_ids(place: str | Path | None) -> dict:
 
 
 def _write_weights(folder: Path, params: PyTree, table: dict[str, Slot], dtype: np.dtype, limit: int) -> None:
-    """One file or several with an index; only one file's tensors are in host memory at a time."""
+    """Write one file, or several with an index; only one file's tensors are in host memory at a time."""
     shards = _shards(table, dtype.itemsize, limit)
     where = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
         tensors = {name: tensor(params, name, table[name], dtype) for name in names}
         save_file(tensors, folder / file, {"format": "pt"})
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors gives the owner alone access
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors makes files private to their owner
         del tensors
         where |= dict.fromkeys(names, file)
     if len(shards) > 1:
@@ -238,7 +240,7 @@ def tensor(params: PyTree, name: str, slot: Slot, dtype: np.dtype) -> np.ndarray
 
 @contextlib.contextmanager
 def staged(out_dir: Path) -> Iterator[Path]:
-    """A folder to write in, moved to `out_dir` when all went well and removed when not."""
+    """A folder to write into: moved to `out_dir` on success, removed on failure."""
     out = out_dir.expanduser().absolute()
     try:
         blocker = next((path for path in (out, *out.parents) if path.is_file()), None)
@@ -246,7 +248,7 @@ def staged(out_dir: Path) -> Iterator[Path]:
             raise UsageError(f"cannot write to {out_dir}: {blocker} is a file, not a folder")
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
-            folder = Path(beside) / out.name  # with the usual permissions, which `beside` has not
+            folder = Path(beside) / out.name  # with the usual permissions, unlike `beside`
             folder.mkdir()
             yield folder
             _move_in(folder, out)
@@ -255,13 +257,13 @@ def staged(out_dir: Path) -> Iterator[Path]:
 
 
 def _move_in(folder: Path, out: Path) -> None:
-    """What a model or an adapter that lay in `out` had and the new one has not is removed."""
+    """Move files into `out`; files of an earlier model or adapter that the new one lacks are removed."""
     if not out.exists():
         os.rename(folder, out)
         return
     new = sorted((path.name for path in folder.iterdir()), key=lambda name: (name in _LAST, name))
     for name in new[:-1]:
-        if (folder / name).is_dir():  # which no rename replaces
+        if (folder / name).is_dir():  # a rename cannot replace it
             shutil.rmtree(out / name, ignore_errors=True)
         os.replace(folder / name, out / name)
     if ADAPTER not in new and (out / ADAPTER).exists():

@@ -1,1 +1,1 @@
-"""What `swiftkv plan`, `swiftkv distil` and `swiftkv push` do; the others are elsewhere (commands.py)."""
+"""The commands `swiftkv plan`, `swiftkv distil` and `swiftkv push`; commands.py says where the others are."""

@@ -33,14 +33,15 @@ from swiftkv_jax.teacher_chats import sources_with_chats
 from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 AUTO = "auto"
-_MEASURED = 16_384  # tokens that --split auto looks at, about
-_LONG = 2048  # tokens of context that every student is judged at, if its model takes so many
-_PEEKED = 64  # documents whose kind is looked at
+_MEASURED = 16_384  # tokens that --split auto measures on, about
+_LONG = 2048  # a context length that every student is evaluated at, if its model supports it
+_PEEKED = 64  # documents looked at to tell texts from chats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What settings depend on: JAX's platform ("cpu", "gpu" or "tpu"), and how many devices there are."""
+    """The machine that settings depend on: JAX's platform ("cpu", "gpu" or "tpu"), and the number of
+    devices."""
 
     platform: str
     devices: int
@@ -139,7 +140,7 @@ def _run(args: argparse.Namespace) -> int:
         tokenizer = load_tokenizer(folder)
         check_vocabulary(tokenizer, config)
         data = data_for(sources, config, tokenizer, machine, args.length, args.weight, args.columns)
-        experiment(data, data, split or config.num_layers - 1, 1)  # what --set gets wrong is told now
+        experiment(data, data, split or config.num_layers - 1, 1)  # fail early on mistakes in --set
         with explained(f"write to {out}"):
             data, judged = apart(data, out / "data")
         steps = args.steps or _one_pass(data, tokenizer, machine)
@@ -160,8 +161,8 @@ def _run(args: argparse.Namespace) -> int:
 def _attention(
     args: argparse.Namespace, config: ModelConfig, split: int | None
 ) -> tuple[AttentionConfig, str]:
-    """What the run will train by, as of `kernels.choose`: found before JAX has its devices, by a run of one
-    device."""
+    """The attention kernel that the run will use, from `kernels.choose` on a one-device experiment. Must be
+    called before JAX has its devices."""
     machine = Machine(platform=machines.recognise().platform, devices=1)
     data = DataConfig(
         sources=tuple(args.data), seq_len=_row_tokens(args.length, config, machine), batch_size=1
@@ -173,7 +174,7 @@ def _attention(
 
 
 def _row_tokens(length: int | None, config: ModelConfig, machine: Machine) -> int:
-    """Tokens of a row: what --length gives, or what the machine can take."""
+    """Tokens of a row: the value of --length, or as many as suit the machine."""
     tokens = length or min(512 if machine.platform == "cpu" else 4096, config.max_position_embeddings)
     integer("--length", tokens, 2, config.max_position_embeddings)
     return tokens
@@ -202,11 +203,11 @@ def data_for(
     weights: Sequence[float] = (),
     columns: Sequence[str] = (),
 ) -> DataConfig:
-    """The data, in rows that the machine can take; of chats the assistant's turns count, where the tokenizer
-    has a chat template.
+    """The data config, with rows that suit the machine. If the tokenizer has a chat template, only the
+    assistant's turns of chats are trained on.
 
     Raises:
-      UsageError: sources that cannot be read, or a length that the model does not take.
+      UsageError: sources that cannot be read, or a length beyond the model's context.
     """
     seq_len = _row_tokens(length, config, machine)
     rows = 4 if machine.platform == "cpu" else max(4, 65_536 // seq_len)
@@ -234,11 +235,12 @@ def make_experiment(
     plan: PlanConfig,
     steps: int,
 ) -> Experiment:
-    """A distillation with what worked for models of that size on such machines.
+    """A distillation with settings that worked for models of that size on such machines.
 
-    The learning rate is the paper's 3e-4 (SwiftKV, appendix A.1) from a billion parameters on, and rises with
-    the fourth root of what is missing to that, to at most 2e-3, which the demo's 3.6 M take. A micro-batch
-    has one row a device, smaller models four; activations are computed again but on CPUs.
+    The learning rate is the paper's 3e-4 (SwiftKV, appendix A.1) from a billion parameters on. For smaller
+    models it rises with the fourth root of the ratio, to at most 2e-3, which the demo's 3.6 M parameters use.
+    A micro-batch has one row a device (four for smaller models and on CPUs); activations are recomputed,
+    except on CPUs.
     """
     count = weights.count(weights.weights(config, KVPlan.standard(config.num_layers)))
     on_cpu = machine.platform == "cpu"
@@ -266,17 +268,18 @@ def make_experiment(
 
 
 def judged_lengths(seq_len: int, context: int) -> tuple[int, ...]:
-    """Context lengths that a student is judged at: that of its rows, and `_LONG` where the model takes it."""
+    """Context lengths that a student is evaluated at: that of its rows, and `_LONG` if the model supports
+    it."""
     return tuple(sorted({seq_len, _LONG if context >= _LONG else seq_len}))
 
 
 def _divisor(rows: int, micro: int) -> int:
-    """Micro-batches of at least `micro` rows, if they can be, that make up `rows`."""
+    """The number of micro-batches that make up `rows`, each of at least `micro` rows if possible."""
     return next(n for n in range(max(1, rows // micro), 0, -1) if rows % n == 0)
 
 
 def _one_pass(data: DataConfig, tokenizer: Tokenizer, machine: Machine) -> int:
-    """Steps of one pass over the data, but no more than most want to wait for."""
+    """Steps of one pass over the data, up to a limit on the time to wait."""
     loader = DataLoader(data, tokenizer)
     try:
         return min(loader.steps_per_epoch(), 200 if machine.platform == "cpu" else 2000)
@@ -285,7 +288,7 @@ def _one_pass(data: DataConfig, tokenizer: Tokenizer, machine: Machine) -> int:
 
 
 def _measured(folder: Path, tokenizer: Tokenizer, data: DataConfig, judged: DataConfig, say: Say) -> int:
-    """The split that `splits.chosen` takes of what is measured on these data."""
+    """The split that `splits.chosen` picks from measurements on these data."""
     from swiftkv_jax.cli.measured import Measured
 
     mesh = sharding.make_mesh(fsdp=-1)

@@ -1,4 +1,4 @@
-"""A model, and data that it is measured on before training."""
+"""A model, and the data that it is measured on before training."""
 
 import dataclasses
 import itertools
@@ -32,10 +32,10 @@ _LENGTH = 512  # tokens of a row
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A standard model on all devices, and batches to solve on and to judge by.
+    """A standard model on all devices, with batches to fit on and to evaluate on.
 
     Attributes:
-      experiment: a run of these data, of which no step is taken.
+      experiment: a run on these data; none of its steps is taken.
     """
 
     model: Transformer
@@ -47,7 +47,7 @@ class Measured:
 
     @classmethod
     def open(cls, name: str, sources: tuple[str, ...], scratch: Path, max_tokens: int) -> "Measured":
-        """The model `name` and about `max_tokens` tokens of `sources`, three quarters of them to solve on.
+        """The model `name` and about `max_tokens` tokens of `sources`, three quarters of them to fit on.
 
         Raises:
           UsageError: no such model or text, no standard model, or too little text.
@@ -97,10 +97,10 @@ class Measured:
 
     @property
     def tokens(self) -> np.ndarray:
-        """The ids to judge by, one text after the other."""
+        """The ids to evaluate on, one text after the other."""
         return np.concatenate([np.asarray(b.tokens)[np.asarray(b.segments) > 0] for b in self.judge])
 
     def untrained(self, chosen: Iterable[int], say: Say, share: int = 1) -> list[splits.Untrained]:
-        """What each of these splits costs before training, told as it is found."""
+        """The cost of each of these splits before training, reported as it is found."""
         plans = [KVPlan.swiftkv(self.model.config.num_layers, split, share) for split in chosen]
         return splits.untrained(self.model, self.params, self.experiment, plans, self.fit, self.judge, say)

@@ -1,4 +1,4 @@
-"""`swiftkv plan MODEL`: what SwiftKV would save and where it would fit, before anything is trained."""
+"""`swiftkv plan MODEL`: what SwiftKV would save and which chips it would fit, before anything is trained."""
 
 import argparse
 import math
@@ -23,7 +23,7 @@ from swiftkv_jax.errors import Parser, UsageError, exit_code, first_line
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 
-CONTEXT = 8192  # tokens of the prompt that is planned for, or the model's context if that is shorter
+CONTEXT = 8192  # prompt tokens to plan for, or the model's context if that is shorter
 SHARES = (1, 2, 4)
 _TOKENS = 8192  # of a text to measure on
 
@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def config_of(model: str) -> ModelConfig:
-    """The config of a standard model: of a folder, a file, or a hub model, of which nothing else is fetched.
+    """The config of a standard model from a folder, a file, or the hub (only the config is fetched).
 
     Raises:
       UsageError: there is none, it is not supported, or it is a student's.
@@ -111,7 +111,7 @@ def _from_hub(name: str) -> Path:
 
     try:
         return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # the hub client raises many kinds; to the user they are one: not available
+    except Exception as error:  # the hub client raises many types; to the user they all mean: not available
         raise UsageError(
             f"{name!r} is no folder here, and the Hugging Face hub gives no config.json: {first_line(error)}"
         ) from None
@@ -131,7 +131,7 @@ def report(name: str, config: ModelConfig, chosen: list[int], shares, context: i
 
 
 def savings(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
-    """FLOPs of a prompt's tokens in the layers, and bytes of cache a token, over the full model's."""
+    """FLOPs of prompt tokens in the layers, and cache bytes per token, relative to the full model's."""
     full, cache = prompt_gflop(config, None, context), cache_bytes_per_token(config)
     lines = [
         f"A prompt of {context:,} tokens takes {full:,.3g} GFLOP a token in the layers, and {cache:,} bytes",
@@ -151,8 +151,8 @@ def savings(config: ModelConfig, chosen: list[int], shares, context: int) -> str
 
 
 def fits(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
-    """By chip: sequences of `context` tokens that fit beside the weights, or chips that the weights need; and
-    chips that the arrays of a distillation need."""
+    """For each chip: how many sequences of `context` tokens fit beside the weights, or how many chips the
+    weights need; and how many chips the arrays of a distillation need."""
     split = min(chosen, key=lambda split: abs(2 * split - config.num_layers))
     plans = {"full model": KVPlan.standard(config.num_layers)}
     plans |= {f"share {share}": KVPlan.swiftkv(config.num_layers, split, share) for share in shares}
@@ -179,7 +179,7 @@ def _room(config: ModelConfig, plan: KVPlan, chip: Chip, context: int) -> str:
 
 
 def chips_for(taken: int, chip: Chip) -> int:
-    """Chips whose memory holds so many bytes, in the part of it that is used."""
+    """The number of chips whose usable memory holds so many bytes."""
     return math.ceil(taken / (chip.memory * MEMORY_FRACTION))
 
 
@@ -190,15 +190,15 @@ def weight_bytes(config: ModelConfig, plan: KVPlan | None = None) -> int:
 
 
 def training_bytes(config: ModelConfig, split: int) -> int:
-    """Bytes of what a distillation keeps: frozen weights in bfloat16, once for student and teacher, and of
-    what trains a float32 master, its gradient and two means."""
+    """Bytes that a distillation keeps: frozen weights in bfloat16, shared by student and teacher; for trained
+    weights a float32 master copy, its gradient and Adam's two means."""
     student = Transformer(config, KVPlan.swiftkv(config.num_layers, split), "bfloat16")
     trained, frozen = steps.weight_trees(student, "swiftkv")
     return 16 * weights.count(trained) + 2 * weights.count((frozen.student, frozen.teacher))
 
 
 def size(count: int) -> str:
-    """A number of parameters: 8.03 B, 135 M, 640 K."""
+    """A number of parameters as text: 8.03 B, 135 M, 640 K."""
     for name, unit in (("B", 1e9), ("M", 1e6)):
         if count >= unit:
             return f"{count / unit:.3g} {name}"
@@ -206,7 +206,7 @@ def size(count: int) -> str:
 
 
 def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say = show) -> None:
-    """Layer similarity on a text, and what each split costs there before training.
+    """Print layer similarity on a text, and the cost of each split there before training.
 
     Raises:
       UsageError: no weights, or the text cannot be read or is too short.

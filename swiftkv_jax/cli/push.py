@@ -35,7 +35,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def push(folder: Path, repo: str, private: bool = False, revision: str | None = None, say: Say = show) -> str:
-    """Upload an export; the address of the commit. The hub itself checks the model card.
+    """Upload an export and return the address of the commit. The hub itself checks the model card.
 
     Raises:
       UsageError: `folder` is not an export, or the hub does not take it: no token, no right, no network.
@@ -55,7 +55,7 @@ def push(folder: Path, repo: str, private: bool = False, revision: str | None = 
                 revision=revision,
                 commit_message=f"Upload by {LIBRARY}",
             )
-    except Exception as error:  # the hub client raises many kinds; each is told in its own first line
+    except Exception as error:  # the hub client raises many types; the first line of the message is reported
         raise UsageError(f"cannot push to {repo}: {first_line(error)}{_advice(error)}") from error
     say(f"uploaded: {done.commit_url}")
     return done.commit_url
@@ -74,7 +74,7 @@ def _advice(error: Exception) -> str:
 
 
 def check_export(folder: Path) -> None:
-    """Raises UsageError: a folder that is not what this library exports."""
+    """Raises UsageError: `folder` is not an export of this library."""
     if (folder / ADAPTER).is_file():
         return
     if not (folder / "config.json").is_file() or not any((folder / n).is_file() for n in (SINGLE, INDEX)):

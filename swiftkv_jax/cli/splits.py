@@ -1,4 +1,4 @@
-"""What each split costs before a step is trained, and which one `--split auto` takes."""
+"""The cost of each split before training, and the choice of `--split auto`."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -21,8 +21,8 @@ MOST_KL = 0.5  # nats a token
 
 
 class Untrained(NamedTuple):
-    """A student before training, on `tokens` tokens: nats a token that its cross-entropy is above its
-    teacher's, KL from teacher to student, and share of positions where both find the same token likeliest."""
+    """An untrained student on `tokens` tokens: the gap of its cross-entropy to its teacher's in nats a token,
+    the KL from teacher to student, and the share of positions where both find the same token likeliest."""
 
     plan: KVPlan
     gap: float
@@ -32,7 +32,7 @@ class Untrained(NamedTuple):
 
 
 def candidates(layers: int) -> list[int]:
-    """Splits to look at: every eighth of the depth from a quarter on."""
+    """Splits to measure: every eighth of the depth from a quarter on."""
     return sorted({min(max(1, round(layers * part / 8)), layers - 1) for part in range(2, 8)})
 
 
@@ -45,13 +45,13 @@ def untrained(
     judge: Sequence[Batch],
     say: Say = lambda _line: None,
 ) -> list[Untrained]:
-    """What each plan's student costs on `judge`, as training would start it.
+    """The cost on `judge` of each plan's student, as training would start it.
 
     Args:
       model, params: the teacher, a standard model.
-      experiment: how training computes: attention, loss.chunk_mib, trainable.
-      fit: batches to solve the new rows on by least squares (distill/least_squares.py); if they are too few
-        for that, or none, the start is "fold" (`to_swiftkv`).
+      experiment: the settings of training: attention, loss.chunk_mib, trainable.
+      fit: batches to fit the new rows on by least squares (distill/least_squares.py); with too few, or none,
+        the start is "fold" (`to_swiftkv`).
     """
     tokens = sum(int((batch.segments > 0).sum()) for batch in fit)
     found = []
@@ -72,7 +72,7 @@ def untrained(
 
 
 def line(one: Untrained) -> str:
-    """In words."""
+    """One measurement as a line of text."""
     return (
         f"split {one.plan.split:3} of {one.plan.num_layers}: untrained, {one.gap:6.3f} nats a token worse, "
         f"KL {one.kl:.3f}, agreement {one.agreement:.1%}"
@@ -81,14 +81,14 @@ def line(one: Untrained) -> str:
 
 def chosen(found: Sequence[Untrained]) -> int:
     """The earliest split from half depth on whose untrained student has a KL of at most `MOST_KL`; the best
-    one if none has.
+    one if there is none.
 
-    In the paper 50 % SwiftKV costs 1 to 2 % of accuracy after distillation, and beyond quality drops quickly;
-    where the later layers' inputs are less alike (Qwen) 50 % is too much already (SwiftKV paper, section
-    4.2). A first guess: only distillation tells.
+    In the paper 50 % SwiftKV costs 1 to 2 % of accuracy after distillation, and beyond that quality drops
+    quickly; where the later layers' inputs are less similar (Qwen), 50 % is already too much (SwiftKV paper,
+    section 4.2). This is a first guess: only distillation shows what a split really costs.
 
     Raises:
-      UsageError: no split from half depth on was looked at.
+      UsageError: no split from half depth on was measured.
     """
     half = [one for one in found if 2 * one.plan.split >= one.plan.num_layers]
     if not half:

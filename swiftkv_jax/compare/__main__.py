@@ -74,7 +74,7 @@ def parser() -> Parser:
 def measured(
     source: Source, own: Answers, args: argparse.Namespace, auxiliary: Path | None = None
 ) -> Iterator[tuple[System | None, Point]]:
-    """Every system with what its answers cost, in the order of the table; None with a baseline's."""
+    """Every system with its point, in the order of the table; None as the system of a baseline."""
     for systems in (students(source), predicted(source, auxiliary)):
         for system in systems:
             yield system, _of_system(source, own, args, system)
@@ -109,7 +109,8 @@ def _of_system(source: Source, own: Answers, args: argparse.Namespace, system: S
 
 
 def report(args: argparse.Namespace) -> dict:
-    """Ask every system, and write the table, the plots and compare.json; what that holds.
+    """Measure every system, write the table, the plots and compare.json, and return the content of the
+    latter.
 
     Raises:
       UsageError: no standard model, a window below the length, too few layers, an auxiliary that does not
@@ -163,8 +164,8 @@ def report(args: argparse.Namespace) -> dict:
 
 
 def pictures(source: Source, halves: list[System], rounds: int, out: Path) -> dict:
-    """The KV prediction paper's own: row_errors.png (figures 6 and 7), and ttft.png (figure 5b) of the model,
-    of its half and of KV prediction with it; the numbers of both."""
+    """The KV prediction paper's own figures: row_errors.png (6 and 7), and ttft.png (5b) for the model, its
+    half, and KV prediction with that half. Returns the numbers of both."""
     found: dict = {}
     for name, setting, _, model, params, _ in halves:
         if isinstance(model, Predicted):

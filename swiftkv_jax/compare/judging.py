@@ -1,4 +1,4 @@
-"""What is asked of every system that reads prompts, and how its answers are judged."""
+"""The prompts for the compared systems, and the evaluation of their answers."""
 
 import itertools
 import math
@@ -22,13 +22,13 @@ from swiftkv_jax.text.tokenizer import load_tokenizer
 
 FIT_TOKENS = 32_768  # of training documents, for the closed-form starts
 ROWS = 8  # of a batch
-TRAINED = ", trained"  # how the names of systems end that were trained
+TRAINED = ", trained"  # the suffix of the names of trained systems
 _TOGETHER = 32  # prompts that a baseline reads in one batch
 _PADS = 2  # lengths that prompts are padded to
 
 
 class Prompts(NamedTuple):
-    """Held-out prompts: of row r its first lengths[r, i] tokens, for each i.
+    """Held-out prompts: the first lengths[r, i] tokens of row r, for each r and i.
 
     Attributes:
       tokens: [R, T] int32. lengths: [R, P] int32, from 2 to T - 1.
@@ -44,19 +44,19 @@ class Prompts(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Of each prompt: nats of the token that follows it, and the likeliest one by the system."""
+    """For each prompt: nats of the token that follows it, and the token that the system finds likeliest."""
 
     nats: Float[np.ndarray, "R P"]
     likeliest: Int[np.ndarray, "R P"]
 
 
 class Point(NamedTuple):
-    """A system in one setting; errors are standard errors over rows, in which prompts are alike.
+    """A system in one setting; errors are standard errors over rows, since prompts of one row are correlated.
 
     Attributes:
       flops: of reading the prompts, over those of every token in every layer. gap: nats above the model's.
-      ttft, ttft_short: time to the first token over that at full depth, of one prompt of a row's length and
-        of the batch of short prompts (times.py); None where it was not measured.
+      ttft, ttft_short: time to the first token relative to full depth, for one prompt of a row's length and
+        for the batch of short prompts (times.py); None if it was not measured.
     """
 
     system: str
@@ -83,7 +83,7 @@ def prompts_of(source: str, folder: Path, count: int, length: int) -> Prompts:
         raise UsageError(f"no held-out document of {source} has {length} tokens: lower --length")
     rows = rows[:: max(1, len(rows) // count)]
     each = -(-count // len(rows))
-    start = (np.arange(len(rows)) * (math.sqrt(5) - 1) / 2) % 1  # even over rows, whatever their number
+    start = (np.arange(len(rows)) * (math.sqrt(5) - 1) / 2) % 1  # evenly spread, for any number of rows
     place = (np.arange(each) + start[:, None]) / each
     return Prompts(rows, (2 + place * (length - 2)).astype(np.int32))
 
@@ -102,7 +102,7 @@ def fit_batches(source: str, folder: Path, length: int) -> list[Batch]:
 
 
 def answers_by_rows(model: Transformer | Predicted, params: PyTree, prompts: Prompts) -> Answers:
-    """Of a system that one pass over a row gives for prompts of every length."""
+    """Answers of a system for which one pass over a row covers prompts of every length."""
 
     @jax.jit
     def some(params, tokens, lengths, targets):
@@ -126,7 +126,7 @@ def answers_by_rows(model: Transformer | Predicted, params: PyTree, prompts: Pro
 def answers_by_prompts(
     model: Transformer, params: PyTree, baseline: Baseline, prompts: Prompts
 ) -> tuple[Answers, float]:
-    """Of systems that read each prompt by itself; and the FLOPs of all prompts."""
+    """Answers of a system that must read each prompt separately, and the FLOPs of all prompts."""
     rows, each = prompts.lengths.shape
     lengths, targets = prompts.lengths.ravel(), prompts.targets.ravel()
     longest = prompts.tokens.shape[1]
@@ -154,7 +154,7 @@ def _told(scores, targets):
 
 
 def point(system: str, setting: str, flops: float, found: Answers, own: Answers) -> Point:
-    """What a system's answers cost against the model's own."""
+    """A system's answers compared with the model's own."""
 
     def mean(x) -> tuple[float, float]:
         rows = x.mean(1)
@@ -166,7 +166,7 @@ def point(system: str, setting: str, flops: float, found: Answers, own: Answers)
 
 
 def at_equal_flops(points: list[Point], system: str, flops: float) -> float:
-    """The gap of a system's curve at some FLOPs, straight between its points; NaN beyond its ends."""
+    """The gap of a system's curve at some FLOPs, interpolated linearly between its points; NaN outside."""
     curve = sorted((p.flops, p.gap) for p in points if p.system == system)
     if not curve:
         return math.nan

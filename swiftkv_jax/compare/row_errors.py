@@ -1,4 +1,4 @@
-"""Where predicted rows are wrong: by row and place, and how the differences are distributed.
+"""Errors of predicted rows: by row and position, and the distribution of the differences.
 
 KV prediction paper, figures 6 and 7. Keys are normed, where the model norms them, and not rotated.
 """
@@ -16,16 +16,16 @@ from swiftkv_jax.predict import Predicted, deepest
 from swiftkv_jax.shapes import Float, Int, PyTree
 
 BINS = 100
-_SEEN = 0.999  # of the differences lie within the histograms' range
+_SEEN = 0.999  # share of the differences within the histograms' range
 _MOST = 64  # rows of text
 
 
 class RowErrors(NamedTuple):
-    """Of the R rows of a base, for keys and for values.
+    """Errors of the R rows of a base, for keys and for values.
 
     Attributes:
-      l1: [2, R, T] mean absolute differences at each place of a text.
-      edges: [2, BINS + 1] of the histograms. counts: [2, R, BINS] differences in each bin; those outside are
+      l1: [2, R, T] mean absolute differences at each position of a text.
+      edges: [2, BINS + 1] of the histograms. counts: [2, R, BINS] differences in each bin; outliers are
         left out.
     """
 
@@ -36,7 +36,7 @@ class RowErrors(NamedTuple):
 
 @partial(jax.jit, static_argnames="model")
 def deltas(model: Predicted, params: PyTree, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "2 R B T E"]:
-    """Predicted minus own: keys, and values, of full rows of text."""
+    """Predicted minus own keys and values, of full rows of text."""
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     where = (tokens, at, jnp.ones_like(tokens))
     reads, base = model.prediction.reads, model.base
@@ -50,7 +50,7 @@ def deltas(model: Predicted, params: PyTree, tokens: Int[jax.Array, "B T"]) -> F
 
 
 def row_errors(model: Predicted, params: PyTree, tokens: Int[np.ndarray, "N T"]) -> RowErrors:
-    """Over the first rows of text, some hundred thousand numbers of each of the base's rows."""
+    """The errors over the first rows of text: some hundred thousand numbers of each of the base's rows."""
     total, counts, edges, seen = np.zeros(()), np.zeros((), np.int64), np.zeros(()), 0
     for start in range(0, min(len(tokens), _MOST), ROWS):
         some = np.asarray(deltas(model, params, jnp.asarray(tokens[start : start + ROWS])))

@@ -1,4 +1,4 @@
-"""The systems that are compared, each in several settings, and what reading a prompt costs them."""
+"""The systems that are compared, each in several settings, and their cost of reading a prompt."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -44,8 +44,8 @@ class System(NamedTuple):
     """A way to read prompts, in one setting.
 
     Attributes:
-      flops: of the prompts that are asked, over those of every token in every layer.
-      training: fields of an `Experiment` that trains it from this start.
+      flops: of reading all prompts, over those of every token in every layer.
+      training: fields of the `Experiment` that trains it from this start.
     """
 
     name: str
@@ -57,9 +57,9 @@ class System(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What systems are made of: a standard model, where it lies, its data, and the prompts to be asked.
+    """The inputs of a comparison: a standard model, its folder, its data, and the prompts.
 
-    few: one setting of each system: half of the layers, or the setting that costs least.
+    few: only one setting of each system: half of the layers, or the cheapest setting.
     """
 
     model: Transformer
@@ -70,31 +70,32 @@ class Source(NamedTuple):
     few: bool = False
 
     def share(self, cost: Callable[[int], float]) -> float:
-        """The FLOPs of all prompts, `cost` of each length, over those at full depth."""
+        """The FLOPs of all prompts relative to full depth; `cost` gives the FLOPs of one length."""
         sizes = Sizes.of(self.model.config)
         return total(self.prompts, cost) / total(self.prompts, lambda n: full_depth(sizes, n))
 
 
 def total(prompts: Prompts, cost: Callable[[int], float]) -> float:
-    """The sum over all prompts of what one of its length costs."""
+    """The sum of `cost` over the lengths of all prompts."""
     lengths, counts = np.unique(prompts.lengths, return_counts=True)
     return float(sum(cost(int(n)) * count for n, count in zip(lengths, counts, strict=True)))
 
 
 def full_depth(sizes: Sizes, length: int) -> float:
-    """FLOPs of a prompt of which every token runs every layer."""
+    """FLOPs of a prompt if every token runs every layer."""
     return sizes.read(sizes.layers, sizes.layers, (length + 1) / 2) * length
 
 
 def swiftkv_flops(sizes: Sizes, plan: KVPlan, length: int) -> float:
-    """FLOPs of a prompt that stops at a split, where all later rows are made; its last token goes on."""
+    """FLOPs of a prompt whose tokens stop at the split, where all later rows are made; its last one goes
+    on."""
     below = sizes.read(plan.depth, plan.num_rows, (length + 1) / 2) * length
     return below + sizes.read(sizes.layers, 0, float(length)) - sizes.read(plan.depth, 0, float(length))
 
 
 def students(source: Source) -> Iterator[System]:
-    """SwiftKV, then AcrossKV whose upper layers share rows in pairs, at several splits, from their
-    least-squares start."""
+    """SwiftKV, then AcrossKV with two layers for each upper row, at several splits, from their least-squares
+    start."""
     model, params, sizes = source.model, source.params, Sizes.of(source.model.config)
     layers = model.config.num_layers
     depths = (0.5,) if source.few else _SPLITS
@@ -110,7 +111,7 @@ def students(source: Source) -> Iterator[System]:
 
 
 def check_auxiliary(folder: Path, auxiliary: Path, length: int) -> None:
-    """Whether the model in `auxiliary` can read prompts of `length` tokens for the one in `folder`.
+    """Check that the model in `auxiliary` can read prompts of `length` tokens for the one in `folder`.
 
     Raises:
       UsageError: it is no standard model, has another tokenizer, or a shorter context.
@@ -124,10 +125,10 @@ def check_auxiliary(folder: Path, auxiliary: Path, length: int) -> None:
 
 
 def predicted(source: Source, auxiliary: Path | None = None) -> Iterator[System]:
-    """KV prediction from some of the model's own layers, and by an auxiliary in a folder of its own, fitted
-    by least squares; each followed by what reads the prompts, alone.
+    """KV prediction from some of the model's own layers, and from an auxiliary in a folder of its own, fitted
+    by least squares. Each is followed by its auxiliary alone.
 
-    auxiliary: a folder that `check_auxiliary` found right.
+    auxiliary: a folder that `check_auxiliary` has accepted.
     """
     layers = source.model.config.num_layers
     for name, keep in kept_layers(Sizes.of(source.model.config)):
@@ -167,8 +168,8 @@ def _alone(source: Source, name: str, setting: str, small, training: dict[str, A
 
 
 def kept_layers(sizes: Sizes) -> list[tuple[str, tuple[int, ...]]]:
-    """(system, layers that make its auxiliary): those that the paper prunes to and all but the last, which
-    costs as much as skipping FFNs does; and the first ones."""
+    """(system, layers that make its auxiliary): the layers that the paper prunes to; all but the last, which
+    cost as much as skipping FFNs; and the first ones."""
     strided = [pruned(sizes, share)[1] for share in (0.25, 0.5, 0.75)] + [tuple(range(sizes.layers - 1))]
     first = [tuple(range(round(sizes.layers * share))) for share in (0.25, 0.5, 0.625)]
     names = (_NAME, f"{_NAME}, first layers")
@@ -176,14 +177,15 @@ def kept_layers(sizes: Sizes) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def is_half(source: Source, system: System) -> bool:
-    """Whether it is KV prediction from every second layer, or these alone, untrained: what the paper's
-    pictures and weights of losses are shown of."""
+    """Whether a system is KV prediction from every second layer, or these layers alone, untrained. The
+    paper's figures and weights of losses are shown for it."""
     every_second = " ".join(map(str, pruned(Sizes.of(source.model.config), 0.5)[1]))
     return system.name in (_NAME, f"{_NAME}: alone") and system.setting == f"layers {every_second}"
 
 
 def by_weights(half: System) -> Iterator[System]:
-    """KV prediction to be trained by the paper's losses under three weights of the rows' (its Table 2)."""
+    """KV prediction to be trained by the paper's losses, with three weights of the rows' loss (its Table
+    2)."""
     for said, weight in (("0", 0.0), ("1 / rows", None), ("1", 1.0)):
         training = half.training | {"loss": PredictionLossConfig(rows_weight=weight)}
         name, setting = f"{half.name}, the paper's loss", f"rows_weight {said}"
@@ -197,7 +199,7 @@ def others(source: Source) -> Iterator[tuple[str, str, Baseline]]:
 
 
 def _others(source: Source) -> Iterator[tuple[str, str, Baseline]]:
-    """All settings; of each system the last costs least."""
+    """All settings; each system's last one is its cheapest."""
     model, layers = source.model, source.model.config.num_layers
     cold = {"cold_first": math.ceil(0.35 * layers), "cold_last": layers - 1 - math.floor(0.85 * layers)}
     middle = FFNSkip(threshold=1.0, **cold).middle(layers)

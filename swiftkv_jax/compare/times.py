@@ -14,7 +14,7 @@ from swiftkv_jax.model import Transformer, embed, logits, run, step
 from swiftkv_jax.predict import Caches, Predicted, cached, fill, generator, split_layers
 from swiftkv_jax.shapes import Array, Int, PyTree
 
-SHORT = (64, 59)  # the KV prediction paper's: prompts, and tokens of each, as TriviaQA has (section 6.3)
+SHORT = (64, 59)  # the KV prediction paper's prompts, and tokens of each, as in TriviaQA (section 6.3)
 MANY = 8  # prompts of the curve over lengths (figure 5b)
 LENGTHS = (64, 128, 256, 512)
 Model = Transformer | Predicted
@@ -53,7 +53,7 @@ def first_tokens(
 
 
 def empty(model: Model, params: PyTree, prompts: int, capacity: int) -> Cache | Caches:
-    """Room for so many prompts of so many tokens, where `params` lie."""
+    """An empty cache for `prompts` prompts of `capacity` tokens, on the devices of `params`."""
 
     def one(part: Transformer) -> Cache:
         cache = Cache.dense(part.config, part.plan, prompts, capacity, jnp.dtype(part.dtype))
@@ -77,7 +77,7 @@ def reader(model: Model, params: PyTree, prompts: int, length: int, whole: bool 
 
 
 def seconds(reads: Mapping[str, Callable], rounds: int) -> dict[str, list[float]]:
-    """How long each takes, in `rounds` rounds of all of them, each round begun one further on."""
+    """Seconds of each call in `rounds` rounds of all of them; each round begins with the next call."""
     for read in reads.values():
         read()  # compiles
     out: dict[str, list[float]] = {name: [] for name in reads}

@@ -1,4 +1,4 @@
-"""Each system trained on equally many tokens of the same text."""
+"""Training of each compared system, on equally many tokens of the same text."""
 
 import dataclasses
 import re
@@ -14,8 +14,8 @@ from swiftkv_jax.errors import UsageError
 
 
 def experiment(system: System, model: str, text: str, length: int, steps: int) -> Experiment:
-    """What trains a system of `model`: a student by the KL to the model, an auxiliary and its predictor by
-    that to the model on predicted rows, layers alone as a language model."""
+    """The experiment that trains a system of `model`: a student by the KL to the model, an auxiliary and its
+    predictor by the KL of the model on predicted rows to the model, layers alone as a language model."""
     data = DataConfig(sources=(text,), split="train", seq_len=length, batch_size=ROWS, long_documents="fill")
     optimizer = OptimizerConfig(learning_rate=1e-3, warmup=0.05, weight_decay=0.0, schedule="linear")
     plain = Experiment(
@@ -35,10 +35,10 @@ def experiment(system: System, model: str, text: str, length: int, steps: int) -
 
 
 def trained(system: System, model: str, text: str, length: int, steps: int, out: Path) -> System:
-    """The system after so many steps; a run in `out` that was cut off goes on.
+    """The system after so many steps; an interrupted run in `out` is resumed.
 
     Raises:
-      UsageError: what a run refuses, or a signal ended it.
+      UsageError: the run refuses its input, or a signal ended it.
     """
     run = experiment(system, model, text, length, steps)
     folder = out / re.sub(r"\W+", "-", run.name).strip("-")

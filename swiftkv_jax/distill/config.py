@@ -26,7 +26,7 @@ MAPS = ("nearest", "spread")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Where the student's rows come from.
+    """The plan of a SwiftKV student: where its rows come from.
 
     Attributes:
       split: the layer where prompt tokens stop; later layers' keys and values are made of its input. 0 is the
@@ -90,7 +90,7 @@ class PredictConfig:
             choice("predict.map", self.map, MAPS)
 
     def build(self, base: KVPlan, auxiliary: KVPlan) -> Prediction:
-        """Which rows of `auxiliary` those of `base` are predicted from."""
+        """The map from the rows of `base` to the rows of `auxiliary` that they are predicted from."""
         if (self.map or ("nearest" if self.keep else "spread")) == "spread":
             return Prediction.spread(base.num_rows, auxiliary.num_rows, self.tail)
         kept = {base.reads[layer] for layer in self.keep} or range(auxiliary.num_rows)
@@ -137,7 +137,7 @@ class LossConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictionLossConfig(LossConfig):
-    """What trains an auxiliary and a predictor (KV prediction paper, 4.3, whose weights are the defaults).
+    """The loss of an auxiliary and a predictor (KV prediction paper, 4.3, whose weights are the defaults).
 
     Attributes:
       kl_weight: of the KL from the base to the base on predicted rows; the paper has none.
@@ -368,7 +368,7 @@ class Experiment:
             )
 
     def _check_prediction(self) -> None:
-        """Whether `predict`, `trainable` and the kind of loss say the same, as they must."""
+        """Check that `predict`, `trainable` and the kind of loss agree."""
         if (self.trainable == "predictor") != (self.predict is not None):
             given = "no predict" if self.predict is None else f"predict with trainable={self.trainable!r}"
             raise UsageError(
@@ -391,7 +391,7 @@ class Experiment:
 
     @property
     def start(self) -> PlanConfig | PredictConfig:
-        """What says how new weights begin: `init` and `init_tokens`."""
+        """The part with the start of new weights: `init` and `init_tokens`."""
         return self.plan if self.predict is None else self.predict
 
     def held_out(self) -> dict[int, DataConfig]:
@@ -455,9 +455,9 @@ def _config_file(path: Path) -> Path:
 
 
 def from_package(experiment: Experiment) -> Experiment:
-    """The experiment with the package's own files for paths that begin with `demo/` and are not there.
+    """The experiment, with the package's own files in place of missing paths that begin with `demo/`.
 
-    So configs that name the demo's model and corpus run in any folder, and in a clone as they always did.
+    Thus configs that name the demo's model and corpus run in any folder; in a clone nothing changes.
     """
     data = {
         name: dataclasses.replace(config, sources=tuple(map(_in_package, config.sources)))
@@ -476,5 +476,5 @@ def _in_package(path: str) -> str:
 
 
 def resolved(experiment: Experiment) -> str:
-    """The whole experiment as JSON: saved with the run, compared on resume."""
+    """The whole experiment as JSON, saved with the run and compared on resume."""
     return json.dumps(dataclasses.asdict(experiment), indent=2, sort_keys=True)

@@ -1,4 +1,4 @@
-"""The data loader: batches in an order that follows from the seed alone, resumable after any of them."""
+"""The data loader: batches in an order determined by the seed alone, resumable after any of them."""
 
 import collections
 import dataclasses
@@ -15,18 +15,18 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.text.tokenizer import Tokenizer
 
 _MEASURED = 10_000  # samples that steps_per_epoch looks at
-# Second word of the random key where epochs have their number.
+# Second word of the random key for other uses; for an epoch's order it is the epoch's number.
 _FUSE_STREAM, _PASS_STREAM = 2**64 - 1, 2**64 - 2
 
 
 class DataLoader:
     """An endless iterator of `(Batch, ids)`: this process's rows of each batch, and the samples in each row.
 
-    The batch has `batch_size` lanes. The samples of all epochs form one sequence, each epoch in an order of
-    its own, a pure function of (seed, epoch); an epoch has every sample once, or as often as `weights` say
-    (mixture.py). Lane b packs numbers b, b + batch_size, ... of it and yields
-    one row a step. So the batches do not depend on the number of processes, and a process tokenises only
-    what its lanes pack. `ids[row][segment - 1]` is the sample of a segment.
+    The batch has `batch_size` lanes. The samples of all epochs form one sequence. An epoch has every sample
+    once, or as often as `weights` say (mixture.py); its order is a pure function of (seed, epoch). Lane b
+    packs numbers b, b + batch_size, ... of the sequence and yields one row a step. So the batches do not
+    depend on the number of processes, and a process tokenises only what its lanes pack. `ids[row][segment -
+    1]` is the id of a segment's sample.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DataLoader:
         process_count: int = 1,
         prefetch: int = 2,
     ):
-        """`prefetch` batches are made ahead, by a thread; `state` counts only those handed out."""
+        """A thread makes `prefetch` batches ahead; `state` counts only those handed out."""
         if config.batch_size % process_count:
             raise UsageError(
                 f"data.batch_size {config.batch_size} is not a multiple of the {process_count} processes"
@@ -70,18 +70,18 @@ class DataLoader:
         return slowest // self._epoch_size
 
     def steps_per_epoch(self) -> int:
-        """Steps that one pass takes; with many samples, by the lengths of 10,000 evenly spaced ones."""
+        """Steps of one pass; with many samples, estimated from the lengths of 10,000 evenly spaced ones."""
         return self._worker.submit(self._measure).result()
 
     def state(self) -> dict:
-        """What the next batch follows from, as JSON: the place of this process's lanes, and the config."""
+        """All that determines the next batch, as JSON: the place of this process's lanes, and the config."""
         lanes = {str(lane): [place.cursor, place.offset] for lane, place in self._places.items()}
         return {"step": self._step, "lanes": lanes, "config": self._identity()}
 
     def restore(self, state: dict) -> None:
-        """Go on exactly where `state` was taken, by as many processes as may be.
+        """Continue exactly where `state` was taken, with any number of processes.
 
-        The state of several processes is one with the lanes of all of them.
+        A state of several processes must have the lanes of all of them.
 
         Raises:
           UsageError: a state of other data or another config, or one that lacks lanes of this process.
@@ -113,7 +113,7 @@ class DataLoader:
         self._ahead.clear()
 
     def _identity(self) -> dict:
-        """What the order and the content of batches follow from."""
+        """All that determines the order and the content of batches."""
         fields = dataclasses.asdict(self.config)
         del fields["sources"], fields["skip_bad_lines"]
         fields = {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}  # as in JSON
@@ -121,7 +121,7 @@ class DataLoader:
         return fields | {"documents": samples.documents.digest, "tokenizer": samples.tokenizer.fingerprint}
 
     def _produce(self) -> tuple[Batch, list[list[str]], tuple[int, dict[int, Place]]]:
-        """The next batch and the state behind it; runs on the worker, which alone touches `_front`."""
+        """The next batch and the state after it; runs on the worker, which alone touches `_front`."""
         step, places = self._front
         rows, after, fused = [], {}, []
         for lane in self.lanes:
@@ -137,11 +137,11 @@ class DataLoader:
         return assemble(rows, fused, self.config.seq_len), [[p.id for p in row] for row in rows], self._front
 
     def _number(self, lane: int, cursor: int) -> int:
-        """Place, in the sequence of all epochs, of the sample that a lane packs as its `cursor`-th."""
+        """Number, in the sequence of all epochs, of the `cursor`-th sample that a lane packs."""
         return lane + cursor * self.config.batch_size
 
     def _index(self, number: int) -> int:
-        """The sample at that place."""
+        """The sample with that number."""
         epoch, at = divmod(number, self._epoch_size)
         if epoch not in self._orders:
             order = _shuffled(self._epoch_size, self.config.seed, epoch)
@@ -173,7 +173,7 @@ class DataLoader:
 
 
 def _shuffled(size: int, seed: int, stream: int, *place: int) -> np.ndarray:
-    """An order. Sorting raw Philox output: numpy promises that it never changes."""
+    """A random order. It sorts raw Philox output, which numpy promises never to change."""
     return np.argsort(_philox(seed, stream, *place).random_raw(size), kind="stable")
 
 
@@ -211,7 +211,7 @@ def evaluation_batches(
 
 
 def _next_row(config: DataConfig, number: int, sample_at, place: Place) -> tuple[list[Sample], Place]:
-    """`fill_row` as a config asks for it: row number `number` has the next of its lengths."""
+    """`fill_row` for row number `number` of a config, with the piece length that is that row's turn."""
     longest, anywhere = config.lengths[number % len(config.lengths)], config.long_documents == "fill"
     return fill_row(
         sample_at, place, config.seq_len, pack=config.pack, cut_anywhere=anywhere, longest=longest

@@ -1,4 +1,4 @@
-"""The fields of an experiment: what they mean, by the configs' own docstrings, and how --set changes them."""
+"""The fields of an experiment: their meaning, from the configs' docstrings, and how --set changes them."""
 
 import ast
 import dataclasses
@@ -19,7 +19,7 @@ _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
 
 def meanings(config: type) -> dict[str, str]:
-    """The text on each field in the section `Attributes:` of a dataclass's docstring, its base's included."""
+    """The text on each field in the section `Attributes:` of a dataclass's docstring, and of its base's."""
     found = meanings(config.__base__) if dataclasses.is_dataclass(config.__base__) else {}
     _, _, section = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")
     entry: list[str] = []
@@ -34,7 +34,8 @@ def meanings(config: type) -> dict[str, str]:
 
 
 def rows(config: type = Experiment, prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """(name, type, default, meaning) of every field that --set can change, those of parts after their own."""
+    """(name, type, default, meaning) of every field that --set can change; a part is followed by its
+    fields."""
     told, hints, out = meanings(config), typing.get_type_hints(config), []
     for field in dataclasses.fields(config):
         part = _part(hints[field.name])
@@ -47,7 +48,7 @@ def rows(config: type = Experiment, prefix: str = "") -> list[tuple[str, str, st
 
 
 def _part(hint) -> type | None:
-    """The config that a field holds, if it does."""
+    """The config class that a field holds, or None."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     found = [k for k in kinds if dataclasses.is_dataclass(k) and k is not ModelConfig]
     return typing.cast(type, found[0]) if found else None
@@ -67,7 +68,7 @@ def table(under: str = "") -> str:
     """Every field, or those whose names begin with `under`, with type, default and meaning, as text.
 
     Raises:
-      UsageError: there is none of that name; the nearest is named.
+      UsageError: no field begins with that name; the message suggests the nearest.
     """
     chosen = [row for row in rows() if f"{row[0]}.".startswith(f"{under}.") or not under]
     if not chosen:

@@ -1,4 +1,4 @@
-"""Rows and texts out of local files, one after the other: no file is in memory as a whole."""
+"""Rows and texts from local files, read one by one: no file is in memory as a whole."""
 
 import bz2
 import csv
@@ -31,7 +31,7 @@ def _zstd(path: Path, mode: str) -> io.BufferedReader:
 
 _OPENERS = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open, ".zst": _zstd}
 KNOWN = f"{', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}, plain or with {', '.join(_OPENERS)}"
-# (place, row or line) of rows; (place, why) of what is broken.
+# (place, row or line) of rows; (place, why) of broken ones.
 Bad = list[str]
 
 
@@ -62,7 +62,7 @@ def files_of(source: str) -> list[tuple[Path, str]]:
 
 
 def kind_of(path: Path) -> str | None:
-    """The suffix that says what a file holds; None of one that is not read."""
+    """The suffix that says what a file holds; None if the kind is not supported."""
     packed = path.suffix in _OPENERS
     suffixes = path.suffixes[:-1] if packed else path.suffixes
     known = suffixes and suffixes[-1] in TEXT_SUFFIXES + ROW_SUFFIXES
@@ -71,7 +71,7 @@ def kind_of(path: Path) -> str | None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The file's bytes, unpacked; what is wrong with it is a UsageError that names it."""
+    """The file's decompressed bytes; errors become a UsageError that names the file."""
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield file
@@ -99,7 +99,7 @@ def texts(path: Path, name: str) -> Iterator[tuple[str, str]]:
 
 
 def decoded(raw: bytes) -> str | None:
-    """UTF-8 without a byte order mark; None of what is something else."""
+    """The text of UTF-8 bytes, without a byte order mark; None if they are not UTF-8."""
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -107,9 +107,9 @@ def decoded(raw: bytes) -> str | None:
 
 
 def rows(path: Path, kind: str, bad: Bad) -> Iterator[tuple[int, object]]:
-    """(number from 1, row) of a file of rows; notes in `bad` the place of each that is broken.
+    """(number from 1, row) of a file of rows; the place of each broken row is noted in `bad`.
 
-    .jsonl has a row a line, as has a .json that does not begin with a bracket; another .json is a list, and
+    .jsonl has a row a line, as has a .json that does not begin with a bracket; any other .json is a list, and
     is read as a whole.
 
     Raises:
@@ -136,7 +136,7 @@ def _lines(path: Path, bad: Bad) -> Iterator[tuple[int, object]]:
 
 
 def note(bad: Bad, path: Path, number: int, error: BadRow) -> None:
-    """A broken row's place and what is wrong; of all but the first ones only that it is there."""
+    """Record a broken row's place and the error; after the first ones only its existence."""
     bad.append(f"{path}:{number} ({error})" if len(bad) < 100 else "")
 
 
@@ -176,7 +176,7 @@ def _loads(raw: bytes):
 
 
 def _table(path: Path, bad: Bad, delimiter: str) -> Iterator[tuple[int, object]]:
-    """Rows of texts under the names in the first line. A field in quotes may hold line breaks."""
+    """Rows of a table, with the column names in its first line. A field in quotes may hold line breaks."""
     import pyarrow.csv
     from pyarrow import ArrowInvalid, string
 

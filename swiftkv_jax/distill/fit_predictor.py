@@ -26,7 +26,7 @@ def batch_moments(model: Predicted, params: PyTree, batch: Batch) -> tuple[Array
     """(gram [J, 2, A + 1, A + 1], cross [R, 2, A + 1, E], tokens) of one batch; padding is left out.
 
     Regressors: the A projected keys, or values, of each of the J auxiliary rows that are read, and a 1.
-    Targets: those, E numbers, of each of the base's R rows.
+    Targets: the E projected keys, or values, of each of the base's R rows.
     """
     real = (batch.segments > 0).astype(jnp.float32)[..., None]
     reads = model.prediction.reads
@@ -55,11 +55,11 @@ def batch_moments(model: Predicted, params: PyTree, batch: Batch) -> tuple[Array
 def fit(model: Predicted, params: PyTree, batches: Iterable[Batch], ridge: float = 1e-3) -> PyTree:
     """A predictor in float32 that minimises |X W - Y|^2 + ridge * s * |W|^2, the intercept not shrunk.
 
-    X: the auxiliary's row, Y: the base's, keys before norm and rotation, over all real tokens of `batches`;
-    s is the mean of the diagonal of X^T X. params: {"base", "auxiliary"}, of any predictor or none.
+    X is the auxiliary's row and Y the base's, with keys before norm and rotation, over all real tokens of
+    `batches`; s is the mean of the diagonal of X^T X. params: {"base", "auxiliary"}; a predictor is ignored.
 
     Raises:
-      UsageError: fewer tokens than the auxiliary's rows are wide, and one.
+      UsageError: fewer tokens than the width of the auxiliary's rows plus one.
     """
     run = jax.jit(lambda params, batch: batch_moments(model, params, batch))
     params = {name: params[name] for name in ("base", "auxiliary")}

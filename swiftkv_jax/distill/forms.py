@@ -1,4 +1,4 @@
-"""Documents, and the forms in which published datasets and people's own files write them down as rows."""
+"""Documents, and the row formats of published datasets and of users' own files."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from hashlib import sha256
 
 from swiftkv_jax.errors import UsageError
 
-# Who speaks in ShareGPT's format, and what chat templates call them.
+# Role names in ShareGPT's format -> role names in chat templates.
 _SPEAKERS = {
     "system": "system",
     "human": "user",
@@ -27,12 +27,12 @@ class Document:
 
     @property
     def content(self) -> str:
-        """What identifies it: the text, or the messages as JSON."""
+        """The content that identifies it: the text, or the messages as JSON."""
         return json.dumps(self.messages, ensure_ascii=False, sort_keys=True) if self.messages else self.text
 
 
 class BadRow(ValueError):
-    """A row that is in none of the known forms; says why."""
+    """A row that is in none of the known forms; the message says why."""
 
 
 def _turns(value) -> list:
@@ -106,7 +106,7 @@ def _exchange(asked: str, answer: str, system: str = "") -> Document:
     return Document("", messages=tuple({"role": r, "content": c} for r, c in turns if c or r != "system"))
 
 
-# Columns that make a form, and what makes a document of them; the first that a row has counts.
+# Columns that make a form -> the function that makes a document of them; a row's first match counts.
 FORMS: dict[tuple[str, ...], Callable[[dict], Document]] = {
     ("messages", "answer"): _answered,  # AceMath-Instruct-Training-Data
     ("messages",): _messages("messages"),
@@ -121,13 +121,14 @@ KNOWN = ", ".join(" with ".join(needed) for needed in FORMS)
 
 
 def form_of(columns: Mapping | Sequence) -> tuple[str, ...] | None:
-    """The form that these columns make, if any does; of a row, those that are null do not count."""
+    """The form that these columns make, or None; null columns of a row do not count."""
     have = [c for c in columns if not isinstance(columns, Mapping) or columns[c] is not None]
     return next((needed for needed in FORMS if set(needed) <= set(have)), None)
 
 
 def renamed(row: dict, columns: Sequence[str], id_column: str = "id") -> dict:
-    """What `columns` ("ours=theirs" each) takes of a row, and its id; a row with none of them is itself."""
+    """The columns of a row renamed as `columns` ("ours=theirs" each) says, and its id; a row that has none of
+    them is returned unchanged."""
     pairs = [part.partition("=")[::2] for part in columns]
     if not any(theirs in row for _, theirs in pairs):
         return row
@@ -136,7 +137,7 @@ def renamed(row: dict, columns: Sequence[str], id_column: str = "id") -> dict:
 
 
 def check_columns(columns: Sequence[str]) -> None:
-    """Raises UsageError: one of them is not like text=body, or names no column that a form has."""
+    """Raises UsageError: one of them does not look like text=body, or names a column that no form has."""
     known = {name for needed in FORMS for name in needed} | {"input", "system_prompt", "id"}
     for part in columns:
         ours, equals, theirs = part.partition("=")
@@ -148,12 +149,12 @@ def check_columns(columns: Sequence[str]) -> None:
 
 
 def parse_row(row, id_column: str = "id", columns: Sequence[str] = ()) -> Document:
-    """A row in one of `FORMS`, after its columns were renamed as `columns` says.
+    """The document of a row in one of `FORMS`, whose columns are first renamed as `columns` says.
 
-    Without an id of its own a document is named by the sha256 of its content.
+    A document without an id of its own is named by the sha256 of its content.
 
     Raises:
-      BadRow: none of these, or something in it that is no text.
+      BadRow: the row has none of these forms, or a value in it is not a text.
     """
     if not isinstance(row, dict):
         raise BadRow(f"a row is an object, not {type(row).__name__}")

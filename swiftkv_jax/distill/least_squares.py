@@ -1,9 +1,9 @@
 """A closed-form start for a student: its upper rows fitted to the teacher's own, without a gradient step.
 
 A SwiftKV maker sees the normalised stream at the split instead of its own layer's input. The best linear map
-from the one to the teacher's keys (before rotation) and values is a least-squares problem. One pass over some
-of the training data gives its normal equations; they are summed and solved in float64. How much the maps are
-shrunk, the ridge, is chosen on some of the batches that are held out for that.
+from that stream to the teacher's keys (before rotation) and values is a least-squares problem. One pass over
+some of the training data gives its normal equations; they are summed and solved in float64. The ridge, which
+shrinks the maps, is chosen on held-out batches.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.sharding import constrain
 
 _einsum = partial(jnp.einsum, precision="highest")
-RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # that are tried on held-out batches, see `solve`
-RIDGE = 1e-4  # where batches are too few to hold one out
+RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # candidates tried on held-out batches, see `solve`
+RIDGE = 1e-4  # used if there are too few batches to hold one out
 _HELD = 8  # every eighth batch is held out to choose ridges by
 
 
@@ -72,7 +72,7 @@ def batch_moments(
 def moments(
     student: Transformer, params: PyTree, teacher: Transformer, own: PyTree, batches: Iterable[Batch]
 ) -> tuple[Moments, Moments]:
-    """The sums over every real token of most `batches`, and over those of every eighth, to choose ridges by.
+    """Two sums over real tokens: of most of the `batches`, and of every eighth one, to choose ridges on.
 
     Raises:
       UsageError: fewer tokens than unknowns of one output.
@@ -93,16 +93,16 @@ def moments(
 
 
 def residuals(sums: Moments, maps: np.ndarray) -> np.ndarray:
-    """[U, 2]: the squared error of `maps` on the tokens of `sums`, by layer, of keys and of values, less that
-    of zero maps."""
+    """[U, 2]: the squared error of `maps` on the tokens of `sums`, by layer, of keys and of values, minus the
+    error of zero maps."""
     layers, unknowns = maps.shape[:2]
     seen = (sums.gram @ maps.reshape(layers, unknowns, -1)).reshape(maps.shape)
     return np.einsum("uase,uase->us", seen - 2 * sums.cross, maps)
 
 
 def searched(solved: Moments, held: Moments, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(maps as `solve` gives them, their ridges [U, 2]): for each layer's keys and values by themselves that
-    one of `RIDGES` that errs least on the held-out tokens; then solved on all tokens."""
+    """(maps as `solve` gives them, their ridges [U, 2]). For each layer's keys, and for its values, the ridge
+    is the one of `RIDGES` with the least error on the held-out tokens; then all tokens are used to solve."""
     if not held.tokens or solved.tokens < len(solved.gram):
         maps = solve(solved + held, RIDGE, width)
         return maps, np.full((len(maps), 2), RIDGE)
@@ -129,10 +129,10 @@ def solve(sums: Moments, ridge: float, width: int) -> np.ndarray:
 
 
 def output_weights(student: Transformer, kernel: Array) -> Array:
-    """[U, K, H, H] float32: how an error of a kv head's value grows into one of a layer's attention output.
+    """[U, K, H, H] float32: the weights of value errors of each kv head in the error of the attention output.
 
-    O O^T, summed over the query heads that read it, of `kernel` [U, N * H, D]; O [H, D] is one query head's
-    part of the output projection.
+    They are O O^T, summed over the query heads that read the kv head, where O [H, D] is one query head's part
+    of the output projection `kernel` [U, N * H, D].
     """
     config = student.config
     heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
@@ -141,8 +141,8 @@ def output_weights(student: Transformer, kernel: Array) -> Array:
 
 
 def share(maps: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The one map [A, E] of a group: argmin over W of the sum over its layers u of |X (W - maps[u])|^2,
-    an error e of a head counting as e weights[u] e^T.
+    """The one map [A, E] of a group: argmin over W of the sum over its layers u of |X (W - maps[u])|^2, where
+    an error e of a head counts as e weights[u] e^T.
 
     maps: [U, A, E], each layer's own solution. weights: [U, K, H, H], symmetric and positive.
     """
@@ -162,9 +162,9 @@ def fit(
 ) -> PyTree:
     """`params` with the k and v of the rows made at the split solved, in float32, and a shared norm of ones.
 
-    A row that several layers read (AcrossKV) has the least error summed over them: of its values where they
-    leave each layer's output projection, of its keys as they are. Where keys are normalised (Qwen3), the keys
-    before that are fitted, and the gain stays that of `params`.
+    A row that several layers read (AcrossKV) minimises the error summed over them: for values after each
+    layer's output projection, for keys directly. Where keys are normalised (Qwen3), the keys before the norm
+    are fitted, and the gain stays that of `params`.
 
     Args:
       student: of a SwiftKV plan. params: its parameters, as `to_swiftkv` makes them.

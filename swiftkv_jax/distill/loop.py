@@ -32,7 +32,7 @@ from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError, device, preferred
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
-_MAY_CHANGE = (  # fields of an Experiment, when it is resumed
+_MAY_CHANGE = (  # fields of an Experiment that may differ when a run is resumed
     "log_every evaluate_every checkpoint_every keep_checkpoints trackers mesh attention evaluation "
     "evaluation_batches eval_lengths"
 ).split()
@@ -44,7 +44,7 @@ class TrainingError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run left behind. `signal` is the one that ended it early, or 0."""
+    """The outcome of a run. `signal` is the one that ended it early, or 0."""
 
     step: int
     evaluation: dict[str, float]
@@ -65,10 +65,10 @@ def train(
     With several processes all of them call this; process 0 writes and speaks.
 
     Args:
-      chosen: as of `kernels.choose`, by who asks JAX for its devices before this does.
+      chosen: the result of `kernels.choose`, if the caller has asked JAX for its devices before.
 
     Raises:
-      UsageError: bad input, found before the first step; in any process, it is raised in all.
+      UsageError: bad input, found before the first step. An error in one process is raised in all.
       TrainingError: the loss is not finite, or a checkpoint could not be written.
     """
     with opened(experiment, out, resume, say, chosen) as run:
@@ -83,7 +83,7 @@ def opened(
     say: Say = show,
     chosen: tuple[AttentionConfig, str] | None = None,
 ) -> Iterator["Run"]:
-    """The run that `train` takes to its end, on its mesh, by the attention that is right and fast here."""
+    """A run ready to train, on its mesh, with the attention kernel chosen for this machine."""
     chosen = chosen or kernels.choose(experiment)  # before JAX has its devices
     processes.check_same("the config", resolved(experiment))
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
@@ -98,7 +98,7 @@ def opened(
 
 
 class Run:
-    """One run's moving parts; `go` is the loop. `chosen`: as of `kernels.choose`."""
+    """One run's state and helpers; `go` is the loop. `chosen`: the result of `kernels.choose`."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Run:
                 _check_folder(out, experiment, resume)
                 trackers.check(experiment.trackers)
             with working(self.say, f"reading the tokenizer of {experiment.tokenizer or experiment.model}"):
-                # The folder is looked up once: files of one commit.
+                # The folder is looked up once, so that all files are of one commit.
                 folder = local_folder(experiment.model) if experiment.model else None
                 self.tokenizer = load_tokenizer(experiment.tokenizer or folder or "")
             with working(self.say, f"reading the data in {', '.join(experiment.data.sources)}"):
@@ -170,7 +170,7 @@ class Run:
         return Progress(self.out, self.recipe.steps, e.log_every, per_token, peak, told, self.say)
 
     def _first(self, what: str) -> bool:
-        """Whether this is the first time that a program runs, which compiles it."""
+        """Whether a program runs for the first time, and so compiles."""
         if what in self.compiled:
             return False
         self.compiled.add(what)
@@ -189,7 +189,7 @@ class Run:
                 signal.signal(number, handler)
 
     def fit_start(self) -> None:
-        """Solve the student's rows by least squares, if the run begins so and no step or fit was made yet."""
+        """Fit the student's rows by least squares, if the run asks for it and has no step or fit yet."""
         if not self.to_fit:
             return
         e, began = self.experiment, time.monotonic()
@@ -259,7 +259,7 @@ class Run:
         return self.caught or signal.SIGTERM
 
     def _report(self, pending, began: float) -> float:
-        """Wait for a step's metrics, check and record them; the time it is now."""
+        """Wait for a step's metrics, check and record them; returns the current time."""
         if pending is None:
             return began
         step, metrics, ids = pending
@@ -277,10 +277,10 @@ class Run:
         return now
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out cross-entropy and perplexity, and, with a teacher, its own, the KL and the agreement.
+        """Held-out cross-entropy and perplexity, and with a teacher also its own, the KL and the agreement.
 
-        Of an exit head, the KL to the teacher and the agreement with the student. With `eval_lengths`, all of
-        that for each of them, under names like "2048/kl".
+        An exit head adds its KL to the teacher and its agreement with the student. With `eval_lengths`, all
+        of these are given for each length, under names like "2048/kl".
         """
         found = {length: summarise(rows, self.recipe.has_teacher) for length, rows in self.row_sums().items()}
         if not self.experiment.eval_lengths:
@@ -352,7 +352,7 @@ class Run:
 
     @property
     def kernels(self) -> str:
-        """What attention runs by, and in brackets where that comes from."""
+        """The attention kernel, and in brackets where the choice comes from."""
         e, config = self.experiment, self.recipe.student.config
         rows = e.data.batch_size // e.optimizer.accumulate
         q, k = (
@@ -373,7 +373,7 @@ class Run:
             f"\n{signal.Signals(number).name}: finishing this step, saving, then leaving "
             "(again: leave at once)"
         )
-        if jax.distributed.is_initialized():  # the others hear of a SIGTERM only
+        if jax.distributed.is_initialized():  # JAX tells the other processes of SIGTERM only
             os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
@@ -383,7 +383,7 @@ class Run:
 
 
 def millions(count: int) -> str:
-    """A number of parameters: 402.7 M; below a million 123 K."""
+    """A number of parameters as text: 402.7 M; below a million, 123 K."""
     return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count / 1e3:,.0f} K"
 
 
@@ -417,7 +417,7 @@ def summarise(rows: dict[str, np.ndarray], has_teacher: bool) -> dict[str, float
 
 
 def _check_folder(out: Path, experiment: Experiment, resume: bool) -> None:
-    """Refuse to mix two runs, before anything is loaded."""
+    """Refuse to mix two runs in one folder, before anything is loaded."""
     path = out / "config.json"
     with explained(f"read {path}"):
         if path.exists() and not resume:
@@ -447,16 +447,16 @@ def _json(path: Path) -> dict:
 
 
 def identity(config: dict) -> str:
-    """What must not change between a run and its resumption.
+    """The part of a config that must not change between a run and its resumption.
 
-    A field that is off (0, false, null) counts as absent: a run that began before the field existed lacks it.
+    A field that is off (0, false, null) counts as absent: a run from before the field existed lacks it.
     """
 
     def on(tree):
         return {n: on(v) for n, v in tree.items() if v} if isinstance(tree, dict) else tree
 
     kept = on(config)
-    for name in ("plan", "predict"):  # of the start, which a resumed run has behind it
+    for name in ("plan", "predict"):  # settings of the start, which a resumed run has already passed
         kept.get(name, {}).pop("init_tokens", None)
     for name in _MAY_CHANGE:
         kept.pop(name, None)

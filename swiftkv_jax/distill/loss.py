@@ -19,9 +19,9 @@ def chunk_length(batch: int, length: int, vocab: int, mib: float) -> int:
 def over_chunks(per_chunk, chunk: int, *arrays: Array):
     """Run `per_chunk` over time chunks of [B, T, ...] arrays; it returns (a tree to sum, a tree to keep).
 
-    Returns the sums, and what was kept, joined to [B, T, ...] again. The last chunk is filled up by zeros,
-    which a mask among the arrays must make harmless. Each chunk's logits are made again in the backward pass
-    instead of being kept. Where the mesh cuts T, a chunk has `chunk` positions of each part.
+    Returns the sums, and the kept values, joined to [B, T, ...] again. The last chunk is padded with zeros,
+    which a mask among the arrays must make harmless. Each chunk's logits are recomputed in the backward pass
+    instead of being kept. If T is sharded over the mesh, a chunk has `chunk` positions of each shard.
     """
     parts = sharding.pieces("T", arrays[0].shape[1])
     each = arrays[0].shape[1] // parts
@@ -54,7 +54,8 @@ def kl_sum(student: Head, teacher: Head, s, t, mask, temperature: float, chunk: 
     """Sum over unmasked tokens of KL(teacher || student) at `temperature`, times temperature^2, in float32.
 
     `s` and `t` are the normalised hidden states [B, T, D] that the heads turn into logits. The gradient with
-    respect to `s` is made in the same pass, so no logits are made twice; nothing else gets one.
+    respect to `s` is computed in the same pass, so no logits are computed twice; nothing else gets a
+    gradient.
     """
 
     def per_chunk(s, t, mask):
@@ -106,7 +107,7 @@ def cross_entropy_sum(head: Head, h, targets, mask, chunk: int) -> Float[Array, 
 
 
 def cross_entropy_and_z_sum(head: Head, h, targets, mask, chunk: int) -> tuple[Array, Array]:
-    """The same, and beside it the sum of the squares of the logits' log-sum-exp (z-loss: PaLM, section 5)."""
+    """(`cross_entropy_sum`, the sum of the squares of the logits' log-sum-exp): z-loss (PaLM, section 5)."""
 
     def per_chunk(h, targets, mask):
         logits = head(h)

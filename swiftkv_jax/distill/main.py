@@ -9,7 +9,7 @@ from swiftkv_jax.errors import Parser, UsageError, exit_code
 
 
 class _Fields(argparse.Action):
-    """--fields: told like --help, whatever else is missing."""
+    """--fields: like --help, it works whatever other arguments are missing."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         from swiftkv_jax.distill.fields import table
@@ -19,7 +19,7 @@ class _Fields(argparse.Action):
 
 
 class FieldsParser(Parser):
-    """Of a command with --set: --help ends with the fields that it takes."""
+    """Parser of a command with --set, whose --help ends with the fields that it takes."""
 
     def format_help(self) -> str:
         from swiftkv_jax.distill.fields import summary
@@ -75,8 +75,8 @@ def main(
     """Run; exit code 0, 2 for bad usage, 1 for a failed run, 130 for Ctrl-C (saved).
 
     Args:
-      join: is called with --distributed before JAX is used. None: the caller has done what is needed.
-      prepare: is called with the experiment, and gives the one that runs instead.
+      join: called with the value of --distributed before JAX is used; None if the caller has joined already.
+      prepare: called with the experiment; returns the one to run instead.
     """
     interrupted = "\ninterrupted: the newest checkpoint is kept; --resume goes on from it"
     return exit_code(

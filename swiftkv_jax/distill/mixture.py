@@ -1,4 +1,4 @@
-"""How often an epoch takes each source's samples: a function of sizes, weights and the epoch's number."""
+"""Mixtures of sources: which samples an epoch has, as a function of sizes, weights and its number."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from swiftkv_jax.errors import UsageError
 
 
 def counts(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
-    """Samples of each source in an epoch: its size times its weight, rounded; of none less than one.
+    """Samples of each source in an epoch: its size times its weight, rounded, but at least one.
 
     Raises:
       UsageError: a source has no samples.
@@ -29,9 +29,9 @@ def members(
 ) -> np.ndarray:
     """The samples of an epoch, source by source; samples are numbered through all sources.
 
-    A source's samples are taken in passes, each in an order of its own, and an epoch goes on where the last
-    one stopped: so after any number of epochs each was taken as often as any other of its source, or once
-    more.
+    A source's samples are taken in passes, each with its own order, and an epoch continues where the last one
+    stopped. So after any number of epochs, how often two samples of a source were taken differs by at most
+    one.
 
     Args:
       order: (source, number of the pass) -> the order [size] of that pass.

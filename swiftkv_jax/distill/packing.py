@@ -19,7 +19,7 @@ class Batch:
     Attributes:
       tokens: int32. targets: int32, the next token of the same segment; 0 where there is none.
       positions: int32, from 0 in each segment. segments: int32, 1, 2, ... in each row; 0 is padding.
-      mask: float32, 1 where the prediction made at t, of targets[t], counts.
+      mask: float32, 1 where the prediction of targets[t], made at t, counts.
     """
 
     tokens: Ints
@@ -62,13 +62,14 @@ def fill_row(
     cut_anywhere: bool,
     longest: int | None = None,
 ) -> tuple[list[Sample], Place]:
-    """The pieces of the next row, and where it ends. Next-fit: what does not fit opens the next row.
+    """The pieces of the next row, and the place where it ends. Next-fit: what does not fit opens the next
+    row.
 
     Args:
       sample_at: sample number i of the stream; None past its end. Empty samples are passed over.
       pack: several samples a row, or one.
       longest: tokens of a piece of this row, at most; None for `seq_len`. A longer sample is cut there.
-      cut_anywhere: cut a sample longer than that wherever the row ends too.
+      cut_anywhere: also cut a sample longer than `longest` wherever the row ends.
     """
     longest = seq_len if longest is None else longest
     pieces, space, cursor, offset = [], seq_len, place.cursor, place.offset
@@ -92,8 +93,8 @@ def fill_row(
 def assemble(rows: Sequence[Sequence[Sample]], fused: Sequence[bool], seq_len: int) -> Batch:
     """Rows of pieces as arrays [rows, seq_len].
 
-    A fused row is one segment with positions that run through (the reference's long-context augmentation);
-    even there no prediction counts of the first token of a piece, which nothing before it announces.
+    A fused row is one segment with consecutive positions (the reference's long-context augmentation). Even
+    there, the first token of a piece is never a target: nothing before it predicts it.
     """
     shape = (len(rows), seq_len)
     tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Make a KV prediction adapter without training, and say how near it comes to its base.
+"""Make a KV prediction adapter without training, and measure how close it comes to its base.
 
     python -m swiftkv_jax.distill.pair --base demo/teacher --keep 0,1,2,3 --text demo/corpus.jsonl.xz \\
         --out runs/pair
@@ -39,11 +39,12 @@ _JUDGED = 6  # held-out batches
 
 
 class Nearness(NamedTuple):
-    """How near first tokens come to the base's, over prompts of every length; nats but for `agreement`.
+    """First tokens compared with the base's, over prompts of every length; in nats, except `agreement`.
 
     Attributes:
-      gap: cross-entropy of the data above the base's, with its standard error over rows. kl: from the base.
-      agreement: share of equal likeliest tokens. alone: the gap of the auxiliary by itself. tokens: judged.
+      gap: cross-entropy of the data minus the base's, with its standard error over rows. kl: from the base.
+      agreement: share of equal likeliest tokens. alone: the gap of the auxiliary by itself. tokens: number of
+        tokens judged.
     """
 
     gap: float
@@ -55,7 +56,7 @@ class Nearness(NamedTuple):
 
 
 def judge(model: Predicted, params: PyTree, batches: Iterable[Batch]) -> Nearness:
-    """Compare `predict.forward(own=True)` with the base on held-out batches: what is served, untruncated."""
+    """Compare `predict.forward(own=True)` with the base on held-out batches: as served, at every position."""
     run = jax.jit(lambda params, batch: _sums(model, params, batch))
     sums = np.concatenate([np.asarray(run(params, batch), np.float64) for batch in batches])
     count, gap, kl, same, alone = sums[sums[:, 0] > 0].T
@@ -67,7 +68,8 @@ def judge(model: Predicted, params: PyTree, batches: Iterable[Batch]) -> Nearnes
 
 
 def _sums(model: Predicted, params: PyTree, batch: Batch) -> Array:
-    """[B, 5] of each row: predictions that count; and over them gap, KL, agreement, the auxiliary's gap."""
+    """[B, 5] sums of each row: predictions that count, and over them gap, KL, agreement, the auxiliary's
+    gap."""
     where = (batch.tokens, batch.positions, batch.segments)
     base, auxiliary = (model.base, params["base"]), (model.auxiliary, params["auxiliary"])
     streams = (forward(*base, *where), predict.forward(model, params, *where), forward(*auxiliary, *where))
@@ -98,7 +100,7 @@ def make(
     batches: Iterable[Batch] = (),
     seed: int = 0,
 ) -> tuple[Predicted, PyTree]:
-    """A base whose prompts an auxiliary reads, with an untrained predictor.
+    """A `Predicted` of a base and an auxiliary, with an untrained predictor.
 
     start: "least_squares", fitted on `batches`, "identity" (rows of one width), or "uniform" (random).
 

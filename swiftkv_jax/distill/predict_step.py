@@ -1,4 +1,4 @@
-"""What a step computes that trains KV prediction: an auxiliary and a predictor, for a base that is frozen."""
+"""The training step of KV prediction: an auxiliary and a predictor are trained for a frozen base."""
 
 from collections.abc import Iterable
 
@@ -53,8 +53,8 @@ def weight_trees(model: Predicted, trainable: str) -> tuple[PyTree, Frozen]:
 
 
 def last_layers(recipe: Recipe) -> tuple[int | None, int | None]:
-    """Of the base's own pass and the auxiliary's: the layer that needs not run, whose rows are the deepest
-    that are read; None where the hidden states after the last layer are wanted."""
+    """The layer at which the base's own pass, and the auxiliary's, may stop: the deepest rows that are read
+    are made from its input. None where the hidden states after the last layer are needed."""
     model, config = parts(recipe)
     deepest = predict.deepest(model.auxiliary.plan, model.prediction.reads)
     return None if config.kl_weight else model.base.plan.depth, None if config.aux_weight else deepest
@@ -84,7 +84,8 @@ def final(model: Transformer, params: PyTree, x: Hidden) -> Hidden:
 def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, totals) -> tuple[Array, dict]:
     """The loss of one (micro-)batch, already divided by the whole batch's token counts `totals`.
 
-    And its terms before their weights, those of `PredictionLossConfig`; "lm_z" and "aux_z" are of its z_loss.
+    The dict holds its terms before the weights of `PredictionLossConfig`; "lm_z" and "aux_z" belong to
+    z_loss.
     """
     model, config = parts(recipe)
     params = merge(trained, frozen.student)
@@ -136,8 +137,8 @@ def entropies(
 
 
 def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch) -> dict:
-    """As `step.evaluate_batch`, of the base on predicted rows throughout as "student" and the base itself as
-    "teacher" (the paper's training and multiple-choice mode); and the auxiliary's cross-entropy."""
+    """As `step.evaluate_batch`: "student" is the base on predicted rows throughout (the paper's training and
+    multiple-choice mode), "teacher" the base itself. Adds the auxiliary's cross-entropy."""
     model, _ = parts(recipe)
     params = merge(trained, frozen.student)
     own, small, x, _ = passes(recipe, params, batch)
@@ -155,7 +156,7 @@ def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch
 
 
 def fit(recipe: Recipe, trained: PyTree, frozen: Frozen, batches: Iterable[Batch]) -> PyTree:
-    """`trained` with the predictor solved by least squares (distill/fit_predictor.py)."""
+    """`trained` with the predictor fitted by least squares (distill/fit_predictor.py)."""
     model, _ = parts(recipe)
     solved = least_squares(model, merge(trained, frozen.student), batches)
     placed = jax.tree.map(lambda old, new: like(old, np.asarray(new)), trained["predictor"], solved)
@@ -171,7 +172,7 @@ def flops_per_token(recipe: Recipe, seq_len: int) -> float:
 
 
 def recomputed_flops_per_token(recipe: Recipe, seq_len: int) -> float:
-    """FLOPs that remat adds to that: see analysis/flops.py."""
+    """FLOPs per token that remat adds to such a step: see analysis/flops.py."""
     model, config = parts(recipe)
     if not recipe.remat:
         return 0.0

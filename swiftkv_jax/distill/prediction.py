@@ -1,7 +1,7 @@
-"""The passes that training KV prediction takes over packed rows, with layers as scans.
+"""The forward passes for training KV prediction, over packed rows, with scans over layers.
 
 `predict.forward` is the definition, one layer after the other. Here one pass over a model keeps every row as
-its projections leave it; all rows of the base are predicted at once; and the base runs over what is given.
+it leaves the projections; all rows of the base are predicted at once; and the base runs over given rows.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ _RAW, _CUT = ". B T E", ". B T K ."
 
 
 class Kept(NamedTuple):
-    """What a pass over full sequences leaves.
+    """The result of a pass over full sequences.
 
     Attributes:
       x: hidden states leaving the last layer that ran. raw: [n, B, T, E] keys, before norm and rotation, and
@@ -54,8 +54,8 @@ def read(
 ) -> Kept:
     """Run a model over packed rows and keep its rows.
 
-    last: the layer that the deepest wanted rows are made at; it does not run. None: all layers run. `remat`
-    and `attention` as in `model.through`.
+    last: the layer from whose input the deepest needed rows are made; it does not run. None: all layers run.
+    `remat` and `attention` as in `model.through`.
     """
     plan, config = model.plan, model.config
     end = plan.num_layers if last is None else last
@@ -94,7 +94,8 @@ def read(
 
 
 def predict_rows(model: Predicted, params: PyTree, given: tuple[Array, Array]) -> Rows:
-    """The base's rows [R, B, T, E] as they would leave its projections, of the auxiliary's row for each."""
+    """The base's rows [R, B, T, E] as they would leave its projections, predicted from the auxiliary's
+    rows."""
     rows = range(model.base.plan.num_rows)
     (maps,) = weights.recut(params["predictor"]["rows"], [rows])
     keys, values = (x.astype(model.base.dtype) for x in given)
@@ -122,7 +123,8 @@ def run_over(
     remat: bool = False,
     attention: Callable = causal_attention,
 ) -> Hidden:
-    """The hidden states leaving the last layer of a model whose rows are all given, as `normed` has them."""
+    """The hidden states leaving the last layer of a model whose rows are all given, as `normed` returns
+    them."""
     config = model.config
     at, segments = angles_and_segments(config, tokens, positions, segments)
     keys, values = constrain(rotate(rows[0], at), _CUT), rows[1]
@@ -146,7 +148,7 @@ def differences(got: Heads, want: Heads, real: Float[Array, "B T"]) -> Float[Arr
 
 
 def _taken(arrays, index):
-    """These of stacked arrays; the arrays themselves where that is all of them."""
+    """Select `index` from stacked arrays; if that is all of them, the arrays themselves are returned."""
     if list(index) == list(range(arrays[0].shape[0])):
         return arrays
     chosen = jnp.array(list(index))

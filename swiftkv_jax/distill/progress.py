@@ -1,4 +1,4 @@
-"""What a run says while it goes: lines on the terminal, a JSONL file of metrics, trackers if asked."""
+"""Progress of a run: lines on the terminal, a JSONL file of metrics, and optional trackers."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from swiftkv_jax.distill.trackers import Tracker
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-_LIVE, _LOGGED = 1.0, 10.0  # seconds between two lines of a terminal, where they replace each other; of a log
+_LIVE, _LOGGED = 1.0, 10.0  # seconds between lines: on a terminal, which overwrites them; in a log
 
 
 def show(line: str, passing: bool = False) -> None:
@@ -23,13 +23,13 @@ def show(line: str, passing: bool = False) -> None:
 
 
 def pause(say: Say) -> float:
-    """Seconds that nothing may be said for: few where lines replace each other, more where all are kept."""
+    """Seconds between progress lines: few on a terminal, which overwrites them; more in a log."""
     return _LIVE if say is show and sys.stdout.isatty() else _LOGGED
 
 
 @contextlib.contextmanager
 def ticking(tell: Callable[[float], None], every: float) -> Iterator[None]:
-    """Call `tell` with the seconds that have gone by, every so many of them, by a thread."""
+    """Call `tell` with the elapsed seconds, every `every` seconds, from a thread."""
     done, began = threading.Event(), time.monotonic()
 
     def tick() -> None:
@@ -46,12 +46,12 @@ def ticking(tell: Callable[[float], None], every: float) -> Iterator[None]:
 
 
 class Doing:
-    """How far something is, for `working` to say."""
+    """How far a piece of work is, for `working` to report."""
 
     place = ""
 
     def counted(self, items: Iterable[T], count: int | None = None) -> Iterator[T]:
-        """The items, one by one; `count` of them, if that is known."""
+        """Yield the items and count them; `count` is their number, if known."""
         of = f" of {count or len(items)}" if count or isinstance(items, Sized) else ""
         number = 0
         for number, item in enumerate(items, 1):
@@ -62,9 +62,9 @@ class Doing:
 
 @contextlib.contextmanager
 def working(say: Say, what: str, every: float | None = None) -> Iterator[Doing]:
-    """Say what is being done, and every so many seconds how far it is and for how long, until it is done.
+    """Report what is being done, and every `every` seconds how far it is and for how long, until it is done.
 
-    every: None: as `pause`.
+    every: None: the seconds that `pause` returns.
     """
     doing, began = Doing(), time.monotonic()
     tell = (lambda line: show(line, passing=True)) if say is show else say
@@ -82,9 +82,8 @@ def working(say: Say, what: str, every: float | None = None) -> Iterator[Doing]:
 class Progress:
     """Writes metrics of each step to `metrics.jsonl` and one line to the terminal now and then.
 
-    A line is printed every `log_every` steps, and sooner where steps are slow; on a terminal the next one
-    replaces it, and a step that takes long is counted in seconds. Who gives another `say` than `show` gets
-    the lines.
+    A line is printed every `log_every` steps, and sooner if steps are slow. On a terminal the next line
+    replaces it, and the seconds of a long step are counted. A `say` other than `show` receives the lines.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Progress:
             self.say(self._line(step, row))
 
     def waiting(self, step: int) -> contextlib.AbstractContextManager:
-        """Around the wait for a step: on a terminal the seconds are counted."""
+        """Context for the wait for a step: on a terminal the seconds are counted."""
         if self._tell is not show or not sys.stdout.isatty():
             return contextlib.nullcontext()
         return ticking(lambda seconds: self.say(f"step {step}/{self.steps}: {seconds:.0f} s so far"), _LIVE)
@@ -131,7 +130,7 @@ class Progress:
         return "  ".join([*parts, f"eta {int(left) // 60}:{int(left) % 60:02d}"])
 
     def evaluation(self, step: int, result: dict[str, float]) -> None:
-        """Record a judgement of held-out data; a line for each context length ("2048/kl")."""
+        """Record an evaluation on held-out data; a line for each context length ("2048/kl")."""
         self._write({"step": step, **{f"eval/{name}": value for name, value in result.items()}})
         lines: dict[str, list[str]] = {}
         for name, value in result.items():
@@ -161,7 +160,7 @@ class Progress:
 
 
 class Silence:
-    """Progress of the processes that are not the first: nothing."""
+    """Progress of the processes other than the first: prints and writes nothing."""
 
     def record(self, step: int, metrics: dict[str, float], seconds: float) -> None: ...
 

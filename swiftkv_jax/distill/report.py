@@ -1,4 +1,4 @@
-"""What a run leaves for people: a plot of the loss, a report of one page, and the card of its export."""
+"""The human-readable output of a run: a plot of the loss, a one-page report, and its export's model card."""
 
 import json
 import re
@@ -23,7 +23,7 @@ _METHODS = {
 
 
 def metrics_of(run: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl; of a step that was done again after a kill, the later one."""
+    """The rows of a run's metrics.jsonl; if a step was repeated after a kill, the later row."""
     path = run / "metrics.jsonl"
     with explained(f"read {path}"):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -40,14 +40,14 @@ def metrics_of(run: Path) -> list[dict]:
 
 
 def kind_of(model: Transformer | Predicted) -> str:
-    """A tag: "swiftkv", "kv-prediction", or "" of a plain model."""
+    """A model card's tag: "swiftkv", "kv-prediction", or "" for a plain model."""
     if isinstance(model, Predicted):
         return "kv-prediction"
     return "swiftkv" if model.plan.skipped_layers else ""
 
 
 def about(model: Transformer | Predicted, context: int) -> list[tuple[str, str]]:
-    """(what, how much) of a student, over its teacher at prompts of `context` tokens."""
+    """(quantity, value) pairs of a student relative to its teacher, at prompts of `context` tokens."""
     if isinstance(model, Predicted):
         small, large = model.auxiliary.config.num_layers, model.base.config.num_layers
         return [("method", f"KV prediction: {small} layers read prompts for {large}")]
@@ -67,7 +67,7 @@ def about(model: Transformer | Predicted, context: int) -> list[tuple[str, str]]
 
 
 def quality(evaluation: dict[str, float]) -> list[str]:
-    """A table in Markdown of what was judged on held-out data, a row for each context length."""
+    """The held-out evaluation as a Markdown table, a row for each context length."""
     lengths = list(dict.fromkeys(name.rpartition("/")[0] for name in evaluation))
     figures = list(dict.fromkeys(name.rpartition("/")[2] for name in evaluation))
     if not evaluation:
@@ -142,7 +142,7 @@ def card(
 
 
 def license_of(folder: Path | None) -> str | None:
-    """What the card in a teacher's folder says, if there is one that can be read."""
+    """The license in the model card of a teacher's folder, if there is a readable one."""
     from huggingface_hub import ModelCard
 
     path = folder / "README.md" if folder is not None and folder.is_dir() else None
@@ -151,7 +151,7 @@ def license_of(folder: Path | None) -> str | None:
     try:
         found = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict().get("license")
         return found if isinstance(found, str) else None
-    except Exception:  # somebody else's file, in any state: it may lack what is looked for
+    except Exception:  # not our file: it may be in any state
         return None
 
 
@@ -163,7 +163,7 @@ def write(
     device: str,
     teacher: Path | None,
 ) -> None:
-    """loss.png and report.md in a run's folder, README.md in its export."""
+    """Write loss.png and report.md into a run's folder, and README.md into its export."""
     with explained(f"write to {run}"):
         rows = metrics_of(run)
         plots.training(rows, run / "loss.png")

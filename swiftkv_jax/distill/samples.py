@@ -1,4 +1,4 @@
-"""Samples: what a data config asks for, as token ids with the predictions that count."""
+"""Samples of a data config: token ids, and which predictions count."""
 
 import collections
 import dataclasses
@@ -24,7 +24,7 @@ _CHAT_DATE = datetime.date(2024, 7, 26)  # for templates that print one: data mu
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is trained on, and in what shape.
+    """The training data and its shape.
 
     Attributes:
       sources: files, patterns, folders, or hub datasets: hf://org/name:config[split]@revision, of which all
@@ -112,12 +112,12 @@ class DataConfig:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens that a piece has at most, in the rows that take turns."""
+        """The most tokens of a piece, for the rows in turn."""
         return self.piece_lengths or (self.seq_len,)
 
 
 class Samples(Sequence):
-    """The samples of a config: its split of the documents, tokenised when asked for; the latest are kept."""
+    """The samples of a config: its split of the documents, tokenised on demand; the latest are cached."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer):
         if config.append_eos and not tokenizer.eos_ids:

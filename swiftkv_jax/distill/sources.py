@@ -16,14 +16,14 @@ from swiftkv_jax.distill import files
 from swiftkv_jax.distill.forms import KNOWN, BadRow, Document, check_columns, form_of, parse_row, renamed
 from swiftkv_jax.errors import UsageError, explained, first_line
 
-IN_MEMORY = 64 * 2**20  # characters of a source; what is larger is kept on disk and mapped
-_LOOKED_UP = 2**20  # bytes of a source's files; a smaller one is read again rather than looked for on disk
+IN_MEMORY = 64 * 2**20  # characters of a source; a larger one is kept on disk and memory-mapped
+_LOOKED_UP = 2**20  # bytes of a source's files; a smaller one is read again instead of cached on disk
 _WRITTEN = 8 * 2**20  # characters that are written to disk at a time
-_VERSION = 1  # of what is kept there
+_VERSION = 1  # of the cached files
 _SHOWN = 10  # broken lines that an error names
 _SAMPLED = 64  # documents of a dataset on disk that its digest covers
-# The splits to train on of the paper's data (SwiftKV section 4.1), of the published recipe's (ArcticTraining)
-# and of others', and what names their rows.
+# Training splits and id columns of the paper's data (SwiftKV section 4.1), of the published recipe's
+# (ArcticTraining) and of other datasets.
 HUB = {
     "HuggingFaceH4/ultrachat_200k": ("train_sft", "prompt_id"),
     "teknium/OpenHermes-2.5": ("train", ""),
@@ -39,7 +39,7 @@ _HUB = re.compile(
 
 
 def split_of(document_id: str) -> str:
-    """A document's split: 1 in 20 "held_out", 1 in 40 "tuning"; what stands behind `#` does not count."""
+    """A document's split: 1 in 20 "held_out", 1 in 40 "tuning"; the part of the id after `#` is ignored."""
     bucket = int(sha256(document_id.split("#")[0].encode()).hexdigest()[:8], 16) % 40
     return {0: "held_out", 20: "held_out", 10: "tuning"}.get(bucket, "train")
 
@@ -97,7 +97,7 @@ OnDisk = HubDocuments | StoredDocuments
 
 
 class Documents(Sequence):
-    """Several sources one after the other: of each a list, or what lies on disk."""
+    """Several sources, concatenated; each is a list, or a sequence on disk."""
 
     def __init__(self, parts: Sequence[Sequence]):
         self.parts = list(parts)
@@ -117,7 +117,7 @@ class Documents(Sequence):
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of the ids and contents of all documents in memory, and of a sample of those on disk."""
+        """A hash of the ids and contents of all documents in memory, and of a sample of those on disk."""
         digest = sha256()
         for part in filter(len, self.parts):
             stride = max(1, len(part) // _SAMPLED) if isinstance(part, OnDisk) else 1
@@ -138,7 +138,7 @@ def open_documents(
     """The documents of all sources in order: small ones in memory, others on disk and mapped from there.
 
     A local source of more than `IN_MEMORY` characters is written once, as an Arrow file, into the cache of
-    `datasets` (HF_DATASETS_CACHE), and found there by the path, size and time of its files.
+    `datasets` (HF_DATASETS_CACHE). It is found there by the path, size and modification time of its files.
 
     Args:
       sources: each a file of rows (.jsonl, .json, .csv, .tsv, .parquet; see `forms.FORMS`), a .txt, .md or
@@ -146,9 +146,8 @@ def open_documents(
         or .zst, a pattern such as data/*.jsonl, a folder of them, or a hub dataset: `hf://org/name`, or
         `hf://org/name:config[split]@revision`, of which all but the name may be left out.
       skip_bad_lines: leave broken rows out.
-      columns: "ours=theirs" each: the columns of rows that have others than `FORMS`.
-      stream_rows: of each hub dataset, read the first so many rows over the network, instead of fetching the
-        whole.
+      columns: "ours=theirs" each, for rows whose columns are not those of `FORMS`.
+      stream_rows: read only this many rows of each hub dataset, over the network, instead of downloading all.
 
     Raises:
       UsageError: a source that is missing, of another kind, unreadable or empty; broken rows, by place.
@@ -175,7 +174,7 @@ def open_documents(
 
 
 def _broken(bad: files.Bad) -> str:
-    """What is wrong with some rows, in a line; where all seem to be of an unknown form, what to do."""
+    """The error message for broken rows, in one line, with advice if all seem to have an unknown form."""
     if all("known form" in why for why in bad[:_SHOWN]):
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         return (
@@ -198,19 +197,19 @@ def _open_local(source: str, bad: files.Bad, skip: bool, columns: Sequence[str])
 
 
 def _place(identity: list) -> Path:
-    """Where in the cache of `datasets` documents of this identity are kept."""
+    """The path, in the cache of `datasets`, of documents with this identity."""
     return kept_at(f"{sha256(json.dumps(identity).encode()).hexdigest()[:32]}.arrow")
 
 
 def kept_at(name: str) -> Path:
-    """Where in the cache of `datasets` a file of ours lies."""
+    """The path of one of our files in the cache of `datasets`."""
     from datasets import config
 
     return Path(config.HF_DATASETS_CACHE) / "swiftkv_jax" / name
 
 
 def _held(documents: Iterator[Document], place: Path | None, bad: files.Bad, skip: bool) -> Sequence:
-    """The documents in a list, or in `place` if they are larger than `IN_MEMORY`."""
+    """The documents as a list, or stored in `place` if they are larger than `IN_MEMORY`."""
     first, size = [], 0
     for document in documents:
         first.append(document)
@@ -221,7 +220,8 @@ def _held(documents: Iterator[Document], place: Path | None, bad: files.Bad, ski
 
 
 def _store(documents: Iterator[Document], place: Path, bad: files.Bad, skip: bool) -> Sequence:
-    """Write the documents to `place`, whole or not at all; not where rows are broken and none is skipped."""
+    """Write the documents to `place` atomically; nothing is written if rows are broken and none is
+    skipped."""
     from datasets import Features, Value
     from datasets.arrow_writer import ArrowWriter
 
@@ -284,7 +284,7 @@ def _open_hub(source: str, skip_bad_rows: bool, columns: Sequence[str], stream_r
     try:
         rows = datasets.load_dataset(name, match["config"], **how)
         have = rows.column_names or list(next(iter(rows), {}))
-    except Exception as error:  # datasets lets errors of every library below it through
+    except Exception as error:  # datasets passes on errors of every library that it uses
         raise UsageError(f"cannot load {source} (split {split}): {first_line(error)}") from error
     if form_of(list(renamed(dict.fromkeys(have, ""), columns, id_column))) is None:
         raise UsageError(

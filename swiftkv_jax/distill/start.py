@@ -1,4 +1,4 @@
-"""The models that a run begins with: from folders, or from shapes alone."""
+"""The initial models of a run: from folders, or from shapes alone."""
 
 import dataclasses
 from pathlib import Path
@@ -26,10 +26,10 @@ Student = Transformer | Predicted
 
 
 def load(experiment: Experiment, folder: Path | None, tokenizer: Tokenizer, mesh: Mesh) -> list[Loaded]:
-    """The model that is trained, distilled or predicted for; and then the auxiliary, if there is one.
+    """Load the model that is trained, distilled or predicted for, then the auxiliary, if there is one.
 
     Raises:
-      UsageError: a folder holds no such model, or one of another tokenizer.
+      UsageError: a folder holds no such model, or the auxiliary's tokenizer differs.
     """
     loaded = [load_teacher(experiment, folder, mesh)]
     if experiment.predict is not None:
@@ -40,7 +40,7 @@ def load(experiment: Experiment, folder: Path | None, tokenizer: Tokenizer, mesh
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, name: str = "model") -> None:
-    """Raises UsageError where a tokenizer has tokens that a model has no embedding of."""
+    """Raises UsageError: the tokenizer has tokens without an embedding in the model."""
     if tokenizer.vocab_size > config.vocab_size:
         raise UsageError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the {name} only {config.vocab_size}"
@@ -75,9 +75,9 @@ def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loa
 
 
 def load_auxiliary(experiment: Experiment, base: Loaded, tokenizer: Tokenizer, mesh: Mesh) -> Loaded:
-    """What reads prompts for `base`: some of its layers, or a model of its own."""
+    """The auxiliary, which reads prompts for `base`: some of its layers, or another model."""
     config = experiment.predict
-    assert config is not None  # for the type checker: who has none does not ask
+    assert config is not None  # for the type checker: only called with `predict`
     if config.keep:
         return predict.layer_pruned(*base, config.keep)
     folder = local_folder(config.auxiliary)
@@ -113,7 +113,7 @@ def prepare(experiment: Experiment, loaded: list[Loaded]) -> tuple[Student, PyTr
 
 
 def abstract_student(experiment: Experiment) -> Student:
-    """The student that `prepare` gives, of configs alone."""
+    """The student that `prepare` gives, from configs alone."""
     config = experiment.architecture or ModelConfig.from_hf(experiment.model)
     plan = experiment.plan.build(config.num_layers)
     config = dataclasses.replace(config, exit_head=experiment.loss.exit_weight > 0)
@@ -129,7 +129,7 @@ def abstract_student(experiment: Experiment) -> Student:
 
 
 def make_recipe(experiment: Experiment, student: Student, total: int) -> steps.Recipe:
-    """What is compiled into each of `total` steps."""
+    """The static part of each of `total` steps."""
     method = steps.DISTIL if experiment.predict is None else PREDICT
     return steps.make_recipe(experiment, student, total, method)
 

@@ -1,4 +1,4 @@
-"""What one optimiser step computes: teacher and student from one lower half, and the update."""
+"""One optimiser step: teacher and student on a shared lower half, and the update."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -39,7 +39,7 @@ from swiftkv_jax.surgery import check_teacher, is_trained, to_swiftkv
 
 @pytree
 class TrainState:
-    """All that changes from step to step; fp32 master copies of what trains."""
+    """Everything that changes from step to step, with fp32 master copies of the trained weights."""
 
     step: Array
     trainable: PyTree
@@ -48,12 +48,12 @@ class TrainState:
 
 @pytree
 class Frozen:
-    """What no step changes.
+    """The weights that no step changes.
 
     Attributes:
-      student: the student's tree with None in the places of what trains; None when everything trains.
-      teacher: {"layers", "rows"}: the teacher's layers where the student trains others, None elsewhere, since
-        there the student's are the teacher's; and its rows from the plan's depth on. None without a teacher.
+      student: the student's tree with None in place of trained weights; None when everything trains.
+      teacher: {"layers", "rows"}: the teacher's weights where the student trains its own, None where both
+        share the student's; and the teacher's rows from the plan's depth on. None without a teacher.
     """
 
     student: PyTree
@@ -61,7 +61,7 @@ class Frozen:
 
 
 class Method(NamedTuple):
-    """What differs between the ways to train, as functions; hashable.
+    """The functions that differ between the ways to train; hashable.
 
     Attributes:
       trees: (student, trainable) -> (trained, frozen) as trees of `Weight`s.
@@ -81,7 +81,7 @@ class Method(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What is compiled into a step: hashable, so it is a static argument.
+    """The static configuration of a step: hashable, so it can be a static argument of `jit`.
 
     Attributes:
       student: a Transformer, or a Predicted where the method trains one.
@@ -136,7 +136,7 @@ def split_trainable(model: Transformer, params: PyTree, trainable: str) -> tuple
 
 
 def merge(one: PyTree, other: PyTree) -> PyTree:
-    """Two trees of one shape as one: each leaf from the tree that has it, the same array."""
+    """Merge two trees of the same structure: each leaf comes, uncopied, from the tree that has it."""
     if other is None:
         return one
     return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
@@ -158,7 +158,7 @@ def prepare(
 
 
 def _own(student: Transformer, tree: PyTree, trainable: str) -> PyTree:
-    """What `Frozen.teacher` holds of the teacher's tree, or of its `Weight`s."""
+    """The part of the teacher's tree, or of its `Weight`s, that `Frozen.teacher` holds."""
     depth = student.plan.depth
     trained = is_trained(student, {"layers": tree["layers"]}, trainable)
     layers = jax.tree.map(lambda leaf, yes: leaf if yes else None, tree["layers"], trained["layers"])
@@ -174,7 +174,7 @@ def _teachers_stacks(config: ModelConfig, plan: KVPlan) -> tuple[tuple[range, ..
 
 
 def masters(tree: PyTree) -> PyTree:
-    """fp32 copies: never the same buffers as the teacher's, because the trained ones are donated."""
+    """fp32 copies. They never share buffers with the teacher, because trained weights are donated."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), tree)
 
 
@@ -185,7 +185,7 @@ def init_state(recipe: Recipe, trained: PyTree) -> TrainState:
 
 
 def fit(recipe: Recipe, trained: PyTree, frozen: Frozen, batches: Iterable[Batch]) -> PyTree:
-    """`trained` with the student's upper rows solved for its teacher's (distill/least_squares.py)."""
+    """`trained` with the student's upper rows fitted to its teacher's (distill/least_squares.py)."""
     student, params = recipe.student, merge(trained, frozen.student)
     fitted = least_squares.fit(student, params, *teacher_of(student, params, frozen), batches)
     return split_trainable(student, fitted, recipe.trainable)[0]
@@ -204,7 +204,7 @@ def weight_trees(student: Transformer, trainable: str) -> tuple[PyTree, Frozen]:
 
 
 def abstract_run(recipe: Recipe, mesh: Mesh) -> tuple[TrainState, Frozen]:
-    """(state, frozen) as shapes, dtypes and shardings: where everything of a run lies on `mesh`."""
+    """(state, frozen) as shapes, dtypes and shardings: the layout of a run on `mesh`."""
 
     def place(dtype):
         return lambda w: jax.ShapeDtypeStruct(w.shape, dtype, sharding=sharding.named(mesh, w.axes, w.shape))
@@ -232,8 +232,8 @@ def abstract_run(recipe: Recipe, mesh: Mesh) -> tuple[TrainState, Frozen]:
 def hidden_states(
     recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Normalised hidden states, and those entering the last layer, of the student and of its teacher (None
-    without one); and the hidden states entering the split, None without a teacher.
+    """For the student and for its teacher (None without one), the normalised hidden states and those entering
+    the last layer; then the hidden states entering the split, None without a teacher.
 
     The lower half is frozen and the same for both, so it runs once, and no gradient reaches it.
     """
@@ -261,7 +261,7 @@ def hidden_states(
 
 
 def teacher_of(student: Transformer, params: PyTree, frozen: Frozen) -> tuple[Transformer, PyTree]:
-    """The teacher from the plan's depth on: its layers are the student's, but for what the student trains."""
+    """The teacher from the plan's depth on: it shares the student's weights, except those that train."""
     config, depth = dataclasses.replace(student.config, exit_head=False), student.plan.depth
     below = [{"absent": jnp.zeros((depth, 0))}] if depth else []  # rows that nothing from there on reads
     own = {
@@ -274,20 +274,20 @@ def teacher_of(student: Transformer, params: PyTree, frozen: Frozen) -> tuple[Tr
 def with_whole_head(model: Transformer, params: PyTree) -> PyTree:
     """`params` with the output head gathered from `fsdp`, once for all chunks of logits.
 
-    Left to itself the compiler gathers it in each, and all devices' slopes [B, c, V] for its gradient.
+    Otherwise the compiler gathers it for each chunk, and all devices' slopes [B, c, V] for its gradient.
     """
     name, axes = ("lm_head", ". V") if "lm_head" in params else ("embed", "V .")
     return params | {name: sharding.constrain(params[name].astype(model.dtype), axes)}
 
 
 def attention_of(recipe: Recipe) -> Callable:
-    """The attention of every pass: the kernel that is named for this platform, cut as the mesh cuts."""
+    """The attention of every pass: the kernel named for this platform, sharded as the mesh asks."""
     kernel = recipe.attention.on(dispatch.device()[0])
     return partial(causal_attention, implementation=kernel, shards=sharding.SHARDS)
 
 
 def chunk_of(recipe: Recipe, batch: Batch) -> int:
-    """Positions per chunk of logits, by what one device holds of the batch."""
+    """Positions per chunk of logits, from one device's share of the batch."""
     mesh = jax.sharding.get_abstract_mesh()
     shards = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
     rows, length = batch.tokens.shape
@@ -361,8 +361,8 @@ def train_step(recipe: Recipe, frozen: Frozen, state: TrainState, batch: Batch) 
 def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch) -> dict:
     """Sums over unmasked tokens: student's and teacher's cross-entropy, KL at temperature 1, top-1 agreement.
 
-    Without a teacher the student is compared with itself. With an exit head, its KL to the teacher too, and
-    how often its likeliest token is the student's own.
+    Without a teacher the student is compared with itself. An exit head adds its KL to the teacher, and how
+    often its likeliest token is the student's.
     """
     params = with_whole_head(recipe.student, merge(trained, frozen.student))
     (h, _), teacher, x = hidden_states(recipe, trained, frozen, batch)
@@ -384,7 +384,7 @@ def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch
 
 
 def compared(got: Array, ref: Array, targets: Array) -> dict[str, Array]:
-    """What evaluation says of each token [B, c], of the student's logits `got` and its teacher's."""
+    """The evaluation of each token [B, c], from the student's logits `got` and its teacher's `ref`."""
     log_got, log_ref = jax.nn.log_softmax(got), jax.nn.log_softmax(ref)
     return {
         "student": losses.cross_entropy(got, targets),
@@ -395,7 +395,7 @@ def compared(got: Array, ref: Array, targets: Array) -> dict[str, Array]:
 
 
 def check(experiment: Experiment, mesh: Mesh | AbstractMesh) -> None:
-    """Whether a mesh, that of `jax.set_mesh`, cuts micro-batches into equal parts and has the kernel.
+    """Check that the mesh (that of `jax.set_mesh`) divides micro-batches evenly and supports the kernel.
 
     Raises:
       UsageError: it does not.

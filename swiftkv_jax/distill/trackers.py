@@ -1,4 +1,4 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, wandb and trackio, each imported only when named."""
+"""Trackers of metrics beside metrics.jsonl: TensorBoard, wandb and trackio, each imported only if named."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from swiftkv_jax.errors import UsageError, first_line
 
-# The module of each, and what installs it.
+# Tracker -> its module, and the package to install.
 NEEDS = {
     "tensorboard": ("tensorboardX", "'swiftkv-jax[tensorboard]'"),
     "wandb": ("wandb", "wandb"),
@@ -19,7 +19,7 @@ PROJECT = "swiftkv-jax"
 
 @runtime_checkable
 class Tracker(Protocol):
-    """A run of wandb or of trackio, or what `Board` makes of TensorBoard."""
+    """A run of wandb or of trackio, or the `Board` of TensorBoard."""
 
     def log(self, metrics: dict[str, float], step: int) -> object: ...
 
@@ -43,7 +43,7 @@ class Board:
 
 
 def check(names: Sequence[str]) -> None:
-    """Raises UsageError: a tracker is not installed; the message says what installs it."""
+    """Raises UsageError: a tracker is not installed; the message says how to install it."""
     for name in names:
         module, package = NEEDS[name]
         if importlib.util.find_spec(module) is None:
@@ -51,16 +51,16 @@ def check(names: Sequence[str]) -> None:
 
 
 def start(names: Sequence[str], run: str, folder: Path, config: dict) -> list[Tracker]:
-    """The trackers of a run by the name `run`, kept in `folder`; a resumed run adds another of that name.
+    """Start the trackers of the run named `run`, stored in `folder`; resuming adds another run of that name.
 
     Raises:
-      UsageError: one does not start, for want of an account or a network, say.
+      UsageError: one does not start, for example without an account or a network.
     """
     started: list[Tracker] = []
     for name in names:
         try:
             started.append(_start(name, run, folder, config))
-        except Exception as error:  # theirs may be of any class
+        except Exception as error:  # they may raise any class
             raise UsageError(f"trackers: {name} does not start: {first_line(error)}") from error
     return started
 

@@ -1,4 +1,4 @@
-"""Guesses at the tokens to come. Plain Python: no jax, no arrays, no clock."""
+"""Draft tokens by prompt lookup. Plain Python: no jax, no arrays, no clock."""
 
 from swiftkv_jax.engine.sequence import Sequence
 
@@ -7,9 +7,9 @@ _WINDOW = 4096  # tokens looked back over
 
 
 def guess(most: int, sequence: Sequence, room: int) -> list[int]:
-    """At most `most` guesses at what follows a sequence, in a step with `room` for so many.
+    """Return at most `most` draft tokens for a sequence, in a step with `room` for so many.
 
-    None where a token changes what the next may be: those rules see one token a step.
+    There are none where a token changes what the next may be: those rules need one token a step.
     """
     request, room = sequence.request, min(most, room, sequence.request.max_length - sequence.length - 1)
     if room < 1 or request.params.penalised or request.bad_ids or sequence.one_by_one:
@@ -18,9 +18,9 @@ def guess(most: int, sequence: Sequence, room: int) -> list[int]:
 
 
 def lookup(tokens: list[int], most: int) -> list[int]:
-    """What followed the last earlier occurrence of the last few tokens: at most `most` tokens, or none.
+    """Return at most `most` tokens that followed the last earlier occurrence of the last few tokens, or none.
 
-    Prompt lookup decoding: answers often repeat their prompts. The longest match counts.
+    This is prompt lookup decoding: answers often repeat their prompts. The longest match wins.
     """
     tokens = tokens[-_WINDOW:]
     for length in range(LONGEST, SHORTEST - 1, -1):

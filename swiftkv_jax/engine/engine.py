@@ -1,4 +1,4 @@
-"""Plan, run, record: requests come and go while the batch keeps running."""
+"""Continuous batching: plan, run, record; requests join and leave while the batch keeps running."""
 
 import dataclasses
 import time
@@ -27,7 +27,7 @@ from swiftkv_jax.predict import Predicted, cached, generator
 from swiftkv_jax.processes import PeerLost
 from swiftkv_jax.shapes import PyTree
 
-_AHEAD = 2  # decode launches that are on their way at a time: one runs, the next waits for it on the device
+_AHEAD = 2  # decode launches in flight: one runs, the next is queued behind it on the device
 
 
 class Overloaded(RuntimeError):
@@ -36,17 +36,17 @@ class Overloaded(RuntimeError):
 
 @dataclasses.dataclass
 class Stats:
-    """What an engine did. Seconds are wall time; compilation of new shapes is in them.
+    """Counters of an engine. Seconds are wall time and include the compilation of new shapes.
 
     Attributes:
-      prompt_seconds: of steps that read prompts, decode_seconds: of all others.
-      prompt_survivors: those of the prompt tokens that ran every layer, the last of each prompt.
-      auxiliary_tokens: those of the prompt tokens that an auxiliary model read. auxiliary_bytes_per_token: of
-        the cache's, those that its rows take.
-      source_tokens: positions of sources that an encoder made. source_cache_bytes: of their pool.
-      source_bytes_per_token: of one position in it.
-      decoded_steps: tokens a row may have decoded in decode launches. decode_host_seconds: of their steps,
-        what was not spent waiting for the device.
+      prompt_seconds: of steps that read prompts. decode_seconds: of all others.
+      prompt_survivors: prompt tokens that ran every layer, the last of each prompt.
+      auxiliary_tokens: prompt tokens that an auxiliary model read. auxiliary_bytes_per_token: the part of
+        `cache_bytes_per_token` that its rows take.
+      source_tokens: positions of sources that an encoder computed. source_cache_bytes: the size of their
+        pool. source_bytes_per_token: of one position in it.
+      decoded_steps: tokens that a row may have decoded in decode launches. decode_host_seconds: time of their
+        steps that was not spent waiting for the device.
     """
 
     prompt_tokens: int = 0
@@ -72,7 +72,7 @@ class Stats:
     source_bytes_per_token: int = 0
 
     def as_dict(self) -> dict[str, int | float]:
-        """All fields, seconds in all, and tokens per second: of prompts while read, of output in all."""
+        """All fields, total seconds, and tokens per second: of prompts in their steps, of output in all."""
         seconds = self.prompt_seconds + self.decode_seconds
         return dataclasses.asdict(self) | {
             "seconds": seconds,
@@ -95,7 +95,7 @@ class Group:
         return all(s.finish_reason for s in self.sequences)
 
     def output(self) -> RequestOutput:
-        """What the user gets in the end."""
+        """The final result for the user."""
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
@@ -106,17 +106,17 @@ class Group:
 
 
 class Engine:
-    """Runs requests, as many at once as there are lanes and pages; `step` is called until nothing is `busy`.
+    """Runs requests, as many at once as there are lanes and pages; call `step` while it is `busy`.
 
-    Each step is one launch. While any running sequence has a prompt to read, it takes up to a budget of
-    tokens, decoded ones first. Otherwise all sequences decode several tokens a launch, and the next launch
-    is sent before the last one is read. Batch-invariant, launches that read prompts and launches that decode
-    take turns.
+    Each step is one launch. While any running sequence has a prompt to read, it takes tokens up to a budget,
+    decoded ones first. Otherwise all sequences decode several tokens a launch, and the next launch is sent
+    before the last one is read. With batch invariance, launches that read prompts and launches that decode
+    alternate.
 
-    Whatever goes wrong inside for one request ends that request alone.
+    An error inside one request ends that request alone.
 
     Attributes:
-      restarts: how often it has begun anew, since it was made.
+      restarts: number of restarts since it was made.
       probe: called with a point ("admit", "schedule", "run", "sample", "detokenise") and a request id each
         time a request passes it; what it raises is that request's failure.
     """
@@ -130,8 +130,8 @@ class Engine:
         settings: Settings,
         others: Alone | None = None,
     ):
-        """`settings` with `num_pages` settled, see `settle`; `params` folded if they name a fused fill.
-        `others`: processes on whose devices the model lies too."""
+        """`settings` have `num_pages` settled, see `settle`; `params` are folded if the settings name a fused
+        fill. `others`: the role among the processes whose devices hold the model."""
         self.settings, self.tokenizer = settings, tokenizer
         self.runner = make_runner(model, params, mesh, settings, new_cache, others)
         self._start()
@@ -149,7 +149,7 @@ class Engine:
         self._reads = False  # whether the last launch was a step
 
     def count_anew(self) -> None:
-        """Forget what `stats` has counted."""
+        """Reset `stats`."""
         reader = self.runner.reader
         pools = [self.runner.cache, *([reader.cache] if reader is not None else [])]
         own, *auxiliary = (pool.bytes_per_token for pool in pools)
@@ -166,7 +166,7 @@ class Engine:
         s = self.settings
         pages = Pages(self.runner.cache.pages)
         cross = self.runner.cache.cross
-        share = s.prefix_caching and cross is None  # rows follow from tokens and from the source
+        share = s.prefix_caching and cross is None  # with an encoder, rows also depend on the source
         sources = None if cross is None else Pages(cross.pages)
         sizes = s.page_size, s.max_num_seqs, s.max_num_batched_tokens
         self.scheduler = Scheduler(pages, *sizes, share, sources, s.batch_invariant)
@@ -177,17 +177,17 @@ class Engine:
 
     @property
     def groups(self) -> Mapping[str, Group]:
-        """Requests whose end nobody has been told yet, by id."""
+        """Requests whose end has not been reported yet, by id."""
         return types.MappingProxyType(self._groups)
 
     def warm_up(self, say: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Compile every program that any request may need; how many. Afterwards nothing compiles."""
+        """Compile every program that any request may need; return how many. Afterwards nothing compiles."""
         self._ready = True
         return self.runner.warm_up(say=say)
 
     def begin_warm_up(self, say: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """`warm_up` on other threads: this returns when the first few programs are there, by which any
-        request can run. `warming` tells how it goes on, and `take_compiled` moves it on."""
+        """Run `warm_up` on other threads; return when the first few programs, which suffice for any request,
+        are in use. `warming` reports the progress, and `take_compiled` advances it."""
         self._ready = True
         self._warming = self.runner.begin_warm_up()
         if self._ending:
@@ -199,11 +199,11 @@ class Engine:
 
     @property
     def warming(self) -> tuple[int, int] | None:
-        """Programs in use, of how many; None once all are."""
+        """(programs in use, programs in all); None once all are in use."""
         return self._warming and (len(self._warming.ready), self._warming.total)
 
     def take_compiled(self) -> None:
-        """Take programs into use that were compiled meanwhile."""
+        """Put programs into use that were compiled meanwhile."""
         if self._warming is None or self._flight is not None:
             return
         if self._warming.waits:
@@ -213,7 +213,7 @@ class Engine:
             self._warming = None
 
     def cancel_warm_up(self) -> None:
-        """For who ends: programs that are not being compiled yet never will be. Any thread may call it."""
+        """Cancel compilations that have not begun, before a shutdown. Any thread may call it."""
         self._ending = True
         if (warming := self._warming) is not None:
             warming.stop()
@@ -260,7 +260,7 @@ class Engine:
                 self._leave(sequence)
 
     def step(self) -> list[Group]:
-        """One launch; the requests that it changed.
+        """Run one launch; return the requests that it changed.
 
         Raises:
           PeerLost: a launch failed that other processes take part in.
@@ -309,14 +309,14 @@ class Engine:
             self.restart(error)
 
     def _seat(self, sequence: Sequence) -> None:
-        """Its parameters in its lane; its source to the encoder, unless a sibling's pages hold it."""
+        """Write its parameters into its lane, and encode its source, unless a sibling's pages hold it."""
         self.runner.seats.take(sequence)
         if sequence.source is not None and not sequence.source.filled:
             self.runner.encode(sequence)
             self.stats.source_tokens += sequence.request.source_length
 
     def _is_step_next(self) -> bool:
-        """Whether the next launch is a step. Batch-invariant, steps and decode launches take turns."""
+        """Whether the next launch is a step. With batch invariance, steps and decode launches alternate."""
         reading = self.scheduler.reading
         if self.settings.batch_invariant:
             return reading and not (self._reads and self.scheduler.decoding)
@@ -387,20 +387,20 @@ class Engine:
         for choice in choices:
             self.stats.drafted_tokens += choice.drafted
             self.stats.accepted_tokens += choice.guessed
-            self.scheduler.cached(sequence, sequence.pending)  # it was sampled after all that is known
+            self.scheduler.cached(sequence, sequence.pending)  # it was sampled after all known tokens
             sequence.append(choice, now)
             if choice.token != BAD:
                 self.scheduler.sound(sequence)
             self.stats.output_tokens += 1
-            if sequence.finish_reason:  # what lies behind a stop string that only the host can see is dropped
+            if sequence.finish_reason:  # what follows a stop string, which only the host sees, is dropped
                 break
 
     def _one_by_one(self) -> bool:
-        """Whether the host must look at every token."""
+        """Whether the host must check every token."""
         return any(sequence.one_by_one for sequence in self.scheduler.running.values())
 
     def _guarded(self, sequence: Sequence, point: str, action: Callable = lambda: None, *args) -> None:
-        """Whatever is raised here ends this sequence, and nothing else."""
+        """Run `action`; an exception ends this sequence, and nothing else."""
         try:
             self.probe(point, sequence.request.request_id)
             action(*args)
@@ -430,7 +430,8 @@ class Engine:
             self._changed[key] = self._groups[key]
 
     def restart(self, error: Exception) -> None:
-        """The device or the engine failed: what ran has failed, what waits will run on a new cache."""
+        """Restart after the device or the engine failed: running requests fail, waiting ones run on a new
+        cache."""
         self._flight = None
         self.restarts += 1
         waiting = list(self.scheduler.waiting)
@@ -446,9 +447,9 @@ class Engine:
 
 
 def new_cache(params: PyTree, make: Callable[[], Cache]) -> Cache:
-    """The empty cache that `make` describes, on its mesh or, without one, where `params` lie.
+    """The empty cache that `make` describes, on its mesh or, without one, where `params` are.
 
-    Committed and pinned there as every launch's result is: else the second launch would compile again.
+    It is committed and pinned there like every launch's result; else the second launch would compile again.
     """
     if jax.eval_shape(make).mesh is None:
         return jax.device_put(make(), jax.tree.leaves(params)[0].sharding)
@@ -463,7 +464,7 @@ def make_runner(
     new: Callable,
     others: Alone | None = None,
 ) -> Runner:
-    """What runs a model under `settings`; each of its pools is `new(weights, how to make it empty)`."""
+    """Return the runner of a model under `settings`; `new(weights, make)` makes each of its pools."""
     reader = None
     if isinstance(model, Predicted):
         make = partial(empty_pool, cached(model)[1], of_auxiliary(settings), mesh)

@@ -1,4 +1,4 @@
-"""A name for a model's weights: rows of the cache are found again by those alone that would make the same."""
+"""A fingerprint of a model's weights: only models that compute the same rows share cached ones."""
 
 import hashlib
 
@@ -15,7 +15,7 @@ _SEEN = 64  # numbers of each array
 def fingerprint(model: Transformer | Predicted, params: PyTree, mesh: Mesh | None) -> str:
     """16 hex digits that change with the architecture, the plan, the dtype, or training.
 
-    One small program, of all processes of the `mesh`.
+    It runs one small program, which all processes of the `mesh` take part in.
     """
     trees = params.values() if isinstance(model, Predicted) else [params]
     leaves = jax.tree.leaves([(tree.get("norm"), tree["rows"]) for tree in trees])
@@ -27,5 +27,5 @@ def fingerprint(model: Transformer | Predicted, params: PyTree, mesh: Mesh | Non
 
 
 def _begin(arrays: list[jax.Array]) -> list[jax.Array]:
-    """The first numbers of the last axis of each."""
+    """The first numbers of the last axis of each array."""
     return [x[(0,) * (x.ndim - 1)][:_SEEN] for x in arrays]

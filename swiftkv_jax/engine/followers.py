@@ -1,8 +1,8 @@
 """One model on the devices of several processes: process 0 schedules, the others repeat its launches.
 
 Every process has the same `LLM`, and a program of a mesh runs when all processes call it, in the same order
-and with the same arguments. So what calls one is marked `repeated`: process 0 tells the others its name and
-its arrays, which are small, and they call the same method.
+and with the same arguments. A method that calls one is therefore marked `repeated`: process 0 sends its name
+and its arrays, which are small, and the others call the same method.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from swiftkv_jax.processes import Channel
 
 _KINDS = {kind.__name__: kind for kind in (Inputs, Lanes, Survivors, Policy, Mode)}
 _PLAIN = (bool, int, type(None))
-_SMALL = 2**14  # bytes that are sent as they are; a bias of all tokens is mostly zeros
+_SMALL = 2**14  # bytes sent uncompressed; larger ones, such as token biases, are mostly zeros
 _NAMES: set[str] = set()  # of methods that are repeated
 _numbers = itertools.count()
 _R = TypeVar("_R")
 
 
 class Alone:
-    """All of the model is on devices of this process."""
+    """The role of a process that has the whole model on its devices."""
 
     several = False
 
     def telling(self, name: str, args: tuple) -> contextlib.AbstractContextManager:
-        """While the method `name` runs with these arguments."""
+        """A context in which the method `name` runs with these arguments."""
         return contextlib.nullcontext()
 
     def dismiss(self) -> None:
@@ -45,7 +45,7 @@ class Alone:
 
 
 class Follower(Alone):
-    """In a process that repeats what process 0 does."""
+    """The role of a process that repeats what process 0 does."""
 
     several = True
 
@@ -62,18 +62,18 @@ class Follower(Alone):
 
 
 class Leader(Alone):
-    """In process 0, when the model lies on other processes' devices too."""
+    """The role of process 0, when the model is on other processes' devices too."""
 
     several = True
 
     def __init__(self, channel: Channel):
         self.channel = channel
-        self._turn = threading.RLock()  # a server scores prompts on a thread of their own
+        self._turn = threading.RLock()  # a server scores prompts on another thread
         self._inside = False
 
     @contextlib.contextmanager
     def telling(self, name: str, args: tuple) -> Iterator[None]:
-        """Tell the others, and let no other call come between; what a repeated method calls is not told."""
+        """Send a call to the others, with no other call in between. Calls within it are not sent."""
         with self._turn:
             if inside := self._inside:
                 yield
@@ -91,9 +91,9 @@ class Leader(Alone):
 
 
 def company(mesh: Mesh | None) -> Alone:
-    """What this process is to the others of `mesh`.
+    """Return the role of this process among those of `mesh`.
 
-    All processes of a run make as many of these, in the same order.
+    All processes of a run must call this equally often, in the same order.
 
     Raises:
       UsageError: there are several processes, and some have no device on the mesh.
@@ -111,8 +111,8 @@ def company(mesh: Mesh | None) -> Alone:
 
 
 def repeated(method: Callable[..., _R]) -> Callable[..., _R]:
-    """A method of an object with `others`, which the followers call too. They get its positional arguments;
-    those by name are this process's own."""
+    """Decorate a method of an object with `others`: the followers call it too. They get its positional
+    arguments; keyword arguments are local to this process."""
     _NAMES.add(method.__name__)
 
     @functools.wraps(method)
@@ -159,7 +159,7 @@ def unpack(message: bytes) -> tuple[str, list]:
         count = int(np.prod(shape))
         array = np.frombuffer(buffer, dtype, count, at).reshape(shape)
         at += array.nbytes
-        return array.copy()  # it lay in the message as it came, at any byte
+        return array.copy()  # in the message it may be unaligned
 
     name, *args = json.loads(head)
     return name, [meant(value) for value in args]

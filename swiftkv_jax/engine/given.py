@@ -1,4 +1,4 @@
-"""What callers give an `LLM`, checked: its sizes and settings, its devices, its defaults."""
+"""Checks of what callers give an `LLM`: its sizes and settings, its devices, its defaults."""
 
 import dataclasses
 import typing
@@ -23,19 +23,19 @@ from swiftkv_jax.shapes import PyTree
 if typing.TYPE_CHECKING:
     from swiftkv_jax.engine.llm import LLM
 
-_ASKED = ("eos_token_ids", "decoder_start_token_id", "speech")  # of generation_config.json, no sampling
-_FAR = 2**20  # tokens: no model with a bias by distance was read further
+_ASKED = ("eos_token_ids", "decoder_start_token_id", "speech")  # not for sampling
+_FAR = 2**20  # tokens: the limit of models with a relative position bias
 
 
 def sampling_defaults(generation: GenerationDefaults) -> SamplingParams:
-    """vLLM's reading of generation_config.json: its numbers count, whatever its `do_sample` says."""
+    """Sampling defaults from generation_config.json, read as by vLLM: its `do_sample` is ignored."""
     found = {n: value for n, value in vars(generation).items() if value is not None and n not in _ASKED}
     return SamplingParams(**found)
 
 
 def context(config: ModelConfig, wanted: int | None, whose: str = "") -> int:
-    """The context limit in tokens; `dynamic` rotary scaling may be asked for more than it was trained on, and
-    a bias by distance has no end."""
+    """The context limit in tokens. With `dynamic` rotary scaling it may exceed the trained length; a relative
+    position bias sets no limit of its own."""
     trained, rope = config.max_position_embeddings, config.rope
     most = int(trained * rope.factor) if rope.rope_type == "dynamic" else trained
     most = _FAR if config.relative_buckets else most
@@ -43,7 +43,7 @@ def context(config: ModelConfig, wanted: int | None, whose: str = "") -> int:
 
 
 def settings_of(limit: int, given: dict) -> Settings:
-    """Engine settings of keyword arguments."""
+    """Engine settings from keyword arguments."""
     known = [field.name for field in dataclasses.fields(Settings) if field.name != "max_model_len"]
     for name in given:
         if name not in known:
@@ -71,8 +71,8 @@ def choose_kernels(
     base: str | Path | None = None,
     **settings,
 ) -> Choice:
-    """The kernels of an LLM of these arguments. Nothing is loaded, and if JAX had no devices before, it has
-    none afterwards.
+    """Choose the kernels of an LLM with these arguments. Nothing is loaded, and if JAX had no devices before,
+    it has none afterwards.
 
     Raises:
       UsageError: as LLM.
@@ -84,10 +84,10 @@ def choose_kernels(
 
 
 def check_devices(model: Transformer | Predicted, mesh: Mesh | None) -> None:
-    """Whether a model can lie on the devices of `mesh`.
+    """Check that a model can be placed on the devices of `mesh`.
 
     Raises:
-      UsageError: it has an encoder, and they are several.
+      UsageError: it has an encoder, and there are several devices.
     """
     if mesh is not None and mesh.size > 1 and model_encoder(model) is not None:
         raise UsageError(f"{model.config.family} has an encoder: such models run on one device")
@@ -95,10 +95,10 @@ def check_devices(model: Transformer | Predicted, mesh: Mesh | None) -> None:
 
 @typing.no_type_check  # user input: checked here, by name
 def check_kind(llm: "LLM", prompt, where: str) -> None:
-    """Whether a prompt is of a kind that the model reads.
+    """Check that a prompt is of a kind that the model reads.
 
     Raises:
-      UsageError: it is text for a model that hears, or has a part for an encoder that is not there.
+      UsageError: it is text for a speech model, or has a decoder prompt for a model without an encoder.
     """
     encoder = model_encoder(llm.model)
     if encoder is not None and encoder.mels:
@@ -109,10 +109,10 @@ def check_kind(llm: "LLM", prompt, where: str) -> None:
 
 @typing.no_type_check
 def for_encoder(llm: "LLM", prompt, ids: list[int], where: str) -> tuple[list[int], dict]:
-    """(what the decoder reads, fields of `Request`) of a prompt whose `ids` an encoder reads.
+    """Return (the decoder's prompt, fields of `Request`) for a prompt whose `ids` an encoder reads.
 
     Raises:
-      UsageError: they are too many for it.
+      UsageError: there are too many for it.
     """
     longest = source_len(llm.model.config, llm.settings)
     if len(ids) > longest:
@@ -127,10 +127,10 @@ def for_encoder(llm: "LLM", prompt, ids: list[int], where: str) -> tuple[list[in
 
 
 def decoder_start(llm: "LLM") -> int:
-    """The token that opens what a decoder with an encoder reads.
+    """The first token of the decoder of a model with an encoder.
 
     Raises:
-      UsageError: the model's files do not say it.
+      UsageError: the model's files do not name it.
     """
     start = llm.generation.decoder_start_token_id
     if start is None:

@@ -1,4 +1,4 @@
-"""Which kernels an engine runs by: those that are named, else those that a check found on this machine."""
+"""The choice of an engine's kernels: those that are named, else those that a check found on this machine."""
 
 import dataclasses
 import hashlib
@@ -22,20 +22,20 @@ from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import NONE
 from swiftkv_jax.rows import FORMS, PAGED, has_fill
 
-# Heads from which a CPU decodes over rows of keys no faster than over keys and values: of float32 rows, and
-# of narrower ones, which save less reading for the same arithmetic.
+# Numbers of heads from which a CPU decodes over rows of keys no faster than over keys and values: with
+# float32 rows, and with narrower ones, which save less memory traffic for the same arithmetic.
 MANY_HEADS, MANY_OF_NARROW = 16, 8
 _LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What an engine runs by.
+    """The kernels that an engine uses.
 
     Attributes:
       settings: with names in `attention`, `fill`, `write` and `scoring`. how: where these come from, in a few
         words.
-      decision: what was found of each candidate, if there was anything to find.
+      decision: the check's result for each candidate, if there was anything to check.
     """
 
     settings: Settings
@@ -53,14 +53,14 @@ def choose(
     folder: Path | None = None,
     limits: Limits = LIMITS,
 ) -> Choice:
-    """The kernels of an engine with these settings. What they name of attention, fill, write, scoring stays.
+    """Choose the kernels of an engine with these settings. Named attention, fill, write and scoring are kept.
 
-    Call it before JAX has its devices: a check runs in another process, which a TPU and most GPUs have no
-    room for beside this one. If JAX has them, a TPU is not checked any more.
+    Call it before JAX has its devices: a check runs in another process, and a TPU and most GPUs have no room
+    for both. Once JAX has them, a TPU is not checked any more.
 
     Args:
-      dtype: of the model. shards: devices that share the heads; a check takes those of one.
-      machine: what they are for, by default this one. folder: where decisions are kept. limits: of a check.
+      dtype: of the model. shards: devices that share the heads; a check uses the heads of one device.
+      machine: the target machine, by default this one. folder: where decisions are kept. limits: of a check.
     """
     machine = machine or _machine()
     if settings.kernels not in (AUTO, SAFE):
@@ -109,10 +109,10 @@ def _machine() -> Machine:
 def calls_of(
     config: ModelConfig, plan: KVPlan, dtype: str, settings: Settings, shards: int = 1
 ) -> list[Call]:
-    """The calls that such an engine makes, by kind; `shards`: devices that share the heads.
+    """The kernel calls of such an engine, by kind; `shards`: devices that share the heads.
 
-    A model with rows of several forms, or with an encoder, has none: one name would have to be right for all
-    of them.
+    The list is empty for a model with rows of several forms or with an encoder: one name would have to be
+    right for all of them.
     """
     if len(plan.forms) != 1 or config.encoder is not None:
         return []
@@ -145,7 +145,7 @@ def calls_of(
 
 
 def _write_call(config: ModelConfig, plan: KVPlan, shards: int, common: dict) -> Call:
-    """Of the form's first array, which is like its others."""
+    """The call that writes the form's first array, which is like its others."""
     array = FORMS[plan.forms[0]].arrays(config)[0]
     shards = shards if array.heads % shards == 0 else 1
     call = Call(kind="write", operation="page_write", **common)
@@ -153,7 +153,7 @@ def _write_call(config: ModelConfig, plan: KVPlan, shards: int, common: dict) ->
 
 
 def slower(config: ModelConfig, plan: KVPlan, platform: str, stored: str) -> str:
-    """Why decoding over rows of keys, in dtype `stored`, saves memory and no time on a platform, or ""."""
+    """Why decoding over rows of keys in dtype `stored` saves memory but no time on a platform, or ""."""
     many = MANY_HEADS if stored == "float32" else MANY_OF_NARROW
     if platform != "cpu" or "k" not in plan.forms or config.num_heads < many:
         return ""
@@ -180,7 +180,7 @@ def _with(settings: Settings, names: dict[str, str]) -> Settings:
 def in_force(
     config: ModelConfig, plan: KVPlan, dtype: str, settings: Settings, shards: int = 1
 ) -> dict[str, str]:
-    """Kind of call -> implementation, of an engine whose settings `choose` and `settle` have completed."""
+    """The implementation of each kind of call, for settings that `choose` and `settle` have completed."""
     given = ByKind.named(settings.attention)
     names = {"decode": given.decode, "chunk": given.chunk, "fill": settings.fill, "write": settings.write}
     found = {}

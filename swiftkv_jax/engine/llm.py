@@ -63,7 +63,7 @@ class LLM:
     length.
 
     Attributes:
-      model, params, tokenizer: what it runs; params cut at every layer, folded for a fused fill.
+      model, params, tokenizer: what it runs; params are split by layer, and folded for a fused fill.
       settings: sizes in force. defaults: the SamplingParams used when a call gives none.
       stats: of the last call, see `engine.Stats.as_dict`.
     """
@@ -83,17 +83,18 @@ class LLM:
         **settings,
     ):
         """Load a folder or a hub id, at a `revision`; `tokenizer` is another folder, or an object with its
-        methods. Without any tokenizer, which is a warning, prompts must be token ids, and texts are empty.
-        slim=False reads a Slim attention checkpoint as the plain model. `base` is where the base model of an
-        adapter lies, if not where the adapter says (checkpoint/adapter.py).
+        methods. Without any tokenizer (a warning) prompts must be token ids, and texts are empty. slim=False
+        reads a Slim attention checkpoint as the plain model. `base` is the path of an adapter's base model,
+        if it is not where the adapter says (checkpoint/adapter.py).
 
-        Over `tensor_parallel_size` devices, or those of `mesh`, each has its own heads: of queries, keys and
-        values. It must divide the kv heads, or be a multiple of them, which are then repeated.
+        The heads of queries, keys and values are divided among `tensor_parallel_size` devices, or those of
+        `mesh`. Their number must divide the kv heads, or be a multiple of them; then the kv heads are
+        repeated.
 
         `settings` are the other fields of `engine.Settings`: max_num_seqs, num_pages, cache_dtype, ...
 
         Raises:
-          UsageError: the checkpoint or the tokenizer cannot be read, or a setting makes no sense.
+          UsageError: the checkpoint or the tokenizer cannot be read, or a setting is invalid.
         """
         folder = local_folder(path_or_id, revision)
         kind, parts = None if dtype == "auto" else dtype, parts_of(mesh) if mesh else tensor_parallel_size
@@ -127,9 +128,10 @@ class LLM:
         seed: int = 0,
         **settings,
     ) -> "LLM":
-        """An LLM on a model in memory. Without a tokenizer prompts must be token ids, and texts are empty.
+        """Make an LLM of a model in memory. Without a tokenizer prompts must be token ids, and texts are
+        empty.
 
-        `mesh` is found from the parameters when they lie on one.
+        `mesh` is taken from the parameters when they are on one.
         """
         llm = cls.__new__(cls)
         generation = generation or GenerationDefaults()
@@ -156,11 +158,11 @@ class LLM:
         self._next_seed, self._next_id = integer("seed", seed, 0), 0
         # A server makes requests on several threads, and asks for the engine on more than one.
         self._numbering, self._making = threading.Lock(), threading.Lock()
-        if self.others.several:  # a program of all processes, so it runs here, where all are
+        if self.others.several:  # a program of all processes: it must run where all of them are
             _ = self.fingerprint
 
     def _context(self, wanted: int | None) -> int:
-        """The context limit in tokens, `wanted` or as long as every model can be read."""
+        """The context limit in tokens: `wanted`, or the longest that every model supports."""
         whose = ("", ", by the auxiliary's context,")
         parts = zip(transformers(self.model), whose, strict=False)
         return min(context(part.config, wanted, who) for part, who in parts)
@@ -168,16 +170,16 @@ class LLM:
     def _settle(self, settings: Settings):
         working = functools.partial(working_bytes, self.model, self.params, self.mesh)
         self.settings = settle(settings, self.model, self.devices, self.mesh, working)
-        if self.settings.fill is not None:  # here, not in the engine: scoring takes these too
+        if self.settings.fill is not None:  # here, not in the engine: scoring uses these too
             own, params = generator(self.model, self.params)
             folded = fold_shared_norm(own, params)
             self.params = self.params | {"base": folded} if isinstance(self.model, Predicted) else folded
 
     def replace(self, defaults: SamplingParams | None = None, **settings) -> "LLM":
-        """Another LLM on the same weights, with an engine of its own, and some of these changed.
+        """Return another LLM on the same weights, with its own engine and some settings changed.
 
         Raises:
-          UsageError: a setting makes no sense.
+          UsageError: a setting is invalid.
         """
         other = copy.copy(self)
         other._engine = None
@@ -186,7 +188,7 @@ class LLM:
         check_fill(self.model, **settings)
         if "max_model_len" in settings:
             wanted = dataclasses.replace(wanted, max_model_len=self._context(settings["max_model_len"]))
-        if "kernels" in settings:  # what was chosen before gives way
+        if "kernels" in settings:  # the earlier choice is dropped
             named = {name: settings.get(name) for name in ("attention", "fill", "write", "scoring")}
             wanted, model = dataclasses.replace(wanted, **named), self.model
             chosen = choose(model.config, model.plan, model.dtype, wanted, parts_of(self.mesh))
@@ -197,8 +199,8 @@ class LLM:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """Implementation by kind of call, as far as it is chosen: decode, chunk, fill, write, scoring; and
-        `how`."""
+        """The implementation of each kind of call, where one is chosen (decode, chunk, fill, write, scoring),
+        and `how` they were chosen."""
         model, mesh = self.model, self.mesh
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh else contextlib.nullcontext():
             names = in_force(model.config, model.plan, model.dtype, self.settings, parts_of(mesh))
@@ -206,12 +208,12 @@ class LLM:
 
     @property
     def devices(self) -> list:
-        """Where the weights lie, in order."""
+        """The devices that hold the weights, in order."""
         return sorted(jax.tree.leaves(self.params)[0].devices(), key=lambda device: device.id)
 
     @property
     def engine(self) -> Engine:
-        """The one engine of this LLM: its cache lives on between calls."""
+        """The only engine of this LLM; its cache persists between calls."""
         with self._making:
             if self._engine is None:
                 self._make_engine()
@@ -224,11 +226,11 @@ class LLM:
         self._engine = Engine(self.model, self.params, *parts)
 
     def follow(self) -> None:
-        """In each process but the first, whose devices the model lies on too: repeat what process 0 makes
-        this LLM do, until it calls `dismiss`.
+        """Repeat what process 0 makes this LLM do, until it calls `dismiss`: for every other process whose
+        devices hold a part of the model.
 
         Raises:
-          UsageError: this is process 0, or the model lies on its devices alone.
+          UsageError: this is process 0, or all of the model is on this process's devices.
         """
         if not isinstance(self.others, Follower):
             raise UsageError("follow() is for the processes after the first, of a model that lies on all")
@@ -236,7 +238,7 @@ class LLM:
             getattr(self if hasattr(self, name) else self.engine.runner, name)(*args)
 
     def dismiss(self) -> None:
-        """In process 0, when this LLM has nothing more to do: `follow` returns in the others."""
+        """Make `follow` return in the other processes; for process 0, when this LLM is no longer needed."""
         self.others.dismiss()
 
     @typing.no_type_check  # user input: checked below, by name
@@ -249,14 +251,14 @@ class LLM:
         """Complete one prompt or many; the answers are in the prompts' order.
 
         Args:
-          prompts: each a str, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}; beside a
-            text may stand {"add_special_tokens": False}. Where the model has an encoder (T5), that reads the
-            prompt, and {"decoder_prompt": ...}, a text or token ids, may stand beside it.
+          prompts: each a str, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}; a text may
+            have {"add_special_tokens": False} beside it. If the model has an encoder (T5), the encoder reads
+            the prompt, and {"decoder_prompt": ...}, a text or token ids, may be given beside it.
           sampling_params: for all, or one for each prompt; `self.defaults` when None.
           use_tqdm: show a progress bar on stderr.
 
         Raises:
-          UsageError: any prompt or parameter is bad, before anything runs; the message names which.
+          UsageError: a prompt or parameter is invalid. It is raised before anything runs, and names which.
         """
         from tqdm import tqdm
 
@@ -282,16 +284,16 @@ class LLM:
         task: str = "transcribe",
         sampling_params: SamplingParams | None = None,
     ) -> Transcription | list[Transcription]:
-        """What is said in some sound, or in each of a list; by a Whisper.
+        """Transcribe one audio input, or each of a list, with a Whisper model.
 
         Args:
           audio: the path of a wav file, its bytes, or (samples, their rate).
-          language: as "en"; None: the one that the model hears in the first 30 s.
+          language: such as "en"; None: the one detected in the first 30 s.
           task: "transcribe", or "translate" to English.
-          sampling_params: of each window of 30 s; None: greedy, to the model's own end.
+          sampling_params: of each window of 30 s; None: greedy, until the model ends.
 
         Raises:
-          UsageError: no sound, an unknown language or task, or another kind of model.
+          UsageError: no audio, an unknown language or task, or another kind of model.
         """
         one = not isinstance(audio, list)
         found = speech.transcribe(self, [audio] if one else audio, language, task, sampling_params)
@@ -304,7 +306,8 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or a list of them, by the chat template."""
+        """Answer one conversation (a list of {"role", "content"}) or a list of them, with the chat
+        template."""
         one = isinstance(messages, list) and bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
         if not isinstance(conversations, list | tuple):
@@ -316,9 +319,9 @@ class LLM:
     def request(
         self, prompt, params: SamplingParams | None = None, where: str = "prompt", salt: str = ""
     ) -> Request:
-        """Check one prompt and settle its parameters; `where` opens every error message.
+        """Check one prompt and settle its parameters; error messages begin with `where`.
 
-        Only requests of one `salt` share cached prefixes.
+        Only requests with the same `salt` share cached prefixes.
 
         Raises:
           UsageError: no tokens, wrong types, ids out of range, or longer than the context.
@@ -335,7 +338,7 @@ class LLM:
 
     @typing.no_type_check
     def settled(self, text, ids, params, where: str, salt: str = "", **read) -> Request:
-        """The request of a prompt's `ids`, its parameters settled; `read`: other fields of `Request`.
+        """Return the request of a prompt's `ids`, with settled parameters; `read`: other fields of `Request`.
 
         Raises:
           UsageError: as `request`.
@@ -391,7 +394,7 @@ class LLM:
             token_ids=tuple(ids),
             params=params,
             eos_ids=eos,
-            bad_ids=tuple(ids for ids in [*bad, *suppressed] if max(ids) < vocab),  # others never come
+            bad_ids=tuple(ids for ids in [*bad, *suppressed] if max(ids) < vocab),  # others never occur
             root=root(self.fingerprint, self.settings.cache_dtype, str(self.settings.page_size), salt),
             request_id=str(number),
             ahead=ahead,
@@ -400,7 +403,7 @@ class LLM:
 
     def _check_ids(self, name: str, ids: Sequence, where: str) -> None:
         if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocab:
-            return  # at once: a prompt may have a hundred thousand
+            return  # fast path: a prompt may have a hundred thousand ids
         for value in ids:
             integer(f"{where}: {name} id", value)
             if not 0 <= value < self._vocab:
@@ -408,13 +411,14 @@ class LLM:
 
     @functools.cached_property
     def _vocab(self) -> int:
-        """How many token ids every part of the model knows: vocabularies of one tokenizer may be padded."""
+        """The number of token ids that every part of the model knows: models with one tokenizer may be padded
+        differently."""
         return min(part.config.vocab_size for part in transformers(self.model))
 
     def run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
-        """(number, output) of each request as it finishes; `stats` are this call's, up to date at each.
+        """Yield (number, output) of each request as it finishes; `stats` cover this call up to then.
 
-        Requests that are not waited for, because the caller stops or fails, are aborted.
+        Requests that have not finished when the caller stops or fails are aborted.
 
         Raises:
           UsageError: another call is still running; `replace()` gives another engine on the same weights.
@@ -450,20 +454,20 @@ class LLM:
             return output
         try:
             return dataclasses.replace(output, prompt_logprobs=self.score(group.request.token_ids, wanted))
-        except FloatingPointError as error:  # of this prompt; the others' answers stand
+        except FloatingPointError as error:  # of this prompt only
             failed = {"finish_reason": "error", "error": str(error)}
             outputs = [dataclasses.replace(each, **failed) for each in output.outputs]
             return dataclasses.replace(output, outputs=outputs)
 
     def score(self, token_ids: Sequence[int], top: int = 0) -> list[dict[int, Logprob] | None]:
-        """Log probabilities of a prompt's own tokens, and of the `top` likeliest at each place.
+        """Log probabilities of a prompt's own tokens, and of the `top` likeliest at each position.
 
-        A prompt's tokens stop at the split when it is served, so this is a computation of its own, through
-        all layers: `forward`. One entry a token; None for the first, which nothing precedes.
+        When a prompt is served, its tokens stop at the split. Scoring is therefore a separate pass through
+        all layers, `forward`. The result has one entry per token; the first is None, as nothing precedes it.
 
         Raises:
           UsageError: there are no tokens or too many, or the model has no such id.
-          FloatingPointError: they are not finite.
+          FloatingPointError: the log probabilities are not finite.
         """
         if not token_ids:
             raise UsageError("there are no tokens to score")
@@ -478,15 +482,15 @@ class LLM:
 
     @property
     def scorable(self) -> bool:
-        """Whether there is a `score`: not where an encoder reads prompts, and under KV prediction only where
-        the base reads one token of them."""
+        """Whether `score` is available: not with an encoder, and under KV prediction only if the base model
+        reads a single token of a prompt."""
         if isinstance(self.model, Predicted):
             return self.model.prediction.tail == 1
         return self.model.config.encoder is None
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Changes with the architecture, the plan, the dtype, or training."""
+        """A hash that changes with the architecture, the plan, the dtype, or training."""
         return fingerprint(self.model, self.params, self.mesh)
 
     @property
@@ -496,6 +500,6 @@ class LLM:
 
     @property
     def pool_bytes_per_token(self) -> tuple[int, ...]:
-        """The same of each pool: of the model's, then of an auxiliary's."""
+        """`cache_bytes_per_token` by pool: the model's, then an auxiliary's."""
         pools = jax.eval_shape(functools.partial(empty_pools, self.model, self.settings))
         return tuple(pool.bytes_per_token for pool in pools)

@@ -1,9 +1,10 @@
-"""The programs: a step of any tokens, and the loop that decodes several, plain or with an exit head's help.
+"""The compiled programs: a step of any tokens, and the loop that decodes several, plain or with an exit head.
 
-A turn of the plain loop gives every living row one token. With an exit head a turn first runs the lower half
-alone, token after token: each is guessed by the exit head from the stream before it. All rows of the cache
-come from those streams, so one pass of the upper half over them finds the model's own token at every place,
-and those up to the first wrong guess are kept (SwiftKV paper, B.4, with checking added).
+A turn (one iteration) of the plain loop gives every active row one token. With an exit head, a turn first
+runs the lower half alone, token by token: the exit head drafts each token from the hidden state of the one
+before. All rows of the cache are made from those hidden states, so one pass of the upper half over them gives
+the model's own token at every position. The tokens up to the first wrong draft are kept (SwiftKV paper, B.4,
+with verification added).
 """
 
 import dataclasses
@@ -23,11 +24,11 @@ from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Exits:
-    """What an exit head is used for; hashable, so it is a static argument.
+    """The uses of an exit head; hashable, so that it can be a static argument.
 
     Attributes:
-      drafts: tokens it guesses in a turn of the decode loop, each checked by the upper half.
-      threshold: a token it gives more than this probability is not checked: a lossy rule. None: all are.
+      drafts: tokens that it drafts in a turn of the decode loop, each verified by the upper half.
+      threshold: a token with a higher probability than this is not verified: a lossy rule. None: all are.
     """
 
     drafts: int = 0
@@ -35,18 +36,18 @@ class Exits:
 
     @property
     def each(self) -> int:
-        """Tokens that a turn may give a row."""
+        """The most tokens that a turn may give a row."""
         return 1 + self.drafts
 
 
 @pytree
 class Lanes:
-    """Where each row of a launch stands: [Q]; numpy arrays from the host, jax arrays in a launch.
+    """The state of each row of a launch, [Q]; numpy arrays from the host, jax arrays in a launch.
 
     Attributes:
-      token: the last token known, not yet cached. position: its place.
-      produced: output tokens so far. alive: whether it decodes.
-      history: [Q, S] all tokens known, S = 0 when no row is penalised.
+      token: the last known token, not yet cached. position: its position.
+      produced: output tokens so far. alive: whether the row decodes.
+      history: [Q, S] all known tokens, S = 0 when no row is penalised.
     """
 
     token: Int[Any, " Q"]
@@ -56,7 +57,7 @@ class Lanes:
     history: Int[Any, "Q S"]
 
     def tally(self, vocab: int) -> Tally:
-        """What each row has met, for the penalties."""
+        """The tokens that occur in each row, for the penalties."""
         length = self.position + 1
         return Tally.of(self.history, length - self.produced, length, vocab if self.history.shape[1] else 0)
 
@@ -74,11 +75,11 @@ def decode(
     exits: Exits | None = None,
     sources: Sources | None = None,
 ) -> tuple[Sampled, Lanes, Cache]:
-    """Up to `steps` tokens for every living row, ending early when none is left alive.
+    """Decode up to `steps` tokens for every active row; end early when none is active.
 
-    The sampled arrays are [steps, Q, ...]; a token of NO_ID says that the row had ended, or, with exits, that
-    this place of its turn stayed empty: a turn gives a row 1 to `exits.each` tokens, of which `steps` is a
-    multiple. Dead rows run along and write to the scratch page.
+    The sampled arrays are [steps, Q, ...]. A token of NO_ID means that the row had ended or, with exits, that
+    this slot of its turn is empty: a turn gives a row 1 to `exits.each` tokens, of which `steps` is a
+    multiple. Ended rows are computed too, and write to the scratch page.
     """
     before, cache = cache.sources, cache.reading(sources)
     each = exits.each if exits else 1
@@ -99,14 +100,14 @@ def decode(
     _, lanes, _, cache, out = jax.lax.while_loop(lambda c: (c[0] < turns) & c[1].alive.any(), body, start)
     out = jax.tree.map(lambda x: x.reshape(steps, *x.shape[2:]), out)
     lanes = _remember(lanes, out.token)
-    if cache.mesh is not None:  # lanes as the host puts them: a launch behind this one is the same program
+    if cache.mesh is not None:  # as the host places lanes: the launch after this one is the same program
         whole = NamedSharding(cache.mesh, PartitionSpec())
         out, lanes = jax.lax.with_sharding_constraint((out, lanes), whole)
     return out, lanes, cache.reading(before)
 
 
 def _turn(model, mode, params, table, policy, lanes: Lanes, tally: Tally, cache: Cache):
-    """One token for every living row: ([1, Q] sampled, lanes, tally, cache)."""
+    """One token for every active row: ([1, Q] sampled, lanes, tally, cache)."""
     pool = cache.seen_by(jnp.where(lanes.alive[:, None], table, 0))
     position = jnp.where(lanes.alive, lanes.position, 0)
     scores, pool = step(model, params, lanes.token, position, None, None, pool)
@@ -117,19 +118,19 @@ def _turn(model, mode, params, table, policy, lanes: Lanes, tally: Tally, cache:
 
 
 def _exit_turn(model, mode, exits: Exits, params, table, policy, lanes: Lanes, tally: Tally, cache: Cache):
-    """Guess, check, keep: ([each, Q] sampled, lanes, tally, cache).
+    """Draft, verify, accept: ([each, Q] sampled, lanes, tally, cache).
 
-    A kept token is sampled, at its own place, from the logits that plain decoding would have had there.
+    An accepted token is sampled, at its own position, from the logits that plain decoding would have there.
     """
     reach = jnp.arange(exits.each)[:, None]
-    # A place beyond the last token allowed has no page: what is guessed there goes to scratch.
+    # A position beyond the last allowed token has no page: its draft is written to the scratch page.
     useful = lanes.alive & (reach < policy.max_tokens - lanes.produced)
     position = jnp.where(useful, lanes.position + reach, 0)
     x, guessed, sure, cache = _guess(
         model, mode, exits, params, table, policy, lanes, tally, cache, position, useful
     )
 
-    # A guess whose stream is not finite must not reach its neighbours in the block: 0 x NaN is NaN.
+    # A draft whose hidden states are not finite must not affect its neighbours in the block: 0 x NaN is NaN.
     sane = jnp.isfinite(x).all(-1, keepdims=True)
     final, cache = _check(model, exits, params, table, jnp.where(sane, x, 0), position, useful, sure, cache)
     final = jnp.where(sane, final, jnp.nan)
@@ -152,15 +153,14 @@ def _exit_turn(model, mode, exits: Exits, params, table, policy, lanes: Lanes, t
 
 
 def _guess(model, mode, exits: Exits, params, table, policy, lanes, tally, cache, position, useful):
-    """The lower half over each row's last token and the guesses that follow it, one after the other.
+    """Run the lower half over each row's last token and the drafts that follow it, one after the other.
 
-    Returns (the streams entering the split [each, Q, D], what the exit head samples after each of them,
-    whether that needs no check, the cache with the lower rows).
+    Returns (the hidden states entering the split [each, Q, D], what the exit head samples after each of them,
+    whether that needs no verification, the cache with the lower rows).
     """
     mode = mode._replace(logprobs=mode.logprobs and exits.threshold is not None)
-    wanted = exits.drafts + (
-        exits.threshold is not None
-    )  # what follows the last guess: the lossy rule's alone
+    # Only the lossy rule needs the token after the last draft.
+    wanted = exits.drafts + (exits.threshold is not None)
 
     def one(carry, place):
         token, tally, cache = carry
@@ -189,13 +189,13 @@ def _guess(model, mode, exits: Exits, params, table, policy, lanes, tally, cache
 
 
 def _check(model, exits: Exits, params, table, x, position, useful, sure, cache):
-    """The upper rows of the streams `x`, and the model's logits at every place: ([each, Q, V], cache).
+    """Make the upper rows from the hidden states `x`; return (logits at every position [each, Q, V], cache).
 
-    Where the lossy rule leaves nothing to check, the upper half does not run, and the logits mean nothing.
+    Where the lossy rule leaves nothing to verify, the upper half does not run and the logits mean nothing.
     """
     each, rows = useful.shape
 
-    def flat(a):  # a row's places side by side: they are one block of queries
+    def flat(a):  # a row's positions side by side, as one block of queries
         return jnp.swapaxes(a, 0, 1).reshape(each * rows, *a.shape[2:])
 
     x, valid, place = flat(x), flat(useful), flat(position)
@@ -227,8 +227,8 @@ def draw_early(
     position: Int[Array, " Q"],
     mode: Mode,
 ) -> tuple[Sampled, Bool[Array, " Q"]]:
-    """What is sampled from the exit head's logits, by each row's own rules and noise; and whether its largest
-    probability is above `threshold`, so that it stands unchecked."""
+    """Sample from the exit head's logits, with each row's own parameters and noise. Also return whether its
+    largest probability is above `threshold`, so that the token is not verified."""
     sampled = sample(scores, policy, tally, produced, position, mode)
     if threshold is None:
         return sampled, jnp.zeros(scores.shape[0], bool)
@@ -236,17 +236,18 @@ def draw_early(
 
 
 def largest_probability(scores: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
-    """Of the softmax over the last axis; never above 1, NaN where a score is."""
+    """The largest softmax probability over the last axis; never above 1, NaN where a score is."""
     return 1 / jnp.exp(scores - scores.max(-1, keepdims=True)).sum(-1)
 
 
 def choose(first: Bool[Array, " Q"], a: Sampled, b: Sampled) -> Sampled:
-    """Row by row `a` where `first` says so, else `b`."""
+    """For each row `a` where `first` is true, else `b`."""
     return jax.tree.map(lambda x, y: jnp.where(first.reshape(-1, *(1,) * (x.ndim - 1)), x, y), a, b)
 
 
 def _advance(lanes: Lanes, token: Int[Array, " Q"], policy: Policy) -> Lanes:
-    """Each living row one token further; an end id, the last token allowed or a bad one kills it."""
+    """Advance each active row by one token; a stop id, the last allowed token or an invalid token ends the
+    row."""
     alive, produced = lanes.alive, lanes.produced + lanes.alive
     ended = (token[:, None] == policy.stop_ids).any(-1) | (produced >= policy.max_tokens) | (token < NO_ID)
     return Lanes(
@@ -259,7 +260,7 @@ def _advance(lanes: Lanes, token: Int[Array, " Q"], policy: Policy) -> Lanes:
 
 
 def _remember(lanes: Lanes, tokens: Int[Array, "steps Q"]) -> Lanes:
-    """The history with a launch's tokens in it, for a launch that follows without the host."""
+    """Add a launch's tokens to the history, for a launch that follows without the host."""
     if not lanes.history.shape[1]:
         return lanes
     given = tokens >= 0
@@ -278,8 +279,8 @@ class Inputs:
 
     Attributes:
       tokens: [T], those of each sequence together. positions: [T] in their sequences.
-      query_starts: [Q + 1] the first token of each sequence, then the end of the last.
-      survivors: [M] ascending tokens after which one is sampled, padded with T.
+      query_starts: [Q + 1] the index of each sequence's first token, then the end of the last.
+      survivors: [M] ascending indices of the tokens after which one is sampled, padded with T.
       table: [Q, slots] page ids. sources: what each sequence reads of an encoder's output; None without one.
     """
 
@@ -293,10 +294,11 @@ class Inputs:
 
 @pytree
 class Survivors:
-    """Whose tokens the survivors of a step are; numpy arrays from the host.
+    """The sequences that the survivors of a step belong to; numpy arrays from the host.
 
     Attributes:
-      rows: [M] the sequence of each, a row of what follows. lengths: [M] its tokens up to this one.
+      rows: [M] the sequence of each survivor, an index into the [Q] arrays. lengths: [M] its tokens up to
+        this one.
       prompts: [Q] tokens of each prompt. history: [Q, S] as in `Lanes`.
     """
 
@@ -313,10 +315,11 @@ Scores = tuple[Float[Any, "M V"], Float[Any, "M V"] | None]  # the model's logit
 def run_any(
     model: Transformer, params: PyTree, cache: Cache, inputs: Inputs, exits: bool = False
 ) -> tuple[Scores, Cache]:
-    """Cache a flat ragged batch of tokens; the logits after each survivor, with `exits` the exit head's too.
+    """Cache a flat ragged batch of tokens; return the logits after each survivor, with `exits` the exit
+    head's too.
 
-    Whole on every device. `draw` samples from them, in a small program of its own: the model is compiled once
-    for all ways of sampling.
+    The logits are replicated on every device. `draw` samples from them in a separate small program, so that
+    the model is compiled once for all sampling modes.
     """
     plan, positions, starts = model.plan, inputs.positions, inputs.query_starts
     at, batch = cache.angles.at(positions), make_batch(starts, positions)
@@ -337,9 +340,9 @@ def run_any(
 def draw(
     mode: Mode, scores: Scores, survivors: Survivors, policy: Policy, threshold: float | None = None
 ) -> Sampled:
-    """Sample after each survivor, by the rules of its sequence.
+    """Sample after each survivor, with the parameters of its sequence.
 
-    Under a `threshold` the exit head's token stands where the head gives it more probability.
+    With a `threshold`, the exit head's token is used where the exit head's largest probability is above it.
     """
     own, early = scores
     by_sequence = (policy, survivors.history, survivors.prompts)

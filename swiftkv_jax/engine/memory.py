@@ -1,4 +1,4 @@
-"""What the engine's programs take of a device's memory beside weights and pools, as the compiler says."""
+"""Device memory that the engine's programs take beside weights and pools, as reported by the compiler."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ def working_bytes(
 ) -> int:
     """Bytes on each device that the largest program takes for intermediate and returned arrays.
 
-    It is compiled for this, and not run. `params` are arrays, or their shapes with shardings. Any
+    The program is compiled for this, and not run. `params` are arrays, or their shapes with shardings. Any
     `settings.num_pages` will do: pools are updated in place.
     """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
@@ -28,13 +28,13 @@ def working_bytes(
 
 
 def taken(call: partial) -> int:
-    """Bytes of what a program makes: its intermediate arrays, and its results but for donated arguments."""
+    """Bytes that a program allocates: its intermediate arrays, and its results except donated arguments."""
     memory = call.func.lower(*call.args, **call.keywords).compile().memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def _described(params: PyTree, make: Callable[[], Cache]) -> Cache:
-    """The shapes of what `make` makes, where `engine.new_cache` would put it."""
+    """The shapes of the cache that `make` returns, with the placement of `engine.new_cache`."""
     cache = jax.eval_shape(make)
     alone = jax.tree.leaves(params)[0].sharding
     places = jax.tree.map(lambda _: alone, cache) if cache.mesh is None else cache.shardings

@@ -17,19 +17,19 @@ OPERATIONS = {  # as `kernels` calls them; "attention" is decode and chunk
 
 
 def named(text: str) -> tuple[dict[str, str], set[str]]:
-    """Operation -> implementation, of "NAME,operation=NAME,..."; and the operations that were named.
+    """Parse "NAME,operation=NAME,...": return (operation -> implementation, the operations that were named).
 
-    What is said of an operation counts before what is said of all; of two such, the first.
+    An entry for one operation overrides an entry for all; of two such entries the first counts.
 
     Raises:
-      UsageError: an operation or a name that there is not.
+      UsageError: an operation or a name does not exist.
     """
     whole: dict[str, str] = {}
     own: dict[str, str] = {}
     for part in text.split(","):
         operation, said, name = (word.strip() for word in part.rpartition("="))
         if not said and name == AUTO:
-            continue  # so is whatever is not named
+            continue  # the default of what is not named
         if not said:
             having = [known for known, table in OPERATIONS.items() if name in table]
             if not having:

@@ -1,15 +1,16 @@
-"""Who holds which page of the cache. Plain Python: no jax, no arrays, no clock.
+"""Ownership of the cache's pages. Plain Python: no jax, no arrays, no clock.
 
-A page is free, used by one or more sequences, or cached: full, used by nobody, kept for a prompt that begins
-the same way. Page 0 is scratch and never handed out.
+A page is free, in use by one or more sequences, or cached: full, without a user, and kept for a later prompt
+with the same prefix. Page 0 is the scratch page and is never allocated.
 
 A page gets its name as soon as its rows are being computed. Whether they are finite is known only when a
 later token has been sampled. Until then the page can be shared while in use, but is not cached after its last
 user leaves.
 
-A page that is not free belongs to a key, that of the request which took it. Where a cached page must make
-room, it is the least recently used one of the key that has most pages: a key that keeps to its equal share
-loses no cached page to what others send, unless they need the room to run in. A key alone may have all.
+Every page that is not free belongs to the key (tenant) of the request that allocated it. When a cached page
+must be evicted, it is the least recently used one of the key with the most pages. A key within its equal
+share therefore loses no cached page to the requests of others, unless they need the room to run. A single key
+may use all pages.
 """
 
 import dataclasses
@@ -21,11 +22,12 @@ from collections.abc import Iterable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What is known of a page that is not free.
+    """The state of a page that is not free.
 
     Attributes:
-      key: whose it is. references: its owners; none if it is cached. name: None before it is full.
-      vouched: what it holds is known to be sound.
+      key: the key it belongs to. references: sequences that use it; 0 if it is cached. name: None before it
+        is full.
+      vouched: its contents are verified: a later token was sampled from finite logits.
     """
 
     key: str
@@ -50,10 +52,10 @@ class Pages:
         self._references = [0] * count
         self._named: dict[bytes, tuple[int, tuple[int, ...]]] = {}
         self._name: dict[int, bytes] = {}
-        self._unproven: set[int] = set()  # named, and nobody has vouched for them
-        self._key: dict[int, str] = {}  # whose a page is
+        self._unproven: set[int] = set()  # named, contents not yet verified
+        self._key: dict[int, str] = {}  # page -> the key it belongs to
         self.owned: Counter[str] = Counter()
-        self._cached: dict[str, OrderedDict[int, None]] = {}  # of each key, least recently used first
+        self._cached: dict[str, OrderedDict[int, None]] = {}  # by key, least recently used first
 
     @property
     def total(self) -> int:
@@ -84,7 +86,8 @@ class Pages:
         return Held(key, self._references[page], name, name is not None and page not in self._unproven)
 
     def allocate(self, n: int, key: str = "") -> list[int] | None:
-        """`n` pages for one owner, a request of `key`'s; or None and nothing changes."""
+        """Allocate `n` pages for one owner, a request of `key`. If there are too few, return None and change
+        nothing."""
         if n > self.available:
             return None
         out = []
@@ -107,7 +110,7 @@ class Pages:
         return page if held == tokens else None
 
     def share(self, page: int) -> None:
-        """One more owner of a page that is used or cached.
+        """Add an owner to a page that is in use or cached.
 
         Raises:
           RuntimeError: it is free.
@@ -119,7 +122,7 @@ class Pages:
         self._references[page] += 1
 
     def name(self, page: int, name: bytes, tokens: tuple[int, ...]) -> None:
-        """A used page is full of these tokens; the first page to take a name keeps it.
+        """Name a page in use that is now full of these tokens. The first page to take a name keeps it.
 
         Raises:
           RuntimeError: nobody uses it.
@@ -131,12 +134,12 @@ class Pages:
             self._unproven.add(page)
 
     def vouch(self, pages: Iterable[int]) -> None:
-        """What these hold was read to a good end: they may be kept."""
+        """Mark the contents of these pages as verified, so that they may be cached."""
         self._unproven.difference_update(pages)
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference from each page. Pages without references are cached if they were vouched for,
-        else freed; the last of them are reused first.
+        """Drop one reference from each page. Pages without references are cached if verified, else freed; the
+        last pages are reused first.
 
         Raises:
           RuntimeError: one of them has no owner left.
@@ -154,13 +157,13 @@ class Pages:
                 self._free_one(page)
 
     def forget(self, page: int) -> None:
-        """Nobody will find this page by its name again; if it was cached it is free."""
+        """Drop the page's name, so that it is never found again; a cached page becomes free."""
         if self._unname(page) and not self._references[page]:
             self._uncache(page)
             self._free_one(page)
 
     def _unname(self, page: int) -> bool:
-        """Whether it had a name."""
+        """Drop the page's name; return whether it had one."""
         self._unproven.discard(page)
         name = self._name.pop(page, None)
         if name is not None:
@@ -182,10 +185,10 @@ class Pages:
 
 
 def root(*parts: str) -> bytes:
-    """Where a chain begins: what makes rows different though tokens are equal.
+    """The start of a chain of page names: a digest of what makes rows differ although tokens are equal.
 
-    The model's fingerprint, its plan, the cache's dtype and page size, and the tenant's salt; each is written
-    with its length, so that no two lists of parts run together.
+    The parts are the model's fingerprint, its plan, the cache's dtype and page size, and the tenant's salt.
+    Each is written with its length, so that no two lists of parts give the same bytes.
     """
     digest = hashlib.sha256()
     for part in parts:

@@ -1,4 +1,4 @@
-"""What waits, and in which order: priorities first, then keys in turn. Plain Python: no jax, no clock."""
+"""The waiting queue: priorities first, then keys (tenants) in turn. Plain Python: no jax, no clock."""
 
 import dataclasses
 from collections import Counter, deque
@@ -10,7 +10,7 @@ from swiftkv_jax.engine.sequence import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """What some sequences ask for: how many they are, tokens known, and tokens that they may yet generate."""
+    """The load of some sequences: their number, known tokens, and tokens that they may still generate."""
 
     sequences: int = 0
     tokens: int = 0
@@ -18,7 +18,7 @@ class Demand:
 
     @classmethod
     def of(cls, request: Request) -> "Demand":
-        """Of all completions of a request; its `max_tokens` is settled."""
+        """The demand of all completions of a request whose `max_tokens` is settled."""
         n = request.params.n
         return cls(n, n * len(request.token_ids), n * (request.max_length - len(request.token_ids)))
 
@@ -49,11 +49,12 @@ _DEMANDED = {
 
 
 class Queue:
-    """Who waits: the most urgent priority first; within it a key that runs nothing; then the key that was
-    served least; then by arrival.
+    """Waiting sequences. The most urgent priority comes first; within it a key that runs nothing, then the
+    key that was served least, then the order of arrival.
 
     Attributes:
-      demands: of each key that has anything waiting. served: tokens read and generated for each key.
+      demands: the demand of each key that has anything waiting. served: tokens read and generated for each
+        key.
     """
 
     def __init__(self):
@@ -67,7 +68,7 @@ class Queue:
 
     @property
     def demand(self) -> Demand:
-        """Of all that wait."""
+        """The total demand of all waiting sequences."""
         return sum(self.demands.values(), Demand())
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -75,13 +76,13 @@ class Queue:
 
     def push(self, sequence: Sequence, front: bool = False) -> None:
         line = (sequence.request.priority, key := sequence.request.key)
-        if line not in self._lines:  # a key that comes back starts level with whoever was served last
+        if line not in self._lines:  # a returning key starts level with the key served last
             self._lines[line], self.served[key] = deque(), max(self.served[key], self._clock)
         (self._lines[line].appendleft if front else self._lines[line].append)(sequence)
         self._count(sequence, asked(sequence))
 
     def head(self, lanes: Mapping[str, int]) -> Sequence | None:
-        """Who is next, where keys have so many `lanes`."""
+        """Return the next sequence, or None; `lanes` is the number of lanes that each key has."""
 
         def turn(line: tuple[int, str]) -> tuple[int, bool, int, int]:
             priority, key = line
@@ -90,12 +91,13 @@ class Queue:
         return self._lines[min(self._lines, key=turn)][0] if self._lines else None
 
     def take(self, sequence: Sequence) -> None:
-        """Take one out, for it gets a lane."""
+        """Remove a sequence that gets a lane."""
         self._clock = max(self._clock, self.served[sequence.request.key])
         self.remove(sequence)
 
     def charge(self, sequence: Sequence) -> None:
-        """Count what was computed of it since the last time; while no other key waits that is no debt."""
+        """Charge its key for the tokens computed since the last call; no debt arises while no other key
+        waits."""
         key, before = sequence.request.key, sequence.charged
         sequence.charged = max(before, sequence.cached)
         self.served[key] += sequence.charged - before
@@ -117,5 +119,5 @@ class Queue:
 
 
 def asked(sequence: Sequence) -> Demand:
-    """What one sequence asks for now."""
+    """The current demand of one sequence."""
     return Demand(1, sequence.length, sequence.request.max_length - sequence.length)

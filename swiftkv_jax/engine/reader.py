@@ -1,4 +1,5 @@
-"""What reads prompts under KV prediction: an auxiliary model, with a pool beside the base's (predict.py)."""
+"""The reader of prompts under KV prediction: an auxiliary model, with a pool beside the base's
+(predict.py)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +28,7 @@ def read_ahead(
 
 
 class Reader:
-    """An auxiliary model on its devices with its pool, whose pages are the base's, by the same ids.
+    """An auxiliary model on its devices with its pool, which uses the same page ids as the base's.
 
     Attributes:
       cache: donated to every launch and replaced by its result.
@@ -44,13 +45,14 @@ class Reader:
         return partial(read_ahead, self._model, self._params, caches, tokens, positions, query_starts, table)
 
     def read(self, base: Cache, tokens, positions, query_starts, table) -> Cache:
-        """Send a flat ragged batch of prompt tokens; `base`, which is donated, with the predicted rows."""
+        """Send a flat ragged batch of prompt tokens; return `base`, which is donated, with the predicted
+        rows."""
         caches = self.call(base, tokens, positions, query_starts, table)()
         self.cache = caches.auxiliary
         return caches.base
 
     def restart(self) -> None:
-        """A new, empty pool."""
+        """Replace the pool by an empty one."""
         for array in jax.tree.leaves(self.cache):  # there may be no room for two
             array.delete()
         self.cache = self._empty()

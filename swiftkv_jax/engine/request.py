@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers, under vLLM's names. Plain Python: no jax, no numpy."""
+"""Requests to the engine and its answers, under vLLM's names. Plain Python: no jax, no numpy."""
 
 import dataclasses
 import math
@@ -9,10 +9,10 @@ from swiftkv_jax.checks import above, flag, integer, number
 from swiftkv_jax.errors import UsageError, suggest
 
 MAX_LOGPROBS = 20
-MOST_STOPS = 8  # stop ids of one request that a launch looks for; room for more would be another program
+MOST_STOPS = 8  # stop ids of one request that a launch checks; room for more would need another program
 GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overflow
 MIN_TEMPERATURE = 1e-2  # what a positive temperature is raised to, as vLLM does
-MIN_TOP_P = 1e-9  # and a smaller top_p: it keeps the likeliest token alone, where float32's 0 would keep none
+MIN_TOP_P = 1e-9  # the same for top_p: it keeps only the likeliest token, where 0 in float32 would keep none
 
 _RANGES = {  # field: (least, most), both allowed
     "temperature": (0, 2),
@@ -26,12 +26,12 @@ _ABOVE = {"top_p": (0, 1), "repetition_penalty": (0, math.inf)}  # the same; the
 @typing.no_type_check  # user input: its own checks below name the field
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request's tokens are chosen and when they end; names and defaults are vLLM's.
+    """Sampling parameters of one request; names and defaults are vLLM's.
 
     Attributes:
       n: completions of the same prompt; completion i samples with seed + i.
       max_tokens: most tokens to generate; None: until the context is full.
-      min_tokens: tokens before which no end-of-sequence token, stop id or stop string can end it.
+      min_tokens: number of tokens before which no end-of-sequence token, stop id or stop string ends it.
       temperature: logits are divided by it; 0 is greedy.
       top_p: keep the likeliest tokens up to this probability; 1 keeps all.
       top_k: keep so many likeliest tokens; 0 (or -1) keeps all.
@@ -49,7 +49,7 @@ class SamplingParams:
       include_stop_str_in_output: keep the stop string that ended the text.
       logprobs: None, or how many of the likeliest tokens to report at each position (at most 20), by the
         model's own distribution: before penalties, temperature and filters.
-      prompt_logprobs: the same of the prompt, by a pass of its own through all layers.
+      prompt_logprobs: the same for the prompt, by a separate pass through all layers.
       skip_special_tokens: leave special tokens out of the text.
     """
 
@@ -138,7 +138,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the choice depends on tokens that came before."""
+        """Whether the choice depends on earlier tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
@@ -185,12 +185,13 @@ class Request:
 
     Attributes:
       prompt: its text, None when it came as ids. token_ids: the prompt, never empty.
-      params: with `max_tokens` and `seed` settled. eos_ids: the model's ends, empty under `ignore_eos`.
-      bad_ids: the tokens of each bad word. priority: lower goes first. key: who asks; keys take turns.
-      root: where its pages' names begin (pages.py).
-      ahead: the first tokens of the prompt, which an auxiliary model reads; None where there is none.
-      source: what an encoder reads before the prompt: token ids, or frames of sound. source_length: positions
-        that it makes of it; 0 without an encoder.
+      params: with `max_tokens` and `seed` settled. eos_ids: the model's end-of-sequence ids, empty under
+        `ignore_eos`.
+      bad_ids: the tokens of each bad word. priority: lower goes first. key: the tenant; keys take turns.
+      root: the start of its chain of page names (pages.py).
+      ahead: number of leading prompt tokens that an auxiliary model reads; None without one.
+      source: the encoder's input, which is read before the prompt: token ids, or audio frames. source_length:
+        the encoder's positions for it; 0 without an encoder.
       first_bad_ids: tokens that the completion may not begin with.
     """
 
@@ -210,8 +211,8 @@ class Request:
 
     @property
     def shareable(self) -> int:
-        """Tokens whose rows follow from the tokens alone, so that other prompts may begin with their pages:
-        all, or those that an auxiliary model reads."""
+        """The number of leading tokens whose rows depend on tokens alone, so that other prompts can share
+        their pages: all, or those that an auxiliary model reads."""
         return self.max_length if self.ahead is None else self.ahead
 
     @property
@@ -221,7 +222,7 @@ class Request:
 
     @property
     def unseen_stops(self) -> tuple[int, ...]:
-        """Those of them that the device does not look for: the host does."""
+        """The stop ids that only the host checks, not the device."""
         return self.stop_ids[MOST_STOPS:]
 
     @property
@@ -269,7 +270,7 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestMetrics:
-    """Moments of one request, in seconds of one monotonic clock.
+    """Timestamps of one request, in seconds of one monotonic clock.
 
     A decode launch yields several tokens at once, so `finished_time` is when the host saw the last one.
     """
@@ -313,7 +314,8 @@ class RequestOutput:
 
 @typing.no_type_check  # user input: checked here, by name
 def encode(tokenizer, prompt, where: str) -> tuple[str | None, list]:
-    """(text, token ids) of any form of prompt; `where` opens every error message. Ids are not checked.
+    """Return (text, token ids) of a prompt in any form; error messages begin with `where`. Ids are not
+    checked.
 
     Raises:
       UsageError: it has none of the forms, or is text and there is no tokenizer.
@@ -338,7 +340,7 @@ def encode(tokenizer, prompt, where: str) -> tuple[str | None, list]:
 
 
 def spelt(tokenizer, words: Iterable[str], where: str) -> list[tuple[int, ...]]:
-    """Each word's tokens, at the beginning of a text and behind a space; none twice, none empty.
+    """Each word's tokens, at the beginning of a text and after a space, without duplicates and empty lists.
 
     Raises:
       UsageError: there is no tokenizer.
@@ -358,7 +360,7 @@ def is_one(prompts) -> bool:
 
 
 def one_each(params, count: int) -> list:
-    """Sampling parameters for each of `count` prompts, of one for all or a list.
+    """Sampling parameters for each of `count` prompts, from one for all or a list.
 
     Raises:
       UsageError: the list has another length.

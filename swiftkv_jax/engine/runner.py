@@ -1,4 +1,4 @@
-"""What runs on the device: steps of any tokens, and launches of the loop that decodes several (loop.py)."""
+"""Launches on the device: steps of any tokens, and the loop that decodes several (loop.py)."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ from swiftkv_jax.shapes import Array, Int, PyTree
 # Few, so that few programs are compiled: greedy, plain sampling, and all that SamplingParams can ask for.
 MODES = (Mode(), Mode(sampled=True), Mode(*[True] * len(Mode._fields)))
 _CLEARED = 16  # pages cleared at a time
-_TOKENS_A_ROW = 16  # of a step, that make its empty rows weigh nothing
+_TOKENS_A_ROW = 16  # of a step, from which its empty rows cost next to nothing
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -36,7 +36,7 @@ def _cleared(cache: Cache, pages: Int[Array, " n"], sources: Int[Array, " n"]) -
 
 
 def _padded(pages: list[int]) -> Int[np.ndarray, " n"]:
-    """Page ids in an array of one size, filled up with the scratch page."""
+    """Page ids in an array of fixed size, padded with the scratch page."""
     return np.array(pages + [0] * (_CLEARED - len(pages)), np.int32)
 
 
@@ -45,7 +45,8 @@ class StepLaunch:
     """A step that was sent to the device and not yet read.
 
     Attributes:
-      work: what it runs. places: of each item's survivors. sampled: [M] after each; None without any.
+      work: what it runs. places: the survivors of each item. sampled: [M] a token after each; None without
+        any.
     """
 
     work: list[Work]
@@ -57,8 +58,8 @@ class StepLaunch:
         return [item.sequence for item in self.work]
 
     def read(self) -> list[list[Choice]]:
-        """Wait for it; each row's tokens: none where its prompt goes on, else one, and one more for each
-        guess that proved right."""
+        """Wait for the step; return each row's tokens: none if its prompt is not finished, else one, and one
+        more for each accepted draft token."""
         sampled = jax.device_get(self.sampled)
         return [self._standing(sampled, *each) for each in zip(self.work, self.places, strict=True)]
 
@@ -76,8 +77,8 @@ class DecodeLaunch:
     """A decode loop that was sent to the device and not yet read; another can be sent behind it.
 
     Attributes:
-      rows: the sequences, row by row. sampled: [steps, Q], `each` of them a turn.
-      mode: what they were sampled by.
+      rows: the sequences, row by row. sampled: [steps, Q], `each` steps per turn.
+      mode: the sampling mode.
     """
 
     rows: list[Sequence]
@@ -87,12 +88,13 @@ class DecodeLaunch:
     each: int
 
     def read(self) -> list[list[Choice]]:
-        """Wait for it; each row's tokens in order."""
+        """Wait for the loop; return each row's tokens in order."""
         sampled = jax.device_get(self.sampled)
         return [self._given(sampled, row, sequence) for row, sequence in enumerate(self.rows)]
 
     def _given(self, sampled: Sampled, row: int, sequence: Sequence) -> list[Choice]:
-        """The first token of a turn opens it; as many are guessed to follow as the sequence has room for."""
+        """The first token of a turn is no draft; as many are drafted after it as the sequence has room
+        for."""
         room = sequence.request.max_length - sequence.length - 1
         out = []
         for known, i in enumerate(np.flatnonzero(sampled.token[:, row] != NO_ID).tolist()):
@@ -106,9 +108,9 @@ class Runner:
     """A model on its devices with a pool of pages; sequences in, choices out.
 
     Attributes:
-      cache: the one piece of state, donated to every launch and replaced by its result.
-      fewest_rows: arrays never have fewer rows; an engine without precompiled programs raises it as it goes,
-        so that a batch that thins out is not compiled again and again.
+      cache: the only state, donated to every launch and replaced by its result.
+      fewest_rows: the minimum number of rows of an array. An engine without precompiled programs raises it as
+        it goes, so that a shrinking batch is not compiled again and again.
     """
 
     def __init__(
@@ -126,12 +128,13 @@ class Runner:
         others: Alone | None = None,
         fixed: bool = False,
     ):
-        """`empty` makes its pool; `budget` tokens a step and `steps` tokens a decode loop at most (with
-        `exits`, whole turns); `drafts` guesses a sequence in a step. `reader`: who reads prompts ahead of the
-        model. `others`: processes on whose devices the model lies too. `fixed`: every launch has arrays of
-        all lanes and, in a step, of `budget` tokens, and runs in the last of `modes`.
+        """`empty` makes its pool. A step has at most `budget` tokens, a decode loop at most `steps` tokens a
+        row (with `exits`, whole turns), and a sequence at most `drafts` draft tokens in a step. `reader`: the
+        auxiliary model that reads prompts ahead of the model. `others`: the role among the processes whose
+        devices hold the model. `fixed`: every launch has arrays of all lanes and, in a step, of `budget`
+        tokens, and runs in the last of `modes`.
 
-        A launch runs in the first of `modes` that has what its rows need; the last must have all.
+        A launch runs in the first of `modes` that covers what its rows need; the last must cover everything.
         """
         self.model, self.params, self.reader, self._empty = model, params, reader, empty
         self.others = others or Alone()
@@ -152,9 +155,10 @@ class Runner:
         self._place = cache.table.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def run(self, work: list[Work], size: int) -> StepLaunch | None:
-        """Send one step of `work` in arrays of `size` tokens: what is read ahead, then the model's own.
+        """Send one step of `work` in arrays of `size` tokens: first what an auxiliary model reads, then the
+        model's own.
 
-        The launch is of the latter, None without any; nothing of the former is to be read back.
+        The returned launch is the latter, None without any; the former has nothing to read back.
         """
         if self.reader is not None:
             work, size = self._read_ahead(self.reader, work, size)
@@ -179,7 +183,7 @@ class Runner:
 
     @repeated
     def _draw(self, mode: Mode, survivors: Survivors, policy: Policy) -> Sampled:
-        """A token after each survivor of the last `_score`."""
+        """Sample a token after each survivor of the last `_score`."""
         return self._draw_call(self._scores, mode, survivors, policy)()
 
     def _score_call(self, inputs: Inputs) -> partial:
@@ -208,11 +212,11 @@ class Runner:
     def _asked(
         self, rows: list[Sequence], places: list[range], count: int, mode: Mode
     ) -> tuple[Mode, Survivors, Policy]:
-        """(mode, whose tokens the survivors are, by what rules they are sampled)."""
+        """(mode, the sequences of the survivors, their sampling parameters)."""
         owner, lengths = np.zeros((2, count * (1 + self.drafts)), np.int32)
         for row, (sequence, some) in enumerate(zip(rows, places, strict=True)):
             owner[some.start : some.stop] = row
-            # What is known, then what was guessed.
+            # Known tokens, then draft tokens.
             lengths[some.start : some.stop] = range(sequence.length, sequence.length + len(some))
         prompts = np.zeros(count, np.int32)
         prompts[: len(rows)] = [len(s.request.token_ids) for s in rows]
@@ -220,7 +224,8 @@ class Runner:
         return mode, survivors, self.seats.policy(rows, count, mode)
 
     def _read_ahead(self, reader: Reader, work: list[Work], size: int) -> tuple[list[Work], int]:
-        """Send what of a step an auxiliary model reads; the work with tokens of the model's own, its size."""
+        """Send the tokens of a step that an auxiliary model reads; return the model's own work and its
+        size."""
         ahead = [item for item in work if item.ahead]
         if ahead:
             first = [(item.sequence.cached, item.ahead) for item in ahead]
@@ -242,8 +247,8 @@ class Runner:
         self.cache = self.reader.read(self.cache, *flat)
 
     def _flat(self, parts: list[tuple[int, list[int]]], count: int, size: int) -> tuple[Any, Any, Any]:
-        """(tokens, positions, query starts) of `count` rows in arrays of `size`: each row's first position
-        and its tokens."""
+        """(tokens, positions, query starts) of `count` rows in arrays of `size`; `parts` has each row's first
+        position and its tokens."""
         tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
         starts = np.zeros(count + 1, np.int32)
         start = 0
@@ -255,15 +260,16 @@ class Runner:
         return tokens, positions, starts
 
     def decode(self, rows: list[Sequence]) -> DecodeLaunch:
-        """Send up to `steps` more tokens for each of these sequences: all their tokens but one are cached."""
+        """Send a loop of up to `steps` more tokens for each of these sequences, of which all tokens but one
+        are cached."""
         loops = itertools.product(self._counts(len(rows)), self._modes(rows))
         count, mode = next(loop for loop in loops if self._is_ready("loop", *loop))
         turns = *self._turns(rows, count, mode), self._sources(rows, count)
         return self._launched(rows, self._loop(mode, *turns), mode)
 
     def follow(self, launch: DecodeLaunch) -> DecodeLaunch:
-        """Send the same rows on, from where `launch`, the last one, will leave them: nothing of it has to be
-        read."""
+        """Continue the same rows from where `launch`, the last one, will leave them, without reading its
+        result."""
         rows, count = launch.rows, launch.sampled.token.shape[1]
         where = self._table(rows, count), None, None, self._sources(rows, count)
         return self._launched(rows, self._loop(launch.mode, *where), launch.mode)
@@ -272,7 +278,7 @@ class Runner:
         return DecodeLaunch(rows, sampled, mode, self.steps, self._each)
 
     def _turns(self, rows: list[Sequence], count: int, mode: Mode) -> tuple[Any, Lanes, Policy]:
-        """(page table, where these rows stand, by what rules they are sampled)."""
+        """(page table, state of these rows, their sampling parameters)."""
         lanes = _lanes(rows, count, self._history(rows, count, mode))
         return self._table(rows, count), lanes, self.seats.loop_policy(rows, count, mode)
 
@@ -285,9 +291,9 @@ class Runner:
         policy: Policy | None = None,
         sources: Sources | None = None,
     ) -> Sampled:
-        """Decode; without `lanes`, from where the last loop left its rows, and by its rules."""
+        """Decode; without `lanes`, continue the rows of the last loop with their sampling parameters."""
         if lanes is not None and policy is not None:
-            # Put where a launch leaves them: else `decode` compiles for both.
+            # Placed where a launch leaves them: else `decode` compiles for both placements.
             self._lanes, self._rules = sharding.put(lanes, self._place), policy
         call = self._loop_call(mode, table, self._lanes, self._rules, sources)
         sampled, self._lanes, self.cache = call()
@@ -300,7 +306,7 @@ class Runner:
         return partial(decode, *fixed, self.cache, table, lanes, policy, self.exits, sources)
 
     def encode(self, sequence: Sequence) -> None:
-        """Send a sequence's source, into its pages."""
+        """Send the launch that encodes a sequence's source into its pages."""
         assert self._encoder is not None and sequence.source is not None
         length = sequence.request.source_length
         size = next(s for s in self._encoder.sizes if s >= length and self._is_ready("encode", s))
@@ -319,7 +325,7 @@ class Runner:
         return self._encoder and self._encoder.read_by(rows, count)
 
     def clear(self, pages: list[int], sources: list[int] | None = None) -> None:
-        """Zeros in these pages, and in these of sources: what a faulty request left."""
+        """Zero these pages, and these pages of sources, which a faulty request wrote."""
         sources = sources or []
         for at in range(0, max(len(pages), len(sources)), _CLEARED):
             self._clear(*(_padded(some[at : at + _CLEARED]) for some in (pages, sources)))
@@ -332,7 +338,7 @@ class Runner:
 
     @repeated
     def restart(self) -> None:
-        """New, empty pools."""
+        """Replace the pools by empty ones."""
         for array in jax.tree.leaves(self.cache):  # there may be no room for two
             array.delete()
         self.cache = self._empty()
@@ -340,8 +346,8 @@ class Runner:
             self.reader.restart()
 
     def largest(self) -> list[partial]:
-        """The programs that make the largest arrays, with arguments: of a full step, and of all lanes; scores
-        are described."""
+        """The programs that make the largest arrays, with arguments: a full step, and all lanes. Scores are
+        given as shapes."""
         mode, count, size = self.modes[-1], self.lanes, self.budget
         loop = self._loop_call(mode, *self._turns([], count, mode), self._sources([], count))
         ahead = [self._ahead_call(reader, count, size) for reader in (self.reader,) if reader is not None]
@@ -351,14 +357,14 @@ class Runner:
         return [self._score_call(inputs), draw, loop, *ahead, *sources]
 
     def _scores_like(self, inputs: Inputs) -> Scores:
-        """What `_score` makes of these, described."""
+        """The shapes of what `_score` returns for these inputs."""
         step = self._score_call(inputs)
         scores, _ = step.func.eval_shape(*step.args, **step.keywords)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._place), scores)
 
     def programs(self) -> list[Program]:
-        """All that launches may need. Those of all lanes, a full step and the last mode come first: they do
-        for any launch; then the loops of greedy decoding.
+        """All programs that launches may need. Those of all lanes, a full step and the last mode come first,
+        as they suffice for any launch; then the loops of greedy decoding.
 
         Keys are ("step", rows, tokens), ("draw", rows, mode), ("loop", rows, mode) and, with a reader,
         ("ahead", rows, tokens), with an encoder ("encode", positions).
@@ -371,7 +377,7 @@ class Runner:
             found.append(Program(("step", count, size), step, partial(self._score, inputs)))
             if (reader := self.reader) is not None:
                 call = self._ahead_call(reader, count, size)
-                flat = call.args[-4:]  # all but what the last launch left
+                flat = call.args[-4:]  # all but the model, the weights and the caches
                 found.append(Program(("ahead", count, size), call, partial(self._send_ahead, *flat)))
         for count, mode in filter(self._is_kept, itertools.product(counts, self.modes)):
             table, lanes, policy = self._turns([], count, mode)
@@ -388,9 +394,11 @@ class Runner:
         return sorted(found, key=lambda one: first.index(one.key) if one.key in first else len(first))
 
     def _is_kept(self, of: tuple[int, int | Mode]) -> bool:
-        """Whether there is a program of so many rows and tokens, or rows and mode. For a step whose tokens
-        outweigh empty rows, and for the rarest ways of sampling, that of more rows does; for one whose rows
-        could not have a token each, that of more tokens."""
+        """Whether there is a program for so many rows and tokens, or rows and mode.
+
+        A step whose tokens outweigh empty rows, and the rarest sampling mode, use the program of more rows. A
+        step with fewer tokens than rows uses that of more tokens.
+        """
         count, what = of
         if isinstance(what, int) and what < min(count, self.budget):
             return False
@@ -400,7 +408,7 @@ class Runner:
         return what < _TOKENS_A_ROW * more if isinstance(what, int) else what != self.modes[-1]
 
     def _any_launch(self) -> list[tuple]:
-        """Keys of programs that do for any launch."""
+        """Keys of the programs that suffice for any launch."""
         count, size, mode = self.lanes, self.budget, self.modes[-1]
         keys = [("step", count, size), ("draw", count, mode), ("loop", count, mode)]
         if self._encoder is not None:
@@ -408,20 +416,21 @@ class Runner:
         return keys if self.reader is None else [*keys, ("ahead", count, size)]
 
     def _step_and_draw(self, count: int, asked: tuple) -> None:
-        """With no sequence, in so many rows; nothing while no such step is in use."""
+        """Run a step and a draw without any sequence, in `count` rows; do nothing while no such step is in
+        use."""
         size = next((size for size in self._sizes if self._is_ready("step", count, size)), None)
         if size is not None:
             self._score(self._inputs([], size, count)[0])
             self._draw(*asked)
 
     def begin_warm_up(self) -> WarmUp:
-        """Compile on other threads; from here on launches run by what is in use already."""
+        """Compile on other threads; from now on launches use only the programs that are in use already."""
         self._warming = WarmUp(self.programs(), set(self._any_launch()))
         return self._warming
 
     @repeated
     def warm_up(self, say: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Compile all `programs`, several at once; how many."""
+        """Compile all `programs`, several at once; return how many."""
         warming = self.begin_warm_up()
         say(0, warming.total)
         while not warming.done:
@@ -431,7 +440,7 @@ class Runner:
         return warming.total
 
     def end_warm_up(self) -> None:
-        """Everything is in use that could be compiled."""
+        """End the warm-up: every program that could be compiled is in use."""
         if self._warming is not None and not self._warming.failed:
             self._warming = None
         self.clear([0])
@@ -446,7 +455,7 @@ class Runner:
         return next(self._counts(n))
 
     def _counts(self, n: int) -> Iterator[int]:
-        """Rows of launches that have room for `n`, the fewest first."""
+        """Numbers of rows of launches that have room for `n` sequences, the fewest first."""
         count = self.lanes if self._fixed else min(self.fewest_rows, self.lanes)
         while count < self.lanes:
             if count >= n:
@@ -464,7 +473,7 @@ class Runner:
         return table
 
     def _modes(self, rows: list[Sequence]) -> list[Mode]:
-        """Those that have what these rows need, the plainest first."""
+        """The modes that cover what these rows need, the plainest first."""
         need = needed(rows)
         return [mode for mode in self.modes if mode.covers(need)]
 
@@ -476,7 +485,7 @@ class Runner:
 
 
 def _lanes(rows: list[Sequence], count: int, history) -> Lanes:
-    """Where these rows stand, in arrays of the host."""
+    """The state of these rows, in arrays of the host."""
     lanes = Lanes(
         token=np.zeros(count, np.int32),
         position=np.zeros(count, np.int32),
@@ -490,14 +499,14 @@ def _lanes(rows: list[Sequence], count: int, history) -> Lanes:
 
 
 def _own(item: Work) -> tuple[int, list[int]]:
-    """(first position, tokens) of what the model itself reads of some work, guesses included."""
+    """(first position, tokens) of what the model itself reads of some work, draft tokens included."""
     stop = item.sequence.cached + item.count
     first = stop - item.count + item.ahead
     return first, [*item.sequence.slice(first, stop), *item.draft]
 
 
 def _choice(sampled: Sampled, at: tuple[int, ...], guessed: bool, drafted: int) -> Choice:
-    """The device's arrays at one place as plain numbers."""
+    """One entry of the device's arrays as plain numbers."""
     token, logprob, rank = (array[at].item() for array in (sampled.token, sampled.logprob, sampled.rank))
     top = zip(sampled.top_ids[at].tolist(), sampled.top_logprobs[at].tolist(), strict=True)
     return Choice(token, logprob, rank, tuple(top), guessed, drafted)

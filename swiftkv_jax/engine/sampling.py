@@ -1,4 +1,4 @@
-"""Logits to tokens on the device, each lane by its own parameters and its own random stream."""
+"""Sampling on the device: logits to tokens, each lane with its own parameters and random stream."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ NO_ID = -1  # pads stop ids; no token has it
 
 
 class Mode(NamedTuple):
-    """What any lane of a launch needs, known when it is compiled; lanes that need less are unchanged."""
+    """The sampling features that a launch is compiled with; lanes that need fewer are unaffected."""
 
     sampled: bool = False
     filtered: bool = False
@@ -53,7 +53,7 @@ class Policy:
 
 
 def needed(sequences: list[Sequence]) -> Mode:
-    """What these sequences' parameters ask of a launch."""
+    """The mode that these sequences' parameters need."""
     requests = [sequence.request for sequence in sequences]
     params = [request.params for request in requests]
     return Mode(
@@ -95,7 +95,7 @@ class Seats:
         self._gathered = {}
 
     def policy(self, sequences: list[Sequence], count: int, mode: Mode) -> Policy:
-        """Of these sequences, in arrays of `count` rows; kept until somebody takes a seat."""
+        """The policy of these sequences in arrays of `count` rows; memoised until `take` is called."""
         key = (tuple(s.lane for s in sequences), count, mode)
         if key not in self._gathered or any(s.request.biased for s in sequences):
             lanes = [s.lane for s in sequences] + [0] * (count - len(sequences))
@@ -104,7 +104,7 @@ class Seats:
         return self._gathered[key]
 
     def loop_policy(self, sequences: list[Sequence], count: int, mode: Mode) -> Policy:
-        """`policy`, but one more token at most for those at which the host looks token by token."""
+        """`policy`, but with at most one more token for sequences that the host must check token by token."""
         policy = self.policy(sequences, count, mode)
         most = policy.max_tokens.copy()
         for row, sequence in enumerate(sequences):
@@ -125,7 +125,7 @@ class Seats:
 
 
 def _idle(lanes: int) -> Policy:
-    """Greedy, endless rules for lanes that nobody sits in."""
+    """Greedy placeholder parameters for empty lanes."""
     zero, one = np.zeros(lanes, np.float32), np.ones(lanes, np.float32)
     whole = np.zeros(lanes, np.int32)
     return Policy(
@@ -146,7 +146,7 @@ def _idle(lanes: int) -> Policy:
 
 @pytree
 class Tally:
-    """Which tokens each lane has met, [Q, V]; of zero width when no lane is penalised."""
+    """The tokens that occur in each lane, [Q, V]; of zero width when no lane is penalised."""
 
     prompt: Bool[Array, "Q V"]
     output: Int[Array, "Q V"]
@@ -164,7 +164,7 @@ class Tally:
         return cls(prompts > 0, empty.at[lane, history].add((known & ~read).astype(jnp.int32)))
 
     def add(self, tokens: Int[Array, " Q"]) -> "Tally":
-        """One more output token in each lane; NO_ID is dropped."""
+        """Count one more output token in each lane; NO_ID is dropped."""
         if not self.output.shape[1]:
             return self
         nowhere = jnp.where(tokens < 0, self.output.shape[1], tokens)
@@ -174,7 +174,7 @@ class Tally:
 
 @pytree
 class Sampled:
-    """A token for each lane, its log probability and rank, and the likeliest tokens (none when unwanted)."""
+    """A token for each lane, its log probability and rank, and the likeliest tokens (none if not wanted)."""
 
     token: Int[Array, " Q"]
     logprob: Float[Array, " Q"]
@@ -191,7 +191,7 @@ def sample(
     position: Int[Array, " Q"],
     mode: Mode,
 ) -> Sampled:
-    """The next token of each lane, after `produced` tokens of output, to stand at `position`.
+    """Sample the next token of each lane, for `position`, after `produced` output tokens.
 
     The order is vLLM's: ids ruled out or favoured, minimum length, penalties, temperature, min-p, top-k,
     top-p, then a draw by the Gumbel trick, whose noise depends on the lane's seed and the position alone.
@@ -219,7 +219,7 @@ def sample(
 
 
 def _likeliest(logits: Float[Array, "Q V"]) -> tuple[Int[Array, " Q"], Float[Array, " Q"]]:
-    """The first of each lane's largest logits, and that logit. XLA's argmax goes number by number on CPUs."""
+    """The first token with each lane's largest logit, and that logit. XLA's argmax is scalar code on CPUs."""
     best, last = logits.max(-1), logits.shape[1] - 1
     token = jnp.where(logits == best[:, None], jnp.arange(last + 1, dtype=jnp.int32), last).min(-1)
     return token, best
@@ -240,7 +240,7 @@ def _with_logprobs(raw, token, mode: Mode) -> Sampled:
 def forbid_ends(
     logits: Float[Array, "Q V"], policy: Policy, produced: Int[Array, " Q"]
 ) -> Float[Array, "Q V"]:
-    """No end-of-sequence or stop id before `min_tokens`."""
+    """Mask end-of-sequence and stop ids before `min_tokens`."""
     early = (produced < policy.min_tokens)[:, None] & (policy.stop_ids >= 0)
     ids = jnp.where(early, policy.stop_ids, logits.shape[1])
     return logits.at[jnp.arange(logits.shape[0])[:, None], ids].set(-jnp.inf, mode="drop")
@@ -256,7 +256,7 @@ def penalise(logits: Float[Array, "Q V"], policy: Policy, tally: Tally) -> Float
 
 
 def kept(logits: Float[Array, "Q V"], policy: Policy) -> Bool[Array, "Q V"]:
-    """The tokens that min-p, then top-k, then top-p leave; the likeliest one always stays.
+    """A mask of the tokens that remain after min-p, then top-k, then top-p; the likeliest one always remains.
 
     Ties at a threshold are all kept, so the result does not depend on the order of tokens.
     """
@@ -272,7 +272,8 @@ def kept(logits: Float[Array, "Q V"], policy: Policy) -> Bool[Array, "Q V"]:
 
 
 def _ordered_bits(x: Float[Array, "Q V"]) -> UInt[Array, "Q V"]:
-    """uint32 keys in the order of float32 `x`: negative numbers' bits turned over, the sign bit flipped."""
+    """uint32 keys in the order of float32 `x`: the bits of negative numbers are inverted, the others' sign
+    bit is set."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x).astype(jnp.float32), jnp.uint32)
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -280,9 +281,9 @@ def _ordered_bits(x: Float[Array, "Q V"]) -> UInt[Array, "Q V"]:
 def _threshold(
     keys: UInt[Array, "Q V"], weights: Float[Array, "Q V"], target: Float[Array, " Q"]
 ) -> UInt[Array, " Q"]:
-    """The greatest key t for which keys at or above t weigh at least `target`; 0 when all together do not.
+    """The largest key t for which the keys >= t weigh at least `target` in total; 0 if all keys weigh less.
 
-    Found bit by bit: 32 passes over the vocabulary instead of a sort, which accelerators do slowly.
+    It is found bit by bit, in 32 passes over the vocabulary instead of a sort, which is slow on accelerators.
     """
 
     def narrow(i, t):
@@ -294,7 +295,7 @@ def _threshold(
 
 
 def gumbel(seeds: UInt[Array, "Q 2"], positions: Int[Array, " Q"], vocab: int) -> Float[Array, "Q V"]:
-    """Each lane's noise, from its seed and the position of the token to come: neighbours never matter."""
+    """Each lane's noise, from its seed and the position of the next token: independent of other lanes."""
 
     def one(seed, position):
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)

@@ -1,7 +1,7 @@
 """Which tokens run next. Plain Python: no jax, no arrays, no clock.
 
-A sequence has tokens known and tokens cached; there is no prompt phase and no decode phase. A step takes up
-to a budget of tokens from whoever is next: one from each sequence that decodes, then prompts in chunks.
+A sequence has known tokens and cached tokens; there is no prompt phase and no decode phase. A step takes
+tokens up to a budget: one from each sequence that decodes, then prompts in chunks.
 """
 
 import dataclasses
@@ -13,8 +13,9 @@ from swiftkv_jax.engine.queue import Queue
 from swiftkv_jax.engine.request import Request
 from swiftkv_jax.engine.sequence import Sequence, SourcePages
 
-# Tokens. An accelerator takes about as long for any of these; a CPU does not, and a few tokens are common:
-# those that follow a shared prefix, and the last of a prompt whose others an auxiliary model read.
+# Array sizes of small launches, in tokens. They take an accelerator about the same time, but not a CPU. Small
+# launches are common: the tokens after a shared prefix, and the end of a prompt whose other tokens an
+# auxiliary model read.
 _SMALL = (1, 8, 32, 128)
 
 
@@ -24,9 +25,10 @@ def power_of_two(n: int) -> int:
 
 
 def launch_size(pending: int, budget: int) -> int:
-    """Array size of a launch that could take `pending` tokens, a power of two (or `budget`): few compile.
+    """Array size of a launch that could take `pending` tokens: a power of two (or `budget`), so that few
+    sizes compile.
 
-    Padding of more than a quarter is not taken: 1100 tokens run as 1024 and then 76.
+    Padding of more than a quarter is avoided: 1100 tokens run as 1024 and then 76.
     """
     up = _padded(pending)
     size = up if up <= _SMALL[-1] or 4 * pending >= 3 * up else up // 2
@@ -38,13 +40,13 @@ def _padded(tokens: int) -> int:
 
 
 def array_size(tokens: int, size: int) -> int:
-    """Array size of a launch of `tokens` of a step's tokens, which `launch_size` gave arrays of `size`."""
+    """Array size of a launch of `tokens` tokens of a step, whose array size is `size` by `launch_size`."""
     return min(size, _padded(tokens))
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The next `count` known tokens of one sequence, and `draft` tokens guessed to follow them."""
+    """The next `count` known tokens of one sequence, and the `draft` tokens to verify after them."""
 
     sequence: Sequence
     count: int
@@ -57,22 +59,22 @@ class Work:
 
     @property
     def ahead(self) -> int:
-        """The first of its tokens, which an auxiliary model reads; the model itself reads the others."""
+        """The number of leading tokens that an auxiliary model reads; the model itself reads the others."""
         return min(self.count, max(0, (self.sequence.request.ahead or 0) - self.sequence.cached))
 
 
 class Scheduler:
     """Sequences wait, take a lane and pages, run, and give both back.
 
-    Pages for everything a sequence knows are taken when it is admitted; decoding takes more as it goes. When
-    none are left a sequence is preempted: it gives its pages back and later reads its tokens again. That is
-    the last to come, among the least urgent, of the key that has most lanes. A key that waits without a lane
-    gets one in the same way. Full pages are named as soon as they are computed, so that others can begin with
-    them.
+    Pages for all known tokens of a sequence are allocated when it is admitted; decoding allocates more as it
+    goes. When no page is left, a sequence is preempted: it releases its pages and later recomputes its
+    tokens. The victim is among the least urgent sequences, among these of the key with the most lanes, among
+    these the latest. A waiting key without a lane gets one in the same way. Full pages are named as soon as
+    they are computed, so that other prompts can share them.
 
-    Batch-invariant, a step is always of the whole budget and reads prompts only, the rows of a prompt are all
-    that others may begin with, and a sequence is admitted with all the pages that it may come to need: none
-    is preempted, for what was decoded would come back from a step with other rounding.
+    With batch invariance, a step always has the size of the whole budget and reads prompts only, only the
+    pages of prompts are shared, and a sequence is admitted with all pages that it may ever need. No sequence
+    is preempted, because decoded tokens would be recomputed in a step, with other rounding.
     """
 
     def __init__(
@@ -85,8 +87,8 @@ class Scheduler:
         sources: Pages | None = None,
         invariant: bool = False,
     ):
-        """`page` is in tokens; `lanes` sequences run at once; `budget` tokens run in one step. `sources`: the
-        pages of what an encoder made, enough for the longest source in every lane. `invariant`: as
+        """`page` is in tokens; at most `lanes` sequences run at once, and `budget` tokens in one step.
+        `sources`: the pages for encoder outputs, enough for the longest source in every lane. `invariant`: as
         `Settings.batch_invariant`."""
         self.sources, self.invariant = sources, invariant
         self.pages, self.page, self.budget, self.share_prefixes = pages, page, budget, share_prefixes
@@ -103,7 +105,7 @@ class Scheduler:
         self.waiting.push(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is; its lane and pages are free at once."""
+        """Remove a sequence, running or waiting; its lane and pages are free at once."""
         if sequence.lane is not None:
             self._leave(sequence)
         elif sequence in self.waiting:
@@ -116,21 +118,21 @@ class Scheduler:
         return found
 
     def in_order(self) -> list[Sequence]:
-        """What runs, the most urgent first; of these, first come first."""
+        """The running sequences, the most urgent first; equally urgent ones in order of arrival."""
         return sorted(self.running.values(), key=_urgency)
 
     @property
     def reading(self) -> bool:
-        """Whether any running sequence has more to read than the token it decodes from."""
+        """Whether any running sequence has more to read than its last sampled token."""
         return any(not s.decodes for s in self.running.values())
 
     @property
     def decoding(self) -> list[Sequence]:
-        """What has nothing more to read than the token it decodes from, in order."""
+        """The running sequences that decode, in order."""
         return [sequence for sequence in self.in_order() if sequence.decodes]
 
     def admit(self) -> list[Sequence]:
-        """Give lanes and pages to those who are next, while there are any; who got them."""
+        """Give lanes and pages to the next sequences, while there are any; return the admitted ones."""
         admitted = []
         while (sequence := self.waiting.head(lanes := self._lanes())) and self._can_start(sequence):
             if self._free and self._take_pages(sequence):
@@ -143,11 +145,14 @@ class Scheduler:
         return admitted
 
     def _lanes(self) -> Counter[str]:
-        """How many each key has."""
+        """The number of lanes of each key."""
         return Counter(sequence.request.key for sequence in self.running.values())
 
     def _make_room(self, priority: int, lanes: Mapping[str, int]) -> bool:
-        """Preempt, for a key without a lane, one that has several; never who is more urgent."""
+        """Preempt a sequence of a key with several lanes, for a key without one; return whether it did.
+
+        A more urgent sequence is never preempted.
+        """
         if self.invariant:
             return False
         several = [s for s in self.running.values() if lanes[s.request.key] > 1]
@@ -157,7 +162,7 @@ class Scheduler:
         return bool(several)
 
     def _victim(self, running: Iterable[Sequence], lanes: Mapping[str, int]) -> Sequence:
-        """The least urgent; of these, of the key that has most lanes; of these the last to come."""
+        """The least urgent sequence; of these, one of the key with the most lanes; of these, the latest."""
         return max(running, key=lambda s: (s.request.priority, lanes[s.request.key], s.number))
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -166,9 +171,9 @@ class Scheduler:
         self.preemptions += 1
 
     def plan(self, draft=None) -> tuple[list[Work], int]:
-        """One step: (work in the order it was asked for, array size). Sequences may be preempted for it.
+        """Plan one step: (work in order of service, array size). Sequences may be preempted for it.
 
-        `draft(sequence, most)` guesses tokens to follow a sequence that decodes; each takes budget.
+        `draft(sequence, most)` returns draft tokens for a sequence that decodes; each takes budget.
         """
         work: list[Work] = []
         left = self.budget
@@ -193,15 +198,16 @@ class Scheduler:
         return work, size
 
     def _size(self, decoded: int, reading: list[Sequence]) -> int:
-        """Array size of a step with so many decoded tokens: they have their places, and who reads goes on by
-        a token at least."""
+        """Array size of a step with `decoded` decode tokens: all of them fit, and prompts advance by at least
+        one token."""
         if self.invariant:
             return self.budget
         size = launch_size(decoded + sum(s.pending for s in reading), self.budget)
         return max(size, min(self.budget, _padded(decoded + bool(reading))))
 
     def grow(self, sequence: Sequence, tokens: int, preempt: bool = True) -> bool:
-        """Pages for `tokens` tokens of a running sequence; whether it has them (it may lose its own lane)."""
+        """Allocate pages for `tokens` tokens of a running sequence; return whether it has them. The sequence
+        may itself be preempted."""
         need = -(-tokens // self.page) - len(sequence.pages)
         while need > 0:
             got = self.pages.allocate(need, sequence.request.key)
@@ -216,7 +222,7 @@ class Scheduler:
         return True
 
     def cached(self, sequence: Sequence, count: int) -> None:
-        """`count` more tokens of a sequence are in the cache; the pages that are full now get their names."""
+        """Record `count` more cached tokens of a sequence, and name the pages that are full now."""
         sequence.cached += count
         self.waiting.charge(sequence)
         if not self.share_prefixes:
@@ -229,18 +235,19 @@ class Scheduler:
             self._name(sequence, tuple(tokens[at : at + self.page]))
 
     def _shareable(self, request: Request) -> int:
-        """Tokens of a request whose rows are what any other's would be."""
+        """The number of leading tokens of a request whose rows would be the same in any other request."""
         return min(request.shareable, len(request.token_ids)) if self.invariant else request.shareable
 
     def sound(self, sequence: Sequence) -> None:
-        """A token was sampled, from finite logits, after all that a sequence has cached: it may be kept."""
+        """Mark a sequence's pages as verified: a token was sampled from finite logits after them."""
         known, sequence.sound = sequence.sound, len(sequence.names)
         self.pages.vouch(sequence.pages[known : sequence.sound])
 
     def spoil(self, sequence: Sequence) -> list[int]:
-        """Nobody may find the pages of a sequence again; those of them that only it holds.
+        """Make sure that a sequence's pages are never found again; return the pages that only it uses.
 
-        Who shares one is spoilt too: it may leave before it comes to see what is wrong.
+        Sequences that share one of them are marked as spoilt too: they may end before their own logits show
+        the fault.
         """
         for page in sequence.pages:
             self.pages.forget(page)
@@ -254,7 +261,8 @@ class Scheduler:
         sequence.names.append(name)
 
     def _can_start(self, sequence: Sequence) -> bool:
-        """A sibling that still reads their common prompt is waited for: then its pages are there to share."""
+        """Whether a sequence can start: it waits for a sibling that still reads their prompt, to share
+        pages."""
         running = self.running.values()
         return not self.share_prefixes or not any(
             other.request is sequence.request and not other.output for other in running
@@ -267,15 +275,15 @@ class Scheduler:
             self.pages.share(page)
         most = sequence.request.max_length if self.invariant else len(tokens)
         need = -(-most // self.page) - len(shared)
-        spare = self.pages.available - need >= len(self.running)  # for those that decode
+        spare = self.pages.available - need >= len(self.running)  # room for those that decode
         fresh = self.pages.allocate(need, sequence.request.key) if spare or not self.running else None
-        if fresh is None:  # and nothing cached was forgotten for it
+        if fresh is None:  # then no cached page was evicted
             self.pages.release(shared)
             return False
         sequence.pages, sequence.names = shared + fresh, names
         self._take_source(sequence)
         sequence.cached = len(shared) * self.page
-        sequence.charged = max(sequence.charged, sequence.cached)  # what it finds costs nothing
+        sequence.charged = max(sequence.charged, sequence.cached)  # prefix hits are not charged
         if not sequence.output:
             self.prefix_queries += len(tokens)
             self.prefix_hits += sequence.cached
@@ -283,7 +291,7 @@ class Scheduler:
         return True
 
     def _take_source(self, sequence: Sequence) -> None:
-        """Pages for its source, those of a sibling that runs if there is one."""
+        """Allocate pages for its source, or share those of a running sibling."""
         request = sequence.request
         if self.sources is None or not request.source_length:
             return
@@ -305,7 +313,7 @@ class Scheduler:
         return [page for page in sequence.source.pages if self.sources.references(page) == 1]
 
     def _find(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], list[bytes]]:
-        """Named pages that hold the beginning of `tokens`; at least one token is left to run."""
+        """Named pages that begin with `tokens`, and their names; at least one token is left to run."""
         pages: list[int] = []
         names: list[bytes] = []
         if not self.share_prefixes:
@@ -322,7 +330,7 @@ class Scheduler:
         return pages, names
 
     def _chunk(self, sequence: Sequence, left: int) -> int:
-        """Tokens to read now: all, or up to a page's end."""
+        """The number of tokens to read now: all pending ones, or up to the end of a page."""
         count = min(sequence.pending, left)
         if count < sequence.pending:
             stop = (sequence.cached + count) // self.page * self.page

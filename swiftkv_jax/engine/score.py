@@ -21,20 +21,19 @@ from swiftkv_jax.predict import Predicted, forward, generator
 from swiftkv_jax.shapes import Array, Int, PyTree
 
 _BLOCK = 64  # positions whose logits exist at a time
-SHORTEST, _STEP = 128, 4  # the least size that is compiled, and each above it is so many times the last
+SHORTEST, _STEP = 128, 4  # the smallest compiled size, and the ratio of each size to the one before
 
 
 def prompt_logprobs(
     ids: Sequence[int], top: int, limit: int, word: Callable | None, read: Callable
 ) -> list[dict[int, Logprob] | None]:
-    """One entry a token: its log probability and rank, then the `top` likeliest; None for the first.
+    """Return one entry per token: its log probability and rank, then the `top` likeliest; None for the first.
 
-    `limit` is the context in tokens; `word` decodes a list of ids; `read` gives what `scores` does for
-    tokens and those that follow them. The last token is only predicted, so a context reads one token more
-    than it holds.
+    `limit` is the context in tokens; `word` decodes a list of ids; `read(tokens, following)` returns what
+    `scores` does. The last token is only predicted, so there may be one token more than the context holds.
 
     Raises:
-      UsageError: there are more tokens than that. FloatingPointError: what the model gives is not finite.
+      UsageError: there are more tokens than that. FloatingPointError: the log probabilities are not finite.
     """
     if len(ids) > limit + 1:
         raise UsageError(f"{len(ids)} tokens cannot be scored: a context of {limit} predicts {limit + 1}")
@@ -59,7 +58,7 @@ def _entries(found, at: int, token: int, top: int, word: Callable | None) -> dic
 
 
 def _size(tokens: int, limit: int) -> int:
-    """Of the arrays that hold so many tokens, of a context of `limit`: few, so that few programs compile."""
+    """Array size for so many tokens in a context of `limit`: one of a few, so that few programs compile."""
     size = SHORTEST
     while size < tokens:
         size *= _STEP
@@ -74,7 +73,7 @@ def lengths(longest: int, limit: int) -> list[int]:
 
 
 def whole(implementation: str, q, k, v, segments: Int[Array, "B T"], window: int):
-    """`causal_attention` of rows that are a segment each, by one of kernels/prompt_attention."""
+    """`causal_attention` where each row is one segment, by an implementation of kernels/prompt_attention."""
     lengths = jnp.full(segments.shape[:1], segments.shape[1], jnp.int32)
     near = window if window < segments.shape[1] else None
     return prompt_attention(q, k, v, lengths, window=near, implementation=implementation)
@@ -90,11 +89,12 @@ def scores(
     following: Int[Array, " T"],
     mesh: Mesh | None = None,
 ):
-    """For each position, the log probability and rank of `following`, and the likeliest ids and theirs.
+    """For each position, the log probability and rank of `following`, and the likeliest ids and their log
+    probabilities.
 
     `limit` is the context in tokens, which `dynamic` rotary scaling takes its frequencies from; `attention`
-    is one of kernels/prompt_attention, None the model's own. With a `mesh` the results are whole on each
-    device.
+    names an implementation of kernels/prompt_attention, None the model's own. With a `mesh` the results are
+    replicated.
     """
     if isinstance(model, Predicted):
         x = forward(model, params, tokens, length=limit)[0]

@@ -1,4 +1,4 @@
-"""One completion in the making: its tokens, its text, and whether it has ended. No jax, no numpy."""
+"""One completion while it is generated: its tokens, its text, and whether it has ended. No jax, no numpy."""
 
 import dataclasses
 import typing
@@ -18,8 +18,8 @@ _LONGEST_CHARACTER = 4  # bytes of UTF-8: more unfinished tokens than that are i
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """One sampled token as the device reports it; `top` holds (id, log probability), likeliest first;
-    `guessed`: a guess at it proved right, so it came with the token before it; `drafted`: tokens that were
-    guessed to follow it."""
+    `guessed`: it was an accepted draft token, so it came with the token before it; `drafted`: the number of
+    tokens that were drafted to follow it."""
 
     token: int
     logprob: float = 0.0
@@ -31,7 +31,7 @@ class Choice:
 
 @dataclasses.dataclass
 class SourcePages:
-    """Pages of the encoder's space, in order; `filled` once the encoder was sent to fill them."""
+    """Pages of an encoder's output, in order; `filled` once the launch that fills them was sent."""
 
     pages: list[int]
     filled: bool = False
@@ -41,15 +41,16 @@ class Sequence:
     """A request's completion number `child`.
 
     Attributes:
-      number: of two equally urgent ones of a key the later is preempted first.
+      number: order of arrival; of two equally urgent sequences of a key the later is preempted first.
       output: tokens generated so far. cached: tokens of prompt + output whose rows are in the cache.
-      lane: its place in the batch, None when it has none. pages: of the cache, in order.
-      source: the pages of what an encoder made of its source, which completions of a request share.
-      names: of those pages that are full and can be shared. sound: how many of these were read to a good end.
-      charged: tokens that its key has paid for. found: of the prompt, in the prefix cache.
-      spoilt: what the pages hold may be wrong.
+      lane: its slot in the batch, None when it has none. pages: of the cache, in order.
+      source: the pages of the encoder's output for its source, which completions of a request share.
+      names: of the pages that are full and can be shared. sound: how many of these are verified, because a
+        later token was sampled from finite logits.
+      charged: tokens charged to its key. found: prompt tokens found in the prefix cache.
+      spoilt: the contents of its pages may be wrong.
       finish_reason: None while it runs, then "stop", "length", "abort" or "error"; `error` says what failed.
-      arrival, scheduled, first_token, last_token, finished: moments, in seconds.
+      arrival, scheduled, first_token, last_token, finished: times, in seconds.
     """
 
     def __init__(self, request: Request, child: int, tokenizer, arrival: float, number: int = 0):
@@ -68,7 +69,7 @@ class Sequence:
         self.arrival, self.scheduled, self.first_token, self.finished = arrival, 0.0, 0.0, 0.0
         self.last_token = 0.0
         self._choices: list[Choice] = []
-        self._logprob = 0.0  # of all of them
+        self._logprob = 0.0  # sum over all choices
         skip = request.params.skip_special_tokens
         self._words = None if tokenizer is None else Detokenizer(tokenizer, request.token_ids, skip)
         self._text_end: int | None = None
@@ -76,7 +77,7 @@ class Sequence:
         self._held_back = (
             0 if request.params.include_stop_str_in_output else max(map(len, self._stops), default=1) - 1
         )
-        self._told = (0, 0)  # characters and tokens that `delta` has given
+        self._told = (0, 0)  # characters and tokens that `delta` has returned
 
     @property
     def _stops(self) -> tuple[str, ...]:
@@ -105,7 +106,7 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens known but not cached. Reading a prompt: many. Decoding: one. There is no other state."""
+        """The number of known tokens that are not cached: many in prefill, one in decoding."""
         return self.length - self.cached
 
     @property
@@ -114,7 +115,7 @@ class Sequence:
         return self.request.params.seed + self.child
 
     def append(self, choice: Choice, now: float) -> None:
-        """Take one sampled token; it may end the sequence."""
+        """Append one sampled token, which may end the sequence."""
         if choice.token in _NO_TOKEN:
             return self.end("error", now, _NO_TOKEN[choice.token])
         if not self.output:
@@ -150,12 +151,12 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether it has nothing more to read than the token it decodes from."""
+        """Whether it decodes: only its last sampled token is not cached yet."""
         return self.pending == 1 and bool(self.output)
 
     @property
     def one_by_one(self) -> bool:
-        """Whether every token may change what the next may not be, as only the host can tell."""
+        """Whether each token may change which tokens are forbidden next; only the host can tell."""
         return self._too_short or any(len(word) > 1 for word in self.request.bad_ids)
 
     @property
@@ -163,7 +164,8 @@ class Sequence:
         return bool(self.request.unseen_stops) and len(self.output) < self.request.params.min_tokens
 
     def forbidden(self) -> list[int]:
-        """Ids that would now complete a bad word, or end it too early unseen by the device."""
+        """Ids that are ruled out now: they would complete a bad word, begin the output although they may not,
+        or end it too early by a stop id that the device does not check."""
         out = list(self.request.unseen_stops) if self._too_short else []
         out += () if self.output else self.request.first_bad_ids
         for word in self.request.bad_ids:
@@ -173,14 +175,14 @@ class Sequence:
         return out
 
     def delta(self) -> CompletionOutput:
-        """What is new since the last call; text that could yet turn out to be part of a stop string waits."""
+        """What is new since the last call, except text that may be the beginning of a stop string."""
         (characters, tokens), text = self._told, self._words.text if self._words else ""
         end = self._text_end if self.finish_reason else max(characters, len(text) - self._held_back)
         self._told = (len(text[:end]), len(self.output))
         return self._since(characters, tokens, end)
 
     def completion(self) -> CompletionOutput:
-        """All of it, once `finish_reason` is set."""
+        """The whole completion, once `finish_reason` is set."""
         return self._since(0, 0, self._text_end)
 
     def _since(self, characters: int, tokens: int, end: int | None) -> CompletionOutput:
@@ -224,8 +226,9 @@ class Sequence:
 class Detokenizer:
     """The text of a growing list of tokens.
 
-    Tokens are decoded behind a few already written, and only their difference is added, so that joining
-    rules (spaces, byte fallback) work; text ending in an incomplete character waits for its rest.
+    New tokens are decoded together with a few earlier ones, and only the difference is appended, so that
+    joining rules (spaces, byte fallback) work. Text that ends in an incomplete character is held back until
+    it is complete.
 
     Attributes:
       text: everything decoded so far.
@@ -238,7 +241,7 @@ class Detokenizer:
         self.text = ""
 
     def push(self, token: int) -> None:
-        """Add one token, and to `text` whatever it completes."""
+        """Add one token, and append to `text` what it completes."""
         self._ids.append(token)
         before = self._decode(self._ids[self._start : self._written])
         after = self._decode(self._ids[self._start :])

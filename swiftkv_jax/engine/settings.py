@@ -1,4 +1,4 @@
-"""How an engine runs: its settings, the checks on them, and the pool of pages they make."""
+"""Engine settings, the checks on them, and the pool of pages that they describe."""
 
 import dataclasses
 import os
@@ -35,9 +35,9 @@ from swiftkv_jax.surgery import fold_shared_norm
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *EIGHT_BIT)
 MEMORY_FRACTION = 0.9
-_USUAL_SHARE = 0.75  # of a GPU, that JAX takes unless the environment says otherwise
+_USUAL_SHARE = 0.75  # of a GPU, which JAX takes unless the environment says otherwise
 DRAFTERS = ("prompt", "exit")
-_CHANGES = {  # flag -> how a kernel speaks of what it changes
+_CHANGES = {  # flag -> words in a kernel's error about what the flag changes
     "--page-size": r"\bpages?\b",
     "--dtype": r"\w+\d+ (queries|stream)",
     "--cache-dtype": r"\brows\b|keys and",
@@ -54,43 +54,43 @@ _KERNELS = {  # by setting
 @typing.no_type_check  # user input: its own checks below name the field
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How an engine runs. None of it but `cache_dtype` and `exit_threshold` changes a request's tokens.
+    """The settings of an engine. Only `cache_dtype` and `exit_threshold` change a request's tokens.
 
     A value out of its range, or of another type, is a UsageError.
 
     Attributes:
       max_model_len: most tokens of prompt and completion together.
-      max_source_len: most positions of a source, of models with an encoder; None: the encoder's own context.
+      max_source_len: most positions of an encoder's input; None: the encoder's own context.
       max_num_seqs: sequences that run at once.
       max_num_batched_tokens: tokens of one step.
       steps_per_launch: most tokens a sequence decodes before the host looks at stop strings, and before a
-        new request's prompt is read. They go to the device in two launches, which never waits for the host.
+        new request's prompt is read. They are sent in two launches: the device never waits for the host.
       page_size: tokens of a page; prompts share whole pages.
       num_pages: of the cache. None: enough for `max_num_seqs` full contexts, or what `memory_fraction` of
         the device's memory leaves beside the weights, if that is less.
       memory_fraction: share of the device's memory that weights, programs and cache may take.
       cache_dtype: "auto" (the model's), or a float type, or "float8_e4m3fn" or "int8", which round.
       prefix_caching: keep full pages, for prompts that begin the same way.
-      kernels: what is not named below runs by: "auto", on GPUs and TPUs the fastest that a check on this
-        machine found right, elsewhere the platform's choice; "xla", the safe ones; or names, "NAME,...", each
-        for every operation that has it, or "decode=NAME", "chunk=NAME", "attention=NAME", "fill=NAME",
-        "write=NAME", "scoring=NAME", and "auto" for the rest.
+      kernels: implementations of the operations not named below. "auto": on GPUs and TPUs the fastest that a
+        check on this machine found correct, elsewhere the platform's choice. "xla": the safe ones. Or names,
+        "NAME,...", each for every operation that has it, or "decode=NAME", "chunk=NAME", "attention=NAME",
+        "fill=NAME", "write=NAME", "scoring=NAME", and "auto" for the rest.
       attention: how pages are read: an implementation of kernels/paged_attention, by name, or by kind of call
         as "decode=NAME,chunk=NAME"; None: the platform's choice.
       fill: how a prompt's upper rows are made: whole pages at a time by an implementation of
         kernels/fused_kv_fill, by name; None: by XLA's composition, token by token.
-      write: how rows that are made reach their pages: an implementation of kernels/page_write, by name;
+      write: how new rows are written to their pages: an implementation of kernels/page_write, by name;
         None: the platform's choice.
       scoring: how whole prompts are read to be scored: an implementation of kernels/prompt_attention, by
         name; None: the model's own blocks of queries.
-      drafts: draft tokens that are checked at once (speculation); 0: none.
+      drafts: draft tokens that are verified at once (speculative decoding); 0: none.
       drafter: where drafts come from: "prompt" (what followed the same words before) or "exit" (the model's
         exit head, inside a decode launch).
-      batch_invariant: a request's tokens do not depend on what runs beside it, in narrow types either: every
+      batch_invariant: a request's tokens do not depend on other requests, even in narrow types: every
         launch has `max_num_batched_tokens` tokens of prompts or `max_num_seqs` sequences that decode,
         padded, and no sequence is preempted. Slower. False: rounding may depend on it.
-      exit_threshold: a token to which the exit head gives more probability than this is its, and runs no
-        further (SwiftKV paper, B.4: 0.95). Lossy: such tokens are not always the model's. None: off.
+      exit_threshold: an exit-head token with a higher probability than this is accepted without verification
+        (SwiftKV paper, B.4: 0.95). Lossy: such tokens are not always the model's. None: off.
       max_queued_requests: most sequences that may wait; a request above it is refused. None: no limit.
       max_queued_tokens: most prompt tokens that may wait, likewise.
       max_queued_output_tokens: most tokens that waiting requests may generate (`max_tokens`), likewise.
@@ -148,18 +148,18 @@ class Settings:
 
     @property
     def queue(self) -> Demand:
-        """What may wait."""
+        """The limits of the waiting queue."""
         bounds = (self.max_queued_requests, self.max_queued_tokens, self.max_queued_output_tokens)
         return Demand(*(sys.maxsize if bound is None else bound for bound in bounds))
 
     @property
     def lookups(self) -> int:
-        """Tokens guessed from the prompt."""
+        """The number of tokens drafted from the prompt."""
         return self.drafts if self.drafter == "prompt" else 0
 
     @property
     def exits(self) -> Exits | None:
-        """What the exit head does; None: nothing."""
+        """The uses of the exit head; None if there are none."""
         guesses = self.drafts - self.lookups
         return Exits(guesses, self.exit_threshold) if guesses or self.exit_threshold is not None else None
 
@@ -168,7 +168,7 @@ def _names(setting: str, given: str | None) -> list[str]:
     """The implementations that a setting of `_KERNELS` names; attention may have one for each kind of call.
 
     Raises:
-      UsageError: it says what kind of call in a wrong way.
+      UsageError: it names a kind of call in a wrong way.
     """
     if setting != "attention" or not isinstance(given, str):
         return [] if given is None else [given]
@@ -192,22 +192,22 @@ def empty_pool(model: Transformer, settings: Settings, mesh: Mesh | None = None)
     cache = dataclasses.replace(cache, **by, mesh=mesh)
     if model.config.encoder is None:
         return cache
-    # For the longest source in every lane, so that a sequence never waits for them.
+    # Enough for the longest source in every lane, so that a sequence never waits for pages.
     longest = source_len(model.config, settings)
     count = 1 + settings.max_num_seqs * -(-longest // page)
-    own = jnp.zeros((1, 1), jnp.int32)  # an array that is donated lies in one place
+    own = jnp.zeros((1, 1), jnp.int32)  # a donated array cannot be in two places
     cross = Cache.create(model.config, model.plan, own, count, page, dtype, longest, ENCODER)
     by |= {"attention": ByKind(*map(_any_place, (attention.decode, attention.chunk)))}
     return dataclasses.replace(cache, cross=dataclasses.replace(cross, **by, mesh=mesh))
 
 
 def model_encoder(model: Transformer | Predicted) -> ModelConfig | None:
-    """What the model's encoder is, if it has one."""
+    """The config of the model's encoder; None without one."""
     return transformers(model)[0].config.encoder
 
 
 def source_len(config: ModelConfig, settings: Settings) -> int:
-    """Most positions of a source.
+    """The most positions that a source may have.
 
     Raises:
       UsageError: the settings ask for more than the encoder has learned positions for.
@@ -221,15 +221,15 @@ def source_len(config: ModelConfig, settings: Settings) -> int:
 
 
 def _any_place(name: str | None) -> str | None:
-    """The name of what reads sources, of that which reads tokens: kernels for chips were only checked where
-    the positions of a block rise, and all queries of a source stand at its end."""
+    """The implementation that reads sources, given the one that reads tokens. Chip kernels were only checked
+    with rising positions in a block, and all queries of a source are at its end."""
     return "xla_one_turn" if name in PLATFORM_OF and name != "native_cpu" else name
 
 
 def check_fill(
     model: Transformer | Predicted, fill: str | None = None, kernels: str = AUTO, **rest: object
 ) -> None:
-    """Whether a fill that is asked for, among other settings, is one that every part of `model` can do.
+    """Check that every part of `model` supports the fill that is asked for, among other settings.
 
     Raises:
       UsageError: there is an auxiliary whose upper rows it would have to make too.
@@ -244,15 +244,15 @@ def check_fill(
 
 
 def of_auxiliary(settings: Settings) -> Settings:
-    """Settings for an auxiliary model, which reads prompts: kernels are named, and checked, for the base
-    alone, and without a name a GPU or TPU runs XLA's."""
+    """Settings for an auxiliary model, which reads prompts. Kernels are named and checked for the base alone;
+    without a name a GPU or TPU uses XLA's."""
     return dataclasses.replace(settings, **dict.fromkeys(_KERNELS))
 
 
 def empty_pools(
     model: Transformer | Predicted, settings: Settings, mesh: Mesh | None = None
 ) -> tuple[Cache, ...]:
-    """The engine's pool, and beside it, under KV prediction, the auxiliary's."""
+    """The engine's pool and, under KV prediction, the auxiliary model's."""
     own, *auxiliary = cached(model)
     ahead = of_auxiliary(settings)
     return (empty_pool(own, settings, mesh), *(empty_pool(one, ahead, mesh) for one in auxiliary))
@@ -265,14 +265,14 @@ def settle(
     mesh: Mesh | None = None,
     working: Callable[[Settings], int] = lambda settings: 0,
 ) -> Settings:
-    """`settings` with `num_pages` a number, for a model on these devices; several have a `mesh`.
+    """Return `settings` with `num_pages` set, for a model on these devices; several devices have a `mesh`.
 
-    working: bytes on each device that the largest program takes beside weights and pools; asked for where a
-    device's memory is known and `num_pages` is not.
+    `working` returns the bytes on each device that the largest program takes beside weights and pools. It is
+    called where a device's memory is known and `num_pages` is not.
 
     Raises:
-      UsageError: a kernel that cannot run this model here, an exit head that the model has not, or pages for
-        less than one sequence.
+      UsageError: a kernel that cannot run this model here, an exit head that the model does not have, or too
+        few pages for one sequence.
     """
     model, *auxiliary = transformers(whole)
     _check_exits(settings, model)
@@ -324,7 +324,7 @@ def settle(
 
 
 def _check_scoring(name: str | None, devices: int) -> None:
-    """Attention over pages is cut up by kv head; that over whole prompts is not."""
+    """Check that a scoring kernel runs on one device: only attention over pages is sharded by kv head."""
     if devices > 1 and name in PLATFORM_OF:
         whole = ", ".join(n for n in PROMPT_ATTENTION if n not in PLATFORM_OF)
         raise UsageError(
@@ -333,7 +333,7 @@ def _check_scoring(name: str | None, devices: int) -> None:
 
 
 def _try_kernels(settings: Settings, model: Transformer, mesh: Mesh | None) -> None:
-    """Trace the longest step, a token of all lanes, and a score: what a named kernel refuses is told now."""
+    """Trace the longest step, one token in all lanes, and a score, so that a named kernel refuses now."""
     pool = jax.eval_shape(partial(empty_pool, model, settings, mesh))
     params = weights.abstract(model.config, model.plan, model.dtype, cuts=None)
     if settings.fill is not None:
@@ -354,7 +354,7 @@ def _try_kernels(settings: Settings, model: Transformer, mesh: Mesh | None) -> N
 
 
 def _way_out(refusal: str) -> str:
-    """The flags that a user can change where a kernel refuses a call in these words."""
+    """The flags that a user can change when a kernel refuses a call with this message."""
     flags = [flag for flag, words in _CHANGES.items() if re.search(words, refusal)]
     change = f"change {' or '.join(flags)}, or " if flags else ""
     return f"{change}give --kernels another"
@@ -373,9 +373,9 @@ def _check_exits(settings: Settings, model: Transformer) -> None:
 
 
 def _free_bytes(device, fraction: float, working: Callable[[], int]) -> float:
-    """What `fraction` of a device's memory leaves beside what is in use and what programs take.
+    """The bytes that `fraction` of a device's memory leaves beside what is in use and what programs take.
 
-    On a CPU, half of what is free.
+    On a CPU, half of that fraction of what is free.
     """
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
@@ -385,7 +385,7 @@ def _free_bytes(device, fraction: float, working: Callable[[], int]) -> float:
 
 
 def share_of(device) -> float:
-    """The part of a device's memory that `bytes_limit` is: of a GPU, what JAX was told to take."""
+    """The part of a device's memory that `bytes_limit` covers: on a GPU, what JAX was told to take."""
     if device.platform != "gpu":
         return 1.0
     options: dict[str, typing.Any] = dict(xla_client.generate_pjrt_gpu_plugin_options())

@@ -20,15 +20,15 @@ _SMALLEST = 32  # positions: below these a source costs about the same whatever 
 def read_source(
     model: Transformer, params: PyTree, cache: Cache, source: jax.Array, sources: Sources
 ) -> Cache:
-    """The cache with the rows of some sources; which pages each sequence reads is left as it was."""
+    """Write the rows of some sources to the cache; the pages that each sequence reads stay the same."""
     return fill(model, params, source, cache, sources).reading(cache.sources).pinned()
 
 
 class SourceReader:
-    """Sizes and arrays of sources, one source a launch: what it gives depends on no other.
+    """Sizes and arrays of sources. A launch has one source, so that its result depends on no other.
 
     Attributes:
-      sizes: positions of a launch's array, ascending; a sound's window has always all.
+      sizes: positions of a launch's array, ascending; an audio window always has all positions.
     """
 
     def __init__(self, model: Transformer, cache: Cache):
@@ -39,7 +39,7 @@ class SourceReader:
         self.sizes = [most] if self._mels else sorted(every)
 
     def arrays(self, source: Any, length: int, size: int, pages: list[int]) -> tuple[np.ndarray, Sources]:
-        """(the source in an array of `size` positions, where its rows belong)."""
+        """Return (the source in an array of `size` positions, the pages of its rows)."""
         if self._mels:
             padded = np.zeros((1, 2 * size, self._mels), np.float32)
         else:
@@ -50,15 +50,15 @@ class SourceReader:
         return padded, Sources(table, np.array([length], np.int32))
 
     def nothing(self, size: int) -> tuple[np.ndarray, Sources]:
-        """A source of so many positions that nobody reads."""
+        """An empty source in an array of `size` positions."""
         return self.arrays((), 0, size, [])
 
     def every(self) -> list[tuple[int, tuple[np.ndarray, Sources]]]:
-        """Such a one of each size."""
+        """(size, empty source) for each size."""
         return [(size, self.nothing(size)) for size in self.sizes]
 
     def read_by(self, rows: list[Sequence], count: int) -> Sources:
-        """What `count` rows read, of which the first are these sequences."""
+        """The sources that `count` rows read; these sequences are the first rows."""
         table, lengths = np.zeros((count, self._slots), np.int32), np.zeros(count, np.int32)
         for row, sequence in enumerate(rows):
             if sequence.source is not None:

@@ -1,4 +1,4 @@
-"""Compiling a runner's programs ahead of use, on other threads, while it may run by the first of them."""
+"""Compilation of a runner's programs ahead of use, on other threads, while the first of them are in use."""
 
 import logging
 import os
@@ -15,11 +15,11 @@ _LOG = logging.getLogger(__name__)
 
 
 class Program(NamedTuple):
-    """One of the programs that launches need.
+    """A program that launches need.
 
     Attributes:
-      key: what it is for; see `Runner.programs`. call: it, with arguments of the right shapes.
-      send: a launch of it in which no sequence takes part.
+      key: what it is for; see `Runner.programs`. call: the function, with arguments of the right shapes.
+      send: launches it without any sequence.
     """
 
     key: tuple
@@ -28,16 +28,16 @@ class Program(NamedTuple):
 
 
 class WarmUp:
-    """Programs on their way: each is compiled on some thread, then launched once, and then in use.
+    """Programs during warm-up: each is compiled on some thread, then launched once, and then in use.
 
     Attributes:
-      ready: keys of those in use. failed: of those that could not be compiled, and never will be in use.
-      total: programs in all.
+      ready: keys of the programs in use. failed: keys of those that could not be compiled and are never used.
+      total: number of programs.
     """
 
     def __init__(self, programs: list[Program], needed: set[tuple]):
-        """`programs`, the most wanted first, and the keys of those that do for any launch. As many are
-        compiled at once as there are cores, at most 8."""
+        """`programs` are in order of importance; `needed` has the keys of those that suffice for any launch.
+        As many are compiled at once as there are cores, at most 8."""
         self._needed = needed
         self.ready: set[tuple] = set()
         self.failed: set[tuple] = set()
@@ -47,12 +47,12 @@ class WarmUp:
 
     @property
     def waits(self) -> bool:
-        """Whether some program is compiled and not yet in use."""
+        """Whether some program is compiled but not yet in use."""
         return any(future.done() for _, future in self._left)
 
     @property
     def usable(self) -> bool:
-        """Whether the programs in use do for any launch."""
+        """Whether the programs in use suffice for any launch."""
         return self._needed <= self.ready
 
     @property
@@ -60,9 +60,9 @@ class WarmUp:
         return not self._left
 
     def take(self) -> None:
-        """Wait until some program is compiled, and take what is into use.
+        """Wait until some program is compiled, and put all compiled ones into use.
 
-        What a compiler raises is raised for a program that is needed, and logged for another.
+        A compiler's error is raised if the program is needed, else logged.
         """
         pending = [future for _, future in self._left]
         if not self.waits:
@@ -86,12 +86,13 @@ class WarmUp:
             self._pool.shutdown()
 
     def stop(self) -> None:
-        """What is not being compiled yet never will be; `take` raises CancelledError. Any thread may."""
+        """Cancel compilations that have not begun; `take` then raises CancelledError. Any thread may call
+        it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _described(call: partial) -> partial:
-    """The same with shapes in place of the device's arrays, which a launch may take away meanwhile."""
+    """The same call with shapes instead of device arrays, which a launch may donate meanwhile."""
 
     def shape(x):
         if not isinstance(x, jax.Array):
@@ -103,5 +104,5 @@ def _described(call: partial) -> partial:
 
 
 def _compile(call: partial) -> None:
-    """A later call of the same function with such arguments finds its program."""
+    """Compile a call: later calls of the same function with such arguments find the program."""
     call.func.lower(*call.args, **call.keywords).compile()

@@ -1,1 +1,1 @@
-"""OpenAI's API over the engine: bounded, keyed, and with one shape for every error."""
+"""An OpenAI-compatible API over the engine, with limits, API keys and one format for every error."""

@@ -1,5 +1,5 @@
-"""Who may come in: the bounds on what waits, and each key's share, checked before any work is done; and
-whose text the tokenizer reads next."""
+"""Admission control: the limits of the queue and each key's share, checked before any work is done; and the
+order in which the tokenizer serves keys."""
 
 import dataclasses
 import math
@@ -15,13 +15,13 @@ from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.server.errors import ApiError
 from swiftkv_jax.server.settings import HttpSettings
 
-LONG = 2**15  # bytes: a text of more takes longer than a handful of short requests may wait
+LONG = 2**15  # bytes: tokenising a longer text would delay short requests too much
 _ANSWER = typing.TypeVar("_ANSWER")
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What the engine holds: what waits, by key; sequences that run; pages in use of all."""
+    """The load of the engine: what waits, by key; running sequences; pages in use, of how many."""
 
     waiting: Mapping[str, Demand] = dataclasses.field(default_factory=dict)
     running: int = 0
@@ -31,7 +31,7 @@ class Load:
 
     @property
     def queued(self) -> Demand:
-        """All that waits."""
+        """The total demand of everything that waits."""
         return sum(self.waiting.values(), Demand())
 
 
@@ -39,9 +39,9 @@ class Ticket:
     """A reservation of queue capacity for one call, released when its `with` block ends.
 
     Attributes:
-      demand: a guess until the texts are tokenised; no sequences: the call wants the tokenizer alone.
-      places: of its key's share that it takes; the tokenizer's time counts as well.
-      waiting: whether the engine has not yet taken them over into its own queue.
+      demand: an estimate until the texts are tokenised; without sequences the call needs only the tokenizer.
+      places: how much of its key's share it takes; a call that needs only the tokenizer takes one.
+      waiting: whether its sequences are not yet in the engine's own queue.
     """
 
     def __init__(self, admission: "Admission", tenant: str, demand: Demand):
@@ -59,33 +59,33 @@ class Admission:
     """Gives out tickets on the event loop's thread; the engine's thread publishes its load."""
 
     def __init__(self, engine: Settings, limits: HttpSettings, refused: Callable[[str], None]):
-        """`refused` is told the reason of every refusal that the same call later may not meet."""
+        """`refused` is called with the reason of every temporary refusal."""
         self._engine, self._limits, self._refused = engine, limits, refused
         self._share = _share(engine, limits)
         self._load = Load(pages=max(1, engine.num_pages or 1))
         self._tickets: set[Ticket] = set()
         self._per_tenant: Counter[str] = Counter()
-        self._lock = threading.Lock()  # of what both threads write: the load and `Ticket.waiting`
+        self._lock = threading.Lock()  # guards what both threads write: the load and `Ticket.waiting`
 
     @property
     def tickets(self) -> int:
-        """Calls that are being answered."""
+        """The number of calls that are being answered."""
         return len(self._tickets)
 
     @property
     def load(self) -> Load:
-        """What the engine said of itself last."""
+        """The load that the engine published last."""
         return self._load
 
     def publish(self, load: Load, taken: Ticket | None) -> None:
-        """The engine's load; `taken` is now counted in the engine's own queue, or has ended."""
+        """Publish the engine's load; `taken` is now counted in the engine's own queue, or has ended."""
         with self._lock:
             self._load = load
             if taken:
                 taken.waiting = False
 
     def admit(self, tenant: str, demand: Demand) -> Ticket:
-        """Room for a call's sequences and about as many tokens, to be read and to be generated.
+        """Reserve room for a call's sequences and its estimated prompt and output tokens.
 
         Raises:
           ApiError: as `check`.
@@ -94,7 +94,7 @@ class Admission:
         return self._issue(tenant, demand)
 
     def check(self, tenant: str, demand: Demand) -> None:
-        """Whether there is room for so much.
+        """Check that there is room for `demand`.
 
         Raises:
           ApiError: the status of a full queue; that of a key above its share; 400 if it can never fit.
@@ -115,10 +115,10 @@ class Admission:
             raise self.refuse("queue", self.full(why))
 
     def admit_reader(self, tenant: str) -> Ticket:
-        """Room for a call that wants only the tokenizer; `max_sequences` of them may be here at a time.
+        """Admit a call that needs only the tokenizer; at most `max_sequences` of them may be here at a time.
 
         Raises:
-          ApiError: as `admit`, but for 400.
+          ApiError: as `admit`, except 400.
         """
         self._check_key(tenant, 1)
         readers = sum(not ticket.demand.sequences for ticket in self._tickets)
@@ -127,19 +127,19 @@ class Admission:
         return self._issue(tenant, Demand())
 
     def release(self, ticket: Ticket) -> None:
-        """The call has ended."""
+        """Release the reservation of a call that has ended."""
         self._tickets.discard(ticket)
         self._per_tenant[ticket.tenant] -= ticket.places
         if not self._per_tenant[ticket.tenant]:
             del self._per_tenant[ticket.tenant]
 
     def refuse(self, reason: str, error: ApiError) -> ApiError:
-        """Count a refusal: "queue", "key", "draining" or "starting"; `error` again."""
+        """Count a refusal: "queue", "key", "draining" or "starting"; return `error`."""
         self._refused(reason)
         return error
 
     def full(self, why: str) -> ApiError:
-        """To come back when what waits may have been read."""
+        """The error of a full queue: retry when the waiting prompts may have been read."""
         rate = self._load.tokens_per_s
         seconds = math.ceil(self._load.queued.tokens / rate) if rate else 1
         status = self._limits.queue_status
@@ -163,10 +163,10 @@ class Admission:
 
 
 def _share(engine: Settings, limits: HttpSettings) -> Demand:
-    """What one key may have: sequences that run or wait, and tokens of those that wait.
+    """The most that one key may have: sequences that run or wait, and tokens of those that wait.
 
-    With two keys or more, half of what all may have, so that none alone can keep the others out. The only key
-    there is may have all.
+    With two or more keys it is half of the total, so that no key alone can keep the others out. A single key
+    may have everything.
     """
     most = engine.queue
     share = Demand(*[sys.maxsize] * 3)
@@ -179,26 +179,28 @@ def _share(engine: Settings, limits: HttpSettings) -> Demand:
 
 
 class Readers:
-    """One thread for short texts and one for long ones, of which a body's worth takes a second."""
+    """Tokenizer threads: one for short texts, and one for long ones. A text as large as a body takes a
+    second."""
 
     def __init__(self):
         self._short, self._long = Turns("encode-short"), Turns("encode-long")
 
     def submit(self, key: str, size: int, work: Callable[[], _ANSWER]) -> Future[_ANSWER]:
-        """Run `work`, which reads a text of `size` bytes for a key. Cancelled in time, it is not begun."""
+        """Run `work`, which tokenises a text of `size` bytes for a key. If it is cancelled in time, it never
+        starts."""
         return (self._long if size > LONG else self._short).submit(key, work)
 
     def stop(self) -> None:
-        """What has not begun never will."""
+        """Cancel all work that has not begun."""
         for turns in (self._short, self._long):
             turns.stop()
 
 
 class Turns:
-    """A thread that does one piece of work of each key that has any, then the next of each."""
+    """A thread that serves keys in turn, one piece of work at a time."""
 
     def __init__(self, name: str):
-        self._lines: dict[str, deque[tuple[Future, Callable]]] = {}  # the first key's turn comes first
+        self._lines: dict[str, deque[tuple[Future, Callable]]] = {}  # the first key is next
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, name)
 
@@ -218,7 +220,7 @@ class Turns:
             self._lines.clear()
 
     def _next(self) -> None:
-        """Whatever is next now: it was called as often as there is work."""
+        """Do the next piece of work; this is called once for each piece."""
         with self._lock:
             if not self._lines:  # stopped
                 return

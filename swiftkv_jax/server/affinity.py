@@ -1,7 +1,7 @@
-"""Which replica reads a prompt: the one that has read its beginning, unless too much waits there.
+"""Prefix affinity: a prompt goes to the replica that has read its beginning, unless too much waits there.
 
-Plain Python: no Ray, no clock. Prompts are named by the chain that names pages of the cache
-(engine/pages.py), over text instead of tokens: so no tokenizer is needed in front of the replicas.
+Plain Python: no Ray, no clock. Prompts get names by the hash chain that names pages of the cache
+(engine/pages.py), but over text instead of tokens, so that no tokenizer is needed in front of the replicas.
 """
 
 import hashlib
@@ -13,19 +13,19 @@ from collections.abc import Mapping, Sequence
 
 from swiftkv_jax.engine import pages
 
-PAGES = 64  # at most so many of a prompt's first pages are named
-CHARACTERS = 4  # bytes of text for a token, about
+PAGES = 64  # the most pages of a prompt that are named
+CHARACTERS = 4  # bytes of text per token, about
 SLACK = 8  # requests that a replica may have more than the least busy one and still be preferred
 KNOWN = 100_000  # names that are remembered
-_SHARE = 0.5  # of a prompt's named pages that must be known: a system prompt that all share does not count
+_SHARE = 0.5  # of a prompt's named pages that must be known, so that a common system prompt is not enough
 
 
 def names(body: bytes, tenant: bytes, page_size: int) -> list[bytes]:
-    """The names of a request's first full pages; none where it has none or is not understood.
+    """The names of a request's first full pages; empty if it has none or cannot be parsed.
 
     Args:
       body: JSON, as of `/v1/completions` or `/v1/chat/completions`.
-      tenant: the header that tells who calls; keys share no pages.
+      tenant: the header with the caller's key; keys share no pages.
       page_size: tokens of a page; of text, `CHARACTERS` times as many bytes.
     """
     try:
@@ -65,7 +65,8 @@ class Affinity:
         return [home, *(replica for replica in least if replica != home)]
 
     def read(self, named: Sequence[bytes], replica: str, alive: Mapping[str, object]) -> None:
-        """`replica` reads a prompt. A beginning that another one has read stays that one's."""
+        """Record that `replica` reads a prompt. A beginning that another living replica has read stays with
+        that one."""
         for name in named:
             if self._homes.get(name) not in alive:
                 self._homes[name] = replica
@@ -74,7 +75,7 @@ class Affinity:
             self._homes.popitem(last=False)
 
     def _home(self, named: Sequence[bytes], alive: Mapping[str, object]) -> str | None:
-        """Who has read the longest beginning of a prompt, if it is long enough."""
+        """The replica that has read the longest beginning of a prompt, if that is long enough."""
         for count in range(len(named), 0, -1):
             home = self._homes.get(named[count - 1])
             if home in alive:
@@ -83,5 +84,5 @@ class Affinity:
 
 
 def _lot(named: Sequence[bytes], replica: str) -> bytes:
-    """Breaks ties: by the beginning, so that several routers agree on who gets it; at random without one."""
+    """A tie-breaker: by the prompt's beginning, so that several routers agree; random without one."""
     return hashlib.sha256(named[0] + replica.encode()).digest() if named else random.randbytes(8)

@@ -1,4 +1,4 @@
-"""The shapes of answers: what a completion, a chat and their chunks look like."""
+"""The JSON of answers: completions, chats and their chunks."""
 
 import codecs
 import dataclasses
@@ -20,7 +20,7 @@ def encode(value: typing.Any) -> bytes:
 
 
 def joined(envelope: Mapping[str, typing.Any], choices: Iterable[dict]) -> bytes:
-    """An answer, its choices written one by one: while JSON is written, no other thread of Python runs."""
+    """Encode an answer, its choices one by one: no other Python thread runs while JSON is written."""
     around = encode({name: value for name, value in envelope.items() if name != "choices"})
     return around[:-1] + b',"choices":[' + b",".join(map(encode, choices)) + b"]}"
 
@@ -34,17 +34,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 def usage(prompt: int, completion: int, cached: int) -> dict[str, typing.Any]:
-    """Tokens of prompts, those generated, and how many of the former were found in the prefix cache."""
+    """Numbers of prompt tokens, of generated tokens, and of prompt tokens found in the prefix cache."""
     counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What both routes share. `id`, `created` and `model` open every chunk of one answer.
+    """The common part of both routes' answers. `id`, `created` and `model` open every chunk of one answer.
 
-    `top`: how many of the likeliest tokens a chat shows at each place. `spell`: the bytes of a token, which
-    may be less than a character; None where nobody knows.
+    `top`: number of likeliest tokens that a chat shows at each position. `spell`: returns the bytes of a
+    token, which may be part of a character; None if they are not known.
     """
 
     id: str
@@ -57,7 +57,7 @@ class Shape:
     part: typing.ClassVar[str]
 
     def bytes_of(self, token: int, item: Logprob) -> bytes:
-        """What a token stands for."""
+        """The bytes of a token."""
         text = item.decoded_token or ""
         return self.spell(token) if self.spell and _NO_CHARACTER in text else text.encode()
 
@@ -79,7 +79,8 @@ class CompletionShape(Shape):
     whole = part = "text_completion"
 
     def choice(self, index: int, output: CompletionOutput, first: bool, offset: int) -> dict:
-        """A chunk's choice; the whole's is one with everything in it. `offset`: characters before it."""
+        """The choice of a chunk, or of a whole answer, which is one chunk. `offset`: number of characters
+        before it."""
         return {
             "index": index,
             "text": output.text,
@@ -104,7 +105,7 @@ class CompletionShape(Shape):
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _top(self, entry: Mapping[int, Logprob]) -> dict[str, float]:
-        """Text to log probability. Tokens of equal text share one place, and the likelier one has it."""
+        """Text to log probability. Of tokens with the same text, the likelier one counts."""
         out: dict[str, float] = {}
         for token, item in entry.items():
             text = _written(self.bytes_of(token, item))
@@ -118,12 +119,12 @@ class ChatShape(Shape):
     whole, part = "chat.completion", "chat.completion.chunk"
 
     def choice(self, index: int, output: CompletionOutput, first: bool, offset: int) -> dict:
-        """A chunk's choice; the role comes with the first token, not before it."""
+        """The choice of a chunk; the role comes with the first token, not before it."""
         role = {"role": "assistant"} if first else {}
         return self._around(index, output, "delta", role | {"content": output.text})
 
     def final(self, index: int, output: CompletionOutput, first: bool, offset: int) -> dict:
-        """The whole's choice."""
+        """The choice of a whole answer."""
         return self._around(index, output, "message", {"role": "assistant", "content": output.text})
 
     def _around(self, index: int, output: CompletionOutput, name: str, message: dict) -> dict:
@@ -153,7 +154,7 @@ def _finite(value: float) -> float:
 
 
 def _written(raw: bytes) -> str:
-    """A token as a text; part of a character as OpenAI's completions write it, such as `bytes:\\xf0\\x9f`."""
+    """A token as text; part of a character as in OpenAI's completions, such as `bytes:\\xf0\\x9f`."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -28,8 +28,8 @@ class Api:
     """The ASGI application and its models. The engines' threads live as long as the lifespan.
 
     Attributes:
-      models: all. llm, service, metrics: of the first, which answers where no model is named.
-      operations: every route there is.
+      models: all. llm, service, metrics: those of the first, which answers if a request names no model.
+      operations: all routes.
     """
 
     def __init__(self, llm: LLM, settings: HttpSettings, others: Mapping[str, LLM] | None = None):
@@ -88,11 +88,11 @@ class Api:
         return await until_disconnect(request.receive, model.generator.respond(call))
 
     async def transcribe(self, request: Request) -> Response:
-        """OpenAI's transcriptions: a wav file in, what is said in it out."""
+        """OpenAI's transcriptions: a wav file in, its text out."""
         return await self._listen(request, "transcribe")
 
     async def translate(self, request: Request) -> Response:
-        """OpenAI's translations: a wav file in, what is said in it out, in English."""
+        """OpenAI's translations: a wav file in, its text in English out."""
         return await self._listen(request, "translate")
 
     async def _listen(self, request: Request, task: str) -> Response:
@@ -103,7 +103,7 @@ class Api:
         return await until_disconnect(request.receive, model.listener.respond(call))
 
     def _knock(self, request: Request) -> None:
-        """Refuse, before its body is read, what no model would take whatever it asks for.
+        """Refuse a request before its body is read, if no model would take even the smallest request.
 
         Raises:
           ApiError: as `Service.check`.
@@ -139,7 +139,7 @@ class Api:
         return await self._consult(request, model, size, lambda: _text(model.llm, body.tokens))
 
     async def _consult(self, request: Request, model: Model, size: int, work: Callable[[], dict]) -> Response:
-        """The answer of `work` as JSON, both made where they hold nobody up.
+        """Return the result of `work` as JSON; both are made on the tokenizer's threads.
 
         Raises:
           ApiError: 400 for what the tokenizer cannot take.
@@ -151,7 +151,7 @@ class Api:
             raise ApiError(400, generate.without_place(model.llm, error)) from error
 
     async def tokenizer_info(self, _: Request) -> Response:
-        """The strings that begin and end texts; the chat template only where that was asked for."""
+        """The tokenizer's special tokens; the chat template only if the server is set to show it."""
         known = getattr(_tokenizer(self.llm), "hf", None)
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         info: dict[str, typing.Any] = {name: getattr(known, name, None) for name in names}
@@ -166,13 +166,14 @@ class Api:
         return JSONResponse(openapi.describe(self.operations, bool(self.settings.api_keys), OPEN))
 
     async def health(self, _: Request) -> Response:
-        """Whether the engine still moves."""
+        """Whether the engine responds."""
         if self.models.healthy:
             return JSONResponse({"status": "ok"})
         raise ApiError(503, "the engine does not answer", code="unhealthy", retry_after=10)
 
     async def ready(self, _: Request) -> Response:
-        """Whether new requests are taken; and whether all programs are there by which they run fastest."""
+        """Whether new requests are accepted, and whether all programs are compiled that make them run
+        fastest."""
         if self.models.ready:
             return JSONResponse({"status": "ready", "warm": self.models.warm})
         state = f"warming up: {self.models.how_far}"
@@ -210,7 +211,7 @@ class Api:
 
 
 def _common(request: Request, model: Model) -> dict:
-    """What a call needs beside its body."""
+    """The fields of a call beside its body."""
     spell = getattr(model.llm.tokenizer, "token_bytes", None)
     return {
         "call": _caller(request),
@@ -219,7 +220,7 @@ def _common(request: Request, model: Model) -> dict:
 
 
 def _caller(request: Request) -> dict[str, str]:
-    """Who asks, and what a request is called here and there."""
+    """The caller's tenant, our id of the request, and the client's own."""
     client_id = clip(request.headers.get("x-request-id", ""), 64)
     scope = request.scope
     return {"tenant": scope[TENANT], "request_id": scope[REQUEST_ID], "client_id": client_id}

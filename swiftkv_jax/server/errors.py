@@ -1,4 +1,4 @@
-"""The one shape of an error, and what each status is called."""
+"""The format of every error, and the type and code of each status."""
 
 import dataclasses
 import json
@@ -26,7 +26,8 @@ _RETRIED = (408, 429, 503, 529)
 
 @dataclasses.dataclass
 class ApiError(Exception):
-    """What a client is told. `param` names the field at fault; `retry_after` is in whole seconds.
+    """An error that is returned to the client. `param` names the field at fault; `retry_after` is in whole
+    seconds.
 
     `retry`: whether the same request may succeed later; None: by the status.
     """
@@ -53,7 +54,7 @@ class ApiError(Exception):
         return json.dumps({"error": fields}, ensure_ascii=False).encode()
 
     def headers(self) -> dict[str, str]:
-        """What tells a client whether and when to try again."""
+        """Headers that tell a client whether and when to retry."""
         again = self.status in _RETRIED if self.retry is None else self.retry
         out = {"content-type": "application/json", "x-should-retry": str(again).lower()}
         if self.retry_after is not None:

@@ -1,4 +1,4 @@
-"""The flags of `serve.py --http`, and how a flag is made of a field of settings."""
+"""The flags of `serve.py --http`, and how a flag is made from a field of settings."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ from swiftkv_jax.server.settings import REFUSALS, HttpSettings
 
 DEFAULT = "127.0.0.1:8000"
 QUEUED_REQUESTS = 256
-_QUEUES = {  # flag: help; how much may wait, fields of engine.Settings
+_QUEUES = {  # flag: help; limits of the queue, fields of engine.Settings
     "max-queued-requests": f"(default {QUEUED_REQUESTS})",
     "max-queued-tokens": "of prompts (default: 64 steps' worth)",
     "max-queued-output-tokens": "that these may ask for, max_tokens times n (default: 64 contexts)",
@@ -32,7 +32,7 @@ _LIMITS = {  # flag: (field of HttpSettings, help)
 
 
 class Hidden:
-    """A group whose flags are known, but not in --help."""
+    """A group of flags that are accepted, but not shown in --help."""
 
     def __init__(self, parser: argparse.ArgumentParser):
         self._parser = parser
@@ -43,9 +43,9 @@ class Hidden:
 
 
 def add_flag(group, flag: str, owner: type, text: str, name: str = "") -> None:
-    """The flag of the field `name` of a dataclass: of the field's type; its default goes into `text` at {}.
+    """Add the flag of a dataclass's field `name`, with the field's type; its default replaces {} in `text`.
 
-    What is not given is None: the field's default holds.
+    A flag that is not given is None, so that the field's default applies.
     """
     field = next(f for f in dataclasses.fields(owner) if f.name == (name or flag.replace("-", "_")))
     if field.type is bool:
@@ -57,7 +57,7 @@ def add_flag(group, flag: str, owner: type, text: str, name: str = "") -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
-    """The group "server"; unless `shown`, --help lists --http alone."""
+    """Add the group "server"; unless `shown`, --help lists only --http."""
     p = parser.add_argument_group("server")
     p.add_argument(
         "--http",
@@ -118,7 +118,7 @@ def address(text: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
+    """Whether a host can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -126,10 +126,10 @@ def is_loopback(host: str) -> bool:
 
 
 def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> HttpSettings:
-    """The settings that the flags ask for; `api_key` is one more key, from the environment.
+    """The settings from the flags; `api_key` is one more key, from the environment.
 
     Raises:
-      UsageError: a limit makes no sense, or the server would be open to strangers.
+      UsageError: a limit is invalid, or the server would be open to strangers.
     """
     keys = [*(args.api_key or ()), *_file_keys("api", args.api_key_file), *([api_key] if api_key else ())]
     keys = [key.strip() for key in keys]  # a file or a secret often ends with a newline
@@ -172,10 +172,10 @@ def model_name(folder: str) -> str:
 
 
 def compared_name(folder: str, first: str) -> str:
-    """What the second model is called.
+    """The name of the second model.
 
     Raises:
-      UsageError: as the first.
+      UsageError: it is the name of the first.
     """
     name = model_name(folder)
     if name == first:
@@ -184,7 +184,7 @@ def compared_name(folder: str, first: str) -> str:
 
 
 def queue_bounds(args: argparse.Namespace, budget: int, context: int) -> dict[str, int]:
-    """Engine settings: what may wait. `budget` tokens a step; one whole context may always wait."""
+    """The engine settings that limit the queue. `budget` tokens a step; one whole context may always wait."""
     return {
         "max_queued_requests": args.max_queued_requests or QUEUED_REQUESTS,
         "max_queued_tokens": args.max_queued_tokens or max(64 * budget, 4 * context),

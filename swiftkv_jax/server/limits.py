@@ -1,4 +1,4 @@
-"""The first thing a request meets: size, time and key are checked before any route sees it."""
+"""The first layer of the server: size, time and key of a request are checked before any route sees it."""
 
 import asyncio
 import hashlib
@@ -16,11 +16,11 @@ from swiftkv_jax.server.errors import ApiError, clip
 from swiftkv_jax.server.settings import HttpSettings
 
 log = logging.getLogger("swiftkv_jax.http")
-# The only paths that no key guards: what probes ask, and the page's files, which hold nothing of the models
-# or of who uses them.
+# The only paths that need no key: those of probes, and the page's files, which hold nothing about the models
+# or their users.
 OPEN = ("/health", "/ready", *page.FILES)
 METRICS = "/metrics"
-AUDIO = "/v1/audio/"  # routes whose bodies hold sound
+AUDIO = "/v1/audio/"  # routes whose bodies hold audio
 TENANT = "swiftkv.tenant"  # in an ASGI scope: the digest of the caller's key, "" where none is asked for
 REQUEST_ID = "swiftkv.request_id"
 _CLOSING = (401, 403, 408, 413, 431, 500)  # a body may be left unread, so the connection ends with the answer
@@ -28,7 +28,7 @@ _PASSING = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class Keys:
-    """Who may call, and who may see the metrics. Digests are compared, all of them, in constant time."""
+    """The API keys and the metrics key. All digests are compared, in constant time."""
 
     def __init__(self, keys: tuple[str, ...], metrics_key: str | None):
         self._digests = [_digest(key.encode()) for key in keys]
@@ -43,7 +43,8 @@ class Keys:
         return digest.hex() if any(matches) else None
 
     def check_metrics(self, authorization: bytes) -> None:
-        """The metrics tell of everybody's requests, so a key that is one of several does not open them.
+        """Check access to the metrics. They cover all requests, so that one of several API keys does not open
+        them.
 
         Raises:
           ApiError: 403, or 401 without any key.
@@ -61,7 +62,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _bearer(authorization: bytes) -> bytes:
-    """The digest of `Bearer KEY`; of nothing that anybody may hold where the scheme is another."""
+    """The digest of KEY in `Bearer KEY`; with another scheme that of an empty key, which nobody can hold."""
     scheme, _, key = authorization.partition(b" ")
     return _digest(key.strip() if scheme.lower() == b"bearer" else b"")
 
@@ -71,9 +72,9 @@ def _no_such_key() -> ApiError:
 
 
 class Limits:
-    """ASGI middleware: limits, key, request id; and no exception passes it.
+    """ASGI middleware: limits, key, request id. No exception passes it.
 
-    Whatever a route raises is answered here, in the one shape of an error.
+    Whatever a route raises is answered here, in the one format of errors.
     """
 
     def __init__(self, app, settings: HttpSettings, draining: Callable[[], bool]):
@@ -86,7 +87,7 @@ class Limits:
             return await self.app(scope, receive, send)
         answer = _Answer(send, f"{random.getrandbits(128):032x}", self.draining)
         scope[REQUEST_ID] = answer.request_id
-        scope["app"] = self  # by which a router raises what it would otherwise answer in a form of its own
+        scope["app"] = self  # makes a router raise errors that it would otherwise answer in its own format
         try:
             most = self._check(scope)
             body = _Body(receive, self.settings, most)
@@ -99,18 +100,19 @@ class Limits:
             await answer.error(known, error.headers or {})
         except ClientDisconnect:
             return
-        except asyncio.CancelledError:  # the server waits no longer for what runs
+        except asyncio.CancelledError:  # the server no longer waits for running requests
             if not answer.started:
                 await answer.error(ApiError(503, "the server has stopped", retry_after=5))
             raise
         except _PASSING:
             raise
-        except BaseException:  # a panic of a library in Rust is no Exception
+        except BaseException:  # a panic of a library in Rust is not an Exception
             log.error("request %s failed\n%s", answer.request_id, traceback.format_exc())
             await answer.error(ApiError(500, f"internal error; request id {answer.request_id}"))
 
     def _check(self, scope) -> int:
-        """Header limits, then the key, then the announced length; how many bytes the body may have.
+        """Check the headers' size, then the key, then the announced length; return the most bytes that the
+        body may have.
 
         Raises:
           ApiError: 431, 401, 403, 413 or 400.
@@ -145,7 +147,7 @@ class Limits:
 
 
 def too_large(most: int) -> ApiError:
-    """413."""
+    """The error of a body that is too large: 413."""
     return ApiError(413, f"the body is larger than {most} bytes; send less")
 
 
@@ -181,7 +183,7 @@ class _Body:
 
 
 class _Answer:
-    """`send` that adds the request id, and can still tell an error while nothing has been sent."""
+    """`send` that adds the request id, and can still report an error while nothing has been sent."""
 
     def __init__(self, send, request_id: str, draining: Callable[[], bool]):
         self._send, self.request_id, self._draining = send, request_id, draining
@@ -199,7 +201,7 @@ class _Answer:
         await self._send(message)
 
     async def error(self, error: ApiError, more: Mapping[str, str] | None = None) -> None:
-        """Send it; where an answer is under way the connection breaks off, and that says it."""
+        """Send an error. If an answer is already under way, break off the connection instead, as a signal."""
         if self._whole:
             return
         if self.started:

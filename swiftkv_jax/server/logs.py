@@ -1,4 +1,4 @@
-"""The log, written by a thread of its own: who does not read stderr holds nobody up."""
+"""The log, written by its own thread: a stderr that is not read delays nobody."""
 
 import asyncio
 import contextlib
@@ -9,8 +9,8 @@ import threading
 import time
 from collections import Counter
 
-MOST = 4096  # lines that may wait to be written; those that come then are dropped, and counted
-_TOGETHER_S = 0.05  # lines that come within so long are one write
+MOST = 4096  # lines that may wait to be written; more are dropped, and counted
+_TOGETHER_S = 0.05  # seconds: lines that come within this time are one write
 _STOP_S = 2.0
 _REFUSALS_S = 1.0
 
@@ -19,11 +19,11 @@ class Log(logging.Handler):
     """A handler of records, and a writer of plain lines, that never waits for `stream`.
 
     Attributes:
-      dropped: lines that found no room; the next line that is written says so.
+      dropped: number of lines for which there was no room; the next lines written report it.
     """
 
     def __init__(self, stream):
-        """`stream`: what has `write` and `flush`, such as `sys.stderr`."""
+        """`stream` has `write` and `flush`, such as `sys.stderr`."""
         super().__init__()
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self.dropped = 0
@@ -43,7 +43,7 @@ class Log(logging.Handler):
             self.dropped += 1
 
     def stop(self) -> bool:
-        """Write what waits; whether that could be done within two seconds."""
+        """Write the waiting lines; return whether that took at most two seconds."""
         self._lines.put(None)
         self._thread.join(_STOP_S)
         return not self._thread.is_alive()
@@ -64,18 +64,18 @@ class Log(logging.Handler):
 
 
 def dropped() -> int:
-    """Lines that the handlers of this process have dropped."""
+    """The number of lines that the handlers of this process have dropped."""
     return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, Log))
 
 
 class Refusals:
-    """Requests refused unread, in one line a second for all of them: by status, how many."""
+    """The number of requests refused unread, by status, logged as at most one line a second."""
 
     def __init__(self):
         self._counts: Counter[int] = Counter()
 
     def add(self, status: int) -> None:
-        """One more; on the event loop's thread."""
+        """Count one more; on the event loop's thread."""
         if not self._counts:
             asyncio.get_running_loop().call_later(_REFUSALS_S, self._tell)
         self._counts[status] += 1

@@ -42,8 +42,8 @@ _ERROR = {
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One route. `body`: what it reads, and then it is a POST; None for a GET. `media`: of its answers.
-    `reads`: the media type of the body."""
+    """One route. `body`: the model of its body, which makes it a POST; None for a GET. `media`: the media
+    types of its answers. `reads`: the media type of the body."""
 
     path: str
     handler: Callable[[Request], Awaitable[Response]]

@@ -1,4 +1,4 @@
-"""The page for people at `/`: the plain files of static/, sent with headers that let nothing else in."""
+"""The web page at `/`: the files of static/, sent with headers that allow nothing else to be loaded."""
 
 import importlib.resources
 
@@ -13,8 +13,8 @@ FILES = {  # route: (file, media type)
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     **{f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
-# Own files and own routes only. With trusted types wanted and none allowed, a browser that knows them
-# refuses every way of turning text into markup or code.
+# Own files and own routes only. As trusted types are required and none is allowed, a browser that supports
+# them refuses every way of turning text into markup or code.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -38,7 +38,7 @@ def operations() -> list[Operation]:
 
 def _operation(path: str, content: bytes, kind: str) -> Operation:
     async def answer(_: Request) -> Response:
-        """A file of the page for people."""
+        """A file of the web page."""
         return Response(content, headers=_HEADERS, media_type=kind)
 
     return Operation(path, answer, media=(kind.partition(";")[0],))

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as uvicorn speaks it, with limits on what an application never sees."""
+"""uvicorn's HTTP/1.1 protocol, with limits on what an application never sees."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,12 +10,13 @@ from swiftkv_jax.server.settings import HttpSettings
 
 
 class _Outgoing:
-    """A transport that sends what is written in one turn of the event loop at once.
+    """A transport that sends everything written in one turn of the event loop at once.
 
-    A system call gives up Python's lock, and while the engine computes it takes milliseconds to get it back.
+    A system call releases Python's lock, and while the engine computes it takes milliseconds to get it back.
 
-    `close` before a request is `whole` half-closes: a client that reads no answer before it has sent all may
-    send on for `linger_s` seconds, unread. A full close would reset the connection and lose the answer.
+    `close` before a request is `whole` only half-closes: a client that reads no answer before it has sent
+    everything may go on sending for `linger_s` seconds, unread. A full close would reset the connection and
+    lose the answer.
     """
 
     def __init__(self, transport: asyncio.Transport, whole: Callable[[], bool], linger_s: float):
@@ -54,7 +55,7 @@ def protocol(settings: HttpSettings) -> type[H11Protocol]:
     """uvicorn's protocol under these settings."""
 
     class Guarded(H11Protocol):
-        """Half a head, a client that does not read, and one connection too many are cut off."""
+        """Cuts off incomplete heads, clients that do not read, and connections above the limit."""
 
         _head: asyncio.TimerHandle | None = None
         _write: asyncio.TimerHandle | None = None
@@ -95,7 +96,7 @@ def protocol(settings: HttpSettings) -> type[H11Protocol]:
             self._refuse(ApiError(400, "this is not a valid HTTP request"))
 
         def _whole(self) -> bool:
-            """Whether nothing is under way that the client may still be sending."""
+            """Whether the request has arrived completely, so that the client sends nothing more."""
             return self.cycle is not None and not self.cycle.more_body
 
         def _await_head(self) -> None:

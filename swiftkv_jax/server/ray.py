@@ -23,11 +23,11 @@ from swiftkv_jax.server import main as serving
 
 _SCOPE = ("http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers")
 _ROUTER = "swiftkv_jax.server.ray_router.PrefixRouter"
-_EACH = 8  # replicas for one front
+_EACH = 8  # replicas per front
 
 
 class Replica:
-    """One server; made on its own machine by Ray, which sends it nothing before it is warm."""
+    """One server, made by Ray on its own machine. Ray sends it nothing before it is warm."""
 
     async def __init__(self, args: argparse.Namespace):
         settings, sampling = serving.server_settings(args, None)
@@ -61,7 +61,7 @@ class Replica:
                     message["headers"] = [*message["headers"], (b"x-replica", self._name)]
                 yield message
             await task
-        finally:  # whoever asked has gone, or it is over
+        finally:  # the client disconnected, or the answer is complete
             inbox.put_nowait({"type": "http.disconnect"})
             await asyncio.gather(task, return_exceptions=True)
 
@@ -71,7 +71,7 @@ class Replica:
 
 
 class Front:
-    """Reads a request whole, names its prompt, and hands on what a replica answers."""
+    """Reads a whole request, names its prompt, and forwards a replica's answer."""
 
     def __init__(self, replicas, page_size: int, max_body_bytes: int):
         self._replicas, self._page_size, self._most = replicas.options(stream=True), page_size, max_body_bytes
@@ -83,7 +83,7 @@ class Front:
         return app
 
     async def call(self, scope, receive, send) -> None:
-        """Answer a request, as ASGI has it."""
+        """Answer a request (an ASGI application)."""
         from swiftkv_jax.server.errors import ApiError
         from swiftkv_jax.server.streams import until_disconnect
 
@@ -94,11 +94,11 @@ class Front:
             return
         body = await _body(receive, self._most)
         if body is not None:
-            with contextlib.suppress(ApiError):  # of who has left
+            with contextlib.suppress(ApiError):  # the client disconnected
                 await until_disconnect(receive, self._relay(scope, body, send))
 
     async def _relay(self, scope, body: bytes, send) -> None:
-        """A replica that dies has ended what it was answering, and nothing else."""
+        """Forward a replica's answer. If the replica dies, this answer ends with an error."""
         from swiftkv_jax.server.errors import ApiError
 
         lost_by = (_ray("ray.exceptions").RayError, _ray("ray.serve.exceptions").RayServeException)
@@ -125,7 +125,8 @@ class Front:
 
 
 async def _body(receive, most: int) -> bytes | None:
-    """A request's body, or more than `most` bytes of it, which a replica refuses; None: the client left."""
+    """Read a request's body, or more than `most` bytes of it, which a replica refuses; None: the client
+    disconnected."""
     parts: list[bytes] = []
     while sum(map(len, parts)) <= most:
         message = await receive()
@@ -138,7 +139,7 @@ async def _body(receive, most: int) -> bytes | None:
 
 
 def _ray(module: str):
-    """A module of Ray's, by its name: beside this file, `import ray` looks like this file to some tools.
+    """Import a module of Ray by its name: to some tools, `import ray` in this folder looks like this file.
 
     Raises:
       UsageError: Ray is not installed.
@@ -176,7 +177,7 @@ def application(args: argparse.Namespace, environment: Mapping[str, str]):
     replicas = serve.deployment(
         name="Replica",
         num_replicas=args.replicas,
-        max_ongoing_requests=2 * most,  # beyond its queue a server refuses, and says for how long
+        max_ongoing_requests=2 * most,  # a server refuses what exceeds its queue, and says when to retry
         ray_actor_options={
             "num_cpus": args.num_cpus,
             "num_gpus": args.num_gpus,

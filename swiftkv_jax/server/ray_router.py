@@ -11,7 +11,7 @@ from swiftkv_jax.server.affinity import Affinity
 
 
 class PrefixRouter(RequestRouter):
-    """Sends prompts that begin alike to one replica; a request's first argument is its names."""
+    """Sends prompts with the same beginning to one replica; a request's first argument is its names."""
 
     def initialize_state(self, **kwargs) -> None:
         self._affinity = Affinity()
@@ -19,7 +19,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks of one replica each: a full one is passed over."""
+        """Return ranks of one replica each: a full one is skipped."""
         known = self.replica_queue_len_cache
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         busy = {name: known.get(replica.replica_id) or 0 for name, replica in by_id.items()}

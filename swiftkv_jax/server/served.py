@@ -1,4 +1,4 @@
-"""What a server serves: one model, or two side by side, each with an engine and metrics of its own."""
+"""The models of a server: one, or two side by side, each with its own engine and metrics."""
 
 import asyncio
 import dataclasses
@@ -18,9 +18,10 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """One model, the engine that runs it, and who answers for it.
+    """One model with its engine, its metrics and what answers its requests.
 
-    `fingerprint` is made with it, and not by the first request: that compiles a little, on the event loop.
+    `fingerprint` is computed at once, not by the first request: that would compile a little on the event
+    loop.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Model:
         )
 
     def card(self, created: int) -> dict:
-        """What `/v1/models` says of it; `created` is in Unix seconds."""
+        """The model's entry in `/v1/models`; `created` is in Unix seconds."""
         plan = self.llm.model.plan
         split, share = plan.split_and_share if plan.skipped_layers else (None, None)
         return {
@@ -58,7 +59,7 @@ class Model:
 
 
 class Models:
-    """The models of one server. What holds of all of them holds of the server.
+    """The models of one server, and the state of all of them together, which is the server's.
 
     Attributes:
       first: answers requests that name no model. by_name: all, in the order they were given.
@@ -80,50 +81,50 @@ class Models:
             service.start()
 
     def stop(self) -> None:
-        """End them; what still runs is dropped."""
+        """Stop every engine's thread; running requests are dropped."""
         for model in self.by_name.values():
             model.service.stop()
             model.metrics.close()
 
     @property
     def ready(self) -> bool:
-        """Whether each takes requests."""
+        """Whether every model takes requests."""
         return all(service.ready for service in self._services)
 
     @property
     def healthy(self) -> bool:
-        """Whether each engine has been heard of lately."""
+        """Whether every engine has responded lately."""
         return all(service.healthy for service in self._services)
 
     @property
     def dead(self) -> bool:
-        """Whether an engine was given up: only a new process helps."""
+        """Whether an engine was given up, so that only a new process helps."""
         return any(service.dead for service in self._services)
 
     @property
     def last_words(self) -> str:
-        """Why the server ends, where an engine was given up."""
+        """The reason why the server ends, if an engine was given up."""
         return next(service.last_words for service in self._services if service.dead)
 
     @property
     def draining(self) -> bool:
-        """Whether nothing new is taken."""
+        """Whether new requests are refused, because of a shutdown."""
         return any(service.draining for service in self._services)
 
     @property
     def tickets(self) -> int:
-        """Calls that are being answered."""
+        """The number of calls that are being answered."""
         return sum(service.admission.tickets for service in self._services)
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Programs compiled while warming up, of how many."""
+        """(programs compiled by the warm-up, programs in all)."""
         done, total = zip(*(service.progress for service in self._services), strict=True)
         return sum(done), sum(total)
 
     @property
     def how_far(self) -> str:
-        """The same in words, with the seconds left if the other programs take as long as those so far."""
+        """`progress` in words, with the seconds left if the other programs take as long as those so far."""
         done, total = self.progress
         said = f"{done} of {total} programs"
         if not done:
@@ -132,12 +133,12 @@ class Models:
 
     @property
     def warm(self) -> bool:
-        """Whether no program is being compiled for later requests."""
+        """Whether all programs are compiled, and requests are taken."""
         done, total = self.progress
         return self.ready and done == total
 
     def check(self, tenant: str) -> None:
-        """Whether any model would take a request of this key's, the least there is.
+        """Check that some model would take the smallest request of this key.
 
         Raises:
           ApiError: none would; as `Service.check`.
@@ -151,5 +152,5 @@ class Models:
         raise refusals[0]
 
     async def drain(self) -> None:
-        """Take nothing new; wait for what runs, as long as the settings say."""
+        """Refuse new requests; wait for running ones, as long as the settings say."""
         await asyncio.gather(*(service.drain() for service in self._services))

@@ -1,4 +1,4 @@
-"""Listening, and stopping: a shutdown ends what runs in time, and tells everybody else to come back."""
+"""uvicorn with strict timeouts and a graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -17,15 +17,14 @@ from swiftkv_jax.server.logs import Log
 from swiftkv_jax.server.protocol import protocol
 from swiftkv_jax.server.settings import TELL_S
 
-_LOOK_S = 0.25  # between looks at the engine's health
+_LOOK_S = 0.25  # seconds between checks of the engine's health
 _BACKLOG = 2048
-_SWITCH_S = (
-    0.0005  # how long a thread may keep Python's lock while the event loop waits for it; Python: 0.005
-)
+# Seconds that a thread may keep Python's lock while the event loop waits for it (Python's default: 0.005).
+_SWITCH_S = 0.0005
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are `serve`'s business."""
+    """uvicorn without its signal handlers: `serve` has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -33,9 +32,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def serve(api: Api, listener: socket.socket, say: Callable[[str], None]) -> int:
-    """Answer until SIGTERM or SIGINT, then drain; a second signal stops at once. The exit code.
+    """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once. Return the exit code.
 
-    0 after a signal; 1 when the engine was given up, so that a supervisor starts another process.
+    It is 0 after a signal, and 1 if the engine was given up, so that a supervisor starts another process.
     """
     config = uvicorn.Config(
         api.asgi,
@@ -62,7 +61,7 @@ async def serve(api: Api, listener: socket.socket, say: Callable[[str], None]) -
     running = asyncio.create_task(server.serve([listener]))
     watching = asyncio.create_task(_progress(api, say))
     try:
-        looks = 0  # two in a row: a process that was paused as a whole is not dead when it wakes
+        looks = 0  # two in a row: a process that was paused is not dead when it resumes
         while not (stop.is_set() or running.done() or looks == 2):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), _LOOK_S)
@@ -84,8 +83,8 @@ async def serve(api: Api, listener: socket.socket, say: Callable[[str], None]) -
 
 
 async def _progress(api: Api, say: Callable[[str], None]) -> None:
-    """A line for every tenth of the warm-up, and every two seconds until requests are taken; one when they
-    are, and one when nothing is left."""
+    """Print a line for every tenth of the warm-up and every two seconds until requests are accepted, one when
+    they are, and one when everything is compiled."""
     clock = asyncio.get_running_loop().time
     began, told, ready = clock(), 0, False
     spoke = began
@@ -106,17 +105,17 @@ async def _progress(api: Api, say: Callable[[str], None]) -> None:
 
 
 def _left_to_compile(api: Api) -> str:
-    """What requests may yet wait for, as the end of a line."""
+    """The end of a line: the compilations that requests may still wait for."""
     if not api.settings.warm_up:
         return "; without a warm-up the first requests wait while their programs are compiled"
     return "" if api.models.warm else f" with {api.models.how_far}; the others are being compiled"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that nobody else can listen at, as callers see once it is served; port 0 takes a free one.
+    """A listening socket on an address that no other socket listens on; port 0 takes a free one.
 
     Raises:
-      UsageError: the address is not to be had.
+      UsageError: the address is not available.
     """
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -124,7 +123,7 @@ def listen(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(where)
-            listener.listen(_BACKLOG)  # at once: two that are only bound to one port may both be
+            listener.listen(_BACKLOG)  # at once: two sockets can be bound to one port as long as none listens
         except OSError:
             listener.close()
             raise
@@ -138,10 +137,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(api: Api, listener: socket.socket, quiet: bool) -> int:
-    """Serve on a bound socket until told to stop; the exit code.
+    """Serve on a bound socket until told to stop; return the exit code.
 
-    No return when the engine was given up, or when nobody reads stderr: a thread that is stuck would keep the
-    process from ending.
+    If the engine was given up, or nobody reads stderr, it ends the process instead of returning: a stuck
+    thread would keep the process from ending.
     """
     log = Log(sys.stderr)
     logging.basicConfig(level=logging.INFO, handlers=[log])

@@ -1,6 +1,6 @@
-"""The engine on a thread of its own, and what joins it to an event loop.
+"""The engine on its own thread, and the bridge between it and an event loop.
 
-Requests go in through an inbox; what is new of each completion comes back to the request's own queue on the
+Requests go in through an inbox. What is new of each completion comes back to the request's own queue on the
 loop. The loop never waits for the engine, and the engine never waits for the loop.
 """
 
@@ -34,17 +34,17 @@ from swiftkv_jax.server.streams import Delta, Stream, ends, news
 
 log = logging.getLogger("swiftkv_jax.http")
 _IDLE_S = 0.2  # how long an idle engine thread sleeps between heartbeats
-RESTARTS, _WITHIN_S = 5, 60.0  # more restarts than this in so long, and the engine is given up
+RESTARTS, _WITHIN_S = 5, 60.0  # after more restarts than this in so many seconds the engine is given up
 _ANSWER = typing.TypeVar("_ANSWER")
 _ACCEPTED = "accepted"
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a service holds.
+    """The state of a service.
 
     Attributes:
-      alive: its thread runs. requests: those whose callers wait for news. restarts: of the engine, lately.
+      alive: its thread runs. requests: those whose callers still wait. restarts: recent ones of the engine.
     """
 
     alive: bool
@@ -53,24 +53,24 @@ class State:
 
 
 class Observer:
-    """Told what happens, on the engine's thread. The metrics are one."""
+    """Callbacks on the engine's thread; the metrics implement them."""
 
     def stepped(self, engine: Engine, load: Load) -> None:
-        """After every launch."""
+        """Called after every launch."""
 
     def finished(self, group: Group) -> None:
-        """A request ended, in whatever way."""
+        """Called when a request has ended, for any reason."""
 
     def refused(self, reason: str) -> None:
-        """A request was not taken: "queue", "key", "draining" or "starting"."""
+        """Called when a request was refused: "queue", "key", "draining" or "starting"."""
 
 
 class Service:
     """Owns the engine's thread. All methods but those marked are for the event loop's thread.
 
     Attributes:
-      llm: its engine belongs to this service alone. draining: nothing new is taken.
-      admission: who may come in.
+      llm: its engine belongs to this service alone. draining: new requests are refused.
+      admission: the limits on what may wait.
     """
 
     def __init__(self, llm: LLM, settings: HttpSettings, observer: Observer):
@@ -79,7 +79,7 @@ class Service:
         self.admission = Admission(llm.settings, settings, observer.refused)
         self._compiled = self._scoring = (0, 0)  # programs in use, of how many
         self._ready = self._stopping = self._dead = False
-        self.last_words = "the engine has stopped; see the log"  # told when it is dead
+        self.last_words = "the engine has stopped; see the log"  # reported when it is dead
         self._beat = time.monotonic()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # by request id; the engine's thread only
@@ -93,7 +93,7 @@ class Service:
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the threads; what still runs is dropped."""
+        """Stop the threads; running requests are dropped."""
         self._stopping = True
         self._calls.put(lambda: None)
         if self._warmed is not None:
@@ -104,28 +104,29 @@ class Service:
             self._thread.join(timeout_s)
 
     def state(self) -> State:
-        """What it holds now; any thread may ask."""
+        """The current state; any thread may ask."""
         return State(self._thread.is_alive(), len(self._streams), len(self._restarts))
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine has been heard of lately."""
+        """Whether the engine has responded lately."""
         return not self._dead and not self._silent(self.settings.heartbeat_s)
 
     @property
     def dead(self) -> bool:
-        """Whether the engine was given up, or is silent as if for ever: only a new process helps."""
+        """Whether the engine was given up, or has been silent for too long: only a new process helps."""
         return self._dead or self._silent(self.settings.give_up_s)
 
     def _silent(self, seconds: float) -> bool:
-        """Whether the engine has not been heard of for so long, or, where it may compile, for much longer."""
+        """Whether the engine has not responded for so long, or, where it may compile, for much longer."""
         compiled = self._ready and self.settings.warm_up
         limit = seconds if compiled else self.settings.warm_up_heartbeat_s
         return time.monotonic() - self._beat > limit
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Programs compiled by the warm-up, of how many; it goes on while the first requests are served."""
+        """(programs compiled by the warm-up, programs in all); it goes on while the first requests are
+        served."""
         return self._compiled[0] + self._scoring[0], self._compiled[1] + self._scoring[1]
 
     @property
@@ -157,7 +158,7 @@ class Service:
             raise self.admission.refuse("starting", error)
 
     async def consult(self, tenant: str, size: int, work: Callable[[], _ANSWER]) -> _ANSWER:
-        """`encode`, for a call that wants nothing else.
+        """`encode`, for a call that needs only the tokenizer.
 
         Raises:
           ApiError: 503 while draining; or as `Admission.admit_reader`.
@@ -192,7 +193,7 @@ class Service:
             raise
 
     def stream(self, requests: list[Request], ticket: Ticket) -> Stream:
-        """Run these; every one gets an id of ours, whatever the caller calls it."""
+        """Run these requests; each gets an id of the server's own, whatever the caller's id is."""
         named = [dataclasses.replace(r, request_id=uuid.uuid4().hex, key=ticket.tenant) for r in requests]
         return Stream(self, named, ticket)
 
@@ -203,9 +204,9 @@ class Service:
         self._calls.put(partial(self._abort, stream))
 
     async def drain(self) -> None:
-        """Take nothing new, send away who has no place yet, and give what runs `shutdown_s`.
+        """Refuse new requests, end those that have not begun, and give running ones `shutdown_s` seconds.
 
-        Who is cut off then is told so: by 503, or, where an answer is under way, by an error in the stream.
+        A request that is cut off then gets a 503 or, if its answer is under way, an error in the stream.
         """
         self.draining = True
         self._calls.put(lambda: self._cut_off(self._unbegun(), self._closing))
@@ -214,13 +215,13 @@ class Service:
         await self._emptied(5.0)
 
     async def _emptied(self, seconds: float) -> None:
-        """Wait until every call is answered, or for so long."""
+        """Wait until every call is answered, or for `seconds`."""
         deadline = time.monotonic() + seconds
         while self.admission.tickets and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     def _run(self) -> None:
-        """The engine's thread, from here on down."""
+        """The main function of the engine's thread; the methods below it run there."""
         try:
             if self.settings.warm_up:
                 self._warm_up()
@@ -244,7 +245,7 @@ class Service:
                 log.error("what was left of the engine failed\n%s", traceback.format_exc())
 
     def _warm_up(self) -> None:
-        """Until any request can be run; what else may be needed is compiled while the first ones are."""
+        """Compile until any request can run; the other programs are compiled while the first requests run."""
         engine = self._warmed = self.llm.engine
         limit = self.llm.settings.max_model_len
         longest = min(self.settings.max_scored_tokens, limit)
@@ -262,7 +263,7 @@ class Service:
             self._scorer.submit("", partial(self._compile_scoring, length))
 
     def _compile_scoring(self, length: int) -> None:
-        with contextlib.suppress(FloatingPointError):  # compiled all the same
+        with contextlib.suppress(FloatingPointError):  # it is compiled nevertheless
             self.llm.score([0] * length)
         self._calls.put(self._count_scoring)
 
@@ -270,7 +271,7 @@ class Service:
         self._scoring = (self._scoring[0] + 1, self._scoring[1])
 
     def _go_on_warming(self) -> None:
-        """Take into use what was compiled since the last turn."""
+        """Put programs into use that were compiled since the last turn."""
         engine = self.llm.engine
         if engine.warming is None:
             return
@@ -299,12 +300,12 @@ class Service:
             self._count_restart(traceback.format_exc(), error)
             engine.restart(error)
         else:
-            if engine.restarts > before:  # it has begun anew by itself: the device failed
+            if engine.restarts > before:  # it restarted by itself: the device failed
                 self._count_restart("the device failed", RuntimeError("the device fails again and again"))
         self._measure()
 
     def _take_calls(self, seconds: float) -> None:
-        """Whatever the event loop wants; the first of it is waited for."""
+        """Run what the event loop asks for; wait up to `seconds` for the first of it."""
         try:
             call = self._calls.get(timeout=seconds)
             while True:
@@ -314,7 +315,7 @@ class Service:
             return
 
     def _refuse_late(self) -> None:
-        """Who has waited for too long, with nothing begun, is told to come back."""
+        """Refuse requests that have waited for too long without having begun."""
 
         def late() -> ApiError:
             why = f"no place came free in {self.settings.queue_timeout_s:g} seconds"
@@ -323,7 +324,7 @@ class Service:
         self._cut_off(self._unbegun(time.perf_counter() - self.settings.queue_timeout_s), late)
 
     def _unbegun(self, arrived_before: float = math.inf) -> Collection[Stream]:
-        """Those of whose completions none has had a place."""
+        """The streams of which no completion has had a lane yet."""
         waiting = [sequence for sequence in self.llm.engine.scheduler.waiting if not sequence.scheduled]
         counts = Counter(s.request.request_id for s in waiting if s.arrival < arrived_before)
         streams = Counter[Stream]()
@@ -338,9 +339,9 @@ class Service:
             self._tell(stream.loop, [(stream, why())])
 
     def _count_restart(self, what: str, error: Exception) -> None:
-        """Something outside every request's own boundary failed: what ran fails, what waits goes on.
+        """Count a failure outside of single requests: running requests fail, waiting ones go on.
 
-        Too often within a minute, and `error` is raised.
+        If it happens too often within a minute, `error` is raised.
         """
         log.error("the engine failed and starts anew\n%s", what)
         now = time.monotonic()
@@ -379,7 +380,7 @@ class Service:
             self.llm.engine.abort(request_id)
 
     def _fail_all(self) -> None:
-        """The engine is gone: every stream ends with an error."""
+        """End every stream with an error: the engine is gone."""
         posts = []
         for stream in set(self._streams.values()):
             posts += [(stream, ends(stream, request)) for request in stream.requests]
@@ -401,7 +402,7 @@ class Service:
             self._tell(posts[0][0].loop, posts)
 
     def _told(self, stream: Stream, group: Group) -> list[Delta]:
-        """What is new of a group; when even that cannot be said, its end."""
+        """The new part of a group's completions; if it cannot be determined, an error that ends them."""
         try:
             return news(stream, group)
         except Exception:
@@ -435,6 +436,7 @@ class Service:
 
 
 def _settle_memory() -> None:
-    """Half a million objects stay, and looking at all of them stops every thread: it is not done again."""
+    """Exempt the objects alive now from garbage collection: a scan of half a million objects stops every
+    thread."""
     gc.collect()
     gc.freeze()

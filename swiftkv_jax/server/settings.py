@@ -1,11 +1,11 @@
-"""How the server listens and what it refuses, as one frozen value."""
+"""The limits of the HTTP server, as one frozen value."""
 
 import dataclasses
 
 from swiftkv_jax.checks import choice
 
-TELL_S = 2.0  # between lines that say what goes on, while a server starts
-REFUSALS = (429, 503, 529)  # statuses that clients wait after, and try again
+TELL_S = 2.0  # seconds between progress lines while a server starts
+REFUSALS = (429, 503, 529)  # statuses after which clients wait and retry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,18 +17,18 @@ class HttpSettings:
       api_keys: any one of them opens every route; none: no key is asked for.
       metrics_key: opens `/metrics`, and nothing else. None: one key opens it too, one of several does not.
       max_body_bytes, max_body_chunks, body_timeout_s: of one request's body. max_audio_bytes: of one with
-        sound.
+        audio.
       max_headers, max_header_bytes, header_timeout_s: of one request's head.
       max_connections: open at once. max_requests_per_key: running or waiting, each completion counted; None:
         with two keys or more, half of all places, else no cap.
-      queue_status, key_status: of the refusal when the queue is full, and when a key has its share.
-      linger_s: how long a client whose request is refused before it is whole may send on, unread.
+      queue_status, key_status: of the refusal when the queue is full, and when a key has used its share.
+      linger_s: how long a client may go on sending, unread, after its incomplete request was refused.
       write_timeout_s: a client that does not read its answer for so long is cut off.
-      queue_timeout_s: a request that has not got a place by then is refused.
+      queue_timeout_s: a request that has no place in the batch by then is refused.
       heartbeat_s: an engine silent for longer is unhealthy; one silent for longer than `give_up_s` ends the
         process. While it may be compiling, warming up or without having warmed up, either takes
         `warm_up_heartbeat_s`.
-      shutdown_s: what running requests get when the server is told to stop.
+      shutdown_s: time that running requests get when the server is told to stop.
       max_prompts, max_n, max_sequences: of one request; sequences are prompts times n.
       max_scored_tokens: longest prompt whose own log probabilities may be asked for.
       warm_up: compile everything before the first request.

@@ -1,4 +1,4 @@
-"""A call's completions as they grow: from the engine's thread to the event loop, and on to the client."""
+"""Streaming of a call's completions: from the engine's thread to the event loop, and on to the client."""
 
 import asyncio
 import typing
@@ -18,7 +18,7 @@ Delta = tuple[int, CompletionOutput]  # prompt number, what is new of one of its
 
 @typing.runtime_checkable
 class Owner(typing.Protocol):
-    """What streams need of the service."""
+    """The part of the service that streams use."""
 
     def enter(self, stream: "Stream") -> None: ...
 
@@ -29,7 +29,7 @@ class Stream:
     """The completions of one call as they grow. Used as `async with`, which aborts what is left.
 
     Attributes:
-      numbers: request id -> prompt number. sequences: completions in all. left: those that go on.
+      numbers: request id -> prompt number. sequences: completions in all. left: unfinished ones.
     """
 
     def __init__(self, service: Owner, requests: list[Request], ticket: Ticket):
@@ -69,7 +69,7 @@ class Stream:
 
 
 def news(stream: Stream, group: Group) -> list[Delta]:
-    """What is new of a group's completions; each end is told once."""
+    """The new part of a group's completions; each end is reported once."""
     out, key = [], group.request.request_id
     for sequence in group.sequences:
         if (key, sequence.child) in stream.told:
@@ -83,7 +83,7 @@ def news(stream: Stream, group: Group) -> list[Delta]:
 
 
 def ends(stream: Stream, request: Request) -> list[Delta]:
-    """An error for each completion of a request whose end was not told yet."""
+    """An error for each completion of a request whose end was not reported yet."""
     key = request.request_id
     left = [child for child in range(request.params.n) if (key, child) not in stream.told]
     stream.told |= {(key, child) for child in left}
@@ -104,10 +104,10 @@ def _failed(child: int) -> CompletionOutput:
 
 
 async def until_disconnect(receive, work: Coroutine[typing.Any, typing.Any, _ANSWER]) -> _ANSWER:
-    """What `work` returns; when the client leaves first, `work` is cancelled.
+    """Return the result of `work`; if the client disconnects first, `work` is cancelled.
 
     Raises:
-      ApiError: 499, which nobody reads but the log.
+      ApiError: 499, which only the log shows.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
@@ -141,7 +141,7 @@ class EventStream(Response):
             async with self._held:
                 await until_disconnect(receive, self._send(send))
         except ApiError as error:
-            if error.status != 499:  # who left needs no answer, and is no fault to log
+            if error.status != 499:  # a disconnected client needs no answer, and is no error to log
                 raise
 
     async def _send(self, send) -> None:

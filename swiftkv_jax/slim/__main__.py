@@ -32,7 +32,7 @@ from swiftkv_jax.slim.hybrid import hybrids
 from swiftkv_jax.slim.measure import distance
 
 AUTO, MAX_KL = "auto", 1e-3
-_SPACES = {SELF: "own", ENCODER: "cross"}  # how rows are called in ways to store all of a space
+_SPACES = {SELF: "own", ENCODER: "cross"}  # names of the spaces in ways to store all rows of one
 
 
 def parser() -> Parser:
@@ -52,7 +52,7 @@ def parser() -> Parser:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A plain model, computing in float32, and what is asked of it."""
+    """A plain model, computing in float32, and the settings of its conversion."""
 
     model: Transformer
     params: PyTree
@@ -61,18 +61,18 @@ class Work:
     max_kl: float
 
     def bytes_per_token(self, plan: KVPlan, space: str = SELF) -> int:
-        """Of a cache under `plan`."""
+        """Bytes per token of a cache under `plan`."""
         return cache_bytes_per_token(self.model.config, plan, self.dtype, space)
 
     def size(self, row: int, form: str) -> float:
-        """Bytes a token of one row, where all of its space are stored so: all inputs of a source are one."""
+        """Bytes per token of one row if all rows of its space have this form (inputs share one row)."""
         plan = self.model.plan
         space = plan.rows[row].space
         every = plan.stored_as(form) if space == SELF else plan.with_cross(form)
         return self.bytes_per_token(every, space) / sum(one.space == space for one in plan.rows)
 
     def candidates_of(self) -> tuple[list[str], dict[str, str]]:
-        """(forms to try, those that this model cannot have and why)."""
+        """(forms to try, form -> why this model cannot have it)."""
         wanted = [form for form in FORMS if form != "kv"] if self.forms == AUTO else [self.forms]
         refused = {form: FORMS[form].refuses(self.model.config) for form in wanted}
         if self.forms != AUTO and refused[self.forms]:
@@ -83,7 +83,7 @@ class Work:
 
 
 def convert(args: argparse.Namespace) -> dict:
-    """Measure, choose, print, and write the folder; returns what slim.json holds."""
+    """Measure, choose, print, and write the folder; returns the content of slim.json."""
     choice("--forms", args.forms, (AUTO, *(form for form in FORMS if form != "kv")))
     bound = MAX_KL if args.max_kl is None else args.max_kl
     above("--max-kl", bound, 0)
@@ -159,7 +159,7 @@ def convert(args: argparse.Namespace) -> dict:
 def _read(
     args: argparse.Namespace, folder: Path, model: Transformer, params: PyTree
 ) -> tuple[texts.Pieces, texts.Pieces]:
-    """What to fit on and what to measure on."""
+    """(the texts to fit on, the texts to measure on)."""
     what = ", ".join(args.audio) or args.text or texts.DEFAULT.name
     if model.plan.cross:
         with working(show, f"letting the model answer {what}") as doing:
@@ -171,8 +171,8 @@ def _read(
 
 
 def _every_row(plan: KVPlan, rows: list[Found], cost) -> dict[str, dict[str, float]]:
-    """The whole model with all rows stored in one way, for each way that all rows have; of a model with an
-    encoder also all of its own rows alone, and all of its source's."""
+    """The whole model with all rows stored in one way, for each way that all rows have. For a model with an
+    encoder also with only its own rows, and only its source's rows, stored so."""
     parts = {"": rows}
     if plan.cross:
         for space, name in _SPACES.items():
@@ -190,7 +190,7 @@ def _pair(measured: tuple[float, float]) -> dict[str, float]:
 
 
 def _row(plan: KVPlan, found: Found, options: list[Measured], chosen: Choice) -> dict:
-    """One row as slim.json has it."""
+    """One row's entry in slim.json."""
     picked = chosen.measured.candidate if chosen.measured else None
     return {
         "row": found.row,

@@ -1,11 +1,12 @@
-"""Ways to store each row of a model: the exact inverse, and a fit to what the cache gives back of a text.
+"""Ways to store each row of a model: by the exact inverse, and by a fit to a text's rows as a cache rounds
+them.
 
 For a row of keys, values are (K - b_K) W_KV + b_V. The exact W_KV is W_K^-1 W_V. Rounding K adds noise, which
-W_KV multiplies by up to the condition number of W_K: so the fit solves for the W_KV that makes values of keys
-*as the cache rounds them*, by least squares in float64. Which is better is measured, not known. For a row of
-values the same holds with keys and values exchanged; a row of inputs needs no W.
+W_KV amplifies by up to the condition number of W_K. So the fit solves for the W_KV that makes values from
+keys *as the cache rounds them*, by least squares in float64. Which of the two is better is measured. For a
+row of values the same holds with keys and values exchanged; a row of inputs needs no W.
 
-Rows of an encoder's output are found in the same way, at the layer whose cross-attention reads them.
+Rows of an encoder's output are handled in the same way, at the layer whose cross-attention reads them.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.slim.texts import Pieces
 from swiftkv_jax.surgery import SINGULAR, between, condition, to_slim
 
-RIDGES = (1e-10, 1e-8, 1e-6, 1e-4)  # of the mean square of what is stored; the best on the kept half is taken
+RIDGES = (1e-10, 1e-8, 1e-6, 1e-4)  # relative to the stored rows' mean square; the kept half decides
 EXACT, FITTED = "exact", "calibrated"
 
 
@@ -36,9 +37,9 @@ class Candidate:
     """One way to store a row.
 
     Attributes:
-      row: of the plan. form: of rows.FORMS. how: where its matrix comes from, EXACT or FITTED.
+      row: its index in the plan. form: key of rows.FORMS. how: the origin of its matrix, EXACT or FITTED.
       matrix: [E, E] float64, W_KV or W_VK; None for inputs. ridge: of a fit.
-      error: relative error (Frobenius) of the values, or keys, that it gives back on the kept half.
+      error: relative error (Frobenius) of the recovered values, or keys, on the kept half.
       output_error: the same of the attention output of the first layer that reads the row.
     """
 
@@ -53,10 +54,11 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What there is to choose from for one row.
+    """The candidates for one row.
 
     Attributes:
-      condition: of W_K. largest: |W_KV| of the exact inverse, 0 without one. refused: form -> why it is none.
+      condition: of W_K. largest: |W_KV| of the exact inverse, 0 without one. refused: form -> why it is
+        refused.
     """
 
     row: int
@@ -68,10 +70,10 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class _Stream:
-    """A batch on its way through the layers: the hidden states entering the next one, and earlier rows that
-    others may read, each as the arrays and readers of a stack of one (see `model.Made`).
+    """A batch between two layers: the hidden states entering the next one, and earlier rows that later layers
+    may read, each as the arrays and readers of a stack of one (see `model.Made`).
 
-    some: the positions of `encoded` that count.
+    some: the positions of `encoded` that are fitted to or measured on.
     """
 
     real: np.ndarray
@@ -85,8 +87,8 @@ class _Stream:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """What a row is made from in a batch: `h` [B, T, D], of which `some` counts; `x` enters the attention
-    that reads it."""
+    """The input of a row in a batch: `h` [B, T, D], of which the positions `some` count; `x` enters the
+    attention that reads the row."""
 
     h: Array
     some: np.ndarray
@@ -95,7 +97,7 @@ class _Seen:
 
 
 def converted(model: Transformer, params: PyTree, picks: list[Candidate]) -> tuple[Transformer, PyTree]:
-    """The model with some of its rows stored so."""
+    """The model with the rows of `picks` stored in these ways."""
     plan = model.plan
     stored = {pick.row: pick.form for pick in picks}
     own, cross = ([stored.get(row, "kv") for row in rows] for rows in (range(len(plan.own.rows)), plan.cross))
@@ -112,7 +114,7 @@ def candidates(
     """
     plan = model.plan
     streams = [[_begin(model, params, batch) for batch in half.batches()] for half in (fit, kept)]
-    inputs: dict[int, list[list[Array]]] = {}  # of each row, until its first reader has come
+    inputs: dict[int, list[list[Array]]] = {}  # of each row, until its first reader is reached
     for layer in range(plan.num_layers):
         for shared in {plan.rows[row].shared_norm for row in plan.made_at(layer)}:
             h = [[normalised(model, params, shared, layer, stream.x) for stream in half] for half in streams]
@@ -129,7 +131,7 @@ def candidates(
 
 
 def _at_cross(model: Transformer, params: PyTree, layer: int, stream: _Stream) -> _Seen:
-    """What a layer's cross-attention meets: the encoder's output, and the stream behind self-attention."""
+    """The inputs of a layer's cross-attention: the encoder's output, and the stream after self-attention."""
     assert stream.encoded is not None and stream.some is not None
     h = normalised(model, params, False, layer, stream.x)
     own = weights.row(params, model.plan.reads[layer]), weights.layer(params, layer)["attentions"][0]
@@ -206,7 +208,7 @@ def _found(
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Keys or values [n, E] of one half, without biases, in float64: as made, and as a cache rounds them."""
+    """Keys or values [n, E] of one half, without biases, in float64: exact, and as a cache rounds them."""
 
     exact: np.ndarray
     rounded: np.ndarray
@@ -236,10 +238,10 @@ def solve(rows: np.ndarray, wanted: np.ndarray) -> list[np.ndarray]:
 
 
 def _with_error(c: Candidate, model: Transformer, params: PyTree, rows, wanted) -> Candidate:
-    """With the error of its matrix as the model stores it, in the dtype of its weights."""
+    """The candidate with the error of its matrix, rounded to the dtype of the model's weights."""
     dtype = weights.row(params, c.row)["k_proj"]["kernel"].dtype
     assert c.matrix is not None
-    with np.errstate(over="ignore", invalid="ignore"):  # in float16, and then told
+    with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow, which is then reported
         got = rows @ c.matrix.astype(dtype).astype(np.float64)
     return dataclasses.replace(c, error=float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted)))
 
@@ -262,7 +264,7 @@ def _with_output_error(
 def _output(
     model: Transformer, space: str, layer: int, form: str, dtype, row: PyTree, p, relative, seen: _Seen
 ) -> Array:
-    """What a layer's attention adds to its stream, [B, T, D], from a row stored in `form`, rounded or not."""
+    """The residual update [B, T, D] of a layer's attention, from a row stored in `form`, rounded or not."""
     stream, lengths = seen.stream, None
     if space == ENCODER and stream.encoded is not None:
         lengths = stream.encoded.lengths
@@ -274,7 +276,7 @@ def _output(
 def _attended(
     model: Transformer, layer: int, form: str, dtype, row: PyTree, p, relative, x, h, at, segments, lengths
 ) -> Array:
-    """lengths: of the sources that a cross-attention reads; None: this is a self-attention."""
+    """Attention of a layer over a row. lengths: of cross-attention's sources; None: self-attention."""
     config, how = model.config, FORMS[form]
     made = how.make(config, row, h, at)
     made = made if dtype is None else rounded(made, dtype)

@@ -1,4 +1,4 @@
-"""Which rows are worth storing otherwise: those whose measured cost fits under a bound on the whole model."""
+"""Choice of the rows to store in another form, from measured costs, under a bound for the whole model."""
 
 import dataclasses
 import math
@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.slim.calibrate import EXACT, Candidate, Found
 
-_ROUNDING = 1e-9  # nats: KLs that differ by less are the same
+_ROUNDING = 1e-9  # nats: KLs that differ by less are equal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Measured:
-    """A candidate, and the model with this row alone stored so: KL to the plain model, and agreement."""
+    """A candidate, and its cost if only this row is stored so: KL to the plain model, and agreement."""
 
     candidate: Candidate
     kl: float
@@ -21,7 +21,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What is done with one row: a candidate, or None for keys and values; and why."""
+    """The decision for one row: a candidate, or None for keys and values; and the reason."""
 
     measured: Measured | None
     why: str
@@ -33,10 +33,10 @@ def forced(options: Sequence[Sequence[Measured]]) -> list[Choice]:
 
 
 def check(choices: Sequence[Choice], bound: float, name: Callable[[int], str]) -> None:
-    """Whether each row that was chosen, alone, is under the bound; name: whose a row is.
+    """Check that each chosen row by itself is under the bound; `name` gives a row's name.
 
     Raises:
-      UsageError: one is not.
+      UsageError: a row is not.
     """
     taken = [choice.measured for choice in choices if choice.measured]
     for worst in sorted(taken, key=lambda m: m.kl)[-1:]:
@@ -55,11 +55,12 @@ def under(
     bound: float,
     whole: Callable[[list[Candidate]], float],
 ) -> list[Choice]:
-    """The smallest row under its share of `bound` for each, as long as the whole model is under it.
+    """For each row the smallest candidate under its share of `bound`, so that the whole model is under it
+    too.
 
-    A row's share is its part of what `plain`, the KL of rounding keys and values, leaves of the bound. Of
-    equal sizes the one that measures better is taken. Then the whole is measured, and the worst row goes back
-    to keys and values until it is under the bound.
+    Rows share equally what `plain`, the KL of rounding keys and values, leaves of the bound. Among equal
+    sizes the candidate with the better measurement is taken. Then the whole model is measured, and the worst
+    row returns to keys and values until the model is under the bound.
 
     size: bytes of a row, by its number, in a form. whole: KL of the model with these candidates.
     """
@@ -92,7 +93,8 @@ def _smallest(row: Found, options: Sequence[Measured], size, plain: float, share
 
 
 def _best(options: Sequence[Measured]) -> Measured:
-    """The least KL; of those within 5 % of it an exact matrix, which no calibration text has shaped."""
+    """The candidate with the least KL; among those within 5 % of it an exact matrix, if there is one, because
+    it does not depend on a calibration text."""
     finite = [m for m in options if math.isfinite(m.kl)]
     if not finite:
         return options[0]

@@ -1,9 +1,9 @@
-"""The paper's hybrid, for models with an encoder: keys of the first layer's cross-attention stand for the
+"""The paper's hybrid, for models with an encoder: keys of the first layer's cross-attention replace the
 encoder's output E.
 
-One row K = E W_K of that layer is stored, and every layer reads E = K W_K^-1 back by projections of its own,
-W_K^-1 W. As a plan this is the E-cache of another stream: rows of inputs, where K is the input. It takes as
-many numbers as the E-cache, and all layers read through one inverse: so it is measured, and not served.
+One row K = E W_K of that layer is stored, and every layer recovers E = K W_K^-1 by its own projections,
+W_K^-1 W. As a plan this is the E-cache of another stream: rows of inputs, where K is the input. It stores as
+many numbers as the E-cache, and all layers depend on one inverse, so it is only measured and never served.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Hybrid:
     """A model whose cross-attentions read the first one's keys.
 
     Attributes:
-      how: where the inverse comes from, EXACT or FITTED. stored: the keys of an encoder's output.
+      how: the origin of the inverse, EXACT or FITTED. stored: maps an encoder's output to its keys.
     """
 
     how: str
@@ -37,8 +37,8 @@ class Hybrid:
 
 
 def hybrids(model: Transformer, params: PyTree, fit: Pieces, kept: Pieces, dtype: str) -> list[Hybrid]:
-    """By the exact inverse, and by one fitted to keys as a cache of `dtype` rounds them; none where keys do
-    not determine their input."""
+    """The hybrids by the exact inverse, and by one fitted to keys as a cache of `dtype` rounds them; none if
+    keys do not determine their input."""
     kernel = np.asarray(weights.row(params, model.plan.cross[0])["k_proj"]["kernel"], np.float64)
     if FORMS["k"].refuses(model.config) or condition(kernel) >= SINGULAR:
         return []
@@ -47,7 +47,7 @@ def hybrids(model: Transformer, params: PyTree, fit: Pieces, kept: Pieces, dtype
         return Encoded(encoded.x @ jnp.asarray(kernel, encoded.x.dtype), encoded.lengths)
 
     def pair(half: Pieces) -> tuple[np.ndarray, np.ndarray]:
-        """(keys as they come back, inputs), of the positions that count."""
+        """(keys after rounding, inputs), of the positions that count."""
         assert half.beside is not None
         x = half.beside.x[half.beside.some]
         (back,) = rounded((jnp.asarray(x @ kernel.astype(x.dtype))[:, None],), dtype)

@@ -1,4 +1,4 @@
-"""How far a model with other rows is from the model it was made of, on a text."""
+"""Distance of a model with converted rows from the original model, on a text."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,10 +21,10 @@ def distance(
     dtype: str,
     stored: Callable[[Encoded], Encoded] = lambda encoded: encoded,
 ) -> tuple[float, float]:
-    """(KL in nats a token, share of places with the same likeliest token), of `slim` with rows in a cache of
-    `dtype` against `plain`, whose rows are not rounded. Both compute in float32.
+    """(KL in nats a token, share of positions with the same likeliest token) of `slim` against `plain`. Rows
+    of `slim` are rounded as in a cache of `dtype`, those of `plain` are not. Both compute in float32.
 
-    stored: what `slim` makes its rows of, of an encoder's output.
+    stored: maps an encoder's output to what `slim` makes its rows from.
     """
     total = np.zeros(2)
     for batch in kept.batches():
@@ -51,8 +51,8 @@ def _logits(model: Transformer, params: PyTree, tokens: Array, encoded: Encoded 
 def _compare(want: Array, got: Array, real: Array) -> Array:
     """[2]: the sums over real tokens of KL and of agreement.
 
-    KL is the sum of p (e^d - 1 - d), d = log q - log p: all its terms are positive, so that rounding does not
-    cancel where the models are all but the same. Where they are not, p d alone does, and cannot overflow.
+    KL is the sum of p (e^d - 1 - d), d = log q - log p. All its terms are positive, so nothing cancels when
+    the models are almost equal. When they are not, -p d alone is used, which cannot overflow.
     """
     p, q = jax.nn.log_softmax(want), jax.nn.log_softmax(got)
     d = q - p

@@ -1,4 +1,4 @@
-"""A text as two halves: pieces to fit W_KV on, and pieces of other documents to measure on."""
+"""A text in two halves: pieces to fit W_KV on, and pieces of other documents to measure on."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,11 +24,11 @@ PIECE, BATCH = 512, 4  # tokens of a piece at most; pieces at once
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What an encoder made of the source that each of n texts is about.
+    """An encoder's output for the source of each of n texts.
 
     Attributes:
-      x: [n, S, D]. lengths: [n] positions that count. some: [n, S] those of them that are fitted to, or that
-        errors are measured on.
+      x: [n, S, D]. lengths: [n] positions that are not padding. some: [n, S] those of them to fit on or to
+        measure errors on.
     """
 
     x: Float[np.ndarray, "n S D"]
@@ -41,8 +41,8 @@ class Pieces:
     """Texts of up to T tokens, each by itself.
 
     Attributes:
-      tokens: [n, T], padded at the end. real: [n, T] whether a token is no padding. beside: what a decoder
-        with an encoder reads too.
+      tokens: [n, T], padded at the end. real: [n, T] whether a token is not padding. beside: the encoder's
+        output that a decoder with an encoder also reads.
     """
 
     tokens: Int[np.ndarray, "n T"]
@@ -56,12 +56,12 @@ class Pieces:
 
     @property
     def encoded(self) -> Encoded | None:
-        """What `forward` reads beside the tokens."""
+        """The encoder's output for `forward`, if there is one."""
         beside = self.beside
         return None if beside is None else Encoded(jnp.asarray(beside.x), jnp.asarray(beside.lengths))
 
     def batches(self) -> Iterator["Pieces"]:
-        """A few at a time, all of one shape: the last piece fills up, and does not count again."""
+        """Batches of one shape; the last is filled up with its last piece, whose copies do not count."""
         for i in range(0, len(self.tokens), BATCH):
             at = np.minimum(np.arange(i, i + BATCH), len(self.tokens) - 1)
             new = (np.arange(i, i + BATCH) == at)[:, None]
@@ -93,7 +93,7 @@ def apart(
 ) -> tuple[list[Sequence], list[Sequence]]:
     """(to fit on, to measure on): a document goes whole to the half that has fewer tokens so far.
 
-    A text of one document is cut in the middle. No more is read than is used.
+    A text of one document is cut in the middle. Reading stops when both halves are full.
 
     inputs: of a layer. size: tokens of a document.
     """
@@ -110,10 +110,10 @@ def apart(
 
 
 def check_enough(fit: int, kept: int, inputs: int, what: str = "the text") -> None:
-    """Whether there are tokens enough to fit on and to measure on.
+    """Check that there are enough tokens to fit on and to measure on.
 
     Raises:
-      UsageError: there are not.
+      UsageError: there are too few.
     """
     needed, beside = NEEDED * inputs, min(NEEDED * inputs, KEPT) // 2
     if fit < needed or kept < beside:

@@ -1,11 +1,11 @@
-"""How many tiles of keys a threshold leaves out of attention's weighted sum on a text, and what that costs.
+"""How many tiles of keys a threshold drops from attention's weighted sum on a text, and the error it causes.
 
     python -m swiftkv_jax.slim.threshold --model DIR [--text FILE] [--tile 64]
 
-Where keys are stored after rotary embedding, each tile must be turned back before it is summed (Slim
-attention, sections 2 and 3). A tile none of whose weights reaches the threshold, when it is read, can be left
-out: `threshold` of `kernels.k_cache_attention`. A kernel that reads a token's row for all heads can leave out
-what no head wants; what each head could leave out by itself stands beside that.
+Where keys are stored after rotary embedding, each tile must be rotated back before it is summed (Slim
+attention, sections 2 and 3). A tile can be dropped if none of its weights reaches the threshold when it is
+read: `threshold` of `kernels.k_cache_attention`. A kernel that reads a token's row for all heads can drop
+only tiles that no head needs; the tiles that each head could drop by itself are reported beside that.
 """
 
 import argparse
@@ -45,7 +45,8 @@ def parser() -> Parser:
 def left_out(
     scores: Float[Array, "N T S"], values: Float[Array, "S N U"], real, tile: int, threshold: float
 ) -> Float[Array, "2 4"]:
-    """For each of WAYS: tiles left out, tiles seen, and the squared error and size of what heads give.
+    """For each of WAYS: tiles left out, tiles seen, and the squared error and squared norm of the heads'
+    output.
 
     scores: of queries T, -inf where a key is not seen. real: [T] whether a query counts.
     """
@@ -89,8 +90,8 @@ def _layer(model: Transformer, layer: int, tile: int, params: PyTree, x, at, rea
 
 
 def measure(model: Transformer, params: PyTree, kept: texts.Pieces, tile: int) -> list[dict]:
-    """For each of THRESHOLDS and WAYS: the share of tiles left out, and the relative error of what heads
-    give, over all layers."""
+    """For each of THRESHOLDS and WAYS: the share of tiles left out, and the relative error of the heads'
+    output, over all layers."""
     total = np.zeros((len(THRESHOLDS), len(WAYS), 4))
     alone = weights.split_layers(model.config, model.plan, params)
     for batch in kept.batches():

@@ -1,1 +1,1 @@
-"""Texts and chats to token ids and back, trusting no folder that they are read from."""
+"""Texts and chats to token ids and back; model folders are treated as untrusted."""

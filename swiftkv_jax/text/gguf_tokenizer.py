@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file, as the tokenizer.json and tokenizer_config.json that would say the same.
+"""The tokenizer in a GGUF file, converted to an equivalent tokenizer.json and tokenizer_config.json.
 
-A GGUF file names its algorithm (`tokenizer.ggml.model`) and how texts are split before it
-(`tokenizer.ggml.pre`); what these names stand for is what the published tokenizer.json of such models hold.
+A GGUF file names its algorithm (`tokenizer.ggml.model`) and its pre-tokenizer (`tokenizer.ggml.pre`). The
+meaning of these names is taken from the published tokenizer.json of such models.
 """
 
 import typing
@@ -30,8 +30,8 @@ def _by_pattern(pattern: str) -> list[dict]:
     return [split, _BYTES | {"use_regex": False}]
 
 
-# `tokenizer.ggml.pre` -> how a text is split; whether it begins with BOS where the file does not say, and a
-# whole word that is a token is taken without merges.
+# `tokenizer.ggml.pre` -> how a text is split; whether it begins with BOS if the file does not say; and
+# whether a whole word that is a token is taken without merges.
 _SPLITS: dict[str, tuple[list[dict], bool]] = {
     **dict.fromkeys(("gpt-2", "gpt2"), (_GPT2, False)),
     **dict.fromkeys(("smollm", "starcoder", "refact"), (_DIGITS, False)),
@@ -40,7 +40,7 @@ _SPLITS: dict[str, tuple[list[dict], bool]] = {
     "tekken": (_by_pattern(_TEKKEN), True),
 }
 _NFC = ("qwen2", "deepseek-r1-qwen")
-_SPACE = "\u2581"  # SentencePiece's
+_SPACE = "\u2581"  # SentencePiece's space
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER, _BYTE = 2, 3, 4, 6
 _NAMED = {
@@ -52,10 +52,10 @@ _NAMED = {
 
 
 def tokenizer_files(header: Header) -> dict[str, dict]:
-    """tokenizer.json and tokenizer_config.json, as JSON, by their names; empty where the file has no tokens.
+    """tokenizer.json and tokenizer_config.json, as JSON, by their names; empty if the file has no tokens.
 
     Raises:
-      UsageError: an algorithm or a way to split texts that is not known, or fields that make no sense.
+      UsageError: an unknown algorithm or pre-tokenizer, or invalid fields.
     """
     data = {
         key.removeprefix("tokenizer.ggml."): value
@@ -166,7 +166,8 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]]) -> dict:
 def _sentence_piece(
     data: Mapping, vocab: dict[str, int], kinds: list[int], unknown: str | None
 ) -> tuple[dict, bool]:
-    """SentencePiece's BPE, as `_byte_level`. It has no merges but scores: the best piece is merged first."""
+    """SentencePiece's BPE, as `_byte_level`. It has scores instead of merges: the best piece is merged
+    first."""
     scores = _list(data, "scores", float)
     if len(scores) != len(vocab):
         raise UsageError(f"it has {len(vocab)} tokens and {len(scores)} scores")
@@ -196,7 +197,7 @@ def _sentence_piece(
 
 
 def _template(bos: str | None, eos: str | None, vocab: dict[str, int]) -> dict:
-    """What a text gets around it."""
+    """The post-processor that adds special tokens around a text."""
     first = [_mark(bos)] if bos else []
     last = [_mark(eos)] if eos else []
     marks = {token: {"id": token, "ids": [vocab[token]], "tokens": [token]} for token in (bos, eos) if token}

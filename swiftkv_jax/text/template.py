@@ -1,4 +1,4 @@
-"""Chat templates come with a model and are programs: each is rendered in a process that can be lost."""
+"""Chat templates are programs that come with a model, so each is rendered in an expendable process."""
 
 import datetime
 import importlib.util
@@ -14,16 +14,16 @@ from pathlib import Path
 
 from swiftkv_jax.errors import UsageError
 
-SECONDS = 0.8  # of the processor's time for one chat; the longest published templates take a hundredth
+SECONDS = 0.8  # of CPU time for one chat; the longest published templates take a hundredth
 BYTES = 2**29  # of address space, Python's own included
 LONGEST = 2**24  # characters of a rendered chat
-PATIENCE = 40.0  # seconds of the clock: a process that waits this long for its SECONDS is taken for stuck
+PATIENCE = 40.0  # seconds of wall time after which a process is considered stuck
 _LOOK = 0.1  # seconds between two looks at a process that has not answered
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class Template:
-    """A chat template. Its process is started by the first chat, and ends with the object.
+    """A chat template. Its process is started for the first chat, and ends with the object.
 
     Attributes:
       source: the template itself, in Jinja's language. process: of the last chat, if it still stands ready.
@@ -96,8 +96,8 @@ class Template:
 def _end_if_late(process: subprocess.Popen, answer: int) -> None:
     """Wait until `answer` can be read; kill the process if it used far too much time or never answers.
 
-    The process has a timer of its own, exact to a tick; should that not fire, or the process wait for
-    something, this ends it. The limit is twice as long, for it counts the process's start too.
+    The process has its own timer, exact to a tick. This function ends the process if the timer does not fire,
+    or if the process waits for something. The limit is twice as long, since it includes the process's start.
     """
     late = time.monotonic() + PATIENCE
     most = _spent(process.pid) + 2 * SECONDS
@@ -109,7 +109,7 @@ def _end_if_late(process: subprocess.Popen, answer: int) -> None:
 
 
 def _spent(pid: int) -> float:
-    """Seconds of the processor's time that a process of ours has used; 0 if it ended, or not on Linux."""
+    """CPU seconds that a child process has used; 0 if it has ended, or outside of Linux."""
     try:
         return time.clock_gettime((~pid << 3) | 2)  # clock_getcpuclockid(3), which Python lacks
     except OSError:
@@ -129,6 +129,6 @@ def _stop(process: subprocess.Popen) -> None:
         if pipe is not None:
             try:
                 pipe.close()
-            except BrokenPipeError:  # what was still to be written has no reader
+            except BrokenPipeError:  # the rest of the input has no reader
                 continue
     process.wait()

@@ -1,7 +1,7 @@
-"""Renders chat templates in a process of its own, which may spend little time and memory on each.
+"""Render chat templates in a separate process with little time and memory for each.
 
-Run by `template.py`, never imported: JSON lines in, JSON lines out. The environment is the one transformers
-gives published templates. What a template takes too much of ends this process, and nothing else.
+Run by `template.py`, never imported: JSON lines in, JSON lines out. Templates see the same environment as in
+transformers. A template that exceeds a limit ends this process, and nothing else.
 """
 
 import datetime
@@ -22,7 +22,7 @@ import jinja2.utils  # noqa: E402
 
 
 class TooLong(Exception):
-    """The text is longer than anybody needs."""
+    """The rendered text exceeds the limit."""
 
 
 class Spans(jinja2.ext.Extension):
@@ -47,7 +47,7 @@ class Spans(jinja2.ext.Extension):
 
 
 class Dict:
-    """What templates do with `dict`, without the type itself."""
+    """The parts of `dict` that templates use, without the type itself."""
 
     def __call__(self, *args, **kwargs):
         return dict(*args, **kwargs)
@@ -57,7 +57,7 @@ class Dict:
 
 
 class Namespace(jinja2.utils.Namespace):
-    """Takes no name that begins with an underscore."""
+    """A namespace that refuses names beginning with an underscore."""
 
     def __init__(*args, **kwargs):
         self, args = args[0], args[1:]
@@ -97,7 +97,7 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def render(template: str, values: dict, now: str | None) -> dict:
-    """`{"text", "spans"}` of one chat; `now` is what `strftime_now` tells, today if None."""
+    """`{"text", "spans"}` of one chat; `now` is the date that `strftime_now` uses, today if None."""
     source = compiled(template)
     place: typing.Any = source.environment
     place.spans, place.written = [], 0
@@ -112,7 +112,7 @@ def render(template: str, values: dict, now: str | None) -> dict:
 
 
 def answer(line: str) -> dict:
-    """What became of one request. Time is the processor's, so a busy machine refuses nothing."""
+    """The answer to one request. The limit is on CPU time, so a busy machine refuses nothing."""
     signal.setitimer(signal.ITIMER_PROF, float(_seconds))  # SIGPROF ends the process
     try:
         return render(**json.loads(line))

@@ -21,19 +21,20 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 _DOWNLOAD = ("tokenizer*", "*token*.json", "config.json", "*.jinja", *_FILES, "merges.txt")
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_LONG = 2**12  # characters or ids: a call for more lets other threads run meanwhile
+_LONG = 2**12  # characters or ids; longer calls release the GIL
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-# GPT-2 writes bytes that cannot be seen as the characters from U+0100 on, in order, and others as they are.
+# GPT-2 writes invisible bytes as the characters from U+0100 on, in order, and others unchanged.
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNSEEN = [byte for byte in range(0x100) if byte not in _SEEN]
 _BYTE_OF = {chr(byte): byte for byte in _SEEN} | {chr(0x100 + i): byte for i, byte in enumerate(_UNSEEN)}
-_MARKER = "swiftkvturn7f3a91c5e"  # stands for the content of a turn; one word, so that no template alters it
+_MARKER = "swiftkvturn7f3a91c5e"  # placeholder for a turn's content; one word, so that no template alters it
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
     """The tokenizer in a folder or a GGUF file, or that of a hub model (`org/name`).
 
-    Only fast tokenizers: a `tokenizer.json`, or what transformers turns into one. No model's own code is run.
+    Only fast tokenizers: a `tokenizer.json`, or files that transformers converts to one. No code of a model's
+    folder is run.
 
     Raises:
       UsageError: no such folder or model, no tokenizer files in it, or files that cannot be read.
@@ -50,7 +51,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
         backend = _from_gguf(folder) if folder.is_file() else _from_folder(folder)
     except UsageError:
         raise
-    except BaseException as error:  # transformers raises many kinds
+    except BaseException as error:  # transformers raises many types
         raise UsageError(f"cannot load a tokenizer from {path}: {_reason(error)}") from error
     if not backend.is_fast:
         raise UsageError(f"{path} has only a slow tokenizer: save it with a tokenizer.json")
@@ -58,7 +59,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
 
 def has_tokenizer(place: Path) -> bool:
-    """Whether a folder holds a tokenizer's files, whatever is in them, or a GGUF file that has tokens.
+    """Whether a folder holds a tokenizer's files, valid or not, or a GGUF file with tokens.
 
     `place` may be that file itself.
     """
@@ -71,10 +72,11 @@ def _has_files(folder: Path) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what Rust's tokenizers raise: a bare Exception, or a panic, which is none.
+    """The first line of an error of Rust's tokenizers: a bare Exception, or a panic, which is a
+    BaseException.
 
     Raises:
-      BaseException: `error` is neither, and nobody's to catch: the interpreter's own.
+      BaseException: `error` is neither, but the interpreter's own, such as KeyboardInterrupt.
     """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
@@ -88,7 +90,7 @@ def _from_hub(name: str) -> Path:
 
 
 def _from_folder(folder: Path):
-    """By the config files; or by tokenizer.json, where transformers does not know the model's type."""
+    """Load by the config files, or by tokenizer.json if transformers does not know the model's type."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     with staged(folder) as files:
@@ -104,7 +106,7 @@ def _from_folder(folder: Path):
 
 
 def _from_gguf(path: Path):
-    """By the files that say the same."""
+    """Load from a GGUF file, through equivalent tokenizer files."""
     with tempfile.TemporaryDirectory(prefix="swiftkv-tokenizer-") as folder:
         for name, fields in tokenizer_files(read_header(path)).items():
             (Path(folder) / name).write_text(json.dumps(fields), encoding="utf-8")
@@ -112,7 +114,7 @@ def _from_gguf(path: Path):
 
 
 def _says_type(path: Path) -> bool:
-    """Whether there is no config.json, or one of a type that transformers knows."""
+    """Whether there is no config.json, or one whose type transformers knows."""
     return not path.exists() or "model_type" in json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -121,9 +123,10 @@ class Tokenizer:
 
     Attributes:
       hf: the transformers tokenizer. rust: the one of `tokenizers` behind it.
-      name: what it was asked for by. folder: where its files lie, or the GGUF file that it is from.
-      bos_id: the id put in front of a text, or None. eos_ids: ids that end one, as far as the tokenizer says.
-      vocab_size: tokens it knows, added ones included.
+      name: the path or id that it was loaded by. folder: its files' folder, or the GGUF file.
+      bos_id: the id put in front of a text, or None. eos_ids: ids that end a text, according to the
+        tokenizer.
+      vocab_size: number of tokens, added ones included.
     """
 
     def __init__(self, hf, name: str, folder: Path):
@@ -139,17 +142,17 @@ class Tokenizer:
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """How the control tokens are written: a text that holds one is encoded to that token."""
+        """The control tokens as text: a text that contains one is encoded to that token."""
         return tuple(sorted(str(self.hf.convert_ids_to_tokens(index)) for index in self._special))
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the ids of some text or chat may."""
+        """A hash that changes whenever the ids of any text or chat may change."""
         return hashlib.sha256((self.rust.to_str() + str(self.hf.chat_template)).encode()).hexdigest()[:16]
 
     @property
     def ids_fingerprint(self) -> str:
-        """Changes whenever the ids of some text may: another chat template does not change them."""
+        """A hash that changes whenever the ids of any text may change; chat templates do not matter."""
         return hashlib.sha256(self.rust.to_str().encode()).hexdigest()[:16]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -165,7 +168,7 @@ class Tokenizer:
             return self.rust.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, index: int) -> bytes:
-        """The bytes that one token stands for; by itself it may be less than a character."""
+        """The bytes that one token stands for, possibly only part of a character."""
         name = str(self.hf.convert_ids_to_tokens(index))
         if found := _BYTE.fullmatch(name):  # SentencePiece
             return bytes.fromhex(found[1])
@@ -175,7 +178,7 @@ class Tokenizer:
 
     @contextlib.contextmanager
     def _contained(self, what: str) -> Iterator[None]:
-        """What Rust raises, panics included, is this call's error and nobody else's."""
+        """Turn errors of the Rust code, panics included, into a UsageError of this call."""
         try:
             yield
         except BaseException as error:
@@ -202,9 +205,9 @@ class Tokenizer:
     ) -> tuple[list[int], list[bool]]:
         """Ids of a whole chat, and which of them are the assistant's: its turns and the token that ends each.
 
-        By the template's `{% generation %}` blocks where it has them. Otherwise the chat is rendered once
-        more for each turn, with a marker for its content: what stands before and after the marker bounds the
-        turn in the chat itself, however often its text occurs there.
+        The template's `{% generation %}` blocks are used if it has them. Otherwise the chat is rendered once
+        more for each turn, with a marker as its content. The text before and after the marker bounds the turn
+        in the chat itself, however often its content occurs there.
 
         Raises:
           UsageError: as `encode_chat`, or when no assistant turn is found in the rendered chat.
@@ -241,7 +244,7 @@ class Tokenizer:
         return encoded.ids, [(bisect.bisect_right(ends, a), bisect.bisect_left(starts, b)) for a, b in spans]
 
     def _turn(self, text: str, messages, index: int, date) -> tuple[int, int] | None:
-        """The characters of `text` that turn `index` put there; None where the template leaves it out."""
+        """The characters of `text` that come from turn `index`; None if the template leaves it out."""
         marked = [*messages[:index], {**messages[index], "content": _MARKER}, *messages[index + 1 :]]
         rendered = self._render(marked, date)
         if _MARKER not in rendered:
@@ -252,7 +255,7 @@ class Tokenizer:
         return start, len(text) - _shared(text[start:][::-1], after[::-1])
 
     def _turn_end(self, ids: list[int], first: int, end: int) -> int:
-        """`end`, past the special token that ends the turn, or past one token where there is no such."""
+        """`end`, moved past the special token that ends the turn, or past one token if there is none."""
 
         def blank(index):
             return not self.decode(ids[index : index + 1], skip_special_tokens=False).strip()
@@ -261,7 +264,7 @@ class Tokenizer:
         while last > first and blank(last - 1):
             last -= 1
         if last > first and ids[last - 1] in self._special:
-            return end  # a generation block that holds its own end
+            return end  # a generation block that includes its end token
         following = end
         while following < len(ids) and ids[following] not in self._special and blank(following):
             following += 1
@@ -299,8 +302,8 @@ class Tokenizer:
         return Template(found) if isinstance(found, str) and found else None
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text. Only the library's calls for many texts give up Python's lock, and a server's event
-        loop needs it more often than once in the seconds that megabytes of text take."""
+        """Ids of a text. Long texts use the library's batch call, the only one that releases the GIL:
+        megabytes take seconds, and a server's event loop must run meanwhile."""
         with self._contained("this text"):
             if len(text) < _LONG:
                 return self.rust.encode(text, add_special_tokens=add_special_tokens).ids
@@ -324,13 +327,13 @@ def _plain(token):
 
 
 def _aliased(message: dict) -> dict:
-    """With a turn's reasoning under every name that published templates read."""
+    """The message with its reasoning under every name that published templates read."""
     found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _shared(text: str, start: str) -> int:
-    """How many characters both begin with."""
+    """Length of the common prefix."""
     if text.startswith(start):
         return len(start)
     pairs = zip(text, start, strict=False)

@@ -1,7 +1,7 @@
-"""What transformers is shown of a model's folder: a tokenizer's files, and of their fields the known ones.
+"""A safe copy of a model's folder for transformers: the tokenizer's files, with only known fields.
 
-transformers passes whatever stands in tokenizer_config.json to a constructor, picks the class by name from
-hundreds, and follows links. So it reads a folder made for it, that holds nothing else.
+transformers passes everything in tokenizer_config.json to a constructor, picks the class by name from
+hundreds, and follows links. So it gets a staged folder that holds nothing else.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ _TOKEN_FIELDS = {"content", "lstrip", "normalized", "rstrip", "single_word", "sp
 
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A folder with what a tokenizer needs of `folder`; it lasts as long as the `with` block.
+    """A folder with the files of `folder` that a tokenizer needs; it exists during the `with` block.
 
     Raises:
-      UsageError: a file leaves the folder, is too large, is no JSON, or names an unknown class of tokenizers.
+      UsageError: a file leaves the folder, is too large, is not JSON, or names an unknown tokenizer class.
     """
     with tempfile.TemporaryDirectory(prefix="swiftkv-tokenizer-") as made:
         out = Path(made)
@@ -64,7 +64,7 @@ def _link(path: Path, to: Path) -> None:
 
 
 def _model_config(raw: Mapping, _: str) -> dict:
-    """What decides between classes of tokenizers."""
+    """The fields that decide between tokenizer classes."""
     texts = ("tokenizer_class", "transformers_version", "_name_or_path")
     out = {name: raw[name] for name in texts if isinstance(raw.get(name), str)}
     if out.get("tokenizer_class") not in _CLASSES:
@@ -90,7 +90,7 @@ def _tokenizer_config(raw: Mapping, where: str) -> dict:
 
 
 def _tokens(raw: Mapping, where: str) -> dict:
-    """`*_token` fields and the two lists of them; null says nothing."""
+    """`*_token` fields and the two lists of tokens; null fields are ignored."""
     out: dict = {
         name: _token(value, f"{where}: {name}")
         for name, value in raw.items()
@@ -108,7 +108,7 @@ def _tokens(raw: Mapping, where: str) -> dict:
 
 
 def _token(value, where: str):
-    """A text, or an object with a text and flags."""
+    """A token: a text, or an object with a text and flags."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping) and isinstance(value.get("content"), str):

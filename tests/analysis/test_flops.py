@@ -186,7 +186,7 @@ def test_table_counts_the_programs_own_matmuls(plan):
     model, params, tokens = tiny(plan)
 
     def prompt(params, tokens):
-        """What every prompt token runs: the lower layers and the makers of the upper rows."""
+        """Run what every prompt token passes: the lower layers and the makers of the upper rows."""
         at, segments = angles_and_segments(model.config, tokens, None, None)
         x = embed(model, params, tokens, None)
         x = through(model, params, x, at, segments, range(plan.depth)).x

@@ -72,7 +72,7 @@ def lowered(where: str, kernel: str, case: str, donate: bool = True, run=None, *
 
 
 def compiled(*what, **options):
-    """What `lowered` gives, compiled."""
+    """Compile what `lowered` returns."""
     return lowered(*what, **options).compile()
 
 

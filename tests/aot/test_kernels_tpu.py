@@ -47,7 +47,7 @@ def test_the_fill_compiles_in_place(chip, case):
 
 
 def test_a_pool_that_is_not_donated_is_copied():
-    """What the law above would miss if it looked at nothing: without donation there is no alias."""
+    """Without donation there is no alias, so the test above does look at aliases."""
     made = compiled(TPUS["v5e"], FILL, "llama_1b", donate=False, implementation="pallas_tpu")
     assert made.memory_analysis().alias_size_in_bytes == 0
 

@@ -1,5 +1,5 @@
-"""What `make test` compiles for chips that are not here, where their compilers are: attention over pages; and
-`make test-slow`: a case of every other kernel.
+"""Compilation for absent chips, where their compilers are installed: `make test` compiles attention over
+pages, and `make test-slow` a case of every other kernel.
 
 They install libtpu and the CUDA plugin where they can be had; `make test-aot` compiles every case.
 """

@@ -118,7 +118,7 @@ def top(shares, count, last):
 
 
 def static_kept(model, tokens, keep):
-    """What static pruning keeps of a prompt."""
+    """The positions of a prompt that static pruning keeps."""
     probed, last = -(-model.layers // 4), len(tokens) - 1
     xs, total = {i: model.embed(t) for i, t in enumerate(tokens)}, dict.fromkeys(range(len(tokens)), 0.0)
     for layer in range(probed):

@@ -22,7 +22,7 @@ def run(monkeypatch, folder, *flags: str) -> int:
 
 
 def test_the_least_work_of_a_case_by_hand():
-    """Of Llama-3.1-8B: 64 x 8192 tokens of 2 x 1024 numbers; of Llama-2-7B half a cache, and W_KV."""
+    """Llama-3.1-8B reads 64 x 8192 tokens of 2 x 1024 numbers; Llama-2-7B half a cache, and W_KV."""
     paged = paged_cases.REAL["llama_8b"]
     got = kernels.attention_work(paged, "paged_attention")
     assert got == kernels.Work(64 * 8192 * 32 * 4 * 128, 64 * 8192 * 2 * 1024 * 2)

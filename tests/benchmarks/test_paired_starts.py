@@ -1,4 +1,4 @@
-"""What is said of two starts on the same prompts: differences in pairs, errors over rows of text."""
+"""Two starts are compared on the same prompts: differences in pairs, errors over rows of text."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from benchmarks.least_squares import paired
 
 
 def test_differences_are_paired_and_their_errors_are_over_rows():
-    """What both starts share of a prompt falls out, however hard the prompt is."""
+    """The part of a prompt's loss that both starts share cancels, however hard the prompt is."""
     own = np.array([[1.0, 5.0], [2.0, 9.0], [3.0, 4.0]])
     fold, fitted = own + 0.5, own + np.array([[0.1, 0.1], [0.2, 0.2], [0.3, 0.3]])
     got = paired(3, fold, fitted, own)

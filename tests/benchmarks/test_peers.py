@@ -1,4 +1,4 @@
-"""What benchmarks.peers compares with gives transformers' greedy tokens."""
+"""The systems in benchmarks.peers give transformers' greedy tokens."""
 
 import numpy as np
 import pytest

@@ -100,7 +100,7 @@ def test_upper_layers_of_inputs_share_one_row(share, forms, widths, tmp_path):
     read, again = skv.from_pretrained(tmp_path / "slim")
     assert read.plan == slim.plan and same(made, again)
     off, kv = skv.from_pretrained(tmp_path / "slim", slim=False)
-    alone = share == 2 and "x x" in forms  # in the file each layer has its own copy of its group's projections
+    alone = share == 2 and "x x" in forms  # in the file each layer has a copy of its own
     assert off.plan == (skv.KVPlan.swiftkv(6, 2) if alone else model.plan) and (alone or same(params, kv))
     answers, prompts = [], hf_models.tokens(12).tolist()
     greedy = skv.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)

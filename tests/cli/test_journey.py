@@ -1,4 +1,4 @@
-"""What a new user does: a checkpoint that transformers saved, one's own chats, and two commands."""
+"""A new user's steps: a checkpoint that transformers saved, one's own chats, and two commands."""
 
 import json
 import re
@@ -16,7 +16,7 @@ SWIFTKV = (sys.executable, "-m", "swiftkv_jax")
 
 
 def swiftkv(*words: object, cwd: Path) -> str:
-    """What a command prints; it must succeed."""
+    """Run a command that must succeed, and return what it prints."""
     done = subprocess.run([*SWIFTKV, *map(str, words)], cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

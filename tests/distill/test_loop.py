@@ -88,7 +88,7 @@ def command(config: Path, out: Path, *more: str) -> list[str]:
 
 
 def settings() -> dict[str, str]:
-    """Of the environment: programs compiled once for all runs."""
+    """Environment variables by which programs are compiled once for all runs."""
     return {
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -344,7 +344,7 @@ def test_no_write_permission_is_one_line(config, capsys):
 
 
 def test_the_export_is_the_student(undisturbed):
-    """What was exported is what was trained: the checkpoint's masters, merged with the teacher's frozen
+    """The export holds the trained weights: the checkpoint's masters, merged with the teacher's frozen
     weights."""
     state = {name: x for name, x in final_state(undisturbed).items() if name != "data"}
     export = safetensors.numpy.load_file(undisturbed / "export" / "model.safetensors")
@@ -400,7 +400,7 @@ def test_two_processes_of_two_devices_train_the_demo_as_one_device_does(tmp_path
 
 
 def end_together(started: list[subprocess.Popen]) -> list[subprocess.CompletedProcess]:
-    """What each said, when all end within 30 seconds of the first that does."""
+    """The output of each process; all must end within 30 seconds of the first that does."""
     deadline = time.monotonic() + 240
     while all(process.poll() is None for process in started) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -96,7 +96,7 @@ def test_fused_rows_are_one_segment_with_running_positions():
 
 
 def test_rows_take_their_piece_lengths_in_turn_and_each_length_gets_its_share(tmp_path):
-    """Of long documents, cut wherever a row ends; a lane has another length in the next step."""
+    """Long documents are cut wherever a row ends; a lane has another length in the next step."""
     rows = [{"id": f"d{i}", "text": "x" * 500} for i in range(6)]
     settings = config(
         write(tmp_path, rows), seq_len=32, batch_size=2, piece_lengths=(8, 32), long_documents="fill"

@@ -114,7 +114,7 @@ def test_a_run_that_is_cut_off_and_resumed_is_the_undisturbed_one(config, undist
 
 @pytest.mark.slow
 def test_kill_9_loses_nothing_but_steps(config, tmp_path):
-    """Against a run of a process of its own: another thread count rounds otherwise."""
+    """The run is compared with one in a separate process, because another thread count rounds differently."""
     assert run(config, tmp_path / "whole").returncode == 0
     out = tmp_path / "run"
     child = subprocess.Popen(command(config, out), env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL)

@@ -1,5 +1,5 @@
-"""What a greedy answer owes to those who run beside it: in bfloat16, what rounding decides and no more; in
-batch-invariant mode, nothing."""
+"""A greedy answer depends on the requests beside it only by rounding in bfloat16, and not at all in
+batch-invariant mode."""
 
 import dataclasses
 
@@ -84,7 +84,7 @@ def bits(completion) -> list:
 
 @pytest.mark.parametrize("plan", ["acrosskv", pytest.param("standard", marks=pytest.mark.slow)])
 def test_in_batch_invariant_mode_company_changes_no_bit_of_a_bfloat16_answer(plan):
-    """With a prefix cache, and so few pages that requests wait for them."""
+    """The engine has a prefix cache, and so few pages that requests wait for them."""
     prompts = tiny.prompts(np.random.default_rng(5).integers(1, 40, 12), seed=7)
     prompts += [prompts[i][:16] + prompts[i + 1][:9] for i in range(6)]  # these begin like others
     llm = narrow(plan, batch_invariant=True, num_pages=26)

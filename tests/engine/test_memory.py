@@ -36,7 +36,7 @@ def make(kind: str) -> LLM:
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW if KINDS[kind] else ()) for kind in KINDS])
 def test_no_program_takes_more_than_is_kept_for_the_largest(kind):
-    """Of all that a warm-up compiles. The pools are small, so that they could not hide anything."""
+    """All programs of a warm-up are checked. The pools are small, so that they cannot hide anything."""
     llm = make(kind)
     calls = [program.call for program in llm.engine.runner.programs()]
     kept = working_bytes(llm.model, llm.params, llm.mesh, llm.settings)

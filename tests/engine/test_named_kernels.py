@@ -96,7 +96,7 @@ def test_tpu_kernels_round_as_xla_does(dtype, interpret):
 
 @pytest.mark.slow
 def test_hopper_fill(interpret):
-    """In bfloat16, where tokens are not promised, but of few they are the same."""
+    """In bfloat16 equal tokens are not promised, but these few are the same."""
     shape = {"hidden_size": 64, "head_dim": 64}
     net, params = tiny.make_model(tiny.PLANS["acrosskv"], **shape)
     net, params = Transformer(net.config, net.plan, "bfloat16"), jax.tree.map(jnp.bfloat16, params)

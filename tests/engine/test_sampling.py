@@ -82,7 +82,7 @@ def test_the_order_of_tied_tokens_does_not_matter():
 
 
 def test_the_first_of_equal_logits_is_taken():
-    """As NumPy's argmax does, and torch's greedy search with it."""
+    """NumPy's argmax and torch's greedy search do the same."""
     logits = np.random.default_rng(0).integers(-2, 3, (16, 40)).astype(np.float32)
     zero = jnp.zeros(16, jnp.int32)
     got = sampling.sample(jnp.asarray(logits), policy(16, temperature=0), no_tally(16), zero, zero, Mode())
@@ -124,7 +124,7 @@ def test_a_tally_grown_token_by_token_is_the_tally_of_the_whole():
 
 
 def test_no_token_is_made_up_where_every_one_is_ruled_out():
-    """By a bias, by the length, or by rules that leave only infinities; a lane beside it is untouched."""
+    """A bias, the length, or other rules leave only infinities; a neighbouring lane is unaffected."""
     mode = FULL._replace(biased=True)
     for sampled in (0.0, 1.0):
         bias = jnp.zeros((4, 8)).at[0].set(-jnp.inf).at[1].set(-jnp.inf).at[1, 5].set(0)

@@ -77,7 +77,7 @@ class Traffic(RuleBasedStateMachine):
 
     @staticmethod
     def _rows(one: Sequence, start: int, stop: int) -> list[tuple[int, bool]]:
-        """Of each token: what it is, and whether the auxiliary made its row."""
+        """Each token with whether the auxiliary made its row."""
         ahead = one.request.ahead or 0
         return [(t, at < ahead) for at, t in enumerate(one.slice(start, stop), start)]
 
@@ -179,7 +179,7 @@ TestTraffic.settings = hypothesis.settings(max_examples=40, stateful_step_count=
 
 
 class PredictedTraffic(Traffic):
-    """With an auxiliary: nobody may find a row of the base's own where the auxiliary's should be, or the
+    """Traffic with an auxiliary: no row of the base's own may stand where the auxiliary's should be, or the
     other way round. Preempted sequences are read again by the same rule."""
 
     tail = 2
@@ -212,7 +212,7 @@ def test_launches_are_few_sizes_with_little_padding(budget):
     budget=st.sampled_from([512, 1100, 2048]),
 )
 def test_a_step_fits_every_decoding_sequence_and_a_token_of_a_prompt(decoding, guesses, prompts, budget):
-    """In arrays of a size that a warm-up compiles."""
+    """The arrays have a size that a warm-up compiles."""
     scheduler = Scheduler(Pages(1 << 14), PAGE, lanes=320, budget=budget)
     for number, prompt in enumerate([1] * decoding + prompts):
         scheduler.add(sequence(prompt, 40, number))
@@ -291,7 +291,7 @@ def test_generated_tokens_are_charged_to_the_key_that_asked_for_them():
 
 
 def test_a_key_without_a_lane_gets_one_from_the_key_that_has_most():
-    """At the next step, whatever the others still have to generate; and nobody is left without."""
+    """It gets the lane at the next step, whatever the others still have to generate; no key is left out."""
     scheduler = Scheduler(Pages(400), PAGE, lanes=4, budget=64)
     flood = [sequence(3, 200, number, key="flood") for number in range(12)]
     for one in flood:

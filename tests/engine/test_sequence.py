@@ -19,7 +19,7 @@ def start(params: SamplingParams, eos: tuple[int, ...] = (tiny.EOS,)) -> Sequenc
 
 
 def feed(sequence: Sequence, tokens) -> Sequence:
-    """As the engine does: until it ends, whatever else was sampled behind."""
+    """Add tokens as the engine does: until the sequence ends, ignoring later samples."""
     for moment, token in enumerate(tokens):
         if sequence.finish_reason:
             break

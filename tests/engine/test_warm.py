@@ -34,7 +34,7 @@ def make(kind: str) -> LLM:
 
 
 def answers(llm: LLM) -> list[list[int]]:
-    """Of prompts of all kinds together, each launch followed by a look at what was compiled."""
+    """Answers to prompts of all kinds together; newly compiled programs are taken before each step."""
     requests = [llm.request(p, kind) for p in PROMPTS for kind in KINDS]
     llm.engine.add(*requests)
     found = {}
@@ -86,7 +86,7 @@ def test_requests_run_by_the_first_programs_until_the_others_are_compiled(kind, 
 
 
 def test_a_server_compiles_at_most_24_programs_and_greedy_decoding_among_the_first():
-    """By default: 16 lanes, 2048 tokens a step, prompts of up to 4096 tokens scored."""
+    """The defaults are 16 lanes, 2048 tokens a step, and scored prompts of up to 4096 tokens."""
     model, params = tiny.make_model(KVPlan.swiftkv(2, 1), num_layers=2, max_position_embeddings=8192)
     llm = LLM.from_model(model, params, tiny.Bytes(), max_model_len=8192, num_pages=128)
     keys = [program.key for program in llm.engine.runner.programs()]
@@ -98,7 +98,7 @@ def test_a_server_compiles_at_most_24_programs_and_greedy_decoding_among_the_fir
 
 
 class AtOnce(ThreadPoolExecutor):
-    """Whatever is submitted is done when `submit` returns."""
+    """An executor that has run each call when `submit` returns."""
 
     def submit(self, *work):
         future = super().submit(*work)
@@ -108,7 +108,7 @@ class AtOnce(ThreadPoolExecutor):
 
 @pytest.mark.parametrize("fails", (None, ("step", 1, 1)))
 def test_a_warm_up_ends_where_all_is_compiled_before_the_first_look(fails, monkeypatch):
-    """As with everything in the compilation cache; `begin_warm_up` then takes all into use."""
+    """This happens if everything is in the compilation cache; `begin_warm_up` then takes all into use."""
     llm, compile_one, keys = make("plain"), warm._compile, []
     programs = [program.key for program in llm.engine.runner.programs()]
 

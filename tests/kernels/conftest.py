@@ -1,4 +1,4 @@
-"""What tests of several kernels take."""
+"""Fixtures for tests of several kernels."""
 
 import platform
 

@@ -79,7 +79,7 @@ def agree(plan: str, family: str, fill: str, dtype: str, spans) -> None:
 
 
 def test_the_pages_of_a_batch():
-    """What begins here, and what goes on a page begun before: worked out by hand."""
+    """Pages that begin in the batch and tokens that continue an earlier page, worked out by hand."""
     starts = jnp.array([0, 3, 10, 11])
     position = jnp.array([2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 8, 0])  # the last is padding
     batch = make_batch(starts, position)

@@ -34,7 +34,7 @@ def exact(case: cases.Case, args) -> Pools:
 
 
 def values(pool, scale, heads: int) -> np.ndarray:
-    """What a pool stands for, in float64."""
+    """The values of a pool in float64, scales applied."""
     pool = np.asarray(pool, np.float32).astype(np.float64)
     if scale is None:
         return pool

@@ -1,4 +1,4 @@
-"""What a machine is told by: the files of its drivers and the packages that are installed, without JAX."""
+"""A machine is recognised without JAX, by the files of its drivers and the installed packages."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a wheel brings: every package on disk, the kernels under the library's name."""
+"""A wheel contains every package on disk, with the kernels under the library's name."""
 
 import tomllib
 from pathlib import Path

@@ -61,7 +61,7 @@ def places(tokens: int, pages: int, page: int, seed=0):
 
 
 def test_the_definition_puts_each_token_in_its_place():
-    """By hand: float rows as they are; 8 bits times the scale within half a step of what was given."""
+    """By hand: float rows are unchanged; 8 bits times the scale are within half a step of the input."""
     page, slot = jnp.array([4, 1, 4]), jnp.array([0, 4, 3])
     for dtype, width in itertools.product(("float32", "int8"), (12, 8)):
         new = jax.random.normal(jax.random.key(width), (3, 2, 2, width))
@@ -146,7 +146,7 @@ def test_narrower_vectors(narrow, monkeypatch):
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
 def test_a_pool_of_a_gigabyte_is_written_in_place(dtype):
-    """In a loop too, where attention reads the pool between two writes."""
+    """This holds in a loop too, where attention reads the pool between two writes."""
     heads, width, table = 8, 128, jax.ShapeDtypeStruct((32, 64), jnp.int32)
     scale = jax.ShapeDtypeStruct((4, 4096, heads, 32), jnp.float32) if dtype != "float32" else None
     data = jax.ShapeDtypeStruct((4, 4096, 32, heads * width), jnp.dtype(dtype))

@@ -37,7 +37,7 @@ def test_xla_agrees_with_the_definition(name):
 
 @pytest.mark.parametrize("name", ["lengths", "window"])
 def test_cudnn_is_asked_for_the_same(name, monkeypatch):
-    """Its arguments, by the implementation of jax.nn that runs here."""
+    """cuDNN's arguments are passed to the implementation of jax.nn that runs here."""
     asked, attend = [], jax.nn.dot_product_attention
 
     def by_xla(*args, implementation, **options):

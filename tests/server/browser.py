@@ -78,7 +78,7 @@ class Browser:
         self._post("/url", url=url)
 
     def run(self, script: str, *arguments):
-        """What a function body returns in the page."""
+        """Run a function body in the page and return its result."""
         return self._post("/execute/sync", script=script, args=list(arguments))
 
     def text(self, selector: str) -> str:
@@ -144,7 +144,7 @@ class Browser:
         return [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
 
     def complaints(self) -> list[str]:
-        """What the console was told since the last look: errors, refusals of the policy."""
+        """Messages on the console since the last call: errors, refusals of the policy."""
         return [entry["message"] for entry in self._logs("browser") if entry["level"] != "INFO"]
 
     def _logs(self, kind: str) -> list[dict]:

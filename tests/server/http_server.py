@@ -100,7 +100,7 @@ class Running:
         return self.api.llm.engine
 
     def metrics(self) -> str:
-        """What `/metrics` shows to who may see it."""
+        """The text of `/metrics`, read with the metrics key if there is one."""
         key = self.api.settings.metrics_key
         answer = self.http.get("/metrics", headers={"authorization": f"Bearer {key}"} if key else {})
         assert answer.status_code == 200, answer.text
@@ -148,7 +148,7 @@ class Canary(threading.Thread):
 
 
 def held(server: Running) -> dict[str, int]:
-    """What a server could forget to give back, with that of all else in this process."""
+    """Counts of resources that a server could leak; some are of the whole process."""
     pools = ("encode", "score", "asyncio")  # they grow to a bound, and stay
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith(pools)]
     return {
@@ -183,7 +183,7 @@ def gives_all_back(server: Running) -> Iterator[None]:
 
 
 def unharmed(server: Running, harm: Callable[[], _T]) -> _T:
-    """What `harm` returns; the server gives all back, and a canary has sung its one song all along."""
+    """Return `harm()`; the server must leak nothing, and a canary request must always get the same text."""
     want = server.complete("canary", max_tokens=40, ignore_eos=True)["choices"][0]["text"]
     with gives_all_back(server):
         canary = Canary(server)

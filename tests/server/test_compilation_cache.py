@@ -37,7 +37,7 @@ def cached(tmp_path, monkeypatch, capsys):
 
 
 def test_the_compilation_cache_is_its_users_alone_or_not_used(tmp_path, cached):
-    """Who can write there can run code in the process: as much as whoever may put another in its place."""
+    """A user who can write to it, or replace the folder, can run code in the process."""
     cache = tmp_path / "swiftkv-jax" / "xla"
     assert cached() == (str(cache), "")
     assert [folder.stat().st_mode & 0o777 for folder in (cache.parent, cache)] == [0o700] * 2
@@ -60,7 +60,7 @@ def test_the_compilation_cache_is_its_users_alone_or_not_used(tmp_path, cached):
 
 
 def test_a_compilation_cache_named_by_the_environment_is_checked_like_our_own(tmp_path, cached, monkeypatch):
-    """What it holds is code. A link is followed first: who made it could lead it elsewhere later."""
+    """The cache holds code. Links are resolved first, because their owner could redirect them later."""
     named, link = tmp_path / "of the team" / "cache", tmp_path / "link"
     assert cached(str(named)) == (str(named), "") and named.stat().st_mode & 0o777 == 0o700
     assert cached("gs://b/c") == ("gs://b/c", "")
@@ -95,7 +95,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 
 def test_a_cache_that_others_can_write_to_is_not_used(tmp_path):
-    """Not only warned of, by the command itself: JAX would take what the environment names."""
+    """The command must do more than warn: JAX itself would use the folder that the environment names."""
     named = tmp_path / "cache"
     named.mkdir()
     named.chmod(0o777)

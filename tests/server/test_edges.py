@@ -131,7 +131,7 @@ def test_a_body_in_too_many_pieces_is_refused():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_waits_longer_than_queue_timeout_gets_503(stream):
-    """By its status, streamed or not; who has a place keeps it."""
+    """The status is the same, streamed or not; a request that runs already goes on."""
     with Running(make_llm(max_num_seqs=1), warm_up=False, queue_timeout_s=0.5) as server:
         want = server.complete(**LONG)["choices"][0]["text"]
         step = server.engine.step

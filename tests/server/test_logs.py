@@ -1,4 +1,4 @@
-"""Nobody waits for whoever reads stderr; what could not be written is counted, and told."""
+"""Logging never waits for the reader of stderr; dropped lines are counted and reported."""
 
 import io
 import json
@@ -117,7 +117,7 @@ sys.exit(main(["--http", "127.0.0.1:0", "--no-warm-up", "--max-num-seqs", "2"]))
 
 
 def test_the_command_ends_though_its_stderr_is_not_read(tmp_path):
-    """Its pipe is full before it serves; requests are answered, and SIGTERM ends it."""
+    """The pipe of stderr is full before the command serves; requests are answered, and SIGTERM ends it."""
     reader, writer = os.pipe()
     said = tmp_path / "said"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

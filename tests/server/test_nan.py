@@ -1,4 +1,4 @@
-"""Not a number, over HTTP: an error for its request, nothing for anybody else, nothing left in the cache."""
+"""NaN over HTTP is an error for its request only, and leaves nothing in the cache."""
 
 import contextlib
 import threading
@@ -17,7 +17,7 @@ LENGTH = 24
 
 
 def tokens_of(prompts: list) -> list[list[int]]:
-    """What the model answers, by an engine of another time and place."""
+    """The model's answers, from a separate engine."""
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
     return [output.outputs[0].token_ids for output in make_llm().generate(prompts, params, use_tqdm=False)]
 

@@ -372,7 +372,7 @@ def test_ctrl_c_says_how_to_go_on(folder, whole, tmp_path, monkeypatch, capsys):
 
 def test_a_tokenizers_panic_is_one_line(folder, tmp_path, monkeypatch, capsys):
     class PanicException(BaseException):
-        """As pyo3's: no Exception."""
+        """Like pyo3's PanicException, it is no Exception."""
 
     class Rust:
         def __getattr__(self, name):

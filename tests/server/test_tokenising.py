@@ -27,7 +27,7 @@ LEARNT = ["aaaaaaaa bbbb the cat sat", " " * 40 + "x", "00000000 7777777777", "�
 
 
 def of_bytes(split: str | None) -> Tokenizer:
-    """As GPT-2 and OLMo, or with a `split` as Llama 3 and Qwen."""
+    """A byte-level tokenizer like GPT-2's and OLMo's or, with a `split`, Llama 3's and Qwen's."""
     rust = Tokenizer(models.BPE())
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     first = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
@@ -41,7 +41,7 @@ def of_bytes(split: str | None) -> Tokenizer:
 
 
 def of_pieces() -> Tokenizer:
-    """As Llama 2, Mistral and Gemma: a whole text is one word."""
+    """A tokenizer like those of Llama 2, Mistral and Gemma: a whole text is one word."""
     rust = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -53,7 +53,7 @@ def of_pieces() -> Tokenizer:
 
 
 def of_unigrams() -> Tokenizer:
-    """As T5."""
+    """A unigram tokenizer like T5's."""
     rust = Tokenizer(models.Unigram())
     rust.normalizer, rust.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
     rust.decoder = decoders.Metaspace()
@@ -107,7 +107,7 @@ def of_length(text: str, length: int) -> str:
 
 
 def seconds(work) -> float:
-    """Of the processor, at best."""
+    """The least processor time of three runs."""
     best = float("inf")
     for _ in range(3):
         began = time.process_time()
@@ -120,9 +120,9 @@ def seconds(work) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_eight_times_the_text_takes_eight_times_as_long(tokenizers, kind, text):
-    """And never 20 times, which three doublings of 2.7 would be; what grows with the square takes 64.
+    """The bound is 20 times, three doublings of 2.7; quadratic growth would take 64 times.
 
-    There and back: `/detokenize` is asked for as much.
+    Decoding is timed too, as `/detokenize` may be asked for as much.
     """
     tokenizer = tokenizers[kind]
     short, long = (of_length(TEXTS[text], length) for length in (10_000, 80_000))
@@ -228,7 +228,7 @@ def test_long_texts_are_read_without_pythons_lock(tokenizers, kind):
 
 
 def test_others_are_answered_while_a_large_answer_is_written():
-    """On a thread of its own, but the writer of JSON keeps Python's lock until it has done. Best of five."""
+    """A separate thread writes it, but the JSON writer keeps Python's lock until done. Best of five."""
     entry = {"token": "word", "logprob": -1.25, "top_logprobs": {f"w{i}": -float(i) for i in range(20)}}
     choices = [{"index": i, "logprobs": [entry] * 400} for i in range(50)]
     envelope = {"id": "x", "choices": [], "usage": {"prompt_tokens": 3}}

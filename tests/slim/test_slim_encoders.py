@@ -31,7 +31,7 @@ def theirs(**changes) -> transformers.T5ForConditionalGeneration:
 
 
 def saved(model, folder):
-    """As transformers saves it; word wN is token N."""
+    """A folder as transformers saves it; word wN is token N."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
@@ -113,7 +113,7 @@ def keys_and_values(folder, half: Pieces) -> list[tuple[np.ndarray, np.ndarray]]
 
 
 def test_errors_are_those_of_transformers_keys_and_values(text, tmp_path):
-    """Of every row the exact inverse on keys in bfloat16, and a fit: both recomputed from its projections."""
+    """Both candidates of every row, exact inverse and fit, are recomputed on keys in bfloat16."""
     folder = saved(encoder_models.make("t5"), tmp_path / "three layers")
     model, params = skv.from_pretrained(folder)
     halves = sources.read(str(text), (), folder, model, params, Doing())

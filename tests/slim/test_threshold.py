@@ -1,4 +1,4 @@
-"""What a threshold leaves out: tile by tile, in the order in which a kernel reads them."""
+"""A threshold leaves keys out tile by tile, in the order in which a kernel reads them."""
 
 import jax.numpy as jnp
 import numpy as np
