@@ -2,11 +2,11 @@
 
     python -m benchmarks.latency demo/teacher runs/demo/swiftkv/export
 
-The first model also runs at full depth for every prompt token, which is what other systems do. Floors:
-FLOPs over the matmul rate measured in the same run. A KV prediction adapter is a model like any other.
-`--forms k` adds the first model with its rows in another form (Slim attention, by the exact inverse).
-With `--engine` the first tokens and the tokens after them come from engines, one sequence at a time; full
-depth is the bare program there too, since no engine runs a layer whose output nothing needs.
+The first model also runs at full depth for every prompt token, as other systems do. Floors are FLOPs over the
+matmul rate measured in the same run. A KV prediction adapter may be given like any other model. `--forms k`
+adds the first model with its rows in another form (Slim attention, by the exact inverse). With `--engine` all
+tokens come from engines, one sequence at a time. Full depth is a bare program there too, since no engine runs
+layers whose output is not needed.
 """
 
 import argparse
@@ -101,15 +101,16 @@ def through_engines(contenders: list[Contender], length: int, rounds: int, outpu
     prompt = np.random.default_rng(length).integers(2, vocab, length).tolist()
     first, more = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, outputs))
     sizes = {"max_model_len": length + outputs, "max_num_seqs": 1, "max_num_batched_tokens": length}
-    ttft, tpot = {}, {}
+    ttft, tpot, kernels = {}, {}, {}
     for c in contenders:
         if c.full_depth:
             ttft[c.name] = partial(seconds_of, reader(c.model, c.params, 1, length, whole=True))
             continue
         llm = LLM.from_model(c.model, c.params, prefix_caching=False, **sizes)
+        kernels[c.name] = llm.kernels
         ttft[c.name] = lambda llm=llm: llm.generate([prompt], first, use_tqdm=False)[0].metrics.ttft
         tpot[c.name] = lambda llm=llm: llm.generate([prompt], more, use_tqdm=False)[0].metrics.tpot
-    out = {}
+    out: dict = {"kernels": kernels}
     for kind, runs in (("ttft", ttft), ("tpot", tpot)):
         seconds = in_rounds(runs, rounds)
         out[kind] = {
@@ -121,7 +122,7 @@ def through_engines(contenders: list[Contender], length: int, rounds: int, outpu
 
 
 def matmul_rate(size: int = 1024, rounds: int = 5) -> float:
-    """FLOP/s of a square float32 matmul here and now: the ceiling of the floors."""
+    """Measured FLOP/s of a square float32 matmul, from which the floors are computed."""
     a = jnp.ones((size, size))
     run = jax.jit(lambda a: a @ a)
     run(a).block_until_ready()

@@ -1,10 +1,10 @@
-"""The tables of docs/results.md and both README.md, and README's plot, made from benchmarks/results/*.json.
+"""The tables of the documents, and README's plot, made from benchmarks/results/*.json.
 
     python -m benchmarks.report
 
 A document has the line `<!-- results: NAME -->` where a table begins and `<!-- end -->` where it ends; the
-command replaces what is between. A result is what a benchmark wrote, or a record: the run (command, hardware,
-versions, date, and the commit that recorded it), columns and rows.
+command replaces the text between them. A result is the output of a benchmark, or a record: the run (command,
+hardware, versions, date, and the commit that recorded it), columns and rows.
 """
 
 import argparse
@@ -17,7 +17,9 @@ from pathlib import Path
 from benchmarks.common import RESULTS, table
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "demo" / "README.md")
+DOCUMENTS = tuple(
+    ROOT / name for name in ("README.md", "docs/results.md", "docs/choosing_a_split.md", "demo/README.md")
+)
 PLOT = ROOT / "docs" / "saved.png"
 _BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.S)
 _WIDTH = 100
@@ -25,7 +27,7 @@ Rows = list[list]
 
 
 def result(name: str) -> dict:
-    """What benchmarks/results/NAME.json holds."""
+    """The content of benchmarks/results/NAME.json."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -47,7 +49,8 @@ def caption(found: dict) -> str:
 
 
 def shown(columns: list[str], rows: Rows) -> str:
-    """A Markdown table; the floats of a column have equally many decimals, and None is an empty cell."""
+    """A Markdown table; the floats of a column have the same number of decimals, and None is an empty
+    cell."""
     out = [[""] * len(columns) for _ in rows]
     for at in range(len(columns)):
         values = [row[at] for row in rows]
@@ -130,7 +133,7 @@ def _whisper(found: dict) -> tuple[list[str], Rows]:
     return columns, rows
 
 
-def _summary(_: dict) -> tuple[list[str], Rows]:
+def _summary() -> tuple[list[str], Rows]:
     """README's table: the demo's students and SmolLM2's, quality and speed at one context length."""
     columns = ["model", "student", "context", "gap, nats", "KL, nats", "agreement", "TTFT", "cache"]
     rows: Rows = []
@@ -140,11 +143,32 @@ def _summary(_: dict) -> tuple[list[str], Rows]:
         rows.append(["demo, 3.6 M", row["student"], row["context"], f"{gap:.3f}", f"{row['KL']:.3f}"])
         rows[-1] += [f"{row['agreement']:.3f}", f"{row['TTFT']:.2f}", f"{share:.0%}"]
     for row in records("smollm2"):
-        if row["TTFT"] is not None:
-            name = f"SwiftKV, {row['split, of 30']} of 30 layers"
+        split, how = row["split, of 30"], row["student"]
+        if split in (15, 20) and how != "rewired":
+            name = f"SwiftKV, {split} of 30 layers, {how}"
             rows.append(["SmolLM2-135M", name, row["context"], f"{row['gap']:.3f}", f"{row['KL']:.3f}"])
-            rows[-1] += [f"{row['agreement']:.3f}", f"{row['TTFT']:.2f}", "100%"]
+            rows[-1] += [f"{row['agreement']:.3f}", row["TTFT"] and f"{row['TTFT']:.2f}", "100%"]
     return columns, rows
+
+
+def _splits() -> tuple[list[str], Rows]:
+    """SmolLM2's students by split: the agreement of each way to make one, at 512 tokens."""
+    ways = ("rewired", "least squares", "distilled")
+    found: dict[int, dict] = {}
+    for row in records("smollm2"):
+        if isinstance(row["split, of 30"], int) and row["context"] == 512:
+            found.setdefault(row["split, of 30"], {})[row["student"]] = row
+    rows = [
+        [split, by_way["rewired"]["prompt FLOPs"]]
+        + [f"{by_way[way]['agreement']:.3f}" if way in by_way else None for way in ways]
+        for split, by_way in found.items()
+    ]
+    return [
+        "split",
+        "prompt FLOPs in the layers",
+        "agreement, rewired",
+        *(f"after {way}" for way in ("least squares", "distillation")),
+    ], rows
 
 
 _TABLES: dict[str, Callable[[dict], tuple[list[str], Rows]]] = {
@@ -155,16 +179,17 @@ _TABLES: dict[str, Callable[[dict], tuple[list[str], Rows]]] = {
     "waiting": _waiting,
     "whisper": _whisper,
 }
-_COMMANDS = {  # of results that may be missing
+_JOINED = {"summary": _summary, "splits": _splits}
+_COMMANDS = {  # commands for results that may be missing
     "peers": "python -m benchmarks.peers",
     "throughput": "python -m benchmarks.throughput --systems swiftkv acrosskv",
 }
 
 
 def block(name: str) -> str:
-    """The table of one result, and the run that made it; "summary" is README's."""
-    if name == "summary":
-        return shown(*_summary({}))
+    """The table of one result, and the run that made it; a table of several results has no run."""
+    if name in _JOINED:
+        return shown(*_JOINED[name]())
     if name in _COMMANDS and not (RESULTS / f"{name}.json").exists():
         return f"Not measured with today's code: `{_COMMANDS[name]}` does."
     found = result(name)
@@ -172,12 +197,12 @@ def block(name: str) -> str:
 
 
 def filled(text: str) -> str:
-    """A document with its tables as the results are now."""
+    """A document with its tables updated from the current results."""
     return _BLOCK.sub(lambda match: f"{match[1]}\n{block(match[2])}\n\n{match[3]}", text)
 
 
 def plot(path: Path) -> None:
-    """Bars of time to first token and of cache bytes, the standard model's at 1."""
+    """A bar chart of time to first token and of cache bytes, relative to the standard model."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,11 +1,11 @@
-"""What Whisper's caches take and what a token reads: the paper's table, counted with the E-cache too, and
-tokens per second here by kind of row.
+"""Cache sizes and reads per token of Whisper: the paper's table, also with the E-cache counted, and measured
+tokens per second by kind of row.
 
-    python -m benchmarks.whisper                    # the table (Slim attention paper, section 6), at once
-    python -m benchmarks.whisper --run --size base  # and times here, with random weights of that size
+    python -m benchmarks.whisper                    # the table (Slim attention paper, section 6), immediate
+    python -m benchmarks.whisper --run --size base  # also times on this machine, with random weights
 
-The paper leaves the encoder's output out of what "option 2" stores and reads, as it may lie in on-chip
-memory. A server of many requests keeps it in main memory, once for all layers: then it counts.
+The paper does not count the encoder's output in the storage and reads of "option 2", as it may lie in on-chip
+memory. A server of many requests keeps it in main memory, once for all layers, so there it counts.
 """
 
 import argparse
@@ -39,7 +39,7 @@ OUTPUTS, ROUNDS = 32, 3  # tokens that are decoded after a window's first, and r
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """One published Whisper: decoder layers, width, heads; and what the paper prints for it, in millions."""
+    """One published Whisper: decoder layers, width, heads; and the paper's numbers for it, in millions."""
 
     layers: int
     width: int
@@ -59,7 +59,7 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Of one size, in millions of numbers: what a request stores, and what a token of a batch reads.
+    """Counts for one size, in millions of numbers: stored by a request, and read by a token of a batch.
 
     `encoder` is the E-cache, which all layers read in turn.
     """
@@ -74,14 +74,15 @@ class Counts:
         return self.own + self.cross + self.encoder
 
     def read(self, batch: int, layers: int, on_chip: bool) -> float:
-        """on_chip: the encoder's output costs no reads, as the paper counts."""
+        """Numbers that a token reads. on_chip: reads of the encoder's output are not counted, as in the
+        paper."""
         again = 0.0 if on_chip else layers * self.encoder
         return self.own + self.cross + again + self.parameters / batch
 
 
 def counts(size: Size, form: str) -> Counts:
-    """With keys and values ("kv"), keys alone ("k"), or keys of own tokens beside one row of inputs for what
-    all layers read of the encoder ("x", the paper's option 2)."""
+    """The counts with keys and values ("kv"), keys alone ("k"), or keys of own tokens and one row of inputs
+    for the encoder's output that all layers read ("x", the paper's option 2)."""
     d, layers, mega = size.width, size.layers, 1e6
     own, cross = 2 * CONTEXT * d * layers / mega, 2 * SOURCE * d * layers / mega
     plain = (d * VOCAB + layers * (6 * d * d + 2 * d * 4 * d)) / mega
@@ -142,7 +143,7 @@ def make(size: Size, form: str, lanes: int) -> LLM:
 
 
 def transcribe(llm: LLM, batch: int, outputs: int) -> None:
-    """`outputs` tokens of each of `batch` windows of noise."""
+    """Generate `outputs` tokens for each of `batch` windows of noise."""
     random = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
     frames = [random.standard_normal((2 * SOURCE, 80)).astype(np.float32) for _ in range(batch)]
@@ -150,9 +151,9 @@ def transcribe(llm: LLM, batch: int, outputs: int) -> None:
         pass
 
 
-def measured(size: Size, batch: int) -> dict[str, dict[str, float]]:
-    """Form -> what a request takes of the cache, milliseconds until the windows' first tokens, by window, and
-    tokens per second from there on: medians of interleaved rounds."""
+def measured(size: Size, batch: int) -> dict[str, dict]:
+    """Form -> a request's bytes of cache, milliseconds per window until the first tokens, and tokens per
+    second after that: medians of interleaved rounds."""
     llms = {form: make(size, form, batch) for form in FORMS}
     runs = {
         (form, outputs): partial(transcribe, llm, batch, outputs)
@@ -170,6 +171,7 @@ def measured(size: Size, batch: int) -> dict[str, dict[str, float]]:
             "cache_mb": stored / 1e6,
             "first_ms": 1e3 * statistics.median(first) / batch,
             "tokens_per_s": batch * OUTPUTS / later,
+            "kernels": llm.kernels,
         }
     return found
 

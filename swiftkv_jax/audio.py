@@ -1,10 +1,10 @@
-"""Sound as Whisper's encoder takes it: read, mixed to one channel, resampled, cut into windows, as log-mel.
+"""Audio input for Whisper's encoder: read, mix to one channel, resample, cut into windows, log-mel.
 
     samples = audio.load(sound, settings.rate)           # a path, a wav file's bytes, or (array, rate)
     for window in audio.windows(samples, settings):      # 30 s each, the last one as long as it is
-        frames = audio.features(window, settings)        # [frames, mels], silence behind the window's end
+        frames = audio.features(window, settings)        # [frames, mels], padded with silence
 
-Nothing here knows a model or a request.
+Nothing here depends on models or requests.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ import os
 import struct
 import typing
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +26,10 @@ from swiftkv_jax.shapes import Float
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE  # wav's formats of samples
 _RATES = (1000, 768_000)  # samples a second
-_ZEROS = 32  # of the resampling filter, on either side
-_CUTOFF = 0.95  # of it, as a share of what the lower rate can hold
-_TOGETHER = 1 << 15  # samples that are resampled at a time
+_ZEROS = 32  # zero crossings of the resampling filter, on either side
+_CUTOFF = 0.95  # cutoff of the filter, as a share of the lower rate's Nyquist frequency
+_PHASES = 1024  # most filters that are kept; linear interpolation between neighbours errs by 1e-6
+_TOGETHER = 1 << 18  # numbers of an array while sound is mixed or resampled
 _PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")  # the latter has the former inside
 
 
@@ -48,7 +50,8 @@ class AudioSettings:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            integer(f"preprocessor_config.json: {field.name}", getattr(self, field.name), 1, 10**6)
+            low, high = _RATES if field.name == "rate" else (1, 10**6)
+            integer(f"preprocessor_config.json: {field.name}", getattr(self, field.name), low, high)
 
     @property
     def samples(self) -> int:
@@ -71,7 +74,7 @@ _NAMES = {
 
 
 def read_settings(folder: str | Path, mels: int) -> AudioSettings:
-    """What a folder's preprocessor_config.json says; without one Whisper's own, of `mels` numbers a frame.
+    """Settings from a folder's preprocessor_config.json; without one Whisper's own, with `mels` mel bins.
 
     Raises:
       UsageError: it cannot be read.
@@ -88,9 +91,28 @@ def read_settings(folder: str | Path, mels: int) -> AudioSettings:
     return AudioSettings(mels=mels)
 
 
-@typing.no_type_check  # user input: checked here, by name
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sound:
+    """Some sound, mixed to one channel.
+
+    Attributes:
+      samples: in [-1, 1]. rate: samples a second. channels: as many were given, and are averaged.
+    """
+
+    samples: Float[np.ndarray, " n"]
+    rate: int
+    channels: int
+
+
 def load(audio, rate: int, where: str = "audio") -> Float[np.ndarray, " n"]:
-    """Samples in [-1, 1] at `rate`, one channel: several are averaged, another rate is resampled.
+    """The samples of `read`, at `rate`."""
+    sound = read(audio, where)
+    return resampled(sound.samples, sound.rate, rate)
+
+
+@typing.no_type_check  # user input: checked here, by name
+def read(audio, where: str = "audio") -> Sound:
+    """Some sound at its own rate; several channels are averaged.
 
     Args:
       audio: the path of a wav file, its bytes, or (samples [n] or [n, channels], their rate); integers count
@@ -104,20 +126,29 @@ def load(audio, rate: int, where: str = "audio") -> Float[np.ndarray, " n"]:
         with explained(f"read {where} {audio}"):
             audio = Path(audio).expanduser().read_bytes()
     if isinstance(audio, bytes | bytearray | memoryview):
-        samples, own = _wav(bytes(audio), where)
+        sound = _wav(bytes(audio), where)
     elif isinstance(audio, tuple | list) and len(audio) == 2 and np.ndim(audio[1]) == 0:
-        samples, own = _array(audio[0], where), integer(f"{where}: rate", audio[1])
+        samples, rate = _array(audio[0], where), integer(f"{where}: rate", audio[1])
+        channels = 1 if samples.ndim == 1 else samples.shape[1]
+        mono = samples if samples.ndim == 1 or not samples.size else _mixed(samples)
+        sound = Sound(samples=mono.reshape(-1), rate=rate, channels=channels)
     else:
         raise UsageError(
             f"{where} must be the path of a wav file, its bytes, or (samples, rate), not "
             f"{type(audio).__name__}"
         )
-    if not _RATES[0] <= own <= _RATES[1]:
-        raise UsageError(f"{where}: a rate of {own} samples a second is not in [{_RATES[0]}, {_RATES[1]}]")
-    if not samples.size:
+    low, high = _RATES
+    if not low <= sound.rate <= high:
+        raise UsageError(f"{where}: a rate of {sound.rate} samples a second is not in [{low}, {high}]")
+    if not sound.samples.size:
         raise UsageError(f"{where} is empty: 0 s of sound")
-    mono = samples if samples.ndim == 1 else samples.mean(axis=1)
-    return resampled(mono.astype(np.float32), own, rate)
+    return sound
+
+
+def _mixed(samples: Float[np.ndarray, "n channels"]) -> Float[np.ndarray, " n"]:
+    """The mean of the channels."""
+    channels = samples.shape[1]
+    return samples[:, 0] if channels == 1 else samples @ np.full(channels, 1 / channels, np.float32)
 
 
 def _array(samples, where: str) -> np.ndarray:
@@ -131,18 +162,19 @@ def _array(samples, where: str) -> np.ndarray:
     if samples.dtype.kind == "f":
         return samples.astype(np.float32)
     info = np.iinfo(samples.dtype)
-    middle = 0 if info.min else (info.max + 1) // 2  # unsigned ones lie around the middle
+    middle = 0 if info.min else (info.max + 1) // 2  # unsigned samples are centred on the middle
     return ((samples.astype(np.float64) - middle) / ((int(info.max) + 1) - middle)).astype(np.float32)
 
 
-def _wav(data: bytes, where: str) -> tuple[np.ndarray, int]:
-    """(samples [n, channels] as floats, rate) of a wav file."""
+def _wav(data: bytes, where: str) -> Sound:
+    """The sound of a wav file, mixed a part at a time: all channels as floats may be large."""
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         raise UsageError(f"{where} is not a wav file: convert it, as by `ffmpeg -i FILE -ar 16000 out.wav`")
-    parts, at = {}, 12
+    view, parts, at = memoryview(data), {}, 12
     while at + 8 <= len(data):
-        name, size = struct.unpack("<4sI", data[at : at + 8])
-        parts.setdefault(name, data[at + 8 : at + 8 + size])  # a stream's size may be longer than its data
+        name, size = struct.unpack("<4sI", view[at : at + 8])
+        if name in (b"fmt ", b"data"):  # the declared size of a streamed file may exceed its data
+            parts.setdefault(name, view[at + 8 : at + 8 + size])
         at += 8 + size + size % 2
     head = parts.get(b"fmt ", b"")
     if len(head) < 16 or b"data" not in parts:
@@ -156,12 +188,16 @@ def _wav(data: bytes, where: str) -> tuple[np.ndarray, int]:
             f"{where} is a wav file of format {kind}, {channels} channels of {bits} bits: PCM of 8, 16, 24 "
             "or 32 bits and floats of 32 or 64 are read"
         )
-    body = parts[b"data"]
-    samples = _READERS[kind, bits](body[: len(body) // block * block])
-    return samples.reshape(-1, channels), rate
+    body, reader = parts[b"data"], _READERS[kind, bits]
+    samples = np.empty(len(body) // block, np.float32)
+    together = max(1, _TOGETHER // channels)
+    for start in range(0, len(samples), together):
+        stop = min(start + together, len(samples))
+        samples[start:stop] = _mixed(reader(body[start * block : stop * block]).reshape(-1, channels))
+    return Sound(samples=samples, rate=rate, channels=channels)
 
 
-def _triples(data: bytes) -> np.ndarray:
+def _triples(data: memoryview) -> np.ndarray:
     """24-bit samples as the upper part of 32-bit ones."""
     wide = np.zeros((len(data) // 3, 4), np.uint8)
     wide[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
@@ -179,27 +215,59 @@ _READERS = {
 
 
 def resampled(samples: Float[np.ndarray, " n"], rate: int, wanted: int) -> Float[np.ndarray, " m"]:
-    """Samples at `wanted` a second of those at `rate`, by a windowed sinc that cuts what the lower holds not.
+    """Resample from `rate` to `wanted` samples a second; a windowed sinc cuts above the lower Nyquist.
 
-    Beyond both ends there is silence.
+    The sound is extended by silence at both ends. A high rate is first divided by an integer, so that time
+    and memory are proportional to the samples for any pair of rates.
     """
     if rate == wanted:
         return samples
-    common = math.gcd(rate, wanted)
-    up, down = wanted // common, rate // common
-    band = _CUTOFF * min(1.0, wanted / rate)
+    count, whole = max(1, len(samples) * wanted // rate), max(1, rate // (2 * wanted))
+    held = samples if whole == 1 else _divided(samples, whole)
+    return _between(held, Fraction(rate, whole * wanted), count)
+
+
+def _kernel(at: np.ndarray, band: float, reach: int) -> np.ndarray:
+    """The filter at distances of `at` samples: cutoff at `band` of the Nyquist frequency, 0 from `reach`."""
+    weights = band * np.sinc(band * at) * np.cos(np.pi / 2 * np.clip(at / reach, -1, 1)) ** 2
+    return weights.astype(np.float32)
+
+
+def _divided(samples: Float[np.ndarray, " n"], whole: int) -> Float[np.ndarray, " m"]:
+    """Every `whole`-th sample of the filtered sound: `size` of them are two rows of samples by a matrix."""
+    band = _CUTOFF / whole
     reach = math.ceil(_ZEROS / band)
-    taps = np.arange(1 - reach, reach + 1)
-    out = np.empty(max(1, len(samples) * wanted // rate), np.float32)
-    padded = np.pad(samples, (reach, 2 * reach))
-    for start in range(0, len(out), _TOGETHER):
-        at = np.arange(start, min(start + _TOGETHER, len(out)))
-        whole, part = at * down // up, at * down % up
-        phases, which = np.unique(part, return_inverse=True)
-        back = taps - phases[:, None] / up
-        weights = band * np.sinc(band * back) * np.cos(np.pi / 2 * np.clip(back / reach, -1, 1)) ** 2
-        held = padded[whole[:, None] + taps + reach]
-        out[at] = np.einsum("nt,nt->n", held, weights.astype(np.float32)[which])
+    weights = _kernel(np.arange(-reach, reach + 1), band, reach)
+    size = math.ceil(len(weights) / whole)
+    width, rows = size * whole, math.ceil(len(samples) / (size * whole))
+    matrix = np.zeros((2 * width, size), np.float32)
+    for column in range(size):
+        matrix[column * whole : column * whole + len(weights), column] = weights
+    held = np.pad(samples, (reach, (rows + 1) * width - len(samples) - reach)).reshape(rows + 1, width)
+    out = held[:-1] @ matrix[:width]
+    out += held[1:] @ matrix[width:]
+    return out.reshape(-1)[: math.ceil(len(samples) / whole)]
+
+
+def _between(samples: Float[np.ndarray, " n"], step: Fraction, count: int) -> Float[np.ndarray, " m"]:
+    """`count` samples, `step` of the given ones apart."""
+    band = _CUTOFF * min(1.0, 1 / float(step))
+    reach = math.ceil(_ZEROS / band)
+    taps, phases = np.arange(1 - reach, reach + 1), min(step.denominator, _PHASES)
+    table = _kernel(taps - np.arange(phases + 1)[:, None] / phases, band, reach)
+    held = np.lib.stride_tricks.sliding_window_view(np.pad(samples, (reach - 1, 2 * reach)), len(taps))
+    out = np.empty(count, np.float32)
+    together = max(1, _TOGETHER // len(taps))
+    for start in range(0, count, together):
+        at = np.arange(start, min(start + together, count))
+        whole, part = np.divmod(at * step.numerator, step.denominator)
+        row, rest = np.divmod(part * phases, step.denominator)
+        near = held[whole]
+        found = np.einsum("nt,nt->n", near, table[row])
+        if phases < step.denominator:
+            share = (rest / step.denominator).astype(np.float32)
+            found += share * (np.einsum("nt,nt->n", near, table[row + 1]) - found)
+        out[at] = found
     return out
 
 
@@ -227,10 +295,10 @@ def _filters(settings: AudioSettings) -> tuple[np.ndarray, np.ndarray]:
 
 
 def features(window: Float[np.ndarray, " w"], settings: AudioSettings) -> Float[np.ndarray, "frames mels"]:
-    """The log-mel frames of one window of at most `settings.samples` samples, silence behind its end.
+    """The log-mel frames of one window of at most `settings.samples` samples, padded with silence.
 
-    What WhisperFeatureExtractor computes: log10 of the mel spectrum, no more than 8 below its largest, then
-    (x + 4) / 4.
+    The same as WhisperFeatureExtractor: log10 of the mel spectrum, clipped to 8 below its largest value,
+    then (x + 4) / 4.
     """
     from transformers.audio_utils import spectrogram
 

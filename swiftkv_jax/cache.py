@@ -18,10 +18,10 @@ from swiftkv_jax import sharding
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.config_json import FULL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import ByKind
-from swiftkv_jax.kernels.common.pools import Pool, places
+from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.fused_kv_fill.api import Makers
 from swiftkv_jax.kernels.fused_kv_fill.pages import Tokens, fill_pages
-from swiftkv_jax.kernels.page_write.api import page_write
+from swiftkv_jax.kernels.page_write.api import page_write, places
 from swiftkv_jax.layers import Rotary, rotary
 from swiftkv_jax.plan import ENCODER, SELF, KVPlan
 from swiftkv_jax.pytree import pytree, static
@@ -59,8 +59,8 @@ class Batch:
 def make_batch(starts: Int[Array, " Q1"] | None, position: Int[Array, " T"], each: int = 1) -> Batch:
     """Sequence s owns tokens [starts[s], starts[s+1]); tokens from starts[-1] on are padding.
 
-    None: it owns the `each` tokens from s * each on. Saying so spares the work of finding it out for every
-    score that is masked.
+    With starts=None, sequence s owns the `each` tokens from s * each on. This case needs no search for the
+    sequence of each token.
     """
     if starts is None:
         token = jnp.arange(position.shape[0])
@@ -120,10 +120,10 @@ class Sources:
 
 @pytree
 class Encoded:
-    """What an encoder made of a batch of sources.
+    """An encoder's output for a batch of sources.
 
     Attributes:
-      x: [B, S, D] the stream behind its last norm. lengths: [B] positions of each that hold something.
+      x: [B, S, D] the hidden states after its last norm. lengths: [B] positions of each that are not padding.
     """
 
     x: Float[Array, "B S D"]
@@ -248,14 +248,14 @@ class Cache:
         )
 
     def pinned(self) -> "Cache":
-        """The same cache, kept where it belongs on its mesh: what a jitted function returns."""
+        """The same cache with its shardings constrained, for a jitted function to return."""
         if self.mesh is None:
             return self
         return jax.lax.with_sharding_constraint(self, self.shardings)
 
     @property
     def shardings(self) -> "Cache":
-        """Where each array lies on the mesh: kv heads over `tensor`, tables on every device."""
+        """The sharding of each array on the mesh: kv heads over `tensor`, tables on every device."""
         assert self.mesh is not None
         place = partial(sharding.named, self.mesh)
 
@@ -281,7 +281,7 @@ class Cache:
         return dataclasses.replace(self, table=table)
 
     def reading(self, sources: Sources | None) -> "Cache":
-        """The same rows, and what each sequence reads of an encoder's output; None: as it is."""
+        """The same rows, and the sources that each sequence reads; None changes nothing."""
         if sources is None:
             return self
         assert self.cross is not None
@@ -290,7 +290,7 @@ class Cache:
 
     @property
     def sources(self) -> Sources | None:
-        """What `reading` was last given."""
+        """The sources that `reading` was last given."""
         return self.cross and Sources(self.cross.table, self.cross.lengths)
 
     def write(self, rows: Sequence[int], made: Sequence[Sequence[Array]], batch: Batch) -> "Cache":
@@ -343,7 +343,7 @@ class Cache:
         return dataclasses.replace(self, stores=stores)
 
     def attend_source(self, row: int, reader: PyTree, q: Queries, batch: Batch) -> Queries:
-        """What each query of the flat batch reads from `row` of its source, which it sees whole."""
+        """Cross-attention of the flat batch's queries over `row` of their sources, each seen whole."""
         assert self.cross is not None and self.cross.lengths is not None
         last = self.cross.lengths[batch.block_sequence, None] - 1
         seeing = dataclasses.replace(batch, block_position=jnp.where(batch.block_position < 0, -1, last))
@@ -358,10 +358,10 @@ class Cache:
         window: int,
         bias: Float[Array, "N S"] | None = None,
     ) -> Queries:
-        """What each query of the flat batch reads from `row`: [T, N, H] -> [T, N, U].
+        """Attention of the flat batch's queries over `row`: [T, N, H] -> [T, N, U].
 
-        reader: what the row's form needs to read it, see `rows.reader_of`. bias: of the scores, by head and
-        distance.
+        reader: the weights that the row's form needs for reading, see `rows.reader_of`. bias: added to the
+        scores, by head and distance.
         """
         form = self.plan.rows[row].form
 
@@ -386,6 +386,6 @@ class Cache:
         return mixed.reshape(-1, *mixed.shape[2:])[batch.place]
 
     def _cut(self, form: str) -> bool:
-        """Whether each device of the mesh has its own heads of this form's arrays; else it has all."""
+        """Whether this form's arrays are sharded by head over the mesh; else every device has all of them."""
         parts = 1 if self.mesh is None else self.mesh.shape["tensor"]
         return all(array.heads % parts == 0 for array in FORMS[form].arrays(self.config))

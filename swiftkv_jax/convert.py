@@ -1,9 +1,9 @@
-"""A SwiftKV student of a checkpoint, made without a training step, and what it costs.
+"""Make a SwiftKV student of a checkpoint without a training step, and measure its cost.
 
     python -m swiftkv_jax.convert MODEL --split 20 --out DIR
 
-Or `swiftkv-convert`. The later layers' keys and values are solved by least squares on a text
-(distill/least_squares.py), and teacher and student are compared on rows of text that were not solved on.
+The same as `swiftkv-convert`. The later layers' keys and values are fitted by least squares on a text
+(distill/least_squares.py), and teacher and student are compared on rows of text that were not fitted on.
 """
 
 import argparse
@@ -25,16 +25,18 @@ from swiftkv_jax.distill import kernels, loop
 from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
 from swiftkv_jax.distill.progress import Say, show, working
+from swiftkv_jax.distill.report import card, license_of
 from swiftkv_jax.distill.samples import documents_of
 from swiftkv_jax.distill.sources import split_of
-from swiftkv_jax.errors import Parser, UsageError, exit_code
+from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.folder import DEMO
 from swiftkv_jax.surgery import INITS
 
 CORPUS = DEMO / "corpus.jsonl.xz"
 JUDGED = 16_384  # held-out tokens
+_FIGURES = ("cross_entropy", "teacher_cross_entropy", "kl", "agreement")  # of `costs`, in the model card
 _ROWS = 4  # of a batch on each device
-_FEW = 8  # documents; fewer held-out ones are not enough to judge by
+_FEW = 8  # held-out documents; fewer are not enough to evaluate on
 _PIECE = 4000  # characters that a text is cut into, where there are few documents
 _EVERY = 10  # of these pieces one is held out
 
@@ -104,13 +106,13 @@ def convert(
     dtype: str = "float32",
     say: Say = show,
 ) -> dict[str, float]:
-    """Save the student of `model` that `plan` starts training with, in the model's own dtype; its costs.
+    """Save the student of `model` that `plan` would start training with, in its own dtype, with a model card.
 
     Args:
       model: a folder, a GGUF file or a hub id.
-      text: a source of documents, see `open_documents`. Held-out documents are those that training holds out;
-        of few documents every tenth piece.
-      length: tokens of a row, for solving and for judging.
+      text: a source of documents, see `open_documents`. The same documents are held out as in training; with
+        few documents, every tenth piece.
+      length: tokens of a row, for fitting and for evaluation.
       dtype: to compute in.
 
     Returns:
@@ -135,6 +137,11 @@ def convert(
             found = costs(run, run.row_sums()[length], length)
             say(report(found, plan, config.num_layers, length))
             run.export(out)
+            judged = {f"{length}/{name}": found[name] for name in _FIGURES}
+            named = dataclasses.replace(experiment, name=out.name, model=model)
+            with explained(f"write to {out}"):
+                text = card(named, run.recipe.student, judged, license_of(folder))
+                (out / "README.md").write_text(text, encoding="utf-8")
     say(f"saved in {out} after {time.monotonic() - began:.0f} s: swiftkv-serve --model {out}")
     return found
 
@@ -142,7 +149,7 @@ def convert(
 def _experiment(
     model: str, config: ModelConfig, plan: PlanConfig, text: str, length: int, dtype: str, scratch: Path
 ) -> Experiment:
-    """The run that would train this student on one device; no step of it is taken."""
+    """The run that would train this student on one device; none of its steps is taken."""
     integer("--split", plan.split, 1, config.num_layers - 1)
     integer("--length", length, 2, config.max_position_embeddings)
     if plan.init == LEAST_SQUARES:
@@ -163,7 +170,7 @@ def _experiment(
 
 
 def _on_each(experiment: Experiment, devices: int) -> Experiment:
-    """The same with so many rows on each device, and as many tokens to judge by."""
+    """The same experiment spread over `devices`, with as many tokens to evaluate on."""
     rows, length = devices * experiment.data.batch_size, experiment.data.seq_len
     parts = {
         name: dataclasses.replace(data, batch_size=rows)
@@ -174,9 +181,10 @@ def _on_each(experiment: Experiment, devices: int) -> Experiment:
 
 
 def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
-    """The data to solve or train on, and the held-out data to judge by.
+    """The data to fit or train on, and the held-out data to evaluate on.
 
-    Those that training holds out; of few documents every tenth piece, in files that are written to `scratch`.
+    The same documents are held out as in training; with few documents, every tenth piece, in files that are
+    written to `scratch`.
 
     Raises:
       UsageError: sources that cannot be read, or too little text.
@@ -212,12 +220,12 @@ def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
 
 
 def costs(run: loop.Run, rows: dict[str, np.ndarray], length: int) -> dict[str, float]:
-    """What a run's student costs now, by its `row_sums` of rows of `length` tokens.
+    """The current cost of a run's student, from its `row_sums` of rows of `length` tokens.
 
-    "gap" is the student's cross-entropy less its teacher's, "kl" that of the teacher to the student, both in
-    nats a token; "agreement" the share of positions where both have the same likeliest token; "tokens" those
-    judged. "prompt_flops" and "cache_bytes" are shares of the teacher's: FLOPs of prompt tokens in the layers
-    at that length, and bytes of a token's rows.
+    "gap" is the student's cross-entropy minus its teacher's, and "kl" the KL from teacher to student, both in
+    nats a token; "agreement" is the share of positions where both find the same token likeliest, and "tokens"
+    the number of tokens evaluated. "prompt_flops" and "cache_bytes" are relative to the teacher's: FLOPs of
+    prompt tokens in the layers at that length, and bytes of a token's rows.
     """
     found = loop.summarise(rows, has_teacher=True)
     config, plan = run.recipe.student.config, run.recipe.student.plan
@@ -234,7 +242,7 @@ def costs(run: loop.Run, rows: dict[str, np.ndarray], length: int) -> dict[str, 
 
 
 def report(found: dict[str, float], plan: PlanConfig, layers: int, length: int) -> str:
-    """`costs` in words."""
+    """The costs as text."""
     shared = f", {plan.share} layers a row" if plan.share > 1 else ""
     return "\n".join(
         (

@@ -150,11 +150,14 @@ def found(what: str, mesh) -> dict:
         return {"worst": splash_on_a_mesh(int(what.removeprefix("splash")))}
     got, split = trained(mesh, what)
     parts = [jax.tree.map(np.subtract, *pair) for pair in zip(got, alone(what), strict=True)]
-    # Where a gradient is next to nothing, rounding decides the sign of Adam's step: of parameters the root of
-    # the mean square of each array is told, which no single number moves.
+    # For a gradient near 0, rounding decides the sign of Adam's step: parameters are compared by each array's
+    # root mean square, which no single number moves; the largest difference has a bound of its own.
     moved = max(float(np.sqrt(np.mean(x**2))) for x in jax.tree.leaves(parts[0]))
-    worst = max(float(np.abs(x).max()) for x in jax.tree.leaves(parts[1:]))
-    return {"moved": moved, "worst": worst, "split": split, "loss": float(np.abs(parts[2]["loss"]))}
+    furthest, worst = (
+        max(float(np.abs(x).max()) for x in jax.tree.leaves(part)) for part in (parts[0], parts[1:])
+    )
+    loss = float(np.abs(parts[2]["loss"]))
+    return {"moved": moved, "furthest": furthest, "worst": worst, "split": split, "loss": loss}
 
 
 def main(names: list[str]) -> None:

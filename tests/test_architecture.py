@@ -1,4 +1,4 @@
-"""What keeps the code base honest: imports point down, state is visible, prose matches the disk."""
+"""Rules of the code base: imports point down, state is visible, documentation matches the disk."""
 
 import ast
 import re
@@ -92,6 +92,13 @@ def test_imports_point_down():
     assert not wrong
 
 
+def test_the_documented_import_order_is_this():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Import order")[1]
+    listed = re.findall(r"Level\s\d:\s([^.]+)\.", text)
+    names = [re.findall(r"\w+", re.sub(r"\(.*?\)", "", one, flags=re.S)) for one in listed]
+    assert list(map(sorted, names)) == [sorted(level.split()) for level in LEVELS]
+
+
 def test_distill_and_engine_are_strangers_and_analysis_knows_neither():
     assert not edges() & STRANGERS
 
@@ -111,7 +118,7 @@ def test_imports_have_no_cycles():
 
 
 def test_kernels_import_jax_only():
-    """And of the library only what tells whether a folder is the user's alone."""
+    """Of the library they import only the check that a folder belongs to the user alone."""
     allowed = {"jax", "jaxtyping", "swiftkv_jax", *sys.stdlib_module_names}
     for path in python_files("kernels"):
         names = imports(ast.walk(tree(path)))
@@ -166,7 +173,7 @@ def test_the_scripts_and_the_installed_commands_are_the_same():
         assert f"swiftkv_jax.commands.{name}" in imports(ast.walk(tree(ROOT / f"{name}.py")))
 
 
-def test_only_plans_and_what_reads_and_writes_checkpoints_ask_for_a_method():
+def test_only_plans_and_checkpoint_code_ask_for_a_method():
     """Others ask a plan for what they need: a shared norm, rows to fill, layers that are skipped."""
     known = {"plan", "surgery", "config", "config_json", "checkpoint"}
     for path in python_files("swiftkv_jax", "kernels", "benchmarks", "demo", "configs"):
@@ -176,8 +183,8 @@ def test_only_plans_and_what_reads_and_writes_checkpoints_ask_for_a_method():
         assert not asked, (path, asked)
 
 
-def test_only_two_functions_meet_a_kernel():
-    """What runs a model asks `layers` for products and kernels, so that no scale is forgotten."""
+def test_only_two_functions_access_kernel_weights():
+    """Code that runs a model gets products and kernels from `layers`, so that no scale is forgotten."""
     files = [LIBRARY / f"{name}.py" for name in ("layers", "rows", "weights", "model", "cache")]
     for path in [*files, *python_files("swiftkv_jax/engine")]:
         allowed = [

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import tracemalloc
 import wave
 
 import numpy as np
@@ -61,21 +62,82 @@ def test_channels_are_averaged_and_integers_count_in_full_scale():
     left, right = tone(0.1, 16_000), tone(0.1, 16_000, 1000)
     both = np.stack([left, right], axis=1)
     np.testing.assert_allclose(audio.load((both, 16_000), 16_000), (left + right) / 2, atol=1e-7)
+    found = audio.read(wav(np.stack([left, right, left], axis=1), 48_000))
+    assert (found.rate, found.channels, found.samples.shape) == (48_000, 3, left.shape)
+    np.testing.assert_allclose(found.samples, (2 * left + right) / 3, atol=1e-4)
     whole = np.round(left * 32767).astype(np.int16)
     np.testing.assert_allclose(audio.load((whole, 16_000), 16_000), left, atol=1e-4)
 
 
-@pytest.mark.parametrize("rate", [8_000, 11_025, 22_050, 44_100, 48_000])
+RATES = [1000, 8_000, 11_025, 15_991, 22_050, 44_100, 48_000, 63_997, 192_001, 767_999, 768_000]
+
+
+@pytest.mark.parametrize("rate", RATES)
 def test_another_rate_is_the_same_sound(rate):
     """A tone that both rates hold keeps its shape; one that the lower does not hold is gone."""
-    got = audio.load((tone(0.5, rate, 900.0), rate), 16_000)
-    want = tone(0.5, 16_000, 900.0)
+    hertz = 900.0 if rate > 1000 else 300.0
+    got = audio.load((tone(0.5, rate, hertz), rate), 16_000)
+    want = tone(0.5, 16_000, hertz)
     assert abs(len(got) - len(want)) <= 1
     inside = slice(800, 7000)
     np.testing.assert_allclose(got[inside], want[inside], atol=2e-3)
     if rate > 16_000:
         gone = audio.load((tone(0.5, rate, 9500.0), rate), 16_000)
         assert np.abs(gone[inside]).max() < 2e-3
+
+
+@pytest.mark.parametrize("rate", [15_991, 31_999, 44_100, 63_997, 192_001, 767_999])
+def test_a_resampled_sound_is_its_windowed_sinc(rate):
+    """The sum over all samples in float64, at some places: neither filters that are interpolated nor, from
+    four times the rate on, a first filter before it change what it keeps."""
+    random, seconds = np.random.default_rng(rate), 0.2
+    times = np.arange(round(seconds * rate)) / rate
+    hertz, phases = random.uniform(50, 6000, 20), random.uniform(0, 6, 20)
+    sound = np.sin(2 * np.pi * hertz * times[:, None] + phases).mean(axis=1).astype(np.float32)
+    got = audio.resampled(sound, rate, 16_000)
+    band = 0.95 * min(1.0, 16_000 / rate)
+    reach = np.ceil(32 / band)
+    for place in random.integers(100, len(got) - 100, 50):
+        away = place * rate / 16_000 - np.arange(len(sound))
+        window = np.cos(np.pi / 2 * np.clip(away / reach, -1, 1)) ** 2
+        want = (band * np.sinc(band * away) * window) @ sound
+        assert abs(got[place] - want) < (1e-6 if rate < 64_000 else 5e-6)
+
+
+@pytest.mark.parametrize("rate, channels", [(63_997, 1), (192_001, 2), (767_999, 1), (767_999, 8)])
+def test_memory_is_in_proportion_to_the_samples(rate, channels):
+    """Whatever the rates have in common: 16,000 filters of 3,000 numbers would take hundreds of MiB."""
+    data = wav(np.zeros((rate // 2, channels)), rate)
+    tracemalloc.start()
+    try:
+        audio.load(data, 16_000)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 * 2**20 + 3 * 4 * rate // 2  # the filters, and three copies of one channel
+
+
+def test_a_wav_file_of_any_bytes_is_a_sound_or_refused_in_one_line():
+    """Files of each width, one to three bytes of each changed, or cut off; most near the start."""
+    random = np.random.default_rng(0)
+    sounds = tone(0.02, 16_000), np.stack([tone(0.02, 16_000)] * 2, axis=1)
+    files = [wav(sounds[width % 2], 16_000, width) for width in (1, 2, 3, 4)]
+    ends = {"sound": 0, "refused": 0}
+    for number in range(4000):
+        data = bytearray(files[number % 4])
+        for _ in range(random.integers(1, 4)):
+            data[random.integers(48 if random.random() < 0.9 else len(data))] = random.integers(256)
+        if number % 10 == 0:
+            del data[random.integers(len(data)) :]
+        try:
+            found = audio.load(bytes(data), 16_000)
+        except UsageError as error:
+            assert "\n" not in str(error)
+            ends["refused"] += 1
+        else:
+            assert found.dtype == np.float32 and found.ndim == 1 and np.isfinite(found).all()
+            ends["sound"] += 1
+    assert min(ends.values()) > 500, ends
 
 
 def test_windows_are_of_30_seconds_and_the_last_as_long_as_it_is():
@@ -109,7 +171,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("why", BAD)
-def test_what_is_no_sound_is_refused_in_one_line(why):
+def test_invalid_audio_is_refused_in_one_line(why):
     with pytest.raises(UsageError, match=why) as error:
         audio.load(BAD[why], 16_000, "audio")
     assert "\n" not in str(error.value)

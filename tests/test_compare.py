@@ -76,7 +76,7 @@ def test_kv_prediction_costs_what_skipping_every_middle_ffn_does_and_less_and_mo
     assert costs[0, 1, 2, 4, 5, 6] < skipping < costs[0, 1, 2, 3, 4, 5, 6] < 1
 
 
-def test_both_ways_to_answer_are_the_models_own_where_nothing_is_left_out():
+def test_answers_by_rows_and_by_prompts_are_the_models_own_when_nothing_is_left_out():
     model, params = tiny(PLAIN, KVPlan.standard(4))
     scores = np.asarray(logits(model, params, forward(model, params, jnp.asarray(ROWS))), np.float64)
     scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
@@ -137,7 +137,7 @@ def pair(reads=(0, 1, 2, 3)) -> tuple[skv.Predicted, dict]:
 
 
 def test_errors_of_rows_are_mean_differences_by_place_and_their_distribution():
-    """Of itself nothing is wrong but what is added: 0.5 to the values of row 2."""
+    """The pair predicts its rows exactly, so the only error is the added one: 0.5 to the values of row 2."""
     model, params = pair()
     off = params["predictor"]["rows"][0]["v_proj"]
     off["bias"] = off["bias"].at[2].set(0.5)
@@ -162,8 +162,8 @@ def test_errors_of_rows_are_those_of_the_definition():
 
 
 @pytest.mark.parametrize("kind", ["own", "whole", "predicted"])
-def test_what_is_timed_is_compiled_before(kind):
-    """And tells the model's own first tokens."""
+def test_timed_calls_are_compiled_beforehand(kind):
+    """The timed call returns the model's own first tokens."""
     model, params = pair()
     params = jax.device_put(params, jax.devices()[0])
     if kind != "predicted":

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from huggingface_hub import ModelCard
 
 import swiftkv_jax as skv
 from swiftkv_jax import convert as command
@@ -38,7 +39,7 @@ def fitted(tmp_path_factory) -> tuple[Path, dict[str, float]]:
 
 
 def test_a_student_of_one_row_less_than_the_teacher_costs_nothing(tmp_path, capsys):
-    """At split L-1 an untrained student is its teacher. Who gives `say` gets every line: none is printed."""
+    """At split L-1 an untrained student is its teacher. A custom `say` gets every line; none is printed."""
     said: list[str] = []
     found = made(tmp_path / "out", 7, "fold", say=said.append)
     assert capsys.readouterr() == ("", "") and said[0].startswith("reading ") and "saved in" in said[-1]
@@ -70,7 +71,7 @@ def held_out_pieces(tokenizer) -> tuple[np.ndarray, ...]:
 
 
 def test_the_student_that_is_saved_costs_what_was_said(fitted):
-    """By another way: from the logits of the two folders, in float64."""
+    """The cost is recomputed from the logits of the two folders, in float64."""
     out, found = fitted
     tokens, targets, mask = held_out_pieces(load_tokenizer(out))
     sure = []
@@ -87,7 +88,14 @@ def test_the_student_that_is_saved_costs_what_was_said(fitted):
     assert found["agreement"] == pytest.approx((teacher.argmax(-1) == student.argmax(-1)).mean(), abs=5e-3)
 
 
-def test_shared_rows_on_ones_own_text(tmp_path, capsys):
+def test_the_model_card_has_the_costs(fitted):
+    out, found = fitted
+    card = ModelCard.load(out / "README.md")
+    assert card.data.library_name == "swiftkv-jax" and f"# {out.name}" in card.text
+    assert f"| {found['kl']:.4f} | {found['agreement']:.4f} |" in card.text
+
+
+def test_a_conversion_with_shared_rows_is_measured_on_a_given_text(tmp_path, capsys):
     """A single text is held out by its pieces."""
     text = tmp_path / "mine.txt"
     text.write_text(
@@ -120,7 +128,7 @@ def test_a_text_too_short_is_refused(tmp_path, capsys):
         ([], "the following arguments are required: --split"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_a_line(words, said, tmp_path, capsys):
+def test_invalid_arguments_are_refused_in_a_line(words, said, tmp_path, capsys):
     assert main([str(TEACHER), *words, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error

@@ -114,8 +114,8 @@ def test_a_revision_chooses_among_the_commits_of_a_hub_model(hub, tmp_path):
         skv.LLM(tmp_path / "main", revision="v2")
 
 
-def test_what_is_saved_keeps_the_tokenizer_of_what_was_loaded(tmp_path, monkeypatch):
-    """As README's example goes: load, rewire, save, serve."""
+def test_a_saved_model_keeps_the_tokenizer_of_the_loaded_one(tmp_path, monkeypatch):
+    """The steps are those of README's example: load, rewire, save, serve."""
     teacher = make_model(tmp_path / "teacher")
     monkeypatch.chdir(tmp_path)
     model, params = skv.from_pretrained("teacher")
@@ -128,7 +128,7 @@ def test_what_is_saved_keeps_the_tokenizer_of_what_was_loaded(tmp_path, monkeypa
     assert llm.generate("the cat", GREEDY, use_tqdm=False)[0].outputs[0].text
 
 
-def test_where_a_model_was_read_is_no_part_of_what_it_is(tmp_path):
+def test_models_compare_equal_wherever_they_were_read(tmp_path):
     one, two = (skv.from_pretrained(make_model(tmp_path / name))[0] for name in ("one", "two"))
     assert one.config.source != two.config.source
     assert one == two and hash(one) == hash(two) and repr(one.config) == repr(two.config)

@@ -164,7 +164,7 @@ def inside(value, path: tuple = ()) -> Iterator[tuple[tuple, typing.Any]]:
 
 
 @pytest.mark.parametrize("name, document", DOCUMENTS, ids=[name for name, _ in DOCUMENTS])
-def test_a_document_has_the_types_of_its_api_and_spoilt_has_not(name, document):
+def test_documents_fit_the_schema_of_their_api_and_corrupted_ones_do_not(name, document):
     """Spoilt: a list in the place of any value, or a field whose name is not known."""
     schema = schema_of(document)
     check(document, schema, name)
@@ -184,7 +184,7 @@ def test_a_document_has_the_types_of_its_api_and_spoilt_has_not(name, document):
                 check(spoilt, schema, name)
 
 
-def test_a_field_that_must_be_there_is_missed():
+def test_a_missing_required_field_is_reported():
     [jobset] = read("jobset-h100.yaml")
     del jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["image"]
     with pytest.raises(TypeError, match=r"containers\[0\] lacks {'image'}"):
@@ -252,7 +252,7 @@ def test_the_pool_and_its_route_find_the_pods():
     assert "--metrics-prefix=vllm:" in containers(deployment)[0]["args"], "the names that the picker reads"
 
 
-def test_the_processes_of_a_jobset_are_told_the_truth():
+def test_processes_of_a_jobset_get_the_right_counts_and_addresses():
     """The number of processes and pod 0's name follow from the JobSet; a slice's hosts have its chips."""
     [jobset] = read("jobset-h100.yaml")
     [group] = jobset["spec"]["replicatedJobs"]
@@ -367,7 +367,7 @@ def test_documents_name_files_that_are_here():
         assert named and all((LAUNCH / name).exists() for name in named), path
 
 
-def test_nothing_of_a_machine_is_in_the_files():
+def test_launch_files_name_no_machine():
     """No address but this machine's own and that of all interfaces, no account, no home."""
     for path in LAUNCH.iterdir():
         text = path.read_text()

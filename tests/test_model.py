@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +99,7 @@ def check_step(plan, config, chunks, choose=lambda i: True) -> int:
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_step_is_forward_for_every_plan(plan):
-    """At every position of a ragged, chunked, padded batch over shuffled pages with NaN around them."""
+    """They agree at every position of a ragged, chunked, padded batch over shuffled pages amid NaN."""
     assert check_step(plan, ODD, [(5, 4, 7), (0, 0, 3), (8, 0, 1), (6, 0, 0)]) == sum(LENGTHS)
 
 
@@ -254,6 +255,19 @@ def test_dynamic_rope_is_fixed_at_the_capacity():
         ids, at = tokens[0, start : start + 20], np.arange(start, start + 20, dtype=np.int32)
         got, cache = run_step(model, params, ids, at, np.array([0, 20], np.int32), np.arange(20), cache)
         np.testing.assert_allclose(got, want[0, start : start + 20], rtol=0, atol=1e-5)
+
+
+def test_step_computes_no_cosine_over_rows_stored_rotated():
+    """Rotary angles come from the cache's table. Keys before rotation (`k`) are turned by angles computed as
+    they are read."""
+
+    def lowered(model, params) -> str:
+        _, arrays = flat_batch(sequences(1), [0, 0, 0], [5, 4, 7], [15])
+        return run_step.lower(model, params, *arrays, paged_cache(model, 3)).as_text()
+
+    kv, params = tiny(dataclasses.replace(PLAIN, num_kv_heads=4), PLANS["split2"])
+    assert not re.search(r"\b(co)?sine\b", lowered(kv, params))
+    assert re.search(r"\bcosine\b", lowered(*to_slim(kv, params, ("k",))))
 
 
 @pytest.mark.parametrize("config", [PLAIN, ODD], ids=["plain", "odd"])

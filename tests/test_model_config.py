@@ -156,7 +156,7 @@ def of(name) -> ModelConfig:
     return ModelConfig.from_hf(PUBLISHED[name])
 
 
-def test_what_published_files_mean():
+def test_published_configs_are_read_correctly():
     assert of("Llama-3.1-8B").rope == RopeConfig(
         rope_type="llama3", rope_theta=5e5, factor=8.0, original_max_position_embeddings=8192
     )
@@ -174,7 +174,7 @@ def test_what_published_files_mean():
 
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("plan", ["standard", "swiftkv"])
-def test_what_is_written_reads_the_same(name, plan, tmp_path):
+def test_a_written_config_reads_back_the_same(name, plan, tmp_path):
     config = of(name)
     layers = config.num_layers
     plan = KVPlan.standard(layers) if plan == "standard" else KVPlan.swiftkv(layers, layers // 2, 4)
@@ -359,7 +359,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("fields, message", BAD.values(), ids=BAD)
-def test_what_config_json_may_not_say(fields, message):
+def test_an_invalid_config_json_is_refused(fields, message):
     with pytest.raises(UsageError, match=message) as error:
         ModelConfig.from_hf(SMALL | fields)
     assert "\n" not in str(error.value)
@@ -425,7 +425,7 @@ def test_a_qwen_that_was_rewritten_as_a_llama_has_no_window():
         ({"model_type": "bloom_swiftkv"}, "model_type 'bloom_swiftkv' is not supported"),
     ],
 )
-def test_what_a_students_config_json_may_not_say(fields, message):
+def test_a_students_invalid_config_json_is_refused(fields, message):
     with pytest.raises(UsageError, match=message):
         plan_from_hf(SMALL | {"model_type": "llama_swiftkv"} | fields)
 

@@ -99,7 +99,7 @@ def serve(model: Predicted, params, tokens, chunk: int) -> tuple[np.ndarray, Cac
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_what_is_served_is_the_definition_for_any_pair_and_chunk(name):
+def test_serving_equals_the_definition_for_any_pair_and_chunk(name):
     """Ragged prompts, one of a single token, over shuffled pages with NaN around them."""
     model, params = pair(name)
     tokens = np.asarray(prompts())
@@ -233,7 +233,7 @@ def _prune(keep):
 
 
 @pytest.mark.parametrize("said", BAD)
-def test_what_does_not_fit_is_refused_in_one_line(said):
+def test_mismatched_pairs_and_predictions_are_refused_in_one_line(said):
     with pytest.raises(UsageError, match=said):
         BAD[said]()
 
@@ -245,6 +245,6 @@ def test_what_does_not_fit_is_refused_in_one_line(said):
         (KVPlan.from_rows([0, 0, 1, 1]), (1, 2), "layer 0, which makes a row that it reads"),
     ],
 )
-def test_pruning_what_makes_a_row_is_refused(plan, keep, said):
+def test_pruning_a_layer_that_makes_a_row_is_refused(plan, keep, said):
     with pytest.raises(UsageError, match=said):
         predict.layer_pruned(*tiny(PLAIN, plan), keep)

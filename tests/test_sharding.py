@@ -28,6 +28,8 @@ CONTEXTS = ["(1, 1, 1, 4)", "(1, 1, 2, 2)"]  # of four devices
 LONG += ["splash1073741824 (2, 2, 2)", "splash200 (2, 2, 2)"]
 LONG += [f"{kind} {mesh}" for kind in ("swiftkv", "all", "generate") for mesh in ("(8, 1, 1)", "(1, 8, 1)")]
 
+FURTHEST = 3e-5  # of any one parameter after three steps of 1e-3; 1.3e-5 was seen
+
 
 def some(*kinds: str) -> list:
     """The quick ones of these kinds, and the others as slow tests."""
@@ -48,7 +50,7 @@ def report(names: tuple[str, ...], devices: int = 8) -> dict[str, dict]:
 def test_three_training_steps_equal_one_devices(name):
     """Parameters, gradients and metrics. Pure data parallelism keeps parameters whole."""
     said = found(name)
-    assert said["moved"] < 2e-6 and said["worst"] < 2e-5, said
+    assert said["moved"] < 2e-6 and said["furthest"] < FURTHEST and said["worst"] < 2e-5, said
     assert (found(name)["split"] > 0) == ("(8, 1, 1)" not in name)
 
 
@@ -58,7 +60,8 @@ def test_three_training_steps_equal_one_devices(name):
 def test_positions_shared_out_among_four_devices_give_the_loss_of_one(trains, mesh):
     names = tuple(f"{what} {where}" for what in ("swiftkv", "all") for where in CONTEXTS)
     said = report(names, 4)[f"{trains} {mesh}"]
-    assert said["loss"] < 1e-5 and said["moved"] < 2e-6 and said["worst"] < 2e-5, said
+    assert said["loss"] < 1e-5 and said["moved"] < 2e-6, said
+    assert said["furthest"] < FURTHEST and said["worst"] < 2e-5, said
 
 
 @pytest.mark.parametrize("name", some("generate", "guess"))
@@ -101,7 +104,7 @@ def test_a_predictor_is_cut_over_both_axes_of_its_maps():
         assert kernel.shape == (4, 16, 16) and place == PartitionSpec(None, "fsdp", "tensor")
 
 
-def test_the_table():
+def test_axis_letters_map_to_mesh_axes():
     assert sharding.spec("D N") == PartitionSpec("fsdp", "tensor")
     assert sharding.spec("B T .") == PartitionSpec(("data", "fsdp"), "context", None)
 

@@ -95,7 +95,7 @@ def test_other_prompts_sampling_or_weights_are_written_anew(model, source, tmp_p
     assert len(found | {teacher_chats.chats_of(str(model), source)}) == 4
 
 
-def test_what_a_stopped_run_has_written_is_kept(model, tmp_path, monkeypatch):
+def test_answers_written_by_a_stopped_run_are_kept(model, tmp_path, monkeypatch):
     prompts = [[{"role": "user", "content": text}] for text in "abc"]
     asked: list[list[int]] = []
 
@@ -142,7 +142,7 @@ def test_sampling_is_read_from_the_source():
     assert found == Sampling(max_tokens=5, temperature=0.0, top_p=0.5, seed=7)
 
 
-def test_prompts_that_are_none_are_refused_by_place(tmp_path):
+def test_invalid_prompts_are_refused_by_position(tmp_path):
     path = tmp_path / "prompts.jsonl"
     for text, said in {
         '{"prompt": ""}\n': "prompts.jsonl:1",

@@ -413,7 +413,8 @@ def _timed_fill(call: Call) -> Timed:
     x, makers, cos, sin, pools, _, _ = case.make()
     count = len(x)
     tokens = Tokens(x, cos, sin, jnp.zeros(count, jnp.int32), jnp.arange(count), jnp.ones(count, bool))
-    table = jnp.arange(pages, dtype=jnp.int32)[None]
+    # A row for each lane, as in a step: the tokens that may continue a page are as many as lanes allow.
+    table = jnp.zeros((call.lanes, pages), jnp.int32).at[0].set(jnp.arange(pages))
 
     def by(implementation: str):
         fused = None if implementation == UNFUSED else implementation

@@ -20,31 +20,20 @@ class Pool(NamedTuple):
     scale: jax.Array | None = None
 
 
-def places(table: jax.Array, sequence, position, valid, size: int) -> tuple[jax.Array, jax.Array]:
-    """(page, slot) that each token of a flat batch belongs in, both [T]; padding in page 0, which is scratch.
-
-    Args:
-      table: [Q, slots] page ids of each sequence in order, of pages of `size` tokens.
-      sequence: [T] of each token. position: [T] in its sequence. valid: [T], False for padding.
-    """
-    number = jnp.clip(position // size, 0, table.shape[1] - 1)
-    return jnp.where(valid, table[sequence, number], 0), position % size
-
-
 def largest(dtype) -> float:
     """Largest representable magnitude of an 8-bit dtype: a row is scaled so that its maximum maps to it."""
     return 127.0 if jnp.dtype(dtype) == jnp.int8 else float(jnp.finfo(dtype).max)
 
 
 def quantise(heads: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """[..., width] in 8 bits, and the factor [...] that gives it back: its largest value fills the range."""
+    """([..., width] in 8 bits, the scale [...]); the largest value of each head fills the range."""
     scale = jnp.max(jnp.abs(heads), axis=-1) / largest(dtype)
     small = heads * jnp.where(scale > 0, 1 / scale, 0)[..., None]
     return (jnp.round(small) if jnp.dtype(dtype) == jnp.int8 else small).astype(dtype), scale
 
 
 def encode(heads: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:
-    """[..., width] as a pool of `dtype` stores it, and in 8 bits the factor [...] beside it, else None."""
+    """[..., width] as a pool of `dtype` stores it, and in 8 bits its scale [...], else None."""
     if jnp.dtype(dtype).itemsize > 1:
         return heads.astype(dtype), None
     return quantise(heads.astype(jnp.float32), dtype)

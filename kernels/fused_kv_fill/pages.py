@@ -1,8 +1,9 @@
-"""A ragged batch's rows made and written whole pages at a time.
+"""Make and write the rows of a ragged batch, whole pages at a time.
 
 The pages that begin in the batch are made from the hidden states in one call of the fused fill. A token that
 continues a partially filled page (nearly every decoded one does) is written by itself: rewriting the page
-would waste most of the work.
+would waste most of the work. How many do is known only at run time, and a loop of such a length waits for the
+host, so a batch costs what the most such tokens of its sequences would.
 """
 
 import functools
@@ -11,11 +12,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.common.pools import Pool, places
+from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.fused_kv_fill.api import Makers, fused_kv_fill, rows_of
-from swiftkv_jax.kernels.page_write.api import page_write
-
-_FEWEST = 8  # tokens written by themselves at a time
+from swiftkv_jax.kernels.page_write.api import page_write, places
 
 
 class Tokens(NamedTuple):
@@ -38,8 +37,8 @@ class Pages(NamedTuple):
     """The pages that begin in a batch, packed; in all fields [n], of which the last ones may be empty.
 
     Attributes:
-      first: token that each begins with. live: its tokens in the batch; 0: an empty place.
-      page: its id in the pool; P, one past the last, of an empty place.
+      first: token that each begins with. live: its tokens in the batch; 0: an empty entry.
+      page: its id in the pool; P, one past the last, for an empty entry.
     """
 
     first: jax.Array
@@ -99,7 +98,8 @@ def begun_here(tokens: Tokens, size: int) -> jax.Array:
 
 
 def pages_of(tokens: Tokens, begun: jax.Array, count: int, size: int, table: jax.Array) -> Pages:
-    """The pages that `begun` tokens lie in, of a pool of `count`: as many as any such batch may begin."""
+    """The pages of `begun` tokens, in a pool of `count` pages; there is room for as many as a batch may
+    begin."""
     total, sequences = len(tokens.position), table.shape[0]
     most = min(total, (total + sequences * (size - 1)) // size)
     opens = begun & (tokens.position % size == 0)
@@ -119,7 +119,7 @@ def _places(tokens: Tokens, size: int, table: jax.Array) -> tuple[jax.Array, jax
 
 
 def _append(tokens: Tokens, makers: Makers, pools, table, rows, eps: float, writer) -> tuple[Pool, Pool]:
-    """All tokens of a batch, one by one into their pages."""
+    """Write all tokens of a batch one by one into their pages."""
     size = pools[0].data.shape[2]
     heads = pools[0].data.shape[-1] // (2 * tokens.cos.shape[-1])
     made = rows_of(tokens.x, makers, tokens.cos, tokens.sin, heads, eps)
@@ -131,16 +131,11 @@ def _append(tokens: Tokens, makers: Makers, pools, table, rows, eps: float, writ
 
 
 def _append_some(tokens: Tokens, which: jax.Array, makers: Makers, pools, table, rows, eps: float, writer):
-    """The tokens of a batch that `which` [T] says, a few at a time: usually one of each sequence."""
-    total = len(tokens.x)
-    few = min(total, max(_FEWEST, table.shape[0]))
-    order = jnp.argsort(~which, stable=True)
-    count = jnp.sum(which)
-
-    def turn(i, pools):
-        number = i * few + jnp.arange(few)
-        picked = order[jnp.clip(number, 0, total - 1)]
-        some = Tokens(*(field[picked] for field in tokens))._replace(valid=number < count)
-        return _append(some, makers, pools, table, rows, eps, writer)
-
-    return jax.lax.fori_loop(0, -(-count // few), turn, pools)
+    """The tokens of a batch that `which` [T] says, together: in a sequence they all lie in one page, which
+    another batch has begun, so that they are at most as many as such pages have places left."""
+    total, most = len(tokens.x), table.shape[0] * (pools[0].data.shape[2] - 1)
+    if most < total:
+        (picked,) = jnp.nonzero(which, size=most, fill_value=0)
+        tokens = Tokens(*(field[picked] for field in tokens))
+        which = jnp.arange(most) < jnp.sum(which)
+    return _append(tokens._replace(valid=which), makers, pools, table, rows, eps, writer)

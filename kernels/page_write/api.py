@@ -1,5 +1,7 @@
-"""Tokens written into pages. A named implementation runs or raises; None picks by platform."""
+"""Write tokens into pages. A named implementation runs or raises; None picks by platform."""
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from swiftkv_jax.kernels.common import dispatch
@@ -12,6 +14,17 @@ PAGE_WRITE = {
     "native_cpu": Implementation(native_cpu.page_write, native_cpu.refuses),
     "pallas_tpu": Implementation(pallas_tpu.page_write, pallas_tpu.refuses),
 }
+
+
+def places(table: jax.Array, sequence, position, valid, size: int) -> tuple[jax.Array, jax.Array]:
+    """(page, slot) that each token of a flat batch belongs in, both [T]; padding in page 0, which is scratch.
+
+    Args:
+      table: [Q, slots] page ids of each sequence in order, of pages of `size` tokens.
+      sequence: [T] of each token. position: [T] in its sequence. valid: [T], False for padding.
+    """
+    number = jnp.clip(position // size, 0, table.shape[1] - 1)
+    return jnp.where(valid, table[sequence, number], 0), position % size
 
 
 def page_write(
@@ -29,7 +42,7 @@ def page_write(
       pool: where the rows are; donate it.
       new: [T, F, K, H] of T tokens in F rows; in 8 bits each of K heads gets a scale.
       page: [T] of the pool, in [0, P); page 0 is scratch, whose contents nobody reads.
-      slot: [T] place in the page. No two tokens have one place, but in page 0.
+      slot: [T] place in the page. No two tokens may share a place, except in page 0.
       rows: of the pool, one for each of F.
       implementation: "xla", which is the definition, "native_cpu" (needs a C++ compiler), "pallas_tpu", or
         None.

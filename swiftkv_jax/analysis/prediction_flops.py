@@ -1,4 +1,4 @@
-"""What KV prediction saves: the FLOPs figures of its paper (arXiv 2410.08391), and what is really run.
+"""Savings of KV prediction: the FLOPs figures of its paper (arXiv 2410.08391), and the FLOPs as run here.
 
 The paper divides the base's parameters by the auxiliary's (section 4.4), embeddings included and counted
 once; the predictor and the one token that the base reads are left out. `prediction_table` counts them, and
@@ -10,7 +10,8 @@ attention too.
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from swiftkv_jax.checks import above, integer, number
 from swiftkv_jax.config import ModelConfig
@@ -37,7 +38,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Sizes":
-        """Of a model of equal layers; norms and biases are not counted."""
+        """The sizes of a model of equal layers; norms and biases are not counted."""
         layers, matrices = config.num_layers, 1 if config.tie_word_embeddings else 2
         return cls(
             width=config.hidden_size,
@@ -50,7 +51,7 @@ class Sizes:
         )
 
     def kept(self, layers: Sequence[int]) -> "Sizes":
-        """With some of its layers only: a layer-pruned model."""
+        """The sizes with only these layers: a layer-pruned model."""
         layers = ascending("layers", layers, self.layers)
         parts = {name: tuple(getattr(self, name)[i] for i in layers) for name in ("heads", "kv_heads", "ffn")}
         return dataclasses.replace(self, **parts)
@@ -72,8 +73,12 @@ class Sizes:
         return 2 * self.width * self.row(layer)
 
     def dense(self, layer: int) -> int:
-        """Those of its other matrices."""
+        """Parameters of a layer's other matrices."""
         return self.width * (2 * self.heads[layer] * self.head_dim + self.matrices * self.ffn[layer])
+
+    def alone(self, layer: int, keys: float) -> float:
+        """FLOPs of one token in one layer that makes its own row, where it sees `keys` keys."""
+        return 2.0 * (self.made(layer) + self.dense(layer)) + 4.0 * keys * self.head_dim * self.heads[layer]
 
     def read(self, depth: int, rows: int, keys: float) -> float:
         """FLOPs of one token that runs `depth` layers, makes `rows` rows and sees `keys` keys a layer."""
@@ -109,6 +114,39 @@ OPENELM = {
     "3B": openelm(3072, 36, 128),
 }
 
+PRINTED = {  # "FLOPs reduction" of Tables 3 and 5 to 8; Table 3 prints 3.59 for 1.1B's 0.25
+    "1.1B-KVP-C-450M": 2.36,
+    "1.1B-KVP-C-270M": 3.98,
+    "1.1B-KVP-LP-0.75": 1.34,
+    "1.1B-KVP-LP-0.5": 1.93,
+    "1.1B-KVP-LP-0.25": 3.60,
+    "3B-KVP-C-1.1B": 2.81,
+    "3B-KVP-C-450M": 6.64,
+    "3B-KVP-C-270M": 11.18,
+    "3B-KVP-LP-0.75": 1.34,
+    "3B-KVP-LP-0.5": 1.97,
+    "3B-KVP-LP-0.25": 3.84,
+}
+_BASELINES = {  # of either base; LazyLLM's as in Table 7: Tables 5 and 6 swap those of 0.75-0.1 and 0.75-0.01
+    "RP-0.75": 1.33,
+    "RP-0.5": 2.00,
+    "RP-0.25": 4.00,
+    "SP-0.5": 1.33,
+    "SP-0.25": 2.00,
+    "L0.75-0.75": 1.21,
+    "L0.75-0.5": 1.38,
+    "L0.75-0.25": 1.60,
+    "L0.75-0.1": 1.77,
+    "L0.75-0.05": 1.83,
+    "L0.75-0.01": 1.89,
+    "L0.5-0.5": 1.54,
+    "L0.5-0.25": 1.82,
+    "L0.5-0.1": 2.04,
+    "L0.5-0.05": 2.13,
+    "L0.5-0.01": 2.20,
+}
+PRINTED |= {f"{base}-{name}": value for base in ("1.1B", "3B") for name, value in _BASELINES.items()}
+
 
 def pruned(base: Sizes, share: float) -> tuple[Sizes, tuple[int, ...]]:
     """The paper's layer-pruned model that keeps 0.75, 0.50 or 0.25 of the layers, and which (Table 4).
@@ -129,7 +167,10 @@ def published(base: Sizes, auxiliary: Sizes) -> float:
 
 
 def prediction_table(base: Sizes, auxiliary: Sizes, prediction: Prediction, context: int) -> dict[str, float]:
-    """GFLOP (10^9) per prompt token, averaged over a prompt of `context` tokens, of standard models.
+    """GFLOP (10^9) per prompt token, averaged over a prompt of `context` tokens.
+
+    Both models are standard ones, in which each layer makes and reads its own row: `Sizes` knows no plan. A
+    SwiftKV or AcrossKV model makes its rows with fewer layers than are counted here.
 
     Keys: `auxiliary` (its layers below the deepest row that is read, and the rows up to it), `predictor`,
     `base` (the tail, which runs all layers), their `total`; beside them `full_depth`, the base reading the
@@ -168,13 +209,13 @@ def random_pruning(keep: float) -> float:
 
 
 def static_pruning(keep: float, probe: float = 0.25) -> float:
-    """The same when a `probe` share of the layers first reads all of them, to choose (the paper's SP)."""
+    """The same when a `probe` share of the layers first reads all tokens, to choose (the paper's SP)."""
     return 1 / (number("probe", probe, 0, 1) + above("keep", keep, 0, 1))
 
 
 def pruning_as_run(base: Sizes, keep: float, context: int, probe: int = 0) -> float:
-    """FLOPs reduction of RP, or of SP with a `probe` of so many layers, for a prompt of `context` tokens:
-    whole tokens, attention counted, and layers as different as they are."""
+    """FLOPs reduction of RP, or of SP with a probe of `probe` layers, for a prompt of `context` tokens. Token
+    counts are whole numbers, attention is counted, and each layer has its own size."""
 
     def cost(depth: int, tokens: int) -> float:
         return base.read(depth, depth, (tokens + 1) / 2) * tokens
@@ -185,11 +226,11 @@ def pruning_as_run(base: Sizes, keep: float, context: int, probe: int = 0) -> fl
 
 
 def lazy_llm(start: float, end: float, layers: Sequence[int | float] = ()) -> float:
-    """The same of LazyLLM as the paper runs it: all tokens below 0.3 of the depth, then from a `start` share
-    of them linearly to an `end` share at 0.9 and above.
+    """FLOPs reduction of LazyLLM as the paper runs it: all tokens below 0.3 of the depth, then from a `start`
+    share of them linearly to an `end` share at 0.9 and above.
 
-    layers: what each layer costs, for models whose layers differ; by default all the same, in the limit of
-    many, which is how the published figures were made.
+    layers: the cost of each layer, for models whose layers differ. By default all are equal, in the limit of
+    many layers, which is how the published figures were made.
 
     Raises:
       UsageError: a share outside (0, 1], or end above start.
@@ -199,6 +240,19 @@ def lazy_llm(start: float, end: float, layers: Sequence[int | float] = ()) -> fl
         return 1 / (0.3 + 0.6 * (start + end) / 2 + 0.1 * end)
     read = sum(cost * lazy_share(start, end, i / len(layers)) for i, cost in enumerate(layers))
     return sum(layers) / read
+
+
+def lazy_as_run(base: Sizes, start: float, end: float, context: int) -> float:
+    """FLOPs reduction of LazyLLM for a prompt of `context` tokens, counted as by `pruning_as_run`. A token of
+    a layer sees those that are left there; choosing them is not counted."""
+    above("end", end, 0, above("start", start, 0, 1))
+    shares = [lazy_share(start, end, i / base.layers) for i in range(base.layers)]
+
+    def cost(shares: Sequence[float]) -> float:
+        left = [math.ceil(share * context) for share in shares]
+        return sum(base.alone(i, (tokens + 1) / 2) * tokens for i, tokens in enumerate(left))
+
+    return cost([1.0] * base.layers) / cost(shares)
 
 
 def lazy_share(start: float, end: float, depth: float) -> float:
@@ -222,26 +276,37 @@ def pairs() -> list[tuple[str, Sizes, Sizes, Prediction]]:
     return out
 
 
+def baselines(base: Sizes) -> list[tuple[str, float, Callable[[int], float]]]:
+    """The paper's RP, SP and LazyLLM (L): name, FLOPs reduction as published, and as run for a context."""
+    probe = math.ceil(base.layers / 4)
+    out = [
+        (f"RP-{keep}", random_pruning(keep), partial(pruning_as_run, base, keep))
+        for keep in (0.75, 0.5, 0.25)
+    ]
+    for keep in (0.5, 0.25):
+        out.append((f"SP-{keep}", static_pruning(keep), partial(pruning_as_run, base, keep, probe=probe)))
+    for start, ends in ((0.75, (0.75, 0.5, 0.25, 0.1, 0.05, 0.01)), (0.5, (0.5, 0.25, 0.1, 0.05, 0.01))):
+        for end in ends:
+            out.append((f"L{start}-{end}", lazy_llm(start, end), partial(lazy_as_run, base, start, end)))
+    return out
+
+
 def report() -> None:
-    """Print the reductions: as published, and as they are run, with prompts of 59 and of 1024 tokens."""
-    print(f"{'model':20} published  full depth: 59 / 1024 tokens  our step: 59 / 1024")
+    """Print the reductions: the paper's, ours by its accounting, and as run here, with prompts of 59 and of
+    1024 tokens."""
+    print(f"{'model':20} paper  ours   full depth: 59 / 1024 tokens  our step: 59 / 1024")
+
+    def line(name: str, ours: float, *as_run: float) -> None:
+        shown = "  ".join(f"{ratio:5.2f}" for ratio in as_run)
+        print(f"{name:20} {PRINTED[name]:5.2f}  {ours:5.2f}  {shown}")
+
     for name, base, auxiliary, prediction in pairs():
         short, long = (prediction_table(base, auxiliary, prediction, n) for n in (59, 1024))
         ratios = [t[of] / t["total"] for of in ("full_depth", "step") for t in (short, long)]
-        shown = "  ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(f"{name:20} {published(base, auxiliary):.2f}       {shown}")
-    base = OPENELM["1.1B"]
-    systems = [("RP", random_pruning, keep, 0) for keep in (0.75, 0.5, 0.25)]
-    systems += [("SP", static_pruning, keep, math.ceil(base.layers / 4)) for keep in (0.5, 0.25)]
-    for name, reduction, keep, probe in systems:
-        shown = "  ".join(f"{pruning_as_run(base, keep, n, probe):.2f}" for n in (59, 1024))
-        print(f"{f'{name} {keep}':20} {reduction(keep):.2f}       {shown}")
-    costs = [base.made(i) + base.dense(i) for i in range(base.layers)]
-    for start, ends in ((0.75, (0.75, 0.5, 0.25, 0.1, 0.05, 0.01)), (0.5, (0.5, 0.25, 0.1, 0.05, 0.01))):
-        for end in ends:
-            print(
-                f"LazyLLM {start}-{end:<7} {lazy_llm(start, end):.2f}       {lazy_llm(start, end, costs):.2f}"
-            )
+        line(name, published(base, auxiliary), *ratios)
+    for large in ("1.1B", "3B"):
+        for name, ours, as_run in baselines(OPENELM[large]):
+            line(f"{large}-{name}", ours, as_run(59), as_run(1024))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Folders of any model: one of weights (hf.py), or an adapter that names a base model (KV prediction).
+"""Folders of any model: weights (hf.py), or an adapter that names a base model (KV prediction).
 
 kv_prediction.json      format, base (a folder, or a hub id), base_fingerprint, reads, tail
 auxiliary/              a model's folder, which transformers loads
@@ -7,7 +7,9 @@ tokenizer files         the base's
 """
 
 import contextlib
+import dataclasses
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,8 +35,10 @@ from swiftkv_jax.predict import Predicted
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
-_FORMAT = 1
+_FORMAT = 2
+_FORMATS = (1, _FORMAT)  # 1: its fingerprint is of the base's tensors alone
 _SEEN = 64  # numbers of each tensor that a fingerprint is made of
+_INERT = ("family", "dtype", "source", "exit_head")  # fields of a config that change no number of the model
 _LONGEST = 4096  # characters of a base's name
 
 
@@ -70,12 +74,13 @@ def from_pretrained(
         if base is not None:
             raise UsageError(f"{folder} has no {ADAPTER}: it is no adapter with a base, so leave base out")
         return hf.from_pretrained(folder, dtype, mesh, cuts, slim=slim)
-    named, said, prediction = _read(folder / ADAPTER)
+    version, named, said, prediction = _read(folder / ADAPTER)
     home = _base_folder(folder, named, base)
     own, own_params = hf.from_pretrained(home, dtype, mesh, cuts, slim=False)  # it predicts keys and values
-    if fingerprint(home) != said:
+    if fingerprint(home, version) != said:
         raise UsageError(
-            f"{home} is not the model that {folder} was made for, its weights are others: give the right base"
+            f"{home} is not the model that {folder} was made for, its weights or its config are others: give "
+            "the right base"
         )
     check_tokenizers(home, folder / AUXILIARY)
     auxiliary, aux_params = hf.from_pretrained(folder / AUXILIARY, own.dtype, mesh, cuts, slim=False)
@@ -87,14 +92,14 @@ def from_pretrained(
 def read_model(
     folder: Path, slim: bool = True, base: str | Path | None = None
 ) -> tuple[ModelConfig, KVPlan, Mapping]:
-    """What a folder's config.json, or that of an adapter's base, describes, and its fields.
+    """The model that a folder's config.json (an adapter's: its base's) describes, and the file's fields.
 
     Raises:
       UsageError: it cannot be read, or describes no model of ours.
     """
     if not (folder / ADAPTER).exists():
         return hf.read_model(folder, slim)
-    return hf.read_model(_base_folder(folder, _read(folder / ADAPTER)[0], base), slim=False)
+    return hf.read_model(_base_folder(folder, _read(folder / ADAPTER)[1], base), slim=False)
 
 
 def save_pretrained(out_dir: str | Path, model: Transformer | Predicted, params: PyTree, **options) -> None:
@@ -158,8 +163,8 @@ def save_adapter(
 
 
 def _extras(home: Path, tokenizer: str | Path | None) -> dict[str, Path | dict]:
-    """The base's tokenizer and generation config, with the token ids that it has in config.json alone: an
-    adapter has none."""
+    """The base's tokenizer and generation config. Token ids that only its config.json has are added, since an
+    adapter has no config.json."""
     found, name = write.extras(None, home, tokenizer), "generation_config.json"
     own = found.get(name, {})
     said = read_json(own) if isinstance(own, Path) else own
@@ -167,9 +172,13 @@ def _extras(home: Path, tokenizer: str | Path | None) -> dict[str, Path | dict]:
     return found | ({name: ids | said} if ids.keys() - said.keys() else {})
 
 
-def fingerprint(folder: Path) -> str:
-    """Changes with the names, shapes or first numbers of a checkpoint's tensors."""
+def fingerprint(folder: Path, version: int = _FORMAT) -> str:
+    """A hash that changes with the names, shapes or first numbers of a checkpoint's tensors, and with the
+    fields of its config that change numbers. `version` is the format of the adapter that has it."""
     digest = hashlib.sha256()
+    if version > 1:
+        config, plan, _ = hf.read_model(folder, slim=False)
+        digest.update(_description(config, plan).encode())
     with contextlib.ExitStack() as stack:
         tensors = hf.open_all(folder, stack)
         for name, (_, found) in sorted(tensors.items()):
@@ -181,8 +190,24 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def _description(config: ModelConfig, plan: KVPlan) -> str:
+    """The parts of a config and plan that change a model's numbers. Fields at their defaults are left out, so
+    that a new one changes no fingerprint."""
+    length = () if config.rope.rope_type == "dynamic" else ("max_position_embeddings",)
+
+    def said(one) -> dict:
+        fields = [(f, getattr(one, f.name)) for f in dataclasses.fields(one) if f.name not in _INERT + length]
+        told = {f.name: value for f, value in fields if value != f.default}
+        return {
+            name: said(value) if dataclasses.is_dataclass(value) else value for name, value in told.items()
+        }
+
+    rows = [(row.source, row.maker, row.shared_norm) for row in plan.rows]
+    return json.dumps([said(config), rows, plan.reads], sort_keys=True)
+
+
 def check_tokenizers(base: Path, auxiliary: Path) -> None:
-    """Whether two folders have the same tokenizer; one without any says nothing.
+    """Check that two folders have the same tokenizer; a folder without one passes.
 
     Their vocabularies may be padded to different sizes.
 
@@ -211,10 +236,10 @@ def _same_tokenizer(one: Path, other: Path) -> bool:
     return load_tokenizer(one).ids_fingerprint == load_tokenizer(other).ids_fingerprint
 
 
-def _read(path: Path) -> tuple[str, str, Prediction]:
-    """(base, its fingerprint, prediction) of an adapter's JSON."""
+def _read(path: Path) -> tuple[int, str, str, Prediction]:
+    """(format, base, its fingerprint, prediction) of an adapter's JSON."""
     raw = read_json(path)
-    choice(f"{path}: format", raw.get("format"), (_FORMAT,))
+    choice(f"{path}: format", raw.get("format"), _FORMATS)
     for name in ("base", "base_fingerprint"):
         if not isinstance(raw.get(name), str) or not 0 < len(raw[name]) <= _LONGEST:
             raise UsageError(f"{path}: {name} must be a string of 1 to {_LONGEST} characters")
@@ -225,11 +250,11 @@ def _read(path: Path) -> tuple[str, str, Prediction]:
         prediction = Prediction(tuple(reads), integer("tail", raw.get("tail")))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-    return raw["base"], raw["base_fingerprint"], prediction
+    return raw["format"], raw["base"], raw["base_fingerprint"], prediction
 
 
 def _base_folder(folder: Path, named: str, given: str | Path | None) -> Path:
-    """Where an adapter's base model lies: `given`, or what the adapter in `folder` says."""
+    """The folder of an adapter's base model: `given`, or the one that the adapter in `folder` names."""
     if given is not None:
         return local_folder(given)
     try:
@@ -241,7 +266,7 @@ def _base_folder(folder: Path, named: str, given: str | Path | None) -> Path:
 
 
 def _slots(model: Predicted, predictor: PyTree) -> dict[str, Slot]:
-    """Where each of the predictor's tensors lies in its tree."""
+    """Name of each of the predictor's tensors -> its place in the parameter tree."""
     inside_, outside = model.auxiliary.config.kv_width, model.base.config.kv_width
     out = {}
     for number, held in enumerate(weights.ranges(predictor["rows"])):

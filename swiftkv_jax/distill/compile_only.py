@@ -1,7 +1,7 @@
 """Compile the real training step for a chip that is not here: does it fit, and what does it communicate?
 
-It proves that the step is legal, fits and communicates as planned. Of its speed it says what no run can pass:
-the time that its FLOPs take at the peak, and the bytes it moves at the full bandwidth of the memory.
+This proves that the step compiles, fits and communicates as planned. It also gives lower bounds of the step's
+time: its FLOPs at the chip's peak, and its bytes at the full memory bandwidth.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.distill.kernels import candidates
 from swiftkv_jax.errors import UsageError, first_line, suggest
 from swiftkv_jax.kernels.causal_attention import stand_in
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError
@@ -50,6 +51,10 @@ dnn_version_info {{ major: 9 minor: 12 }}
 device_description_str: "{name}"
 """
 
+_ASSUMED = "assumed: chosen on the device by the check"
+_STAND_IN = """\
+                    counted by the arrays it reads and writes, as only its GPU can compile it
+                    (with XLA's attention: --set attention.gpu=xla)"""
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -74,7 +79,7 @@ def topology(text: str):
         target = {"topology_name": chip.upper(), "topology": shape, "target_config": description}
     try:
         return kind, topologies.get_topology_desc(platform=platform, **target).devices
-    except Exception as error:  # compilers raise many kinds; to the user they are one: not available
+    except Exception as error:  # compilers raise many types; to the user they all mean: not available
         raise UsageError(
             f"cannot describe {text}: {first_line(error, 200)} "
             "(pip install 'swiftkv-jax[aot]' brings the compilers)"
@@ -121,9 +126,7 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     kind, devices = topology(where)
     chip = flops.CHIPS[kind]
     try:
-        compiled, text, recipe, mesh = compile_step(experiment, devices)
-    except UnsupportedError as error:
-        raise UsageError(f"{error}; choose another by attention") from None
+        attention, (compiled, text, recipe, mesh) = with_attention(experiment, devices)
     except UsageError:
         raise
     except Exception as error:
@@ -144,6 +147,9 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     )
     size = " x ".join(f"{name} {extent}" for name, extent in mesh.shape.items())
     say(f"{experiment.name} on {where}: {mesh.size} devices, mesh {size}")
+    say(f"  attention         {attention}")
+    if attention.startswith("cudnn"):
+        say(_STAND_IN)
     say(f"  parameters        {total / 1e9:.3f} B")
     say(f"  trained           {weights.count(trained) / 1e6:,.1f} M")
     say(f"  per device        arguments {arguments}, temporaries {temporaries}")
@@ -164,8 +170,6 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     say(
         "  collectives       " + (", ".join(f"{n} {name}" for name, n in collectives(text).items()) or "none")
     )
-    if CHIPS[where.partition(":")[0]][0] == "cuda" and experiment.attention.gpu == "cudnn":
-        say("  attention         cuDNN's is counted by the arrays it reads and writes; it was not compiled")
     fits = used <= chip.memory
     say(
         "  fits"
@@ -173,6 +177,30 @@ def report(experiment: Experiment, where: str, say=print) -> int:
         else "  does NOT fit: more fsdp or tensor shards, a smaller data.batch_size, or optimizer.accumulate"
     )
     return 0 if fits else 1
+
+
+def with_attention(experiment: Experiment, devices):
+    """(the kernel of attention and where it comes from, what `compile_step` returns).
+
+    If the experiment names no kernel, the one that the check is expected to choose on the device is assumed;
+    the safe one, if that does not support the step's calls.
+
+    Raises:
+      UsageError: a named kernel does not support them.
+    """
+    platform = devices[0].platform
+    named = experiment.attention.on(platform)
+    names = [named] if named else [*candidates(experiment, platform)]
+    while True:
+        name = names.pop()
+        attention = dataclasses.replace(experiment.attention, **{platform: name})
+        try:
+            made = compile_step(dataclasses.replace(experiment, attention=attention), devices)
+        except UnsupportedError as error:
+            if not names:
+                raise UsageError(f"{error}; choose another by attention") from None
+        else:
+            return f"{name} ({'named' if named else _ASSUMED})", made
 
 
 def collectives(text: str) -> dict[str, int]:

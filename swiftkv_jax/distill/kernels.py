@@ -1,4 +1,4 @@
-"""Which attention a run trains by: the one that is named, else what a check found on this machine."""
+"""The choice of a run's training attention: a named kernel, else the result of a check on this machine."""
 
 import dataclasses
 import json
@@ -17,7 +17,8 @@ from swiftkv_jax.kernels.check.decide import LIMITS, Limits, decide
 from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.kernels.check.supervisor import START
 
-WHOLE_ROWS = ("cudnn",)  # that no mesh may cut into parts
+WHOLE_ROWS = ("cudnn",)  # kernels that need whole rows: no sharding over `context`
+_LONGEST = 16_384  # tokens of a timed row without windows: longer ones only take a check's time
 _MODELS = 2  # of a run, at most: a base and its auxiliary
 
 
@@ -27,14 +28,16 @@ def choose(
     folder: Path | None = None,
     limits: Limits = LIMITS,
 ) -> tuple[AttentionConfig, str]:
-    """The kernels of a run's attention, and in a few words where they come from. Process 0 decides for all.
+    """The kernels of a run's attention, and a short note of where the choice comes from. Process 0 decides.
 
-    Call it before JAX has its devices: a check runs in another process, for which a TPU has no room beside
-    this one. Then the safe ones run. So they do where `experiment` names a model that cannot be read: whoever
-    reads it says why. Where a KV predictor is trained, what is right and fastest for both models runs.
+    Call this before JAX has its devices: a check runs in another process, and a TPU has no room for both; in
+    that case the safe kernels are chosen. They are also chosen if `experiment` names a model that cannot be
+    read; the code that loads it reports the error. For training a KV predictor, a kernel must be right and
+    fastest for both models; else the safe one is chosen.
 
     Args:
-      machine: what it is for, by default this one. folder: where decisions are kept. limits: of a check.
+      machine: the machine to choose for, by default this one. folder: where decisions are kept. limits: of a
+        check.
     """
     named = experiment.attention
     if machine is None:
@@ -48,10 +51,8 @@ def choose(
     taken = machines.taken()
 
     def name_and_how() -> str:
-        names, found = CANDIDATES[platform]["train"], []
+        names, found = candidates(experiment, platform), []
         safe = names[0], "the safe one"
-        if experiment.mesh.context != 1:
-            names = tuple(name for name in names if name not in WHOLE_ROWS)
         check = not (taken and platform == "tpu")
         options = {"check": check, "shared": taken, "candidates": {"train": names}, "limits": limits}
         for call in _calls(experiment):
@@ -65,8 +66,16 @@ def choose(
     return dataclasses.replace(named, **{platform: name}), how
 
 
+def candidates(experiment: Experiment, platform: str) -> tuple[str, ...]:
+    """The kernels that a check compares for a run, the safe one first and the one expected to win last."""
+    names = CANDIDATES[platform]["train"]
+    whole = experiment.mesh.context == 1
+    return tuple(name for name in names if whole or name not in WHOLE_ROWS)
+
+
 def _calls(experiment: Experiment) -> list[Call]:
-    """Of each model that trains or is read, if all can be checked; those of equal heads have one."""
+    """One call for each model that trains or is read, if all can be checked; models of equal heads share
+    one."""
     given = experiment.predict
     try:
         configs = [experiment.architecture or ModelConfig.from_hf(local_folder(experiment.model))]
@@ -80,9 +89,12 @@ def _calls(experiment: Experiment) -> list[Call]:
 
 
 def _call(experiment: Experiment, config: ModelConfig) -> Call:
-    """Of one row on one device."""
+    """The attention call for one row on one device."""
     tokens, shards = experiment.data.seq_len, max(1, experiment.mesh.tensor)
     heads, kv_heads = config.num_heads, config.num_kv_heads
+    windows = tuple(dict.fromkeys(None if w >= tokens else w for w in config.windows))
+    if windows == (None,):
+        tokens = min(tokens, _LONGEST)
     if kv_heads % shards == 0:
         heads, kv_heads = heads // shards, kv_heads // shards
     return Call(
@@ -97,5 +109,5 @@ def _call(experiment: Experiment, config: ModelConfig) -> Call:
         capacity=tokens,
         lanes=1,
         tokens=tokens,
-        windows=tuple(dict.fromkeys(None if w >= tokens else w for w in config.windows)),
+        windows=windows,
     )

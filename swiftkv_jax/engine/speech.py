@@ -1,11 +1,11 @@
-"""A Whisper, asked: sound as requests, a request for each window of 30 s, and their answers as one text.
+"""Speech recognition with Whisper: audio as one request per window of 30 s, and their answers as one text.
 
-    for frames in listen(llm, sound):                          # a path, wav bytes, or (samples, rate)
+    for frames in listen(llm, sound).windows:                  # a path, wav bytes, or (samples, rate)
         request = window_request(llm, frames, "en", "transcribe", params)
         ...                                                    # run by the engine, as any other
     text = joined(texts)
 
-Where no language is given, `language_request` asks for it and `language_of` reads the answer.
+If no language is given, `language_request` asks the model for it and `language_of` reads the answer.
 """
 
 import dataclasses
@@ -40,30 +40,52 @@ Frames = Float[np.ndarray, "frames mels"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transcription:
-    """What was said in some sound.
+    """The text of one audio input.
 
     Attributes:
-      text: of all windows. language: its code, None where the model knows one only. duration: seconds.
+      text: of all windows. language: its code, None if the model knows only one. duration: seconds.
       windows: the answer to each window's request.
+      rate, channels: of the audio as it was given, before it was resampled and mixed.
     """
 
     text: str
     language: str | None
     duration: float
+    rate: int
+    channels: int
     windows: list[RequestOutput]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heard:
+    """An audio input as the model takes it.
+
+    Attributes:
+      windows: the frames of each. duration: seconds. rate, channels: as in `Transcription`.
+    """
+
+    windows: list[Frames]
+    duration: float
+    rate: int
+    channels: int
+
+    @property
+    def given(self) -> dict[str, int]:
+        """The rate and channels of the audio before it was resampled and mixed."""
+        return {"rate": self.rate, "channels": self.channels}
+
+
 def hears(llm: "LLM") -> bool:
-    """Whether the model takes sound."""
+    """Whether the model takes audio."""
     within = llm.model.config.encoder
     return within is not None and bool(within.mels)
 
 
 def settings(llm: "LLM") -> AudioSettings:
-    """How sound becomes the frames that the model was trained on.
+    """The conversion of audio to the frames that the model was trained on.
 
     Raises:
-      UsageError: the model hears nothing, or its files disagree.
+      UsageError: the model takes no audio, or its files disagree.
     """
     within = llm.model.config.encoder
     if within is None or not within.mels:
@@ -82,19 +104,22 @@ def settings(llm: "LLM") -> AudioSettings:
     return found
 
 
-def listen(llm: "LLM", sound, where: str = "audio") -> tuple[list[Frames], float]:
-    """(the frames of each window of some sound, its length in seconds).
+def listen(llm: "LLM", sound, where: str = "audio") -> Heard:
+    """The windows of an audio input as the model takes them.
 
     Raises:
-      UsageError: as `audio.load`, or the model hears nothing.
+      UsageError: as `audio.load`, or the model takes no audio.
     """
     how = settings(llm)
-    samples = audio.load(sound, how.rate, where)
-    return [audio.features(window, how) for window in audio.windows(samples, how)], len(samples) / how.rate
+    given = audio.read(sound, where)
+    samples = audio.resampled(given.samples, given.rate, how.rate)
+    frames = [audio.features(window, how) for window in audio.windows(samples, how)]
+    duration = len(samples) / how.rate
+    return Heard(windows=frames, duration=duration, rate=given.rate, channels=given.channels)
 
 
 def asked(llm: "LLM") -> Speech:
-    """The token ids by which the model is asked."""
+    """The special token ids of the model's speech prompts."""
     return llm.generation.speech or Speech()
 
 
@@ -122,7 +147,7 @@ def prompt_tokens(
     previous: Sequence[int] = (),
     where: str = "audio",
 ) -> list[int]:
-    """What the decoder reads before it writes: text that came before, language, task, no timestamps.
+    """The decoder's prompt: preceding text, language, task, no timestamps.
 
     Raises:
       UsageError: an unknown language or task.
@@ -156,7 +181,7 @@ def window_request(
     where: str = "audio",
     salt: str = "",
 ) -> Request:
-    """The request of one window's text.
+    """The request for the text of one window.
 
     Raises:
       UsageError: an unknown language or task, or no room in the context.
@@ -173,7 +198,7 @@ def window_request(
 
 
 def language_request(llm: "LLM", frames: Frames, where: str = "audio") -> Request | None:
-    """The request whose one token is the language of a window; None where the model knows one only."""
+    """The request whose only output token is the language of a window; None if the model knows only one."""
     languages = [token for _, token in asked(llm).languages]
     if not languages:
         return None
@@ -192,12 +217,12 @@ def _heard(frames: Frames) -> dict[str, typing.Any]:
 
 
 def joined(texts: Iterable[str]) -> str:
-    """The texts of neighbouring windows as one."""
+    """Join the texts of neighbouring windows."""
     return " ".join(text.strip() for text in texts if text.strip())
 
 
 def whole(windows: Sequence[RequestOutput]) -> RequestOutput:
-    """The answers to the windows of one sound as one answer, which ended as the worst of them did."""
+    """Join the answers to the windows of one audio input into one, with the worst of their finish reasons."""
     said, times = [window.outputs[0] for window in windows], [window.metrics for window in windows]
     worst = max(said, key=lambda one: _WORSE.index(one.finish_reason))
     begun = [m.first_token_time for m in times if m.output_tokens]
@@ -227,7 +252,7 @@ def whole(windows: Sequence[RequestOutput]) -> RequestOutput:
     )
 
 
-_WORSE = (None, "stop", "length", "abort", "error")  # ends of an answer, the best first
+_WORSE = (None, "stop", "length", "abort", "error")  # finish reasons, the best first
 
 
 def _sum(parts: Iterable):
@@ -239,16 +264,16 @@ def _sum(parts: Iterable):
 def transcribe(
     llm: "LLM", sounds: list, language: str | None, task: str, params: SamplingParams | None
 ) -> list[Transcription]:
-    """As `LLM.transcribe`, of several sounds at once."""
+    """`LLM.transcribe` for several audio inputs at once."""
     if not sounds:
         raise UsageError("audio is empty: give at least one sound")
     names = [f"audio[{i}]" if len(sounds) > 1 else "audio" for i in range(len(sounds))]
     heard = [listen(llm, sound, name) for sound, name in zip(sounds, names, strict=True)]
     spoken = [language] * len(sounds)
     if language is None and asked(llm).languages:
-        prompt_tokens(llm, asked(llm).languages[0][0], task)  # what is wrong is told before anything runs
+        prompt_tokens(llm, asked(llm).languages[0][0], task)  # errors are raised before anything runs
         requests = [
-            language_request(llm, frames[0], name) for (frames, _), name in zip(heard, names, strict=True)
+            language_request(llm, sound.windows[0], name) for sound, name in zip(heard, names, strict=True)
         ]
         answers = dict(llm.run([request for request in requests if request is not None]))
         spoken = [language_of(llm, answers[i]) or asked(llm).languages[0][0] for i in range(len(sounds))]
@@ -257,13 +282,14 @@ def transcribe(
         spoken = [language_code(language, known)] * len(sounds)
     requests = [
         window_request(llm, window, code, task, params, where=name)
-        for (frames, _), code, name in zip(heard, spoken, names, strict=True)
-        for window in frames
+        for sound, code, name in zip(heard, spoken, names, strict=True)
+        for window in sound.windows
     ]
     answers, out, at = dict(llm.run(requests)), [], 0
-    for (frames, seconds), code in zip(heard, spoken, strict=True):
-        windows = [answers[i] for i in range(at, at + len(frames))]
+    for sound, code in zip(heard, spoken, strict=True):
+        windows = [answers[i] for i in range(at, at + len(sound.windows))]
         text = joined(window.outputs[0].text for window in windows)
-        out.append(Transcription(text=text, language=code, duration=seconds, windows=windows))
-        at += len(frames)
+        told = {"duration": sound.duration, **sound.given}
+        out.append(Transcription(text=text, language=code, windows=windows, **told))
+        at += len(windows)
     return out

@@ -23,10 +23,10 @@ from swiftkv_jax.server.service import Service
 from swiftkv_jax.server.streams import Delta, EventStream, Stream
 
 log = logging.getLogger("swiftkv_jax.http")
-_BYTES_PER_TOKEN = 4  # of text, for a guess before it is tokenised
+_BYTES_PER_TOKEN = 4  # of text, for an estimate before it is tokenised
 MOST_ENTRIES = 2**20  # log probabilities of prompts in one answer: 100 MB of JSON
 _MOST_BYTES_PER_TOKEN = 16  # a text longer than this times the context is refused unread
-_PLAIN = (  # fields of a body that SamplingParams has too
+_PLAIN = (  # fields of a body that SamplingParams also has
     "n min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed "
     "stop stop_token_ids bad_words allowed_token_ids logit_bias ignore_eos include_stop_str_in_output "
     "skip_special_tokens"
@@ -39,11 +39,11 @@ class Call:
     """A checked request for completions.
 
     Attributes:
-      prompts: what `LLM.request` takes. where: how errors call them.
-      max_tokens: None generates `unsaid` tokens, or the fewer that the context leaves; 0 only scores.
+      prompts: as `LLM.request` takes them. where: their name in errors.
+      max_tokens: None generates `unsaid` tokens, or fewer if the context leaves no more; 0 only scores.
       unsaid: None fills the context. logprobs: how many of the likeliest tokens; None: none.
       echo: the prompt comes first.
-      tenant: whose prefixes it may share. client_id: what the caller calls it, for the log only.
+      tenant: the key whose cached prefixes it shares. client_id: the caller's own id, for the log only.
     """
 
     body: schema.Sampling
@@ -73,7 +73,7 @@ class Call:
 
 
 def completion_call(body: schema.CompletionRequest, common: dict, most_prompts: int) -> Call:
-    """Raises ApiError: 400."""
+    """Check the body of a completion. Raises ApiError: 400."""
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 generates nothing; with echo it scores the prompt", "max_tokens")
     kind = {"add_special_tokens": body.add_special_tokens}
@@ -85,7 +85,7 @@ def completion_call(body: schema.CompletionRequest, common: dict, most_prompts: 
 
 
 def chat_call(body: schema.ChatRequest, common: dict) -> Call:
-    """Raises ApiError: 400."""
+    """Check the body of a chat. Raises ApiError: 400."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
     if body.max_tokens == 0:
@@ -109,7 +109,7 @@ class Generator:
         self.service, self.llm = service, service.llm
 
     async def respond(self, call: Call) -> Response:
-        """Run a call; what it holds of the server is given back however it ends.
+        """Run a call; its reserved capacity is released however it ends.
 
         Raises:
           ApiError: it was refused, or failed before anything was sent.
@@ -145,10 +145,10 @@ class Generator:
                 raise ApiError(400, message, call.where, "context_length_exceeded")
 
     async def _openings(self, call: Call, requests: list[Request]) -> list[CompletionOutput]:
-        """What `echo` puts in front: the prompts, and, with `logprobs`, how likely their tokens are.
+        """The part that `echo` puts first: the prompts and, with `logprobs`, their tokens' log probabilities.
 
         Raises:
-          ApiError: 400: too much to score; 500: what the model gives is not finite.
+          ApiError: 400: too much to score; 500: the log probabilities are not finite.
         """
         if not call.echo:
             return []
@@ -183,7 +183,7 @@ class Generator:
             token_ids=[],
             cumulative_logprob=None,
             logprobs=entries,
-            finish_reason="length" if call.max_tokens == 0 else None,  # not said is not 0
+            finish_reason="length" if call.max_tokens == 0 else None,  # None is not 0
             stop_reason=None,
         )
 
@@ -207,14 +207,15 @@ class Generator:
 
 
 def model_failed(request_id: str, why: str | None) -> ApiError:
-    """What the client is told; `why` is for the log."""
+    """The error for the client; `why` goes to the log."""
     log.error("request %s failed: %s", request_id, why)
     return ApiError(500, f"the model failed on this request ({request_id})", retry=True)
 
 
 @dataclasses.dataclass
 class Tally:
-    """What the one log line of a request says."""
+    """The content of a request's one log line; `sound`: the rate and channels of a transcription's audio as
+    given."""
 
     request_id: str
     client_id: str
@@ -222,6 +223,7 @@ class Tally:
     completion: int = 0
     cached: int = 0
     reasons: set[str] = dataclasses.field(default_factory=set)
+    sound: dict[str, int] = dataclasses.field(default_factory=dict)
     began: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
@@ -232,7 +234,7 @@ class Tally:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _) -> None:
-        """Log it: as JSON, so that nothing a client sent can look like a line of its own."""
+        """Log it as JSON, so that nothing a client sent can look like a log line of its own."""
         record = {
             "status": _status(error),
             "request": self.request_id,
@@ -242,7 +244,7 @@ class Tally:
             "finished": sorted(self.reasons - {""}),
             "seconds": round(time.monotonic() - self.began, 4),
         }
-        log.info(json.dumps(record))
+        log.info(json.dumps(record | ({"sound": self.sound} if self.sound else {})))
 
 
 def _status(error: BaseException | None) -> int:
@@ -253,7 +255,7 @@ def _status(error: BaseException | None) -> int:
 
 
 def make_requests(llm: LLM, call: Call) -> list[Request]:
-    """Tokenise and settle; runs on the encoder's thread.
+    """Tokenise the prompts and settle the parameters; runs on a tokenizer thread.
 
     Raises:
       ApiError: 400, naming the field.
@@ -281,7 +283,7 @@ def _request(llm: LLM, call: Call, params: SamplingParams, number: int) -> Reque
 
 
 def refuse_control_tokens(llm: LLM, messages: list[dict[str, typing.Any]]) -> None:
-    """A message cannot hold what would become a control token: it could end its own turn.
+    """Refuse messages with the text of a control token, which could end their own turn.
 
     Raises:
       ApiError: 400.
@@ -296,7 +298,8 @@ def refuse_control_tokens(llm: LLM, messages: list[dict[str, typing.Any]]) -> No
 
 
 def without_place(llm: LLM, error: UsageError) -> str:
-    """What went wrong, without the tokenizer's folder; a template may repeat a message and is cut short."""
+    """The error's message without the tokenizer's folder. A template may repeat a message, and is cut
+    short."""
     name, said, words = getattr(llm.tokenizer, "name", None), str(error), str(error.__cause__ or "")
     said = said.replace(f"of {name}", "of the model") if name else said
     return said.replace(words, clip(words, MAX_ECHO)) if words else said
@@ -312,7 +315,7 @@ def _bad_request(llm: LLM, call: Call, error: UsageError) -> ApiError:
 
 
 async def _begun(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-    """The same, with the first at hand: until then a failure can still be told by its status."""
+    """The same deltas, once the first has arrived: until then a failure can still set the status."""
     first = await anext(deltas, None)
 
     async def again() -> AsyncGenerator[Delta, None]:
@@ -331,7 +334,7 @@ async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: Tally) 
         parts.setdefault(number * call.n + delta.index, []).append(delta)
     if call.logprobs is None:
         content = _written(call, parts, tally)
-    else:  # as much as a hundred times the text
+    else:  # up to a hundred times the text
         content = await asyncio.to_thread(_written, call, parts, tally)
     return Response(content, media_type="application/json")
 
@@ -372,7 +375,7 @@ async def _events(
 
 
 def _demand(call: Call, context: int) -> Demand:
-    """What a call asks for, as far as can be said before its texts are tokenised."""
+    """The estimated demand of a call, before its texts are tokenised."""
     tokens = [size(prompt) // _BYTES_PER_TOKEN + 1 for prompt in call.prompts]
     rooms = [max(0, context - count) for count in tokens]
     most = call.unsaid if call.max_tokens is None else call.max_tokens
@@ -381,7 +384,7 @@ def _demand(call: Call, context: int) -> Demand:
 
 
 def size(prompt) -> int:
-    """Bytes of a text or of a chat's, or as many as token ids may be thought to stand for."""
+    """The bytes of a text or of a chat's texts; for token ids, an estimate of their text's."""
     if isinstance(prompt, str):
         return len(prompt.encode())
     if isinstance(prompt, dict):

@@ -1,6 +1,6 @@
 """The files of a batch run: prompts read line by line, answers written line by line and resumed.
 
-A line of sound is a request for each window of 30 s, whose answers become one line.
+A line with audio is one request per window of 30 s, whose answers become one line.
 """
 
 import contextlib
@@ -36,8 +36,9 @@ class Job:
     `key` changes when the prompt, its parameters or the model do.
 
     Attributes:
-      requests: one; of sound one for each window. question: asks for the sound's language, if nobody gives
-        it; until then the requests guess. said: what an output line tells of the sound.
+      requests: one; with audio, one for each window. question: the request for the audio's language, if it is
+        not given; until it is answered, the requests assume one. said: fields of the output line about the
+        audio.
     """
 
     index: int
@@ -99,7 +100,7 @@ def make_jobs(
 ) -> list[Job]:
     """Jobs of all good lines, checked by `llm.request`.
 
-    Line i samples with seed + i unless it says otherwise, so that a resumed run goes on as it would have.
+    Line i samples with seed + i unless it has a seed, so that a resumed run gives the same answers.
     Paths in lines are relative to `folder`.
 
     Raises:
@@ -126,7 +127,7 @@ def make_jobs(
 def _job(
     index: int, line: str, defaults: SamplingParams, seed: int, llm, folder: Path
 ) -> tuple[Job, set[str]]:
-    """The job of one line, and the fields it has that mean nothing here."""
+    """Return the job of one line, and its unknown fields."""
     row = _parse(line) if isinstance(line, _Json) else {"prompt": line}
     kinds = [name for name in PROMPTS if name in row]
     if len(kinds) != 1:
@@ -148,7 +149,7 @@ def _job(
         raise UsageError(f'{llm.model.config.family} hears sound: give {{"audio": "FILE.wav"}}')
     key = _key(llm, prompt, params)
     request = llm.request(prompt, params)
-    if params.max_tokens is None and "max_tokens" not in row:  # nobody asked for more: the room that is left
+    if params.max_tokens is None and "max_tokens" not in row:  # not set: at most the default
         capped = min(DEFAULT_MAX_TOKENS, request.params.max_tokens)
         request = dataclasses.replace(request, params=request.params.updated({"max_tokens": capped}))
     return Job(index, row.get("id"), prompt, (request,), key), unknown
@@ -160,7 +161,7 @@ def _key(llm, *content) -> str:
 
 
 def _sound_job(index: int, name, prompt: dict, params: SamplingParams, llm, folder: Path) -> Job:
-    """The job of a line of sound, which is read here."""
+    """The job of a line with audio; the file is read here."""
     path = prompt["audio"]
     if not isinstance(path, str) or "\0" in path:
         raise UsageError(f"audio must be the path of a wav file, not {path!r}")
@@ -169,23 +170,23 @@ def _sound_job(index: int, name, prompt: dict, params: SamplingParams, llm, fold
             raise UsageError(f"{field} must be a string, not {prompt[field]!r}")
     if params.n != 1:
         raise UsageError(f"n must be 1 with audio, not {params.n}")
-    speech.settings(llm)  # a model that hears nothing is told before a file that is not there
+    speech.settings(llm)  # a model without audio is reported before a missing file
     with explained(f"read audio {path}"):
         sound = (folder / os.path.expanduser(path)).read_bytes()
-    frames, seconds = speech.listen(llm, sound, f"audio {path}")
+    heard = speech.listen(llm, sound, f"audio {path}")
     language, task = prompt.get("language"), prompt.get("task") or "transcribe"
     codes = [code for code, _ in speech.asked(llm).languages]
-    question = speech.language_request(llm, frames[0]) if language is None else None
+    question = speech.language_request(llm, heard.windows[0]) if language is None else None
     spoken = next(iter(codes), None) if language is None else speech.language_code(language, codes or ["en"])
     given = spoken if codes else None, task, params
-    requests = tuple(speech.window_request(llm, window, *given) for window in frames)
+    requests = tuple(speech.window_request(llm, window, *given) for window in heard.windows)
     key = _key(llm, prompt | {"sha256": hashlib.sha256(sound).hexdigest()}, params)
-    said = {"language": spoken, "task": task, "duration": seconds}
+    said = {"language": spoken, "task": task, "duration": heard.duration, **heard.given}
     return Job(index, name, prompt, requests, key, question, said)
 
 
 def answered(llm, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput]]:
-    """Each job with its answer, as it comes. Languages that nobody gave are asked for first."""
+    """Yield each job with its answer as it finishes. Languages that are not given are detected first."""
     asking = [i for i, job in enumerate(jobs) if job.question is not None]
     heard = dict(llm.run([jobs[i].question for i in asking]))
     jobs = list(jobs)
@@ -202,7 +203,8 @@ def answered(llm, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput]]:
 
 
 def _in_language(llm, job: Job, language: str | None) -> Job:
-    """The job of a sound in the language that the model heard; None: it heard none, and the guess stands."""
+    """The job of an audio line in the language that was detected; None: none was, and the assumed one
+    stays."""
     if language is None:
         return job
     begun = tuple(speech.prompt_tokens(llm, language, job.said["task"]))
@@ -214,7 +216,7 @@ def _parse(line: str) -> dict:
     try:
         row = json.loads(line)
         line.encode()
-        json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is no text
+        json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is not text
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not JSON ({error})") from None
     if not isinstance(row, dict):
@@ -255,7 +257,7 @@ def _completion_row(completion) -> dict:
 
 
 class OutputError(Exception):
-    """Answers that cannot be written: the message is one line for the user."""
+    """Answers cannot be written; the message is one line for the user."""
 
 
 class Output:
@@ -266,18 +268,19 @@ class Output:
     """
 
     def __init__(self, path: str, resume: bool, jobs: list[Job]):
-        """Open for writing; with `resume`, behind what an earlier run left, less a torn last line.
+        """Open for writing; with `resume`, append to what an earlier run left, without an incomplete last
+        line.
 
         Raises:
-          UsageError: the file holds something and `resume` is not set, or holds what is no output of these
-            jobs, or cannot be written.
+          UsageError: the file is not empty and `resume` is not set, or it holds something other than output
+            of these jobs, or it cannot be written.
         """
         self.left = jobs
         if path == "-":
             self._file = sys.stdout
             return
         with explained(f"write {path}"):
-            if Path(path).exists() and not Path(path).is_file():  # a pipe or a device: nothing to go on with
+            if Path(path).exists() and not Path(path).is_file():  # a pipe or a device: nothing to resume
                 self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
                 return
             held = Path(path).read_bytes() if Path(path).exists() else b""
@@ -297,7 +300,7 @@ class Output:
 
     def close(self) -> None:
         if self._file is not sys.stdout:
-            with contextlib.suppress(OSError):  # of a line that could not be written, which `write` has told
+            with contextlib.suppress(OSError):  # of a line that could not be written, which `write` reported
                 self._file.close()
 
 
@@ -312,7 +315,7 @@ def _left(path: str, jobs: list[Job], finished: dict[int, str]) -> list[Job]:
 
 
 def _finished(path: str, content: bytes) -> dict[int, str]:
-    """Index -> key of every line."""
+    """The key of every line, by its index."""
     out = {}
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:

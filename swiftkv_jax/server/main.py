@@ -38,7 +38,7 @@ from swiftkv_jax.server.settings import TELL_S, HttpSettings
 from swiftkv_jax.sharding import mesh_axes, parse_mesh
 
 _DEMO = DEMO / "teacher"
-_ENGINE = {  # flag: help; fields of engine.Settings, whose types and defaults hold
+_ENGINE = {  # flag: help; fields of engine.Settings, with their types and defaults
     "max-model-len": "context in tokens (default: the model's)",
     "max-source-len": "positions that an encoder reads (default: its context)",
     "max-num-seqs": "sequences at once (default {})",
@@ -152,7 +152,7 @@ def main(
 
 
 def _report(args: argparse.Namespace) -> int:
-    """Check the kernels of the model's calls, if that was not done yet; say what was found of each."""
+    """Check the kernels of the model's calls, unless that was done before; print the result for each."""
     from swiftkv_jax.kernels.check.decide import table
 
     args.kernels = "auto"
@@ -198,10 +198,10 @@ def _batch(llm, lines: list[tuple[int, str]], flags: dict, args: argparse.Namesp
 
 
 def server_settings(args: argparse.Namespace, api_key: str | None) -> tuple[HttpSettings, dict]:
-    """What the flags say of a server, and its sampling defaults, before anything is loaded.
+    """The server's settings and sampling defaults from the flags, before anything is loaded.
 
     Raises:
-      UsageError: a flag that is not a server's, or a value that makes no sense.
+      UsageError: a flag that does not belong to a server, or an invalid value.
     """
     batch = ("input", "output", "resume", "skip_bad_lines", "max_tokens", "stop")
     wrong = [f"--{name.replace('_', '-')}" for name in batch if getattr(args, name)]
@@ -213,7 +213,7 @@ def server_settings(args: argparse.Namespace, api_key: str | None) -> tuple[Http
 
 
 def make_api(args: argparse.Namespace, settings: HttpSettings, sampling: dict):
-    """Load the model, and --compare's, and put OpenAI's API before them."""
+    """Load the model, and --compare's, and make OpenAI's API for them."""
     from swiftkv_jax.server.app import Api
 
     second = http.compared_name(args.compare, settings.model_name) if args.compare else ""
@@ -228,7 +228,7 @@ def make_api(args: argparse.Namespace, settings: HttpSettings, sampling: dict):
 
 
 def _serve(args: argparse.Namespace, api_key: str | None) -> int:
-    """OpenAI's API until a signal; sampling flags are the server's defaults."""
+    """Serve OpenAI's API until a signal; sampling flags are the server's defaults."""
     settings, sampling = server_settings(args, api_key)
     if args.compare:
         http.compared_name(args.compare, settings.model_name)
@@ -254,7 +254,8 @@ def _serve(args: argparse.Namespace, api_key: str | None) -> int:
 
 
 def _agree(args: argparse.Namespace) -> None:
-    """With several processes: the kernels that process 0 chooses for all, and the same flags everywhere.
+    """With several processes: choose kernels in process 0 for all, and check that flags are the same
+    everywhere.
 
     Raises:
       UsageError: flags differ, or some process would have no part of the model.
@@ -276,7 +277,7 @@ def _agree(args: argparse.Namespace) -> None:
 
 
 def _follow(llm) -> int:
-    """In a process after the first: signals are process 0's business, which tells when it is over."""
+    """Run a process after the first: it ignores signals, and ends when process 0 says so."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     llm.follow()
@@ -285,7 +286,7 @@ def _follow(llm) -> int:
 
 @contextlib.contextmanager
 def _leading(llm) -> Iterator[None]:
-    """In process 0: the others follow until this ends."""
+    """A context in process 0: the others follow until it ends."""
     if llm.others.several:  # JAX's runtime keeps SIGTERM for itself
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -296,7 +297,7 @@ def _leading(llm) -> Iterator[None]:
 
 def _loaded(args: argparse.Namespace, folders: dict[str, str | None], flags: dict) -> dict:
     """The LLMs of a server, by name, each with a bounded queue; None is --model, or the demo's."""
-    for folder in folders.values() if len(folders) > 1 else ():  # all, before the first has the device
+    for folder in folders.values() if len(folders) > 1 else ():  # for all, before the first takes the device
         _choose(args, folder)
     llms = {name: _load(args, folder) for name, folder in folders.items()}
     share = len(llms) if args.num_pages is None else 1
@@ -304,8 +305,8 @@ def _loaded(args: argparse.Namespace, folders: dict[str, str | None], flags: dic
 
 
 def for_server(llm, args: argparse.Namespace, flags: dict, share: int):
-    """`llm` with the server's queue and defaults; its cache takes one of `share` parts of what the weights
-    of all models leave of their devices."""
+    """`llm` with the server's queue and defaults. Its cache takes one of `share` parts of the device memory
+    that the weights of all models leave."""
     settings = http.queue_bounds(args, llm.settings.max_num_batched_tokens, llm.settings.max_model_len)
     if share > 1:
         device, used = llm.devices[0], 0.0
@@ -330,9 +331,24 @@ def _choose(args: argparse.Namespace, model: str | None = None):
 
     given = _given(args, (*_ENGINE, "tensor-parallel-size"))
     if args.mesh:
-        given["tensor_parallel_size"] = max(1, mesh_axes(args.mesh).get("tensor", 1))
+        given["tensor_parallel_size"] = _tensor_size(args.mesh)
     given["slim"], given["base"] = model is not None or args.slim == "on", None if model else args.base
     return choose_kernels(model or args.model or _DEMO, args.dtype, **given)
+
+
+def _tensor_size(mesh: str) -> int:
+    """The number of devices that share the heads on a mesh, before JAX counts its devices.
+
+    Raises:
+      UsageError: an unknown axis, or a size of `tensor` that is not known yet.
+    """
+    size = mesh_axes(mesh).get("tensor", 1)
+    if size < 1:
+        raise UsageError(
+            f"--mesh {mesh}: give tensor a number of devices; kernels are chosen for each one's share of the "
+            "heads, before JAX counts the devices"
+        )
+    return size
 
 
 def _load(args: argparse.Namespace, model: str | None = None):
@@ -342,7 +358,7 @@ def _load(args: argparse.Namespace, model: str | None = None):
 
     named = model or args.model or _DEMO
     folder, base = local_folder(named), None if model else args.base
-    if folder.parent.name == "snapshots":  # of the hub's cache, named by its commit
+    if folder.parent.name == "snapshots":  # in the hub's cache, named by its commit
         _say(args)(f"files     {named} at commit {folder.name}")
     with warnings.catch_warnings():
         if args.quiet:
@@ -400,7 +416,7 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
 
 
 def _describe(llm, defaults: SamplingParams, name, say) -> None:
-    """The start-up lines: what runs, on what, and the defaults in force."""
+    """Print the start-up lines: what runs, on what, and the defaults in force."""
     from swiftkv_jax.engine.kernels import slower
 
     plan, model = llm.model.plan, llm.model
@@ -435,7 +451,7 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
 
 
 def _room(llm) -> str:
-    """How many tokens the cache holds, at what concurrency, and what a standard model's would."""
+    """The number of tokens that the cache holds, at what concurrency, compared with a standard model's."""
     s, model = llm.settings, llm.model
     tokens = s.num_pages * s.page_size
 

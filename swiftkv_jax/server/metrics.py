@@ -1,4 +1,4 @@
-"""What `/metrics` shows, under vLLM's names behind our prefix. No label ever comes from a request."""
+"""The metrics of `/metrics`, with vLLM's names behind our prefix. No label ever comes from a request."""
 
 import bisect
 import dataclasses
@@ -71,6 +71,7 @@ REASONS = ("stop", "length", "abort", "error")
 REFUSALS = ("queue", "key", "draining", "starting")
 _COUNTED = {  # metric: (field of Stats, what it counts)
     "prompt_tokens": ("prompt_tokens", "prompt tokens read; cached prefixes are not read"),
+    "auxiliary_prompt_tokens": ("auxiliary_tokens", "those that an auxiliary model read (KV prediction)"),
     "generation_tokens": ("output_tokens", "tokens generated"),
     "num_preemptions": ("preemptions", "sequences that lost their pages to others and began anew"),
     "prefix_cache_queries": ("prefix_queries", "prompt tokens looked up in the prefix cache"),
@@ -101,7 +102,7 @@ class Metrics(Observer):
         self._names = (settings.model_name, "0")
         self._registry, self._prefix = CollectorRegistry(), settings.metrics_prefix
         self._stats, self._tokens, self._compiled = Stats(), 0, 0
-        self._skipped_layers = llm.model.plan.skipped_layers
+        self._plan = llm.model.plan
         self._gauges = {
             name: self._one(Gauge, name, text)
             for name, text in {
@@ -135,7 +136,7 @@ class Metrics(Observer):
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
     def close(self) -> None:
-        """Count compilations no longer."""
+        """Stop counting compilations."""
         jax.monitoring.unregister_event_duration_listener(self._heard)
 
     def _one(self, kind, name: str, text: str, buckets=None):
@@ -156,7 +157,7 @@ class Metrics(Observer):
         return self._compiled
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric and its samples now."""
+        """Every metric with its current samples."""
         return iter(self._registry.collect())
 
     def stepped(self, engine: Engine, load: Load) -> None:
@@ -201,11 +202,19 @@ class Metrics(Observer):
     def refused(self, reason: str) -> None:
         self._refused[reason].inc()
 
+    def _skipped(self) -> int:
+        """Prompt tokens times layers of the model that they did not run. Those of an auxiliary ran none."""
+        stats = self._stats
+        own = stats.prompt_tokens - stats.auxiliary_tokens - stats.prompt_survivors
+        return stats.auxiliary_tokens * self._plan.num_layers + own * self._plan.skipped_layers
+
     def totals(self) -> Iterator[Metric]:
         """Counters that the engine keeps itself, and the gaps between tokens."""
         values = {name: (getattr(self._stats, field), text) for name, (field, text) in _COUNTED.items()}
-        skipped = (self._stats.prompt_tokens - self._stats.prompt_survivors) * self._skipped_layers
-        values["prefill_tokens_skipped"] = (skipped, "prompt tokens times layers that they did not run")
+        values["prefill_tokens_skipped"] = (
+            self._skipped(),
+            "prompt tokens times layers that they did not run",
+        )
         values["compilations"] = (self._compiled, "programs compiled; flat once the server is ready")
         values["log_lines_dropped"] = (logs.dropped(), "lines of the log that nobody read in time")
         for name, (value, text) in values.items():
@@ -219,8 +228,9 @@ class Metrics(Observer):
 
 
 class _Gaps:
-    """A histogram of the times between tokens. A launch yields several tokens at once and they are counted
-    in one go: an observation for every token would cost the engine's thread more than the launch's own.
+    """A histogram of the times between tokens. A launch yields several tokens at once, which are counted
+    together: an observation for every token would cost the engine's thread more than its own work on a
+    launch.
 
     Attributes:
       seconds: the sum of all gaps, which is the time from first to last tokens.
@@ -256,7 +266,7 @@ class _Totals(Collector):
 
 
 def render(everyone: Iterable[Metrics]) -> bytes:
-    """Prometheus' text format; what several models count stands under one name, told apart by label."""
+    """Prometheus' text format. A metric of several models has one name, and labels tell the models apart."""
     families: dict[str, Metric] = {}
     for family in (family for metrics in everyone for family in metrics.collect()):
         known = families.setdefault(family.name, family)

@@ -1,4 +1,4 @@
-"""What a request body may hold. Read from raw bytes, strictly: no coercion, no NaN, nothing unbounded."""
+"""Request bodies. They are read from raw bytes, strictly: no coercion, no NaN, nothing unbounded."""
 
 import typing
 from collections.abc import Callable
@@ -20,18 +20,23 @@ Name = typing.Annotated[str, Field(max_length=256)]
 Stop = typing.Annotated[str, Field(min_length=1, max_length=1024)]
 Count = typing.Annotated[int, Field(ge=1, le=2**31 - 1)]
 
-_REFUSED = {  # field that changes what an answer means: why; a value that asks for nothing is let through
+_REFUSED = {  # unsupported field: why; values that ask for nothing are accepted
+    "add_special_tokens": "the chat template decides which special tokens stand in a prompt",
     "best_of": "best_of is not offered; use n",
     "continue_final_message": "a last message is not gone on with; use /v1/completions with the text so far",
     "documents": "documents are not offered; put their text into a message",
+    "echo": "echo is offered in /v1/completions",
     "include_reasoning": "reasoning is not told apart from the answer",
     "kv_transfer_params": "caches are not passed on",
     "length_penalty": "beam search is not offered; use temperature 0",
     "logits_processors": "logits processors are not offered",
+    "max_completion_tokens": "use max_tokens in /v1/completions",
     "mm_processor_kwargs": "only text is offered",
     "reasoning_effort": "the effort of reasoning cannot be chosen",
     "return_token_ids": "token ids are not returned; /tokenize gives them",
     "return_tokens_as_token_ids": "tokens are returned as texts",
+    "spaces_between_special_tokens": "texts are as the tokenizer decodes them",
+    "stop_regex": "use stop, with texts",
     "structural_tag": "structured output is not offered",
     "thinking_token_budget": "the effort of reasoning cannot be chosen",
     "web_search_options": "tools are not offered by this server",
@@ -57,12 +62,18 @@ _REFUSED = {  # field that changes what an answer means: why; a value that asks 
     "prompt_logprobs": "use echo with logprobs in /v1/completions",
     "truncate_prompt_tokens": "prompts are not truncated; send fewer tokens",
 }
-_DEFAULT = {"best_of": 1, "include_reasoning": True, "length_penalty": 1.0}  # values that ask for nothing too
+_DEFAULT = {  # values that ask for nothing too
+    "best_of": 1,
+    "include_reasoning": True,
+    "length_penalty": 1.0,
+    "spaces_between_special_tokens": True,
+}
 _NOTHING: tuple = (None, False, "", "none", "auto", [], {}, {"type": "text"}, ["text"])
 
 
 def _few(value: typing.Any) -> typing.Any:
-    """Maps, unlike lists, are checked whole before they are counted."""
+    """Limit a map's size before its items are checked: maps, unlike lists, are checked whole before they are
+    counted."""
     if isinstance(value, dict) and len(value) > _MOST_BIASES:
         raise PydanticCustomError("too_long", "Map should have at most {most} items", {"most": _MOST_BIASES})
     return value
@@ -80,7 +91,7 @@ _Bias = typing.Annotated[
 
 
 def _one_or_several(value: typing.Any, check: Callable[[typing.Any], typing.Any]) -> typing.Any:
-    """The bounds, where a union would tell what is wrong with its first member."""
+    """Report the bounds, where a union would report the error of its first member."""
     try:
         return check(value)
     except pydantic.ValidationError:
@@ -104,7 +115,7 @@ class StreamOptions(_Body):
 
 
 class Sampling(_Body):
-    """What completions and chats share. None takes the model's default, then the API's."""
+    """The fields that completions and chats share. None takes the model's default, then the API's."""
 
     model: typing.Annotated[str, Field(max_length=512)] | None = None
     n: Count | None = None
@@ -164,21 +175,21 @@ class Part(_Body):
 
 
 class Function(_Body):
-    """What a tool was called with: JSON in a text."""
+    """The function that a tool call names, with its arguments as JSON text."""
 
     name: Name
     arguments: Text
 
 
 class ToolCall(_Body):
-    """A call that another server's model has made; here it is history."""
+    """A tool call by another server's model; here it is history."""
 
     id: Name | None = None
     type: typing.Literal["function"] = "function"
     function: Function
 
     def as_dict(self) -> dict[str, typing.Any]:
-        """With the arguments as an object, as templates want them."""
+        """A dict with the arguments as an object, as templates expect it."""
         try:
             arguments = from_json(self.function.arguments, allow_inf_nan=False)
         except ValueError:
@@ -188,7 +199,7 @@ class ToolCall(_Body):
 
 
 class Message(_Body):
-    """One turn of a chat; without content only beside the calls it made."""
+    """One turn of a chat; the content may be missing only beside tool calls."""
 
     role: typing.Annotated[str, Field(min_length=1, max_length=64)]
     content: Text | typing.Annotated[list[Part], Field(max_length=256, fail_fast=True)] | None = None
@@ -203,7 +214,7 @@ class Message(_Body):
         return self
 
     def as_dict(self) -> dict[str, typing.Any]:
-        """What a chat template reads."""
+        """The message as a chat template reads it."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         calls = [call.as_dict() for call in self.tool_calls or ()] or None
@@ -280,7 +291,7 @@ _PROMPTS: dict[type, pydantic.TypeAdapter] = {
 
 
 def parse(model: type[Body], raw: bytes) -> Body:
-    """The body, checked.
+    """Parse and check a body.
 
     Raises:
       ApiError: 400, naming the first field at fault and never its value.
@@ -296,7 +307,7 @@ def parse(model: type[Body], raw: bytes) -> Body:
 
 
 def parse_form(model: type[Body], fields: dict[str, str]) -> Body:
-    """The fields of a form, checked.
+    """Check the fields of a form.
 
     Raises:
       ApiError: 400, naming the first field at fault and never its value.
@@ -318,7 +329,7 @@ def _asks(name: str, value: typing.Any) -> bool:
 
 
 def unknown_fields(body: BaseModel) -> list[str]:
-    """Names that were sent and mean nothing here, cut short for a log."""
+    """Unknown names that were sent, cut short for a log."""
     return [clip(name, 40) for name in list(body.model_extra or {})[:8] if name not in _REFUSED]
 
 

@@ -1,7 +1,7 @@
-"""Sound in, text out: `/v1/audio/transcriptions` and `/v1/audio/translations`, as OpenAI's client asks.
+"""Audio in, text out: `/v1/audio/transcriptions` and `/v1/audio/translations`, as OpenAI's client sends them.
 
-Whisper hears 30 s at a time. Sound is cut into such windows, each a request of its own, and their answers are
-joined. Where no language is given, the first window is asked for it before the others.
+Whisper takes 30 s at a time. Audio is cut into such windows, each a request of its own, and their answers are
+joined. If no language is given, it is detected in the first window before the others run.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _MOST_FIELDS = 32
 
 @dataclasses.dataclass(frozen=True)
 class SpeechCall:
-    """A checked request for what is said in some sound.
+    """A checked request for the text of an audio file.
 
     Attributes:
       sound: the file's bytes. task: "transcribe" or "translate". The rest as in `generate.Call`.
@@ -44,11 +44,11 @@ class SpeechCall:
 
 
 async def read_form(request: HttpRequest, kind: type[schema.Body]) -> tuple[schema.Body, bytes]:
-    """(the fields of a form, checked; the bytes of its file).
+    """Return (the checked fields of a form, the bytes of its file).
 
     Raises:
-      ApiError: 403: another site's page sends it, and a browser lets it send forms unasked; 415: it is no
-        form; 400: a field is wrong, or there is not one file.
+      ApiError: 403: it comes from another site's page, which a browser lets send forms; 415: it is not a
+        form; 400: a field is wrong, or there is not exactly one file.
     """
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
@@ -68,20 +68,20 @@ async def read_form(request: HttpRequest, kind: type[schema.Body]) -> tuple[sche
 
 
 class Listener:
-    """Answers calls about sound with one service."""
+    """Answers calls with audio with one service."""
 
     def __init__(self, service: Service):
         self.service, self.llm = service, service.llm
 
     async def respond(self, call: SpeechCall) -> Response:
-        """Run a call; what it holds of the server is given back however it ends.
+        """Run a call; its reserved capacity is released however it ends.
 
         Raises:
           ApiError: it was refused, or failed.
         """
         with Tally(call.request_id, call.client_id) as tally:
             heard = await self._ask(call, lambda: self._heard(call), len(call.sound))
-            spoken, seconds = call.body.language, heard.seconds
+            spoken, tally.sound = call.body.language, heard.sound.given
             async with AsyncExitStack() as stack:
                 demand = Demand.of(heard.question) if heard.question else Demand()
                 demand += sum(map(Demand.of, self._windows(call, heard, heard.guess)), Demand())
@@ -96,14 +96,15 @@ class Listener:
         text = speech.joined(said for _, said in found)
         if call.body.response_format == "text":
             return PlainTextResponse(f"{text}\n")
-        usage = {"type": "duration", "seconds": round(seconds)}
+        usage = {"type": "duration", "seconds": round(heard.sound.duration)}
         return Response(answers.encode({"text": text, "usage": usage}), media_type="application/json")
 
     async def _ask(self, call: SpeechCall, work, size: int):
-        """The answer of `work` on the tokenizer's threads, where sound is read too: nobody waits for it.
+        """Return the result of `work`, which runs on the tokenizer's threads: they read audio too, off the
+        event loop.
 
         Raises:
-          ApiError: 400 for sound or fields that the model cannot take.
+          ApiError: 400 for audio or fields that the model cannot take.
         """
         try:
             return await self.service.consult(call.tenant, size, work)
@@ -112,28 +113,26 @@ class Listener:
             raise ApiError(400, str(error), name) from error
 
     def _heard(self, call: SpeechCall) -> "_Heard":
-        """What a call's sound and fields are to the model.
+        """Convert a call's audio and fields to the model's input.
 
         Raises:
-          UsageError: it cannot take them. ApiError: 400: more windows than one call may have.
+          UsageError: the model cannot take them. ApiError: 400: more windows than one call may have.
         """
-        frames, seconds = speech.listen(self.llm, call.sound, "file")
-        most = self.service.settings.max_sequences
-        if len(frames) > most:
-            message = (
-                f"file: {seconds:.0f} s of sound in {len(frames)} windows; at most {most} may come at once"
-            )
+        sound, most = speech.listen(self.llm, call.sound, "file"), self.service.settings.max_sequences
+        if len(sound.windows) > most:
+            count = f"{sound.duration:.0f} s of sound in {len(sound.windows)} windows"
+            message = f"file: {count}; at most {most} may come at once"
             raise ApiError(400, message, "file")
         languages = [code for code, _ in speech.asked(self.llm).languages]
         spoken = call.body.language
         if spoken is not None:
             spoken = speech.language_code(spoken, languages or ["en"])
-        question = speech.language_request(self.llm, frames[0], "file") if spoken is None else None
+        question = speech.language_request(self.llm, sound.windows[0], "file") if spoken is None else None
         before = self._before(call)
-        return _Heard(frames, seconds, question, spoken or next(iter(languages), None), before)
+        return _Heard(sound, question, spoken or next(iter(languages), None), before)
 
     def _before(self, call: SpeechCall) -> Sequence[int]:
-        """Token ids of the text that came before the sound, no more than the model was trained on."""
+        """Token ids of the text before the audio, at most as many as the model was trained on."""
         said = (call.body.prompt or "").strip()
         if not said:
             return ()
@@ -143,14 +142,14 @@ class Listener:
         return self.llm.tokenizer.encode(f" {said}", add_special_tokens=False)[-most:]
 
     def _windows(self, call: SpeechCall, heard: "_Heard", spoken: str | None) -> list[Request]:
-        """The request of each window, for text in the language that is spoken."""
+        """The request of each window, for text in the spoken language."""
         params = speech.GREEDY.updated({"temperature": call.body.temperature or 0.0})
         languages = speech.asked(self.llm).languages
         given = (spoken if languages else None, call.task, params)
         try:
             return [
                 speech.window_request(self.llm, frames, *given, () if number else heard.before, "file")
-                for number, frames in enumerate(heard.frames)
+                for number, frames in enumerate(heard.sound.windows)
             ]
         except UsageError as error:
             raise ApiError(400, str(error), "file") from error
@@ -174,15 +173,14 @@ class Listener:
 
 @dataclasses.dataclass(frozen=True)
 class _Heard:
-    """A call's sound as the model takes it.
+    """A call's audio as the model takes it.
 
     Attributes:
-      frames: of each window. question: the request that asks for the language; None where it is known.
-      guess: the language that was given, or else the first the model knows. before: token ids of a text.
+      question: the request that asks for the language; None where it is known. guess: the language that was
+        given, or else the first the model knows. before: token ids of a text.
     """
 
-    frames: list[speech.Frames]
-    seconds: float
+    sound: speech.Heard
     question: Request | None
     guess: str | None
     before: Sequence[int]

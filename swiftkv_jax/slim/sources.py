@@ -1,8 +1,8 @@
-"""Sources for a model with an encoder, and what the model itself says of them, as two halves.
+"""Sources for a model with an encoder, with the model's own answers to them, as two halves.
 
-What a decoder's cache holds in use is rows of the model's own words: so texts are answered and sounds are
-transcribed greedily, in float32, and the answers are read again beside their sources. Of T5 a source is a
-piece of a document, of Whisper a window of a file.
+In use, a decoder's cache holds rows of the model's own output. So texts are answered and sounds transcribed
+greedily, in float32, and the answers are read again beside their sources. For T5 a source is a piece of a
+document, for Whisper a window of a sound file.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ ANSWER = 128  # tokens of an answer to a text, at most
 
 @dataclasses.dataclass(frozen=True)
 class _Said:
-    """A source, token ids or frames of sound; its positions; and the tokens that the decoder reads of it."""
+    """A source (token ids or audio frames), its positions, and the tokens that the decoder reads with it."""
 
     source: np.ndarray
     positions: int
@@ -71,7 +71,7 @@ def read(
 
 
 def _count(said: list[_Said]) -> int:
-    """Tokens, or positions of sources if they are fewer."""
+    """Number of tokens, or of source positions if these are fewer."""
     return min(sum(len(one.tokens) for one in said), sum(one.positions for one in said))
 
 
@@ -87,18 +87,18 @@ def _files(sounds: Iterable[str]) -> list[Path]:
 
 
 def _transcribed(llm: LLM, files: Iterable[Path]) -> Iterator[list[_Said]]:
-    """The windows of each file, in the language that the model hears."""
+    """The windows of each file with their transcripts, in the language that the model detects."""
     for file in files:
         with explained(f"read {file}"):
             sound = file.read_bytes()
-        frames, _ = speech.listen(llm, sound, str(file))
+        frames = speech.listen(llm, sound, str(file)).windows
         (heard,) = speech.transcribe(llm, [sound], None, "transcribe", None)
         pairs = zip(frames, heard.windows, strict=True)
         yield [_Said(window, len(window) // 2, _read(llm, output)) for window, output in pairs]
 
 
 def _answered(llm: LLM, text: str | None) -> Iterator[list[_Said]]:
-    """The pieces of each document, each with what the model answers."""
+    """The pieces of each document, each with the model's answer."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None
     chat = partial(tokenizer.encode_chat, add_generation_prompt=False)
@@ -114,7 +114,7 @@ def _answered(llm: LLM, text: str | None) -> Iterator[list[_Said]]:
 
 
 def _read(llm: LLM, output: RequestOutput) -> list[int]:
-    """What the decoder has read when it has said its last token."""
+    """All tokens that the decoder has read once it has generated its last token."""
     (said,) = output.outputs
     if said.finish_reason == "error":
         raise UsageError(f"the model fails on what it is to be measured on: {said.error}")
@@ -124,7 +124,7 @@ def _read(llm: LLM, output: RequestOutput) -> list[int]:
 def _pieces(
     model: Transformer, params: PyTree, said: list[_Said], most: int, shape: tuple[int, int]
 ) -> Pieces:
-    """The first of them, up to about `most` tokens, padded to `shape`: (tokens, source)."""
+    """The first items, up to about `most` tokens, padded to `shape` (tokens, source)."""
     ends = np.cumsum([len(one.tokens) for one in said])
     said = said[: 1 + int(np.searchsorted(ends, most))]
     tokens = np.zeros((len(said), shape[0]), np.int32)

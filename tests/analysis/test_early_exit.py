@@ -50,7 +50,7 @@ def truth(teacher, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array(sure), np.array(agree)
 
 
-def test_every_place_is_transformers_in_float64(folders):
+def test_every_position_agrees_with_transformers_in_float64(folders):
     tokens = hf_models.tokens(LENGTH, 1)[0]
     sure, agree = early_exit.measure(*from_pretrained(folders[1]), tokens, BLOCK)
     want, same = truth(folders[0], tokens)

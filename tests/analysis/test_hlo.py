@@ -28,12 +28,12 @@ def scanned(x, stack):
 ARGUMENTS = ((ROWS, WIDTH), (TURNS, WIDTH, WIDTH))
 
 
-def test_without_loops_it_is_xlas_count():
+def test_bytes_moved_without_loops_equal_xlas_count():
     made = compiled(unrolled, *ARGUMENTS)
     assert bytes_moved(made.as_text()) == made.cost_analysis()["bytes accessed"]
 
 
-def test_a_loop_counts_every_turn_and_of_a_stack_the_slice():
+def test_a_loop_counts_every_iteration_and_only_the_slice_of_a_stack():
     """XLA counts one turn. In each: a weight read and written by its slice, and read; x through two steps."""
     made = compiled(scanned, *ARGUMENTS)
     least = TURNS * (3 * WEIGHTS + 4 * STREAM)
@@ -102,7 +102,7 @@ def test_slices_updates_turns_memory_on_the_chip_and_kernels_by_hand():
     [('backend_config={"known_trip_count":{"n":"7"}}', 7), ("", 5)],
     ids=["noted", "compared"],
 )
-def test_turns(noted, turns):
+def test_bytes_moved_grow_with_a_loops_trip_count(noted, turns):
     loop = "body=%body\n"
     text = PROGRAM.replace(loop, f"body=%body, {noted}\n")
     assert bytes_moved(text) - bytes_moved(PROGRAM) == (turns - 5) * (2 * ROW + 13)

@@ -1,5 +1,6 @@
 """Every FLOPs figure of the KV prediction paper, to the printed digits; and what is really run, by hand."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,10 @@ import pytest
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.analysis.prediction_flops import (
     OPENELM,
+    PRINTED,
     Sizes,
+    baselines,
+    lazy_as_run,
     lazy_llm,
     main,
     pairs,
@@ -25,51 +29,19 @@ from swiftkv_jax.plan import Prediction
 
 CONFIGS = Path(__file__).parent.parent / "published_configs"
 
-# Tables 3, 5, 6, 7 and 8. Table 3 prints 3.59 for the second 0.25.
-REDUCTIONS = {
-    "1.1B-KVP-C-450M": 2.36,
-    "1.1B-KVP-C-270M": 3.98,
-    "1.1B-KVP-LP-0.75": 1.34,
-    "1.1B-KVP-LP-0.5": 1.93,
-    "1.1B-KVP-LP-0.25": 3.60,
-    "3B-KVP-C-1.1B": 2.81,
-    "3B-KVP-C-450M": 6.64,
-    "3B-KVP-C-270M": 11.18,
-    "3B-KVP-LP-0.75": 1.34,
-    "3B-KVP-LP-0.5": 1.97,
-    "3B-KVP-LP-0.25": 3.84,
-}
-# Table 7, and Tables 5 and 6, where the labels of the 0.75-0.10 and 0.75-0.01 are swapped.
-LAZY = {
-    (0.75, 0.75): 1.21,
-    (0.75, 0.50): 1.38,
-    (0.75, 0.25): 1.60,
-    (0.75, 0.10): 1.77,
-    (0.75, 0.05): 1.83,
-    (0.75, 0.01): 1.89,
-    (0.50, 0.50): 1.54,
-    (0.50, 0.25): 1.82,
-    (0.50, 0.10): 2.04,
-    (0.50, 0.05): 2.13,
-    (0.50, 0.01): 2.20,
-}
-
 
 def test_openelm_has_the_parameters_that_were_published():
-    """Of the checkpoints, with a vocabulary of 32000 and the tied embedding once."""
+    """The counts are those of the checkpoints: a vocabulary of 32000, and the tied embedding once."""
     counts = {"270M": 271527168, "450M": 457179136, "1.1B": 1079891456, "3B": 3036647424}
     assert {name: sizes.parameters for name, sizes in OPENELM.items()} == counts
 
 
-def test_reductions_of_every_model_are_the_papers():
-    got = {name: round(published(base, auxiliary), 2) for name, base, auxiliary, _ in pairs()}
-    assert got == REDUCTIONS
-
-
-def test_reductions_of_every_baseline_are_the_papers():
-    assert [round(random_pruning(keep), 2) for keep in (0.75, 0.5, 0.25)] == [1.33, 2.00, 4.00]
-    assert [round(static_pruning(keep), 2) for keep in (0.5, 0.25)] == [1.33, 2.00]
-    assert {pair: round(lazy_llm(*pair), 2) for pair in LAZY} == LAZY
+def test_every_reduction_is_the_papers():
+    """Every model and baseline of Tables 3 and 5 to 8, to the printed digits."""
+    got = {name: published(base, auxiliary) for name, base, auxiliary, _ in pairs()}
+    for large in ("1.1B", "3B"):
+        got |= {f"{large}-{name}": value for name, value, _ in baselines(OPENELM[large])}
+    assert {name: round(value, 2) for name, value in got.items()} == PRINTED and len(PRINTED) == 11 + 2 * 16
 
 
 def test_a_layer_pruned_model_keeps_the_papers_layers():
@@ -120,8 +92,8 @@ def test_full_depth_is_the_flops_table_of_a_standard_model():
         ("meta-llama--Llama-3.1-70B-Instruct", "meta-llama--Llama-3.1-8B-Instruct", (0.103, 0.108, 0.123)),
     ],
 )
-def test_shares_of_pairs_that_people_have(base, auxiliary, shares):
-    """Of a full-depth base's prompt, at 1K, 8K and 32K tokens."""
+def test_shares_of_full_depth_flops_for_known_pairs(base, auxiliary, shares):
+    """Each share is relative to a full-depth base's prompt, at 1K, 8K and 32K tokens."""
     one, other = (Sizes.of(ModelConfig.from_hf(CONFIGS / f"{name}.json")) for name in (base, auxiliary))
     prediction = Prediction.spread(one.layers, other.layers)
     tables = [prediction_table(one, other, prediction, 1024 * n) for n in (1, 8, 32)]
@@ -130,7 +102,7 @@ def test_shares_of_pairs_that_people_have(base, auxiliary, shares):
 
 @pytest.mark.parametrize("probe", [0, 1])
 def test_pruning_as_it_is_run_is_counted_token_by_token(probe):
-    """Of 7 tokens ceil(0.5 * 7) = 4 stay; a probe reads all of them in the first layer."""
+    """ceil(0.5 * 7) = 4 of 7 tokens stay; a probe reads all of them in the first layer."""
     base = Sizes(width=8, head_dim=2, heads=(4, 2), kv_heads=(2, 1), ffn=(12, 16), extra=0)
     dense = [
         2 * 8 * (2 * heads * 2 + 2 * rows * 2 + 3 * ffn) for heads, rows, ffn in ((4, 2, 12), (2, 1, 16))
@@ -143,6 +115,30 @@ def test_pruning_as_it_is_run_is_counted_token_by_token(probe):
     want = cost(7, 2) / (cost(4, 2) + cost(7, probe))
     assert pruning_as_run(base, 0.5, 7, probe) == pytest.approx(want, rel=1e-12)
     assert pruning_as_run(base, 1.0, 7) == 1.0
+
+
+def test_lazy_llm_as_it_is_run_is_counted_token_by_token():
+    """Of 7 tokens all run the first two of 5 layers, then ceil(7 x 0.7), ceil(7 x 0.5) and ceil(7 x 0.3)."""
+    base = Sizes(
+        width=8, head_dim=2, heads=(4, 2, 4, 2, 3), kv_heads=(2, 1, 2, 1, 1), ffn=(12, 16, 20, 8, 4), extra=0
+    )
+
+    def cost(left):
+        out = 0
+        for layer, tokens in enumerate(left):
+            heads, rows, ffn = base.heads[layer], base.kv_heads[layer], base.ffn[layer]
+            for token in range(tokens):
+                out += 2 * 8 * (2 * heads * 2 + 2 * rows * 2 + 3 * ffn) + 4 * (token + 1) * heads * 2
+        return out
+
+    start, end = 0.8, 0.2  # at depths 0, 0.2, 0.4, 0.6, 0.8
+    left = [7, 7] + [
+        math.ceil(7 * (start + (end - start) * (depth - 0.3) / 0.6)) for depth in (0.4, 0.6, 0.8)
+    ]
+    assert left == [7, 7, 5, 4, 3]
+    want = cost([7] * 5) / cost(left)
+    assert lazy_as_run(base, start, end, 7) == pytest.approx(want, rel=1e-12)
+    assert lazy_as_run(base, 1.0, 1.0, 7) == 1.0
 
 
 def test_layers_that_differ_move_the_published_figures():
@@ -166,14 +162,19 @@ def test_layers_that_differ_move_the_published_figures():
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(make, said):
+def test_invalid_arguments_are_refused(make, said):
     with pytest.raises(UsageError, match=said):
         make()
 
 
-def test_the_command_prints_every_model(capsys):
+def test_the_command_prints_every_model_beside_the_papers_digits(capsys):
+    """And RP, SP and LazyLLM as run: with attention, of both bases."""
     assert main([]) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in REDUCTIONS) and "11.18" in out
-    assert all(f"{name:20} {known}" in out for name, known in {"RP 0.5": "2.00", "SP 0.25": "2.00"}.items())
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert {name: float(paper) for name, paper, *_ in lines} == PRINTED
+    assert all(paper == ours for _, paper, ours, *_ in lines)
+    columns = {name: [float(value) for value in rest] for name, _, _, *rest in lines}
+    for large in ("1.1B", "3B"):
+        for name, _, as_run in baselines(OPENELM[large]):
+            assert columns[f"{large}-{name}"] == [round(as_run(n), 2) for n in (59, 1024)]
     assert main(["--nonsense"]) == 2

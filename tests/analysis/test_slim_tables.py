@@ -9,20 +9,20 @@ from swiftkv_jax.config import ModelConfig
 
 
 @pytest.mark.parametrize("row", slim_tables.TABLE_1, ids=lambda row: row.name)
-def test_table_1_is_what_the_paper_prints(row):
+def test_table_1_equals_the_papers(row):
     """2 h d_k layers context (page 2), and keys alone are half of it."""
     kv, k = (numbers_per_token(row, form) for form in ("kv", "k"))
     assert kv == 2 * k == 2 * row.heads * row.width * row.layers
     assert agrees(kv * row.tokens, row.printed)
 
 
-def test_a_number_that_is_not_printed_so_is_marked():
+def test_a_number_agrees_only_if_it_rounds_to_the_printed_one():
     assert agrees(4.29e9, "4.3B") and not agrees(4.36e9, "4.3B") and not agrees(0.99e9, "1M")
 
 
 @pytest.mark.parametrize("d, h, n", [(4096, 32, 16384), (2048, 32, 100), (1280, 20, 448)])
 def test_table_2(d, h, n):
-    """Its closed forms, of square weights; inputs alone read as much and multiply twice as often."""
+    """The closed forms are for square weights; inputs alone read as much and multiply twice as often."""
     found = decoding(d, h, n)
     assert found["kv"] == (8 * d * d, 4 * d * d, 4 * n * d, 2 * n * d)
     assert found["k, values first"] == ((2 * n + 6) * d * d, 4 * d * d, 4 * n * d, n * d)

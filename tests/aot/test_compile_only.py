@@ -28,19 +28,20 @@ def gib(out: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    ("where", "devices", "capacity", "least", "sets"),
+    ("where", "devices", "capacity", "least", "attention", "sets"),
     [
-        ("v5p:2x2x4", 16, 95.0, 55, ()),
-        ("h100:1x1x8", 8, 79.11, 40, ()),  # by XLA's attention
-        ("h100:1x1x8", 8, 79.11, 55, ("--set", "attention.gpu=cudnn")),
+        ("v5p:2x2x4", 16, 95.0, 55, "splash (assumed: chosen on the device by the check)", ()),
+        ("h100:1x1x8", 8, 79.11, 55, "cudnn (assumed: chosen on the device by the check)", ()),
+        ("h100:1x1x8", 8, 79.11, 40, "xla (named)", ("--set", "attention.gpu=xla")),
     ],
-    ids=["v5p", "h100", "h100 with cudnn"],
+    ids=["v5p", "h100", "h100 with xla"],
 )
-def test_the_8b_step_fits_and_may_be_fast(where, devices, capacity, least, sets):
+def test_the_8b_step_fits_and_may_be_fast(where, devices, capacity, least, attention, sets):
     """least: per cent of MFU that FLOPs and bytes moved allow."""
     code, out, err = compile_only("--config", "configs/llama8b.py", "--topology", where, *sets)
     assert code == 0, err
     assert f"{devices} devices" in out
+    assert re.search(r"^  attention +(.*)$", out, re.M)[1] == attention
     assert "402.7 M" in out  # SwiftKV paper, appendix A.1: about 5 % of the parameters train
     used, has = gib(out)
     assert has == capacity

@@ -31,6 +31,7 @@ from swiftkv_jax.kernels.paged_attention.xla import ONE_TURN_BYTES
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.sharding import make_mesh
+from swiftkv_jax.surgery import fold_shared_norm
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 
@@ -53,7 +54,7 @@ CONFIG = ModelConfig(
     max_position_embeddings=131072,
     dtype="bfloat16",
 )
-CONFIGS = {2: CONFIG, 3: dataclasses.replace(CONFIG, num_layers=3, windows=())}
+CONFIGS = {2: CONFIG} | {n: dataclasses.replace(CONFIG, num_layers=n, windows=()) for n in (3, 4)}
 PLANS = {
     "standard": KVPlan.standard(2),
     "swiftkv": KVPlan.swiftkv(2, 1),
@@ -61,20 +62,31 @@ PLANS = {
 }
 
 
+THREE_UPPER = KVPlan.swiftkv(4, 1)  # rows that a fill makes at once
+
+
 def engine_arguments(
-    chip: str, plan: KVPlan, rows: str, mesh: Mesh | None = None, attention: str | None = None
+    chip: str,
+    plan: KVPlan,
+    rows: str,
+    mesh: Mesh | None = None,
+    attention: str | None = None,
+    fill: str | None = None,
 ):
     """(model, params, cache, settings) as shapes, in the form that the engine serves, on one chip or those
-    of `mesh`; by the chip's own kernel, or by `attention`."""
+    of `mesh`; by the chip's own kernel, or by `attention`; upper rows by `fill`."""
     config = CONFIGS[plan.num_layers]
     model = Transformer(config, plan, "bfloat16")
     sizes = {"max_model_len": CONTEXT, "max_num_seqs": LANES, "num_pages": LANES * CONTEXT // 64}
     page = 128 if rows == "int8" else 64  # what the TPU kernel takes of 8-bit rows
     sizes |= {"num_pages": LANES * CONTEXT // page, "page_size": page}
     named = {"attention": attention} if attention else NAMED[chip]
-    settings = Settings(**sizes, cache_dtype=rows, **named)
+    settings = Settings(**sizes, cache_dtype=rows, fill=fill, **named)
     cache = jax.eval_shape(functools.partial(empty_pool, model, settings, mesh))
-    return model, weights.abstract(config, plan, "bfloat16", mesh, cuts=None), cache, settings
+    params = weights.abstract(config, plan, "bfloat16", mesh, cuts=None)
+    if fill:
+        params = jax.eval_shape(functools.partial(fold_shared_norm, model), params)
+    return model, params, cache, settings
 
 
 def whole(*shape: int):
@@ -90,7 +102,7 @@ def policy() -> Policy:
 
 
 def a_step(rows: int, tokens: int, pages: int) -> Inputs:
-    """What it takes; `pages` of a sequence."""
+    """The shapes of a step's inputs, with `pages` pages for each sequence."""
     return Inputs(
         tokens=whole(tokens),
         positions=whole(tokens),
@@ -108,6 +120,7 @@ def programs(*what, **more) -> dict:
     lanes = Lanes(*[whole(LANES)] * 3, jax.ShapeDtypeStruct((LANES,), bool), whole(LANES, 0))
     return {
         "run_any": (run_any, (model,), (params, cache, a_step(LANES, TOKENS, pages))),
+        "prompt": (run_any, (model,), (params, cache, a_step(1, TOKENS, pages))),
         "few": (run_any, (model,), (params, cache, a_step(1, 8, pages))),
         "decode": (decode, (model, Mode(), STEPS), (params, cache, table, lanes, policy())),
     }
@@ -221,8 +234,8 @@ def test_no_weight_is_copied_and_no_layer_waits_for_the_host(chip, plan, rows, p
 
 @pytest.mark.parametrize("rows", ["bfloat16", "int8"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_nor_where_an_h100_has_checked_no_kernel(plan, rows):
-    """By XLA's attention a decode step is as few operations: four in each layer, which read rows in place."""
+def test_a_decode_step_with_xla_attention_on_an_h100_copies_no_weight(plan, rows):
+    """With XLA's attention a decode step has four operations in each layer, which read rows in place."""
     memory, hlo, params, cache = compiled("h100", plan, rows, "decode", "xla_one_turn")
     assert not copied_weights(hlo, params) and not copied_weights(hlo, cache.stores)
     assert memory.alias_size_in_bytes >= cache.nbytes
@@ -232,8 +245,8 @@ def test_nor_where_an_h100_has_checked_no_kernel(plan, rows):
     assert sum(each_step.values()) <= most_operations("decode", plan, rows, cache), each_step
 
 
-def test_nor_in_a_chunk():
-    """By XLA's attention blocks are a loop of known length over turns of `ONE_TURN_BYTES`: more operations
+def test_a_prompt_chunk_with_xla_attention_on_an_h100_copies_no_weight():
+    """With XLA's attention, blocks are a loop of known length over turns of `ONE_TURN_BYTES`: more operations
     than the kernel's, counted once in that loop, and more memory, which the pool leaves free. In the last
     layer each sequence has one query."""
     memory, hlo, params, cache = compiled("h100", "standard", "bfloat16", "run_any", "xla_one_turn")
@@ -245,9 +258,41 @@ def test_nor_in_a_chunk():
     assert sum((once + repeated).values()) <= GPU_OPERATIONS["run_any"]
 
 
+@pytest.mark.parametrize(
+    ("chip", "fill", "plan", "program"),
+    [
+        ("h100", "xla", THREE_UPPER, "run_any"),
+        ("h100", "pallas_gpu", THREE_UPPER, "run_any"),
+        ("h100", "pallas_gpu_once", THREE_UPPER, "run_any"),
+        ("h100", "pallas_gpu", THREE_UPPER, "prompt"),
+        ("h100", "pallas_gpu", THREE_UPPER, "decode"),
+        ("h100", "pallas_gpu", PLANS["swiftkv"], "run_any"),
+        ("v5p", "xla", THREE_UPPER, "run_any"),
+        ("v5p", "pallas_tpu", THREE_UPPER, "run_any"),
+        ("v5p", "pallas_tpu", THREE_UPPER, "prompt"),
+        ("v5p", "pallas_tpu", THREE_UPPER, "decode"),
+        ("v5p", "pallas_tpu", PLANS["swiftkv"], "run_any"),
+        ("v5p", "pallas_tpu", PLANS["swiftkv"], "decode"),
+    ],
+)
+def test_a_fused_fill_copies_no_weight_and_has_no_loop(chip, fill, plan, program):
+    """Rows of one stack, made at once; tokens that continue a page are written without a loop."""
+    mesh = mesh_of(CHIPS[chip])
+    function, static, traced = programs(chip, plan, "bfloat16", fill=fill)[program]
+    memory, hlo = text_of(function, static, on(mesh, traced), mesh)
+    params, cache, *_ = traced
+    assert not copied_weights(hlo, params) and not copied_weights(hlo, cache.stores)
+    assert memory.alias_size_in_bytes >= cache.nbytes
+    fused = program != "decode" and fill != "xla"  # a decoded token is written by itself
+    kernels = [line for line in hlo.splitlines() if " custom-call(" in line]
+    assert any("fused_kv_fill" in line for line in kernels) == fused
+    *_, loops = executed(hlo)
+    assert loops.count(False) == (program == "decode")  # the loop over its steps
+
+
 @pytest.mark.parametrize("rows", ["bfloat16", "int8"])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_a_step_of_eight_tokens_is_as_lean(chip, rows):
+def test_a_step_of_eight_tokens_copies_no_weight_and_has_no_loop(chip, rows):
     memory, hlo, params, cache = compiled(chip, "swiftkv", rows, "few")
     assert not copied_weights(hlo, params) and not copied_weights(hlo, cache.stores)
     assert memory.alias_size_in_bytes >= cache.nbytes
@@ -260,7 +305,7 @@ def test_a_step_of_eight_tokens_is_as_lean(chip, rows):
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("chip", FOUR)
-def test_chips_that_share_the_heads_talk_twice_a_layer(chip, plan):
+def test_tensor_parallel_chips_communicate_twice_a_layer(chip, plan):
     """Each layer sums what its attention and its MLP give; the rest is for the embedding and sampling."""
     memory, hlo, cache = compiled_for_four(chip, plan, "decode")
     assert cache.bytes_on_each == cache.nbytes / 4 <= memory.alias_size_in_bytes
@@ -306,7 +351,7 @@ def needs(chip: str, config: ModelConfig, settings: Settings) -> int:
 
 
 def test_a_copied_weight_would_be_seen():
-    """What the law above would miss if it looked at nothing: a weight in another order of its axes."""
+    """A weight in another order of its axes is found, so the test above does look at the weights."""
     mesh = mesh_of(CHIPS["v5p"])
     shape = jax.ShapeDtypeStruct(
         (4096, 2, 14336), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())

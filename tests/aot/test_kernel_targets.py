@@ -1,4 +1,4 @@
-"""What is read of the compiler for Hopper, by what it might say; no compiler is needed."""
+"""Reports of the Hopper compiler are parsed and kept, tested on made-up reports without a compiler."""
 
 import json
 
@@ -21,7 +21,7 @@ def told(*kernels: str) -> str:
     return json.dumps({"kernels": kernels, "temp": 1, "arguments": 2, "alias": 3})
 
 
-def test_what_spilled_in_one_case_spilled_in_every_case_with_that_kernel(compiler):
+def test_a_kernels_spills_are_reported_for_every_case_with_that_kernel(compiler):
     compiler.said |= {
         "first": REPORT.format(8) + told("a"),
         "second": told("a"),
@@ -34,7 +34,7 @@ def test_what_spilled_in_one_case_spilled_in_every_case_with_that_kernel(compile
     assert "8 bytes spill stores" in said and " 0 bytes spill stores" in said
 
 
-def test_a_new_process_is_asked_anew(compiler):
+def test_a_new_compiler_process_reports_anew(compiler):
     compiler.said |= {"first": REPORT.format(8) + told("a"), "again": REPORT.format(0) + told("a")}
     compiler.compile("k", "first")
     compiler.close()

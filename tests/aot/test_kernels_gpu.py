@@ -29,7 +29,7 @@ SUPPORTED = [(kernel, case) for kernel in HOPPER for case in KERNELS[kernel][1] 
 pytestmark = pytest.mark.aot
 
 
-def test_what_is_supported():
+def test_hopper_kernels_support_at_least_these_cases():
     least = {
         "paged_attention": "llama_8b llama_8b_few llama_8b_page128 llama_8b_window llama_8b_mixed llama2_7b "
         "llama_8b_int8 llama_8b_float8 llama_8b_mixed_int8 width80 width96 width256",
@@ -51,12 +51,12 @@ def test_compiles_for_hopper(kernel, case):
     assert "serialized" not in said
     pool = size(pools(kernel, case))
     assert memory["alias"] == (pool if kernel in FILLS else 0)
-    # Of the fill 1 / rms and what is alive, a number a token, of one launch the latter; of attention the sums
-    # of the shares.
+    # Temporary memory: a fill keeps 1 / rms and what is alive, a number a token; attention, the sums of the
+    # shares.
     assert memory["temp"] < pool // (1000 if kernel in FILLS else 8)
 
 
-def test_what_was_said_of_a_kernel_holds_for_every_case_that_has_it():
+def test_a_compiler_report_is_kept_for_every_case_of_one_kernel():
     """The window is a number at run time, so this is one kernel: ptxas speaks of it in the first case."""
     said = [compiled_on_hopper("paged_attention", case)[1] for case in ("llama_8b", "llama_8b_window")]
     assert said[0].count("bytes spill stores") == 1 and said[1] == said[0]

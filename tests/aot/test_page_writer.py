@@ -50,7 +50,7 @@ def test_the_pool_is_updated_where_it_lies(chip, name):
     assert memory.alias_size_in_bytes == size(pool)
     assert made(hlo, pool.data.size) == ["custom-call"] and 'custom_call_target="tpu_custom_call"' in hlo
     assert not re.search(r" (while|scatter)\(", hlo)
-    # What is written, rounded and in the order of rows; a few numbers of each token.
+    # Temporary memory: the rounded tokens in the order of rows, and a few numbers for each token.
     token = 2 * new.size // new.shape[0] * max(new.dtype.itemsize, pool.data.dtype.itemsize)
     assert memory.temp_size_in_bytes <= case.tokens * (token + 512) + (1 << 18)
     moved = program.cost_analysis()["bytes accessed"]
@@ -58,7 +58,7 @@ def test_the_pool_is_updated_where_it_lies(chip, name):
 
 
 def test_a_pool_that_is_not_donated_is_copied():
-    """What the law above would miss if it looked at nothing."""
+    """Without donation there is a copy, so the test above does look for copies."""
     case = cases.REAL["llama_8b_decode"]
     program = compiled("v5p", case, donate=False, implementation="pallas_tpu")
     assert program.memory_analysis().alias_size_in_bytes == 0
@@ -66,7 +66,7 @@ def test_a_pool_that_is_not_donated_is_copied():
 
 
 @pytest.mark.parametrize("chip", TPUS)
-def test_what_it_refuses_is_what_the_compiler_refuses(chip):
+def test_float16_pages_are_left_to_xla_and_refused_by_name(chip):
     """float16, which it does not load, is XLA's by default, and refused by name."""
     case = cases.Case(sequences=((0, 64),), page=64, heads=8, width=128, stored="float16")
     assert "tpu_custom_call" not in compiled(chip, case).as_text()

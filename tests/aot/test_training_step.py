@@ -32,7 +32,7 @@ def two_layers(attention: str | None):
 
 
 def test_splash_moves_at_most_half_the_bytes():
-    """By XLA's own count, which takes the inside of xla.py's loops over blocks once, and so too low."""
+    """The bytes are XLA's count, which is too low: it takes the inside of xla.py's loops over blocks once."""
     ours, plain = (two_layers(name)[0].cost_analysis()["bytes accessed"] for name in ("splash", None))
     assert ours <= plain / 2, (ours, plain)
 
@@ -52,7 +52,8 @@ def test_no_chunk_of_logits_gathers_the_output_head():
 
 
 def test_a_context_of_131072_tokens_fits():
-    made, text, _, mesh = compile_step(load_experiment("llama8b_128k"), topology("v5p:4x4x4")[1])
+    experiment = dataclasses.replace(load_experiment("llama8b_128k"), attention=AttentionConfig(tpu="splash"))
+    made, text, _, mesh = compile_step(experiment, topology("v5p:4x4x4")[1])
     assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "context": 16, "tensor": 1}
     memory = made.memory_analysis()
     used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
@@ -75,7 +76,7 @@ def on_hopper(attention: str | None) -> float:
 
 
 def test_with_cudnn_no_scores_are_counted_on_hopper():
-    """What stands in for it moves whole arrays, at least once forward and once backward in each layer."""
+    """The stand-in for cuDNN moves whole arrays, at least once forward and once backward in each layer."""
     with_cudnn = on_hopper("cudnn")
     row = 8192 * 32 * 128 * 2
     assert 2 * (4 + 9) * row < with_cudnn < on_hopper(None) - 4 * 32 * 8192 * 8192

@@ -43,7 +43,7 @@ SOME = {
 
 
 class Steps(NamedTuple):
-    """Of the prompts, then of each of EXTRA given tokens after them: leaves [1 + EXTRA, ...]."""
+    """Results for the prompts, then for each of EXTRA given tokens after them: leaves [1 + EXTRA, ...]."""
 
     logits: jax.Array
     held: jax.Array  # [steps, L, B, S]
@@ -97,12 +97,12 @@ def agrees(steps, row, oracle, after):
 
 
 def held(steps, step, row):
-    """What positions each layer holds of one sequence."""
+    """The positions of one sequence that each layer holds."""
     return [set(np.flatnonzero(layer[row]).tolist()) for layer in steps.held[step]]
 
 
 @pytest.mark.parametrize("name", NOTHING)
-def test_where_nothing_is_left_out_the_logits_are_the_models_own(params, rows, follow, name):
+def test_logits_are_the_models_own_when_nothing_is_left_out(params, rows, follow, name):
     tokens, lengths = rows
     want = np.asarray(logits(MODEL, params, forward(MODEL, params, jnp.asarray(tokens))))
     for step, got in enumerate(follow(NOTHING[name]).logits):
@@ -111,7 +111,7 @@ def test_where_nothing_is_left_out_the_logits_are_the_models_own(params, rows, f
 
 
 @pytest.mark.parametrize("name", NOTHING)
-def test_where_nothing_is_left_out_greedy_tokens_are_the_models_own(name):
+def test_greedy_tokens_are_the_models_own_when_nothing_is_left_out(name):
     model, params = tiny(PLAIN, KVPlan.standard(4))
     prompts = [[5, 6, 7, 8, 9, 1, 2, 3], [11], [20, 21, 22]]
     want = []
@@ -137,7 +137,7 @@ def test_random_pruning_keeps_the_first_the_last_and_a_share_and_answers_by_thes
 
 
 def test_random_pruning_keeps_every_token_equally_often():
-    """Of 2000 prompts of 12 tokens, 5 of which stay, the last one always."""
+    """2000 prompts of 12 tokens keep 5 tokens each, always including the last one."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 99, (2000, 12)), jnp.int32)
     lengths = jnp.full(2000, 12, jnp.int32)
     kept, other = (
@@ -164,7 +164,7 @@ def test_static_pruning_keeps_what_the_last_token_looks_at_in_the_first_quarter(
 
 
 @pytest.mark.parametrize("revive", [None, 0, 1])
-def test_lazy_llm_chooses_and_takes_up_again_as_sets_of_tokens_do(params, rows, follow, revive):
+def test_lazy_llm_agrees_with_a_set_based_reference(params, rows, follow, revive):
     tokens, lengths = rows
     steps, taken_up = follow(dataclasses.replace(SOME["lazy"], revive=revive)), 0
     for row, length in enumerate(lengths):
@@ -237,8 +237,8 @@ def test_an_answer_does_not_depend_on_neighbours_or_padding(params, rows, follow
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_tokens_that_follow_are_judged_as_ones_that_were_generated(params, rows, follow, name):
-    """By the steps that the oracles above agree with; padded to other sizes."""
+def test_given_tokens_are_scored_like_generated_ones(params, rows, follow, name):
+    """The scores agree with the steps checked above, although they are padded to other sizes."""
     tokens, lengths = rows
     row, size = 0, int(lengths[0])
     prompt, after = tokens[row, :size].tolist(), tokens[row, size : size + EXTRA].tolist()
@@ -249,7 +249,7 @@ def test_tokens_that_follow_are_judged_as_ones_that_were_generated(params, rows,
     assert likeliest.tolist() == (want.argmax(-1) == after).tolist()
 
 
-def test_a_stream_of_tokens_is_what_is_generated(params):
+def test_streamed_tokens_equal_the_generated_ones(params):
     prompt, baseline = [5, 6, 7, 8, 9, 1, 2, 3, 11], SOME["random"]
     want = generate(MODEL, params, baseline, [prompt], 20)[0]
     assert list(baselines.stream(MODEL, params, baseline, prompt, 20)) == want

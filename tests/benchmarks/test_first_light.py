@@ -67,7 +67,7 @@ def line(task: str, limit: float = 10.0, least: float = 0.0, group: str = "", **
 
 @pytest.fixture
 def book(tmp_path):
-    """With a minute, and the stub."""
+    """A book with a limit of a minute and the stub as its worker."""
     stub = tmp_path / "stub.py"
     stub.write_text(STUB)
     saved: list[str] = []
@@ -110,7 +110,7 @@ def test_a_line_that_does_not_fit_is_not_begun(book):
     assert found["status"] == "skipped" and "pid" not in found and book.worker is None
 
 
-def test_what_is_running_is_known_before_it_runs(book):
+def test_a_line_is_recorded_as_running_before_it_runs(book):
     book.run(line("die"))
     states = [next(iter(json.loads(text)["lines"].values()))["status"] for text in book.saved]
     assert states == ["running", "failed"]
@@ -124,7 +124,7 @@ def test_a_worker_that_cannot_start_says_so():
 
 
 @pytest.mark.slow
-def test_no_strange_candidate_is_chosen_and_the_run_goes_on(tmp_path, monkeypatch):
+def test_no_faulty_candidate_is_chosen_and_the_run_goes_on(tmp_path, monkeypatch):
     (tmp_path / "strange.py").write_text(STRANGE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
@@ -154,7 +154,7 @@ def test_no_strange_candidate_is_chosen_and_the_run_goes_on(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_killed_supervisor_leaves_what_it_knew(tmp_path):
+def test_a_killed_supervisor_leaves_its_results_so_far(tmp_path):
     flags = ["--shape", "tiny", "--output", str(tmp_path)]
     run = subprocess.Popen([sys.executable, "-m", "benchmarks.first_light", *flags], cwd=ROOT)
     path, lines = tmp_path / "first_light_tiny.json", {}
@@ -232,7 +232,7 @@ def test_the_fastest_of_those_ahead_wins_unless_it_is_off_or_has_other_pages():
 
 
 def test_pages_and_blocks_do_not_change_the_numbers():
-    """What candidates are compared by: keys by token, and queries by token, of any cut."""
+    """Candidates are compared on the same keys and queries by token, however pages and blocks are cut."""
     sizes = {"heads": 4, "kv_heads": 2, "width": 16, "computed": "float32", "stored": "float32"}
     found = []
     for page, block in ((64, 3), (128, 0)):
@@ -281,7 +281,7 @@ def test_a_block_of_a_prompt_can_be_set(monkeypatch):
     assert max(cache.block_size(tokens, 1) for tokens in range(1, 300)) == 7
 
 
-def test_what_is_tried_on_a_gpu_has_a_safe_one_first():
+def test_xla_is_the_first_candidate_of_each_kind():
     for found in (HOPPER, HERE):
         assert {c.kind: c.implementation for c in reversed(found)} == dict.fromkeys(
             command.report.KINDS, "xla"

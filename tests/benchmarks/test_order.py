@@ -10,13 +10,13 @@ from benchmarks.common import in_rounds, in_turn
 from benchmarks.exit_head import contenders
 
 
-def test_nobody_has_no_order():
-    """As where a budget is too small for every system."""
+def test_no_systems_have_an_empty_order():
+    """This happens when a budget is too small for every system."""
     assert [in_turn([], number) for number in range(3)] == [[]] * 3
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
-def test_everyone_stands_everywhere_and_nobody_alone_follows_itself(count):
+def test_places_and_repeats_are_shared_equally_among_systems(count):
     names = "abcde"[:count]
     rounds = [in_turn(names, number) for number in range(4 * count)]
     assert all(sorted(order) == list(names) for order in rounds)

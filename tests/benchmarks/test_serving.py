@@ -86,7 +86,7 @@ def random_timelines(count: int, seed: int = 0) -> list[Timeline]:
     return out
 
 
-def test_every_statistic_is_numpys():
+def test_every_statistic_equals_numpys():
     timelines = random_timelines(60)
     done = [t for t in timelines if not t.error]
     assert 30 < len(done) < 60
@@ -120,7 +120,7 @@ def test_goodput_falls_with_each_goal_and_counts_only_what_was_answered():
 
 
 def test_failed_requests_are_in_no_latency():
-    """What a failed request's events were, changes nothing but the count."""
+    """The events of a failed request change nothing but the count."""
     timelines = random_timelines(40)
     failed = [
         dataclasses.replace(t, events=tuple(x + 1e6 for x in t.events), output_tokens=10**6) if t.error else t
@@ -165,7 +165,7 @@ def test_lengths_like_sharegpts(ratio):
         assert many.mean(0) == pytest.approx(workloads.SHAREGPT["means"], rel=0.1)
 
 
-def test_ratios_that_nobody_has_are_told(tmp_path):
+def test_an_unreachable_token_ratio_is_refused(tmp_path):
     with pytest.raises(UsageError, match="have 1000 tokens in per token out"):
         workloads.like_sharegpt(10, 1000, 64, seed=0)
 
@@ -242,8 +242,8 @@ def test_budgets_are_shares_of_a_full_batch():
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_every_server_that_ran_has_told_of_itself(alone, monkeypatch):
-    """Also where one ends before the next begins."""
+def test_every_server_that_ran_is_described(alone, monkeypatch):
+    """This holds also if one server ends before the next begins."""
     running: list[str] = []
 
     @contextlib.contextmanager

@@ -98,7 +98,7 @@ def usage(prompt: int, completion: int) -> bytes:
 
 
 def test_the_client_sees_when_tokens_came(monkeypatch):
-    """By a clock of its own, which each piece of the answer moves on. Events without choices do not count."""
+    """The client reads a clock that each piece of the answer advances. Events without choices are ignored."""
     now = [0.0]
     monkeypatch.setattr(client, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
 
@@ -139,7 +139,7 @@ def test_the_client_sends_what_vllms_does():
     assert sent == body(target, ask) == vllms | {"temperature": 0.0, "min_tokens": 3}
 
 
-def test_whatever_goes_wrong_is_counted_and_never_timed():
+def test_failed_requests_are_counted_and_never_timed():
     def refuse(status: str, content: str) -> list[bytes]:
         return [f"HTTP/1.1 {status}\r\ncontent-length: {len(content)}\r\n\r\n{content}".encode()]
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers_made import make_tokenizer
 
 from swiftkv_jax import predict
-from swiftkv_jax.checkpoint.adapter import check_tokenizers, from_pretrained, save_pretrained
+from swiftkv_jax.checkpoint.adapter import check_tokenizers, fingerprint, from_pretrained, save_pretrained
 from swiftkv_jax.checkpoint.generation import read_generation_config
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.errors import UsageError
@@ -46,7 +46,7 @@ def copy(made, tmp_path):
 
 
 @pytest.mark.parametrize("cuts", [(), None], ids=["training", "serving"])
-def test_what_is_read_is_what_was_written(made, cuts):
+def test_a_saved_adapter_reads_back_unchanged(made, cuts):
     folder, model, params = made
     again, tree = from_pretrained(folder / "adapter", cuts=cuts)
     assert again == model
@@ -118,8 +118,8 @@ def test_a_plain_model_replaces_an_adapter_and_an_adapter_a_plain_model(made, tm
         assert not (tmp_path / "out" / "auxiliary").exists()
 
 
-def test_an_adapter_knows_the_ids_that_end_an_answer_of_its_base(made, tmp_path):
-    """Of a base that has them in config.json alone, as adapters have no such file."""
+def test_an_adapter_has_the_end_of_sequence_ids_of_its_base(made, tmp_path):
+    """The base has the ids in config.json alone; adapters have no such file."""
     folder, model, params = made
     base = shutil.copytree(folder / "base", tmp_path / "base")
     said = json.loads((base / "config.json").read_text())
@@ -135,6 +135,65 @@ def test_another_base_is_refused(made, tmp_path):
     hf_models.save(hf_models.build("qwen3", seed=1, vocab_size=304, head_dim=20), tmp_path / "other")
     with pytest.raises(UsageError, match=r"other is not the model that .*adapter was made for"):
         from_pretrained(folder / "adapter", base=tmp_path / "other")
+
+
+def with_config(made, tmp_path, **changes):
+    """A base of the same weights with other fields of config.json."""
+    base = shutil.copytree(made[0] / "base", tmp_path / "changed")
+    spoil(base / "config.json", **changes)
+    return base
+
+
+NUMBERS = {
+    "theta": {"rope_parameters": None, "rope_theta": 5e5},
+    "scaling": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    "eps": {"rms_norm_eps": 1e-3},
+    "window": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2, "layer_types": None},
+    "context": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        "max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("changes", NUMBERS.values(), ids=NUMBERS)
+def test_a_base_of_the_same_weights_that_computes_other_numbers_is_refused(made, tmp_path, changes):
+    with pytest.raises(UsageError, match=r"changed is not the model that .*its weights or its config"):
+        from_pretrained(made[0] / "adapter", base=with_config(made, tmp_path, **changes))
+
+
+def test_heads_cut_otherwise_make_another_fingerprint(made, tmp_path):
+    """8 heads of 10 numbers have projections of the same shapes as 4 of 20."""
+    before = fingerprint(made[0] / "base")
+    base = with_config(made, tmp_path, num_attention_heads=8, num_key_value_heads=4, head_dim=10)
+    assert fingerprint(base) != before and fingerprint(base, 1) == fingerprint(made[0] / "base", 1)
+
+
+def test_a_base_whose_config_is_only_spelled_otherwise_is_the_same(made, tmp_path):
+    """As published, not as transformers 5 writes it; of another dtype, and with a longer context."""
+    changes = {"rope_parameters": None, "rope_theta": 1e4, "torch_dtype": "bfloat16", "dtype": None}
+    base = with_config(made, tmp_path, **changes, max_position_embeddings=256, use_cache=False)
+    assert from_pretrained(made[0] / "adapter", base=base)[0].base.config.max_position_embeddings == 256
+
+
+def test_an_adapter_of_format_1_is_read_by_the_check_that_it_was_written_for(made, copy, tmp_path):
+    """Its fingerprint is of the base's tensors alone."""
+    spoil(copy / "kv_prediction.json", format=1, base_fingerprint=fingerprint(made[0] / "base", 1))
+    assert from_pretrained(copy)[0] == made[1]
+    assert from_pretrained(copy, base=with_config(made, tmp_path, rms_norm_eps=1e-3))
+    spoil(copy / "kv_prediction.json", base_fingerprint=fingerprint(made[0] / "base"))
+    with pytest.raises(UsageError, match="is not the model that"):
+        from_pretrained(copy)
+
+
+def test_the_fingerprints_of_both_formats_stay_what_they_were(made, tmp_path):
+    """Of a model whose numbers are these on every machine: folders that were written must be found again."""
+    model, params = made[1].base, jax.tree.map(jnp.zeros_like, made[2]["base"])
+    save_pretrained(tmp_path / "zeros", model, params)
+    assert [fingerprint(tmp_path / "zeros", version) for version in (1, 2)] == [
+        "107567d2143c740f",
+        "a184b010223559a9",
+    ]
 
 
 def test_an_auxiliary_of_another_tokenizer_is_refused(copy):
@@ -182,7 +241,7 @@ def spoil(path, **changes):
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"format": 2}, "format must be one of 1, not 2"),
+        ({"format": 3}, "format must be one of 1, 2, not 3"),
         ({"reads": [0, 1]}, "reads names 2 rows, and the base has 4"),
         ({"reads": [0, 0, 1, 2]}, "the auxiliary's rows are 0 to 1"),
         ({"reads": [0, 0, 1, True]}, r"reads\[3\] must be an integer, not True"),
@@ -219,7 +278,7 @@ def test_tensors_that_do_not_fit_are_refused(copy, changes, said):
         from_pretrained(copy)
 
 
-def test_what_has_no_base_is_refused(made):
+def test_an_adapter_without_a_base_is_refused(made):
     folder, model, params = made
     with pytest.raises(UsageError, match="it is no adapter with a base"):
         from_pretrained(folder / "base", base=folder / "base")

@@ -36,7 +36,7 @@ def ours(path: Path, ids: np.ndarray = IDS) -> np.ndarray:
 
 
 def theirs(path: Path, ids: np.ndarray = IDS, exact: bool = False) -> np.ndarray:
-    """By transformers' own reading of the file; its `from_pretrained` would want accelerate besides."""
+    """Logits of transformers' own reading of the file; its `from_pretrained` would need accelerate too."""
     config = load_gguf_checkpoint(str(path))["config"]
     config = transformers.AutoConfig.for_model(**config)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -212,7 +212,7 @@ def test_without_the_package_one_line_says_what_to_install(tmp_path, monkeypatch
         ({"general.architecture": "gpt2"}, "general.architecture 'gpt2' is not supported; known: llama"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_line(metadata, message, tmp_path):
+def test_unsupported_or_inconsistent_metadata_is_refused_in_a_line(metadata, message, tmp_path):
     path = tmp_path / "model.gguf"
     if "general.architecture" in metadata:
         gguf_made.raw(path, "gpt2", {}, {}, gguf_made.KIND.F32)

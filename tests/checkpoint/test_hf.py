@@ -408,7 +408,7 @@ def test_interrupted_between_files_the_old_config_stands(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_where_nothing_can_be_written(tmp_path):
+def test_saving_to_the_path_of_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot write to .*: .*/file is a file, not a folder"):
         saved(tmp_path / "file")
@@ -416,7 +416,7 @@ def test_where_nothing_can_be_written(tmp_path):
         saved(tmp_path / "file" / "out")
 
 
-def test_what_has_no_published_form_is_refused_before_anything_is_written(tmp_path):
+def test_a_model_without_a_published_form_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(UsageError, match="has no num_key_value_layers/key_value_group_size form"):
         saved(tmp_path / "out", plan=KVPlan.from_rows([0, 0, 1, 1, 2]))
     with pytest.raises(UsageError, match="has no num_key_value_layers/key_value_group_size form"):

@@ -54,7 +54,7 @@ LENGTHS = (21, 5, 12)
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory):
-    """Where transformers keeps the code that it runs."""
+    """Set the folder in which transformers keeps the code that it runs."""
     cache, before = str(tmp_path_factory.mktemp("modules")), set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", cache)
@@ -85,7 +85,7 @@ def exported(tmp_path_factory):
 
 
 def load(folder: Path, **options):
-    """As a user loads it."""
+    """Load a folder as a user does."""
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **options)
 
 
@@ -95,7 +95,7 @@ def prompts() -> list[list[int]]:
 
 
 def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-    """As tokenizers give it to `generate`, padded on the left."""
+    """Prompts as tokenizers pass them to `generate`, padded on the left."""
     longest = max(map(len, rows))
     ids = [[0] * (longest - len(row)) + row for row in rows]
     mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
@@ -125,7 +125,7 @@ def generated(theirs, rows: list[list[int]], **options) -> list[list[int]]:
 
 @pytest.mark.parametrize("name, share", CASES)
 def test_logits_are_ours_and_every_tensor_has_its_place(name, share, exported):
-    """Those of every token, and of the last alone."""
+    """The logits of every token are compared, and those of the last alone."""
     model, params = student(name, share)
     theirs, info = load(exported(name, share), output_loading_info=True)
     assert not any(info.values()), info
@@ -163,7 +163,7 @@ def test_a_static_cache_generates_the_same(exported):
     assert generated(theirs, prompts(), cache_implementation="static", disable_compile=True) == same
 
 
-def test_of_a_prompt_only_the_last_token_runs_the_later_layers(exported):
+def test_only_the_last_prompt_token_runs_the_later_layers(exported):
     theirs, seen = load(exported("llama", 2)), []
     for layer in theirs.model.layers:
         layer.register_forward_hook(lambda _, args, out: seen.append(args[0].shape[1]))
@@ -187,7 +187,7 @@ def test_a_group_holds_one_pair_of_keys_and_values(name, share, held, exported):
     assert [i for i, layer in enumerate(cache.layers) if layer.is_initialized] == held
 
 
-def test_a_loss_and_its_gradients_reach_what_makes_keys(exported):
+def test_gradients_of_the_loss_reach_the_key_and_value_projections(exported):
     model, params = student("qwen3", 2)
     theirs, ids = load(exported("qwen3", 2)), np.array([prompts()[0]])
     loss = theirs(torch.tensor(ids), labels=torch.tensor(ids), logits_to_keep=0).loss
@@ -212,7 +212,7 @@ def test_bfloat16_is_loaded_as_it_is_and_as_float32(tmp_path):
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
-def test_what_pytorch_saves_we_read_and_it_loads_again(exported, tmp_path):
+def test_files_saved_by_pytorch_are_read_and_load_again(exported, tmp_path):
     folder = exported("qwen2", 2)
     load(folder).save_pretrained(tmp_path)
     model, params = skv.from_pretrained(folder)
@@ -255,7 +255,7 @@ def test_only_a_students_folder_carries_code(tmp_path):
 
 
 def test_we_read_an_export_without_a_word_and_never_run_its_code(exported, tmp_path):
-    """Whatever the file holds; and exports of before, which had none."""
+    """The file may hold anything; earlier exports, which had none, are read too."""
     model, params = student("llama", 1)
     skv.save_pretrained(make_tokenizer(tmp_path), model, params)
     (tmp_path / MODELLING).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit\n")
@@ -336,7 +336,7 @@ assert not any(name.startswith(("jax", "swiftkv_jax")) for name in sys.modules)
 
 @pytest.mark.slow
 def test_another_program_in_an_empty_folder_generates_from_texts(tmp_path):
-    """With transformers alone: nothing of this library is on its path."""
+    """The program has transformers alone: nothing of this library is on its path."""
     config = dataclasses.replace(CONFIGS["qwen3"], vocab_size=300)
     model, params = tiny(config, KVPlan.swiftkv(LAYERS, SPLIT, 2))
     skv.save_pretrained(make_tokenizer(tmp_path / "export"), model, params)

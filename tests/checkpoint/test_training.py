@@ -29,7 +29,7 @@ class RunState:
 
 
 def run_state():
-    """What a trainer holds, with what is easily lost: NaN payloads, subnormals, empty arrays."""
+    """A trainer's state, including values that are easily lost: NaN payloads, subnormals, empty arrays."""
     rng = np.random.default_rng(0)
 
     def anything(kind, *shape):
@@ -172,7 +172,7 @@ def test_a_step_under_another_number_is_rejected(tmp_path):
     assert step == 10 and lines == ["checkpoint 30 rejected: manifest.json: it is of step 20"]
 
 
-def test_nothing_good_left(tmp_path):
+def test_no_valid_checkpoint_left_is_a_one_line_error(tmp_path):
     saved(tmp_path, [10, 20])
     for step in (10, 20):
         (tmp_path / str(step) / "meta" / "metadata").write_text("{}")

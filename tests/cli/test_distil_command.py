@@ -141,7 +141,7 @@ def test_help_shows_every_field_of_a_config_with_its_meaning_and_default(command
         ([], "the following arguments are required: --data"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_a_line(words, said, teacher, tmp_path, capsys):
+def test_invalid_arguments_are_refused_in_a_line(words, said, teacher, tmp_path, capsys):
     texts = made.texts(tmp_path / "rows.jsonl")
     words = [texts if word == "TEXTS" else word for word in words]
     assert distil.main([str(teacher), *words, "--out", str(tmp_path / "out")]) == 2

@@ -41,8 +41,8 @@ def test_a_config_alone_gives_the_figures_of_the_table(tmp_path, capsys):
         assert line.split() == [str(split), f"{flops / full:.1%}", f"{cache:.0%}"]
 
 
-def test_what_fits_is_what_memory_leaves_beside_the_weights():
-    """Of Llama-3.1-8B, by arithmetic that is not the library's."""
+def test_sequences_fit_in_the_memory_left_beside_the_weights():
+    """The counts for Llama-3.1-8B follow by arithmetic that does not use the library."""
     config, chip = skv.ModelConfig.from_hf(LLAMA), CHIPS["NVIDIA H100 80GB HBM3"]
     lines = plan.fits(config, [16], (1, 4), 8192).splitlines()
     cells = next(line for line in lines if line.startswith("NVIDIA H100")).split()
@@ -75,7 +75,7 @@ def test_a_distillation_keeps_what_prepare_gives(tmp_path):
         ([], "the following arguments are required: MODEL"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_a_line(words, said, capsys):
+def test_invalid_arguments_are_refused_in_a_line(words, said, capsys):
     assert plan.main(words) == 2
     out, error = capsys.readouterr()
     assert not out and error.count("\n") == 1 and said in error
@@ -94,7 +94,7 @@ def test_a_student_and_a_text_without_weights_are_refused(tmp_path, capsys):
 
 
 def test_the_untrained_cost_is_that_of_the_student_itself(tmp_path):
-    """At the last split nothing; before, what the logits of the converted student give in float64."""
+    """The last split costs nothing; earlier costs follow from the converted student's logits in float64."""
     folder = made.teacher(tmp_path / "teacher")
     m = Measured.open(str(folder), (made.texts(tmp_path / "rows.jsonl"),), tmp_path, 2048)
     with jax.set_mesh(m.mesh):

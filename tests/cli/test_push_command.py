@@ -15,7 +15,7 @@ from swiftkv_jax.cli import push
 
 
 class FakeHub:
-    """What the command asks of HfApi; `error` is raised instead of an upload."""
+    """A fake HfApi that records its calls; `error` is raised instead of an upload."""
 
     def __init__(self, error: Exception | None = None):
         self.calls, self.error = [], error
@@ -63,7 +63,7 @@ def test_an_export_is_uploaded_to_a_repository_that_is_made_for_it(run, hub, cap
     assert "uploaded: https://huggingface.co/me/student/commit/1" in capsys.readouterr().out
 
 
-def test_private_and_a_branch(run, hub):
+def test_private_and_revision_make_a_private_repository_and_a_branch(run, hub):
     assert push.main([str(run / "export"), "me/student", "--private", "--revision", "v2"]) == 0
     assert hub.calls == [
         ("create_repo", "me/student", True, True),
@@ -72,7 +72,7 @@ def test_private_and_a_branch(run, hub):
     ]
 
 
-def test_what_is_not_an_export_is_refused_before_the_hub_is_asked(run, hub, tmp_path, capsys):
+def test_a_folder_that_is_no_export_is_refused_before_the_hub_is_asked(run, hub, tmp_path, capsys):
     cases = {
         run: f"did you mean {run / 'export'}?",
         run.parent / "teacher": "it holds a plain model, without a card",
@@ -108,7 +108,7 @@ BROKEN = httpx.Response(500, request=REFUSED.request)
     ],
     ids=["no token", "no right", "server", "network"],
 )
-def test_what_the_hub_refuses_is_one_line(run, error, said, advice, monkeypatch, capsys):
+def test_a_refusal_by_the_hub_is_one_line(run, error, said, advice, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub(error))
     assert push.main([str(run / "export"), "me/student"]) == 2
     told = capsys.readouterr().err

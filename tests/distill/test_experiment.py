@@ -10,7 +10,7 @@ from swiftkv_jax import sharding, weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import Experiment, from_package, load_experiment
+from swiftkv_jax.distill.config import AttentionConfig, Experiment, from_package, load_experiment
 from swiftkv_jax.distill.fields import override, rows, table
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.folder import DEMO
@@ -46,7 +46,7 @@ SIZES = {
     "qwen3_4b": (4.022, 9 * (2560 * 4096 + 2 * 2560 * 1024 + 2 * 128) + 2560),
     "smollm2_1_7b": (1.711, 8 * (2048 * 2048 + 2 * 2048 * 2048) + 2048),
 }
-# Those for one GPU, and the published config.json whose values they have.
+# The recipes for one GPU, and the published config.json whose values they have.
 ONE_GPU = {
     "llama3_2_1b": "meta-llama--Llama-3.2-1B-Instruct",
     "qwen2_5_0_5b": "Qwen--Qwen2.5-0.5B-Instruct",
@@ -59,6 +59,12 @@ ONE_GPU = {
 
 def test_every_published_recipe_is_in_the_table():
     assert sorted(SIZES) == PUBLISHED
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *PREDICTED])
+def test_no_recipe_names_a_kernel(name):
+    """So that the check on the machine chooses: a named kernel is used unchecked."""
+    assert load_experiment(CONFIGS / f"{name}.py").attention == AttentionConfig()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -74,7 +80,7 @@ def test_recipe_trains_the_papers_share(name):
     assert total / 1e9 == pytest.approx(billions, abs=1e-3)
     assert weights.count(state.trainable) == trained
     assert trained / total < 0.10  # section 3.4: "typically <10% of the total"
-    # What teacher and student have in common exists once: the frozen rest of the student, and the teacher's
+    # Weights that teacher and student share exist once: the frozen rest of the student, and the teacher's
     # own weights in place of those that the student trains.
     assert weights.count(frozen.student) == total - trained
     assert weights.count(frozen.teacher) <= trained + weights.count(recipe_rows(student))

@@ -169,7 +169,7 @@ def test_a_large_source_is_kept_on_disk_and_is_the_same(tmp_path, monkeypatch):
     monkeypatch.undo()
 
 
-def test_what_is_kept_on_disk_follows_the_file_and_the_question(tmp_path, monkeypatch):
+def test_the_disk_cache_follows_the_file_and_the_arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for name, size in (("IN_MEMORY", 900), ("_LOOKED_UP", 100)):
         monkeypatch.setattr(sources, name, size)

@@ -1,6 +1,8 @@
 """Which attention a run trains by: what is named stays, and where nothing is, the check decides."""
 
 import dataclasses
+from functools import partial
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from swiftkv_jax import convert, processes
 from swiftkv_jax.cli import distil
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.distill import kernels
+from swiftkv_jax.distill import compile_only, kernels
 from swiftkv_jax.distill.config import (
     AttentionConfig,
     DataConfig,
@@ -23,6 +25,7 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.folder import DEMO
 from swiftkv_jax.kernels.check.decide import Decision
 from swiftkv_jax.kernels.check.machine import CPU, Machine
+from swiftkv_jax.kernels.common.dispatch import UnsupportedError
 
 GPU, TPU = Machine("gpu", "a GPU", "1"), Machine("tpu", "a TPU")
 MODEL = ModelConfig(
@@ -48,7 +51,7 @@ RUN = Experiment(
 
 @pytest.fixture
 def asked(monkeypatch) -> list:
-    """What is decided about; the fastest is the last candidate."""
+    """The arguments of each decision; the last candidate is always chosen."""
     found = []
 
     def decide(calls, machine, folder, **more):
@@ -61,7 +64,7 @@ def asked(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize(("machine", "name"), [(GPU, "cudnn"), (TPU, "splash")])
-def test_what_the_check_found_trains(machine, name, asked):
+def test_training_uses_the_attention_that_the_check_chose(machine, name, asked):
     attention, how = choose(RUN, machine)
     assert attention.on(machine.platform) == name and how == "checked on a chip"
     ((call, *_),) = asked
@@ -72,7 +75,38 @@ def test_what_the_check_found_trains(machine, name, asked):
     assert (asked[1][0].heads, asked[1][0].kv_heads) == (4, 2)
 
 
-def test_a_name_stays_and_a_cpu_checks_nothing(asked):
+def test_the_check_is_of_a_shorter_row_where_no_window_cuts_it(asked):
+    """XLA's attention of 131072 tokens takes longer than a check may, and so no kernel would be chosen."""
+    plain = dataclasses.replace(MODEL, windows=())
+    for model, tokens in ((plain, 16_384), (MODEL, 131_072)):
+        data = dataclasses.replace(RUN.data, seq_len=131_072)
+        choose(dataclasses.replace(RUN, architecture=model, data=data), TPU)
+        assert asked[-1][0].tokens == tokens
+
+
+def test_compile_only_assumes_the_kernel_that_is_expected_to_win(monkeypatch):
+    """The next one where the step has a call that it does not support; a named one is never replaced."""
+    asked = []
+
+    def compile_step(experiment, devices):
+        asked.append(experiment.attention.on(devices[0].platform))
+        if asked[-1] in ("splash", "cudnn") and len(asked) > 1:
+            raise UnsupportedError(f"{asked[-1]} does not support heads of width 8")
+        return "compiled"
+
+    monkeypatch.setattr(compile_only, "compile_step", compile_step)
+    for platform, name in (("tpu", "splash"), ("gpu", "cudnn")):
+        run, devices = partial(compile_only.with_attention, RUN), [SimpleNamespace(platform=platform)]
+        assert run(devices) == (f"{name} (assumed: chosen on the device by the check)", "compiled")
+        assert run(devices) == ("xla (assumed: chosen on the device by the check)", "compiled")
+        named = dataclasses.replace(RUN, attention=AttentionConfig(**{platform: name}))
+        with pytest.raises(UsageError, match=f"{name} does not support .*; choose another by attention"):
+            compile_only.with_attention(named, devices)
+        assert asked == [name, name, "xla", name]
+        asked.clear()
+
+
+def test_a_named_kernel_is_kept_and_a_cpu_checks_nothing(asked):
     named = dataclasses.replace(RUN, attention=AttentionConfig(tpu="splash"))
     assert choose(named, TPU) == (named.attention, "named")
     assert choose(RUN, CPU) == (RUN.attention, "the choice of this platform")
@@ -86,7 +120,7 @@ def test_a_tpu_that_this_process_has_is_not_checked(asked, monkeypatch):
     assert [more["check"] for *_, more in asked] == [False, True]
 
 
-def test_a_model_that_cannot_be_read_is_another_s_to_refuse(asked):
+def test_an_unreadable_model_is_not_checked(asked):
     missing = dataclasses.replace(RUN, architecture=None, model="/nowhere")
     assert choose(missing, GPU)[0].gpu == "xla" and not asked
 

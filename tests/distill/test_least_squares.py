@@ -159,7 +159,7 @@ def test_few_batches_have_a_fixed_ridge_and_all_tokens_are_solved_on():
     jax.tree.map(np.testing.assert_array_equal, found, fixed)
 
 
-def test_a_shared_row_has_the_least_error_of_all_who_read_it():
+def test_a_shared_row_has_the_least_error_over_all_layers_that_read_it():
     """Values after each layer's output projection, by one large lstsq; keys as they are."""
     model, params = teacher_of()
     data = batches(2)

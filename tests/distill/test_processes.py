@@ -26,7 +26,7 @@ DIFFERS = "the config of process 1 differs from that of process 0; give all the 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_what_is_raised_in_one_process_is_raised_in_all():
+def test_an_error_in_one_process_is_raised_in_all():
     command = [sys.executable, str(Path(__file__).with_name("agreeing.py"))]
     done = finish(start([command, command], PYTHONPATH=str(ROOT)))
     assert [d.returncode for d in done] == [0, 0], done
@@ -66,7 +66,7 @@ def named(address: str) -> dict[str, str]:
 )
 def test_processes_that_cannot_be_joined_are_one_line(wanted, environ, said, monkeypatch):
     def initialize(num_processes, process_id, **limits):
-        """As JAX's own, where no launcher is found."""
+        """Fail as JAX's own function does if no launcher is found."""
         if "JAX_COORDINATOR_ADDRESS" not in environ:
             raise ValueError("coordinator_address should be defined.")
         if num_processes is None:
@@ -114,7 +114,7 @@ def test_a_process_that_waits_for_others_in_vain_ends_in_one_line():
     ],
     ids=["no death", "a death", "a death that the process has told", "an alarm without a death"],
 )
-def test_of_another_process_s_death_one_line_is_left(written, read):
+def test_the_death_of_another_process_is_reported_in_one_line(written, read):
     program = [sys.executable, "-I", "-S", last_words.__file__]
     done = subprocess.run(program, input=written, capture_output=True, text=True, timeout=60)
     assert (done.stderr, done.stdout, done.returncode) == (read, "", 0)

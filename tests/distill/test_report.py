@@ -1,4 +1,4 @@
-"""What a run says while it goes and leaves when it ends: lines, a plot, a page, a model card."""
+"""A run's progress lines, and the plot, page and model card that it leaves."""
 
 import contextlib
 import dataclasses
@@ -79,20 +79,20 @@ def run(experiment, tmp_path_factory) -> Run:
     return Run(out, said, printed.getvalue(), result)
 
 
-def test_every_phase_is_said_before_it_begins(run):
+def test_every_phase_is_announced_before_it_begins(run):
     out, said = run.out, run.said
     places = [next(i for i, line in enumerate(said) if line.startswith(phase)) for phase in PHASES]
     assert places == sorted(places)
     assert said[places[-1]] == f"exporting to {out / 'export'} ..."
 
 
-def test_who_gives_another_say_gets_every_line(run):
+def test_a_custom_say_receives_every_progress_line(run):
     """The progress line too; nothing is printed."""
     assert run.printed == "" and any(line.startswith("step 4/4  loss ") for line in run.said)
     assert any(line.startswith("eval 4  at") for line in run.said)
 
 
-def test_what_takes_long_is_said_again_and_again_until_it_is_done(monkeypatch):
+def test_a_long_task_is_reported_repeatedly_until_it_is_done(monkeypatch):
     monkeypatch.setattr(progress, "_LOGGED", 0.001)
     said, enough = [], threading.Event()
 
@@ -193,7 +193,7 @@ def test_a_step_done_again_after_a_kill_counts_once(tmp_path):
 
 
 def test_the_card_is_one_that_the_hub_reads(run, experiment):
-    """By the rules that huggingface_hub has offline; the service behind `ModelCard.validate` is not asked."""
+    """The card passes huggingface_hub's offline rules; the service of `ModelCard.validate` is not asked."""
     out = run.out
     card = ModelCard.load(out / "export" / "README.md")
     assert ModelCardData(**metadata_load(out / "export" / "README.md")).to_dict() == card.data.to_dict()

@@ -175,7 +175,7 @@ def test_training_brings_a_student_nearer_to_any_teacher():
         assert losses[-1] < 0.5 * losses[0], (seed, losses[::5])
 
 
-def test_what_trains_is_exactly_the_papers_list():
+def test_trained_weights_are_exactly_the_papers_list():
     *_, recipe, trained, frozen = prepared()
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(trained)[0]]
     assert {jax.tree_util.keystr(path, simple=True, separator="/") for path in paths} == {
@@ -198,7 +198,7 @@ def test_what_trains_is_exactly_the_papers_list():
 
 
 def test_student_shares_the_teachers_arrays():
-    """What teacher and student have in common exists once, and is the teacher's own where its stacks fit."""
+    """Weights that teacher and student share exist once, as the teacher's arrays where its stacks fit."""
     teacher, params = teacher_of()
     plan = KVPlan.swiftkv(5, 2, 2)
     params |= {name: weights.recut(params[name], [range(2), range(2, 5)]) for name in ("layers", "rows")}

@@ -1,4 +1,4 @@
-"""What fails, is given up or is refused ends alone: its pages come back and everybody else goes on."""
+"""A request that fails, is aborted or is refused ends alone: its pages are freed and all others go on."""
 
 import dataclasses
 
@@ -70,7 +70,7 @@ def test_a_detokenizer_that_raises_ends_its_request_only():
     assert all_free(llm.engine)
 
 
-def test_not_a_number_ends_its_request_and_is_wiped_before_anyone_else_sees_it():
+def test_a_nan_ends_its_request_and_is_wiped_before_its_pages_are_reused():
     """One token's embedding is NaN: its row of the cache, in pages that others will get, must be cleared."""
     net, params = model("acrosskv")
     params = params | {"embed": params["embed"].at[200].set(jnp.nan)}
@@ -168,8 +168,8 @@ def test_no_page_of_a_faulty_prompt_is_cached_when_it_is_aborted_half_way(steps,
     assert llm.engine.stats.failed_requests == 0
 
 
-def test_a_completion_that_fails_takes_those_beside_it_along():
-    """Its caller wants no more: what another completion of the request has read by then is as bad."""
+def test_pages_read_beside_a_failed_completion_are_not_cached():
+    """The caller aborts after the first failure; the other completion has read pages of the same prompt."""
     llm, (prompt,) = make(max_num_batched_tokens=16), tiny.prompts((45,))
     prompt = [200 if i == 3 else t % 200 for i, t in enumerate(prompt)]
     machine, good = llm.engine.runner, llm.engine.runner.params
@@ -201,7 +201,7 @@ def test_a_score_that_is_not_a_number_ends_its_request_only():
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 5])
-def test_abort_at_any_moment_frees_everything_and_changes_nobody(after):
+def test_abort_at_any_moment_frees_everything_and_changes_no_other_request(after):
     llm = make()
     requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
     for request in requests:
@@ -221,7 +221,7 @@ def test_abort_at_any_moment_frees_everything_and_changes_nobody(after):
     assert all_free(llm.engine)
 
 
-def test_what_a_caller_does_not_wait_for_is_aborted():
+def test_requests_are_aborted_when_their_caller_closes_the_stream():
     llm = make()
     requests = [llm.request(prompt, GREEDY) for prompt in tiny.prompts(LENGTHS)]
     stream = llm.run(requests)
@@ -231,7 +231,7 @@ def test_what_a_caller_does_not_wait_for_is_aborted():
     assert tokens(run(llm)) == definition("acrosskv")
 
 
-def test_a_request_that_rules_out_every_token_is_told_so_alone():
+def test_a_request_that_rules_out_every_token_fails_alone():
     llm, prompt = make(), tiny.prompts((9,))[0]
     ruled = [
         dataclasses.replace(GREEDY, ignore_eos=False, allowed_token_ids=[tiny.EOS], min_tokens=3),

@@ -57,7 +57,7 @@ def texts(count: int = 6, seed: int = 0) -> list[list[int]]:
 def generated(
     folder, sources: list[list[int]], count: int = 9, begun: tuple[int, ...] = ()
 ) -> list[list[int]]:
-    """What transformers generates, all in one batch."""
+    """The answers that transformers generates in one batch."""
     model = encoder_models.load(folder)
     ids = np.zeros((len(sources), max(map(len, sources))), np.int64)
     for row, source in enumerate(sources):
@@ -112,7 +112,7 @@ def test_unused_pages_of_either_space_may_hold_nan(t5, answers):
     assert tiny.tokens(t5.generate(texts(), GREEDY, use_tqdm=False)) == answers
 
 
-def test_who_is_preempted_reads_its_source_again(t5, answers):
+def test_a_preempted_request_encodes_its_source_again(t5, answers):
     llm = t5.replace(num_pages=5, max_num_seqs=4)
     assert tiny.tokens(llm.generate(texts(), GREEDY, use_tqdm=False)) == answers
     assert llm.stats["preemptions"] and all_free(llm)
@@ -135,7 +135,7 @@ def test_a_decoder_prompt_is_read_before_the_answer(t5, folders):
 
 @pytest.mark.parametrize("cancels", [150, pytest.param(1000, marks=pytest.mark.slow)])
 def test_pages_of_both_spaces_come_back_after_random_cancels(cancels, t5):
-    """And what runs through all of it says what it says alone."""
+    """A request that runs all the time gives the same answer as alone."""
     random, engine = np.random.default_rng(0), t5.engine
     one = dataclasses.replace(GREEDY, max_tokens=30)
     (alone,) = t5.generate([texts()[1]], one, use_tqdm=False)
@@ -181,7 +181,7 @@ def sounds(seed: int = 0) -> list:
 
 
 def heard(folder, frames: np.ndarray, language: str) -> list[int]:
-    """What transformers generates of one window's frames, without the token that ends it."""
+    """The tokens that transformers generates from one window's frames, without the token that ends it."""
     options = {"language": language, "task": "transcribe", "do_sample": False, "return_timestamps": False}
     out = encoder_models.load(folder).generate(torch.tensor(frames).T[None], **options)[0].tolist()
     return [token for token in out if token not in (1, *range(90, 100))]
@@ -192,8 +192,10 @@ def test_sound_is_transcribed_as_transformers_does(language, whisper, folders):
     """Suppressed tokens, language and task; a language that nobody gives is the one that the model hears."""
     theirs = encoder_models.load(folders("whisper"))
     for sound, found in zip(sounds(), whisper.transcribe(sounds(), language), strict=True):
-        windows, seconds = speech.listen(whisper, sound)
-        assert found.duration == seconds == len(sound[0]) / RATE and len(windows) == len(found.windows)
+        read = speech.listen(whisper, sound)
+        windows = read.windows
+        assert found.duration == read.duration == len(sound[0]) / RATE
+        assert (found.rate, found.channels) == (RATE, 1) and len(windows) == len(found.windows)
         if language is None:
             token = theirs.detect_language(torch.tensor(windows[0]).T[None]).item()
             assert encoder_models.LANGUAGES[f"<|{found.language}|>"] == token
@@ -202,6 +204,28 @@ def test_sound_is_transcribed_as_transformers_does(language, whisper, folders):
             assert own == heard(folders("whisper"), frames, found.language)
         assert found.text == speech.joined(output.outputs[0].text for output in found.windows)
     assert all_free(whisper)
+
+
+@pytest.mark.parametrize("forms", ["kv", "x"])
+def test_greedy_tokens_of_100_windows_are_transformers(forms, tmp_path):
+    """In one engine; layers read the encoder's output itself. transformers reads all windows in one batch."""
+    folder, random = encoder_models.save("whisper", tmp_path, seed=2), np.random.default_rng(0)
+    frames, _ = encoder_models.sources("whisper", [50] * COUNT)
+    frames += 3 * random.standard_normal((COUNT, 1, 20)).astype(np.float32)  # each has its own spectrum
+    llm = served(folder, (forms, "x"), max_num_seqs=LANES)
+    params = skv.SamplingParams(temperature=0.0, max_tokens=20, min_tokens=20)
+    asked = [speech.window_request(llm, window, "de", params=params) for window in frames]
+    answers = dict(llm.run(asked))
+    want = transformers.GenerationMixin.generate(
+        encoder_models.load(folder),
+        input_features=torch.tensor(frames).transpose(1, 2),
+        decoder_input_ids=torch.tensor([asked[0].token_ids] * COUNT),
+        do_sample=False,
+        max_new_tokens=20,
+        min_new_tokens=20,
+    )[:, len(asked[0].token_ids) :].tolist()
+    assert len({tuple(answer) for answer in want}) > COUNT // 2, "answers that are alike would hide errors"
+    assert tiny.tokens([answers[i] for i in range(COUNT)]) == want and all_free(llm)
 
 
 def test_a_source_that_is_not_finite_ends_alone(whisper):
@@ -214,7 +238,7 @@ def test_a_source_that_is_not_finite_ends_alone(whisper):
     assert all_free(whisper)
 
 
-def test_what_an_encoder_cannot_read_is_refused_in_one_line(t5, whisper):
+def test_unsupported_encoder_inputs_are_refused_in_one_line(t5, whisper):
     good = sounds()[1]
     cases = {
         "whisper hears sound: give it to transcribe": lambda: whisper.generate("hello"),

@@ -221,7 +221,7 @@ def test_a_guess_that_breaks_the_model_breaks_no_request():
     assert tokens(run(llm, GREEDY)) == want
 
 
-def test_not_a_number_in_the_upper_half_ends_the_request():
+def test_a_nan_in_the_upper_half_ends_the_request():
     net, params = model(0.7)
     bad = params | {"norm": params["norm"] * jnp.nan}
     llm = LLM.from_model(net, bad, tiny.Bytes(), **SIZES, drafts=2, drafter="exit")
@@ -284,7 +284,7 @@ def test_launches_update_the_pool_in_place():
     assert memory.temp_size_in_bytes < big.nbytes / 20
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_settings_are_refused():
     for changes, problem in (
         ({"drafter": "exits", "drafts": 2}, "did you mean 'exit'"),
         ({"drafter": "exit"}, "guesses nothing while drafts is 0"),

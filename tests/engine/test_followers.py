@@ -1,4 +1,4 @@
-"""What a process repeats of another one's launches: the same arrays, the same calls, the same cache."""
+"""A follower process repeats another one's launches: the same arrays, calls and cache."""
 
 import queue
 import threading
@@ -36,7 +36,7 @@ class Queue(Channel):
 
 
 @pytest.mark.parametrize("large", (False, True))
-def test_what_is_unpacked_is_what_was_packed(large):
+def test_a_packed_message_unpacks_unchanged(large):
     """Bits, dtypes, shapes and kinds; a message that is small as it is, and one that is not."""
     random, rows = np.random.default_rng(0), 4000 if large else 3
     lanes = Lanes(
@@ -80,7 +80,7 @@ def test_a_follower_makes_the_same_cache_and_says_the_same_of_a_prompt():
             assert np.asarray(one.data).any() and (np.asarray(one.data) == np.asarray(other.data)).all()
 
 
-def test_only_what_is_meant_to_be_repeated_is():
+def test_a_follower_refuses_an_unknown_call():
     channel = Queue()
     channel.send(pack("restart_machine", ()))
     with pytest.raises(ValueError, match="'restart_machine': are all of one version"):

@@ -47,7 +47,7 @@ GPU, TPU = Machine("gpu", "a GPU", "1"), Machine("tpu", "a TPU")
         ),
     ],
 )
-def test_names_are_for_all_operations_that_have_them_or_for_one(text, want, own):
+def test_a_kernel_name_applies_to_all_operations_that_have_it_or_to_one(text, want, own):
     assert named(text) == (want, own)
 
 
@@ -78,7 +78,7 @@ def model():
 
 @pytest.fixture
 def asked(monkeypatch) -> list:
-    """What is decided about, and the decision."""
+    """The arguments of each decision, which always has the same outcome."""
     calls = []
 
     def decide(*args, **more):
@@ -90,7 +90,7 @@ def asked(monkeypatch) -> list:
     return calls
 
 
-def test_what_the_check_found_runs_and_gives_the_same_tokens(model, asked, monkeypatch):
+def test_kernels_chosen_by_the_check_run_and_give_the_same_tokens(model, asked, monkeypatch):
     monkeypatch.setattr(kernels, "_machine", lambda: GPU)
     llm = LLM.from_model(*model, **tiny.SIZES)
     (calls, machine, _, _) = asked[0]
@@ -146,7 +146,7 @@ def test_an_engine_comes_up_whatever_a_candidate_does(model, tmp_path, monkeypat
     }
 
     def decide(calls, machine, folder, **more):
-        """Of a GPU's calls, on this CPU."""
+        """Decide about a GPU's calls on this CPU."""
         here = dataclasses.replace(machine, platform="cpu")
         return checks.decide(calls, here, tmp_path / "kept", **more | how)
 
@@ -168,7 +168,7 @@ def test_an_engine_comes_up_whatever_a_candidate_does(model, tmp_path, monkeypat
     assert chosen.how == "as checked on a GPU" and chosen.settings.attention == llm.settings.attention
 
 
-def test_names_that_are_given_stay(model, asked, monkeypatch):
+def test_named_kernels_are_kept(model, asked, monkeypatch):
     monkeypatch.setattr(kernels, "_machine", lambda: GPU)
     llm = LLM.from_model(*model, **tiny.SIZES, attention="decode=reference")
     assert llm.settings.attention == "decode=reference,chunk=xla_one_turn" and llm.settings.fill == "xla"
@@ -233,7 +233,7 @@ def test_rows_of_keys_alone_are_checked_by_their_own_operation():
 
 @pytest.mark.parametrize("form, width", [("v", 80), ("x", 48)])
 def test_rows_of_values_or_inputs_are_checked_and_told_by_their_own_operation(form, width):
-    """And an LLM says which implementation of that it is: C++ on a CPU with a compiler."""
+    """An LLM reports the implementation of that operation: C++ on a CPU with a compiler."""
     config = dataclasses.replace(tiny.make_model(tiny.PLANS["standard"])[0].config, **FREE)
     plan, settings = tiny.PLANS["standard"].stored_as(form), Settings(max_model_len=64)
     decode, chunk, write = calls_of(config, plan, "float32", settings)

@@ -189,7 +189,7 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
 def test_a_students_tokens_do_not_depend_on_how_it_is_run(dtype, tmp_path):
     """SwiftKV, AcrossKV and rows of keys together: chunks, prefix hits, guesses, preemption.
 

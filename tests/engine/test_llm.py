@@ -101,7 +101,7 @@ def test_logprobs_are_the_full_forward_passes():
     )
 
 
-def test_ends():
+def test_eos_ids_stop_ids_and_stop_strings_end_requests():
     """End-of-sequence lists, stop ids and stop strings end a request where the endless one passes them."""
     prompts = tiny.prompts(LENGTHS)
     endless = definition("acrosskv")
@@ -192,7 +192,7 @@ def test_one_call_at_a_time_runs_on_an_engine():
 
 
 @pytest.mark.parametrize("ids, said", [([], "no tokens"), ([1, 10**6], "outside the vocabulary")])
-def test_what_cannot_be_scored_is_refused(ids, said):
+def test_prompts_that_cannot_be_scored_are_refused(ids, said):
     with pytest.raises(UsageError, match=said):
         make().score(ids)
 

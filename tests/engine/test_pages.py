@@ -137,8 +137,8 @@ def left(pages: Pages, names: list[bytes]) -> int:
     return sum(pages.find(name, (1,)) is not None for name in names)
 
 
-def test_a_key_that_floods_the_cache_loses_its_own():
-    """Who keeps to an equal share loses nothing; who has more makes room; one alone may have all."""
+def test_a_key_that_floods_the_cache_loses_its_own_pages():
+    """A key within its equal share loses nothing, one above it makes room, and a single key may have all."""
     pages, made = Pages(13), itertools.count()
     first = keep(pages, "greedy", 12, made)
     assert left(pages, first) == 12
@@ -244,8 +244,8 @@ def test_no_tenant_finds_anothers_page_in_many_lookups():
     check_tenants(100_000)
 
 
-def test_what_would_mix_owners_up_is_refused():
-    """By more than an `assert`: `tests/test_architecture.py` sees to that."""
+def test_invalid_use_of_a_page_without_an_owner_is_refused():
+    """The checks are no `assert` statements, which `tests/test_architecture.py` forbids."""
     pages = Pages(4)
     (page,) = pages.allocate(1) or ()
     pages.release([page])

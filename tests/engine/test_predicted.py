@@ -144,7 +144,7 @@ def test_a_second_turn_finds_what_the_auxiliary_read_and_no_more():
 
 
 def test_a_page_with_a_token_of_the_tail_is_not_shared():
-    """Of 17 tokens the auxiliary reads two whole pages; of 16, the second ends with the base's own."""
+    """The auxiliary reads two whole pages of 17 tokens; of 16, the second page ends with the base's own."""
     llm = make(num_pages=32)
     for length, hits in ((16, 8), (17, 16)):
         prompt = tiny.prompts((length,), seed=length)[0]
@@ -164,8 +164,9 @@ def test_completions_of_one_prompt_share_what_the_auxiliary_read():
 
 
 @pytest.mark.slow
-def test_nothing_compiles_after_the_engine_says_it_is_ready():
-    llm, want = make(max_num_seqs=1, max_num_batched_tokens=64), wanted()
+@pytest.mark.parametrize("plan, lanes", [("standard", 1), ("swiftkv", 3)])
+def test_nothing_compiles_after_the_engine_says_it_is_ready(plan, lanes):
+    llm, want = make(plan, max_num_seqs=lanes, max_num_batched_tokens=64), wanted(plan)
     llm.engine.warm_up()
     assert llm.fingerprint  # a server asks for it before the first request: it compiles a little
     with tiny.compilations() as found:
@@ -173,7 +174,7 @@ def test_nothing_compiles_after_the_engine_says_it_is_ready():
     assert not found
 
 
-def test_both_pools_are_counted_and_told_apart():
+def test_bytes_of_both_pools_are_reported_separately():
     llm = make()
     own, auxiliary = llm.pool_bytes_per_token
     assert own == 4 * 2 * 20 * 4 and auxiliary == 2 * 16 * 4  # of its 2 layers the last does not run
@@ -204,7 +205,7 @@ def test_eight_bit_pools_do_not_depend_on_chunks(dtype):
     assert outputs[0] == outputs[1] != wanted()
 
 
-def test_who_is_more_urgent_is_answered_first_and_nobody_otherwise():
+def test_higher_priority_requests_are_answered_first():
     llm, prompts = make(max_num_seqs=1), tiny.prompts(tiny.LENGTHS)[:3]
     asked = [llm.request(prompt, tiny.GREEDY) for prompt in prompts]
     urgent = [dataclasses.replace(request, priority=-i) for i, request in enumerate(asked)]
@@ -265,7 +266,7 @@ def own_words(count: int) -> None:
     assert tiny.tokens(tiny.run(llm, prompts)) == want
 
 
-def test_what_a_failed_request_left_is_wiped_in_both_pools():
+def test_pages_of_a_failed_request_are_wiped_in_both_pools():
     llm = make()
     prompt = tiny.prompts((30,), seed=4)[0]
 
@@ -300,7 +301,7 @@ def test_models_that_differ_in_any_part_share_no_pages():
     assert len(names) == 5
 
 
-def test_what_cannot_be_served_is_refused():
+def test_unsupported_requests_and_settings_are_refused():
     with pytest.raises(UsageError, match="prompt_logprobs need a tail of 1 token; this model's is 2"):
         make(tail=2).generate([[1, 2, 3]], SamplingParams(prompt_logprobs=1), use_tqdm=False)
     with pytest.raises(UsageError, match="a tail of 2 tokens"):

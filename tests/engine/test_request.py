@@ -88,7 +88,7 @@ def test_an_unknown_field_gets_a_suggestion():
         SamplingParams().updated({"max_token": 3})
 
 
-def test_synonyms_are_settled():
+def test_synonyms_are_normalised():
     params = SamplingParams(top_k=-1, seed=-1, stop="end", stop_token_ids=[3], temperature=1e-6)
     assert (params.top_k, params.seed, params.stop, params.stop_token_ids) == (0, None, ("end",), (3,))
     assert params.greedy and not params.filtered

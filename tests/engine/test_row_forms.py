@@ -16,14 +16,15 @@ WAYS = {
 
 
 def ragged_prompts() -> list[list[int]]:
-    """Of 1 to 45 tokens, and again each: what repeats itself is guessed, what begins alike is found."""
+    """Prompts of 1 to 45 tokens, each twice: repetitions give drafts, equal beginnings prefix hits."""
     return [(prompt[:9] * 3)[:27] + prompt for prompt in tiny.prompts(tiny.LENGTHS)[:6]] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "form, dtype",
-    [*((form, "float32") for form in FORMS), ("mixed", "bfloat16"), ("mixed", "int8")],
+    [*((form, "float32") for form in FORMS), ("mixed", "bfloat16"), ("mixed", "int8")]
+    + [(form, "float8_e4m3fn") for form in FORMS],
 )
 def test_tokens_do_not_depend_on_how_a_model_is_run(form, dtype):
     model = tiny.make_model(tiny.PLANS["acrosskv"].stored_as(*FORMS[form]), **FREE)

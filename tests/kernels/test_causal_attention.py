@@ -261,7 +261,7 @@ def test_cudnn_is_asked_for_the_definition(shape):
 
 @pytest.mark.usefixtures("cudnn_as_documented")
 def test_cudnn_never_attends_across_samples():
-    """What another sample of the row holds changes nothing, forward or backward, to the last bit."""
+    """Another sample in the row changes nothing, forward or backward, to the last bit."""
     q, k, v, slope, segments = arrays(batch=1, tokens=96, parts=3, dtype="bfloat16")
     segments = (jnp.arange(96) // 32)[None]
 
@@ -290,7 +290,7 @@ def test_cudnn_says_what_it_does_not_take():
     assert "needs a GPU from Hopper on" in refused(q, k, v, segments, ALL)
 
 
-def test_only_to_be_counted_does_something_stand_in_for_cudnn(monkeypatch):
+def test_the_cudnn_stand_in_keeps_shapes_and_is_gone_afterwards(monkeypatch):
     """It takes and gives what cuDNN does, forward and backward; and it is gone afterwards."""
     monkeypatch.setattr(dispatch, "device", lambda: ("gpu", "a GPU", 1))
     q, k, v, _, segments = arrays(tokens=128, width=64, value=64, dtype="bfloat16")

@@ -106,7 +106,7 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture
 def anew(monkeypatch) -> list:
-    """What is checked, when checks do nothing."""
+    """The keys of all checks, which themselves do nothing."""
     asked = []
 
     def checked(calls, machine, contenders, key, *_):
@@ -118,7 +118,7 @@ def anew(monkeypatch) -> list:
 
 
 @pytest.mark.slow
-def test_no_strange_candidate_is_chosen(strange, folder, monkeypatch):
+def test_no_faulty_candidate_is_chosen(strange, folder, monkeypatch):
     table = {"decode": ("reference", "wrong", "leaking", "differing", "aborting")}
     limits = Limits(each=200.0, total=600.0)  # enough on a busy machine
     found = decide.decide([DECODE], HERE, folder, candidates=table, module=strange, limits=limits)
@@ -136,7 +136,7 @@ def test_no_strange_candidate_is_chosen(strange, folder, monkeypatch):
 
 
 def test_a_hanging_candidate_is_killed_within_the_limits(strange, folder):
-    """And so is whoever is not done in time, the safe one too, which is taken all the same."""
+    """A candidate that is not done in time is killed too, even the safe one, which is chosen all the same."""
     limits, began = Limits(each=2.0, total=30.0), time.monotonic()
     table = {"decode": ("reference", "hanging")}
     found = decide.decide([DECODE], HERE, folder, candidates=table, module=strange, limits=limits)
@@ -154,7 +154,7 @@ def test_a_fast_right_one_is_chosen_and_one_that_is_hardly_faster_is_not(strange
 
 
 def test_every_kind_of_call_is_checked_and_timed(folder):
-    """By XLA's own implementations of everything, in this process."""
+    """XLA's own implementations are checked and timed in this process."""
     every = (
         ("xla", "reference"),
         ("xla",),
@@ -218,7 +218,7 @@ def test_attention_over_inputs_that_is_wrong_is_found(change, why, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["driver", "source", "version", "flags", "shape", "candidates"])
-def test_whatever_a_decision_depends_on_is_checked_anew(change, folder, anew, monkeypatch):
+def test_a_decision_is_checked_anew_when_its_inputs_change(change, folder, anew, monkeypatch):
     table = {"decode": ("xla", "reference")}
 
     def ask(call=DECODE, here=HERE, candidates=table):
@@ -249,7 +249,7 @@ def test_whatever_a_decision_depends_on_is_checked_anew(change, folder, anew, mo
 
 
 def test_a_second_start_takes_what_is_kept_in_a_fifth_of_a_second(folder, anew):
-    """Of processor time: others may be busy. What a start is told is the work of `decide` alone."""
+    """The limit is on processor time, as others may be busy. A start waits for `decide` alone."""
     table = {"decode": ("xla", "reference")}
     kept = {"key": decide._key([DECODE], HERE, table, None), "lines": {}, "names": {"decode": "reference"}}
     folder.mkdir(mode=0o700)
@@ -341,8 +341,8 @@ def book(monkeypatch):
 TWO = {"decode": ("xla", "reference")}
 
 
-def test_what_took_the_machine_down_is_not_tried_again(book, folder):
-    """What is on disk when it runs says so; whoever reads that later leaves it alone."""
+def test_a_candidate_that_took_the_machine_down_is_not_tried_again(book, folder):
+    """A candidate is recorded on disk before it runs; a later process that finds the record skips it."""
     book.answers["reference"] = SystemExit()  # as if everything ended here
 
     def ends(*_):
@@ -376,7 +376,7 @@ def test_without_a_process_nothing_is_kept(book, folder):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_had_no_room_beside_this_process_may_have_it_another_time(shared, book, folder):
+def test_out_of_memory_beside_another_process_is_not_remembered(shared, book, folder):
     book.answers["reference"] = {"status": "failed", "reason": "XlaRuntimeError: RESOURCE_EXHAUSTED: ..."}
     found = decide.decide([DECODE], HERE, folder, candidates=TWO, shared=shared)
     assert found.names == {"decode": "xla"} and bool(list(folder.glob("*.json"))) != shared
@@ -417,7 +417,7 @@ def test_numbers_are_checked_with_windows_and_8_bit_rows(stored, monkeypatch):
 
 
 def test_a_table_is_as_wide_as_the_engine_s():
-    """What it names behind a sequence's tokens is a page of NaN."""
+    """Its entries behind a sequence's tokens name a page of NaN."""
     case = Attention(sequences=((20, 1),), capacity=512, **SIZES)
     (_, k, _, table, _, _), _ = case.make()
     assert table.shape == (1, 32) and bool(jnp.isnan(k[:, table[0, 8:]]).all())

@@ -88,7 +88,7 @@ def test_over_pages_of_keys_or_inputs_alone(name, queries):
 
 @pytest.mark.parametrize("name", ["reference", "xla", None])
 def test_over_full_sequences(name, monkeypatch):
-    """In blocks of queries too: a longer sequence is cut."""
+    """Longer sequences are cut into blocks of queries."""
     monkeypatch.setattr("swiftkv_jax.kernels.causal_attention.xla._BLOCK", 4)
     random = np.random.default_rng(0)
     q, k, v = (random.standard_normal((2, LENGTH, n, WIDTH)) for n in (HEADS, 3, 3))
@@ -103,7 +103,7 @@ def test_over_full_sequences(name, monkeypatch):
     np.testing.assert_allclose(got, wanted, atol=2e-6)
 
 
-def test_who_takes_none_refuses_it_in_one_line():
+def test_kernels_without_a_bias_refuse_it_in_one_line():
     q, (k, v), bias, position = case(1)
     q, k, v, bias = given(q, k, v, bias)
     place = TABLE, SEQUENCE, jnp.asarray(position)

@@ -133,7 +133,7 @@ def test_native_agrees_on_narrower_vectors(narrow, monkeypatch):
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", ["lengths", "gap", "crowd", "long", "long_int8"])
-def test_what_a_query_reads_natively_does_not_depend_on_its_neighbours(name):
+def test_native_results_do_not_depend_on_other_sequences(name):
     """Bit for bit: alone, and beside others; so no batch changes a greedy token."""
     (q, k, w, table, sequence, position), arrays = NATIVE[name].make()
     run = jax.jit(by_native(NATIVE[name]))
@@ -178,7 +178,7 @@ def test_positions_may_leave_gaps_natively(stored, values_first):
 
 
 @NEEDS_COMPILER
-def test_what_one_sequence_sees_natively_stays_its_own():
+def test_a_nan_in_one_sequence_reaches_no_other_natively():
     """A key that is not a number, seen by one sequence, reaches no other."""
     case = cases.Case(lengths=(33, 70, 20), queries=2)
     (q, k, w, table, sequence, position), arrays = case.make()
@@ -292,7 +292,7 @@ HOPPER = {
 @pytest.mark.slow  # needs more threads than quick tests have: see conftest.py
 @pytest.mark.parametrize("name", HOPPER)
 def test_hopper_kernel_agrees_with_the_definition(name):
-    """With one CTA in a cluster: all but the exchange of scores, the matmuls and the layouts in registers."""
+    """With one CTA in a cluster, this covers all but the exchange of scores, the matmuls and the layouts."""
     stored = HOPPER[name].stored if HOPPER[name].scaled else "bfloat16"
     case = dataclasses.replace(HOPPER[name], page=64, stored=stored, computed="bfloat16")
     args, arrays = case.make()
@@ -360,7 +360,7 @@ def test_the_parts_of_a_score_of_inputs_add_up():
 @pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, 2])
 def test_hopper_kernel_agrees_with_the_definition_of_cached_inputs(queries):
-    """With one CTA in a cluster; what no query sees is NaN."""
+    """A cluster has one CTA here; keys that no query sees are NaN."""
     case = dataclasses.replace(
         cases.INPUTS_SMALL["narrow"],
         lengths=(0, 33, 100),

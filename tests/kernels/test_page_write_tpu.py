@@ -23,7 +23,7 @@ NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in c
 
 
 def bits(x) -> np.ndarray:
-    """Of an array, in unsigned integers: a NaN's too."""
+    """The bits of an array as unsigned integers, also those of NaN."""
     x = np.array(x)
     return x.view(f"u{x.dtype.itemsize}")
 
@@ -63,7 +63,7 @@ def few_in_flight(monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_written_is_right_and_nothing_else_is_touched(name):
+def test_tokens_are_written_and_nothing_else_is_touched(name):
     case = cases.SMALL[name]
     check(case.rows, *case.make())
 
@@ -128,7 +128,7 @@ def test_no_copy_is_forgotten(name, backwards):
 
 
 def test_runs_are_as_long_as_a_page_allows():
-    """By hand: a page ends a run, and so do padding and whatever is not the next place."""
+    """Worked out by hand: a run ends with its page, at padding, and at a token outside the next slot."""
     page = jnp.array([3, 3, 5, 5, 0, 0, 5, 2, 9, 3])
     slot = jnp.array([14, 15, 0, 1, 2, 3, 2, 7, 8, 0])
     runs_of = jax.jit(functools.partial(pallas_tpu.runs_of, rows=(1,), pages=9))
@@ -150,7 +150,7 @@ def test_runs_are_as_long_as_a_page_allows():
         ({"page": 1024, "heads": 64}, r"pages of 1024 rows 4096 wide, for \d+ bytes of VMEM: at most"),
     ],
 )
-def test_what_is_not_supported_is_said(change, said):
+def test_unsupported_cases_are_refused_with_a_reason(change, said):
     case = dataclasses.replace(Case(sequences=((0, 3),)), **change)
     assert re.match(said, pallas_tpu.refuses(*case.shapes(), **case.options))
 

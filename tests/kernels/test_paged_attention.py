@@ -87,7 +87,7 @@ def test_xla_agrees_in_one_turn(name, room, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lengths", pytest.param("int8", marks=pytest.mark.slow)])
 def test_one_turn_is_of_matrix_products_on_a_tpu(name, monkeypatch):
-    """Where single queries read rows in place, on CPUs and GPUs, there is none."""
+    """On CPUs and GPUs, where single queries read rows in place, there is no matrix product."""
     case = cases.SMALL[name]
     run = functools.partial(cases.call, **case.options, implementation="xla_one_turn")
 
@@ -137,7 +137,7 @@ def test_a_chunk_in_two_parts_agrees_with_the_definition(case):
 
 
 def test_two_parts_of_a_ragged_batch_leave_padding_out():
-    """As the cache cuts it: padding behind the queries, pages that nobody wrote, and NaN in all of these."""
+    """As in the cache, there is padding behind the queries, pages are unwritten, and all of these are NaN."""
     case = cases.Case(lengths=(64,) * 3, queries=32)
     (q, k, v, table, sequence, position), arrays = case.make()
     position = position.at[1, 5:].set(-1).at[2].set(-1)
@@ -152,7 +152,7 @@ def test_two_parts_of_a_ragged_batch_leave_padding_out():
 
 
 def test_cudnn_is_asked_for_the_same_two_parts(monkeypatch):
-    """Its arguments, by a function that takes them: sums in bfloat16, log-sum-exps in float32."""
+    """A function in place of cuDNN's takes the arguments: sums in bfloat16, log-sum-exps in float32."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     asked = []
@@ -249,7 +249,7 @@ def test_every_8_bit_float_is_read_as_it_is():
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", ["lengths", "long_chunk", "window_at_the_end", "together", "together_chunk"])
-def test_what_a_query_reads_does_not_depend_on_its_neighbours(name):
+def test_native_results_do_not_depend_on_other_sequences(name):
     """Bit for bit: alone, and beside others; so no batch changes a greedy token."""
     case = NATIVE[name]
     (q, k, v, table, sequence, position), arrays = case.make()
@@ -292,7 +292,7 @@ def test_tpu_kernel_agrees_with_the_definition(name):
 
 @pytest.mark.parametrize("name", ["lengths", "chunk"])
 @pytest.mark.parametrize("by", [by_xla, pytest.param(by_native, marks=NEEDS_COMPILER), interpreted])
-def test_what_one_sequence_sees_stays_its_own(by, name):
+def test_a_nan_in_one_sequence_reaches_no_other(by, name):
     """A value that is not a number, seen by the queries of one sequence, reaches no other sequence."""
     case = cases.SMALL[name]
     (q, k, v, table, sequence, position), arrays = case.make()
@@ -379,7 +379,7 @@ def test_the_hopper_kernel_cuts_blocks_to_what_fits(change, most):
 
 @pytest.mark.parametrize(("queries", "message"), [(128, ""), (160, ""), (256, "256 queries a block, for")])
 def test_the_tpu_kernel_takes_fewer_pages_at_a_time_where_blocks_are_long(queries, message):
-    """On the chip with the least VMEM; it gives up where a single page is too much."""
+    """The chip is the one with the least VMEM; a single page that is too large is refused."""
     case = dataclasses.replace(cases.REAL["llama_8b"], queries=queries)
     args, arrays = case.shapes()
     found = pallas_tpu.refuses(*args, **arrays, **case.options)

@@ -47,7 +47,7 @@ def held_up(server: Running, key: str = "one", **body) -> Iterator[None]:
     wait_for(server.idle, 60)
 
 
-def test_what_may_be_generated_counts_in_the_queue():
+def test_requested_output_tokens_count_in_the_queue():
     """A text of one byte may ask for as much work as a book: every completion of it, to its last token.
 
     What is refused for it was not read first.
@@ -96,7 +96,7 @@ def test_tokens_are_counted_once_they_are_known():
 
 @pytest.mark.parametrize("statuses", [(503, 429), (429, 503), (529, 529)])
 def test_refusals_have_the_status_that_was_chosen(statuses):
-    """Of a full queue and of a key above its share; shutting down and starting stay 503."""
+    """The status is set for a full queue and for a key above its share; shutdown and start stay 503."""
     llm = make_llm(max_num_seqs=1, max_queued_requests=1)
     chosen = dict(zip(("queue_status", "key_status"), statuses, strict=True))
     keys = {"api_keys": ("one", "two"), "max_requests_per_key": 2}
@@ -152,7 +152,7 @@ def test_a_key_has_half_of_what_may_wait(bound):
             wait_for(lambda: len(server.engine.scheduler.waiting) == 2)
 
 
-def test_what_waits_and_what_is_refused_is_counted():
+def test_waiting_and_refused_requests_are_counted():
     """One sequence is in the one lane, two wait; then nobody gets in, for each reason there is."""
     llm = make_llm(max_num_seqs=1, max_queued_requests=2, num_pages=16)
     keys = {"api_keys": ("one", "two"), "max_requests_per_key": 3}

@@ -17,7 +17,7 @@ def body(**fields) -> bytes:
     return json.dumps(fields).encode()
 
 
-def test_a_name_is_of_a_page_and_all_before_it():
+def test_a_pages_name_covers_all_text_before_it():
     text = "".join(random.Random(0).choices("abcdef", k=5 * CHARACTERS * PAGE + 3))
     named = names(body(prompt=text), b"", PAGE)
     assert len(named) == len(set(named)) == 5
@@ -45,7 +45,7 @@ def test_token_ids_and_chats_are_named_too():
         *(body(prompt=p) for p in ("short", None, [2**40] * 99, ["x", 3], [1, "x"] * 99)),
     ],
 )
-def test_what_is_not_understood_has_no_names(said):
+def test_an_unreadable_body_has_no_names(said):
     assert names(said, b"\xff", PAGE) == []
 
 
@@ -63,7 +63,7 @@ def test_a_prompt_goes_where_its_beginning_was_read_unless_8_more_wait_there():
     assert sorted(router.order(prompt, IDLE)) == ["a", "b", "c"], "the others are next"
 
 
-def test_a_beginning_read_elsewhere_too_keeps_its_home_and_a_dead_home_is_none():
+def test_a_prefix_keeps_its_first_replica_unless_that_replica_is_gone():
     router, prompt = Affinity(), made(4)
     router.read(prompt, "a", IDLE)
     router.read([*prompt, *made(4, 1)], "b", IDLE)
@@ -91,7 +91,7 @@ def test_new_prompts_are_spread_and_routers_agree_when_idle():
     assert Affinity().order([], {"a": 3, "b": 1, "c": 2}) == ["b", "c", "a"]
 
 
-def test_what_was_not_used_for_long_is_forgotten(monkeypatch):
+def test_least_recently_used_prefixes_are_forgotten(monkeypatch):
     monkeypatch.setattr(affinity, "KNOWN", 6)
     router, kept, lost = Affinity(), made(3, 1), made(3, 2)
     for named in (kept, lost, kept, made(3, 3)):

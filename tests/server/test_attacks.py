@@ -122,7 +122,7 @@ async def attack(url: str, pid: int) -> dict:
 
 
 def held(url: str, process) -> dict:
-    """What the idle server still has, within a minute."""
+    """The resources that the idle server still holds, waiting up to a minute."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     deadline, values = time.monotonic() + 60, {}
     while time.monotonic() < deadline:
@@ -157,7 +157,7 @@ async def stopped(url: str, process) -> dict[str, int]:
 
 
 @pytest.mark.soak
-def test_what_a_server_under_attack_answers_and_keeps(capsys):
+def test_a_server_under_attack_keeps_answering_and_leaks_nothing(capsys):
     process, url = start(FLAGS)
     try:
         found = asyncio.run(asyncio.wait_for(attack(url, process.pid), MOST_S))

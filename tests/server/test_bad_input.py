@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is a 4xx in the one shape that names the field; never a 5xx."""
+"""Bad input is always answered by a 4xx in the one shape that names the field, never by a 5xx."""
 
 import http_server
 import pytest
@@ -46,6 +46,9 @@ BAD = {  # what is sent to /v1/completions beside a good prompt: (raw JSON of a 
     "longer beams": ('"length_penalty": 2.0', "length_penalty"),
     "a long stop": (f'"stop": "{"a" * 1025}"', "stop"),
     "many stops": (f'"stop": {["a"] * 33}'.replace("'", '"'), "stop"),
+    "a pattern to stop at": ('"stop_regex": "a+"', "stop_regex"),
+    "a chat's limit": ('"max_completion_tokens": 5', "max_completion_tokens"),
+    "no spaces": ('"spaces_between_special_tokens": false', "spaces_between_special_tokens"),
     "beams": ('"use_beam_search": true', "use_beam_search"),
     "a grammar": ('"guided_regex": "(a+)+$"', "guided_regex"),
     "a format": ('"response_format": {"type": "json_object"}', "response_format"),
@@ -158,14 +161,16 @@ def test_bad_messages(served, messages):
         ("include_reasoning", False),
         ("return_token_ids", True),
         ("max_completion_tokens", 0),
+        ("add_special_tokens", True),
+        ("echo", True),
     ],
 )
-def test_what_chats_do_not_offer_is_refused_by_name(served, field, value):
+def test_unsupported_chat_fields_are_refused_by_name(served, field, value):
     error = check_is_refused(served.http.post("/v1/chat/completions", json=CHAT | {field: value}))
     assert error["param"] == field
 
 
-def test_asking_for_nothing_is_fine(served):
+def test_neutral_values_of_unsupported_fields_are_accepted(served):
     nothing = {
         "tools": [],
         "tool_choice": "none",
@@ -174,13 +179,15 @@ def test_asking_for_nothing_is_fine(served):
         "n": None,
     }
     nothing |= {"include_reasoning": True, "continue_final_message": False, "add_generation_prompt": True}
+    nothing |= {"add_special_tokens": False, "echo": False}
     nothing |= {"user": "someone", "store": False, "a_field_of_tomorrow": {"deep": [1]}, "max_tokens": 2}
     assert served.http.post("/v1/chat/completions", json=CHAT | nothing).status_code == 200
     nothing = {"best_of": 1, "suffix": "", "prompt_logprobs": None, "use_beam_search": False, "max_tokens": 1}
+    nothing |= {"spaces_between_special_tokens": True, "max_completion_tokens": None}
     assert served.http.post("/v1/completions", json={"prompt": "x"} | nothing).status_code == 200
 
 
-def test_the_bounds_of_stop_are_said(served):
+def test_the_bounds_of_stop_are_checked_and_named(served):
     for stop in ("a" * 1025, ["a"] * 33, "", [""], 5):
         error = check_is_refused(served.http.post("/v1/completions", json={"prompt": "x", "stop": stop}))
         assert (
@@ -214,7 +221,7 @@ def test_the_last_of_equal_keys_counts(served):
     assert answer.json()["usage"]["completion_tokens"] == 2
 
 
-def test_nothing_long_is_echoed(served):
+def test_long_values_are_not_echoed(served):
     word = "q" * 5000
     for raw in (
         {"prompt": "x", "model": word},

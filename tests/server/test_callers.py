@@ -1,4 +1,4 @@
-"""Who may come in, what a key's holder has of the server, and what nobody gets to see or to change."""
+"""API keys: admission, each key's share of the server, and isolation between keys."""
 
 import hmac
 import socket
@@ -106,8 +106,8 @@ def test_texts_that_wait_for_the_tokenizer_are_bounded_and_given_up_with_their_c
         assert len(asked) == 2 and asked[1] == "last", "what nobody waits for is not begun"
 
 
-def test_what_is_refused_is_not_read_first():
-    """Neither above a key's share, nor by a full queue, nor while the server drains: refusing is cheap."""
+def test_refused_requests_are_not_tokenised_first():
+    """Refusing is cheap for a key above its share, for a full queue, and while the server drains."""
     asked, released = [], threading.Event()
 
     class Counting(tiny.Bytes):
@@ -229,7 +229,7 @@ def labels(server: Running) -> set[str]:
     return {line.rsplit(" ", 1)[0] for line in lines if not line.startswith("#")}
 
 
-def test_no_label_comes_from_a_request(served):
+def test_no_metric_label_comes_from_a_request(served):
     before = labels(served)
     torment(served, 9, 60)
     for i in range(30):
@@ -243,7 +243,7 @@ def test_no_label_comes_from_a_request(served):
         assert any(line.startswith(f"swiftkv_{name}") for line in before), name
 
 
-def test_the_server_calls_nobody(served, monkeypatch):
+def test_the_server_opens_no_connections(served, monkeypatch):
     callers, real = [], socket.socket.connect
 
     def watched(self, to):
@@ -260,7 +260,7 @@ def test_the_server_calls_nobody(served, monkeypatch):
 
 
 class Controlled(tiny.Bytes):
-    """With a control token that texts can spell."""
+    """A tokenizer with a control token that texts can spell."""
 
     special_texts = ("</s>",)
 

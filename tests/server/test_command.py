@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 # Programs compile while the server drains, so what runs gets time enough on a busy machine.
 SMALL = "--max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 128 --no-warm-up".split()
 SMALL += ["--shutdown-timeout", "300"]
+QUIET = ["--http", ":0", "--quiet"]  # says nothing while it loads
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,9 @@ SMALL += ["--shutdown-timeout", "300"]
         (["--http", ":0", "--metrics-prefix", "a-b"], "--metrics-prefix must be letters"),
         (["--http", ":0", "--temperature", "9"], "temperature"),
         (["--htpp"], "did you mean '--http'?"),
+        ([*QUIET, "--mesh", "depth=2"], "'depth' in mesh 'depth=2': give axes of data, fsdp"),
+        ([*QUIET, "--mesh", "tensor=4096"], "tensor=4096 does not match"),
+        ([*QUIET, "--mesh", "tensor=-1"], "--mesh tensor=-1: give tensor a number of devices"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -205,7 +209,7 @@ def start(*flags: str) -> tuple[subprocess.Popen, str]:
 
 
 def ports(process: subprocess.Popen) -> set[int]:
-    """Those at which a process takes connections."""
+    """The ports on which a process accepts connections."""
     place = Path(f"/proc/{process.pid}")
     sockets = {os.readlink(link) for link in (place / "fd").iterdir() if link.is_symlink()}
     tables = [(place / "net" / kind).read_text(encoding="ascii") for kind in ("tcp", "tcp6")]

@@ -39,7 +39,7 @@ def described(running) -> dict:
     return running.http.get("/openapi.json").raise_for_status().json()
 
 
-def test_every_route_is_in_it_and_answers_as_it_says(served, described):
+def test_every_route_is_described_and_answers_as_described(served, described):
     routes = {(o.path.replace(":path}", "}"), o.method.lower()) for o in served.api.operations}
     assert routes == {(path, method) for path, item in described["paths"].items() for method in item}
     for path, method in routes:
@@ -66,7 +66,7 @@ def test_our_own_generator_tries_every_pair_of_options():
     assert seen >= set(itertools.combinations(sorted(generated.GOOD), 2))
 
 
-def test_it_says_where_a_key_is_asked_for(described):
+def test_the_description_says_which_routes_need_a_key(described):
     assert "security" not in described
     with Running(make_llm(), warm_up=False, api_keys=("one",)) as server:
         keyed = server.http.get("/openapi.json").json()
@@ -101,10 +101,10 @@ def check_by_description(server: Running, described: dict, examples: int) -> Non
     assert seen[200] > examples // 10 and seen[400] > examples // 10, seen
 
 
-def test_requests_made_from_it_do_no_harm(served, described):
+def test_requests_generated_from_the_description_do_no_harm(served, described):
     check_by_description(served, described, 40)
 
 
 @pytest.mark.soak
-def test_many_requests_made_from_it_do_no_harm(served, described):
+def test_many_requests_generated_from_the_description_do_no_harm(served, described):
     check_by_description(served, described, 5000)

@@ -118,7 +118,7 @@ def test_a_disconnected_client_is_logged(served, caplog, monkeypatch, when):
 @pytest.mark.soak
 def test_many_clients_that_disconnect_leave_nothing_behind(served):
     with gives_all_back(served):
-        check_disconnects(served, 500)
+        check_disconnects(served, 1200)
 
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
@@ -166,7 +166,7 @@ def test_a_fault_stays_with_its_request(served):
     assert "secret" not in str(events) and set(canary.texts) == {want}
 
 
-def test_an_engine_that_fails_starts_anew_and_in_the_end_says_so(monkeypatch):
+def test_a_failing_engine_restarts_and_finally_reports_unhealthy(monkeypatch):
     with Running(make_llm(), warm_up=False) as server:
         step, failures = server.engine.step, iter([True])
 
@@ -277,7 +277,7 @@ def test_a_panic_is_one_requests_error():
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
-def test_what_ends_the_process_passes(kind):
+def test_exceptions_that_end_the_process_are_not_caught(kind):
     async def ends(*_) -> None:
         raise kind
 
@@ -305,7 +305,7 @@ def test_a_request_that_rules_out_every_token_is_a_400(served):
 
 
 def test_a_failure_between_steps_is_contained_too(monkeypatch):
-    """Not in the engine's step but where a leaving client's request is aborted."""
+    """The failure is not in the engine's step but where a disconnected client's request is aborted."""
     with Running(make_llm(), warm_up=False) as server:
         want = server.complete(**LONG)["choices"][0]["text"]
         abort, failures = server.engine.abort, []
@@ -373,9 +373,9 @@ def test_draining_refuses_the_new_and_finishes_the_old():
         assert answers[0]["choices"][0]["text"] == want
 
 
-def test_what_a_shutdown_cuts_off_is_never_an_answer():
-    """Who has no place yet is sent away at once. Who has one gets `shutdown_s`, and then hears of it too: by
-    503, and by an error in a stream that has begun."""
+def test_requests_cut_off_by_a_shutdown_get_errors():
+    """Waiting requests are refused at once. Running ones have `shutdown_s`, and then get a 503, or an error
+    in a stream that has begun."""
     with Running(make_llm(max_num_seqs=2), warm_up=False, shutdown_s=300.0) as server:
         service, engine, step = server.api.service, server.engine, server.engine.step
         answers, events = {}, []
@@ -428,8 +428,8 @@ class Wide(tiny.Bytes):
         return [999 if character == "☃" else ord(character) for character in text]
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_harms_nobody():
-    """As often as failures of the engine would end the process."""
+def test_a_tokenizer_with_more_tokens_than_the_model_harms_no_request():
+    """The requests are repeated as often as engine failures would end the process."""
     with Running(make_llm(Wide()), warm_up=False) as server:
         want = server.complete("x", max_tokens=4)["choices"][0]["text"]
         for words in (["☃"], ["a☃"], ["☃b", "qqq"]):

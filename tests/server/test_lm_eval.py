@@ -122,7 +122,7 @@ def evaluate(tasks, by, names=("choice", "rolling", "write"), /, **args) -> dict
 
 @pytest.fixture(scope="module")
 def in_process(folders, tasks):
-    """By `swiftkv`, named as on the command line; one load for all tests of the standard model."""
+    """Results of `swiftkv`, named as on the command line; one load for all tests of the standard model."""
     return evaluate(tasks, "swiftkv", pretrained=str(folders / "standard"), max_length=CONTEXT)
 
 
@@ -265,7 +265,7 @@ def oracle(student):
     return logprobs
 
 
-def test_an_adapter_is_asked_about_what_it_serves(folders, tasks, tmp_path):
+def test_an_adapter_is_scored_by_its_definition(folders, tasks, tmp_path):
     """Likelihoods are those of the definition; a base that moved is named as an argument of the model."""
     base, params = skv.from_pretrained(folders / "standard", dtype="float32")
     small, kept = skv.layer_pruned(base, params, (0, 1))
@@ -289,7 +289,7 @@ def request(kind: str, *args) -> Instance:
 
 @pytest.mark.parametrize("length", [1, 95, 96, 97, 150])
 def test_a_student_is_scored_by_its_full_depth_definition(student, oracle, length):
-    """Whatever is cut off, the continuation's tokens are all predicted, by the last tokens before them."""
+    """However long the context, all tokens of the continuation are predicted, by the last tokens before."""
     ids = student.tok_encode(TEXT * 8)
     context, continuation = ids[1 : 1 + length], ids[20:25]
     [(total, greedy)] = student._loglikelihood_tokens([(None, context, continuation)], disable_tqdm=True)
@@ -299,7 +299,7 @@ def test_a_student_is_scored_by_its_full_depth_definition(student, oracle, lengt
     assert greedy == (rows.argmax(1).tolist() == continuation)
 
 
-def test_what_greedy_decoding_writes_is_greedy(student):
+def test_greedily_decoded_text_is_scored_as_greedy(student):
     [text] = student.generate_until([request("generate_until", "The module provides", dict(GENERATE))])
     ids = student.tok_encode("The module provides" + text)
     context = student.tok_encode("The module provides")
@@ -311,7 +311,7 @@ def test_what_greedy_decoding_writes_is_greedy(student):
 
 @pytest.mark.parametrize("length", [1, 96, 97, 193, 250])
 def test_rolling_windows_predict_each_token_once_with_the_most_context(student, oracle, length):
-    """Against windows cut by hand: of 96 tokens, the last one full, the first behind the prefix token."""
+    """The result equals windows cut by hand: 96 tokens, the last full, the first behind the prefix token."""
     text = student.llm.tokenizer.decode(student.tok_encode(TEXT * 9)[1:length])
     ids = student.tok_encode(text)
     stream, want, done = [student.prefix_token_id, *ids], 0.0, 0

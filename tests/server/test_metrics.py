@@ -6,7 +6,12 @@ import time
 import jax
 import numpy as np
 import pytest
-from http_server import Running, make_llm, wait_for
+import tiny_engine as tiny
+from http_server import SIZES, Running, make_llm, model, wait_for
+
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.plan import Prediction
+from swiftkv_jax.predict import Predicted, identity
 
 WARM_UP = True
 NAMES = (  # vLLM's, and what SwiftKV adds; a counter's name gets _total, a histogram's among others _count
@@ -18,7 +23,7 @@ NAMES = (  # vLLM's, and what SwiftKV adds; a counter's name gets _total, a hist
     "request_inference_time_seconds_count request_prompt_tokens_count request_generation_tokens_count "
     "request_params_max_tokens_count request_params_n_count iteration_tokens_total_count cache_config_info "
     "corrupted_requests_total admission_rejections_total prefill_tokens_skipped_total kv_bytes "
-    "compilations_total log_lines_dropped_total kernels_info"
+    "auxiliary_prompt_tokens_total compilations_total log_lines_dropped_total kernels_info"
 ).split()
 PROTOCOL = {  # what an endpoint picker reads of a server that speaks as vLLM does (Gateway API inference
     # extension, proposal 003, model server protocol): name, type, and labels whose values it reads
@@ -122,6 +127,19 @@ def test_counters_count_what_was_asked_and_answered(served):
     want = (24, 10, 40, 16, 20, 10, 2, 1, 5, 2, 2, 0, 22)
     want = dict(zip(names, want, strict=True)) | {"length": 2, "stop": 0, "abort": 0, "error": 0}
     wait_for(lambda: {name: count - before[name] for name, count in now().items()} == want)
+
+
+def test_prompt_tokens_that_an_auxiliary_read_ran_no_layer_of_the_model():
+    """Of 20 tokens the auxiliary reads 17. Of the last three, the model's own, two run one of two layers."""
+    net, params = model()
+    pair = Predicted(net, net, Prediction.nearest(2, (0, 1), tail=3))
+    parts = {"base": params, "auxiliary": params, "predictor": identity(pair)}
+    llm = LLM.from_model(pair, parts, tiny.Bytes(), **SIZES)
+    with Running(llm, warm_up=False) as server:
+        server.complete("counted once, twice.", max_tokens=2)
+        wait_for(server.idle)
+        names = ("prompt_tokens_total", "auxiliary_prompt_tokens_total", "prefill_tokens_skipped_total")
+        wait_for(lambda: [value(server, name) for name in names] == [20, 17, 17 * 2 + 2 * 1])
 
 
 def test_a_failed_request_is_counted_as_such(served):

@@ -27,7 +27,7 @@ def want(llm, prompts, **params):
     return [output.outputs for output in outputs]
 
 
-def test_completions_are_generates(served, client, llm):
+def test_completions_equal_those_of_generate(served, client, llm):
     expected = want(llm, PROMPTS, max_tokens=12)
     answer = client.completions.create(prompt=PROMPTS, max_tokens=12, **GREEDY)
     assert [c.text for c in answer.choices] == [outputs[0].text for outputs in expected]
@@ -167,7 +167,7 @@ def test_a_history_with_calls_of_tools_is_read(served, client, monkeypatch):
     assert seen[1][0]["tool_calls"][0]["function"]["arguments"] == "[" * 600
 
 
-def test_what_templates_and_tokenizers_add_can_be_left_out(served, monkeypatch):
+def test_special_tokens_and_generation_prompts_can_be_left_out(served, monkeypatch):
     asked = []
     encode, chat = tiny.Bytes.encode, tiny.Bytes.encode_chat
     monkeypatch.setattr(
@@ -192,7 +192,7 @@ def test_what_templates_and_tokenizers_add_can_be_left_out(served, monkeypatch):
     assert asked[2] is True and False in asked[3:]
 
 
-def test_usage_tells_what_the_prefix_cache_had(served):
+def test_usage_reports_tokens_from_the_prefix_cache(served):
     """Pages of 8 tokens; two prompts of a call count both."""
     body = {"max_tokens": 3, "cache_salt": "usage"}
 
@@ -206,12 +206,12 @@ def test_usage_tells_what_the_prefix_cache_had(served):
     assert cached("q" * 30) == 24, "of the prompt, not of each completion"
 
 
-def test_a_bias_rules(served, client):
+def test_a_large_logit_bias_decides_every_token(served, client):
     answer = client.completions.create(prompt="x", max_tokens=5, logit_bias={"65": 100}, **GREEDY)
     assert answer.choices[0].text == "AAAAA"
 
 
-def test_errors_are_the_clients_own(served, client):
+def test_errors_are_the_clients_exception_types(served, client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(prompt="x", max_tokens=5, model="tiny", temperature=3)
     assert caught.value.param == "temperature" and caught.value.type == "invalid_request_error"
@@ -235,7 +235,7 @@ def test_models_are_listed(served, client):
         client.models.retrieve("../../etc/passwd")
 
 
-def test_what_vllms_benchmark_sends_is_taken(served):
+def test_requests_of_vllms_benchmark_are_accepted(served):
     """Its payload and headers; the first event with choices is the first token, the last one counts them."""
     body = {
         "model": "tiny",
@@ -250,7 +250,7 @@ def test_what_vllms_benchmark_sends_is_taken(served):
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 6
 
 
-def test_what_lm_eval_sends_is_answered_in_its_shape(served, llm):
+def test_requests_of_lm_eval_are_answered_in_its_shape(served, llm):
     """Prompts of ids, echoed and scored: aligned, null first, and the same float chosen and on top."""
     prompts = [list("The caché é".encode()), list(b"a b c")]
     body = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True, "model": "tiny"}

@@ -189,7 +189,7 @@ def done(window) -> None:
 
 
 @pytest.mark.slow
-def test_it_asks_for_a_key_where_one_is_wanted(both, window):
+def test_the_page_asks_for_a_key_when_one_is_required(both, window):
     window.open(both.url)
     window.wait("!document.querySelector('#error').hidden")
     assert "asks for an API key" in window.text("#error")
@@ -222,7 +222,7 @@ def test_an_answer_streams_as_text_with_what_it_cost(both, opened):
 
 
 @pytest.mark.slow
-def test_nothing_is_asked_of_anybody_else(both, opened):
+def test_the_page_makes_no_request_to_another_host(both, opened):
     opened.type("#prompt", "x")
     opened.click("#run")
     done(opened)
@@ -233,7 +233,7 @@ def test_nothing_is_asked_of_anybody_else(both, opened):
 
 
 @pytest.mark.slow
-def test_it_is_used_by_keys_alone(both, opened):
+def test_the_page_can_be_used_by_keyboard_alone(both, opened):
     opened.run("document.querySelector('#prompt').focus()")
     opened.press("h", "i", *["Tab"] * 7, "Enter")  # samples, numbers, Run
     assert opened.run("return document.activeElement.id") in ("run", "")
@@ -379,7 +379,7 @@ def test_the_curl_command_runs(both, opened, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1100])
-def test_it_fits_a_phone_and_is_readable(both, opened, width, scheme):
+def test_the_page_fits_a_phone_and_is_readable(both, opened, width, scheme):
     """Nothing is cut off at the side, and every text stands out from what is behind it (WCAG AA: 4.5)."""
     opened.size(width, 800, mobile=width < 500)
     opened.scheme(scheme)

@@ -40,7 +40,7 @@ def test_a_client_that_keeps_sending_after_a_refusal_is_disconnected():
 
 
 def test_a_full_server_refuses_before_the_body_comes_in_one_write(monkeypatch):
-    """And the connection goes on: the body is passed over when it comes."""
+    """The connection stays open: the body is skipped when it comes."""
     writes: list[bytes] = []
     write = asyncio.selector_events._SelectorSocketTransport.write  # pyright: ignore
 
@@ -106,8 +106,8 @@ def test_metrics_tell_a_key_nothing_of_the_others():
         (("one",), "m", [401, 403, 200]),
     ],
 )
-def test_which_keys_open_metrics(keys, metrics_key, statuses):
-    """Nobody's key, an API key, the metrics key; without any key the server is one caller's."""
+def test_metrics_are_open_to_the_right_keys_only(keys, metrics_key, statuses):
+    """Each status is for an unknown key, an API key, the metrics key. Without keys the metrics are open."""
     found = []
     for key in (b"Bearer x", b"Bearer one", b"bearer m"):
         try:
@@ -118,7 +118,7 @@ def test_which_keys_open_metrics(keys, metrics_key, statuses):
     assert found == statuses
 
 
-def test_a_caller_that_vanishes_while_its_answer_is_joined_harms_nobody(served):
+def test_a_caller_that_disconnects_while_its_answer_is_joined_affects_no_other(served):
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", served.port)) as caller:
             caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset

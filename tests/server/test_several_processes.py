@@ -1,4 +1,4 @@
-"""serve.py as two processes that share one model: what they answer, and how they end."""
+"""serve.py as two processes or on two devices that share one model: answers, and how processes end."""
 
 import contextlib
 import json
@@ -62,9 +62,9 @@ def command(folder: Path, *flags: str) -> list[str]:
     return [sys.executable, "serve.py", "--model", str(folder), "--dtype", "float32", *FLAGS, *flags]
 
 
-def started(folder: Path, *flags: str, count: int = 2) -> list[subprocess.Popen]:
+def started(folder: Path, *flags: str, count: int = 2, **more: str) -> list[subprocess.Popen]:
     quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # of their programs, which run for a moment
-    return processes_made.start([command(folder, *flags)] * count, **quick)
+    return processes_made.start([command(folder, *flags)] * count, **quick, **more)
 
 
 def rows(path: Path) -> dict[int, list]:
@@ -81,6 +81,15 @@ def chosen(completion: dict) -> list[float]:
     return [entries[str(token)]["logprob"] for entries, token in pairs]
 
 
+def agree(two: dict[int, list], one: dict[int, list]) -> None:
+    """Answers of two processes or devices, and of one: equal tokens, and log probabilities within 1e-4."""
+    assert len(two) == 20 and two.keys() == one.keys()
+    for index, row in one.items():
+        for ours, other in zip(two[index], row, strict=True):
+            assert ours["token_ids"] == other["token_ids"], index
+            np.testing.assert_allclose(chosen(ours), chosen(other), atol=1e-4)
+
+
 def test_two_processes_answer_as_one_does(folder, prompts, tmp_path):
     outputs = [tmp_path / "two.jsonl", tmp_path / "one.jsonl"]
     batch = ["--input", str(prompts), "--output"]
@@ -88,12 +97,20 @@ def test_two_processes_answer_as_one_does(folder, prompts, tmp_path):
     alone = started(folder, "--no-distributed", *batch, str(outputs[1]), count=1)
     for done in processes_made.finish([*both, *alone]):
         assert done.returncode == 0, done.stderr[-2000:]
-    two, one = map(rows, outputs)
-    assert len(two) == 20 and two.keys() == one.keys()
-    for index, row in one.items():
-        for ours, other in zip(two[index], row, strict=True):
-            assert ours["token_ids"] == other["token_ids"], index
-            np.testing.assert_allclose(chosen(ours), chosen(other), atol=1e-4)
+    agree(*map(rows, outputs))
+
+
+@pytest.mark.slow
+def test_a_mesh_of_two_devices_answers_as_one_device_does(folder, prompts, tmp_path):
+    outputs = [tmp_path / "mesh.jsonl", tmp_path / "one.jsonl"]
+    flags = ["--no-distributed", "--input", str(prompts), "--output"]
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    shared = started(folder, "--mesh", "tensor=2", *flags, str(outputs[0]), count=1, **devices)
+    alone = started(folder, *flags, str(outputs[1]), count=1)
+    both = processes_made.finish([*shared, *alone])
+    assert [done.returncode for done in both] == [0, 0], both[0].stderr[-2000:] + both[1].stderr[-2000:]
+    assert "float32 on 2 x cpu" in both[0].stderr
+    agree(*map(rows, outputs))
 
 
 @contextlib.contextmanager
@@ -152,7 +169,7 @@ def test_a_server_of_two_processes_answers_and_ends_on_a_signal_to_the_first(fol
 @pytest.mark.slow
 @pytest.mark.parametrize("dead", (0, 1))
 def test_when_one_is_killed_the_other_ends_within_a_minute_and_says_why_in_one_line(folder, dead):
-    """Beside what a log has of requests and of Gloo's connections."""
+    """Lines about requests and about Gloo's connections are left out."""
     with serving(folder) as (pair, address, said):
         ask(address, 3)
         pair[dead].kill()

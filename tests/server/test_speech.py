@@ -1,8 +1,14 @@
 """Sound over HTTP by the `openai` client, unmodified: the same text as `LLM.transcribe`."""
 
+import json
+import logging
+import struct
+import threading
+
 import encoder_models
 import http_server
 import httpx
+import numpy as np
 import openai
 import pytest
 import tiny_engine as tiny
@@ -85,7 +91,7 @@ def test_text_that_came_before_and_the_temperature_change_the_answer(client):
     assert len(warm) > 1
 
 
-def test_as_plain_text(client, llm):
+def test_a_transcription_can_be_plain_text(client, llm):
     sound = wav(0.8, 8)
     answer = client.audio.transcriptions.create(
         model=http_server.NAME, file=("a.wav", sound), language="en", response_format="text"
@@ -114,7 +120,7 @@ FILE = {"file": ("a.wav", wav(0.5))}
         ({"model": "text"}, FILE, "file", "reads text, not sound"),
     ],
 )
-def test_what_cannot_be_heard_is_refused_by_name(served, fields, files, param, words):
+def test_unsupported_transcription_requests_are_refused_by_field(served, fields, files, param, words):
     answer = served.http.post("/v1/audio/transcriptions", data=fields, files=files or {"other": b""})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and words in error["message"], error
@@ -156,7 +162,7 @@ def test_sound_may_be_larger_than_other_bodies(folder):
         assert server.http.post("/v1/completions", json={"prompt": "x" * 2000}).status_code == 413
 
 
-def test_who_leaves_gives_everything_back(served):
+def test_a_disconnected_client_releases_everything(served):
     scheduler = served.api.llm.engine.scheduler
     for _ in range(3):
         with pytest.raises(httpx.TimeoutException):
@@ -164,3 +170,91 @@ def test_who_leaves_gives_everything_back(served):
             served.http.post("/v1/audio/transcriptions", **given, timeout=0.3)
     http_server.wait_for(served.idle)
     assert scheduler.sources.available == scheduler.sources.total
+
+
+def test_the_log_says_what_a_sound_was_given_as(served, caplog):
+    """And the answer stays as OpenAI's is."""
+    caplog.set_level(logging.INFO, "swiftkv_jax.http")
+    files = {"file": ("a.wav", wav(0.5, 2, 8000, 2))}
+    answer = served.http.post("/v1/audio/transcriptions", data={"language": "en"}, files=files)
+    assert answer.status_code == 200 and set(answer.json()) == {"text", "usage"}
+    http_server.wait_for(lambda: caplog.records)
+    (line,) = [json.loads(record.getMessage()) for record in caplog.records]
+    assert line["sound"] == {"rate": 8000, "channels": 2} and line["status"] == 200
+
+
+def heard(server: http_server.Running, sound: bytes, key: str | None = None) -> httpx.Response:
+    given = {"headers": {"authorization": f"Bearer {key}"}} if key else {}
+    files = {"file": ("a.wav", sound)}
+    return server.http.post("/v1/audio/transcriptions", data={"language": "en"}, files=files, **given)
+
+
+def all_free(server: http_server.Running) -> bool:
+    """Pages of both spaces."""
+    sources = server.engine.scheduler.sources
+    return server.idle() and sources.available == sources.total
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("rate", [16_000, 44_100])
+def test_samples_of_any_value_harm_nobody(served, value, rate):
+    """An error or a text; the next sound's text is what it was, and every page of both spaces comes back."""
+    good, samples = wav(1.7, 4), np.random.default_rng(0).uniform(-0.3, 0.3, 2 * rate).astype("<f4")
+    samples[rate // 2 : rate // 2 + 10] = value
+    head = b"RIFF\0\0\0\0WAVEfmt " + struct.pack("<IHHIIHH", 16, 3, 1, rate, 4 * rate, 4, 32)
+    spoilt = head + b"data" + struct.pack("<I", samples.nbytes) + samples.tobytes()
+    want = heard(served, good).json()["text"]
+    answers = []
+
+    def beside() -> None:
+        answers.append(heard(served, good).json()["text"])
+
+    neighbour = threading.Thread(target=beside)
+    neighbour.start()
+    answer = heard(served, spoilt)
+    neighbour.join(60)
+    if answer.status_code == 200:
+        assert isinstance(answer.json()["text"], str)
+    else:
+        assert answer.json()["error"]["type"] in ("invalid_request_error", "server_error"), answer.text
+    assert [*answers, heard(served, good).json()["text"]] == [want, want]
+    http_server.wait_for(lambda: all_free(served))
+
+
+@pytest.mark.parametrize(
+    "keys, status", [(("flood", "canary"), 429), (("flood",), 503)], ids=["two keys", "one"]
+)
+def test_too_many_windows_are_refused_and_change_no_text(folder, keys, status):
+    """Calls of more windows than may wait are told when to come back; a canary's text is always the same, and
+    a key of its own is never refused. All pages of both spaces come back."""
+    model, params = skv.from_pretrained(folder, cuts=None)
+    generation, limits = read_generation_config(folder), {"max_queued_requests": 8}
+    llm = LLM.from_model(model, params, tiny.Bytes(), generation=generation, **SIZES | limits)
+    canary, found, texts, stop = wav(0.8, 3), [], [], threading.Event()
+    with http_server.Running(llm, warm_up=False, api_keys=keys) as server:
+        want = heard(server, canary, keys[-1]).json()["text"]
+
+        def flood() -> None:
+            while not stop.is_set():
+                found.append(heard(server, wav(3.5, len(found)), keys[0]))
+
+        callers = [threading.Thread(target=flood) for _ in range(4)]
+        for caller in callers:
+            caller.start()
+        try:
+            http_server.wait_for(lambda: {answer.status_code for answer in found} >= {200, status})
+            while len(texts) < (5 if len(keys) > 1 else 1):
+                answer = heard(server, canary, keys[-1])
+                (texts if answer.status_code == 200 else found).append(answer)
+                assert answer.status_code == 200 or len(keys) == 1
+        finally:
+            stop.set()
+            for caller in callers:
+                caller.join(60)
+        assert want and {answer.json()["text"] for answer in texts} == {want}
+        refused = [answer for answer in found if answer.status_code != 200]
+        assert {answer.status_code for answer in refused} <= {429, 503}
+        for answer in refused:
+            assert int(answer.headers["retry-after"]) >= 1 and http_server.error_of(answer)
+        http_server.wait_for(lambda: all_free(server))
+        assert heard(server, canary, keys[-1]).json()["text"] == want

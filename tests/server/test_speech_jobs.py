@@ -15,6 +15,7 @@ from swiftkv_jax.server.main import main
 
 FLAGS = ["--max-num-seqs", "4", "--max-num-batched-tokens", "16", "--page-size", "8"]
 SOUNDS = {"short.wav": 0.7, "long.wav": 2.4, "other.wav": 1.0}
+GIVEN = {"other.wav": (8000, 2)}  # rate and channels; else 16,000 and 1
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def place(tmp_path_factory) -> Path:
     """A folder of sounds, in which the lines lie too."""
     path = tmp_path_factory.mktemp("sounds")
     for seed, (name, seconds) in enumerate(SOUNDS.items()):
-        (path / name).write_bytes(encoder_models.wav(seconds, seed))
+        (path / name).write_bytes(encoder_models.wav(seconds, seed, *GIVEN.get(name, (16_000, 1))))
     return path
 
 
@@ -69,6 +70,8 @@ def test_lines_of_sound_are_transcribed(folder, place, capsys):
         ids = [token for window in want.windows for token in window.outputs[0].token_ids]
         assert ids and (row["token_ids"], row["text"]) == (ids, want.text)
         assert (row["audio"], row["language"], row["task"]) == (source["audio"], want.language, given[1])
+        assert (row["rate"], row["channels"]) == GIVEN.get(source["audio"], (16_000, 1))
+        assert (want.rate, want.channels) == (row["rate"], row["channels"])
         assert row["duration"] == want.duration == SOUNDS[source["audio"]] and row["id"] == source.get("id")
         assert 0 <= row["timings"]["queue_s"] < row["timings"]["ttft_s"] <= row["timings"]["total_s"]
         assert row["prompt_tokens"] == sum(len(window.prompt_token_ids) for window in want.windows)

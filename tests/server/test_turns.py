@@ -62,7 +62,7 @@ def test_short_texts_do_not_wait_for_long_ones():
     readers.stop()
 
 
-def test_a_key_with_long_texts_holds_nobody_up():
+def test_a_key_with_long_texts_does_not_block_others():
     """Five long texts of one key, each as slow as can be: its own short call and another key's are answered
     meanwhile, and another key's long text waits for one more of them, not for all."""
     gate, begun = threading.Semaphore(0), []

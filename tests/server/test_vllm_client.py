@@ -1,4 +1,4 @@
-"""What `vllm bench serve` sends, and how it reads the answer: the openai and openai-chat backends.
+"""`vllm bench serve` as a client, its requests and reading: the openai and openai-chat backends.
 
 Bodies, headers and the reading of events follow vLLM's description (its benchmarks' endpoint_request_func,
 2026): events end with a blank line and may be cut anywhere; one that begins with a colon is a comment; the
@@ -19,7 +19,7 @@ PROMPT = "The caché is full of rows"
 
 @dataclasses.dataclass
 class Output:
-    """What vLLM's client keeps of one request; moments in seconds from its sending."""
+    """A request's record in vLLM's client; times are in seconds from its sending."""
 
     text: str = ""
     ttft: float = 0.0
@@ -89,7 +89,7 @@ def ask(server: Running, backend: str, tokens: int, cut: int, **extra) -> Output
 
 @pytest.mark.parametrize("cut", [1, 7, 4096])
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])
-def test_its_requests_are_answered_as_it_reads_them(served, backend, cut):
+def test_vllms_client_reads_the_answers_to_its_requests(served, backend, cut):
     got = ask(served, backend, 13, cut, temperature=0.0)
     assert got.done and got.output_tokens == 13
     whole = json.loads(
@@ -114,12 +114,12 @@ def test_the_first_event_is_one_token(served, backend):
     assert len(first["content" if backend == "openai-chat" else "tokens"]) == 1
 
 
-def test_its_probe_of_one_token(served):
+def test_a_one_token_probe_has_no_inter_token_latency(served):
     got = ask(served, "openai", 1, 4096)
     assert got.output_tokens == 1 and got.itl == [] and got.latency == got.ttft
 
 
-def test_its_random_prompts_are_realigned_through_the_tokenizer(served):
+def test_vllms_random_prompts_are_realigned_through_the_tokenizer(served):
     """It detokenises random ids and tokenises the text again, to send exactly so many tokens."""
     ids = list(range(65, 90))
     text = served.http.post("/detokenize", json={"model": "tiny", "tokens": ids}).json()["prompt"]

@@ -33,13 +33,13 @@ def test_the_smallest_row_under_its_share_is_taken():
     [((1e-9, 1e-7), EXACT), ((1e-3, 1e-4), FITTED), ((1.7e-12, 1.6e-12), EXACT), ((1e-3, 0.97e-3), EXACT)],
     ids=["float32", "bfloat16", "both no more than rounding", "nearly alike"],
 )
-def test_of_equal_sizes_the_one_that_measures_better(kl, how):
+def test_equal_sizes_are_decided_by_the_measured_cost(kl, how):
     options = [[option(0, kl[0]), option(0, kl[1], how=FITTED)]]
     (choice,) = choose(options)
     assert choice.measured and choice.measured.candidate.how == how
 
 
-def test_what_rounding_keys_and_values_costs_is_no_rows_fault():
+def test_the_cost_of_rounding_keys_and_values_is_not_charged_to_rows():
     """The share of two rows under 1.0 is 0.3 when 0.4 are gone before; a row costs what it adds."""
     options = [[option(0, 0.69)], [option(1, 0.71)]]
     choices = choose(options, plain=0.4)
@@ -81,7 +81,7 @@ def test_a_row_that_is_asked_for_and_over_the_bound_is_refused():
         check(forced([[option(0, float("nan"))]]), 1.0, "row {}".format)
 
 
-def test_a_size_is_of_the_row():
+def test_sizes_are_compared_row_by_row():
     """All inputs of a source are one row: there they are smaller than keys, and elsewhere as large."""
     options = [[option(i, 0.1), option(i, 0.2, "x")] for i in range(2)]
     found = [Found(i, 1.0, 1.0, (), {}) for i in range(2)]

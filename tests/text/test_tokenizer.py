@@ -224,7 +224,7 @@ def test_a_panic_of_the_library_is_an_error_of_the_text(tmp_path):
     assert tokenizer.encode("the cat")
 
 
-def test_what_the_interpreter_raises_passes(made, monkeypatch):
+def test_exceptions_of_the_interpreter_are_not_caught(made, monkeypatch):
     class Rust:
         def encode(self, *_, **__):
             raise KeyboardInterrupt

@@ -35,7 +35,7 @@ TABLE = {
 }
 
 
-def test_a_named_one_runs():
+def test_a_named_implementation_runs():
     assert dispatch.call("op", TABLE, "reference", (1,), {}) == ("reference", 1)
 
 
@@ -47,14 +47,14 @@ def test_a_named_one_runs():
         ("xla", 3, "op: xla does not support 3: 0, 1, 2"),
     ],
 )
-def test_or_raises_one_line(name, argument, message):
+def test_an_unknown_or_unsupported_implementation_raises_one_line(name, argument, message):
     with pytest.raises(UnsupportedError) as raised:
         dispatch.call("op", TABLE, name, (argument,), {})
     assert str(raised.value) == message
 
 
 @pytest.mark.parametrize(("platform", "first"), [("tpu", "xla"), ("gpu", "xla"), ("cpu", "xla")])
-def test_no_name_is_by_platform_and_logged_once(platform, first, monkeypatch, caplog):
+def test_the_default_depends_on_the_platform_and_is_logged_once(platform, first, monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "device", lambda: (platform, "a chip", 1))
     caplog.set_level(logging.INFO, logger=dispatch.__name__)
     operation = f"op on {platform}"
@@ -62,7 +62,7 @@ def test_no_name_is_by_platform_and_logged_once(platform, first, monkeypatch, ca
     assert [r.getMessage() for r in caplog.records] == [f"{operation} runs as {first} on {platform} (a chip)"]
 
 
-def test_no_name_passes_over_what_does_not_support_the_call(monkeypatch):
+def test_the_default_skips_implementations_that_do_not_support_the_call(monkeypatch):
     monkeypatch.setattr(dispatch, "device", lambda: ("cpu", "a chip", 1))
     table = TABLE | {"native_cpu": Implementation(lambda x: None, lambda x: "this")}
     assert dispatch.call("op", table, None, (1,), {}) == ("xla", 1)
@@ -91,7 +91,7 @@ def test_8_bit_pages_with_scales_say_which_pages_a_tpu_takes():
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize("operation", TABLES)
-def test_on_a_gpu_and_a_tpu_only_xla_s_form_runs_without_a_name(platform, operation):
-    """Of any operation, those that the check does not know too: attention of training and of scoring."""
+def test_only_xla_is_the_default_on_gpus_and_tpus(platform, operation):
+    """This holds for every operation, also those that are not checked: attention in training and scoring."""
     known = [name for name in dispatch.BY_PLATFORM[platform] if name in TABLES[operation]]
     assert known and set(known) <= {"xla", "xla_one_turn"}

@@ -94,8 +94,8 @@ def test_a_cache_that_others_can_write_is_not_run(home):
     assert "must be yours alone" in refused()
 
 
-def test_compiled_once_whoever_asks(home, tmp_path, monkeypatch):
-    """By processes that start at once and by those that come later; a compiler that counts."""
+def test_concurrent_and_later_processes_compile_a_file_once(home, tmp_path, monkeypatch):
+    """A compiler that counts its calls is used by two processes at once and by a later one."""
     real = shutil.which("c++") or pytest.skip("needs a C++ compiler named c++")
     count = tmp_path / "count"
     script = f'test "$1" = --version || echo once >> {count}; exec {real} "$@"'
@@ -109,6 +109,6 @@ def test_compiled_once_whoever_asks(home, tmp_path, monkeypatch):
     assert left == ["", ".so"]  # nothing half made
 
 
-def test_not_where_the_compiler_would_have_to_cut_it_up():
+def test_native_code_is_refused_on_a_mesh_of_several_devices():
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("tensor",))):
         assert refused() == "a mesh of 2 devices: one"
