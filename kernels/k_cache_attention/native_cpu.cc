@@ -7,7 +7,7 @@
 // computed as usual. Unseen keys are not used, so stale pages may hold anything. The result of a query does not
 // depend on other sequences.
 
-#include "native_rows.h"
+#include "native_tile.h"
 
 namespace {
 

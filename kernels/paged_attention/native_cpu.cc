@@ -5,7 +5,7 @@
 // its queries sees with an online softmax. Unseen keys are not used, so stale pages may hold anything. The result of
 // a query does not depend on its neighbours.
 
-#include "native_rows.h"
+#include "native_tile.h"
 
 namespace {
 
