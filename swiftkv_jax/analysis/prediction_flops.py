@@ -279,7 +279,7 @@ def pairs() -> list[tuple[str, Sizes, Sizes, Prediction]]:
 def baselines(base: Sizes) -> list[tuple[str, float, Callable[[int], float]]]:
     """The paper's RP, SP and LazyLLM (L): name, FLOPs reduction as published, and as run for a context."""
     probe = math.ceil(base.layers / 4)
-    out = [
+    out: list[tuple[str, float, Callable[[int], float]]] = [
         (f"RP-{keep}", random_pruning(keep), partial(pruning_as_run, base, keep))
         for keep in (0.75, 0.5, 0.25)
     ]

@@ -52,7 +52,8 @@ class Doing:
 
     def counted(self, items: Iterable[T], count: int | None = None) -> Iterator[T]:
         """Yield the items and count them; `count` is their number, if known."""
-        of = f" of {count or len(items)}" if count or isinstance(items, Sized) else ""
+        count = len(items) if count is None and isinstance(items, Sized) else count
+        of = "" if count is None else f" of {count}"
         number = 0
         for number, item in enumerate(items, 1):
             self.place = f"{number - 1}{of}, "
