@@ -19,7 +19,7 @@ from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.encoder import encode, fill
 from swiftkv_jax.layers import relative_bias
 from swiftkv_jax.model import step
-from swiftkv_jax.slim.measure import distance
+from swiftkv_jax.slim.measure import Reference
 from swiftkv_jax.slim.texts import Beside, Pieces
 from swiftkv_jax.surgery import to_slim
 
@@ -191,8 +191,9 @@ def test_inputs_in_bfloat16_cost_no_more_than_keys_and_values(name, folders, wan
         x = np.asarray(encode(*plain, jnp.asarray(source), jnp.asarray(lengths)).x)
         real = np.arange(x.shape[1]) < lengths[:, None]
         read = Pieces(ids.astype(np.int32), np.ones(ids.shape, bool), Beside(x, lengths, real))
+        reference = Reference(*plain, read, "bfloat16")
         for forms in every:
-            cost, _ = distance(plain, converted(folder, *forms), read, "bfloat16")
+            cost, _ = reference.distance(*converted(folder, *forms))
             found.setdefault(forms, []).append(cost)
             if not seed:  # what the definition loses, a cache in bfloat16 loses
                 served = stepped(*converted(folder, *forms), source, lengths, ids, "bfloat16")[0]

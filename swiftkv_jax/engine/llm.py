@@ -59,8 +59,7 @@ from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 class LLM:
     """A model ready to generate; standard, SwiftKV and Slim attention checkpoints alike.
 
-    With `dynamic` or `longrope` scaling the frequencies are those of `max_model_len`, whatever a request's
-    length.
+    With `dynamic` or `longrope` scaling the frequencies are those of `max_model_len` for every request.
 
     Attributes:
       model, params, tokenizer: what it runs; params are split by layer, and folded for a fused fill.
@@ -88,8 +87,7 @@ class LLM:
         if it is not where the adapter says (checkpoint/adapter.py).
 
         The heads of queries, keys and values are divided among `tensor_parallel_size` devices, or those of
-        `mesh`. Their number must divide the kv heads, or be a multiple of them; then the kv heads are
-        repeated.
+        `mesh`. Their number divides the kv heads, or is a multiple of them; then kv heads are repeated.
 
         `settings` are the other fields of `engine.Settings`: max_num_seqs, num_pages, cache_dtype, ...
 
@@ -128,8 +126,7 @@ class LLM:
         seed: int = 0,
         **settings,
     ) -> "LLM":
-        """Make an LLM of a model in memory. Without a tokenizer prompts must be token ids, and texts are
-        empty.
+        """An LLM of a model in memory. Without a tokenizer prompts must be token ids, and texts are empty.
 
         `mesh` is taken from the parameters when they are on one.
         """
@@ -306,8 +303,7 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or a list of them, with the chat
-        template."""
+        """Answer a conversation (a list of {"role", "content"}), or several, with the chat template."""
         one = isinstance(messages, list) and bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
         if not isinstance(conversations, list | tuple):
@@ -411,8 +407,7 @@ class LLM:
 
     @functools.cached_property
     def _vocab(self) -> int:
-        """The number of token ids that every part of the model knows: models with one tokenizer may be padded
-        differently."""
+        """The number of token ids that every part of the model knows; paddings of a vocabulary may differ."""
         return min(part.config.vocab_size for part in transformers(self.model))
 
     def run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:

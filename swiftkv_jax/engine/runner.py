@@ -45,8 +45,7 @@ class StepLaunch:
     """A step that was sent to the device and not yet read.
 
     Attributes:
-      work: what it runs. places: the survivors of each item. sampled: [M] a token after each; None without
-        any.
+      work: what it runs. places: the survivors of each item. sampled: [M] a token after each, or None.
     """
 
     work: list[Work]
@@ -58,8 +57,7 @@ class StepLaunch:
         return [item.sequence for item in self.work]
 
     def read(self) -> list[list[Choice]]:
-        """Wait for the step; return each row's tokens: none if its prompt is not finished, else one, and one
-        more for each accepted draft token."""
+        """Wait for the step; return each row's tokens: none within a prompt, else one and drafts."""
         sampled = jax.device_get(self.sampled)
         return [self._standing(sampled, *each) for each in zip(self.work, self.places, strict=True)]
 
@@ -93,8 +91,7 @@ class DecodeLaunch:
         return [self._given(sampled, row, sequence) for row, sequence in enumerate(self.rows)]
 
     def _given(self, sampled: Sampled, row: int, sequence: Sequence) -> list[Choice]:
-        """The first token of a turn is no draft; as many are drafted after it as the sequence has room
-        for."""
+        """A turn begins with a token that is no draft; as many are drafted as the sequence has room for."""
         room = sequence.request.max_length - sequence.length - 1
         out = []
         for known, i in enumerate(np.flatnonzero(sampled.token[:, row] != NO_ID).tolist()):
@@ -155,11 +152,8 @@ class Runner:
         self._place = cache.table.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def run(self, work: list[Work], size: int) -> StepLaunch | None:
-        """Send one step of `work` in arrays of `size` tokens: first what an auxiliary model reads, then the
-        model's own.
-
-        The returned launch is the latter, None without any; the former has nothing to read back.
-        """
+        """Send one step of `work` in arrays of `size` tokens: what an auxiliary model reads, then the model's
+        own. The launch is of the latter, None without any; the former has nothing to read back."""
         if self.reader is not None:
             work, size = self._read_ahead(self.reader, work, size)
         if not work:
@@ -191,8 +185,7 @@ class Runner:
         return partial(run_any, self.model, self.params, self.cache, inputs, exits=exits)
 
     def _inputs(self, work: list[Work], size: int, count: int) -> tuple[Inputs, list[range]]:
-        """(the step of `work` in arrays of `size` tokens and `count` rows, each item's places among the
-        survivors)."""
+        """(the step of `work` in `size` tokens and `count` rows, the places of each item's survivors)."""
         tokens, positions, starts = self._flat([_own(item) for item in work], count, size)
         survivors = np.full(count * (1 + self.drafts), size, np.int32)
         places: list[range] = []
@@ -224,8 +217,7 @@ class Runner:
         return mode, survivors, self.seats.policy(rows, count, mode)
 
     def _read_ahead(self, reader: Reader, work: list[Work], size: int) -> tuple[list[Work], int]:
-        """Send the tokens of a step that an auxiliary model reads; return the model's own work and its
-        size."""
+        """Send the tokens that an auxiliary model reads; return the model's own work and its size."""
         ahead = [item for item in work if item.ahead]
         if ahead:
             first = [(item.sequence.cached, item.ahead) for item in ahead]
@@ -247,8 +239,7 @@ class Runner:
         self.cache = self.reader.read(self.cache, *flat)
 
     def _flat(self, parts: list[tuple[int, list[int]]], count: int, size: int) -> tuple[Any, Any, Any]:
-        """(tokens, positions, query starts) of `count` rows in arrays of `size`; `parts` has each row's first
-        position and its tokens."""
+        """(tokens, positions, query starts) of `count` rows; `parts`: a row's first position, tokens."""
         tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
         starts = np.zeros(count + 1, np.int32)
         start = 0
@@ -260,16 +251,14 @@ class Runner:
         return tokens, positions, starts
 
     def decode(self, rows: list[Sequence]) -> DecodeLaunch:
-        """Send a loop of up to `steps` more tokens for each of these sequences, of which all tokens but one
-        are cached."""
+        """Send a loop of up to `steps` more tokens a sequence, of whose tokens all but one are cached."""
         loops = itertools.product(self._counts(len(rows)), self._modes(rows))
         count, mode = next(loop for loop in loops if self._is_ready("loop", *loop))
         turns = *self._turns(rows, count, mode), self._sources(rows, count)
         return self._launched(rows, self._loop(mode, *turns), mode)
 
     def follow(self, launch: DecodeLaunch) -> DecodeLaunch:
-        """Continue the same rows from where `launch`, the last one, will leave them, without reading its
-        result."""
+        """Continue the rows from where `launch`, the last one, leaves them, without reading its result."""
         rows, count = launch.rows, launch.sampled.token.shape[1]
         where = self._table(rows, count), None, None, self._sources(rows, count)
         return self._launched(rows, self._loop(launch.mode, *where), launch.mode)
@@ -346,8 +335,7 @@ class Runner:
             self.reader.restart()
 
     def largest(self) -> list[partial]:
-        """The programs that make the largest arrays, with arguments: a full step, and all lanes. Scores are
-        given as shapes."""
+        """The programs of the largest arrays, with arguments: a full step, all lanes; scores as shapes."""
         mode, count, size = self.modes[-1], self.lanes, self.budget
         loop = self._loop_call(mode, *self._turns([], count, mode), self._sources([], count))
         ahead = [self._ahead_call(reader, count, size) for reader in (self.reader,) if reader is not None]
@@ -416,8 +404,7 @@ class Runner:
         return keys if self.reader is None else [*keys, ("ahead", count, size)]
 
     def _step_and_draw(self, count: int, asked: tuple) -> None:
-        """Run a step and a draw without any sequence, in `count` rows; do nothing while no such step is in
-        use."""
+        """Run a step and a draw of no sequence in `count` rows, if such a step is in use already."""
         size = next((size for size in self._sizes if self._is_ready("step", count, size)), None)
         if size is not None:
             self._score(self._inputs([], size, count)[0])

@@ -29,7 +29,7 @@ from swiftkv_jax.slim import choose, sources, texts
 from swiftkv_jax.slim.calibrate import Candidate, Found, candidates, converted
 from swiftkv_jax.slim.choose import Choice, Measured
 from swiftkv_jax.slim.hybrid import hybrids
-from swiftkv_jax.slim.measure import distance
+from swiftkv_jax.slim.measure import Reference
 
 AUTO, MAX_KL = "auto", 1e-3
 _SPACES = {SELF: "own", ENCODER: "cross"}  # names of the spaces in ways to store all rows of one
@@ -110,9 +110,10 @@ def convert(args: argparse.Namespace) -> dict:
     strict = bool(plain.plan.cross) or args.max_kl is not None
 
     def cost(picks: list[Candidate]) -> tuple[float, float]:
-        return distance((plain, params), converted(plain, params, picks), kept, dtype)
+        return reference.distance(*converted(plain, params, picks))
 
     with working(show, f"measuring each row alone on {kept.count:,} tokens") as doing:
+        reference = Reference(plain, params, kept, dtype)
         rounding = cost([])
         options = [[Measured(c, *cost([c])) for c in row.candidates] for row in doing.counted(rows)]
     if args.forms == AUTO:
@@ -127,7 +128,7 @@ def convert(args: argparse.Namespace) -> dict:
     with working(show, "measuring every row stored in one way"):
         every_row = _every_row(plain.plan, rows, cost)
         for one in hybrids(plain, params, fit, kept, dtype) if plain.plan.cross and "k" in forms else ():
-            found = distance((plain, params), (one.model, one.params), kept, dtype, one.stored)
+            found = reference.distance(one.model, one.params, one.stored)
             every_row[f"{_SPACES[ENCODER]} hybrid {one.how}"] = _pair(found)
     slim, made = converted(model, params, picks)
     result = {

@@ -14,37 +14,59 @@ from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.slim.texts import Pieces
 
 
-def distance(
-    plain: tuple[Transformer, PyTree],
-    slim: tuple[Transformer, PyTree],
-    kept: Pieces,
-    dtype: str,
-    stored: Callable[[Encoded], Encoded] = lambda encoded: encoded,
-) -> tuple[float, float]:
-    """(KL in nats a token, share of positions with the same likeliest token) of `slim` against `plain`. Rows
-    of `slim` are rounded as in a cache of `dtype`, those of `plain` are not. Both compute in float32.
+class Reference:
+    """A plain model on a text: the hidden states before its head are computed once, for any number of models
+    that are compared with it.
 
-    stored: maps an encoder's output to what `slim` makes its rows from.
+    dtype: of a cache. Rows of the models that are compared are rounded as in it, those of the plain model are
+    not. All compute in float32.
     """
-    total = np.zeros(2)
-    for batch in kept.batches():
-        tokens, encoded = jnp.asarray(batch.tokens), batch.encoded
-        want = _logits(*plain, tokens, encoded, None)
-        got = _logits(*slim, tokens, encoded and stored(encoded), dtype)
-        total += np.asarray(_compare(want, got, jnp.asarray(batch.real)), np.float64)
-    kl, same = total / kept.count
-    return float(kl), float(same)
+
+    def __init__(self, model: Transformer, params: PyTree, kept: Pieces, dtype: str):
+        self._model, self._params, self._kept, self._dtype = model, params, kept, dtype
+        self._x = [np.asarray(_hidden(model, params, *_given(batch), None)) for batch in kept.batches()]
+
+    def distance(
+        self,
+        model: Transformer,
+        params: PyTree,
+        stored: Callable[[Encoded], Encoded] = lambda encoded: encoded,
+    ) -> tuple[float, float]:
+        """(KL in nats a token, share of positions with the same likeliest token) of a model against the plain
+        one.
+
+        stored: maps an encoder's output to what the model makes its rows from.
+        """
+        total = np.zeros(2)
+        for x, batch in zip(self._x, self._kept.batches(), strict=True):
+            tokens, encoded = _given(batch)
+            got = _hidden(model, params, tokens, encoded and stored(encoded), self._dtype)
+            want, found = (
+                _logits(self._model, self._params, each) for each in (x, got)
+            )  # they share the head
+            total += np.asarray(_compare(want, found, jnp.asarray(batch.real)), np.float64)
+        kl, same = total / self._kept.count
+        return float(kl), float(same)
+
+
+def _given(batch: Pieces) -> tuple[Array, Encoded | None]:
+    """The tokens of a batch, and the encoder's output beside them."""
+    return jnp.asarray(batch.tokens), batch.encoded
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def _logits(model: Transformer, params: PyTree, tokens: Array, encoded: Encoded | None, dtype) -> Array:
+def _hidden(model: Transformer, params: PyTree, tokens: Array, encoded: Encoded | None, dtype) -> Array:
+    """[B, T, D] before the head; rows are rounded as in a cache of `dtype`, with None not at all."""
     at, segments = angles_and_segments(model.config, tokens, None, None)
     store = (lambda made: made) if dtype is None else partial(rounded, dtype=dtype)
     read = {}
     if encoded is not None:
         read = {"rows": cross_rows(model, params, encoded.x, store), "sources": encoded.lengths}
     x = embed(model, params, tokens, None)
-    return logits(model, params, through(model, params, x, at, segments, store=store, **read).x)
+    return through(model, params, x, at, segments, store=store, **read).x
+
+
+_logits = jax.jit(logits, static_argnums=0)
 
 
 @jax.jit
