@@ -209,7 +209,7 @@ def plot(report: dict, path: Path) -> None:
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--long", action="store_true", help="about an hour instead of twelve minutes")
+    p.add_argument("--long", action="store_true", help="about an hour instead of six minutes")
     p.add_argument(
         "--set", action="append", default=[], metavar="a.b=value", help="override a field of configs/tiny.py"
     )
