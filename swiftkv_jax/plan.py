@@ -12,6 +12,8 @@ from swiftkv_jax.checks import integer
 from swiftkv_jax.errors import UsageError
 
 SELF, ENCODER = "self", "encoder"  # the spaces of rows: of the tokens themselves, of an encoder's output
+SPREAD = "spread_"  # before the name of a form: as an engine stores it, which no checkpoint names
+SERVED = {"x": f"{SPREAD}x"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +152,11 @@ class KVPlan:
         moved = [kept.index(same[0] if row in same else row) for row in made]
         reads, cross = (tuple(moved[read] for read in each) for each in (self.reads, self.cross))
         return dataclasses.replace(self, rows=tuple(kept), reads=reads, cross=cross)
+
+    def as_served(self) -> "KVPlan":
+        """This plan with each row in the form in which an engine stores it (see SERVED)."""
+        rows = (dataclasses.replace(row, form=SERVED.get(row.form, row.form)) for row in self.rows)
+        return dataclasses.replace(self, rows=tuple(rows))
 
     def with_cross(self, *forms: str) -> "KVPlan":
         """This plan with cross-attention: every layer also reads an encoder's output.

@@ -5,10 +5,12 @@ it, how they make it, and how a query reads it: from full sequences (training), 
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+import scipy.linalg
 
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError, suggest
@@ -16,13 +18,14 @@ from swiftkv_jax.kernels.common.pools import Pool, encode
 from swiftkv_jax.kernels.k_cache_attention.api import k_cache_attention, x_cache_attention
 from swiftkv_jax.kernels.paged_attention.api import paged_attention
 from swiftkv_jax.layers import Rotary, finish_keys, inverse_frequencies, kernel_of, linear, project, turned
-from swiftkv_jax.plan import ENCODER, KVPlan
+from swiftkv_jax.plan import ENCODER, SERVED, KVPlan
 from swiftkv_jax.rope import NONE
 from swiftkv_jax.shapes import Array, Float, Hidden, Int, KeyValues, PyTree, Queries, Weight
 
 Pair = tuple[KeyValues, KeyValues]  # keys, values
 PAGED = "paged_attention"
 NOTHING = "inputs"  # name of an empty array, where nothing makes a row
+_PIECE = 128  # numbers that one Hadamard matrix transforms, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +298,34 @@ class Inputs:
         return mixed + _bias(reader["v_proj"], mixed)
 
 
+class SpreadInputs(Inputs):
+    """Inputs as an engine stores them: after a Hadamard transform, with reading weights for that basis (see
+    `surgery.spread_inputs`).
+
+    In real models a few numbers of an input are tens of times larger than the others, and rounding one of
+    them moves all keys in one direction. Spread over many numbers, the errors are independent and partly
+    cancel; in 8 bits a row's scale is smaller too. QuaRot (arXiv 2404.00456) does the same for activations.
+    """
+
+    def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
+        return (spread(h)[..., None, :],)
+
+
+def spread(x: Float[Array, "*batch w"], inverse: bool = False) -> Float[Array, "*batch w"]:
+    """Each piece of the last axis times a Hadamard matrix, in x's dtype.
+
+    A piece is the largest power of two that divides the width, up to 128. With `inverse` the result of the
+    transform is transformed back; the factor of each way is a power of two, which no dtype rounds.
+    """
+    piece = math.gcd(x.shape[-1], _PIECE)
+    halvings = piece.bit_length() - 1
+    factor = 0.5 ** (halvings - halvings // 2 if inverse else halvings // 2)
+    cut = x.reshape(*x.shape[:-1], -1, piece)
+    matrix = jnp.asarray(factor * scipy.linalg.hadamard(piece), x.dtype)
+    made = jnp.matmul(cut, matrix, precision="highest", preferred_element_type=jnp.float32)
+    return made.astype(x.dtype).reshape(x.shape)
+
+
 def _frequencies(config: ModelConfig, capacity: int) -> Array | None:
     return None if config.rope.rope_type == NONE else inverse_frequencies(config, capacity)
 
@@ -350,6 +381,8 @@ def has_fill(config: ModelConfig, plan: KVPlan) -> bool:
 
 
 FORMS: dict[str, Form] = {"kv": KeysValues(), "k": Keys(), "v": Values(), "x": Inputs()}
+NAMED = tuple(FORMS)  # those that a checkpoint or a user may name
+FORMS |= {SERVED["x"]: SpreadInputs()}
 
 
 def check(config: ModelConfig, plan: KVPlan) -> None:
@@ -362,7 +395,7 @@ def check(config: ModelConfig, plan: KVPlan) -> None:
         raise UsageError(f"the plan has {plan.num_layers} layers, the model {config.num_layers}")
     for form in dict.fromkeys((*plan.forms, *plan.cross_forms)):
         if form not in FORMS:
-            raise UsageError(f"rows have no form {form!r}; known: {', '.join(FORMS)}{suggest(form, FORMS)}")
+            raise UsageError(f"rows have no form {form!r}; known: {', '.join(NAMED)}{suggest(form, NAMED)}")
         if reason := FORMS[form].refuses(config):
             raise UsageError(f"rows cannot be stored as {form!r}: {reason}")
     if plan.cross and config.encoder is None:

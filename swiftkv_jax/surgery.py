@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from swiftkv_jax.kernels.fused_kv_fill.api import fold_gain
 from swiftkv_jax.layers import effective_gain, kernel_of, norm_weights, shared_norm_weights
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rows import NOTHING
+from swiftkv_jax.rows import FORMS, NOTHING, spread
 from swiftkv_jax.shapes import Array, PyTree
 
 INITS = ("fold", "copy")
@@ -218,6 +219,43 @@ def _slim_makers(model: Transformer, held: range, stack: PyTree, solved: Mapping
 
 def _name(model: Transformer, row: int, letter: str) -> str:
     return f"{model.plan.name(row)}: W_{letter.upper()}"
+
+
+def spread_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, PyTree]:
+    """The same model, with rows of inputs as an engine stores them (see `rows.SpreadInputs`).
+
+    In exact arithmetic nothing changes. The weights that read these rows are transformed and rounded to
+    their dtype again, so it cannot be saved.
+    """
+    plan, served = model.plan, model.plan.as_served()
+    if served == plan:
+        return model, params
+
+    def read_by(stack: PyTree, layer: int) -> PyTree:
+        attentions = list(stack["attentions"])
+        for i, reads in enumerate((plan.reads, plan.cross)):
+            if reads and plan.rows[reads[layer]].form != served.rows[reads[layer]].form:
+                moved = {name: _spread_kernel(attentions[i][name]) for name in FORMS["x"].moved}
+                attentions[i] = attentions[i] | moved
+        return stack | {"attentions": attentions}
+
+    stacks = zip(params["layers"], weights.ranges(params["layers"]), strict=True)
+    layers = [read_by(stack, held.start) for stack, held in stacks]
+    return Transformer(model.config, served, model.dtype), params | {"layers": layers}
+
+
+def _spread_kernel(p: PyTree) -> PyTree:
+    """A projection by head, [L, N, E, H], for inputs after `rows.spread`; a scale is multiplied in."""
+    kernel = p["kernel"]
+    dtype = jnp.float32 if "scale" in p else kernel.dtype
+    made = jax.device_put(_spread_rows(kernel_of(p), dtype), kernel.sharding)
+    return {name: leaf for name, leaf in p.items() if name != "scale"} | {"kernel": made}
+
+
+@partial(jax.jit, static_argnums=1)
+def _spread_rows(kernel: Array, dtype) -> Array:
+    turned = jnp.swapaxes(kernel.astype(jnp.float32), -1, -2)
+    return jnp.swapaxes(spread(turned, inverse=True), -1, -2).astype(dtype)
 
 
 def by_head(leaf: Array, heads: int) -> Array:

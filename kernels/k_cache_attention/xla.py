@@ -3,8 +3,9 @@
 With `one_turn` the turns are larger and their number is known to the compiler: on a GPU each turn of a loop
 of unknown length costs a round trip to the host.
 
-Blocks with more queries than a head is wide first make values from the stored rows, and then compute ordinary
-attention: in the weighted sum of whole rows, each head would do the work of all.
+Where a sequence has more queries than a head is wide, values are made first from its stored rows, once for all
+its blocks, and the rest is ordinary attention: in the weighted sum of whole rows, each head would do the work
+of all.
 """
 
 import jax
@@ -28,9 +29,9 @@ def k_cache_attention(
     values_first: bool | None = None,
     **options,
 ):
-    """As `api.k_cache_attention`; `threshold` skips nothing. values_first: None decides by the block."""
+    """As `api.k_cache_attention`; `threshold` skips nothing. values_first: None decides by the queries."""
     how, heads = Options(**options), q.shape[2]
-    values_first = _values_pay(q) if values_first is None else values_first
+    values_first = _values_pay(q, table) if values_first is None else values_first
 
     def read(stored, at):
         """(keys for the scores, rows to sum), from stored rows [b, s, E] at positions [s]."""
@@ -54,8 +55,10 @@ def k_cache_attention(
     if how.float8_scores:
         queries, factor = reference.float8_queries(q, how)
         scale = scale * jnp.swapaxes(factor, 1, 2)[..., None]
-    stored = table[sequence], position, how.row, scale, how.window, how.k_scale, how.bias
-    mixed = _attend(queries, k, *stored, q.dtype, read, w_kv.shape[2 if values_first else 1], one_turn)
+    places = table, sequence, position, values_first
+    stored = how.row, scale, how.window, how.k_scale, how.bias
+    width = w_kv.shape[2 if values_first else 1]
+    mixed = _attend(queries, k, *places, *stored, q.dtype, read, width, one_turn)
     return _finished(mixed, None if values_first else w_kv).astype(q.dtype)
 
 
@@ -78,7 +81,7 @@ def x_cache_attention(
 ):
     """As `api.x_cache_attention`. W_K is absorbed into the query and W_V applied to the sum, unless keys and
     values are made first."""
-    values_first = _values_pay(q) if values_first is None else values_first
+    values_first = _values_pay(q, table) if values_first is None else values_first
     if not values_first:
         q = jnp.einsum("bcnh,neh->bcne", q, w_k, preferred_element_type=jnp.float32).astype(q.dtype)
 
@@ -87,14 +90,15 @@ def x_cache_attention(
             return _of_heads(stored, w_k, stored.dtype), _of_heads(stored, w_v, stored.dtype)
         return jnp.broadcast_to(stored[:, :, None], (*stored.shape[:2], q.shape[2], stored.shape[-1])), stored
 
-    where = table[sequence], position, row, scale, window, x_scale, bias
+    where = table, sequence, position, values_first, row, scale, window, x_scale, bias
     mixed = _attend(q, x, *where, q.dtype, read, w_v.shape[2 if values_first else 1], one_turn)
     return _finished(mixed, None if values_first else w_v).astype(q.dtype)
 
 
-def _values_pay(q) -> bool:
-    """Whether to make values first, for blocks of queries [b, C, N, H]."""
-    return q.shape[1] > q.shape[3]
+def _values_pay(q, table) -> bool:
+    """Whether to make values first, for blocks of queries [b, C, N, H] of as many sequences as `table` has."""
+    blocks, queries, _, width = q.shape
+    return max(1, blocks // table.shape[0]) * queries > width
 
 
 def _of_heads(rows, w, dtype):
@@ -110,28 +114,52 @@ def _finished(mixed, w):
 
 
 def _attend(
-    q, pool, table, position, row, scale, window, k_scale, bias, dtype, read, width, one_turn
+    q,
+    pool,
+    table,
+    sequence,
+    position,
+    together: bool,
+    row,
+    scale,
+    window,
+    k_scale,
+    bias,
+    dtype,
+    read,
+    width,
+    one_turn,
 ) -> jax.Array:
     """Softmax-weighted sums [b, N, C, width] in float32 of the rows that `read` returns in `dtype`: shared by
-    all heads [b, s, width], or by head [b, s, N, width]."""
+    all heads [b, s, width], or by head [b, s, N, width].
+
+    together: `read` makes what it returns once for all blocks of a sequence.
+    """
     (blocks, queries, heads, _), page = q.shape, pool.shape[2]
-    slots = table.shape[1]
+    (sequences, slots), together = table.shape, together and len(table) < len(sequence)
+    table = table if together else table[sequence]
     window, one_turn = mask.window_of(window), dispatch.known_loops(one_turn)
     pages = online.pages_per_turn(blocks, page, slots, ONE_TURN_KEYS if one_turn else online.TURN_KEYS)
     table, turns = jnp.pad(table, ((0, 0), (0, -slots % pages))), -(-slots // pages)
+
+    def of_blocks(made):
+        return made[sequence] if together else made
 
     def turn(i):
         names = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
         at = i * pages * page + jnp.arange(pages * page)
         back = position[..., None] - at
         seen = (back >= 0) & (back < window)
-        stored = pool[row, names].reshape(blocks, -1, pool.shape[-1]).astype(dtype)
-        stored = jnp.where(seen.any(1)[..., None], stored, 0)  # 0 x NaN of a stale page is NaN
-        keys, rows = read(stored, at)
+        stored = pool[row, names].reshape(*names.shape[:1], -1, pool.shape[-1]).astype(dtype)
+        live = seen.any(1)
+        if together:
+            live = jnp.zeros((sequences, len(at)), bool).at[sequence].max(live)
+        stored = jnp.where(live[..., None], stored, 0)  # 0 x NaN of a stale page is NaN
+        keys, rows = (of_blocks(made) for made in read(stored, at))
         scores = jnp.einsum("bcnh,bsnh->bncs", q, keys, preferred_element_type=jnp.float32) * scale
         scales = jnp.ones((), jnp.float32)
         if k_scale is not None:
-            scales = jnp.where(seen.any(1), k_scale[row, names].reshape(blocks, -1), 0)[:, None, None]
+            scales = of_blocks(jnp.where(live, k_scale[row, names].reshape(live.shape), 0))[:, None, None]
 
         def weigh(weights):
             return jnp.einsum(

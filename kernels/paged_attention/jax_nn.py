@@ -32,10 +32,13 @@ def paged_attention(
     v_scale,
     by: Literal["xla", "cudnn"],
 ):
-    """As `api.paged_attention`, for blocks whose positions rise by one; `by` names jax.nn's
-    implementation."""
+    """As `api.paged_attention`, for blocks whose positions rise by one, as those of one sequence do together;
+    `by` names jax.nn's implementation."""
     del window  # wider than the table: see `refuses`
     attend: Any = {"xla": by_xla, "cudnn": by_cudnn}[by]
+    blocks = q.shape
+    if len(table) == 1:  # of one sequence, whose pages are then gathered once
+        q, sequence, position = q.reshape(1, -1, *q.shape[2:]), sequence[:1], position.reshape(1, -1)
     (_, queries, _, width), page, names = q.shape, k.shape[2], table[sequence]
     heads, place = k.shape[-1] // width, jnp.arange(queries)
     live = position >= 0
@@ -67,7 +70,7 @@ def paged_attention(
     before = attend(shifted, *before, some, jnp.maximum(first, 1).astype(jnp.int32), scale, False)
     mixed = _merge(inside, before, first > 0)
     mixed = jnp.take_along_axis(mixed, jnp.maximum(place - begin, 0)[..., None, None], axis=1)
-    return jnp.where(live[..., None, None], mixed, 0).astype(q.dtype)
+    return jnp.where(live[..., None, None], mixed, 0).astype(q.dtype).reshape(blocks)
 
 
 def _merge(one, other, there):

@@ -52,7 +52,7 @@ from swiftkv_jax.model import Transformer
 from swiftkv_jax.predict import Predicted, for_mesh, generator, split_layers, transformers
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.sharding import tensor_mesh
-from swiftkv_jax.surgery import fold_shared_norm
+from swiftkv_jax.surgery import fold_shared_norm, spread_inputs
 from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 
@@ -143,6 +143,8 @@ class LLM:
         self.tokenizer, self.mesh, self.generation = tokenizer, mesh, generation
         check_devices(model, mesh)
         params = split_layers(model, params)
+        if not isinstance(model, Predicted):
+            model, params = spread_inputs(model, params)
         if self.mesh is not None:
             model, params = for_mesh(model, params, self.mesh)
         self.model, self.params = model, params

@@ -21,6 +21,7 @@ from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
 from swiftkv_jax.engine.settings import CACHE_DTYPES, Settings, share_of
 from swiftkv_jax.errors import Parser, UsageError, UsageWarning, exit_code
 from swiftkv_jax.folder import DEMO
+from swiftkv_jax.plan import SPREAD
 from swiftkv_jax.predict import Predicted
 from swiftkv_jax.server import flags as http
 from swiftkv_jax.server.jobs import (
@@ -437,8 +438,9 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     stored = model.dtype if llm.settings.cache_dtype == "auto" else llm.settings.cache_dtype
     if reason := slower(model.config, plan, llm.devices[0].platform, stored):
         say(f"note      {reason}")
-    forms = [row.form for row in plan.rows]
-    kept = "".join(f", {forms.count(f)} as {f}" for f in plan.forms) if plan.forms != ("kv",) else ""
+    forms = [form.removeprefix(SPREAD) for form in (row.form for row in plan.rows)]
+    each = ", ".join(f"{forms.count(form)} as {form}" for form in dict.fromkeys(forms))
+    kept = f", {each}" if plan.forms != ("kv",) else ""
     rows = f"{plan.num_rows} rows{kept}{apart}"
     say(f"cache     {llm.cache_bytes_per_token} bytes per token in {rows}; {_room(llm)}")
     most = None if speech.hears(llm) else DEFAULT_MAX_TOKENS

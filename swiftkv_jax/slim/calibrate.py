@@ -26,7 +26,7 @@ from swiftkv_jax.plan import ENCODER, SELF
 from swiftkv_jax.rows import FORMS, reader_of, rounded
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.slim.texts import Pieces
-from swiftkv_jax.surgery import SINGULAR, between, condition, to_slim
+from swiftkv_jax.surgery import SINGULAR, between, condition, spread_inputs, to_slim
 
 RIDGES = (1e-10, 1e-8, 1e-6, 1e-4)  # relative to the stored rows' mean square; the kept half decides
 EXACT, FITTED = "exact", "calibrated"
@@ -94,6 +94,11 @@ class _Seen:
     some: np.ndarray
     x: Array
     stream: _Stream
+
+
+def served(model: Transformer, params: PyTree, picks: list[Candidate]) -> tuple[Transformer, PyTree]:
+    """`converted`, with rows as an engine stores them."""
+    return spread_inputs(*converted(model, params, picks))
 
 
 def converted(model: Transformer, params: PyTree, picks: list[Candidate]) -> tuple[Transformer, PyTree]:
@@ -250,13 +255,15 @@ def _with_output_error(
     c: Candidate, model: Transformer, params: PyTree, half: list[_Seen], dtype: str
 ) -> Candidate:
     layer, space = model.plan.readers(c.row)[0], model.plan.rows[c.row].space
-    slim, made = converted(model, params, [c])
+    slim, made = served(model, params, [c])
+    row = (slim.plan.cross if space != SELF else slim.plan.reads)[layer]
+    stored = slim.plan.rows[row].form, dtype, weights.row(made, row)
     off = of = 0.0
     for seen in half:
         p, q = (weights.layer(tree, layer)["attentions"][space != SELF] for tree in (params, made))
         args, real = (params.get("relative"), seen), seen.stream.real
         want = _output(model, space, layer, "kv", None, weights.row(params, c.row), p, *args)[real]
-        got = _output(slim, space, layer, c.form, dtype, weights.row(made, c.row), q, *args)[real]
+        got = _output(slim, space, layer, *stored, q, *args)[real]
         off, of = off + float(jnp.sum((got - want) ** 2)), of + float(jnp.sum(want**2))
     return dataclasses.replace(c, output_error=float(np.sqrt(off / of)))
 

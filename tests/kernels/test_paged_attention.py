@@ -151,6 +151,24 @@ def test_two_parts_of_a_ragged_batch_leave_padding_out():
     np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+def test_the_pages_of_one_sequence_are_gathered_once_for_all_its_blocks():
+    """A lone prompt's chunk in 8 blocks, the last of them empty; and what each part is given."""
+    case = cases.Case(lengths=(100,), queries=80, page=32)
+    (q, k, v, table, sequence, position), arrays = case.make()
+    want = jax.jit(functools.partial(cases.call, **case.options, implementation="reference"))(
+        q, k, v, table, sequence, position, **arrays
+    )
+    q, position = (jnp.pad(x, [(0, 0), (0, 16)] + [(0, 0)] * (x.ndim - 2)) for x in (q, position + 1))
+    cut = q.reshape(8, 12, *q.shape[2:]), k, v, table, jnp.zeros(8, jnp.int32), position.reshape(8, 12) - 1
+    run = jax.jit(in_two_parts(case))
+    got = np.asarray(run(*cut, **arrays)).reshape(q.shape)
+    np.testing.assert_allclose(got[:, :80], want, atol=1e-6)
+    assert (got[:, 80:] == 0).all()
+    pages = f"{case.slots}x{case.page}x{case.kv_heads * case.width}x"
+    assert f"tensor<1x{pages}" in (text := run.lower(*cut, **arrays).as_text())
+    assert f"tensor<8x{pages}" not in text
+
+
 def test_cudnn_is_asked_for_the_same_two_parts(monkeypatch):
     """A function in place of cuDNN's takes the arguments: sums in bfloat16, log-sum-exps in float32."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn

@@ -1,0 +1,100 @@
+"""Rows of inputs as an engine stores them: transformed so that no number is much larger than the others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_engine as tiny
+
+import swiftkv_jax as skv
+from swiftkv_jax.config import plan_from_hf
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.model import forward
+from swiftkv_jax.rope import NONE, RopeConfig
+from swiftkv_jax.rows import spread
+from swiftkv_jax.slim.measure import Reference
+from swiftkv_jax.slim.texts import Pieces
+from swiftkv_jax.surgery import spread_inputs, to_slim
+
+FREE = {"num_kv_heads": 4, "head_dim": 12, "rope": RopeConfig(rope_type=NONE)}
+PIECES = {1: 1, 7: 1, 48: 16, 60: 4, 384: 128, 512: 128, 768: 128}  # width -> numbers transformed together
+
+
+def sylvester(size: int) -> np.ndarray:
+    made = np.ones((1, 1))
+    while len(made) < size:
+        made = np.block([[made, made], [made, -made]])
+    return made
+
+
+@pytest.mark.parametrize("width", PIECES)
+def test_pieces_are_multiplied_by_hadamard_matrices_and_come_back(width):
+    x = np.random.default_rng(0).normal(size=(3, 5, width))
+    got = np.asarray(spread(jnp.asarray(x, jnp.float32)))
+    piece = PIECES[width]
+    by_hand = x.reshape(3, 5, -1, piece) @ sylvester(piece)
+    factor = 2.0 ** -(int(np.log2(piece)) // 2)
+    assert np.abs(got.reshape(by_hand.shape) - factor * by_hand).max() < 1e-5
+    assert np.abs(np.asarray(spread(jnp.asarray(got), inverse=True)) - x).max() < 2e-6
+    # Signs times powers of two: in 16 bits the factors are exact too.
+    ones = np.asarray(spread(jnp.eye(width, dtype=jnp.bfloat16)), np.float64)
+    assert (np.asarray(spread(jnp.asarray(ones, jnp.float32), inverse=True)) == np.eye(width)).all()
+
+
+@pytest.mark.parametrize("plan", ["standard", "swiftkv"])
+def test_an_engine_stores_transformed_inputs_of_a_model_that_stays_the_same(plan):
+    model, params = tiny.make_model(tiny.PLANS[plan].stored_as("x"), **FREE)
+    llm = LLM.from_model(model, params, None, **tiny.SIZES)
+    assert {row.form for row in llm.model.plan.rows} == {"spread_x"}
+    tokens = jnp.asarray([tiny.prompts([31])[0]])
+    want, got = (forward(*each, tokens) for each in ((model, params), spread_inputs(model, params)))
+    assert np.abs(np.asarray(want) - np.asarray(got)).max() < 2e-5
+    assert spread_inputs(llm.model, llm.params) == (llm.model, llm.params)  # once is enough
+
+
+@pytest.mark.parametrize("dtype, times", [("bfloat16", 3), ("int8", 10)])
+def test_a_large_number_among_the_inputs_spoils_no_others(dtype, times):
+    """Whisper-base has one of 22 among inputs of 0.6, before weights seven times as large as the others."""
+    plain, params = tiny.make_model(tiny.PLANS["standard"], **FREE | {"hidden_size": 128, "head_dim": 32})
+    layers = []
+    for stack in params["layers"]:
+        (attention,) = stack["attentions"]
+        attention = attention | {"norm": attention["norm"].at[:, 5].mul(30.0)}
+        layers.append(stack | {"attentions": [attention]})
+    rows = [
+        p | {"k_proj": p["k_proj"] | {"kernel": p["k_proj"]["kernel"].at[:, 5].mul(3.0)}}
+        for p in params["rows"]
+    ]
+    params = params | {"layers": layers, "rows": rows}
+    tokens = np.asarray(tiny.prompts([40] * 8))
+    ways = Reference(plain, params, Pieces(tokens, np.ones(tokens.shape, bool)), dtype)
+    rows = to_slim(plain, params, "x")
+    (inputs, _), (transformed, _) = ways.distance(*rows), ways.distance(*spread_inputs(*rows))
+    (kept, _) = ways.distance(plain, params)
+    assert transformed < inputs / times and transformed < 2 * kept, (inputs, transformed, kept)
+
+
+def test_weights_with_a_scale_are_transformed_with_it():
+    model, params = tiny.make_model(tiny.PLANS["standard"].stored_as("x"), **FREE)
+    stack = params["layers"][0]
+    p = stack["attentions"][0]["k_proj"]
+    scale = jnp.linspace(0.5, 2, p["kernel"].shape[-1]) * jnp.ones((*p["kernel"].shape[:-2], 1))
+    scaled = stack["attentions"][0] | {"k_proj": p | {"scale": scale}}
+    whole = stack["attentions"][0] | {"k_proj": p | {"kernel": p["kernel"] * scale[..., None, :]}}
+    made = [
+        spread_inputs(model, params | {"layers": [stack | {"attentions": [each]}, *params["layers"][1:]]})[1]
+        for each in (scaled, whole)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *made)
+
+
+def test_a_checkpoint_neither_gets_nor_names_rows_as_an_engine_stores_them(tmp_path):
+    model, params = tiny.make_model(tiny.PLANS["standard"].stored_as("x"), **FREE)
+    with pytest.raises(UsageError, match="save the model that it was given"):
+        skv.save_pretrained(tmp_path / "served", *spread_inputs(model, params))
+    assert not (tmp_path / "served").exists()
+    raw = {"model_type": "gpt2", "num_hidden_layers": model.plan.num_layers}
+    forms = {"version": 1, "forms": ["spread_x"] * model.plan.num_layers}
+    with pytest.raises(UsageError, match="'spread_x' is how an engine stores rows"):
+        plan_from_hf(raw | {"slim_attention": forms})
