@@ -277,13 +277,13 @@ def paged_attention(
 
 def _cut(q, sequence, position, most: int):
     """Split blocks [b, C] into blocks of equal size and at most `most` queries, padded with empty queries."""
-    blocks, queries = position.shape
+    queries = position.shape[1]
     pieces = -(-queries // most)
     each = -(-queries // pieces)
     over = ((0, 0), (0, pieces * each - queries))
     position = jnp.pad(position, over, constant_values=-1).reshape(-1, each)
     q = jnp.pad(q, (*over, (0, 0), (0, 0))).reshape(-1, each, *q.shape[2:])
-    return q, jnp.repeat(sequence, pieces, total_repeat_length=blocks * pieces), position
+    return q, jnp.repeat(sequence, pieces), position
 
 
 def most_queries(q, k, v) -> int:

@@ -1,6 +1,7 @@
 """Sampling on the device: logits to tokens, each lane with its own parameters and random stream."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import UInt
 
 from swiftkv_jax.engine.request import MAX_LOGPROBS, MOST_STOPS
 from swiftkv_jax.engine.sequence import BAD, NONE_LEFT, Sequence
+from swiftkv_jax.kernels.common.dispatch import device
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Array, Bool, Float, Int
 
@@ -197,18 +199,18 @@ def sample(
     top-p, then a draw by the Gumbel trick, whose noise depends on the lane's seed and the position alone.
     Where a logit is not finite the token is BAD; where every token is ruled out, NONE_LEFT.
     """
-    raw, sane = logits, jnp.isfinite(logits).all(-1)
+    raw = logits
     if mode.biased:
         logits = logits + policy.bias
     logits = forbid_ends(logits, policy, produced)
     if mode.penalised:
         logits = penalise(logits, policy, tally)
-    token, best = _likeliest(logits)
+    token, best, sane = _likeliest(logits, jnp.isfinite(raw))
     if mode.sampled:
         scaled = logits / jnp.where(policy.temperature > 0, policy.temperature, 1.0)[:, None]
         if mode.filtered:
             scaled = jnp.where(kept(scaled, policy), scaled, -jnp.inf)
-        drawn, _ = _likeliest(scaled + gumbel(policy.seed, position, logits.shape[1]))
+        drawn, *_ = _likeliest(scaled + gumbel(policy.seed, position, logits.shape[1]))
         token = jnp.where(policy.temperature > 0, drawn, token)
         best = jnp.where(policy.temperature > 0, scaled.max(-1), best)
     sampled = _with_logprobs(raw, token, mode)
@@ -218,11 +220,28 @@ def sample(
     return dataclasses.replace(sampled, token=jnp.where(sane, token, BAD))
 
 
-def _likeliest(logits: Float[Array, "Q V"]) -> tuple[Int[Array, " Q"], Float[Array, " Q"]]:
-    """The first token with each lane's largest logit, and that logit. XLA's argmax is scalar code on CPUs."""
-    best, last = logits.max(-1), logits.shape[1] - 1
-    token = jnp.where(logits == best[:, None], jnp.arange(last + 1, dtype=jnp.int32), last).min(-1)
-    return token, best
+def _likeliest(
+    logits: Float[Array, "Q V"], sane: Bool[Array, "Q V"] | None = None
+) -> tuple[Int[Array, " Q"], Float[Array, " Q"], Bool[Array, " Q"] | None]:
+    """(the first token with each lane's largest logit, that logit, whether all of the lane is `sane`).
+
+    CPUs read the logits twice, since XLA's argmax is scalar code there; others read them once.
+    """
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    if device()[0] == "cpu":
+        best = logits.max(-1)
+        token = jnp.where(logits == best[:, None], ids, ids[-1]).min(-1)
+        return token, best, None if sane is None else sane.all(-1)
+
+    def better(one, other):
+        first = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
+        larger, token = (jnp.where(first, *pair) for pair in zip(one[:2], other[:2], strict=True))
+        return larger, token, *(a & b for a, b in zip(one[2:], other[2:], strict=True))
+
+    given = [logits, jnp.broadcast_to(ids, logits.shape), *([] if sane is None else [sane])]
+    start = [jnp.float32(-jnp.inf), ids[-1], *([] if sane is None else [True])]
+    best, token, *rest = jax.lax.reduce(given, start, better, (1,))
+    return token, best, rest[0] if rest else None
 
 
 def _with_logprobs(raw, token, mode: Mode) -> Sampled:
@@ -243,6 +262,10 @@ def forbid_ends(
     """Mask end-of-sequence and stop ids before `min_tokens`."""
     early = (produced < policy.min_tokens)[:, None] & (policy.stop_ids >= 0)
     ids = jnp.where(early, policy.stop_ids, logits.shape[1])
+    if device()[0] != "cpu":  # without a pass of its own over the logits
+        token = jnp.arange(logits.shape[1])
+        hit = functools.reduce(jnp.logical_or, (token == ids[:, i, None] for i in range(ids.shape[1])))
+        return jnp.where(hit, -jnp.inf, logits)
     return logits.at[jnp.arange(logits.shape[0])[:, None], ids].set(-jnp.inf, mode="drop")
 
 

@@ -205,11 +205,9 @@ def executed(hlo: str) -> tuple[collections.Counter, collections.Counter, list[b
     return operations, repeated, loops
 
 
-def most_operations(program: str, plan: str, rows: str, cache) -> int:
+def most_operations(program: str, plan: str) -> int:
     """That a program may have on an H100."""
-    rounding = 4 * cache.plan.num_rows if rows == "int8" else 0  # a factor and a scatter of each array
-    at_split = 2 * (plan != "standard")  # a norm and a product for keys and values alone
-    return GPU_OPERATIONS[program] * PLANS[plan].num_layers // CONFIG.num_layers + rounding + at_split
+    return GPU_OPERATIONS[program] * PLANS[plan].num_layers // CONFIG.num_layers
 
 
 @pytest.mark.parametrize("program", ["run_any", "decode"])
@@ -229,7 +227,7 @@ def test_no_weight_is_copied_and_no_layer_waits_for_the_host(chip, plan, rows, p
         assert memory.temp_size_in_bytes < DECODE_BYTES
     if chip == "h100":
         found = each_step if program == "decode" else once
-        assert sum(found.values()) <= most_operations(program, plan, rows, cache), found
+        assert sum(found.values()) <= most_operations(program, plan), found
 
 
 @pytest.mark.parametrize("rows", ["bfloat16", "int8"])
@@ -242,7 +240,8 @@ def test_a_decode_step_with_xla_attention_on_an_h100_copies_no_weight(plan, rows
     assert memory.temp_size_in_bytes < DECODE_BYTES
     _, each_step, loops = executed(hlo)
     assert loops == [False]  # its steps
-    assert sum(each_step.values()) <= most_operations("decode", plan, rows, cache), each_step
+    scales = 5 * (rows == "int8")  # of the rows, which no kernel reads and writes together
+    assert sum(each_step.values()) <= most_operations("decode", plan) + scales, each_step
 
 
 def test_a_prompt_chunk_with_xla_attention_on_an_h100_copies_no_weight():
@@ -300,7 +299,7 @@ def test_a_step_of_eight_tokens_copies_no_weight_and_has_no_loop(chip, rows):
     once, _, loops = executed(hlo)
     assert not loops
     if chip == "h100":
-        assert sum(once.values()) <= most_operations("run_any", "swiftkv", rows, cache), once
+        assert sum(once.values()) <= most_operations("run_any", "swiftkv"), once
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -145,6 +145,31 @@ def test_no_end_before_min_tokens():
 
 
 @pytest.mark.parametrize(
+    "mode", [Mode(), Mode(sampled=True, filtered=True, biased=True)], ids=["greedy", "all"]
+)
+def test_an_accelerator_draws_the_tokens_that_a_cpu_draws(mode, monkeypatch):
+    """They read the logits once: with ties, tokens ruled out, ends that come too early, and NaNs."""
+    lanes, vocab = 12, 300
+    logits = jnp.round(random_logits(lanes, vocab))  # full of ties
+    logits = logits.at[0, 7].set(jnp.nan).at[1, 299].set(jnp.inf).at[2, 0].set(-jnp.inf).at[3].set(jnp.nan)
+    logits = logits.at[4, 299].set(99).at[5, 0].set(99).at[6].set(-1e30)
+    bias = jnp.zeros((lanes, vocab if mode.biased else 0)).at[7 % lanes].set(-jnp.inf)
+    ends = jnp.argsort(-logits, axis=1)[:, :4].at[:, 3].set(NO_ID).at[8, 0].set(299)
+    rules = policy(lanes, min_tokens=jnp.arange(lanes) % 2 * 9, stop_ids=ends, top_k=5)
+    rules = dataclasses.replace(rules, bias=bias)
+    where = no_tally(lanes), jnp.full(lanes, 3), jnp.arange(lanes)
+
+    def drawn():
+        return jax.jit(lambda x: sampling.sample(x, rules, *where, mode))(logits)
+
+    want = drawn()
+    monkeypatch.setattr(sampling, "device", lambda: ("gpu", "a GPU", 1))
+    jax.tree.map(np.testing.assert_array_equal, drawn(), want)
+    tokens = np.asarray(want.token)
+    assert (tokens[:4] == BAD).all() and len(set(tokens[4:])) > 4
+
+
+@pytest.mark.parametrize(
     "rules", [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5, "min_p": 0.05}], ids=str
 )
 def test_frequencies_are_those_of_softmax(rules):
