@@ -3,9 +3,9 @@
 With `one_turn` the turns are larger and their number is known to the compiler: on a GPU each turn of a loop
 of unknown length costs a round trip to the host.
 
-Where a sequence has more queries than a head is wide, values are made first from its stored rows, once for all
-its blocks, and the rest is ordinary attention: in the weighted sum of whole rows, each head would do the work
-of all.
+Where a sequence has more queries than a head is wide, values are made first from its stored rows, once for
+all its blocks, and the rest is ordinary attention: in the weighted sum of whole rows, each head would do the
+work of all.
 """
 
 import jax
@@ -96,7 +96,7 @@ def x_cache_attention(
 
 
 def _values_pay(q, table) -> bool:
-    """Whether to make values first, for blocks of queries [b, C, N, H] of as many sequences as `table` has."""
+    """Whether to make values first, for blocks of queries [b, C, N, H] of the sequences in `table`."""
     blocks, queries, _, width = q.shape
     return max(1, blocks // table.shape[0]) * queries > width
 
