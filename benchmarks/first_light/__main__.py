@@ -15,6 +15,7 @@ from benchmarks.common import RESULTS, not_measured
 from benchmarks.first_light import report
 from benchmarks.first_light.candidates import Candidate, of
 from benchmarks.first_light.engine import PLANS
+from benchmarks.first_light.peers import PEERS
 from benchmarks.first_light.shapes import Shape
 from benchmarks.first_light.shapes import shape as shape_of
 from swiftkv_jax.kernels.check.supervisor import Book, Line, write_whole
@@ -50,6 +51,15 @@ def kernel_lines(book: Book, name: str, candidates: Sequence[Candidate], module:
             first = safe[candidate.kind] == candidate
             if first or report.is_right(lines, candidate):
                 run("contest", candidate, folder=folder, safe=first)
+
+
+def peer_lines(book: Book, name: str) -> None:
+    """Time what others made for the same calls."""
+    top = book.result["lines"].get("ceilings", {})
+    for kind, peer in PEERS:
+        args = {"shape": name, "kind": kind, "name": peer}
+        line = Line(f"peer: {kind}, {peer}", "peer", args, 40.0, _FEWEST, "kernels")
+        book.run(line, report.said("peer", top, kind))
 
 
 def engine_lines(book: Book, name: str, candidates: Sequence[Candidate], module: str | None) -> None:
@@ -128,6 +138,7 @@ def main() -> int:
             ceilings = Line("ceilings", "ceilings", {"shape": args.shape}, 60.0, _FEWEST, "kernels")
             book.run(ceilings, report.said("ceilings", {}))
             kernel_lines(book, args.shape, candidates, args.candidates)
+            peer_lines(book, args.shape)
             machine_lines(book, args.shape, where["xla_flags"])
             engine_lines(book, args.shape, candidates, args.candidates)
         finally:

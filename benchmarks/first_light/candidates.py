@@ -37,9 +37,11 @@ class Candidate:
 
 HOPPER = (
     Candidate("decode", "xla"),
+    Candidate("decode", "xla in turns"),
     Candidate("decode", "pallas_gpu"),
     Candidate("decode", "pallas_gpu", page=128),
     Candidate("chunk", "xla", block=128),
+    Candidate("chunk", "xla in turns", block=128),
     Candidate("chunk", "xla_one_turn", block=0),
     Candidate("chunk", "pallas_gpu", block=128),
     Candidate("chunk", "pallas_gpu", page=128, block=128),
@@ -57,6 +59,7 @@ HOPPER = (
 # Replacements on a CPU, only to see that the benchmark runs.
 HERE = (
     Candidate("decode", "xla"),
+    Candidate("decode", "xla in turns"),
     Candidate("decode", "xla_one_turn"),
     Candidate("decode", "pallas_gpu interpreted"),
     Candidate("chunk", "xla", block=128),
@@ -81,8 +84,10 @@ def of(shape: str, module: str | None) -> tuple[Candidate, ...]:
 def register(module: str | None) -> None:
     """Register implementations of candidates from outside of the library in its tables."""
     from swiftkv_jax.kernels.common.dispatch import Implementation
-    from swiftkv_jax.kernels.paged_attention import api, jax_nn, pallas_gpu
+    from swiftkv_jax.kernels.paged_attention import api, jax_nn, pallas_gpu, xla
 
+    in_turns = functools.partial(xla.paged_attention, one_turn=False)  # a loop whose length the device knows
+    api.PAGED_ATTENTION["xla in turns"] = Implementation(in_turns)
     if jax.default_backend() == "cpu":
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 

@@ -107,7 +107,7 @@ def said(task: str, top: dict, kind: str = ""):
     def plain(found: dict) -> str:
         return ", ".join(f"{k} {_short(v)}" for k, v in found.items() if k not in ("status", "seconds"))
 
-    return {"numerics": numerics, "contest": contest, "engine": engine}.get(task, plain)
+    return {"numerics": numerics, "contest": contest, "peer": contest, "engine": engine}.get(task, plain)
 
 
 def _short(value) -> str:

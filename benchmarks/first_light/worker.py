@@ -1,6 +1,6 @@
 """The measuring process."""
 
-from benchmarks.first_light import engine, kernels, machine
+from benchmarks.first_light import engine, kernels, machine, peers
 from swiftkv_jax.kernels.check.supervisor import answer_tasks
 
 TASKS = {
@@ -9,6 +9,7 @@ TASKS = {
     "launches": machine.launches,
     "numerics": kernels.numerics,
     "contest": kernels.contest,
+    "peer": peers.peer,
     "engine": engine.measure,
 }
 

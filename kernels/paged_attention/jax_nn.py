@@ -68,12 +68,12 @@ def paged_attention(
     inside = attend(shifted, *inside, some, some, scale, True)
     before = part(names, None, jnp.arange(names.shape[1] * page) < first[:, None])
     before = attend(shifted, *before, some, jnp.maximum(first, 1).astype(jnp.int32), scale, False)
-    mixed = _merge(inside, before, first > 0)
+    mixed = merge(inside, before, first > 0)
     mixed = jnp.take_along_axis(mixed, jnp.maximum(place - begin, 0)[..., None, None], axis=1)
     return jnp.where(live[..., None, None], mixed, 0).astype(q.dtype).reshape(blocks)
 
 
-def _merge(one, other, there):
+def merge(one, other, there):
     """Merge the sums [b, C, N, H] over two sets of keys by their log-sum-exps [b, C, N], in float32. `other`
     counts only where it is `there` [b]."""
     (mixed, lse), (second, its) = one, other

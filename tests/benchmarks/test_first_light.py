@@ -15,6 +15,7 @@ from benchmarks.first_light import __main__ as command
 from benchmarks.first_light import engine, report
 from benchmarks.first_light.candidates import HERE, HOPPER, Candidate
 from benchmarks.first_light.kernels import by_token
+from benchmarks.first_light.peers import PEERS, peer
 from swiftkv_jax import cache
 from swiftkv_jax.kernels.check.cases import Attention
 from swiftkv_jax.kernels.check.supervisor import Book, Failed, Line, Worker
@@ -279,6 +280,16 @@ def test_a_block_of_a_prompt_can_be_set(monkeypatch):
     monkeypatch.setattr(cache, "QUERY_BLOCK", cache.QUERY_BLOCK)
     engine.set_block(7)
     assert max(cache.block_size(tokens, 1) for tokens in range(1, 300)) == 7
+
+
+@pytest.mark.parametrize(("kind", "name"), PEERS)
+def test_what_a_winner_is_compared_with_is_right(kind, name):
+    """On a CPU: the Triton kernel interpreted, XLA in cuDNN's place."""
+    found = {size: value for part in peer("tiny", kind, name) for size, value in part.items()}
+    sizes = command.shape_of("tiny")
+    wanted = sizes.decodes if kind == "decode" else sizes.contexts
+    assert len(found) == len(wanted)
+    assert all(value["off"] < report.OFF and value["seconds"] > 0 for value in found.values())
 
 
 def test_xla_is_the_first_candidate_of_each_kind():
