@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from swiftkv_jax.kernels.check.decide import Decision
 from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.plan import Prediction
 from swiftkv_jax.predict import Predicted
+from swiftkv_jax.server import main as server_main
 from swiftkv_jax.server.main import main
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
@@ -349,6 +351,31 @@ def test_a_warning_is_one_line_of_a_command(monkeypatch):
     commands.be_quiet()
     assert warnings.formatwarning("an odd field", UsageWarning, "a.py", 3) == "warning: an odd field\n"
     assert "a.py:3: UserWarning: another's" in warnings.formatwarning("another's", UserWarning, "a.py", 3)
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["in a log", "on a terminal"])
+def test_a_slow_batch_says_how_far_it_is(terminal, folder, whole, tmp_path, monkeypatch, capsys):
+    """As while its programs compile: twice as long between lines of a log, the bar's clock on a terminal."""
+    run, turns = LLM.run, []
+
+    def slow(self, requests):
+        for finished in run(self, requests):
+            time.sleep(0 if turns else 1.5)
+            turns.append(finished)
+            yield finished
+
+    monkeypatch.setattr(LLM, "run", slow)
+    monkeypatch.setattr(server_main, "TELL_S", 0.2)
+    monkeypatch.setattr(server_main, "_TICK_S", 0.1)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    flags = [flag for flag in FLAGS if flag != "--quiet"]
+    out = ["--output", str(tmp_path / "out.jsonl")]
+    assert main(["--model", str(folder), "--input", whole[0], *out, *flags]) == 0
+    said = capsys.readouterr().err
+    if terminal:
+        assert len(re.findall(r"0/8 \[00:0[01]<", said)) > 10
+    else:
+        assert 3 <= len(re.findall(r"running   0 of 8 prompts, \d s so far", said)) < 8
 
 
 def test_ctrl_c_says_how_to_go_on(folder, whole, tmp_path, monkeypatch, capsys):
