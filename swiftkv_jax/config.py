@@ -22,7 +22,7 @@ from swiftkv_jax.config_json import (
 from swiftkv_jax.encoder_json import family_fields, family_written
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.families import FAMILIES
-from swiftkv_jax.plan import SERVED, KVPlan
+from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import RopeConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -170,6 +170,8 @@ class ModelConfig:
           UsageError: config.json cannot express this config and plan (a hand-made mixture of families, an
             arbitrary row map).
         """
+        if plan.named_forms != tuple(row.form for row in plan.rows):
+            raise UsageError("rows of inputs are as an engine stores them: save the model that it was given")
         (split, share), family = plan.split_and_share, FAMILIES[self.family]
         out = {
             "model_type": self.family,
@@ -208,8 +210,6 @@ class ModelConfig:
             out |= {"num_key_value_layers": split, "key_value_group_size": share}
         if self.exit_head:
             out["exit_head"] = True  # ours: published checkpoints have none
-        if {*plan.forms, *plan.cross_forms} & {*SERVED.values()}:
-            raise UsageError("rows of inputs are as an engine stores them: save the model that it was given")
         if plan.forms != ("kv",):
             out["slim_attention"] = {"version": 1, "forms": list(plan.listed_forms)}  # ours too
         if set(plan.cross_forms) - {"kv"}:

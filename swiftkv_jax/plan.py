@@ -12,8 +12,8 @@ from swiftkv_jax.checks import integer
 from swiftkv_jax.errors import UsageError
 
 SELF, ENCODER = "self", "encoder"  # the spaces of rows: of the tokens themselves, of an encoder's output
-SPREAD = "spread_"  # before the name of a form: as an engine stores it, which no checkpoint names
-SERVED = {"x": f"{SPREAD}x"}
+SERVED = {"x": "hadamard_x"}  # form of a checkpoint's rows -> the form in which an engine stores them
+_OF_INPUTS = ("x", SERVED["x"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +147,17 @@ class KVPlan:
         each = _one_each(forms, len(own), "rows")
         made = tuple(dataclasses.replace(row, form=form) for row, form in zip(own, each, strict=True))
         made += self.rows[len(own) :]
-        same = [row for row in made if row.form == "x" and row.shared_norm]
+        same = [row for row in made if row.form in _OF_INPUTS and row.shared_norm]
         kept = [row for row in made if row not in same[1:]]
         moved = [kept.index(same[0] if row in same else row) for row in made]
         reads, cross = (tuple(moved[read] for read in each) for each in (self.reads, self.cross))
         return dataclasses.replace(self, rows=tuple(kept), reads=reads, cross=cross)
+
+    @property
+    def named_forms(self) -> tuple[str, ...]:
+        """The form of each row as a checkpoint names it."""
+        names = {served: form for form, served in SERVED.items()}
+        return tuple(names.get(row.form, row.form) for row in self.rows)
 
     def as_served(self) -> "KVPlan":
         """This plan with each row in the form in which an engine stores it (see SERVED)."""

@@ -6,6 +6,7 @@ it, how they make it, and how a query reads it: from full sequences (training), 
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -298,9 +299,9 @@ class Inputs:
         return mixed + _bias(reader["v_proj"], mixed)
 
 
-class SpreadInputs(Inputs):
+class HadamardInputs(Inputs):
     """Inputs as an engine stores them: after a Hadamard transform, with reading weights for that basis (see
-    `surgery.spread_inputs`).
+    `surgery.hadamard_inputs`).
 
     In real models a few numbers of an input are tens of times larger than the others, and rounding one of
     them moves all keys in one direction. Spread over many numbers, the errors are independent and partly
@@ -308,10 +309,10 @@ class SpreadInputs(Inputs):
     """
 
     def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
-        return (spread(h)[..., None, :],)
+        return (hadamard(h)[..., None, :],)
 
 
-def spread(x: Float[Array, "*batch w"], inverse: bool = False) -> Float[Array, "*batch w"]:
+def hadamard(x: Float[Array, "*batch w"], inverse: bool = False) -> Float[Array, "*batch w"]:
     """Each piece of the last axis times a Hadamard matrix, in x's dtype.
 
     A piece is the largest power of two that divides the width, up to 128. With `inverse` the result of the
@@ -322,7 +323,8 @@ def spread(x: Float[Array, "*batch w"], inverse: bool = False) -> Float[Array, "
     factor = 0.5 ** (halvings - halvings // 2 if inverse else halvings // 2)
     cut = x.reshape(*x.shape[:-1], -1, piece)
     matrix = jnp.asarray(factor * scipy.linalg.hadamard(piece), x.dtype)
-    made = jnp.matmul(cut, matrix, precision="highest", preferred_element_type=jnp.float32)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    made = jnp.matmul(cut, matrix, precision="highest", preferred_element_type=wide)
     return made.astype(x.dtype).reshape(x.shape)
 
 
@@ -381,8 +383,20 @@ def has_fill(config: ModelConfig, plan: KVPlan) -> bool:
 
 
 FORMS: dict[str, Form] = {"kv": KeysValues(), "k": Keys(), "v": Values(), "x": Inputs()}
-NAMED = tuple(FORMS)  # those that a checkpoint or a user may name
-FORMS |= {SERVED["x"]: SpreadInputs()}
+CHECKPOINT_FORMS = tuple(FORMS)  # those that a checkpoint or a user may name
+FORMS |= {SERVED["x"]: HadamardInputs()}
+
+
+def check_named(forms: Iterable[str]) -> None:
+    """Check that rows have forms of these names.
+
+    Raises:
+      UsageError: they have not.
+    """
+    for form in forms:
+        if form not in CHECKPOINT_FORMS:
+            known = f"known: {', '.join(CHECKPOINT_FORMS)}{suggest(form, CHECKPOINT_FORMS)}"
+            raise UsageError(f"rows have no form {form!r}; {known}")
 
 
 def check(config: ModelConfig, plan: KVPlan) -> None:
@@ -393,9 +407,8 @@ def check(config: ModelConfig, plan: KVPlan) -> None:
     """
     if plan.num_layers != config.num_layers:
         raise UsageError(f"the plan has {plan.num_layers} layers, the model {config.num_layers}")
+    check_named(plan.named_forms)
     for form in dict.fromkeys((*plan.forms, *plan.cross_forms)):
-        if form not in FORMS:
-            raise UsageError(f"rows have no form {form!r}; known: {', '.join(NAMED)}{suggest(form, NAMED)}")
         if reason := FORMS[form].refuses(config):
             raise UsageError(f"rows cannot be stored as {form!r}: {reason}")
     if plan.cross and config.encoder is None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from swiftkv_jax.kernels.fused_kv_fill.api import fold_gain
 from swiftkv_jax.layers import effective_gain, kernel_of, norm_weights, shared_norm_weights
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rows import FORMS, NOTHING, spread
+from swiftkv_jax.rows import FORMS, NOTHING, check_named, hadamard
 from swiftkv_jax.shapes import Array, PyTree
 
 INITS = ("fold", "copy")
@@ -147,17 +146,22 @@ def to_slim(
     stored = {*model.plan.forms, *model.plan.cross_forms}
     if stored != {"kv"}:
         raise UsageError(f"to_slim converts rows of keys and values, not of {', '.join(sorted(stored))}")
-    plan = model.plan.stored_as(*([forms] if isinstance(forms, str) else forms))
+    own, cross = ([each] if isinstance(each, str) else each for each in (forms, cross_forms))
+    check_named((*own, *cross))
+    plan = model.plan.stored_as(*own)
     if model.plan.cross:
-        plan = plan.with_cross(*([cross_forms] if isinstance(cross_forms, str) else cross_forms))
+        plan = plan.with_cross(*cross)
     slim = Transformer(model.config, plan, model.dtype)
     layers, held = weights.partition(plan, model.config.windows, weights.cuts_of(params))
     was = _plain_rows(model.plan, plan)
     stacks = [_rows(params["rows"], [was[row] for row in made]) for made in held]
     found = {new: solved[old] for new, old in enumerate(was) if old in solved} if solved else {}
-    rows = [_slim_makers(slim, made, p, found) for made, p in zip(held, stacks, strict=True)]
+    makers = [_slim_makers(slim, made, p, found) for made, p in zip(held, stacks, strict=True)]
     cut = zip(layers, weights.recut(params["layers"], layers), strict=True)
-    return slim, params | {"layers": [_slim_layers(slim, model.plan, params, *p) for p in cut], "rows": rows}
+    return slim, params | {
+        "layers": [_slim_layers(slim, model.plan, params, *p) for p in cut],
+        "rows": makers,
+    }
 
 
 def _rows(stacks: Sequence[PyTree], wanted: list[int]) -> PyTree:
@@ -221,11 +225,11 @@ def _name(model: Transformer, row: int, letter: str) -> str:
     return f"{model.plan.name(row)}: W_{letter.upper()}"
 
 
-def spread_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, PyTree]:
-    """The same model, with rows of inputs as an engine stores them (see `rows.SpreadInputs`).
+def hadamard_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, PyTree]:
+    """The same model, with rows of inputs as an engine stores them (see `rows.HadamardInputs`).
 
     In exact arithmetic nothing changes. The weights that read these rows are transformed and rounded to
-    their dtype again, so it cannot be saved.
+    their dtype again, so checkpoints are made of the model that was given.
     """
     plan, served = model.plan, model.plan.as_served()
     if served == plan:
@@ -235,7 +239,7 @@ def spread_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, PyTr
         attentions = list(stack["attentions"])
         for i, reads in enumerate((plan.reads, plan.cross)):
             if reads and plan.rows[reads[layer]].form != served.rows[reads[layer]].form:
-                moved = {name: _spread_kernel(attentions[i][name]) for name in FORMS["x"].moved}
+                moved = {name: _transformed(attentions[i][name], model.dtype) for name in FORMS["x"].moved}
                 attentions[i] = attentions[i] | moved
         return stack | {"attentions": attentions}
 
@@ -244,18 +248,18 @@ def spread_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, PyTr
     return Transformer(model.config, served, model.dtype), params | {"layers": layers}
 
 
-def _spread_kernel(p: PyTree) -> PyTree:
-    """A projection by head, [L, N, E, H], for inputs after `rows.spread`; a scale is multiplied in."""
+def _transformed(p: PyTree, dtype: str) -> PyTree:
+    """A projection by head, [L, N, E, H], for inputs after `rows.hadamard`. A scale is multiplied in, and the
+    kernel is then in `dtype`."""
     kernel = p["kernel"]
-    dtype = jnp.float32 if "scale" in p else kernel.dtype
-    made = jax.device_put(_spread_rows(kernel_of(p), dtype), kernel.sharding)
-    return {name: leaf for name, leaf in p.items() if name != "scale"} | {"kernel": made}
+    kind = jnp.dtype(dtype) if "scale" in p else kernel.dtype
+    run = jax.jit(_with_rows_transformed, static_argnums=1, out_shardings=kernel.sharding)
+    return {name: leaf for name, leaf in p.items() if name != "scale"} | {"kernel": run(kernel_of(p), kind)}
 
 
-@partial(jax.jit, static_argnums=1)
-def _spread_rows(kernel: Array, dtype) -> Array:
-    turned = jnp.swapaxes(kernel.astype(jnp.float32), -1, -2)
-    return jnp.swapaxes(spread(turned, inverse=True), -1, -2).astype(dtype)
+def _with_rows_transformed(kernel: Array, dtype) -> Array:
+    by_row = jnp.swapaxes(kernel.astype(jnp.float32), -1, -2)
+    return jnp.swapaxes(hadamard(by_row, inverse=True), -1, -2).astype(dtype)
 
 
 def by_head(leaf: Array, heads: int) -> Array:

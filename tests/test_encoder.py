@@ -21,7 +21,7 @@ from swiftkv_jax.layers import relative_bias
 from swiftkv_jax.model import step
 from swiftkv_jax.slim.measure import Reference
 from swiftkv_jax.slim.texts import Beside, Pieces
-from swiftkv_jax.surgery import to_slim
+from swiftkv_jax.surgery import hadamard_inputs, to_slim
 
 LENGTHS = [13, 30, 5]
 T5_CONFIG = {
@@ -162,7 +162,7 @@ CASES = [
 def test_steps_in_every_form_equal_transformers(name, own, cross, folders, wanted):
     source, lengths, ids, want = wanted(name)
     model, params = converted(folders(name), own, cross)
-    got, cache = stepped(model, params, source, lengths, ids)
+    got, cache = stepped(*hadamard_inputs(model, params), source, lengths, ids)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
     np.testing.assert_allclose(definition(model, params, source, lengths, ids)[1], want, rtol=0, atol=1e-4)
     if cross == "x":  # one row of the encoder's output, whatever the layers
@@ -193,10 +193,11 @@ def test_inputs_in_bfloat16_cost_no_more_than_keys_and_values(name, folders, wan
         read = Pieces(ids.astype(np.int32), np.ones(ids.shape, bool), Beside(x, lengths, real))
         reference = Reference(*plain, read, "bfloat16")
         for forms in every:
-            cost, _ = reference.distance(*converted(folder, *forms))
+            stored = hadamard_inputs(*converted(folder, *forms))
+            cost, _ = reference.distance(*stored)
             found.setdefault(forms, []).append(cost)
             if not seed:  # what the definition loses, a cache in bfloat16 loses
-                served = stepped(*converted(folder, *forms), source, lengths, ids, "bfloat16")[0]
+                served = stepped(*stored, source, lengths, ids, "bfloat16")[0]
                 assert divergence(want, served) == pytest.approx(cost, rel=0.2)
     kv, e, inputs = (np.mean(found[forms]) for forms in every)
     assert 0 < e < 2 * kv and 0 < inputs < 2 * kv, found

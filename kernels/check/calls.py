@@ -218,6 +218,9 @@ def _attention_verdicts(call: Call, name: str) -> Iterator[tuple[str, dict]]:
                 pairs = [(0, 0), (page, 1), *((n, block + 3) for n in (0, *lengths))]
             case = _attention(call, pairs, block, window)
             yield _where(block, window), cases.attention_verdict(case, name)
+            if block > 1:  # the blocks of one sequence alone, the last of them begun
+                case = _attention(call, [(page + 1, 2 * block + 3)], block, window)
+                yield _where(block, window) + ", one sequence", cases.attention_verdict(case, name)
 
 
 def _attention(call: Call, pairs, block: int, window: int | None, **more) -> Attention:
@@ -397,7 +400,7 @@ def _timed_keys(call: Call, name: str, like: Attention, count: int) -> Timed:
         def run(q, *read, **arrays):
             out = [q]
             for turn in range(count):
-                where = (table, sequence + turn * lanes, position)
+                where = (table[turn * lanes : (turn + 1) * lanes], sequence, position)
                 out.append(case.door(out[-1], *read, *where, **options, **arrays))
             return out[1], out[-1]
 

@@ -8,6 +8,8 @@ all its blocks, and the rest is ordinary attention: in the weighted sum of whole
 work of all.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -55,10 +57,10 @@ def k_cache_attention(
     if how.float8_scores:
         queries, factor = reference.float8_queries(q, how)
         scale = scale * jnp.swapaxes(factor, 1, 2)[..., None]
-    places = table, sequence, position, values_first
-    stored = how.row, scale, how.window, how.k_scale, how.bias
+    stored = _Stored(k, how.row, how.window, how.k_scale, how.bias)
     width = w_kv.shape[2 if values_first else 1]
-    mixed = _attend(queries, k, *places, *stored, q.dtype, read, width, one_turn)
+    places = table, sequence, position
+    mixed = _attend(queries, stored, *places, scale, read, width, q.dtype, values_first, one_turn)
     return _finished(mixed, None if values_first else w_kv).astype(q.dtype)
 
 
@@ -90,8 +92,10 @@ def x_cache_attention(
             return _of_heads(stored, w_k, stored.dtype), _of_heads(stored, w_v, stored.dtype)
         return jnp.broadcast_to(stored[:, :, None], (*stored.shape[:2], q.shape[2], stored.shape[-1])), stored
 
-    where = table, sequence, position, values_first, row, scale, window, x_scale, bias
-    mixed = _attend(q, x, *where, q.dtype, read, w_v.shape[2 if values_first else 1], one_turn)
+    stored = _Stored(x, row, window, x_scale, bias)
+    width = w_v.shape[2 if values_first else 1]
+    places = table, sequence, position
+    mixed = _attend(q, stored, *places, scale, read, width, q.dtype, values_first, one_turn)
     return _finished(mixed, None if values_first else w_v).astype(q.dtype)
 
 
@@ -113,28 +117,25 @@ def _finished(mixed, w):
     return jnp.einsum("bnce,neu->bcnu", mixed, w, preferred_element_type=jnp.float32)
 
 
+class _Stored(NamedTuple):
+    """A pool of rows read whole, and how: the options of `api.k_cache_attention`."""
+
+    pool: jax.Array
+    row: int
+    window: Any
+    pool_scale: jax.Array | None
+    bias: jax.Array | None
+
+
 def _attend(
-    q,
-    pool,
-    table,
-    sequence,
-    position,
-    together: bool,
-    row,
-    scale,
-    window,
-    k_scale,
-    bias,
-    dtype,
-    read,
-    width,
-    one_turn,
+    q, stored: _Stored, table, sequence, position, scale, read, width: int, dtype, together: bool, one_turn
 ) -> jax.Array:
     """Softmax-weighted sums [b, N, C, width] in float32 of the rows that `read` returns in `dtype`: shared by
     all heads [b, s, width], or by head [b, s, N, width].
 
     together: `read` makes what it returns once for all blocks of a sequence.
     """
+    pool, row, window, pool_scale, bias = stored
     (blocks, queries, heads, _), page = q.shape, pool.shape[2]
     (sequences, slots), together = table.shape, together and len(table) < len(sequence)
     table = table if together else table[sequence]
@@ -150,16 +151,16 @@ def _attend(
         at = i * pages * page + jnp.arange(pages * page)
         back = position[..., None] - at
         seen = (back >= 0) & (back < window)
-        stored = pool[row, names].reshape(*names.shape[:1], -1, pool.shape[-1]).astype(dtype)
+        held = pool[row, names].reshape(*names.shape[:1], -1, pool.shape[-1]).astype(dtype)
         live = seen.any(1)
         if together:
             live = jnp.zeros((sequences, len(at)), bool).at[sequence].max(live)
-        stored = jnp.where(live[..., None], stored, 0)  # 0 x NaN of a stale page is NaN
-        keys, rows = (of_blocks(made) for made in read(stored, at))
+        held = jnp.where(live[..., None], held, 0)  # 0 x NaN of a stale page is NaN
+        keys, rows = (of_blocks(made) for made in read(held, at))
         scores = jnp.einsum("bcnh,bsnh->bncs", q, keys, preferred_element_type=jnp.float32) * scale
         scales = jnp.ones((), jnp.float32)
-        if k_scale is not None:
-            scales = of_blocks(jnp.where(live, k_scale[row, names].reshape(live.shape), 0))[:, None, None]
+        if pool_scale is not None:
+            scales = of_blocks(jnp.where(live, pool_scale[row, names].reshape(live.shape), 0))[:, None, None]
 
         def weigh(weights):
             return jnp.einsum(

@@ -48,8 +48,8 @@ def paged_attention(
         keys further back. Only "reference", "xla" and "xla_one_turn" support it.
       implementation: "reference", "xla", "xla_one_turn" (no loop of unknown length, and more memory; what
         "xla" is on GPUs and TPUs), "native_cpu" (needs a C++ compiler), "pallas_tpu", "pallas_gpu" (bfloat16
-        queries), "cudnn" (bfloat16 and float16; the positions of a block rise by one, and no window), or
-        None.
+        queries), "cudnn" (bfloat16 and float16; the positions of a block rise by one, those of the blocks
+        of one sequence too, which lie in order; no window), or None.
 
     Returns:
       [b, C, N, U] in q's dtype.

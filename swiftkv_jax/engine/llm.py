@@ -52,7 +52,7 @@ from swiftkv_jax.model import Transformer
 from swiftkv_jax.predict import Predicted, for_mesh, generator, split_layers, transformers
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.sharding import tensor_mesh
-from swiftkv_jax.surgery import fold_shared_norm, spread_inputs
+from swiftkv_jax.surgery import fold_shared_norm, hadamard_inputs
 from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 
@@ -62,7 +62,8 @@ class LLM:
     With `dynamic` or `longrope` scaling the frequencies are those of `max_model_len` for every request.
 
     Attributes:
-      model, params, tokenizer: what it runs; params are split by layer, and folded for a fused fill.
+      model, params, tokenizer: what it runs. The plan's rows of inputs are in the form in which they are
+        stored; params are split by layer, and folded for a fused fill.
       settings: sizes in force. defaults: the SamplingParams used when a call gives none.
       stats: of the last call, see `engine.Stats.as_dict`.
     """
@@ -101,6 +102,7 @@ class LLM:
         if tensor_parallel_size != 1 and mesh is None:
             mesh = tensor_mesh(tensor_parallel_size)
         model, params = from_pretrained(folder, kind, mesh, cuts=None, base=base, slim=slim)
+        model, params = _as_stored(model, params)  # here, so that the first weights are freed
         check_fill(model, **settings)
         if tokenizer is None and not has_tokenizer(folder):
             warnings.warn(
@@ -142,9 +144,7 @@ class LLM:
     def _set(self, model, params, tokenizer, generation, mesh, seed, max_model_len, chosen: Choice):
         self.tokenizer, self.mesh, self.generation = tokenizer, mesh, generation
         check_devices(model, mesh)
-        params = split_layers(model, params)
-        if not isinstance(model, Predicted):
-            model, params = spread_inputs(model, params)
+        model, params = _as_stored(model, split_layers(model, params))
         if self.mesh is not None:
             model, params = for_mesh(model, params, self.mesh)
         self.model, self.params = model, params
@@ -500,3 +500,8 @@ class LLM:
         """`cache_bytes_per_token` by pool: the model's, then an auxiliary's."""
         pools = jax.eval_shape(functools.partial(empty_pools, self.model, self.settings))
         return tuple(pool.bytes_per_token for pool in pools)
+
+
+def _as_stored(model: Transformer | Predicted, params: PyTree) -> tuple[Transformer | Predicted, PyTree]:
+    """The model with rows as the engine stores them."""
+    return (model, params) if isinstance(model, Predicted) else hadamard_inputs(model, params)

@@ -21,7 +21,6 @@ from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
 from swiftkv_jax.engine.settings import CACHE_DTYPES, Settings, share_of
 from swiftkv_jax.errors import Parser, UsageError, UsageWarning, exit_code
 from swiftkv_jax.folder import DEMO
-from swiftkv_jax.plan import SPREAD
 from swiftkv_jax.predict import Predicted
 from swiftkv_jax.server import flags as http
 from swiftkv_jax.server.jobs import (
@@ -394,7 +393,7 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
             bar.refresh()
         elif seconds >= told:
             told = min(2 * told, told + _LOGGED_S)
-            say(f"running   {len(metrics)} of {len(jobs)} prompts, {seconds:.0f} s so far")
+            say(f"progress  {len(metrics)} of {len(jobs)} prompts, {seconds:.0f} s so far")
 
     try:
         with ticking(tell, _TICK_S), bar:
@@ -450,7 +449,7 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     stored = model.dtype if llm.settings.cache_dtype == "auto" else llm.settings.cache_dtype
     if reason := slower(model.config, plan, llm.devices[0].platform, stored):
         say(f"note      {reason}")
-    forms = [form.removeprefix(SPREAD) for form in (row.form for row in plan.rows)]
+    forms = plan.named_forms
     each = ", ".join(f"{forms.count(form)} as {form}" for form in dict.fromkeys(forms))
     kept = f", {each}" if plan.forms != ("kv",) else ""
     rows = f"{plan.num_rows} rows{kept}{apart}"

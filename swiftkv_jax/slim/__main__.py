@@ -23,7 +23,7 @@ from swiftkv_jax.distill.progress import show, working
 from swiftkv_jax.errors import Parser, UsageError, exit_code
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import ENCODER, SELF, KVPlan
-from swiftkv_jax.rows import FORMS, NAMED
+from swiftkv_jax.rows import CHECKPOINT_FORMS, FORMS
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.slim import choose, sources, texts
 from swiftkv_jax.slim.calibrate import Candidate, Found, candidates, converted, served
@@ -73,7 +73,7 @@ class Work:
 
     def candidates_of(self) -> tuple[list[str], dict[str, str]]:
         """(forms to try, form -> why this model cannot have it)."""
-        wanted = [form for form in NAMED if form != "kv"] if self.forms == AUTO else [self.forms]
+        wanted = [form for form in CHECKPOINT_FORMS if form != "kv"] if self.forms == AUTO else [self.forms]
         refused = {form: FORMS[form].refuses(self.model.config) for form in wanted}
         if self.forms != AUTO and refused[self.forms]:
             raise UsageError(
@@ -84,7 +84,7 @@ class Work:
 
 def convert(args: argparse.Namespace) -> dict:
     """Measure, choose, print, and write the folder; returns the content of slim.json."""
-    choice("--forms", args.forms, (AUTO, *(form for form in NAMED if form != "kv")))
+    choice("--forms", args.forms, (AUTO, *(form for form in CHECKPOINT_FORMS if form != "kv")))
     bound = MAX_KL if args.max_kl is None else args.max_kl
     above("--max-kl", bound, 0)
     folder = local_folder(args.model)

@@ -26,7 +26,7 @@ from swiftkv_jax.plan import ENCODER, SELF
 from swiftkv_jax.rows import FORMS, reader_of, rounded
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.slim.texts import Pieces
-from swiftkv_jax.surgery import SINGULAR, between, condition, spread_inputs, to_slim
+from swiftkv_jax.surgery import SINGULAR, between, condition, hadamard_inputs, to_slim
 
 RIDGES = (1e-10, 1e-8, 1e-6, 1e-4)  # relative to the stored rows' mean square; the kept half decides
 EXACT, FITTED = "exact", "calibrated"
@@ -98,7 +98,7 @@ class _Seen:
 
 def served(model: Transformer, params: PyTree, picks: list[Candidate]) -> tuple[Transformer, PyTree]:
     """`converted`, with rows as an engine stores them."""
-    return spread_inputs(*converted(model, params, picks))
+    return hadamard_inputs(*converted(model, params, picks))
 
 
 def converted(model: Transformer, params: PyTree, picks: list[Candidate]) -> tuple[Transformer, PyTree]:

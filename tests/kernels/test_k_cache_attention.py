@@ -80,18 +80,22 @@ def test_blocks_of_a_sequence_read_what_was_made_for_all_of_them(how, stored, ro
         agree(case, back(run(*args, sequence, position, **arrays)), want)
 
 
-def test_values_of_a_prompt_are_made_once_whatever_its_blocks():
-    """A prompt of 256 tokens of a model with wide heads, read in 2 or in 16 blocks."""
-    case = cases.Case(lengths=(256,), queries=256, heads=4, width=128, page=64)
+@pytest.mark.parametrize("inputs", [0, 512])
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_values_of_a_prompt_are_made_once_whatever_its_blocks(prompts, inputs):
+    """Prompts of 256 tokens of a model with wide heads, read in blocks of 16 or of 128."""
+    case = cases.Case(
+        lengths=(256,) * prompts, queries=256, heads=4, width=128, page=64, inputs=inputs, rope=not inputs
+    )
 
     def flops(size: int) -> float:
         (*args, sequence, position), arrays, _ = in_blocks(case, size)
-        run = jax.jit(functools.partial(cases.call, **case.options, implementation="xla_one_turn"))
+        run = jax.jit(functools.partial(case.door, **case.options, implementation="xla_one_turn"))
         return run.lower(*args, sequence, position, **arrays).compile().cost_analysis()["flops"]
 
     row, keys = case.heads * case.width, 256
-    ordinary = 2 * 2 * case.queries * keys * row  # scores and weighted sums
-    made = 2 * keys * row * row
+    ordinary = 2 * 2 * prompts * case.queries * keys * row  # scores and weighted sums
+    made = 2 * prompts * keys * row * row * (2 if inputs else 1)  # of inputs keys too
     assert made < flops(16) < 1.2 * (ordinary + made)
     assert flops(128) < 1.2 * (ordinary + made)
 

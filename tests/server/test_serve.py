@@ -375,7 +375,7 @@ def test_a_slow_batch_says_how_far_it_is(terminal, folder, whole, tmp_path, monk
     if terminal:
         assert len(re.findall(r"0/8 \[00:0[01]<", said)) > 10
     else:
-        assert 3 <= len(re.findall(r"running   0 of 8 prompts, \d s so far", said)) < 8
+        assert 3 <= len(re.findall(r"progress  0 of 8 prompts, \d s so far", said)) < 8
 
 
 def test_ctrl_c_says_how_to_go_on(folder, whole, tmp_path, monkeypatch, capsys):

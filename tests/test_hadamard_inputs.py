@@ -11,11 +11,12 @@ from swiftkv_jax.config import plan_from_hf
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import forward
+from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import NONE, RopeConfig
-from swiftkv_jax.rows import spread
+from swiftkv_jax.rows import hadamard
 from swiftkv_jax.slim.measure import Reference
 from swiftkv_jax.slim.texts import Pieces
-from swiftkv_jax.surgery import spread_inputs, to_slim
+from swiftkv_jax.surgery import hadamard_inputs, to_slim
 
 FREE = {"num_kv_heads": 4, "head_dim": 12, "rope": RopeConfig(rope_type=NONE)}
 PIECES = {1: 1, 7: 1, 48: 16, 60: 4, 384: 128, 512: 128, 768: 128}  # width -> numbers transformed together
@@ -31,26 +32,41 @@ def sylvester(size: int) -> np.ndarray:
 @pytest.mark.parametrize("width", PIECES)
 def test_pieces_are_multiplied_by_hadamard_matrices_and_come_back(width):
     x = np.random.default_rng(0).normal(size=(3, 5, width))
-    got = np.asarray(spread(jnp.asarray(x, jnp.float32)))
+    got = np.asarray(hadamard(jnp.asarray(x, jnp.float32)))
     piece = PIECES[width]
     by_hand = x.reshape(3, 5, -1, piece) @ sylvester(piece)
     factor = 2.0 ** -(int(np.log2(piece)) // 2)
     assert np.abs(got.reshape(by_hand.shape) - factor * by_hand).max() < 1e-5
-    assert np.abs(np.asarray(spread(jnp.asarray(got), inverse=True)) - x).max() < 2e-6
+    assert np.abs(np.asarray(hadamard(jnp.asarray(got), inverse=True)) - x).max() < 2e-6
     # Signs times powers of two: in 16 bits the factors are exact too.
-    ones = np.asarray(spread(jnp.eye(width, dtype=jnp.bfloat16)), np.float64)
-    assert (np.asarray(spread(jnp.asarray(ones, jnp.float32), inverse=True)) == np.eye(width)).all()
+    ones = np.asarray(hadamard(jnp.eye(width, dtype=jnp.bfloat16)), np.float64)
+    assert (np.asarray(hadamard(jnp.asarray(ones, jnp.float32), inverse=True)) == np.eye(width)).all()
+
+
+def test_a_transformed_input_gives_its_keys_by_transformed_weights():
+    with jax.enable_x64(True):
+        random = np.random.default_rng(0)
+        x, w = random.normal(size=(9, 384)), random.normal(size=(384, 60))
+        got = hadamard(jnp.asarray(x)) @ hadamard(jnp.asarray(w.T), inverse=True).T
+        assert np.abs(np.asarray(got) - x @ w).max() < 1e-12
 
 
 @pytest.mark.parametrize("plan", ["standard", "swiftkv"])
 def test_an_engine_stores_transformed_inputs_of_a_model_that_stays_the_same(plan):
     model, params = tiny.make_model(tiny.PLANS[plan].stored_as("x"), **FREE)
     llm = LLM.from_model(model, params, None, **tiny.SIZES)
-    assert {row.form for row in llm.model.plan.rows} == {"spread_x"}
+    assert {row.form for row in llm.model.plan.rows} == {"hadamard_x"}
     tokens = jnp.asarray([tiny.prompts([31])[0]])
-    want, got = (forward(*each, tokens) for each in ((model, params), spread_inputs(model, params)))
+    want, got = (forward(*each, tokens) for each in ((model, params), hadamard_inputs(model, params)))
     assert np.abs(np.asarray(want) - np.asarray(got)).max() < 2e-5
-    assert spread_inputs(llm.model, llm.params) == (llm.model, llm.params)  # once is enough
+    assert hadamard_inputs(llm.model, llm.params) == (llm.model, llm.params)  # once is enough
+
+
+@pytest.mark.parametrize("forms", [("x",), ("kv", "x", "kv", "x")], ids=["all", "some"])
+def test_a_server_tells_the_split_and_share_of_the_model_that_it_was_given(forms):
+    plan = KVPlan.swiftkv(4, 1).stored_as(*forms)
+    assert plan.as_served().split_and_share == plan.split_and_share == (1, 1)
+    assert plan.as_served().named_forms == tuple(row.form for row in plan.rows)
 
 
 @pytest.mark.parametrize("dtype, times", [("bfloat16", 3), ("int8", 10)])
@@ -70,7 +86,7 @@ def test_a_large_number_among_the_inputs_spoils_no_others(dtype, times):
     tokens = np.asarray(tiny.prompts([40] * 8))
     ways = Reference(plain, params, Pieces(tokens, np.ones(tokens.shape, bool)), dtype)
     rows = to_slim(plain, params, "x")
-    (inputs, _), (transformed, _) = ways.distance(*rows), ways.distance(*spread_inputs(*rows))
+    (inputs, _), (transformed, _) = ways.distance(*rows), ways.distance(*hadamard_inputs(*rows))
     (kept, _) = ways.distance(plain, params)
     assert transformed < inputs / times and transformed < 2 * kept, (inputs, transformed, kept)
 
@@ -83,7 +99,9 @@ def test_weights_with_a_scale_are_transformed_with_it():
     scaled = stack["attentions"][0] | {"k_proj": p | {"scale": scale}}
     whole = stack["attentions"][0] | {"k_proj": p | {"kernel": p["kernel"] * scale[..., None, :]}}
     made = [
-        spread_inputs(model, params | {"layers": [stack | {"attentions": [each]}, *params["layers"][1:]]})[1]
+        hadamard_inputs(model, params | {"layers": [stack | {"attentions": [each]}, *params["layers"][1:]]})[
+            1
+        ]
         for each in (scaled, whole)
     ]
     jax.tree.map(np.testing.assert_array_equal, *made)
@@ -92,9 +110,11 @@ def test_weights_with_a_scale_are_transformed_with_it():
 def test_a_checkpoint_neither_gets_nor_names_rows_as_an_engine_stores_them(tmp_path):
     model, params = tiny.make_model(tiny.PLANS["standard"].stored_as("x"), **FREE)
     with pytest.raises(UsageError, match="save the model that it was given"):
-        skv.save_pretrained(tmp_path / "served", *spread_inputs(model, params))
+        skv.save_pretrained(tmp_path / "served", *hadamard_inputs(model, params))
     assert not (tmp_path / "served").exists()
+    with pytest.raises(UsageError, match="no form 'hadamard_x'; known: kv, k, v, x"):
+        to_slim(*tiny.make_model(tiny.PLANS["standard"], **FREE), "hadamard_x")
     raw = {"model_type": "gpt2", "num_hidden_layers": model.plan.num_layers}
-    forms = {"version": 1, "forms": ["spread_x"] * model.plan.num_layers}
-    with pytest.raises(UsageError, match="'spread_x' is how an engine stores rows"):
+    forms = {"version": 1, "forms": ["hadamard_x"] * model.plan.num_layers}
+    with pytest.raises(UsageError, match="'hadamard_x' is how an engine stores rows"):
         plan_from_hf(raw | {"slim_attention": forms})
