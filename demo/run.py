@@ -35,6 +35,7 @@ from swiftkv_jax.distill import loop  # noqa: E402
 from swiftkv_jax.distill.config import Experiment, load_experiment  # noqa: E402
 from swiftkv_jax.distill.data import evaluation_batches  # noqa: E402
 from swiftkv_jax.distill.fields import override  # noqa: E402
+from swiftkv_jax.distill.progress import show, working  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
 from swiftkv_jax.errors import exit_code  # noqa: E402
@@ -105,9 +106,10 @@ def generate(folders: dict[str, Path], chosen: list[list[int]]) -> list[dict]:
     """Greedy continuations of the same prompts by every model."""
     answers = {}
     for name, folder in folders.items():
-        llm = LLM(folder, dtype="float32")
-        params = SamplingParams(temperature=0.0, max_tokens=48)
-        answers[name] = [o.outputs[0].text for o in llm.generate(chosen, params, use_tqdm=False)]
+        with working(show, f"loading {name} and generating"):
+            llm = LLM(folder, dtype="float32")
+            params = SamplingParams(temperature=0.0, max_tokens=48)
+            answers[name] = [o.outputs[0].text for o in llm.generate(chosen, params, use_tqdm=False)]
     tail = load_tokenizer(folders["teacher"])
     return [
         {"prompt": tail.decode(ids), **{name: texts[i] for name, texts in answers.items()}}
@@ -238,6 +240,8 @@ def run(args: argparse.Namespace) -> int:
     standard = latency.load("standard", folders["teacher"])
     contenders = [dataclasses.replace(standard, name="full_depth", full_depth=True), standard]
     contenders += [latency.load(name, folders[name]) for name in results]
+    with working(show, "timing"):
+        timed = latency.measure(contenders, LENGTHS, 15, 60, list(DECODES.items()))
     print("\n== KV prediction, and systems that prune or skip, beside SwiftKV")
     shutil.rmtree(args.out / "compare", ignore_errors=True)
     comparison = compared(folders["teacher"], args.out / "compare", COMPARED[args.long])
@@ -250,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
             }
             for name, r in results.items()
         },
-        "latency": latency.measure(contenders, LENGTHS, 15, 60, list(DECODES.items())),
+        "latency": timed,
         "cache_bytes_per_token": {c.name: bytes_per_token(c) for c in contenders[1:]},
         "samples": samples,
         "comparison": comparison,

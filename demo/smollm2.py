@@ -38,6 +38,7 @@ from swiftkv_jax.distill.config import (  # noqa: E402
 )
 from swiftkv_jax.distill.data import DataConfig, evaluation_batches  # noqa: E402
 from swiftkv_jax.distill.fields import override  # noqa: E402
+from swiftkv_jax.distill.progress import show, working  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
 from swiftkv_jax.errors import UsageError, exit_code  # noqa: E402
@@ -184,8 +185,9 @@ def chat(folders: dict[str, Path]) -> list[dict[str, str]]:
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
     answers = {}
     for name, folder in folders.items():
-        llm = LLM(folder, dtype="float32", max_model_len=LONG, max_num_seqs=len(QUESTIONS))
-        outputs = llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
+        with working(show, f"loading {name} and asking it"):
+            llm = LLM(folder, dtype="float32", max_model_len=LONG, max_num_seqs=len(QUESTIONS))
+            outputs = llm.chat(conversations, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
         answers[name] = [output.outputs[0].text for output in outputs]
     return [
         {"question": question, **{name: texts[i] for name, texts in answers.items()}}
@@ -245,10 +247,12 @@ def run(args: argparse.Namespace) -> int:
     standard = latency.load("standard", folders["teacher"])
     contenders = [dataclasses.replace(standard, name="full_depth", full_depth=True), standard]
     contenders.append(latency.load("student", student))
+    with working(show, "timing"):
+        timed = latency.measure(contenders, (CONTEXT, LONG), 5, 0, [])
     report = {
         "splits": splits,
         "answers": answers,
-        "latency": latency.measure(contenders, (CONTEXT, LONG), 5, 0, []),
+        "latency": timed,
         "cache_bytes_per_token": {c.name: bytes_per_token(c) for c in contenders},
         "machine": {
             "processor": platform.processor() or platform.machine(),

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from swiftkv_jax.checkpoint.hf import from_pretrained
+from swiftkv_jax.distill.progress import show, working
 from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.folder import read_text
 from swiftkv_jax.model import Transformer
@@ -49,7 +50,8 @@ def load(model_path: str, text: Path, limit: int) -> tuple[Transformer, PyTree, 
     if limit < MIN_TOKENS:
         raise UsageError(f"--max-tokens must be at least {MIN_TOKENS}, not {limit}")
     words = read_text(text)
-    model, params = from_pretrained(model_path)
+    with working(show, f"reading {model_path}"):
+        model, params = from_pretrained(model_path)
     tokens = np.asarray(load_tokenizer(model_path).encode(words)[:limit], np.int32)
     if len(tokens) < MIN_TOKENS:
         raise UsageError(f"{text} holds {len(tokens)} token(s); give a text of at least {MIN_TOKENS}")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.analysis import command, plots
+from swiftkv_jax.distill.progress import show, working
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer, angles_and_segments, embed, exit_logits, logits, through
 from swiftkv_jax.shapes import Bool, Float, Int, PyTree
@@ -76,7 +77,8 @@ def report(model_path: str, text: Path, out: Path, max_tokens: int, bins: int) -
     if bins < 1:
         raise UsageError(f"--bins must be at least 1, not {bins}")
     model, params, tokens = command.load(model_path, text, max_tokens)
-    sure, agree = measure(model, params, tokens)
+    with working(show, f"measuring on {len(tokens):,} tokens"):
+        sure, agree = measure(model, params, tokens)
     share, agreement = by_bin(sure, agree, bins)
     above = sure > THRESHOLD
     result = {

@@ -18,6 +18,7 @@ import numpy as np
 from swiftkv_jax import weights
 from swiftkv_jax.analysis import command, plots
 from swiftkv_jax.analysis.flops import flops_table
+from swiftkv_jax.distill.progress import show, working
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer, angles_and_segments, embed, through
 from swiftkv_jax.plan import KVPlan
@@ -88,7 +89,8 @@ def report(model_path: str, text: Path, out: Path, max_tokens: int) -> dict:
     """Measure, print, write similarity.json and similarity.png into `out`; returns what the JSON holds."""
     model, params, tokens = command.load(model_path, text, max_tokens)
     config = model.config
-    by_layer, matrix = layer_similarity(model, params, tokens)
+    with working(show, f"measuring on {len(tokens):,} tokens"):
+        by_layer, matrix = layer_similarity(model, params, tokens)
     split, context = suggested_split(by_layer), config.max_position_embeddings
     left = flops_table(config, KVPlan.swiftkv(config.num_layers, split), context)["total"]
     share = left / flops_table(config, None, context)["total"]

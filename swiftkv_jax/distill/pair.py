@@ -28,6 +28,7 @@ from swiftkv_jax.checks import integer
 from swiftkv_jax.distill.config import MAPS, STARTS, PredictConfig
 from swiftkv_jax.distill.data import Batch, DataConfig, DataLoader, evaluation_batches
 from swiftkv_jax.distill.fit_predictor import fit
+from swiftkv_jax.distill.progress import show, working
 from swiftkv_jax.errors import Parser, UsageError, exit_code
 from swiftkv_jax.model import Transformer, forward, logits
 from swiftkv_jax.plan import Prediction
@@ -144,7 +145,8 @@ def parser() -> Parser:
 def _run(args: argparse.Namespace) -> None:
     integer("--tokens", args.tokens, 1)
     home = local_folder(args.base)
-    base = from_pretrained(home, dtype=args.dtype)
+    with working(show, f"reading {args.base}"):
+        base = from_pretrained(home, dtype=args.dtype)
     tokenizer = load_tokenizer(home)
     keep: tuple[int, ...] = ()
     if args.keep is not None:
@@ -155,7 +157,8 @@ def _run(args: argparse.Namespace) -> None:
         auxiliary = predict.layer_pruned(*base, keep)
     else:
         check_tokenizers(home, folder := local_folder(args.auxiliary))
-        auxiliary = from_pretrained(folder, dtype=args.dtype)
+        with working(show, f"reading {args.auxiliary}"):
+            auxiliary = from_pretrained(folder, dtype=args.dtype)
     context = min(model.config.max_position_embeddings for model, _ in (base, auxiliary))
     integer("--length", args.length, 2, context)
     given = PredictConfig(auxiliary=args.auxiliary or "", keep=keep, map=args.map, tail=args.tail)
@@ -164,18 +167,21 @@ def _run(args: argparse.Namespace) -> None:
         sources=tuple(args.text), split="train", seq_len=args.length, batch_size=8, long_documents="fill"
     )
     held_out = dataclasses.replace(data, split="held_out")
-    judged = evaluation_batches(held_out, tokenizer, _JUDGED) if args.tail == 1 else []
-    loader = DataLoader(data, tokenizer)
+    with working(show, f"reading {', '.join(args.text)}"):
+        judged = evaluation_batches(held_out, tokenizer, _JUDGED) if args.tail == 1 else []
+        loader = DataLoader(data, tokenizer)
     try:
         count = math.ceil(args.tokens / (data.batch_size * data.seq_len))
-        batches = (batch for batch, _ in itertools.islice(loader, count))
-        model, params = make(base, auxiliary, prediction, args.start, batches)
+        with working(show, f"fitting on {count} batches") as doing:
+            batches = (batch for batch, _ in doing.counted(itertools.islice(loader, count), count))
+            model, params = make(base, auxiliary, prediction, args.start, batches)
     finally:
         loader.close()
     save_adapter(args.out, model, params, base=home)
     print(f"saved {args.out}: rows {prediction.reads} of {theirs} auxiliary rows, tail {args.tail}")
     if judged:
-        near = judge(model, params, judged)
+        with working(show, "judging") as doing:
+            near = judge(model, params, doing.counted(judged))
         print(
             f"first tokens of {near.tokens} prompts: {near.gap:.4f} +- {near.gap_error:.4f} nats above the "
             f"base, KL {near.kl:.4f}, agreement {near.agreement:.3f} (the auxiliary alone: {near.alone:.3f})"

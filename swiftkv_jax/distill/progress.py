@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +14,8 @@ from swiftkv_jax.distill.trackers import Tracker
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-_LIVE, _LOGGED = 1.0, 10.0  # seconds between lines: on a terminal, which overwrites them; in a log
+_LIVE = 1.0  # seconds between lines on a terminal, which overwrites them
+_LOGGED, _LATER, _FIRST = 2.0, 10.0, 60.0  # the same in a log; more after the first minute
 
 
 def show(line: str, passing: bool = False) -> None:
@@ -22,18 +24,22 @@ def show(line: str, passing: bool = False) -> None:
     print(f"\r\x1b[K{line}" if live else line, end="" if live and passing else "\n", flush=True)
 
 
-def pause(say: Say) -> float:
-    """Seconds between progress lines: few on a terminal, which overwrites them; more in a log."""
-    return _LIVE if say is show and sys.stdout.isatty() else _LOGGED
+def pause(say: Say, seconds: float) -> float:
+    """Seconds until the next progress line of what has taken `seconds`: few on a terminal, which overwrites
+    them, and in a log more after the first minute."""
+    if say is show and sys.stdout.isatty():
+        return _LIVE
+    return _LOGGED if seconds < _FIRST else _LATER
 
 
 @contextlib.contextmanager
-def ticking(tell: Callable[[float], None], every: float) -> Iterator[None]:
-    """Call `tell` with the elapsed seconds, every `every` seconds, from a thread."""
+def ticking(tell: Callable[[float], None], every: Callable[[float], float]) -> Iterator[None]:
+    """Call `tell` with the elapsed seconds again and again, from a thread; `every` maps them to the seconds
+    until the next call."""
     done, began = threading.Event(), time.monotonic()
 
     def tick() -> None:
-        while not done.wait(every):
+        while not done.wait(every(time.monotonic() - began)):
             tell(time.monotonic() - began)
 
     teller = threading.Thread(target=tick, name="working", daemon=True)
@@ -68,12 +74,11 @@ def working(say: Say, what: str, every: float | None = None) -> Iterator[Doing]:
     every: None: the seconds that `pause` returns.
     """
     doing, began = Doing(), time.monotonic()
+    until = partial(pause, say) if every is None else lambda seconds: every
     tell = (lambda line: show(line, passing=True)) if say is show else say
     tell(f"{what} ...")
     try:
-        with ticking(
-            lambda seconds: tell(f"{what}: {doing.place}{seconds:.0f} s so far"), every or pause(say)
-        ):
+        with ticking(lambda seconds: tell(f"{what}: {doing.place}{seconds:.0f} s so far"), until):
             yield doing
     finally:
         if say is show and sys.stdout.isatty():
@@ -111,15 +116,17 @@ class Progress:
         if self.peak:
             row["mfu"] = rate * self.flops_per_token / self.peak
         self._write(row)
-        slow = time.monotonic() - self.said >= pause(self._tell)
+        now = time.monotonic()
+        slow = now - self.said >= pause(self._tell, now - self.began)
         if slow or step % self.log_every == 0 or step == self.steps:
             self.say(self._line(step, row))
 
     def waiting(self, step: int) -> contextlib.AbstractContextManager:
-        """Context for the wait for a step: on a terminal the seconds are counted."""
-        if self._tell is not show or not sys.stdout.isatty():
-            return contextlib.nullcontext()
-        return ticking(lambda seconds: self.say(f"step {step}/{self.steps}: {seconds:.0f} s so far"), _LIVE)
+        """Context for the wait for a step: its seconds are counted."""
+        words = f"step {step}/{self.steps}"
+        return ticking(
+            lambda seconds: self.say(f"{words}: {seconds:.0f} s so far"), partial(pause, self._tell)
+        )
 
     def _line(self, step: int, row: dict) -> str:
         assert self.first is not None  # `record` has set it

@@ -15,7 +15,7 @@ import jax
 from swiftkv_jax import processes
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
 from swiftkv_jax.checks import choice
-from swiftkv_jax.distill.progress import ticking, working
+from swiftkv_jax.distill.progress import pause, ticking, working
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
 from swiftkv_jax.engine.settings import CACHE_DTYPES, Settings, share_of
@@ -34,11 +34,10 @@ from swiftkv_jax.server.jobs import (
     output_row,
     read_lines,
 )
-from swiftkv_jax.server.settings import TELL_S, HttpSettings
+from swiftkv_jax.server.settings import TELL_S, TICK_S, HttpSettings
 from swiftkv_jax.sharding import mesh_axes, parse_mesh
 
 _DEMO = DEMO / "teacher"
-_TICK_S, _LOGGED_S = 1.0, 60.0  # of a batch run: seconds between looks at it, and at most between log lines
 _ENGINE = {  # flag: help; fields of engine.Settings, with their types and defaults
     "max-model-len": "context in tokens (default: the model's)",
     "max-source-len": "positions that an encoder reads (default: its context)",
@@ -384,19 +383,17 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
     metrics: list[RequestMetrics] = []
     failed: list[str] = []
     bar = tqdm(total=len(jobs), desc="prompts", disable=args.quiet or not sys.stderr.isatty())
-    told = TELL_S
 
     def tell(seconds: float) -> None:
-        """Count the seconds on a terminal; in a log say how far it is, at twice the time of the last line."""
-        nonlocal told
-        if not bar.disable:
-            bar.refresh()
-        elif seconds >= told:
-            told = min(2 * told, told + _LOGGED_S)
+        """Count the seconds on a terminal; in a log say how far it is."""
+        if bar.disable:
             say(f"progress  {len(metrics)} of {len(jobs)} prompts, {seconds:.0f} s so far")
+        else:
+            bar.refresh()
 
+    every = partial(pause, say) if bar.disable else lambda seconds: TICK_S
     try:
-        with ticking(tell, _TICK_S), bar:
+        with ticking(tell, every), bar:
             for job, result in answered(llm, jobs):
                 row = output_row(job, result)
                 if output:

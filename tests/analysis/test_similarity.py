@@ -118,7 +118,8 @@ def test_command_writes_what_it_measured(folders, text, tmp_path, capsys):
 
 def one_line(capsys) -> str:
     captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and not captured.out
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert all(line.startswith("reading ") for line in captured.out.splitlines())
     return captured.err
 
 

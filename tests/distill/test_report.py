@@ -126,7 +126,7 @@ STEP = {"loss": 2.0, "lr": 0.1, "grad_norm": 1.0, "tokens": 8.0}
 
 def test_on_a_terminal_lines_that_pass_replace_each_other_and_others_stay(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdout", terminal := Terminal())
-    assert progress.pause(progress.show) < 2 < progress.pause(print)
+    assert progress.pause(progress.show, 99.0) < 2 == progress.pause(print, 9.0) < progress.pause(print, 99.0)
     with progress.working(progress.show, "loading") as doing:
         assert terminal.lines == ["loading ..."] and list(doing.counted("ab")) == ["a", "b"]
     assert terminal.lines == ["loading: 0.0 s", ""]
@@ -138,9 +138,11 @@ def test_on_a_terminal_lines_that_pass_replace_each_other_and_others_stay(monkey
     told.close()
 
 
-def test_on_a_terminal_a_long_step_is_counted_in_seconds(monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.stdout", terminal := Terminal())
-    monkeypatch.setattr(progress, "_LIVE", 0.001)
+@pytest.mark.parametrize("terminal", [Terminal(), io.StringIO()], ids=["on a terminal", "in a log"])
+def test_a_long_step_is_counted_in_seconds(terminal, monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.stdout", terminal)
+    for name in ("_LIVE", "_LOGGED"):
+        monkeypatch.setattr(progress, name, 0.001)
     told, shown = progress.Progress(tmp_path, 4, 10, 1.0, None), threading.Event()
     usual = told.say
     monkeypatch.setattr(told, "say", lambda line: (usual(line), shown.set()))
