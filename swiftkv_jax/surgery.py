@@ -1,6 +1,7 @@
 """Rewiring of a teacher's weights for another plan: the arrays that a student starts from."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 
 from swiftkv_jax import weights
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.errors import UsageError, UsageWarning
 from swiftkv_jax.kernels.fused_kv_fill.api import fold_gain
 from swiftkv_jax.layers import effective_gain, kernel_of, norm_weights, shared_norm_weights
 from swiftkv_jax.model import Transformer
@@ -20,6 +21,7 @@ from swiftkv_jax.shapes import Array, PyTree
 
 INITS = ("fold", "copy")
 SINGULAR = 1e12  # a condition number above which a solve in float64 leaves fewer than four digits
+_NOISE = 1 / np.finfo(np.float32).eps  # one that makes an error as large as the value of rounding to float32
 
 
 def to_swiftkv(
@@ -204,7 +206,7 @@ def _slim_makers(model: Transformer, held: range, stack: PyTree, solved: Mapping
     name, (a, b) = {"k": ("kv_proj", "kv"), "v": ("vk_proj", "vk")}[form]
     wide = [{w: np.asarray(p, np.float64) for w, p in stack[f"{x}_proj"].items()} for x in (a, b)]
     found = [
-        solved[i] if i in solved else between(wide[0]["kernel"][n], wide[1]["kernel"][n], _name(model, i, a))
+        solved[i] if i in solved else _inverse(wide[0]["kernel"][n], wide[1]["kernel"][n], _name(model, i, a))
         for n, i in enumerate(held)
     ]
     out = {"kernel": np.stack(found)}
@@ -288,6 +290,19 @@ def between(kernel: np.ndarray, other: np.ndarray, name: str) -> np.ndarray:
             "row as keys and values (--forms auto)"
         )
     return v.T @ ((u.T @ other) / s[:, None])
+
+
+def _inverse(kernel: np.ndarray, other: np.ndarray, name: str) -> np.ndarray:
+    """`between`, with a warning if even keys in float32 would give wrong values."""
+    made = between(kernel, other, name)
+    if (found := condition(kernel)) > _NOISE:
+        warnings.warn(
+            f"{name} has condition {found:.1e}: no digit of what is recovered is right, even in float32; "
+            "python -m swiftkv_jax.slim measures what each row costs",
+            UsageWarning,
+            stacklevel=4,
+        )
+    return made
 
 
 def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:

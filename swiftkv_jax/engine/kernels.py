@@ -24,7 +24,7 @@ from swiftkv_jax.rows import FORMS, PAGED, has_fill
 
 # Numbers of heads from which a CPU decodes over rows of keys no faster than over keys and values: with
 # float32 rows, and with narrower ones, which save less memory traffic for the same arithmetic.
-MANY_HEADS, MANY_OF_NARROW = 16, 8
+MANY_HEADS, MANY_OF_NARROW = 16, 4
 _LOG = logging.getLogger(__name__)
 
 

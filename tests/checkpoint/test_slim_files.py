@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import swiftkv_jax as skv
 from swiftkv_jax.config import plan_from_hf
+from swiftkv_jax.errors import UsageWarning
 from swiftkv_jax.model import forward, logits
 
 WIDTH = 48
@@ -95,7 +96,7 @@ def test_upper_layers_of_inputs_share_one_row(share, forms, widths, tmp_path):
     teacher = skv.from_pretrained(hf_models.save(theirs, tmp_path / "plain"))
     model, params = skv.to_swiftkv(*teacher, skv.KVPlan.swiftkv(6, 2, share))
     slim, made = skv.to_slim(model, params, forms.split())
-    with pytest.warns(skv.UsageWarning, match="no PyTorch code"):
+    with pytest.warns(UsageWarning, match="no PyTorch code"):
         skv.save_pretrained(tmp_path / "slim", slim, made)
     read, again = skv.from_pretrained(tmp_path / "slim")
     assert read.plan == slim.plan and same(made, again)
@@ -141,7 +142,7 @@ def test_an_llm_serves_what_the_file_says_or_the_plain_model(plain, slim):
     params = skv.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     outputs, sizes = [], []
     for on in (True, False):
-        with pytest.warns(skv.UsageWarning, match="no tokenizer"):
+        with pytest.warns(UsageWarning, match="no tokenizer"):
             llm = skv.LLM(slim, max_model_len=32, slim=on)
         outputs.append([o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)])
         sizes.append(llm.cache_bytes_per_token)
@@ -227,8 +228,18 @@ def test_weights_beyond_float16_are_refused(plain, tmp_path):
 def test_singular_keys_are_named(tmp_path):
     theirs = hf_models.build("llama", seed=3, **FIELDS)
     with torch.no_grad():
-        theirs.model.layers[2].self_attn.k_proj.weight[5] = 0.0
+        theirs.model.layers[2].self_attn.k_proj.weight[5] = theirs.model.layers[2].self_attn.k_proj.weight[4]
     with pytest.raises(skv.UsageError, match=r"^layer 2: W_K is singular \(condition .*\), so values"):
+        skv.to_slim(*skv.from_pretrained(hf_models.save(theirs, tmp_path)))
+
+
+def test_keys_that_determine_values_by_no_digit_are_named(tmp_path):
+    """A matrix of lower rank that was rounded to float32."""
+    theirs = hf_models.build("llama", seed=3, **FIELDS)
+    with torch.no_grad():
+        kernel = theirs.model.layers[1].self_attn.k_proj.weight
+        kernel[5] = kernel[:5].double().T @ torch.rand(5, dtype=torch.float64)
+    with pytest.warns(UsageWarning, match=r"^layer 1: W_K has condition \d.\de\+\d+: no digit of what is"):
         skv.to_slim(*skv.from_pretrained(hf_models.save(theirs, tmp_path)))
 
 

@@ -117,7 +117,8 @@ def test_a_kernel_that_cannot_read_keys_is_refused_at_the_start(llama):
     [
         (16, "k", "cpu", "float32", True),
         (15, "k", "cpu", "float32", False),
-        (8, "k", "cpu", "int8", True),
+        (4, "k", "cpu", "int8", True),
+        (3, "k", "cpu", "bfloat16", False),
         (16, "kv", "cpu", "float32", False),
         (16, "k", "gpu", "float32", False),
     ],
