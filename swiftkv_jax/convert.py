@@ -24,12 +24,12 @@ from swiftkv_jax.config import DTYPES, ModelConfig
 from swiftkv_jax.distill import kernels, loop
 from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
-from swiftkv_jax.distill.progress import Say, show, working
 from swiftkv_jax.distill.report import card, license_of
 from swiftkv_jax.distill.samples import documents_of
 from swiftkv_jax.distill.sources import split_of
 from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.folder import DEMO
+from swiftkv_jax.progress import Say, show, working
 from swiftkv_jax.surgery import INITS
 
 CORPUS = DEMO / "corpus.jsonl.xz"

@@ -303,8 +303,8 @@ class HadamardInputs(Inputs):
     """Inputs as an engine stores them: after a Hadamard transform, with reading weights for that basis (see
     `surgery.hadamard_inputs`).
 
-    In real models a few numbers of an input are tens of times larger than the others, and rounding one of
-    them moves all keys in one direction. Spread over many numbers, the errors are independent and partly
+    In real models a few channels of a hidden state are tens of times larger than the rest, and rounding one
+    of them moves all keys in one direction. Spread over many channels, the errors are independent and partly
     cancel; in 8 bits a row's scale is smaller too. QuaRot (arXiv 2404.00456) does the same for activations.
     """
 

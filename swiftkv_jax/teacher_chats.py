@@ -21,9 +21,9 @@ from swiftkv_jax.checkpoint.adapter import fingerprint, local_folder
 from swiftkv_jax.distill import files
 from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.distill.forms import BadRow, parse_row
-from swiftkv_jax.distill.progress import Say, show, working
 from swiftkv_jax.distill.sources import SELF, kept_at
 from swiftkv_jax.errors import UsageError, explained, suggest
+from swiftkv_jax.progress import Say, show, working
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 Chat = list[dict]

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "swiftkv_jax"
 LEVELS = (
-    "version errors shapes pytree last_words processes checks folder config config_json encoder_json "
-    "families rope plan sharding gguf_header gguf_config",
+    "version errors shapes pytree progress last_words processes checks folder config config_json "
+    "encoder_json families rope plan sharding gguf_header gguf_config",
     "layers rows cache weights text audio",
     "model encoder surgery checkpoint predict",
     "distill engine analysis slim baselines",

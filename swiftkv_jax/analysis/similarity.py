@@ -18,10 +18,10 @@ import numpy as np
 from swiftkv_jax import weights
 from swiftkv_jax.analysis import command, plots
 from swiftkv_jax.analysis.flops import flops_table
-from swiftkv_jax.distill.progress import show, working
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer, angles_and_segments, embed, through
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.progress import show, working
 from swiftkv_jax.shapes import Float, Int, PyTree, Tokens
 
 THRESHOLD = 0.5

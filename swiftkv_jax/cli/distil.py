@@ -23,12 +23,12 @@ from swiftkv_jax.distill.data import DataConfig, DataLoader
 from swiftkv_jax.distill.fields import override
 from swiftkv_jax.distill.loop import train
 from swiftkv_jax.distill.main import FieldsParser
-from swiftkv_jax.distill.progress import Say, show, working
 from swiftkv_jax.distill.sources import open_documents
 from swiftkv_jax.distill.start import check_vocabulary
 from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.progress import Say, show, working
 from swiftkv_jax.teacher_chats import sources_with_chats
 from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
 

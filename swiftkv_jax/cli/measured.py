@@ -18,10 +18,10 @@ from swiftkv_jax.convert import apart
 from swiftkv_jax.distill.config import Experiment, PlanConfig
 from swiftkv_jax.distill.data import DataConfig, DataLoader, evaluation_batches
 from swiftkv_jax.distill.packing import Batch
-from swiftkv_jax.distill.progress import Say
 from swiftkv_jax.distill.start import check_vocabulary
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.progress import Say
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.surgery import check_teacher
 from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer

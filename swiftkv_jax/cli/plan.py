@@ -17,11 +17,11 @@ from swiftkv_jax.cli import splits
 from swiftkv_jax.config import ModelConfig, plan_from_hf
 from swiftkv_jax.config_json import read_config_json
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.progress import Say, show, working
 from swiftkv_jax.engine.settings import MEMORY_FRACTION
 from swiftkv_jax.errors import Parser, UsageError, exit_code, first_line
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.progress import Say, show, working
 
 CONTEXT = 8192  # prompt tokens to plan for, or the model's context if that is shorter
 SHARES = (1, 2, 4)

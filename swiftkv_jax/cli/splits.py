@@ -11,10 +11,10 @@ from swiftkv_jax.distill import loop
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.distill.packing import Batch
-from swiftkv_jax.distill.progress import Say, working
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.progress import Say, working
 from swiftkv_jax.shapes import PyTree
 
 MOST_KL = 0.5  # nats a token

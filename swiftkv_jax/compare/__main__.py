@@ -36,12 +36,12 @@ from swiftkv_jax.compare.systems import (
     total,
 )
 from swiftkv_jax.compare.training import trained
-from swiftkv_jax.distill.progress import show, working
 from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.folder import DEMO
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.predict import Predicted
+from swiftkv_jax.progress import show, working
 
 
 def parser() -> Parser:

@@ -26,10 +26,11 @@ from swiftkv_jax.distill import kernels, report, start, trackers
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LEAST_SQUARES, AttentionConfig, Experiment, resolved
 from swiftkv_jax.distill.data import Batch, DataLoader, evaluation_batches
-from swiftkv_jax.distill.progress import Progress, Say, Silence, show, working
+from swiftkv_jax.distill.progress import Progress, Silence
 from swiftkv_jax.errors import UsageError, explained
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError, device, preferred
+from swiftkv_jax.progress import Say, show, working
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 _MAY_CHANGE = (  # fields of an Experiment that may differ when a run is resumed

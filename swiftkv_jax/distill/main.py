@@ -101,7 +101,7 @@ def _run(
         return report(from_package(override(load_experiment(args.config), args.set)), args.topology)
     from swiftkv_jax.distill.kernels import choose
     from swiftkv_jax.distill.loop import train
-    from swiftkv_jax.distill.progress import show
+    from swiftkv_jax.progress import show
 
     if join is not None:
         join(args.distributed)

@@ -15,13 +15,13 @@ import jax
 from swiftkv_jax import processes
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
 from swiftkv_jax.checks import choice
-from swiftkv_jax.distill.progress import pause, ticking, working
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
 from swiftkv_jax.engine.settings import CACHE_DTYPES, Settings, share_of
 from swiftkv_jax.errors import Parser, UsageError, UsageWarning, exit_code
 from swiftkv_jax.folder import DEMO
 from swiftkv_jax.predict import Predicted
+from swiftkv_jax.progress import pause, ticking, working
 from swiftkv_jax.server import flags as http
 from swiftkv_jax.server.jobs import (
     DEFAULT_MAX_TOKENS,

@@ -23,7 +23,7 @@ Count = typing.Annotated[int, Field(ge=1, le=2**31 - 1)]
 _REFUSED = {  # unsupported field: why; values that ask for nothing are accepted
     "add_special_tokens": "the chat template decides which special tokens stand in a prompt",
     "best_of": "best_of is not offered; use n",
-    "continue_final_message": "a last message is not gone on with; use /v1/completions with the text so far",
+    "continue_final_message": "continuing a message is not offered; send the text so far to /v1/completions",
     "documents": "documents are not offered; put their text into a message",
     "echo": "echo is offered in /v1/completions",
     "include_reasoning": "reasoning is not told apart from the answer",

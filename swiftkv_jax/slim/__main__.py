@@ -19,10 +19,10 @@ from swiftkv_jax.cache import EIGHT_BIT
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder, save_pretrained
 from swiftkv_jax.checks import above, choice
 from swiftkv_jax.config import DTYPES
-from swiftkv_jax.distill.progress import show, working
 from swiftkv_jax.errors import Parser, UsageError, exit_code
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import ENCODER, SELF, KVPlan
+from swiftkv_jax.progress import show, working
 from swiftkv_jax.rows import CHECKPOINT_FORMS, FORMS
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.slim import choose, sources, texts

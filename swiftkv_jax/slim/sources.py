@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.checkpoint.generation import read_generation_config
-from swiftkv_jax.distill.progress import Doing
 from swiftkv_jax.distill.sources import open_documents
 from swiftkv_jax.encoder import encode
 from swiftkv_jax.engine import speech
@@ -24,6 +23,7 @@ from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import RequestOutput, SamplingParams
 from swiftkv_jax.errors import UsageError, explained
 from swiftkv_jax.model import Transformer
+from swiftkv_jax.progress import Doing
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.slim import texts
 from swiftkv_jax.slim.texts import BATCH, KEPT, MOST, PIECE, Beside, Pieces

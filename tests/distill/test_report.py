@@ -16,10 +16,12 @@ from tiny_models import tiny
 from tokenizers_made import make_tokenizer
 
 import swiftkv_jax as skv
+from swiftkv_jax import progress
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
-from swiftkv_jax.distill import loop, progress, report
+from swiftkv_jax.distill import loop, report
 from swiftkv_jax.distill.config import Experiment, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.progress import Progress
 
 CONFIG = skv.ModelConfig(
     vocab_size=300,
@@ -130,7 +132,7 @@ def test_on_a_terminal_lines_that_pass_replace_each_other_and_others_stay(monkey
     with progress.working(progress.show, "loading") as doing:
         assert terminal.lines == ["loading ..."] and list(doing.counted("ab")) == ["a", "b"]
     assert terminal.lines == ["loading: 0.0 s", ""]
-    told = progress.Progress(tmp_path, 4, 1, 1.0, None)
+    told = Progress(tmp_path, 4, 1, 1.0, None)
     for step in (1, 2):
         told.record(step, STEP, 1.0)
     progress.show("saved")
@@ -143,7 +145,7 @@ def test_a_long_step_is_counted_in_seconds(terminal, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdout", terminal)
     for name in ("_LIVE", "_LOGGED"):
         monkeypatch.setattr(progress, name, 0.001)
-    told, shown = progress.Progress(tmp_path, 4, 10, 1.0, None), threading.Event()
+    told, shown = Progress(tmp_path, 4, 10, 1.0, None), threading.Event()
     usual = told.say
     monkeypatch.setattr(told, "say", lambda line: (usual(line), shown.set()))
     with told.waiting(3):
@@ -155,7 +157,7 @@ def test_a_long_step_is_counted_in_seconds(terminal, monkeypatch, tmp_path):
 def test_slow_steps_are_said_sooner_than_every_ten(monkeypatch, tmp_path):
     said, clock = [], [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    told = progress.Progress(tmp_path, 40, 10, 1.0, None, say=said.append)
+    told = Progress(tmp_path, 40, 10, 1.0, None, say=said.append)
     for step, seconds in enumerate([0.1] * 20 + [39.0] * 3 + [0.1] * 3, 1):
         clock[0] += seconds
         told.record(step, STEP, seconds)

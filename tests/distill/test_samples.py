@@ -1,4 +1,4 @@
-"""Which documents are whose, what is predicted of them, and data that cannot be used."""
+"""Training and held-out splits, loss masks, and errors for data that cannot be used."""
 
 from pathlib import Path
 

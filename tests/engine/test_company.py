@@ -96,7 +96,7 @@ def test_in_batch_invariant_mode_company_changes_no_bit_of_a_bfloat16_answer(pla
 
 
 def test_generated_tokens_are_not_found_by_prompts_in_batch_invariant_mode():
-    """A decode launch made their rows, and a step, which rounds otherwise, makes those of a prompt."""
+    """Decoding and prefill round differently, so a prompt must not reuse the rows of generated tokens."""
     llm = tiny.make(batch_invariant=True)
     (first,) = llm.generate([[1] * 17], dataclasses.replace(tiny.GREEDY, max_tokens=16), use_tqdm=False)
     llm.generate([[1] * 17 + first.outputs[0].token_ids + [2]], tiny.GREEDY, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Requests come, go, fail and leave; the server stays, and nobody else notices."""
+"""Requests that fail, are cancelled or disconnect affect neither the server nor other requests."""
 
 import asyncio
 import dataclasses

@@ -20,10 +20,9 @@ import pytest
 import safetensors.numpy
 import transformers
 
-from swiftkv_jax import commands, layer_pruned, predict
+from swiftkv_jax import commands, layer_pruned, predict, progress
 from swiftkv_jax.checkpoint.adapter import from_pretrained, save_pretrained
 from swiftkv_jax.checkpoint.generation import read_generation_config
-from swiftkv_jax.distill import progress
 from swiftkv_jax.engine import kernels
 from swiftkv_jax.engine import llm as llm_module
 from swiftkv_jax.engine.llm import LLM

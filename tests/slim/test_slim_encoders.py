@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import swiftkv_jax as skv
-from swiftkv_jax.distill.progress import Doing
+from swiftkv_jax.progress import Doing
 from swiftkv_jax.slim import sources
 from swiftkv_jax.slim.__main__ import main
 from swiftkv_jax.slim.calibrate import EXACT, Candidate, candidates, converted
