@@ -9,6 +9,7 @@ import typing
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -502,6 +503,6 @@ class LLM:
         return tuple(pool.bytes_per_token for pool in pools)
 
 
-def _as_stored(model: Transformer | Predicted, params: PyTree) -> tuple[Transformer | Predicted, PyTree]:
+def _as_stored(model: Transformer | Predicted, params: PyTree) -> tuple[Any, PyTree]:
     """The model with rows as the engine stores them."""
     return (model, params) if isinstance(model, Predicted) else hadamard_inputs(model, params)

@@ -222,8 +222,8 @@ def sample(
 
 def _likeliest(
     logits: Float[Array, "Q V"], sane: Bool[Array, "Q V"] | None = None
-) -> tuple[Int[Array, " Q"], Float[Array, " Q"], Bool[Array, " Q"] | None]:
-    """(the first token with each lane's largest logit, that logit, whether all of the lane is `sane`).
+) -> tuple[Int[Array, " Q"], Float[Array, " Q"], Any]:
+    """(the first token with each lane's largest logit, that logit, whether all of the lane is `sane`, [Q]).
 
     CPUs read the logits twice, since XLA's argmax is scalar code there; others read them once.
     """
