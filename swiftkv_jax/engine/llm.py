@@ -9,7 +9,6 @@ import typing
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -503,6 +502,6 @@ class LLM:
         return tuple(pool.bytes_per_token for pool in pools)
 
 
-def _as_stored(model: Transformer | Predicted, params: PyTree) -> tuple[Any, PyTree]:
+def _as_stored(model: Transformer | Predicted, params: PyTree) -> tuple[typing.Any, PyTree]:
     """The model with rows as the engine stores them."""
     return (model, params) if isinstance(model, Predicted) else hadamard_inputs(model, params)
