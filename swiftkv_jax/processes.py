@@ -63,6 +63,12 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
                 shutdown_timeout_seconds=SHUTDOWN_S,
             )
     except ValueError as error:  # JAX lacks the address, or the number of processes, or the id
+        many = environ.get("OMPI_COMM_WORLD_SIZE", "1")
+        if many != "1" and not named:  # Open MPI 5 no longer says where process 0 is
+            raise UsageError(
+                f"mpirun started {many} processes, but JAX does not find process 0: set "
+                "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or give --no-distributed"
+            ) from None
         if named:
             raise UsageError(
                 f"JAX_COORDINATOR_ADDRESS={environ['JAX_COORDINATOR_ADDRESS']!r} is set, but {error} Set "

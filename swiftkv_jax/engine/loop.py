@@ -332,7 +332,10 @@ def run_any(
     alive = jnp.clip(inputs.survivors, 0, inputs.tokens.shape[0] - 1)
     scores = logits(model, params, last), exit_logits(model, params, x[alive]) if exits else None
     if cache.mesh is not None:
-        scores = jax.lax.with_sharding_constraint(scores, NamedSharding(cache.mesh, PartitionSpec()))
+        # First as the head makes them: else XLA gathers the head, and not the scores.
+        cut = model.config.vocab_size % cache.mesh.shape["tensor"] == 0
+        for spec in [PartitionSpec(None, "tensor")] * cut + [PartitionSpec()]:
+            scores = jax.lax.with_sharding_constraint(scores, NamedSharding(cache.mesh, spec))
     return scores, pool.seen_by(cache.table).reading(cache.sources).pinned()
 
 

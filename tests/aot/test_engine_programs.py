@@ -315,6 +315,19 @@ def test_tensor_parallel_chips_communicate_twice_a_layer(chip, plan):
     assert 2 * layers <= sum(said.values()) <= 2 * layers + 8, said
 
 
+@pytest.mark.parametrize("plan", ["standard", "swiftkv"])
+@pytest.mark.parametrize("chip", FOUR)
+def test_tensor_parallel_chips_gather_scores_and_not_the_output_head(chip, plan):
+    memory, hlo, cache = compiled_for_four(chip, plan, "run_any")
+    assert cache.bytes_on_each == cache.nbytes / 4 <= memory.alias_size_in_bytes
+    assert memory.temp_size_in_bytes < DECODE_BYTES
+    once, each_step, loops = executed(hlo)
+    assert not loops and not each_step
+    said = {name: n for name, n in once.items() if name.startswith(COLLECTIVES)}
+    layers = PLANS[plan].num_layers
+    assert 2 * layers <= sum(said.values()) <= 2 * layers + 8, said
+
+
 ARCHITECTURES = Path(__file__).parents[2] / "configs/architectures"
 FITS = {  # chip -> (model, what JAX may have of its memory at the default fraction, sequences of 8192 tokens)
     "v4": ("llama8b", 0.9 * 32 * 2**30, 12),
