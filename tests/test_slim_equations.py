@@ -86,7 +86,8 @@ class Model:
             slim["layers"][0]["attentions"][0] if form == "x" else slim["rows"][0]
         )  # whose inputs those are
         held = {name: part for name, part in held.items() if isinstance(part, dict)}
-        p = spoil({name: {w: leaf[0] for w, leaf in part.items()} for name, part in held.items()})
+        made = {name: {w: leaf[0] for w, leaf in part.items()} for name, part in held.items()}
+        p = spoil(made)
         q = jnp.asarray(turned(self.q) if self.rope else self.q)[None]
         if form == "k":
             keys = self.projected("k_proj")
@@ -100,7 +101,7 @@ class Model:
             )
             return np.asarray(out[0] + p["kv_proj"].get("bias", 0.0))
         if form == "v":
-            stored = self.projected("v_proj") - np.asarray(p["v_proj"].get("bias", 0.0))
+            stored = self.projected("v_proj") - np.asarray(made["v_proj"].get("bias", 0.0))
             own = jnp.moveaxis(jnp.eye(HEADS * self.width).reshape(-1, HEADS, self.width), 1, 0)
             kernels, bias = (p["vk_proj"]["kernel"], own), self.heads_of(p["v_proj"])
         else:
@@ -144,18 +145,39 @@ def test_values_alone_and_inputs_alone_are_vanilla_attention(form, width, bias):
     np.testing.assert_allclose(case.got(form), case.want(), rtol=0, atol=1e-9)
 
 
-def without_bias(p: dict) -> dict:
-    return p | {"kv_proj": p["kv_proj"] | {"bias": p["kv_proj"]["bias"].at[1].set(0.0)}}
-
-
-def without_a_head(p: dict) -> dict:
-    return p | {"kv_proj": p["kv_proj"] | {"kernel": p["kv_proj"]["kernel"].at[2].set(0.0)}}
+def without(p: dict, name: str, weight: str, at: int) -> dict:
+    """The weights with zeros at one place: a head's kernel, a head's bias, or one number."""
+    return p | {name: p[name] | {weight: p[name][weight].at[at].set(0.0)}}
 
 
 @pytest.mark.parametrize("stored_turned", [False, True], ids=["raw", "turned"])
+@pytest.mark.parametrize("width", [6, 8], ids=["square", "wide"])
 @pytest.mark.parametrize(
-    "how", [{"sign": -1}, {"spoil": without_bias}, {"spoil": without_a_head}], ids=["sign", "bias", "head"]
+    "how",
+    [
+        {"sign": -1},
+        {"spoil": lambda p: without(p, "kv_proj", "bias", 1)},
+        {"spoil": lambda p: without(p, "kv_proj", "kernel", 2)},
+    ],
+    ids=["sign", "bias", "head"],
 )
-def test_a_wrong_sign_bias_or_head_is_seen(how, stored_turned):
-    case = Model(6, True, True)
+def test_a_wrong_sign_bias_or_head_is_seen(how, width, stored_turned):
+    case = Model(width, True, True)
     assert np.abs(case.got("k", stored_turned, **how) - case.want()).max() > 1e-2
+
+
+@pytest.mark.parametrize("width", [6, 8], ids=["square", "wide"])
+@pytest.mark.parametrize(
+    "form, name, weight",
+    [
+        ("v", "v_proj", "bias"),
+        ("v", "vk_proj", "kernel"),
+        ("x", "v_proj", "bias"),
+        ("x", "v_proj", "kernel"),
+        ("x", "k_proj", "kernel"),
+    ],
+)
+def test_a_wrong_bias_or_head_of_values_or_inputs_is_seen(form, name, weight, width):
+    case = Model(width, False, True)
+    got = case.got(form, spoil=lambda p: without(p, name, weight, 2))
+    assert np.abs(got - case.want()).max() > 1e-2

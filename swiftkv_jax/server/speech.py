@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from urllib.parse import urlsplit
 
 from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
@@ -57,14 +57,16 @@ async def read_form(request: HttpRequest, kind: type[schema.Body]) -> tuple[sche
     if media != MULTIPART:
         raise ApiError(415, f"the body must be a form: send it as {MULTIPART}")
     try:
-        async with request.form(max_files=1, max_fields=_MOST_FIELDS) as form:
+        async with request.form(max_files=2, max_fields=_MOST_FIELDS) as form:
             files = [value for name, value in form.multi_items() if name == "file"]
             if len(files) != 1 or not isinstance(files[0], UploadFile):
                 raise ApiError(400, "file: the form must have one file of this name", "file")
             fields = {name: value for name, value in form.multi_items() if isinstance(value, str)}
             return schema.parse_form(kind, fields), await files[0].read()
-    except MultiPartException as error:
-        raise ApiError(400, f"the form cannot be read ({error.message})") from None
+    except HTTPException as error:  # which Starlette makes of its MultiPartException
+        if error.status_code != 400:
+            raise
+        raise ApiError(400, f"the form cannot be read ({error.detail})") from None
 
 
 class Listener:

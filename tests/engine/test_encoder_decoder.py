@@ -238,6 +238,26 @@ def test_a_source_that_is_not_finite_ends_alone(whisper):
     assert all_free(whisper)
 
 
+def test_text_before_a_window_leaves_room_for_one_token_or_is_refused(whisper, folders):
+    """The one token is transformers'."""
+    (frames,) = speech.listen(whisper, sounds()[1]).windows
+    words = np.random.default_rng(0).integers(8, 90, 35).tolist()
+    with pytest.raises(UsageError) as error:
+        speech.window_request(whisper, frames, "en", previous=words)
+    assert str(error.value) == "audio has 40 tokens; a context of 40 leaves no room to generate"
+    asked = speech.window_request(whisper, frames, "en", previous=words[1:])
+    assert asked.token_ids == (97, *words[1:], 90, 91, 95, 99)
+    want = transformers.GenerationMixin.generate(
+        encoder_models.load(folders("whisper")),
+        input_features=torch.tensor(frames).T[None],
+        decoder_input_ids=torch.tensor([asked.token_ids]),
+        do_sample=False,
+        max_new_tokens=1,
+    )[0, -1:].tolist()
+    ((_, answer),) = whisper.run([asked])
+    assert answer.outputs[0].token_ids == want and answer.outputs[0].finish_reason == "length"
+
+
 def test_unsupported_encoder_inputs_are_refused_in_one_line(t5, whisper):
     good = sounds()[1]
     cases = {

@@ -33,9 +33,9 @@ def llama(tmp_path_factory):
     return build(tmp_path_factory.mktemp("llama"))
 
 
-def ragged_prompts() -> list[list[int]]:
+def ragged_prompts(seed: int = 0) -> list[list[int]]:
     """100 prompts of 1 to 60 tokens; some begin as one long before them does."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     made: list[list[int]] = []
     for i in range(100):
         prompt = random.integers(0, hf_models.BASE["vocab_size"], random.integers(1, 61)).tolist()
@@ -44,8 +44,7 @@ def ragged_prompts() -> list[list[int]]:
     return made
 
 
-@functools.cache
-def transformers_tokens(theirs) -> list[list[int]]:
+def transformers_tokens(theirs, prompts: list[list[int]]) -> list[list[int]]:
     theirs.generation_config.eos_token_id = None  # no end before NEW tokens, as `ignore_eos`
 
     def greedy(prompt):
@@ -53,7 +52,7 @@ def transformers_tokens(theirs) -> list[list[int]]:
         options = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
         return theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
-    return [greedy(prompt) for prompt in ragged_prompts()]
+    return [greedy(prompt) for prompt in prompts]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -79,28 +78,36 @@ def stepped(model, params, tokens, first: int) -> np.ndarray:
 
 
 SERVED = {
-    "heads of 20, prompts whole": pytest.param({"head_dim": 20}, {}, marks=pytest.mark.slow),
-    "Qwen's biases, heads of 80, mixed forms, chunks of 16": (
-        {"family": "qwen2", "head_dim": 80, "forms": ("k", "kv", "k")},
-        {"max_num_batched_tokens": 16, "page_size": 8, "steps_per_launch": 3},
+    "heads of 20, mixed forms, prompts whole": pytest.param(
+        {"head_dim": 20, "forms": ("kv", "k", "k")}, {}, 1, marks=pytest.mark.slow
     ),
-    "square, so few pages that sequences are preempted": ({}, {"num_pages": 24, "page_size": 8}),
+    "Qwen's biases, heads of 80, mixed forms, chunks of 19": (
+        {"family": "qwen2", "head_dim": 80, "forms": ("k", "kv", "k")},
+        {"max_num_batched_tokens": 19, "page_size": 8, "steps_per_launch": 3},
+        2,
+    ),
+    "square, chunks of 33, so few pages that sequences are preempted": (
+        {},
+        {"max_num_batched_tokens": 33, "num_pages": 24, "page_size": 8},
+        3,
+    ),
 }
 
 
-@pytest.mark.parametrize("fields, changes", SERVED.values(), ids=SERVED)
-def test_greedy_tokens_equal_transformers(fields, changes, tmp_path):
+@pytest.mark.parametrize("fields, changes, seed", SERVED.values(), ids=SERVED)
+def test_greedy_tokens_equal_transformers(fields, changes, seed, tmp_path):
     theirs, (_, plain), (model, params) = build(tmp_path, **fields)
     kernels = np.concatenate([np.asarray(stack["k_proj"]["kernel"], np.float64) for stack in plain["rows"]])
     assert max(np.linalg.cond(kernel) for kernel in kernels) < 1e3, "the exact inverse is for such"
     llm = skv.LLM.from_model(model, params, **({"max_model_len": 80, "page_size": 16} | changes))
     tiny_engine.poison(llm)  # NaN wherever no token has been written
-    outputs = llm.generate(ragged_prompts(), GREEDY, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == transformers_tokens(theirs)
+    prompts = ragged_prompts(seed)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == transformers_tokens(theirs, prompts)
     assert llm.engine.stats.prefix_hits > 0
     assert (llm.engine.stats.preemptions > 0) == ("num_pages" in changes)
-    if "forms" in fields:
-        assert llm.cache_bytes_per_token == 4 * 320 * 4  # of rows k, kv, k
+    arrays = sum({"k": 1, "kv": 2}[row.form] for row in model.plan.rows)
+    assert llm.cache_bytes_per_token == arrays * 4 * model.config.head_dim * 4
 
 
 def test_a_kernel_that_cannot_read_keys_is_refused_at_the_start(llama):
@@ -232,10 +239,19 @@ def test_models_whose_keys_do_not_determine_values_are_refused(fields, message, 
         skv.to_slim(*skv.from_pretrained(folder))
 
 
-def test_qwen_biases_stay_in_the_values(tmp_path):
+EXACT = {
+    "Qwen's biases, square": {"family": "qwen2"},
+    "square": {},
+    "heads of 20": {"head_dim": 20},
+    "heads of 80": {"head_dim": 80},
+    "Qwen's biases, heads of 20, mixed forms": {"family": "qwen2", "head_dim": 20, "forms": ("kv", "k", "k")},
+}
+
+
+@pytest.mark.parametrize("fields", EXACT.values(), ids=EXACT)
+def test_logits_and_first_tokens_equal_transformers(fields, tmp_path):
     """Qwen2 in its multi-head form: V = (K - b_K) W_KV + b_V, the constant added where values are read."""
-    theirs = hf_models.build("qwen2", seed=5, **LLAMA)
-    model, params = skv.to_slim(*skv.from_pretrained(hf_models.save(theirs, tmp_path)))
+    theirs, _, (model, params) = build(tmp_path, **fields)
     ids = hf_models.tokens(20)
     want = hf_models.torch_logits(theirs, ids)
     for got in (full(model, params, ids), stepped(model, params, ids, 7)):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 import struct
 import threading
 
@@ -16,6 +17,7 @@ import transformers
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.generation import read_generation_config
+from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.llm import LLM
 
 wav = encoder_models.wav
@@ -89,6 +91,23 @@ def test_text_that_came_before_and_the_temperature_change_the_answer(client):
     assert client.audio.transcriptions.create(**given, prompt="A, B, C").text != plain
     warm = {client.audio.transcriptions.create(**given, temperature=1.0).text for _ in range(4)}
     assert len(warm) > 1
+
+
+@pytest.mark.parametrize("count", [18, 60])
+def test_half_a_context_less_one_token_of_the_text_that_came_before_is_read(count, client, llm):
+    """The last 40 / 2 - 1 = 19 tokens of the text after a space."""
+    sound, said = wav(0.8, 7), "".join(np.random.default_rng(3).choice([*"ABCDEFG"], count))
+    (frames,) = speech.listen(llm, sound).windows
+
+    def after(most: int) -> str:
+        previous = list(f" {said}".encode())[-most:]
+        ((_, found),) = llm.run([speech.window_request(llm, frames, "en", previous=previous)])
+        return found.outputs[0].text
+
+    given = {"model": http_server.NAME, "file": ("a.wav", sound), "language": "en"}
+    answer = client.audio.transcriptions.create(**given, prompt=f"\n{said} ").text
+    assert answer == after(19) != after(18)
+    assert (answer == after(20)) == (count == 18)
 
 
 def test_a_transcription_can_be_plain_text(client, llm):
@@ -189,6 +208,20 @@ def heard(server: http_server.Running, sound: bytes, key: str | None = None) -> 
     return server.http.post("/v1/audio/transcriptions", data={"language": "en"}, files=files, **given)
 
 
+@pytest.mark.parametrize(
+    "files, said",
+    [
+        (["file", "file"], "file: the form must have one file of this name"),
+        (["file", "a", "b"], "the form cannot be read (Too many files. Maximum number of files is 2.)"),
+        (["a"], "file: the form must have one file of this name"),
+    ],
+)
+def test_a_form_with_other_files_is_told_what_is_wrong(files, said, served):
+    parts = [(name, ("a.wav", wav(0.5))) for name in files]
+    answer = served.http.post("/v1/audio/transcriptions", files=parts)
+    assert answer.status_code == 400 and http_server.error_of(answer)["message"] == said
+
+
 def all_free(server: http_server.Running) -> bool:
     """Pages of both spaces."""
     sources = server.engine.scheduler.sources
@@ -258,3 +291,50 @@ def test_too_many_windows_are_refused_and_change_no_text(folder, keys, status):
             assert int(answer.headers["retry-after"]) >= 1 and http_server.error_of(answer)
         http_server.wait_for(lambda: all_free(server))
         assert heard(server, canary, keys[-1]).json()["text"] == want
+
+
+VALUES = {
+    "model": (http_server.NAME, "", "no such"),
+    "language": ("en", "German", "<|fr|>", "Klingon", "", "EN\0", "é" * 40),
+    "temperature": ("0", "0.5", " 1 ", "-0", "1.01", "nan", "1e400", "", "hot", "٣"),
+    "response_format": ("json", "text", "", "JSON", "srt"),
+    "prompt": ("A, B", " ", "", "é", "\0", "\r\n--x\r\n", "a" * 16_385),
+    "file": ("no file", ""),
+}
+
+
+def random_form(source: random.Random) -> bytes:
+    """Up to two files and two fields between lines of --x; of one form in eight some bytes are others."""
+    good = wav(source.choice((0.1, 0.3, 1.2)), source.randrange(9), source.choice((8000, 16_000)))
+    broken = b"", good[: source.randrange(len(good))], source.randbytes(300), good[:20] + source.randbytes(99)
+    files = [source.choice((good,) * 6 + broken) for _ in range(source.choice((0, 2) + (1,) * 8))]
+    parts = [(f'file"; filename="{number}.wav', sound) for number, sound in enumerate(files)]
+    for name in source.choices([*VALUES], k=source.randint(0, 2)):
+        value = source.choice(VALUES[name]).encode()
+        parts.append((name, source.choice((value,) * 5 + (source.randbytes(9),))))
+    source.shuffle(parts)
+    head = '--x\r\nContent-Disposition: form-data; name="{}"\r\n\r\n'
+    raw = b"".join(head.format(name).encode() + value + b"\r\n" for name, value in parts) + b"--x--\r\n"
+    if source.random() < 1 / 8:
+        at = source.randrange(min(len(raw), 200))
+        raw = raw[:at] + source.randbytes(3) + raw[at + source.randrange(50) :]
+    return raw
+
+
+@pytest.mark.filterwarnings("ignore:Unclosed file:ResourceWarning")  # Starlette's, where a file does not end
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_random_forms_are_answered_or_refused_and_harm_nobody(count, served):
+    """And those that were refused change no text after them."""
+    source, seen, good = random.Random(1), set(), wav(0.5)
+    want = heard(served, good).json()
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    for _ in range(count):
+        raw = random_form(source)
+        answer = served.http.post("/v1/audio/transcriptions", content=raw, headers=headers)
+        seen.add(answer.status_code)
+        if answer.status_code != 200:
+            error = http_server.error_of(answer)
+            assert answer.status_code < 500 and error["type"] == "invalid_request_error", (raw[:300], error)
+    assert seen >= {200, 400, 404} and want["text"]
+    assert heard(served, good).json() == want
+    http_server.wait_for(lambda: all_free(served))

@@ -183,6 +183,42 @@ def test_grouped_heads_are_refused_or_kept(text, tmp_path, capsys):
     assert skv.from_pretrained(tmp_path / "out")[0].plan == skv.KVPlan.standard(2)
 
 
+def test_normed_keys_are_refused(tmp_path, capsys):
+    theirs = hf_models.build("qwen3", seed=3, num_hidden_layers=1, num_key_value_heads=4)
+    folder = hf_models.save(theirs, tmp_path / "normed")
+    said = refused(folder, tmp_path, capsys, "--forms", "k")
+    assert said == (
+        "error: rows cannot be stored as 'k': keys are normed after their projection, which no W_KV undoes; "
+        "use --forms auto\n"
+    )
+
+
+def in_float16(folder, layers: int):
+    """Layer 0 makes small keys of what makes large values: its W_KV holds more than 65504."""
+    theirs = hf_models.build("llama", seed=3, num_key_value_heads=4, num_hidden_layers=layers)
+    with torch.no_grad():
+        theirs.lm_head.weight.mul_(0.05)
+        theirs.model.layers[0].self_attn.k_proj.weight.mul_(1e-4)
+        theirs.model.layers[0].self_attn.v_proj.weight.mul_(50)
+    return with_tokenizer(hf_models.save(theirs.half(), folder))
+
+
+LARGE = r"layer 0: its matrix holds \d\.\de\+06, more than float16 can"
+
+
+def test_a_matrix_that_float16_cannot_hold_is_refused(text, tmp_path, capsys):
+    said = refused(in_float16(tmp_path / "half", 1), tmp_path, capsys, "--forms", "k", "--text", text)
+    assert re.fullmatch(f"error: {LARGE}: it cannot be stored as 'k'; use --forms auto\n", said), said
+
+
+def test_auto_keeps_the_row_whose_matrix_float16_cannot_hold(text, tmp_path):
+    folder, out = in_float16(tmp_path / "half", 2), tmp_path / "out"
+    assert main(["--model", str(folder), "--out", str(out), "--text", str(text)]) == 0
+    rows = json.loads((out / "slim.json").read_text())["rows"]
+    assert re.fullmatch(LARGE, rows[0]["why"])
+    assert [row.form for row in skv.from_pretrained(out)[0].plan.rows] == ["kv", "k"]
+
+
 def of_family(family: str, text, tmp_path, *flags: str, **fields) -> tuple[dict, skv.KVPlan]:
     """(slim.json, the written plan) of a random model of one layer."""
     theirs = hf_models.build(family, seed=3, num_hidden_layers=1, **fields)
