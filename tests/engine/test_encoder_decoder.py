@@ -164,6 +164,7 @@ def test_pages_of_both_spaces_come_back_after_random_cancels(cancels, t5):
 def test_nothing_compiles_once_it_is_warm(folders):
     llm = served(folders("t5"), max_num_seqs=2)
     llm.engine.warm_up()
+    assert llm.fingerprint  # which a server computes at once, and `generate` at its first request
     with tiny.compilations() as found:
         llm.generate(texts(4), GREEDY, use_tqdm=False)
     assert not found
