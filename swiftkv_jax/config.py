@@ -170,7 +170,7 @@ class ModelConfig:
           UsageError: config.json cannot express this config and plan (a hand-made mixture of families, an
             arbitrary row map).
         """
-        if plan.named_forms != tuple(row.form for row in plan.rows):
+        if plan != plan.named:
             raise UsageError("rows of inputs are as an engine stores them: save the model that it was given")
         (split, share), family = plan.split_and_share, FAMILIES[self.family]
         out = {

@@ -12,7 +12,6 @@ from swiftkv_jax.families import FAMILIES, Family
 from swiftkv_jax.folder import read_json
 from swiftkv_jax.gguf_config import config_of
 from swiftkv_jax.gguf_header import gguf_of
-from swiftkv_jax.plan import SERVED
 
 FULL_ATTENTION = 2**30  # a window no sequence fills
 OWN_CODE = "modeling_swiftkv"  # the module that a student's folder carries for transformers
@@ -301,8 +300,6 @@ def _listed(forms, where: str, count: int, what: str) -> tuple[str, ...]:
     if len(forms) != count:
         where = where.rpartition(": ")[0]
         raise UsageError(f"{where}: {len(forms)} forms for {count} {what}; give one for each")
-    if unknown := sorted({*forms} & {*SERVED.values()}):
-        raise UsageError(f"{where}: {unknown[0]!r} is how an engine stores rows, not a form of checkpoints")
     return tuple(forms)
 
 

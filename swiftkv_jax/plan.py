@@ -6,14 +6,14 @@ which rows of another, smaller model a prompt's rows are predicted.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from swiftkv_jax.checks import integer
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.errors import UsageError, suggest
 
 SELF, ENCODER = "self", "encoder"  # the spaces of rows: of the tokens themselves, of an encoder's output
+CHECKPOINT_FORMS = ("kv", "k", "v", "x")  # forms of rows that a checkpoint or a user may name
 SERVED = {"x": "hadamard_x"}  # form of a checkpoint's rows -> the form in which an engine stores them
-_OF_INPUTS = ("x", SERVED["x"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,7 @@ class KVPlan:
 
     def _check_row(self, number: int, row: Row) -> None:
         layers, named = len(self.reads), isinstance(row.source, str)
+        _check_form(row.form, (*CHECKPOINT_FORMS, *SERVED.values()))
         if not {row.maker, 0 if isinstance(row.source, str) else row.source} <= set(range(layers)):
             raise UsageError(f"row {number}: source and maker must be layers in [0, {layers}), not {row}")
         if named != (number in self.cross) or (named and number in self.reads):
@@ -147,21 +148,24 @@ class KVPlan:
         each = _one_each(forms, len(own), "rows")
         made = tuple(dataclasses.replace(row, form=form) for row, form in zip(own, each, strict=True))
         made += self.rows[len(own) :]
-        same = [row for row in made if row.form in _OF_INPUTS and row.shared_norm]
+        same = [row for row in made if row.form == "x" and row.shared_norm]
         kept = [row for row in made if row not in same[1:]]
         moved = [kept.index(same[0] if row in same else row) for row in made]
         reads, cross = (tuple(moved[read] for read in each) for each in (self.reads, self.cross))
         return dataclasses.replace(self, rows=tuple(kept), reads=reads, cross=cross)
 
     @property
-    def named_forms(self) -> tuple[str, ...]:
-        """The form of each row as a checkpoint names it."""
-        names = {served: form for form, served in SERVED.items()}
-        return tuple(names.get(row.form, row.form) for row in self.rows)
-
-    def as_served(self) -> "KVPlan":
+    def served(self) -> "KVPlan":
         """This plan with each row in the form in which an engine stores it (see SERVED)."""
-        rows = (dataclasses.replace(row, form=SERVED.get(row.form, row.form)) for row in self.rows)
+        return self._renamed(SERVED)
+
+    @property
+    def named(self) -> "KVPlan":
+        """This plan with each row in the form that a checkpoint names: the plan that `served` was made of."""
+        return self._renamed({served: form for form, served in SERVED.items()})
+
+    def _renamed(self, names: Mapping[str, str]) -> "KVPlan":
+        rows = (dataclasses.replace(row, form=names.get(row.form, row.form)) for row in self.rows)
         return dataclasses.replace(self, rows=tuple(rows))
 
     def with_cross(self, *forms: str) -> "KVPlan":
@@ -322,7 +326,7 @@ class KVPlan:
         return self._listed()[2]
 
     def _listed(self) -> tuple[int, int, tuple[str, ...]]:
-        own, layers = self.own, self.num_layers
+        own, layers = self.named.own, self.num_layers
         for share in range(1, layers - self.split + 2):
             plain = KVPlan.swiftkv(layers, self.split, share)
             firsts = [plain.readers(row)[0] for row in range(len(plain.rows))]
@@ -336,10 +340,18 @@ class KVPlan:
         )
 
 
+def _check_form(form: str, allowed: Sequence[str]) -> None:
+    if form not in allowed:
+        known = f"known: {', '.join(CHECKPOINT_FORMS)}{suggest(form, CHECKPOINT_FORMS)}"
+        raise UsageError(f"rows have no form {form!r}; {known}")
+
+
 def _one_each(forms: tuple[str, ...], count: int, what: str) -> tuple[str, ...]:
     """One form for each of `count` rows or layers; `forms` has one for all, or one for each."""
     if len(forms) not in (1, count):
         raise UsageError(f"{len(forms)} forms for {count} {what}; give one for all, or one each")
+    for form in forms:
+        _check_form(form, CHECKPOINT_FORMS)
     return forms * count if len(forms) == 1 else forms
 
 

@@ -173,6 +173,12 @@ def split_layers(model: Transformer | Predicted, params: PyTree) -> PyTree:
     return cut | {"predictor": {"rows": weights.recut(params["predictor"]["rows"], every)}}
 
 
+def for_serving(model: Transformer | Predicted, params: PyTree) -> tuple[Any, PyTree]:
+    """The model with rows as an engine stores them, cut at every layer."""
+    params = split_layers(model, params)
+    return (model, params) if isinstance(model, Predicted) else surgery.hadamard_inputs(model, params)
+
+
 def for_mesh(model: Transformer | Predicted, params: PyTree, mesh: Mesh) -> tuple[Any, PyTree]:
     """The same model, cut at every layer, with at least as many kv heads as the mesh has devices on `tensor`.
 

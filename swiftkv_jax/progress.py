@@ -10,7 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-_LIVE = 1.0  # seconds between lines on a terminal, which overwrites them
+LIVE = 1.0  # seconds between lines on a terminal, which overwrites them
 _LOGGED, _LATER, _FIRST = 2.0, 10.0, 60.0  # the same in a log; more after the first minute
 
 
@@ -24,7 +24,7 @@ def pause(say: Say, seconds: float) -> float:
     """Seconds until the next progress line of what has taken `seconds`: few on a terminal, which overwrites
     them, and in a log more after the first minute."""
     if say is show and sys.stdout.isatty():
-        return _LIVE
+        return LIVE
     return _LOGGED if seconds < _FIRST else _LATER
 
 

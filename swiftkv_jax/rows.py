@@ -6,7 +6,6 @@ it, how they make it, and how a query reads it: from full sequences (training), 
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import scipy.linalg
 
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.common.pools import Pool, encode
 from swiftkv_jax.kernels.k_cache_attention.api import k_cache_attention, x_cache_attention
 from swiftkv_jax.kernels.paged_attention.api import paged_attention
@@ -382,32 +381,23 @@ def has_fill(config: ModelConfig, plan: KVPlan) -> bool:
     return plan.has_fill and config.fused_fill
 
 
-FORMS: dict[str, Form] = {"kv": KeysValues(), "k": Keys(), "v": Values(), "x": Inputs()}
-CHECKPOINT_FORMS = tuple(FORMS)  # those that a checkpoint or a user may name
-FORMS |= {SERVED["x"]: HadamardInputs()}
-
-
-def check_named(forms: Iterable[str]) -> None:
-    """Check that rows have forms of these names.
-
-    Raises:
-      UsageError: they have not.
-    """
-    for form in forms:
-        if form not in CHECKPOINT_FORMS:
-            known = f"known: {', '.join(CHECKPOINT_FORMS)}{suggest(form, CHECKPOINT_FORMS)}"
-            raise UsageError(f"rows have no form {form!r}; {known}")
+FORMS: dict[str, Form] = {
+    "kv": KeysValues(),
+    "k": Keys(),
+    "v": Values(),
+    "x": Inputs(),
+    SERVED["x"]: HadamardInputs(),
+}
 
 
 def check(config: ModelConfig, plan: KVPlan) -> None:
     """Check that a model of this shape can have the rows of `plan`.
 
     Raises:
-      UsageError: it has another number of layers, an unknown form, or one that does not fit it.
+      UsageError: it has another number of layers, or a form does not fit it.
     """
     if plan.num_layers != config.num_layers:
         raise UsageError(f"the plan has {plan.num_layers} layers, the model {config.num_layers}")
-    check_named(plan.named_forms)
     for form in dict.fromkeys((*plan.forms, *plan.cross_forms)):
         if reason := FORMS[form].refuses(config):
             raise UsageError(f"rows cannot be stored as {form!r}: {reason}")

@@ -16,7 +16,7 @@ from swiftkv_jax.kernels.fused_kv_fill.api import fold_gain
 from swiftkv_jax.layers import effective_gain, kernel_of, norm_weights, shared_norm_weights
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rows import FORMS, NOTHING, check_named, hadamard
+from swiftkv_jax.rows import FORMS, NOTHING, hadamard
 from swiftkv_jax.shapes import Array, PyTree
 
 INITS = ("fold", "copy")
@@ -149,7 +149,6 @@ def to_slim(
     if stored != {"kv"}:
         raise UsageError(f"to_slim converts rows of keys and values, not of {', '.join(sorted(stored))}")
     own, cross = ([each] if isinstance(each, str) else each for each in (forms, cross_forms))
-    check_named((*own, *cross))
     plan = model.plan.stored_as(*own)
     if model.plan.cross:
         plan = plan.with_cross(*cross)
@@ -233,7 +232,7 @@ def hadamard_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, Py
     In exact arithmetic nothing changes. The weights that read these rows are transformed and rounded to
     their dtype again, so checkpoints are made of the model that was given.
     """
-    plan, served = model.plan, model.plan.as_served()
+    plan, served = model.plan, model.plan.served
     if served == plan:
         return model, params
 

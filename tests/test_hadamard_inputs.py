@@ -65,8 +65,8 @@ def test_an_engine_stores_transformed_inputs_of_a_model_that_stays_the_same(plan
 @pytest.mark.parametrize("forms", [("x",), ("kv", "x", "kv", "x")], ids=["all", "some"])
 def test_a_server_tells_the_split_and_share_of_the_model_that_it_was_given(forms):
     plan = KVPlan.swiftkv(4, 1).stored_as(*forms)
-    assert plan.as_served().split_and_share == plan.split_and_share == (1, 1)
-    assert plan.as_served().named_forms == tuple(row.form for row in plan.rows)
+    assert plan.served.split_and_share == plan.split_and_share == (1, 1)
+    assert plan.served.named == plan != plan.served
 
 
 @pytest.mark.parametrize("dtype, times", [("bfloat16", 3), ("int8", 10)])
@@ -116,5 +116,5 @@ def test_a_checkpoint_neither_gets_nor_names_rows_as_an_engine_stores_them(tmp_p
         to_slim(*tiny.make_model(tiny.PLANS["standard"], **FREE), "hadamard_x")
     raw = {"model_type": "gpt2", "num_hidden_layers": model.plan.num_layers}
     forms = {"version": 1, "forms": ["hadamard_x"] * model.plan.num_layers}
-    with pytest.raises(UsageError, match="'hadamard_x' is how an engine stores rows"):
+    with pytest.raises(UsageError, match="no form 'hadamard_x'; known: kv, k, v, x"):
         plan_from_hf(raw | {"slim_attention": forms})

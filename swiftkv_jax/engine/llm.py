@@ -49,10 +49,10 @@ from swiftkv_jax.engine.settings import Settings, check_fill, empty_pools, model
 from swiftkv_jax.engine.speech import Transcription
 from swiftkv_jax.errors import UsageError, UsageWarning
 from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted, for_mesh, generator, split_layers, transformers
+from swiftkv_jax.predict import Predicted, for_mesh, for_serving, generator, transformers
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.sharding import tensor_mesh
-from swiftkv_jax.surgery import fold_shared_norm, hadamard_inputs
+from swiftkv_jax.surgery import fold_shared_norm
 from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 
@@ -102,7 +102,7 @@ class LLM:
         if tensor_parallel_size != 1 and mesh is None:
             mesh = tensor_mesh(tensor_parallel_size)
         model, params = from_pretrained(folder, kind, mesh, cuts=None, base=base, slim=slim)
-        model, params = _as_stored(model, params)  # here, so that the first weights are freed
+        model, params = for_serving(model, params)  # here, so that the first weights are freed
         check_fill(model, **settings)
         if tokenizer is None and not has_tokenizer(folder):
             warnings.warn(
@@ -132,19 +132,17 @@ class LLM:
 
         `mesh` is taken from the parameters when they are on one.
         """
-        llm = cls.__new__(cls)
-        generation = generation or GenerationDefaults()
-        mesh = mesh or mesh_of(params)
+        llm, mesh, generation = cls.__new__(cls), mesh or mesh_of(params), generation or GenerationDefaults()
         sizes = settings_of(context(model.config, max_model_len), settings)
         check_fill(model, **settings)
         chosen = choose(model.config, model.plan, model.dtype, sizes, parts_of(mesh))
+        model, params = for_serving(model, params)
         llm._set(model, params, tokenizer, generation, mesh, seed, max_model_len, chosen)
         return llm
 
     def _set(self, model, params, tokenizer, generation, mesh, seed, max_model_len, chosen: Choice):
         self.tokenizer, self.mesh, self.generation = tokenizer, mesh, generation
         check_devices(model, mesh)
-        model, params = _as_stored(model, split_layers(model, params))
         if self.mesh is not None:
             model, params = for_mesh(model, params, self.mesh)
         self.model, self.params = model, params
@@ -500,8 +498,3 @@ class LLM:
         """`cache_bytes_per_token` by pool: the model's, then an auxiliary's."""
         pools = jax.eval_shape(functools.partial(empty_pools, self.model, self.settings))
         return tuple(pool.bytes_per_token for pool in pools)
-
-
-def _as_stored(model: Transformer | Predicted, params: PyTree) -> tuple[typing.Any, PyTree]:
-    """The model with rows as the engine stores them."""
-    return (model, params) if isinstance(model, Predicted) else hadamard_inputs(model, params)

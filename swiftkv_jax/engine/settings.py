@@ -294,7 +294,7 @@ def settle(
             f"fill {settings.fill!r} does not compute what makes rows of {model.config.family}: give None"
         )
     if settings.fill is not None and not plan.has_fill:
-        has = f"{plan.kind} with rows of form {', '.join(dict.fromkeys(plan.named_forms))}"
+        has = f"{plan.kind} with rows of form {', '.join(plan.named.forms)}"
         raise UsageError(
             f"fill {settings.fill!r} makes a SwiftKV model's upper rows, of form kv; this one is {has}: "
             "give None"

@@ -21,7 +21,7 @@ from swiftkv_jax.engine.settings import CACHE_DTYPES, Settings, share_of
 from swiftkv_jax.errors import Parser, UsageError, UsageWarning, exit_code
 from swiftkv_jax.folder import DEMO
 from swiftkv_jax.predict import Predicted
-from swiftkv_jax.progress import pause, ticking, working
+from swiftkv_jax.progress import LIVE, pause, ticking, working
 from swiftkv_jax.server import flags as http
 from swiftkv_jax.server.jobs import (
     DEFAULT_MAX_TOKENS,
@@ -34,7 +34,7 @@ from swiftkv_jax.server.jobs import (
     output_row,
     read_lines,
 )
-from swiftkv_jax.server.settings import TELL_S, TICK_S, HttpSettings
+from swiftkv_jax.server.settings import TELL_S, HttpSettings
 from swiftkv_jax.sharding import mesh_axes, parse_mesh
 
 _DEMO = DEMO / "teacher"
@@ -391,7 +391,7 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
         else:
             bar.refresh()
 
-    every = partial(pause, say) if bar.disable else lambda seconds: TICK_S
+    every = partial(pause, say) if bar.disable else lambda seconds: LIVE
     try:
         with ticking(tell, every), bar:
             for job, result in answered(llm, jobs):
@@ -446,7 +446,7 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     stored = model.dtype if llm.settings.cache_dtype == "auto" else llm.settings.cache_dtype
     if reason := slower(model.config, plan, llm.devices[0].platform, stored):
         say(f"note      {reason}")
-    forms = plan.named_forms
+    forms = [row.form for row in plan.named.rows]
     each = ", ".join(f"{forms.count(form)} as {form}" for form in dict.fromkeys(forms))
     kept = f", {each}" if plan.forms != ("kv",) else ""
     rows = f"{plan.num_rows} rows{kept}{apart}"

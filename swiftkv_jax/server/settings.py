@@ -5,7 +5,6 @@ import dataclasses
 from swiftkv_jax.checks import choice
 
 TELL_S = 2.0  # seconds between progress lines while a server starts
-TICK_S = 1.0  # seconds between looks at a batch run's progress bar
 REFUSALS = (429, 503, 529)  # statuses after which clients wait and retry
 
 

@@ -21,9 +21,9 @@ from swiftkv_jax.checks import above, choice
 from swiftkv_jax.config import DTYPES
 from swiftkv_jax.errors import Parser, UsageError, exit_code
 from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import ENCODER, SELF, KVPlan
+from swiftkv_jax.plan import CHECKPOINT_FORMS, ENCODER, SELF, KVPlan
 from swiftkv_jax.progress import show, working
-from swiftkv_jax.rows import CHECKPOINT_FORMS, FORMS
+from swiftkv_jax.rows import FORMS
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.slim import choose, sources, texts
 from swiftkv_jax.slim.calibrate import Candidate, Found, candidates, converted, served

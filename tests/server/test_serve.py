@@ -366,7 +366,7 @@ def test_a_slow_batch_says_how_far_it_is(terminal, folder, whole, tmp_path, monk
 
     monkeypatch.setattr(LLM, "run", slow)
     monkeypatch.setattr(progress, "_LOGGED", 0.3)
-    monkeypatch.setattr(server_main, "TICK_S", 0.1)
+    monkeypatch.setattr(server_main, "LIVE", 0.1)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     flags = [flag for flag in FLAGS if flag != "--quiet"]
     out = ["--output", str(tmp_path / "out.jsonl")]
