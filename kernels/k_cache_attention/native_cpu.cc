@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int64_t LONGEST = 1024;  // queries of a run
+constexpr double BESIDE_SCORES = 0.4;  // of what is prefetched; the rest comes beside the sums of whole rows
 constexpr int EITHER = 0, SUMS = 1, VALUES = 2;
 
 struct Call {
@@ -167,29 +168,16 @@ inline void turn(const float* from, int64_t width, const float* angles, float si
   }
 }
 
-// Scores [rows, TILE] of a scratch's rows, each of one head of `heads` from the `head`-th on, with a tile.
-void score_tile(const Call& c, Work& w, const float* const* tile, int64_t start, int64_t head, int64_t heads) {
-  const Scratch& s = w.sums;
-  const int64_t each = s.rows / heads;
-  if (c.near)  // the way from the tile's first key to each is the same in every tile
-    for (int64_t r = 0; r < s.rows; ++r)
-      turn(s.q + r * s.width, c.width, c.far + start / TILE * c.width, -1, w.turned.data() + r * c.width);
-  for (int t = 0; t < TILE; t += LANES)
-    for (int64_t r = 0; r < s.rows; ++r) {
-      const int64_t at = c.w_k ? 0 : (head + r / each) * c.width;
-      store(w.scores.data() + r * TILE + t,
-            c.near ? score_turned(w.turned.data() + r * c.width, c.width, tile + t, at, c.near + t * c.width)
-                   : score_plain(s.q + r * s.width, c.span(), tile + t, at));
-    }
-}
-
-// Prefetches the next tile, some bytes beside each key that is used, in memory order.
+// Prefetches the next tile beside the work on this one, in memory order: some bytes of a row at each call.
 template <class T>
 struct Ahead {
   const Tile<T>* next;  // nullptr: nothing
-  int64_t size, some;   // bytes of a row, and at a time
+  int64_t size, some;   // bytes of a row, and of a call
   int row = 0;
   int64_t at = 0;
+
+  // `part` of the tile in the next `calls`, in whole cache lines.
+  void spread(double part, int64_t calls) { some = (int64_t(part * size * TILE) / calls + 63) / 64 * 64; }
 
   void operator()(int64_t) {
     if (!next || row == TILE) return;
@@ -198,6 +186,25 @@ struct Ahead {
     if (at >= size) ++row, at = 0;
   }
 };
+
+// Scores [rows, TILE] of a scratch's rows, each of one head of `heads` from the `head`-th on, with a tile.
+template <class Each>
+void score_tile(const Call& c, Work& w, const float* const* tile, int64_t start, int64_t head, int64_t heads,
+                Each& each) {
+  const Scratch& s = w.sums;
+  const int64_t queries = s.rows / heads;
+  if (c.near)  // the way from the tile's first key to each is the same in every tile
+    for (int64_t r = 0; r < s.rows; ++r)
+      turn(s.q + r * s.width, c.width, c.far + start / TILE * c.width, -1, w.turned.data() + r * c.width);
+  for (int t = 0; t < TILE; t += LANES)
+    for (int64_t r = 0; r < s.rows; ++r) {
+      const int64_t at = c.w_k ? 0 : (head + r / queries) * c.width;
+      each(r);
+      store(w.scores.data() + r * TILE + t,
+            c.near ? score_turned(w.turned.data() + r * c.width, c.width, tile + t, at, c.near + t * c.width)
+                   : score_plain(s.q + r * s.width, c.span(), tile + t, at));
+    }
+}
 
 // Adds weighted whole rows [begin, end) of a tile to every row of a scratch, some columns for all of them at a time.
 template <class Each>
@@ -237,7 +244,9 @@ void sum(const Call& c, Work& w, const Run& run, int64_t head, int64_t heads, fl
     if (start < last) tile_at(start + TILE)->locate(c, table, w.sight, nothing, start + TILE);
     const float* rows[TILE];
     tile_at(start)->open(c.whole, w.filled, w.room.data(), rows);
-    score_tile(c, w, rows, start, head, heads);
+    Ahead<T> ahead{start < last ? tile_at(start + TILE) : nullptr, int64_t(c.whole * sizeof(T))};
+    ahead.spread(BESIDE_SCORES, s.rows * TILE / LANES);
+    score_tile(c, w, rows, start, head, heads, ahead);
     int a = TILE, b = 0;
     for (int64_t r = 0; r < s.rows; ++r) {
       const int from = std::clamp<int64_t>(s.first[r] - start, 0, TILE);
@@ -250,8 +259,7 @@ void sum(const Call& c, Work& w, const Run& run, int64_t head, int64_t heads, fl
       a = std::min(a, from), b = std::max(b, to);
       weigh(scores, from, to, s.top[r], s.total[r], s.mixed + r * s.value, s.value);
     }
-    const int64_t size = c.whole * sizeof(T), steps = (s.rows + ROWS - 1) / ROWS * (s.value / (4 * LANES) + 1);
-    Ahead<T> ahead{start < last ? tile_at(start + TILE) : nullptr, size, (size / steps + 63) / 64 * 64};
+    ahead.spread(1, TILE * ((s.rows + ROWS - 1) / ROWS) * (s.value / (4 * LANES) + 1));
     mix_tile(w, rows, a, b, ahead);
   }
   for (int64_t r = 0; r < s.rows; ++r) {
