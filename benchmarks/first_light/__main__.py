@@ -25,10 +25,18 @@ BUFFERS = {"as it is": None, "with WHILE": "+WHILE", "none": ""}
 WORKER = (sys.executable, "-m", "benchmarks.first_light.worker")
 _FEWEST = 5.0  # seconds left without which no line is begun
 _LOAD = 35.0  # the same for a line of the engine
+_ENGINE = 0.45  # share of the run that is kept for the engine
 
 
-def kernel_lines(book: Book, name: str, candidates: Sequence[Candidate], module: str | None) -> None:
-    """Check every candidate; time those that are right."""
+def kept(minutes: float) -> float:
+    """Seconds of a run without which no line of a kernel is begun, so that the engine is reached."""
+    return max(_FEWEST, _ENGINE * 60 * minutes)
+
+
+def kernel_lines(
+    book: Book, name: str, candidates: Sequence[Candidate], module: str | None, least: float = _FEWEST
+) -> None:
+    """Of each kind, check every candidate, then time those that are right."""
     lines = book.result["lines"]
     common = {"shape": name, "module": module}
 
@@ -38,19 +46,20 @@ def kernel_lines(book: Book, name: str, candidates: Sequence[Candidate], module:
             task=task,
             args=common | {"candidate": dataclasses.asdict(candidate)} | args,
             limit=candidate.limit,
-            least=_FEWEST,
+            least=least,
             group="kernels",
         )
         book.run(line, report.said(task, lines.get("ceilings", {}), candidate.kind))
 
-    for candidate in candidates:
-        run("numerics", candidate)
-    safe = {c.kind: c for c in reversed(candidates)}
     with tempfile.TemporaryDirectory() as folder:
-        for candidate in candidates:
-            first = safe[candidate.kind] == candidate
-            if first or report.is_right(lines, candidate):
-                run("contest", candidate, folder=folder, safe=first)
+        for kind in dict.fromkeys(candidate.kind for candidate in candidates):
+            safe, *others = (candidate for candidate in candidates if candidate.kind == kind)
+            for candidate in (safe, *others):
+                run("numerics", candidate)
+            run("contest", safe, folder=folder, safe=True)
+            for candidate in others:
+                if report.is_right(lines, candidate):
+                    run("contest", candidate, folder=folder, safe=False)
 
 
 def peer_lines(book: Book, name: str) -> None:
@@ -137,10 +146,10 @@ def main() -> int:
             book.save = functools.partial(save, args.output / f"{name}.json", sizes, candidates)
             ceilings = Line("ceilings", "ceilings", {"shape": args.shape}, 60.0, _FEWEST, "kernels")
             book.run(ceilings, report.said("ceilings", {}))
-            kernel_lines(book, args.shape, candidates, args.candidates)
-            peer_lines(book, args.shape)
-            machine_lines(book, args.shape, where["xla_flags"])
+            kernel_lines(book, args.shape, candidates, args.candidates, kept(args.minutes))
             engine_lines(book, args.shape, candidates, args.candidates)
+            machine_lines(book, args.shape, where["xla_flags"])
+            peer_lines(book, args.shape)
         finally:
             book.close()
     print((args.output / f"{name}.md").read_text())

@@ -184,6 +184,38 @@ def test_a_run_of_the_tiny_shape(tmp_path):
     assert all(name in text for name in [*lines, *result["winners"].values()])
 
 
+class SlowBook:
+    """Every line takes 25 s of a clock of its own, and finds what it checks right."""
+
+    def __init__(self, worker, save, minutes, head, env=None):
+        self.left, self.result, self.begun = 60.0 * minutes, {"lines": {}, **head}, []
+        SlowBook.last = self
+
+    def run(self, line, say):
+        if self.left < line.least:
+            return self.result["lines"].setdefault(line.name, {"status": "skipped"})
+        self.left -= 25
+        self.begun.append(line)
+        found = {"status": "done", "right": True, "platform": "gpu", "xla_flags": ""}
+        return self.result["lines"].setdefault(line.name, found)
+
+    def close(self):
+        pass
+
+
+def test_engines_are_measured_however_slow_the_kernels_are(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "Book", SlowBook)
+    (tmp_path / "first_light.md").touch()
+    monkeypatch.setattr("sys.argv", ["first_light", "--output", str(tmp_path)])
+    assert command.main() == 0
+    begun = SlowBook.last.begun
+    names = [line.name for line in begun if line.task == "engine"]
+    assert [f"engine: 8 layers, {plan}" for plan in engine.PLANS] == names[:3]
+    # Kinds are measured to the end one after the other: at least decoding is.
+    decode = [line for line in begun if line.args.get("candidate", {}).get("kind") == "decode"]
+    assert [line.task for line in decode] == ["numerics"] * 4 + ["contest"] * 4
+
+
 def contest(seconds: dict[str, float], **more) -> dict:
     sizes = {
         name: {"seconds": s, "bytes": 1.0, "flops": 1.0, "off": 0.0} | more for name, s in seconds.items()
