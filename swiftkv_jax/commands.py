@@ -22,7 +22,7 @@ HELP = """usage: swiftkv COMMAND ...
 
   plan MODEL              what each split of a model saves, and what fits on which chip
   distil MODEL --data X   make and train a student; no config file needed
-  train --config FILE     the same as a config file says
+  train --config FILE     the same, with all settings from a config file
   convert MODEL           make a student without training
   serve MODEL [--http]    generate a batch, or serve OpenAI's API
   replicas MODEL          several servers of it behind Ray Serve
@@ -30,6 +30,8 @@ HELP = """usage: swiftkv COMMAND ...
   push DIR REPO           upload an export to the Hugging Face hub
 
 swiftkv COMMAND --help lists a command's flags; swiftkv --version prints the version.
+Slim attention, KV prediction, and a comparison of all methods at equal FLOPs are other commands:
+python -m swiftkv_jax.slim, swiftkv_jax.distill.pair and swiftkv_jax.compare, each with --help.
 """
 
 

@@ -171,7 +171,9 @@ class ModelConfig:
             arbitrary row map).
         """
         if plan != plan.named:
-            raise UsageError("rows of inputs are as an engine stores them: save the model that it was given")
+            raise UsageError(
+                "this model is as an engine stores it (LLM.model): save the one that the engine was given"
+            )
         (split, share), family = plan.split_and_share, FAMILIES[self.family]
         out = {
             "model_type": self.family,

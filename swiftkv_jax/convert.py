@@ -142,7 +142,7 @@ def convert(
             with explained(f"write to {out}"):
                 text = card(named, run.recipe.student, judged, license_of(folder))
                 (out / "README.md").write_text(text, encoding="utf-8")
-    say(f"saved in {out} after {time.monotonic() - began:.0f} s: swiftkv-serve --model {out}")
+    say(f"saved in {out} after {time.monotonic() - began:.0f} s; serve it: swiftkv serve {out} --http")
     return found
 
 
@@ -193,7 +193,9 @@ def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
     if sum(split_of(name) == "held_out" for name in documents.ids()) >= _FEW:
         return dataclasses.replace(data, split="train"), dataclasses.replace(data, split="held_out")
     if data.weights:
-        raise UsageError(f"{', '.join(data.sources)} hold too few documents for weights")
+        raise UsageError(
+            f"{', '.join(data.sources)} hold too few documents for weights: give more, or no weights"
+        )
     pieces: list[dict] = []
     for document in (documents[i] for i in range(len(documents))):
         if document.messages:

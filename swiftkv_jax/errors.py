@@ -95,4 +95,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         flags = [word for word in message.split() if word.startswith("--")]
         near = suggest(flags[0], self._option_string_actions) if "unrecognized" in message and flags else ""
+        if "unrecognized" in message and not flags and "--model" in self._option_string_actions:
+            near = ": a model is given by --model DIR, or first: swiftkv serve MODEL"
         raise UsageError(f"{message}{near}; --help lists the flags")

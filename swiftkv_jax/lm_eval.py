@@ -234,7 +234,7 @@ class SwiftKV(TemplateLM):
         unknown = next((name for name in changes if name not in SamplingParams.names()), None)
         if unknown is not None:
             near = suggest(unknown, SamplingParams.names())
-            raise UsageError(f"generation_kwargs: {unknown!r} means nothing here{near}")
+            raise UsageError(f"generation_kwargs: {unknown!r} is not supported{near}")
         if not kwargs["do_sample"]:
             changes["temperature"] = 0.0
         stop = [text for text in until if text]

@@ -159,7 +159,7 @@ def test_rows_that_make_no_sense_for_a_family_are_refused_in_one_line(name, fold
 
 def test_a_fused_fill_that_does_not_compute_a_familys_rows_is_refused(folders):
     student, params = student_of(folders("phi3_partial"))
-    with pytest.raises(UsageError, match="fill 'xla' does not compute what makes rows of phi3: give None"):
+    with pytest.raises(UsageError, match="fill 'xla' does not support phi3: leave it out"):
         LLM.from_model(student, params, None, fill="xla", **SIZES)
 
 

@@ -79,8 +79,8 @@ def from_pretrained(
     own, own_params = hf.from_pretrained(home, dtype, mesh, cuts, slim=False)  # it predicts keys and values
     if fingerprint(home, version) != said:
         raise UsageError(
-            f"{home} is not the model that {folder} was made for, its weights or its config are others: give "
-            "the right base"
+            f"{home} differs from the model that {folder} was made for, in weights or config: give the right "
+            "one by --base DIR (base= in Python)"
         )
     check_tokenizers(home, folder / AUXILIARY)
     auxiliary, aux_params = hf.from_pretrained(folder / AUXILIARY, own.dtype, mesh, cuts, slim=False)
@@ -262,7 +262,9 @@ def _base_folder(folder: Path, named: str, given: str | Path | None) -> Path:
             return local_folder(folder / named)
         return local_folder(named)
     except UsageError as error:
-        raise UsageError(f"the base model of {folder} is not where it says ({error}): give base") from None
+        raise UsageError(
+            f"the base model of {folder} is not where it says ({error}): give --base DIR"
+        ) from None
 
 
 def _slots(model: Predicted, predictor: PyTree) -> dict[str, Slot]:

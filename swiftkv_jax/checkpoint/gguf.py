@@ -99,7 +99,9 @@ def open_tensors(header: Header, fields: Mapping) -> dict[str, tuple[Path, Slice
             continue
         new, part = _published(name)
         if new in out:
-            raise UsageError(f"{header.path}: {name[:60]!r} is in it under another name too")
+            raise UsageError(
+                f"{header.path}: {name[:60]!r} occurs twice, under two names: fetch the file again"
+            )
         out[new] = header.path, Slice(header, name, turned if part in _PERMUTED else 1)
     return out
 

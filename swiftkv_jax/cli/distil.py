@@ -73,20 +73,20 @@ def parser() -> Parser:
         type=float,
         default=[],
         metavar="W",
-        help="of each --data in turn: how often a pass takes its documents, 2 or 0.5 say (default: once)",
+        help="of each --data in turn: how often a pass takes its documents, such as 2 or 0.5 (default: 1)",
     )
     p.add_argument(
         "--columns",
         action="append",
         default=[],
         metavar="OURS=THEIRS",
-        help="of rows with columns of other names: prompt=question, say; may be repeated",
+        help="the name of a column in your rows, as in prompt=question; may be repeated",
     )
     p.add_argument(
         "--split",
         default=AUTO,
         metavar="N",
-        help="the layer where prompt tokens stop; auto (the default) chooses by what splits cost untrained",
+        help="layers that prompt tokens run; auto (the default) fits students and chooses by what they cost",
     )
     p.add_argument(
         "--share", type=int, default=1, metavar="S", help="AcrossKV: so many later layers read one row"
@@ -99,7 +99,7 @@ def parser() -> Parser:
         "--steps",
         type=int,
         metavar="N",
-        help="(default: one pass over the data, but at most 2000, on CPUs 200)",
+        help="training steps (default: one pass over the data, at most 2000, on CPUs 200)",
     )
     p.add_argument(
         "--set",

@@ -62,7 +62,7 @@ def parser() -> Parser:
         type=int,
         default=_TOKENS,
         metavar="N",
-        help="of the text, about, to measure on (default: %(default)s)",
+        help="of the text, about, of which 3/4 fit (default: %(default)s); a fit needs the model's width",
     )
     return p
 
@@ -226,6 +226,10 @@ def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say =
                 + " ".join(f"{score:.2f}" for score in scores[:-1])
             )
             say(f"the paper's rule, the first split from which it stays above 0.5: {suggested_split(scores)}")
-            say("without training, solved by least squares on this text and judged on another part of it:")
+            fitted = sum(int((batch.segments > 0).sum()) for batch in m.fit) > m.model.config.hidden_size
+            how = "fitted by least squares on this text" if fitted else "not fitted (give more --max-tokens)"
+            say(f"without training, {how}, evaluated on another part of it:")
             found = m.untrained(chosen, say)
-    say(f"--split auto of swiftkv distil takes {splits.chosen(found)}")
+            layers = m.model.config.num_layers
+    if any(2 * split >= layers for split in chosen):
+        say(f"of these, --split auto of swiftkv distil would take {splits.chosen(found)}")

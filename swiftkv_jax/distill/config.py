@@ -32,8 +32,8 @@ class PlanConfig:
       split: the layer where prompt tokens stop; later layers' keys and values are made of its input. 0 is the
         plain transformer (for trainable="all").
       share: AcrossKV: so many later layers read one row.
-      init: the student's start: one of `to_swiftkv`'s, or "least_squares": "fold", then its upper rows
-        solved for the teacher's own keys and values on training data (distill/least_squares.py).
+      init: the student's start: "fold" or "copy" (see `to_swiftkv`), or "least_squares": "fold", then the
+        later layers' keys and values are fitted to the teacher's on training data (distill/least_squares.py).
       init_tokens: tokens of that data, about; rounded up to whole batches.
     """
 
@@ -102,14 +102,14 @@ class LossConfig:
     """Forward KL at `temperature` times temperature^2 (Hinton et al.), plus optional terms.
 
     Attributes:
-      temperature: that both distributions of the KL are softened by.
-      kl_weight: of the KL from teacher to student.
+      temperature: softens both distributions of the KL.
+      kl_weight: weight of the KL from teacher to student.
       reduction: "mean" over unmasked tokens, or "reference": over all positions, masked ones counting
         as zeros (ArcticTraining).
-      hidden_weight: of the mean squared error between the streams entering the last layer, over all real
-        tokens.
-      lm_weight: of the cross-entropy with the data.
-      exit_weight: of an exit head's KL to the teacher (SwiftKV paper, B.4, where it is 1); above 0 the
+      hidden_weight: weight of the mean squared error between the hidden states that enter the last layer,
+        over all real tokens.
+      lm_weight: weight of the cross-entropy with the data.
+      exit_weight: weight of an exit head's KL to the teacher (SwiftKV paper, B.4, where it is 1); above 0 the
         student gets that head. Its gradient reaches the head alone.
       chunk_mib: MiB of float32 logits that exist at a time on one device.
     """
@@ -140,9 +140,9 @@ class PredictionLossConfig(LossConfig):
     """The loss of an auxiliary and a predictor (KV prediction paper, 4.3, whose weights are the defaults).
 
     Attributes:
-      kl_weight: of the KL from the base to the base on predicted rows; the paper has none.
-      lm_weight: of the cross-entropy of the base on predicted rows.
-      aux_weight: of that of the auxiliary.
+      kl_weight: weight of the KL from the base to the base on predicted rows; the paper has none.
+      lm_weight: weight of the cross-entropy of the base on predicted rows.
+      aux_weight: weight of the auxiliary's cross-entropy.
       rows_weight: of the sum over the base's rows of the mean absolute difference of their keys (normed, not
         rotated) and of their values; None is 1 / rows. The published code (apple/corenet) has 1.
       z_loss: of the mean square of the logits' log-sum-exp, beside each cross-entropy; that code has 1e-4.
@@ -232,7 +232,9 @@ class AttentionConfig:
     """The kernel of `causal_attention` by platform; None is the platform's own choice.
 
     Attributes:
-      cpu, gpu, tpu: the kernel there, by name.
+      cpu: the kernel on CPUs: "native_cpu" (C++), "xla" or "reference"; None: C++ if there is a compiler.
+      gpu: the kernel on GPUs: "cudnn", "xla" or "reference"; None: what a check chooses, else XLA.
+      tpu: the kernel on TPUs: "splash", "xla" or "reference"; None: what a check chooses, else XLA.
     """
 
     cpu: str | None = None

@@ -81,7 +81,9 @@ class DataConfig:
         for name, known in kinds.items():
             choice(f"data.{name}", getattr(self, name), known)
         if self.chats == "plain" and self.mask == "assistant":
-            raise UsageError('data.mask="assistant" needs the turns that data.chats="template" shows')
+            raise UsageError(
+                'data.mask="assistant" works only with data.chats="template": change one of them'
+            )
         for name in ("weights", "columns"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check_columns(self.columns)
@@ -166,7 +168,9 @@ class Samples(Sequence):
         if not document.text:
             return [], []
         if self.config.mask == "assistant":
-            raise UsageError(f'data.mask="assistant" needs chats, and document {document.id} is a text')
+            raise UsageError(
+                f'data.mask="assistant" needs chats, and document {document.id} is a text: set mask="all"'
+            )
         ids = self.tokenizer.encode(document.text)
         if self.config.append_eos and ids[-1] not in self.tokenizer.eos_ids:
             ids = [*ids, self.tokenizer.eos_ids[0]]

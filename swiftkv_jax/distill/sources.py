@@ -289,7 +289,7 @@ def _open_hub(source: str, skip_bad_rows: bool, columns: Sequence[str], stream_r
     if form_of(list(renamed(dict.fromkeys(have, ""), columns, id_column))) is None:
         raise UsageError(
             f"{source} has no columns of a known form ({KNOWN}); its columns are {', '.join(have)}: "
-            "name them by columns, as in text=body"
+            "name them by --columns text=body (columns= in a config)"
         )
     if stream_rows is not None:
         taken = HubDocuments(source, [], id_column, skip_bad_rows, columns)

@@ -43,7 +43,8 @@ def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, name: str = "mod
     """Raises UsageError: the tokenizer has tokens without an embedding in the model."""
     if tokenizer.vocab_size > config.vocab_size:
         raise UsageError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the {name} only {config.vocab_size}"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the {name} only {config.vocab_size}: take the "
+            "same model's tokenizer (tokenizer= in a config)"
         )
 
 

@@ -410,16 +410,19 @@ def check(experiment: Experiment, mesh: Mesh | AbstractMesh) -> None:
     shards, parts = mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["context"]
     if rows % shards:
         raise UsageError(
-            f"each micro-batch has {rows} rows, which the mesh's {shards} data shards do not divide"
+            f"a micro-batch has {rows} rows: make data.batch_size / optimizer.accumulate a multiple of "
+            f"{shards}, the mesh's data x fsdp"
         )
     held_out = experiment.evaluation
     if held_out is not None and held_out.batch_size % shards:
         raise UsageError(
-            f"evaluation.batch_size {held_out.batch_size} is no multiple of the mesh's {shards} data shards"
+            f"evaluation.batch_size {held_out.batch_size} is no multiple of {shards}, the mesh's data x fsdp"
         )
     for data in filter(None, (experiment.data, held_out)):
         if data.seq_len % parts:
-            raise UsageError(f"rows of {data.seq_len} tokens are not a multiple of mesh.context {parts}")
+            raise UsageError(
+                f"rows of {data.seq_len} tokens are not a multiple of mesh.context {parts}: change either"
+            )
 
 
 def make_recipe(

@@ -39,7 +39,7 @@ class SamplingParams:
       repetition_penalty: over prompt and output; 1 is none.
       presence_penalty: once for each token that the output already has; 0 is none.
       frequency_penalty: for each time that the output has a token; 0 is none.
-      seed: None (or -1) takes the engine's next one.
+      seed: of this request; None (or -1): the next of a counter that starts at `LLM(seed=...)`.
       stop: strings that end the text; they are cut off unless `include_stop_str_in_output`.
       stop_token_ids: ids that end it, beside the model's own end-of-sequence ids.
       ignore_eos: go on after an end-of-sequence token.

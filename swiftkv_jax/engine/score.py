@@ -36,7 +36,9 @@ def prompt_logprobs(
       UsageError: there are more tokens than that. FloatingPointError: the log probabilities are not finite.
     """
     if len(ids) > limit + 1:
-        raise UsageError(f"{len(ids)} tokens cannot be scored: a context of {limit} predicts {limit + 1}")
+        raise UsageError(
+            f"{len(ids)} tokens are too many to score: at most {limit + 1}, the context and one more"
+        )
     size = _size(len(ids) - 1, limit)
     tokens, following = np.zeros((1, size), np.int32), np.zeros(size, np.int32)
     tokens[0, : len(ids) - 1], following[: len(ids) - 1] = ids[:-1], ids[1:]

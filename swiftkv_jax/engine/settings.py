@@ -54,7 +54,8 @@ _KERNELS = {  # by setting
 @typing.no_type_check  # user input: its own checks below name the field
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of an engine. Only `cache_dtype` and `exit_threshold` change a request's tokens.
+    """The settings of an engine. Only `cache_dtype` and `exit_threshold` change what is computed; sizes and
+    kernels change rounding, which in bfloat16 may change a greedy token (see `batch_invariant`).
 
     A value out of its range, or of another type, is a UsageError.
 
@@ -140,7 +141,9 @@ class Settings:
         if self.exit_threshold is not None:
             number("exit_threshold", self.exit_threshold, 0, 1)
         if self.batch_invariant and (self.drafts or self.exit_threshold is not None):
-            raise UsageError("batch_invariant guesses no tokens: leave drafts at 0, and exit_threshold out")
+            raise UsageError(
+                "batch_invariant takes no draft tokens: leave drafts at 0, and exit_threshold out"
+            )
 
     @property
     def pages_per_sequence(self) -> int:
@@ -277,7 +280,9 @@ def settle(
     model, *auxiliary = transformers(whole)
     _check_exits(settings, model)
     if settings.max_source_len is not None and model.config.encoder is None:
-        raise UsageError(f"max_source_len is of models with an encoder, which {model.config.family} has not")
+        raise UsageError(
+            f"max_source_len is for models with an encoder, and {model.config.family} has none: leave it out"
+        )
     _check_scoring(settings.scoring, len(devices))
     if auxiliary and settings.scoring is not None:
         raise UsageError(
@@ -290,9 +295,7 @@ def settle(
         )
     plan = model.plan
     if settings.fill is not None and plan.has_fill and not model.config.fused_fill:
-        raise UsageError(
-            f"fill {settings.fill!r} does not compute what makes rows of {model.config.family}: give None"
-        )
+        raise UsageError(f"fill {settings.fill!r} does not support {model.config.family}: leave it out")
     if settings.fill is not None and not plan.has_fill:
         has = f"{plan.kind} with rows of form {', '.join(plan.named.forms)}"
         raise UsageError(

@@ -15,19 +15,22 @@ from swiftkv_jax.server.settings import REFUSALS, HttpSettings
 DEFAULT = "127.0.0.1:8000"
 QUEUED_REQUESTS = 256
 _QUEUES = {  # flag: help; limits of the queue, fields of engine.Settings
-    "max-queued-requests": f"(default {QUEUED_REQUESTS})",
-    "max-queued-tokens": "of prompts (default: 64 steps' worth)",
-    "max-queued-output-tokens": "that these may ask for, max_tokens times n (default: 64 contexts)",
+    "max-queued-requests": f"requests that may wait (default {QUEUED_REQUESTS})",
+    "max-queued-tokens": "prompt tokens that may wait (default: those of 64 steps)",
+    "max-queued-output-tokens": "output tokens that they may ask for (default: 64 contexts)",
 }
 _LIMITS = {  # flag: (field of HttpSettings, help)
     "shutdown-timeout": ("shutdown_s", "seconds that running requests get on SIGTERM (default {:g})"),
-    "queue-timeout": ("queue_timeout_s", "seconds that a request may wait for a place (default {:g})"),
+    "queue-timeout": ("queue_timeout_s", "seconds that a request may wait in the queue (default {:g})"),
     "max-requests-per-key": (
         "max_requests_per_key",
-        "running or waiting (default: with several keys, half of all places)",
+        "that run or wait (default: with several keys, half of all)",
     ),
     "max-scored-tokens": ("max_scored_tokens", "longest prompt to score with echo (default {})"),
-    "metrics-prefix": ("metrics_prefix", "of metric names (default {}; vllm: suits their boards)"),
+    "metrics-prefix": (
+        "metrics_prefix",
+        "of metric names (default {}; vllm: as vLLM's dashboards want)",
+    ),
 }
 
 
@@ -68,7 +71,9 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
     )
     if not shown:
         p = Hidden(parser)
-    p.add_argument("--served-model-name", metavar="NAME", help="(default: the folder's name)")
+    p.add_argument(
+        "--served-model-name", metavar="NAME", help="the model's name in the API (default: the folder's)"
+    )
     p.add_argument(
         "--compare", metavar="DIR", help="a second model beside the first; the page at / shows both"
     )
@@ -84,9 +89,9 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
     p.add_argument(
         "--metrics-key-file",
         metavar="FILE",
-        help="one key, for /metrics (of several API keys none opens it)",
+        help="file with a key for /metrics; needed if there are several API keys",
     )
-    p.add_argument("--insecure", action="store_true", help="let others than this machine call without a key")
+    p.add_argument("--insecure", action="store_true", help="accept calls from other machines without a key")
     p.add_argument(
         "--no-warm-up", action="store_true", help="compile when needed: the first requests are slow"
     )
@@ -95,7 +100,7 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
         "--busy-status",
         type=int,
         metavar="N",
-        help="of refusals: 429, 503 or 529 (default: 429 by key, 503 of the queue)",
+        help="status of refusals: 429, 503 or 529 (default: by reason)",
     )
     for flag, text in _QUEUES.items():
         add_flag(p, flag, Settings, text)
@@ -109,6 +114,10 @@ def address(text: str) -> tuple[str, int]:
     Raises:
       UsageError: it is none of these.
     """
+    if "/" in text:
+        raise UsageError(
+            f"--http takes HOST:PORT, not {text!r}; a model comes first: swiftkv serve MODEL --http"
+        )
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):
         host, port = text, DEFAULT.rpartition(":")[2]

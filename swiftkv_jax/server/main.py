@@ -43,12 +43,12 @@ _ENGINE = {  # flag: help; fields of engine.Settings, with their types and defau
     "max-source-len": "positions that an encoder reads (default: its context)",
     "max-num-seqs": "sequences at once (default {})",
     "max-num-batched-tokens": "tokens of one step (default {})",
-    "steps-per-launch": "tokens decoded before the host looks (default {})",
+    "steps-per-launch": "tokens decoded before new requests are seen (default {})",
     "page-size": "tokens of a cache page (default {})",
     "num-pages": "pages of the cache (default: what memory allows)",
-    "memory-fraction": "of the device's memory that weights and cache may take (default {})",
+    "memory-fraction": "share of the device's memory for weights and cache (default {})",
     "cache-dtype": f"auto, {', '.join(CACHE_DTYPES)} (default {{}})",
-    "kernels": "auto (checked here), xla (the safe ones), NAMES, or report",
+    "kernels": "auto (checked on this machine), xla, NAMES, or report",
     "drafts": "draft tokens checked at once (default {})",
     "drafter": "who drafts: prompt, or exit, the model's exit head (default {})",
     "batch-invariant": "answers do not depend on what else is served; slower",
@@ -248,7 +248,7 @@ def _serve(args: argparse.Namespace, api_key: str | None) -> int:
         keys = f"{len(settings.api_keys)} API keys" if settings.api_keys else "no API key"
         where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         names = ", ".join(api.models.by_name)
-        _say(args)(f"listening {where} ({names}; {keys}); a page for people is at {where}/")
+        _say(args)(f"listening {where} ({names}; {keys}); chat and compare at {where}/")
         with _leading(api.models.by_name[settings.model_name].llm):
             return server.run(api, listener, args.quiet)
 
@@ -469,7 +469,7 @@ def _room(llm) -> str:
     text = f"room for {tokens:,} tokens: {full:.1f} sequences of {s.max_model_len}"
     dtype = model.dtype if s.cache_dtype == "auto" else s.cache_dtype
     share = llm.cache_bytes_per_token / cache_bytes_per_token(model.config, None, dtype)
-    return text if share == 1 else f"{text} (with keys and values of every layer {full * share:.1f})"
+    return text if share == 1 else f"{text} (a standard model's cache: {full * share:.1f})"
 
 
 def _readable(row: dict) -> str:
@@ -488,7 +488,7 @@ def _summary(stats: dict, metrics: list[RequestMetrics], say) -> None:
         times = f"median TTFT {median(first):.1f} ms, TPOT {median(each):.2f} ms"
     drafted, accepted = stats["drafted_tokens"], stats["accepted_tokens"]
     ahead = f" ({stats['auxiliary_tokens']} of them by the auxiliary)" if stats["auxiliary_tokens"] else ""
-    guesses = f"{accepted} of {drafted} guesses right; " if drafted else ""
+    guesses = f"{accepted} of {drafted} draft tokens accepted; " if drafted else ""
     say(
         f"done: {len(metrics)} prompts in {stats['seconds']:.2f} s, compilation included; "
         f"prompt {stats['prompt_tokens']} tokens{ahead}, {stats['prompt_tokens_per_s']:.1f} tok/s; "

@@ -31,7 +31,7 @@ class HttpSettings:
       shutdown_s: time that running requests get when the server is told to stop.
       max_prompts, max_n, max_sequences: of one request; sequences are prompts times n.
       max_scored_tokens: longest prompt whose own log probabilities may be asked for.
-      warm_up: compile everything before the first request.
+      warm_up: compile what any request needs before the first one, and the rest in the background.
       show_template: whether `/tokenizer_info` gives the chat template.
       metrics_prefix: of every metric's name.
     """

@@ -156,4 +156,4 @@ def test_a_model_without_embeddings_for_its_tokenizer_is_refused_before_it_is_me
     assert distil.main([str(folder), "--data", texts, "--out", str(tmp_path / "out")]) == 2
     assert plan.main([str(folder), "--text", texts]) == 2
     out, error = capsys.readouterr()
-    assert "untrained" not in out and error.count("the model only 200\n") == 2
+    assert "untrained" not in out and error.count("the model only 200: take the same model's tokenizer") == 2

@@ -185,6 +185,6 @@ def test_steps_per_epoch(tmp_path):
 def test_an_error_in_the_thread_reaches_the_caller(tmp_path):
     rows = [{"id": "chat", "messages": [{"role": "user", "content": "x"}]}, {"id": "plain", "text": "x"}]
     loader = DataLoader(config(write(tmp_path, rows), mask="assistant", seq_len=64), tokenizer())
-    with pytest.raises(UsageError, match='mask="assistant" needs chats, and document plain is a text'):
+    with pytest.raises(UsageError, match='mask="assistant" needs chats, and document plain is a text: set'):
         take(loader, 3)
     loader.close()

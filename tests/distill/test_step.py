@@ -275,7 +275,10 @@ def test_every_layer_of_teacher_and_student_runs_the_kernel_that_is_named(monkey
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"batch_size": 6}}, "each micro-batch has 6 rows, which the mesh's 4 data shards do not"),
+        (
+            {"data": {"batch_size": 6}},
+            "a micro-batch has 6 rows: make data.batch_size / optimizer.accumulate a multiple of 4",
+        ),
         ({"data": {"seq_len": 130}}, "rows of 130 tokens are not a multiple of mesh.context 4"),
         ({"evaluation": {"seq_len": 66}}, "rows of 66 tokens are not a multiple of mesh.context 4"),
         ({"attention": {"cpu": "cudnn"}}, "attention.cpu: cudnn needs a gpu, this is cpu"),

@@ -126,5 +126,5 @@ def test_batch_invariant_mode_has_three_programs():
 
 @pytest.mark.parametrize("other", [{"drafts": 2}, {"exit_threshold": 0.9}])
 def test_batch_invariant_mode_guesses_nothing(other):
-    with pytest.raises(UsageError, match="batch_invariant guesses no tokens"):
+    with pytest.raises(UsageError, match="batch_invariant takes no draft tokens"):
         tiny.make(batch_invariant=True, **other)

@@ -354,7 +354,7 @@ def test_generation_kwargs_that_mean_nothing_are_errors(student, kwargs, said):
 def test_a_continuation_must_fit(student):
     with pytest.raises(UsageError, match="a continuation of 97 tokens does not fit a context of 96"):
         student._loglikelihood_tokens([(None, [0], [5] * 97)], disable_tqdm=True)
-    with pytest.raises(UsageError, match="98 tokens cannot be scored"):
+    with pytest.raises(UsageError, match="98 tokens are too many to score"):
         student.llm.score([0] * 98)
 
 

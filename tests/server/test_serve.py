@@ -124,7 +124,7 @@ def test_an_adapter_is_served_as_a_model_is_wherever_its_base_lies(folder, tmp_p
     home.rename(tmp_path / "moved")
     assert main(["--model", str(adapter), "--input", source, *FLAGS]) == 2
     said = capsys.readouterr().err
-    assert "is not where it says" in said and "give base" in said and said.count("\n") == 1
+    assert "is not where it says" in said and "give --base DIR" in said and said.count("\n") == 1
     assert served("--base", str(tmp_path / "moved")) == got
 
 

@@ -1,0 +1,78 @@
+"""What rows of keys cost a model, by the dtype of a cache: docs/slim.md's table.
+
+    python train.py --config configs/mha_teacher.py --out runs/mha_teacher
+    python -m benchmarks.slim_error --model runs/mha_teacher/export
+
+Each dtype is a run of `python -m swiftkv_jax.slim --forms k`, on the demo's corpus.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.common import RESULTS, machine
+from swiftkv_jax.errors import exit_code
+from swiftkv_jax.slim.__main__ import convert
+from swiftkv_jax.slim.__main__ import parser as slim_parser
+
+DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+COLUMNS = [
+    "rows",
+    "error of values by layer, exact",
+    "calibrated",
+    "KL, every row exact",
+    "calibrated",
+    "keys and values",
+    "agreement, exact / calibrated / keys and values",
+]
+
+
+def row(dtype: str, found: dict) -> list[str]:
+    """The table's row of one slim.json."""
+    ways = ("exact", "calibrated")
+    whole = [*(found["every_row"][f"k {way}"] for way in ways), found["keys_and_values"]]
+    errors = [
+        ", ".join(
+            f"{each['error']:.1e}"
+            for one in found["rows"]
+            for each in one["candidates"]
+            if each["matrix"] == way
+        )
+        for way in ways
+    ]
+    agreement = " / ".join(f"{each['agreement']:.3f}" for each in whole)
+    return [dtype, *errors, *(f"{each['kl']:.1e}" for each in whole), agreement]
+
+
+def measure(model: Path) -> dict:
+    """A record of all dtypes, with the conditions of the model's W_K and what its cache takes."""
+    record = {"run": machine("python -m benchmarks.slim_error"), "columns": COLUMNS, "rows": []}
+    for dtype in DTYPES:
+        with tempfile.TemporaryDirectory() as folder:
+            given = ("--model", str(model), "--out", folder, "--forms", "k", "--cache-dtype", dtype)
+            found = convert(slim_parser().parse_args(given))
+        record["rows"].append(row(dtype, found))
+        record.setdefault("bytes_per_token", {})[dtype] = found["bytes_per_token"]
+    record["conditions"] = [one["condition"] for one in found["rows"]]
+    record["tokens"] = {name: found[f"{name}_tokens"] for name in ("fit", "kept")}
+    return record
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a multi-head checkpoint")
+    parser.add_argument("--output", type=Path, default=RESULTS / "slim_error.json", metavar="FILE")
+    args = parser.parse_args(argv)
+
+    def work() -> None:
+        record = measure(args.model)
+        args.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    return exit_code(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
