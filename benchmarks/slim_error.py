@@ -29,13 +29,18 @@ COLUMNS = [
 ]
 
 
+def short(number: float, digits: str = ".2g") -> str:
+    """A number with two digits."""
+    return f"{number:{digits}}".replace("e-0", "e-") if number else "0"
+
+
 def row(dtype: str, found: dict) -> list[str]:
     """The table's row of one slim.json."""
     ways = ("exact", "calibrated")
     whole = [*(found["every_row"][f"k {way}"] for way in ways), found["keys_and_values"]]
     errors = [
         ", ".join(
-            f"{each['error']:.1e}"
+            short(each["error"])
             for one in found["rows"]
             for each in one["candidates"]
             if each["matrix"] == way
@@ -43,12 +48,16 @@ def row(dtype: str, found: dict) -> list[str]:
         for way in ways
     ]
     agreement = " / ".join(f"{each['agreement']:.3f}" for each in whole)
-    return [dtype, *errors, *(f"{each['kl']:.1e}" for each in whole), agreement]
+    return [dtype, *errors, *(short(each["kl"], ".1e") for each in whole), agreement]
 
 
 def measure(model: Path) -> dict:
     """A record of all dtypes, with the conditions of the model's W_K and what its cache takes."""
-    record = {"run": machine("python -m benchmarks.slim_error"), "columns": COLUMNS, "rows": []}
+    record = {
+        "run": machine(f"python -m benchmarks.slim_error --model {model}"),
+        "columns": COLUMNS,
+        "rows": [],
+    }
     for dtype in DTYPES:
         with tempfile.TemporaryDirectory() as folder:
             given = ("--model", str(model), "--out", folder, "--forms", "k", "--cache-dtype", dtype)
