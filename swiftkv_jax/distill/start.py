@@ -29,14 +29,26 @@ def load(experiment: Experiment, folder: Path | None, tokenizer: Tokenizer, mesh
     """Load the model that is trained, distilled or predicted for, then the auxiliary, if there is one.
 
     Raises:
-      UsageError: a folder holds no such model, or the auxiliary's tokenizer differs.
+      UsageError: a folder holds no such model, the auxiliary's tokenizer differs, or rows of data are longer
+        than a model's table of positions.
     """
     loaded = [load_teacher(experiment, folder, mesh)]
     if experiment.predict is not None:
         loaded.append(load_auxiliary(experiment, loaded[0], tokenizer, mesh))
     for name, (model, _) in zip(("model", "auxiliary"), loaded, strict=False):
         check_vocabulary(tokenizer, model.config, name)
+        _check_lengths(experiment, model.config, name)
     return loaded
+
+
+def _check_lengths(experiment: Experiment, config: ModelConfig, name: str) -> None:
+    """Raises UsageError: rows of data are longer than the model's table of positions."""
+    for what, data in (("data", experiment.data), ("evaluation", experiment.evaluation)):
+        most = config.max_position_embeddings
+        if data is not None and config.learned_positions and data.seq_len > most:
+            raise UsageError(
+                f"{what}.seq_len {data.seq_len} is more than the {most} positions that the {name} has learned"
+            )
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, name: str = "model") -> None:
@@ -139,8 +151,5 @@ def export(
     folder: Path, model: Student, params: PyTree, dtype: str, base: Path | None, tokenizer: Path
 ) -> None:
     """Save a student in `dtype`: a model's folder, or an adapter to the model in `base`."""
-    if isinstance(model, Predicted):
-        return save_pretrained(folder, model, params, base=base, dtype=dtype, tokenizer=tokenizer)
-    config = dataclasses.replace(model.config, dtype=dtype)
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
-    return save_pretrained(folder, Transformer(config, model.plan, dtype), params, tokenizer=tokenizer)
+    of_base = {"base": base} if isinstance(model, Predicted) else {}
+    save_pretrained(folder, model, params, dtype=dtype, tokenizer=tokenizer, **of_base)

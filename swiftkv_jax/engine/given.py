@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -42,12 +42,17 @@ def context(config: ModelConfig, wanted: int | None, whose: str = "") -> int:
     return integer(f"max_model_len{whose}", wanted, 1, most) if wanted is not None else trained
 
 
-def settings_of(limit: int, given: dict) -> Settings:
-    """Engine settings from keyword arguments."""
-    known = [field.name for field in dataclasses.fields(Settings) if field.name != "max_model_len"]
+def check_names(given: Iterable[str], but: str = "") -> None:
+    """Raises UsageError: a name of a setting that there is not, or `but`."""
+    known = [field.name for field in dataclasses.fields(Settings) if field.name != but]
     for name in given:
         if name not in known:
             raise UsageError(f"unknown setting {name!r}{suggest(name, known)}")
+
+
+def settings_of(limit: int, given: dict) -> Settings:
+    """Engine settings from keyword arguments."""
+    check_names(given, but="max_model_len")
     return Settings(max_model_len=limit, **given)
 
 

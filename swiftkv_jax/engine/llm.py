@@ -23,6 +23,7 @@ from swiftkv_jax.engine.followers import Follower, company, repeated
 from swiftkv_jax.engine.given import (
     check_devices,
     check_kind,
+    check_names,
     choose_kernels,
     context,
     for_encoder,
@@ -166,6 +167,7 @@ class LLM:
 
     def _settle(self, settings: Settings):
         working = functools.partial(working_bytes, self.model, self.params, self.mesh)
+        self._num_pages = settings.num_pages  # as asked for; `settle` computes what None stands for
         self.settings = settle(settings, self.model, self.devices, self.mesh, working)
         if self.settings.fill is not None:  # here, not in the engine: scoring uses these too
             own, params = generator(self.model, self.params)
@@ -181,7 +183,10 @@ class LLM:
         other = copy.copy(self)
         other._engine = None
         other.defaults = defaults or self.defaults
+        check_names(settings)
         wanted = dataclasses.replace(self.settings, **settings)
+        if "num_pages" not in settings and not all(name.startswith("max_queued_") for name in settings):
+            wanted = dataclasses.replace(wanted, num_pages=self._num_pages)
         check_fill(self.model, **settings)
         if "max_model_len" in settings:
             wanted = dataclasses.replace(wanted, max_model_len=self._context(settings["max_model_len"]))

@@ -412,7 +412,7 @@ class Runner:
 
     def begin_warm_up(self) -> WarmUp:
         """Compile on other threads; from now on launches use only the programs that are in use already."""
-        self._warming = WarmUp(self.programs(), set(self._any_launch()))
+        self._warming = WarmUp(self.programs(), set(self._any_launch()), in_order=self.others.several)
         return self._warming
 
     @repeated

@@ -322,6 +322,6 @@ def gumbel(seeds: UInt[Array, "Q 2"], positions: Int[Array, " Q"], vocab: int) -
 
     def one(seed, position):
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, (vocab,))
+        return jax.random.gumbel(key, (vocab,), jnp.float32)  # whatever jax_enable_x64 says
 
     return jax.vmap(one)(seeds, positions)

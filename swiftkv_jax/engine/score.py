@@ -98,13 +98,15 @@ def scores(
     names an implementation of kernels/prompt_attention, None the model's own. With a `mesh` the results are
     replicated.
     """
+    # Padding beyond the context has a position of a token, since learned positions may end there.
+    places = jnp.minimum(jnp.arange(tokens.shape[1]), limit - 1)[None]
     if isinstance(model, Predicted):
-        x = forward(model, params, tokens, length=limit)[0]
+        x = forward(model, params, tokens, places, length=limit)[0]
     else:
         at = rotary(model.config, jnp.arange(tokens.shape[1])[None], limit)
         attend = partial(whole, attention) if attention else causal_attention
         segments = jnp.ones_like(tokens)
-        x = through(model, params, embed(model, params, tokens, None), at, segments, attention=attend).x[0]
+        x = through(model, params, embed(model, params, tokens, places), at, segments, attention=attend).x[0]
     model, params = generator(model, params)
 
     def block(part):

@@ -213,11 +213,14 @@ def source_len(config: ModelConfig, settings: Settings) -> int:
     """The most positions that a source may have.
 
     Raises:
-      UsageError: the settings ask for more than the encoder has learned positions for.
+      UsageError: the settings ask for more than the encoder has learned positions for, or, of windows of
+        sound, for any other number than theirs.
     """
     assert config.encoder is not None
     most = config.encoder.max_position_embeddings
     wanted = settings.max_source_len
+    if wanted not in (None, most) and config.encoder.mels:
+        raise UsageError(f"a window of sound has {most} positions: leave max_source_len {wanted} out")
     if wanted is not None and config.encoder.learned_positions:
         integer("max_source_len", wanted, 1, most)
     return most if wanted is None else wanted

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from functools import partial
 from typing import NamedTuple
 
@@ -31,14 +31,18 @@ class WarmUp:
     """Programs during warm-up: each is compiled on some thread, then launched once, and then in use.
 
     Attributes:
-      ready: keys of the programs in use. failed: keys of those that could not be compiled and are never used.
+      ready: keys of the programs in use. failed: keys of those that could not be compiled or launched, and
+        are never used.
       total: number of programs.
     """
 
-    def __init__(self, programs: list[Program], needed: set[tuple]):
+    def __init__(self, programs: list[Program], needed: set[tuple], in_order: bool = False):
         """`programs` are in order of importance; `needed` has the keys of those that suffice for any launch.
-        As many are compiled at once as there are cores, at most 8."""
-        self._needed = needed
+        As many are compiled at once as there are cores, at most 8.
+
+        in_order: launch them in their order, and take no failure. Several processes need it: their programs
+        wait for each other."""
+        self._needed, self._in_order = needed, in_order
         self.ready: set[tuple] = set()
         self.failed: set[tuple] = set()
         self.total = len(programs)
@@ -47,8 +51,8 @@ class WarmUp:
 
     @property
     def waits(self) -> bool:
-        """Whether some program is compiled but not yet in use."""
-        return any(future.done() for _, future in self._left)
+        """Whether some program is compiled but not yet in use, and its turn has come."""
+        return any(future.done() for _, future in self._left[: 1 if self._in_order else None])
 
     @property
     def usable(self) -> bool:
@@ -62,28 +66,38 @@ class WarmUp:
     def take(self) -> None:
         """Wait until some program is compiled, and put all compiled ones into use.
 
-        A compiler's error is raised if the program is needed, else logged.
+        A compiler's error is raised if the program is needed, else logged. The error of a launch is raised;
+        a program that is not needed is then not launched again.
         """
-        pending = [future for _, future in self._left]
         if not self.waits:
-            wait(pending, return_when=FIRST_COMPLETED)
-        kept: list[tuple[Program, Future]] = []
-        for program, future in self._left:
+            pending = [future for _, future in self._left]
+            wait(pending[:1] if self._in_order else pending, return_when=FIRST_COMPLETED)
+        for program, future in list(self._left):
             if not future.done():
-                kept.append((program, future))
+                if self._in_order:
+                    break
                 continue
-            error = future.exception()
-            if error is not None and program.key in self._needed:
+            error, optional = future.exception(), program.key not in self._needed
+            if error is not None and (self._in_order or not optional):
                 raise error
             if error is not None:
                 _LOG.error("%s cannot be compiled, others do for it: %s", program.key, first_line(error))
-                self.failed.add(program.key)
+                self._drop(program)
                 continue
-            program.send()
+            try:
+                program.send()
+            except jax.errors.JaxRuntimeError:
+                if optional:
+                    self._drop(program)
+                raise
             self.ready.add(program.key)
-        self._left = kept
+            self._left = [one for one in self._left if one[0].key != program.key]
         if self.done:
             self._pool.shutdown()
+
+    def _drop(self, program: Program) -> None:
+        self.failed.add(program.key)
+        self._left = [(one, future) for one, future in self._left if one.key != program.key]
 
     def stop(self) -> None:
         """Cancel compilations that have not begun; `take` then raises CancelledError. Any thread may call

@@ -313,7 +313,7 @@ def for_server(llm, args: argparse.Namespace, flags: dict, share: int):
         if "bytes_limit" in (stats := device.memory_stats() or {}):
             used = share_of(device) * stats["bytes_in_use"] / stats["bytes_limit"]
         part = used + (llm.settings.memory_fraction - used) / share
-        settings |= {"num_pages": None, "memory_fraction": part}
+        settings |= {"memory_fraction": part}
     return llm.replace(llm.defaults.updated(flags), **settings)
 
 

@@ -73,8 +73,9 @@ class Replica:
 class Front:
     """Reads a whole request, names its prompt, and forwards a replica's answer."""
 
-    def __init__(self, replicas, page_size: int, max_body_bytes: int):
-        self._replicas, self._page_size, self._most = replicas.options(stream=True), page_size, max_body_bytes
+    def __init__(self, replicas, page_size: int, max_body_bytes: int, max_audio_bytes: int):
+        self._replicas, self._page_size = replicas.options(stream=True), page_size
+        self._most, self._most_audio = max_body_bytes, max_audio_bytes
 
     def __serve_build_asgi_app__(self):
         async def app(scope, receive, send) -> None:  # a function: a method would be taken for ASGI 2
@@ -85,6 +86,7 @@ class Front:
     async def call(self, scope, receive, send) -> None:
         """Answer a request (an ASGI application)."""
         from swiftkv_jax.server.errors import ApiError
+        from swiftkv_jax.server.limits import AUDIO
         from swiftkv_jax.server.streams import until_disconnect
 
         if scope["type"] == "lifespan":
@@ -92,7 +94,8 @@ class Front:
                 await receive()
                 await send({"type": f"lifespan.{stage}.complete"})
             return
-        body = await _body(receive, self._most)
+        sound = scope["path"].startswith(AUDIO)
+        body = await _body(receive, self._most_audio if sound else self._most)
         if body is not None:
             with contextlib.suppress(ApiError):  # the client disconnected
                 await until_disconnect(receive, self._relay(scope, body, send))
@@ -128,11 +131,13 @@ async def _body(receive, most: int) -> bytes | None:
     """Read a request's body, or more than `most` bytes of it, which a replica refuses; None: the client
     disconnected."""
     parts: list[bytes] = []
-    while sum(map(len, parts)) <= most:
+    size = 0
+    while size <= most:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
         parts.append(message.get("body", b""))
+        size += len(parts[-1])
         if not message.get("more_body"):
             break
     return b"".join(parts)
@@ -193,7 +198,7 @@ def application(args: argparse.Namespace, environment: Mapping[str, str]):
         ray_actor_options={"num_cpus": 0.1},
     )(serve.ingress()(Front))
     page_size = args.page_size or Settings.page_size
-    return fronts.bind(replicas.bind(args), page_size, settings.max_body_bytes)
+    return fronts.bind(replicas.bind(args), page_size, settings.max_body_bytes, settings.max_audio_bytes)
 
 
 def main(

@@ -5,7 +5,6 @@ loop. The loop never waits for the engine, and the engine never waits for the lo
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import gc
 import logging
@@ -263,9 +262,14 @@ class Service:
             self._scorer.submit("", partial(self._compile_scoring, length))
 
     def _compile_scoring(self, length: int) -> None:
-        with contextlib.suppress(FloatingPointError):  # it is compiled nevertheless
+        try:
             self.llm.score([0] * length)
-        self._calls.put(self._count_scoring)
+        except FloatingPointError:
+            pass  # it is compiled nevertheless
+        except Exception:  # of a request: the requests that need it get it too
+            log.error("prompts of %d tokens cannot be scored\n%s", length, traceback.format_exc())
+        finally:
+            self._calls.put(self._count_scoring)
 
     def _count_scoring(self) -> None:
         self._scoring = (self._scoring[0] + 1, self._scoring[1])

@@ -18,6 +18,7 @@ from swiftkv_jax.engine.loop import decode
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.kernels.common.pools import encode
 from swiftkv_jax.model import forward, logits
+from swiftkv_jax.rope import NONE, RopeConfig
 from swiftkv_jax.rows import FORMS, KeysValues
 
 WAYS = {
@@ -395,6 +396,21 @@ def test_prompt_logprobs_are_the_full_depth_models(plan):
         for token, entry in entries.items():
             assert entry.logprob == pytest.approx(float(raw[i][token]), abs=1e-4)
             assert entry.rank == 1 + int((raw[i] > raw[i][token]).sum())
+
+
+def test_scores_of_a_model_whose_learned_positions_fill_no_compiled_size():
+    net, params = tiny.make_model(
+        tiny.PLANS["standard"],
+        learned_positions=True,
+        max_position_embeddings=100,
+        rope=RopeConfig(rope_type=NONE),
+    )
+    llm = LLM.from_model(net, params, tiny.Bytes(), **tiny.SIZES | {"max_model_len": 100})
+    prompt = tiny.prompts((100,))[0]
+    raw = jax.nn.log_softmax(net.apply({"params": params}, jnp.asarray([prompt])))[0]
+    found = [entries[token].logprob for token, entries in zip(prompt[1:], llm.score(prompt)[1:], strict=True)]
+    want = [float(raw[i][token]) for i, token in enumerate(prompt[1:])]
+    np.testing.assert_allclose(found, want, atol=1e-4)
 
 
 def test_scores_are_what_decoding_reports():

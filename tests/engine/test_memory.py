@@ -83,3 +83,17 @@ def test_a_fraction_of_a_gpu_is_of_the_card_and_counts_once(asked, of_card, monk
     (two,) = empty_pools(llm.model, dataclasses.replace(wanted, num_pages=1))
     found = settle(wanted, llm.model, [Device(0.9 * card, used, "gpu")], None, lambda settings: 0)
     assert found.num_pages == int((of_card * card - used) / (two.nbytes / 2)) - 1
+
+
+def test_a_changed_setting_sizes_the_pool_anew_unless_pages_were_asked_for():
+    model = tiny.make_model(tiny.PLANS["standard"])
+    llm = LLM.from_model(*model, tiny.Bytes(), **tiny.SIZES)
+    assert llm.settings.num_pages == 4 * 8  # of 8 tokens, for 4 sequences of 64
+    assert llm.replace(max_num_seqs=2).settings.num_pages == 2 * 8
+    assert llm.replace(page_size=7).settings.num_pages == 4 * 10
+    assert llm.replace(max_queued_requests=9).settings.num_pages == 4 * 8
+    asked = LLM.from_model(*model, tiny.Bytes(), **tiny.SIZES, num_pages=20)
+    assert asked.replace(max_num_seqs=2).settings.num_pages == 20
+    assert asked.replace(num_pages=30).settings.num_pages == 30
+    with pytest.raises(UsageError, match="unknown setting 'page_sizes'; did you mean 'page_size'"):
+        llm.replace(page_sizes=8)

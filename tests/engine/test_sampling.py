@@ -193,6 +193,8 @@ def test_noise_is_fold_in_of_seed_and_position_whatever_the_neighbours():
     noise = sampling.gumbel(seeds, jnp.asarray([3, 3, 3]), 40)
     key = jax.random.fold_in(jax.random.key(7, impl="threefry2x32"), 3)
     np.testing.assert_array_equal(noise[0], jax.random.gumbel(key, (40,)))
+    with jax.enable_x64(True):
+        assert sampling.gumbel(seeds, jnp.asarray([3, 3, 3]), 40).dtype == jnp.float32
     np.testing.assert_array_equal(noise[1:2], sampling.gumbel(seeds[1:2], jnp.asarray([3]), 40))
     assert not np.allclose(noise[0], noise[2])  # the high word of a seed counts
 

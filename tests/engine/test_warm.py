@@ -1,8 +1,10 @@
 """While programs are being compiled, requests run by those that are there, with the same tokens."""
 
 import dataclasses
+import functools
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import jax
@@ -150,3 +152,62 @@ def test_a_program_that_cannot_be_compiled_is_done_without_if_the_others_can(nee
     with tiny.compilations() as compiled:
         answers(llm)
     assert compiled == []
+
+
+class Fakes:
+    """Programs that compile when they are let go, and write down when they are launched."""
+
+    def __init__(self, monkeypatch, broken: str = ""):
+        self.gates, self.sent = {name: threading.Event() for name in "ABC"}, []
+
+        def send(name: str) -> None:
+            self.sent.append(name)
+            if name == broken:
+                raise jax.errors.JaxRuntimeError("out of memory")
+
+        monkeypatch.setattr(warm, "_compile", lambda call: self.gates[call.args[0]].wait())
+        monkeypatch.setattr(warm, "os", types.SimpleNamespace(cpu_count=lambda: 3))
+        self.programs = [
+            warm.Program((name,), functools.partial(str, name), functools.partial(send, name))
+            for name in "ABC"
+        ]
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_several_processes_launch_new_programs_in_one_order(in_order, monkeypatch):
+    """What a launch computes together with others would wait for a program that they launch later."""
+    fakes = Fakes(monkeypatch)
+    warming = warm.WarmUp(fakes.programs, {("A",)}, in_order)
+    fakes.gates["C"].set()
+    wait([future for one, future in warming._left if one.key == ("C",)])
+    assert warming.waits != in_order
+    for name in "BA":
+        fakes.gates[name].set()
+    while not warming.done:
+        warming.take()
+    assert sorted(fakes.sent) == ["A", "B", "C"] and (fakes.sent == ["A", "B", "C"] or not in_order)
+
+
+def test_with_several_processes_no_program_is_left_out(monkeypatch):
+    fakes = Fakes(monkeypatch)
+
+    def fails(call) -> None:
+        raise ValueError("the compiler gave up")
+
+    monkeypatch.setattr(warm, "_compile", fails)
+    with pytest.raises(ValueError, match="gave up"):
+        warm.WarmUp(fakes.programs, set(), in_order=True).take()
+
+
+def test_a_program_that_cannot_be_launched_is_launched_again_only_if_it_is_needed(monkeypatch):
+    fakes = Fakes(monkeypatch, broken="B")
+    for gate in fakes.gates.values():
+        gate.set()
+    warming = warm.WarmUp(fakes.programs, {("A",)})
+    wait([future for _, future in warming._left])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        warming.take()
+    while not warming.done:
+        warming.take()
+    assert fakes.sent == ["A", "B", "C"]
+    assert warming.failed == {("B",)} and warming.ready == {("A",), ("C",)} and warming.usable

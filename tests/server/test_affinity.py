@@ -1,12 +1,14 @@
 """Which replica a prompt goes to: its own when idle, another when too much waits there."""
 
+import asyncio
 import importlib
 import json
 import random
+import types
 
 import pytest
 
-from swiftkv_jax.server import affinity, ray
+from swiftkv_jax.server import affinity, ray, streams
 from swiftkv_jax.server.affinity import CHARACTERS, PAGES, SLACK, Affinity, names
 
 PAGE = 8
@@ -123,3 +125,21 @@ def test_wrong_usage_of_the_command_is_one_line(flags, said, monkeypatch, capsys
     assert ray.main(flags) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and said in line
+
+
+@pytest.mark.parametrize(("path", "most"), [("/v1/completions", 10), ("/v1/audio/transcriptions", 40)])
+def test_a_front_reads_bodies_with_sound_up_to_their_own_bound(path, most, monkeypatch):
+    """And one piece more, which the replica refuses."""
+    front = ray.Front(types.SimpleNamespace(options=lambda **_: None), PAGE, 10, 40)
+    pieces, read = [b"x" * 8] * 9, []
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
+
+    async def relay(scope, body, send) -> None:
+        read.append(body)
+
+    monkeypatch.setattr(front, "_relay", relay)
+    monkeypatch.setattr(streams, "until_disconnect", lambda receive, answer: answer)
+    asyncio.run(front.call({"type": "http", "path": path}, receive, None))
+    assert len(read[0]) == most // 8 * 8 + 8
