@@ -24,6 +24,12 @@ LEAVE_S = 5  # the same, after an error
 _LOOK_MS = 1000  # how long to wait for a message before signals are handled
 _BLOCK = 256  # messages that are dropped together
 _LOST = re.compile("Gloo|NCCL|coordination service|Connection (closed|reset)")  # in the errors of collectives
+_MPI = (  # Open MPI; MPICH, Intel MPI; MVAPICH2: how many processes, which is this, which on its host
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+)
+_BEFORE_PODS = ("OMPI_MCA_orte_hnp_uri", "SLURM_JOB_ID", "TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
 _BYTES = 4 * LONGEST  # of one process's message: the longest UsageError in UTF-8
 
 
@@ -34,9 +40,9 @@ class PeerLost(RuntimeError):
 def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
     """Join the other processes, before anything else asks JAX for its devices.
 
-    JAX finds its peers by itself under SLURM, Open MPI, Kubernetes jobs (JobSet) and Cloud TPUs. Anywhere
+    JAX finds its peers by itself under SLURM, Open MPI 4, Kubernetes jobs (JobSet) and Cloud TPUs. Anywhere
     else, the variables JAX_COORDINATOR_ADDRESS (`host:port` of process 0), JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID name them.
+    JAX_PROCESS_ID name them; under any mpirun the first is enough.
 
     Args:
       wanted: True joins or refuses; False runs alone; None joins where a launcher is found.
@@ -49,41 +55,56 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
     if wanted is False:
         return
     named = "JAX_COORDINATOR_ADDRESS" in environ
-    count = _number(environ, "JAX_NUM_PROCESSES") if named else None
-    index = _number(environ, "JAX_PROCESS_ID") if named else None
+    mpi = next((names for names in _MPI if names[0] in environ), None)
+    many, rank, local = (_number(environ, name) for name in mpi) if mpi else (None, None, None)
+    count = _number(environ, "JAX_NUM_PROCESSES", many) if named else None
+    index = _number(environ, "JAX_PROCESS_ID", rank) if named else None
     if named and count is not None and index:
         _reach(environ["JAX_COORDINATOR_ADDRESS"])
+    own = named and local is not None and "JAX_LOCAL_DEVICE_IDS" not in environ
     try:
         with _last_words():
             jax.distributed.initialize(
                 num_processes=count,
                 process_id=index,
+                local_device_ids=[local] if own else None,  # of GPUs, as JAX does under SLURM
+                cluster_detection_method=_method(environ, count is not None and index is not None),
                 initialization_timeout=START_S,
                 heartbeat_timeout_seconds=HEARTBEAT_S,
                 shutdown_timeout_seconds=SHUTDOWN_S,
             )
-    except ValueError as error:  # JAX lacks the address, or the number of processes, or the id
-        many = environ.get("OMPI_COMM_WORLD_SIZE", "1")
-        if many != "1" and not named:  # Open MPI 5 no longer says where process 0 is
+    except Exception as error:  # also one of a client of Kubernetes
+        if not isinstance(error, ValueError) or "be defined" not in str(error):
             raise UsageError(
-                f"mpirun started {many} processes, but JAX does not find process 0: set "
-                "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or give --no-distributed"
-            ) from None
+                f"a launcher was found, but not its processes: {first_line(error)}; "
+                "--no-distributed runs this process alone"
+            ) from error
         if named:
             raise UsageError(
                 f"JAX_COORDINATOR_ADDRESS={environ['JAX_COORDINATOR_ADDRESS']!r} is set, but {error} Set "
                 "JAX_NUM_PROCESSES and JAX_PROCESS_ID too, or give --no-distributed"
+            ) from None
+        if (many or 1) > 1:  # only Open MPI 4 says where process 0 is
+            raise UsageError(
+                f"mpirun started {many} processes, but JAX does not find process 0: set "
+                "JAX_COORDINATOR_ADDRESS to its HOST:PORT, or give --no-distributed"
             ) from None
         if wanted:
             raise UsageError(
                 "--distributed: no launcher that JAX knows started this process. Use SLURM, Open MPI or a "
                 "Kubernetes JobSet, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
             ) from None
-    except (RuntimeError, LookupError, OSError) as error:
-        raise UsageError(
-            f"a launcher was found, but not its processes: {first_line(error)}; "
-            "--no-distributed runs this process alone"
-        ) from error
+
+
+def _method(environ: Mapping[str, str], named: bool) -> str | None:
+    """JAX's name for how it looks for a launcher; None: in every way that it knows.
+
+    It would take any pod for one of an indexed job: a server's pod would not start, or not without the rights
+    to ask for its job. `named`: all that JAX would ask for is known.
+    """
+    indexed = "JOB_COMPLETION_INDEX" in environ and not named
+    pod = "KUBERNETES_SERVICE_HOST" in environ and not any(name in environ for name in _BEFORE_PODS)
+    return "deactivate" if pod and not indexed else None
 
 
 def leave(code: int) -> None:
@@ -313,9 +334,9 @@ def _told(error: Exception | None) -> str:
     return f"usage:{error}" if isinstance(error, UsageError) else f"failure:{first_line(error)}"
 
 
-def _number(environ: Mapping[str, str], name: str) -> int | None:
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int | None:
     text = environ.get(name)
     try:
-        return None if text is None else int(text)
+        return default if text is None else int(text)
     except ValueError:
         raise UsageError(f"{name} must be a number, not {text!r}") from None

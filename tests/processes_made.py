@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
-LAUNCHERS = ("SLURM_", "OMPI_", "JAX_COORDINATOR", "KUBERNETES_")
+LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "JAX_COORDINATOR", "KUBERNETES_")
 
 
 def environments(count: int, slurm: bool = False, **more: str) -> list[dict[str, str]]:

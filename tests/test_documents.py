@@ -211,6 +211,26 @@ def ask(words: list[str], server: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
+LONGEST_DECISION = 60  # words; code is one
+
+
+def decisions(text: str) -> Iterator[tuple[str, list[str], int]]:
+    """(question, the first words of its points, number of words) of each decision."""
+    for entry in re.findall(r"^### (.*?)(?=^##|\Z)", text, re.M | re.S):
+        plain = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", entry))
+        words = [word for word in plain.split() if re.search(r"\w", word)]
+        yield entry.splitlines()[0], re.findall(r"^- (\w+(?: again)?:?)", entry, re.M), len(words)
+
+
+def test_a_decision_says_what_was_asked_measured_and_chosen_in_few_words():
+    found = list(decisions((ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")))
+    assert len(found) > 30
+    for question, points, _ in found:
+        assert points[-1] == "Look again:" and "Chosen" in points[-2], question
+        assert points[0] in ("Options:", "Problem:"), question
+    assert {question: words for question, _, words in found if words > LONGEST_DECISION} == {}
+
+
 class Parsed(BaseException):
     """Raised in place of what a program does after it has read its arguments."""
 

@@ -144,11 +144,12 @@ def _in_place(q, pools, table, position, row, scale, window, bias):
     heads = k.shape[-1] // width
     # Otherwise layers that share an 8-bit row would share a widened copy of it, and the inputs of a step's
     # values would be kept until after the scores, to be written then.
-    table = _after(q, table, v[row, 0, 0, 0])
+    # Scales need no such names. With four readers XLA would make the names in an operation of each layer.
+    pages, table = table, _after(q, table, v[row, 0, 0, 0])
     back = position - jnp.arange(table.shape[1] * k.shape[2])
     seen = (back >= 0) & (back < window)
-    keys = _read(k, k_scale, row, table, heads, dtype)
-    values = _read(v, v_scale, row, table, heads, dtype)
+    keys = _read(k, k_scale, row, table, heads, dtype, pages)
+    values = _read(v, v_scale, row, table, heads, dtype, pages)
     values = jnp.where(seen[..., None, None], values, 0)  # 0 x NaN of a stale page is NaN
     q, keys, values = (x.astype(jnp.float32) for x in (q, keys, values))
     keys, values = (jnp.moveaxis(x, 1, 2)[:, :, None] for x in (keys, values))  # [b, K, 1, keys, width]
@@ -219,12 +220,12 @@ def _bias(bias, back, groups: int):
     return jnp.transpose(found, (2, 0, 3, 1, 4)).reshape(back.shape[0] * groups, -1, back.shape[-1])
 
 
-def _read(pool, scale, row: int, names, heads: int, dtype):
-    """Pages `names` [b, n] of a row, [b, n * Z, K, width]."""
+def _read(pool, scale, row: int, names, heads: int, dtype, scales=None):
+    """Pages `names` [b, n] of a row, [b, n * Z, K, width]; `scales`: the same names, for their scales."""
     rows = pool[row, names].reshape(names.shape[0], -1, heads, pool.shape[-1] // heads)
     if scale is None:
         return rows.astype(dtype)
-    factor = jnp.swapaxes(scale[row, names], 2, 3).reshape(*rows.shape[:3], 1)
+    factor = jnp.swapaxes(scale[row, names if scales is None else scales], 2, 3).reshape(*rows.shape[:3], 1)
     return (rows.astype(jnp.float32) * factor).astype(dtype)
 
 

@@ -114,12 +114,13 @@ class Run:
         attention, self.how = chosen or (experiment.attention, "named, or the choice of this platform")
         self.first = processes.is_first()
         self.say = say if self.first else lambda _line: None
-        with processes.together():
-            share = sharding.share_of_rows(mesh, jax.process_index())
-            self.process = dict(zip(("process_index", "process_count"), share, strict=True))
+        with processes.together():  # on its own: the others must not read weights before they are refused
             if self.first:
                 _check_folder(out, experiment, resume)
                 trackers.check(experiment.trackers)
+        with processes.together():
+            share = sharding.share_of_rows(mesh, jax.process_index())
+            self.process = dict(zip(("process_index", "process_count"), share, strict=True))
             with working(self.say, f"reading the tokenizer of {experiment.tokenizer or experiment.model}"):
                 # The folder is looked up once, so that all files are of one commit.
                 folder = local_folder(experiment.model) if experiment.model else None
@@ -417,12 +418,22 @@ def summarise(rows: dict[str, np.ndarray], has_teacher: bool) -> dict[str, float
     return out
 
 
+def check_free(out: Path, resume: bool) -> None:
+    """Refuse a folder that holds a run, unless that run is to go on.
+
+    Raises:
+      UsageError: it does.
+    """
+    with explained(f"read {out / 'config.json'}"):
+        if (out / "config.json").exists() and not resume:
+            raise UsageError(f"{out} already holds a run: give --resume to go on with it, or another --out")
+
+
 def _check_folder(out: Path, experiment: Experiment, resume: bool) -> None:
     """Refuse to mix two runs in one folder, before anything is loaded."""
+    check_free(out, resume)
     path = out / "config.json"
     with explained(f"read {path}"):
-        if path.exists() and not resume:
-            raise UsageError(f"{out} already holds a run: give --resume to go on with it, or another --out")
         if path.exists() and identity(_json(path)) != identity(json.loads(resolved(experiment))):
             raise UsageError(
                 f"{path} belongs to another run (model, data, plan or optimiser differ): use another --out"

@@ -100,18 +100,20 @@ def _run(
 
         return report(from_package(override(load_experiment(args.config), args.set)), args.topology)
     from swiftkv_jax.distill.kernels import choose
-    from swiftkv_jax.distill.loop import train
+    from swiftkv_jax.distill.loop import check_free, train
     from swiftkv_jax.progress import show
 
     if join is not None:
         join(args.distributed)
     with processes.together():
         experiment = from_package(override(load_experiment(args.config), args.set))
+        out = args.out or Path("runs") / experiment.name
+        if processes.is_first():  # now: kernels are checked for minutes, and a teacher writes chats for hours
+            check_free(out, args.resume)
     chosen = choose(experiment)  # `prepare` may take the devices, for a teacher that writes chats
     with processes.together():
         experiment = prepare(experiment) if prepare is not None else experiment
     say = show if processes.is_first() else lambda _line: None
-    out = args.out or Path("runs") / experiment.name
     began = time.monotonic()
     with processes.among_the_living():
         result = train(experiment, out, args.resume, say, chosen)

@@ -339,6 +339,14 @@ def test_a_second_run_does_not_overwrite_the_first(config, undisturbed, capsys):
     assert "already holds a run" in refused(capsys, config, undisturbed)
 
 
+def test_a_folder_is_refused_before_kernels_are_checked_or_chats_are_written(
+    config, undisturbed, monkeypatch
+):
+    """Which may take minutes, or hours."""
+    monkeypatch.setattr(kernels, "choose", None)
+    assert main(command(config, undisturbed)[2:], prepare=lambda _: pytest.fail("it is prepared")) == 2
+
+
 def test_no_write_permission_is_one_line(config, capsys):
     assert "cannot write to /proc/nowhere" in refused(capsys, config, Path("/proc/nowhere"))
 
@@ -399,27 +407,40 @@ def test_two_processes_of_two_devices_train_the_demo_as_one_device_does(tmp_path
     assert max(abs(min(got[step]) - min(want[step])) for step in want) < 1e-5
 
 
-def end_together(started: list[subprocess.Popen]) -> list[subprocess.CompletedProcess]:
-    """The output of each process; all must end within 30 seconds of the first that does."""
-    deadline = time.monotonic() + 240
-    while all(process.poll() is None for process in started) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return finish(started, 30)
+def refused_soon(commands: list[list[str]]) -> list[subprocess.CompletedProcess]:
+    """The output of processes of one run; all must end within 30 seconds of their start."""
+    began = time.monotonic()
+    done = finish(start(commands, **settings()), 60)
+    assert time.monotonic() - began < 30
+    assert [each.returncode for each in done] == [2] * len(commands), done
+    return done
+
+
+# `train.py` where the weights take ten minutes to read.
+LARGE = """
+import sys, time
+from swiftkv_jax import commands
+from swiftkv_jax.distill import start
+start.load = lambda *_: time.sleep(600)
+sys.exit(commands.train())
+"""
+ANOTHER = ["--resume", "--set", "plan.share=1"]
 
 
 @pytest.mark.slow
-def test_a_folder_that_holds_a_run_is_refused_by_both_processes(config, undisturbed):
-    for refused in end_together(start([command(config, undisturbed)] * 2, **settings())):
-        assert refused.returncode == 2, refused.stderr
-        assert refused.stderr.splitlines()[-1].startswith(f"error: {undisturbed} already holds a run")
+@pytest.mark.parametrize("count, flags, why", [(2, [], "already holds a run"), (4, ANOTHER, "another run")])
+def test_a_folder_that_holds_a_run_is_refused_by_all_processes(config, undisturbed, count, flags, why):
+    """Before they read weights."""
+    large = [sys.executable, "-c", LARGE, *command(config, undisturbed, *flags)[2:]]
+    for refused in refused_soon([large] * count):
+        said = refused.stderr.splitlines()[-1]
+        assert said.startswith(f"error: {undisturbed}") and why in said
 
 
 @pytest.mark.slow
 def test_configs_that_differ_are_refused_by_both_processes_before_the_first_step(config, tmp_path):
     out = tmp_path / "run"
-    pair = start([command(config, out), command(config, out, "--set", "steps=7")], **settings())
-    for refused in end_together(pair):
-        assert refused.returncode == 2, refused.stderr
+    for refused in refused_soon([command(config, out), command(config, out, "--set", "steps=7")]):
         assert "the config of process 1 differs from that of process 0" in refused.stderr.splitlines()[-1]
     assert not (out / "metrics.jsonl").exists()
 

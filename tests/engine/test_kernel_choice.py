@@ -6,7 +6,9 @@ import os
 import shutil
 import time
 import types
+from pathlib import Path
 
+import faulty_kernels
 import pytest
 import tiny_engine as tiny
 
@@ -113,32 +115,16 @@ def test_kernels_chosen_by_the_check_run_and_give_the_same_tokens(model, asked, 
     }
 
 
-DEADLY = """
-import os, time
-from swiftkv_jax.kernels.common.dispatch import Implementation
-from swiftkv_jax.kernels.paged_attention import api
-
-def hanging(*_, **__):
-    time.sleep(600)
-
-def aborting(*_, **__):
-    os.abort()
-
-def register():
-    api.PAGED_ATTENTION.update({f.__name__: Implementation(f) for f in (hanging, aborting)})
-"""
-
-
 @pytest.mark.slow
 def test_an_engine_comes_up_whatever_a_candidate_does(model, tmp_path, monkeypatch):
     """Within the check's limit and ten seconds; a second start checks nothing, in a fifth of a second of
     processor time: others may be busy."""
-    (tmp_path / "deadly.py").write_text(DEADLY)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    path = [str(Path(faulty_kernels.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     for name in ("hanging", "aborting"):
         monkeypatch.setitem(PAGED_ATTENTION, name, PAGED_ATTENTION["xla"])
     limits = Limits(each=4.0, total=45.0)
-    how = {"limits": limits, "module": "deadly"}
+    how = {"limits": limits, "module": faulty_kernels.__name__}
     how["candidates"] = {
         "decode": ("xla_one_turn", "hanging", "aborting"),
         "chunk": ("xla",),

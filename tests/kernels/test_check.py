@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import faulty_kernels
 import jax
 import jax.numpy as jnp
 import pytest
@@ -43,60 +44,15 @@ EVERY = (
     dataclasses.replace(DECODE, kind="train", operation="causal_attention", tokens=320, windows=(None, 100)),
 )
 
-# Decoding by the definition, with something wrong about it, or slower than it must be.
-STRANGE = """
-import os, time
-import jax, numpy as np
-from swiftkv_jax.kernels.common.dispatch import Implementation
-from swiftkv_jax.kernels.paged_attention import api, reference
-
-def wrong(*args, **options):
-    return reference.paged_attention(*args, **options).at[-1, 0, 1, 5].multiply(1.5)
-
-def leaking(q, k, *args, **options):
-    return reference.paged_attention(q, k, *args, **options) + 0 * k[1, :, 0, 0].sum()
-
-def noise():
-    return np.float32(time.time_ns() % 97 / 1e4)
-
-def differing(*args, **options):
-    out = reference.paged_attention(*args, **options)
-    return (out * (1 + jax.pure_callback(noise, jax.ShapeDtypeStruct((), "float32")))).astype(out.dtype)
-
-def hanging(*args, **options):
-    time.sleep(600)
-
-def aborting(*args, **options):
-    os.abort()
-
-def within(seconds):
-    def one():
-        time.sleep(seconds)
-        return np.float32(1)
-
-    def run(*args, **options):
-        out = reference.paged_attention(*args, **options)
-        return out * jax.pure_callback(one, jax.ShapeDtypeStruct((), "float32"))
-
-    return run
-
-ALL = {f.__name__: f for f in (wrong, leaking, differing, hanging, aborting)}
-ALL |= {"safe": within(0.1), "nearly": within(0.098), "fast": within(0.01)}
-
-def register():
-    api.PAGED_ATTENTION.update({name: Implementation(f) for name, f in ALL.items()})
-"""
-NAMES = ("wrong", "leaking", "differing", "hanging", "aborting", "safe", "nearly", "fast")
-
 
 @pytest.fixture
-def strange(tmp_path, monkeypatch):
+def strange(monkeypatch):
     """The module of strange implementations, for the process that checks; here their names alone."""
-    (tmp_path / "strange.py").write_text(STRANGE)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    for name in NAMES:
+    path = [str(Path(faulty_kernels.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    for name in faulty_kernels.ALL:
         monkeypatch.setitem(PAGED_ATTENTION, name, Implementation(xla.paged_attention))
-    return "strange"
+    return faulty_kernels.__name__
 
 
 @pytest.fixture

@@ -1,0 +1,43 @@
+"""`serve.py` as if on a GPU, where nearly all candidates for decoding are faulty; in truth on this CPU.
+
+    python faulty_served.py FOLDER serve.py [flags]
+
+FOLDER keeps the decision. On stderr it says what processor time the choice took.
+"""
+
+import dataclasses
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import faulty_kernels
+
+from swiftkv_jax.engine import given, kernels
+from swiftkv_jax.kernels.check import decide
+from swiftkv_jax.kernels.check.machine import Machine
+
+SAFE = "xla_one_turn"
+CANDIDATES = {"decode": (SAFE, *faulty_kernels.FAULTY), "chunk": (SAFE,)}
+choose = given.choose
+
+
+def on_this_cpu(calls, machine, _, **more):
+    """Decide about a GPU's calls, within the limits that are given."""
+    here, how = dataclasses.replace(machine, platform="cpu"), {"candidates": CANDIDATES}
+    return decide.decide(calls, here, Path(folder), **more | how, module=faulty_kernels.__name__)
+
+
+def timed(*args, **more):
+    began = time.process_time()
+    found = choose(*args, **more)
+    print(f"chosen in {time.process_time() - began:.3f} s", file=sys.stderr, flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    _, folder, *sys.argv = sys.argv
+    faulty_kernels.register()
+    kernels._machine = lambda: Machine("gpu", "a GPU", "1.2.3")
+    kernels.decide, given.choose = on_this_cpu, timed
+    runpy.run_path(sys.argv[0], run_name="__main__")

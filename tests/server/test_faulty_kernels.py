@@ -1,0 +1,127 @@
+"""`serve.py --http` comes up with the safe kernels, whatever the candidates of its check do."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import faulty_kernels
+import httpx
+import pytest
+
+from swiftkv_jax.kernels.check.decide import LIMITS
+
+ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
+SMALL = "--max-num-seqs 2 --max-num-batched-tokens 64 --max-model-len 128 --no-warm-up".split()
+LONGEST = LIMITS.total + 10  # seconds that a first start may take
+CHECKS, KEPT = "checking kernels on this a GPU, once", "as checked on a GPU"
+
+
+@contextlib.contextmanager
+def started(kept: Path, until: str, tree: Path = ROOT, path: tuple[Path, ...] = ()) -> Iterator[list[str]]:
+    """What a server of the code in `tree` says, up to the line that begins with `until`; it ends after the
+    block. `path`: folders that Python looks into first."""
+    folders = (*path, tree, Path(faulty_kernels.__file__).parent)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    command = [sys.executable, str(HERE / "faulty_served.py"), str(kept), str(tree / "serve.py")]
+    command += ["--http", "127.0.0.1:0", *SMALL]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        late = threading.Timer(LONGEST, process.kill)
+        late.start()
+        try:
+            assert process.stderr is not None
+            said = []
+            for line in process.stderr:
+                said.append(line)
+                if line.startswith((until, "ready")):
+                    break
+            assert said and said[-1].startswith(until), "".join(said)
+            yield said
+        finally:
+            late.cancel()
+            process.kill()
+
+
+def asked(said: list[str]) -> tuple[str, str]:
+    """A greedy answer of the server, and the labels of the metric that names its kernels."""
+    url = re.findall(r"http://[\d.:]+", "".join(said))[0]
+    body = {"prompt": "The function", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+        answer = client.post("/v1/completions", json=body)
+        metrics = client.get("/metrics").text
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8, answer.text
+    return answer.json()["choices"][0]["text"], re.findall(r"kernels_info\{(.*)\}", metrics)[0]
+
+
+@dataclasses.dataclass
+class First:
+    """The first start on a machine."""
+
+    kept: Path
+    found: dict
+    seconds: float
+    said: list[str]
+    text: str
+    kernels: str
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> First:
+    kept, began = tmp_path_factory.mktemp("kept"), time.monotonic()
+    with started(kept, "ready") as said:
+        text, kernels = asked(said)
+        seconds = time.monotonic() - began
+    (path,) = kept.glob("*.json")
+    return First(kept, json.loads(path.read_text()), seconds, said, text, kernels)
+
+
+def test_a_server_answers_within_the_limit_of_the_check_whatever_candidates_do(first):
+    """Each of them ran, and what was wrong with it was found."""
+    assert first.seconds < LONGEST
+    assert any(line.startswith(CHECKS) for line in first.said)
+    assert 'decode="xla_one_turn"' in first.kernels and 'how="checked on a GPU in' in first.kernels
+    assert first.found["names"] == {"decode": "xla_one_turn", "chunk": "xla_one_turn"}
+    lines = {name.removeprefix("decode: "): line for name, line in first.found["lines"].items()}
+    assert lines.keys() == {"xla_one_turn", *faulty_kernels.FAULTY} and lines["xla_one_turn"]["right"]
+    assert "of the largest number" in lines["wrong"]["why"]
+    assert "not finite" in lines["leaking"]["why"]
+    assert lines["differing"]["why"].endswith("two runs differ")
+    assert lines["aborting"]["reason"].startswith("its process died: SIGABRT")
+    assert lines["hanging"]["reason"] == f"killed: not done after {LIMITS.each:.0f} s"
+
+
+def test_a_second_start_checks_nothing_and_chooses_in_a_fifth_of_a_second(first):
+    """Of processor time: others may be busy."""
+    with started(first.kept, "ready") as said:
+        text, kernels = asked(said)
+    assert not any(line.startswith(CHECKS) for line in said)
+    assert 'decode="xla_one_turn"' in kernels and f'how="{KEPT}"' in kernels and text == first.text
+    (took,) = re.findall(r"^chosen in ([\d.]+) s", "".join(said), re.M)
+    assert float(took) < 0.2
+
+
+@pytest.mark.parametrize("changed", ["source", "version"])
+def test_a_changed_source_or_version_is_checked_anew(first, changed, tmp_path):
+    """A comment in a kernel's file; another version of a package, as far as Python can tell."""
+    tree, path = ROOT, ()
+    if changed == "source":
+        tree = tmp_path
+        shutil.copytree(ROOT / "swiftkv_jax", tree / "swiftkv_jax")
+        shutil.copy(ROOT / "serve.py", tree)
+        with (tree / "swiftkv_jax/kernels/paged_attention/xla.py").open("a") as file:
+            file.write("# changed\n")
+    else:
+        path = (tmp_path,)
+        other = tmp_path / "jax_cuda13_plugin-9.9.9.dist-info"
+        other.mkdir()
+        (other / "METADATA").write_text("Metadata-Version: 2.1\nName: jax-cuda13-plugin\nVersion: 9.9.9\n")
+    with started(first.kept, CHECKS, tree, path) as said:
+        assert not any(line.startswith("ready") for line in said)
