@@ -64,6 +64,8 @@ PLANS = {
 }
 
 
+# Numbers that a token's products make in a layer: queries, keys, values and their mixture; the MLP's.
+LOWER_LAYER = (32 + 2 * 8 + 32) * 128 + 2 * 14336 + 4096
 THREE_UPPER = KVPlan.swiftkv(4, 1)  # rows that a fill makes at once
 
 
@@ -172,6 +174,13 @@ def copied_weights(hlo: str, params) -> list[str]:
         if dims in large:
             found.append(line.strip()[:160])
     return found
+
+
+def multiplied(hlo: str) -> int:
+    """Numbers that XLA's products make of each token of a step."""
+    made = re.findall(r"= \w+\[([\d,]+)\]\S* (?:dot|convolution)\(", hlo)
+    shapes = [[int(d) for d in dims.split(",")] for dims in made]
+    return sum(math.prod(shape) for shape in shapes if TOKENS in shape) // TOKENS
 
 
 _FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id")
@@ -289,6 +298,8 @@ def test_a_fused_fill_copies_no_weight_and_has_no_loop(chip, fill, plan, program
     fused = program != "decode" and fill != "xla"  # a decoded token is written by itself
     kernels = [line for line in hlo.splitlines() if " custom-call(" in line]
     assert any("fused_kv_fill" in line for line in kernels) == fused
+    if fused:  # XLA makes the lower layer of all tokens, and of no upper row, also where pages go on
+        assert multiplied(hlo) == LOWER_LAYER
     *_, loops = executed(hlo)
     assert loops.count(False) == (program == "decode")  # the loop over its steps
 
