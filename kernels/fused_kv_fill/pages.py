@@ -3,7 +3,7 @@
 The pages that begin in the batch are made from the hidden states in one call of the fused fill. A token that
 continues a partially filled page (nearly every decoded one does) is written by itself: rewriting the page
 would waste most of the work. How many do is known only at run time, and a loop of such a length waits for the
-host, so a batch costs what the most such tokens of its sequences would.
+host: so they are packed, and made by a second call, which leaves out what stays empty.
 """
 
 import functools
@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.fused_kv_fill.api import Makers, fused_kv_fill, rows_of
 from swiftkv_jax.kernels.page_write.api import page_write, places
+
+_PACKED = 64  # tokens of a page of those that are written by themselves; each kernel takes it
 
 
 class Tokens(NamedTuple):
@@ -72,7 +74,9 @@ def fill_pages(
         return _append(tokens, makers, pools, table, rows, eps, writer)
     size = pools[0].data.shape[2]
     begun = begun_here(tokens, size)
-    pools = _append_some(tokens, tokens.valid & ~begun, makers, pools, table, rows, eps, writer)
+    pools = _append_some(
+        tokens, tokens.valid & ~begun, makers, pools, table, rows, eps, implementation, writer
+    )
     pages = pages_of(tokens, begun, pools[0].data.shape[1], size, table)
     picked = jnp.clip(pages.first[:, None] + jnp.arange(size), 0, len(tokens.x) - 1).reshape(-1)
     return fused_kv_fill(
@@ -119,23 +123,47 @@ def _places(tokens: Tokens, size: int, table: jax.Array) -> tuple[jax.Array, jax
 
 
 def _append(tokens: Tokens, makers: Makers, pools, table, rows, eps: float, writer) -> tuple[Pool, Pool]:
-    """Write all tokens of a batch one by one into their pages."""
-    size = pools[0].data.shape[2]
+    """Make all tokens of a batch by XLA and write them one by one into their pages."""
     heads = pools[0].data.shape[-1] // (2 * tokens.cos.shape[-1])
     made = rows_of(tokens.x, makers, tokens.cos, tokens.sin, heads, eps)
-    page, slot = _places(tokens, size, table)
-    new = (y.reshape(*y.shape[:2], heads, -1) for y in made)
+    return _put(tokens, made, pools, table, rows, writer)
+
+
+def _append_some(
+    tokens: Tokens, which: jax.Array, makers: Makers, pools, table, rows, eps: float, implementation, writer
+) -> tuple[Pool, Pool]:
+    """Make and write one by one the tokens of a batch that `which` [T] says. In a sequence they all lie in
+    one page, which another batch has begun, so that they are at most as many as such pages have places left.
+
+    They are packed, and made by the fused fill as pages of their own: it leaves out those that stay empty,
+    where XLA would make as many tokens as there might be.
+    """
+    most = min(len(tokens.x), table.shape[0] * (pools[0].data.shape[2] - 1))
+    first, count = jnp.arange(0, most, _PACKED), jnp.sum(which)
+    (picked,) = jnp.nonzero(which, size=len(first) * _PACKED, fill_value=0)
+    tokens = Tokens(*(field[picked] for field in tokens))
+    tokens = tokens._replace(valid=jnp.arange(len(picked)) < count)
+    shapes = [(len(rows), len(first), _PACKED, pool.data.shape[-1]) for pool in pools]
+    made = fused_kv_fill(
+        tokens.x,
+        makers,
+        tokens.cos,
+        tokens.sin,
+        (Pool(jnp.zeros(shapes[0], tokens.x.dtype)), Pool(jnp.zeros(shapes[1], tokens.x.dtype))),
+        jnp.where(first < count, jnp.arange(len(first)), len(first)),
+        jnp.clip(count - first, 0, _PACKED),
+        rows=tuple(range(len(rows))),
+        eps=eps,
+        implementation=implementation,
+    )
+    flat = (jnp.moveaxis(pool.data.reshape(len(rows), len(picked), -1), 0, 1) for pool in made)
+    return _put(tokens, flat, pools, table, rows, writer)
+
+
+def _put(tokens: Tokens, made, pools, table, rows, writer) -> tuple[Pool, Pool]:
+    """The pools with keys and values `made`, each [T, F, E], of a batch's tokens."""
+    page, slot = _places(tokens, pools[0].data.shape[2], table)
+    heads = pools[0].data.shape[-1] // (2 * tokens.cos.shape[-1])
     write = functools.partial(page_write, page=page, slot=slot, rows=rows, implementation=writer)
-    k, v = (write(p, y) for p, y in zip(pools, new, strict=True))
+    k, v = (write(p, y.reshape(*y.shape[:2], heads, -1)) for p, y in zip(pools, made, strict=True))
     return k, v
-
-
-def _append_some(tokens: Tokens, which: jax.Array, makers: Makers, pools, table, rows, eps: float, writer):
-    """The tokens of a batch that `which` [T] says, together: in a sequence they all lie in one page, which
-    another batch has begun, so that they are at most as many as such pages have places left."""
-    total, most = len(tokens.x), table.shape[0] * (pools[0].data.shape[2] - 1)
-    if most < total:
-        (picked,) = jnp.nonzero(which, size=most, fill_value=0)
-        tokens = Tokens(*(field[picked] for field in tokens))
-        which = jnp.arange(most) < jnp.sum(which)
-    return _append(tokens._replace(valid=which), makers, pools, table, rows, eps, writer)

@@ -12,9 +12,10 @@ from swiftkv_jax.checkpoint.adapter import local_folder, read_model
 from swiftkv_jax.checkpoint.generation import GenerationDefaults
 from swiftkv_jax.checks import integer
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.engine import kernels
 from swiftkv_jax.engine.kernels import Choice, choose
 from swiftkv_jax.engine.request import SamplingParams, encode
-from swiftkv_jax.engine.settings import Settings, model_encoder, source_len
+from swiftkv_jax.engine.settings import Settings, model_encoder, source_len, usual_page
 from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.predict import Predicted
@@ -51,9 +52,11 @@ def check_names(given: Iterable[str], but: str = "") -> None:
 
 
 def settings_of(limit: int, given: dict) -> Settings:
-    """Engine settings from keyword arguments."""
+    """Engine settings from keyword arguments; without a page size, the usual one on this machine."""
     check_names(given, but="max_model_len")
-    return Settings(max_model_len=limit, **given)
+    platform = kernels.this_machine().platform
+    page = {"page_size": usual_page(given.get("cache_dtype", Settings.cache_dtype), platform)}
+    return Settings(max_model_len=limit, **(page | given))
 
 
 def parts_of(mesh: Mesh | None) -> int:

@@ -62,7 +62,7 @@ def choose(
       dtype: of the model. shards: devices that share the heads; a check uses the heads of one device.
       machine: the target machine, by default this one. folder: where decisions are kept. limits: of a check.
     """
-    machine = machine or _machine()
+    machine = machine or this_machine()
     if settings.kernels not in (AUTO, SAFE):
         names, own = named(settings.kernels)
         if not has_fill(config, plan) and "fill" not in own:  # no row for it to make
@@ -100,7 +100,8 @@ def choose(
     return Choice(_with(settings, safe | names), how, decisions[0] if decisions else None)
 
 
-def _machine() -> Machine:
+def this_machine() -> Machine:
+    """The machine that an LLM made now runs on."""
     if machines.taken() and jax.default_backend() == "cpu":
         return machines.CPU
     return machines.recognise()

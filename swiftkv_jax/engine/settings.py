@@ -66,7 +66,8 @@ class Settings:
       max_num_batched_tokens: tokens of one step.
       steps_per_launch: most tokens a sequence decodes before the host looks at stop strings, and before a
         new request's prompt is read. They are sent in two launches: the device never waits for the host.
-      page_size: tokens of a page; prompts share whole pages.
+      page_size: tokens of a page; prompts share whole pages. An LLM that is given none takes 64, or 128 for
+        8-bit rows on a TPU.
       num_pages: of the cache. None: enough for `max_num_seqs` full contexts, or what `memory_fraction` of
         the device's memory leaves beside the weights, if that is less.
       memory_fraction: share of the device's memory that weights, programs and cache may take.
@@ -165,6 +166,12 @@ class Settings:
         """The uses of the exit head; None if there are none."""
         guesses = self.drafts - self.lookups
         return Exits(guesses, self.exit_threshold) if guesses or self.exit_threshold is not None else None
+
+
+def usual_page(cache_dtype: str, platform: str) -> int:
+    """Tokens of a page for rows that are stored so. A TPU's kernels take 8-bit pages whose scales are whole
+    lanes; of others XLA would copy the scales at every step."""
+    return 128 if platform == "tpu" and cache_dtype in EIGHT_BIT else Settings.page_size
 
 
 def _names(setting: str, given: str | None) -> list[str]:

@@ -1,12 +1,14 @@
 """The engine's programs compiled for chips that are not here: no weight is copied, no pool either, no layer
 has a loop whose length is known only at run time, and on an H100 a step is few kernels.
 
-Two layers of Llama-3.1-8B's widths, 64 lanes of 8448 tokens, with the kernels that are made for each chip.
+Two layers of Llama-3.1-8B's widths, 64 lanes of 8448 tokens, in pages of the size that an LLM takes there,
+with the kernels that are made for each chip.
 """
 
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
 import tempfile
@@ -26,7 +28,7 @@ from swiftkv_jax.engine.loop import Inputs, Lanes, decode, run_any
 from swiftkv_jax.engine.memory import working_bytes
 from swiftkv_jax.engine.request import MOST_STOPS
 from swiftkv_jax.engine.sampling import Mode, Policy
-from swiftkv_jax.engine.settings import Settings, empty_pool
+from swiftkv_jax.engine.settings import Settings, empty_pool, usual_page
 from swiftkv_jax.kernels.paged_attention.xla import ONE_TURN_BYTES
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
@@ -62,6 +64,8 @@ PLANS = {
 }
 
 
+# Numbers that a token's products make in a layer: queries, keys, values and their mixture; the MLP's.
+LOWER_LAYER = (32 + 2 * 8 + 32) * 128 + 2 * 14336 + 4096
 THREE_UPPER = KVPlan.swiftkv(4, 1)  # rows that a fill makes at once
 
 
@@ -77,11 +81,10 @@ def engine_arguments(
     of `mesh`; by the chip's own kernel, or by `attention`; upper rows by `fill`."""
     config = CONFIGS[plan.num_layers]
     model = Transformer(config, plan, "bfloat16")
-    sizes = {"max_model_len": CONTEXT, "max_num_seqs": LANES, "num_pages": LANES * CONTEXT // 64}
-    page = 128 if rows == "int8" else 64  # what the TPU kernel takes of 8-bit rows
-    sizes |= {"num_pages": LANES * CONTEXT // page, "page_size": page}
+    page = usual_page(rows, "gpu" if chip == "h100" else "tpu")
+    sizes = {"max_model_len": CONTEXT, "max_num_seqs": LANES, "num_pages": LANES * CONTEXT // page}
     named = {"attention": attention} if attention else NAMED[chip]
-    settings = Settings(**sizes, cache_dtype=rows, fill=fill, **named)
+    settings = Settings(**sizes, page_size=page, cache_dtype=rows, fill=fill, **named)
     cache = jax.eval_shape(functools.partial(empty_pool, model, settings, mesh))
     params = weights.abstract(config, plan, "bfloat16", mesh, cuts=None)
     if fill:
@@ -173,6 +176,13 @@ def copied_weights(hlo: str, params) -> list[str]:
     return found
 
 
+def multiplied(hlo: str) -> int:
+    """Numbers that XLA's products make of each token of a step."""
+    made = re.findall(r"= \w+\[([\d,]+)\]\S* (?:dot|convolution)\(", hlo)
+    shapes = [[int(d) for d in dims.split(",")] for dims in made]
+    return sum(math.prod(shape) for shape in shapes if TOKENS in shape) // TOKENS
+
+
 _FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id")
 
 
@@ -211,8 +221,10 @@ def most_operations(program: str, plan: str) -> int:
 
 
 @pytest.mark.parametrize("program", ["run_any", "decode"])
-@pytest.mark.parametrize("rows", ["bfloat16", "int8"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("plan", "rows"),
+    [*itertools.product(PLANS, ("bfloat16", "int8")), ("swiftkv", "float8_e4m3fn")],
+)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_no_weight_is_copied_and_no_layer_waits_for_the_host(chip, plan, rows, program):
     memory, hlo, params, cache = compiled(chip, plan, rows, program)
@@ -221,6 +233,7 @@ def test_no_weight_is_copied_and_no_layer_waits_for_the_host(chip, plan, rows, p
     if chip == "v5p":  # keys and values of each row by the writer of pages
         assert len(re.findall(r"%page_write\S* = .* custom-call\(", hlo)) == 2 * cache.plan.num_rows
         assert not copied_weights(hlo, cache.stores)
+        assert memory.temp_size_in_bytes < 2 * DECODE_BYTES
     once, each_step, loops = executed(hlo)
     assert loops.count(False) == (program == "decode")  # the loop over its steps
     if program == "decode":
@@ -289,6 +302,8 @@ def test_a_fused_fill_copies_no_weight_and_has_no_loop(chip, fill, plan, program
     fused = program != "decode" and fill != "xla"  # a decoded token is written by itself
     kernels = [line for line in hlo.splitlines() if " custom-call(" in line]
     assert any("fused_kv_fill" in line for line in kernels) == fused
+    if fused:  # XLA makes the lower layer of all tokens, and of no upper row, also where pages go on
+        assert multiplied(hlo) == LOWER_LAYER
     *_, loops = executed(hlo)
     assert loops.count(False) == (program == "decode")  # the loop over its steps
 

@@ -21,7 +21,7 @@ from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.check import decide as checks
 from swiftkv_jax.kernels.check.decide import Decision, Limits
-from swiftkv_jax.kernels.check.machine import Machine
+from swiftkv_jax.kernels.check.machine import CPU, Machine
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import NONE, RopeConfig
@@ -93,7 +93,7 @@ def asked(monkeypatch) -> list:
 
 
 def test_kernels_chosen_by_the_check_run_and_give_the_same_tokens(model, asked, monkeypatch):
-    monkeypatch.setattr(kernels, "_machine", lambda: GPU)
+    monkeypatch.setattr(kernels, "this_machine", lambda: GPU)
     llm = LLM.from_model(*model, **tiny.SIZES)
     (calls, machine, _, _) = asked[0]
     assert [call.kind for call in calls] == ["decode", "chunk", "fill"] and machine == GPU
@@ -138,7 +138,7 @@ def test_an_engine_comes_up_whatever_a_candidate_does(model, tmp_path, monkeypat
 
     monkeypatch.setattr(kernels, "decide", decide)
     monkeypatch.setattr(kernels.machines, "taken", lambda: False)
-    monkeypatch.setattr(kernels, "_machine", lambda: GPU)
+    monkeypatch.setattr(kernels, "this_machine", lambda: GPU)
     began = time.monotonic()
     llm = LLM.from_model(*model, **tiny.SIZES)
     assert time.monotonic() - began < limits.total + 10
@@ -155,7 +155,7 @@ def test_an_engine_comes_up_whatever_a_candidate_does(model, tmp_path, monkeypat
 
 
 def test_named_kernels_are_kept(model, asked, monkeypatch):
-    monkeypatch.setattr(kernels, "_machine", lambda: GPU)
+    monkeypatch.setattr(kernels, "this_machine", lambda: GPU)
     llm = LLM.from_model(*model, **tiny.SIZES, attention="decode=reference")
     assert llm.settings.attention == "decode=reference,chunk=xla_one_turn" and llm.settings.fill == "xla"
     named = LLM.from_model(*model, **tiny.SIZES, kernels="reference,chunk=xla", fill="xla")
@@ -185,6 +185,25 @@ def test_a_tpu_that_this_process_has_is_not_checked(model, monkeypatch, tmp_path
     assert chosen.settings.fill is None
     assert chosen.settings.write == "xla"
     assert "--kernels report" in caplog.text and caplog.text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "given", "page"),
+    [
+        (TPU, {"cache_dtype": "int8"}, 128),
+        (TPU, {"cache_dtype": "float8_e4m3fn"}, 128),
+        (TPU, {"cache_dtype": "int8", "page_size": 32}, 32),
+        (TPU, {"cache_dtype": "bfloat16"}, 64),
+        (TPU, {}, 64),
+        (GPU, {"cache_dtype": "int8"}, 64),
+        (CPU, {"cache_dtype": "int8"}, 64),
+    ],
+)
+def test_a_page_has_128_tokens_for_8_bit_rows_on_a_tpu(model, monkeypatch, machine, given, page):
+    monkeypatch.setattr(kernels, "this_machine", lambda: machine)
+    sizes = {name: size for name, size in tiny.SIZES.items() if name != "page_size"}
+    llm = LLM.from_model(*model, **sizes, kernels="xla", **given)
+    assert llm.settings.page_size == llm.replace(max_num_seqs=1).settings.page_size == page
 
 
 def test_calls_are_those_of_the_engine():

@@ -451,10 +451,18 @@ def test_kernels_are_said_at_the_start_and_reported(folder, tmp_path, capsys, mo
     assert main([*given, "--kernels", "report"]) == 0
     assert "nothing to check" in capsys.readouterr().out
     found = Decision({"decode": "xla"}, "checked on a GPU in 9 s", {"decode: xla": {"status": "failed"}})
-    monkeypatch.setattr(kernels, "_machine", lambda: Machine("gpu", "a GPU"))
+    monkeypatch.setattr(kernels, "this_machine", lambda: Machine("gpu", "a GPU"))
     monkeypatch.setattr(kernels, "decide", lambda *_, **__: found)
     assert main([*given, "--kernels", "report"]) == 0
     assert re.search(r"^decode +\* xla +failed", capsys.readouterr().out, re.M)
+
+
+def test_8_bit_rows_on_a_tpu_have_their_page_without_a_flag(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "this_machine", lambda: Machine("tpu", "a TPU"))
+    lines = jsonl(tmp_path / "in.jsonl", [{"prompt": TEXTS[0]}])
+    given = ["--model", str(folder), *FLAGS[:-1], "--input", lines, "--kernels", "xla"]
+    assert main([*given, "--cache-dtype", "int8"]) == 0
+    assert "room for 256 tokens in pages of 128:" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("asked", [["--help"], ["--http", "--help"]], ids=["batch", "server"])
