@@ -61,13 +61,14 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
     index = _number(environ, "JAX_PROCESS_ID", rank) if named else None
     if named and count is not None and index:
         _reach(environ["JAX_COORDINATOR_ADDRESS"])
-    own = named and local is not None and "JAX_LOCAL_DEVICE_IDS" not in environ
+    apart = named and "JAX_LOCAL_DEVICE_IDS" not in environ
     try:
         with _last_words():
             jax.distributed.initialize(
                 num_processes=count,
                 process_id=index,
-                local_device_ids=[local] if own else None,  # of GPUs, as JAX does under SLURM
+                # One GPU for each process, as JAX does under SLURM.
+                local_device_ids=[local] if apart and local is not None else None,
                 cluster_detection_method=_method(environ, count is not None and index is not None),
                 initialization_timeout=START_S,
                 heartbeat_timeout_seconds=HEARTBEAT_S,

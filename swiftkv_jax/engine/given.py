@@ -55,8 +55,9 @@ def settings_of(limit: int, given: dict) -> Settings:
     """Engine settings from keyword arguments; without a page size, the usual one on this machine."""
     check_names(given, but="max_model_len")
     platform = kernels.this_machine().platform
-    page = {"page_size": usual_page(given.get("cache_dtype", Settings.cache_dtype), platform)}
-    return Settings(max_model_len=limit, **(page | given))
+    if "page_size" not in given:
+        given = given | {"page_size": usual_page(given.get("cache_dtype", Settings.cache_dtype), platform)}
+    return Settings(max_model_len=limit, **given)
 
 
 def parts_of(mesh: Mesh | None) -> int:
