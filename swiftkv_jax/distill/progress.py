@@ -88,9 +88,11 @@ class Progress:
             tracker.log({name: value for name, value in row.items() if name != "step"}, row["step"])
 
     def close(self) -> None:
-        self.file.close()
-        for tracker in self.trackers:
-            tracker.finish()
+        """Close the file and end all trackers, even if one of them fails."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.file.close)
+            for tracker in self.trackers:
+                stack.callback(tracker.finish)
 
 
 class Silence:
