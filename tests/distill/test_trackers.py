@@ -13,6 +13,7 @@ from swiftkv_jax.distill.config import Experiment, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
 from swiftkv_jax.distill.loop import Run
 from swiftkv_jax.distill.progress import Progress
+from swiftkv_jax.distill.report import metrics_of
 from swiftkv_jax.errors import UsageError
 
 
@@ -85,6 +86,17 @@ def test_a_tracker_that_fails_at_the_end_hides_no_failed_save(tmp_path):
     with pytest.raises(CheckpointError, match="no space left"):
         Run.close(run)
     assert progress.file.closed and all(each.finished for each in told) and loader.close.called
+
+
+def test_a_resumed_run_begins_a_new_line_after_one_that_a_kill_cut_short(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    for before, kept in (("", []), ('{"step": 1}\n', [{"step": 1}]), ('{"step": 1}\n{"st', [{"step": 1}])):
+        file.write_text(before)
+        progress = Progress(tmp_path, 2, 1, 1.0, None, say=lambda _line: None)
+        progress.evaluation(2, {"kl": 0.5})
+        progress.close()
+        assert "\n\n" not in file.read_text()
+        assert metrics_of(tmp_path) == [*kept, {"step": 2, "eval/kl": 0.5}]
 
 
 def test_tensorboard_gets_scalars(tmp_path, monkeypatch):
