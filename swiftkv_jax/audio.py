@@ -214,6 +214,11 @@ _READERS = {
 }
 
 
+def resampled_count(samples: int, rate: int, wanted: int) -> int:
+    """The number of samples that `resampled` makes of so many."""
+    return samples if rate == wanted else max(1, samples * wanted // rate)
+
+
 def resampled(samples: Float[np.ndarray, " n"], rate: int, wanted: int) -> Float[np.ndarray, " m"]:
     """Resample from `rate` to `wanted` samples a second; a windowed sinc cuts above the lower Nyquist.
 
@@ -222,7 +227,7 @@ def resampled(samples: Float[np.ndarray, " n"], rate: int, wanted: int) -> Float
     """
     if rate == wanted:
         return samples
-    count, whole = max(1, len(samples) * wanted // rate), max(1, rate // (2 * wanted))
+    count, whole = resampled_count(len(samples), rate, wanted), max(1, rate // (2 * wanted))
     held = samples if whole == 1 else _divided(samples, whole)
     return _between(held, Fraction(rate, whole * wanted), count)
 

@@ -3,6 +3,10 @@
 A check runs in another process, before this one takes its devices. A candidate that hangs is killed, one that
 crashes takes only its own process down, and one that takes the machine down is known by the record that was
 written before it ran.
+
+A check that runs out of time decides nothing for later starts: each goes on with what is missing. The first
+candidate of a check has all the time, and fails if that is not enough. So every check settles at least one,
+and a machine that is too slow checks at most as often as there are candidates.
 """
 
 import contextlib
@@ -143,14 +147,19 @@ def _checked(
     with tempfile.TemporaryDirectory() as scratch:
         command = (sys.executable, "-m", "swiftkv_jax.kernels.check", scratch, machine.platform)
         book = Book(command, save, limits.total / 60, {"key": key}, tell=_LOG.info, folder=package)
-        lines = book.result["lines"] = {name: dict(found) for name, found in before.items()}
+        missing = ("skipped", "not started")
+        lines = {name: dict(found) for name, found in before.items() if found["status"] not in missing}
+        book.result["lines"] = lines
         for found in lines.values():
             if found["status"] == "running":
                 found |= {"status": "failed", "reason": "the machine or its process ended when this ran"}
+        earlier = frozenset(lines)
         try:
-            started = all([_examine(book, call, contenders[call.kind], module, limits) for call in calls])
+            started = all(
+                [_examine(book, call, contenders[call.kind], module, limits, earlier) for call in calls]
+            )
         except BaseException:  # Ctrl-C is no candidate's fault
-            _forget(book.result)
+            _forget(book.result, "running")
             save(book.result)
             raise
         finally:
@@ -160,29 +169,48 @@ def _checked(
     how = f"checked on {machine.kind} in {took:.0f} s"
     starved = shared and any("RESOURCE_EXHAUSTED" in found.get("reason", "") for found in lines.values())
     if starved or not started:  # another process has the TPU, say: the next start tries again
-        if path is not None:
+        _forget(book.result, "not started")
+        if not starved and book.result["lines"]:
+            save(book.result)
+        elif path is not None:
             path.unlink(missing_ok=True)
         reasons = [found["reason"] for found in lines.values() if found["status"] == "not started"]
         return Decision(names, how if started else f"safe ones, not checked: {reasons[0]}", lines)
+    if any(found["status"] == "skipped" for found in lines.values()):
+        save(book.result)
+        return Decision(names, f"{how}, in part" + ("; the next start goes on" if path else ""), lines)
     book.result["names"] = names
     save(book.result)
     return Decision(names, how, lines, path)
 
 
-def _forget(result: dict) -> None:
-    """Drop the lines that were still running."""
-    lines = result["lines"]
-    result["lines"] = {name: found for name, found in lines.items() if found["status"] != "running"}
+def _forget(result: dict, status: str) -> None:
+    """Drop the lines of this status."""
+    result["lines"] = {name: found for name, found in result["lines"].items() if found["status"] != status}
 
 
-def _examine(book: Book, call: Call, names: tuple[str, ...], module: str | None, limits: Limits) -> bool:
-    """Examine each candidate of a kind of call; False if no process could be started for it."""
+def _examine(
+    book: Book,
+    call: Call,
+    names: tuple[str, ...],
+    module: str | None,
+    limits: Limits,
+    earlier: frozenset[str],
+) -> bool:
+    """Examine each candidate of a kind of call; False if no process could be started for it.
+
+    `earlier`: the lines of earlier checks. One that ends because all time is used up counts as skipped,
+    unless it is the first of this check.
+    """
     lines, base = book.result["lines"], None
     for name in names if len(names) > 1 else ():
         line = f"{call.kind}: {name}"
         if lines.get(line, {}).get("status") not in ("done", "failed"):
             args = {"call": dataclasses.asdict(call), "name": name, "beside": base or name, "module": module}
-            book.run(Line(line, "examine", args, limits.each, 1.0, "check"))
+            first = lines.keys() <= earlier
+            found = book.run(Line(line, "examine", args, limits.each, 1.0, "check"))
+            if found["status"] in ("failed", "not started") and book.left <= 0 and not first:
+                found["status"] = "skipped"
         if lines[line]["status"] == "not started":
             return False
         if base is None and is_right(lines[line]):

@@ -43,6 +43,8 @@ class PlanConfig:
     init_tokens: int = 65_536
 
     def __post_init__(self):
+        integer("plan.split", self.split, 0)
+        integer("plan.share", self.share, 1)
         choice("plan.init", self.init, (*INITS, LEAST_SQUARES))
         integer("plan.init_tokens", self.init_tokens, 1)
 
@@ -203,8 +205,11 @@ class OptimizerConfig:
         integer("optimizer.accumulate", self.accumulate, 1)
         for name in ("learning_rate", "clip"):
             above(f"optimizer.{name}", getattr(self, name), 0)
-        for name in ("weight_decay", "warmup", "final_share"):
+        for name in ("weight_decay", "warmup", "final_share", "beta1", "beta2"):
             number(f"optimizer.{name}", getattr(self, name), 0)
+        for name in ("beta1", "beta2"):
+            if (beta := getattr(self, name)) >= 1:  # a mean that takes nothing new: 0 / 0 at the first step
+                raise UsageError(f"optimizer.{name} is the share of a mean that is kept, below 1, not {beta}")
         choice("optimizer.schedule", self.schedule, SCHEDULES)
         if self.warmup >= 1:
             raise UsageError(f"optimizer.warmup is a share of the steps, below 1, not {self.warmup}")

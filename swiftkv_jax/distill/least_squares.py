@@ -25,6 +25,7 @@ from swiftkv_jax.sharding import constrain
 _einsum = partial(jnp.einsum, precision="highest")
 RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # candidates tried on held-out batches, see `solve`
 RIDGE = 1e-4  # used if there are too few batches to hold one out
+_LEAST = 1e-9  # added to weights, so that they have an inverse; of their mean, and below their rounding
 _HELD = 8  # every eighth batch is held out to choose ridges by
 
 
@@ -144,9 +145,15 @@ def share(maps: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """The one map [A, E] of a group: argmin over W of the sum over its layers u of |X (W - maps[u])|^2, where
     an error e of a head counts as e weights[u] e^T.
 
-    maps: [U, A, E], each layer's own solution. weights: [U, K, H, H], symmetric and positive.
+    maps: [U, A, E], each layer's own solution. weights: [U, K, H, H], symmetric; where all are 0, as of a
+    pruned head, the maps count alike.
     """
+    if len(maps) == 1:
+        return maps[0]
     heads, width = weights.shape[1:3]
+    size = np.einsum("ukhh->k", weights) / (len(maps) * width)
+    least = _LEAST * np.where(size > 0, size, 1.0)
+    weights = weights + least[:, None, None] * np.eye(width)
     cut = maps.reshape(*maps.shape[:2], heads, width)
     mixed = np.einsum("uakh,ukhi->kia", cut, weights, optimize=True)
     return np.linalg.solve(weights.sum(0), mixed).transpose(2, 0, 1).reshape(maps.shape[1:])

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -379,9 +379,10 @@ class Run:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
-        self.loader.close()
-        self.progress.close()
-        self.checkpoints.close()
+        """Close all parts, even if one fails; a checkpoint that was not saved is reported before all else."""
+        with ExitStack() as stack:
+            for part in (self.checkpoints, self.progress, self.loader):  # closed from the last
+                stack.callback(part.close)
 
 
 def millions(count: int) -> str:

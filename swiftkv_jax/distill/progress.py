@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from swiftkv_jax.distill.trackers import Tracker
 from swiftkv_jax.progress import Say, pause, show, ticking
@@ -30,7 +31,7 @@ class Progress:
     ):
         self.steps, self.log_every, self._tell, self.trackers = steps, log_every, say, trackers
         self.flops_per_token, self.peak = flops_per_token, peak
-        self.file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self.file = _opened(folder / "metrics.jsonl")
         self.began, self.first = time.monotonic(), None
         self.said = self.began
 
@@ -88,9 +89,20 @@ class Progress:
             tracker.log({name: value for name, value in row.items() if name != "step"}, row["step"])
 
     def close(self) -> None:
-        self.file.close()
-        for tracker in self.trackers:
-            tracker.finish()
+        """Close the file and end all trackers, even if one of them fails."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.file.close)
+            for tracker in self.trackers:
+                stack.callback(tracker.finish)
+
+
+def _opened(path: Path) -> IO[str]:
+    """The file to append to, at the start of a line: a kill may have cut the last one short."""
+    with path.open("ab+") as file:
+        if size := file.tell():
+            file.seek(size - 1)
+            file.write(b"" if file.read() == b"\n" else b"\n")
+    return path.open("a", encoding="utf-8")
 
 
 class Silence:

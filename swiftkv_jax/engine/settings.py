@@ -389,11 +389,19 @@ def _free_bytes(device, fraction: float, working: Callable[[], int]) -> float:
     """The bytes that `fraction` of a device's memory leaves beside what is in use and what programs take.
 
     On a CPU, half of that fraction of what is free.
+
+    Raises:
+      UsageError: an accelerator does not say how much memory it has.
     """
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         ours = min(1.0, fraction / share_of(device)) * stats["bytes_limit"]
         return ours - stats.get("bytes_in_use", 0) - working()
+    if device.platform != "cpu":  # as with XLA_PYTHON_CLIENT_ALLOCATOR=platform
+        raise UsageError(
+            f"this {device.platform} does not say how much memory it has, so that the cache cannot be sized "
+            "by it: give num_pages (--num-pages), or unset XLA_PYTHON_CLIENT_ALLOCATOR"
+        )
     return fraction / 2 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -104,14 +104,19 @@ def settings(llm: "LLM") -> AudioSettings:
     return found
 
 
-def listen(llm: "LLM", sound, where: str = "audio") -> Heard:
-    """The windows of an audio input as the model takes them.
+def listen(llm: "LLM", sound, where: str = "audio", most: int | None = None) -> Heard:
+    """The windows of an audio input as the model takes them; at most `most`.
 
     Raises:
-      UsageError: as `audio.load`, or the model takes no audio.
+      UsageError: as `audio.load`, or the model takes no audio, or there are more windows.
     """
     how = settings(llm)
     given = audio.read(sound, where)
+    length = audio.resampled_count(len(given.samples), given.rate, how.rate)
+    count = -(-length // how.samples)
+    if most is not None and count > most:  # refused before it takes memory: a low rate makes much of little
+        said = f"{length / how.rate:.0f} s of sound in {count} windows"
+        raise UsageError(f"{where}: {said}; at most {most} may come at once")
     samples = audio.resampled(given.samples, given.rate, how.rate)
     frames = [audio.features(window, how) for window in audio.windows(samples, how)]
     duration = len(samples) / how.rate

@@ -109,7 +109,7 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
 
 
 def address(text: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT, HOST, or :PORT; IPv6 hosts stand in brackets.
+    """Host and port of HOST:PORT, HOST, :PORT or PORT; IPv6 hosts stand in brackets.
 
     Raises:
       UsageError: it is none of these.
@@ -119,7 +119,9 @@ def address(text: str) -> tuple[str, int]:
             f"--http takes HOST:PORT, not {text!r}; a model comes first: swiftkv serve MODEL --http"
         )
     host, colon, port = text.rpartition(":")
-    if not colon or text.endswith("]"):
+    if not colon and text.isdecimal():
+        host, port = "", text
+    elif not colon or text.endswith("]"):
         host, port = text, DEFAULT.rpartition(":")[2]
     if not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"--http must be HOST:PORT, such as {DEFAULT}, not {text!r}")

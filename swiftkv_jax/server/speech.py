@@ -118,13 +118,9 @@ class Listener:
         """Convert a call's audio and fields to the model's input.
 
         Raises:
-          UsageError: the model cannot take them. ApiError: 400: more windows than one call may have.
+          UsageError: the model cannot take them, or there are more windows than one call may have.
         """
-        sound, most = speech.listen(self.llm, call.sound, "file"), self.service.settings.max_sequences
-        if len(sound.windows) > most:
-            count = f"{sound.duration:.0f} s of sound in {len(sound.windows)} windows"
-            message = f"file: {count}; at most {most} may come at once"
-            raise ApiError(400, message, "file")
+        sound = speech.listen(self.llm, call.sound, "file", self.service.settings.max_sequences)
         languages = [code for code, _ in speech.asked(self.llm).languages]
         spoken = call.body.language
         if spoken is not None:

@@ -156,6 +156,10 @@ def test_set_changes_one_field_and_nothing_else(tiny):
         ("trainable=qkv", "trainable must be one of"),
         ("loss.temperature=0", "loss.temperature must be above 0"),
         ("optimizer.warmup=1.5", "warmup is a share"),
+        ("optimizer.beta1=-0.1", "optimizer.beta1 must be at least 0"),
+        ("optimizer.beta2=1.0", r"optimizer\.beta2 is the share of a mean that is kept, below 1, not 1\.0"),
+        ("plan.split=-1", "plan.split must be at least 0"),
+        ("plan.share=0", "plan.share must be at least 1"),
         ("optimizer.accumulate=3", "is not a multiple of optimizer.accumulate 3"),
         ("trainable=all", "plain language-model training"),
         ("loss.exit_weight=-1", "loss.exit_weight must be at least 0"),
@@ -197,6 +201,10 @@ def test_every_field_has_a_meaning_and_set_knows_it(tiny):
             "from swiftkv_jax.distill.config import PlanConfig\nPlanConfig(init='x')",
             "plan.init must be one of",
         ),
+        (
+            "from swiftkv_jax.distill.config import PlanConfig\nPlanConfig(split=True)",
+            "plan.split must be an integer, not True",
+        ),
     ],
 )
 def test_a_bad_config_file_is_one_line(tmp_path, text, message):
@@ -233,7 +241,7 @@ def test_paths_of_the_demo_are_the_packages_where_there_is_no_clone(tiny, tmp_pa
 @pytest.mark.parametrize("split", [0, 9, -1])
 def test_a_split_outside_the_model_is_refused(tiny, split):
     if split:
-        with pytest.raises(UsageError, match=r"split must be in \[1, 8\]"):
+        with pytest.raises(UsageError, match=r"split must be in \[1, 8\]|plan\.split must be at least 0"):
             override(tiny, [f"plan.split={split}"]).plan.build(8)
     else:
         with pytest.raises(UsageError, match=r"give model and plan\.split"):

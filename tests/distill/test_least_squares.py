@@ -183,6 +183,21 @@ def test_a_shared_row_has_the_least_error_over_all_layers_that_read_it():
     np.testing.assert_allclose(rows_of(solved, "v_proj")[1], alone, atol=5e-3 * np.abs(alone).max())
 
 
+def test_a_pruned_head_counts_no_layer_more_than_another():
+    """Weights of 0 have no inverse. One layer's map is not shrunk; other heads stay as they are."""
+    rng = np.random.default_rng(0)
+    maps, roots = rng.normal(size=(2, 5, 6)), rng.normal(size=(2, 2, 3, 4))
+    weights = roots @ roots.swapaxes(-1, -2)
+    full = least_squares.share(maps, weights)
+    weights[:, 0] = 0
+    np.testing.assert_array_equal(least_squares.share(maps[:1], weights[:1]), maps[0])
+    both = least_squares.share(maps, weights)
+    np.testing.assert_allclose(both[:, :3], maps[:, :, :3].mean(0), rtol=1e-12)
+    np.testing.assert_array_equal(both[:, 3:], full[:, 3:])
+    weights[0, 1] = 0
+    np.testing.assert_allclose(least_squares.share(maps, weights)[:, 3:], maps[1, :, 3:], atol=1e-4)
+
+
 @pytest.mark.parametrize("share", [1, 3])
 def test_the_fitted_start_is_nearer_the_teacher_than_the_folded_one_on_other_tokens(share):
     model, params = teacher_of(qkv_bias=True)

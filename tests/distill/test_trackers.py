@@ -2,14 +2,18 @@
 
 import importlib.util
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 
+from swiftkv_jax.checkpoint.training import CheckpointError
 from swiftkv_jax.distill import trackers
 from swiftkv_jax.distill.config import Experiment, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.loop import Run
 from swiftkv_jax.distill.progress import Progress
+from swiftkv_jax.distill.report import metrics_of
 from swiftkv_jax.errors import UsageError
 
 
@@ -62,6 +66,37 @@ def test_every_figure_of_a_run_goes_to_the_tracker_that_is_named(name, tmp_path,
     assert (first, second) == (1, 1) and judged == {"eval/kl": 0.5}
     assert step["loss"] == 2.0 and step["tokens_per_second"] == 2.0 and "step" not in step
     assert run.finished
+
+
+def test_a_tracker_that_fails_at_the_end_hides_no_failed_save(tmp_path):
+    """All parts of a run are closed, and the other trackers are ended."""
+
+    class Failing(FakeRun):
+        def finish(self) -> None:
+            super().finish()
+            raise ConnectionError("no network")
+
+    class Checkpoints:
+        def close(self) -> None:
+            raise CheckpointError("no space left")
+
+    told, loader = [FakeRun({}), Failing({}), FakeRun({})], mock.Mock()
+    progress = Progress(tmp_path, 2, 1, 1.0, None, told, say=lambda _line: None)
+    run = SimpleNamespace(loader=loader, progress=progress, checkpoints=Checkpoints())
+    with pytest.raises(CheckpointError, match="no space left"):
+        Run.close(run)
+    assert progress.file.closed and all(each.finished for each in told) and loader.close.called
+
+
+def test_a_resumed_run_begins_a_new_line_after_one_that_a_kill_cut_short(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    for before, kept in (("", []), ('{"step": 1}\n', [{"step": 1}]), ('{"step": 1}\n{"st', [{"step": 1}])):
+        file.write_text(before)
+        progress = Progress(tmp_path, 2, 1, 1.0, None, say=lambda _line: None)
+        progress.evaluation(2, {"kl": 0.5})
+        progress.close()
+        assert "\n\n" not in file.read_text()
+        assert metrics_of(tmp_path) == [*kept, {"step": 2, "eval/kl": 0.5}]
 
 
 def test_tensorboard_gets_scalars(tmp_path, monkeypatch):

@@ -74,6 +74,20 @@ def test_the_pool_takes_all_that_is_left_and_no_page_more():
     assert settle(named, llm.model, [Device(1, 1)], None, lambda settings: 1 // 0).num_pages == 7
 
 
+@pytest.mark.parametrize("platform, refused", [("gpu", True), ("tpu", True), ("cpu", False)])
+def test_an_accelerator_that_tells_no_limit_is_not_sized_by_the_hosts_memory(platform, refused):
+    llm, device = make("plain"), Device(0, 0, platform)
+    device._stats = {"bytes_in_use": 0}
+    wanted = dataclasses.replace(llm.settings, num_pages=None)
+    if not refused:
+        assert settle(wanted, llm.model, [device], None, lambda settings: 0).num_pages
+        return
+    with pytest.raises(UsageError, match=r"how much memory .* give num_pages \(--num-pages\)"):
+        settle(wanted, llm.model, [device], None, lambda settings: 0)
+    named = dataclasses.replace(wanted, num_pages=7)
+    assert settle(named, llm.model, [device], None, lambda settings: 0).num_pages == 7
+
+
 @pytest.mark.parametrize("asked, of_card", [(0.9, 0.9), (0.5, 0.5), (1.0, 0.9)])
 def test_a_fraction_of_a_gpu_is_of_the_card_and_counts_once(asked, of_card, monkeypatch):
     """JAX knows as its limit only the part of the card that it was given."""

@@ -269,6 +269,7 @@ class Fake(Book):
 
     answers: dict
     ran: list
+    left = 100.0
 
     def run(self, line, say=json.dumps):
         self.ran.append(line.name)
@@ -321,6 +322,48 @@ def test_an_interrupted_check_goes_on_where_it_was(book, folder):
         decide.decide([DECODE], HERE, folder, candidates=TWO)
     book.answers["reference"] = timed(0.5)
     assert decide.decide([DECODE], HERE, folder, candidates=TWO).names == {"decode": "reference"}
+    assert book.ran == ["decode: xla", "decode: reference", "decode: reference"]
+
+
+THREE = {"decode": ("xla", "reference", "xla_one_turn")}
+KILLED = {"status": "failed", "reason": "killed: not done after 4 s"}
+
+
+def test_a_check_that_ran_out_of_time_goes_on_at_the_next_start(book, folder, monkeypatch):
+    """The one that was killed as all time was used up is checked again too."""
+    late = {"status": "skipped", "reason": "needs 1 s, 0 s are left"}
+    book.answers |= {"reference": dict(KILLED), "xla_one_turn": late}
+    monkeypatch.setattr(book, "left", 0.0)
+    found = decide.decide([DECODE], HERE, folder, candidates=THREE)
+    assert found.names == {"decode": "xla"} and not found.kept
+    assert found.how.endswith("in part; the next start goes on")
+    book.answers |= {"reference": timed(0.5), "xla_one_turn": timed(0.6)}
+    for _ in range(2):
+        found = decide.decide([DECODE], HERE, folder, candidates=THREE)
+        assert found.names == {"decode": "reference"} and found.kept
+    again = ["decode: reference", "decode: xla_one_turn"]
+    assert book.ran == ["decode: xla", *again, *again]
+
+
+@pytest.mark.parametrize("ended", [KILLED, KILLED | {"status": "not started"}], ids=["killed", "no process"])
+def test_a_machine_that_is_always_too_slow_stops_checking(ended, book, folder, monkeypatch):
+    """Every start settles one candidate: the first, which had all the time."""
+    monkeypatch.setattr(book, "left", 0.0)
+    for start, name in enumerate(THREE["decode"]):
+        book.answers |= {other: dict(ended) for other in THREE["decode"]} | {name: dict(KILLED)}
+        found = decide.decide([DECODE], HERE, folder, candidates=THREE)
+        assert found.names == {"decode": "xla"} and bool(found.kept) == (start == 2)
+    count = len(book.ran)
+    assert decide.decide([DECODE], HERE, folder, candidates=THREE).kept and len(book.ran) == count == 6
+
+
+def test_what_failed_stays_known_where_no_process_starts_after_it(book, folder):
+    """It may have kept the device."""
+    book.answers |= {"xla": dict(KILLED), "reference": {"status": "not started", "reason": "busy"}}
+    assert not decide.decide([DECODE], HERE, folder, candidates=TWO).kept
+    book.answers["reference"] = timed(0.5)
+    found = decide.decide([DECODE], HERE, folder, candidates=TWO)
+    assert found.names == {"decode": "reference"} and found.kept
     assert book.ran == ["decode: xla", "decode: reference", "decode: reference"]
 
 

@@ -41,6 +41,7 @@ QUIET = ["--http", ":0", "--quiet"]  # says nothing while it loads
         (["--http", "[::]:0"], "can be reached by others"),
         (["--http", "127.0.0.1:notaport"], "--http must be HOST:PORT"),
         (["--http", "127.0.0.1:70000"], "--http must be HOST:PORT"),
+        (["--http", "70000"], "--http must be HOST:PORT"),
         (["--http", "203.0.113.9:0", "--insecure"], "cannot listen on 203.0.113.9:0"),
         (["--http", ":0", "--input", "x"], "--input belong to a batch, not to --http"),
         (["--http", ":0", "--api-key", ""], "--api-key must be printable ASCII text, not empty"),
@@ -132,6 +133,7 @@ def test_a_server_that_starts_is_never_silent_for_long(monkeypatch, seen, warm_u
 def test_addresses():
     assert address("127.0.0.1:80") == ("127.0.0.1", 80) and address(":9") == ("127.0.0.1", 9)
     assert address("localhost") == ("localhost", 8000) and address("[::1]:5") == ("::1", 5)
+    assert address("8001") == ("127.0.0.1", 8001) and address("10.0.0.1") == ("10.0.0.1", 8000)
 
 
 def test_a_key_is_taken_without_the_line_end_of_its_secret():

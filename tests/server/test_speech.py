@@ -16,6 +16,7 @@ import tiny_engine as tiny
 import transformers
 
 import swiftkv_jax as skv
+from swiftkv_jax import audio
 from swiftkv_jax.checkpoint.generation import read_generation_config
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.llm import LLM
@@ -143,6 +144,19 @@ def test_unsupported_transcription_requests_are_refused_by_field(served, fields,
     answer = served.http.post("/v1/audio/transcriptions", data=fields, files=files or {"other": b""})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and words in error["message"], error
+
+
+def test_too_many_windows_are_refused_before_sound_is_resampled(served, monkeypatch):
+    """Sound of a low rate is long for its bytes."""
+
+    def taken(*_):
+        raise AssertionError("memory was taken first")
+
+    for name in ("resampled", "features"):
+        monkeypatch.setattr(audio, name, taken)
+    files = {"file": ("a.wav", wav(128.1, 1, 1000))}
+    answer = served.http.post("/v1/audio/transcriptions", files=files)
+    assert answer.status_code == 400 and "128 s of sound in 129 windows; at most 128" in answer.text
 
 
 def test_other_bodies_are_refused(served):
