@@ -306,7 +306,7 @@ class Cache:
             return tuple(page_write(pool, new, page, slot, **options) for pool, new in both)
 
         pools, new = (POOL,) * len(arrays), (". . K .",) * len(arrays)
-        put = sharding.by_head(put, self.mesh, self._cut(form), (pools, new, ".", "."), pools)
+        put = sharding.on_own_heads(put, self.mesh, self._cut(form), (pools, new, ".", "."), pools)
         return self._with(form, put(self.stores[form], arrays, page, slot))
 
     def write_pages(
@@ -331,7 +331,7 @@ class Cache:
             writer=self.writer,
         )
         axes = (".", Makers._make((". . E", ". . E", ". E", ". E", ". .")), (POOL, POOL), ".")
-        fill = sharding.by_head(fill, self.mesh, self._cut(form), axes, (POOL, POOL))
+        fill = sharding.on_own_heads(fill, self.mesh, self._cut(form), axes, (POOL, POOL))
         return self._with(form, fill(tokens, makers, (keys, values), self.table))
 
     def _with(self, form: str, pools: tuple[Pool, ...]) -> "Cache":
@@ -380,7 +380,7 @@ class Cache:
             return FORMS[form].read(self.config, reader, q, where)
 
         axes = (". . N .", (POOL,) * len(self.stores[form]), ".", "N", ".", ".", ".")
-        read = sharding.by_head(read, self.mesh, self._cut(form), axes, ". . N .")
+        read = sharding.on_own_heads(read, self.mesh, self._cut(form), axes, ". . N .")
         where = self.table, batch.block_sequence, batch.block_position
         mixed = read(q[batch.block_token], self.stores[form], reader, bias, *where)
         return mixed.reshape(-1, *mixed.shape[2:])[batch.place]

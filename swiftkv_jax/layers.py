@@ -206,7 +206,7 @@ def turned(
 
 def queries(config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> Queries:
     """Rotated queries of the normalised input `h`, for scores scaled by the root of their width."""
-    q = _by_head(_clipped(config, linear(h, p["q_proj"])), config.num_heads)
+    q = _in_heads(_clipped(config, linear(h, p["q_proj"])), config.num_heads)
     if config.attention_scale is not None:
         q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
     return turned(config, norm_heads(config, q, p["q_norm"]) if "q_norm" in p else q, at)
@@ -214,7 +214,7 @@ def queries(config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> Queries:
 
 def project(config: ModelConfig, p: PyTree, h: Hidden) -> KeyValues:
     """Keys or values of the normalised input `h`, cut into kv heads; keys before their norm and rotation."""
-    return _by_head(_clipped(config, linear(h, p)), config.num_kv_heads)
+    return _in_heads(_clipped(config, linear(h, p)), config.num_kv_heads)
 
 
 def _clipped(config: ModelConfig, y: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
@@ -230,7 +230,7 @@ def norm_heads(
     return rms_norm(x.reshape(*x.shape[:-2], -1), gain, config.rms_norm_eps).reshape(x.shape)
 
 
-def _by_head(y: Float[Array, "*batch E"], heads: int) -> Float[Array, "*batch K H"]:
+def _in_heads(y: Float[Array, "*batch E"], heads: int) -> Float[Array, "*batch K H"]:
     """A product cut into heads.
 
     Without the barrier XLA:TPU lays out the product by head, and so copies the weight into another layout at

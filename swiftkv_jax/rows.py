@@ -174,7 +174,7 @@ class Keys:
         return (Stored(1, config.kv_width),)  # in 8 bits, one scale a token
 
     def weights(self, config: ModelConfig) -> PyTree:
-        return _plain(config) | {"kv_proj": _by_head(config, config.kv_width, config.qkv_bias)}
+        return _plain(config) | {"kv_proj": _head_weights(config, config.kv_width, config.qkv_bias)}
 
     def reader_weights(self, config: ModelConfig) -> PyTree:
         return {}
@@ -222,7 +222,7 @@ class Values:
         return (Stored(1, config.kv_width),)
 
     def weights(self, config: ModelConfig) -> PyTree:
-        return _plain(config) | {"vk_proj": _by_head(config, config.kv_width, False)}
+        return _plain(config) | {"vk_proj": _head_weights(config, config.kv_width, False)}
 
     def reader_weights(self, config: ModelConfig) -> PyTree:
         return {}
@@ -279,7 +279,7 @@ class Inputs:
         return {NOTHING: Weight((0,), ".")}  # stacks of it still give the number of rows
 
     def reader_weights(self, config: ModelConfig) -> PyTree:
-        one = partial(_by_head, config, config.hidden_size)
+        one = partial(_head_weights, config, config.hidden_size)
         return {"k_proj": one(config.qkv_bias and config.k_bias), "v_proj": one(config.qkv_bias)}
 
     def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
@@ -422,7 +422,7 @@ def head_norm(config: ModelConfig, letter: str, width: int) -> Weight:
     )
 
 
-def _by_head(config: ModelConfig, width: int, bias: bool) -> PyTree:
+def _head_weights(config: ModelConfig, width: int, bias: bool) -> PyTree:
     """The `Weight`s of a projection of rows `width` wide whose outputs are cut into heads; the `width` axis
     is sharded as the model width is."""
     heads, out = config.num_heads, config.head_dim

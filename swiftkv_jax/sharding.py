@@ -153,7 +153,7 @@ def constrain(x: jax.Array, axes: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes, x.shape, mesh))
 
 
-def by_head(run: Callable, mesh: Mesh | None, cut: bool, axes, out) -> Callable:
+def on_own_heads(run: Callable, mesh: Mesh | None, cut: bool, axes, out) -> Callable:
     """`run` on each device of `mesh` by itself, on that device's heads.
 
     axes: for each argument, a prefix of its tree with axis letters as leaves ("." for an array without

@@ -190,7 +190,7 @@ def _slim_layers(model: Transformer, plain: KVPlan, params: PyTree, held: range,
             continue
         makers = [weights.row(params, was[layer]) for layer in held]
         makers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *makers)
-        moved = {name: {w: by_head(leaf, heads) for w, leaf in p.items()} for name, p in makers.items()}
+        moved = {name: {w: heads_first(leaf, heads) for w, leaf in p.items()} for name, p in makers.items()}
         attentions[i] = attentions[i] | moved
     return stack | {"attentions": attentions}
 
@@ -219,7 +219,7 @@ def _slim_makers(model: Transformer, held: range, stack: PyTree, solved: Mapping
                 f"{_name(model, i, a)} makes a W_KV of up to {np.abs(kernel).max():.3g}, and float16 ends at "
                 "65504: load the model in bfloat16 or float32"
             )
-    return stack | {name: {w: by_head(jnp.asarray(leaf, dtype), heads) for w, leaf in out.items()}}
+    return stack | {name: {w: heads_first(jnp.asarray(leaf, dtype), heads) for w, leaf in out.items()}}
 
 
 def _name(model: Transformer, row: int, letter: str) -> str:
@@ -263,7 +263,7 @@ def _with_rows_transformed(kernel: Array, dtype) -> Array:
     return jnp.swapaxes(hadamard(by_row, inverse=True), -1, -2).astype(dtype)
 
 
-def by_head(leaf: Array, heads: int) -> Array:
+def heads_first(leaf: Array, heads: int) -> Array:
     """[n, E, N * U] as [n, N, E, U], a bias [n, N * U] as [n, N, U]."""
     cut = leaf.reshape(*leaf.shape[:-1], heads, -1)
     return jnp.moveaxis(cut, -2, 1)

@@ -133,11 +133,12 @@ def share(llm: LLM) -> float:
 
 
 def from_folder(folder: str) -> list:
-    """Tokens of a model that two devices load."""
+    """Tokens and fingerprint of a model that one device loads, and two."""
     model, params = made(GQA, PLANS["swiftkv"])
     skv.save_pretrained(folder, model, params)
     warnings.simplefilter("ignore", skv.UsageWarning)  # it has no tokenizer
-    return [tokens(LLM(folder, tensor_parallel_size=n, **ENGINE)) for n in (1, 2)]
+    llms = [LLM(folder, tensor_parallel_size=n, **ENGINE) for n in (1, 2)]
+    return [(tokens(llm), llm.fingerprint) for llm in llms]
 
 
 def refusal(tensor: int, auxiliary: ModelConfig | None = None) -> str:

@@ -13,6 +13,7 @@ import tiny_engine as tiny
 
 from swiftkv_jax.checkpoint.generation import GenerationDefaults
 from swiftkv_jax.engine import llm as llm_module
+from swiftkv_jax.engine.fingerprint import fingerprint
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.settings import settle
@@ -322,3 +323,15 @@ def test_weights_are_in_memory_once_while_an_llm_is_built(tmp_path, monkeypatch)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.params))
     assert weights <= seen[0] - before <= 1.1 * weights
     assert live() - before <= 1.1 * weights
+
+
+def test_models_that_differ_in_any_kernel_of_any_layer_have_other_fingerprints():
+    """An array without numbers, such as a bias of no head, changes nothing."""
+    one, params = model("swiftkv")
+    leaves, tree = jax.tree.flatten(jax.tree.map(np.array, params))
+    names = {fingerprint(one, params, None), fingerprint(one, params | {"none": jnp.zeros((3, 0))}, None)}
+    assert len(names) == 1
+    for leaf in leaves:
+        leaf[-1 if leaf.ndim > 2 else 0] += 1
+        names.add(fingerprint(one, jax.tree.unflatten(tree, leaves), None))
+    assert len(names) == 1 + len(leaves)
