@@ -96,3 +96,46 @@ def logits(model, ids: np.ndarray) -> np.ndarray:
     """[B, T, V] float32 of token ids [B, T]."""
     with torch.no_grad():
         return model(torch.tensor(ids)).logits.float().numpy()
+
+
+def exact_logits(model, ids: np.ndarray) -> np.ndarray:
+    """[T, V] of token ids [T]: the equations of a Llama on the weights of `model`, all in float64.
+
+    transformers' own modules stay in float32 where it matters, whatever the weights are in: norms, softmax
+    and the angles of rotary embedding.
+    """
+    config, count = model.config, len(ids)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    weights = {name: weight.detach().double() for name, weight in model.state_dict().items()}
+    steps = torch.arange(0, width, 2, dtype=torch.float64) / width
+    angle = torch.arange(count)[:, None] / config.rope_parameters["rope_theta"] ** steps
+    later = torch.ones(count, count, dtype=torch.bool).triu(1)
+
+    def norm(x, name: str):
+        return (
+            x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
+        )
+
+    def heads(x, name: str, number: int):
+        own = (x @ weights[f"{name}.weight"].T).view(count, number, width).transpose(0, 1)
+        return own.repeat_interleave(config.num_attention_heads // number, 0)
+
+    def turned(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+    x = weights["model.embed_tokens.weight"][torch.tensor(ids)]
+    for layer in range(config.num_hidden_layers):
+        part = f"model.layers.{layer}"
+        h = norm(x, f"{part}.input_layernorm")
+        q = turned(heads(h, f"{part}.self_attn.q_proj", config.num_attention_heads))
+        k = turned(heads(h, f"{part}.self_attn.k_proj", config.num_key_value_heads))
+        v = heads(h, f"{part}.self_attn.v_proj", config.num_key_value_heads)
+        shares = (q @ k.mT / width**0.5).masked_fill(later, -torch.inf).softmax(-1)
+        mixed = (shares @ v).transpose(0, 1).reshape(count, -1)
+        x = x + mixed @ weights[f"{part}.self_attn.o_proj.weight"].T
+        h = norm(x, f"{part}.post_attention_layernorm")
+        gate, up = (h @ weights[f"{part}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (torch.nn.functional.silu(gate) * up) @ weights[f"{part}.mlp.down_proj.weight"].T
+    head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+    return (norm(x, "model.norm") @ weights[f"{head}.weight"].T).numpy()
