@@ -187,11 +187,12 @@ def test_two_models_share_what_their_weights_leave_of_a_device():
         settings, devices, defaults = Settings(max_model_len=64), [Memory()], SamplingParams()
 
         def replace(self, defaults, **settings):
-            return defaults.temperature, settings["num_pages"], settings["memory_fraction"]
+            assert "num_pages" not in settings, "those that were asked for, or what the fraction leaves"
+            return defaults.temperature, settings["memory_fraction"]
 
     args = build_parser().parse_args(["--http", ":0"])
     given = for_server(Loaded(), args, {"temperature": 0.5}, 2)
-    assert given == (0.5, None, pytest.approx(0.3 + (0.9 - 0.3) / 2))
+    assert given == (0.5, pytest.approx(0.3 + (0.9 - 0.3) / 2))
 
 
 def start(*flags: str) -> tuple[subprocess.Popen, str]:
