@@ -1,9 +1,9 @@
 """The Python and shell blocks of README.md and docs/ run, in a folder where all they name is a tiny model.
 
-What would take a chip, minutes, the network or packages that are not here is parsed only, by the program's
-own parser of arguments: training (its config is loaded, with what --set changes), the start of a server
-(another one answers what the blocks ask it), benchmarks, the demo's scripts, lm-eval, and every command
-between backticks. Of `make` the targets are looked up, of `pip install` the extras.
+Shell commands that take longer run in other files: `RUN_BY` of documents.py. `NOT_RUN` has the few that none
+runs. Both, and every command between backticks, are parsed here by the program's own parser of arguments; of
+training the config is loaded, with what --set changes. Of `make` the targets are looked up, of `pip install`
+the extras.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import encoder_models
 import httpx
 import pytest
 import transformers
-from documents import Code, code
+from documents import NOT_RUN, ROOT, RUN_BY, Code, code, found, run_by, runner, why_not_run
 from hub_made import Hub
 from tiny_models import tiny
 from tokenizers_made import CHATML, make_tokenizer
@@ -38,12 +38,8 @@ from swiftkv_jax.server import main as serving
 from swiftkv_jax.server import ray
 from swiftkv_jax.server.schema import SpeechRequest
 
-ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-DOCUMENTS += [ROOT / "demo" / "README.md", ROOT / "launch" / "README.md", ROOT / "CONTRIBUTING.md"]
-FOUND = [
-    each for path in DOCUMENTS for each in code(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
-]
+FOUND = found()
+HERE = {each.text for each in run_by("tests/test_documents.py")}
 MARKS = ("slow", "soak", "aot", "ray")
 SERVER = "http://127.0.0.1:8000"  # as the documents have it
 TEACHER = "meta-llama/Llama-3.1-8B-Instruct"
@@ -171,18 +167,29 @@ def test_the_python_blocks_of_a_document_run_one_after_the_other(
         assert "print(" not in text or capsys.readouterr().out.strip(), f"{block} prints nothing"
 
 
+def test_every_shell_command_runs_in_one_test_file_or_has_a_reason():
+    """The files take their commands from `run_by`. No reason and no file is one of no command."""
+    shell = of_kind("shell")
+    for command in shell:
+        assert len(why_not_run(command)) == 1 or runner(command), f"{command}: which test runs it?"
+    assert {why for each in shell for why in why_not_run(each)} == {*NOT_RUN.values()}
+    assert all(run_by(file) for file in RUN_BY.values())
+    for file in RUN_BY.values():
+        assert f'run_by("{file}")' in (ROOT / file).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("command", of_kind("shell"), ids=str)
 def test_a_shell_command_runs_or_at_least_is_understood(command, place, request, monkeypatch, capsys):
     monkeypatch.chdir(place)
     program, *words = shlex.split(command.text)
     if program == "curl":
         ask(words, request.getfixturevalue("server"))
-    elif program == "python" and words[0] == "serve.py" and "--http" not in words:
-        assert serving.main(words[1:]) == 0, capsys.readouterr().err
-    elif program == "python" and words[1:] and words[1].startswith("swiftkv_jax.analysis."):
-        assert importlib.import_module(words[1]).main(words[2:]) == 0, capsys.readouterr().err
-    else:
+    elif command.text not in HERE:
         understood(program, words, monkeypatch)
+    elif words[0] == "serve.py":
+        assert serving.main(words[1:]) == 0, capsys.readouterr().err
+    else:
+        assert importlib.import_module(words[1]).main(words[2:]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", of_kind("inline"), ids=str)

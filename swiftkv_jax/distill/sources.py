@@ -20,7 +20,7 @@ IN_MEMORY = 64 * 2**20  # characters of a source; a larger one is kept on disk a
 _LOOKED_UP = 2**20  # bytes of a source's files; a smaller one is read again instead of cached on disk
 _WRITTEN = 8 * 2**20  # characters that are written to disk at a time
 _VERSION = 1  # of the cached files
-_MAPPED = 100  # rows that are read before their pages are given back
+_TOGETHER = 1000  # ids that are read from disk at a time
 _SHOWN = 10  # broken lines that an error names
 _SAMPLED = 64  # documents of a dataset on disk that its digest covers
 # Training splits and id columns of the paper's data (SwiftKV section 4.1), of the published recipe's
@@ -75,7 +75,7 @@ class StoredDocuments(Sequence):
     """Documents that `_store` has written: an Arrow file, mapped into memory.
 
     A page that was read stays mapped, and counts as the process's memory although the system may take it
-    back. So the pages are given back after every `_MAPPED` rows, and few are resident at any time.
+    back: so pages are given back as soon as they were read.
     """
 
     def __init__(self, path: Path):
@@ -84,7 +84,6 @@ class StoredDocuments(Sequence):
         with explained(f"read {path}"), path.open("rb") as file:
             self._file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._table = pyarrow.ipc.open_stream(pyarrow.py_buffer(self._file)).read_all()
-        self._read = _MAPPED
 
     def __len__(self) -> int:
         return len(self._table)
@@ -96,15 +95,13 @@ class StoredDocuments(Sequence):
 
     def ids(self) -> Iterator[str]:
         """The id of every document."""
-        for start in range(0, len(self), _MAPPED):
-            yield from (row["id"] for row in self._rows(start, _MAPPED, ["id"]))
+        for start in range(0, len(self), _TOGETHER):
+            yield from (row["id"] for row in self._rows(start, _TOGETHER, ["id"]))
 
     def _rows(self, start: int, count: int, names: list[str]) -> list[dict]:
-        self._read += count
-        if self._read > _MAPPED:
-            self._file.madvise(mmap.MADV_DONTNEED)  # the system's cache keeps them
-            self._read = count
-        return self._table.select(names).slice(start, count).to_pylist()
+        rows = self._table.select(names).slice(start, count).to_pylist()
+        self._file.madvise(mmap.MADV_DONTNEED)  # the system's cache keeps them
+        return rows
 
 
 OnDisk = HubDocuments | StoredDocuments

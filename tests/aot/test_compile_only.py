@@ -1,20 +1,22 @@
 """`train.py --compile-only`: the real step, compiled for chips that are not here. Needs the `aot` extra."""
 
+import functools
 import os
 import re
+import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from documents import ROOT, run_by
 
 pytestmark = pytest.mark.aot
 
 
+@functools.cache
 def compile_only(*arguments):
-    """(exit code, stdout, stderr) of a process of its own: libtpu and the CUDA plugin are loaded once."""
+    """(exit code, stdout, stderr) of a process of its own: libtpu and the CUDA plugin are loaded once. What
+    several tests ask for is compiled once."""
     ours = ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD")  # train.py sees to these
     env = {name: value for name, value in os.environ.items() if name not in ours}
     command = [sys.executable, "train.py", "--compile-only", *arguments]
@@ -90,3 +92,13 @@ def test_an_unknown_chip_is_bad_usage():
     code, _, err = compile_only("--config", "configs/llama8b.py", "--topology", "h10:1x1x8")
     assert code == 2
     assert "h100" in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", run_by("tests/aot/test_compile_only.py"), ids=str)
+def test_a_command_of_the_documents_compiles_and_fits(command):
+    python, script, *words = shlex.split(command.text)
+    assert (python, script) == ("python", "train.py")
+    code, out, err = compile_only(*(word for word in words if word != "--compile-only"))
+    assert code == 0, err
+    used, has = gib(out)
+    assert used < has

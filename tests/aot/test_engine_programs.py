@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernel_targets import HOPPER, TPUS, mesh_of, size
 
@@ -40,9 +41,11 @@ pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 CHIPS = {"v5p": TPUS["v5p"], "h100": HOPPER}
 FOUR = {"v5p": "v5p:2x2x1", "h100": "h100:1x1x4"}
 _TPU = {"attention": "pallas_tpu", "write": "pallas_tpu"}
+FILLS = {"v5p": "pallas_tpu", "h100": "pallas_gpu"}
 NAMED = {"v4": _TPU, "v5p": _TPU, "h100": {"attention": "pallas_gpu"}}  # what the check may choose
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-GPU_OPERATIONS = {"decode": 60, "run_any": 90}
+GPU_OPERATIONS = {"decode": 60, "run_any": 90}  # of two layers
+EACH_MORE = 15  # operations, of a layer more
 DECODE_BYTES = 0.1 * 2**30  # by XLA's attention: scores, and weights in bfloat16
 LANES, CONTEXT, TOKENS, STEPS = 64, 8448, 2048, 8
 CONFIG = ModelConfig(
@@ -87,9 +90,17 @@ def engine_arguments(
     settings = Settings(**sizes, page_size=page, cache_dtype=rows, fill=fill, **named)
     cache = jax.eval_shape(functools.partial(empty_pool, model, settings, mesh))
     params = weights.abstract(config, plan, "bfloat16", mesh, cuts=None)
-    if fill:
-        params = jax.eval_shape(functools.partial(fold_shared_norm, model), params)
-    return model, params, cache, settings
+    return model, folded(model, params) if fill else params, cache, settings
+
+
+def folded(model: Transformer, params):
+    """`params` for a fused fill; each array lies where it lay before."""
+    made = jax.eval_shape(functools.partial(fold_shared_norm, model), params)
+    lower = params["rows"][: len(made["rows"]) - 1]
+    before = {name: params[name] for name in made} | {"rows": [*lower, params["rows"][-1]]}
+    return jax.tree.map(
+        lambda s, old: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=old.sharding), made, before
+    )
 
 
 def whole(*shape: int):
@@ -138,10 +149,10 @@ def compiled(chip: str, plan: str, rows: str, program: str, attention: str | Non
 
 
 @functools.cache
-def compiled_for_four(chip: str, plan: str, program: str):
+def compiled_for_four(chip: str, plan: KVPlan, rows: str, fill: str | None, program: str):
     """(memory analysis, text of the optimised program, cache) on four chips that share the heads."""
     mesh = make_mesh(tensor=4, devices=topology(FOUR[chip])[1])
-    function, static, (params, cache, *rest) = programs(chip, PLANS[plan], "bfloat16", mesh)[program]
+    function, static, (params, cache, *rest) = programs(chip, plan, rows, mesh, fill=fill)[program]
     lying = jax.tree.map(
         lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), cache, cache.shardings
     )
@@ -217,7 +228,7 @@ def executed(hlo: str) -> tuple[collections.Counter, collections.Counter, list[b
 
 def most_operations(program: str, plan: str) -> int:
     """That a program may have on an H100."""
-    return GPU_OPERATIONS[program] * PLANS[plan].num_layers // CONFIG.num_layers
+    return GPU_OPERATIONS[program] + EACH_MORE * (PLANS[plan].num_layers - CONFIG.num_layers)
 
 
 @pytest.mark.parametrize("program", ["run_any", "decode"])
@@ -257,7 +268,7 @@ def test_a_decode_step_with_xla_attention_on_an_h100_copies_no_weight(plan, rows
     assert memory.temp_size_in_bytes < DECODE_BYTES
     _, each_step, loops = executed(hlo)
     assert loops == [False]  # its steps
-    scales = 4 * (rows == "int8")
+    scales = (4 + 3 * (PLANS[plan].num_layers - CONFIG.num_layers)) * (rows == "int8")
     assert sum(each_step.values()) <= most_operations("decode", plan) + scales, each_step
 
 
@@ -308,6 +319,32 @@ def test_a_fused_fill_copies_no_weight_and_has_no_loop(chip, fill, plan, program
     assert loops.count(False) == (program == "decode")  # the loop over its steps
 
 
+def in_place_of_cudnn(q, k, v, *, q_seqlen, kv_seqlen, return_residual, **_):
+    """Reads the arrays that cuDNN's attention reads, and writes those that it writes."""
+    q, k, v, *lengths = jax.lax.optimization_barrier((q, k, v, q_seqlen, kv_seqlen))
+    some = (k[:, :1, :1] + v[:, :1, :1]) * sum(lengths)[:, None, None, None].astype(q.dtype)
+    mixed = q + some
+    sums = jnp.swapaxes(mixed[..., 0], 1, 2).astype(jnp.float32)
+    return jax.lax.optimization_barrier((mixed, sums)) if return_residual else mixed
+
+
+@pytest.mark.parametrize("program", ["prompt", "run_any"])
+@pytest.mark.parametrize("rows", ["bfloat16", "int8"])
+def test_around_cudnn_a_chunk_copies_no_weight_and_has_no_loop(monkeypatch, rows, program):
+    """XLA needs a GPU to compile cuDNN's attention, so something else stands in its place. What cuDNN reads
+    is dense, so each block of queries has a copy of its sequence's rows, in one layer at a time."""
+    monkeypatch.setattr(cudnn, "dot_product_attention", in_place_of_cudnn)
+    memory, hlo, params, cache = compiled("h100", "swiftkv", rows, program, "decode=pallas_gpu,chunk=cudnn")
+    assert not copied_weights(hlo, params) and not copied_weights(hlo, cache.stores)
+    assert memory.alias_size_in_bytes >= cache.nbytes
+    dense = 2 * CONTEXT * CONFIG.num_kv_heads * CONFIG.head_dim * 2  # keys and values of a whole context
+    blocks = 1 if program == "prompt" else TOKENS // 32 + LANES  # of 32 queries, each with its own copy
+    assert blocks * dense < memory.temp_size_in_bytes < blocks * dense + 2 * DECODE_BYTES
+    once, repeated, loops = executed(hlo)
+    assert not loops and not repeated
+    assert sum(once.values()) <= most_operations("run_any", "swiftkv"), once
+
+
 @pytest.mark.parametrize("rows", ["bfloat16", "int8"])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_step_of_eight_tokens_copies_no_weight_and_has_no_loop(chip, rows):
@@ -321,30 +358,53 @@ def test_a_step_of_eight_tokens_copies_no_weight_and_has_no_loop(chip, rows):
         assert sum(once.values()) <= most_operations("run_any", "swiftkv"), once
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("chip", FOUR)
-def test_tensor_parallel_chips_communicate_twice_a_layer(chip, plan):
-    """Each layer sums what its attention and its MLP give; the rest is for the embedding and sampling."""
-    memory, hlo, cache = compiled_for_four(chip, plan, "decode")
-    assert cache.bytes_on_each == cache.nbytes / 4 <= memory.alias_size_in_bytes
-    _, each_step, loops = executed(hlo)
-    assert loops == [False]  # its steps: attention is no loop, so nothing is said inside it
-    said = {name: n for name, n in each_step.items() if name.startswith(COLLECTIVES)}
-    layers = PLANS[plan].num_layers
-    assert 2 * layers <= sum(said.values()) <= 2 * layers + 8, said
+SHARED = {  # what is served by four chips: plan, rows, and whether a kernel fills
+    **{plan: (PLANS[plan], "bfloat16", False) for plan in PLANS},
+    "int8": (PLANS["swiftkv"], "int8", False),
+    "acrosskv int8": (PLANS["acrosskv"], "int8", False),
+    "fill": (THREE_UPPER, "bfloat16", True),
+    "fill int8": (THREE_UPPER, "int8", True),
+}
 
 
-@pytest.mark.parametrize("plan", ["standard", "swiftkv"])
+def shared(chip: str, what: str, program: str):
+    """As `compiled_for_four`, and the plan."""
+    plan, rows, fills = SHARED[what]
+    return *compiled_for_four(chip, plan, rows, FILLS[chip] if fills else None, program), plan
+
+
+def check_said(operations: collections.Counter, hlo: str, plan: KVPlan) -> None:
+    """Each layer sums what its attention and its MLP give; the rest is for the embedding and sampling. What a
+    chip does with its own heads (attention, writing, the fill) says nothing."""
+    said = {name: n for name, n in operations.items() if name.startswith(COLLECTIVES)}
+    assert 2 * plan.num_layers <= sum(said.values()) <= 2 * plan.num_layers + 8, said
+    named = re.compile(rf"^.* (?:{'|'.join(COLLECTIVES)})(?:-start)?\(.*$", re.M)
+    lines = named.findall(hlo)
+    assert lines and all("op_name=" in line for line in lines)
+    assert not [line for line in lines if "shard_map" in line]
+
+
+@pytest.mark.parametrize("what", SHARED)
 @pytest.mark.parametrize("chip", FOUR)
-def test_tensor_parallel_chips_gather_scores_and_not_the_output_head(chip, plan):
-    memory, hlo, cache = compiled_for_four(chip, plan, "run_any")
+def test_tensor_parallel_chips_communicate_twice_a_layer(chip, what):
+    memory, hlo, cache, plan = shared(chip, what, "decode")
     assert cache.bytes_on_each == cache.nbytes / 4 <= memory.alias_size_in_bytes
     assert memory.temp_size_in_bytes < DECODE_BYTES
+    _, each_step, loops = executed(hlo)
+    assert loops == [False]  # its steps: attention is no loop, so nothing is said inside it
+    check_said(each_step, hlo, plan)
+
+
+@pytest.mark.parametrize("what", ["standard", "swiftkv", "acrosskv", "int8", "fill", "fill int8"])
+@pytest.mark.parametrize("chip", FOUR)
+def test_tensor_parallel_chips_gather_scores_and_not_the_output_head(chip, what):
+    memory, hlo, cache, plan = shared(chip, what, "run_any")
+    assert cache.bytes_on_each == cache.nbytes / 4 <= memory.alias_size_in_bytes
+    padded = 2 if "fill" in what else 1  # the stream of pages that begin, as many as there may be
+    assert memory.temp_size_in_bytes < padded * DECODE_BYTES
     once, each_step, loops = executed(hlo)
     assert not loops and not each_step
-    said = {name: n for name, n in once.items() if name.startswith(COLLECTIVES)}
-    layers = PLANS[plan].num_layers
-    assert 2 * layers <= sum(said.values()) <= 2 * layers + 8, said
+    check_said(once, hlo, plan)
 
 
 ARCHITECTURES = Path(__file__).parents[2] / "configs/architectures"

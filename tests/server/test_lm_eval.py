@@ -3,8 +3,10 @@
 Needs `pip install 'swiftkv-jax[eval]'`; skipped without.
 """
 
+import importlib
 import json
 import math
+import shlex
 import sys
 
 import http_server
@@ -16,6 +18,7 @@ pytest.importorskip("tenacity", reason="lm-eval's client is not installed: pip i
 
 import jax
 import jax.numpy as jnp
+from documents import Code, run_by
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -241,6 +244,27 @@ def test_the_client_may_ask_the_server_to_tokenize(folders, tasks, serving):
         prefix_token_id=1,
     )
     assert got["answers"] == mine["answers"] and got["metrics"] == mine["metrics"]
+
+
+def spoken(command: Code) -> str:
+    """The kind of model that a command of the documents evaluates, for the name of its test."""
+    return "lazy_llm" if "lazy_llm" in command.text else command.text.split("--model ")[1].split()[0]
+
+
+@pytest.mark.parametrize("command", run_by("tests/server/test_lm_eval.py"), ids=spoken)
+def test_a_command_of_the_documents_runs(command, folders, tasks, serving, monkeypatch, tmp_path, capsys):
+    """On the tiny model and the task of choices, instead of hellaswag, which would be downloaded."""
+    here = {"NAME": http_server.NAME, "http://127.0.0.1:8000": serving.url, "hellaswag": "tiny_choice"}
+    text = command.text.replace("DIR", str(folders / "standard"))
+    for name, ours_here in here.items():
+        text = text.replace(name, ours_here)
+    program, *words = shlex.split(text)
+    name, given = (words[1], words[2:]) if program == "python" else ("lm_eval.__main__", words)
+    run = importlib.import_module(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [program, *given, "--include_path", str(tasks)])
+    assert not (run.main if program == "python" else run.cli_evaluate)()
+    assert "tiny_choice" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,30 +19,33 @@ from pathlib import Path
 
 import httpx
 import pytest
+from documents import ROOT, run_by
 
 from swiftkv_jax.server.affinity import CHARACTERS, SLACK
 
 pytest.importorskip("ray", reason="Ray Serve is not installed (the `ray` extra)")
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 
-ROOT = Path(__file__).parents[2]
 START_S, PAGE, LANES = 540, 16, 4
 PATIENT = {  # of Ray: a busy machine is slow to start it
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-FLAGS = f"--replicas 2 --num-cpus 0.5 --max-num-seqs {LANES} --page-size {PAGE} --max-model-len 512"
+[COMMAND] = run_by("tests/server/test_ray.py")
+FLAGS = f"--num-cpus 0.5 --max-num-seqs {LANES} --page-size {PAGE} --max-model-len 512"
 FLAGS += " --max-num-batched-tokens 128 --max-queued-tokens 65536 --no-warm-up --queue-timeout 900"
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[tuple[str, int]]:
-    """The address, and the process that started it all."""
+    """The address of what the documents' command starts, and the process that started it all."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "swiftkv_jax", "replicas", "--http", address, *FLAGS.split()]
+    here = {"DIR": "demo/teacher", "127.0.0.1:8000": address}
+    words = [here.get(word, word) for word in shlex.split(COMMAND.text)[1:]]
+    command = [sys.executable, "-m", "swiftkv_jax", *words, *FLAGS.split()]
     env = PATIENT | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | os.environ
     env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs"))}  # one compiles for both
     process = subprocess.Popen(command, cwd=ROOT, env=env)
