@@ -246,7 +246,7 @@ def test_a_command_of_the_documents_runs(command, inside, monkeypatch, capsys):
         pytest.skip("tensorboardX is not installed")
     name, words = named(command)
     if name == "swiftkv push":
-        hub = SimpleNamespace(create_repo=print, create_branch=print)
+        hub = SimpleNamespace(create_repo=lambda *_, **__: None, create_branch=lambda *_, **__: None)
         hub.upload_folder = lambda **_: SimpleNamespace(commit_url="https://huggingface.co/made/up")
         monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: hub)
     assert RUNS[name](smaller(name, words)) == 0, capsys.readouterr().err
