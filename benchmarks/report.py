@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common import RESULTS, table
+from benchmarks.serving.report import aggregate
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = tuple(
@@ -40,7 +41,8 @@ def records(name: str) -> list[dict]:
 
 def caption(found: dict) -> str:
     """Command, hardware, versions, date and commit of a result, as one paragraph."""
-    run = found.get("run") or found["machine"]
+    about = found.get("about", found)
+    run = about.get("run") or about["machine"] | ({"command": about["command"]} if "command" in about else {})
     hardware = run.get("hardware") or run["device"]
     parts = [hardware, run.get("versions") or f"jax {run['jax']}", run["date"]]
     if run.get("commit"):
@@ -134,6 +136,28 @@ def _whisper(found: dict) -> tuple[list[str], Rows]:
     return columns, rows
 
 
+def _serving(found: dict) -> tuple[list[str], Rows]:
+    """Servers with fixed lengths, medians over the rounds."""
+    columns = ["prompt:output", "plan", "tokens/s", "gain", "least to most", "TTFT, ms", "TPOT, ms", "failed"]
+    names = {"standard": "standard", "swiftkv": "SwiftKV 50 %", "acrosskv": "+ 2-way AcrossKV"}
+    points = aggregate(found["runs"], found["about"]["percentile"], "standard")["fixed"]
+    rows = [
+        [
+            point,
+            names[system],
+            f"{row['total_token_throughput']:,.0f}",
+            round(row["gain"], 2),
+            f"{row['gains'][0]:.2f} to {row['gains'][-1]:.2f}",
+            f"{row['median_ttft_ms']:,.0f}",
+            round(row["median_tpot_ms"], 1),
+            f"{row['failed']} of {row['requests']}",
+        ]
+        for point, systems in points.items()
+        for system, row in systems.items()
+    ]
+    return columns, rows
+
+
 def _summary() -> tuple[list[str], Rows]:
     """README's table: the demo's students and SmolLM2's, quality and speed at one context length."""
     columns = ["model", "student", "context", "gap, nats", "KL, nats", "agreement", "TTFT", "cache"]
@@ -176,6 +200,7 @@ _TABLES: dict[str, Callable[[dict], tuple[list[str], Rows]]] = {
     "kv_prediction_latency": _prediction,
     "latency": _latency,
     "peers": _peers,
+    "serving": _serving,
     "throughput": _throughput,
     "waiting": _waiting,
     "whisper": _whisper,
