@@ -41,7 +41,7 @@ def aborting(*_, **__):
     os.abort()
 
 
-def _within(seconds: float):
+def within(seconds: float):
     """The definition, in so many seconds."""
 
     def one():
@@ -56,7 +56,7 @@ def _within(seconds: float):
 
 
 FAULTY = {f.__name__: f for f in (wrong, leaking, differing, aborting, hanging)}
-ALL = FAULTY | {"safe": _within(0.1), "nearly": _within(0.098), "fast": _within(0.01)}
+ALL = FAULTY | {"safe": within(0.1), "nearly": within(0.098), "fast": within(0.01)}
 
 
 def register() -> None:

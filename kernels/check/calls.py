@@ -359,11 +359,21 @@ def _timed(call: Call) -> Iterator[Timed]:
             tokens = min(call.tokens, call.capacity)
             for cached in dict.fromkeys((0, min(half, call.capacity - tokens))):
                 yield _timed_attention(call, f"{tokens} at {cached}{end}", 1, cached, tokens, window)
+            lanes = min(call.lanes, tokens // _SHORT_BLOCK)
+            if lanes > 1:  # pieces of many prompts, as short as a chunk's blocks are
+                cached = max(0, _length(call, half, lanes) - _SHORT_BLOCK)
+                name = f"{lanes} x {_SHORT_BLOCK} at {cached}{end}"
+                yield _timed_attention(call, name, lanes, cached, _SHORT_BLOCK, window)
         else:
             for lanes in dict.fromkeys((1, call.lanes)):
-                token = call.numbers * jnp.dtype(call.stored).itemsize
-                length = min(half, max(call.page, _MOST // (token * lanes)))
+                length = _length(call, half, lanes)
                 yield _timed_attention(call, f"{lanes} x {length}{end}", lanes, length - 1, 1, window)
+
+
+def _length(call: Call, tokens: int, lanes: int) -> int:
+    """Tokens of each of `lanes` sequences that are timed: `tokens`, or as many as `_MOST` bytes hold."""
+    token = call.numbers * jnp.dtype(call.stored).itemsize
+    return min(tokens, max(call.page, _MOST // (token * lanes)))
 
 
 def _timed_attention(call: Call, name: str, lanes: int, cached: int, tokens: int, window) -> Timed:

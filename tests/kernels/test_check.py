@@ -127,12 +127,35 @@ def test_every_kind_of_call_is_checked_and_timed(folder):
             assert decide.is_right(found), (call.kind, name, found)
             sizes = {
                 "decode": {"1 x 32", "2 x 32"},
-                "chunk": {"64 at 0"},
+                "chunk": {"64 at 0", "2 x 32 at 0"},
                 "fill": {"64 tokens"},
                 "write": {"64 tokens", "2 x 1"},
                 "train": {"320", "320, window 100"},
             }
             assert decide.sizes_of(found).keys() == sizes[call.kind]
+
+
+def test_chunks_that_are_slow_with_many_prompts_are_not_chosen(monkeypatch):
+    def taking(alone: float, many: float):
+        """The definition, in so many seconds for one sequence, and for several."""
+
+        def run(q, k, v, table, *args, **options):
+            took = faulty_kernels.within(alone if len(table) == 1 else many)
+            return took(q, k, v, table, *args, **options)
+
+        return Implementation(run)
+
+    names = ("safe", "fast", "crowded")
+    for name, seconds in zip(names, ((0.02, 0.02), (0.005, 0.005), (0.005, 0.06)), strict=True):
+        monkeypatch.setitem(PAGED_ATTENTION, name, taking(*seconds))
+    chunk, lines = dataclasses.replace(DECODE, kind="chunk"), {}
+    for name in names:
+        line = lines[f"chunk: {name}"] = {"status": "done"}
+        for part in calls.examine(dataclasses.asdict(chunk), name, "safe", None):
+            line |= part
+    assert all(decide.is_right(line) for line in lines.values())
+    assert choose("chunk", ("safe", "crowded"), lines) == "safe"
+    assert choose("chunk", names, lines) == "fast"
 
 
 @jax.custom_vjp
