@@ -340,7 +340,9 @@ async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: Tally) 
 
 
 def _written(call: Call, parts: dict[int, list[CompletionOutput]], tally: Tally) -> bytes:
-    choices = (call.shape.final(index, _joined(parts[index]), True, 0) for index in sorted(parts))
+    choices = (
+        call.shape.final(index, _joined(parts[index]), True, answers.Offsets()) for index in sorted(parts)
+    )
     body = call.shape.envelope(call.shape.whole, [])
     return answers.joined(body | {"usage": tally.usage}, choices)
 
@@ -357,13 +359,13 @@ def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
 async def _events(
     call: Call, deltas: AsyncGenerator[Delta, None], tally: Tally
 ) -> AsyncGenerator[bytes, None]:
-    written: dict[int, int] = {}  # characters sent of each choice
+    begun: dict[int, answers.Offsets] = {}  # of each choice
     try:
         async with aclosing(deltas):
             async for number, delta in deltas:
                 index = number * call.n + delta.index
-                choice = call.shape.choice(index, delta, index not in written, written.get(index, 0))
-                written[index] = written.get(index, 0) + len(delta.text)
+                first, offsets = index not in begun, begun.setdefault(index, answers.Offsets())
+                choice = call.shape.choice(index, delta, first, offsets)
                 yield answers.event(call.shape.envelope(call.shape.part, [choice]))
     except ApiError as error:  # the status is sent already
         yield b"data: " + error.body() + b"\n\n"
