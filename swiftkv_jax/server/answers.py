@@ -34,8 +34,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Offsets:
-    """Where each token of a choice begins in its text. A stream holds text back: so tokens are counted, over all
-    chunks, and a character may lie in two of them."""
+    """Where each token of a choice begins in its text. A stream holds text back: so tokens are counted, over
+    all chunks, and a character may lie in two of them."""
 
     def __init__(self):
         self._next, self._characters = 0, codecs.getincrementaldecoder("utf-8")("replace")
@@ -92,7 +92,7 @@ class CompletionShape(Shape):
     whole = part = "text_completion"
 
     def choice(self, index: int, output: CompletionOutput, first: bool, offsets: Offsets) -> dict:
-        """The choice of a chunk, or of a whole answer, which is one chunk. `offsets`: those of this choice."""
+        """The choice of a chunk, or of a whole answer, which is one chunk. `offsets`: of this choice."""
         return {
             "index": index,
             "text": output.text,
