@@ -1,6 +1,5 @@
 """The JSON of answers: completions, chats and their chunks."""
 
-import codecs
 import dataclasses
 import json
 import time
@@ -31,19 +30,6 @@ def event(value: typing.Any) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
-
-
-class Offsets:
-    """Where each token of a choice begins in its text. A stream holds text back: so tokens are counted, over
-    all chunks, and a character may lie in two of them."""
-
-    def __init__(self):
-        self._next, self._characters = 0, codecs.getincrementaldecoder("utf-8")("replace")
-
-    def take(self, raw: bytes) -> int:
-        """Where the next token begins, whose bytes these are."""
-        start, self._next = self._next, self._next + len(self._characters.decode(raw))
-        return start
 
 
 def usage(prompt: int, completion: int, cached: int) -> dict[str, typing.Any]:
@@ -91,28 +77,27 @@ class CompletionShape(Shape):
 
     whole = part = "text_completion"
 
-    def choice(self, index: int, output: CompletionOutput, first: bool, offsets: Offsets) -> dict:
-        """The choice of a chunk, or of a whole answer, which is one chunk. `offsets`: of this choice."""
+    def choice(self, index: int, output: CompletionOutput, first: bool) -> dict:
+        """The choice of a chunk, or of a whole answer, which is one chunk."""
         return {
             "index": index,
             "text": output.text,
-            "logprobs": None if output.logprobs is None else self._logprobs(output.logprobs, offsets),
+            "logprobs": None if output.logprobs is None else self._logprobs(output.logprobs, output.offsets),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
 
     final = choice
 
-    def _logprobs(self, entries: Entries, offsets: Offsets) -> dict:
-        tokens, values, tops, starts = [], [], [], []
+    def _logprobs(self, entries: Entries, offsets: Sequence[int] | None) -> dict:
+        tokens, values, tops = [], [], []
         for entry in entries:
             token, chosen = next(iter((entry or {}).items()), (0, None))
             raw = self.bytes_of(token, chosen) if chosen else b""
             tokens.append(_written(raw))
             values.append(None if chosen is None or chosen.rank == 0 else _finite(chosen.logprob))
             tops.append(None if chosen is None or chosen.rank == 0 else self._top(entry or {}))
-            starts.append(offsets.take(raw))
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": starts}
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _top(self, entry: Mapping[int, Logprob]) -> dict[str, float]:
         """Text to log probability. Of tokens with the same text, the likelier one counts."""
@@ -128,12 +113,12 @@ class ChatShape(Shape):
 
     whole, part = "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, output: CompletionOutput, first: bool, offsets: Offsets) -> dict:
+    def choice(self, index: int, output: CompletionOutput, first: bool) -> dict:
         """The choice of a chunk; the role comes with the first token, not before it."""
         role = {"role": "assistant"} if first else {}
         return self._around(index, output, "delta", role | {"content": output.text})
 
-    def final(self, index: int, output: CompletionOutput, first: bool, offsets: Offsets) -> dict:
+    def final(self, index: int, output: CompletionOutput, first: bool) -> dict:
         """The choice of a whole answer."""
         return self._around(index, output, "message", {"role": "assistant", "content": output.text})
 
