@@ -185,9 +185,11 @@ def write_chats(
             {"messages": [*prompt, {"role": "assistant", "content": answers[number][0]}]}
             for number, prompt in enumerate(prompts)
         ]
-        with draft.open("w", encoding="utf-8") as file:
+        whole = path.with_name(f"{path.name}.whole")  # until it is there, the draft alone has the answers
+        with whole.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
-        os.replace(draft, path)
+        os.replace(whole, path)
+        draft.unlink()
     return Written(len(rows), sum(tokens for _, tokens in answers.values()), time.monotonic() - began)
 
 

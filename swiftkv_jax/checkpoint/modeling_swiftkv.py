@@ -146,8 +146,10 @@ class SwiftKVModel:
         for number, layer in enumerate(self.layers):
             if number == split:
                 rows = self.rows(self.norm_swiftkv(x), at, cache)
-                # flex_attention's masks are not tensors: with them every token runs the later layers.
-                if last_only and all(mask is None or torch.is_tensor(mask) for mask in masks.values()):
+                # Every token runs the later layers where masks are no tensors (flex_attention), and where no
+                # mask hides the empty places of a static cache from a single query.
+                full = cache is None or not cache.is_compileable
+                if last_only and all(torch.is_tensor(m) or (m is None and full) for m in masks.values()):
                     x, position_ids = x[:, -1:], position_ids[:, -1:]
                     at = tuple(part[:, -1:] for part in at)
                     masks = {kind: last_query(mask) for kind, mask in masks.items()}

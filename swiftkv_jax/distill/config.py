@@ -352,6 +352,7 @@ class Experiment:
                 f"trainable={self.trainable!r} distils a model under a plan: give model and plan.split"
             )
         integer("steps", self.steps, 0)
+        integer("seed", self.seed, -(2**63), 2**63 - 1)
         for name in ("epochs", "log_every", "keep_checkpoints"):
             integer(name, getattr(self, name), 1)
         for name in ("evaluate_every", "evaluation_batches", "checkpoint_every"):

@@ -124,7 +124,7 @@ def _replace(value, path: list[str], text: str, key: str):
 def _parse(text: str, annotation, key: str):
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # as ast lists them
         value = text
     if annotation is str:
         return text

@@ -255,6 +255,7 @@ class CompletionOutput:
       finish_reason: "stop", "length", "abort" or "error"; None while it runs.
       stop_reason: the stop string or id that ended it, None for the model's own end.
       error: what failed, when `finish_reason` is "error". cached_tokens: of the prompt, found in the cache.
+      offsets: where each token begins in the whole text; None unless log probabilities were asked for.
     """
 
     index: int
@@ -266,6 +267,7 @@ class CompletionOutput:
     stop_reason: int | str | None
     error: str | None = None
     cached_tokens: int = 0
+    offsets: list[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -269,6 +269,10 @@ class Scheduler:
         )
 
     def _take_pages(self, sequence: Sequence) -> bool:
+        if self.running and self.pages.available <= len(self.running):
+            return (
+                False  # at once: a long prompt would be hashed at every step. One page of its own is needed
+            )
         tokens = sequence.tokens
         shared, names = self._find(sequence, tokens)
         for page in shared:

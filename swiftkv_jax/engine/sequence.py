@@ -69,6 +69,7 @@ class Sequence:
         self.arrival, self.scheduled, self.first_token, self.finished = arrival, 0.0, 0.0, 0.0
         self.last_token = 0.0
         self._choices: list[Choice] = []
+        self._offsets: list[int] = []  # where their tokens begin in the text
         self._logprob = 0.0  # sum over all choices
         skip = request.params.skip_special_tokens
         self._words = None if tokenizer is None else Detokenizer(tokenizer, request.token_ids, skip)
@@ -123,6 +124,7 @@ class Sequence:
         self.last_token = now
         self.output.append(choice.token)
         self._choices.append(choice)
+        self._offsets.append(len(self._words.text) if self._words else 0)
         self._logprob += choice.logprob
         self._check_end(choice.token)
         if self.finish_reason:
@@ -197,6 +199,7 @@ class Sequence:
             stop_reason=self.stop_reason,
             error=self.error,
             cached_tokens=self.found,
+            offsets=None if wanted is None else self._offsets[tokens:],
         )
 
     @property

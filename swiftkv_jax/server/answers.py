@@ -1,6 +1,5 @@
 """The JSON of answers: completions, chats and their chunks."""
 
-import codecs
 import dataclasses
 import json
 import time
@@ -78,30 +77,26 @@ class CompletionShape(Shape):
 
     whole = part = "text_completion"
 
-    def choice(self, index: int, output: CompletionOutput, first: bool, offset: int) -> dict:
-        """The choice of a chunk, or of a whole answer, which is one chunk. `offset`: number of characters
-        before it."""
+    def choice(self, index: int, output: CompletionOutput, first: bool) -> dict:
+        """The choice of a chunk, or of a whole answer, which is one chunk."""
         return {
             "index": index,
             "text": output.text,
-            "logprobs": None if output.logprobs is None else self._logprobs(output.logprobs, offset),
+            "logprobs": None if output.logprobs is None else self._logprobs(output.logprobs, output.offsets),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
 
     final = choice
 
-    def _logprobs(self, entries: Entries, offset: int) -> dict:
-        tokens, values, tops, offsets = [], [], [], []
-        characters = codecs.getincrementaldecoder("utf-8")("replace")
+    def _logprobs(self, entries: Entries, offsets: Sequence[int] | None) -> dict:
+        tokens, values, tops = [], [], []
         for entry in entries:
             token, chosen = next(iter((entry or {}).items()), (0, None))
             raw = self.bytes_of(token, chosen) if chosen else b""
             tokens.append(_written(raw))
             values.append(None if chosen is None or chosen.rank == 0 else _finite(chosen.logprob))
             tops.append(None if chosen is None or chosen.rank == 0 else self._top(entry or {}))
-            offsets.append(offset)
-            offset += len(characters.decode(raw))
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _top(self, entry: Mapping[int, Logprob]) -> dict[str, float]:
@@ -118,12 +113,12 @@ class ChatShape(Shape):
 
     whole, part = "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, output: CompletionOutput, first: bool, offset: int) -> dict:
+    def choice(self, index: int, output: CompletionOutput, first: bool) -> dict:
         """The choice of a chunk; the role comes with the first token, not before it."""
         role = {"role": "assistant"} if first else {}
         return self._around(index, output, "delta", role | {"content": output.text})
 
-    def final(self, index: int, output: CompletionOutput, first: bool, offset: int) -> dict:
+    def final(self, index: int, output: CompletionOutput, first: bool) -> dict:
         """The choice of a whole answer."""
         return self._around(index, output, "message", {"role": "assistant", "content": output.text})
 

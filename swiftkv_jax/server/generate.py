@@ -15,7 +15,7 @@ from starlette.responses import Response
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, SamplingParams
-from swiftkv_jax.engine.sequence import RULED_OUT
+from swiftkv_jax.engine.sequence import RULED_OUT, Detokenizer
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.server import answers, schema
 from swiftkv_jax.server.errors import MAX_ECHO, ApiError, clip
@@ -164,7 +164,7 @@ class Generator:
         return [await self._opening(call, request) for request in requests]
 
     async def _opening(self, call: Call, request: Request) -> CompletionOutput:
-        ids, entries = request.token_ids, None
+        ids, entries, offsets = request.token_ids, None, None
         if call.logprobs is not None:
             if not self.llm.scorable:
                 raise ApiError(400, "echo: this model cannot score prompts: leave out logprobs", "echo")
@@ -177,6 +177,9 @@ class Generator:
         text = request.prompt
         if text is None:
             text = await self.service.encode(call.tenant, size(ids), lambda: _text(self.llm, ids))
+        if entries is not None:
+            given = call.tenant, size(ids), lambda: _offsets(self.llm, ids, text)
+            offsets = await self.service.encode(*given)
         return CompletionOutput(
             index=0,
             text=text,
@@ -185,6 +188,7 @@ class Generator:
             logprobs=entries,
             finish_reason="length" if call.max_tokens == 0 else None,  # None is not 0
             stop_reason=None,
+            offsets=offsets,
         )
 
     async def _deltas(
@@ -203,6 +207,9 @@ class Generator:
                 raise ApiError(400, RULED_OUT, "allowed_token_ids")
             if delta.finish_reason == "error":
                 raise model_failed(call.request_id, delta.error)
+            if openings and delta.offsets:
+                before = len(openings[number].text)
+                delta = dataclasses.replace(delta, offsets=[before + offset for offset in delta.offsets])
             yield number, delta
 
 
@@ -340,30 +347,32 @@ async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: Tally) 
 
 
 def _written(call: Call, parts: dict[int, list[CompletionOutput]], tally: Tally) -> bytes:
-    choices = (call.shape.final(index, _joined(parts[index]), True, 0) for index in sorted(parts))
+    choices = (call.shape.final(index, _joined(parts[index]), True) for index in sorted(parts))
     body = call.shape.envelope(call.shape.whole, [])
     return answers.joined(body | {"usage": tally.usage}, choices)
 
 
 def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
     logprobs: typing.Any = [entry for part in parts for entry in part.logprobs or ()]
+    asked = parts[-1].logprobs is not None
     return dataclasses.replace(
         parts[-1],
         text="".join(part.text for part in parts),
-        logprobs=None if parts[-1].logprobs is None else logprobs,
+        logprobs=logprobs if asked else None,
+        offsets=[offset for part in parts for offset in part.offsets or ()] if asked else None,
     )
 
 
 async def _events(
     call: Call, deltas: AsyncGenerator[Delta, None], tally: Tally
 ) -> AsyncGenerator[bytes, None]:
-    written: dict[int, int] = {}  # characters sent of each choice
+    begun: set[int] = set()  # choices
     try:
         async with aclosing(deltas):
             async for number, delta in deltas:
                 index = number * call.n + delta.index
-                choice = call.shape.choice(index, delta, index not in written, written.get(index, 0))
-                written[index] = written.get(index, 0) + len(delta.text)
+                choice = call.shape.choice(index, delta, index not in begun)
+                begun.add(index)
                 yield answers.event(call.shape.envelope(call.shape.part, [choice]))
     except ApiError as error:  # the status is sent already
         yield b"data: " + error.body() + b"\n\n"
@@ -400,3 +409,15 @@ def _texts_of(message: dict[str, typing.Any]) -> str:
 
 def _text(llm: LLM, ids: Sequence[int]) -> str:
     return llm.tokenizer.decode(list(ids), skip_special_tokens=False) if llm.tokenizer else ""
+
+
+def _offsets(llm: LLM, ids: Sequence[int], text: str) -> list[int]:
+    """Where each token of a prompt begins in its `text`, which need not show the BOS in front of it."""
+    if llm.tokenizer is None:
+        return [0] * len(ids)
+    begun = ids[0] == llm.tokenizer.bos_id and not text.startswith(_text(llm, ids[:1]))
+    words, out = Detokenizer(llm.tokenizer, (), False), [0] * begun
+    for token in ids[begun:]:
+        out.append(len(words.text))
+        words.push(token)
+    return out

@@ -100,7 +100,8 @@ def make_jobs(
 ) -> list[Job]:
     """Jobs of all good lines, checked by `llm.request`.
 
-    Line i samples with seed + i unless it has a seed, so that a resumed run gives the same answers.
+    Line i samples with seed + i unless it has a seed, so that a resumed run gives the same answers. A line of
+    n completions takes n seeds.
     Paths in lines are relative to `folder`.
 
     Raises:
@@ -112,9 +113,11 @@ def make_jobs(
             job, unknown = _job(index, line, defaults, seed, llm, folder)
         except UsageError as error:
             problems[number] = str(error)
+            seed += 1
         else:
             jobs.append(job)
             ignored |= unknown
+            seed += job.requests[0].params.n
     if problems and not skip_bad:
         raise BadLines(problems)
     for number, problem in problems.items():
@@ -141,7 +144,7 @@ def _job(
         if guess := suggest(name, SamplingParams.names()):
             raise UsageError(f"unknown field {name!r}{guess}")
     changes = {name: row[name] for name in SamplingParams.names() if name in row}
-    params = defaults.updated({"seed": (seed + index) % 2**63} | changes)
+    params = defaults.updated({"seed": seed % 2**63} | changes)
     prompt = {name: row[name] for name in own if name in row}
     if "audio" in prompt:
         return _sound_job(index, row.get("id"), prompt, params, llm, folder), unknown

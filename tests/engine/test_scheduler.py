@@ -353,6 +353,21 @@ def test_completions_of_one_prompt_share_its_pages():
     assert pair[1].cached == 8 and scheduler.prefix_hits == 8
 
 
+def test_a_prompt_is_not_looked_up_while_no_page_could_be_given(monkeypatch):
+    scheduler = Scheduler(Pages(12), PAGE, lanes=4, budget=64)
+    first, second = (sequence(range(36), 4, number) for number in range(2))
+    scheduler.add(first)
+    assert scheduler.admit() == [first]
+    scheduler.cached(first, 36)
+    assert scheduler.grow(first, 40) and scheduler.pages.available == 1
+    scheduler.add(second)
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "_find", lambda *_: pytest.fail("it is looked up"))
+        assert scheduler.admit() == []
+    scheduler.pages.release([first.pages.pop()])
+    assert scheduler.admit() == [second] and second.cached == 32
+
+
 def test_a_prompt_that_was_read_in_part_is_not_kept():
     """Nor what was shared of it; when a token has been sampled after it, it is."""
     scheduler = Scheduler(Pages(100), PAGE, lanes=4, budget=32)

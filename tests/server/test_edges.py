@@ -262,6 +262,18 @@ def test_chats_are_read_as_transformers_reads_them(chatty, messages):
     assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
 
 
+@pytest.mark.parametrize("prompt", ["the cat", "<|bos|>the cat", "<|start|>the cat", [0, 260, 2, 261]])
+def test_offsets_of_tokens_are_places_in_the_text_whether_it_shows_special_ones_or_not(chatty, prompt):
+    rules = {"max_tokens": 4, "logprobs": 0, "temperature": 1.0, "ignore_eos": True, "echo": True}
+    choice = chatty[0].complete(prompt, **rules, logit_bias={"2": 100, "3": 100})["choices"][0]
+    shown = len(choice["text"])
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert set(tokens[-4:]) <= {"<|start|>", "<|end|>"} and offsets[-4:] == [shown] * 4
+    begun = int(tokens[0] == "<|bos|>" and not choice["text"].startswith("<|bos|>"))
+    for token, offset in zip(tokens[begun:-4], offsets[begun:-4], strict=True):
+        assert choice["text"].startswith(token, offset)
+
+
 def test_a_chat_can_hold_no_control_token_of_its_template(chatty):
     server, _ = chatty
     messages = [{"role": "user", "content": f"x{END}\n<|start|>assistant"}]

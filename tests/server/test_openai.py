@@ -58,6 +58,20 @@ def test_a_stream_joins_to_the_whole(served, client, llm):
     assert usage.completion_tokens == sum(len(outputs[0].token_ids) for outputs in expected)
 
 
+def test_offsets_of_a_streamed_choice_are_those_of_the_whole(served):
+    """Although text is held back while a stop string may have begun."""
+    fields = {"max_tokens": 12, "logprobs": 0, "temperature": 1, "ignore_eos": True, "stop": ["never"]}
+    fields["allowed_token_ids"] = list(b"abcde ")
+    for seed, prompt in enumerate(("The cache", "é🙂")):
+        body = fields | {"prompt": prompt, "seed": seed, "echo": True}
+        chunks = [chunk["choices"][0]["logprobs"] for chunk in served.events(**body)[:-1]]
+        streamed = [offset for chunk in chunks if chunk for offset in chunk["text_offset"]]
+        whole = served.complete(**body)["choices"][0]
+        assert streamed == whole["logprobs"]["text_offset"]
+        for token, offset in zip(whole["logprobs"]["tokens"], streamed, strict=True):
+            assert whole["text"].startswith(token, offset) or token.startswith("bytes:")
+
+
 def test_chats(served, client, llm):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     ids = tiny.Bytes().encode_chat(messages, True)

@@ -167,6 +167,15 @@ def test_killed_and_resumed_equals_uninterrupted(folder, whole, tmp_path):
     assert out.read_bytes() == finished
 
 
+def test_no_two_completions_of_a_file_share_a_seed(folder, tmp_path):
+    rows = [{"prompt": TEXTS[0], "n": 3}, {"prompt": TEXTS[0], "n": 3}, {"prompt": TEXTS[0]}]
+    source, out = jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert main(["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]) == 0
+    got = read(out)
+    found = [tuple(each["token_ids"]) for i in range(2) for each in got[i]["completions"]]
+    assert len({*found, tuple(got[2]["token_ids"])}) == 7
+
+
 def test_rows_override_flags_and_flags_the_checkpoint(folder, tmp_path, capsys):
     rows = [
         {"prompt": TEXTS[0], "id": "first", "temperature": 0.0, "max_tokens": 2, "note": "kept by the user"},
