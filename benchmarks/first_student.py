@@ -44,7 +44,7 @@ STUDENTS = ((20, 1), (15, 1), (15, 2))  # split, of 30 layers, and layers that s
 CHATS, WORDS = 256, 192  # answers that the teacher writes, and their longest, in tokens
 ASKED = ("Summarise this in two sentences:", "Explain this to a beginner:", "What is this about?")
 STAGES = ("rewired", "least_squares", "distilled")
-JUDGING = 0.25  # share of a student's seconds for its last evaluation
+EVALUATION_SHARE = 0.25  # share of a student's seconds for its last evaluation
 ENDLESS = 100_000  # steps of a distillation that a time limit ends
 WARM_UP = 10  # steps
 
@@ -87,7 +87,7 @@ def student(
 ) -> Iterator[dict]:
     """Make one student and evaluate each stage; training stops when enough of `seconds` is left to
     evaluate."""
-    end = time.monotonic() + (1 - JUDGING) * seconds
+    end = time.monotonic() + (1 - EVALUATION_SHARE) * seconds
     e = experiment(model, path, split, share, steps, rows)
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -33,7 +33,7 @@ from swiftkv_jax.progress import Say, show, working
 from swiftkv_jax.surgery import INITS
 
 CORPUS = DEMO / "corpus.jsonl.xz"
-JUDGED = 16_384  # held-out tokens
+HELD_OUT_TOKENS = 16_384  # held-out tokens
 _FIGURES = ("cross_entropy", "teacher_cross_entropy", "kl", "agreement")  # of `costs`, in the model card
 _ROWS = 4  # of a batch on each device
 _FEW = 8  # held-out documents; fewer are not enough to evaluate on
@@ -62,7 +62,7 @@ def parser() -> Parser:
         "--text",
         default=str(CORPUS),
         metavar="FILE",
-        help="what it is solved and judged on: .txt, .md or .jsonl, a folder of them, or hf://org/name "
+        help="what it is fitted and evaluated on: .txt, .md or .jsonl, a folder of them, or hf://org/name "
         "(default: the documentation of Python that comes with the package)",
     )
     p.add_argument(
@@ -137,10 +137,10 @@ def convert(
             found = costs(run, run.row_sums()[length], length)
             say(report(found, plan, config.num_layers, length))
             run.export(out)
-            judged = {f"{length}/{name}": found[name] for name in _FIGURES}
+            figures = {f"{length}/{name}": found[name] for name in _FIGURES}
             named = dataclasses.replace(experiment, name=out.name, model=model)
             with explained(f"write to {out}"):
-                text = card(named, run.recipe.student, judged, license_of(folder))
+                text = card(named, run.recipe.student, figures, license_of(folder))
                 (out / "README.md").write_text(text, encoding="utf-8")
     say(f"saved in {out} after {time.monotonic() - began:.0f} s; serve it: swiftkv serve {out} --http")
     return found
@@ -177,7 +177,9 @@ def _on_each(experiment: Experiment, devices: int) -> Experiment:
         for name in ("data", "evaluation")
         if (data := getattr(experiment, name)) is not None
     }
-    return dataclasses.replace(experiment, **parts, evaluation_batches=max(1, JUDGED // (rows * length)))
+    return dataclasses.replace(
+        experiment, **parts, evaluation_batches=max(1, HELD_OUT_TOKENS // (rows * length))
+    )
 
 
 def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
@@ -208,17 +210,17 @@ def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
         )
     parts = {
         "fit": [piece for i, piece in enumerate(pieces) if i % _EVERY != _EVERY - 1],
-        "judge": pieces[_EVERY - 1 :: _EVERY],
+        "held_out": pieces[_EVERY - 1 :: _EVERY],
     }
     scratch.mkdir(parents=True, exist_ok=True)
     for name, part in parts.items():
         lines = (json.dumps(piece) + "\n" for piece in part)
         (scratch / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    fit, judge = (
+    fit, held_out = (
         dataclasses.replace(data, sources=(str(scratch / f"{name}.jsonl"),), split="all", columns=())
         for name in parts
     )
-    return fit, judge
+    return fit, held_out
 
 
 def costs(run: loop.Run, rows: dict[str, np.ndarray], length: int) -> dict[str, float]:

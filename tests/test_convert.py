@@ -22,7 +22,7 @@ LENGTH = 128
 
 @pytest.fixture(autouse=True)
 def fewer_tokens(monkeypatch):
-    monkeypatch.setattr(command, "JUDGED", 4096)
+    monkeypatch.setattr(command, "HELD_OUT_TOKENS", 4096)
 
 
 def made(out: Path, split: int, init: str = "least_squares", share: int = 1, **options) -> dict[str, float]:
@@ -34,7 +34,7 @@ def made(out: Path, split: int, init: str = "least_squares", share: int = 1, **o
 def fitted(tmp_path_factory) -> tuple[Path, dict[str, float]]:
     out = tmp_path_factory.mktemp("fitted") / "student"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "JUDGED", 4096)
+        patch.setattr(command, "HELD_OUT_TOKENS", 4096)
         return out, made(out, 3)
 
 
@@ -57,7 +57,7 @@ def test_least_squares_costs_less_than_folding(fitted, tmp_path):
 
 
 def held_out_pieces(tokenizer) -> tuple[np.ndarray, ...]:
-    """(tokens, targets, mask) of the rows that `made` judges by, each segment in a row of its own."""
+    """(tokens, targets, mask) of the rows that `made` evaluates on, each segment in a row of its own."""
     data = DataConfig(
         sources=(str(command.CORPUS),), split="held_out", seq_len=LENGTH, batch_size=4, long_documents="fill"
     )

@@ -129,9 +129,9 @@ def _run(args: argparse.Namespace) -> int:
     chosen = _attention(args, config, split)
     machine = Machine.here()
 
-    def experiment(data: DataConfig, judged: DataConfig, split: int, steps: int) -> Experiment:
+    def experiment(data: DataConfig, held_out: DataConfig, split: int, steps: int) -> Experiment:
         plan = PlanConfig(split=split, share=args.share)
-        made = make_experiment(args.model, config, machine, data, judged, plan, steps)
+        made = make_experiment(args.model, config, machine, data, held_out, plan, steps)
         return override(dataclasses.replace(made, name=out.name), args.set)
 
     sources = sources_with_chats(args.data, args.model)
@@ -142,13 +142,13 @@ def _run(args: argparse.Namespace) -> int:
         data = data_for(sources, config, tokenizer, machine, args.length, args.weight, args.columns)
         experiment(data, data, split or config.num_layers - 1, 1)  # fail early on mistakes in --set
         with explained(f"write to {out}"):
-            data, judged = apart(data, out / "data")
+            data, held_out = apart(data, out / "data")
         steps = args.steps or _one_pass(data, tokenizer, machine)
     if split is None and args.resume:
         split = _kept(out)
     if split is None:
-        split = _measured(folder, tokenizer, data, judged, show)
-    result = train(experiment(data, judged, split, steps), out, args.resume, chosen=chosen)
+        split = _measured(folder, tokenizer, data, held_out, show)
+    result = train(experiment(data, held_out, split, steps), out, args.resume, chosen=chosen)
     if result.signal:
         show(f"saved step {result.step} in {out}; the same command with --resume goes on")
         return 130 if result.signal == 2 else 0
@@ -231,7 +231,7 @@ def make_experiment(
     config: ModelConfig,
     machine: Machine,
     data: DataConfig,
-    judged: DataConfig,
+    held_out: DataConfig,
     plan: PlanConfig,
     steps: int,
 ) -> Experiment:
@@ -246,14 +246,14 @@ def make_experiment(
     on_cpu = machine.platform == "cpu"
     micro = machine.devices * (4 if on_cpu or count < 1e9 else 1)
     rate = min(2e-3, 3e-4 * max(1.0, 1e9 / count) ** 0.25)
-    lengths = judged_lengths(data.seq_len, config.max_position_embeddings)
+    lengths = evaluated_lengths(data.seq_len, config.max_position_embeddings)
     rows = machine.devices * max(1, data.batch_size * data.seq_len // (lengths[-1] * machine.devices))
     return Experiment(
         name=_name(model),
         model=model,
         plan=dataclasses.replace(plan, init=LEAST_SQUARES, init_tokens=max(65_536, 8 * config.hidden_size)),
         data=data,
-        evaluation=dataclasses.replace(judged, seq_len=lengths[-1], batch_size=rows),
+        evaluation=dataclasses.replace(held_out, seq_len=lengths[-1], batch_size=rows),
         evaluation_batches=max(1, (16_384 if on_cpu else 65_536) // (rows * lengths[-1])),
         eval_lengths=lengths if len(lengths) > 1 else (),
         optimizer=OptimizerConfig(
@@ -267,7 +267,7 @@ def make_experiment(
     )
 
 
-def judged_lengths(seq_len: int, context: int) -> tuple[int, ...]:
+def evaluated_lengths(seq_len: int, context: int) -> tuple[int, ...]:
     """Context lengths that a student is evaluated at: that of its rows, and `_LONG` if the model supports
     it."""
     return tuple(sorted({seq_len, _LONG if context >= _LONG else seq_len}))
@@ -287,13 +287,13 @@ def _one_pass(data: DataConfig, tokenizer: Tokenizer, machine: Machine) -> int:
         loader.close()
 
 
-def _measured(folder: Path, tokenizer: Tokenizer, data: DataConfig, judged: DataConfig, say: Say) -> int:
+def _measured(folder: Path, tokenizer: Tokenizer, data: DataConfig, held_out: DataConfig, say: Say) -> int:
     """The split that `splits.chosen` picks from measurements on these data."""
     from swiftkv_jax.cli.measured import Measured
 
     mesh = sharding.make_mesh(fsdp=-1)
     with jax.set_mesh(mesh):
-        m = Measured.of(folder, tokenizer, data, judged, mesh, _MEASURED)
+        m = Measured.of(folder, tokenizer, data, held_out, mesh, _MEASURED)
         layers = m.model.config.num_layers
         say("choosing a split: what each costs untrained, its rows solved by least squares")
         later = [split for split in splits.candidates(layers) if 2 * split >= layers]

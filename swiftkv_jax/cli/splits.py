@@ -42,10 +42,10 @@ def untrained(
     experiment: Experiment,
     plans: Iterable[KVPlan],
     fit: Sequence[Batch],
-    judge: Sequence[Batch],
+    held_out: Sequence[Batch],
     say: Say = lambda _line: None,
 ) -> list[Untrained]:
-    """The cost on `judge` of each plan's student, as training would start it.
+    """The cost on `held_out` of each plan's student, as training would start it.
 
     Args:
       model, params: the teacher, a standard model.
@@ -56,13 +56,13 @@ def untrained(
     tokens = sum(int((batch.segments > 0).sum()) for batch in fit)
     found = []
     for plan in plans:
-        with working(say, f"split {plan.split}: compiling, solving and judging"):
+        with working(say, f"split {plan.split}: compiling, fitting and evaluating"):
             student, trained, frozen = steps.prepare(model, params, plan, "fold", "swiftkv")
             recipe = steps.make_recipe(experiment, student, 1, steps.DISTIL)
             if tokens > model.config.hidden_size:
                 trained = steps.fit(recipe, trained, frozen, fit)
             evaluate = jax.jit(partial(steps.evaluate_batch, recipe))
-            rows = [jax.device_get(evaluate(frozen, trained, batch)) for batch in judge]
+            rows = [jax.device_get(evaluate(frozen, trained, batch)) for batch in held_out]
         sums = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
         means = loop.summarise(sums, has_teacher=True)
         gap = means["cross_entropy"] - means["teacher_cross_entropy"]

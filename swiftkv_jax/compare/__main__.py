@@ -10,7 +10,7 @@ from swiftkv_jax.analysis.prediction_flops import Sizes
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.checks import integer
 from swiftkv_jax.compare import times
-from swiftkv_jax.compare.judging import (
+from swiftkv_jax.compare.evaluation import (
     FIT_TOKENS,
     ROWS,
     Answers,
@@ -94,10 +94,10 @@ def measured(
 
 def _of_system(source: Source, own: Answers, args: argparse.Namespace, system: System) -> Point:
     found = answers_by_rows(system.model, system.params, source.prompts)
-    judged = point(system.name, system.setting, system.flops, found, own)
+    result = point(system.name, system.setting, system.flops, found, own)
     full, most = (source.model, source.params), source.model.config.max_position_embeddings
     if not args.rounds:
-        return judged
+        return result
     one = system.model, system.params
     shapes = {"ttft": (1, args.length), "ttft_short": times.SHORT}
     ratios = {
@@ -105,7 +105,7 @@ def _of_system(source: Source, own: Answers, args: argparse.Namespace, system: S
         for name, (count, length) in shapes.items()
         if length <= most
     }
-    return judged._replace(**ratios)
+    return result._replace(**ratios)
 
 
 def report(args: argparse.Namespace) -> dict:

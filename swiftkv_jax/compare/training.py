@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from swiftkv_jax.checkpoint.adapter import from_pretrained
-from swiftkv_jax.compare.judging import ROWS, TRAINED
+from swiftkv_jax.compare.evaluation import ROWS, TRAINED
 from swiftkv_jax.compare.systems import System
 from swiftkv_jax.distill.config import Experiment, MeshConfig, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.loop import train

@@ -263,7 +263,7 @@ class Experiment:
     Attributes:
       name: of the run; without --out it is kept in runs/NAME.
       data: what is trained on.
-      evaluation: held-out data to judge by, with fields as `data` has them; None: no judgement.
+      evaluation: held-out data, with the fields of `data`; None: the student is not evaluated.
       model: folder or hub id of the teacher, or of the base whose rows are predicted; or empty, with
         `architecture`, to train from random weights.
       architecture: a ModelConfig, for random weights and for --compile-only.
@@ -284,16 +284,16 @@ class Experiment:
       seed: of random weights; the order of the data has its own, `data.seed`.
       remat: compute activations again in the backward pass instead of keeping them: less memory, more time.
       log_every: steps between two lines of progress.
-      evaluate_every: steps between two judgements of the held-out data; 0 means only at the end.
+      evaluate_every: steps between two evaluations on the held-out data; 0: only at the end.
       checkpoint_every: steps between two checkpoints; 0 means only at the end.
       keep_checkpoints: the newest so many are kept.
       trackers: where metrics go too, by name: "tensorboard", "wandb", "trackio". Each is a package of its
         own.
       export_dtype: of the exported weights.
       evaluation_batches: of the held-out data, at most so many; 0 means all.
-      eval_lengths: context lengths that the held-out data are judged at, each by itself, all in rows of
-        `evaluation.seq_len` tokens: longer documents are cut into pieces of that length. Metrics are then
-        named "2048/kl". Empty: one judgement, of the rows as `evaluation` makes them.
+      eval_lengths: context lengths to evaluate at. For each, held-out documents are cut into pieces of at
+        most that length, in rows of `evaluation.seq_len` tokens. Metrics are then named "2048/kl". Empty: one
+        evaluation, of the rows as `evaluation` makes them.
     """
 
     name: str

@@ -294,13 +294,14 @@ class Run:
         the next one)."""
         now = int(self.state.step)
         if self.evaluated is None or self.evaluated[0] != now:
-            self.evaluated = now, {length: self.judge(batches) for length, batches in self.held_out.items()}
+            sums = {length: self.evaluate_rows(batches) for length, batches in self.held_out.items()}
+            self.evaluated = now, sums
         return self.evaluated[1]
 
-    def judge(self, batches: list[Batch]) -> dict[str, np.ndarray]:
+    def evaluate_rows(self, batches: list[Batch]) -> dict[str, np.ndarray]:
         """`evaluate_batch`'s sums for every row of these batches, at the current step."""
-        what = "compiling and judging held-out rows" if self._first("judge") else "judging held-out rows"
-        with working(self.say, what) as doing:
+        compiling = "compiling and " if self._first("evaluate") else ""
+        with working(self.say, f"{compiling}evaluating held-out rows") as doing:
             sums = (self._sums(batch) for batch in doing.counted(batches))
             rows = [multihost_utils.process_allgather(each, tiled=True) for each in sums]
         return {name: np.concatenate([r[name] for r in rows]) for name in rows[0]}

@@ -5,7 +5,7 @@
     python serve.py --model runs/pair
 
 The auxiliary is some layers of the base (--keep) or a model of its own (--auxiliary); the predictor is fitted
-by least squares to the base's rows of the text's training documents, and judged on its held-out ones.
+by least squares to the base's rows of the text's training documents, and evaluated on its held-out ones.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from swiftkv_jax.progress import show, working
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
-_JUDGED = 6  # held-out batches
+_HELD_OUT = 6  # held-out batches
 
 
 class Nearness(NamedTuple):
@@ -45,7 +45,7 @@ class Nearness(NamedTuple):
     Attributes:
       gap: cross-entropy of the data minus the base's, with its standard error over rows. kl: from the base.
       agreement: share of equal likeliest tokens. alone: the gap of the auxiliary by itself. tokens: number of
-        tokens judged.
+        tokens evaluated.
     """
 
     gap: float
@@ -56,7 +56,7 @@ class Nearness(NamedTuple):
     tokens: int
 
 
-def judge(model: Predicted, params: PyTree, batches: Iterable[Batch]) -> Nearness:
+def evaluate(model: Predicted, params: PyTree, batches: Iterable[Batch]) -> Nearness:
     """Compare `predict.forward(own=True)` with the base on held-out batches: as served, at every position."""
     run = jax.jit(lambda params, batch: _sums(model, params, batch))
     sums = np.concatenate([np.asarray(run(params, batch), np.float64) for batch in batches])
@@ -168,7 +168,7 @@ def _run(args: argparse.Namespace) -> None:
     )
     held_out = dataclasses.replace(data, split="held_out")
     with working(show, f"reading {', '.join(args.text)}"):
-        judged = evaluation_batches(held_out, tokenizer, _JUDGED) if args.tail == 1 else []
+        batches_held_out = evaluation_batches(held_out, tokenizer, _HELD_OUT) if args.tail == 1 else []
         loader = DataLoader(data, tokenizer)
     try:
         count = math.ceil(args.tokens / (data.batch_size * data.seq_len))
@@ -179,9 +179,9 @@ def _run(args: argparse.Namespace) -> None:
         loader.close()
     save_adapter(args.out, model, params, base=home)
     print(f"saved {args.out}: rows {prediction.reads} of {theirs} auxiliary rows, tail {args.tail}")
-    if judged:
-        with working(show, "judging") as doing:
-            near = judge(model, params, doing.counted(judged))
+    if batches_held_out:
+        with working(show, "evaluating") as doing:
+            near = evaluate(model, params, doing.counted(batches_held_out))
         print(
             f"first tokens of {near.tokens} prompts: {near.gap:.4f} +- {near.gap_error:.4f} nats above the "
             f"base, KL {near.kl:.4f}, agreement {near.agreement:.3f} (the auxiliary alone: {near.alone:.3f})"

@@ -33,9 +33,9 @@ def metrics_of(run: Path) -> list[dict]:
             row = json.loads(line)
         except ValueError:  # a kill cut it short
             continue
-        judged = any(name.startswith("eval/") for name in row)
-        rows.pop((row["step"], judged), None)
-        rows[row["step"], judged] = row
+        evaluated = any(name.startswith("eval/") for name in row)
+        rows.pop((row["step"], evaluated), None)
+        rows[row["step"], evaluated] = row
     return sorted(rows.values(), key=lambda row: row["step"])
 
 
@@ -71,7 +71,7 @@ def quality(evaluation: dict[str, float]) -> list[str]:
     lengths = list(dict.fromkeys(name.rpartition("/")[0] for name in evaluation))
     figures = list(dict.fromkeys(name.rpartition("/")[2] for name in evaluation))
     if not evaluation:
-        return ["Nothing was judged: the run had no held-out data."]
+        return ["The student was not evaluated: the run had no held-out data."]
     named = any(lengths)
     lines = [f"| {'context | ' if named else ''}{' | '.join(figures).replace('_', ' ')} |"]
     lines.append("|---" * (len(figures) + named) + "|")

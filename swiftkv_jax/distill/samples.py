@@ -31,7 +31,7 @@ class DataConfig:
         but the name may be left out; or self://prompts.jsonl, chats that the model writes itself.
         docs/your_data.md lists formats.
       weights: one for each source, how often an epoch takes its samples: 2 twice, 0.5 every other one, which
-        are others in the next epoch. Empty: once. Judgements take each once.
+        are others in the next epoch. Empty: once. Evaluations take each document once.
       columns: of rows in no known form, "ours=theirs" each: "prompt=question", "completion=answer".
       stream_rows: of each hub dataset the first so many rows, over the network; None fetches the whole.
       seq_len: tokens of a row.

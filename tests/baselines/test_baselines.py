@@ -319,7 +319,7 @@ def test_bad_values_are_refused_in_one_line(params):
     ):
         with pytest.raises(UsageError, match=said):
             generate(MODEL, params, baseline, prompts, 1)
-    with pytest.raises(UsageError, match="at least one token to read before those that are judged"):
+    with pytest.raises(UsageError, match="at least one prompt token before the tokens to score"):
         baselines.follow(MODEL, params, NOTHING["lazy"], [], [1])
     with pytest.raises(UsageError, match="leave none of 5"):
         baselines.check(MODEL, cold)

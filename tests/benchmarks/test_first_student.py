@@ -79,7 +79,7 @@ def test_lm_eval_s_task_is_made_of_held_out_texts(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_teacher_writes_chats_and_its_student_is_judged_at_every_stage(tmp_path):
+def test_a_teacher_writes_chats_and_its_student_is_evaluated_at_every_stage(tmp_path):
     flags = "--model demo/teacher --splits 4 --cpu --steps 2 --rows 1 --chats 2 --minutes 10 --output"
     command = [sys.executable, "-m", "benchmarks.first_student", *flags.split(), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

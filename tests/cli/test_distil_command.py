@@ -80,7 +80,7 @@ def test_settings_follow_from_the_model_and_the_machine():
     assert (large.optimizer.accumulate, alone.optimizer.accumulate) == (1, 4), "a row a device"
 
 
-def test_a_student_is_judged_at_2048_too_where_its_model_takes_so_many():
+def test_a_student_is_evaluated_at_2048_tokens_too_if_its_model_supports_them():
     large, small = settings("llama8b", SLICE), settings("demo_teacher", CPU)
     for e, lengths in ((large, (2048, 4096)), (small, (512, 2048))):
         assert e.eval_lengths == lengths == tuple(e.held_out())
@@ -89,7 +89,7 @@ def test_a_student_is_judged_at_2048_too_where_its_model_takes_so_many():
         assert tokens <= e.data.batch_size * e.data.seq_len, "no more at a time than a step has"
         assert e.evaluation_batches * tokens == (65_536 if e is large else 16_384)
     assert large.evaluation is not None and large.evaluation.batch_size % SLICE.devices == 0
-    assert distil.judged_lengths(512, 1024) == (512,) and distil.judged_lengths(2048, 4096) == (2048,)
+    assert distil.evaluated_lengths(512, 1024) == (512,) and distil.evaluated_lengths(2048, 4096) == (2048,)
 
 
 def test_rows_are_as_many_as_devices_share_out_and_chats_count_where_the_assistant_speaks(tmp_path):

@@ -170,11 +170,11 @@ def undisturbed(config, tmp_path_factory) -> Path:
 
 def test_held_out_figures_are_of_each_context_length(undisturbed):
     rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
-    judged = [row for row in rows if "eval/24/kl" in row]
-    assert [row["step"] for row in judged] == [16, 32, STEPS]
-    teacher = [[row[f"eval/{length}/teacher_cross_entropy"] for row in judged] for length in (8, 24)]
+    evaluated = [row for row in rows if "eval/24/kl" in row]
+    assert [row["step"] for row in evaluated] == [16, 32, STEPS]
+    teacher = [[row[f"eval/{length}/teacher_cross_entropy"] for row in evaluated] for length in (8, 24)]
     assert len(set(teacher[0])) == len(set(teacher[1])) == 1 and teacher[0] != teacher[1]
-    assert all(row[f"eval/{length}/kl"] > 0 for row in judged for length in (8, 24))
+    assert all(row[f"eval/{length}/kl"] > 0 for row in evaluated for length in (8, 24))
 
 
 def killed_and_resumed(config: Path, out: Path, kills: int, seed: int) -> None:
@@ -276,7 +276,7 @@ NO_TEACHER = ["--set", "loss.lm_weight=1", "--set", "loss.kl_weight=0"]
         (["--set", "model=/nowhere/at/all"], "no such folder"),
         (["--set", "tokenizer=/nowhere/at/all"], "tokenizer"),
         (["--set", "data.sources=('nothing.jsonl',)"], "nothing.jsonl"),
-        (["--set", "evaluation.sources=('no_judge.jsonl',)"], "no_judge.jsonl"),
+        (["--set", "evaluation.sources=('no_such.jsonl',)"], "no_such.jsonl"),
         (["--set", "evaluation_batches=-1"], "evaluation_batches"),
         ([*NO_TEACHER, "--set", "trainable=all"], "plan.split 2 is of a student"),
         (["--compile-only"], "--compile-only and --topology go together"),

@@ -39,7 +39,7 @@ PHASES = (
     "making the student",
     "fitting rows by least squares on",
     "compiling the step",
-    "compiling and judging held-out rows",
+    "compiling and evaluating held-out rows",
     "exporting to",
 )
 

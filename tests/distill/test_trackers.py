@@ -62,8 +62,8 @@ def test_every_figure_of_a_run_goes_to_the_tracker_that_is_named(name, tmp_path,
     (run,) = module.runs
     about = {"project": "swiftkv-jax", "name": "mine", "config": {"steps": 2}}
     assert run.about == about | ({"dir": str(tmp_path)} if name == "wandb" else {})
-    (first, step), (second, judged) = run.logged
-    assert (first, second) == (1, 1) and judged == {"eval/kl": 0.5}
+    (first, step), (second, evaluated) = run.logged
+    assert (first, second) == (1, 1) and evaluated == {"eval/kl": 0.5}
     assert step["loss"] == 2.0 and step["tokens_per_second"] == 2.0 and "step" not in step
     assert run.finished
 

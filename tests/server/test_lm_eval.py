@@ -1,4 +1,4 @@
-"""lm-eval both ways: in process, through its own client of our server, and its `hf` model as the judge.
+"""lm-eval both ways: in process, through its own client of our server, and its `hf` model as the reference.
 
 Needs `pip install 'swiftkv-jax[eval]'`; skipped without.
 """

@@ -243,10 +243,10 @@ function showPrompt() {
   }
   for (const { card, runs } of models) card.querySelector(".count").textContent = runs.length ? count(runs) : "";
   const all = found.map(({ model, ttft, speed }) => ({ name: model.id, ttft, speed, bytes: model.cache_bytes_per_token }));
-  judge(all.length && all.every((each) => each.ttft !== null) ? verdict(all) : "");
+  showVerdict(all.length && all.every((each) => each.ttft !== null) ? verdict(all) : "");
 }
 
-function judge(sentence) {
+function showVerdict(sentence) {
   byId("verdict").textContent = sentence;
   byId("verdict").hidden = !sentence;
 }
@@ -301,10 +301,10 @@ async function passageOf(model, signal) {
 
 function showLengths() {
   byId("sweep").hidden = !swept.length;
-  if (!swept.length) return judge("");
+  if (!swept.length) return showVerdict("");
   const names = models.map((model) => model.id);
   const last = swept.at(-1);
-  judge(
+  showVerdict(
     verdict(
       names.map((name, i) => ({ name, ttft: last.ttft[i] })),
       `At ${last.length.toLocaleString("en")} prompt tokens`,
