@@ -212,13 +212,15 @@ def main() -> int:
     p.add_argument(
         "--model", type=Path, nargs="+", help="a folder, a GGUF file or its parts (default: demo-smollm2's)"
     )
-    p.add_argument("--minutes", type=float, default=9.0, help="what the run may take (default 9)")
+    p.add_argument("--minutes", type=float, default=9.0, help="time limit of the run (default 9)")
     p.add_argument("--output", type=Path, default=RESULTS)
-    p.add_argument("--steps", type=int, help="of each student's distillation (default: while time is left)")
-    p.add_argument("--rows", type=int, default=16, help="of 512 tokens in a step (default 16)")
-    p.add_argument("--chats", type=int, default=CHATS, help=f"that the teacher writes (default {CHATS})")
+    p.add_argument("--steps", type=int, help="distillation steps per student (default: while time is left)")
+    p.add_argument("--rows", type=int, default=16, help="rows of 512 tokens per step (default 16)")
+    p.add_argument(
+        "--chats", type=int, default=CHATS, help=f"chats that the teacher writes (default {CHATS})"
+    )
     p.add_argument("--splits", type=int, nargs="+", help="(default: 20, 15, and 15 with shared rows)")
-    p.add_argument("--cpu", action="store_true", help="go on without a GPU, to try this out")
+    p.add_argument("--cpu", action="store_true", help="run without a GPU, to try this out")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.worker:

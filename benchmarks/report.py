@@ -86,7 +86,7 @@ def _peers(found: dict) -> tuple[list[str], Rows]:
 
 
 def _throughput(found: dict) -> tuple[list[str], Rows]:
-    columns = ["prompt:output", "plan", "tokens/s", "gain", "predicted gain", "cache bytes a token"]
+    columns = ["prompt:output", "plan", "tokens/s", "gain", "predicted gain", "cache bytes per token"]
     rows = [
         [
             lengths,
@@ -125,7 +125,7 @@ def _prediction(found: dict) -> tuple[list[str], Rows]:
 
 def _whisper(found: dict) -> tuple[list[str], Rows]:
     names = {"kv": "keys and values", "k": "keys", "x": "inputs"}
-    columns = ["windows at once", "rows", "cache of one, MB", "first token, ms a window", "then tokens/s"]
+    columns = ["windows at once", "rows", "cache of one, MB", "first token, ms per window", "then tokens/s"]
     rows = [
         [batch, names[form], round(row["cache_mb"], 1), round(row["first_ms"]), round(row["tokens_per_s"])]
         for batch, forms in found["batches"].items()
@@ -140,7 +140,7 @@ def _summary() -> tuple[list[str], Rows]:
     rows: Rows = []
     for row in records("demo"):
         gap = round(row["distilled"] - row["teacher's cross-entropy"], 4)
-        share = row["cache bytes a token"] / 3072
+        share = row["cache bytes per token"] / 3072
         rows.append(["demo, 3.6 M", row["student"], row["context"], f"{gap:.3f}", f"{row['KL']:.3f}"])
         rows[-1] += [f"{row['agreement']:.3f}", f"{row['TTFT']:.2f}", f"{share:.0%}"]
     for row in records("smollm2"):
@@ -215,7 +215,7 @@ def plot(path: Path) -> None:
     times = [1.0, swiftkv["TTFT"], acrosskv["TTFT"]]
     sizes = [
         1.0,
-        *(row["cache bytes a token"] / swiftkv["cache bytes a token"] for row in (swiftkv, acrosskv)),
+        *(row["cache bytes per token"] / swiftkv["cache bytes per token"] for row in (swiftkv, acrosskv)),
     ]
     figure, axes = pyplot.subplots(1, 2, figsize=(7.6, 2.0), layout="constrained", sharey=True)
     titles = ("relative time to first token, 2048 tokens", "relative cache bytes")

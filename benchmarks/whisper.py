@@ -193,7 +193,7 @@ def main() -> None:
         "batches": {},
     }
     print(f"\nWhisper {args.size} here: " + ", ".join(f"{k} {v}" for k, v in found["machine"].items()))
-    print(f"{'batch':>5}  {'rows':4}{'cache, MB':>11}{'first token, ms a window':>26}{'then tokens/s':>15}")
+    print(f"{'batch':>5}  {'rows':4}{'cache, MB':>11}{'first token, ms per window':>26}{'then tokens/s':>15}")
     for batch in args.batch:
         found["batches"][batch] = measured(SIZES[args.size], batch)
         for form, row in found["batches"][batch].items():

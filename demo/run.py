@@ -217,7 +217,7 @@ def main() -> int:
     )
     p.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
     args = p.parse_args()
-    return exit_code(lambda: run(args), f"\ninterrupted; what was done is in {args.out}")
+    return exit_code(lambda: run(args), f"\ninterrupted; results so far are in {args.out}")
 
 
 def run(args: argparse.Namespace) -> int:

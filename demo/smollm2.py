@@ -147,7 +147,7 @@ def long_rows(run: loop.Run) -> dict:
 
 
 def name_of(split: int, share: int = 1) -> str:
-    return f"split {split}" + (f", {share} layers a row" if share > 1 else "")
+    return f"split {split}" + (f", share {share}" if share > 1 else "")
 
 
 def convert(change, out: Path) -> tuple[dict, Path]:
@@ -230,7 +230,7 @@ def main() -> int:
     )
     p.add_argument("--out", type=Path, default=ROOT / "runs" / "smollm2")
     args = p.parse_args()
-    return exit_code(lambda: run(args), f"\ninterrupted; what was done is in {args.out}")
+    return exit_code(lambda: run(args), f"\ninterrupted; results so far are in {args.out}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -146,7 +146,9 @@ def transformers_texts(folder: Path, sounds: list[Path]) -> list[str] | None:
 
 def table(found: list[dict]) -> str:
     """The table for the terminal."""
-    lines = [f"{'own tokens':16}{'encoder':16}{'bytes a token':>14}{'bytes a window':>16}{'word errors':>13}"]
+    lines = [
+        f"{'own tokens':16}{'encoder':16}{'bytes per token':>14}{'bytes per window':>16}{'word errors':>13}"
+    ]
     for one in found:
         own, cross = NAMES[one["self"]], NAMES[one["cross"]]
         size = f"{one['bytes_a_token']:>14,}{one['bytes_a_window']:>16,}"

@@ -104,8 +104,8 @@ def embed(
 def _check_length(config: ModelConfig, length: int) -> None:
     if length > config.max_position_embeddings:
         raise UsageError(
-            f"{length} tokens in a row, and {config.family} has learned {config.max_position_embeddings} "
-            "positions: cut the rows, or give positions that begin again"
+            f"{length} tokens in a row, and {config.family} has embeddings for "
+            f"{config.max_position_embeddings} positions: cut the rows, or give positions that begin again"
         )
 
 

@@ -296,8 +296,8 @@ def _inverse(kernel: np.ndarray, other: np.ndarray, name: str) -> np.ndarray:
     made = between(kernel, other, name)
     if (found := condition(kernel)) > _NOISE:
         warnings.warn(
-            f"{name} has condition {found:.1e}: no digit of what is recovered is right, even in float32; "
-            "python -m swiftkv_jax.slim measures what each row costs",
+            f"{name} has condition {found:.1e}: recovered values have no correct digit, even in float32; "
+            "python -m swiftkv_jax.slim measures the cost of each row",
             UsageWarning,
             stacklevel=4,
         )

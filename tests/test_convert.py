@@ -104,7 +104,7 @@ def test_a_conversion_with_shared_rows_is_measured_on_a_given_text(tmp_path, cap
     found = made(tmp_path / "out", 4, "fold", share=2, text=str(text))
     assert found["cache_bytes"] == 6 / 8 and 1000 < found["tokens"] < 4096
     said = capsys.readouterr().out
-    assert "split 4 of 8 layers, 2 layers a row, fold, on" in said and "cache          25% saved" in said
+    assert "split 4 of 8 layers, share 2, fold, on" in said and "cache          25% saved" in said
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (raw["num_key_value_layers"], raw["key_value_group_size"]) == (4, 2)
     assert raw["torch_dtype"] == "bfloat16", "as the teacher's"

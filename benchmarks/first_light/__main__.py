@@ -112,11 +112,13 @@ def save(path: Path, sizes: Shape, candidates: Sequence[Candidate], result: dict
 
 def main() -> int:
     """The command line."""
-    p = argparse.ArgumentParser(prog="first_light", description="What is right and fast on this machine.")
+    p = argparse.ArgumentParser(
+        prog="first_light", description="Find out which kernels are correct and fast on this machine."
+    )
     p.add_argument("--shape", choices=("llama8b", "tiny"), default="llama8b")
-    p.add_argument("--minutes", type=float, default=9.0, help="what the run may take (default 9)")
+    p.add_argument("--minutes", type=float, default=9.0, help="time limit of the run (default 9)")
     p.add_argument("--output", type=Path, default=RESULTS)
-    p.add_argument("--candidates", metavar="MODULE", help="a module whose CANDIDATES are tried too")
+    p.add_argument("--candidates", metavar="MODULE", help="a module with more CANDIDATES to try")
     args = p.parse_args()
     if args.minutes <= 0:
         p.error(f"--minutes must be positive, not {args.minutes:g}")

@@ -99,7 +99,7 @@ def said(task: str, top: dict, kind: str = ""):
             "ttft_ms": "TTFT {:.1f} ms",
             "tpot_ms": "TPOT {:.2f} ms",
             "copy_share": "{:.1%} of copy",
-            "host_ms_per_step": "host {:.2f} ms a step",
+            "host_ms_per_step": "host {:.2f} ms per step",
             "tokens_per_s": "{:,.0f} tokens/s in all",
         }
         return ", ".join(form.format(found[k]) for k, form in forms.items() if found.get(k) is not None)

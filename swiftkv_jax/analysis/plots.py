@@ -85,7 +85,7 @@ def training(rows: list[dict], path: Path) -> Path:
         points = [(row["step"], row[name]) for row in evaluated if name in row]
         axes[1].plot(*zip(*points, strict=True), marker="o", markersize=4, label=name.removeprefix("eval/"))
     if figures:
-        axes[1].set(xlabel="step", ylabel="nats a token", title="held-out data")
+        axes[1].set(xlabel="step", ylabel="nats per token", title="held-out data")
         axes[1].legend()
     return save(figure, path)
 
@@ -105,7 +105,7 @@ def comparison(points, path: Path) -> Path:
             known = sorted((p for p in curve if p.ttft_short is not None), key=lambda p: p.ttft_short)
             axis.plot([p.ttft_short for p in known], [p.agreement for p in known], marker="o", markersize=3)
             axis.set(xlabel="TTFT of short prompts, over full depth", ylabel="agreement")
-    right.set(xlabel="FLOPs of the prompt, over full depth", ylabel="first token: the model's likeliest one")
+    right.set(xlabel="FLOPs of the prompt, over full depth", ylabel="agreement of the first token")
     return save(figure, path)
 
 

@@ -27,7 +27,7 @@ class LazyLLM:
         layer chooses beyond them, and has no row of, stays unseen in that step.
 
     Raises:
-      UsageError: a share is not in (0, 1], end is above start, or revive is no integer of 0 or more.
+      UsageError: a share is not in (0, 1], end is above start, or revive is not an integer of 0 or more.
     """
 
     start: float

@@ -72,7 +72,9 @@ def from_pretrained(
     folder = local_folder(path_or_id, revision)
     if not (folder / ADAPTER).exists():
         if base is not None:
-            raise UsageError(f"{folder} has no {ADAPTER}: it is no adapter with a base, so leave base out")
+            raise UsageError(
+                f"{folder} has no {ADAPTER}: it is not an adapter with a base, so leave base out"
+            )
         return hf.from_pretrained(folder, dtype, mesh, cuts, slim=slim)
     version, named, said, prediction = _read(folder / ADAPTER)
     home = _base_folder(folder, named, base)
@@ -224,7 +226,7 @@ def check_tokenizers(base: Path, auxiliary: Path) -> None:
     most, known = (hf.read_model(folder)[0].vocab_size for folder in (base, auxiliary))
     if most > known and (count := load_tokenizer(base).vocab_size) > known:
         raise UsageError(
-            f"the tokenizer of {base} has {count} tokens and the model in {auxiliary} knows {known}: an "
+            f"the tokenizer of {base} has {count} tokens and the model in {auxiliary} has {known}: an "
             "auxiliary must read all of them"
         )
 

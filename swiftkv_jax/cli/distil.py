@@ -73,28 +73,32 @@ def parser() -> Parser:
         type=float,
         default=[],
         metavar="W",
-        help="of each --data in turn: how often a pass takes its documents, such as 2 or 0.5 (default: 1)",
+        help="sampling weight of each --data, in order: 2 takes every document twice per pass (default: 1)",
     )
     p.add_argument(
         "--columns",
         action="append",
         default=[],
         metavar="OURS=THEIRS",
-        help="the name of a column in your rows, as in prompt=question; may be repeated",
+        help="rename a column of your rows, as in prompt=question; may be repeated",
     )
     p.add_argument(
         "--split",
         default=AUTO,
         metavar="N",
-        help="layers that prompt tokens run; auto (the default) fits students and chooses by what they cost",
+        help="number of layers that prompt tokens run; auto (the default) fits students and compares them",
     )
     p.add_argument(
-        "--share", type=int, default=1, metavar="S", help="AcrossKV: so many later layers read one row"
+        "--share",
+        type=int,
+        default=1,
+        metavar="S",
+        help="AcrossKV: number of later layers that share one row",
     )
     p.add_argument(
-        "--out", type=Path, metavar="DIR", help="where the run is kept (default: runs/<the model's name>)"
+        "--out", type=Path, metavar="DIR", help="folder of the run (default: runs/<the model's name>)"
     )
-    p.add_argument("--length", type=int, metavar="N", help="tokens of a row (default: 4096, on CPUs 512)")
+    p.add_argument("--length", type=int, metavar="N", help="tokens per row (default: 4096, on CPUs 512)")
     p.add_argument(
         "--steps",
         type=int,
@@ -106,15 +110,15 @@ def parser() -> Parser:
         action="append",
         default=[],
         metavar="a.b=value",
-        help="change a field of the config, see below; may be repeated",
+        help="override a field of the config, see below; may be repeated",
     )
-    p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in --out")
+    p.add_argument("--resume", action="store_true", help="continue from the newest good checkpoint in --out")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run; exit code 0, 2 for bad usage, 1 for a failed run, 130 for Ctrl-C (saved)."""
-    interrupted = "\ninterrupted: the newest checkpoint is kept; --resume goes on from it"
+    interrupted = "\ninterrupted: the newest checkpoint is kept; --resume continues from it"
     return exit_code(lambda: _run(parser().parse_args(argv)), interrupted, (RuntimeError, OSError))
 
 
@@ -123,7 +127,7 @@ def _run(args: argparse.Namespace) -> int:
     split = _split(args.split, config.num_layers)
     out = args.out or Path("runs") / _name(args.model)
     if (out / "config.json").exists() and not args.resume:
-        raise UsageError(f"{out} already holds a run: give --resume to go on with it, or another --out")
+        raise UsageError(f"{out} already holds a run: give --resume to continue it, or another --out")
     if args.steps is not None:
         integer("--steps", args.steps, 1)
     chosen = _attention(args, config, split)
@@ -150,11 +154,11 @@ def _run(args: argparse.Namespace) -> int:
         split = _measured(folder, tokenizer, data, held_out, show)
     result = train(experiment(data, held_out, split, steps), out, args.resume, chosen=chosen)
     if result.signal:
-        show(f"saved step {result.step} in {out}; the same command with --resume goes on")
+        show(f"saved step {result.step} in {out}; the same command with --resume continues")
         return 130 if result.signal == 2 else 0
     show(f"done after {time.monotonic() - began:.0f} s; the student is in {result.export}")
-    show(f"what it cost: {out}/report.md")
-    show(f"serve it: swiftkv serve {result.export} --http")
+    show(f"quality and costs: {out}/report.md")
+    show(f"to serve it: swiftkv serve {result.export} --http")
     return 0
 
 
@@ -295,7 +299,7 @@ def _measured(folder: Path, tokenizer: Tokenizer, data: DataConfig, held_out: Da
     with jax.set_mesh(mesh):
         m = Measured.of(folder, tokenizer, data, held_out, mesh, _MEASURED)
         layers = m.model.config.num_layers
-        say("choosing a split: what each costs untrained, its rows solved by least squares")
+        say("choosing a split: evaluating a least-squares student of each candidate")
         later = [split for split in splits.candidates(layers) if 2 * split >= layers]
         split = splits.chosen(m.untrained(later, say))
     say(f"split {split}: the earliest from half depth on with a KL of at most {splits.MOST_KL}, or the best")

@@ -114,7 +114,7 @@ def check_auxiliary(folder: Path, auxiliary: Path, length: int) -> None:
     """Check that the model in `auxiliary` can read prompts of `length` tokens for the one in `folder`.
 
     Raises:
-      UsageError: it is no standard model, has another tokenizer, or a shorter context.
+      UsageError: it is not a standard model, has another tokenizer, or a shorter context.
     """
     config, plan, _ = read_model(auxiliary)
     if plan != KVPlan.standard(config.num_layers):

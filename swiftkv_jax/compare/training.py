@@ -44,6 +44,8 @@ def trained(system: System, model: str, text: str, length: int, steps: int, out:
     folder = out / re.sub(r"\W+", "-", run.name).strip("-")
     result = train(run, folder, resume=folder.exists(), say=lambda line: None)
     if result.export is None:
-        raise UsageError(f"training {run.name} was ended by a signal: the same command goes on from {folder}")
+        raise UsageError(
+            f"training {run.name} was ended by a signal: the same command continues from {folder}"
+        )
     made, params = from_pretrained(result.export, dtype="float32")
     return system._replace(name=system.name + TRAINED, model=made, params=params)

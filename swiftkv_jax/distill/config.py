@@ -31,7 +31,7 @@ class PlanConfig:
     Attributes:
       split: the layer where prompt tokens stop; later layers' keys and values are made of its input. 0 is the
         plain transformer (for trainable="all").
-      share: AcrossKV: so many later layers read one row.
+      share: AcrossKV: number of later layers that share one row of the cache.
       init: the student's start: "fold" or "copy" (see `to_swiftkv`), or "least_squares": "fold", then the
         later layers' keys and values are fitted to the teacher's on training data (distill/least_squares.py).
       init_tokens: tokens of that data, about; rounded up to whole batches.
@@ -168,7 +168,7 @@ class PredictionLossConfig(LossConfig):
                 raise UsageError(f"loss.{name} is of a SwiftKV student, not of a predictor: set it to 0")
         if not (self.kl_weight or self.lm_weight or self.rows_weight is None or self.rows_weight):
             raise UsageError(
-                "loss: kl_weight, lm_weight and rows_weight are all 0; nothing would train the predictor"
+                "loss: kl_weight, lm_weight and rows_weight are all 0; no loss would train the predictor"
             )
 
     def of_rows(self, rows: int) -> float:
@@ -286,11 +286,11 @@ class Experiment:
       log_every: steps between two lines of progress.
       evaluate_every: steps between two evaluations on the held-out data; 0: only at the end.
       checkpoint_every: steps between two checkpoints; 0 means only at the end.
-      keep_checkpoints: the newest so many are kept.
+      keep_checkpoints: number of newest checkpoints to keep.
       trackers: where metrics go too, by name: "tensorboard", "wandb", "trackio". Each is a package of its
         own.
       export_dtype: of the exported weights.
-      evaluation_batches: of the held-out data, at most so many; 0 means all.
+      evaluation_batches: most batches of held-out data to evaluate on; 0 means all.
       eval_lengths: context lengths to evaluate at. For each, held-out documents are cut into pieces of at
         most that length, in rows of `evaluation.seq_len` tokens. Metrics are then named "2048/kl". Empty: one
         evaluation, of the rows as `evaluation` makes them.

@@ -40,7 +40,7 @@ _MAY_CHANGE = (  # fields of an Experiment that may differ when a run is resumed
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on: the message is one line for the user; exit code 1."""
+    """A run that cannot continue: the message is one line for the user; exit code 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Run:
         loader = DataLoader(e.data, self.tokenizer, **self.process)
         try:
             count = math.ceil(e.start.init_tokens / (e.data.batch_size * e.data.seq_len))
-            with working(self.say, f"fitting rows by least squares on {count} batches") as doing:
+            with working(self.say, f"fitting keys and values by least squares on {count} batches") as doing:
                 batches = (self._place(next(loader)[0]) for _ in doing.counted(range(count)))
                 trained = self.recipe.method.fit(self.recipe, self.state.trainable, self.frozen, batches)
         finally:
@@ -207,7 +207,9 @@ class Run:
         self.to_fit = False
         tokens = count * e.data.batch_size * e.data.seq_len
         took = time.monotonic() - began
-        self.say(f"rows fitted to the teacher's by least squares on {tokens:,} tokens in {took:.0f} s")
+        self.say(
+            f"keys and values fitted to the teacher's by least squares on {tokens:,} tokens in {took:.0f} s"
+        )
 
     def _loop(self) -> Result:
         e, done = self.experiment, int(self.state.step)
@@ -373,8 +375,8 @@ class Run:
             raise KeyboardInterrupt
         self.caught = number
         self.say(
-            f"\n{signal.Signals(number).name}: finishing this step, saving, then leaving "
-            "(again: leave at once)"
+            f"\n{signal.Signals(number).name}: finishing this step, saving, then stopping "
+            "(again: stop at once)"
         )
         if jax.distributed.is_initialized():  # JAX tells the other processes of SIGTERM only
             os.kill(os.getpid(), signal.SIGTERM)
@@ -421,14 +423,14 @@ def summarise(rows: dict[str, np.ndarray], has_teacher: bool) -> dict[str, float
 
 
 def check_free(out: Path, resume: bool) -> None:
-    """Refuse a folder that holds a run, unless that run is to go on.
+    """Refuse a folder that holds a run, unless that run is to be resumed.
 
     Raises:
       UsageError: it does.
     """
     with explained(f"read {out / 'config.json'}"):
         if (out / "config.json").exists() and not resume:
-            raise UsageError(f"{out} already holds a run: give --resume to go on with it, or another --out")
+            raise UsageError(f"{out} already holds a run: give --resume to continue it, or another --out")
 
 
 def _check_folder(out: Path, experiment: Experiment, resume: bool) -> None:
@@ -456,7 +458,7 @@ def _json(path: Path) -> dict:
         return json.loads(path.read_text())
     except ValueError as error:
         raise UsageError(
-            f"{path} is no JSON ({error}); if the run is to go on, delete this file and give --resume"
+            f"{path} is not valid JSON ({error}); to continue the run, delete this file and give --resume"
         ) from None
 
 

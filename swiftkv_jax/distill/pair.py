@@ -44,8 +44,8 @@ class Nearness(NamedTuple):
 
     Attributes:
       gap: cross-entropy of the data minus the base's, with its standard error over rows. kl: from the base.
-      agreement: share of equal likeliest tokens. alone: the gap of the auxiliary by itself. tokens: number of
-        tokens evaluated.
+      agreement: share of equal most likely tokens. alone: the gap of the auxiliary by itself. tokens:
+        number of tokens evaluated.
     """
 
     gap: float
@@ -130,15 +130,33 @@ def parser() -> Parser:
     )
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--keep", metavar="N,N,...", help="layers of the base that make the auxiliary")
-    source.add_argument("--auxiliary", metavar="DIR", help="folder or hub id of an auxiliary of its own")
-    p.add_argument("--text", required=True, action="append", metavar="FILE", help="data; may be repeated")
+    source.add_argument("--auxiliary", metavar="DIR", help="folder or hub id of a separate auxiliary model")
+    p.add_argument(
+        "--text", required=True, action="append", metavar="FILE", help="training text; may be repeated"
+    )
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the adapter's folder")
-    p.add_argument("--start", choices=STARTS, default=STARTS[0], help="of the predictor (%(default)s)")
-    p.add_argument("--map", choices=MAPS, help="rows to rows (nearest with --keep, else spread)")
-    p.add_argument("--tail", type=int, default=1, metavar="N", help="prompt tokens that the base reads (1)")
-    p.add_argument("--tokens", type=int, default=32_768, metavar="N", help="to fit the predictor on (32768)")
-    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a row of data (256)")
-    p.add_argument("--dtype", default="float32", metavar="T", help="of weights and activations (float32)")
+    p.add_argument(
+        "--start", choices=STARTS, default=STARTS[0], help="initialisation of the predictor (%(default)s)"
+    )
+    p.add_argument(
+        "--map",
+        choices=MAPS,
+        help="which auxiliary row predicts which row (nearest with --keep, else spread)",
+    )
+    p.add_argument(
+        "--tail",
+        type=int,
+        default=1,
+        metavar="N",
+        help="last prompt tokens that the base processes itself (1)",
+    )
+    p.add_argument(
+        "--tokens", type=int, default=32_768, metavar="N", help="tokens to fit the predictor on (32768)"
+    )
+    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens per row of data (256)")
+    p.add_argument(
+        "--dtype", default="float32", metavar="T", help="dtype of weights and activations (float32)"
+    )
     return p
 
 

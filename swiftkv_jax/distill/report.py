@@ -104,7 +104,7 @@ def page(
     if steps:
         facts.insert(-1, ("loss", f"{steps[0]['loss']:.4f} at first, {steps[-1]['loss']:.4f} at last"))
     lines = [f"# {e.name}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts)]
-    lines += ["", "## Quality on held-out data, in nats a token", "", *quality(evaluation)]
+    lines += ["", "## Quality on held-out data, in nats per token", "", *quality(evaluation)]
     lines += ["", "![loss by step](loss.png)", "", "## Use", "", "    swiftkv serve export --http", ""]
     lines += ["config.json has every setting, metrics.jsonl every step."]
     return "\n".join(lines) + "\n"
@@ -131,7 +131,15 @@ def card(
         teacher = f"[{e.model}](https://huggingface.co/{e.model})" if known else "its teacher"
         lines += [f"A {_METHODS[kind]} student of {teacher}, made with {LIBRARY} {__version__}.", ""]
     lines += [f"* {name}: {value}" for name, value in about(model, e.data.seq_len)]
-    lines += ["", "## Quality on held-out data, in nats a token", "", *quality(evaluation), "", "## Use", ""]
+    lines += [
+        "",
+        "## Quality on held-out data, in nats per token",
+        "",
+        *quality(evaluation),
+        "",
+        "## Use",
+        "",
+    ]
     lines += [f"    pip install {LIBRARY}[serve]", "    swiftkv serve DIR --http", ""]
     if kind == "swiftkv":
         lines += [

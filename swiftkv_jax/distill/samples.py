@@ -33,7 +33,7 @@ class DataConfig:
       weights: one for each source, how often an epoch takes its samples: 2 twice, 0.5 every other one, which
         are others in the next epoch. Empty: once. Evaluations take each document once.
       columns: of rows in no known form, "ours=theirs" each: "prompt=question", "completion=answer".
-      stream_rows: of each hub dataset the first so many rows, over the network; None fetches the whole.
+      stream_rows: read only this many first rows of each hub dataset, over the network; None fetches all.
       seq_len: tokens of a row.
       batch_size: rows of a step, over all processes.
       seed: of the order of samples.
@@ -45,7 +45,7 @@ class DataConfig:
         lines between them, for models without a template.
       append_eos: end texts with EOS; chats end as their template does.
       skip_bad_lines: leave broken rows out instead of stopping.
-      limit: use only the first so many samples; None for all.
+      limit: use only the first `limit` samples; None for all.
       long_documents: a sample longer than `seq_len` is "split" into pieces of `seq_len` and a rest, cut
         wherever a row ends ("fill": no padding), dropped ("drop"), or cut short ("truncate").
       piece_lengths: a mixture of context lengths in rows of one shape: the rows take these lengths in turn,
@@ -110,7 +110,9 @@ class DataConfig:
             integer("data.limit", self.limit, 1)
         number("data.fuse_positions", self.fuse_positions, 0, 1)
         if self.fuse_positions and not self.pack:
-            raise UsageError("data.fuse_positions needs data.pack=True: one sample has nothing to fuse with")
+            raise UsageError(
+                "data.fuse_positions needs data.pack=True: a row with one sample has nothing to fuse"
+            )
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -235,7 +235,9 @@ class LLM:
           UsageError: this is process 0, or all of the model is on this process's devices.
         """
         if not isinstance(self.others, Follower):
-            raise UsageError("follow() is for the processes after the first, of a model that lies on all")
+            raise UsageError(
+                "follow() is for processes other than the first, of a model sharded over all of them"
+            )
         for name, args in self.others.messages():
             getattr(self if hasattr(self, name) else self.engine.runner, name)(*args)
 
@@ -429,8 +431,8 @@ class LLM:
         engine = self.engine
         if engine.groups:
             raise UsageError(
-                "this LLM still runs another call's requests: end that one first, or run these on "
-                "llm.replace(), an engine of its own on the same weights"
+                "this LLM is still running another call's requests: finish that call first, or use "
+                "llm.replace(), a second engine on the same weights"
             )
         engine.count_anew()
         try:

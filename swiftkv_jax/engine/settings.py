@@ -227,7 +227,7 @@ def source_len(config: ModelConfig, settings: Settings) -> int:
     most = config.encoder.max_position_embeddings
     wanted = settings.max_source_len
     if wanted not in (None, most) and config.encoder.mels:
-        raise UsageError(f"a window of sound has {most} positions: leave max_source_len {wanted} out")
+        raise UsageError(f"a window of audio has {most} positions: leave max_source_len {wanted} out")
     if wanted is not None and config.encoder.learned_positions:
         integer("max_source_len", wanted, 1, most)
     return most if wanted is None else wanted
@@ -376,7 +376,7 @@ def _way_out(refusal: str) -> str:
 def _check_exits(settings: Settings, model: Transformer) -> None:
     drafter, threshold = settings.drafter, settings.exit_threshold
     if drafter == "exit" and not settings.drafts:
-        raise UsageError("drafter 'exit' guesses nothing while drafts is 0; set drafts to 1 or more")
+        raise UsageError("drafter 'exit' needs drafts of 1 or more, not 0")
     if settings.exits and not model.config.exit_head:
         asked = "drafter 'exit'" if drafter == "exit" else f"exit_threshold {threshold}"
         raise UsageError(

@@ -241,7 +241,7 @@ class Service:
             try:
                 self._calls.get()()
             except Exception:
-                log.error("what was left of the engine failed\n%s", traceback.format_exc())
+                log.error("cleaning up after the engine failed\n%s", traceback.format_exc())
 
     def _warm_up(self) -> None:
         """Compile until any request can run; the other programs are compiled while the first requests run."""
@@ -305,7 +305,7 @@ class Service:
             engine.restart(error)
         else:
             if engine.restarts > before:  # it restarted by itself: the device failed
-                self._count_restart("the device failed", RuntimeError("the device fails again and again"))
+                self._count_restart("the device failed", RuntimeError("the device fails repeatedly"))
         self._measure()
 
     def _take_calls(self, seconds: float) -> None:
@@ -322,7 +322,7 @@ class Service:
         """Refuse requests that have waited for too long without having begun."""
 
         def late() -> ApiError:
-            why = f"no place came free in {self.settings.queue_timeout_s:g} seconds"
+            why = f"no slot became free within {self.settings.queue_timeout_s:g} seconds"
             return self.admission.refuse("queue", self.admission.full(why))
 
         self._cut_off(self._unbegun(time.perf_counter() - self.settings.queue_timeout_s), late)
@@ -347,7 +347,7 @@ class Service:
 
         If it happens too often within a minute, `error` is raised.
         """
-        log.error("the engine failed and starts anew\n%s", what)
+        log.error("the engine failed and restarts\n%s", what)
         now = time.monotonic()
         self._restarts = [moment for moment in self._restarts if now - moment < _WITHIN_S] + [now]
         if len(self._restarts) > RESTARTS:
@@ -410,7 +410,7 @@ class Service:
         try:
             return news(stream, group)
         except Exception:
-            log.error("an answer could not be told\n%s", traceback.format_exc())
+            log.error("an answer could not be delivered\n%s", traceback.format_exc())
             key = group.request.request_id
             self._forget(key)
             return ends(stream, group.request)

@@ -32,8 +32,8 @@ def gib(out: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("where", "devices", "capacity", "least", "attention", "sets"),
     [
-        ("v5p:2x2x4", 16, 95.0, 55, "splash (assumed: chosen on the device by the check)", ()),
-        ("h100:1x1x8", 8, 79.11, 55, "cudnn (assumed: chosen on the device by the check)", ()),
+        ("v5p:2x2x4", 16, 95.0, 55, "splash (assumed; the check on the device decides)", ()),
+        ("h100:1x1x8", 8, 79.11, 55, "cudnn (assumed; the check on the device decides)", ()),
         ("h100:1x1x8", 8, 79.11, 40, "xla (named)", ("--set", "attention.gpu=xla")),
     ],
     ids=["v5p", "h100", "h100 with xla"],

@@ -349,7 +349,9 @@ def test_a_hub_id_is_fetched_once_and_without_pickles(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["someone/no-such-model", "not a valid id!"])
 def test_a_hub_that_cannot_be_reached_is_one_line(name, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UsageError, match="is no folder here, and the Hugging Face hub gives none: ") as error:
+    with pytest.raises(
+        UsageError, match="is not a local folder, and the Hugging Face hub gives none: "
+    ) as error:
         from_pretrained(name)
     assert "\n" not in str(error.value)
 

@@ -91,7 +91,7 @@ STUDENTS = {  # share, forms of the rows of 6 layers at split 2 -> numbers of a 
 
 @pytest.mark.parametrize("share, forms, widths", STUDENTS.values(), ids=STUDENTS)
 def test_upper_layers_of_inputs_share_one_row(share, forms, widths, tmp_path):
-    """split * 2e + d numbers a token (of 2 kv rows and inputs above): served, saved, and read either way."""
+    """split * 2e + d numbers per token (of 2 kv rows and inputs above), served, saved and read back."""
     theirs = hf_models.build("gpt2", **hf_models.GPT2 | {"num_hidden_layers": 6})
     teacher = skv.from_pretrained(hf_models.save(theirs, tmp_path / "plain"))
     model, params = skv.to_swiftkv(*teacher, skv.KVPlan.swiftkv(6, 2, share))

@@ -160,7 +160,7 @@ def test_guesses_change_no_token_greedy_or_sampled():
 
 
 def test_right_guesses_are_taken(monkeypatch):
-    """An oracle's guesses: four tokens a step, and the same tokens; wrong ones cost nothing but time."""
+    """An oracle's guesses: four tokens per step, and the same tokens; wrong ones cost nothing but time."""
     llm, prompt = make(drafts=3), tiny.prompts((20,))[0]
     want = tiny.greedy(*model("acrosskv"), prompt, 16)
     whole = prompt + want

@@ -336,7 +336,7 @@ def test_a_check_that_ran_out_of_time_goes_on_at_the_next_start(book, folder, mo
     monkeypatch.setattr(book, "left", 0.0)
     found = decide.decide([DECODE], HERE, folder, candidates=THREE)
     assert found.names == {"decode": "xla"} and not found.kept
-    assert found.how.endswith("in part; the next start goes on")
+    assert found.how.endswith("in part; the next start continues")
     book.answers |= {"reference": timed(0.5), "xla_one_turn": timed(0.6)}
     for _ in range(2):
         found = decide.decide([DECODE], HERE, folder, candidates=THREE)

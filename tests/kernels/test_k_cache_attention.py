@@ -198,7 +198,7 @@ def test_hopper_kernel_agrees_with_the_definition(name):
         ({"width": 112}, "heads 112 wide with rotary embedding: 64, 80, 96, 128, 256"),
         ({"width": 80, "group": 1}, "128 to 512 columns, multiples of 64 in whole groups, whose halves are"),
         ({"width": 96, "group": 8}, "128 to 512 columns, multiples of 64 in whole groups, whose halves are"),
-        ({"queries": 2}, "2 queries a block, for 240704 bytes of shared memory: at most 232448"),
+        ({"queries": 2}, "2 queries per block, for 240704 bytes of shared memory: at most 232448"),
         ({"queries": 4}, "4 queries of 32 heads 128 wide in groups of 4: at most 64 query rows"),
     ],
 )

@@ -395,7 +395,7 @@ def test_the_hopper_kernel_cuts_blocks_to_what_fits(change, most):
     assert pallas_gpu.most_queries(q, k, v) == most
 
 
-@pytest.mark.parametrize(("queries", "message"), [(128, ""), (160, ""), (256, "256 queries a block, for")])
+@pytest.mark.parametrize(("queries", "message"), [(128, ""), (160, ""), (256, "256 queries per block, for")])
 def test_the_tpu_kernel_takes_fewer_pages_at_a_time_where_blocks_are_long(queries, message):
     """The chip is the one with the least VMEM; a single page that is too large is refused."""
     case = dataclasses.replace(cases.REAL["llama_8b"], queries=queries)

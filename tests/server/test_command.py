@@ -43,7 +43,7 @@ QUIET = ["--http", ":0", "--quiet"]  # says nothing while it loads
         (["--http", "127.0.0.1:70000"], "--http must be HOST:PORT"),
         (["--http", "70000"], "--http must be HOST:PORT"),
         (["--http", "203.0.113.9:0", "--insecure"], "cannot listen on 203.0.113.9:0"),
-        (["--http", ":0", "--input", "x"], "--input belong to a batch, not to --http"),
+        (["--http", ":0", "--input", "x"], "--input are for a batch, not for --http"),
         (["--http", ":0", "--api-key", ""], "--api-key must be printable ASCII text, not empty"),
         (["--http", ":0", "--api-key", "a\tb"], "--api-key must be printable ASCII text, not empty"),
         (["--http", ":0", "--api-key-file", "/nowhere"], "cannot read --api-key-file"),

@@ -95,7 +95,7 @@ def test_a_server_answers_within_the_limit_of_the_check_whatever_candidates_do(f
     assert "not finite" in lines["leaking"]["why"]
     assert lines["differing"]["why"].endswith("two runs differ")
     assert lines["aborting"]["reason"].startswith("its process died: SIGABRT")
-    assert lines["hanging"]["reason"] == f"killed: not done after {LIMITS.each:.0f} s"
+    assert lines["hanging"]["reason"] == f"killed: not finished after {LIMITS.each:.0f} s"
 
 
 def test_a_second_start_checks_nothing_and_chooses_in_a_fifth_of_a_second(first):

@@ -98,7 +98,7 @@ BAD = {
     '{"audio": "absent.wav"}': "cannot read audio absent.wav: No such file",
     '{"audio": "."}': "cannot read audio .: Is a directory",
     '{"audio": "in.jsonl"}': "audio in.jsonl is not a wav file",
-    '{"audio": "silent.wav"}': "audio silent.wav is empty: 0 s of sound",
+    '{"audio": "silent.wav"}': "audio silent.wav is empty: 0 s of audio",
     '{"audio": 5}': "audio must be the path of a wav file, not 5",
     '{"audio": "a\\u0000b"}': "audio must be the path of a wav file",
     '{"audio": "short.wav", "language": "Klingon"}': "language 'Klingon' is unknown; this model knows de, en",

@@ -265,4 +265,4 @@ def test_a_bound_that_is_given_holds_for_decoders_too(tmp_path, text, capsys):
     flags = "--text", text, "--forms", "k", "--cache-dtype", "int8", "--max-kl", "1e-9"
     assert "layer 0, stored as 'k', costs KL" in refused(folder, tmp_path, capsys, *flags)
     said = refused(folder, tmp_path, capsys, "--audio", text)
-    assert "--audio is for models that hear sound, and llama reads text" in said
+    assert "--audio is for models that take audio, and llama reads text" in said

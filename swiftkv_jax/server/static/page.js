@@ -34,7 +34,7 @@ function tell(error) {
 
 // What to say of a model: its plan decides how many layers a prompt's tokens run.
 function kind(model) {
-  const cache = `${model.cache_bytes_per_token.toLocaleString("en")} cache bytes a token`;
+  const cache = `${model.cache_bytes_per_token.toLocaleString("en")} cache bytes per token`;
   if (model.split === null) return `standard: ${model.layers} layers; ${cache}`;
   const share = model.share > 1 ? `, ${model.share} of the others share a cache` : "";
   return `SwiftKV: prompts run ${model.split} of ${model.layers} layers${share}; ${cache}`;
