@@ -104,7 +104,8 @@ def company(mesh: Mesh | None) -> Alone:
     if idle := set(range(jax.process_count())) - owners:
         raise UsageError(
             f"{jax.process_count()} processes were started, and the model is sharded over devices of "
-            f"{len(owners)}: process {min(idle)} has nothing to do; give all {jax.device_count()} devices a part"
+            f"{len(owners)}: process {min(idle)} has nothing to do; use all "
+            f"{jax.device_count()} devices"
         )
     channel = Channel(f"swiftkv/llm{next(_numbers)}")
     return Follower(channel) if jax.process_index() else Leader(channel)
