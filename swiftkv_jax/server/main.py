@@ -43,7 +43,7 @@ _ENGINE = {  # flag: help; fields of engine.Settings, with their types and defau
     "max-source-len": "most positions that an encoder reads (default: its context)",
     "max-num-seqs": "most sequences that run at once (default {})",
     "max-num-batched-tokens": "most tokens in one step (default {})",
-    "steps-per-launch": "tokens per sequence decoded in one launch (default {})",
+    "steps-per-launch": "tokens decoded before a new request can start (default {})",
     "page-size": "tokens per cache page (default {}; 128 for 8-bit rows on a TPU)",
     "num-pages": "pages in the cache (default: as many as fit in memory)",
     "memory-fraction": "share of the device's memory for weights and cache (default {})",
