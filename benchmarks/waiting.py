@@ -127,7 +127,7 @@ def _run() -> None:
     model, params = skv.from_pretrained(args.model, dtype=args.dtype)
     found = measure(model, params, args)
     about = machine(" ".join(["python -m benchmarks.waiting", *sys.argv[1:]]))
-    head = ["steps per launch", "TTFT ms", "p95", "time of these steps, ms", "tokens/s of the others"]
+    head = ["steps per launch", "TTFT ms", "p95", "time of these steps, ms", "tokens/s of the other lanes"]
     columns = ("ttft_ms", "ttft_p95_ms", "steps_ms", "tokens_per_s")
     rows = [[steps, *(f"{row[name]:,.1f}" for name in columns)] for steps, row in found["steps"].items()]
     text = (
