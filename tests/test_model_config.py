@@ -443,7 +443,7 @@ def test_a_students_invalid_config_json_is_refused(fields, message):
 )
 def test_a_mixture_no_family_has_is_not_written(fields, lost):
     config = dataclasses.replace(ModelConfig.from_hf(SMALL), **fields)
-    with pytest.raises(UsageError, match=f"config.json cannot say {lost}="):
+    with pytest.raises(UsageError, match=f"config.json cannot express {lost}="):
         config.to_hf(KVPlan.standard(4))
 
 

@@ -90,7 +90,7 @@ def test_lines_of_a_group_share_a_process(book):
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (line("hang", 0.5), "killed: not done after 0 s"),
+        (line("hang", 0.5), "killed: not finished after 0 s"),
         (line("die"), "its process died: SIGABRT; a last word"),
         (line("fail"), "no"),
     ],
@@ -146,7 +146,7 @@ def test_no_faulty_candidate_is_chosen_and_the_run_goes_on(tmp_path, monkeypatch
     said = {c.implementation: lines[report.line_of("numerics", c)] for c in candidates}
     assert said["xla"]["right"] and said["xla_one_turn"]["right"]
     assert "of the largest number" in said["wrong"]["why"]
-    assert said["hanging"]["reason"] == "killed: not done after 2 s"
+    assert said["hanging"]["reason"] == "killed: not finished after 2 s"
     assert said["aborting"]["reason"].startswith("its process died: SIGABRT")
     timed = {c.implementation for c in candidates if report.line_of("contest", c) in lines}
     assert timed == {"xla", "xla in turns", "xla_one_turn"}
@@ -337,7 +337,7 @@ def test_without_a_gpu_it_says_not_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["first_light", "--output", str(tmp_path)])
     assert command.main() == 1
     assert json.loads((tmp_path / "first_light.json").read_text()) == {"measured": False}
-    assert "Not measured: no GPU was at hand" in (tmp_path / "first_light.md").read_text()
+    assert "Not measured: no GPU was available" in (tmp_path / "first_light.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_gains_are_of_the_same_round():
         (["--base-url", "http://x"], "--base-url must be NAME=VALUE"),
         (["--base-url", "a=http://127.0.0.1:9"], "no server of OpenAI's API at http://127.0.0.1:9"),
         (["budgets", "--base-url", "a=http://127.0.0.1:9"], "no budgets"),
-        (["--model", "/nowhere"], "is no model's folder"),
+        (["--model", "/nowhere"], "is not a model's folder"),
         (["--num-prompt", "3"], "did you mean '--num-prompts'?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

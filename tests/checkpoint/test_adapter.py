@@ -280,7 +280,7 @@ def test_tensors_that_do_not_fit_are_refused(copy, changes, said):
 
 def test_an_adapter_without_a_base_is_refused(made):
     folder, model, params = made
-    with pytest.raises(UsageError, match="it is no adapter with a base"):
+    with pytest.raises(UsageError, match="it is not an adapter with a base"):
         from_pretrained(folder / "base", base=folder / "base")
     config = dataclasses.replace(model.base.config, source=None)
     nowhere = Transformer(config, model.base.plan, model.base.dtype)

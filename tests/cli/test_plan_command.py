@@ -88,7 +88,7 @@ def test_a_student_and_a_text_without_weights_are_refused(tmp_path, capsys):
     raw |= {"model_type": "llama_swiftkv", "num_key_value_layers": 16}
     (student / "config.json").write_text(json.dumps(raw))
     assert plan.main([str(student)]) == 2
-    assert "is a student already" in capsys.readouterr().err
+    assert "is already a student" in capsys.readouterr().err
     assert plan.main([str(LLAMA), "--text", str(ROOT / "README.md")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 

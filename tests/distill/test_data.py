@@ -161,7 +161,7 @@ def test_a_state_of_other_documents_or_none_at_all_is_refused(tmp_path):
     with pytest.raises(UsageError, match="documents '"):
         DataLoader(config(write(tmp_path, changed)), tokenizer()).restore(state)
     for nonsense in ({}, {"step": 1}, {**state, "lanes": {"0": [1]}}):
-        with pytest.raises(UsageError, match="no state of a data loader"):
+        with pytest.raises(UsageError, match="not a data loader's state"):
             moved.restore(nonsense)
 
 

@@ -232,7 +232,7 @@ def test_a_signal_saves_and_leaves(config, undisturbed, tmp_path, number, code):
     child.send_signal(number)
     said, _ = child.communicate(timeout=60)
     assert child.returncode == code, said
-    assert "go on with --resume" in said
+    assert "continue with --resume" in said
     assert not (out / "export").exists()
     assert run(config, out, "--resume").returncode == 0
     assert_same_run(out, undisturbed)
@@ -332,7 +332,7 @@ def test_a_torn_config_of_a_run_is_one_line(config, undisturbed, tmp_path, capsy
     """Which runs no longer leave: they write it whole or not at all."""
     folder = shutil.copytree(undisturbed, tmp_path / "run")
     (folder / "config.json").write_text("")
-    assert "is no JSON" in refused(capsys, config, folder, "--resume")
+    assert "is not valid JSON" in refused(capsys, config, folder, "--resume")
 
 
 def test_a_second_run_does_not_overwrite_the_first(config, undisturbed, capsys):

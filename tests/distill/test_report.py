@@ -37,7 +37,7 @@ PHASES = (
     "reading the data in",
     "reading the weights",
     "making the student",
-    "fitting rows by least squares on",
+    "fitting keys and values by least squares on",
     "compiling the step",
     "compiling and evaluating held-out rows",
     "exporting to",

@@ -287,7 +287,7 @@ def test_launches_update_the_pool_in_place():
 def test_invalid_settings_are_refused():
     for changes, problem in (
         ({"drafter": "exits", "drafts": 2}, "did you mean 'exit'"),
-        ({"drafter": "exit"}, "guesses nothing while drafts is 0"),
+        ({"drafter": "exit"}, "needs drafts of 1 or more, not 0"),
         ({"exit_threshold": 1.5}, "exit_threshold must be in .0, 1., not 1.5"),
     ):
         with pytest.raises(UsageError, match=problem):

@@ -253,7 +253,7 @@ def test_a_kept_file_that_was_tampered_with_is_checked_anew(spoil, folder, anew,
     path.write_text(spoil(decide._sealed({"key": key, "lines": {}, "names": {"decode": "reference"}})))
     found = decide.decide([DECODE], HERE, folder, candidates=table)
     assert found.names == {"decode": "xla"} and len(anew) == 1
-    assert "checked anew" in caplog.text
+    assert "checked again" in caplog.text
 
 
 def test_a_folder_that_others_can_write_is_not_trusted(folder, anew, caplog):
@@ -261,7 +261,7 @@ def test_a_folder_that_others_can_write_is_not_trusted(folder, anew, caplog):
     folder.chmod(0o777)
     table = {"decode": ("xla", "reference")}
     assert decide.decide([DECODE], HERE, folder, candidates=table).how == "checked"
-    assert len(anew) == 1 and "must be yours alone (chmod 700)" in caplog.text
+    assert len(anew) == 1 and "must be writable by you alone (chmod 700)" in caplog.text
 
 
 class Fake(Book):
@@ -326,7 +326,7 @@ def test_an_interrupted_check_goes_on_where_it_was(book, folder):
 
 
 THREE = {"decode": ("xla", "reference", "xla_one_turn")}
-KILLED = {"status": "failed", "reason": "killed: not done after 4 s"}
+KILLED = {"status": "failed", "reason": "killed: not finished after 4 s"}
 
 
 def test_a_check_that_ran_out_of_time_goes_on_at_the_next_start(book, folder, monkeypatch):

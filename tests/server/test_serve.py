@@ -259,9 +259,9 @@ def test_an_output_that_is_not_ours_is_left_alone(folder, whole, tmp_path, capsy
     source, out = whole[0], tmp_path / "out.jsonl"
     flags = ["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]
     for held, more, problem in (
-        ("precious\n", [], "--resume finishes it"),
-        ("precious\n", ["--resume"], "line 1, is no output"),
-        ('{"index": 3, "key": "0"}\n', ["--resume"], "other sampling settings, at index 3"),
+        ("precious\n", [], "give --resume to finish it"),
+        ("precious\n", ["--resume"], "line 1, is not an output"),
+        ('{"index": 3, "key": "0"}\n', ["--resume"], "sampling setting at index 3"),
     ):
         out.write_text(held)
         assert main([*flags, *more]) == 2

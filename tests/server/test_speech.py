@@ -137,7 +137,7 @@ FILE = {"file": ("a.wav", wav(0.5))}
         ({"stream": "true"}, FILE, "stream", "the text comes whole"),
         ({"timestamp_granularities[]": "word"}, FILE, "timestamp_granularities[]", "not offered"),
         ({"prompt": "x" * 20000}, FILE, "prompt", "at most 16384 characters"),
-        ({"model": "text"}, FILE, "file", "reads text, not sound"),
+        ({"model": "text"}, FILE, "file", "takes text, not audio"),
     ],
 )
 def test_unsupported_transcription_requests_are_refused_by_field(served, fields, files, param, words):
@@ -156,7 +156,7 @@ def test_too_many_windows_are_refused_before_sound_is_resampled(served, monkeypa
         monkeypatch.setattr(audio, name, taken)
     files = {"file": ("a.wav", wav(128.1, 1, 1000))}
     answer = served.http.post("/v1/audio/transcriptions", files=files)
-    assert answer.status_code == 400 and "128 s of sound in 129 windows; at most 128" in answer.text
+    assert answer.status_code == 400 and "128 s of audio in 129 windows; at most 128" in answer.text
 
 
 def test_other_bodies_are_refused(served):

@@ -130,4 +130,4 @@ def test_sound_is_no_prompt_of_a_model_of_text(tmp_path, place, capsys):
     tokenizers_made.make_tokenizer(tmp_path / "text")
     assert served(tmp_path / "text", place, [{"audio": "absent.wav"}], "--quiet")[0] == 2
     said = capsys.readouterr().err
-    assert "line 1: llama reads text, not sound" in said and said.count("\n") == 1
+    assert "line 1: llama takes text, not audio" in said and said.count("\n") == 1
