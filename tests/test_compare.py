@@ -112,7 +112,7 @@ def test_errors_are_over_rows_in_which_prompts_are_alike():
     assert got.agreement_error == pytest.approx(np.std([0.5, 1, 0], ddof=1) / 3**0.5)
 
 
-def test_a_curve_is_straight_between_its_points_and_ends_with_them():
+def test_gaps_are_interpolated_between_points_and_not_extrapolated():
     assert evaluation.at_equal_flops(POINTS, "KV prediction", 0.5) == pytest.approx(0.02)
     assert np.isnan(evaluation.at_equal_flops(POINTS, "KV prediction", 0.75))
     lines = evaluation.table(POINTS).splitlines()
@@ -181,7 +181,7 @@ def test_timed_calls_are_compiled_beforehand(kind):
     assert got.tolist() == want.tolist()
 
 
-def test_each_system_is_trained_by_what_it_is_for():
+def test_each_system_is_trained_with_its_own_loss():
     model = str(DEMO / "teacher")
     base = tiny(PLAIN, KVPlan.standard(4))
 
@@ -270,7 +270,7 @@ def test_systems_are_trained_and_timed_too_and_an_auxiliary_of_its_own_is_one(
     assert (tmp_path / "out" / "ttft.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_few_is_one_setting_of_each_system():
+def test_the_flag_few_runs_one_setting_per_system():
     """Half of the layers, or what costs least: what `make demo` compares."""
     model, params = tiny(PLAIN, KVPlan.standard(4))
     batches = [evaluation.Batch(*[jnp.asarray(ROWS)] * 5)]

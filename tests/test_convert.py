@@ -38,7 +38,7 @@ def fitted(tmp_path_factory) -> tuple[Path, dict[str, float]]:
         return out, made(out, 3)
 
 
-def test_a_student_of_one_row_less_than_the_teacher_costs_nothing(tmp_path, capsys):
+def test_an_untrained_student_at_the_last_split_equals_its_teacher_in_convert(tmp_path, capsys):
     """At split L-1 an untrained student is its teacher. A custom `say` gets every line; none is printed."""
     said: list[str] = []
     found = made(tmp_path / "out", 7, "fold", say=said.append)
@@ -70,7 +70,7 @@ def held_out_pieces(tokenizer) -> tuple[np.ndarray, ...]:
     return tuple(np.stack(each) for each in zip(*rows, strict=True))
 
 
-def test_the_student_that_is_saved_costs_what_was_said(fitted):
+def test_the_saved_student_has_the_printed_quality(fitted):
     """The cost is recomputed from the logits of the two folders, in float64."""
     out, found = fitted
     tokens, targets, mask = held_out_pieces(load_tokenizer(out))

@@ -63,7 +63,7 @@ def test_an_engine_stores_transformed_inputs_of_a_model_that_stays_the_same(plan
 
 
 @pytest.mark.parametrize("forms", [("x",), ("kv", "x", "kv", "x")], ids=["all", "some"])
-def test_a_server_tells_the_split_and_share_of_the_model_that_it_was_given(forms):
+def test_a_server_reports_the_split_and_share_of_its_model(forms):
     plan = KVPlan.swiftkv(4, 1).stored_as(*forms)
     assert plan.served.split_and_share == plan.split_and_share == (1, 1)
     assert plan.served.named == plan != plan.served

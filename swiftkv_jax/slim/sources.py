@@ -54,7 +54,7 @@ def read(
     hears = bool(config.encoder.mels)
     if hears != bool(sounds) or (hears and text):
         wanted = "audio: give --audio, wav files or folders of them" if hears else "text: give --text"
-        raise UsageError(f"{config.family} reads {wanted}")
+        raise UsageError(f"{config.family} takes {wanted}")
     limit = None if config.encoder.learned_positions else PIECE
     tokenizer, generation = load_tokenizer(folder), read_generation_config(folder)
     sizes = {"max_num_seqs": BATCH, "max_source_len": limit}

@@ -96,7 +96,7 @@ def test_lines_of_a_group_share_a_process(book):
     ],
     ids=["hangs", "dies", "fails"],
 )
-def test_a_line_that_fails_costs_its_process_only(bad, reason, book):
+def test_a_failing_measurement_ends_only_its_own_process(bad, reason, book):
     before = book.run(line("work"))
     found = book.run(bad)
     assert (found["status"], found["reason"]) == ("failed", reason)
@@ -106,12 +106,12 @@ def test_a_line_that_fails_costs_its_process_only(bad, reason, book):
     assert json.loads(book.saved[-1])["lines"][bad.name] == found
 
 
-def test_a_line_that_does_not_fit_is_not_begun(book):
+def test_a_measurement_that_exceeds_the_remaining_time_is_not_started(book):
     found = book.run(line("work", least=100.0))
     assert found["status"] == "skipped" and "pid" not in found and book.worker is None
 
 
-def test_a_line_is_recorded_as_running_before_it_runs(book):
+def test_a_measurement_is_recorded_as_running_before_it_starts(book):
     book.run(line("die"))
     states = [next(iter(json.loads(text)["lines"].values()))["status"] for text in book.saved]
     assert states == ["running", "failed"]
@@ -125,7 +125,7 @@ def test_a_worker_that_cannot_start_says_so():
 
 
 @pytest.mark.slow
-def test_no_faulty_candidate_is_chosen_and_the_run_goes_on(tmp_path, monkeypatch):
+def test_no_faulty_candidate_is_chosen_and_the_run_continues(tmp_path, monkeypatch):
     (tmp_path / "strange.py").write_text(STRANGE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
@@ -316,7 +316,7 @@ def test_a_block_of_a_prompt_can_be_set(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "name"), PEERS)
-def test_what_a_winner_is_compared_with_is_right(kind, name):
+def test_peers_of_the_winners_are_correct(kind, name):
     """On a CPU: the Triton kernel interpreted, XLA in cuDNN's place."""
     found = {size: value for part in peer("tiny", kind, name) for size, value in part.items()}
     sizes = command.shape_of("tiny")

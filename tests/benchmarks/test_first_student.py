@@ -60,7 +60,7 @@ def test_without_a_number_of_steps_the_clock_ends_a_student():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_model_may_come_in_parts(tmp_path):
+def test_a_gguf_file_given_in_parts_is_joined(tmp_path):
     parts = [tmp_path / name for name in ("xaa", "xab")]
     for part, text in zip(parts, (b"GGUF", b"more"), strict=True):
         part.write_bytes(text)

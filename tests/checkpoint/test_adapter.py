@@ -222,7 +222,7 @@ def test_vocabularies_of_one_tokenizer_may_be_padded_to_other_sizes(made, tmp_pa
     np.testing.assert_array_equal(got, want)
 
 
-def test_an_auxiliary_that_knows_less_than_the_tokenizer_is_refused(made, tmp_path):
+def test_an_auxiliary_with_fewer_embeddings_than_tokens_is_refused(made, tmp_path):
     folder, _, _ = made
     small = hf_models.build("qwen3", vocab_size=200, num_hidden_layers=2)
     make_tokenizer(hf_models.save(small, tmp_path / "small"))

@@ -29,7 +29,7 @@ def teacher(tmp_path_factory) -> Path:
     return made.teacher(tmp_path_factory.mktemp("teacher"), CHATML)
 
 
-def test_a_student_comes_of_one_line(teacher, tmp_path, capsys):
+def test_one_distil_command_makes_a_student(teacher, tmp_path, capsys):
     data, out = made.texts(tmp_path / "rows.jsonl"), tmp_path / "run"
     words = [str(teacher), "--data", data, "--out", str(out), "--split", "2", "--share", "2"]
     shape = ["--length", "24", "--set", "optimizer.clip=0.5", "--steps", "2", *FEWER]
@@ -48,7 +48,7 @@ def test_a_student_comes_of_one_line(teacher, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_auto_takes_the_split_that_is_said_and_keeps_it_and_the_student_answers(teacher, tmp_path, capsys):
+def test_auto_uses_the_reported_split_and_a_resumed_run_keeps_it(teacher, tmp_path, capsys):
     data, out = made.texts(tmp_path / "rows.jsonl"), tmp_path / "run"
     words = [str(teacher), "--data", data, "--out", str(out), "--steps", "1", "--length", "24", *FEWER]
     assert distil.main(words) == 0

@@ -56,7 +56,7 @@ def test_sequences_fit_in_the_memory_left_beside_the_weights():
     assert small.count("2 chips") == 3, "16 GiB are less than the weights and a tenth"
 
 
-def test_a_distillation_keeps_what_prepare_gives(tmp_path):
+def test_training_bytes_equal_the_arrays_that_prepare_returns(tmp_path):
     model, params = skv.from_pretrained(made.teacher(tmp_path), dtype="bfloat16")
     _, trained, frozen = prepare(model, params, skv.KVPlan.swiftkv(4, 2), "fold", "swiftkv")
     floats = sum(x.nbytes for x in jax.tree.leaves(trained))
@@ -129,7 +129,7 @@ def evaluated(model, params, batches) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_the_untrained_cost_is_what_convert_says(tmp_path, monkeypatch):
+def test_plan_and_convert_report_the_same_untrained_quality(tmp_path, monkeypatch):
     """The same text, the same tokens, solved by least squares."""
     monkeypatch.setattr(convert, "HELD_OUT_TOKENS", 8192)
     m = Measured.open(DEMO, (str(convert.CORPUS),), tmp_path, 4 * 8192)

@@ -171,7 +171,7 @@ def test_set_changes_one_field_and_nothing_else(tiny):
         ("attention=splash", "attention must be AttentionConfig"),
     ],
 )
-def test_a_bad_assignment_names_the_way_out(tiny, assignment, message):
+def test_an_invalid_set_argument_is_refused_with_a_remedy(tiny, assignment, message):
     with pytest.raises(UsageError, match=message):
         override(tiny, [assignment])
 

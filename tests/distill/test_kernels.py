@@ -113,7 +113,7 @@ def test_a_named_kernel_is_kept_and_a_cpu_checks_nothing(asked):
     assert not asked
 
 
-def test_a_tpu_that_this_process_has_is_not_checked(asked, monkeypatch):
+def test_kernels_are_not_checked_if_this_process_holds_the_tpu(asked, monkeypatch):
     monkeypatch.setattr(kernels.machines, "taken", lambda: True)
     choose(RUN, TPU)
     choose(RUN, GPU)

@@ -305,7 +305,9 @@ def test_the_command_ends_with_the_line_and_exit_code_2_too(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_attention_that_was_chosen_trains_is_told_and_is_not_kept(config, tmp_path, capsys, monkeypatch):
+def test_the_chosen_attention_trains_is_printed_and_not_saved_in_the_config(
+    config, tmp_path, capsys, monkeypatch
+):
     """A run that goes on elsewhere chooses anew: what was right here is nothing that the config names."""
     called, plain = [], CAUSAL_ATTENTION["xla"]
 

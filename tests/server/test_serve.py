@@ -103,7 +103,7 @@ def test_output_lines_hold_what_llm_generate_gives(folder, whole):
         assert 0 <= timings["queue_s"] < timings["ttft_s"] <= timings["total_s"] and timings["tpot_s"] > 0
 
 
-def test_an_adapter_is_served_as_a_model_is_wherever_its_base_lies(folder, tmp_path, capsys):
+def test_an_adapter_is_served_like_a_model_wherever_its_base_is(folder, tmp_path, capsys):
     base, params = from_pretrained(folder)
     small, kept = layer_pruned(base, params, (0,))
     pair = Predicted(base, small, Prediction((0, 0)))
@@ -441,7 +441,7 @@ def test_a_batch_of_which_prompts_fail_ends_with_1(folder, tmp_path, capsys):
     assert {row["finish_reason"] for row in read(out).values()} == {"error"}
 
 
-def test_kernels_are_said_at_the_start_and_reported(folder, tmp_path, capsys, monkeypatch):
+def test_the_kernels_in_use_are_printed_at_start_and_reported(folder, tmp_path, capsys, monkeypatch):
     given = ["--model", str(folder), *FLAGS[:-1]]
     lines = jsonl(tmp_path / "in.jsonl", [{"prompt": TEXTS[0]}])
     assert main([*given, "--input", lines, "--kernels", "decode=reference,xla"]) == 0
@@ -457,7 +457,7 @@ def test_kernels_are_said_at_the_start_and_reported(folder, tmp_path, capsys, mo
     assert re.search(r"^decode +\* xla +failed", capsys.readouterr().out, re.M)
 
 
-def test_8_bit_rows_on_a_tpu_have_their_page_without_a_flag(folder, tmp_path, capsys, monkeypatch):
+def test_8_bit_caches_on_a_tpu_get_pages_of_128_tokens_by_default(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(kernels, "this_machine", lambda: Machine("tpu", "a TPU"))
     lines = jsonl(tmp_path / "in.jsonl", [{"prompt": TEXTS[0]}])
     given = ["--model", str(folder), *FLAGS[:-1], "--input", lines, "--kernels", "xla"]

@@ -70,7 +70,7 @@ def test_a_transcription_is_transcribes(client, llm, sound):
     assert want.text and answer.text == want.text
 
 
-def test_without_a_language_the_model_hears_which_it_is(client, llm):
+def test_without_a_language_the_model_detects_it(client, llm):
     sound = wav(1.5, 5)
     want = llm.transcribe(sound)
     answer = client.audio.transcriptions.create(model=http_server.NAME, file=("a.wav", sound))
@@ -85,7 +85,7 @@ def test_a_translation_is_transcribes_with_that_task(client, llm):
     assert answer.text != llm.transcribe(sound).text
 
 
-def test_text_that_came_before_and_the_temperature_change_the_answer(client):
+def test_whispers_prompt_and_temperature_change_the_answer(client):
     given = {"model": http_server.NAME, "file": ("a.wav", wav(0.8, 7)), "language": "en"}
     plain = client.audio.transcriptions.create(**given).text
     assert client.audio.transcriptions.create(**given).text == plain
@@ -95,7 +95,7 @@ def test_text_that_came_before_and_the_temperature_change_the_answer(client):
 
 
 @pytest.mark.parametrize("count", [18, 60])
-def test_half_a_context_less_one_token_of_the_text_that_came_before_is_read(count, client, llm):
+def test_whispers_prompt_is_cut_to_half_a_context_less_one_token(count, client, llm):
     """The last 40 / 2 - 1 = 19 tokens of the text after a space."""
     sound, said = wav(0.8, 7), "".join(np.random.default_rng(3).choice([*"ABCDEFG"], count))
     (frames,) = speech.listen(llm, sound).windows
@@ -179,7 +179,7 @@ def test_a_page_of_another_site_cannot_send_sound(served, origin, status):
     assert answer.status_code == status, answer.text
 
 
-def test_a_text_is_no_prompt_of_a_whisper(served):
+def test_a_text_prompt_for_whisper_is_refused(served):
     answer = served.http.post("/v1/completions", json={"prompt": "A"})
     assert answer.status_code == 400 and "transcri" in answer.json()["error"]["message"]
 
@@ -205,7 +205,7 @@ def test_a_disconnected_client_releases_everything(served):
     assert scheduler.sources.available == scheduler.sources.total
 
 
-def test_the_log_says_what_a_sound_was_given_as(served, caplog):
+def test_the_log_has_the_rate_and_channels_of_audio(served, caplog):
     """And the answer stays as OpenAI's is."""
     caplog.set_level(logging.INFO, "swiftkv_jax.http")
     files = {"file": ("a.wav", wav(0.5, 2, 8000, 2))}
@@ -230,7 +230,7 @@ def heard(server: http_server.Running, sound: bytes, key: str | None = None) -> 
         (["a"], "file: the form must have one file of this name"),
     ],
 )
-def test_a_form_with_other_files_is_told_what_is_wrong(files, said, served):
+def test_an_upload_form_with_wrong_files_is_refused_with_the_reason(files, said, served):
     parts = [(name, ("a.wav", wav(0.5))) for name in files]
     answer = served.http.post("/v1/audio/transcriptions", files=parts)
     assert answer.status_code == 400 and http_server.error_of(answer)["message"] == said
@@ -244,7 +244,7 @@ def all_free(server: http_server.Running) -> bool:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("rate", [16_000, 44_100])
-def test_samples_of_any_value_harm_nobody(served, value, rate):
+def test_audio_samples_of_any_value_fail_only_their_request(served, value, rate):
     """An error or a text; the next sound's text is what it was, and every page of both spaces comes back."""
     good, samples = wav(1.7, 4), np.random.default_rng(0).uniform(-0.3, 0.3, 2 * rate).astype("<f4")
     samples[rate // 2 : rate // 2 + 10] = value

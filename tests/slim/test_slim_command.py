@@ -69,7 +69,7 @@ def converted(folder, text, tmp_path_factory):
     return json.loads((out / "slim.json").read_text()), out
 
 
-def test_planted_conditions_decide(converted):
+def test_rows_with_badly_conditioned_keys_stay_keys_and_values(converted):
     found, out = converted
     assert [row["form"] for row in found["rows"]] == ["k", "kv", "kv", "k"]
     assert found["whole"]["kl"] <= 1e-3 == found["max_kl"]
@@ -123,7 +123,7 @@ def test_the_fit_is_least_squares():
         np.testing.assert_allclose(got, want, rtol=0, atol=10 * ridge)
 
 
-def test_a_text_is_halved_by_documents():
+def test_a_text_is_split_in_halves_by_document():
     documents = [[i] * length for i, length in enumerate((500, 90, 90, 90, 300, 40))]
     fit, kept = texts.halves(iter(documents), inputs=8, context=64, vocab=9)
     assert fit.tokens.shape[1] == kept.tokens.shape[1] == 64

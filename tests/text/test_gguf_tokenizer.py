@@ -180,7 +180,7 @@ def test_a_file_without_tokens_has_no_tokenizer(tmp_path):
         ({"model": "llama", "scores": [1.0]}, "1 scores"),
     ],
 )
-def test_a_spoilt_tokenizer_is_refused_in_a_line(fields, message, tmp_path):
+def test_a_corrupted_tokenizer_is_refused_in_one_line(fields, message, tmp_path):
     with pytest.raises(UsageError, match=message) as caught:
         load_tokenizer(byte_level(tmp_path / "model.gguf", **fields))
     assert "\n" not in str(caught.value)
