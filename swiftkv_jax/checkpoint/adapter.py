@@ -51,7 +51,7 @@ def from_pretrained(
     base: str | Path | None = None,
     slim: bool = True,
 ) -> tuple[Transformer | Predicted, PyTree]:
-    """A model and its parameters from a folder or a hub id: a checkpoint of weights, or an adapter.
+    """Load a model and its parameters from a folder, a GGUF file or a hub id; also a KV prediction adapter.
 
     Args:
       path_or_id: a folder with config.json and safetensors, a GGUF file (Llama, Mistral, Qwen2, Qwen3), an
@@ -60,10 +60,14 @@ def from_pretrained(
         and bfloat16 for GGUF files.
       mesh: where to place the parameters (see sharding.py); the first device by default.
       cuts: layers before which stacks are cut (see `weights.partition`); None: before every layer, as
-        serving wants them.
+        serving needs them.
       revision: branch, tag or commit of a hub model; its main branch by default.
-      base: where an adapter's base model lies, if not where the adapter says.
-      slim: False reads the rows of a Slim attention checkpoint as keys and values: the plain model.
+      base: an adapter's base model, if it is not where the adapter says.
+      slim: False loads a Slim attention checkpoint as the plain model, with rows of keys and values.
+
+    Returns:
+      (model, params): a `Transformer`, or a `Predicted` for an adapter, and its tree of arrays in `dtype`,
+      for `model.apply({"params": params}, tokens)`.
 
     Raises:
       UsageError: no such model, or one that is not supported; an adapter's base is missing, or is not the
@@ -105,7 +109,26 @@ def read_model(
 
 
 def save_pretrained(out_dir: str | Path, model: Transformer | Predicted, params: PyTree, **options) -> None:
-    """Write a folder that `from_pretrained` reads, by `write.save_pretrained` or `save_adapter`."""
+    """Write a Hugging Face folder that `from_pretrained` reads.
+
+    A SwiftKV model gets the published tensor names, and PyTorch code that transformers runs with
+    `trust_remote_code=True`. A new folder appears whole or not at all. With several processes, all of them
+    must call this.
+
+    Args:
+      out_dir: the folder to write.
+      model: a `Transformer`, or a `Predicted` to write an adapter, which does not contain its base.
+      params: the model's parameters.
+      **options: dtype, of the weights on disk (by default that of the parameters). tokenizer, a folder or
+        GGUF file to copy the tokenizer from. For a `Transformer`: source, a folder or GGUF file to copy the
+        tokenizer, generation_config.json and token ids from (by default the one that the model was read
+        from), and max_shard_bytes, above which weights are split into several files. For a `Predicted`:
+        base, the base's folder or hub id (by default the folder that it was read from).
+
+    Raises:
+      UsageError: config.json cannot express the model, or a folder cannot be read or written.
+      TypeError: an option of the other kind of model.
+    """
     if isinstance(model, Predicted):
         return save_adapter(out_dir, model, params, **options)
     return write.save_pretrained(out_dir, model, params, **options)
@@ -130,7 +153,7 @@ def save_adapter(
       tokenizer: another folder or GGUF file than the base's to copy the tokenizer from.
 
     Raises:
-      UsageError: the base lies nowhere, or a folder cannot be read or written.
+      UsageError: the base is not found, or a folder cannot be read or written.
     """
     given = base or model.base.config.source
     if given is None:

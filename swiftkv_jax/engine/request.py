@@ -134,6 +134,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
 
     @property
