@@ -19,8 +19,8 @@ HEAD = """# Config fields
 
 <!-- Made by `python docs/reference.py`. Change the docstrings of the dataclasses instead. -->
 
-This page lists the fields of a config file, of the engine and of a request. `swiftkv train --fields`
-prints the first part, and `--set NAME=VALUE` overrides any of its fields.
+This page lists the fields of a config file, of the engine and of a request. `swiftkv train
+--fields` prints the first part, and `--set NAME=VALUE` overrides any of its fields.
 """
 TRAINING = """## Training: `Experiment`
 

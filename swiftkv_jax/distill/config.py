@@ -112,8 +112,8 @@ class LossConfig:
       hidden_weight: weight of the mean squared error between the hidden states that enter the last layer,
         over all real tokens.
       lm_weight: weight of the cross-entropy with the data.
-      exit_weight: weight of the KL from the teacher to an exit head (SwiftKV paper, B.4, where it is 1); above
-        0 the student gets such a head. The gradient of this term reaches only the head.
+      exit_weight: weight of the KL from the teacher to an exit head (SwiftKV paper, B.4, where it is 1);
+        above 0 the student gets such a head. The gradient of this term reaches only the head.
       chunk_mib: MiB of float32 logits that exist at a time on one device.
     """
 
