@@ -63,7 +63,7 @@ def read(
     documents = _transcribed(llm, doing.counted(files)) if hears else doing.counted(_answered(llm, text))
     sides = texts.apart(documents, config.hidden_size, lambda said: sum(len(one.tokens) for one in said))
     fit, kept = (list(itertools.chain.from_iterable(side)) for side in sides)
-    what = f"the model's answers to the {'sound' if hears else 'text'}"
+    what = f"the model's answer to the {'audio' if hears else 'text'}"
     texts.check_enough(_count(fit), _count(kept), config.hidden_size, what)
     shape = max(len(one.tokens) for one in fit + kept), max(len(one.source) for one in fit + kept)
     most = MOST * config.hidden_size

@@ -163,7 +163,10 @@ BAD_FIELDS = {
     "no forms": ({"version": 1}, "forms must be a list"),
     "too few forms": (SLIM | {"forms": ["k"]}, "1 forms for 3 rows"),
     "unknown form": (SLIM | {"forms": ["k", "kv", "z"]}, "rows have no form 'z'"),
-    "rotary": (SLIM | {"forms": ["k", "kv", "x"]}, "as 'x': rotary embedding stands between inputs and keys"),
+    "rotary": (
+        SLIM | {"forms": ["k", "kv", "x"]},
+        "as 'x': rotary embedding is applied between inputs and keys",
+    ),
 }
 
 
@@ -239,7 +242,7 @@ def test_keys_that_determine_values_by_no_digit_are_named(tmp_path):
     with torch.no_grad():
         kernel = theirs.model.layers[1].self_attn.k_proj.weight
         kernel[5] = kernel[:5].double().T @ torch.rand(5, dtype=torch.float64)
-    with pytest.warns(UsageWarning, match=r"^layer 1: W_K has condition \d.\de\+\d+: no digit of what is"):
+    with pytest.warns(UsageWarning, match=r"^layer 1: W_K has condition \d.\de\+\d+: recovered values have"):
         skv.to_slim(*skv.from_pretrained(hf_models.save(theirs, tmp_path)))
 
 

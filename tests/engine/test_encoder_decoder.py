@@ -267,7 +267,7 @@ def test_unsupported_encoder_inputs_are_refused_in_one_line(t5, whisper):
             {"prompt_token_ids": [5], "decoder_prompt": [3]}
         ),
         "t5 takes text, not audio": lambda: t5.transcribe(good),
-        "language 'xx' is unknown; this model knows de, en, fr": lambda: whisper.transcribe(good, "xx"),
+        "language 'xx' is unknown; this model supports de, en, fr": lambda: whisper.transcribe(good, "xx"),
         "task must be one of transcribe, translate": lambda: whisper.transcribe(good, "en", task="sing"),
         "is empty: 0 s of audio": lambda: whisper.transcribe((np.zeros(0), RATE)),
         "audio is empty": lambda: whisper.transcribe([]),

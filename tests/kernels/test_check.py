@@ -313,7 +313,7 @@ def test_a_kernel_that_crashed_the_machine_is_not_tried_again(book, folder):
     found = decide.decide([DECODE], HERE, folder, candidates=TWO)
     assert book.ran == ["decode: xla", "decode: reference"]
     assert found.names == {"decode": "xla"}
-    assert "ended when this ran" in found.lines["decode: reference"]["reason"]
+    assert "died when this ran" in found.lines["decode: reference"]["reason"]
 
 
 def test_an_interrupted_check_resumes_where_it_stopped(book, folder):

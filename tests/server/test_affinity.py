@@ -109,7 +109,7 @@ def test_least_recently_used_prefixes_are_forgotten(monkeypatch):
         (["--replicas", "0"], "--replicas must be above 0"),
         (["--http", "0.0.0.0:80"], "can be reached by others and no key is set"),
         (["--http", ":0"], "--compare and port 0 are for serve.py"),
-        (["--output", "x"], "--output belong to a batch"),
+        (["--output", "x"], "--output are for a batch"),
         (["--replica", "2"], "did you mean '--replicas'?"),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_run_that_was_interrupted_is_finished_and_a_sound_that_changed_is_noti
 
 
 BAD = {
-    '{"prompt": "hello"}': 'whisper hears sound: give {"audio": "FILE.wav"}',
+    '{"prompt": "hello"}': 'whisper takes audio: give {"audio": "FILE.wav"}',
     '{"audio": "short.wav", "prompt": "hello"}': "one of prompt, messages, prompt_token_ids and audio",
     '{"audio": "absent.wav"}': "cannot read audio absent.wav: No such file",
     '{"audio": "."}': "cannot read audio .: Is a directory",
@@ -101,7 +101,7 @@ BAD = {
     '{"audio": "silent.wav"}': "audio silent.wav is empty: 0 s of audio",
     '{"audio": 5}': "audio must be the path of a wav file, not 5",
     '{"audio": "a\\u0000b"}': "audio must be the path of a wav file",
-    '{"audio": "short.wav", "language": "Klingon"}': "language 'Klingon' is unknown; this model knows de, en",
+    '{"audio": "short.wav", "language": "Klingon"}': "language 'Klingon' is unknown; this model supports de, en",
     '{"audio": "short.wav", "language": 5}': "language must be a string, not 5",
     '{"audio": "short.wav", "task": "sing"}': "task must be one of transcribe, translate, not 'sing'",
     '{"audio": "short.wav", "language": "de", "task": "sing"}': "task must be one of",

@@ -148,8 +148,14 @@ def test_bad_flags_are_one_line(folder, text, tmp_path, capsys):
         (("--max-kl", "nan"), "--max-kl must be a finite number"),
         (("--forms", "kv"), "--forms must be one of auto, k, v, x, not 'kv'"),
         (("--cache-dtype", "int4"), "--cache-dtype must be one of float32, .* not 'int4'"),
-        (("--forms", "x"), "as 'x': rotary embedding stands between inputs and keys: .*; use --forms auto"),
-        (("--forms", "v"), "as 'v': rotary embedding stands between values and keys: .*; use --forms auto"),
+        (
+            ("--forms", "x"),
+            "as 'x': rotary embedding is applied between inputs and keys: .*; use --forms auto",
+        ),
+        (
+            ("--forms", "v"),
+            "as 'v': rotary embedding is applied between values and keys: .*; use --forms auto",
+        ),
         (
             ("--forms", "k", "--text", text),
             r"^error: layer 2: W_K is singular .* as 'k'; use --forms auto$",

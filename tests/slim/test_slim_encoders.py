@@ -253,7 +253,7 @@ def test_t5_takes_text_and_whisper_takes_audio(t5, whisper, text, sounds, tmp_pa
         (
             whisper,
             ("--audio", sounds / "00.wav"),
-            r"what the model says of the sound is too short: \d+ tokens to fit on and \d+ of other documents "
+            r"the model's answer to the audio is too short: \d+ tokens to fit on and \d+ of other documents "
             r"to measure on; 384 \(8 for each of 48 inputs\) and 192 are needed",
         ),
     ):
