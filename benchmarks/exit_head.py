@@ -95,7 +95,9 @@ def main(argv: list[str] | None = None) -> int:
 def report(args: argparse.Namespace) -> None:
     result = measure(args)
     print(f"{result['device']}, jax {result['jax']}, batch {args.batch}, {args.rounds} rounds\n")
-    print("| | TPOT, ms | to plain | guessed | right | equal tokens |\n|---|---|---|---|---|---|")
+    print(
+        "| | TPOT, ms | ratio to no drafts | drafted | accepted | equal tokens |\n|---|---|---|---|---|---|"
+    )
     for name, row in result["rows"].items():
         right = f"{row['accepted'] / row['drafted']:.1%}" if row["drafted"] else ""
         cells = (f"{row['tpot_ms']:.2f}", f"{row['ratio_to_plain']:.2f}", row["drafted"] or "", right)

@@ -144,7 +144,7 @@ def markdown(result: dict) -> str:
     """The measurements as Markdown, line by line."""
     lines = result["lines"]
     where, top = lines.get("hardware", {}), lines.get("ceilings", {}).get("flops")
-    head = ["line", "right", "ms per step", "tokens/s", "TFLOP/s", "MFU", "of the matmul ceiling", "GiB"]
+    head = ["line", "correct", "ms per step", "tokens/s", "TFLOP/s", "MFU", "of the matmul ceiling", "GiB"]
     rows = []
     for name, line in lines.items():
         if not name.startswith("step: "):

@@ -95,7 +95,7 @@ def counts(size: Size, form: str) -> Counts:
 
 
 def show_table() -> None:
-    """Print the counts of all sizes beside the paper's."""
+    """Print the counts of all sizes and the paper's."""
     print("Numbers in the cache of a request, in millions, and times fewer than keys and values")
     print(f"{'':8}{'kv':>8}{'k':>8}{'x, E on chip':>15}{'paper':>8}{'x, E counted':>15}")
     for name, size in SIZES.items():

@@ -1,4 +1,4 @@
-"""The demo on real sound: Whisper tiny.en, its cache as keys and values and as inputs alone.
+"""The demo on audio: Whisper tiny.en, its cache as keys and values and as inputs alone.
 
     python demo/whisper.py        # `make demo-whisper`, which installs the model and the voice
 
@@ -47,7 +47,7 @@ NAMES = {"kv": "keys and values", "x": "inputs"}
 
 
 def speak(folder: Path) -> list[Path]:
-    """Sound files of the sentences.
+    """Audio files of the sentences.
 
     Raises:
       UsageError: espeak-ng is not installed.

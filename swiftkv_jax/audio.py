@@ -35,7 +35,7 @@ _PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")  # the la
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AudioSettings:
-    """How sound becomes frames, as preprocessor_config.json says it; the defaults are Whisper's.
+    """How audio becomes frames, by preprocessor_config.json; the defaults are Whisper's.
 
     Attributes:
       rate: samples per second. seconds: of a window. mels: numbers of a frame. width: samples that a frame is
@@ -93,7 +93,7 @@ def read_settings(folder: str | Path, mels: int) -> AudioSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sound:
-    """Some sound, mixed to one channel.
+    """Audio samples, mixed to one channel.
 
     Attributes:
       samples: in [-1, 1]. rate: samples per second. channels: as many were given, and are averaged.
@@ -112,7 +112,7 @@ def load(audio, rate: int, where: str = "audio") -> Float[np.ndarray, " n"]:
 
 @typing.no_type_check  # user input: checked here, by name
 def read(audio, where: str = "audio") -> Sound:
-    """Some sound at its own rate; several channels are averaged.
+    """Read audio at its own rate; several channels are averaged.
 
     Args:
       audio: the path of a wav file, its bytes, or (samples [n] or [n, channels], their rate); integers count
@@ -167,7 +167,7 @@ def _array(samples, where: str) -> np.ndarray:
 
 
 def _wav(data: bytes, where: str) -> Sound:
-    """The sound of a wav file, mixed a part at a time: all channels as floats may be large."""
+    """The audio of a wav file, mixed a part at a time: all channels as floats may be large."""
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         raise UsageError(f"{where} is not a wav file: convert it, as by `ffmpeg -i FILE -ar 16000 out.wav`")
     view, parts, at = memoryview(data), {}, 12
@@ -277,7 +277,7 @@ def _between(samples: Float[np.ndarray, " n"], step: Fraction, count: int) -> Fl
 
 
 def windows(samples: Float[np.ndarray, " n"], settings: AudioSettings) -> list[Float[np.ndarray, " w"]]:
-    """The sound in windows of `settings.seconds`, one after the other; the last may be shorter."""
+    """The audio in windows of `settings.seconds`, one after the other; the last may be shorter."""
     size = settings.samples
     return [samples[at : at + size] for at in range(0, len(samples), size)]
 

@@ -167,7 +167,7 @@ def described(model: Predicted, cuts: weights.Cuts = ()) -> PyTree:
 
 
 def split_layers(model: Transformer | Predicted, params: PyTree) -> PyTree:
-    """`params` cut at every layer and row, as serving wants them."""
+    """`params` cut at every layer and row, as serving needs them."""
     if not isinstance(model, Predicted):
         return weights.split_layers(model.config, model.plan, params)
     parts = (("base", model.base), ("auxiliary", model.auxiliary))

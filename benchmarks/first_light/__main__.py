@@ -29,7 +29,7 @@ _ENGINE = 0.45  # share of the run that is kept for the engine
 
 
 def kept(minutes: float) -> float:
-    """Seconds of a run without which no line of a kernel is begun, so that the engine is reached."""
+    """Seconds to reserve for the engine: no kernel is measured in them."""
     return max(_FEWEST, _ENGINE * 60 * minutes)
 
 

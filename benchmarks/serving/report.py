@@ -1,4 +1,4 @@
-"""The report of the runs: medians over the rounds, beside the first system, as Markdown and as plots."""
+"""The report of the runs: medians over the rounds, relative to the first system, as Markdown and as plots."""
 
 import statistics
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""LazyLLM (arXiv 2407.14057): deeper layers see fewer tokens, chosen anew at each step.
+"""LazyLLM (arXiv 2407.14057): deeper layers see fewer tokens, chosen again at each step.
 
 Below 0.3 of the depth all tokens run. From there on a layer sees only a share of them: those with the highest
 attention weights of the last token in the layer before, averaged over heads. The hidden states of a token

@@ -221,7 +221,7 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices along each mesh axis; one of them may be -1, "whatever is left".
+    """Number of devices along each mesh axis; one of them may be -1, for all remaining devices.
 
     Attributes:
       data: number of devices to split the rows of a micro-batch over.

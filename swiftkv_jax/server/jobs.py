@@ -31,7 +31,7 @@ _SHOWN = 20  # broken lines shown in one error
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One line of input: where it stands, its id (None without one), its prompt, and the checked requests.
+    """One line of input: its position, its id (None without one), its prompt, and the checked requests.
 
     `key` changes when the prompt, its parameters or the model do.
 

@@ -271,7 +271,7 @@ class _Gaps:
             self._seen[sequence] = (tokens, now)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bounds with the gaps up to each, as Prometheus wants them."""
+        """Upper bounds with the gaps up to each, as Prometheus expects them."""
         bounds = [*(floatToGoString(bound) for bound in _PER_TOKEN), "+Inf"]
         return list(zip(bounds, map(float, itertools.accumulate(self._counts)), strict=True))
 

@@ -124,7 +124,7 @@ class Service:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(programs compiled by the warm-up, programs in all); it goes on while the first requests are
+        """(programs compiled by the warm-up, programs in all); it continues while the first requests are
         served."""
         return self._compiled[0] + self._scoring[0], self._compiled[1] + self._scoring[1]
 
@@ -343,7 +343,7 @@ class Service:
             self._tell(stream.loop, [(stream, why())])
 
     def _count_restart(self, what: str, error: Exception) -> None:
-        """Count a failure outside of single requests: running requests fail, waiting ones go on.
+        """Count a failure outside of single requests: running requests fail, waiting ones continue.
 
         If it happens too often within a minute, `error` is raised.
         """

@@ -101,7 +101,7 @@ BAD = {
     '{"audio": "silent.wav"}': "audio silent.wav is empty: 0 s of audio",
     '{"audio": 5}': "audio must be the path of a wav file, not 5",
     '{"audio": "a\\u0000b"}': "audio must be the path of a wav file",
-    '{"audio": "short.wav", "language": "Klingon"}': "language 'Klingon' is unknown; this model supports de, en",
+    '{"audio": "short.wav", "language": "Klingon"}': "language 'Klingon' is unknown; this model supports de",
     '{"audio": "short.wav", "language": 5}': "language must be a string, not 5",
     '{"audio": "short.wav", "task": "sing"}': "task must be one of transcribe, translate, not 'sing'",
     '{"audio": "short.wav", "language": "de", "task": "sing"}': "task must be one of",
