@@ -160,10 +160,10 @@ def fits(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
     plans |= {f"share {share}": KVPlan.swiftkv(config.num_layers, split, share) for share in shares}
     training = training_bytes(config, split)
     lines = [
-        f"Sequences of {context:,} tokens in {MEMORY_FRACTION:.0%} of a chip's memory beside the weights, at",
-        f"split {split}; and the chips that its distillation needs: {training / 2**30:,.1f} GiB for weights, "
-        "gradients and",
-        "Adam, and activations on top of that.",
+        f"Sequences of {context:,} tokens that fit beside the weights in {MEMORY_FRACTION:.0%} of a chip's "
+        f"memory, at split {split};",
+        f"and chips for its distillation, which needs {training / 2**30:,.1f} GiB for weights, gradients and "
+        "Adam, plus activations.",
         "",
         f"{'chip':<24}{'memory':>8}" + "".join(f"{name:>12}" for name in plans) + f"{'distil':>12}",
     ]
