@@ -17,19 +17,19 @@ QUEUED_REQUESTS = 256
 _QUEUES = {  # flag: help; limits of the queue, fields of engine.Settings
     "max-queued-requests": f"requests that may wait (default {QUEUED_REQUESTS})",
     "max-queued-tokens": "prompt tokens that may wait (default: 64 steps' worth)",
-    "max-queued-output-tokens": "output tokens that waiting requests may ask for (default: 64 contexts)",
+    "max-queued-output-tokens": "output tokens of waiting requests (default: 64 contexts)",
 }
 _LIMITS = {  # flag: (field of HttpSettings, help)
     "shutdown-timeout": ("shutdown_s", "seconds for running requests to finish on SIGTERM (default {:g})"),
     "queue-timeout": ("queue_timeout_s", "seconds that a request may wait in the queue (default {:g})"),
     "max-requests-per-key": (
         "max_requests_per_key",
-        "most requests of one key, running or waiting (default: with several keys, half of all)",
+        "running and waiting requests of a key (default: half, if several)",
     ),
     "max-scored-tokens": ("max_scored_tokens", "longest prompt to score with echo (default {})"),
     "metrics-prefix": (
         "metrics_prefix",
-        "prefix of metric names (default {}; vllm: for vLLM's dashboards)",
+        "prefix of metric names (default {}; vLLM's is vllm:)",
     ),
 }
 
@@ -81,7 +81,7 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
         "--api-key",
         action="append",
         metavar="KEY",
-        help="API key required on every route except /health and /ready; may be repeated",
+        help="API key for all routes but /health and /ready; may be repeated",
     )
     p.add_argument(
         "--api-key-file", metavar="FILE", help="API keys, one per line; unlike --api-key, not visible in `ps`"
@@ -100,7 +100,7 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
         "--busy-status",
         type=int,
         metavar="N",
-        help="HTTP status of refusals: 429, 503 or 529 (default: depends on the reason)",
+        help="status of refusals: 429, 503 or 529 (default: by reason)",
     )
     for flag, text in _QUEUES.items():
         add_flag(p, flag, Settings, text)

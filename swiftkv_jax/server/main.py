@@ -50,9 +50,9 @@ _ENGINE = {  # flag: help; fields of engine.Settings, with their types and defau
     "cache-dtype": f"auto, {', '.join(CACHE_DTYPES)} (default {{}})",
     "kernels": "auto (chosen by a check on this machine), xla, NAMES, or report",
     "drafts": "draft tokens verified at once (default {})",
-    "drafter": "source of draft tokens: prompt, or exit (the exit head) (default {})",
+    "drafter": "source of draft tokens: prompt, or exit, the exit head (default {})",
     "batch-invariant": "answers do not depend on other requests; slower",
-    "exit-threshold": "lossy: accept exit-head tokens above probability X unverified (default off)",
+    "exit-threshold": "lossy: accept exit-head tokens above X unverified (default off)",
 }
 _SAMPLING = {  # flag: help; fields of SamplingParams
     "max-tokens": f"most tokens to generate (default {DEFAULT_MAX_TOKENS}, or what the context leaves)",
@@ -89,7 +89,7 @@ def build_parser(server: bool = True) -> Parser:
         "--distributed",
         action="store_true",
         default=None,
-        help="one model over all processes of a launcher; --no-distributed turns it off",
+        help="one model over all processes of a launcher (off: --no-distributed)",
     )
     p.add_argument(
         "--no-distributed", dest="distributed", action="store_false", default=None, help=argparse.SUPPRESS

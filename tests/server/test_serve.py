@@ -378,7 +378,7 @@ def test_a_slow_batch_says_how_far_it_is(terminal, folder, whole, tmp_path, monk
         assert 2 <= len(re.findall(r"progress  0 of 8 prompts, \d s so far", said)) < 8
 
 
-def test_ctrl_c_says_how_to_go_on(folder, whole, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_says_how_to_resume(folder, whole, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.jsonl"
     run = LLM.run
 
@@ -391,7 +391,7 @@ def test_ctrl_c_says_how_to_go_on(folder, whole, tmp_path, monkeypatch, capsys):
     flags = ["--model", str(folder), "--input", whole[0], "--output", str(out), *FLAGS]
     monkeypatch.setattr(LLM, "run", interrupted)
     assert main(flags) == 130
-    assert "3 of 8 prompts: the same command with --resume" in capsys.readouterr().err
+    assert "3 of 8 prompts: run the same command with --resume" in capsys.readouterr().err
     monkeypatch.undo()
     assert main([*flags, "--resume"]) == 0
     assert answers(read(out)) == answers(whole[1])
