@@ -50,7 +50,7 @@ _ENGINE = {  # flag: help; fields of engine.Settings, with their types and defau
     "cache-dtype": f"auto, {', '.join(CACHE_DTYPES)} (default {{}})",
     "kernels": "auto (chosen by a check on this machine), xla, NAMES, or report",
     "drafts": "draft tokens verified at once (default {})",
-    "drafter": "source of draft tokens: prompt, or exit, the exit head (default {})",
+    "drafter": "source of drafts: prompt, or exit (the exit head) (default {})",
     "batch-invariant": "answers do not depend on other requests; slower",
     "exit-threshold": "lossy: accept exit-head tokens above X unverified (default off)",
 }
