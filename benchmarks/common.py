@@ -155,7 +155,7 @@ def not_measured(name: str, title: str, lacking: str, command: str, folder: Path
     path = folder / f"{name}.json"
     if path.exists() and json.loads(path.read_text()) != {"measured": False}:
         return f"no {lacking} here: {path.with_suffix('.md')} keeps what was measured before"
-    text = f"# {title}\n\nNot measured: no {lacking} was at hand. `{command}` writes this file.\n"
+    text = f"# {title}\n\nNot measured: no {lacking} was available. `{command}` writes this file.\n"
     write(name, {"measured": False}, text, folder)
     return f"no {lacking} here: {path.with_suffix('.md')} says not measured"
 

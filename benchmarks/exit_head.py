@@ -81,11 +81,11 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m benchmarks.exit_head", description=(__doc__ or "").split("\n")[0]
     )
     p.add_argument("--model", required=True, metavar="DIR", help="a student with an exit head")
-    p.add_argument("--text", required=True, type=Path, metavar="FILE", help="what prompts are cut from")
+    p.add_argument("--text", required=True, type=Path, metavar="FILE", help="text to cut prompts from")
     p.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
     p.add_argument("--dtype", default="float32")
     p.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 4], metavar="N")
-    p.add_argument("--threshold", type=float, default=0.95, help="of the lossy rule (0.95)")
+    p.add_argument("--threshold", type=float, default=0.95, help="threshold of the lossy rule (0.95)")
     for name, value in (("batch", 1), ("prompt-tokens", 256), ("new-tokens", 64), ("rounds", 10)):
         p.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"(default {value})")
     args = p.parse_args(argv)
@@ -95,7 +95,9 @@ def main(argv: list[str] | None = None) -> int:
 def report(args: argparse.Namespace) -> None:
     result = measure(args)
     print(f"{result['device']}, jax {result['jax']}, batch {args.batch}, {args.rounds} rounds\n")
-    print("| | TPOT, ms | to plain | guessed | right | equal tokens |\n|---|---|---|---|---|---|")
+    print(
+        "| | TPOT, ms | ratio to no drafts | drafted | accepted | equal tokens |\n|---|---|---|---|---|---|"
+    )
     for name, row in result["rows"].items():
         right = f"{row['accepted'] / row['drafted']:.1%}" if row["drafted"] else ""
         cells = (f"{row['tpot_ms']:.2f}", f"{row['ratio_to_plain']:.2f}", row["drafted"] or "", right)

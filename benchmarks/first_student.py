@@ -44,7 +44,7 @@ STUDENTS = ((20, 1), (15, 1), (15, 2))  # split, of 30 layers, and layers that s
 CHATS, WORDS = 256, 192  # answers that the teacher writes, and their longest, in tokens
 ASKED = ("Summarise this in two sentences:", "Explain this to a beginner:", "What is this about?")
 STAGES = ("rewired", "least_squares", "distilled")
-JUDGING = 0.25  # share of a student's seconds for its last evaluation
+EVALUATION_SHARE = 0.25  # share of a student's seconds for its last evaluation
 ENDLESS = 100_000  # steps of a distillation that a time limit ends
 WARM_UP = 10  # steps
 
@@ -87,7 +87,7 @@ def student(
 ) -> Iterator[dict]:
     """Make one student and evaluate each stage; training stops when enough of `seconds` is left to
     evaluate."""
-    end = time.monotonic() + (1 - JUDGING) * seconds
+    end = time.monotonic() + (1 - EVALUATION_SHARE) * seconds
     e = experiment(model, path, split, share, steps, rows)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -212,13 +212,15 @@ def main() -> int:
     p.add_argument(
         "--model", type=Path, nargs="+", help="a folder, a GGUF file or its parts (default: demo-smollm2's)"
     )
-    p.add_argument("--minutes", type=float, default=9.0, help="what the run may take (default 9)")
+    p.add_argument("--minutes", type=float, default=9.0, help="time limit of the run (default 9)")
     p.add_argument("--output", type=Path, default=RESULTS)
-    p.add_argument("--steps", type=int, help="of each student's distillation (default: while time is left)")
-    p.add_argument("--rows", type=int, default=16, help="of 512 tokens in a step (default 16)")
-    p.add_argument("--chats", type=int, default=CHATS, help=f"that the teacher writes (default {CHATS})")
+    p.add_argument("--steps", type=int, help="distillation steps per student (default: while time is left)")
+    p.add_argument("--rows", type=int, default=16, help="rows of 512 tokens per step (default 16)")
+    p.add_argument(
+        "--chats", type=int, default=CHATS, help=f"chats that the teacher writes (default {CHATS})"
+    )
     p.add_argument("--splits", type=int, nargs="+", help="(default: 20, 15, and 15 with shared rows)")
-    p.add_argument("--cpu", action="store_true", help="go on without a GPU, to try this out")
+    p.add_argument("--cpu", action="store_true", help="run without a GPU, to try this out")
     p.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.worker:

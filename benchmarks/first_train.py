@@ -144,7 +144,7 @@ def markdown(result: dict) -> str:
     """The measurements as Markdown, line by line."""
     lines = result["lines"]
     where, top = lines.get("hardware", {}), lines.get("ceilings", {}).get("flops")
-    head = ["line", "right", "ms a step", "tokens/s", "TFLOP/s", "MFU", "of the matmul ceiling", "GiB"]
+    head = ["line", "correct", "ms per step", "tokens/s", "TFLOP/s", "MFU", "of the matmul ceiling", "GiB"]
     rows = []
     for name, line in lines.items():
         if not name.startswith("step: "):
@@ -199,7 +199,7 @@ def main() -> int:
     """The command line."""
     p = argparse.ArgumentParser(prog="first_train", description=__doc__.splitlines()[0])
     p.add_argument("--shape", choices=("llama8b", "tiny"), default="llama8b")
-    p.add_argument("--minutes", type=float, default=9.0, help="what the run may take (default 9)")
+    p.add_argument("--minutes", type=float, default=9.0, help="time limit of the run (default 9)")
     p.add_argument("--output", type=Path, default=RESULTS)
     p.add_argument(
         "--attention", nargs="+", default=["xla", "cudnn"], metavar="NAME", help="XLA's goes first"

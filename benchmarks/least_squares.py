@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.common import machine
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
-from swiftkv_jax.compare.judging import answers_by_rows, fit_batches, prompts_of
+from swiftkv_jax.compare.evaluation import answers_by_rows, fit_batches, prompts_of
 from swiftkv_jax.distill import least_squares
 from swiftkv_jax.errors import exit_code
 from swiftkv_jax.folder import DEMO

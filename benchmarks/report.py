@@ -84,11 +84,11 @@ def _peers(found: dict) -> tuple[list[str], Rows]:
     rows = [
         [name, f"{row['tokens_per_s']:,.0f}", round(row["gain"], 2)] for name, row in found["rows"].items()
     ]
-    return ["system", "tokens/s", "times transformers"], rows
+    return ["system", "tokens/s", "relative to transformers"], rows
 
 
 def _throughput(found: dict) -> tuple[list[str], Rows]:
-    columns = ["prompt:output", "plan", "tokens/s", "gain", "predicted gain", "cache bytes a token"]
+    columns = ["prompt:output", "plan", "tokens/s", "gain", "predicted gain", "cache bytes per token"]
     rows = [
         [
             lengths,
@@ -105,7 +105,7 @@ def _throughput(found: dict) -> tuple[list[str], Rows]:
 
 
 def _waiting(found: dict) -> tuple[list[str], Rows]:
-    columns = ["`steps_per_launch`", "TTFT, ms", "95th percentile, ms", "these steps take, ms"]
+    columns = ["`steps_per_launch`", "TTFT, ms", "TTFT, 95th percentile, ms", "time of these steps, ms"]
     rows = [
         [
             steps,
@@ -114,20 +114,20 @@ def _waiting(found: dict) -> tuple[list[str], Rows]:
         ]
         for steps, row in found["steps"].items()
     ]
-    return [*columns, "tokens/s of the others"], rows
+    return [*columns, "tokens/s of the other lanes"], rows
 
 
 def _prediction(found: dict) -> tuple[list[str], Rows]:
     """Ratios of a KV prediction pair in engines."""
     first, later = found["ttft"]["pair"], found["tpot"]["pair"]
-    columns = ["TTFT, of the standard model at full depth", "TTFT, of its own step", "TPOT, of its own"]
+    columns = ["TTFT / full depth", "TTFT / standard step", "TPOT / standard"]
     ratios = (first["vs_full_depth"], first["vs_standard"], later["vs_standard"])
     return columns, [[f"{ratio:.2f}" for ratio in ratios]]
 
 
 def _whisper(found: dict) -> tuple[list[str], Rows]:
     names = {"kv": "keys and values", "k": "keys", "x": "inputs"}
-    columns = ["windows at once", "rows", "cache of one, MB", "first token, ms a window", "then tokens/s"]
+    columns = ["windows at once", "cache of", "MB per window", "first token, ms per window", "then tokens/s"]
     rows = [
         [batch, names[form], round(row["cache_mb"], 1), round(row["first_ms"]), round(row["tokens_per_s"])]
         for batch, forms in found["batches"].items()
@@ -164,7 +164,7 @@ def _summary() -> tuple[list[str], Rows]:
     rows: Rows = []
     for row in records("demo"):
         gap = round(row["distilled"] - row["teacher's cross-entropy"], 4)
-        share = row["cache bytes a token"] / 3072
+        share = row["cache bytes per token"] / 3072
         rows.append(["demo, 3.6 M", row["student"], row["context"], f"{gap:.3f}", f"{row['KL']:.3f}"])
         rows[-1] += [f"{row['agreement']:.3f}", f"{row['TTFT']:.2f}", f"{share:.0%}"]
     for row in records("smollm2"):
@@ -240,7 +240,7 @@ def plot(path: Path) -> None:
     times = [1.0, swiftkv["TTFT"], acrosskv["TTFT"]]
     sizes = [
         1.0,
-        *(row["cache bytes a token"] / swiftkv["cache bytes a token"] for row in (swiftkv, acrosskv)),
+        *(row["cache bytes per token"] / swiftkv["cache bytes per token"] for row in (swiftkv, acrosskv)),
     ]
     figure, axes = pyplot.subplots(1, 2, figsize=(7.6, 2.0), layout="constrained", sharey=True)
     titles = ("relative time to first token, 2048 tokens", "relative cache bytes")

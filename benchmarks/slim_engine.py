@@ -67,7 +67,7 @@ def served(config: skv.ModelConfig, form: str, context: int, requests: int, chun
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--shape", choices=SHAPES, default="llama2_7b")
-    p.add_argument("--layers", type=int, help="of the model, to fit less memory")
+    p.add_argument("--layers", type=int, help="number of layers, to fit in less memory")
     p.add_argument("--forms", nargs="+", default=["k"], metavar="F", help="beside kv (k)")
     p.add_argument("--workload", type=workload, default=(8192, 64), metavar="IN:OUT")
     p.add_argument("--requests", type=int, default=16)

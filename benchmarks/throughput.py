@@ -142,7 +142,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--model", default="demo/teacher", help="a standard model's folder")
     p.add_argument("--dtype", default="float32")
-    p.add_argument("--cache-dtype", default="bfloat16", help="of rows, but for the fp8 variant")
+    p.add_argument("--cache-dtype", default="bfloat16", help="dtype of the cache, except for the fp8 variant")
     p.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="standard always is")
     p.add_argument("--workloads", nargs="+", type=workload, default=[(512, 64), (1984, 62)], metavar="IN:OUT")
     p.add_argument("--budgets", type=float, nargs="*", default=[1.0, 0.5, 0.25, 0.1])

@@ -104,7 +104,9 @@ def main() -> None:
     p.add_argument("--model", default="demo/teacher")
     p.add_argument("--rows", type=int, default=8)
     p.add_argument("--length", type=int, default=256)
-    p.add_argument("--chunk-mib", type=float, default=4.0, help="of logits at a time (configs/tiny.py: 4)")
+    p.add_argument(
+        "--chunk-mib", type=float, default=4.0, help="MiB of logits at a time (configs/tiny.py: 4)"
+    )
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--output", type=Path)
     args = p.parse_args()

@@ -115,8 +115,8 @@ def _run() -> None:
     p.add_argument("--max-num-seqs", type=int, default=16)
     p.add_argument("--context", type=int, default=1024)
     p.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
-    p.add_argument("--arrivals", type=int, default=20, help="in a round")
-    p.add_argument("--seconds", type=float, default=1.0, help="of decoding alone, in a round")
+    p.add_argument("--arrivals", type=int, default=20, help="arrivals per round")
+    p.add_argument("--seconds", type=float, default=1.0, help="seconds of decoding alone, per round")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--output", type=Path, default=RESULTS)
     args = p.parse_args()
@@ -127,7 +127,7 @@ def _run() -> None:
     model, params = skv.from_pretrained(args.model, dtype=args.dtype)
     found = measure(model, params, args)
     about = machine(" ".join(["python -m benchmarks.waiting", *sys.argv[1:]]))
-    head = ["steps per launch", "TTFT ms", "p95", "time of so many steps, ms", "tokens/s of the others"]
+    head = ["steps per launch", "TTFT ms", "p95", "time of these steps, ms", "tokens/s of the other lanes"]
     columns = ("ttft_ms", "ttft_p95_ms", "steps_ms", "tokens_per_s")
     rows = [[steps, *(f"{row[name]:,.1f}" for name in columns)] for steps, row in found["steps"].items()]
     text = (

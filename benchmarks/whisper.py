@@ -95,7 +95,7 @@ def counts(size: Size, form: str) -> Counts:
 
 
 def show_table() -> None:
-    """Print the counts of all sizes beside the paper's."""
+    """Print the counts of all sizes and the paper's."""
     print("Numbers in the cache of a request, in millions, and times fewer than keys and values")
     print(f"{'':8}{'kv':>8}{'k':>8}{'x, E on chip':>15}{'paper':>8}{'x, E counted':>15}")
     for name, size in SIZES.items():
@@ -193,7 +193,7 @@ def main() -> None:
         "batches": {},
     }
     print(f"\nWhisper {args.size} here: " + ", ".join(f"{k} {v}" for k, v in found["machine"].items()))
-    print(f"{'batch':>5}  {'rows':4}{'cache, MB':>11}{'first token, ms a window':>26}{'then tokens/s':>15}")
+    print(f"{'batch':>5}  {'rows':4}{'cache, MB':>11}{'first token, ms per window':>26}{'then tokens/s':>15}")
     for batch in args.batch:
         found["batches"][batch] = measured(SIZES[args.size], batch)
         for form, row in found["batches"][batch].items():

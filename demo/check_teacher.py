@@ -1,4 +1,4 @@
-"""Check the demo's teacher: its held-out loss beside an interpolated bigram model's, in bits per byte, and by
+"""Check the demo's teacher: its held-out loss and an interpolated bigram model's, in bits per byte, and by
 position in its context.
 
 python demo/check_teacher.py [demo/teacher]

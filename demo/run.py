@@ -30,7 +30,7 @@ from benchmarks import latency  # noqa: E402
 from swiftkv_jax.analysis import plots  # noqa: E402
 from swiftkv_jax.cache import Cache  # noqa: E402
 from swiftkv_jax.compare import __main__ as compare  # noqa: E402
-from swiftkv_jax.compare.judging import Point  # noqa: E402
+from swiftkv_jax.compare.evaluation import Point  # noqa: E402
 from swiftkv_jax.distill import loop  # noqa: E402
 from swiftkv_jax.distill.config import Experiment, load_experiment  # noqa: E402
 from swiftkv_jax.distill.data import evaluation_batches  # noqa: E402
@@ -217,7 +217,7 @@ def main() -> int:
     )
     p.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
     args = p.parse_args()
-    return exit_code(lambda: run(args), f"\ninterrupted; what was done is in {args.out}")
+    return exit_code(lambda: run(args), f"\ninterrupted; results so far are in {args.out}")
 
 
 def run(args: argparse.Namespace) -> int:

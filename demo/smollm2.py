@@ -51,8 +51,8 @@ OTHERS = (
     (15, 1),
     (15, 2),
     (20, 2),
-)  # (split, layers that share a row), judged before training alone
-CONTEXT, LONG = 512, 2048  # tokens: of the rows it trains on; of others that it is judged on too
+)  # (split, layers that share a row), evaluated before training only
+CONTEXT, LONG = 512, 2048  # tokens: of the rows it trains on; of longer held-out rows
 STAGES = ("rewired", "least_squares")  # before training
 # The teacher answers each question about each topic; students train on these chats too, which an epoch takes
 # CHATS times, so that they are about a fifth of its tokens.
@@ -143,11 +143,11 @@ def long_rows(run: loop.Run) -> dict:
     """A student's costs at the longer context."""
     data = run.experiment.evaluation
     data = dataclasses.replace(data, seq_len=LONG, batch_size=1)
-    return costs(run, run.judge(evaluation_batches(data, run.tokenizer, 4)), LONG)
+    return costs(run, run.evaluate_rows(evaluation_batches(data, run.tokenizer, 4)), LONG)
 
 
 def name_of(split: int, share: int = 1) -> str:
-    return f"split {split}" + (f", {share} layers a row" if share > 1 else "")
+    return f"split {split}" + (f", share {share}" if share > 1 else "")
 
 
 def convert(change, out: Path) -> tuple[dict, Path]:
@@ -157,7 +157,7 @@ def convert(change, out: Path) -> tuple[dict, Path]:
     (chats,) = sources_with_chats([f"self://{prompts(out)}?max_tokens=128"], str(model))
     for split, share in (*OTHERS, (DISTILLED, 1)):
         name = name_of(split, share)
-        print(f"\n== {name}: convert and judge, before any training", flush=True)
+        print(f"\n== {name}: convert and evaluate, before any training", flush=True)
         e, folder = change(experiment(model, split, share, chats)), out / f"split{split}x{share}"
         shutil.rmtree(folder, ignore_errors=True)
         with loop.opened(e, folder) as run:
@@ -230,7 +230,7 @@ def main() -> int:
     )
     p.add_argument("--out", type=Path, default=ROOT / "runs" / "smollm2")
     args = p.parse_args()
-    return exit_code(lambda: run(args), f"\ninterrupted; what was done is in {args.out}")
+    return exit_code(lambda: run(args), f"\ninterrupted; results so far are in {args.out}")
 
 
 def run(args: argparse.Namespace) -> int:

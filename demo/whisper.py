@@ -1,4 +1,4 @@
-"""The demo on real sound: Whisper tiny.en, its cache as keys and values and as inputs alone.
+"""The demo on audio: Whisper tiny.en, its cache as keys and values and as inputs alone.
 
     python demo/whisper.py        # `make demo-whisper`, which installs the model and the voice
 
@@ -47,7 +47,7 @@ NAMES = {"kv": "keys and values", "x": "inputs"}
 
 
 def speak(folder: Path) -> list[Path]:
-    """Sound files of the sentences.
+    """Audio files of the sentences.
 
     Raises:
       UsageError: espeak-ng is not installed.
@@ -146,7 +146,9 @@ def transformers_texts(folder: Path, sounds: list[Path]) -> list[str] | None:
 
 def table(found: list[dict]) -> str:
     """The table for the terminal."""
-    lines = [f"{'own tokens':16}{'encoder':16}{'bytes a token':>14}{'bytes a window':>16}{'word errors':>13}"]
+    lines = [
+        f"{'own tokens':16}{'encoder':16}{'bytes per token':>14}{'bytes per window':>16}{'word errors':>13}"
+    ]
     for one in found:
         own, cross = NAMES[one["self"]], NAMES[one["cross"]]
         size = f"{one['bytes_a_token']:>14,}{one['bytes_a_window']:>16,}"

@@ -19,8 +19,8 @@ HEAD = """# Config fields
 
 <!-- Made by `python docs/reference.py`. Change the docstrings of the dataclasses instead. -->
 
-Fields of a config file, of the engine and of a request. `swiftkv train --fields` prints the first
-part, and `--set NAME=VALUE` changes any of its fields.
+This page lists the fields of a config file, of the engine and of a request. `swiftkv train
+--fields` prints the first part, and `--set NAME=VALUE` overrides any of its fields.
 """
 TRAINING = """## Training: `Experiment`
 
@@ -32,9 +32,9 @@ Keyword arguments of `LLM`. Most are flags of `serve.py` too (`--help`, and `--h
 """
 SAMPLING = """## A request: `SamplingParams`
 
-Fields of `SamplingParams`. Requests over HTTP take them too, with OpenAI's `logprobs`, and without
-`prompt_logprobs`. They may also have a `priority` (0 to 100) and a `cache_salt` (prompts with
-different salts share no pages).
+HTTP requests take these fields too, except `prompt_logprobs`, and with OpenAI's form of `logprobs`.
+They may also have a `priority` (0 to 100) and a `cache_salt` (prompts with different salts share no
+pages).
 """
 
 

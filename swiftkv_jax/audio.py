@@ -25,7 +25,7 @@ from swiftkv_jax.folder import read_json
 from swiftkv_jax.shapes import Float
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE  # wav's formats of samples
-_RATES = (1000, 768_000)  # samples a second
+_RATES = (1000, 768_000)  # samples per second
 _ZEROS = 32  # zero crossings of the resampling filter, on either side
 _CUTOFF = 0.95  # cutoff of the filter, as a share of the lower rate's Nyquist frequency
 _PHASES = 1024  # most filters that are kept; linear interpolation between neighbours errs by 1e-6
@@ -35,10 +35,10 @@ _PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")  # the la
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AudioSettings:
-    """How sound becomes frames, as preprocessor_config.json says it; the defaults are Whisper's.
+    """How audio becomes frames, by preprocessor_config.json; the defaults are Whisper's.
 
     Attributes:
-      rate: samples a second. seconds: of a window. mels: numbers of a frame. width: samples that a frame is
+      rate: samples per second. seconds: of a window. mels: numbers of a frame. width: samples that a frame is
         made from. hop: samples from one frame to the next.
     """
 
@@ -93,10 +93,10 @@ def read_settings(folder: str | Path, mels: int) -> AudioSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sound:
-    """Some sound, mixed to one channel.
+    """Audio samples, mixed to one channel.
 
     Attributes:
-      samples: in [-1, 1]. rate: samples a second. channels: as many were given, and are averaged.
+      samples: in [-1, 1]. rate: samples per second. channels: as many were given, and are averaged.
     """
 
     samples: Float[np.ndarray, " n"]
@@ -112,7 +112,7 @@ def load(audio, rate: int, where: str = "audio") -> Float[np.ndarray, " n"]:
 
 @typing.no_type_check  # user input: checked here, by name
 def read(audio, where: str = "audio") -> Sound:
-    """Some sound at its own rate; several channels are averaged.
+    """Read audio at its own rate; several channels are averaged.
 
     Args:
       audio: the path of a wav file, its bytes, or (samples [n] or [n, channels], their rate); integers count
@@ -141,7 +141,7 @@ def read(audio, where: str = "audio") -> Sound:
     if not low <= sound.rate <= high:
         raise UsageError(f"{where}: a rate of {sound.rate} samples a second is not in [{low}, {high}]")
     if not sound.samples.size:
-        raise UsageError(f"{where} is empty: 0 s of sound")
+        raise UsageError(f"{where} is empty: 0 s of audio")
     return sound
 
 
@@ -167,7 +167,7 @@ def _array(samples, where: str) -> np.ndarray:
 
 
 def _wav(data: bytes, where: str) -> Sound:
-    """The sound of a wav file, mixed a part at a time: all channels as floats may be large."""
+    """The audio of a wav file, mixed a part at a time: all channels as floats may be large."""
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         raise UsageError(f"{where} is not a wav file: convert it, as by `ffmpeg -i FILE -ar 16000 out.wav`")
     view, parts, at = memoryview(data), {}, 12
@@ -220,7 +220,7 @@ def resampled_count(samples: int, rate: int, wanted: int) -> int:
 
 
 def resampled(samples: Float[np.ndarray, " n"], rate: int, wanted: int) -> Float[np.ndarray, " m"]:
-    """Resample from `rate` to `wanted` samples a second; a windowed sinc cuts above the lower Nyquist.
+    """Resample from `rate` to `wanted` samples per second; a windowed sinc cuts above the lower Nyquist.
 
     The sound is extended by silence at both ends. A high rate is first divided by an integer, so that time
     and memory are proportional to the samples for any pair of rates.
@@ -277,7 +277,7 @@ def _between(samples: Float[np.ndarray, " n"], step: Fraction, count: int) -> Fl
 
 
 def windows(samples: Float[np.ndarray, " n"], settings: AudioSettings) -> list[Float[np.ndarray, " w"]]:
-    """The sound in windows of `settings.seconds`, one after the other; the last may be shorter."""
+    """The audio in windows of `settings.seconds`, one after the other; the last may be shorter."""
     size = settings.samples
     return [samples[at : at + size] for at in range(0, len(samples), size)]
 

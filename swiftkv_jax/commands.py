@@ -208,8 +208,8 @@ def cache_programs() -> None:
     jax.config.update("jax_compilation_cache_dir", str(cache) if kept else None)
     if not kept:
         print(
-            f"warning: no compilation cache: {cache} must be yours alone (chmod 700), in a folder where "
-            "nobody else can rename it",
+            f"warning: no compilation cache: {cache} must be writable by you alone (chmod 700), in a "
+            "folder that nobody else can rename",
             file=sys.stderr,
         )
 

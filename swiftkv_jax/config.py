@@ -172,7 +172,7 @@ class ModelConfig:
         """
         if plan != plan.named:
             raise UsageError(
-                "this model is as an engine stores it (LLM.model): save the one that the engine was given"
+                "this is an engine's internal model (LLM.model): save the model that the engine was made from"
             )
         (split, share), family = plan.split_and_share, FAMILIES[self.family]
         out = {
@@ -231,7 +231,9 @@ class ModelConfig:
         lost = [name for name in names if getattr(self, name) != getattr(read, name)]
         if lost:
             values = ", ".join(f"{name}={getattr(self, name)!r}" for name in lost)
-            raise UsageError(f"a {self.family} config.json cannot say {values}; change them or the family")
+            raise UsageError(
+                f"a {self.family} config.json cannot express {values}; change them or the family"
+            )
 
     @property
     def rotary_dim(self) -> int:

@@ -33,7 +33,7 @@ from swiftkv_jax.progress import Say, show, working
 from swiftkv_jax.surgery import INITS
 
 CORPUS = DEMO / "corpus.jsonl.xz"
-JUDGED = 16_384  # held-out tokens
+HELD_OUT_TOKENS = 16_384  # held-out tokens
 _FIGURES = ("cross_entropy", "teacher_cross_entropy", "kl", "agreement")  # of `costs`, in the model card
 _ROWS = 4  # of a batch on each device
 _FEW = 8  # held-out documents; fewer are not enough to evaluate on
@@ -44,7 +44,7 @@ _EVERY = 10  # of these pieces one is held out
 def parser() -> Parser:
     """All flags of the command."""
     p = Parser(
-        description="Make a SwiftKV student of a checkpoint without training, and say what it costs.",
+        description="Make a SwiftKV student of a checkpoint without training, and measure its quality.",
         epilog="example: %(prog)s model.gguf --split 20 --out student",
     )
     p.add_argument("model", metavar="MODEL", help="a folder, a GGUF file or a hub id")
@@ -53,36 +53,42 @@ def parser() -> Parser:
         type=int,
         required=True,
         metavar="N",
-        help="the layer where prompt tokens stop: keys and values of later layers come from its input",
+        help="layers that prompt tokens run; later layers' keys and values come from the output of these",
     )
     p.add_argument(
-        "--share", type=int, default=1, metavar="S", help="AcrossKV: so many later layers read one row"
+        "--share",
+        type=int,
+        default=1,
+        metavar="S",
+        help="AcrossKV: number of later layers that share one row",
     )
     p.add_argument(
         "--text",
         default=str(CORPUS),
         metavar="FILE",
-        help="what it is solved and judged on: .txt, .md or .jsonl, a folder of them, or hf://org/name "
-        "(default: the documentation of Python that comes with the package)",
+        help="text to fit and evaluate on: .txt, .md or .jsonl, a folder of them, or hf://org/name "
+        "(default: Python's documentation, which comes with the package)",
     )
     p.add_argument(
         "--init",
         choices=(LEAST_SQUARES, *INITS),
         default=LEAST_SQUARES,
-        help="how the new keys and values begin (default: %(default)s)",
+        help="initialisation of the new keys and values (default: %(default)s)",
     )
     p.add_argument(
         "--tokens",
         type=int,
         default=PlanConfig().init_tokens,
         metavar="N",
-        help="of the text that least squares takes, about (default: %(default)s)",
+        help="approximate number of tokens for least squares (default: %(default)s)",
     )
     p.add_argument(
-        "--length", type=int, default=512, metavar="N", help="context in tokens (default: %(default)s)"
+        "--length", type=int, default=512, metavar="N", help="context length in tokens (default: %(default)s)"
     )
-    p.add_argument("--dtype", choices=DTYPES, default="float32", help="to compute in (default: %(default)s)")
-    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the student is saved")
+    p.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="dtype of the computation (default: %(default)s)"
+    )
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the student")
     return p
 
 
@@ -137,12 +143,12 @@ def convert(
             found = costs(run, run.row_sums()[length], length)
             say(report(found, plan, config.num_layers, length))
             run.export(out)
-            judged = {f"{length}/{name}": found[name] for name in _FIGURES}
+            figures = {f"{length}/{name}": found[name] for name in _FIGURES}
             named = dataclasses.replace(experiment, name=out.name, model=model)
             with explained(f"write to {out}"):
-                text = card(named, run.recipe.student, judged, license_of(folder))
+                text = card(named, run.recipe.student, figures, license_of(folder))
                 (out / "README.md").write_text(text, encoding="utf-8")
-    say(f"saved in {out} after {time.monotonic() - began:.0f} s; serve it: swiftkv serve {out} --http")
+    say(f"saved in {out} after {time.monotonic() - began:.0f} s; to serve it: swiftkv serve {out} --http")
     return found
 
 
@@ -177,7 +183,9 @@ def _on_each(experiment: Experiment, devices: int) -> Experiment:
         for name in ("data", "evaluation")
         if (data := getattr(experiment, name)) is not None
     }
-    return dataclasses.replace(experiment, **parts, evaluation_batches=max(1, JUDGED // (rows * length)))
+    return dataclasses.replace(
+        experiment, **parts, evaluation_batches=max(1, HELD_OUT_TOKENS // (rows * length))
+    )
 
 
 def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
@@ -208,26 +216,26 @@ def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
         )
     parts = {
         "fit": [piece for i, piece in enumerate(pieces) if i % _EVERY != _EVERY - 1],
-        "judge": pieces[_EVERY - 1 :: _EVERY],
+        "held_out": pieces[_EVERY - 1 :: _EVERY],
     }
     scratch.mkdir(parents=True, exist_ok=True)
     for name, part in parts.items():
         lines = (json.dumps(piece) + "\n" for piece in part)
         (scratch / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    fit, judge = (
+    fit, held_out = (
         dataclasses.replace(data, sources=(str(scratch / f"{name}.jsonl"),), split="all", columns=())
         for name in parts
     )
-    return fit, judge
+    return fit, held_out
 
 
 def costs(run: loop.Run, rows: dict[str, np.ndarray], length: int) -> dict[str, float]:
     """The current cost of a run's student, from its `row_sums` of rows of `length` tokens.
 
     "gap" is the student's cross-entropy minus its teacher's, and "kl" the KL from teacher to student, both in
-    nats a token; "agreement" is the share of positions where both find the same token likeliest, and "tokens"
-    the number of tokens evaluated. "prompt_flops" and "cache_bytes" are relative to the teacher's: FLOPs of
-    prompt tokens in the layers at that length, and bytes of a token's rows.
+    nats per token; "agreement" is the share of positions where both have the same most likely token, and
+    "tokens" the number of tokens evaluated. "prompt_flops" and "cache_bytes" are relative to
+    the teacher's: FLOPs of prompt tokens in the layers at that length, and bytes of a token's rows.
     """
     found = loop.summarise(rows, has_teacher=True)
     config, plan = run.recipe.student.config, run.recipe.student.plan
@@ -245,15 +253,15 @@ def costs(run: loop.Run, rows: dict[str, np.ndarray], length: int) -> dict[str, 
 
 def report(found: dict[str, float], plan: PlanConfig, layers: int, length: int) -> str:
     """The costs as text."""
-    shared = f", {plan.share} layers a row" if plan.share > 1 else ""
+    shared = f", share {plan.share}" if plan.share > 1 else ""
     return "\n".join(
         (
             f"split {plan.split} of {layers} layers{shared}, {plan.init}, on {found['tokens']:,.0f} held-out "
             f"tokens in rows of {length}:",
-            f"  cross-entropy  {found['cross_entropy']:.3f} nats a token, the teacher's "
+            f"  cross-entropy  {found['cross_entropy']:.3f} nats per token, the teacher's "
             f"{found['teacher_cross_entropy']:.3f}: a gap of {found['gap']:.3f}",
-            f"  KL             {found['kl']:.3f} nats a token from the teacher",
-            f"  agreement      the teacher's likeliest token at {found['agreement']:.1%} of positions",
+            f"  KL             {found['kl']:.3f} nats per token from the teacher",
+            f"  agreement      the teacher's most likely token at {found['agreement']:.1%} of positions",
             f"  prompt FLOPs   {1 - found['prompt_flops']:.0%} saved in the layers, at {length} tokens",
             f"  cache          {1 - found['cache_bytes']:.0%} saved",
         )

@@ -56,7 +56,7 @@ def encode(
     if config.learned_positions:
         if length > config.max_position_embeddings:
             raise UsageError(
-                f"{length} positions of a source, and {config.family} has learned "
+                f"{length} positions of a source, and {config.family} has embeddings for "
                 f"{config.max_position_embeddings}: cut it into windows"
             )
         x = x + own["positions"][:length].astype(x.dtype)

@@ -20,8 +20,7 @@ class UsageError(ValueError):
 
 
 class UsageWarning(UserWarning):
-    """Input that is accepted, though it may not mean what its author thinks; the command line shows one
-    line."""
+    """Accepted input that may not have the intended meaning; the command line shows it in one line."""
 
 
 def suggest(name: str, known, likeness: float = 0.6) -> str:

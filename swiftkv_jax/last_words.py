@@ -14,7 +14,7 @@ _FATAL = b"Terminating process because the JAX distributed service detected fata
 _BEFORE = re.compile(rb"^[EW]\d{4} .*(coordination_service|preemption_sync_manager)\w*\.cc:")
 _HOLD_S = 2.0  # longest time between the first of those lines and the fatal one
 GONE = "error: another process of this run has ended, so this one ends too; the other's log says why\n"
-NEVER_CAME = "error: not all processes of this run came together in time; see which did not start\n"
+NEVER_CAME = "error: not all processes of this run started in time; see which is missing\n"
 
 
 def main() -> None:

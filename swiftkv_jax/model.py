@@ -40,10 +40,11 @@ _TURN = 4  # layers in one iteration of the scan over layers without rows of the
 
 
 class Transformer(nn.Module):
-    """A decoder's shapes and names; its parameters are a plain tree (see weights.py).
+    """A decoder, as a Flax Linen module; its parameters are a plain tree of arrays (see weights.py).
 
     Attributes:
-      config: the layers. plan: where cache rows come from. dtype: of activations and of `init`'s parameters.
+      config: the layers. plan: where the rows of the cache come from. dtype: of activations, and of the
+        parameters that `init` makes.
 
     Raises:
       UsageError: config and plan do not fit each other.
@@ -104,8 +105,8 @@ def embed(
 def _check_length(config: ModelConfig, length: int) -> None:
     if length > config.max_position_embeddings:
         raise UsageError(
-            f"{length} tokens in a row, and {config.family} has learned {config.max_position_embeddings} "
-            "positions: cut the rows, or give positions that begin again"
+            f"{length} tokens in a row, and {config.family} has embeddings for "
+            f"{config.max_position_embeddings} positions: cut the rows, or give positions that begin again"
         )
 
 
@@ -405,13 +406,22 @@ def step(
     survivors: Int[Array, " M"] | None,
     cache: Cache,
 ) -> tuple[Float[Array, "M V"], Cache]:
-    """Add a flat ragged batch to the cache; logits at the survivors.
+    """Add a flat ragged batch to the cache, and compute logits at the survivors.
 
-    A prompt, a chunk of one and a decode token are the same call. Sequence s owns tokens
-    [query_starts[s], query_starts[s+1]) and page-table row s; tokens from query_starts[-1] on are padding.
-    `survivors` are ascending indices into `tokens`; an index of T is padding, and its logits are meaningless.
-    If both are None, every sequence has one token, and every token survives.
-    Positions index the cache, so they must lie in [0, cache.capacity); the caller checks this.
+    A whole prompt, a chunk of one and a decode token are the same call. Tokens that do not survive run only
+    the layers up to `plan.depth` (SwiftKV paper, section 3.2).
+
+    Args:
+      tokens: [T] int32 ids of all sequences, one sequence after the other.
+      positions: [T] int32 positions in their sequences, in [0, cache.capacity); the caller checks this.
+      query_starts: [sequences + 1] int32. Sequence s owns tokens [query_starts[s], query_starts[s+1]) and
+        row s of the page table; tokens from query_starts[-1] on are padding.
+      survivors: [M] ascending indices into `tokens`; an index of T is padding, with meaningless logits.
+        If this and `query_starts` are None, every sequence has one token, and every token survives.
+      cache: with pages for these positions in its table.
+
+    Returns:
+      Logits [M, V] in float32, and the cache with the rows of these tokens.
     """
     at, batch = cache.angles.at(positions), make_batch(query_starts, positions)
     survive = None

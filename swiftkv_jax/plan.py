@@ -191,6 +191,7 @@ class KVPlan:
 
     @property
     def num_layers(self) -> int:
+        """Layers of the model."""
         return len(self.reads)
 
     @property

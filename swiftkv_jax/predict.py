@@ -47,10 +47,13 @@ _BLOCK = 512  # queries whose scores exist at a time
 
 
 class Predicted(nn.Module):
-    """A base model whose prompts an auxiliary model reads; its parameters are a plain tree.
+    """KV prediction (arXiv 2410.08391): an auxiliary model processes the prompts of a base model.
+
+    Its parameters are a tree of arrays: {"base", "auxiliary", "predictor"}.
 
     Attributes:
-      base: the model that generates. auxiliary: the model that reads prompts. prediction: the map of rows.
+      base: the model that generates. auxiliary: the model that processes prompts. prediction: which of its
+        rows predicts which row of the base.
 
     Raises:
       UsageError: the two models and the map do not fit each other.
@@ -164,7 +167,7 @@ def described(model: Predicted, cuts: weights.Cuts = ()) -> PyTree:
 
 
 def split_layers(model: Transformer | Predicted, params: PyTree) -> PyTree:
-    """`params` cut at every layer and row, as serving wants them."""
+    """`params` cut at every layer and row, as serving needs them."""
     if not isinstance(model, Predicted):
         return weights.split_layers(model.config, model.plan, params)
     parts = (("base", model.base), ("auxiliary", model.auxiliary))
@@ -226,10 +229,18 @@ def _widened(model: Predicted, wide: Predicted, predictor: PyTree) -> PyTree:
 
 
 def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tuple[Transformer, PyTree]:
-    """An auxiliary made of some layers of `model`, with its embeddings, final norm and output head.
+    """Make an auxiliary of some layers of `model`, with its embeddings, final norm and output head.
 
-    Its rows are those that the kept layers read (KV prediction paper, appendix A). Arrays of unchanged stacks
-    are shared; with parameters cut at every layer, these are all arrays.
+    Its rows are those that the kept layers read (KV prediction paper, arXiv 2410.08391, appendix A). Arrays
+    of unchanged stacks are shared; with parameters cut at every layer, these are all arrays.
+
+    Args:
+      model: any decoder.
+      params: its parameters.
+      keep: indices of the kept layers, ascending.
+
+    Returns:
+      (auxiliary, its parameters).
 
     Raises:
       UsageError: `keep` is empty, out of order or out of range, or lacks the maker of a row that it reads.

@@ -34,7 +34,7 @@ _BYTES = 4 * LONGEST  # of one process's message: the longest UsageError in UTF-
 
 
 class PeerLost(RuntimeError):
-    """Another process of the run has ended, and nothing can go on without it."""
+    """Another process of the run has ended, and the run cannot continue without it."""
 
 
 def start(wanted: bool | None, environ: Mapping[str, str]) -> None:

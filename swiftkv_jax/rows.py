@@ -30,7 +30,7 @@ _PIECE = 128  # numbers that one Hadamard matrix transforms, at most
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """One array of a form: `heads` x `width` numbers a token; in 8 bits each head has a scale."""
+    """One array of a form: `heads` x `width` numbers per token; in 8 bits each head has a scale."""
 
     heads: int
     width: int
@@ -368,7 +368,9 @@ def _clipped(config: ModelConfig) -> str:
 
 def _turned(config: ModelConfig, stored: str) -> str:
     turned = config.rope.rope_type != NONE
-    return f"rotary embedding stands between {stored} and keys: only models without it can" if turned else ""
+    return (
+        f"rotary embedding is applied between {stored} and keys: only models without it can" if turned else ""
+    )
 
 
 def reader_of(form: Form, reader: PyTree, attention: PyTree) -> PyTree:

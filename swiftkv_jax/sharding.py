@@ -40,7 +40,7 @@ SHARDS = Shards(rows=_names("B"), tokens=_names("T"), heads=_names("K"))
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, devices=None) -> Mesh:
-    """A mesh over `devices` (default: all), with one -1 meaning "whatever is left".
+    """A mesh over `devices` (default: all), with -1 standing for all remaining devices.
 
     Neighbours on a TPU's torus are neighbours on the mesh, with the axes that communicate most (`tensor`)
     first. Across several slices, or hosts connected by a network, the outermost axes are split.

@@ -27,7 +27,7 @@ _NOISE = 1 / np.finfo(np.float32).eps  # one that makes an error as large as the
 def to_swiftkv(
     model: Transformer, params: PyTree, plan: KVPlan, init: str = "fold", exit_head: bool = False
 ) -> tuple[Transformer, PyTree]:
-    """An untrained student of `model` under `plan`; its frozen parameters are the teacher's values.
+    """Make an untrained student of `model` under `plan`: SwiftKV and AcrossKV (arXiv 2410.03960, section 3).
 
     Each maker starts as the mean of the teacher's k and v over the layers that will read its row. Arrays of
     unchanged stacks (see `weights.partition`) are shared with the teacher.
@@ -39,7 +39,12 @@ def to_swiftkv(
       init: "fold" first multiplies each layer's input-norm gain into its k and v and starts `norm_swiftkv` at
         one, so that each projection keeps the gain that it was trained with. "copy" is the reference's start
         (ArcticTraining): `norm_swiftkv` copies layer `split`'s gain.
-      exit_head: also give the student an exit head, a copy of the teacher's final norm and output head.
+      exit_head: also give the student an exit head, a copy of the teacher's final norm and output head
+        (SwiftKV paper, B.4).
+
+    Returns:
+      (student, student_params), in the dtype of `params`; all parameters but those of the makers are the
+      teacher's.
 
     Raises:
       UsageError: the plan has another number of layers, or no split for an exit head, or the model is not a
@@ -127,7 +132,7 @@ def to_slim(
     solved: Mapping[int, np.ndarray] | None = None,
     cross_forms: str | Sequence[str] = "x",
 ) -> tuple[Transformer, PyTree]:
-    """`model` with its rows in other forms: Slim attention (arXiv 2503.05840), for multi-head models.
+    """Convert `model` to rows of other forms: Slim attention (arXiv 2503.05840), for multi-head models.
 
     "k" stores keys alone, and values are K W_KV; "v" values alone; "x" the layer's inputs; "kv" changes
     nothing. W_KV = W_K^-1 W_V (the right inverse where keys are wider than inputs) is solved in float64 on
@@ -296,8 +301,8 @@ def _inverse(kernel: np.ndarray, other: np.ndarray, name: str) -> np.ndarray:
     made = between(kernel, other, name)
     if (found := condition(kernel)) > _NOISE:
         warnings.warn(
-            f"{name} has condition {found:.1e}: no digit of what is recovered is right, even in float32; "
-            "python -m swiftkv_jax.slim measures what each row costs",
+            f"{name} has condition {found:.1e}: recovered values have no correct digit, even in float32; "
+            "python -m swiftkv_jax.slim measures the cost of each row",
             UsageWarning,
             stacklevel=4,
         )

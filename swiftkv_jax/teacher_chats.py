@@ -93,7 +93,9 @@ def chats_of(model: str, source: str, say: Say = show) -> Path:
         say(f"{source}: chats that {model} wrote before, in {path}")
         return path
     if jax.process_count() > 1:
-        raise UsageError(f"{source} is not written yet: let one process alone do it first (--no-distributed)")
+        raise UsageError(
+            f"{source} is not written yet: write it with a single process first (--no-distributed)"
+        )
     done = write_chats(str(folder), prompts, path, sampling, say)
     say(f"{model} wrote {done.chats:,} chats, {done.tokens:,} tokens, in {done.seconds:.0f} s: {path}")
     return path

@@ -94,12 +94,12 @@ def test_imports_point_down():
 
 def test_the_documented_import_order_is_this():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Import order")[1]
-    listed = re.findall(r"Level\s\d:\s([^.]+)\.", text)
+    listed = re.findall(r"^\| \d \| (.+) \|$", text, re.M)
     names = [re.findall(r"\w+", re.sub(r"\(.*?\)", "", one, flags=re.S)) for one in listed]
     assert list(map(sorted, names)) == [sorted(level.split()) for level in LEVELS]
 
 
-def test_distill_and_engine_are_strangers_and_analysis_knows_neither():
+def test_distill_and_engine_do_not_import_each_other_and_analysis_imports_neither():
     assert not edges() & STRANGERS
 
 
@@ -151,7 +151,7 @@ def test_the_schedulers_half_of_the_engine_is_plain_python():
             }, path
 
 
-def test_no_hidden_state():
+def test_only_listed_modules_access_the_environment_and_jax_config():
     """The environment and jax.config belong to commands.py and conftest.py; and to what must know a machine
     before JAX has it, and the process that checks it."""
     check = ROOT / "kernels" / "check"
@@ -212,7 +212,7 @@ def test_tests_use_what_is_public():
     assert len(found) <= 60, found
 
 
-def test_no_data_is_run():
+def test_no_code_is_loaded_from_data():
     """Nothing pickled, evaluated, or handed to a shell: what is read can only be data (SECURITY.md)."""
     modules = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "yaml", "runpy"}
     calls = {"eval", "exec", "os.system", "os.popen"}
@@ -248,7 +248,7 @@ def test_no_check_is_an_assert():
     assert not debug
 
 
-def test_modules_say_what_they_are():
+def test_every_module_begins_with_a_docstring():
     for path in [
         *python_files("swiftkv_jax", "kernels", "tests", "configs", "demo", "benchmarks"),
         *ROOT.glob("*.py"),
@@ -256,7 +256,7 @@ def test_modules_say_what_they_are():
         assert ast.get_docstring(tree(path)), path
 
 
-def test_lines_are_short():
+def test_lines_of_code_are_at_most_110_characters():
     files = [
         *python_files("swiftkv_jax", "kernels", "tests", "configs", "demo", "benchmarks"),
         *ROOT.glob("*.py"),
@@ -308,7 +308,7 @@ def reads(skip: ast.ClassDef) -> set[str]:
     return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
 
 
-def test_there_are_config_classes():
+def test_the_config_tests_find_the_config_classes():
     assert {"ModelConfig", "KVPlan"} <= {node.name for _, node in config_classes()}
 
 

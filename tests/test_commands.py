@@ -84,7 +84,7 @@ def test_a_command_line_that_cannot_be_run_is_one_line(words, said, monkeypatch,
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_one_command_has_all_others(name, monkeypatch, capsys):
+def test_every_subcommand_has_help_and_refuses_unknown_flags(name, monkeypatch, capsys):
     assert ran(commands.main, monkeypatch, "swiftkv", name, "--help") == 0
     told = capsys.readouterr().out
     assert told.startswith(f"usage: swiftkv {name} ")
@@ -94,7 +94,7 @@ def test_one_command_has_all_others(name, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("error: unrecognized arguments: --nonsense")
 
 
-def test_the_command_itself_says_what_there_is(monkeypatch, capsys):
+def test_an_unknown_command_lists_the_commands(monkeypatch, capsys):
     assert ran(commands.main, monkeypatch, "swiftkv", "--help") == 0
     told = capsys.readouterr().out
     assert all(f"  {name} " in told for name in (*PARTS, "eval"))

@@ -16,8 +16,8 @@ from swiftkv_jax import predict
 from swiftkv_jax.analysis.prediction_flops import Sizes, prediction_table
 from swiftkv_jax.baselines import FFNSkip, RandomPruning
 from swiftkv_jax.compare import __main__ as command
-from swiftkv_jax.compare import judging, row_errors, systems, times
-from swiftkv_jax.compare.judging import Answers, Point, Prompts
+from swiftkv_jax.compare import evaluation, row_errors, systems, times
+from swiftkv_jax.compare.evaluation import Answers, Point, Prompts
 from swiftkv_jax.compare.systems import System, full_depth
 from swiftkv_jax.compare.training import experiment
 from swiftkv_jax.distill.config import LossConfig, PlanConfig, PredictConfig, PredictionLossConfig
@@ -51,7 +51,7 @@ def text(tmp_path_factory):
 
 def test_prompts_are_the_beginnings_of_held_out_documents_of_every_length(text):
     folder = DEMO / "teacher"
-    found = judging.prompts_of(text, folder, 300, 64)
+    found = evaluation.prompts_of(text, folder, 300, 64)
     assert found.lengths.size >= 300 and found.tokens.shape[1] == 64
     assert found.lengths.min() == 2 and found.lengths.max() == 63
     counts = np.histogram(found.lengths, bins=4, range=(2, 64))[0]
@@ -82,8 +82,8 @@ def test_answers_by_rows_and_by_prompts_are_the_models_own_when_nothing_is_left_
     scores -= np.log(np.exp(scores).sum(-1, keepdims=True))
     at = np.take_along_axis(scores, PROMPTS.lengths[..., None] - 1, axis=1)
     want = -np.take_along_axis(at, PROMPTS.targets[..., None], axis=2)[..., 0]
-    by_rows = judging.answers_by_rows(model, params, PROMPTS)
-    by_prompts, flops = judging.answers_by_prompts(model, params, RandomPruning(keep=1.0), PROMPTS)
+    by_rows = evaluation.answers_by_rows(model, params, PROMPTS)
+    by_prompts, flops = evaluation.answers_by_prompts(model, params, RandomPruning(keep=1.0), PROMPTS)
     for found in (by_rows, by_prompts):
         np.testing.assert_allclose(found.nats, want, atol=2e-5)
         np.testing.assert_array_equal(found.likeliest, at.argmax(-1))
@@ -106,24 +106,24 @@ def test_flops_of_swiftkv_are_those_counted_by_hand():
 def test_errors_are_over_rows_in_which_prompts_are_alike():
     own = Answers(np.zeros((3, 2)), np.zeros((3, 2), int))
     found = Answers(np.array([[1.0, 1.0], [2.0, 4.0], [2.0, 0.0]]), np.array([[0, 1], [0, 0], [1, 1]]))
-    got = judging.point("a", "b", 0.5, found, own)
+    got = evaluation.point("a", "b", 0.5, found, own)
     assert (got.gap, got.agreement) == (pytest.approx(5 / 3), pytest.approx(0.5))
     assert got.gap_error == pytest.approx(np.std([1, 3, 1], ddof=1) / 3**0.5)
     assert got.agreement_error == pytest.approx(np.std([0.5, 1, 0], ddof=1) / 3**0.5)
 
 
-def test_a_curve_is_straight_between_its_points_and_ends_with_them():
-    assert judging.at_equal_flops(POINTS, "KV prediction", 0.5) == pytest.approx(0.02)
-    assert np.isnan(judging.at_equal_flops(POINTS, "KV prediction", 0.75))
-    lines = judging.table(POINTS).splitlines()
+def test_gaps_are_interpolated_between_points_and_not_extrapolated():
+    assert evaluation.at_equal_flops(POINTS, "KV prediction", 0.5) == pytest.approx(0.02)
+    assert np.isnan(evaluation.at_equal_flops(POINTS, "KV prediction", 0.75))
+    lines = evaluation.table(POINTS).splitlines()
     assert lines[5] == "| random pruning | keep 0.5 | 0.500 | 0.4000 ± 0.0100 | 0.0200 | 0.600 ± 0.020 |"
     assert lines[6].split("|")[5].strip() == "" and lines[3].split("|")[5].strip() == ""
 
 
 def test_trained_systems_are_set_beside_trained_ones_and_times_beside_flops():
-    trained = [p._replace(system=p.system + judging.TRAINED, gap=p.gap / 2) for p in POINTS[:3]]
+    trained = [p._replace(system=p.system + evaluation.TRAINED, gap=p.gap / 2) for p in POINTS[:3]]
     timed = [trained[0]._replace(ttft=0.51, ttft_short=0.6), *trained[1:], POINTS[1]]
-    lines = judging.table(timed).splitlines()
+    lines = evaluation.table(timed).splitlines()
     assert lines[0].startswith("| system | setting | FLOPs | TTFT | TTFT, short | gap |")
     assert lines[2].split("|")[4:8] == [" 0.51 ", " 0.60 ", " 0.0100 ± 0.0010 ", " 0.0100 "]
     assert lines[3].split("|")[4:6] == ["  ", "  "]
@@ -181,7 +181,7 @@ def test_timed_calls_are_compiled_beforehand(kind):
     assert got.tolist() == want.tolist()
 
 
-def test_each_system_is_trained_by_what_it_is_for():
+def test_each_system_is_trained_with_its_own_loss():
     model = str(DEMO / "teacher")
     base = tiny(PLAIN, KVPlan.standard(4))
 
@@ -207,7 +207,7 @@ def few(monkeypatch) -> None:
     monkeypatch.setattr(systems, "kept_layers", lambda sizes: kept(sizes)[1:2])
     monkeypatch.setattr(systems, "_SPLITS", (0.5,))
     monkeypatch.setattr(command, "others", lambda source: list(rest(source))[:1])
-    monkeypatch.setattr(judging, "FIT_TOKENS", 1024)
+    monkeypatch.setattr(evaluation, "FIT_TOKENS", 1024)
     monkeypatch.setattr(times, "LENGTHS", (16, 32))
     monkeypatch.setattr(times, "SHORT", (2, 9))
 
@@ -270,10 +270,10 @@ def test_systems_are_trained_and_timed_too_and_an_auxiliary_of_its_own_is_one(
     assert (tmp_path / "out" / "ttft.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_few_is_one_setting_of_each_system():
+def test_the_flag_few_runs_one_setting_per_system():
     """Half of the layers, or what costs least: what `make demo` compares."""
     model, params = tiny(PLAIN, KVPlan.standard(4))
-    batches = [judging.Batch(*[jnp.asarray(ROWS)] * 5)]
+    batches = [evaluation.Batch(*[jnp.asarray(ROWS)] * 5)]
     source = systems.Source(model, params, None, batches, PROMPTS, few=True)
     names = [(name, setting) for name, setting, _ in systems.others(source)]
     assert names[:3] == [

@@ -22,7 +22,7 @@ LENGTH = 128
 
 @pytest.fixture(autouse=True)
 def fewer_tokens(monkeypatch):
-    monkeypatch.setattr(command, "JUDGED", 4096)
+    monkeypatch.setattr(command, "HELD_OUT_TOKENS", 4096)
 
 
 def made(out: Path, split: int, init: str = "least_squares", share: int = 1, **options) -> dict[str, float]:
@@ -34,11 +34,11 @@ def made(out: Path, split: int, init: str = "least_squares", share: int = 1, **o
 def fitted(tmp_path_factory) -> tuple[Path, dict[str, float]]:
     out = tmp_path_factory.mktemp("fitted") / "student"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "JUDGED", 4096)
+        patch.setattr(command, "HELD_OUT_TOKENS", 4096)
         return out, made(out, 3)
 
 
-def test_a_student_of_one_row_less_than_the_teacher_costs_nothing(tmp_path, capsys):
+def test_an_untrained_student_at_the_last_split_equals_its_teacher_in_convert(tmp_path, capsys):
     """At split L-1 an untrained student is its teacher. A custom `say` gets every line; none is printed."""
     said: list[str] = []
     found = made(tmp_path / "out", 7, "fold", say=said.append)
@@ -57,7 +57,7 @@ def test_least_squares_costs_less_than_folding(fitted, tmp_path):
 
 
 def held_out_pieces(tokenizer) -> tuple[np.ndarray, ...]:
-    """(tokens, targets, mask) of the rows that `made` judges by, each segment in a row of its own."""
+    """(tokens, targets, mask) of the rows that `made` evaluates on, each segment in a row of its own."""
     data = DataConfig(
         sources=(str(command.CORPUS),), split="held_out", seq_len=LENGTH, batch_size=4, long_documents="fill"
     )
@@ -70,7 +70,7 @@ def held_out_pieces(tokenizer) -> tuple[np.ndarray, ...]:
     return tuple(np.stack(each) for each in zip(*rows, strict=True))
 
 
-def test_the_student_that_is_saved_costs_what_was_said(fitted):
+def test_the_saved_student_has_the_printed_quality(fitted):
     """The cost is recomputed from the logits of the two folders, in float64."""
     out, found = fitted
     tokens, targets, mask = held_out_pieces(load_tokenizer(out))
@@ -104,7 +104,7 @@ def test_a_conversion_with_shared_rows_is_measured_on_a_given_text(tmp_path, cap
     found = made(tmp_path / "out", 4, "fold", share=2, text=str(text))
     assert found["cache_bytes"] == 6 / 8 and 1000 < found["tokens"] < 4096
     said = capsys.readouterr().out
-    assert "split 4 of 8 layers, 2 layers a row, fold, on" in said and "cache          25% saved" in said
+    assert "split 4 of 8 layers, share 2, fold, on" in said and "cache          25% saved" in said
     raw = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (raw["num_key_value_layers"], raw["key_value_group_size"]) == (4, 2)
     assert raw["torch_dtype"] == "bfloat16", "as the teacher's"

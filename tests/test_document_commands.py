@@ -289,5 +289,5 @@ def test_curl_is_answered(model, asked, inside):
     assert len(commands) == 2
 
 
-def test_all_that_runs_here_stands_in_the_documents():
+def test_every_command_of_this_file_is_in_a_document():
     assert {named(each)[0] for each in FOUND} == {*RUNS, "serve", "curl"}

@@ -193,7 +193,7 @@ def test_a_shell_command_runs_or_at_least_is_understood(command, place, request,
 
 
 @pytest.mark.parametrize("command", of_kind("inline"), ids=str)
-def test_a_command_in_the_text_is_understood(command, place, monkeypatch):
+def test_inline_commands_of_documents_are_parsed_by_their_programs(command, place, monkeypatch):
     """Brackets stand round what may be left out."""
     monkeypatch.chdir(place)
     program, *words = shlex.split(re.sub(r"(?<= )\[(\w+)\]", r"\1", command.text))

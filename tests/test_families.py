@@ -189,7 +189,7 @@ def test_files_of_the_model_without_its_head_are_read_too(name, prefix, folders,
 
 def test_a_row_longer_than_the_learned_positions_is_refused(folders):
     model, params = from_pretrained(folders("gpt2"))
-    with pytest.raises(UsageError, match="129 tokens in a row, and gpt2 has learned 128 positions"):
+    with pytest.raises(UsageError, match="129 tokens in a row, and gpt2 has embeddings for 128 positions"):
         model.apply({"params": params}, jnp.asarray(hf_models.tokens(129)))
 
 

@@ -63,7 +63,7 @@ def test_an_engine_stores_transformed_inputs_of_a_model_that_stays_the_same(plan
 
 
 @pytest.mark.parametrize("forms", [("x",), ("kv", "x", "kv", "x")], ids=["all", "some"])
-def test_a_server_tells_the_split_and_share_of_the_model_that_it_was_given(forms):
+def test_a_server_reports_the_split_and_share_of_its_model(forms):
     plan = KVPlan.swiftkv(4, 1).stored_as(*forms)
     assert plan.served.split_and_share == plan.split_and_share == (1, 1)
     assert plan.served.named == plan != plan.served
@@ -109,7 +109,7 @@ def test_weights_with_a_scale_are_transformed_with_it():
 
 def test_a_checkpoint_neither_gets_nor_names_rows_as_an_engine_stores_them(tmp_path):
     model, params = tiny.make_model(tiny.PLANS["standard"].stored_as("x"), **FREE)
-    with pytest.raises(UsageError, match="save the one that the engine was given"):
+    with pytest.raises(UsageError, match="save the model that the engine was made from"):
         skv.save_pretrained(tmp_path / "served", *hadamard_inputs(model, params))
     assert not (tmp_path / "served").exists()
     with pytest.raises(UsageError, match="no form 'hadamard_x'; known: kv, k, v, x"):

@@ -135,7 +135,7 @@ def test_models_compare_equal_wherever_they_were_read(tmp_path):
     assert "source" not in one.config.to_hf(one.plan)
 
 
-def test_a_folder_to_copy_from_that_is_not_there(tmp_path):
+def test_a_missing_tokenizer_source_is_refused_and_a_moved_one_warns(tmp_path):
     model, params = skv.from_pretrained(make_model(tmp_path / "teacher"))
     skv.save_pretrained(tmp_path / "bare", *tiny(CONFIG, KVPlan.standard(2)))
     for fields in ({"source": "acme/tiny"}, {"tokenizer": tmp_path / "nowhere"}):
@@ -151,7 +151,7 @@ def test_a_folder_to_copy_from_that_is_not_there(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
 
 
-def test_a_file_that_leads_out_of_the_model_s_folder_is_not_copied(tmp_path):
+def test_a_link_to_outside_the_models_folder_is_not_copied(tmp_path):
     model, params = skv.from_pretrained(make_model(tmp_path / "teacher"))
     (tmp_path / "secret").write_text("private")
     (tmp_path / "teacher" / "merges.txt").symlink_to(tmp_path / "secret")

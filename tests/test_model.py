@@ -215,7 +215,7 @@ def test_greedy_tokens_are_those_of_forward(plan, config):
         )
 
 
-def test_packed_rows_are_their_sequences_apart():
+def test_packed_rows_equal_their_sequences_run_separately():
     """forward with segments and restarting positions: nothing leaks between neighbours."""
     model, params = tiny(ODD, PLANS["split1x2"])
     a, b = np.random.default_rng(0).integers(0, 67, (2, 1, 9))
@@ -313,7 +313,7 @@ def test_cache_bytes_per_token_are_the_plans(plan, dtype, want):
     assert sum(x.nbytes for x in jax.tree.leaves(cache.stores)) / tokens == cache.bytes_per_token == want
 
 
-def test_an_8_bit_kernel_has_its_scale_in_it_wherever_it_is_read():
+def test_kernel_of_applies_the_scale_of_8_bit_weights():
     """Alone, and in a stack; as `linear` has it."""
     random = np.random.default_rng(0)
     stack = {"kernel": random.integers(-9, 9, (2, 5, 3), np.int8), "scale": random.random((2, 3), np.float32)}

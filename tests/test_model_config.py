@@ -376,7 +376,7 @@ INERT = {
 
 
 @pytest.mark.parametrize("fields", INERT.values(), ids=INERT)
-def test_fields_that_change_nothing_are_ignored_without_a_word(fields):
+def test_config_fields_without_effect_are_ignored_silently(fields):
     assert ModelConfig.from_hf(SMALL | fields) == ModelConfig.from_hf(SMALL)
 
 
@@ -441,16 +441,16 @@ def test_a_students_invalid_config_json_is_refused(fields, message):
         ({"rope": RopeConfig(rope_type="linear", factor=2.0, beta_fast=3.0)}, "rope"),
     ],
 )
-def test_a_mixture_no_family_has_is_not_written(fields, lost):
+def test_a_config_that_no_family_can_express_is_not_saved(fields, lost):
     config = dataclasses.replace(ModelConfig.from_hf(SMALL), **fields)
-    with pytest.raises(UsageError, match=f"config.json cannot say {lost}="):
+    with pytest.raises(UsageError, match=f"config.json cannot express {lost}="):
         config.to_hf(KVPlan.standard(4))
 
 
 @pytest.mark.parametrize(
     "text, message", [("{", "is not JSON"), ("[1]", "must hold a JSON object, not list")]
 )
-def test_a_broken_file(text, message, tmp_path):
+def test_a_malformed_config_json_is_refused(text, message, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UsageError, match=message):
         ModelConfig.from_hf(tmp_path)

@@ -84,7 +84,7 @@ def test_the_quickstart_runs_from_end_to_end(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_is_measured_distilled_and_exported(tmp_path):
-    """A later split costs less, sharing more; training and the table judge the same text."""
+    """A later split costs less, sharing more; training and the table use the same held-out text."""
     said, told = run("your_checkpoint", tmp_path, "costs", "last", "after", "exported", "answers", STEPS="15")
     costs = told["costs"]
     by_split = [costs[f"split {split}"] for split in (2, 4, 6)]
@@ -93,8 +93,8 @@ def test_a_checkpoint_is_measured_distilled_and_exported(tmp_path):
     assert all(0 < cost["kl"] < 0.2 and 0.7 < cost["agreement"] < 1 for cost in costs.values())
     start, after = costs["split 4, share 2"], told["after"]
     assert start["kl"] > costs["split 4"]["kl"]
-    judged = told["last"]["eval/teacher_cross_entropy"]
-    assert judged == pytest.approx(start["teacher_cross_entropy"], abs=1e-5)  # the same held-out tokens
+    evaluated = told["last"]["eval/teacher_cross_entropy"]
+    assert evaluated == pytest.approx(start["teacher_cross_entropy"], abs=1e-5)  # the same held-out tokens
     assert after["kl"] < start["kl"] and after["agreement"] > start["agreement"]
     published = ("model_type", "num_key_value_layers", "key_value_group_size")
     assert [told["exported"][name] for name in published] == ["llama_swiftkv", 4, 2]

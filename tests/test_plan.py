@@ -92,7 +92,7 @@ def test_split_at_the_end_is_the_plain_transformer():
 
 
 @pytest.mark.parametrize("share, rows", [(1, 32), (2, 24), (4, 20), (8, 18), (16, 17)])
-def test_rows_of_the_paper(share, rows):
+def test_acrosskv_saves_the_papers_share_of_rows(share, rows):
     """SwiftKV paper, Table 2, Llama-3.1-8B at 50 %: cache reductions of 0, 25, 37.5, 43.75 and 46.9 %."""
     plan = KVPlan.swiftkv(32, 16, share)
     assert plan.num_rows == rows and plan.depth == 16
@@ -104,13 +104,13 @@ def test_readers_of_a_ragged_plan():
     assert [plan.readers(row) for row in range(5)] == [(0,), (1,), (2, 3), (4, 5), (6,)]
 
 
-def test_all_rows_of_merge_all_lie_in_one_place():
+def test_merge_all_stores_all_rows_in_one_slot():
     plan = KVPlan.merge_all(3)
     assert plan.num_rows == 1 and [plan.place(row) for row in range(3)] == [0, 0, 0]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.data())
-def test_laws_of_any_row_map(rows, data):
+def test_any_row_map_satisfies_the_plans_invariants(rows, data):
     split = data.draw(st.integers(1, len(rows)))
     plan = KVPlan.from_rows(rows, split)
     readers = [plan.readers(row) for row in range(plan.num_rows)]

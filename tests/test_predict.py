@@ -114,7 +114,7 @@ def test_serving_equals_the_definition_for_any_pair_and_chunk(name):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
 
 
-def test_packed_rows_are_their_sequences_apart():
+def test_packed_rows_equal_their_sequences_run_separately():
     model, params = pair("acrosskv_base")
     a, b = np.random.default_rng(0).integers(0, 67, (2, 1, 9))
     positions, segments = jnp.tile(jnp.arange(9), 2)[None], jnp.repeat(jnp.array([1, 2]), 9)[None]

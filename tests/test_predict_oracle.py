@@ -210,7 +210,7 @@ def _turned_before(model, params, layer, x):
 
 @pytest.mark.parametrize("both", ["qwen3_norms"], indirect=True)
 @pytest.mark.parametrize("broken", ["nothing", "norm", "rotation", "map", "own row"])
-def test_the_oracle_notices_each_mistake_that_could_be_made(both, broken, monkeypatch):
+def test_the_reference_test_fails_for_each_injected_mistake(both, broken, monkeypatch):
     """The pair is the one with key norms. (Scaled keys would prove nothing: the base's norm hides them.)"""
     oracle, model, params = both
     prompt = hf_models.tokens(PROMPT, 1)[0]

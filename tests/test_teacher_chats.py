@@ -79,7 +79,7 @@ def test_a_model_writes_its_answers_once_and_a_run_trains_on_them(model, source,
     assert len(samples) == 3 and any(sample.learn.any() for sample in samples)
 
 
-def test_other_prompts_sampling_or_weights_are_written_anew(model, source, tmp_path, monkeypatch):
+def test_chats_are_sampled_again_for_other_prompts_sampling_or_weights(model, source, tmp_path, monkeypatch):
     monkeypatch.setattr(
         teacher_chats, "_answers", lambda model, prompts, left, how: [(i, ("x", 1)) for i in left]
     )

@@ -29,7 +29,7 @@ _ENGINE = 0.45  # share of the run that is kept for the engine
 
 
 def kept(minutes: float) -> float:
-    """Seconds of a run without which no line of a kernel is begun, so that the engine is reached."""
+    """Seconds to reserve for the engine: no kernel is measured in them."""
     return max(_FEWEST, _ENGINE * 60 * minutes)
 
 
@@ -112,11 +112,13 @@ def save(path: Path, sizes: Shape, candidates: Sequence[Candidate], result: dict
 
 def main() -> int:
     """The command line."""
-    p = argparse.ArgumentParser(prog="first_light", description="What is right and fast on this machine.")
+    p = argparse.ArgumentParser(
+        prog="first_light", description="Find out which kernels are correct and fast on this machine."
+    )
     p.add_argument("--shape", choices=("llama8b", "tiny"), default="llama8b")
-    p.add_argument("--minutes", type=float, default=9.0, help="what the run may take (default 9)")
+    p.add_argument("--minutes", type=float, default=9.0, help="time limit of the run (default 9)")
     p.add_argument("--output", type=Path, default=RESULTS)
-    p.add_argument("--candidates", metavar="MODULE", help="a module whose CANDIDATES are tried too")
+    p.add_argument("--candidates", metavar="MODULE", help="a module with more CANDIDATES to try")
     args = p.parse_args()
     if args.minutes <= 0:
         p.error(f"--minutes must be positive, not {args.minutes:g}")

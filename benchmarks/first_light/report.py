@@ -80,7 +80,7 @@ def goals(
 
 
 def said(task: str, top: dict, kind: str = ""):
-    """A function that formats a result of a task for the screen."""
+    """Return a function that formats a result of a task for the screen."""
 
     def numerics(found: dict) -> str:
         how = f"error {found['error']:.1e}" if found["error"] is not None else "no number"
@@ -99,7 +99,7 @@ def said(task: str, top: dict, kind: str = ""):
             "ttft_ms": "TTFT {:.1f} ms",
             "tpot_ms": "TPOT {:.2f} ms",
             "copy_share": "{:.1%} of copy",
-            "host_ms_per_step": "host {:.2f} ms a step",
+            "host_ms_per_step": "host {:.2f} ms per step",
             "tokens_per_s": "{:,.0f} tokens/s in all",
         }
         return ", ".join(form.format(found[k]) for k, form in forms.items() if found.get(k) is not None)
@@ -138,7 +138,7 @@ def markdown(result: dict) -> str:
         f"# First light on {where.get('device', 'an unknown device')}",
         f"`{result['command']}`, {result['date']}, driver {where.get('driver') or 'unknown'}; {versions}.",
         table(["line", "found", "s"], rows),
-        f"Winners: right, and at most {AHEAD:.0%} of the safe one's time at every size that was timed.",
+        f"Winners: correct, and at most {AHEAD:.0%} of the safe implementation's time at every timed size.",
         table(["kind of call", "winner"], [[kind, name] for kind, name in result["winners"].items()]),
         table(
             ["goal", "at least", "found"],

@@ -25,7 +25,7 @@ def parser() -> Parser:
         prog="python -m benchmarks.serving",
         usage="%(prog)s [fixed] [sharegpt] [rates] [budgets] [flags]",
         description="Time servers as `vllm bench serve` does, side by side: standard, SwiftKV, + AcrossKV, "
-        "+ fp8. Lengths are in tokens; rates in requests a second, or, with an x behind, in what the first "
+        "+ fp8. Lengths are in tokens; rates in requests per second, or, with an x behind, in what the first "
         "system can take.",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=30, width=110),
         allow_abbrev=False,
@@ -33,23 +33,50 @@ def parser() -> Parser:
     p.add_argument("workloads", nargs="*", metavar="workload", help="what to measure (default fixed)")
     add = p.add_argument
     add("--model", default="demo/teacher", metavar="DIR", help="a standard model's folder (demo/teacher)")
-    add("--dtype", default="float32", help="of weights and cache (float32)")
+    add("--dtype", default="float32", help="dtype of weights and cache (float32)")
     add("--systems", nargs="+", metavar="NAME", help=f"some of {', '.join(SYSTEMS)}")
     add("--base-url", nargs="+", metavar="NAME=URL", help="servers that run already; none is started")
-    add("--alone", action="store_true", help="one server at a time: a device's memory holds one")
-    add("--lengths", type=int, nargs="+", default=list(workloads.LENGTHS), metavar="N", help="of fixed")
+    add("--alone", action="store_true", help="run one server at a time, if a device's memory holds only one")
+    add(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=list(workloads.LENGTHS),
+        metavar="N",
+        help="lengths of fixed",
+    )
     add("--load", type=int, default=8000, metavar="N", help="tokens in, of rates and budgets (8000)")
     add("--output-len", type=int, default=workloads.OUTPUTS, metavar="N", help="tokens out (256)")
     add("--scale", type=float, metavar="X", help="divides all lengths (default: what makes 128K fit)")
-    add("--ratios", type=float, nargs="+", default=list(workloads.RATIOS), metavar="X", help="of sharegpt")
+    add(
+        "--ratios",
+        type=float,
+        nargs="+",
+        default=list(workloads.RATIOS),
+        metavar="X",
+        help="ratios of sharegpt",
+    )
     add("--dataset", type=Path, metavar="FILE", help="a ShareGPT json, instead of lengths like its")
-    add("--rates", nargs="+", default="0.25x 0.5x 0.75x 0.9x 1x 1.25x".split(), metavar="R", help="of rates")
-    add("--budgets", type=float, nargs="+", default=[1.0, 0.5, 0.25, 0.2], metavar="X", help="of budgets")
+    add(
+        "--rates",
+        nargs="+",
+        default="0.25x 0.5x 0.75x 0.9x 1x 1.25x".split(),
+        metavar="R",
+        help="arrival rates of rates",
+    )
+    add(
+        "--budgets",
+        type=float,
+        nargs="+",
+        default=[1.0, 0.5, 0.25, 0.2],
+        metavar="X",
+        help="cache sizes of budgets",
+    )
     add("--num-prompts", type=int, default=32, metavar="N", help="requests of a run (32)")
     add("--rounds", type=int, default=3, metavar="N", help="runs of each, interleaved (3)")
     add("--num-warmups", type=int, default=1, metavar="N", help="requests before, not counted (1)")
     add("--burstiness", type=float, default=1.0, metavar="X", help="1 is Poisson, inf is even (1)")
-    add("--max-concurrency", type=int, metavar="N", help="requests under way at once (no bound)")
+    add("--max-concurrency", type=int, metavar="N", help="concurrent requests (no limit)")
     add("--goodput", nargs="+", default=[], metavar="GOAL:MS", help="such as ttft:500 tpot:50 e2el:5000")
     add("--metric-percentiles", default="90,99", metavar="P,P", help="(90,99); tables show the last one")
     add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="kept in the JSON")
@@ -57,8 +84,8 @@ def parser() -> Parser:
     add("--share", type=int, default=2, metavar="N", help="layers that share a row in AcrossKV (2)")
     add("--max-num-seqs", type=int, default=16, metavar="N", help="sequences a server runs at once (16)")
     add("--page-size", type=int, default=64, metavar="N", help="tokens of a cache page (64)")
-    add("--no-warm-up", action="store_true", help="compile when needed: a quick look, no measurement")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrivals (0)")
+    add("--no-warm-up", action="store_true", help="compile on first use: for a quick look, not for measuring")
+    add("--seed", type=int, default=0, metavar="N", help="seed of prompts, lengths and arrivals (0)")
     add("--output", type=Path, default=RESULTS, metavar="DIR", help="(benchmarks/results)")
     return p
 
@@ -114,7 +141,7 @@ def _number(flag: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise UsageError(f"--{flag}: {text!r} is no number")
+        raise UsageError(f"--{flag}: {text!r} is not a number")
     return value
 
 
@@ -153,7 +180,7 @@ def run(args: argparse.Namespace, say) -> tuple[list[dict], dict]:
     """Run all workloads; returns the runs, and the settings for the report."""
     folder = Path(args.model)
     if not (folder / "config.json").is_file():
-        raise UsageError(f"--model {folder} is no model's folder: it has no config.json")
+        raise UsageError(f"--model {folder} is not a model's folder: it has no config.json")
     config = ModelConfig.from_hf(read_config_json(folder / "config.json"))
     if args.dataset and "sharegpt" in args.workloads:
         from swiftkv_jax.text.tokenizer import load_tokenizer
@@ -217,7 +244,7 @@ def _note(about: dict, systems: list[str], told: dict[str, dict]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 when not one request was answered; 2 for bad usage; 130 for Ctrl-C."""
-    return exit_code(lambda: _main(argv), "interrupted; nothing is kept")
+    return exit_code(lambda: _main(argv), "interrupted; no results were saved")
 
 
 def _main(argv: list[str] | None) -> int:

@@ -23,7 +23,7 @@ from swiftkv_jax.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One load. `asks` makes its requests from a seed; `rate` is in requests a second."""
+    """One load. `asks` makes its requests from a seed; `rate` is in requests per second."""
 
     name: str
     asks: Callable[[int], list[Ask]]

@@ -1,4 +1,4 @@
-"""The report of the runs: medians over the rounds, beside the first system, as Markdown and as plots."""
+"""The report of the runs: medians over the rounds, relative to the first system, as Markdown and as plots."""
 
 import statistics
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ _MEDIANS = ("request_throughput", "total_token_throughput", "output_throughput",
 _TITLES = {
     "fixed": "Fixed lengths, tokens in:out",
     "sharegpt": "ShareGPT's lengths, by the least ratio of tokens in to tokens out",
-    "rates": "Arrival rates, requests a second",
+    "rates": "Arrival rates, requests per second",
     "budgets": "Cache budgets, as shares of what a full batch of the standard model needs",
 }
 
@@ -58,7 +58,7 @@ def markdown(settings: dict, found: dict) -> str:
     lines = [f"`{settings['command']}`: {where}\n"]
     lines.append(
         f"Medians over the rounds; latencies in ms, of completed requests only, as median / {tail}. Gain: "
-        f"tokens a second, in and out, over {settings['systems'][0]}, the median of the rounds' own ratios "
+        f"tokens per second, in and out, over {settings['systems'][0]}, the median of the rounds' own ratios "
         "(least to most). Compiled: programs compiled while measuring; a figure with any is no measurement.\n"
     )
     head = ["system", "req/s", "tokens/s", "gain", "TTFT", "TPOT", "ITL", "E2EL", "good/s", "failed"]
@@ -99,7 +99,9 @@ def plots(found: dict, folder: Path) -> list[Path]:
         else:
             name = "total_token_throughput" if workload == "budgets" else "gain"
             values = {p: {s: row[name] or 0.0 for s, row in rows.items()} for p, rows in points.items()}
-            word = "tokens a second" if workload == "budgets" else "tokens a second, over the first system"
+            word = (
+                "tokens per second" if workload == "budgets" else "tokens per second, over the first system"
+            )
             bars(values, (_TITLES[workload], word), path, _colours(points))
         out.append(path)
     return out
@@ -127,7 +129,7 @@ def _lines(points: dict, path: Path) -> None:
             rate, colour = [float(point) for point in have], colours[name]
             axis.plot(rate, values, marker="o", label=name, color=colour)
     for axis, word in zip(axes, ("median TTFT, ms", "median TPOT, ms"), strict=True):
-        axis.set(xlabel="requests a second", ylabel=word, ylim=(0, 1.05 * axis.get_ylim()[1]))
+        axis.set(xlabel="requests per second", ylabel=word, ylim=(0, 1.05 * axis.get_ylim()[1]))
     axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -148,7 +148,7 @@ class Timed:
 
 
 def examine(call: dict, name: str, beside: str, module: str | None) -> Iterator[dict]:
-    """Check whether an implementation is right, and if so time it at each size beside another one.
+    """Check whether an implementation is correct, and if so time it at each size beside another one.
 
     Args:
       call: the fields of a `Call`. beside: the other's name; if it is `name`, it is timed alone.

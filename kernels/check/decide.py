@@ -104,11 +104,13 @@ def decide(
     if not check:
         return Decision(safe, "safe ones, not checked")
     if path is None:
-        _LOG.warning("kernels are checked at every start: %s must be yours alone (chmod 700)", folder)
+        _LOG.warning(
+            "kernels are checked at every start: %s must be writable by you alone (chmod 700)", folder
+        )
         return _checked(calls, machine, contenders, key, None, {}, module, limits, shared)
     with _alone(folder, limits.total + START) as alone:
         if not alone:
-            return Decision(safe, "safe ones: another process is checking since long")
+            return Decision(safe, "safe ones: another process has been checking for too long")
         kept = _read(path, key, contenders) or {}
         if "names" in kept:
             return _kept(kept, machine, path)
@@ -138,7 +140,7 @@ def _checked(
             if path is not None:
                 write_whole(path, _sealed(result))
         except OSError as error:
-            _LOG.warning("what is found of kernels is not kept: %s", error)
+            _LOG.warning("the result of the kernel check could not be stored: %s", error)
 
     began = time.monotonic()
     _LOG.warning("checking kernels on this %s, once: at most %.0f s", machine.kind, limits.total)
@@ -152,7 +154,7 @@ def _checked(
         book.result["lines"] = lines
         for found in lines.values():
             if found["status"] == "running":
-                found |= {"status": "failed", "reason": "the machine or its process ended when this ran"}
+                found |= {"status": "failed", "reason": "the machine or its process died when this ran"}
         earlier = frozenset(lines)
         try:
             started = all(
@@ -178,7 +180,7 @@ def _checked(
         return Decision(names, how if started else f"safe ones, not checked: {reasons[0]}", lines)
     if any(found["status"] == "skipped" for found in lines.values()):
         save(book.result)
-        return Decision(names, f"{how}, in part" + ("; the next start goes on" if path else ""), lines)
+        return Decision(names, f"{how}, in part" + ("; the next start continues" if path else ""), lines)
     book.result["names"] = names
     save(book.result)
     return Decision(names, how, lines, path)
@@ -315,7 +317,7 @@ def _read(path: Path, key: dict, contenders: Mapping[str, tuple[str, ...]]) -> d
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        _LOG.warning("%s is not used, and kernels are checked anew: %s", path, error)
+        _LOG.warning("%s is not used, and kernels are checked again: %s", path, error)
         return None
     return raw
 

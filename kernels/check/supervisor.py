@@ -93,7 +93,7 @@ class Worker:
             self._process.stdin.write(json.dumps({"task": task, "args": args}).encode() + b"\n")
             self._process.stdin.flush()
         while True:
-            answer = self._read(deadline, f"killed: not done after {limit:.0f} s")
+            answer = self._read(deadline, f"killed: not finished after {limit:.0f} s")
             if "failed" in answer:
                 raise Failed(answer["failed"])
             if "done" in answer:

@@ -8,7 +8,7 @@ import jax
 
 
 def medians(calls: Sequence[Callable], enough: float = 0.05, rounds: int = 5) -> list[float]:
-    """Median seconds of each call, repeated for `enough` seconds a round, after a first call that compiles
+    """Median seconds of each call, repeated for `enough` seconds per round, after a first call that compiles
     it.
 
     A round times every call once, so that changes of the clock rate affect all of them alike. Long calls are

@@ -77,7 +77,7 @@ class Pages(NamedTuple):
 
 
 def pages_of(position, table, sequence, window, page: int) -> Pages:
-    """The pages of blocks of queries at `position` [b, C] (-1: no query), with `page` tokens a page."""
+    """The pages of blocks of queries at `position` [b, C] (-1: no query), with `page` tokens per page."""
     window = jnp.asarray(mask.window_of(window), jnp.int32).reshape(1)
     work = worklist.make(position, window[0], page, 1, table.shape[1], 1)
     edge = work.edge.reshape(-1, 4)

@@ -67,7 +67,9 @@ def library(source: Path) -> Path:
         raise NoLibraryError(f"no C++ compiler is installed: {', '.join(_COMPILERS)}")
     folder = (Path.home() / ".cache" / "swiftkv-jax" / "native").resolve()
     if not private(folder):  # its contents are executed
-        raise NoLibraryError(f"{folder} must be yours alone (chmod 700), where nobody else can rename it")
+        raise NoLibraryError(
+            f"{folder} must be writable by you alone (chmod 700), and nobody else may be able to rename it"
+        )
     headers = Path(__file__).parent
     made_of = (
         *(path.read_text(encoding="utf-8") for path in (source, *sorted(headers.glob("*.h")))),

@@ -201,5 +201,5 @@ def refuses_inputs(q, x, *_, **__) -> str:
 
 def _refuses_memory(cut: _Cut, stored, queries: int) -> str:
     if (need := _memory(cut, stored)) > SMEM_BYTES:
-        return f"{queries} queries a block, for {need} bytes of shared memory: at most {SMEM_BYTES}"
+        return f"{queries} queries per block, for {need} bytes of shared memory: at most {SMEM_BYTES}"
     return ""

@@ -273,7 +273,7 @@ def _refuses(q, pool, table) -> str:
     steps = _steps(pool, table)
     need = _vmem_bytes(queries * heads, pool.shape[-1], steps.keys, pool.dtype.itemsize, q.dtype.itemsize)
     if need > (most := chips.current().vmem_limit):
-        return f"{queries} queries a block, for {need} bytes of VMEM: at most {most}, so fewer queries"
+        return f"{queries} queries per block, for {need} bytes of VMEM: at most {most}, so fewer queries"
     return tpu_pages.refuses(pool, table, blocks, steps.pages)
 
 

@@ -1,4 +1,4 @@
-"""Attention from a cache of keys (or inputs) alone in jax.numpy, a few pages a turn.
+"""Attention from a cache of keys (or inputs) alone in jax.numpy, a few pages at a time.
 
 With `one_turn` the turns are larger and their number is known to the compiler: on a GPU each turn of a loop
 of unknown length costs a round trip to the host.

@@ -221,7 +221,7 @@ def refuses(q, k, v, table, *_, scale, k_scale=None, v_scale=None, **__) -> str:
     form = _form(q, k, v, table, scale, None)
     need = _vmem_bytes(form, q, k, v)
     if need > (most := chips.current().vmem_limit):
-        return f"{q.shape[1]} queries a block, for {need} bytes of VMEM: at most {most}, so fewer queries"
+        return f"{q.shape[1]} queries per block, for {need} bytes of VMEM: at most {most}, so fewer queries"
     if (k_scale is not None or v_scale is not None) and k.shape[2] % LANES:
         # XLA would copy all scales into whole lanes, at every call.
         return f"a page of {k.shape[2]} tokens with scales: a multiple of {LANES}"

@@ -3,7 +3,7 @@
     python -m swiftkv_jax.analysis.early_exit --model DIR --text FILE [--out DIR] [--max-tokens N] [--bins N]
 
 For each position of a text: the largest probability that the exit head gives to a token, and whether the
-whole model finds the same token likeliest. The share of positions in each bin of probability, and the
+whole model has the same most likely token. The share of positions in each bin of probability, and the
 agreement within it, say what a lossy threshold would cost in accuracy, and for what share of the tokens it
 would skip the upper layers. The overall agreement is the acceptance rate to expect of one greedily drafted
 token.
@@ -106,7 +106,7 @@ def report(model_path: str, text: Path, out: Path, max_tokens: int, bins: int) -
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; exit code 0, 2 for bad input, 1 when the results cannot be written."""
-    about = "How often an exit head agrees with its whole model, by how sure it is."
+    about = "Measure how often an exit head agrees with its whole model, by confidence."
     p = command.parser("early_exit", about, "a student with an exit head: folder or id")
     p.add_argument("--bins", type=int, default=BINS, metavar="N", help=f"bins of probability ({BINS})")
     return command.run(p, argv, lambda a: report(a.model, a.text, a.out, a.max_tokens, a.bins))

@@ -106,7 +106,7 @@ def cache_bytes_per_token(
 def training_flops_per_token(
     config: ModelConfig, plan: KVPlan, seq_len: int, shared_lower: bool, trainable: str = "swiftkv"
 ) -> float:
-    """FLOPs of one distillation step, per token of sequences of `seq_len` tokens, as MFU wants them.
+    """FLOPs of one distillation step, per token of sequences of `seq_len` tokens, as MFU counts them.
 
     Counted: the lower layers forward, once when teacher and student share them, else twice; the teacher's
     upper layers forward; the student's `fill` and upper layers forward, their activation gradients (as much

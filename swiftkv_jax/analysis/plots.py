@@ -75,18 +75,17 @@ def early_exit(share: np.ndarray, agreement: np.ndarray, threshold: float, path:
 def training(rows: list[dict], path: Path) -> Path:
     """Training loss by step, and held-out figures beside it, from the rows of a metrics.jsonl."""
     steps = [row for row in rows if "loss" in row]
-    judged = [row for row in rows if any(name.startswith("eval/") for name in row)]
-    figures = [
-        name for name in (judged[-1] if judged else ()) if name.rpartition("/")[2] in ("kl", "cross_entropy")
-    ]
+    evaluated = [row for row in rows if any(name.startswith("eval/") for name in row)]
+    last = evaluated[-1] if evaluated else ()
+    figures = [name for name in last if name.rpartition("/")[2] in ("kl", "cross_entropy")]
     figure, axes = new_figure(columns=2 if figures else 1)
     axes[0].plot([row["step"] for row in steps], [row["loss"] for row in steps], linewidth=1)
     axes[0].set(xlabel="step", ylabel="loss", title="training")
     for name in figures:
-        points = [(row["step"], row[name]) for row in judged if name in row]
+        points = [(row["step"], row[name]) for row in evaluated if name in row]
         axes[1].plot(*zip(*points, strict=True), marker="o", markersize=4, label=name.removeprefix("eval/"))
     if figures:
-        axes[1].set(xlabel="step", ylabel="nats a token", title="held-out data")
+        axes[1].set(xlabel="step", ylabel="nats per token", title="held-out data")
         axes[1].legend()
     return save(figure, path)
 
@@ -106,7 +105,7 @@ def comparison(points, path: Path) -> Path:
             known = sorted((p for p in curve if p.ttft_short is not None), key=lambda p: p.ttft_short)
             axis.plot([p.ttft_short for p in known], [p.agreement for p in known], marker="o", markersize=3)
             axis.set(xlabel="TTFT of short prompts, over full depth", ylabel="agreement")
-    right.set(xlabel="FLOPs of the prompt, over full depth", ylabel="first token: the model's likeliest one")
+    right.set(xlabel="FLOPs of the prompt, over full depth", ylabel="agreement of the first token")
     return save(figure, path)
 
 

@@ -119,7 +119,7 @@ def report(model_path: str, text: Path, out: Path, max_tokens: int) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; exit code 0, 2 for bad input, 1 when the results cannot be written."""
-    about = "How alike the streams entering a model's layers are, and the split that suggests."
+    about = "Measure how similar the inputs of a model's layers are, and the split that this suggests."
     p = command.parser("similarity", about, "a standard model: a folder, or a hub id")
     return command.run(p, argv, lambda args: report(args.model, args.text, args.out, args.max_tokens))
 

@@ -27,10 +27,10 @@ class FFNSkip:
     """Attributes:
       threshold: a token whose cosine reaches it in a middle layer skips the FFNs of the later middle ones.
       cold_first, cold_last: layers at either end that every token runs whole; those between are the middle.
-      warm_up: so many tokens at the start of a sequence skip nothing.
+      warm_up: number of tokens at the start of a sequence that skip nothing.
 
     Raises:
-      UsageError: the threshold is no number, or another one is no integer of 0 or more.
+      UsageError: the threshold is not a number, or another one is not an integer of 0 or more.
     """
 
     threshold: float

@@ -162,7 +162,7 @@ def follow(
       UsageError: the prompt is empty, or see `check`.
     """
     if not prompt:
-        raise UsageError("a baseline needs at least one token to read before those that are judged")
+        raise UsageError("a baseline needs at least one prompt token before the tokens to score")
     after, _ = _padded(following)
     values, likeliest = _followed(model, params, baseline, *_padded(prompt), after[0])
     return np.asarray(values)[: len(following)], np.asarray(likeliest)[: len(following)]

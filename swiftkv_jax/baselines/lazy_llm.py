@@ -1,4 +1,4 @@
-"""LazyLLM (arXiv 2407.14057): deeper layers see fewer tokens, chosen anew at each step.
+"""LazyLLM (arXiv 2407.14057): deeper layers see fewer tokens, chosen again at each step.
 
 Below 0.3 of the depth all tokens run. From there on a layer sees only a share of them: those with the highest
 attention weights of the last token in the layer before, averaged over heads. The hidden states of a token
@@ -27,7 +27,7 @@ class LazyLLM:
         layer chooses beyond them, and has no row of, stays unseen in that step.
 
     Raises:
-      UsageError: a share is not in (0, 1], end is above start, or revive is no integer of 0 or more.
+      UsageError: a share is not in (0, 1], end is above start, or revive is not an integer of 0 or more.
     """
 
     start: float

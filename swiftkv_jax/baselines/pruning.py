@@ -24,10 +24,10 @@ class RandomPruning:
 
     Attributes:
       keep: the share that stays, rounded up to whole tokens, the ones below included.
-      keep_first: so many tokens at the start always stay, as does the last token.
+      keep_first: number of tokens at the start that are always kept, as is the last token.
 
     Raises:
-      UsageError: keep is not in (0, 1], or keep_first or seed is no integer of 0 or more.
+      UsageError: keep is not in (0, 1], or keep_first or seed is not an integer of 0 or more.
     """
 
     keep: float

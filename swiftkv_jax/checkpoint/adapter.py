@@ -51,7 +51,7 @@ def from_pretrained(
     base: str | Path | None = None,
     slim: bool = True,
 ) -> tuple[Transformer | Predicted, PyTree]:
-    """A model and its parameters from a folder or a hub id: a checkpoint of weights, or an adapter.
+    """Load a model and its parameters from a folder, a GGUF file or a hub id; also a KV prediction adapter.
 
     Args:
       path_or_id: a folder with config.json and safetensors, a GGUF file (Llama, Mistral, Qwen2, Qwen3), an
@@ -60,10 +60,14 @@ def from_pretrained(
         and bfloat16 for GGUF files.
       mesh: where to place the parameters (see sharding.py); the first device by default.
       cuts: layers before which stacks are cut (see `weights.partition`); None: before every layer, as
-        serving wants them.
+        serving needs them.
       revision: branch, tag or commit of a hub model; its main branch by default.
-      base: where an adapter's base model lies, if not where the adapter says.
-      slim: False reads the rows of a Slim attention checkpoint as keys and values: the plain model.
+      base: an adapter's base model, if it is not where the adapter says.
+      slim: False loads a Slim attention checkpoint as the plain model, with rows of keys and values.
+
+    Returns:
+      (model, params): a `Transformer`, or a `Predicted` for an adapter, and its tree of arrays in `dtype`,
+      for `model.apply({"params": params}, tokens)`.
 
     Raises:
       UsageError: no such model, or one that is not supported; an adapter's base is missing, or is not the
@@ -72,7 +76,9 @@ def from_pretrained(
     folder = local_folder(path_or_id, revision)
     if not (folder / ADAPTER).exists():
         if base is not None:
-            raise UsageError(f"{folder} has no {ADAPTER}: it is no adapter with a base, so leave base out")
+            raise UsageError(
+                f"{folder} has no {ADAPTER}: it is not an adapter with a base, so leave base out"
+            )
         return hf.from_pretrained(folder, dtype, mesh, cuts, slim=slim)
     version, named, said, prediction = _read(folder / ADAPTER)
     home = _base_folder(folder, named, base)
@@ -103,7 +109,26 @@ def read_model(
 
 
 def save_pretrained(out_dir: str | Path, model: Transformer | Predicted, params: PyTree, **options) -> None:
-    """Write a folder that `from_pretrained` reads, by `write.save_pretrained` or `save_adapter`."""
+    """Write a Hugging Face folder that `from_pretrained` reads.
+
+    A SwiftKV model gets the published tensor names, and PyTorch code that transformers runs with
+    `trust_remote_code=True`. A new folder appears whole or not at all. With several processes, all of them
+    must call this.
+
+    Args:
+      out_dir: the folder to write.
+      model: a `Transformer`, or a `Predicted` to write an adapter, which does not contain its base.
+      params: the model's parameters.
+      **options: dtype, of the weights on disk (by default that of the parameters). tokenizer, a folder or
+        GGUF file to copy the tokenizer from. For a `Transformer`: source, a folder or GGUF file to copy the
+        tokenizer, generation_config.json and token ids from (by default the one that the model was read
+        from), and max_shard_bytes, above which weights are split into several files. For a `Predicted`:
+        base, the base's folder or hub id (by default the folder that it was read from).
+
+    Raises:
+      UsageError: config.json cannot express the model, or a folder cannot be read or written.
+      TypeError: an option of the other kind of model.
+    """
     if isinstance(model, Predicted):
         return save_adapter(out_dir, model, params, **options)
     return write.save_pretrained(out_dir, model, params, **options)
@@ -128,7 +153,7 @@ def save_adapter(
       tokenizer: another folder or GGUF file than the base's to copy the tokenizer from.
 
     Raises:
-      UsageError: the base lies nowhere, or a folder cannot be read or written.
+      UsageError: the base is not found, or a folder cannot be read or written.
     """
     given = base or model.base.config.source
     if given is None:
@@ -224,7 +249,7 @@ def check_tokenizers(base: Path, auxiliary: Path) -> None:
     most, known = (hf.read_model(folder)[0].vocab_size for folder in (base, auxiliary))
     if most > known and (count := load_tokenizer(base).vocab_size) > known:
         raise UsageError(
-            f"the tokenizer of {base} has {count} tokens and the model in {auxiliary} knows {known}: an "
+            f"the tokenizer of {base} has {count} tokens and the model in {auxiliary} has {known}: an "
             "auxiliary must read all of them"
         )
 

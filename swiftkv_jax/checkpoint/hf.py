@@ -136,7 +136,7 @@ def local_folder(path_or_id: str | Path, revision: str | None = None) -> Path:
         return Path(snapshot_download(text, revision=revision, allow_patterns=list(_DOWNLOAD)))
     except Exception as error:  # the hub client raises many types; to the user they all mean: not available
         raise UsageError(
-            f"{text!r} is no folder here, and the Hugging Face hub gives none: {first_line(error)}"
+            f"{text!r} is not a local folder, and the Hugging Face hub gives none: {first_line(error)}"
         ) from None
 
 

@@ -240,7 +240,7 @@ def _delete_step(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _explained(doing: str) -> Iterator[None]:
-    """Turn whatever Orbax, TensorStore or the file system raise into a CheckpointError of one line."""
+    """Turn any error of Orbax, TensorStore or the file system into a CheckpointError of one line."""
     try:
         yield
     except UsageError:

@@ -93,7 +93,7 @@ def save_pretrained(
         config |= token_ids(source or model.config.source)
         if model.plan.is_swiftkv and model.config.family not in _CODED:
             warnings.warn(
-                f"{out_dir} has no PyTorch code: it knows students of {', '.join(_CODED)}, not of "
+                f"{out_dir} has no PyTorch code: it supports students of {', '.join(_CODED)}, not of "
                 f"{model.config.family}; the folder loads here alone",
                 UsageWarning,
                 stacklevel=2,

@@ -73,28 +73,32 @@ def parser() -> Parser:
         type=float,
         default=[],
         metavar="W",
-        help="of each --data in turn: how often a pass takes its documents, such as 2 or 0.5 (default: 1)",
+        help="sampling weight of each --data, in order: 2 takes every document twice per pass (default: 1)",
     )
     p.add_argument(
         "--columns",
         action="append",
         default=[],
         metavar="OURS=THEIRS",
-        help="the name of a column in your rows, as in prompt=question; may be repeated",
+        help="rename a column of your rows, as in prompt=question; may be repeated",
     )
     p.add_argument(
         "--split",
         default=AUTO,
         metavar="N",
-        help="layers that prompt tokens run; auto (the default) fits students and chooses by what they cost",
+        help="number of layers that prompt tokens run; auto (the default) fits students and compares them",
     )
     p.add_argument(
-        "--share", type=int, default=1, metavar="S", help="AcrossKV: so many later layers read one row"
+        "--share",
+        type=int,
+        default=1,
+        metavar="S",
+        help="AcrossKV: number of later layers that share one row",
     )
     p.add_argument(
-        "--out", type=Path, metavar="DIR", help="where the run is kept (default: runs/<the model's name>)"
+        "--out", type=Path, metavar="DIR", help="folder of the run (default: runs/<the model's name>)"
     )
-    p.add_argument("--length", type=int, metavar="N", help="tokens of a row (default: 4096, on CPUs 512)")
+    p.add_argument("--length", type=int, metavar="N", help="tokens per row (default: 4096, on CPUs 512)")
     p.add_argument(
         "--steps",
         type=int,
@@ -106,15 +110,15 @@ def parser() -> Parser:
         action="append",
         default=[],
         metavar="a.b=value",
-        help="change a field of the config, see below; may be repeated",
+        help="override a field of the config, see below; may be repeated",
     )
-    p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in --out")
+    p.add_argument("--resume", action="store_true", help="continue from the newest good checkpoint in --out")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run; exit code 0, 2 for bad usage, 1 for a failed run, 130 for Ctrl-C (saved)."""
-    interrupted = "\ninterrupted: the newest checkpoint is kept; --resume goes on from it"
+    interrupted = "\ninterrupted: the newest checkpoint is kept; --resume continues from it"
     return exit_code(lambda: _run(parser().parse_args(argv)), interrupted, (RuntimeError, OSError))
 
 
@@ -123,15 +127,15 @@ def _run(args: argparse.Namespace) -> int:
     split = _split(args.split, config.num_layers)
     out = args.out or Path("runs") / _name(args.model)
     if (out / "config.json").exists() and not args.resume:
-        raise UsageError(f"{out} already holds a run: give --resume to go on with it, or another --out")
+        raise UsageError(f"{out} already holds a run: give --resume to continue it, or another --out")
     if args.steps is not None:
         integer("--steps", args.steps, 1)
     chosen = _attention(args, config, split)
     machine = Machine.here()
 
-    def experiment(data: DataConfig, judged: DataConfig, split: int, steps: int) -> Experiment:
+    def experiment(data: DataConfig, held_out: DataConfig, split: int, steps: int) -> Experiment:
         plan = PlanConfig(split=split, share=args.share)
-        made = make_experiment(args.model, config, machine, data, judged, plan, steps)
+        made = make_experiment(args.model, config, machine, data, held_out, plan, steps)
         return override(dataclasses.replace(made, name=out.name), args.set)
 
     sources = sources_with_chats(args.data, args.model)
@@ -142,19 +146,19 @@ def _run(args: argparse.Namespace) -> int:
         data = data_for(sources, config, tokenizer, machine, args.length, args.weight, args.columns)
         experiment(data, data, split or config.num_layers - 1, 1)  # fail early on mistakes in --set
         with explained(f"write to {out}"):
-            data, judged = apart(data, out / "data")
+            data, held_out = apart(data, out / "data")
         steps = args.steps or _one_pass(data, tokenizer, machine)
     if split is None and args.resume:
         split = _kept(out)
     if split is None:
-        split = _measured(folder, tokenizer, data, judged, show)
-    result = train(experiment(data, judged, split, steps), out, args.resume, chosen=chosen)
+        split = _measured(folder, tokenizer, data, held_out, show)
+    result = train(experiment(data, held_out, split, steps), out, args.resume, chosen=chosen)
     if result.signal:
-        show(f"saved step {result.step} in {out}; the same command with --resume goes on")
+        show(f"saved step {result.step} in {out}; the same command with --resume continues")
         return 130 if result.signal == 2 else 0
     show(f"done after {time.monotonic() - began:.0f} s; the student is in {result.export}")
-    show(f"what it cost: {out}/report.md")
-    show(f"serve it: swiftkv serve {result.export} --http")
+    show(f"quality and costs: {out}/report.md")
+    show(f"to serve it: swiftkv serve {result.export} --http")
     return 0
 
 
@@ -231,7 +235,7 @@ def make_experiment(
     config: ModelConfig,
     machine: Machine,
     data: DataConfig,
-    judged: DataConfig,
+    held_out: DataConfig,
     plan: PlanConfig,
     steps: int,
 ) -> Experiment:
@@ -246,14 +250,14 @@ def make_experiment(
     on_cpu = machine.platform == "cpu"
     micro = machine.devices * (4 if on_cpu or count < 1e9 else 1)
     rate = min(2e-3, 3e-4 * max(1.0, 1e9 / count) ** 0.25)
-    lengths = judged_lengths(data.seq_len, config.max_position_embeddings)
+    lengths = evaluated_lengths(data.seq_len, config.max_position_embeddings)
     rows = machine.devices * max(1, data.batch_size * data.seq_len // (lengths[-1] * machine.devices))
     return Experiment(
         name=_name(model),
         model=model,
         plan=dataclasses.replace(plan, init=LEAST_SQUARES, init_tokens=max(65_536, 8 * config.hidden_size)),
         data=data,
-        evaluation=dataclasses.replace(judged, seq_len=lengths[-1], batch_size=rows),
+        evaluation=dataclasses.replace(held_out, seq_len=lengths[-1], batch_size=rows),
         evaluation_batches=max(1, (16_384 if on_cpu else 65_536) // (rows * lengths[-1])),
         eval_lengths=lengths if len(lengths) > 1 else (),
         optimizer=OptimizerConfig(
@@ -267,7 +271,7 @@ def make_experiment(
     )
 
 
-def judged_lengths(seq_len: int, context: int) -> tuple[int, ...]:
+def evaluated_lengths(seq_len: int, context: int) -> tuple[int, ...]:
     """Context lengths that a student is evaluated at: that of its rows, and `_LONG` if the model supports
     it."""
     return tuple(sorted({seq_len, _LONG if context >= _LONG else seq_len}))
@@ -287,15 +291,15 @@ def _one_pass(data: DataConfig, tokenizer: Tokenizer, machine: Machine) -> int:
         loader.close()
 
 
-def _measured(folder: Path, tokenizer: Tokenizer, data: DataConfig, judged: DataConfig, say: Say) -> int:
+def _measured(folder: Path, tokenizer: Tokenizer, data: DataConfig, held_out: DataConfig, say: Say) -> int:
     """The split that `splits.chosen` picks from measurements on these data."""
     from swiftkv_jax.cli.measured import Measured
 
     mesh = sharding.make_mesh(fsdp=-1)
     with jax.set_mesh(mesh):
-        m = Measured.of(folder, tokenizer, data, judged, mesh, _MEASURED)
+        m = Measured.of(folder, tokenizer, data, held_out, mesh, _MEASURED)
         layers = m.model.config.num_layers
-        say("choosing a split: what each costs untrained, its rows solved by least squares")
+        say("choosing a split: evaluating a least-squares student of each candidate")
         later = [split for split in splits.candidates(layers) if 2 * split >= layers]
         split = splits.chosen(m.untrained(later, say))
     say(f"split {split}: the earliest from half depth on with a KL of at most {splits.MOST_KL}, or the best")

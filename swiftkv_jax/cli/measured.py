@@ -43,7 +43,7 @@ class Measured:
     mesh: Mesh
     experiment: Experiment
     fit: list[Batch]
-    judge: list[Batch]
+    held_out: list[Batch]
 
     @classmethod
     def open(cls, name: str, sources: tuple[str, ...], scratch: Path, max_tokens: int) -> "Measured":
@@ -67,7 +67,7 @@ class Measured:
         folder: Path,
         tokenizer: Tokenizer,
         fit: DataConfig,
-        judge: DataConfig,
+        held_out: DataConfig,
         mesh: Mesh,
         max_tokens: int,
     ) -> "Measured":
@@ -77,7 +77,7 @@ class Measured:
         check_teacher(model)
         length = min(_LENGTH, fit.seq_len, model.config.max_position_embeddings)
         shape = {"seq_len": length, "batch_size": _ROWS * mesh.size}
-        fit, judge = dataclasses.replace(fit, **shape), dataclasses.replace(judge, **shape)
+        fit, held_out = dataclasses.replace(fit, **shape), dataclasses.replace(held_out, **shape)
         split = KVPlan.standard(model.config.num_layers).num_layers - 1
         experiment = Experiment(
             name="plan", model=str(folder), plan=PlanConfig(split=split), data=fit, dtype=dtype, steps=1
@@ -89,18 +89,18 @@ class Measured:
         finally:
             loader.close()
         place = NamedSharding(mesh, sharding.spec("B ."))
-        placed, judged = (
+        placed, evaluated = (
             [jax.device_put(batch, place) for batch in batches]
-            for batches in (chosen, evaluation_batches(judge, tokenizer, count))
+            for batches in (chosen, evaluation_batches(held_out, tokenizer, count))
         )
-        return cls(model, params, mesh, experiment, placed, judged)
+        return cls(model, params, mesh, experiment, placed, evaluated)
 
     @property
     def tokens(self) -> np.ndarray:
         """The ids to evaluate on, one text after the other."""
-        return np.concatenate([np.asarray(b.tokens)[np.asarray(b.segments) > 0] for b in self.judge])
+        return np.concatenate([np.asarray(b.tokens)[np.asarray(b.segments) > 0] for b in self.held_out])
 
     def untrained(self, chosen: Iterable[int], say: Say, share: int = 1) -> list[splits.Untrained]:
         """The cost of each of these splits before training, reported as it is found."""
         plans = [KVPlan.swiftkv(self.model.config.num_layers, split, share) for split in chosen]
-        return splits.untrained(self.model, self.params, self.experiment, plans, self.fit, self.judge, say)
+        return splits.untrained(self.model, self.params, self.experiment, plans, self.fit, self.held_out, say)

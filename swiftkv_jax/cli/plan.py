@@ -31,38 +31,39 @@ _TOKENS = 8192  # of a text to measure on
 def parser() -> Parser:
     """All flags of the command."""
     p = Parser(
-        description="What each split of a model saves, and what fits on which chip; nothing is trained. "
-        "A config.json is enough, unless --text asks what each split costs.",
+        description="Show what each split of a model saves and what fits on which chip, without training. "
+        "A config.json is enough; --text, which measures quality, needs weights.",
         epilog="example: %(prog)s meta-llama/Llama-3.1-8B-Instruct",
     )
     p.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a config.json or a hub id")
     p.add_argument(
-        "--split", action="append", type=int, metavar="N", help="look at this one; may be repeated"
+        "--split", action="append", type=int, metavar="N", help="show this split only; may be repeated"
     )
     p.add_argument(
         "--share",
         action="append",
         type=int,
         metavar="S",
-        help="AcrossKV: so many later layers read one row; may be repeated (default: 1, 2 and 4)",
+        help="AcrossKV: number of later layers that share one row; may be repeated (default: 1, 2 and 4)",
     )
     p.add_argument(
         "--context",
         type=int,
         metavar="N",
-        help=f"tokens of a prompt (default: {CONTEXT}, or what the model takes)",
+        help=f"prompt length in tokens (default: {CONTEXT}, or the model's context)",
     )
     p.add_argument(
         "--text",
         metavar="FILE",
-        help="also read this text with the weights: how alike layers are, what each split costs untrained",
+        help="also measure on this text how similar layers are, and each split's quality before training",
     )
     p.add_argument(
         "--max-tokens",
         type=int,
         default=_TOKENS,
         metavar="N",
-        help="of the text, about, of which 3/4 fit (default: %(default)s); a fit needs the model's width",
+        help="tokens of --text to use, 3/4 of them to fit on (default: %(default)s); a fit needs as many "
+        "as the model is wide",
     )
     return p
 
@@ -100,7 +101,7 @@ def config_of(model: str) -> ModelConfig:
     raw = read_config_json(path if path.exists() else _from_hub(model))
     config = ModelConfig.from_hf(raw)
     if plan_from_hf(raw) != KVPlan.standard(config.num_layers):
-        raise UsageError(f"{model} is a student already; give the model that it was made of")
+        raise UsageError(f"{model} is already a student; give the model it was made from")
     if config.num_layers < 2:
         raise UsageError(f"{model} has one layer: there is nothing to split")
     return config
@@ -113,7 +114,8 @@ def _from_hub(name: str) -> Path:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # the hub client raises many types; to the user they all mean: not available
         raise UsageError(
-            f"{name!r} is no folder here, and the Hugging Face hub gives no config.json: {first_line(error)}"
+            f"{name!r} is not a local folder, and the Hugging Face hub gives no config.json: "
+            f"{first_line(error)}"
         ) from None
 
 
@@ -134,8 +136,8 @@ def savings(config: ModelConfig, chosen: list[int], shares, context: int) -> str
     """FLOPs of prompt tokens in the layers, and cache bytes per token, relative to the full model's."""
     full, cache = prompt_gflop(config, None, context), cache_bytes_per_token(config)
     lines = [
-        f"A prompt of {context:,} tokens takes {full:,.3g} GFLOP a token in the layers, and {cache:,} bytes",
-        "of bfloat16 cache a token. By split, what is left of both:",
+        f"A prompt of {context:,} tokens takes {full:,.3g} GFLOP per token in the layers, and {cache:,}",
+        "bytes per token of bfloat16 cache. What remains of both, by split:",
         "",
         "split" + "".join(f"   share {share}: FLOPs  cache" for share in shares),
     ]
@@ -158,10 +160,10 @@ def fits(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
     plans |= {f"share {share}": KVPlan.swiftkv(config.num_layers, split, share) for share in shares}
     training = training_bytes(config, split)
     lines = [
-        f"Sequences of {context:,} tokens in {MEMORY_FRACTION:.0%} of a chip's memory beside the weights, at",
-        f"split {split}; and the chips that its distillation needs: {training / 2**30:,.1f} GiB for weights, "
-        "gradients and",
-        "Adam, and activations on top of that.",
+        f"Sequences of {context:,} tokens that fit beside the weights in {MEMORY_FRACTION:.0%} of a chip's "
+        f"memory, at split {split};",
+        f"and chips for its distillation, which needs {training / 2**30:,.1f} GiB for weights, gradients and "
+        "Adam, plus activations.",
         "",
         f"{'chip':<24}{'memory':>8}" + "".join(f"{name:>12}" for name in plans) + f"{'distil':>12}",
     ]
@@ -228,8 +230,8 @@ def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say =
             say(f"the paper's rule, the first split from which it stays above 0.5: {suggested_split(scores)}")
             fitted = sum(int((batch.segments > 0).sum()) for batch in m.fit) > m.model.config.hidden_size
             how = "fitted by least squares on this text" if fitted else "not fitted (give more --max-tokens)"
-            say(f"without training, {how}, evaluated on another part of it:")
+            say(f"quality before training, {how}, evaluated on another part of it:")
             found = m.untrained(chosen, say)
             layers = m.model.config.num_layers
     if any(2 * split >= layers for split in chosen):
-        say(f"of these, --split auto of swiftkv distil would take {splits.chosen(found)}")
+        say(f"of these splits, swiftkv distil --split auto would choose {splits.chosen(found)}")

@@ -17,12 +17,16 @@ from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.progress import Say, working
 from swiftkv_jax.shapes import PyTree
 
-MOST_KL = 0.5  # nats a token
+MOST_KL = 0.5  # nats per token
 
 
 class Untrained(NamedTuple):
-    """An untrained student on `tokens` tokens: the gap of its cross-entropy to its teacher's in nats a token,
-    the KL from teacher to student, and the share of positions where both find the same token likeliest."""
+    """An untrained student, evaluated on `tokens` tokens.
+
+    Attributes:
+      gap: its cross-entropy minus its teacher's, in nats per token. kl: from teacher to student, in nats per
+        token. agreement: share of positions where both have the same most likely token.
+    """
 
     plan: KVPlan
     gap: float
@@ -42,10 +46,10 @@ def untrained(
     experiment: Experiment,
     plans: Iterable[KVPlan],
     fit: Sequence[Batch],
-    judge: Sequence[Batch],
+    held_out: Sequence[Batch],
     say: Say = lambda _line: None,
 ) -> list[Untrained]:
-    """The cost on `judge` of each plan's student, as training would start it.
+    """The cost on `held_out` of each plan's student, as training would start it.
 
     Args:
       model, params: the teacher, a standard model.
@@ -56,13 +60,13 @@ def untrained(
     tokens = sum(int((batch.segments > 0).sum()) for batch in fit)
     found = []
     for plan in plans:
-        with working(say, f"split {plan.split}: compiling, solving and judging"):
+        with working(say, f"split {plan.split}: compiling, fitting and evaluating"):
             student, trained, frozen = steps.prepare(model, params, plan, "fold", "swiftkv")
             recipe = steps.make_recipe(experiment, student, 1, steps.DISTIL)
             if tokens > model.config.hidden_size:
                 trained = steps.fit(recipe, trained, frozen, fit)
             evaluate = jax.jit(partial(steps.evaluate_batch, recipe))
-            rows = [jax.device_get(evaluate(frozen, trained, batch)) for batch in judge]
+            rows = [jax.device_get(evaluate(frozen, trained, batch)) for batch in held_out]
         sums = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
         means = loop.summarise(sums, has_teacher=True)
         gap = means["cross_entropy"] - means["teacher_cross_entropy"]
@@ -74,7 +78,7 @@ def untrained(
 def line(one: Untrained) -> str:
     """One measurement as a line of text."""
     return (
-        f"split {one.plan.split:3} of {one.plan.num_layers}: untrained, {one.gap:6.3f} nats a token worse, "
+        f"split {one.plan.split:3} of {one.plan.num_layers}: untrained: gap {one.gap:6.3f} nats per token, "
         f"KL {one.kl:.3f}, agreement {one.agreement:.1%}"
     )
 
@@ -92,7 +96,7 @@ def chosen(found: Sequence[Untrained]) -> int:
     """
     half = [one for one in found if 2 * one.plan.split >= one.plan.num_layers]
     if not half:
-        raise UsageError("no split from half depth on was looked at")
+        raise UsageError("no split at half depth or later was evaluated")
     good = [one for one in half if one.kl <= MOST_KL]
     best = min(good, key=lambda one: one.plan.split) if good else min(half, key=lambda one: one.kl)
     return best.plan.split

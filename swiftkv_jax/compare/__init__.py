@@ -3,7 +3,8 @@
     python -m swiftkv_jax.compare --model demo/teacher
 
 SwiftKV, AcrossKV, KV prediction, its auxiliaries alone, and the systems of baselines/ read the same held-out
-prompts, untrained or (`--train STEPS`) trained on equally many tokens. The first token after each prompt is
-judged: its cross-entropy above the model's own, and how often both find the same token likeliest. The cost is
-the FLOPs of reading the prompt, relative to all its tokens in all layers, and the time to the first token.
+prompts, untrained or (`--train STEPS`) trained on equally many tokens. They are
+evaluated on the first token after each prompt: its cross-entropy above the model's own, and how often both
+have the same most likely token. The cost is the FLOPs of the prompt, relative to all its tokens in all
+layers, and the time to the first token.
 """

@@ -10,7 +10,7 @@ from swiftkv_jax.analysis.prediction_flops import Sizes
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.checks import integer
 from swiftkv_jax.compare import times
-from swiftkv_jax.compare.judging import (
+from swiftkv_jax.compare.evaluation import (
     FIT_TOKENS,
     ROWS,
     Answers,
@@ -48,7 +48,8 @@ def parser() -> Parser:
     """All flags of the command."""
     p = Parser(
         prog="python -m swiftkv_jax.compare",
-        description="Quality of the first token by FLOPs of the prompt: SwiftKV, KV prediction, and others.",
+        description="Compare SwiftKV, KV prediction and others: quality of the first token against "
+        "FLOPs of the prompt.",
     )
     p.add_argument(
         "--model", required=True, metavar="DIR", help="a standard model: folder, GGUF file or hub id"
@@ -57,17 +58,25 @@ def parser() -> Parser:
         "--text",
         default=str(DEMO / "corpus.jsonl.xz"),
         metavar="FILE",
-        help="documents, as train.py takes them (default: the documentation of Python in the package)",
+        help="documents in any format that train.py reads (default: Python's documentation, in the package)",
     )
-    p.add_argument("--prompts", type=int, default=1024, metavar="N", help="at least N held-out ones (1024)")
-    p.add_argument("--few", action="store_true", help="one setting of each system, in a few minutes")
-    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a row of text (256)")
     p.add_argument(
-        "--auxiliary", metavar="DIR", help="a smaller model of the same tokenizer, for KV prediction"
+        "--prompts", type=int, default=1024, metavar="N", help="least number of held-out prompts (1024)"
     )
-    p.add_argument("--train", type=int, default=0, metavar="STEPS", help="train too, each so long (0)")
-    p.add_argument("--rounds", type=int, default=5, metavar="N", help="of timing; 0 measures no times (5)")
-    p.add_argument("--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="(runs/compare)")
+    p.add_argument("--few", action="store_true", help="one setting per system: takes a few minutes")
+    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens per row of text (256)")
+    p.add_argument(
+        "--auxiliary", metavar="DIR", help="a smaller model with the same tokenizer, for KV prediction"
+    )
+    p.add_argument(
+        "--train", type=int, default=0, metavar="STEPS", help="also train each system for this many steps (0)"
+    )
+    p.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="timing rounds; 0 measures no times (5)"
+    )
+    p.add_argument(
+        "--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="output folder (runs/compare)"
+    )
     return p
 
 
@@ -94,10 +103,10 @@ def measured(
 
 def _of_system(source: Source, own: Answers, args: argparse.Namespace, system: System) -> Point:
     found = answers_by_rows(system.model, system.params, source.prompts)
-    judged = point(system.name, system.setting, system.flops, found, own)
+    result = point(system.name, system.setting, system.flops, found, own)
     full, most = (source.model, source.params), source.model.config.max_position_embeddings
     if not args.rounds:
-        return judged
+        return result
     one = system.model, system.params
     shapes = {"ttft": (1, args.length), "ttft_short": times.SHORT}
     ratios = {
@@ -105,7 +114,7 @@ def _of_system(source: Source, own: Answers, args: argparse.Namespace, system: S
         for name, (count, length) in shapes.items()
         if length <= most
     }
-    return judged._replace(**ratios)
+    return result._replace(**ratios)
 
 
 def report(args: argparse.Namespace) -> dict:
@@ -132,7 +141,7 @@ def report(args: argparse.Namespace) -> dict:
         prompts = prompts_of(args.text, folder, args.prompts, length)
         source = Source(model, params, folder, fit_batches(args.text, folder, length), prompts, args.few)
     out.mkdir(parents=True, exist_ok=True)
-    with working(show, "answering as the model does"):
+    with working(show, "computing the model's own answers"):
         own, points, halves = answers_by_rows(model, params, prompts), [], []
     show(f"{prompts.lengths.size} prompts of {len(prompts.tokens)} rows; the model's: {own.nats.mean():.4f}")
     with working(show, "asking the systems") as doing:
@@ -158,7 +167,7 @@ def report(args: argparse.Namespace) -> dict:
             {k: round(v, 6) if isinstance(v, float) else v for k, v in p._asdict().items()} for p in points
         ],
     }
-    with working(show, "measuring rows and times for the pictures"):
+    with working(show, "measuring rows and times for the plots"):
         drawn = pictures(source, halves, args.rounds, out)
     return command.save(result | drawn, out, "compare")
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.compare.judging import ROWS
+from swiftkv_jax.compare.evaluation import ROWS
 from swiftkv_jax.distill.prediction import normed, predict_rows, read
 from swiftkv_jax.predict import Predicted, deepest
 from swiftkv_jax.shapes import Float, Int, PyTree

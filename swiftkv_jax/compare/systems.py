@@ -14,8 +14,8 @@ from swiftkv_jax.baselines import Baseline, FFNSkip, LazyLLM, RandomPruning, Sta
 from swiftkv_jax.baselines.ffn_skip import cosines
 from swiftkv_jax.checkpoint.adapter import check_tokenizers
 from swiftkv_jax.checkpoint.hf import from_pretrained, read_model
-from swiftkv_jax.compare import judging
-from swiftkv_jax.compare.judging import Prompts
+from swiftkv_jax.compare import evaluation
+from swiftkv_jax.compare.evaluation import Prompts
 from swiftkv_jax.distill import fit_predictor, least_squares
 from swiftkv_jax.distill.config import (
     LEAST_SQUARES,
@@ -106,7 +106,7 @@ def students(source: Source) -> Iterator[System]:
             student, start = to_swiftkv(model, params, plan)
             fitted = least_squares.fit(student, start, model, params, source.batches)
             cost = source.share(lambda n, plan=plan: swiftkv_flops(sizes, plan, n))
-            how = PlanConfig(split=split, share=share, init=LEAST_SQUARES, init_tokens=judging.FIT_TOKENS)
+            how = PlanConfig(split=split, share=share, init=LEAST_SQUARES, init_tokens=evaluation.FIT_TOKENS)
             yield System(name, f"split {split}", cost, student, fitted, {"plan": how})
 
 
@@ -114,7 +114,7 @@ def check_auxiliary(folder: Path, auxiliary: Path, length: int) -> None:
     """Check that the model in `auxiliary` can read prompts of `length` tokens for the one in `folder`.
 
     Raises:
-      UsageError: it is no standard model, has another tokenizer, or a shorter context.
+      UsageError: it is not a standard model, has another tokenizer, or a shorter context.
     """
     config, plan, _ = read_model(auxiliary)
     if plan != KVPlan.standard(config.num_layers):
@@ -136,7 +136,7 @@ def predicted(source: Source, auxiliary: Path | None = None) -> Iterator[System]
             continue
         setting, small = f"layers {' '.join(map(str, keep))}", predict.layer_pruned(*source[:2], keep)
         given = Prediction.nearest(layers, keep)
-        how = PredictConfig(keep=keep, init_tokens=judging.FIT_TOKENS)
+        how = PredictConfig(keep=keep, init_tokens=evaluation.FIT_TOKENS)
         yield _pair(source, name, setting, small, given, how)
         alone = {"keep": keep, "trainable": "all", "loss": _LANGUAGE}
         yield _alone(source, name, setting, small, alone)
@@ -145,7 +145,7 @@ def predicted(source: Source, auxiliary: Path | None = None) -> Iterator[System]
     small = from_pretrained(auxiliary, dtype="float32")
     rows = small[0].plan.num_rows
     name, setting, given = f"{_NAME}, its own auxiliary", auxiliary.name, Prediction.spread(layers, rows)
-    how = PredictConfig(auxiliary=str(auxiliary), init_tokens=judging.FIT_TOKENS)
+    how = PredictConfig(auxiliary=str(auxiliary), init_tokens=evaluation.FIT_TOKENS)
     yield _pair(source, name, setting, small, given, how)
     alone = {"model": str(auxiliary), "trainable": "all", "loss": _LANGUAGE}
     yield _alone(source, name, setting, small, alone)

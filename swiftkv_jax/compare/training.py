@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from swiftkv_jax.checkpoint.adapter import from_pretrained
-from swiftkv_jax.compare.judging import ROWS, TRAINED
+from swiftkv_jax.compare.evaluation import ROWS, TRAINED
 from swiftkv_jax.compare.systems import System
 from swiftkv_jax.distill.config import Experiment, MeshConfig, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.loop import train
@@ -44,6 +44,8 @@ def trained(system: System, model: str, text: str, length: int, steps: int, out:
     folder = out / re.sub(r"\W+", "-", run.name).strip("-")
     result = train(run, folder, resume=folder.exists(), say=lambda line: None)
     if result.export is None:
-        raise UsageError(f"training {run.name} was ended by a signal: the same command goes on from {folder}")
+        raise UsageError(
+            f"training {run.name} was ended by a signal: the same command continues from {folder}"
+        )
     made, params = from_pretrained(result.export, dtype="float32")
     return system._replace(name=system.name + TRAINED, model=made, params=params)

@@ -51,9 +51,9 @@ dnn_version_info {{ major: 9 minor: 12 }}
 device_description_str: "{name}"
 """
 
-_ASSUMED = "assumed: chosen on the device by the check"
+_ASSUMED = "assumed; the check on the device decides"
 _STAND_IN = """\
-                    counted by the arrays it reads and writes, as only its GPU can compile it
+                    estimated from the arrays it reads and writes, since only its GPU can compile it
                     (with XLA's attention: --set attention.gpu=xla)"""
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -161,11 +161,11 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     again = recipe.method.recomputed(recipe, experiment.data.seq_len) * tokens / mesh.size
     busy, moved = (work + again) / chip.flops, hlo.bytes_moved(text)
     wait = moved / chip.bandwidth
-    say(f"  done again        {again:.3e} (remat); {busy:.2f} s with them")
+    say(f"  recomputed        {again:.3e} (remat); {busy:.2f} s with them")
     say(f"  bytes per device  {moved / 1e9:,.1f} GB moved; {wait:.2f} s at the full bandwidth of its memory")
     say(
-        f"  ceiling on MFU    {best / max(busy, wait):.0%} if bytes move while the chip multiplies, "
-        f"{best / (busy + wait):.0%} if they never do"
+        f"  bound on MFU      {best / max(busy, wait):.0%} if memory traffic and matmuls overlap, "
+        f"{best / (busy + wait):.0%} if they never overlap"
     )
     say(
         "  collectives       " + (", ".join(f"{n} {name}" for name, n in collectives(text).items()) or "none")

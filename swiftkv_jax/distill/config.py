@@ -29,12 +29,13 @@ class PlanConfig:
     """The plan of a SwiftKV student: where its rows come from.
 
     Attributes:
-      split: the layer where prompt tokens stop; later layers' keys and values are made of its input. 0 is the
-        plain transformer (for trainable="all").
-      share: AcrossKV: so many later layers read one row.
-      init: the student's start: "fold" or "copy" (see `to_swiftkv`), or "least_squares": "fold", then the
-        later layers' keys and values are fitted to the teacher's on training data (distill/least_squares.py).
-      init_tokens: tokens of that data, about; rounded up to whole batches.
+      split: number of layers that prompt tokens run; later layers' keys and values are made from the output
+        of these. 0 is the plain transformer (for trainable="all").
+      share: AcrossKV: number of later layers that share one row of the cache.
+      init: initialisation of the student: "fold" or "copy" (see `to_swiftkv`), or "least_squares": "fold",
+        then fit the later layers' keys and values to the teacher's on training data
+        (distill/least_squares.py).
+      init_tokens: tokens of training data for that fit; rounded up to whole batches.
     """
 
     split: int = 0
@@ -56,18 +57,18 @@ class PlanConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictConfig:
-    """KV prediction: what reads prompts for the model, and how its predictor starts.
+    """KV prediction: the auxiliary model that processes prompts, and the start of the predictor.
 
     Attributes:
-      auxiliary: folder or hub id of a model of the same tokenizer; or empty, with `keep`.
-      keep: layers of the model itself that make the auxiliary.
-      architecture: of `auxiliary`, for --compile-only.
-      map: which of its rows each of the model's is predicted from, a method of `Prediction`; by default
+      auxiliary: folder or hub id of a model with the same tokenizer; or empty, with `keep`.
+      keep: layers of the model itself to make the auxiliary from.
+      architecture: shape of `auxiliary`, for --compile-only.
+      map: which row of the auxiliary predicts each row of the model, a method of `Prediction`; by default
         "nearest" with `keep`, else "spread".
-      tail: tokens at a prompt's end that the model reads itself, once it is served.
-      init: the predictor's start: "least_squares" (distill/fit_predictor.py), "identity" (rows of one
-        width), or "uniform" (random).
-      init_tokens: tokens of training data that least squares takes, about; rounded up to whole batches.
+      tail: tokens at a prompt's end that the model processes itself when it is served.
+      init: initialisation of the predictor: "least_squares" (distill/fit_predictor.py), "identity" (if all
+        rows have one width), or "uniform" (random).
+      init_tokens: tokens of training data for least squares; rounded up to whole batches.
     """
 
     auxiliary: str = ""
@@ -111,8 +112,8 @@ class LossConfig:
       hidden_weight: weight of the mean squared error between the hidden states that enter the last layer,
         over all real tokens.
       lm_weight: weight of the cross-entropy with the data.
-      exit_weight: weight of an exit head's KL to the teacher (SwiftKV paper, B.4, where it is 1); above 0 the
-        student gets that head. Its gradient reaches the head alone.
+      exit_weight: weight of the KL from the teacher to an exit head (SwiftKV paper, B.4, where it is 1);
+        above 0 the student gets such a head. The gradient of this term reaches only the head.
       chunk_mib: MiB of float32 logits that exist at a time on one device.
     """
 
@@ -142,12 +143,14 @@ class PredictionLossConfig(LossConfig):
     """The loss of an auxiliary and a predictor (KV prediction paper, 4.3, whose weights are the defaults).
 
     Attributes:
-      kl_weight: weight of the KL from the base to the base on predicted rows; the paper has none.
+      kl_weight: weight of the KL from the base to the base on predicted rows; the paper has no such term.
       lm_weight: weight of the cross-entropy of the base on predicted rows.
       aux_weight: weight of the auxiliary's cross-entropy.
-      rows_weight: of the sum over the base's rows of the mean absolute difference of their keys (normed, not
-        rotated) and of their values; None is 1 / rows. The published code (apple/corenet) has 1.
-      z_loss: of the mean square of the logits' log-sum-exp, beside each cross-entropy; that code has 1e-4.
+      rows_weight: weight of the prediction error: the sum over the base's rows of the mean absolute
+        difference of keys (normed, not rotated) and of values. None: 1 / rows. The published code
+        (apple/corenet) has 1.
+      z_loss: weight of the mean square of the logits' log-sum-exp, added to each cross-entropy; that code has
+        1e-4.
     """
 
     kl_weight: float = 0.0
@@ -168,7 +171,7 @@ class PredictionLossConfig(LossConfig):
                 raise UsageError(f"loss.{name} is of a SwiftKV student, not of a predictor: set it to 0")
         if not (self.kl_weight or self.lm_weight or self.rows_weight is None or self.rows_weight):
             raise UsageError(
-                "loss: kl_weight, lm_weight and rows_weight are all 0; nothing would train the predictor"
+                "loss: kl_weight, lm_weight and rows_weight are all 0; no loss would train the predictor"
             )
 
     def of_rows(self, rows: int) -> float:
@@ -181,14 +184,15 @@ class OptimizerConfig:
     """AdamW with warm-up and decay.
 
     Attributes:
-      learning_rate: at its highest.
-      warmup: share of the steps in which it rises from 0.
-      schedule: how it falls after that: "linear", "cosine", or "constant" (not at all).
-      final_share: of the highest rate, what is left at the last step.
-      weight_decay: of AdamW.
-      beta1, beta2: of Adam's two means.
-      clip: the gradient's global norm is cut to this.
-      accumulate: micro-batches that a step's gradient is summed over; each takes memory by itself.
+      learning_rate: peak learning rate.
+      warmup: share of the steps in which the rate rises linearly from 0.
+      schedule: decay after the warm-up: "linear", "cosine", or "constant" (none).
+      final_share: learning rate at the last step, as a share of the peak.
+      weight_decay: decoupled weight decay of AdamW.
+      beta1, beta2: decay rates of Adam's first and second moments.
+      clip: the gradient is clipped to this global norm.
+      accumulate: number of micro-batches per step, over which the gradient is accumulated; only one at a
+        time takes memory.
     """
 
     learning_rate: float = 3e-4
@@ -217,13 +221,13 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices along each mesh axis; one of them may be -1, "whatever is left".
+    """Number of devices along each mesh axis; one of them may be -1, for all remaining devices.
 
     Attributes:
-      data: shares out the rows of a micro-batch.
-      fsdp: shares out the rows of a micro-batch, and the weights.
-      tensor: shares out heads, ffn and vocabulary.
-      context: shares out the tokens of a row, for rows that are too long for one device.
+      data: number of devices to split the rows of a micro-batch over.
+      fsdp: number of devices to split the rows of a micro-batch and the weights over.
+      tensor: number of devices to split heads, FFN and vocabulary over.
+      context: number of devices to split the tokens of a row over, for rows too long for one device.
     """
 
     data: int = 1
@@ -261,39 +265,39 @@ class Experiment:
     """One run of `train.py`.
 
     Attributes:
-      name: of the run; without --out it is kept in runs/NAME.
-      data: what is trained on.
-      evaluation: held-out data to judge by, with fields as `data` has them; None: no judgement.
-      model: folder or hub id of the teacher, or of the base whose rows are predicted; or empty, with
+      name: name of the run, whose default folder is runs/NAME.
+      data: training data.
+      evaluation: held-out data, with the fields of `data`; None: the student is not evaluated.
+      model: folder or hub id of the teacher, or of the base of KV prediction; or empty, with
         `architecture`, to train from random weights.
-      architecture: a ModelConfig, for random weights and for --compile-only.
-      keep: layers of `model` that are left, for trainable="all"; empty means all.
-      tokenizer: folder or hub id; empty means the model's.
+      architecture: shape of the model, to train from random weights and for --compile-only.
+      keep: layers of `model` to keep, for trainable="all"; empty: all.
+      tokenizer: folder or hub id of the tokenizer; empty: the model's.
       plan: where the student's rows come from.
       predict: KV prediction instead of a plan.
-      loss: what is minimised.
-      optimizer: how.
-      mesh: how devices share the work.
+      loss: the loss terms and their weights.
+      optimizer: the optimiser and its schedule.
+      mesh: how the work is split over devices.
       attention: which kernel computes attention.
-      trainable: "swiftkv" (norm_swiftkv, q of upper layers, k and v of row owners), "upper" (all of the upper
-        layers: the paper's ablation), "all" (plain language-model training), "predictor" (KV prediction: the
-        auxiliary and the predictor of `predict`; it takes loss=PredictionLossConfig(...)).
-      dtype: to compute in: float32, bfloat16 or float16; what trains is kept in float32.
-      steps: optimiser steps; 0 means `epochs` passes over the data.
-      epochs: passes over the data, where `steps` is 0.
-      seed: of random weights; the order of the data has its own, `data.seed`.
-      remat: compute activations again in the backward pass instead of keeping them: less memory, more time.
+      trainable: what to train: "swiftkv" (norm_swiftkv, q of the upper layers, k and v of the makers of their
+        rows), "upper" (all weights of the upper layers: the paper's ablation), "all" (plain language-model
+        training), "predictor" (KV prediction: the auxiliary and the predictor of `predict`; it takes
+        loss=PredictionLossConfig(...)).
+      dtype: dtype of the computation: float32, bfloat16 or float16; trained weights are kept in float32.
+      steps: number of optimiser steps; 0: `epochs` passes over the data.
+      epochs: passes over the data, if `steps` is 0.
+      seed: seed of random weights; the order of the data has its own, `data.seed`.
+      remat: recompute activations in the backward pass instead of storing them: less memory, more time.
       log_every: steps between two lines of progress.
-      evaluate_every: steps between two judgements of the held-out data; 0 means only at the end.
-      checkpoint_every: steps between two checkpoints; 0 means only at the end.
-      keep_checkpoints: the newest so many are kept.
-      trackers: where metrics go too, by name: "tensorboard", "wandb", "trackio". Each is a package of its
-        own.
-      export_dtype: of the exported weights.
-      evaluation_batches: of the held-out data, at most so many; 0 means all.
-      eval_lengths: context lengths that the held-out data are judged at, each by itself, all in rows of
-        `evaluation.seq_len` tokens: longer documents are cut into pieces of that length. Metrics are then
-        named "2048/kl". Empty: one judgement, of the rows as `evaluation` makes them.
+      evaluate_every: steps between two evaluations on the held-out data; 0: only at the end.
+      checkpoint_every: steps between two checkpoints; 0: only at the end.
+      keep_checkpoints: number of newest checkpoints to keep.
+      trackers: where to send metrics as well: "tensorboard", "wandb", "trackio", each a separate package.
+      export_dtype: dtype of the exported weights.
+      evaluation_batches: most batches of held-out data to evaluate on; 0: all.
+      eval_lengths: context lengths to evaluate at. For each, held-out documents are cut into pieces of at
+        most that length, in rows of `evaluation.seq_len` tokens. Metrics are then named "2048/kl". Empty: one
+        evaluation, of the rows as `evaluation` makes them.
     """
 
     name: str

@@ -90,7 +90,7 @@ class DataLoader:
             step, saved, lanes = int(state["step"]), dict(state["config"]), dict(state["lanes"])
             places = {int(lane): Place(int(cursor), int(offset)) for lane, (cursor, offset) in lanes.items()}
         except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"this is no state of a data loader: {error!r}") from error
+            raise UsageError(f"this is not a data loader's state: {error!r}") from error
         mine = self._identity()
         # A field that is off counts as absent: the state may be older than the field.
         differ = [k for k in mine if (saved.get(k) or None) != (mine[k] or None)]
@@ -194,7 +194,7 @@ def evaluation_batches(
     """Every sample of the config's split once, in order, as the same batches every time.
 
     Args:
-      limit: at most so many batches. The last one is filled up with empty rows.
+      limit: most batches to return. The last one is filled up with empty rows.
       process_index, process_count: as in `DataLoader`: this process's rows of each batch.
 
     Raises:

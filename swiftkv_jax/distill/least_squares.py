@@ -211,6 +211,6 @@ def fit(
 
 
 def like(leaf: Array, value: np.ndarray) -> Array:
-    """`value` in float32, where `leaf` lies."""
+    """`value` in float32, on the devices of `leaf`."""
     host = value.astype(np.float32)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: host[index])

@@ -40,7 +40,7 @@ _MAY_CHANGE = (  # fields of an Experiment that may differ when a run is resumed
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on: the message is one line for the user; exit code 1."""
+    """A run that cannot continue: the message is one line for the user; exit code 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Run:
         loader = DataLoader(e.data, self.tokenizer, **self.process)
         try:
             count = math.ceil(e.start.init_tokens / (e.data.batch_size * e.data.seq_len))
-            with working(self.say, f"fitting rows by least squares on {count} batches") as doing:
+            with working(self.say, f"fitting keys and values by least squares on {count} batches") as doing:
                 batches = (self._place(next(loader)[0]) for _ in doing.counted(range(count)))
                 trained = self.recipe.method.fit(self.recipe, self.state.trainable, self.frozen, batches)
         finally:
@@ -207,7 +207,9 @@ class Run:
         self.to_fit = False
         tokens = count * e.data.batch_size * e.data.seq_len
         took = time.monotonic() - began
-        self.say(f"rows fitted to the teacher's by least squares on {tokens:,} tokens in {took:.0f} s")
+        self.say(
+            f"keys and values fitted to the teacher's by least squares on {tokens:,} tokens in {took:.0f} s"
+        )
 
     def _loop(self) -> Result:
         e, done = self.experiment, int(self.state.step)
@@ -294,13 +296,14 @@ class Run:
         the next one)."""
         now = int(self.state.step)
         if self.evaluated is None or self.evaluated[0] != now:
-            self.evaluated = now, {length: self.judge(batches) for length, batches in self.held_out.items()}
+            sums = {length: self.evaluate_rows(batches) for length, batches in self.held_out.items()}
+            self.evaluated = now, sums
         return self.evaluated[1]
 
-    def judge(self, batches: list[Batch]) -> dict[str, np.ndarray]:
+    def evaluate_rows(self, batches: list[Batch]) -> dict[str, np.ndarray]:
         """`evaluate_batch`'s sums for every row of these batches, at the current step."""
-        what = "compiling and judging held-out rows" if self._first("judge") else "judging held-out rows"
-        with working(self.say, what) as doing:
+        compiling = "compiling and " if self._first("evaluate") else ""
+        with working(self.say, f"{compiling}evaluating held-out rows") as doing:
             sums = (self._sums(batch) for batch in doing.counted(batches))
             rows = [multihost_utils.process_allgather(each, tiled=True) for each in sums]
         return {name: np.concatenate([r[name] for r in rows]) for name in rows[0]}
@@ -372,8 +375,8 @@ class Run:
             raise KeyboardInterrupt
         self.caught = number
         self.say(
-            f"\n{signal.Signals(number).name}: finishing this step, saving, then leaving "
-            "(again: leave at once)"
+            f"\n{signal.Signals(number).name}: finishing this step, saving, then stopping "
+            "(again: stop at once)"
         )
         if jax.distributed.is_initialized():  # JAX tells the other processes of SIGTERM only
             os.kill(os.getpid(), signal.SIGTERM)
@@ -420,14 +423,14 @@ def summarise(rows: dict[str, np.ndarray], has_teacher: bool) -> dict[str, float
 
 
 def check_free(out: Path, resume: bool) -> None:
-    """Refuse a folder that holds a run, unless that run is to go on.
+    """Refuse a folder that holds a run, unless that run is to be resumed.
 
     Raises:
       UsageError: it does.
     """
     with explained(f"read {out / 'config.json'}"):
         if (out / "config.json").exists() and not resume:
-            raise UsageError(f"{out} already holds a run: give --resume to go on with it, or another --out")
+            raise UsageError(f"{out} already holds a run: give --resume to continue it, or another --out")
 
 
 def _check_folder(out: Path, experiment: Experiment, resume: bool) -> None:
@@ -455,7 +458,7 @@ def _json(path: Path) -> dict:
         return json.loads(path.read_text())
     except ValueError as error:
         raise UsageError(
-            f"{path} is no JSON ({error}); if the run is to go on, delete this file and give --resume"
+            f"{path} is not valid JSON ({error}); to continue the run, delete this file and give --resume"
         ) from None
 
 

@@ -48,15 +48,15 @@ def parser() -> Parser:
         action=_Fields,
         nargs="?",
         metavar="a.b",
-        help="say all about the fields that --set takes, types too, or about those under a.b; and exit",
+        help="describe the fields that --set takes, or those under a.b, and exit",
     )
-    p.add_argument("--out", type=Path, metavar="DIR", help="where the run is kept (default: runs/<name>)")
-    p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in --out")
+    p.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/<name>)")
+    p.add_argument("--resume", action="store_true", help="continue from the newest good checkpoint in --out")
     p.add_argument(
         "--distributed",
         action=argparse.BooleanOptionalAction,
         help="join the processes that a launcher started (default: where SLURM, Open MPI, a Kubernetes "
-        "job, a Cloud TPU or JAX_COORDINATOR_ADDRESS says that there are several)",
+        "job, a Cloud TPU or JAX_COORDINATOR_ADDRESS announces several)",
     )
     p.add_argument(
         "--compile-only", action="store_true", help="compile the real step for --topology, without hardware"
@@ -78,7 +78,7 @@ def main(
       join: called with the value of --distributed before JAX is used; None if the caller has joined already.
       prepare: called with the experiment; returns the one to run instead.
     """
-    interrupted = "\ninterrupted: the newest checkpoint is kept; --resume goes on from it"
+    interrupted = "\ninterrupted: the newest checkpoint is kept; --resume continues from it"
     return exit_code(
         lambda: _run(parser().parse_args(argv), join, prepare), interrupted, (RuntimeError, OSError)
     )
@@ -118,7 +118,7 @@ def _run(
     with processes.among_the_living():
         result = train(experiment, out, args.resume, say, chosen)
     if result.signal:
-        say(f"saved step {result.step} in {out}; go on with --resume --out {out}")
+        say(f"saved step {result.step} in {out}; continue with --resume --out {out}")
         return 130 if result.signal == 2 else 0
     say(f"done: {result.step} steps in {time.monotonic() - began:.0f} s; model in {result.export}")
     return 0

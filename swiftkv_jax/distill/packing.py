@@ -67,7 +67,7 @@ def fill_row(
 
     Args:
       sample_at: sample number i of the stream; None past its end. Empty samples are passed over.
-      pack: several samples a row, or one.
+      pack: several samples per row, or one.
       longest: tokens of a piece of this row, at most; None for `seq_len`. A longer sample is cut there.
       cut_anywhere: also cut a sample longer than `longest` wherever the row ends.
     """

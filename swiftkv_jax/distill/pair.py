@@ -5,7 +5,7 @@
     python serve.py --model runs/pair
 
 The auxiliary is some layers of the base (--keep) or a model of its own (--auxiliary); the predictor is fitted
-by least squares to the base's rows of the text's training documents, and judged on its held-out ones.
+by least squares to the base's rows of the text's training documents, and evaluated on its held-out ones.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from swiftkv_jax.progress import show, working
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
-_JUDGED = 6  # held-out batches
+_HELD_OUT = 6  # held-out batches
 
 
 class Nearness(NamedTuple):
@@ -44,8 +44,8 @@ class Nearness(NamedTuple):
 
     Attributes:
       gap: cross-entropy of the data minus the base's, with its standard error over rows. kl: from the base.
-      agreement: share of equal likeliest tokens. alone: the gap of the auxiliary by itself. tokens: number of
-        tokens judged.
+      agreement: share of equal most likely tokens. alone: the gap of the auxiliary by itself. tokens:
+        number of tokens evaluated.
     """
 
     gap: float
@@ -56,7 +56,7 @@ class Nearness(NamedTuple):
     tokens: int
 
 
-def judge(model: Predicted, params: PyTree, batches: Iterable[Batch]) -> Nearness:
+def evaluate(model: Predicted, params: PyTree, batches: Iterable[Batch]) -> Nearness:
     """Compare `predict.forward(own=True)` with the base on held-out batches: as served, at every position."""
     run = jax.jit(lambda params, batch: _sums(model, params, batch))
     sums = np.concatenate([np.asarray(run(params, batch), np.float64) for batch in batches])
@@ -130,15 +130,33 @@ def parser() -> Parser:
     )
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--keep", metavar="N,N,...", help="layers of the base that make the auxiliary")
-    source.add_argument("--auxiliary", metavar="DIR", help="folder or hub id of an auxiliary of its own")
-    p.add_argument("--text", required=True, action="append", metavar="FILE", help="data; may be repeated")
+    source.add_argument("--auxiliary", metavar="DIR", help="folder or hub id of a separate auxiliary model")
+    p.add_argument(
+        "--text", required=True, action="append", metavar="FILE", help="training text; may be repeated"
+    )
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the adapter's folder")
-    p.add_argument("--start", choices=STARTS, default=STARTS[0], help="of the predictor (%(default)s)")
-    p.add_argument("--map", choices=MAPS, help="rows to rows (nearest with --keep, else spread)")
-    p.add_argument("--tail", type=int, default=1, metavar="N", help="prompt tokens that the base reads (1)")
-    p.add_argument("--tokens", type=int, default=32_768, metavar="N", help="to fit the predictor on (32768)")
-    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a row of data (256)")
-    p.add_argument("--dtype", default="float32", metavar="T", help="of weights and activations (float32)")
+    p.add_argument(
+        "--start", choices=STARTS, default=STARTS[0], help="initialisation of the predictor (%(default)s)"
+    )
+    p.add_argument(
+        "--map",
+        choices=MAPS,
+        help="which auxiliary row predicts which row (nearest with --keep, else spread)",
+    )
+    p.add_argument(
+        "--tail",
+        type=int,
+        default=1,
+        metavar="N",
+        help="last prompt tokens that the base processes itself (1)",
+    )
+    p.add_argument(
+        "--tokens", type=int, default=32_768, metavar="N", help="tokens to fit the predictor on (32768)"
+    )
+    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens per row of data (256)")
+    p.add_argument(
+        "--dtype", default="float32", metavar="T", help="dtype of weights and activations (float32)"
+    )
     return p
 
 
@@ -168,7 +186,7 @@ def _run(args: argparse.Namespace) -> None:
     )
     held_out = dataclasses.replace(data, split="held_out")
     with working(show, f"reading {', '.join(args.text)}"):
-        judged = evaluation_batches(held_out, tokenizer, _JUDGED) if args.tail == 1 else []
+        batches_held_out = evaluation_batches(held_out, tokenizer, _HELD_OUT) if args.tail == 1 else []
         loader = DataLoader(data, tokenizer)
     try:
         count = math.ceil(args.tokens / (data.batch_size * data.seq_len))
@@ -179,9 +197,9 @@ def _run(args: argparse.Namespace) -> None:
         loader.close()
     save_adapter(args.out, model, params, base=home)
     print(f"saved {args.out}: rows {prediction.reads} of {theirs} auxiliary rows, tail {args.tail}")
-    if judged:
-        with working(show, "judging") as doing:
-            near = judge(model, params, doing.counted(judged))
+    if batches_held_out:
+        with working(show, "evaluating") as doing:
+            near = evaluate(model, params, doing.counted(batches_held_out))
         print(
             f"first tokens of {near.tokens} prompts: {near.gap:.4f} +- {near.gap_error:.4f} nats above the "
             f"base, KL {near.kl:.4f}, agreement {near.agreement:.3f} (the auxiliary alone: {near.alone:.3f})"

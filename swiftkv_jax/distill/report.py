@@ -33,9 +33,9 @@ def metrics_of(run: Path) -> list[dict]:
             row = json.loads(line)
         except ValueError:  # a kill cut it short
             continue
-        judged = any(name.startswith("eval/") for name in row)
-        rows.pop((row["step"], judged), None)
-        rows[row["step"], judged] = row
+        evaluated = any(name.startswith("eval/") for name in row)
+        rows.pop((row["step"], evaluated), None)
+        rows[row["step"], evaluated] = row
     return sorted(rows.values(), key=lambda row: row["step"])
 
 
@@ -71,7 +71,7 @@ def quality(evaluation: dict[str, float]) -> list[str]:
     lengths = list(dict.fromkeys(name.rpartition("/")[0] for name in evaluation))
     figures = list(dict.fromkeys(name.rpartition("/")[2] for name in evaluation))
     if not evaluation:
-        return ["Nothing was judged: the run had no held-out data."]
+        return ["The student was not evaluated: the run had no held-out data."]
     named = any(lengths)
     lines = [f"| {'context | ' if named else ''}{' | '.join(figures).replace('_', ' ')} |"]
     lines.append("|---" * (len(figures) + named) + "|")
@@ -104,7 +104,7 @@ def page(
     if steps:
         facts.insert(-1, ("loss", f"{steps[0]['loss']:.4f} at first, {steps[-1]['loss']:.4f} at last"))
     lines = [f"# {e.name}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts)]
-    lines += ["", "## Quality on held-out data, in nats a token", "", *quality(evaluation)]
+    lines += ["", "## Quality on held-out data, in nats per token", "", *quality(evaluation)]
     lines += ["", "![loss by step](loss.png)", "", "## Use", "", "    swiftkv serve export --http", ""]
     lines += ["config.json has every setting, metrics.jsonl every step."]
     return "\n".join(lines) + "\n"
@@ -131,7 +131,15 @@ def card(
         teacher = f"[{e.model}](https://huggingface.co/{e.model})" if known else "its teacher"
         lines += [f"A {_METHODS[kind]} student of {teacher}, made with {LIBRARY} {__version__}.", ""]
     lines += [f"* {name}: {value}" for name, value in about(model, e.data.seq_len)]
-    lines += ["", "## Quality on held-out data, in nats a token", "", *quality(evaluation), "", "## Use", ""]
+    lines += [
+        "",
+        "## Quality on held-out data, in nats per token",
+        "",
+        *quality(evaluation),
+        "",
+        "## Use",
+        "",
+    ]
     lines += [f"    pip install {LIBRARY}[serve]", "    swiftkv serve DIR --http", ""]
     if kind == "swiftkv":
         lines += [

@@ -27,30 +27,30 @@ class DataConfig:
     """The training data and its shape.
 
     Attributes:
-      sources: files, patterns, folders, or hub datasets: hf://org/name:config[split]@revision, of which all
-        but the name may be left out; or self://prompts.jsonl, chats that the model writes itself.
+      sources: files, patterns, folders, or hub datasets (hf://org/name:config[split]@revision, where all
+        parts but the name are optional); or self://prompts.jsonl, chats that the model writes itself.
         docs/your_data.md lists formats.
-      weights: one for each source, how often an epoch takes its samples: 2 twice, 0.5 every other one, which
-        are others in the next epoch. Empty: once. Judgements take each once.
-      columns: of rows in no known form, "ours=theirs" each: "prompt=question", "completion=answer".
-      stream_rows: of each hub dataset the first so many rows, over the network; None fetches the whole.
-      seq_len: tokens of a row.
-      batch_size: rows of a step, over all processes.
-      seed: of the order of samples.
-      pack: whole samples side by side in a row, in separate segments; otherwise one sample a row.
-      split: "train", or the documents kept from it: "tuning" to choose a recipe by, "held_out" to report;
-        "all" for every one, where the evaluation has data of its own.
-      mask: predictions that count: of "all" tokens, or of the "assistant"'s in chats.
-      chats: how a chat becomes tokens: by the model's "template", or "plain", its turns as texts with blank
-        lines between them, for models without a template.
+      weights: one for each source: how often an epoch takes its samples. 2: twice; 0.5: every other one, and
+        the rest in the next epoch. Empty: once. Evaluations take each document once.
+      columns: names of other columns than docs/your_data.md lists, as "ours=theirs": "prompt=question".
+      stream_rows: read only this many first rows of each hub dataset, over the network; None fetches all.
+      seq_len: tokens per row.
+      batch_size: rows per step, over all processes.
+      seed: seed of the order of samples.
+      pack: several whole samples per row, in separate segments; otherwise one sample per row.
+      split: which documents to use: "train"; "tuning" (to choose a recipe) or "held_out" (to report), which
+        "train" leaves out; or "all", if the evaluation has other data.
+      mask: predictions that count in the loss: of "all" tokens, or only of the "assistant"'s in chats.
+      chats: how chats are rendered: by the model's "template", or "plain", as texts with blank lines between
+        the turns, for models without a template.
       append_eos: end texts with EOS; chats end as their template does.
-      skip_bad_lines: leave broken rows out instead of stopping.
-      limit: use only the first so many samples; None for all.
+      skip_bad_lines: skip invalid rows instead of stopping.
+      limit: use only the first `limit` samples; None for all.
       long_documents: a sample longer than `seq_len` is "split" into pieces of `seq_len` and a rest, cut
         wherever a row ends ("fill": no padding), dropped ("drop"), or cut short ("truncate").
       piece_lengths: a mixture of context lengths in rows of one shape: the rows take these lengths in turn,
-        and a row of 2048 tokens whose length is 256 holds eight pieces of 256, each in a segment of its own.
-        So each length has an equal share of the tokens. Empty: all rows have pieces of up to `seq_len`.
+        and a row of 2048 tokens with length 256 has eight pieces of 256, each in its own segment. So each
+        length has an equal share of the tokens. Empty: all rows have pieces of up to `seq_len`.
       fuse_positions: share of the rows that get one segment and running positions (ArcticTraining's
         `fuse_positions_prob`, 0.1 in its long-context recipes).
     """
@@ -110,7 +110,9 @@ class DataConfig:
             integer("data.limit", self.limit, 1)
         number("data.fuse_positions", self.fuse_positions, 0, 1)
         if self.fuse_positions and not self.pack:
-            raise UsageError("data.fuse_positions needs data.pack=True: one sample has nothing to fuse with")
+            raise UsageError(
+                "data.fuse_positions needs data.pack=True: a row with one sample has nothing to fuse"
+            )
 
     @property
     def lengths(self) -> tuple[int, ...]:

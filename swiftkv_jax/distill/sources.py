@@ -193,7 +193,7 @@ def _broken(bad: files.Bad) -> str:
             "named by columns: prompt=question, say"
         )
     more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-    return f"broken lines: {'; '.join(bad[:_SHOWN])}{more}. Mend them or set skip_bad_lines"
+    return f"broken lines: {'; '.join(bad[:_SHOWN])}{more}. Fix them or set skip_bad_lines"
 
 
 def _open_local(source: str, bad: files.Bad, skip: bool, columns: Sequence[str]) -> Sequence:

@@ -416,7 +416,8 @@ def check(experiment: Experiment, mesh: Mesh | AbstractMesh) -> None:
     held_out = experiment.evaluation
     if held_out is not None and held_out.batch_size % shards:
         raise UsageError(
-            f"evaluation.batch_size {held_out.batch_size} is no multiple of {shards}, the mesh's data x fsdp"
+            f"evaluation.batch_size {held_out.batch_size} is not a multiple of {shards}, the mesh's "
+            "data x fsdp"
         )
     for data in filter(None, (experiment.data, held_out)):
         if data.seq_len % parts:

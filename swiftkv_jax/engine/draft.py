@@ -9,7 +9,7 @@ _WINDOW = 4096  # tokens looked back over
 def guess(most: int, sequence: Sequence, room: int) -> list[int]:
     """Return at most `most` draft tokens for a sequence, in a step with `room` for so many.
 
-    There are none where a token changes what the next may be: those rules need one token a step.
+    There are none where a token changes what the next may be: those rules need one token per step.
     """
     request, room = sequence.request, min(most, room, sequence.request.max_length - sequence.length - 1)
     if room < 1 or request.params.penalised or request.bad_ids or sequence.one_by_one:

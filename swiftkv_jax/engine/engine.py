@@ -109,7 +109,7 @@ class Engine:
     """Runs requests, as many at once as there are lanes and pages; call `step` while it is `busy`.
 
     Each step is one launch. While any running sequence has a prompt to read, it takes tokens up to a budget,
-    decoded ones first. Otherwise all sequences decode several tokens a launch, and the next launch is sent
+    decoded ones first. Otherwise all sequences decode several tokens per launch, and the next launch is sent
     before the last one is read. With batch invariance, launches that read prompts and launches that decode
     alternate.
 

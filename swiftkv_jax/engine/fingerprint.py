@@ -1,4 +1,4 @@
-"""A fingerprint of a model's weights: cached rows, and answers of a batch that goes on, are of one model."""
+"""A fingerprint of a model's weights: cached rows, and a resumed batch's answers, are of one model."""
 
 import hashlib
 

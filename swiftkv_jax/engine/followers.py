@@ -103,8 +103,9 @@ def company(mesh: Mesh | None) -> Alone:
         return Alone()
     if idle := set(range(jax.process_count())) - owners:
         raise UsageError(
-            f"{jax.process_count()} processes were started, and the model lies on devices of {len(owners)}: "
-            f"process {min(idle)} has nothing to do; give all {jax.device_count()} devices a part"
+            f"{jax.process_count()} processes were started, and the model is sharded over devices of "
+            f"{len(owners)}: process {min(idle)} has nothing to do; use all "
+            f"{jax.device_count()} devices"
         )
     channel = Channel(f"swiftkv/llm{next(_numbers)}")
     return Follower(channel) if jax.process_index() else Leader(channel)

@@ -111,7 +111,7 @@ def check_kind(llm: "LLM", prompt, where: str) -> None:
     """
     encoder = model_encoder(llm.model)
     if encoder is not None and encoder.mels:
-        raise UsageError(f"{where} is text, and {encoder.family} hears sound: give it to transcribe")
+        raise UsageError(f"{where} is text, and {encoder.family} takes audio: pass it to transcribe")
     if encoder is None and isinstance(prompt, Mapping) and "decoder_prompt" in prompt:
         raise UsageError(f"{where}: decoder_prompt has no place, as {llm.model.config.family} has no encoder")
 

@@ -58,14 +58,14 @@ from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 
 class LLM:
-    """A model ready to generate; standard, SwiftKV and Slim attention checkpoints alike.
+    """A model ready to generate: an engine with continuous batching, for all checkpoints of this library.
 
-    With `dynamic` or `longrope` scaling the frequencies are those of `max_model_len` for every request.
+    With `dynamic` or `longrope` RoPE scaling, the frequencies are those of `max_model_len` for every request.
 
     Attributes:
-      model, params, tokenizer: what it runs. The plan's rows of inputs are in the form in which they are
-        stored; params are split by layer, and folded for a fused fill.
-      settings: sizes in force. defaults: the SamplingParams used when a call gives none.
+      model, params, tokenizer: what it runs. Inputs (form "x") are in the basis in which they are stored;
+        params are split by layer, and folded for a fused fill.
+      settings: the `engine.Settings` in use. defaults: the SamplingParams used when a call gives none.
       stats: of the last call, see `engine.Stats.as_dict`.
     """
 
@@ -83,15 +83,22 @@ class LLM:
         base: str | Path | None = None,
         **settings,
     ):
-        """Load a folder or a hub id, at a `revision`; `tokenizer` is another folder, or an object with its
-        methods. Without any tokenizer (a warning) prompts must be token ids, and texts are empty. slim=False
-        reads a Slim attention checkpoint as the plain model. `base` is the path of an adapter's base model,
-        if it is not where the adapter says (checkpoint/adapter.py).
+        """Load a model and start its engine.
 
-        The heads of queries, keys and values are divided among `tensor_parallel_size` devices, or those of
-        `mesh`. Their number divides the kv heads, or is a multiple of them; then kv heads are repeated.
-
-        `settings` are the other fields of `engine.Settings`: max_num_seqs, num_pages, cache_dtype, ...
+        Args:
+          path_or_id: a folder, a GGUF file, an adapter's folder, or a hub id.
+          dtype: of weights and activations; "auto": the checkpoint's.
+          max_model_len: context length in tokens; None: the model's.
+          tokenizer: another folder, or an object with the tokenizer's methods; None: the model's. Without any
+            (a warning), prompts must be token ids, and texts are empty.
+          mesh: the devices to shard over, by the axes `fsdp` and `tensor`; None: see `tensor_parallel_size`.
+          seed: the first of the counter that gives seeds to requests without one.
+          revision: branch, tag or commit of a hub model.
+          tensor_parallel_size: number of devices to split the heads over. It divides the number of kv heads,
+            or is a multiple of it; then kv heads are repeated.
+          slim: False loads a Slim attention checkpoint as the plain model.
+          base: an adapter's base model, if it is not where the adapter says.
+          **settings: the other fields of `engine.Settings`: max_num_seqs, num_pages, cache_dtype, ...
 
         Raises:
           UsageError: the checkpoint or the tokenizer cannot be read, or a setting is invalid.
@@ -235,7 +242,9 @@ class LLM:
           UsageError: this is process 0, or all of the model is on this process's devices.
         """
         if not isinstance(self.others, Follower):
-            raise UsageError("follow() is for the processes after the first, of a model that lies on all")
+            raise UsageError(
+                "follow() is for processes other than the first, of a model sharded over all of them"
+            )
         for name, args in self.others.messages():
             getattr(self if hasattr(self, name) else self.engine.runner, name)(*args)
 
@@ -308,7 +317,16 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer a conversation (a list of {"role", "content"}), or several, with the chat template."""
+        """Answer one conversation or several, with the model's chat template.
+
+        Args:
+          messages: a list of {"role", "content"}, or a list of such lists.
+          sampling_params: for all, or one for each conversation; `self.defaults` when None.
+          use_tqdm: show a progress bar on stderr.
+
+        Raises:
+          UsageError: there is no chat template, or it refuses the messages; as `generate`.
+        """
         one = isinstance(messages, list) and bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
         if not isinstance(conversations, list | tuple):
@@ -429,8 +447,8 @@ class LLM:
         engine = self.engine
         if engine.groups:
             raise UsageError(
-                "this LLM still runs another call's requests: end that one first, or run these on "
-                "llm.replace(), an engine of its own on the same weights"
+                "this LLM is still running another call's requests: finish that call first, or use "
+                "llm.replace(), a second engine on the same weights"
             )
         engine.count_anew()
         try:
@@ -460,7 +478,7 @@ class LLM:
             return dataclasses.replace(output, outputs=outputs)
 
     def score(self, token_ids: Sequence[int], top: int = 0) -> list[dict[int, Logprob] | None]:
-        """Log probabilities of a prompt's own tokens, and of the `top` likeliest at each position.
+        """Log probabilities of a prompt's own tokens, and of the `top` most likely ones at each position.
 
         When a prompt is served, its tokens stop at the split. Scoring is therefore a separate pass through
         all layers, `forward`. The result has one entry per token; the first is None, as nothing precedes it.

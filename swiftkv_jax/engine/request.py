@@ -31,23 +31,24 @@ class SamplingParams:
     Attributes:
       n: completions of the same prompt; completion i samples with seed + i.
       max_tokens: most tokens to generate; None: until the context is full.
-      min_tokens: number of tokens before which no end-of-sequence token, stop id or stop string ends it.
+      min_tokens: least number of tokens before an end-of-sequence token, stop id or stop string may end the
+        output.
       temperature: logits are divided by it; 0 is greedy.
-      top_p: keep the likeliest tokens up to this probability; 1 keeps all.
-      top_k: keep so many likeliest tokens; 0 (or -1) keeps all.
-      min_p: keep tokens at least this likely, relative to the likeliest; 0 keeps all.
-      repetition_penalty: over prompt and output; 1 is none.
-      presence_penalty: once for each token that the output already has; 0 is none.
-      frequency_penalty: for each time that the output has a token; 0 is none.
-      seed: of this request; None (or -1): the next of a counter that starts at `LLM(seed=...)`.
+      top_p: keep the most likely tokens up to this total probability; 1 keeps all.
+      top_k: keep this many most likely tokens; 0 (or -1) keeps all.
+      min_p: keep tokens at least this likely, relative to the most likely one; 0 keeps all.
+      repetition_penalty: penalty on tokens of the prompt and the output; 1: none.
+      presence_penalty: penalty on tokens that the output already has; 0: none.
+      frequency_penalty: penalty for each occurrence of a token in the output; 0: none.
+      seed: seed of this request; None (or -1): the next of a counter that starts at `LLM(seed=...)`.
       stop: strings that end the text; they are cut off unless `include_stop_str_in_output`.
-      stop_token_ids: ids that end it, beside the model's own end-of-sequence ids.
-      ignore_eos: go on after an end-of-sequence token.
+      stop_token_ids: ids that end the output, in addition to the model's end-of-sequence ids.
+      ignore_eos: continue after an end-of-sequence token.
       bad_words: texts that may not be generated; a word also counts with a space before it.
-      logit_bias: added to the logits of these ids, within [-100, 100].
-      allowed_token_ids: only these are generated; None: all.
+      logit_bias: token id -> number in [-100, 100] to add to its logit.
+      allowed_token_ids: the only ids that may be generated; None: all.
       include_stop_str_in_output: keep the stop string that ended the text.
-      logprobs: None, or how many of the likeliest tokens to report at each position (at most 20), by the
+      logprobs: None, or how many of the most likely tokens to report at each position (at most 20), by the
         model's own distribution: before penalties, temperature and filters.
       prompt_logprobs: the same for the prompt, by a separate pass through all layers.
       skip_special_tokens: leave special tokens out of the text.
@@ -134,6 +135,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
 
     @property

@@ -251,7 +251,7 @@ class Runner:
         return tokens, positions, starts
 
     def decode(self, rows: list[Sequence]) -> DecodeLaunch:
-        """Send a loop of up to `steps` more tokens a sequence, of whose tokens all but one are cached."""
+        """Send a loop of up to `steps` more tokens per sequence, of whose tokens all but one are cached."""
         loops = itertools.product(self._counts(len(rows)), self._modes(rows))
         count, mode = next(loop for loop in loops if self._is_ready("loop", *loop))
         turns = *self._turns(rows, count, mode), self._sources(rows, count)

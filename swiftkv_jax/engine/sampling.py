@@ -279,7 +279,8 @@ def penalise(logits: Float[Array, "Q V"], policy: Policy, tally: Tally) -> Float
 
 
 def kept(logits: Float[Array, "Q V"], policy: Policy) -> Bool[Array, "Q V"]:
-    """A mask of the tokens that remain after min-p, then top-k, then top-p; the likeliest one always remains.
+    """A mask of the tokens that remain after min-p, top-k and top-p, in this order; the most likely one
+    always remains.
 
     Ties at a threshold are all kept, so the result does not depend on the order of tokens.
     """

@@ -17,7 +17,7 @@ _LONGEST_CHARACTER = 4  # bytes of UTF-8: more unfinished tokens than that are i
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One sampled token as the device reports it; `top` holds (id, log probability), likeliest first;
+    """One sampled token as the device reports it; `top` holds (id, log probability), most likely first;
     `guessed`: it was an accepted draft token, so it came with the token before it; `drafted`: the number of
     tokens that were drafted to follow it."""
 

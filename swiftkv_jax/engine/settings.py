@@ -62,35 +62,36 @@ class Settings:
     Attributes:
       max_model_len: most tokens of prompt and completion together.
       max_source_len: most positions of an encoder's input; None: the encoder's own context.
-      max_num_seqs: sequences that run at once.
-      max_num_batched_tokens: tokens of one step.
-      steps_per_launch: most tokens a sequence decodes before the host looks at stop strings, and before a
-        new request's prompt is read. They are sent in two launches: the device never waits for the host.
-      page_size: tokens of a page; prompts share whole pages. An LLM that is given none takes 64, or 128 for
-        8-bit rows on a TPU.
-      num_pages: of the cache. None: enough for `max_num_seqs` full contexts, or what `memory_fraction` of
-        the device's memory leaves beside the weights, if that is less.
+      max_num_seqs: most sequences that run at once.
+      max_num_batched_tokens: most tokens in one step.
+      steps_per_launch: most tokens a sequence decodes before the host checks stop strings, and before the
+        prompt of a new request is processed. They are sent in two launches, so the device never waits for
+        the host.
+      page_size: tokens per page; prompts share whole pages. The default of `LLM` is 64, or 128 for 8-bit
+        rows on a TPU.
+      num_pages: pages in the cache. None: enough for `max_num_seqs` full contexts, or what `memory_fraction`
+        of the device's memory leaves beside the weights, if that is less.
       memory_fraction: share of the device's memory that weights, programs and cache may take.
-      cache_dtype: "auto" (the model's), or a float type, or "float8_e4m3fn" or "int8", which round.
-      prefix_caching: keep full pages, for prompts that begin the same way.
+      cache_dtype: "auto" (the model's), a float dtype, or the 8-bit "float8_e4m3fn" or "int8".
+      prefix_caching: keep full pages for prompts with the same beginning.
       kernels: implementations of the operations not named below. "auto": on GPUs and TPUs the fastest that a
         check on this machine found correct, elsewhere the platform's choice. "xla": the safe ones. Or names,
         "NAME,...", each for every operation that has it, or "decode=NAME", "chunk=NAME", "attention=NAME",
         "fill=NAME", "write=NAME", "scoring=NAME", and "auto" for the rest.
-      attention: how pages are read: an implementation of kernels/paged_attention, by name, or by kind of call
-        as "decode=NAME,chunk=NAME"; None: the platform's choice.
-      fill: how a prompt's upper rows are made: whole pages at a time by an implementation of
-        kernels/fused_kv_fill, by name; None: by XLA's composition, token by token.
-      write: how new rows are written to their pages: an implementation of kernels/page_write, by name;
-        None: the platform's choice.
-      scoring: how whole prompts are read to be scored: an implementation of kernels/prompt_attention, by
-        name; None: the model's own blocks of queries.
-      drafts: draft tokens that are verified at once (speculative decoding); 0: none.
+      attention: name of an implementation of kernels/paged_attention, or one for each kind of call as
+        "decode=NAME,chunk=NAME"; None: the platform's choice.
+      fill: name of an implementation of kernels/fused_kv_fill, which makes a prompt's upper rows in whole
+        pages; None: XLA, token by token.
+      write: name of an implementation of kernels/page_write, which writes new rows to their pages; None: the
+        platform's choice.
+      scoring: name of an implementation of kernels/prompt_attention, for scoring whole prompts; None: the
+        model's own attention, in blocks of queries.
+      drafts: number of draft tokens to verify at once (speculative decoding); 0: none.
       drafter: where drafts come from: "prompt" (what followed the same words before) or "exit" (the model's
         exit head, inside a decode launch).
-      batch_invariant: a request's tokens do not depend on other requests, even in narrow types: every
-        launch has `max_num_batched_tokens` tokens of prompts or `max_num_seqs` sequences that decode,
-        padded, and no sequence is preempted. Slower. False: rounding may depend on it.
+      batch_invariant: make a request's tokens independent of other requests, also in bfloat16: every launch
+        is padded to `max_num_batched_tokens` prompt tokens or `max_num_seqs` decoding sequences, and no
+        sequence is preempted. Slower. False: rounding may depend on the batch.
       exit_threshold: an exit-head token with a higher probability than this is accepted without verification
         (SwiftKV paper, B.4: 0.95). Lossy: such tokens are not always the model's. None: off.
       max_queued_requests: most sequences that may wait; a request above it is refused. None: no limit.
@@ -227,7 +228,7 @@ def source_len(config: ModelConfig, settings: Settings) -> int:
     most = config.encoder.max_position_embeddings
     wanted = settings.max_source_len
     if wanted not in (None, most) and config.encoder.mels:
-        raise UsageError(f"a window of sound has {most} positions: leave max_source_len {wanted} out")
+        raise UsageError(f"a window of audio has {most} positions: leave max_source_len {wanted} out")
     if wanted is not None and config.encoder.learned_positions:
         integer("max_source_len", wanted, 1, most)
     return most if wanted is None else wanted
@@ -376,7 +377,7 @@ def _way_out(refusal: str) -> str:
 def _check_exits(settings: Settings, model: Transformer) -> None:
     drafter, threshold = settings.drafter, settings.exit_threshold
     if drafter == "exit" and not settings.drafts:
-        raise UsageError("drafter 'exit' guesses nothing while drafts is 0; set drafts to 1 or more")
+        raise UsageError("drafter 'exit' needs drafts of 1 or more, not 0")
     if settings.exits and not model.config.exit_head:
         asked = "drafter 'exit'" if drafter == "exit" else f"exit_threshold {threshold}"
         raise UsageError(

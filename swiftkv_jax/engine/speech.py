@@ -89,7 +89,7 @@ def settings(llm: "LLM") -> AudioSettings:
     """
     within = llm.model.config.encoder
     if within is None or not within.mels:
-        raise UsageError(f"{llm.model.config.family} reads text, not sound: give generate a prompt")
+        raise UsageError(f"{llm.model.config.family} takes text, not audio: pass a prompt to generate")
     frames, plain = 2 * within.max_position_embeddings, AudioSettings()
     source = llm.model.config.source
     if source is not None:
@@ -115,7 +115,7 @@ def listen(llm: "LLM", sound, where: str = "audio", most: int | None = None) -> 
     length = audio.resampled_count(len(given.samples), given.rate, how.rate)
     count = -(-length // how.samples)
     if most is not None and count > most:  # refused before it takes memory: a low rate makes much of little
-        said = f"{length / how.rate:.0f} s of sound in {count} windows"
+        said = f"{length / how.rate:.0f} s of audio in {count} windows"
         raise UsageError(f"{where}: {said}; at most {most} may come at once")
     samples = audio.resampled(given.samples, given.rate, how.rate)
     frames = [audio.features(window, how) for window in audio.windows(samples, how)]
@@ -140,7 +140,7 @@ def language_code(said: str, languages: Iterable[str], where: str = "language") 
     code = low if low in known else TO_LANGUAGE_CODE.get(low, low)
     if code not in known:
         raise UsageError(
-            f"{where} {said!r} is unknown; this model knows {', '.join(known)}{suggest(low, known)}"
+            f"{where} {said!r} is unknown; this model supports {', '.join(known)}{suggest(low, known)}"
         )
     return code
 
@@ -168,11 +168,11 @@ def prompt_tokens(
             raise UsageError(f"{where}: the language must be given, or asked for by language_request")
         out.append(languages[language_code(language, languages, f"{where}: language")])
     elif language is not None and language_code(language, ["en"], f"{where}: language") != "en":
-        raise UsageError(f"{where}: this model knows English only")
+        raise UsageError(f"{where}: this model supports English only")
     if tasks:
         out.append(tasks[task])
     elif task != "transcribe":
-        raise UsageError(f"{where}: this model cannot {task}: it knows one language")
+        raise UsageError(f"{where}: this model cannot {task}: it supports one language")
     return out if speech.no_timestamps is None else [*out, speech.no_timestamps]
 
 
@@ -271,7 +271,7 @@ def transcribe(
 ) -> list[Transcription]:
     """`LLM.transcribe` for several audio inputs at once."""
     if not sounds:
-        raise UsageError("audio is empty: give at least one sound")
+        raise UsageError("audio is empty: give at least one file")
     names = [f"audio[{i}]" if len(sounds) > 1 else "audio" for i in range(len(sounds))]
     heard = [listen(llm, sound, name) for sound, name in zip(sounds, names, strict=True)]
     spoken = [language] * len(sounds)

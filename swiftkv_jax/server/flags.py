@@ -16,20 +16,20 @@ DEFAULT = "127.0.0.1:8000"
 QUEUED_REQUESTS = 256
 _QUEUES = {  # flag: help; limits of the queue, fields of engine.Settings
     "max-queued-requests": f"requests that may wait (default {QUEUED_REQUESTS})",
-    "max-queued-tokens": "prompt tokens that may wait (default: those of 64 steps)",
-    "max-queued-output-tokens": "output tokens that they may ask for (default: 64 contexts)",
+    "max-queued-tokens": "prompt tokens that may wait (default: 64 steps' worth)",
+    "max-queued-output-tokens": "output tokens of waiting requests (default: 64 contexts)",
 }
 _LIMITS = {  # flag: (field of HttpSettings, help)
-    "shutdown-timeout": ("shutdown_s", "seconds that running requests get on SIGTERM (default {:g})"),
+    "shutdown-timeout": ("shutdown_s", "seconds for running requests to finish on SIGTERM (default {:g})"),
     "queue-timeout": ("queue_timeout_s", "seconds that a request may wait in the queue (default {:g})"),
     "max-requests-per-key": (
         "max_requests_per_key",
-        "that run or wait (default: with several keys, half of all)",
+        "running and waiting requests of a key (default: half, if several)",
     ),
     "max-scored-tokens": ("max_scored_tokens", "longest prompt to score with echo (default {})"),
     "metrics-prefix": (
         "metrics_prefix",
-        "of metric names (default {}; vllm: as vLLM's dashboards want)",
+        "prefix of metric names (default {}; vLLM's is vllm:)",
     ),
 }
 
@@ -81,10 +81,10 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
         "--api-key",
         action="append",
         metavar="KEY",
-        help="asked for on every route but /health and /ready; may be repeated",
+        help="API key for all routes but /health and /ready; may be repeated",
     )
     p.add_argument(
-        "--api-key-file", metavar="FILE", help="one key a line; unlike --api-key, not seen by `ps`"
+        "--api-key-file", metavar="FILE", help="API keys, one per line; unlike --api-key, not visible in `ps`"
     )
     p.add_argument(
         "--metrics-key-file",
@@ -93,9 +93,9 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
     )
     p.add_argument("--insecure", action="store_true", help="accept calls from other machines without a key")
     p.add_argument(
-        "--no-warm-up", action="store_true", help="compile when needed: the first requests are slow"
+        "--no-warm-up", action="store_true", help="compile on first use: the first requests are slow"
     )
-    p.add_argument("--show-template", action="store_true", help="/tokenizer_info gives the chat template")
+    p.add_argument("--show-template", action="store_true", help="show the chat template in /tokenizer_info")
     p.add_argument(
         "--busy-status",
         type=int,
@@ -195,7 +195,8 @@ def compared_name(folder: str, first: str) -> str:
 
 
 def queue_bounds(args: argparse.Namespace, budget: int, context: int) -> dict[str, int]:
-    """The engine settings that limit the queue. `budget` tokens a step; one whole context may always wait."""
+    """The engine settings that limit the queue. `budget`: tokens per step. One whole context may always
+    wait."""
     return {
         "max_queued_requests": args.max_queued_requests or QUEUED_REQUESTS,
         "max_queued_tokens": args.max_queued_tokens or max(64 * budget, 4 * context),

@@ -31,7 +31,7 @@ _SHOWN = 20  # broken lines shown in one error
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One line of input: where it stands, its id (None without one), its prompt, and the checked requests.
+    """One line of input: its position, its id (None without one), its prompt, and the checked requests.
 
     `key` changes when the prompt, its parameters or the model do.
 
@@ -58,7 +58,7 @@ class BadLines(UsageError):
         rest = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         count = f"{len(problems)} bad line{'s' * (len(problems) > 1)}"
         super().__init__(
-            f"{count} in the input ({'; '.join(shown)}{rest}); mend them, or pass --skip-bad-lines"
+            f"{count} in the input ({'; '.join(shown)}{rest}); fix them, or pass --skip-bad-lines"
         )
 
 
@@ -149,7 +149,7 @@ def _job(
     if "audio" in prompt:
         return _sound_job(index, row.get("id"), prompt, params, llm, folder), unknown
     if speech.hears(llm):
-        raise UsageError(f'{llm.model.config.family} hears sound: give {{"audio": "FILE.wav"}}')
+        raise UsageError(f'{llm.model.config.family} takes audio: give {{"audio": "FILE.wav"}}')
     key = _key(llm, prompt, params)
     request = llm.request(prompt, params)
     if params.max_tokens is None and "max_tokens" not in row:  # not set: at most the default
@@ -288,9 +288,7 @@ class Output:
                 return
             held = Path(path).read_bytes() if Path(path).exists() else b""
             if held and not resume:
-                raise UsageError(
-                    f"{path} is not empty: --resume finishes it, another --output leaves it alone"
-                )
+                raise UsageError(f"{path} is not empty: give --resume to finish it, or another --output")
             whole = held[: held.rfind(b"\n") + 1]
             self.left = _left(path, jobs, _finished(path, whole))
             self._file = open(path, "r+" if held else "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
@@ -311,7 +309,7 @@ def _left(path: str, jobs: list[Job], finished: dict[int, str]) -> list[Job]:
     for job in jobs:
         if finished.get(job.index, job.key) != job.key:
             raise UsageError(
-                f"{path} answers another prompt, or is of another model or other sampling settings, at index "
+                f"{path} has an answer of another prompt, model or sampling setting at index "
                 f"{job.index}; resume with the input and flags of the first run, or choose another --output"
             )
     return [job for job in jobs if job.index not in finished]
@@ -326,6 +324,6 @@ def _finished(path: str, content: bytes) -> dict[int, str]:
             out[row["index"]] = row["key"]
         except (ValueError, TypeError, KeyError):
             raise UsageError(
-                f"{path}, line {number}, is no output of this command; choose another --output"
+                f"{path}, line {number}, is not an output of this command; choose another --output"
             ) from None
     return out

@@ -54,7 +54,7 @@ class Keys:
         if self.tenant(authorization) is None:
             raise _no_such_key()
         if self._metrics is not None or len(self._digests) > 1:
-            raise ApiError(403, "the metrics are for the holder of the key in --metrics-key-file alone")
+            raise ApiError(403, "/metrics takes only the key in --metrics-key-file")
 
 
 def _digest(key: bytes) -> bytes:
@@ -178,7 +178,7 @@ class _Body:
             if self._bytes > self._most:
                 raise too_large(self._most)
             if self._chunks > self._limits.max_body_chunks:
-                raise ApiError(413, f"the body came in more than {self._limits.max_body_chunks} pieces")
+                raise ApiError(413, f"the body arrived in more than {self._limits.max_body_chunks} pieces")
         return message
 
 
@@ -205,7 +205,7 @@ class _Answer:
         if self._whole:
             return
         if self.started:
-            raise ConnectionAbortedError("the answer could not be finished") from error
+            raise ConnectionAbortedError("the answer could not be completed") from error
         body = error.body()
         told = error.headers() | dict(more or {})
         headers = [(name.lower().encode(), value.encode()) for name, value in told.items()]

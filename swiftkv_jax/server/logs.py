@@ -1,4 +1,4 @@
-"""The log, written by its own thread: a stderr that is not read delays nobody."""
+"""The log, written by its own thread: a stderr that is not read never blocks the server."""
 
 import asyncio
 import contextlib

@@ -39,28 +39,28 @@ from swiftkv_jax.sharding import mesh_axes, parse_mesh
 
 _DEMO = DEMO / "teacher"
 _ENGINE = {  # flag: help; fields of engine.Settings, with their types and defaults
-    "max-model-len": "context in tokens (default: the model's)",
-    "max-source-len": "positions that an encoder reads (default: its context)",
-    "max-num-seqs": "sequences at once (default {})",
-    "max-num-batched-tokens": "tokens of one step (default {})",
-    "steps-per-launch": "tokens decoded before new requests are seen (default {})",
-    "page-size": "tokens of a cache page (default {}; 128 for 8-bit rows on a TPU)",
-    "num-pages": "pages of the cache (default: what memory allows)",
+    "max-model-len": "context length in tokens (default: the model's)",
+    "max-source-len": "most positions that an encoder reads (default: its context)",
+    "max-num-seqs": "most sequences that run at once (default {})",
+    "max-num-batched-tokens": "most tokens in one step (default {})",
+    "steps-per-launch": "tokens decoded before a new request can start (default {})",
+    "page-size": "tokens per cache page (default {}; 128 for 8-bit rows on a TPU)",
+    "num-pages": "pages in the cache (default: as many as fit in memory)",
     "memory-fraction": "share of the device's memory for weights and cache (default {})",
     "cache-dtype": f"auto, {', '.join(CACHE_DTYPES)} (default {{}})",
-    "kernels": "auto (checked on this machine), xla, NAMES, or report",
-    "drafts": "draft tokens checked at once (default {})",
-    "drafter": "who drafts: prompt, or exit, the model's exit head (default {})",
-    "batch-invariant": "answers do not depend on what else is served; slower",
-    "exit-threshold": "lossy: accept exit-head tokens above X unchecked (default off)",
+    "kernels": "auto (chosen by a check on this machine), xla, NAMES, or report",
+    "drafts": "draft tokens verified at once (default {})",
+    "drafter": "source of drafts: prompt, or exit (the exit head) (default {})",
+    "batch-invariant": "answers do not depend on other requests; slower",
+    "exit-threshold": "lossy: accept exit-head tokens above X unverified (default off)",
 }
 _SAMPLING = {  # flag: help; fields of SamplingParams
-    "max-tokens": f"tokens to generate at most (default {DEFAULT_MAX_TOKENS}, or what the context leaves)",
+    "max-tokens": f"most tokens to generate (default {DEFAULT_MAX_TOKENS}, or what the context leaves)",
     "temperature": "0 is greedy",
-    "top-k": "keep the k likeliest tokens; 0 keeps all",
-    "top-p": "keep the likeliest tokens that sum to p",
-    "min-p": "keep tokens at least p times as likely as the likeliest",
-    "repetition-penalty": "above 1: tokens seen before are less likely",
+    "top-k": "keep the k most likely tokens; 0 keeps all",
+    "top-p": "keep the most likely tokens whose probabilities sum to p",
+    "min-p": "keep tokens at least p times as likely as the most likely one",
+    "repetition-penalty": "above 1: repeated tokens become less likely",
 }
 
 
@@ -74,7 +74,7 @@ def build_parser(server: bool = True) -> Parser:
         allow_abbrev=False,
     )
     p.add_argument("--model", metavar="DIR", help="folder or hub id (default: the demo's teacher)")
-    p.add_argument("--base", metavar="DIR", help="the base of a KV prediction adapter, if it was moved")
+    p.add_argument("--base", metavar="DIR", help="base model of a KV prediction adapter, if it has moved")
     batch = http.Hidden(p) if server else p
     batch.add_argument(
         "--input", metavar="FILE", help=".jsonl of {prompt | messages | audio}, .txt, or - for stdin"
@@ -82,18 +82,14 @@ def build_parser(server: bool = True) -> Parser:
     batch.add_argument(
         "--output", metavar="FILE", help=".jsonl, or - for stdout (default: readable text on stdout)"
     )
-    batch.add_argument(
-        "--resume", action="store_true", help="finish what an interrupted run left in --output"
-    )
-    batch.add_argument(
-        "--skip-bad-lines", action="store_true", help="go on without the input lines that are bad"
-    )
-    p.add_argument("--quiet", action="store_true", help="nothing on stderr but errors")
+    batch.add_argument("--resume", action="store_true", help="finish the --output of an interrupted run")
+    batch.add_argument("--skip-bad-lines", action="store_true", help="skip invalid input lines")
+    p.add_argument("--quiet", action="store_true", help="print only errors to stderr")
     p.add_argument(
         "--distributed",
         action="store_true",
         default=None,
-        help="one model over all processes of a launcher; --no-distributed: none",
+        help="one model over all processes of a launcher (off: --no-distributed)",
     )
     p.add_argument(
         "--no-distributed", dest="distributed", action="store_false", default=None, help=argparse.SUPPRESS
@@ -101,7 +97,7 @@ def build_parser(server: bool = True) -> Parser:
     sampling = p.add_argument_group("sampling")
     for flag, text in _SAMPLING.items():
         http.add_flag(sampling, flag, SamplingParams, text)
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; may be repeated")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before TEXT; may be repeated")
     sampling.add_argument(
         "--seed", type=int, default=0, metavar="N", help="line i samples with seed N + i (default 0)"
     )
@@ -110,9 +106,9 @@ def build_parser(server: bool = True) -> Parser:
         "--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: the checkpoint's)"
     )
     engine.add_argument(
-        "--tensor-parallel-size", type=int, metavar="N", help="devices that share the heads (default 1)"
+        "--tensor-parallel-size", type=int, metavar="N", help="devices to split the heads over (default 1)"
     )
-    engine.add_argument("--mesh", metavar="AXES", help="of all devices: fsdp=2,tensor=4, say")
+    engine.add_argument("--mesh", metavar="AXES", help="mesh over all devices, such as fsdp=2,tensor=4")
     engine.add_argument(
         "--slim",
         default="on",
@@ -168,7 +164,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.resume and args.output in (None, "-"):
         raise UsageError("--resume needs --output FILE: the file to finish")
     if args.compare:
-        raise UsageError("--compare belongs to --http, not to a batch")
+        raise UsageError("--compare is for --http, not for a batch")
     _agree(args)
     with processes.together():
         lines = read_lines(args.input) if processes.is_first() else []
@@ -206,7 +202,7 @@ def server_settings(args: argparse.Namespace, api_key: str | None) -> tuple[Http
     batch = ("input", "output", "resume", "skip_bad_lines", "max_tokens", "stop")
     wrong = [f"--{name.replace('_', '-')}" for name in batch if getattr(args, name)]
     if wrong:
-        raise UsageError(f"{', '.join(wrong)} belong to a batch, not to --http")
+        raise UsageError(f"{', '.join(wrong)} are for a batch, not for --http")
     sampling = _given(args, _SAMPLING)
     SamplingParams().updated(sampling)
     return http.http_settings(args, str(args.model or _DEMO), api_key), sampling
@@ -406,7 +402,7 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
                 bar.update()
     except KeyboardInterrupt:
         how = (
-            "the same command with --resume does the rest"
+            "run the same command with --resume to finish"
             if output and args.output != "-"
             else "nothing is kept"
         )

@@ -70,21 +70,30 @@ _LABELS = ("model_name", "engine")
 REASONS = ("stop", "length", "abort", "error")
 REFUSALS = ("queue", "key", "draining", "starting")
 _COUNTED = {  # metric: (field of Stats, what it counts)
-    "prompt_tokens": ("prompt_tokens", "prompt tokens read; cached prefixes are not read"),
-    "auxiliary_prompt_tokens": ("auxiliary_tokens", "those that an auxiliary model read (KV prediction)"),
+    "prompt_tokens": ("prompt_tokens", "prompt tokens computed; those of cached prefixes are not"),
+    "auxiliary_prompt_tokens": (
+        "auxiliary_tokens",
+        "prompt tokens computed by an auxiliary model (KV prediction)",
+    ),
     "generation_tokens": ("output_tokens", "tokens generated"),
-    "num_preemptions": ("preemptions", "sequences that lost their pages to others and began anew"),
+    "num_preemptions": (
+        "preemptions",
+        "sequences preempted: they gave up their pages and were computed again",
+    ),
     "prefix_cache_queries": ("prefix_queries", "prompt tokens looked up in the prefix cache"),
-    "prefix_cache_hits": ("prefix_hits", "prompt tokens found there"),
-    "corrupted_requests": ("failed_requests", "completions that failed inside, not-finite logits among them"),
+    "prefix_cache_hits": ("prefix_hits", "prompt tokens found in the prefix cache"),
+    "corrupted_requests": (
+        "failed_requests",
+        "completions that failed in the engine, including those with non-finite logits",
+    ),
 }
 _TIMES = {
     "time_to_first_token_seconds": "from arrival to the first token",
     "e2e_request_latency_seconds": "from arrival to the last token",
-    "request_queue_time_seconds": "from arrival to a place in the batch",
-    "request_prefill_time_seconds": "from a place in the batch to the first token",
+    "request_queue_time_seconds": "from arrival to the start of execution",
+    "request_prefill_time_seconds": "from the start of execution to the first token",
     "request_decode_time_seconds": "from the first token to the last",
-    "request_inference_time_seconds": "from a place in the batch to the last token",
+    "request_inference_time_seconds": "from the start of execution to the last token",
 }
 _COUNTS = {
     "request_prompt_tokens": "tokens of a prompt",
@@ -107,19 +116,22 @@ class Metrics(Observer):
             name: self._one(Gauge, name, text)
             for name, text in {
                 "num_requests_running": "sequences in the batch",
-                "num_requests_waiting": "sequences that wait for a place",
+                "num_requests_waiting": "sequences that wait to run",
                 "kv_cache_usage_perc": "share of the cache's pages in use, 0 to 1",
                 "kv_bytes": "bytes of the whole cache",
             }.items()
         }
         self._times = {name: self._one(Histogram, name, text, _LATENCY) for name, text in _TIMES.items()}
         self._per_token = self._one(
-            Histogram, "request_time_per_output_token_seconds", "seconds a token after the first", _PER_TOKEN
+            Histogram,
+            "request_time_per_output_token_seconds",
+            "seconds per token after the first",
+            _PER_TOKEN,
         )
         self._sizes = {name: self._one(Histogram, name, text, _SIZES) for name, text in _COUNTS.items()}
         self._gaps = _Gaps()
         self._ended = self._several(
-            "request_success", "requests that ended, by how", "finished_reason", REASONS
+            "request_success", "finished requests by reason", "finished_reason", REASONS
         )
         self._refused = self._several("admission_rejections", "requests not taken", "reason", REFUSALS)
         info = Info(f"{self._prefix}cache_config", "the cache", registry=self._registry)
@@ -130,7 +142,11 @@ class Metrics(Observer):
             "num_gpu_blocks": llm.settings.num_pages,
         }  # vLLM's words
         info.info({name: str(value) for name, value in sizes.items()})
-        used = Info(f"{self._prefix}kernels", "what kinds of call run by", registry=self._registry)
+        used = Info(
+            f"{self._prefix}kernels",
+            "which implementation runs each kind of kernel call",
+            registry=self._registry,
+        )
         used.info({"model_name": settings.model_name} | llm.kernels)
         self._registry.register(_Totals(self))
         jax.monitoring.register_event_duration_secs_listener(self._heard)
@@ -213,15 +229,18 @@ class Metrics(Observer):
         values = {name: (getattr(self._stats, field), text) for name, (field, text) in _COUNTED.items()}
         values["prefill_tokens_skipped"] = (
             self._skipped(),
-            "prompt tokens times layers that they did not run",
+            "layers skipped by prompt tokens, summed over tokens",
         )
-        values["compilations"] = (self._compiled, "programs compiled; flat once the server is ready")
-        values["log_lines_dropped"] = (logs.dropped(), "lines of the log that nobody read in time")
+        values["compilations"] = (self._compiled, "programs compiled; constant once the server is warm")
+        values["log_lines_dropped"] = (
+            logs.dropped(),
+            "log lines dropped because stderr was not read in time",
+        )
         for name, (value, text) in values.items():
             family = CounterMetricFamily(f"{self._prefix}{name}", text, labels=_LABELS)
             family.add_metric(self._names, value)
             yield family
-        text = "seconds between a completion's tokens; those of one launch share its time"
+        text = "seconds between a completion's tokens; tokens of one launch share its time"
         gaps = HistogramMetricFamily(f"{self._prefix}inter_token_latency_seconds", text, labels=_LABELS)
         gaps.add_metric(self._names, self._gaps.buckets(), self._gaps.seconds)
         yield gaps
@@ -252,7 +271,7 @@ class _Gaps:
             self._seen[sequence] = (tokens, now)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bounds with the gaps up to each, as Prometheus wants them."""
+        """Upper bounds with the gaps up to each, as Prometheus expects them."""
         bounds = [*(floatToGoString(bound) for bound in _PER_TOKEN), "+Inf"]
         return list(zip(bounds, map(float, itertools.accumulate(self._counts)), strict=True))
 

@@ -91,7 +91,10 @@ def _operation(operation: Operation, path: str) -> dict:
         "summary": (inspect.getdoc(operation.handler) or "").splitlines()[0],
         "responses": {
             "200": done,
-            "default": {"description": "refused or failed; `message` says why", "content": {JSON: failed}},
+            "default": {
+                "description": "refused or failed; `message` gives the reason",
+                "content": {JSON: failed},
+            },
         },
     }
     names = re.findall(r"{(\w+)}", path)

@@ -167,7 +167,7 @@ def build_parser() -> Parser:
         "--ray-address",
         default="local",
         metavar="X",
-        help="of a cluster, HOST:PORT, or auto for the one of this machine (default local: a new one)",
+        help="address of a Ray cluster: HOST:PORT, or auto for this machine's (default local: a new cluster)",
     )
     p.set_defaults(http=flags.DEFAULT)
     return p
@@ -221,7 +221,7 @@ def _run(args: argparse.Namespace, api_key: str | None, environment: Mapping[str
     serving.server_settings(args, None)
     host, port = flags.address(args.http)
     if args.compare or not port:
-        raise UsageError("--compare and port 0 belong to serve.py; with replicas give one model and a port")
+        raise UsageError("--compare and port 0 are for serve.py; with replicas give one model and a port")
     ray, serve = _ray("ray"), _ray("ray.serve")
     own = {"include_dashboard": False} if args.ray_address == "local" else {}
     ray.init(address=args.ray_address, log_to_driver=False, **own)

@@ -21,24 +21,24 @@ Stop = typing.Annotated[str, Field(min_length=1, max_length=1024)]
 Count = typing.Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 _REFUSED = {  # unsupported field: why; values that ask for nothing are accepted
-    "add_special_tokens": "the chat template decides which special tokens stand in a prompt",
+    "add_special_tokens": "the chat template decides which special tokens a prompt has",
     "best_of": "best_of is not offered; use n",
     "continue_final_message": "continuing a message is not offered; send the text so far to /v1/completions",
     "documents": "documents are not offered; put their text into a message",
     "echo": "echo is offered in /v1/completions",
-    "include_reasoning": "reasoning is not told apart from the answer",
+    "include_reasoning": "reasoning is not separated from the answer",
     "kv_transfer_params": "caches are not passed on",
     "length_penalty": "beam search is not offered; use temperature 0",
     "logits_processors": "logits processors are not offered",
     "max_completion_tokens": "use max_tokens in /v1/completions",
     "mm_processor_kwargs": "only text is offered",
-    "reasoning_effort": "the effort of reasoning cannot be chosen",
+    "reasoning_effort": "reasoning effort cannot be set",
     "return_token_ids": "token ids are not returned; /tokenize gives them",
-    "return_tokens_as_token_ids": "tokens are returned as texts",
-    "spaces_between_special_tokens": "texts are as the tokenizer decodes them",
+    "return_tokens_as_token_ids": "tokens are returned as text",
+    "spaces_between_special_tokens": "text is returned as the tokenizer decodes it",
     "stop_regex": "use stop, with texts",
     "structural_tag": "structured output is not offered",
-    "thinking_token_budget": "the effort of reasoning cannot be chosen",
+    "thinking_token_budget": "reasoning effort cannot be set",
     "web_search_options": "tools are not offered by this server",
     "suffix": "suffix is not offered",
     "tools": "tools are not offered by this server",
@@ -255,9 +255,9 @@ class DetokenizeRequest(_Body):
 
 _FILE = {"type": "string", "format": "binary", "description": "a wav file"}
 _REFUSED_OF_FORMS = {
-    "chunking_strategy": "sound is cut into windows of 30 s",
-    "include[]": "nothing but the text is offered",
-    "known_speaker_names[]": "speakers are not told apart",
+    "chunking_strategy": "audio is cut into windows of 30 s",
+    "include[]": "only the text is offered",
+    "known_speaker_names[]": "speakers are not distinguished",
     "stream": "the text comes whole",
     "timestamp_granularities[]": "timestamps are not offered",
 }

@@ -124,7 +124,7 @@ class Service:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """(programs compiled by the warm-up, programs in all); it goes on while the first requests are
+        """(programs compiled by the warm-up, programs in all); it continues while the first requests are
         served."""
         return self._compiled[0] + self._scoring[0], self._compiled[1] + self._scoring[1]
 
@@ -241,7 +241,7 @@ class Service:
             try:
                 self._calls.get()()
             except Exception:
-                log.error("what was left of the engine failed\n%s", traceback.format_exc())
+                log.error("cleaning up after the engine failed\n%s", traceback.format_exc())
 
     def _warm_up(self) -> None:
         """Compile until any request can run; the other programs are compiled while the first requests run."""
@@ -305,7 +305,7 @@ class Service:
             engine.restart(error)
         else:
             if engine.restarts > before:  # it restarted by itself: the device failed
-                self._count_restart("the device failed", RuntimeError("the device fails again and again"))
+                self._count_restart("the device failed", RuntimeError("the device fails repeatedly"))
         self._measure()
 
     def _take_calls(self, seconds: float) -> None:
@@ -322,7 +322,7 @@ class Service:
         """Refuse requests that have waited for too long without having begun."""
 
         def late() -> ApiError:
-            why = f"no place came free in {self.settings.queue_timeout_s:g} seconds"
+            why = f"no slot became free within {self.settings.queue_timeout_s:g} seconds"
             return self.admission.refuse("queue", self.admission.full(why))
 
         self._cut_off(self._unbegun(time.perf_counter() - self.settings.queue_timeout_s), late)
@@ -343,11 +343,11 @@ class Service:
             self._tell(stream.loop, [(stream, why())])
 
     def _count_restart(self, what: str, error: Exception) -> None:
-        """Count a failure outside of single requests: running requests fail, waiting ones go on.
+        """Count a failure outside of single requests: running requests fail, waiting ones continue.
 
         If it happens too often within a minute, `error` is raised.
         """
-        log.error("the engine failed and starts anew\n%s", what)
+        log.error("the engine failed and restarts\n%s", what)
         now = time.monotonic()
         self._restarts = [moment for moment in self._restarts if now - moment < _WITHIN_S] + [now]
         if len(self._restarts) > RESTARTS:
@@ -410,7 +410,7 @@ class Service:
         try:
             return news(stream, group)
         except Exception:
-            log.error("an answer could not be told\n%s", traceback.format_exc())
+            log.error("an answer could not be delivered\n%s", traceback.format_exc())
             key = group.request.request_id
             self._forget(key)
             return ends(stream, group.request)

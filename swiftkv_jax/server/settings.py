@@ -22,7 +22,7 @@ class HttpSettings:
       max_connections: open at once. max_requests_per_key: running or waiting, each completion counted; None:
         with two keys or more, half of all places, else no cap.
       queue_status, key_status: of the refusal when the queue is full, and when a key has used its share.
-      linger_s: how long a client may go on sending, unread, after its incomplete request was refused.
+      linger_s: how long a client may keep sending, unread, after its incomplete request was refused.
       write_timeout_s: a client that does not read its answer for so long is cut off.
       queue_timeout_s: a request that has no place in the batch by then is refused.
       heartbeat_s: an engine silent for longer is unhealthy; one silent for longer than `give_up_s` ends the

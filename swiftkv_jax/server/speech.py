@@ -52,7 +52,7 @@ async def read_form(request: HttpRequest, kind: type[schema.Body]) -> tuple[sche
     """
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise ApiError(403, "a page of another site may not send sound")
+        raise ApiError(403, "a page of another site may not send audio")
     media = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media != MULTIPART:
         raise ApiError(415, f"the body must be a form: send it as {MULTIPART}")

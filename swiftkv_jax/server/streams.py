@@ -99,7 +99,7 @@ def _failed(child: int) -> CompletionOutput:
         logprobs=None,
         finish_reason="error",
         stop_reason=None,
-        error="the engine could not go on with it",
+        error="the engine could not continue this request",
     )
 
 

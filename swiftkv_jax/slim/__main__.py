@@ -37,16 +37,21 @@ _SPACES = {SELF: "own", ENCODER: "cross"}  # names of the spaces in ways to stor
 
 def parser() -> Parser:
     """The flags."""
-    p = Parser(prog="python -m swiftkv_jax.slim", description="Store keys alone where the loss is small.")
+    p = Parser(
+        prog="python -m swiftkv_jax.slim",
+        description="Convert a multi-head model to store keys alone where the measured loss is small.",
+    )
     p.add_argument("--model", required=True, metavar="DIR", help="a checkpoint: folder, or hub id")
-    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for the converted one")
-    p.add_argument("--text", metavar="FILE", help=".jsonl or .txt like what it will read (the demo's corpus)")
+    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for the converted model")
+    p.add_argument(
+        "--text", metavar="FILE", help=".jsonl or .txt like the prompts it will serve (the demo's corpus)"
+    )
     p.add_argument(
         "--audio", nargs="+", default=(), metavar="PATH", help="for Whisper: wav files, or folders of them"
     )
     p.add_argument("--forms", default=AUTO, metavar="F", help="auto, or k, v or x for every row (auto)")
-    p.add_argument("--cache-dtype", metavar="D", help="of the rows when served (the model's)")
-    p.add_argument("--max-kl", type=float, metavar="X", help=f"nats a token ({MAX_KL:g})")
+    p.add_argument("--cache-dtype", metavar="D", help="dtype of the cache when served (the model's)")
+    p.add_argument("--max-kl", type=float, metavar="X", help=f"bound on the KL, nats per token ({MAX_KL:g})")
     return p
 
 
@@ -163,10 +168,10 @@ def _read(
     """(the texts to fit on, the texts to measure on)."""
     what = ", ".join(args.audio) or args.text or texts.DEFAULT.name
     if model.plan.cross:
-        with working(show, f"letting the model answer {what}") as doing:
+        with working(show, f"generating the model's answers to {what}") as doing:
             return sources.read(args.text, args.audio, folder, model, params, doing)
     if args.audio:
-        raise UsageError(f"--audio is for models that hear sound, and {model.config.family} reads text")
+        raise UsageError(f"--audio is for models that take audio, and {model.config.family} reads text")
     with working(show, f"reading {what}"):
         return texts.read(args.text, folder, model.config)
 
@@ -243,7 +248,7 @@ def _print(result: dict) -> None:
         ("whole", "converted"),
     ):
         print(f"{what}: KL {result[name]['kl']:.1e}, agreement {result[name]['agreement']:.3f}")
-    print(f"{sizes['now']} bytes a token instead of {sizes['kv']}")
+    print(f"{sizes['now']} bytes per token instead of {sizes['kv']}")
     if result["bytes_per_position"]["kv"]:
         sizes = result["bytes_per_position"]
         print(f"{sizes['now']} bytes a position of a source instead of {sizes['kv']}")

@@ -28,7 +28,7 @@ class Choice:
 
 
 def forced(options: Sequence[Sequence[Measured]]) -> list[Choice]:
-    """For each row its best candidate, whatever it costs."""
+    """The best candidate of each row, at any cost."""
     return [Choice(_best(each), "asked for") for each in options]
 
 

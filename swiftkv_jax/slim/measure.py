@@ -32,8 +32,8 @@ class Reference:
         params: PyTree,
         stored: Callable[[Encoded], Encoded] = lambda encoded: encoded,
     ) -> tuple[float, float]:
-        """(KL in nats a token, share of positions with the same likeliest token) of a model against the plain
-        one.
+        """(KL in nats per token, share of positions with the same most likely token) of a model against the
+        plain one.
 
         stored: maps an encoder's output to what the model makes its rows from.
         """

@@ -53,8 +53,8 @@ def read(
     assert config.encoder is not None
     hears = bool(config.encoder.mels)
     if hears != bool(sounds) or (hears and text):
-        wanted = "sound: give --audio, wav files or folders of them" if hears else "text: give --text"
-        raise UsageError(f"{config.family} reads {wanted}")
+        wanted = "audio: give --audio, wav files or folders of them" if hears else "text: give --text"
+        raise UsageError(f"{config.family} takes {wanted}")
     limit = None if config.encoder.learned_positions else PIECE
     tokenizer, generation = load_tokenizer(folder), read_generation_config(folder)
     sizes = {"max_num_seqs": BATCH, "max_source_len": limit}
@@ -63,7 +63,7 @@ def read(
     documents = _transcribed(llm, doing.counted(files)) if hears else doing.counted(_answered(llm, text))
     sides = texts.apart(documents, config.hidden_size, lambda said: sum(len(one.tokens) for one in said))
     fit, kept = (list(itertools.chain.from_iterable(side)) for side in sides)
-    what = f"what the model says of the {'sound' if hears else 'text'}"
+    what = f"the model's answer to the {'audio' if hears else 'text'}"
     texts.check_enough(_count(fit), _count(kept), config.hidden_size, what)
     shape = max(len(one.tokens) for one in fit + kept), max(len(one.source) for one in fit + kept)
     most = MOST * config.hidden_size
@@ -117,7 +117,7 @@ def _read(llm: LLM, output: RequestOutput) -> list[int]:
     """All tokens that the decoder has read once it has generated its last token."""
     (said,) = output.outputs
     if said.finish_reason == "error":
-        raise UsageError(f"the model fails on what it is to be measured on: {said.error}")
+        raise UsageError(f"the model fails on its calibration data: {said.error}")
     return [*output.prompt_token_ids, *said.token_ids][:-1]
 
 

@@ -35,7 +35,10 @@ WAYS = ("all heads", "each head")
 
 def parser() -> Parser:
     """The flags."""
-    p = Parser(prog="python -m swiftkv_jax.slim.threshold", description="Which keys could be left out.")
+    p = Parser(
+        prog="python -m swiftkv_jax.slim.threshold",
+        description="Measure how many keys a threshold on attention weights would skip.",
+    )
     p.add_argument("--model", required=True, metavar="DIR", help="a standard model: folder, or hub id")
     p.add_argument("--text", metavar="FILE", help=".jsonl or .txt (the demo's corpus)")
     p.add_argument("--tile", type=int, default=64, metavar="N", help="keys of a tile (64)")

@@ -157,7 +157,7 @@ def _pair(merge: str) -> list[str]:
 def _bpe(vocab: dict[str, int], merges: list[list[str]]) -> dict:
     missing = next((pair for pair in merges if not {*pair, "".join(pair)} <= vocab.keys()), None)
     if missing is not None:
-        raise UsageError(f"the merge {' '.join(missing)[:60]!r} is of texts that are no tokens")
+        raise UsageError(f"the merge {' '.join(missing)[:60]!r} is of texts that are not tokens")
     names = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     flags = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
     return {"type": "BPE", **dict.fromkeys(names), **flags, "vocab": vocab, "merges": merges}

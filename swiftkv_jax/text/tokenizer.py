@@ -233,7 +233,7 @@ class Tokenizer:
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         spans = [span for i in turns if (span := self._turn(text, messages, i, date))]
         if turns and not spans:
-            raise UsageError(f"the chat template of {self.name} does not show the assistant's turns")
+            raise UsageError(f"the chat template of {self.name} does not mark the assistant's turns")
         return self._tokens_of(text, spans)
 
     def _tokens_of(self, text: str, spans) -> tuple[list[int], list[tuple[int, int]]]:

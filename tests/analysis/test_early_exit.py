@@ -59,7 +59,7 @@ def test_every_position_agrees_with_transformers_in_float64(folders):
     assert 5 < same.sum() < LENGTH - 5 and np.ptp(want) > 0.3
 
 
-def test_bins_by_hand():
+def test_confidence_bins_equal_hand_computed_ones():
     sure, agree = np.array([0.0, 0.24, 0.25, 0.6, 0.99, 1.0]), np.array([1, 0, 1, 0, 1, 1], bool)
     share, right = early_exit.by_bin(sure, agree, 4)
     np.testing.assert_allclose(share, np.array([2, 1, 1, 2]) / 6)
@@ -67,7 +67,7 @@ def test_bins_by_hand():
     assert np.isnan(early_exit.by_bin(sure[:2], agree[:2], 4)[1][1:]).all()
 
 
-def test_command_writes_what_it_measured(folders, tmp_path, capsys):
+def test_the_command_writes_its_measurements(folders, tmp_path, capsys):
     tokens = hf_models.tokens(LENGTH, 1)[0]
     text, out = tmp_path / "text.txt", tmp_path / "new" / "out"
     text.write_text(" ".join(f"w{i}" for i in tokens))

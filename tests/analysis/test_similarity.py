@@ -92,7 +92,7 @@ def test_suggested_split_is_the_least_with_nothing_low_above_it(values, threshol
     assert split == 1 or values[split - 1] <= threshold
 
 
-def test_command_writes_what_it_measured(folders, text, tmp_path, capsys):
+def test_the_command_writes_its_measurements(folders, text, tmp_path, capsys):
     out = tmp_path / "new" / "out"
     args = ["--model", str(folders[CASES[0]]), "--text", str(text), "--out", str(out)]
     assert similarity.main([*args, "--max-tokens", "40"]) == 0

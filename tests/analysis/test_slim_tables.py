@@ -39,7 +39,7 @@ def test_table_3(chip):
     assert intensity(tops * 1e12, bandwidth * 1e9) == printed
 
 
-def test_section_5():
+def test_cache_sizes_equal_section_5_of_the_paper():
     """The aspect ratio r = e / d; the cache is 2 times smaller for keys, 2 r times for inputs."""
     for row, ratio in zip(slim_tables.WIDE, (4 / 3, 4, 16), strict=True):
         kv, k, x = (numbers_per_token(row, form) for form in ("kv", "k", "x"))

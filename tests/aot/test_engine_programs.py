@@ -441,7 +441,7 @@ def needs(chip: str, config: ModelConfig, settings: Settings) -> int:
         return working_bytes(model, params, None, dataclasses.replace(settings, num_pages=256))
 
 
-def test_a_copied_weight_would_be_seen():
+def test_a_transposed_weight_is_detected_as_a_copy():
     """A weight in another order of its axes is found, so the test above does look at the weights."""
     mesh = mesh_of(CHIPS["v5p"])
     shape = jax.ShapeDtypeStruct(

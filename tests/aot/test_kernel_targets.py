@@ -34,7 +34,7 @@ def test_a_kernels_spills_are_reported_for_every_case_with_that_kernel(compiler)
     assert "8 bytes spill stores" in said and " 0 bytes spill stores" in said
 
 
-def test_a_new_compiler_process_reports_anew(compiler):
+def test_a_new_compiler_process_reports_again(compiler):
     compiler.said |= {"first": REPORT.format(8) + told("a"), "again": REPORT.format(0) + told("a")}
     compiler.compile("k", "first")
     compiler.close()

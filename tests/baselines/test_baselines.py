@@ -257,7 +257,7 @@ def test_streamed_tokens_equal_the_generated_ones(params):
     assert likeliest.all() and len(set(want)) > 1
 
 
-def test_a_system_is_known_by_its_name_and_fields():
+def test_a_baseline_is_found_by_name_and_takes_its_fields():
     assert baselines.named("lazy_llm", start=0.75, end=0.5) == LazyLLM(start=0.75, end=0.5)
     assert baselines.named("ffn_skip", threshold=0.9, warm_up=2) == FFNSkip(threshold=0.9, warm_up=2)
     for make, said in (
@@ -319,7 +319,7 @@ def test_bad_values_are_refused_in_one_line(params):
     ):
         with pytest.raises(UsageError, match=said):
             generate(MODEL, params, baseline, prompts, 1)
-    with pytest.raises(UsageError, match="at least one token to read before those that are judged"):
+    with pytest.raises(UsageError, match="at least one prompt token before the tokens to score"):
         baselines.follow(MODEL, params, NOTHING["lazy"], [], [1])
     with pytest.raises(UsageError, match="leave none of 5"):
         baselines.check(MODEL, cold)

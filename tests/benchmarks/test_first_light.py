@@ -90,13 +90,13 @@ def test_lines_of_a_group_share_a_process(book):
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (line("hang", 0.5), "killed: not done after 0 s"),
+        (line("hang", 0.5), "killed: not finished after 0 s"),
         (line("die"), "its process died: SIGABRT; a last word"),
         (line("fail"), "no"),
     ],
     ids=["hangs", "dies", "fails"],
 )
-def test_a_line_that_fails_costs_its_process_only(bad, reason, book):
+def test_a_failing_measurement_ends_only_its_own_process(bad, reason, book):
     before = book.run(line("work"))
     found = book.run(bad)
     assert (found["status"], found["reason"]) == ("failed", reason)
@@ -106,12 +106,12 @@ def test_a_line_that_fails_costs_its_process_only(bad, reason, book):
     assert json.loads(book.saved[-1])["lines"][bad.name] == found
 
 
-def test_a_line_that_does_not_fit_is_not_begun(book):
+def test_a_measurement_that_exceeds_the_remaining_time_is_not_started(book):
     found = book.run(line("work", least=100.0))
     assert found["status"] == "skipped" and "pid" not in found and book.worker is None
 
 
-def test_a_line_is_recorded_as_running_before_it_runs(book):
+def test_a_measurement_is_recorded_as_running_before_it_starts(book):
     book.run(line("die"))
     states = [next(iter(json.loads(text)["lines"].values()))["status"] for text in book.saved]
     assert states == ["running", "failed"]
@@ -125,7 +125,7 @@ def test_a_worker_that_cannot_start_says_so():
 
 
 @pytest.mark.slow
-def test_no_faulty_candidate_is_chosen_and_the_run_goes_on(tmp_path, monkeypatch):
+def test_no_faulty_candidate_is_chosen_and_the_run_continues(tmp_path, monkeypatch):
     (tmp_path / "strange.py").write_text(STRANGE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
@@ -146,7 +146,7 @@ def test_no_faulty_candidate_is_chosen_and_the_run_goes_on(tmp_path, monkeypatch
     said = {c.implementation: lines[report.line_of("numerics", c)] for c in candidates}
     assert said["xla"]["right"] and said["xla_one_turn"]["right"]
     assert "of the largest number" in said["wrong"]["why"]
-    assert said["hanging"]["reason"] == "killed: not done after 2 s"
+    assert said["hanging"]["reason"] == "killed: not finished after 2 s"
     assert said["aborting"]["reason"].startswith("its process died: SIGABRT")
     timed = {c.implementation for c in candidates if report.line_of("contest", c) in lines}
     assert timed == {"xla", "xla in turns", "xla_one_turn"}
@@ -316,7 +316,7 @@ def test_a_block_of_a_prompt_can_be_set(monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "name"), PEERS)
-def test_what_a_winner_is_compared_with_is_right(kind, name):
+def test_peers_of_the_winners_are_correct(kind, name):
     """On a CPU: the Triton kernel interpreted, XLA in cuDNN's place."""
     found = {size: value for part in peer("tiny", kind, name) for size, value in part.items()}
     sizes = command.shape_of("tiny")
@@ -337,7 +337,7 @@ def test_without_a_gpu_it_says_not_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["first_light", "--output", str(tmp_path)])
     assert command.main() == 1
     assert json.loads((tmp_path / "first_light.json").read_text()) == {"measured": False}
-    assert "Not measured: no GPU was at hand" in (tmp_path / "first_light.md").read_text()
+    assert "Not measured: no GPU was available" in (tmp_path / "first_light.md").read_text()
 
 
 @pytest.mark.parametrize(

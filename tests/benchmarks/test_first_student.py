@@ -60,7 +60,7 @@ def test_without_a_number_of_steps_the_clock_ends_a_student():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_model_may_come_in_parts(tmp_path):
+def test_a_gguf_file_given_in_parts_is_joined(tmp_path):
     parts = [tmp_path / name for name in ("xaa", "xab")]
     for part, text in zip(parts, (b"GGUF", b"more"), strict=True):
         part.write_bytes(text)
@@ -79,7 +79,7 @@ def test_lm_eval_s_task_is_made_of_held_out_texts(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_teacher_writes_chats_and_its_student_is_judged_at_every_stage(tmp_path):
+def test_a_teacher_writes_chats_and_its_student_is_evaluated_at_every_stage(tmp_path):
     flags = "--model demo/teacher --splits 4 --cpu --steps 2 --rows 1 --chats 2 --minutes 10 --output"
     command = [sys.executable, "-m", "benchmarks.first_student", *flags.split(), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

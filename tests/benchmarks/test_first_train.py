@@ -39,7 +39,7 @@ def test_attention_across_documents_is_found(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_tells_every_line_and_a_kernel_that_fails_is_one_of_them(tmp_path):
+def test_the_command_prints_every_measurement_including_a_failed_kernel(tmp_path):
     command = [sys.executable, "-m", "benchmarks.first_train", "--shape", "tiny", "--minutes", "4"]
     command += ["--output", str(tmp_path), "--attention", "xla", "cudnn"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=400)

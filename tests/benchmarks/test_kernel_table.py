@@ -77,7 +77,7 @@ def test_without_a_device_it_says_not_measured_and_keeps_what_was(monkeypatch, t
     for _ in range(2):
         assert run(monkeypatch, tmp_path, "--platform", "gpu") == 1
         assert json.loads((tmp_path / "kernels_gpu.json").read_text()) == {"measured": False}
-        assert "Not measured: no gpu was at hand" in (tmp_path / "kernels_gpu.md").read_text()
+        assert "Not measured: no gpu was available" in (tmp_path / "kernels_gpu.md").read_text()
         assert "says not measured" in capsys.readouterr().out
     write("kernels_gpu", {"cases": [1]}, "a table", tmp_path)
     assert run(monkeypatch, tmp_path, "--platform", "gpu") == 1

@@ -12,7 +12,7 @@ def counted(runs, rounds: int) -> dict[object, list[float]]:
     return {name: [float(place + 1)] * rounds for place, name in enumerate(runs)}
 
 
-def test_latency_through_engines_names_the_kernels_of_each_engine(monkeypatch):
+def test_engine_latency_records_the_kernels_of_each_engine(monkeypatch):
     monkeypatch.setattr(latency, "in_rounds", counted)
     standard = latency.Contender("standard", *tiny(PLAIN, KVPlan.standard(4)))
     student = latency.Contender("student", *tiny(PLAIN, KVPlan.swiftkv(4, 2)))

@@ -27,7 +27,7 @@ def test_places_and_repeats_are_shared_equally_among_systems(count):
     assert max(repeats[name] for name in names) - min(repeats[name] for name in names) <= 1
 
 
-def test_rounds_keep_what_each_call_returned_but_the_first():
+def test_the_first_round_is_a_warm_up_and_is_not_returned():
     called: list[str] = []
 
     def run(name: str) -> float:

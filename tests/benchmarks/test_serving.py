@@ -34,13 +34,13 @@ B = Timeline(due=10.25, sent=10.25, events=(10.5,), prompt_tokens=3, output_toke
 C = Timeline(due=10.0, sent=10.0, events=(10.1,), prompt_tokens=9, output_tokens=4, error="HTTP 503: busy")
 
 
-def test_a_timeline_by_its_definitions():
+def test_a_timelines_metrics_follow_their_definitions():
     assert (A.ttft, A.itl, A.latency, A.queued) == (0.5, [0.25, 0.75], 1.5, 0.5)
     assert A.tpot == (1.5 - 0.5) / 4  # by tokens, not by events
     assert (B.ttft, B.itl, B.latency, B.tpot) == (0.25, [], 0.25, 0.0)
 
 
-def test_a_summary_by_hand():
+def test_latency_statistics_equal_hand_computed_ones():
     got = summary([A, B, C], 4.0, (50, 99), {"ttft": 400, "tpot": 300})
     want = {
         "completed": 2,
@@ -284,8 +284,8 @@ def test_gains_are_of_the_same_round():
         (["fixd"], "no workload 'fixd'; did you mean 'fixed'?"),
         (["--systems", "swift"], "did you mean 'swiftkv'?"),
         (["--goodput", "latency:5"], "--goodput must be such as ttft:500"),
-        (["--goodput", "ttft:x"], "--goodput: 'x' is no number"),
-        (["--rates", "fastx"], "--rates: 'fast' is no number"),
+        (["--goodput", "ttft:x"], "--goodput: 'x' is not a number"),
+        (["--rates", "fastx"], "--rates: 'fast' is not a number"),
         (["--rates", "0"], "--rates must be above 0"),
         (["--metric-percentiles", "101"], "must be in [0, 100], not 101"),
         (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
@@ -294,12 +294,12 @@ def test_gains_are_of_the_same_round():
         (["--base-url", "http://x"], "--base-url must be NAME=VALUE"),
         (["--base-url", "a=http://127.0.0.1:9"], "no server of OpenAI's API at http://127.0.0.1:9"),
         (["budgets", "--base-url", "a=http://127.0.0.1:9"], "no budgets"),
-        (["--model", "/nowhere"], "is no model's folder"),
+        (["--model", "/nowhere"], "is not a model's folder"),
         (["--num-prompt", "3"], "did you mean '--num-prompts'?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_usage_is_told_in_a_line(flags, said, capsys):
+def test_bad_usage_is_a_one_line_error(flags, said, capsys):
     assert main(flags) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and said in line
@@ -364,7 +364,7 @@ def test_a_run_side_by_side(folder, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "serving_fixed.png").stat().st_size > 5000
 
 
-def test_a_budget_too_small_for_every_system_is_told(folder, tmp_path, capsys):
+def test_a_budget_too_small_for_every_system_is_reported(folder, tmp_path, capsys):
     flags = ["budgets", "--model", str(folder), "--scale", "1", "--load", "20", "--output-len", "6"]
     assert main([*flags, "--budgets", "0.01", "--output", str(tmp_path)]) == 1  # no request was answered
     assert "1%: too small for every system" in (tmp_path / "serving.md").read_text()

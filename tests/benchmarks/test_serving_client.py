@@ -22,7 +22,7 @@ def test_events_may_be_cut_anywhere(cut):
     assert got == [b'{"a": 1}', '{"b": "é"}'.encode(), b"[DONE]"]
 
 
-def test_an_event_is_there_as_soon_as_its_last_byte_is():
+def test_a_stream_event_is_available_once_its_last_byte_arrives():
     """Lines may end in either way, and a piece between the two bytes of one."""
     events = Events()
     assert events.feed(b"data: 1\r\n\r") == [] and events.feed(b"\n") == [b"1"]
@@ -97,7 +97,7 @@ def usage(prompt: int, completion: int) -> bytes:
     )
 
 
-def test_the_client_sees_when_tokens_came(monkeypatch):
+def test_the_client_timestamps_every_event_with_tokens(monkeypatch):
     """The client reads a clock that each piece of the answer advances. Events without choices are ignored."""
     now = [0.0]
     monkeypatch.setattr(client, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))

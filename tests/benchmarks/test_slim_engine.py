@@ -25,4 +25,4 @@ def test_keys_are_served_beside_keys_and_values(monkeypatch, tmp_path):
 def test_without_an_accelerator_nothing_is_measured(monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, tmp_path) == 1
     assert "says not measured" in capsys.readouterr().out
-    assert "Not measured: no GPU or TPU was at hand." in (tmp_path / "slim_engine.md").read_text()
+    assert "Not measured: no GPU or TPU was available." in (tmp_path / "slim_engine.md").read_text()

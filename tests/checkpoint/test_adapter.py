@@ -222,11 +222,11 @@ def test_vocabularies_of_one_tokenizer_may_be_padded_to_other_sizes(made, tmp_pa
     np.testing.assert_array_equal(got, want)
 
 
-def test_an_auxiliary_that_knows_less_than_the_tokenizer_is_refused(made, tmp_path):
+def test_an_auxiliary_with_fewer_embeddings_than_tokens_is_refused(made, tmp_path):
     folder, _, _ = made
     small = hf_models.build("qwen3", vocab_size=200, num_hidden_layers=2)
     make_tokenizer(hf_models.save(small, tmp_path / "small"))
-    with pytest.raises(UsageError, match=r"has \d+ tokens and the model in .*small knows 200"):
+    with pytest.raises(UsageError, match=r"has \d+ tokens and the model in .*small has 200"):
         check_tokenizers(folder / "base", tmp_path / "small")
 
 
@@ -280,7 +280,7 @@ def test_tensors_that_do_not_fit_are_refused(copy, changes, said):
 
 def test_an_adapter_without_a_base_is_refused(made):
     folder, model, params = made
-    with pytest.raises(UsageError, match="it is no adapter with a base"):
+    with pytest.raises(UsageError, match="it is not an adapter with a base"):
         from_pretrained(folder / "base", base=folder / "base")
     config = dataclasses.replace(model.base.config, source=None)
     nowhere = Transformer(config, model.base.plan, model.base.dtype)

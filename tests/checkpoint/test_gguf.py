@@ -316,7 +316,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_a_spoilt_file_is_refused_in_a_line(name, tmp_path):
+def test_a_corrupted_file_is_refused_in_one_line(name, tmp_path):
     content, message = SPOILT[name]
     (tmp_path / "model.gguf").write_bytes(content)
     with pytest.raises(UsageError, match=message) as caught:

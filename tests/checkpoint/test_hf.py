@@ -267,7 +267,7 @@ def test_truncated_safetensors_names_the_file(size, tmp_path):
         from_pretrained(tmp_path)
 
 
-def test_garbage_is_refused(tmp_path):
+def test_random_bytes_as_safetensors_are_refused(tmp_path):
     saved(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(np.random.default_rng(0).bytes(5000))
     with pytest.raises(UsageError, match=r"model\.safetensors is truncated or not safetensors"):
@@ -326,7 +326,7 @@ def test_only_safetensors_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/no/such/folder", "./no_such_folder", "~/no_such_folder", "a/b/c"])
-def test_no_such_folder(path, monkeypatch):
+def test_a_missing_folder_is_refused(path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
     with pytest.raises(UsageError, match="no such folder: "):
         from_pretrained(path)
@@ -349,7 +349,9 @@ def test_a_hub_id_is_fetched_once_and_without_pickles(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["someone/no-such-model", "not a valid id!"])
 def test_a_hub_that_cannot_be_reached_is_one_line(name, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UsageError, match="is no folder here, and the Hugging Face hub gives none: ") as error:
+    with pytest.raises(
+        UsageError, match="is not a local folder, and the Hugging Face hub gives none: "
+    ) as error:
         from_pretrained(name)
     assert "\n" not in str(error.value)
 
@@ -389,7 +391,7 @@ def test_a_full_disk_leaves_nothing_half_written(there_before, tmp_path):
     assert [path.name for path in (tmp_path / "deep").iterdir()] == (["out"] if there_before else [])
 
 
-def test_interrupted_between_files_the_old_config_stands(tmp_path, monkeypatch):
+def test_a_save_interrupted_between_files_keeps_the_old_config(tmp_path, monkeypatch):
     """config.json is the last file to change, and the staging folder goes whatever happens."""
     saved(tmp_path / "out", QWEN2)
     real, moved = os.replace, []

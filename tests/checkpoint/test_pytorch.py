@@ -182,7 +182,7 @@ def test_only_the_last_prompt_token_runs_the_later_layers(exported):
     "name, share, held",
     [("llama", 1, [0, 1, 2, 3, 4]), ("llama", 2, [0, 1, 2, 4]), ("qwen3", 2, [0, 1, 2, 3, 4])],
 )
-def test_a_group_holds_one_pair_of_keys_and_values(name, share, held, exported):
+def test_layers_of_an_acrosskv_group_share_one_cache_entry_in_pytorch(name, share, held, exported):
     """qwen3's first group has a layer with a window and one without, which keep different tokens."""
     theirs = load(exported(name, share))
     with torch.no_grad():
@@ -257,7 +257,7 @@ def test_only_a_students_folder_carries_code(tmp_path):
     assert not raw.keys() & {"auto_map", "transformers_weights"}
 
 
-def test_we_read_an_export_without_a_word_and_never_run_its_code(exported, tmp_path):
+def test_an_export_loads_without_warnings_and_its_code_is_never_run(exported, tmp_path):
     """The file may hold anything; earlier exports, which had none, are read too."""
     model, params = student("llama", 1)
     skv.save_pretrained(make_tokenizer(tmp_path), model, params)

@@ -91,7 +91,7 @@ STUDENTS = {  # share, forms of the rows of 6 layers at split 2 -> numbers of a 
 
 @pytest.mark.parametrize("share, forms, widths", STUDENTS.values(), ids=STUDENTS)
 def test_upper_layers_of_inputs_share_one_row(share, forms, widths, tmp_path):
-    """split * 2e + d numbers a token (of 2 kv rows and inputs above): served, saved, and read either way."""
+    """split * 2e + d numbers per token (of 2 kv rows and inputs above), served, saved and read back."""
     theirs = hf_models.build("gpt2", **hf_models.GPT2 | {"num_hidden_layers": 6})
     teacher = skv.from_pretrained(hf_models.save(theirs, tmp_path / "plain"))
     model, params = skv.to_swiftkv(*teacher, skv.KVPlan.swiftkv(6, 2, share))
@@ -163,7 +163,10 @@ BAD_FIELDS = {
     "no forms": ({"version": 1}, "forms must be a list"),
     "too few forms": (SLIM | {"forms": ["k"]}, "1 forms for 3 rows"),
     "unknown form": (SLIM | {"forms": ["k", "kv", "z"]}, "rows have no form 'z'"),
-    "rotary": (SLIM | {"forms": ["k", "kv", "x"]}, "as 'x': rotary embedding stands between inputs and keys"),
+    "rotary": (
+        SLIM | {"forms": ["k", "kv", "x"]},
+        "as 'x': rotary embedding is applied between inputs and keys",
+    ),
 }
 
 
@@ -239,7 +242,7 @@ def test_keys_that_determine_values_by_no_digit_are_named(tmp_path):
     with torch.no_grad():
         kernel = theirs.model.layers[1].self_attn.k_proj.weight
         kernel[5] = kernel[:5].double().T @ torch.rand(5, dtype=torch.float64)
-    with pytest.warns(UsageWarning, match=r"^layer 1: W_K has condition \d.\de\+\d+: no digit of what is"):
+    with pytest.warns(UsageWarning, match=r"^layer 1: W_K has condition \d.\de\+\d+: recovered values have"):
         skv.to_slim(*skv.from_pretrained(hf_models.save(theirs, tmp_path)))
 
 

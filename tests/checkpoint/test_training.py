@@ -68,7 +68,7 @@ def test_round_trip_is_bit_exact(tmp_path):
         assert jax.tree.structure(got) == jax.tree.structure(state)
 
 
-def test_state_may_be_donated_at_once(tmp_path):
+def test_a_saved_state_may_be_donated_right_after_save(tmp_path):
     update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1.5 + 1, tree), donate_argnums=0)
     state = {str(i): jax.random.normal(jax.random.key(i), (512, 512)) for i in range(6)}
     want = {name: np.array(leaf, copy=True) for name, leaf in state.items()}
@@ -165,7 +165,7 @@ def test_manifest_cannot_point_outside(tmp_path, name):
     assert step == 10 and "outside" in lines[0]
 
 
-def test_a_step_under_another_number_is_rejected(tmp_path):
+def test_a_checkpoint_renamed_to_another_step_is_rejected(tmp_path):
     saved(tmp_path, [10, 20])
     (tmp_path / "20").rename(tmp_path / "30")
     step, lines = restored(tmp_path)

@@ -166,13 +166,13 @@ def kill_and_restore(directory, delays):
     assert steps == sorted(steps) and steps[-1] > 0
 
 
-def test_kill_9(tmp_path):
+def test_kill_9_at_random_moments_leaves_whole_checkpoints(tmp_path):
     rng = random.Random(0)
     kill_and_restore(tmp_path, [rng.uniform(0.0, 0.3) for _ in range(3)])
 
 
 @pytest.mark.soak
-def test_kill_9_often(tmp_path):
+def test_kill_9_twenty_times_leaves_whole_checkpoints(tmp_path):
     rng = random.Random(1)
     kill_and_restore(tmp_path, [rng.uniform(0.0, 0.3) for _ in range(20)])
 

@@ -29,7 +29,7 @@ def teacher(tmp_path_factory) -> Path:
     return made.teacher(tmp_path_factory.mktemp("teacher"), CHATML)
 
 
-def test_a_student_comes_of_one_line(teacher, tmp_path, capsys):
+def test_one_distil_command_makes_a_student(teacher, tmp_path, capsys):
     data, out = made.texts(tmp_path / "rows.jsonl"), tmp_path / "run"
     words = [str(teacher), "--data", data, "--out", str(out), "--split", "2", "--share", "2"]
     shape = ["--length", "24", "--set", "optimizer.clip=0.5", "--steps", "2", *FEWER]
@@ -48,7 +48,7 @@ def test_a_student_comes_of_one_line(teacher, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_auto_takes_the_split_that_is_said_and_keeps_it_and_the_student_answers(teacher, tmp_path, capsys):
+def test_auto_uses_the_reported_split_and_a_resumed_run_keeps_it(teacher, tmp_path, capsys):
     data, out = made.texts(tmp_path / "rows.jsonl"), tmp_path / "run"
     words = [str(teacher), "--data", data, "--out", str(out), "--steps", "1", "--length", "24", *FEWER]
     assert distil.main(words) == 0
@@ -80,7 +80,7 @@ def test_settings_follow_from_the_model_and_the_machine():
     assert (large.optimizer.accumulate, alone.optimizer.accumulate) == (1, 4), "a row a device"
 
 
-def test_a_student_is_judged_at_2048_too_where_its_model_takes_so_many():
+def test_a_student_is_evaluated_at_2048_tokens_too_if_its_model_supports_them():
     large, small = settings("llama8b", SLICE), settings("demo_teacher", CPU)
     for e, lengths in ((large, (2048, 4096)), (small, (512, 2048))):
         assert e.eval_lengths == lengths == tuple(e.held_out())
@@ -89,7 +89,7 @@ def test_a_student_is_judged_at_2048_too_where_its_model_takes_so_many():
         assert tokens <= e.data.batch_size * e.data.seq_len, "no more at a time than a step has"
         assert e.evaluation_batches * tokens == (65_536 if e is large else 16_384)
     assert large.evaluation is not None and large.evaluation.batch_size % SLICE.devices == 0
-    assert distil.judged_lengths(512, 1024) == (512,) and distil.judged_lengths(2048, 4096) == (2048,)
+    assert distil.evaluated_lengths(512, 1024) == (512,) and distil.evaluated_lengths(2048, 4096) == (2048,)
 
 
 def test_rows_are_as_many_as_devices_share_out_and_chats_count_where_the_assistant_speaks(tmp_path):

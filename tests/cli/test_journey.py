@@ -36,7 +36,7 @@ def test_a_qwen2_checkpoint_and_chats_become_a_served_student(tmp_path):
     said = swiftkv(
         "distil", "qwen2", "--data", "chats.jsonl", "--out", "run", "--split", 2, *fewer, cwd=tmp_path
     )
-    assert "serve it: swiftkv serve run/export --http" in said
+    assert "to serve it: swiftkv serve run/export --http" in said
     command = [*SWIFTKV, "serve", "run/export", "--http", "127.0.0.1:0", "--no-warm-up"]
     server = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     try:

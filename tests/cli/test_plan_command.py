@@ -56,7 +56,7 @@ def test_sequences_fit_in_the_memory_left_beside_the_weights():
     assert small.count("2 chips") == 3, "16 GiB are less than the weights and a tenth"
 
 
-def test_a_distillation_keeps_what_prepare_gives(tmp_path):
+def test_training_bytes_equal_the_arrays_that_prepare_returns(tmp_path):
     model, params = skv.from_pretrained(made.teacher(tmp_path), dtype="bfloat16")
     _, trained, frozen = prepare(model, params, skv.KVPlan.swiftkv(4, 2), "fold", "swiftkv")
     floats = sum(x.nbytes for x in jax.tree.leaves(trained))
@@ -88,7 +88,7 @@ def test_a_student_and_a_text_without_weights_are_refused(tmp_path, capsys):
     raw |= {"model_type": "llama_swiftkv", "num_key_value_layers": 16}
     (student / "config.json").write_text(json.dumps(raw))
     assert plan.main([str(student)]) == 2
-    assert "is a student already" in capsys.readouterr().err
+    assert "is already a student" in capsys.readouterr().err
     assert plan.main([str(LLAMA), "--text", str(ROOT / "README.md")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -99,11 +99,11 @@ def test_the_untrained_cost_is_that_of_the_student_itself(tmp_path):
     m = Measured.open(str(folder), (made.texts(tmp_path / "rows.jsonl"),), tmp_path, 2048)
     with jax.set_mesh(m.mesh):
         found = splits.untrained(
-            m.model, m.params, m.experiment, [skv.KVPlan.swiftkv(4, s) for s in (2, 3)], [], m.judge
+            m.model, m.params, m.experiment, [skv.KVPlan.swiftkv(4, s) for s in (2, 3)], [], m.held_out
         )
         assert abs(found[1].gap) < 1e-6 and found[1].kl < 1e-6 and found[1].agreement == 1
         student, params = skv.to_swiftkv(m.model, m.params, found[0].plan)
-        wanted = [judged(model, p, m.judge) for model, p in ((m.model, m.params), (student, params))]
+        wanted = [evaluated(model, p, m.held_out) for model, p in ((m.model, m.params), (student, params))]
     (own, targets), (his, _) = wanted
     at = np.arange(len(targets))
     assert found[0].tokens == len(targets) > 100
@@ -112,7 +112,7 @@ def test_the_untrained_cost_is_that_of_the_student_itself(tmp_path):
     assert found[0].agreement == pytest.approx((own.argmax(-1) == his.argmax(-1)).mean(), abs=1e-9)
 
 
-def judged(model, params, batches) -> tuple[np.ndarray, np.ndarray]:
+def evaluated(model, params, batches) -> tuple[np.ndarray, np.ndarray]:
     """(log probabilities [n, V] float64, targets [n]) of every prediction that counts, segment by segment."""
     apply, sure, targets = jax.jit(model.apply), [], []
     for batch in batches:
@@ -129,9 +129,9 @@ def judged(model, params, batches) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_the_untrained_cost_is_what_convert_says(tmp_path, monkeypatch):
+def test_plan_and_convert_report_the_same_untrained_quality(tmp_path, monkeypatch):
     """The same text, the same tokens, solved by least squares."""
-    monkeypatch.setattr(convert, "JUDGED", 8192)
+    monkeypatch.setattr(convert, "HELD_OUT_TOKENS", 8192)
     m = Measured.open(DEMO, (str(convert.CORPUS),), tmp_path, 4 * 8192)
     with jax.set_mesh(m.mesh):
         (found,) = m.untrained([4], lambda line: None)

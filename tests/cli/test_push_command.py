@@ -63,7 +63,7 @@ def test_an_export_is_uploaded_to_a_repository_that_is_made_for_it(run, hub, cap
     assert "uploaded: https://huggingface.co/me/student/commit/1" in capsys.readouterr().out
 
 
-def test_private_and_revision_make_a_private_repository_and_a_branch(run, hub):
+def test_push_creates_a_private_repository_and_a_branch(run, hub):
     assert push.main([str(run / "export"), "me/student", "--private", "--revision", "v2"]) == 0
     assert hub.calls == [
         ("create_repo", "me/student", True, True),

@@ -26,7 +26,7 @@ def test_probabilities_after_every_token_sum_to_one(documents, discount, strengt
         assert total == pytest.approx(1, abs=1e-9)
 
 
-def test_an_example_by_hand():
+def test_a_hand_computed_bigram_example_agrees():
     """a b a b c b over {a, b, c, d}: ab twice; ba, bc, cb once; discount 1/2, strength 1.
 
     Lower order: b follows 2 kinds, a and c 1, d none; 3 tokens seen, so b has (2 + 3/4) / (4 + 3).

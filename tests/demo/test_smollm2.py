@@ -71,7 +71,7 @@ def test_the_whole_demo_runs_and_its_table_has_every_stage(demo, package, tmp_pa
     assert demo.main() == 0
     said, report = capsys.readouterr().out, json.loads((tmp_path / "out" / "smollm2.json").read_text())
     rows = [f"split 2, {stage}" for stage in ("rewired", "least squares", "distilled")]
-    rows += ["split 2, 2 layers a row, rewired", "split 2, 2 layers a row, least squares"]
+    rows += ["split 2, share 2, rewired", "split 2, share 2, least squares"]
     assert all(row in said for row in ["teacher, full depth", "split 3, least squares", *rows])
     best = report["splits"]["split 2"]
     assert best["steps"] == 2 and best["distilled"]["kl"] < best["rewired"]["kl"]

@@ -47,7 +47,7 @@ def test_each_epoch_has_every_sample_once(tmp_path, count, batch_size, long_docu
     loader.close()
 
 
-def test_order_follows_the_seed_and_nothing_else(tmp_path):
+def test_the_order_depends_only_on_the_seed(tmp_path):
     source = write(tmp_path, texts(40))
     runs = []
     for seed in (1, 1, 2, 2**64 - 1):
@@ -55,7 +55,7 @@ def test_order_follows_the_seed_and_nothing_else(tmp_path):
     assert runs[0] == runs[1] != runs[2] != runs[3]
 
 
-def test_permutation_is_pinned(tmp_path):
+def test_the_sample_order_equals_a_recorded_one(tmp_path):
     """A change of this order breaks the resumption of every run there is."""
     rows = [{"id": f"d{i}", "text": "x"} for i in range(8)]
     loader = DataLoader(config(write(tmp_path, rows), batch_size=1, seq_len=24, seed=1), tokenizer())
@@ -161,11 +161,11 @@ def test_a_state_of_other_documents_or_none_at_all_is_refused(tmp_path):
     with pytest.raises(UsageError, match="documents '"):
         DataLoader(config(write(tmp_path, changed)), tokenizer()).restore(state)
     for nonsense in ({}, {"step": 1}, {**state, "lanes": {"0": [1]}}):
-        with pytest.raises(UsageError, match="no state of a data loader"):
+        with pytest.raises(UsageError, match="not a data loader's state"):
             moved.restore(nonsense)
 
 
-def test_fused_share(tmp_path):
+def test_fuse_positions_applies_to_its_share_of_rows(tmp_path):
     settings = config(write(tmp_path, texts(60, longest=8)), batch_size=8, seq_len=64, fuse_positions=0.3)
     batches = take(DataLoader(settings, tokenizer()), 60)
     fused = np.array([[row.max() == 1 for row in batch.segments] for batch, _ in batches])

@@ -174,7 +174,7 @@ def test_set_changes_one_field_and_nothing_else(tiny):
         ("attention=splash", "attention must be AttentionConfig"),
     ],
 )
-def test_a_bad_assignment_names_the_way_out(tiny, assignment, message):
+def test_an_invalid_set_argument_is_refused_with_a_remedy(tiny, assignment, message):
     with pytest.raises(UsageError, match=message):
         override(tiny, [assignment])
 
@@ -189,7 +189,7 @@ def test_every_field_has_a_meaning_and_set_knows_it(tiny):
             override(tiny, [f"{name}=?"])
         except UsageError as error:
             assert "unknown key" not in str(error) or name.startswith("predict."), "that one has no predict"
-    assert ("optimizer.clip", "float", "1.0", "the gradient's global norm is cut to this.") in told
+    assert ("optimizer.clip", "float", "1.0", "the gradient is clipped to this global norm.") in told
     assert table("mesh").count("default") == 4 and table("steps").splitlines()[0] == "steps  int, default 0"
     with pytest.raises(UsageError, match="no field 'optimiser'; did you mean 'optimizer'"):
         table("optimiser")

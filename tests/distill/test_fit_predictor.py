@@ -76,7 +76,7 @@ def test_maps_are_those_of_lstsq_with_a_ridge_on_all_but_the_intercept():
             np.testing.assert_allclose(p["bias"], want[width], rtol=0, atol=2e-4)
 
 
-def test_a_base_that_is_its_own_auxiliary_is_found():
+def test_least_squares_gives_the_identity_if_the_base_is_its_own_auxiliary():
     """Without a ridge the solution is the identity, and prediction changes nothing."""
     base, params = tiny(PLAIN, KVPlan.standard(4))
     model = Predicted(base, base, Prediction((0, 1, 2, 3)))

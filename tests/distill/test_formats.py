@@ -148,7 +148,7 @@ def test_a_hub_dataset_by_config_split_and_columns(hub):
         open_documents(["hf://some/set:"])
 
 
-def test_the_first_rows_of_a_stream(hub):
+def test_stream_rows_reads_only_the_first_rows(hub):
     whole = open_documents(["hf://some/set:hard"])
     found = open_documents(["hf://some/set:hard"], stream_rows=4)
     assert [(d.id, d.text) for d in found] == [(d.id, d.text) for d in whole][:4]
@@ -169,7 +169,7 @@ def test_a_large_source_is_kept_on_disk_and_is_the_same(tmp_path, monkeypatch):
     monkeypatch.undo()
 
 
-def test_the_disk_cache_follows_the_file_and_the_arguments(tmp_path, monkeypatch):
+def test_the_disk_cache_is_invalidated_by_changed_files_or_arguments(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     for name, size in (("IN_MEMORY", 900), ("_LOOKED_UP", 100)):
         monkeypatch.setattr(sources, name, size)

@@ -97,8 +97,8 @@ def test_compile_only_assumes_the_kernel_that_is_expected_to_win(monkeypatch):
     monkeypatch.setattr(compile_only, "compile_step", compile_step)
     for platform, name in (("tpu", "splash"), ("gpu", "cudnn")):
         run, devices = partial(compile_only.with_attention, RUN), [SimpleNamespace(platform=platform)]
-        assert run(devices) == (f"{name} (assumed: chosen on the device by the check)", "compiled")
-        assert run(devices) == ("xla (assumed: chosen on the device by the check)", "compiled")
+        assert run(devices) == (f"{name} (assumed; the check on the device decides)", "compiled")
+        assert run(devices) == ("xla (assumed; the check on the device decides)", "compiled")
         named = dataclasses.replace(RUN, attention=AttentionConfig(**{platform: name}))
         with pytest.raises(UsageError, match=f"{name} does not support .*; choose another by attention"):
             compile_only.with_attention(named, devices)
@@ -113,7 +113,7 @@ def test_a_named_kernel_is_kept_and_a_cpu_checks_nothing(asked):
     assert not asked
 
 
-def test_a_tpu_that_this_process_has_is_not_checked(asked, monkeypatch):
+def test_kernels_are_not_checked_if_this_process_holds_the_tpu(asked, monkeypatch):
     monkeypatch.setattr(kernels.machines, "taken", lambda: True)
     choose(RUN, TPU)
     choose(RUN, GPU)

@@ -187,7 +187,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("environ", ALONE.values(), ids=ALONE)
-def test_where_there_is_nobody_to_join_a_process_is_alone_or_refuses(environ, joined):
+def test_without_peers_a_process_runs_alone_or_fails_if_distributed(environ, joined):
     assert joined(environ) is None
     with pytest.raises(UsageError, match="no launcher that JAX knows started this process"):
         joined(environ, True)
@@ -196,7 +196,7 @@ def test_where_there_is_nobody_to_join_a_process_is_alone_or_refuses(environ, jo
 @pytest.mark.parametrize(
     "environ", [SRUN, OPEN_MPI_4, TPU_POD, jobset()], ids=["srun", "mpirun", "TPU", "pod"]
 )
-def test_a_process_may_be_alone_among_others(environ, joined):
+def test_with_no_distributed_a_process_ignores_its_launcher(environ, joined):
     assert joined(environ, False, tpu=True) is None
 
 
@@ -207,7 +207,7 @@ def test_an_mpirun_that_does_not_say_where_process_0_is_is_refused(environ, join
         joined(environ)
 
 
-def test_what_a_launcher_leaves_out_is_told(joined):
+def test_missing_launcher_variables_are_reported(joined):
     with pytest.raises(UsageError, match="a launcher was found, but not its processes: invalid literal"):
         joined({name: value for name, value in TPU_POD.items() if name != "TPU_WORKER_ID"}, tpu=True)
 
@@ -258,7 +258,7 @@ def test_the_pods_of_an_indexed_job_are_joined(joined, kubernetes):
     assert joined(INDEXED) == ("train-nodes-0-0.train:55527", 4, 1, "all")
 
 
-def test_a_pod_that_may_not_ask_for_its_job_is_told_so_in_one_line(joined, kubernetes):
+def test_a_pod_without_permission_to_read_its_job_fails_in_one_line(joined, kubernetes):
     kubernetes(Kubernetes(allowed=False))
     with pytest.raises(UsageError, match=r"not its processes: Kubernetes API Error: 403.*--no-distributed"):
         joined(INDEXED)
@@ -267,7 +267,7 @@ def test_a_pod_that_may_not_ask_for_its_job_is_told_so_in_one_line(joined, kuber
 @pytest.mark.parametrize(
     "environ, want", [(POD, None), (jobset(), 1)], ids=["a server's", "one that is named"]
 )
-def test_a_pod_that_need_not_ask_for_its_job_does_not(environ, want, joined, kubernetes):
+def test_kubernetes_is_not_queried_outside_an_indexed_job(environ, want, joined, kubernetes):
     """It may have no token of a service account, without which its client raises an error of its own."""
 
     class ConfigException(Exception):

@@ -230,7 +230,7 @@ def test_padding_is_left_out():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), once, again)
 
 
-def test_too_few_tokens_name_the_way_out():
+def test_too_few_tokens_are_refused_with_a_remedy():
     model, params = teacher_of()
     batch = batches(1)[0]
     few = dataclasses.replace(batch, segments=jnp.where(jnp.arange(40) < 5, batch.segments, 0))

@@ -170,11 +170,11 @@ def undisturbed(config, tmp_path_factory) -> Path:
 
 def test_held_out_figures_are_of_each_context_length(undisturbed):
     rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
-    judged = [row for row in rows if "eval/24/kl" in row]
-    assert [row["step"] for row in judged] == [16, 32, STEPS]
-    teacher = [[row[f"eval/{length}/teacher_cross_entropy"] for row in judged] for length in (8, 24)]
+    evaluated = [row for row in rows if "eval/24/kl" in row]
+    assert [row["step"] for row in evaluated] == [16, 32, STEPS]
+    teacher = [[row[f"eval/{length}/teacher_cross_entropy"] for row in evaluated] for length in (8, 24)]
     assert len(set(teacher[0])) == len(set(teacher[1])) == 1 and teacher[0] != teacher[1]
-    assert all(row[f"eval/{length}/kl"] > 0 for row in judged for length in (8, 24))
+    assert all(row[f"eval/{length}/kl"] > 0 for row in evaluated for length in (8, 24))
 
 
 def killed_and_resumed(config: Path, out: Path, kills: int, seed: int) -> None:
@@ -232,7 +232,7 @@ def test_a_signal_saves_and_leaves(config, undisturbed, tmp_path, number, code):
     child.send_signal(number)
     said, _ = child.communicate(timeout=60)
     assert child.returncode == code, said
-    assert "go on with --resume" in said
+    assert "continue with --resume" in said
     assert not (out / "export").exists()
     assert run(config, out, "--resume").returncode == 0
     assert_same_run(out, undisturbed)
@@ -276,7 +276,7 @@ NO_TEACHER = ["--set", "loss.lm_weight=1", "--set", "loss.kl_weight=0"]
         (["--set", "model=/nowhere/at/all"], "no such folder"),
         (["--set", "tokenizer=/nowhere/at/all"], "tokenizer"),
         (["--set", "data.sources=('nothing.jsonl',)"], "nothing.jsonl"),
-        (["--set", "evaluation.sources=('no_judge.jsonl',)"], "no_judge.jsonl"),
+        (["--set", "evaluation.sources=('no_such.jsonl',)"], "no_such.jsonl"),
         (["--set", "evaluation_batches=-1"], "evaluation_batches"),
         ([*NO_TEACHER, "--set", "trainable=all"], "plan.split 2 is of a student"),
         (["--compile-only"], "--compile-only and --topology go together"),
@@ -305,7 +305,9 @@ def test_the_command_ends_with_the_line_and_exit_code_2_too(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_attention_that_was_chosen_trains_is_told_and_is_not_kept(config, tmp_path, capsys, monkeypatch):
+def test_the_chosen_attention_trains_is_printed_and_not_saved_in_the_config(
+    config, tmp_path, capsys, monkeypatch
+):
     """A run that goes on elsewhere chooses anew: what was right here is nothing that the config names."""
     called, plain = [], CAUSAL_ATTENTION["xla"]
 
@@ -332,7 +334,7 @@ def test_a_torn_config_of_a_run_is_one_line(config, undisturbed, tmp_path, capsy
     """Which runs no longer leave: they write it whole or not at all."""
     folder = shutil.copytree(undisturbed, tmp_path / "run")
     (folder / "config.json").write_text("")
-    assert "is no JSON" in refused(capsys, config, folder, "--resume")
+    assert "is not valid JSON" in refused(capsys, config, folder, "--resume")
 
 
 def test_a_second_run_does_not_overwrite_the_first(config, undisturbed, capsys):

@@ -67,7 +67,7 @@ def test_batches_under_weights_do_not_depend_on_processes_and_resume_exactly(tmp
         DataLoader(config(both[0], sources=both, weights=(1.5, 0.4)), tokenizer()).restore(loader.state())
 
 
-def test_judgements_take_each_sample_once(tmp_path):
+def test_an_evaluation_takes_each_sample_once(tmp_path):
     both = sources(tmp_path, 5, 6)
     plain, weighted = (config(both[0], sources=both, weights=w) for w in ((), (3.0, 0.2)))
     for a, b in zip(*(evaluation_batches(c, tokenizer()) for c in (plain, weighted)), strict=True):

@@ -111,7 +111,7 @@ def test_rows_take_their_piece_lengths_in_turn_and_each_length_gets_its_share(tm
 
 
 def test_held_out_pieces_are_those_of_short_rows_whatever_the_row(tmp_path):
-    """Judging pieces of 16 tokens in rows of 48 judges the same predictions as rows of 16."""
+    """Evaluating pieces of 16 tokens in rows of 48 scores the same predictions as rows of 16."""
     rows = [{"id": f"d{i}", "text": "x" * n} for i, n in enumerate((70, 3, 15, 33, 1, 16))]
     source = write(tmp_path, rows)
     short = evaluation_batches(config(source, batch_size=1), tokenizer())

@@ -217,7 +217,7 @@ def others(tmp_path_factory) -> dict[str, str]:
         (["loss.hidden_weight=1.0"], "loss.hidden_weight is of a SwiftKV student"),
         (
             ["loss.rows_weight=0.0", "loss.lm_weight=0.0", "loss.kl_weight=0.0"],
-            "nothing would train the predictor",
+            "no loss would train the predictor",
         ),
         (["predict.auxiliary={few}", "predict.keep=()"], "the auxiliary only 300"),
         (["predict.auxiliary={stranger}", "predict.keep=()"], "have different tokenizers"),

@@ -95,7 +95,7 @@ def test_without_a_launcher_or_where_it_is_not_wanted_a_process_is_alone(monkeyp
         raise KeyError("as it was")
 
 
-def test_a_process_that_waits_for_others_in_vain_ends_in_one_line():
+def test_a_process_whose_peers_never_start_fails_in_one_line():
     """Process 0, where JAX calls abort(); and what it wrote before is not lost."""
     program = "import os, sys; from swiftkv_jax import processes; processes.START_S = 1\n"
     program += "print('before', file=sys.stderr); processes.start(None, os.environ)"
@@ -121,7 +121,7 @@ def test_the_death_of_another_process_is_reported_in_one_line(written, read):
     assert (done.stderr, done.stdout, done.returncode) == (read, "", 0)
 
 
-def test_an_alarm_is_not_held_back_for_long():
+def test_an_alarm_is_relayed_while_its_process_lives():
     """A process that goes on after it is read while it lives."""
     program = [sys.executable, "-I", "-S", last_words.__file__]
     relay = subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -37,9 +37,9 @@ PHASES = (
     "reading the data in",
     "reading the weights",
     "making the student",
-    "fitting rows by least squares on",
+    "fitting keys and values by least squares on",
     "compiling the step",
-    "compiling and judging held-out rows",
+    "compiling and evaluating held-out rows",
     "exporting to",
 )
 
@@ -154,7 +154,7 @@ def test_a_long_step_is_counted_in_seconds(terminal, monkeypatch, tmp_path):
     told.close()
 
 
-def test_slow_steps_are_said_sooner_than_every_ten(monkeypatch, tmp_path):
+def test_slow_training_steps_are_reported_more_often_than_every_ten(monkeypatch, tmp_path):
     said, clock = [], [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     told = Progress(tmp_path, 40, 10, 1.0, None, say=said.append)

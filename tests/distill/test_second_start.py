@@ -59,7 +59,7 @@ def test_a_second_run_compiles_nothing(first, tmp_path):
     assert compiled == 0 and found == asked > 20, said
 
 
-def test_a_run_that_goes_on_compiles_nothing(first, tmp_path):
+def test_a_resumed_run_compiles_nothing(first, tmp_path):
     """As if it had been killed after its second step."""
     cache, whole = first
     shutil.copytree(whole, tmp_path / "run", ignore=shutil.ignore_patterns("3", "export"))

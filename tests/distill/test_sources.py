@@ -141,7 +141,7 @@ def test_sources_that_cannot_be_used(tmp_path, name, content, expected):
         open_documents([str(tmp_path / name)])
 
 
-def test_a_hub_name_without_its_prefix():
+def test_a_hub_dataset_without_hf_prefix_is_refused_with_a_hint():
     with pytest.raises(
         UsageError, match="source teknium/x does not exist; a hub dataset is written hf://teknium/x"
     ):
@@ -247,7 +247,7 @@ def test_other_datasets_by_their_columns(hub):
     assert [d.text for d in open_documents(["hf://some/mixed"], skip_bad_lines=True)] == ["one", ""]
 
 
-def test_a_dataset_or_split_that_is_not_there(hub):
+def test_a_missing_dataset_or_split_is_refused(hub):
     hub("some/books", "train", [{"text": "one"}])
     with pytest.raises(UsageError, match=r"cannot load hf://some/books\[dev\] \(split dev\)"):
         open_documents(["hf://some/books[dev]"])

@@ -62,8 +62,8 @@ def test_every_figure_of_a_run_goes_to_the_tracker_that_is_named(name, tmp_path,
     (run,) = module.runs
     about = {"project": "swiftkv-jax", "name": "mine", "config": {"steps": 2}}
     assert run.about == about | ({"dir": str(tmp_path)} if name == "wandb" else {})
-    (first, step), (second, judged) = run.logged
-    assert (first, second) == (1, 1) and judged == {"eval/kl": 0.5}
+    (first, step), (second, evaluated) = run.logged
+    assert (first, second) == (1, 1) and evaluated == {"eval/kl": 0.5}
     assert step["loss"] == 2.0 and step["tokens_per_second"] == 2.0 and "step" not in step
     assert run.finished
 
@@ -129,7 +129,7 @@ def test_tensorboard_writes_its_files(tmp_path):
     assert b"loss" in file.read_bytes()
 
 
-def test_a_tracker_that_is_not_installed_is_told_with_what_installs_it(monkeypatch):
+def test_a_tracker_that_is_not_installed_names_its_package(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     installs = {"tensorboard": "'swiftkv-jax[tensorboard]'", "wandb": "wandb", "trackio": "trackio"}
     for name, package in installs.items():
@@ -138,7 +138,7 @@ def test_a_tracker_that_is_not_installed_is_told_with_what_installs_it(monkeypat
         assert str(raised.value).endswith(f"pip install {package}")
 
 
-def test_a_tracker_that_does_not_start_is_told_in_a_line(tmp_path, monkeypatch):
+def test_a_tracker_that_does_not_start_is_a_one_line_error(tmp_path, monkeypatch):
     def init(**_about):
         raise RuntimeError("api_key not configured\nmore")
 

@@ -35,7 +35,7 @@ def gap(alone, beside) -> float:
     return 0.0
 
 
-def test_company_changes_a_bfloat16_answer_only_where_two_tokens_are_as_likely():
+def test_bfloat16_answers_depend_on_the_batch_only_where_two_tokens_are_equally_likely():
     """Beyond the margin a difference would be a fault, of the cache or of the batch, and no rounding."""
     llm = narrow("acrosskv", prefix_caching=False)
     prompts = tiny.prompts(np.random.default_rng(5).integers(1, 40, 32), seed=7)
@@ -83,7 +83,7 @@ def bits(completion) -> list:
 
 
 @pytest.mark.parametrize("plan", ["acrosskv", pytest.param("standard", marks=pytest.mark.slow)])
-def test_in_batch_invariant_mode_company_changes_no_bit_of_a_bfloat16_answer(plan):
+def test_batch_invariant_bfloat16_answers_are_bit_identical_in_any_batch(plan):
     """The engine has a prefix cache, and so few pages that requests wait for them."""
     prompts = tiny.prompts(np.random.default_rng(5).integers(1, 40, 12), seed=7)
     prompts += [prompts[i][:16] + prompts[i + 1][:9] for i in range(6)]  # these begin like others
@@ -125,6 +125,6 @@ def test_batch_invariant_mode_has_three_programs():
 
 
 @pytest.mark.parametrize("other", [{"drafts": 2}, {"exit_threshold": 0.9}])
-def test_batch_invariant_mode_guesses_nothing(other):
+def test_batch_invariant_mode_refuses_drafts(other):
     with pytest.raises(UsageError, match="batch_invariant takes no draft tokens"):
         tiny.make(batch_invariant=True, **other)

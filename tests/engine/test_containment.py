@@ -249,7 +249,7 @@ def test_a_request_that_rules_out_every_token_fails_alone():
     assert all_free(llm.engine) and llm.engine.stats.failed_requests == 0
 
 
-def test_a_new_start_frees_the_old_cache_first_and_counts_on(monkeypatch):
+def test_a_restarted_engine_frees_the_old_cache_first_and_keeps_counters(monkeypatch):
     """There is no room for two caches on a device, and counters never fall."""
     old, deleted, new_cache = [], [], engine_module.new_cache
 

@@ -262,14 +262,14 @@ def test_text_before_a_window_leaves_room_for_one_token_or_is_refused(whisper, f
 def test_unsupported_encoder_inputs_are_refused_in_one_line(t5, whisper):
     good = sounds()[1]
     cases = {
-        "whisper hears sound: give it to transcribe": lambda: whisper.generate("hello"),
+        "whisper takes audio: pass it to transcribe": lambda: whisper.generate("hello"),
         "decoder_prompt has no place, as llama has no encoder": lambda: tiny.make().generate(
             {"prompt_token_ids": [5], "decoder_prompt": [3]}
         ),
-        "t5 reads text, not sound": lambda: t5.transcribe(good),
-        "language 'xx' is unknown; this model knows de, en, fr": lambda: whisper.transcribe(good, "xx"),
+        "t5 takes text, not audio": lambda: t5.transcribe(good),
+        "language 'xx' is unknown; this model supports de, en, fr": lambda: whisper.transcribe(good, "xx"),
         "task must be one of transcribe, translate": lambda: whisper.transcribe(good, "en", task="sing"),
-        "is empty: 0 s of sound": lambda: whisper.transcribe((np.zeros(0), RATE)),
+        "is empty: 0 s of audio": lambda: whisper.transcribe((np.zeros(0), RATE)),
         "audio is empty": lambda: whisper.transcribe([]),
         "must be the path of a wav file": lambda: whisper.transcribe(5),
         "has 41 tokens, and the encoder reads 40": lambda: t5.generate([[5] * 41]),

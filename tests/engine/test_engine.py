@@ -142,7 +142,7 @@ def repeating(llm: LLM):
     return [p * 3 for p in tiny.prompts((4, 9, 7, 5), seed=3)]
 
 
-def test_guesses_change_no_token_greedy_or_sampled():
+def test_drafts_change_no_token_greedy_or_sampled():
     plain, guessing = make(), make(drafts=3)
     kinds = [
         dataclasses.replace(GREEDY, max_tokens=24),
@@ -159,8 +159,8 @@ def test_guesses_change_no_token_greedy_or_sampled():
     assert guessing.engine.stats.drafted_tokens > 0
 
 
-def test_right_guesses_are_taken(monkeypatch):
-    """An oracle's guesses: four tokens a step, and the same tokens; wrong ones cost nothing but time."""
+def test_correct_drafts_are_accepted(monkeypatch):
+    """An oracle's guesses: four tokens per step, and the same tokens; wrong ones cost nothing but time."""
     llm, prompt = make(drafts=3), tiny.prompts((20,))[0]
     want = tiny.greedy(*model("acrosskv"), prompt, 16)
     whole = prompt + want

@@ -89,7 +89,7 @@ LONG = "one guess, pages of 1"
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w == LONG else w for w in WAYS])
-def test_guesses_change_no_token_of_any_kind(way):
+def test_exit_head_drafts_change_no_token_under_any_settings(way):
     """Ragged prompts, ends by length and by stop ids, penalties, biases; unused pages hold NaN.
 
     Twice: the second time from a warm prefix cache.
@@ -118,14 +118,14 @@ def test_guesses_change_no_token_of_any_kind(way):
 
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
-def test_guesses_change_no_token_over_rows_that_round(dtype):
+def test_drafts_change_no_token_with_an_8_bit_cache(dtype):
     want = tokens(run(make(0.7, cache_dtype=dtype), GREEDY))
     llm = make(0.7, drafts=3, cache_dtype=dtype)
     assert tokens(run(llm, GREEDY)) == want != tokens(plain(0.7, False))
     assert 0 < llm.engine.stats.accepted_tokens < llm.engine.stats.drafted_tokens
 
 
-def test_guesses_that_are_nearly_always_wrong_cost_only_time():
+def test_wrong_drafts_change_no_token():
     llm = make(-1, drafts=2)
     assert tokens(run(llm, GREEDY)) == tokens(plain(-1, False))
     stats = llm.engine.stats
@@ -144,7 +144,7 @@ def test_the_cache_afterwards_is_plain_decodings():
     np.testing.assert_allclose(pools[1], pools[0], atol=1e-4)
 
 
-def test_a_head_that_agrees_is_always_right(monkeypatch):
+def test_all_drafts_are_accepted_if_the_exit_head_equals_the_model(monkeypatch):
     """Upper layers that add nothing: 24 tokens after the prompt's own in the fewest turns, none in vain."""
     llm = make(1.0, drafts=3)
     params = dataclasses.replace(GREEDY, max_tokens=25)
@@ -204,7 +204,7 @@ def test_lossy_tokens_of_any_kind_do_not_depend_on_the_guesses():
     assert tokens(one) == tokens(three)
 
 
-def test_a_guess_that_breaks_the_model_breaks_no_request():
+def test_a_draft_token_with_nan_embeddings_fails_no_request():
     """Tokens that the exit head guesses and the model never says have NaN embeddings."""
     net, params = model(-1)
     prompts, want = tiny.prompts(LENGTHS), tokens(plain(-1, False))
@@ -228,7 +228,7 @@ def test_a_nan_in_the_upper_half_ends_the_request():
     assert {o.outputs[0].finish_reason for o in run(llm, GREEDY)} == {"error"}
 
 
-def test_guessed_samples_have_the_models_distribution():
+def test_drafted_samples_have_the_models_distribution():
     """Chi-square of 600 triples of tokens against the product of the model's own conditionals."""
     ids, (prompt,) = (65, 97, 130), tiny.prompts((4,))
     # All 64 at once, so that every token but the first is one of the decode loop's.
@@ -287,7 +287,7 @@ def test_launches_update_the_pool_in_place():
 def test_invalid_settings_are_refused():
     for changes, problem in (
         ({"drafter": "exits", "drafts": 2}, "did you mean 'exit'"),
-        ({"drafter": "exit"}, "guesses nothing while drafts is 0"),
+        ({"drafter": "exit"}, "needs drafts of 1 or more, not 0"),
         ({"exit_threshold": 1.5}, "exit_threshold must be in .0, 1., not 1.5"),
     ):
         with pytest.raises(UsageError, match=problem):

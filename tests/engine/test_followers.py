@@ -90,7 +90,7 @@ def test_a_follower_refuses_an_unknown_call():
 def test_a_single_process_broadcasts_nothing():
     assert not company(None).several
     model, params = tiny.make_model(KVPlan.swiftkv(2, 1), num_layers=2)
-    with pytest.raises(UsageError, match=r"follow\(\) is for the processes after the first"):
+    with pytest.raises(UsageError, match=r"follow\(\) is for processes other than the first"):
         LLM.from_model(model, params, tiny.Bytes(), **tiny.SIZES).follow()
     empty = Inputs(*[np.zeros(0, np.int32)] * 5)
     assert unpack(pack("_score", (empty,)))[1][0].tokens.shape == (0,)

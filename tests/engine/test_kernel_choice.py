@@ -177,7 +177,7 @@ def test_no_kernel_is_checked_on_a_cpu(model, asked):
     assert (safe.kernels["decode"], safe.kernels["chunk"], safe.kernels["fill"]) == ("xla", "xla", "unfused")
 
 
-def test_a_tpu_that_this_process_has_is_not_checked(model, monkeypatch, tmp_path, caplog):
+def test_kernels_are_not_checked_if_this_process_holds_the_tpu(model, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(kernels.machines, "taken", lambda: True)
     net, settings = model[0], Settings(max_model_len=64)
     chosen = choose(net.config, net.plan, net.dtype, settings, machine=TPU, folder=tmp_path / "kept")
@@ -237,7 +237,7 @@ def test_rows_of_keys_alone_are_checked_by_their_own_operation():
 
 
 @pytest.mark.parametrize("form, width", [("v", 80), ("x", 48)])
-def test_rows_of_values_or_inputs_are_checked_and_told_by_their_own_operation(form, width):
+def test_rows_of_values_or_inputs_are_checked_and_reported_by_their_own_operation(form, width):
     """An LLM reports the implementation of that operation: C++ on a CPU with a compiler."""
     config = dataclasses.replace(tiny.make_model(tiny.PLANS["standard"])[0].config, **FREE)
     plan, settings = tiny.PLANS["standard"].stored_as(form), Settings(max_model_len=64)

@@ -130,7 +130,9 @@ def test_a_kernel_that_cannot_read_keys_is_refused_at_the_start(llama):
         (16, "k", "gpu", "float32", False),
     ],
 )
-def test_rows_of_keys_of_many_heads_are_said_to_be_slow_on_a_cpu(heads, form, platform, stored, said, llama):
+def test_a_cpu_server_warns_that_keys_alone_of_many_heads_are_slow(
+    heads, form, platform, stored, said, llama
+):
     _, (plain, _), (slim, _) = llama
     config = dataclasses.replace(slim.config, num_heads=heads, num_kv_heads=heads)
     reason = slower(config, (slim if form == "k" else plain).plan, platform, stored)

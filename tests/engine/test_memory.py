@@ -75,7 +75,7 @@ def test_the_pool_takes_all_that_is_left_and_no_page_more():
 
 
 @pytest.mark.parametrize("platform, refused", [("gpu", True), ("tpu", True), ("cpu", False)])
-def test_an_accelerator_that_tells_no_limit_is_not_sized_by_the_hosts_memory(platform, refused):
+def test_an_accelerator_without_a_memory_limit_is_not_sized_by_host_memory(platform, refused):
     llm, device = make("plain"), Device(0, 0, platform)
     device._stats = {"bytes_in_use": 0}
     wanted = dataclasses.replace(llm.settings, num_pages=None)
@@ -99,7 +99,7 @@ def test_a_fraction_of_a_gpu_is_of_the_card_and_counts_once(asked, of_card, monk
     assert found.num_pages == int((of_card * card - used) / (two.nbytes / 2)) - 1
 
 
-def test_a_changed_setting_sizes_the_pool_anew_unless_pages_were_asked_for():
+def test_changed_settings_resize_the_pool_unless_num_pages_is_given():
     model = tiny.make_model(tiny.PLANS["standard"])
     llm = LLM.from_model(*model, tiny.Bytes(), **tiny.SIZES)
     assert llm.settings.num_pages == 4 * 8  # of 8 tokens, for 4 sequences of 64

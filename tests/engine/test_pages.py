@@ -194,7 +194,7 @@ def test_a_hit_needs_the_tokens_not_only_the_name():
 
 
 @hypothesis.given(st.lists(st.text(max_size=4), max_size=4), st.lists(st.text(max_size=4), max_size=4))
-def test_roots_are_equal_only_for_equal_parts(a, b):
+def test_page_chain_roots_differ_unless_all_parts_are_equal(a, b):
     assert (root(*a) == root(*b)) == (a == b)
 
 

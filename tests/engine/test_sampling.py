@@ -111,7 +111,7 @@ def test_penalties():
         np.testing.assert_allclose(got[lane], want, rtol=1e-5, atol=1e-6)
 
 
-def test_a_tally_grown_token_by_token_is_the_tally_of_the_whole():
+def test_incremental_token_counts_equal_those_of_the_whole():
     random = np.random.default_rng(2)
     history = jnp.asarray(random.integers(0, 9, (3, 8)), jnp.int32)
     prompt = jnp.asarray([2, 5, 3])
@@ -200,7 +200,7 @@ def test_noise_is_fold_in_of_seed_and_position_whatever_the_neighbours():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_richer_mode_changes_nothing_for_a_plain_lane(temperature):
+def test_the_full_mode_samples_the_tokens_of_the_plain_mode(temperature):
     logits, position = random_logits(), jnp.arange(32, dtype=jnp.int32)
     rules = policy(32, temperature=temperature)
     tally = Tally(jnp.ones((32, 300), bool), jnp.ones((32, 300), jnp.int32))

@@ -88,7 +88,7 @@ def test_requests_run_by_the_first_programs_until_the_others_are_compiled(kind, 
 
 
 def test_a_server_compiles_at_most_24_programs_and_greedy_decoding_among_the_first():
-    """The defaults are 16 lanes, 2048 tokens a step, and scored prompts of up to 4096 tokens."""
+    """The defaults are 16 lanes, 2048 tokens per step, and scored prompts of up to 4096 tokens."""
     model, params = tiny.make_model(KVPlan.swiftkv(2, 1), num_layers=2, max_position_embeddings=8192)
     llm = LLM.from_model(model, params, tiny.Bytes(), max_model_len=8192, num_pages=128)
     keys = [program.key for program in llm.engine.runner.programs()]

@@ -122,7 +122,7 @@ def test_any_shape(tokens, parts, kv_heads, each, width, window):
 
 
 @pytest.mark.parametrize("implementation", BY)
-def test_a_window_that_only_the_loop_knows(implementation):
+def test_a_traced_window_size_gives_the_same_result(implementation):
     q, k, v, _, segments = arrays(tokens=50)
     windows = jnp.array([1, 7, ALL])
     run = functools.partial(api.causal_attention, q, k, v, segments, implementation=implementation)
@@ -132,7 +132,7 @@ def test_a_window_that_only_the_loop_knows(implementation):
 
 
 @NEEDS_COMPILER
-def test_under_vmap():
+def test_causal_attention_supports_vmap():
     """Gradients of each of several rows, as a user may ask for them."""
     q, k, v, slope, segments = arrays(batch=3, tokens=20)
 
@@ -187,7 +187,7 @@ def test_splash_interpreted(shape, window, fused, monkeypatch):
         ({"window": jnp.int32(5)}, "a window that is known only at run time"),
     ],
 )
-def test_splash_says_what_it_does_not_take(change, reason):
+def test_splash_names_unsupported_arguments(change, reason):
     window = change.pop("window", ALL)
     q, k, v, _, segments = arrays(**({"tokens": 256, "width": 128, "value": 128} | change))
     assert reason in splash.refuses(q, k, v, segments, window, scale=1.0, shards=Shards())
@@ -197,7 +197,7 @@ def test_splash_says_what_it_does_not_take(change, reason):
 
 
 @pytest.mark.parametrize("name", ["splash", "cudnn"])
-def test_a_jax_without_it_is_one_line(name, monkeypatch):
+def test_a_kernel_missing_in_this_jax_is_a_one_line_error(name, monkeypatch):
     module = {"splash": splash, "cudnn": cudnn}[name]
     monkeypatch.setattr(module, "_MODULE", "jax.nowhere.to_be_found")
     q, k, v, _, segments = arrays(tokens=256, width=128, value=128)
@@ -281,7 +281,7 @@ def test_cudnn_gives_nan_to_a_row_with_more_segments_than_it_was_told_of():
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
 
 
-def test_cudnn_says_what_it_does_not_take():
+def test_cudnn_names_unsupported_arguments():
     q, k, v, _, segments = arrays(tokens=256, width=128, value=128, dtype="bfloat16")
     refused = functools.partial(cudnn.refuses, scale=1.0, shards=Shards())
     assert "windows" in refused(q, k, v, segments, 100)

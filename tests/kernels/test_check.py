@@ -102,7 +102,7 @@ def test_a_hanging_candidate_is_killed_within_the_limits(strange, folder):
 
 
 @pytest.mark.slow
-def test_a_fast_right_one_is_chosen_and_one_that_is_hardly_faster_is_not(strange, folder):
+def test_a_kernel_must_be_correct_and_five_per_cent_faster_to_be_chosen(strange, folder):
     table, limits = {"decode": ("safe", "nearly", "fast")}, Limits(each=200.0, total=600.0)
     found = decide.decide([DECODE], HERE, folder, candidates=table, module=strange, limits=limits)
     assert found.names == {"decode": "fast"} and all(line["right"] for line in found.lines.values())
@@ -197,7 +197,7 @@ def test_attention_over_inputs_that_is_wrong_is_found(change, why, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["driver", "source", "version", "flags", "shape", "candidates"])
-def test_a_decision_is_checked_anew_when_its_inputs_change(change, folder, anew, monkeypatch):
+def test_kernels_are_checked_again_when_inputs_of_the_decision_change(change, folder, anew, monkeypatch):
     table = {"decode": ("xla", "reference")}
 
     def ask(call=DECODE, here=HERE, candidates=table):
@@ -227,7 +227,7 @@ def test_a_decision_is_checked_anew_when_its_inputs_change(change, folder, anew,
     assert len(anew) == 1
 
 
-def test_a_second_start_takes_what_is_kept_in_a_fifth_of_a_second(folder, anew):
+def test_a_second_start_reads_the_stored_result_within_200_ms(folder, anew):
     """The limit is on processor time, as others may be busy. A start waits for `decide` alone."""
     table = {"decode": ("xla", "reference")}
     kept = {"key": decide._key([DECODE], HERE, table, None), "lines": {}, "names": {"decode": "reference"}}
@@ -268,7 +268,7 @@ def _no_such_name(text: str) -> str:
     ],
     ids="name key no_such_name truncated empty list nested fields long".split(),
 )
-def test_a_kept_file_that_was_tampered_with_is_checked_anew(spoil, folder, anew, caplog):
+def test_a_tampered_result_file_is_ignored_and_kernels_are_checked_again(spoil, folder, anew, caplog):
     table = {"decode": ("xla", "reference")}
     key = decide._key([DECODE], HERE, table, None)
     folder.mkdir(mode=0o700)
@@ -276,7 +276,7 @@ def test_a_kept_file_that_was_tampered_with_is_checked_anew(spoil, folder, anew,
     path.write_text(spoil(decide._sealed({"key": key, "lines": {}, "names": {"decode": "reference"}})))
     found = decide.decide([DECODE], HERE, folder, candidates=table)
     assert found.names == {"decode": "xla"} and len(anew) == 1
-    assert "checked anew" in caplog.text
+    assert "checked again" in caplog.text
 
 
 def test_a_folder_that_others_can_write_is_not_trusted(folder, anew, caplog):
@@ -284,7 +284,7 @@ def test_a_folder_that_others_can_write_is_not_trusted(folder, anew, caplog):
     folder.chmod(0o777)
     table = {"decode": ("xla", "reference")}
     assert decide.decide([DECODE], HERE, folder, candidates=table).how == "checked"
-    assert len(anew) == 1 and "must be yours alone (chmod 700)" in caplog.text
+    assert len(anew) == 1 and "must be writable by you alone (chmod 700)" in caplog.text
 
 
 class Fake(Book):
@@ -321,7 +321,7 @@ def book(monkeypatch):
 TWO = {"decode": ("xla", "reference")}
 
 
-def test_a_candidate_that_took_the_machine_down_is_not_tried_again(book, folder):
+def test_a_kernel_that_crashed_the_machine_is_not_tried_again(book, folder):
     """A candidate is recorded on disk before it runs; a later process that finds the record skips it."""
     book.answers["reference"] = SystemExit()  # as if everything ended here
 
@@ -336,10 +336,10 @@ def test_a_candidate_that_took_the_machine_down_is_not_tried_again(book, folder)
     found = decide.decide([DECODE], HERE, folder, candidates=TWO)
     assert book.ran == ["decode: xla", "decode: reference"]
     assert found.names == {"decode": "xla"}
-    assert "ended when this ran" in found.lines["decode: reference"]["reason"]
+    assert "died when this ran" in found.lines["decode: reference"]["reason"]
 
 
-def test_an_interrupted_check_goes_on_where_it_was(book, folder):
+def test_an_interrupted_check_resumes_where_it_stopped(book, folder):
     book.answers["reference"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         decide.decide([DECODE], HERE, folder, candidates=TWO)
@@ -349,17 +349,17 @@ def test_an_interrupted_check_goes_on_where_it_was(book, folder):
 
 
 THREE = {"decode": ("xla", "reference", "xla_one_turn")}
-KILLED = {"status": "failed", "reason": "killed: not done after 4 s"}
+KILLED = {"status": "failed", "reason": "killed: not finished after 4 s"}
 
 
-def test_a_check_that_ran_out_of_time_goes_on_at_the_next_start(book, folder, monkeypatch):
+def test_a_check_that_ran_out_of_time_continues_at_the_next_start(book, folder, monkeypatch):
     """The one that was killed as all time was used up is checked again too."""
     late = {"status": "skipped", "reason": "needs 1 s, 0 s are left"}
     book.answers |= {"reference": dict(KILLED), "xla_one_turn": late}
     monkeypatch.setattr(book, "left", 0.0)
     found = decide.decide([DECODE], HERE, folder, candidates=THREE)
     assert found.names == {"decode": "xla"} and not found.kept
-    assert found.how.endswith("in part; the next start goes on")
+    assert found.how.endswith("in part; the next start continues")
     book.answers |= {"reference": timed(0.5), "xla_one_turn": timed(0.6)}
     for _ in range(2):
         found = decide.decide([DECODE], HERE, folder, candidates=THREE)
@@ -380,7 +380,7 @@ def test_a_machine_that_is_always_too_slow_stops_checking(ended, book, folder, m
     assert decide.decide([DECODE], HERE, folder, candidates=THREE).kept and len(book.ran) == count == 6
 
 
-def test_what_failed_stays_known_where_no_process_starts_after_it(book, folder):
+def test_failures_are_recorded_even_if_no_process_starts_afterwards(book, folder):
     """It may have kept the device."""
     book.answers |= {"xla": dict(KILLED), "reference": {"status": "not started", "reason": "busy"}}
     assert not decide.decide([DECODE], HERE, folder, candidates=TWO).kept
@@ -390,7 +390,7 @@ def test_what_failed_stays_known_where_no_process_starts_after_it(book, folder):
     assert book.ran == ["decode: xla", "decode: reference", "decode: reference"]
 
 
-def test_without_a_process_nothing_is_kept(book, folder):
+def test_if_no_worker_process_starts_no_result_is_stored(book, folder):
     book.answers["xla"] = {"status": "not started", "reason": "JAX found a cpu here, not a tpu"}
     found = decide.decide([DECODE], HERE, folder, candidates=TWO)
     assert found.names == {"decode": "xla"} and "JAX found a cpu here" in found.how and not found.kept

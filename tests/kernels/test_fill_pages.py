@@ -102,7 +102,7 @@ def test_pages_hold_what_tokens_written_one_by_one_leave(plan, family, fill):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_pages_of_eight_bits_too(dtype):
+def test_fill_of_8_bit_pages_agrees_with_the_reference(dtype):
     agree("acrosskv", "norm of keys", "xla", dtype, [(0, 7), (3, 1), (6, 9)])
 
 

@@ -198,7 +198,7 @@ def test_hopper_kernel_agrees_with_the_definition(name):
         ({"width": 112}, "heads 112 wide with rotary embedding: 64, 80, 96, 128, 256"),
         ({"width": 80, "group": 1}, "128 to 512 columns, multiples of 64 in whole groups, whose halves are"),
         ({"width": 96, "group": 8}, "128 to 512 columns, multiples of 64 in whole groups, whose halves are"),
-        ({"queries": 2}, "2 queries a block, for 240704 bytes of shared memory: at most 232448"),
+        ({"queries": 2}, "2 queries per block, for 240704 bytes of shared memory: at most 232448"),
         ({"queries": 4}, "4 queries of 32 heads 128 wide in groups of 4: at most 64 query rows"),
     ],
 )
@@ -269,7 +269,7 @@ def test_hopper_kernel_agrees_with_the_definition_of_cached_inputs(queries):
     assert (got[0] == 0).all()
 
 
-def test_values_never_stored_are_those_of_ordinary_attention():
+def test_k_cache_attention_equals_ordinary_attention():
     """softmax(q K^T) K W_KV = softmax(q K^T) V where V = X W_V, K = X W_K and W_KV = W_K^-1 W_V."""
     with jax.enable_x64(True):
         tokens, heads, width, group = 45, 4, 8, 2
@@ -381,7 +381,7 @@ def test_scales_of_inputs_are_refused_where_they_would_be_passed_over():
 
 
 @pytest.mark.parametrize(("rotated", "least", "most"), [(False, 0.025, 0.045), (True, 0.015, 0.03)])
-def test_float8_scores_lose_as_much_as_the_door_says(rotated, least, most):
+def test_float8_scores_have_the_documented_error(rotated, least, most):
     """Queries are rounded, and keys that are turned again; in bfloat16 neither is felt."""
     case = cases.Case(lengths=(1024,), slots=32, heads=8, width=128, stored="float8_e4m3fn", rotated=rotated)
     args, arrays = case.make()

@@ -52,7 +52,7 @@ def test_a_machine_is_recognised_by_its_files(tmp_path, installed):
     assert recognise(gpu, {}, "") == recognise(tpu, {}, "") == CPU
 
 
-def test_a_damaged_file_of_a_driver_is_no_gpu(tmp_path, installed):
+def test_a_damaged_driver_file_does_not_count_as_a_gpu(tmp_path, installed):
     assert recognise(files(tmp_path, proc__driver__nvidia__version="\0"), {}, "") == CPU
 
 

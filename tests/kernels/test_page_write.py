@@ -82,7 +82,7 @@ def test_the_definition_puts_each_token_in_its_place():
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_numbers_of_every_kind(dtype):
+def test_every_number_is_written_as_the_reference_writes_it(dtype):
     """Every float8 and the places between them, ties, the largest, infinities, zeros of both signs."""
     every = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
     finite = np.sort(every[np.isfinite(every)])
@@ -102,7 +102,7 @@ def test_numbers_of_every_kind(dtype):
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_head_with_nan_reads_as_nan(dtype):
+def test_a_head_with_nan_is_stored_as_nan_and_others_are_not(dtype):
     """XLA's largest number of several, one of them NaN, depends on their order."""
     new = jnp.ones((1, 1, 2, 12)).at[0, 0, 1, 7].set(jnp.nan)
     one = jnp.ones(1, jnp.int32)

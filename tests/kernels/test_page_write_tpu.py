@@ -117,7 +117,7 @@ SIMULATED = {
 
 @pytest.mark.parametrize("backwards", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["bfloat16", pytest.param("int8", marks=pytest.mark.slow)])
-def test_no_copy_is_forgotten(name, backwards):
+def test_every_started_copy_is_waited_for(name, backwards):
     """A copy moves nothing before somebody waits for it, and memory begins as NaN. Backwards, every token is
     a run of its own, and several are in one tile."""
     case = SIMULATED[name]
@@ -127,7 +127,7 @@ def test_no_copy_is_forgotten(name, backwards):
     check(case.rows, pool, *where, interpret=waiting)
 
 
-def test_runs_are_as_long_as_a_page_allows():
+def test_page_write_runs_end_at_page_boundaries():
     """Worked out by hand: a run ends with its page, at padding, and at a token outside the next slot."""
     page = jnp.array([3, 3, 5, 5, 0, 0, 5, 2, 9, 3])
     slot = jnp.array([14, 15, 0, 1, 2, 3, 2, 7, 8, 0])

@@ -132,7 +132,7 @@ EMPTY_QUERIES = cases.Case(lengths=(3, 0, 33, 100), queries=40, page=32)  # befo
 @pytest.mark.parametrize(
     "case", [cases.SMALL[n] for n in ("lengths", "gqa4", "long_chunk", "int8")] + [EMPTY_QUERIES]
 )
-def test_a_chunk_in_two_parts_agrees_with_the_definition(case):
+def test_cudnns_chunk_and_prefix_merged_agree_with_the_definition(case):
     agree(case, in_two_parts(case), tolerance=1e-6)
 
 
@@ -395,7 +395,7 @@ def test_the_hopper_kernel_cuts_blocks_to_what_fits(change, most):
     assert pallas_gpu.most_queries(q, k, v) == most
 
 
-@pytest.mark.parametrize(("queries", "message"), [(128, ""), (160, ""), (256, "256 queries a block, for")])
+@pytest.mark.parametrize(("queries", "message"), [(128, ""), (160, ""), (256, "256 queries per block, for")])
 def test_the_tpu_kernel_takes_fewer_pages_at_a_time_where_blocks_are_long(queries, message):
     """The chip is the one with the least VMEM; a single page that is too large is refused."""
     case = dataclasses.replace(cases.REAL["llama_8b"], queries=queries)
@@ -439,7 +439,7 @@ def test_any_shape_agrees_with_the_definition(lengths, queries, each, kv_heads, 
     agree(case, implementation(case))
 
 
-def test_the_cache_reads_the_same():
+def test_cache_attention_equals_the_kernels_reference():
     """A ragged batch of a chunk, a decode token and padding, cut into blocks by the cache itself."""
     keys = iter(jax.random.split(jax.random.key(0), 3))
     pools = tuple(Pool(jax.random.normal(next(keys), (2, 6, 16, 32))) for _ in range(2))

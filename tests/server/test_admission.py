@@ -83,7 +83,7 @@ def test_requested_output_tokens_count_in_the_queue():
 
 
 def test_tokens_are_counted_once_they_are_known():
-    """The text fits by the first estimate of four bytes a token; the tokenizer makes one of each byte."""
+    """The text fits by the first estimate of four bytes per token; the tokenizer makes one of each byte."""
     llm = make_llm(max_num_seqs=1, max_queued_tokens=60)
     with Running(llm, warm_up=False) as server, held_up(server, prompt="a" * 20):
         refused = post(server, "one", prompt="b" * 50, max_tokens=1)

@@ -47,7 +47,7 @@ def test_token_ids_and_chats_are_named_too():
         *(body(prompt=p) for p in ("short", None, [2**40] * 99, ["x", 3], [1, "x"] * 99)),
     ],
 )
-def test_an_unreadable_body_has_no_names(said):
+def test_an_unparsable_body_has_no_prefix_to_route_by(said):
     assert names(said, b"\xff", PAGE) == []
 
 
@@ -108,8 +108,8 @@ def test_least_recently_used_prefixes_are_forgotten(monkeypatch):
         ([], "this needs ray: pip install 'swiftkv-jax[ray]'"),
         (["--replicas", "0"], "--replicas must be above 0"),
         (["--http", "0.0.0.0:80"], "can be reached by others and no key is set"),
-        (["--http", ":0"], "--compare and port 0 belong to serve.py"),
-        (["--output", "x"], "--output belong to a batch"),
+        (["--http", ":0"], "--compare and port 0 are for serve.py"),
+        (["--output", "x"], "--output are for a batch"),
         (["--replica", "2"], "did you mean '--replicas'?"),
     ],
 )
@@ -128,7 +128,7 @@ def test_wrong_usage_of_the_command_is_one_line(flags, said, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(("path", "most"), [("/v1/completions", 10), ("/v1/audio/transcriptions", 40)])
-def test_a_front_reads_bodies_with_sound_up_to_their_own_bound(path, most, monkeypatch):
+def test_the_router_accepts_audio_bodies_up_to_their_own_limit(path, most, monkeypatch):
     """And one piece more, which the replica refuses."""
     front = ray.Front(types.SimpleNamespace(options=lambda **_: None), PAGE, 10, 40)
     pieces, read = [b"x" * 8] * 9, []

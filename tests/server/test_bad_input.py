@@ -250,7 +250,7 @@ def test_wrong_routes_methods_and_types(served):
     check_is_refused(served.http.post("/v1/completions", content=b"x", headers=headers), 415)
 
 
-def test_too_much_is_refused(served):
+def test_requests_above_the_limits_are_refused(served):
     check_is_refused(post(served, b'{"prompt": "' + b"a" * (2 * 2**20) + b'"}'), 413)
 
     def pieces():

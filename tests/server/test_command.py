@@ -43,7 +43,7 @@ QUIET = ["--http", ":0", "--quiet"]  # says nothing while it loads
         (["--http", "127.0.0.1:70000"], "--http must be HOST:PORT"),
         (["--http", "70000"], "--http must be HOST:PORT"),
         (["--http", "203.0.113.9:0", "--insecure"], "cannot listen on 203.0.113.9:0"),
-        (["--http", ":0", "--input", "x"], "--input belong to a batch, not to --http"),
+        (["--http", ":0", "--input", "x"], "--input are for a batch, not for --http"),
         (["--http", ":0", "--api-key", ""], "--api-key must be printable ASCII text, not empty"),
         (["--http", ":0", "--api-key", "a\tb"], "--api-key must be printable ASCII text, not empty"),
         (["--http", ":0", "--api-key-file", "/nowhere"], "cannot read --api-key-file"),
@@ -62,7 +62,7 @@ QUIET = ["--http", ":0", "--quiet"]  # says nothing while it loads
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_wrong_usage_is_told_in_one_line(capsys, tmp_path, monkeypatch, flags, said):
+def test_wrong_usage_is_a_one_line_error(capsys, tmp_path, monkeypatch, flags, said):
     monkeypatch.chdir(tmp_path)
     Path("K").write_text("k\n")
     assert main([*flags]) == 2
@@ -70,7 +70,7 @@ def test_wrong_usage_is_told_in_one_line(capsys, tmp_path, monkeypatch, flags, s
     assert said in error and error.count("\n") == 1 and error.startswith("error: ")
 
 
-def test_loading_is_said_at_once_and_again_while_it_lasts(monkeypatch, capsys):
+def test_loading_is_announced_at_once_and_repeated_while_it_lasts(monkeypatch, capsys):
     def load(*_):
         assert capsys.readouterr().err == "loading   teacher ...\n"
         time.sleep(0.2)
@@ -130,7 +130,7 @@ def test_a_server_that_starts_is_never_silent_for_long(monkeypatch, seen, warm_u
     assert warm_up or len(lines) == 1
 
 
-def test_addresses():
+def test_host_and_port_are_parsed_from_every_spelling():
     assert address("127.0.0.1:80") == ("127.0.0.1", 80) and address(":9") == ("127.0.0.1", 9)
     assert address("localhost") == ("localhost", 8000) and address("[::1]:5") == ("::1", 5)
     assert address("8001") == ("127.0.0.1", 8001) and address("10.0.0.1") == ("10.0.0.1", 8000)

@@ -44,7 +44,7 @@ def test_the_compilation_cache_is_its_users_alone_or_not_used(tmp_path, cached):
     cache.chmod(0o770)
     used, said = cached()
     assert used is None and said.count("\n") == 1
-    assert f"warning: no compilation cache: {cache} must be yours alone" in said
+    assert f"warning: no compilation cache: {cache} must be writable by you alone" in said
     for mode, parents, alone in (
         (0o755, 0o755, True),
         (0o702, 0o700, False),
@@ -69,7 +69,7 @@ def test_a_compilation_cache_named_by_the_environment_is_checked_like_our_own(tm
     link.symlink_to(named)
     for path in (named, link):
         used, said = cached(str(path))
-        assert f"warning: no compilation cache: {named} must be yours alone (chmod 700)" in said
+        assert f"warning: no compilation cache: {named} must be writable by you alone (chmod 700)" in said
         assert used is None and said.count("\n") == 1
     named.chmod(0o700)
     for mode, alone in ((0o777, False), (0o1777, True), (0o775, False), (0o755, True)):

@@ -141,7 +141,9 @@ def test_a_request_that_waits_longer_than_queue_timeout_gets_503(stream):
         worker.start()
         wait_for(lambda: server.engine.scheduler.running)
         refused = server.http.post("/v1/completions", json=LONG | {"stream": stream})
-        assert refused.status_code == 503 and "no place came free in 0.5 s" in error_of(refused)["message"]
+        assert (
+            refused.status_code == 503 and "no slot became free within 0.5 s" in error_of(refused)["message"]
+        )
         assert int(refused.headers["retry-after"]) >= 1
         worker.join(60)
         assert answers[0]["choices"][0]["text"] == want

@@ -95,10 +95,10 @@ def test_a_server_answers_within_the_limit_of_the_check_whatever_candidates_do(f
     assert "not finite" in lines["leaking"]["why"]
     assert lines["differing"]["why"].endswith("two runs differ")
     assert lines["aborting"]["reason"].startswith("its process died: SIGABRT")
-    assert lines["hanging"]["reason"] == f"killed: not done after {LIMITS.each:.0f} s"
+    assert lines["hanging"]["reason"] == f"killed: not finished after {LIMITS.each:.0f} s"
 
 
-def test_a_second_start_checks_nothing_and_chooses_in_a_fifth_of_a_second(first):
+def test_a_second_start_checks_nothing_and_chooses_within_200_ms(first):
     """Of processor time: others may be busy."""
     with started(first.kept, "ready") as said:
         text, kernels = asked(said)
@@ -109,7 +109,7 @@ def test_a_second_start_checks_nothing_and_chooses_in_a_fifth_of_a_second(first)
 
 
 @pytest.mark.parametrize("changed", ["source", "version"])
-def test_a_changed_source_or_version_is_checked_anew(first, changed, tmp_path):
+def test_kernels_are_checked_again_after_a_change_of_source_or_version(first, changed, tmp_path):
     """A comment in a kernel's file; another version of a package, as far as Python can tell."""
     tree, path = ROOT, ()
     if changed == "source":

@@ -40,12 +40,12 @@ def check_torment(server: Running, count: int) -> None:
     assert seen[200] > count // 5 and seen[400] > count // 5
 
 
-def test_a_canary_stays_the_same_beside_generated_requests(served):
+def test_a_greedy_answer_is_unchanged_beside_generated_requests(served):
     check_torment(served, 600)
 
 
 @pytest.mark.soak
-def test_a_canary_stays_the_same_beside_many_generated_requests(served):
+def test_a_greedy_answer_is_unchanged_beside_many_generated_requests(served):
     """64 MiB are the most that 20 000 requests may leave behind: 3 KiB each, a tenth of what one needs."""
     check_torment(served, 500)
     before = resident()
@@ -56,7 +56,7 @@ def test_a_canary_stays_the_same_beside_many_generated_requests(served):
 BALLAST = 2**18  # bytes
 
 
-def test_memory_stays_where_it_was(served):
+def test_memory_does_not_grow_under_many_requests(served):
     """Each request brings 256 KiB that differ from all others'. If one in eight left its body behind, in
     whatever form and place, 400 requests would leave 12.5 MiB; noise stays well below that. What else a
     server could hold on to is counted one by one (`held`), and none of it may grow.

@@ -1,4 +1,4 @@
-"""lm-eval both ways: in process, through its own client of our server, and its `hf` model as the judge.
+"""lm-eval both ways: in process, through its own client of our server, and its `hf` model as the reference.
 
 Needs `pip install 'swiftkv-jax[eval]'`; skipped without.
 """
@@ -392,7 +392,7 @@ def test_sampling_is_that_of_the_server(student):
 
 
 @pytest.mark.parametrize("flags, code", [([], 0), (["pretrained=/nowhere"], 2)], ids=["runs", "refuses"])
-def test_the_command(folders, tasks, tmp_path, monkeypatch, capsys, flags, code):
+def test_lm_eval_runs_from_the_command_line(folders, tasks, tmp_path, monkeypatch, capsys, flags, code):
     model = flags or [f"pretrained={folders / 'standard'},max_length={CONTEXT}"]
     argv = ["--model", "swiftkv", "--model_args", *model, "--tasks", "tiny_write"]
     argv += ["--include_path", str(tasks), "--output_path", str(tmp_path)]

@@ -57,7 +57,7 @@ def test_a_log_that_nobody_reads_is_dropped_and_counted(stalled):
     assert f"warning: {log.dropped} lines were dropped here: stderr was not read" in lines
 
 
-def test_a_server_whose_log_nobody_reads_goes_on(stalled):
+def test_a_server_keeps_answering_when_its_log_is_not_read(stalled):
     _, log = stalled
     logger = logging.getLogger("swiftkv_jax.http")
     logger.setLevel(logging.INFO)

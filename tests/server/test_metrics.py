@@ -156,7 +156,7 @@ def test_a_failed_request_is_counted_as_such(served):
     wait_for(lambda: value(served, "corrupted_requests_total") == before + 1)
 
 
-def test_the_kernels_are_said(served):
+def test_metrics_report_the_kernels_in_use(served):
     [(labels, _)] = read(served)["kernels_info"]
     del labels["model_name"]
     assert labels == served.api.llm.kernels and {"decode", "chunk", "how"} <= labels.keys()
@@ -173,7 +173,7 @@ def test_under_vllms_prefix_an_endpoint_picker_finds_what_its_protocol_lists():
         assert float(number) == (1.0 if name.endswith("_info") else 0.0)
 
 
-def test_a_stopped_server_listens_to_jax_no_longer():
+def test_a_stopped_server_removes_its_jax_listeners():
     with Running(make_llm(), warm_up=False) as server:
         metrics = server.api.metrics
         before = metrics.compilations

@@ -120,7 +120,7 @@ def test_a_prompt_that_gives_nan_is_an_error_and_is_forgotten(served, stream, n)
         check_forgotten(served, prompt, body["cache_salt"], want)
 
 
-def test_nan_in_the_midst_of_a_stream_ends_it_with_an_error(served):
+def test_nan_during_a_stream_ends_it_with_an_error(served):
     """It comes when the model reads a token of its own: what was sent before stands, and is forgotten too."""
     answers = tokens_of(NEIGHBOURS)
     said = {token for answer in answers for token in answer} | set("".join(NEIGHBOURS).encode())
@@ -145,7 +145,7 @@ def test_nan_in_the_midst_of_a_stream_ends_it_with_an_error(served):
         check_forgotten(served, prompt, "doomed", want)
 
 
-def test_an_error_of_the_model_has_the_one_shape(served):
+def test_model_errors_have_the_same_json_format(served):
     token = unused_token([])
     with served_by(served, poison(served, token)):
         answer = served.http.post("/v1/completions", json={"prompt": [token], "max_tokens": 2})

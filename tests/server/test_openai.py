@@ -140,7 +140,7 @@ def test_logprobs(served, client, llm):
     assert all(entry.top_logprobs == [] for entry in plain)
 
 
-def test_parts_of_characters_are_told_by_their_bytes(served, client):
+def test_tokens_with_partial_characters_are_reported_as_bytes(served, client):
     """An emoji is four tokens here: each is its own key, and together they are the text again."""
     answer = served.complete("é🙂!", max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
     assert answer["tokens"] == [f"bytes:\\x{byte:02x}" for byte in "é🙂".encode()] + ["!"]

@@ -261,7 +261,7 @@ def test_an_answer_can_be_stopped(both, opened, monkeypatch):
 
 
 @pytest.mark.slow
-def test_errors_are_told_in_one_line(both, opened):
+def test_errors_are_one_line(both, opened):
     opened.type("#prompt", "x" * 60)
     opened.type("#max-tokens", "9999")
     opened.click("#run")
@@ -331,7 +331,7 @@ def test_prompt_lengths_are_plotted_and_listed(both, opened):
 
 
 @pytest.mark.slow
-def test_a_chat_sends_its_history_and_can_begin_anew(both, opened, monkeypatch):
+def test_a_chat_sends_its_history_and_can_be_reset(both, opened, monkeypatch):
     read = []
     encode = Marked.encode_chat
     monkeypatch.setattr(

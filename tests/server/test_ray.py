@@ -145,7 +145,7 @@ def test_a_replica_with_8_more_waiting_gets_no_more_of_them(served):
     assert other >= (32 - SLACK) / 2 - 4 and used[home] >= SLACK, used
 
 
-def test_one_beginning_has_one_answer_on_either_replica(served):
+def test_both_replicas_answer_a_prompt_alike(served):
     url, _ = served
     answers = together(url, *[(prompt(3000), 40) for _ in range(24)])
     assert len({replica for replica, _ in answers}) == 2

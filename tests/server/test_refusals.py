@@ -18,7 +18,7 @@ HEAD += b"content-length: %d\r\n\r\n"
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["announced", "in pieces"])
-def test_a_client_that_sends_all_first_sees_that_it_was_too_much(served, chunked):
+def test_a_client_that_sends_a_too_large_body_before_reading_gets_413(served, chunked):
     """32 MiB, which no buffer of the system holds: the connection is not reset while they are sent."""
     content = (b"x" * 2**20 for _ in range(32)) if chunked else b"x" * 2**25
     caller = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)

@@ -103,7 +103,7 @@ def test_output_lines_hold_what_llm_generate_gives(folder, whole):
         assert 0 <= timings["queue_s"] < timings["ttft_s"] <= timings["total_s"] and timings["tpot_s"] > 0
 
 
-def test_an_adapter_is_served_as_a_model_is_wherever_its_base_lies(folder, tmp_path, capsys):
+def test_an_adapter_is_served_like_a_model_wherever_its_base_is(folder, tmp_path, capsys):
     base, params = from_pretrained(folder)
     small, kept = layer_pruned(base, params, (0,))
     pair = Predicted(base, small, Prediction((0, 0)))
@@ -268,9 +268,9 @@ def test_an_output_that_is_not_ours_is_left_alone(folder, whole, tmp_path, capsy
     source, out = whole[0], tmp_path / "out.jsonl"
     flags = ["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]
     for held, more, problem in (
-        ("precious\n", [], "--resume finishes it"),
-        ("precious\n", ["--resume"], "line 1, is no output"),
-        ('{"index": 3, "key": "0"}\n', ["--resume"], "other sampling settings, at index 3"),
+        ("precious\n", [], "give --resume to finish it"),
+        ("precious\n", ["--resume"], "line 1, is not an output"),
+        ('{"index": 3, "key": "0"}\n', ["--resume"], "sampling setting at index 3"),
     ):
         out.write_text(held)
         assert main([*flags, *more]) == 2
@@ -387,7 +387,7 @@ def test_a_slow_batch_says_how_far_it_is(terminal, folder, whole, tmp_path, monk
         assert 2 <= len(re.findall(r"progress  0 of 8 prompts, \d s so far", said)) < 8
 
 
-def test_ctrl_c_says_how_to_go_on(folder, whole, tmp_path, monkeypatch, capsys):
+def test_ctrl_c_says_how_to_resume(folder, whole, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.jsonl"
     run = LLM.run
 
@@ -400,7 +400,7 @@ def test_ctrl_c_says_how_to_go_on(folder, whole, tmp_path, monkeypatch, capsys):
     flags = ["--model", str(folder), "--input", whole[0], "--output", str(out), *FLAGS]
     monkeypatch.setattr(LLM, "run", interrupted)
     assert main(flags) == 130
-    assert "3 of 8 prompts: the same command with --resume" in capsys.readouterr().err
+    assert "3 of 8 prompts: run the same command with --resume" in capsys.readouterr().err
     monkeypatch.undo()
     assert main([*flags, "--resume"]) == 0
     assert answers(read(out)) == answers(whole[1])
@@ -450,7 +450,7 @@ def test_a_batch_of_which_prompts_fail_ends_with_1(folder, tmp_path, capsys):
     assert {row["finish_reason"] for row in read(out).values()} == {"error"}
 
 
-def test_kernels_are_said_at_the_start_and_reported(folder, tmp_path, capsys, monkeypatch):
+def test_the_kernels_in_use_are_printed_at_start_and_reported(folder, tmp_path, capsys, monkeypatch):
     given = ["--model", str(folder), *FLAGS[:-1]]
     lines = jsonl(tmp_path / "in.jsonl", [{"prompt": TEXTS[0]}])
     assert main([*given, "--input", lines, "--kernels", "decode=reference,xla"]) == 0
@@ -466,7 +466,7 @@ def test_kernels_are_said_at_the_start_and_reported(folder, tmp_path, capsys, mo
     assert re.search(r"^decode +\* xla +failed", capsys.readouterr().out, re.M)
 
 
-def test_8_bit_rows_on_a_tpu_have_their_page_without_a_flag(folder, tmp_path, capsys, monkeypatch):
+def test_8_bit_caches_on_a_tpu_get_pages_of_128_tokens_by_default(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(kernels, "this_machine", lambda: Machine("tpu", "a TPU"))
     lines = jsonl(tmp_path / "in.jsonl", [{"prompt": TEXTS[0]}])
     given = ["--model", str(folder), *FLAGS[:-1], "--input", lines, "--kernels", "xla"]

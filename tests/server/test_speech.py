@@ -70,7 +70,7 @@ def test_a_transcription_is_transcribes(client, llm, sound):
     assert want.text and answer.text == want.text
 
 
-def test_without_a_language_the_model_hears_which_it_is(client, llm):
+def test_without_a_language_the_model_detects_it(client, llm):
     sound = wav(1.5, 5)
     want = llm.transcribe(sound)
     answer = client.audio.transcriptions.create(model=http_server.NAME, file=("a.wav", sound))
@@ -85,7 +85,7 @@ def test_a_translation_is_transcribes_with_that_task(client, llm):
     assert answer.text != llm.transcribe(sound).text
 
 
-def test_text_that_came_before_and_the_temperature_change_the_answer(client):
+def test_whispers_prompt_and_temperature_change_the_answer(client):
     given = {"model": http_server.NAME, "file": ("a.wav", wav(0.8, 7)), "language": "en"}
     plain = client.audio.transcriptions.create(**given).text
     assert client.audio.transcriptions.create(**given).text == plain
@@ -95,7 +95,7 @@ def test_text_that_came_before_and_the_temperature_change_the_answer(client):
 
 
 @pytest.mark.parametrize("count", [18, 60])
-def test_half_a_context_less_one_token_of_the_text_that_came_before_is_read(count, client, llm):
+def test_whispers_prompt_is_cut_to_half_a_context_less_one_token(count, client, llm):
     """The last 40 / 2 - 1 = 19 tokens of the text after a space."""
     sound, said = wav(0.8, 7), "".join(np.random.default_rng(3).choice([*"ABCDEFG"], count))
     (frames,) = speech.listen(llm, sound).windows
@@ -128,16 +128,16 @@ FILE = {"file": ("a.wav", wav(0.5))}
         ({}, {}, "file", "must have one file"),
         ({}, {"file": ("a.wav", b"")}, "file", "not a wav file"),
         ({}, {"file": ("a.wav", b"ID3 no wave")}, "file", "not a wav file"),
-        ({}, {"file": ("a.wav", wav(0.0))}, "file", "0 s of sound"),
+        ({}, {"file": ("a.wav", wav(0.0))}, "file", "0 s of audio"),
         ({}, {"file": ("a.wav", wav(130.0))}, "file", "130 windows; at most 128"),
-        ({"language": "Klingon"}, FILE, "language", "is unknown; this model knows de, en, fr"),
+        ({"language": "Klingon"}, FILE, "language", "is unknown; this model supports de, en, fr"),
         ({"temperature": "hot"}, FILE, "temperature", "valid number"),
         ({"temperature": "3"}, FILE, "temperature", "less than or equal to 1"),
         ({"response_format": "srt"}, FILE, "response_format", "'json' or 'text'"),
         ({"stream": "true"}, FILE, "stream", "the text comes whole"),
         ({"timestamp_granularities[]": "word"}, FILE, "timestamp_granularities[]", "not offered"),
         ({"prompt": "x" * 20000}, FILE, "prompt", "at most 16384 characters"),
-        ({"model": "text"}, FILE, "file", "reads text, not sound"),
+        ({"model": "text"}, FILE, "file", "takes text, not audio"),
     ],
 )
 def test_unsupported_transcription_requests_are_refused_by_field(served, fields, files, param, words):
@@ -156,7 +156,7 @@ def test_too_many_windows_are_refused_before_sound_is_resampled(served, monkeypa
         monkeypatch.setattr(audio, name, taken)
     files = {"file": ("a.wav", wav(128.1, 1, 1000))}
     answer = served.http.post("/v1/audio/transcriptions", files=files)
-    assert answer.status_code == 400 and "128 s of sound in 129 windows; at most 128" in answer.text
+    assert answer.status_code == 400 and "128 s of audio in 129 windows; at most 128" in answer.text
 
 
 def test_other_bodies_are_refused(served):
@@ -179,7 +179,7 @@ def test_a_page_of_another_site_cannot_send_sound(served, origin, status):
     assert answer.status_code == status, answer.text
 
 
-def test_a_text_is_no_prompt_of_a_whisper(served):
+def test_a_text_prompt_for_whisper_is_refused(served):
     answer = served.http.post("/v1/completions", json={"prompt": "A"})
     assert answer.status_code == 400 and "transcri" in answer.json()["error"]["message"]
 
@@ -205,7 +205,7 @@ def test_a_disconnected_client_releases_everything(served):
     assert scheduler.sources.available == scheduler.sources.total
 
 
-def test_the_log_says_what_a_sound_was_given_as(served, caplog):
+def test_the_log_has_the_rate_and_channels_of_audio(served, caplog):
     """And the answer stays as OpenAI's is."""
     caplog.set_level(logging.INFO, "swiftkv_jax.http")
     files = {"file": ("a.wav", wav(0.5, 2, 8000, 2))}
@@ -230,7 +230,7 @@ def heard(server: http_server.Running, sound: bytes, key: str | None = None) -> 
         (["a"], "file: the form must have one file of this name"),
     ],
 )
-def test_a_form_with_other_files_is_told_what_is_wrong(files, said, served):
+def test_an_upload_form_with_wrong_files_is_refused_with_the_reason(files, said, served):
     parts = [(name, ("a.wav", wav(0.5))) for name in files]
     answer = served.http.post("/v1/audio/transcriptions", files=parts)
     assert answer.status_code == 400 and http_server.error_of(answer)["message"] == said
@@ -244,7 +244,7 @@ def all_free(server: http_server.Running) -> bool:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("rate", [16_000, 44_100])
-def test_samples_of_any_value_harm_nobody(served, value, rate):
+def test_audio_samples_of_any_value_fail_only_their_request(served, value, rate):
     """An error or a text; the next sound's text is what it was, and every page of both spaces comes back."""
     good, samples = wav(1.7, 4), np.random.default_rng(0).uniform(-0.3, 0.3, 2 * rate).astype("<f4")
     samples[rate // 2 : rate // 2 + 10] = value

@@ -93,15 +93,15 @@ def test_a_run_that_was_interrupted_is_finished_and_a_sound_that_changed_is_noti
 
 
 BAD = {
-    '{"prompt": "hello"}': 'whisper hears sound: give {"audio": "FILE.wav"}',
+    '{"prompt": "hello"}': 'whisper takes audio: give {"audio": "FILE.wav"}',
     '{"audio": "short.wav", "prompt": "hello"}': "one of prompt, messages, prompt_token_ids and audio",
     '{"audio": "absent.wav"}': "cannot read audio absent.wav: No such file",
     '{"audio": "."}': "cannot read audio .: Is a directory",
     '{"audio": "in.jsonl"}': "audio in.jsonl is not a wav file",
-    '{"audio": "silent.wav"}': "audio silent.wav is empty: 0 s of sound",
+    '{"audio": "silent.wav"}': "audio silent.wav is empty: 0 s of audio",
     '{"audio": 5}': "audio must be the path of a wav file, not 5",
     '{"audio": "a\\u0000b"}': "audio must be the path of a wav file",
-    '{"audio": "short.wav", "language": "Klingon"}': "language 'Klingon' is unknown; this model knows de, en",
+    '{"audio": "short.wav", "language": "Klingon"}': "language 'Klingon' is unknown; this model supports de",
     '{"audio": "short.wav", "language": 5}': "language must be a string, not 5",
     '{"audio": "short.wav", "task": "sing"}': "task must be one of transcribe, translate, not 'sing'",
     '{"audio": "short.wav", "language": "de", "task": "sing"}': "task must be one of",
@@ -130,4 +130,4 @@ def test_sound_is_no_prompt_of_a_model_of_text(tmp_path, place, capsys):
     tokenizers_made.make_tokenizer(tmp_path / "text")
     assert served(tmp_path / "text", place, [{"audio": "absent.wav"}], "--quiet")[0] == 2
     said = capsys.readouterr().err
-    assert "line 1: llama reads text, not sound" in said and said.count("\n") == 1
+    assert "line 1: llama takes text, not audio" in said and said.count("\n") == 1

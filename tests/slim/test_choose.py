@@ -61,12 +61,12 @@ def test_the_worst_rows_go_back_until_the_whole_is_under_the_bound():
     assert choices[1].why.startswith("the whole model's KL was 4.0e+00 with this row")
 
 
-def test_a_row_without_candidates_says_why():
+def test_a_row_without_candidates_reports_the_reason():
     (choice,) = choose([[]], refused={"k": "layer 0: W_K is singular (condition inf)"}.items())
     assert choice.measured is None and choice.why == "layer 0: W_K is singular (condition inf)"
 
 
-def test_forced_takes_the_best_of_each_whatever_it_costs():
+def test_forced_forms_use_each_rows_best_candidate_at_any_cost():
     (choice,) = forced([[option(0, 9.0), option(0, 4.0, how=FITTED)]])
     assert choice.measured and choice.measured.kl == 4.0
 

@@ -69,7 +69,7 @@ def converted(folder, text, tmp_path_factory):
     return json.loads((out / "slim.json").read_text()), out
 
 
-def test_planted_conditions_decide(converted):
+def test_rows_with_badly_conditioned_keys_stay_keys_and_values(converted):
     found, out = converted
     assert [row["form"] for row in found["rows"]] == ["k", "kv", "kv", "k"]
     assert found["whole"]["kl"] <= 1e-3 == found["max_kl"]
@@ -123,7 +123,7 @@ def test_the_fit_is_least_squares():
         np.testing.assert_allclose(got, want, rtol=0, atol=10 * ridge)
 
 
-def test_a_text_is_halved_by_documents():
+def test_a_text_is_split_in_halves_by_document():
     documents = [[i] * length for i, length in enumerate((500, 90, 90, 90, 300, 40))]
     fit, kept = texts.halves(iter(documents), inputs=8, context=64, vocab=9)
     assert fit.tokens.shape[1] == kept.tokens.shape[1] == 64
@@ -148,8 +148,14 @@ def test_bad_flags_are_one_line(folder, text, tmp_path, capsys):
         (("--max-kl", "nan"), "--max-kl must be a finite number"),
         (("--forms", "kv"), "--forms must be one of auto, k, v, x, not 'kv'"),
         (("--cache-dtype", "int4"), "--cache-dtype must be one of float32, .* not 'int4'"),
-        (("--forms", "x"), "as 'x': rotary embedding stands between inputs and keys: .*; use --forms auto"),
-        (("--forms", "v"), "as 'v': rotary embedding stands between values and keys: .*; use --forms auto"),
+        (
+            ("--forms", "x"),
+            "as 'x': rotary embedding is applied between inputs and keys: .*; use --forms auto",
+        ),
+        (
+            ("--forms", "v"),
+            "as 'v': rotary embedding is applied between values and keys: .*; use --forms auto",
+        ),
         (
             ("--forms", "k", "--text", text),
             r"^error: layer 2: W_K is singular .* as 'k'; use --forms auto$",

@@ -165,7 +165,9 @@ def test_float32_keys_of_any_layer_and_the_hybrid_are_the_model(t5, text, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "whisper"])
-def test_auto_takes_inputs_and_prints_what_all_else_costs(name, t5, whisper, text, sounds, tmp_path, capsys):
+def test_auto_chooses_inputs_and_prints_the_cost_of_other_forms(
+    name, t5, whisper, text, sounds, tmp_path, capsys
+):
     folder, data = (t5, ("--text", text)) if name == "t5" else (whisper, ("--audio", sounds))
     found = run(folder, tmp_path / "out", *data, "--cache-dtype", "bfloat16")
     assert {row["form"] for row in found["rows"][DECODERS:]} == {"x"}
@@ -183,7 +185,7 @@ def test_auto_takes_inputs_and_prints_what_all_else_costs(name, t5, whisper, tex
     assert "96 bytes a position of a source instead of 384" in said
 
 
-def test_a_solved_matrix_reaches_its_own_row_whatever_rows_are_shared(t5):
+def test_least_squares_solutions_reach_their_own_rows_for_any_sharing(t5):
     """Rows of inputs are one: those behind it move up."""
     model, params = skv.from_pretrained(saved(encoder_models.make("t5"), t5.parent / "three"))
     plan, row = model.plan, 5  # the third layer's row of its source
@@ -237,21 +239,21 @@ def test_keys_of_a_layer_that_cannot_have_them_or_loses_too_much_are_refused(spo
     )
 
 
-def test_a_model_is_given_what_it_reads(t5, whisper, text, sounds, tmp_path, capsys):
+def test_t5_takes_text_and_whisper_takes_audio(t5, whisper, text, sounds, tmp_path, capsys):
     empty = tmp_path / "empty"
     empty.mkdir()
     (tmp_path / "no.wav").write_bytes(b"ID3 no wave")
     for folder, flags, message in (
-        (whisper, (), "whisper reads sound: give --audio, wav files or folders of them"),
-        (whisper, ("--text", text), "whisper reads sound"),
-        (t5, ("--audio", sounds), "t5 reads text: give --text"),
+        (whisper, (), "whisper takes audio: give --audio, wav files or folders of them"),
+        (whisper, ("--text", text), "whisper takes audio"),
+        (t5, ("--audio", sounds), "t5 takes text: give --text"),
         (whisper, ("--audio", empty), f"--audio {empty} holds no .wav files"),
         (whisper, ("--audio", tmp_path / "none.wav"), "cannot read .*none.wav: No such file"),
         (whisper, ("--audio", tmp_path / "no.wav"), "no.wav is not a wav file"),
         (
             whisper,
             ("--audio", sounds / "00.wav"),
-            r"what the model says of the sound is too short: \d+ tokens to fit on and \d+ of other documents "
+            r"the model's answer to the audio is too short: \d+ tokens to fit on and \d+ of other documents "
             r"to measure on; 384 \(8 for each of 48 inputs\) and 192 are needed",
         ),
     ):
@@ -259,10 +261,10 @@ def test_a_model_is_given_what_it_reads(t5, whisper, text, sounds, tmp_path, cap
         assert re.search(message, said), said
 
 
-def test_a_bound_that_is_given_holds_for_decoders_too(tmp_path, text, capsys):
+def test_max_kl_limits_forced_forms_of_decoders_too(tmp_path, text, capsys):
     made = hf_models.build("llama", seed=3, num_key_value_heads=4, num_hidden_layers=1)
     folder = saved(made, tmp_path / "llama")
     flags = "--text", text, "--forms", "k", "--cache-dtype", "int8", "--max-kl", "1e-9"
     assert "layer 0, stored as 'k', costs KL" in refused(folder, tmp_path, capsys, *flags)
     said = refused(folder, tmp_path, capsys, "--audio", text)
-    assert "--audio is for models that hear sound, and llama reads text" in said
+    assert "--audio is for models that take audio, and llama reads text" in said

@@ -38,7 +38,7 @@ def one_by_one(scores, values, tile: int, threshold: float, together: bool) -> n
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.6])
-def test_tiles_are_left_out_as_a_kernel_would(threshold):
+def test_tiles_are_skipped_as_the_kernel_skips_them(threshold):
     """10 keys in tiles of 4: the last tile is not full."""
     scores, values = case()
     got = np.asarray(left_out(jnp.array(scores), jnp.array(values), jnp.ones(TOKENS, bool), 4, threshold))

@@ -176,11 +176,11 @@ def test_a_file_without_tokens_has_no_tokenizer(tmp_path):
         ({"tokens": [1, 2]}, "tokens is not a list of str"),
         ({"eos_token_id": 10**6}, "eos_token_id is 1000000, and it has"),
         ({"merges": ["ab"]}, "the merge 'ab' is not of two tokens"),
-        ({"merges": ["zz qq"]}, "the merge 'zz qq' is of texts that are no tokens"),
+        ({"merges": ["zz qq"]}, "the merge 'zz qq' is of texts that are not tokens"),
         ({"model": "llama", "scores": [1.0]}, "1 scores"),
     ],
 )
-def test_a_spoilt_tokenizer_is_refused_in_a_line(fields, message, tmp_path):
+def test_a_corrupted_tokenizer_is_refused_in_one_line(fields, message, tmp_path):
     with pytest.raises(UsageError, match=message) as caught:
         load_tokenizer(byte_level(tmp_path / "model.gguf", **fields))
     assert "\n" not in str(caught.value)

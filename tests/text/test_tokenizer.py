@@ -197,7 +197,7 @@ def test_pinned_date_reaches_both_kinds_of_template(made):
         (None, REPEATED, "has no chat template"),
         (INSTRUCT, [{"role": "system", "content": "x"}], "only user and assistant"),
         (CHATML, [], "refuses these messages"),
-        (PLAIN.replace("m.content", "m.content | upper"), REPEATED, "does not show the assistant's turns"),
+        (PLAIN.replace("m.content", "m.content | upper"), REPEATED, "does not mark the assistant's turns"),
     ],
 )
 def test_templates_that_cannot_be_used(made, template, messages, expected):

@@ -34,7 +34,7 @@ function tell(error) {
 
 // What to say of a model: its plan decides how many layers a prompt's tokens run.
 function kind(model) {
-  const cache = `${model.cache_bytes_per_token.toLocaleString("en")} cache bytes a token`;
+  const cache = `${model.cache_bytes_per_token.toLocaleString("en")} cache bytes per token`;
   if (model.split === null) return `standard: ${model.layers} layers; ${cache}`;
   const share = model.share > 1 ? `, ${model.share} of the others share a cache` : "";
   return `SwiftKV: prompts run ${model.split} of ${model.layers} layers${share}; ${cache}`;
@@ -243,10 +243,10 @@ function showPrompt() {
   }
   for (const { card, runs } of models) card.querySelector(".count").textContent = runs.length ? count(runs) : "";
   const all = found.map(({ model, ttft, speed }) => ({ name: model.id, ttft, speed, bytes: model.cache_bytes_per_token }));
-  judge(all.length && all.every((each) => each.ttft !== null) ? verdict(all) : "");
+  showVerdict(all.length && all.every((each) => each.ttft !== null) ? verdict(all) : "");
 }
 
-function judge(sentence) {
+function showVerdict(sentence) {
   byId("verdict").textContent = sentence;
   byId("verdict").hidden = !sentence;
 }
@@ -301,10 +301,10 @@ async function passageOf(model, signal) {
 
 function showLengths() {
   byId("sweep").hidden = !swept.length;
-  if (!swept.length) return judge("");
+  if (!swept.length) return showVerdict("");
   const names = models.map((model) => model.id);
   const last = swept.at(-1);
-  judge(
+  showVerdict(
     verdict(
       names.map((name, i) => ({ name, ttft: last.ttft[i] })),
       `At ${last.length.toLocaleString("en")} prompt tokens`,

@@ -81,7 +81,7 @@ def test_the_tpu_kernels_say_what_they_support(pool, slots, message):
     assert message in pallas_tpu.refuses_keys(q, pool, jnp.zeros((1, 128, 128)), table)
 
 
-def test_8_bit_pages_with_scales_say_which_pages_a_tpu_takes():
+def test_8_bit_pages_of_a_wrong_size_are_refused_on_a_tpu_with_the_sizes():
     """XLA would copy all scales at every call, were a page of them not whole lanes."""
     message = "a page of 32 tokens with scales: a multiple of 128"
     args, arrays = paged_cases.SMALL["int8"].shapes()

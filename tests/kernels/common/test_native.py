@@ -91,7 +91,7 @@ def test_a_compiler_that_fails_is_one_line(script, why, home, tmp_path, monkeypa
 def test_a_cache_that_others_can_write_is_not_run(home):
     (home / ".cache" / "swiftkv-jax" / "native").mkdir(parents=True)
     (home / ".cache" / "swiftkv-jax" / "native").chmod(0o777)
-    assert "must be yours alone" in refused()
+    assert "must be writable by you alone" in refused()
 
 
 def test_concurrent_and_later_processes_compile_a_file_once(home, tmp_path, monkeypatch):

@@ -44,7 +44,7 @@ class Prompts(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """For each prompt: nats of the token that follows it, and the token that the system finds likeliest."""
+    """For each prompt: nats of the token that follows it, and the system's most likely token there."""
 
     nats: Float[np.ndarray, "R P"]
     likeliest: Int[np.ndarray, "R P"]
