@@ -24,7 +24,7 @@ def paper_recipe(name: str, model: str, split: int, batch_size: int = 16, **chan
         name=name,
         model=model,
         architecture=ModelConfig.from_hf(ARCHITECTURES / f"{name}.json"),
-        plan=PlanConfig(split=split),
+        plan=PlanConfig(split=split, init="fold"),
         data=data,
         evaluation=dataclasses.replace(data, split="held_out", limit=2000),
         eval_lengths=(2048, 8192),

@@ -40,7 +40,7 @@ class PlanConfig:
 
     split: int = 0
     share: int = 1
-    init: str = "fold"
+    init: str = LEAST_SQUARES
     init_tokens: int = 65_536
 
     def __post_init__(self):
@@ -361,8 +361,6 @@ class Experiment:
             integer(name, getattr(self, name), 1)
         for name in ("evaluate_every", "evaluation_batches", "checkpoint_every"):
             integer(name, getattr(self, name), 0)
-        if self.plan.init == LEAST_SQUARES and not self.plan.split:
-            raise UsageError('plan.init="least_squares" fits rows made at a split: give plan.split')
         object.__setattr__(self, "eval_lengths", tuple(self.eval_lengths))
         object.__setattr__(self, "keep", tuple(self.keep))
         object.__setattr__(self, "trackers", tuple(self.trackers))
@@ -405,6 +403,12 @@ class Experiment:
     def start(self) -> PlanConfig | PredictConfig:
         """The part with the start of new weights: `init` and `init_tokens`."""
         return self.plan if self.predict is None else self.predict
+
+    @property
+    def fits_start(self) -> bool:
+        """Whether new weights are fitted by least squares before the first step."""
+        makes_rows = self.predict is not None or self.plan.split > 0
+        return makes_rows and self.start.init == LEAST_SQUARES
 
     def held_out(self) -> dict[int, DataConfig]:
         """The held-out data by context length, as `eval_lengths` asks for them."""

@@ -88,7 +88,7 @@ def moments(
     if solved.tokens + held.tokens < unknowns:
         raise UsageError(
             f"a least-squares start has {unknowns} unknowns an output and {solved.tokens + held.tokens} "
-            "tokens to find them by: raise plan.init_tokens"
+            "tokens to find them by: raise plan.init_tokens, or set plan.init=fold"
         )
     return solved, held
 

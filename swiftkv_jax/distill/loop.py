@@ -24,7 +24,7 @@ from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checkpoint.training import Checkpointer
 from swiftkv_jax.distill import kernels, report, start, trackers
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import LEAST_SQUARES, AttentionConfig, Experiment, resolved
+from swiftkv_jax.distill.config import AttentionConfig, Experiment, resolved
 from swiftkv_jax.distill.data import Batch, DataLoader, evaluation_batches
 from swiftkv_jax.distill.progress import Progress, Silence
 from swiftkv_jax.errors import UsageError, explained
@@ -157,7 +157,7 @@ class Run:
             self.progress = self._progress() if self.first else Silence()
         self.evaluated: tuple[int, dict[int, dict[str, np.ndarray]]] | None = None
         self.compiled: set[str] = set()
-        self.to_fit = experiment.start.init == LEAST_SQUARES
+        self.to_fit = experiment.fits_start
         self.caught = 0
         if resume:
             self._restore()

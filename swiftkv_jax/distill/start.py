@@ -116,7 +116,7 @@ def prepare(experiment: Experiment, loaded: list[Loaded]) -> tuple[Student, PyTr
         trained, frozen = split({"base": params, "auxiliary": theirs, "predictor": made})
         return model, steps.masters(trained), frozen
     plan, init = experiment.plan.build(teacher.config.num_layers), experiment.plan.init
-    if init == LEAST_SQUARES and not plan.has_shared_norm:
+    if experiment.fits_start and not plan.has_shared_norm:
         raise UsageError(
             f"plan.split {plan.split} of {plan.num_layers} layers leaves no rows to fit by least squares"
         )

@@ -230,7 +230,7 @@ def test_evaluation_is_the_models_own():
 
 
 def test_folded_start_is_nearer_the_teacher_when_gains_are_spread():
-    """Why `init="fold"` is the default: input-norm gains over a factor of e either way."""
+    """Why "fold" is the default of `to_swiftkv`: input-norm gains over a factor of e either way."""
     teacher, params = teacher_of(5)
     gains = jnp.exp(jax.random.normal(jax.random.key(9), (5, CONFIG.hidden_size)))
     params["layers"][0]["attentions"][0]["norm"] = gains
