@@ -99,7 +99,7 @@ WORDS = {
     "FOLDER": "sounds",
     "OWNER/NAME": "me/student",
     "BRANCH": "second",
-    '"data/*.jsonl"': "more.jsonl",
+    "data/*.jsonl": "more.jsonl",
     "SmolLM2-135M-Instruct.Q4_1.gguf": "demo/teacher",
     "meta-llama/Llama-2-7b-hf": "multi_head",
     "runs/mha_teacher/export": "multi_head",
