@@ -102,7 +102,10 @@ def read_config_json(source: Mapping | str | Path) -> Mapping:
     path = Path(source)
     if not (path / "config.json").exists() and (file := gguf_of(path)):
         return config_of(file)
-    return read_json(path / "config.json" if path.is_dir() else path)
+    raw = read_json(path / "config.json" if path.is_dir() else path)
+    if "model_type" not in raw and (path / "export" / "config.json").is_file():
+        raise UsageError(f"{path} is the folder of a run; its student is in {path / 'export'}")
+    return raw
 
 
 def base_family(raw: Mapping) -> str:

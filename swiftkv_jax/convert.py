@@ -9,6 +9,7 @@ The same as `swiftkv-convert`. The later layers' keys and values are fitted by l
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ import numpy as np
 from swiftkv_jax.analysis.flops import cache_bytes_per_token, prompt_gflop
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checks import integer
-from swiftkv_jax.config import DTYPES, ModelConfig
+from swiftkv_jax.config import DTYPES, ModelConfig, plan_from_hf
 from swiftkv_jax.distill import kernels, loop
 from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
@@ -29,6 +30,7 @@ from swiftkv_jax.distill.samples import documents_of
 from swiftkv_jax.distill.sources import split_of
 from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.folder import DEMO
+from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.progress import Say, show, working
 from swiftkv_jax.surgery import INITS
 
@@ -127,11 +129,11 @@ def convert(
     Raises:
       UsageError: the model, the text or the plan makes no sense, or `out` cannot be written.
     """
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"cannot write to {out}: it is a file")
+    _check_out(out)
     with working(say, f"reading {model}"):
         folder = local_folder(model)
     config = ModelConfig.from_hf(folder)
+    check_standard(model, plan_from_hf(folder))
     with tempfile.TemporaryDirectory(prefix="swiftkv-convert-") as scratch:
         with working(say, f"reading {text}"):
             experiment = _experiment(str(folder), config, plan, text, length, dtype, Path(scratch))
@@ -148,8 +150,38 @@ def convert(
             with explained(f"write to {out}"):
                 text = card(named, run.recipe.student, figures, license_of(folder))
                 (out / "README.md").write_text(text, encoding="utf-8")
-    say(f"saved in {out} after {time.monotonic() - began:.0f} s; to serve it: swiftkv serve {out} --http")
+    say(f"saved in {out} after {time.monotonic() - began:.0f} s; to serve it: {serving(out)}")
     return found
+
+
+def serving(folder: Path) -> str:
+    """The command that serves a folder, as one types it in a shell."""
+    return f"swiftkv serve {shlex.quote(str(folder))} --http"
+
+
+def check_standard(model: str, plan: KVPlan) -> None:
+    """Raises UsageError: the plan is that of a student, of which no student is made."""
+    if plan != KVPlan.standard(plan.num_layers):
+        raise UsageError(f"{model} is already a student; give the model it was made from")
+
+
+def _check_out(out: Path) -> None:
+    """Raises UsageError: `out` cannot be written, or holds a model that is no student, or a run; an earlier
+    student may be replaced."""
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"cannot write to {out}: it is a file")
+    with explained(f"write to {out}"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out if out.exists() else out.parent):
+            pass
+        if not (out / "config.json").exists():
+            return
+    try:
+        plan = plan_from_hf(out)
+    except UsageError:  # a model of another kind, or the settings of a run
+        plan = None
+    if plan is None or plan == KVPlan.standard(plan.num_layers):
+        raise UsageError(f"{out} holds a model that is no student, or a run: give another --out")
 
 
 def _experiment(

@@ -44,10 +44,11 @@ def bounded(path: Path) -> Path:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a user's UTF-8 file. Raises UsageError: it cannot be read, or is not UTF-8."""
+    """The text of a user's UTF-8 file, without a byte order mark. Raises UsageError: it cannot be read, or is
+    not UTF-8."""
     try:
         with explained(f"read {path}"):
-            return Path(path).read_text(encoding="utf-8")
+            return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 

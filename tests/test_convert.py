@@ -1,6 +1,7 @@
 """Students made without training: they are what distillation would begin with, and cost what is said."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -115,6 +116,38 @@ def test_a_text_too_short_is_refused(tmp_path, capsys):
     words = ["--split", "6", "--text", str(tmp_path / "mine.txt"), "--out", str(tmp_path / "out")]
     assert main([str(TEACHER), *words]) == 2
     assert "mine.txt is too short: give a text of 40,000" in capsys.readouterr().err
+
+
+def test_a_model_is_not_written_over(tmp_path, capsys):
+    """Neither the one that is converted nor another."""
+    for name in ("mine", "other"):
+        shutil.copytree(TEACHER, tmp_path / name)
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    words = ["--split", "4", "--init", "fold", "--length", "16"]
+    for out in ("mine", "other", "other/../mine"):
+        assert main([str(tmp_path / "mine"), *words, "--out", str(tmp_path / out)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"{out} holds a model that is no student" in error
+    assert kept == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_a_student_is_replaced_and_is_no_model_to_convert(fitted, tmp_path, capsys):
+    words = ["--split", "4", "--init", "fold", "--length", "16"]
+    student = tmp_path / "a student"
+    shutil.copytree(fitted[0], student)
+    assert main([str(TEACHER), *words, "--out", str(student)]) == 0
+    assert f"serve it: swiftkv serve '{student}' --http" in capsys.readouterr().out
+    assert main([str(student), *words, "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error == f"error: {student} is already a student; give the model it was made from\n"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    for out in ("/proc/1/none/student", str(tmp_path / "file" / "student")):
+        assert main([str(TEACHER), "--split", "4", "--out", out]) == 2
+        told, error = capsys.readouterr()
+        assert "reading" not in told and error.count("\n") == 1 and f"cannot write to {out}" in error
 
 
 @pytest.mark.parametrize(

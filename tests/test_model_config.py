@@ -456,3 +456,13 @@ def test_a_malformed_config_json_is_refused(text, message, tmp_path):
         ModelConfig.from_hf(tmp_path)
     with pytest.raises(UsageError, match=r"cannot read .*config.json: No such file"):
         ModelConfig.from_hf(tmp_path / "elsewhere" / "config.json")
+
+
+def test_the_folder_of_a_run_is_told_from_the_student_in_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"name": "run", "steps": 3}')
+    with pytest.raises(UsageError, match="model_type None is not supported"):
+        ModelConfig.from_hf(tmp_path)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"is the folder of a run; its student is in .*export$"):
+        ModelConfig.from_hf(tmp_path)

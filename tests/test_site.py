@@ -125,7 +125,8 @@ def test_every_record_names_its_run():
             assert "Not measured" in report.block(name)
             continue
         found = report.result(name)
-        run = found.get("run") or found["machine"]
+        about = found.get("about", found)
+        run = about.get("run") or about["machine"]
         assert run["command"].startswith(("python ", "make ")), name
         assert run.get("hardware") or run["device"], name
         assert re.fullmatch(r"2026-\d\d-\d\d", run["date"]), name

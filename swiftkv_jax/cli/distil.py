@@ -16,7 +16,7 @@ from swiftkv_jax.checks import integer
 from swiftkv_jax.cli import splits
 from swiftkv_jax.cli.plan import config_of
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.convert import apart
+from swiftkv_jax.convert import apart, serving
 from swiftkv_jax.distill import kernels
 from swiftkv_jax.distill.config import LEAST_SQUARES, AttentionConfig, Experiment, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.data import DataConfig, DataLoader
@@ -35,6 +35,7 @@ from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
 AUTO = "auto"
 _MEASURED = 16_384  # tokens that --split auto measures on, about
 _LONG = 2048  # a context length that every student is evaluated at, if its model supports it
+_READ = ("data.sources=", "data.columns=")  # settings that only hold for what --data names
 _PEEKED = 64  # documents looked at to tell texts from chats
 
 
@@ -53,7 +54,7 @@ class Machine:
 
 def parser() -> Parser:
     """All flags of the command."""
-    p = FieldsParser(
+    p = _Parser(
         description="Make a SwiftKV student of a model, distil it on your data and export it. Settings "
         "follow from the model's size and this machine's devices; --set changes any of them.",
         epilog="example: %(prog)s meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl",
@@ -116,6 +117,16 @@ def parser() -> Parser:
     return p
 
 
+class _Parser(FieldsParser):
+    """It knows that a shell makes several words of a pattern."""
+
+    def error(self, message: str):
+        words = message.removeprefix("unrecognized arguments: ").split()
+        if words != message.split() and not any(word.startswith("--") for word in words):
+            message += ": put quotes around a pattern, and --data before each file"
+        super().error(message)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run; exit code 0, 2 for bad usage, 1 for a failed run, 130 for Ctrl-C (saved)."""
     interrupted = "\ninterrupted: the newest checkpoint is kept; --resume continues from it"
@@ -136,14 +147,15 @@ def _run(args: argparse.Namespace) -> int:
     def experiment(data: DataConfig, held_out: DataConfig, split: int, steps: int) -> Experiment:
         plan = PlanConfig(split=split, share=args.share)
         made = make_experiment(args.model, config, machine, data, held_out, plan, steps)
-        return override(dataclasses.replace(made, name=out.name), args.set)
+        later = [setting for setting in args.set if not setting.startswith(_READ)]
+        return override(dataclasses.replace(made, name=out.name), later)
 
     sources = sources_with_chats(args.data, args.model)
     with working(show, f"reading the tokenizer of {args.model}, and {', '.join(sources)}"):
         folder = local_folder(args.model)
         tokenizer = load_tokenizer(folder)
         check_vocabulary(tokenizer, config)
-        data = data_for(sources, config, tokenizer, machine, args.length, args.weight, args.columns)
+        data = data_for(sources, config, tokenizer, machine, args.length, args.weight, args.columns, args.set)
         experiment(data, data, split or config.num_layers - 1, 1)  # fail early on mistakes in --set
         with explained(f"write to {out}"):
             data, held_out = apart(data, out / "data")
@@ -158,7 +170,7 @@ def _run(args: argparse.Namespace) -> int:
         return 130 if result.signal == 2 else 0
     show(f"done after {time.monotonic() - began:.0f} s; the student is in {result.export}")
     show(f"quality and costs: {out}/report.md")
-    show(f"to serve it: swiftkv serve {result.export} --http")
+    show(f"to serve it: {serving(result.export)}")
     return 0
 
 
@@ -179,7 +191,8 @@ def _attention(
 
 def _row_tokens(length: int | None, config: ModelConfig, machine: Machine) -> int:
     """Tokens of a row: the value of --length, or as many as suit the machine."""
-    tokens = length or min(512 if machine.platform == "cpu" else 4096, config.max_position_embeddings)
+    usual = min(512 if machine.platform == "cpu" else 4096, config.max_position_embeddings)
+    tokens = usual if length is None else length
     integer("--length", tokens, 2, config.max_position_embeddings)
     return tokens
 
@@ -206,28 +219,36 @@ def data_for(
     length: int | None,
     weights: Sequence[float] = (),
     columns: Sequence[str] = (),
+    settings: Sequence[str] = (),
 ) -> DataConfig:
     """The data config, with rows that suit the machine. If the tokenizer has a chat template, only the
     assistant's turns of chats are trained on.
+
+    Args:
+      settings: `a.b=value` each, as --set takes them; those of data hold.
 
     Raises:
       UsageError: sources that cannot be read, or a length beyond the model's context.
     """
     seq_len = _row_tokens(length, config, machine)
     rows = 4 if machine.platform == "cpu" else max(4, 65_536 // seq_len)
-    documents = open_documents(sources, columns=columns)
-    chats = all(documents[i].messages for i in range(min(_PEEKED, len(documents))))
-    chats = chats and tokenizer.template is not None
-    return DataConfig(
+    data = DataConfig(
         sources=tuple(sources),
         weights=tuple(weights),
         columns=tuple(columns),
         chats="template" if tokenizer.template is not None else "plain",
         seq_len=seq_len,
         batch_size=machine.devices * math.ceil(rows / machine.devices),
-        mask="assistant" if chats else "all",
-        long_documents="split" if chats else "fill",
     )
+    own = [setting for setting in settings if setting.startswith("data.")]
+    plan = PlanConfig(split=config.num_layers - 1)
+    read = override(make_experiment("model", config, machine, data, data, plan, 1), own).data
+    documents = open_documents(read.sources, read.skip_bad_lines, read.columns, read.stream_rows)
+    chats = all(documents[i].messages for i in range(min(_PEEKED, len(documents))))
+    chats = chats and read.chats == "template"
+    mask, long_documents = ("assistant", "split") if chats else ("all", "fill")
+    made = dataclasses.replace(data, mask=mask, long_documents=long_documents)
+    return override(make_experiment("model", config, machine, made, made, plan, 1), own).data
 
 
 def make_experiment(
@@ -310,4 +331,9 @@ def _kept(out: Path) -> int | None:
     """The split of the run in `out`, if there is one."""
     path = out / "config.json"
     with explained(f"read {path}"):
-        return json.loads(path.read_text())["plan"]["split"] if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            return json.loads(path.read_text())["plan"]["split"]
+        except (KeyError, TypeError, ValueError):
+            raise UsageError(f"{path} is not that of a run: give another --out") from None

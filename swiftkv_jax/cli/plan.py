@@ -16,6 +16,7 @@ from swiftkv_jax.checks import integer
 from swiftkv_jax.cli import splits
 from swiftkv_jax.config import ModelConfig, plan_from_hf
 from swiftkv_jax.config_json import read_config_json
+from swiftkv_jax.convert import check_standard
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.engine.settings import MEMORY_FRACTION
 from swiftkv_jax.errors import Parser, UsageError, exit_code, first_line
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> None:
     config = config_of(args.model)
     layers = config.num_layers
-    context = args.context or min(CONTEXT, config.max_position_embeddings)
+    context = min(CONTEXT, config.max_position_embeddings) if args.context is None else args.context
     integer("--context", context, 1, config.max_position_embeddings)
     chosen, shares = args.split or splits.candidates(layers), args.share or SHARES
     for split in chosen:
@@ -100,8 +101,7 @@ def config_of(model: str) -> ModelConfig:
         raise UsageError(f"no model {model}: give a folder, a GGUF file, a config.json or a hub id")
     raw = read_config_json(path if path.exists() else _from_hub(model))
     config = ModelConfig.from_hf(raw)
-    if plan_from_hf(raw) != KVPlan.standard(config.num_layers):
-        raise UsageError(f"{model} is already a student; give the model it was made from")
+    check_standard(model, plan_from_hf(raw))
     if config.num_layers < 2:
         raise UsageError(f"{model} has one layer: there is nothing to split")
     return config

@@ -36,14 +36,16 @@ Bad = list[str]
 
 
 def files_of(source: str) -> list[tuple[Path, str]]:
-    """(path, name) of the files of a source: a file, a pattern, or a folder and what lies in it.
+    """(path, name) of the files of a source: a file, a pattern, or a folder and what lies in it that is not
+    hidden.
 
     Raises:
       UsageError: there is none, or it is of a kind that is not read.
     """
     root = Path(source).expanduser()
     if root.is_dir():
-        paths = sorted(path for path in root.rglob("*") if path.is_file() and kind_of(path) is not None)
+        lying = (path for path in root.rglob("*") if path.is_file() and kind_of(path) is not None)
+        paths = sorted(p for p in lying if not any(n.startswith(".") for n in p.relative_to(root).parts))
         if not paths:
             raise UsageError(f"no {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)} files in folder {source}")
         return [(path, path.relative_to(root).as_posix()) for path in paths]
@@ -53,7 +55,8 @@ def files_of(source: str) -> list[tuple[Path, str]]:
         paths = [Path(name) for name in sorted(glob.glob(str(root), recursive=True))]
         paths = [path for path in paths if path.is_file()]
     if not paths:
-        hint = f"; a hub dataset is written hf://{source}" if re.fullmatch(r"[\w.-]+/[\w.-]+", source) else ""
+        named = re.fullmatch(r"[\w.-]+/[\w.-]+", source) and kind_of(root) is None
+        hint = f"; a hub dataset is written hf://{source}" if named else ""
         raise UsageError(f"source {source} does not exist{hint}")
     for path in paths:
         if kind_of(path) is None:
@@ -62,9 +65,10 @@ def files_of(source: str) -> list[tuple[Path, str]]:
 
 
 def kind_of(path: Path) -> str | None:
-    """The suffix that says what a file holds; None if the kind is not supported."""
-    packed = path.suffix in _OPENERS
-    suffixes = path.suffixes[:-1] if packed else path.suffixes
+    """The suffix that says what a file holds, in small letters; None if the kind is not supported."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    packed = bool(suffixes) and suffixes[-1] in _OPENERS
+    suffixes = suffixes[:-1] if packed else suffixes
     known = suffixes and suffixes[-1] in TEXT_SUFFIXES + ROW_SUFFIXES
     return suffixes[-1] if known and not (packed and suffixes[-1] == ".parquet") else None
 
@@ -73,7 +77,7 @@ def kind_of(path: Path) -> str | None:
 def _opened(path: Path) -> Iterator[Any]:
     """The file's decompressed bytes; errors become a UsageError that names the file."""
     try:
-        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+        with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
             yield file
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error

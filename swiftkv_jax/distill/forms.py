@@ -42,9 +42,19 @@ def _turns(value) -> list:
 
 
 def _message(turn: dict) -> dict:
-    if not isinstance(turn.get("role"), str) or not isinstance(turn.get("content"), str):
+    content = _joined(turn.get("content"))
+    if not isinstance(turn.get("role"), str) or not isinstance(content, str):
         raise BadRow('a message needs "role" and "content", both texts')
-    return {name: value for name, value in turn.items() if value is not None}
+    return {name: value for name, value in (turn | {"content": content}).items() if value is not None}
+
+
+def _joined(content):
+    """The text of a content in parts, [{"type": "text", "text": "..."}, ...], if all of them are texts;
+    anything else unchanged."""
+    if not isinstance(content, list) or not content:
+        return content
+    parts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in content]
+    return "".join(parts) if all(isinstance(part, str) for part in parts) else content
 
 
 def _speech(turn: dict) -> dict:
@@ -160,6 +170,9 @@ def parse_row(row, id_column: str = "id", columns: Sequence[str] = ()) -> Docume
         raise BadRow(f"a row is an object, not {type(row).__name__}")
     row = renamed(row, columns, id_column) if columns else row
     form = form_of(row)
+    if form is None and (nulls := form_of(list(row))) is not None:
+        empty = [f'"{name}"' for name in nulls if row[name] is None]
+        raise BadRow(f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} null")
     if form is None:
         raise BadRow(f'neither "text" nor "messages" nor another known form in {_shown(row)}')
     document = FORMS[form](row)

@@ -8,7 +8,7 @@ import mmap
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -81,6 +81,7 @@ class StoredDocuments(Sequence):
     def __init__(self, path: Path):
         import pyarrow
 
+        self.path = path
         with explained(f"read {path}"), path.open("rb") as file:
             self._file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._table = pyarrow.ipc.open_stream(pyarrow.py_buffer(self._file)).read_all()
@@ -165,17 +166,19 @@ def open_documents(
     """
     check_columns(columns)
     parts, bad = [], []
+    seen: dict[str, None] = {}
     for source in sources:
         if source.startswith("hf://"):
-            parts.append(_open_hub(source, skip_bad_lines, columns, stream_rows))
+            parts.append(_open_hub(source, skip_bad_lines, columns, stream_rows, seen))
             continue
         if source.startswith(SELF):
             raise UsageError(f"{source}: only swiftkv train and swiftkv distil write a model's own chats")
         before = len(bad)
-        found = _open_local(source, bad, skip_bad_lines, columns)
+        found = _open_local(source, bad, skip_bad_lines, columns, seen)
         if not len(found) and len(bad) == before:
             raise UsageError(f"source {source} holds no documents")
         parts.append(found)
+    _check_seen(columns, seen, parts)
     if bad and not skip_bad_lines:
         raise UsageError(_broken(bad))
     documents = Documents(parts)
@@ -193,18 +196,47 @@ def _broken(bad: files.Bad) -> str:
             "named by columns: prompt=question, say"
         )
     more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-    return f"broken lines: {'; '.join(bad[:_SHOWN])}{more}. Fix them or set skip_bad_lines"
+    return (
+        f"broken lines: {'; '.join(bad[:_SHOWN])}{more}. Fix them, or let swiftkv train or distil skip "
+        "them: --set data.skip_bad_lines=True"
+    )
 
 
-def _open_local(source: str, bad: files.Bad, skip: bool, columns: Sequence[str]) -> Sequence:
+def _see(row, columns: Sequence[str], seen: dict[str, None]) -> None:
+    """Add the column names of a row to `seen`: those that `columns` names, and the first few others."""
+    if columns and isinstance(row, Mapping):
+        wanted = {part.partition("=")[2] for part in columns}
+        seen |= {name: None for name in row if len(seen) < _SHOWN or name in wanted}
+
+
+def _check_seen(columns: Sequence[str], seen: dict[str, None], parts: Sequence[Sequence]) -> None:
+    """Raises UsageError: `columns` names a column that no row has. Then nothing is kept on disk that was read
+    with these columns."""
+    for part in columns:
+        theirs = part.partition("=")[2]
+        if theirs in seen:
+            continue
+        for stored in parts:
+            if isinstance(stored, StoredDocuments):
+                stored.path.unlink(missing_ok=True)
+        have = ", ".join(list(seen)[:_SHOWN])
+        raise UsageError(f"no row has the column {theirs!r} of columns {part!r}; the rows have {have[:300]}")
+
+
+def _open_local(
+    source: str, bad: files.Bad, skip: bool, columns: Sequence[str], seen: dict[str, None]
+) -> Sequence:
     found = files.files_of(source)
     with explained(f"read {source}"):
         facts = [(str(path.resolve()), name, path.stat()) for path, name in found]
     stamps = [(path, name, stat.st_size, stat.st_mtime_ns) for path, name, stat in facts]
     if sum(size for _, _, size, _ in stamps) < _LOOKED_UP:
-        return _held(_read(found, bad, columns), None, bad, skip)
+        return _held(_read(found, bad, columns, seen), None, bad, skip)
     place = _place([_VERSION, stamps, list(columns), skip])
-    return StoredDocuments(place) if place.exists() else _held(_read(found, bad, columns), place, bad, skip)
+    if place.exists():
+        seen |= {part.partition("=")[2]: None for part in columns}  # else it would not have been kept
+        return StoredDocuments(place)
+    return _held(_read(found, bad, columns, seen), place, bad, skip)
 
 
 def _place(identity: list) -> Path:
@@ -267,20 +299,29 @@ def _batches(documents: Iterator[Document]) -> Iterator[dict[str, list[str]]]:
         yield held
 
 
-def _read(found: list[tuple[Path, str]], bad: files.Bad, columns: Sequence[str]) -> Iterator[Document]:
+def _read(
+    found: list[tuple[Path, str]], bad: files.Bad, columns: Sequence[str], seen: dict[str, None]
+) -> Iterator[Document]:
     for path, name in found:
         kind = files.kind_of(path)
         if kind in files.TEXT_SUFFIXES:
             yield from (Document(piece, text) for piece, text in files.texts(path, name))
         elif kind is not None:
             for number, row in files.rows(path, kind, bad):
+                _see(row, columns, seen)
                 try:
                     yield parse_row(row, columns=columns)
                 except BadRow as error:
                     files.note(bad, path, number, error)
 
 
-def _open_hub(source: str, skip_bad_rows: bool, columns: Sequence[str], stream_rows: int | None) -> Sequence:
+def _open_hub(
+    source: str,
+    skip_bad_rows: bool,
+    columns: Sequence[str],
+    stream_rows: int | None,
+    seen: dict[str, None],
+) -> Sequence:
     match = _HUB.fullmatch(source)
     if not match:
         raise UsageError(
@@ -297,6 +338,7 @@ def _open_hub(source: str, skip_bad_rows: bool, columns: Sequence[str], stream_r
         have = rows.column_names or list(next(iter(rows), {}))
     except Exception as error:  # datasets passes on errors of every library that it uses
         raise UsageError(f"cannot load {source} (split {split}): {first_line(error)}") from error
+    _see(dict.fromkeys(have), columns, seen)
     if form_of(list(renamed(dict.fromkeys(have, ""), columns, id_column))) is None:
         raise UsageError(
             f"{source} has no columns of a known form ({KNOWN}); its columns are {', '.join(have)}: "

@@ -74,7 +74,7 @@ def read_lines(source: str | None) -> list[tuple[int, str]]:
     if source is None:
         return list(enumerate(EXAMPLES, 1))
     try:
-        text = sys.stdin.read() if source == "-" else read_text(source)
+        text = sys.stdin.read().removeprefix("\ufeff") if source == "-" else read_text(source)
     except UnicodeDecodeError as error:
         raise UsageError(f"stdin is not UTF-8 text: {error}") from None
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

@@ -134,6 +134,12 @@ def test_help_shows_every_field_of_a_config_with_its_meaning_and_default(command
         (["--data", "nowhere.jsonl", "--split", "half"], "--split is auto or a number of layers, not 'half'"),
         (["--data", "TEXTS", "--weight", "2", "--weight", "1"], "are not one for each of 1 sources"),
         (["--data", "TEXTS", "--columns", "txt=body"], "columns are written ours=theirs"),
+        (["--data", "TEXTS", "--columns", "text=bdoy"], "no row has the column 'bdoy'"),
+        (
+            ["--data", "TEXTS", "more.jsonl"],
+            "unrecognized arguments: more.jsonl: put quotes around a pattern",
+        ),
+        (["--data", "TEXTS", "--length", "0"], "--length must be in [2, 64], not 0"),
         (["--data", "TEXTS", "--length", "128"], "--length must be in [2, 64], not 128"),
         (["--data", "TEXTS", "--steps", "0"], "--steps must be at least 1, not 0"),
         (["--data", "TEXTS", "--set", "step=3"], "has no 'step'; did you mean 'steps'?"),
@@ -148,6 +154,31 @@ def test_invalid_arguments_are_refused_in_a_line(words, said, teacher, tmp_path,
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_no_run_does_not_go_on(teacher, tmp_path, capsys):
+    words = ["--data", made.texts(tmp_path / "rows.jsonl"), "--out", str(teacher), "--resume"]
+    config = (teacher / "config.json").read_bytes()
+    for more, said in ([], "is not that of a run"), (["--split", "2"], "belongs to another run"):
+        assert distil.main([str(teacher), *words, *more]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and said in error and (teacher / "config.json").read_bytes() == config
+
+
+def test_settings_of_the_data_hold_for_how_it_is_read(teacher, tmp_path, capsys):
+    """What the message about a broken line tells to do works, with spaces in the path of the run too."""
+    texts, out = made.texts(tmp_path / "rows.jsonl"), tmp_path / "a run"
+    Path(texts).write_text(Path(texts).read_text().replace('"text"', '"body"') + "{\n")
+    words = [str(teacher), "--data", texts, "--out", str(out), "--split", "2", "--steps", "1"]
+    words += ["--set", 'data.columns=("text=body",)', "--set", "data.seq_len=16", *FEWER]
+    assert distil.main(words) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "--set data.skip_bad_lines=True" in told
+    assert distil.main([*words, "--set", "data.skip_bad_lines=True"]) == 0
+    assert f"serve it: swiftkv serve '{out}/export' --http" in capsys.readouterr().out
+    config = json.loads((out / "config.json").read_text())
+    for data in (config["data"], config["evaluation"]):
+        assert (data["seq_len"], data["skip_bad_lines"]) == (16, True)
 
 
 def test_a_model_without_embeddings_for_its_tokenizer_is_refused_before_it_is_measured(tmp_path, capsys):

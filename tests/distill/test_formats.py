@@ -104,9 +104,8 @@ def test_columns_of_other_names(tmp_path):
     found = open_documents([source], columns=("prompt=q", "completion=a"))
     assert [(d.id, d.messages) for d in found] == [("1", (Q, A)), ("2", (Q, A))]
     other = as_jsonl(tmp_path / "other.jsonl", [{"text": "plain"}])
-    assert open_documents([other], columns=("prompt=q", "completion=a"))[0].text == "plain", (
-        "has none of them"
-    )
+    found = open_documents([other, source], columns=("prompt=q", "completion=a"))
+    assert found[0].text == "plain", "has none of them"
     with pytest.raises(
         UsageError,
         match=r"rows.jsonl:2 .*known form in the columns id, q, a\)\. Rows have .*forms: messages with ",
@@ -118,6 +117,45 @@ def test_columns_of_other_names(tmp_path):
     for bad in ("prompt", "promt=q", "prompt="):
         with pytest.raises(UsageError, match=f"columns are written ours=theirs, .*not '{bad}'"):
             open_documents([source], columns=(bad,))
+
+
+def test_a_named_column_that_no_row_has_is_an_error(tmp_path, monkeypatch):
+    """A misspelt name must not train on another column that happens to be there."""
+    source = as_jsonl(tmp_path / "rows.jsonl", [{"text": "noise", "body": "b"}, {"body": "c", "late": "x"}])
+    for columns, missing in ((("text=bdoy",), "bdoy"), (("prompt=body", "completion=answr"), "answr")):
+        with pytest.raises(
+            UsageError, match=f"no row has the column '{missing}' .* the rows have text, body"
+        ):
+            open_documents([source], columns=columns)
+    assert open_documents([source], columns=("text=body", "id=late"))[0].text == "b", "some row has each"
+    monkeypatch.setattr(sources, "IN_MEMORY", 10)
+    monkeypatch.setattr(sources, "_LOOKED_UP", 0)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for _ in range(2):  # nothing is kept that would hide it
+        with pytest.raises(UsageError, match="no row has the column 'bdoy'"):
+            open_documents([source], columns=("text=bdoy",))
+    for _ in range(2):
+        assert open_documents([source], columns=("text=body", "id=late"))[0].text == "b"
+
+
+def test_a_row_whose_column_is_null_is_told_so(tmp_path):
+    source = as_jsonl(tmp_path / "rows.jsonl", [{"text": "one"}, {"text": None}])
+    with pytest.raises(
+        UsageError, match=r'rows.jsonl:2 \("text" is null\)\. Mend .*data.skip_bad_lines=True'
+    ):
+        open_documents([source])
+    assert len(open_documents([source], skip_bad_lines=True)) == 1
+
+
+def test_a_message_of_parts_that_are_texts(tmp_path):
+    """OpenAI's form, which data sets of chats with images share."""
+    parts = [{"type": "text", "text": "q"}]
+    rows = [{"messages": [{"role": "user", "content": parts}, A]}]
+    assert open_documents([as_jsonl(tmp_path / "rows.jsonl", rows)])[0].messages == (Q, A)
+    for wrong in ([{"type": "image_url", "image_url": "x"}], [], ["q"], [{"type": "text", "text": 1}]):
+        rows = [{"messages": [{"role": "user", "content": wrong}, A]}]
+        with pytest.raises(UsageError, match='a message needs "role" and "content", both texts'):
+            open_documents([as_jsonl(tmp_path / "rows.jsonl", rows)])
 
 
 @pytest.fixture
@@ -142,6 +180,8 @@ def test_a_hub_dataset_by_config_split_and_columns(hub):
     assert [d.text for d in open_documents(["hf://some/set:hard[test[:2]]"])] == ["hard 0", "hard 1"]
     assert open_documents(["hf://some/set:easy"])[8].text == "easy 8"
     assert open_documents(["hf://some/set:easy@main"])[8].text == "easy 8"
+    with pytest.raises(UsageError, match="no row has the column 'body'"):
+        open_documents(["hf://some/set:easy"], columns=("text=body",))
     found = open_documents(["hf://some/set:easy"], columns=("prompt=text", "completion=text"))
     assert found[0].messages[1] == {"role": "assistant", "content": "easy 0"}
     with pytest.raises(UsageError, match=r"hf://org/name:config\[split\]@revision, not hf://some/set:"):

@@ -47,6 +47,9 @@ def test_folder_json_and_text_files_in_one_order(tmp_path):
         file.write("three")
     (tmp_path / "d.json").write_text(json.dumps([{"text": "four"}, {"conversations": SHARE}]))
     (tmp_path / "ignored.bin").write_bytes(b"\xff")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "a-checkpoint.txt").write_text("hidden")
+    (tmp_path / "b" / "._two.md").write_bytes(b"\xff")  # what macOS puts beside a file
     documents = open_documents([str(tmp_path), str(tmp_path / "a.txt")])
     assert [d.text for d in documents] == ["one", "two", "three", "four", "", "one"]
     assert [d.id for d in documents][:3] == ["a.txt", "b/two.md", "c.txt.xz"]
@@ -141,7 +144,17 @@ def test_sources_that_cannot_be_used(tmp_path, name, content, expected):
         open_documents([str(tmp_path / name)])
 
 
-def test_a_hub_dataset_without_hf_prefix_is_refused_with_a_hint():
+def test_suffixes_in_capitals_are_known(tmp_path):
+    with gzip.open(tmp_path / "ROWS.JSONL.GZ", "wt") as file:
+        file.write('{"text": "one"}\n')
+    (tmp_path / "Two.TXT").write_text("two")
+    assert [d.text for d in open_documents([str(tmp_path)])] == ["one", "two"]
+
+
+def test_a_hub_dataset_without_hf_prefix_is_refused_with_a_hint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"source data/x.jsonl.gz does not exist$"):  # no name of a dataset
+        open_documents(["data/x.jsonl.gz"])
     with pytest.raises(
         UsageError, match="source teknium/x does not exist; a hub dataset is written hf://teknium/x"
     ):
@@ -242,7 +255,7 @@ def test_other_datasets_by_their_columns(hub):
     ):
         open_documents(["hf://some/table"])
     hub("some/mixed", "train", [{"text": "one"}, {"text": None}])
-    with pytest.raises(UsageError, match=r"hf://some/mixed, row 1: neither"):
+    with pytest.raises(UsageError, match=r'hf://some/mixed, row 1: "text" is null'):
         list(open_documents(["hf://some/mixed"]))
     assert [d.text for d in open_documents(["hf://some/mixed"], skip_bad_lines=True)] == ["one", ""]
 

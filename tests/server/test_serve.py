@@ -33,6 +33,7 @@ from swiftkv_jax.kernels.check.decide import Decision
 from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.plan import Prediction
 from swiftkv_jax.predict import Predicted
+from swiftkv_jax.server import jobs
 from swiftkv_jax.server import main as server_main
 from swiftkv_jax.server.main import main
 from swiftkv_jax.text.tokenizer import load_tokenizer
@@ -262,6 +263,16 @@ def test_broken_lines_are_all_named_or_skipped(folder, tmp_path, capsys):
     )
     assert main([*flags, "--skip-bad-lines"]) == 0
     assert sorted(read(out)) == [0, 12]
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "-"])
+def test_a_byte_order_mark_is_no_part_of_the_first_line(name, tmp_path, monkeypatch):
+    """As editors on Windows write it, with their line ends."""
+    text = '\ufeff{"prompt": "a"}\r\nthe dog\r\n'
+    (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    monkeypatch.setattr(jobs.sys, "stdin", io.StringIO(text))
+    source = name if name == "-" else str(tmp_path / name)
+    assert [line.rstrip() for _, line in jobs.read_lines(source)] == ['{"prompt": "a"}', "the dog"]
 
 
 def test_an_output_that_is_not_ours_is_left_alone(folder, whole, tmp_path, capsys):
