@@ -232,4 +232,6 @@ def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling:
     requests = [request(number) for number in left]
     for which, output in llm.run(requests):
         answer = output.outputs[0]
+        if answer.finish_reason == "error":
+            raise UsageError(f"{model} fails on prompt {left[which]}: {answer.error}")
         yield left[which], (answer.text, len(answer.token_ids))

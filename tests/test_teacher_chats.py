@@ -119,6 +119,17 @@ def test_answers_outlast_a_disk_that_is_full_at_the_end(model, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.slow
+def test_an_answer_that_failed_is_not_trained_on(tmp_path):
+    student, params = tiny(CONFIG, skv.KVPlan.standard(4))
+    params["norm"] = params["norm"] * float("nan")
+    skv.save_pretrained(make_tokenizer(tmp_path / "broken", CHATML), student, params)
+    path = tmp_path / "chats.jsonl"
+    with pytest.raises(UsageError, match=r"fails on prompt 0: .*NaN"):
+        teacher_chats.write_chats(str(tmp_path / "broken"), [[{"role": "user", "content": "the cat"}]], path)
+    assert not path.exists()
+
+
 def test_answers_written_by_a_stopped_run_are_kept(model, tmp_path, monkeypatch):
     prompts = [[{"role": "user", "content": text}] for text in "abc"]
     asked: list[list[int]] = []

@@ -1,13 +1,13 @@
 """The run around the steps: data in, metrics out, checkpoints, evaluation, signals, export."""
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import math
 import os
 import signal
 import time
+import typing
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -35,7 +35,7 @@ from swiftkv_jax.text.tokenizer import load_tokenizer
 
 _MAY_CHANGE = (  # fields of an Experiment that may differ when a run is resumed
     "log_every evaluate_every checkpoint_every keep_checkpoints trackers mesh attention evaluation "
-    "evaluation_batches eval_lengths"
+    "evaluation_batches eval_lengths plan.init_tokens predict.init_tokens"  # the start is past
 ).split()
 
 
@@ -438,10 +438,8 @@ def _check_folder(out: Path, experiment: Experiment, resume: bool) -> None:
     check_free(out, resume)
     path = out / "config.json"
     with explained(f"read {path}"):
-        if path.exists() and identity(_json(path)) != identity(json.loads(resolved(experiment))):
-            raise UsageError(
-                f"{path} belongs to another run (model, data, plan or optimiser differ): use another --out"
-            )
+        if path.exists() and (what := _differences(_json(path), json.loads(resolved(experiment)))):
+            raise UsageError(f"{path} belongs to another run: {what}. Use another --out")
 
 
 def _make_folder(out: Path, experiment: Experiment) -> None:
@@ -462,18 +460,34 @@ def _json(path: Path) -> dict:
         ) from None
 
 
-def identity(config: dict) -> str:
-    """The part of a config that must not change between a run and its resumption.
+def identity(config: dict) -> dict[str, typing.Any]:
+    """The fields of a config that must not change between a run and its resumption, by dotted name.
 
     A field that is off (0, false, null) counts as absent: a run from before the field existed lacks it.
     """
+    found = {}
 
-    def on(tree):
-        return {n: on(v) for n, v in tree.items() if v} if isinstance(tree, dict) else tree
+    def add(name: str, value) -> None:
+        if name in _MAY_CHANGE or not value:
+            return
+        if not isinstance(value, dict):
+            found[name] = value
+            return
+        for inner, part in value.items():
+            add(f"{name}.{inner}" if name else inner, part)
 
-    kept = on(config)
-    for name in ("plan", "predict"):  # settings of the start, which a resumed run has already passed
-        kept.get(name, {}).pop("init_tokens", None)
-    for name in _MAY_CHANGE:
-        kept.pop(name, None)
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    add("", config)
+    return found
+
+
+def _differences(theirs: dict, ours: dict) -> str:
+    """Up to three of the fields that differ."""
+    there, here = identity(theirs), identity(ours)
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    said = [f"{name} is {_short(there.get(name))} there, {_short(here.get(name))} here" for name in names[:3]]
+    return "; ".join(said) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _short(value) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -140,9 +140,7 @@ def test_a_named_column_that_no_row_has_is_an_error(tmp_path, monkeypatch):
 
 def test_a_row_whose_column_is_null_is_told_so(tmp_path):
     source = as_jsonl(tmp_path / "rows.jsonl", [{"text": "one"}, {"text": None}])
-    with pytest.raises(
-        UsageError, match=r'rows.jsonl:2 \("text" is null\)\. Fix .*data.skip_bad_lines=True'
-    ):
+    with pytest.raises(UsageError, match=r'rows.jsonl:2 \("text" is null\)\. Fix .*data.skip_bad_lines=True'):
         open_documents([source])
     assert len(open_documents([source], skip_bad_lines=True)) == 1
 

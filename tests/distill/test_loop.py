@@ -327,7 +327,7 @@ def test_the_chosen_attention_trains_is_printed_and_not_saved_in_the_config(
 
 def test_resume_with_another_model_is_refused(config, undisturbed, capsys):
     said = refused(capsys, config, undisturbed, "--resume", "--set", "plan.share=1")
-    assert "belongs to another run" in said
+    assert f"{undisturbed}/config.json belongs to another run: plan.share is 2 there, 1 here. Use" in said
 
 
 def test_a_torn_config_of_a_run_is_one_line(config, undisturbed, tmp_path, capsys):
