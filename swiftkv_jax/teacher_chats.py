@@ -18,6 +18,7 @@ import jax
 
 from swiftkv_jax import checks
 from swiftkv_jax.checkpoint.adapter import fingerprint, local_folder
+from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import files
 from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.distill.forms import BadRow, parse_row
@@ -214,15 +215,17 @@ def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling:
     from swiftkv_jax.engine.llm import LLM
     from swiftkv_jax.engine.request import SamplingParams
 
-    tokenizer = load_tokenizer(local_folder(model))
-    longest = max(len(tokenizer.encode_chat(prompts[number], True)) for number in left)
-    llm = LLM(
-        model, max_model_len=longest + sampling.max_tokens, max_num_seqs=min(_LANES, len(left)), dtype="auto"
-    )
+    folder = local_folder(model)
+    tokenizer, context = load_tokenizer(folder), ModelConfig.from_hf(folder).max_position_embeddings
+    lengths = {number: len(tokenizer.encode_chat(prompts[number], True)) for number in left}
+    most = min(context, max(lengths.values()) + sampling.max_tokens)
+    llm = LLM(model, max_model_len=most, max_num_seqs=min(_LANES, len(left)), dtype="auto")
 
     def request(number: int):
         how = SamplingParams(
-            max_tokens=sampling.max_tokens,
+            max_tokens=max(
+                1, min(sampling.max_tokens, most - lengths[number])
+            ),  # what the context has room for
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             seed=sampling.seed + number,

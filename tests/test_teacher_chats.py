@@ -120,6 +120,18 @@ def test_answers_outlast_a_disk_that_is_full_at_the_end(model, tmp_path, monkeyp
 
 
 @pytest.mark.slow
+def test_answers_end_where_the_context_does(model, tmp_path):
+    """A prompt without room for an answer is refused by its number; one with little room gets less."""
+    chats = [[{"role": "user", "content": "the cat " * count}] for count in (10, 60)]
+    tokenizer, most = load_tokenizer(model), Sampling(max_tokens=1000)
+    room = CONFIG.max_position_embeddings - len(tokenizer.encode_chat(chats[0], True))
+    found = list(teacher_chats._answers(str(model), chats, [0], most))
+    assert 0 < room < 100 and found[0][0] == 0 and 0 < found[0][1][1] <= room
+    with pytest.raises(UsageError, match="prompt 1"):
+        teacher_chats.write_chats(str(model), chats, tmp_path / "chats.jsonl", most)
+
+
+@pytest.mark.slow
 def test_an_answer_that_failed_is_not_trained_on(tmp_path):
     student, params = tiny(CONFIG, skv.KVPlan.standard(4))
     params["norm"] = params["norm"] * float("nan")

@@ -168,6 +168,7 @@ def _run(args: argparse.Namespace) -> int:
     if result.signal:
         show(f"saved step {result.step} in {out}; the same command with --resume continues")
         return 130 if result.signal == 2 else 0
+    assert result.export is not None  # a run that no signal ended has one
     show(f"done after {time.monotonic() - began:.0f} s; the student is in {result.export}")
     show(f"quality and costs: {out}/report.md")
     show(f"to serve it: {serving(result.export)}")

@@ -53,8 +53,9 @@ def _joined(content):
     anything else unchanged."""
     if not isinstance(content, list) or not content:
         return content
-    parts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in content]
-    return "".join(parts) if all(isinstance(part, str) for part in parts) else content
+    texts = [p.get("text") for p in content if isinstance(p, dict) and p.get("type") == "text"]
+    parts = [text for text in texts if isinstance(text, str)]
+    return "".join(parts) if len(parts) == len(content) else content
 
 
 def _speech(turn: dict) -> dict:
