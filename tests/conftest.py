@@ -14,12 +14,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import gc
+import time
 from pathlib import Path
 
 import hypothesis
 import jax
 import pytest
 
+_UNTIL = float(os.environ.get("TESTS_UNTIL") or "inf")  # seconds since the epoch, see .ci/run
 _QUICK = "jax_disable_most_optimizations"
 _CACHE = Path(__file__).parent.parent / ".cache" / "jax-tests"
 
@@ -73,6 +75,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gone and not config.getoption("lf", False) and not any("::" in argument for argument in config.args):
         error = RuntimeError if hasattr(config, "workerinput") else pytest.UsageError  # xdist shows no other
         raise error(f"tests/slow.txt names tests that are not there: {gone}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup() -> None:
+    """Skip a test that has not begun when the session's time is over."""
+    if time.time() > _UNTIL:
+        pytest.skip("TESTS_UNTIL is past")
 
 
 @pytest.fixture(scope="module")
