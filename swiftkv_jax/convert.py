@@ -35,7 +35,7 @@ from swiftkv_jax.progress import Say, show, working
 from swiftkv_jax.surgery import INITS
 
 CORPUS = DEMO / "corpus.jsonl.xz"
-HELD_OUT_TOKENS = 16_384  # held-out tokens
+HELD_OUT_TOKENS = 16_384  # at most, that a student is evaluated on
 _FIGURES = ("cross_entropy", "teacher_cross_entropy", "kl", "agreement")  # of `costs`, in the model card
 _ROWS = 4  # of a batch on each device
 _FEW = 8  # held-out documents; fewer are not enough to evaluate on
@@ -160,13 +160,13 @@ def serving(folder: Path) -> str:
 
 
 def check_standard(model: str, plan: KVPlan) -> None:
-    """Raises UsageError: the plan is that of a student, of which no student is made."""
+    """Raises UsageError: the plan is a student's, and students are made only from standard models."""
     if plan != KVPlan.standard(plan.num_layers):
         raise UsageError(f"{model} is already a student; give the model it was made from")
 
 
 def _check_out(out: Path) -> None:
-    """Raises UsageError: `out` cannot be written, or holds a model that is no student, or a run; an earlier
+    """Raises UsageError: `out` cannot be written, or holds a run or a model that is not a student. An earlier
     student may be replaced."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"cannot write to {out}: it is a file")
@@ -181,7 +181,7 @@ def _check_out(out: Path) -> None:
     except UsageError:  # a model of another kind, or the settings of a run
         plan = None
     if plan is None or plan == KVPlan.standard(plan.num_layers):
-        raise UsageError(f"{out} holds a model that is no student, or a run: give another --out")
+        raise UsageError(f"{out} holds a run, or a model that is not a student: give another --out")
 
 
 def _experiment(
@@ -266,8 +266,8 @@ def costs(run: loop.Run, rows: dict[str, np.ndarray], length: int) -> dict[str, 
 
     "gap" is the student's cross-entropy minus its teacher's, and "kl" the KL from teacher to student, both in
     nats per token; "agreement" is the share of positions where both have the same most likely token, and
-    "tokens" the number of tokens evaluated. "prompt_flops" and "cache_bytes" are relative to
-    the teacher's: FLOPs of prompt tokens in the layers at that length, and bytes of a token's rows.
+    "tokens" the number of tokens evaluated. "prompt_flops" and "cache_bytes" are relative to the teacher's:
+    FLOPs of prompt tokens in the layers at that length, and bytes of a token's rows.
     """
     found = loop.summarise(rows, has_teacher=True)
     config, plan = run.recipe.student.config, run.recipe.student.plan

@@ -7,8 +7,7 @@ and rotation; their output gets the base's norm and rotation (section 4.2; apple
     {"base": parameters, "auxiliary": parameters, "predictor": {"rows": [stack, ...]}}
 """
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -36,7 +35,7 @@ from swiftkv_jax.model import (
     run,
     through,
 )
-from swiftkv_jax.plan import KVPlan, Prediction, ascending
+from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.rows import Pair, linear_weights
 from swiftkv_jax.shapes import Array, Float, Hidden, Int, Logits, PyTree, Tokens
@@ -112,7 +111,7 @@ def _check(base: Transformer, auxiliary: Transformer, prediction: Prediction) ->
     if auxiliary.config.exit_head:
         raise UsageError(
             "an auxiliary generates nothing, and this one has an exit head: leave it out, as "
-            "predict.layer_pruned(auxiliary, params, range(layers)) does"
+            "surgery.layer_pruned(auxiliary, params, range(layers)) does"
         )
     if len(reads) != base.plan.num_rows:
         raise UsageError(
@@ -139,7 +138,7 @@ def cached(model: Transformer | Predicted) -> tuple[Transformer, ...]:
     if not isinstance(model, Predicted):
         return (model,)
     last = deepest(model.auxiliary.plan, model.prediction.reads)
-    return model.base, pruned(model.auxiliary, range(max(1, last)))
+    return model.base, surgery.pruned(model.auxiliary, range(max(1, last)))
 
 
 def generator(model: Transformer | Predicted, params: PyTree) -> tuple[Transformer, PyTree]:
@@ -226,54 +225,6 @@ def _widened(model: Predicted, wide: Predicted, predictor: PyTree) -> PyTree:
 
 
 # ---- making one --------------------------------------------------------------------------------------
-
-
-def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tuple[Transformer, PyTree]:
-    """Make an auxiliary of some layers of `model`, with its embeddings, final norm and output head.
-
-    Its rows are those that the kept layers read (KV prediction paper, arXiv 2410.08391, appendix A). Arrays
-    of unchanged stacks are shared; with parameters cut at every layer, these are all arrays.
-
-    Args:
-      model: any decoder.
-      params: its parameters.
-      keep: indices of the kept layers, ascending.
-
-    Returns:
-      (auxiliary, its parameters).
-
-    Raises:
-      UsageError: `keep` is empty, out of order or out of range, or lacks the maker of a row that it reads.
-    """
-    auxiliary = pruned(model, keep)
-    plan, shape = model.plan, auxiliary.config
-    rows = list(dict.fromkeys(plan.reads[layer] for layer in keep))
-    cuts = {i for i, layer in enumerate(keep) if layer in weights.cuts_of(params)}
-    layers, made = weights.partition(auxiliary.plan, shape.windows, cuts)
-    out = {name: params[name] for name in weights.ENDS if name in params}
-    if auxiliary.plan.has_shared_norm:
-        out["shared_norm"] = params["shared_norm"]
-    for name, numbers, held in (("layers", keep, layers), ("rows", rows, made)):
-        alone = weights.recut(params[name], [range(number, number + 1) for number in numbers])
-        out[name] = weights.recut(alone, held)
-    return auxiliary, out
-
-
-def pruned(model: Transformer, keep: Sequence[int]) -> Transformer:
-    """The model that `layer_pruned` gives, without parameters; it raises the same."""
-    plan, config = model.plan, model.config
-    keep = ascending("keep", keep, plan.num_layers)
-    lower = sum(layer < plan.split for layer in keep)
-    rows = list(dict.fromkeys(plan.reads[layer] for layer in keep))
-    makers = [plan.rows[row].maker for row in rows if not plan.rows[row].shared_norm]
-    absent = [f"layer {maker}, which makes a row that it reads" for maker in makers if maker not in keep]
-    if not lower or absent:
-        lacking = [*absent, "every layer below the split"][0]
-        raise UsageError(f"keep {list(keep)} leaves out {lacking}")
-    shape = dataclasses.replace(
-        config, num_layers=len(keep), windows=tuple(config.windows[layer] for layer in keep), exit_head=False
-    )
-    return Transformer(shape, KVPlan.from_rows([plan.reads[layer] for layer in keep], lower), model.dtype)
 
 
 def identity(model: Predicted, dtype=jnp.float32) -> PyTree:

@@ -15,7 +15,7 @@ from swiftkv_jax.errors import UsageError, UsageWarning
 from swiftkv_jax.kernels.fused_kv_fill.api import fold_gain
 from swiftkv_jax.layers import effective_gain, kernel_of, norm_weights, shared_norm_weights
 from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.plan import KVPlan, ascending
 from swiftkv_jax.rows import FORMS, NOTHING, hadamard
 from swiftkv_jax.shapes import Array, PyTree
 
@@ -385,3 +385,51 @@ def fold_shared_norm(model: Transformer, params: PyTree) -> PyTree:
         folded[name] = unscaled | {"kernel": kernel}
     rest = {name: leaf for name, leaf in params.items() if name != "shared_norm"}
     return rest | {"rows": [*stacks[:-1], folded]}
+
+
+def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tuple[Transformer, PyTree]:
+    """Make an auxiliary of some layers of `model`, with its embeddings, final norm and output head.
+
+    Its rows are those that the kept layers read (KV prediction paper, arXiv 2410.08391, appendix A). Arrays
+    of unchanged stacks are shared; with parameters cut at every layer, these are all arrays.
+
+    Args:
+      model: any decoder.
+      params: its parameters.
+      keep: indices of the kept layers, ascending.
+
+    Returns:
+      (auxiliary, its parameters).
+
+    Raises:
+      UsageError: `keep` is empty, out of order or out of range, or lacks the maker of a row that it reads.
+    """
+    auxiliary = pruned(model, keep)
+    plan, shape = model.plan, auxiliary.config
+    rows = list(dict.fromkeys(plan.reads[layer] for layer in keep))
+    cuts = {i for i, layer in enumerate(keep) if layer in weights.cuts_of(params)}
+    layers, made = weights.partition(auxiliary.plan, shape.windows, cuts)
+    out = {name: params[name] for name in weights.ENDS if name in params}
+    if auxiliary.plan.has_shared_norm:
+        out["shared_norm"] = params["shared_norm"]
+    for name, numbers, held in (("layers", keep, layers), ("rows", rows, made)):
+        alone = weights.recut(params[name], [range(number, number + 1) for number in numbers])
+        out[name] = weights.recut(alone, held)
+    return auxiliary, out
+
+
+def pruned(model: Transformer, keep: Sequence[int]) -> Transformer:
+    """The model that `layer_pruned` gives, without parameters; it raises the same."""
+    plan, config = model.plan, model.config
+    keep = ascending("keep", keep, plan.num_layers)
+    lower = sum(layer < plan.split for layer in keep)
+    rows = list(dict.fromkeys(plan.reads[layer] for layer in keep))
+    makers = [plan.rows[row].maker for row in rows if not plan.rows[row].shared_norm]
+    absent = [f"layer {maker}, which makes a row that it reads" for maker in makers if maker not in keep]
+    if not lower or absent:
+        lacking = [*absent, "every layer below the split"][0]
+        raise UsageError(f"keep {list(keep)} leaves out {lacking}")
+    shape = dataclasses.replace(
+        config, num_layers=len(keep), windows=tuple(config.windows[layer] for layer in keep), exit_head=False
+    )
+    return Transformer(shape, KVPlan.from_rows([plan.reads[layer] for layer in keep], lower), model.dtype)

@@ -222,10 +222,9 @@ def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling:
     llm = LLM(model, max_model_len=most, max_num_seqs=min(_LANES, len(left)), dtype="auto")
 
     def request(number: int):
+        room = most - lengths[number]
         how = SamplingParams(
-            max_tokens=max(
-                1, min(sampling.max_tokens, most - lengths[number])
-            ),  # what the context has room for
+            max_tokens=max(1, min(sampling.max_tokens, room)),  # without room `llm.request` raises
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             seed=sampling.seed + number,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from swiftkv_jax import predict, sharding, weights
+from swiftkv_jax import predict, sharding, surgery, weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import predict_step
 from swiftkv_jax.distill import step as steps
@@ -57,7 +57,7 @@ def batch() -> Batch:
 def predicted():
     """(model, trained, frozen) of KV prediction: two layers of the teacher read for it."""
     base, params = teacher()
-    auxiliary, kept = predict.layer_pruned(base, params, (0, 2))
+    auxiliary, kept = surgery.layer_pruned(base, params, (0, 2))
     model = predict.Predicted(base, auxiliary, Prediction.nearest(4, (0, 2)))
     parts = {"base": params, "auxiliary": kept, "predictor": predict.uniform(model, jax.random.key(1))}
     tree, frozen = predict_step.split(parts)

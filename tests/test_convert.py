@@ -127,7 +127,7 @@ def test_a_model_is_not_written_over(tmp_path, capsys):
     for out in ("mine", "other", "other/../mine"):
         assert main([str(tmp_path / "mine"), *words, "--out", str(tmp_path / out)]) == 2
         error = capsys.readouterr().err
-        assert error.count("\n") == 1 and f"{out} holds a model that is no student" in error
+        assert error.count("\n") == 1 and f"{out} holds a run, or a model that is not a student" in error
     assert kept == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_models import ODD, PLAIN, tiny
 
-from swiftkv_jax import predict, weights
+from swiftkv_jax import predict, surgery, weights
 from swiftkv_jax.cache import Cache
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer, logits, step
@@ -163,7 +163,7 @@ def test_linen_applies_and_initialises_the_same_parameters():
 @pytest.mark.parametrize("plan", [STANDARD, KVPlan.swiftkv(LAYERS, 2), KVPlan.swiftkv(LAYERS, 1, 2)])
 def test_an_auxiliary_of_all_layers_is_the_base(plan):
     base, params = tiny(ODD, plan)
-    same, shared = predict.layer_pruned(base, params, range(LAYERS))
+    same, shared = surgery.layer_pruned(base, params, range(LAYERS))
     assert same.plan == plan and same.config == base.config
     assert jax.tree.map(id, shared) == jax.tree.map(id, params), "nothing is copied"
 
@@ -171,7 +171,7 @@ def test_an_auxiliary_of_all_layers_is_the_base(plan):
 def test_a_pruned_auxiliary_runs_the_kept_layers_with_their_rows_and_windows():
     """The base with its other layers made to add nothing to the stream."""
     base, params = tiny(ODD, STANDARD)
-    pruned, kept = predict.layer_pruned(base, params, (0, 2))
+    pruned, kept = surgery.layer_pruned(base, params, (0, 2))
     assert pruned.config.windows == (ODD.windows[0], ODD.windows[2])
     (stack,) = weights.recut(params["layers"], [range(LAYERS)])
 
@@ -190,7 +190,7 @@ def test_a_pruned_student_keeps_its_split_between_its_layers():
     plan = KVPlan.swiftkv(6, 2, 2)
     config = dataclasses.replace(PLAIN, num_layers=6, windows=())
     base, params = tiny(config, plan)
-    pruned, kept = predict.layer_pruned(base, params, (1, 3, 4, 5))
+    pruned, kept = surgery.layer_pruned(base, params, (1, 3, 4, 5))
     assert pruned.plan == KVPlan.from_rows([0, 1, 2, 2], split=1)
     for new, old in enumerate((1, 2, 3)):
         jax.tree.map(np.testing.assert_array_equal, weights.row(kept, new), weights.row(params, old))
@@ -199,7 +199,7 @@ def test_a_pruned_student_keeps_its_split_between_its_layers():
 def test_an_auxiliary_loses_its_exit_head_as_the_refusal_says():
     plan = KVPlan.swiftkv(LAYERS, 2)
     student, params = tiny(HEADED, plan)
-    same, kept = predict.layer_pruned(student, params, range(LAYERS))
+    same, kept = surgery.layer_pruned(student, params, range(LAYERS))
     assert "exit" in params and "exit" not in kept and same.config == PLAIN and same.plan == plan
     assert Predicted(student, same, Prediction(tuple(range(LAYERS)))).base.config.exit_head
 
@@ -216,7 +216,7 @@ BAD = {
     "the base's rows are stored otherwise": lambda: Predicted(
         Transformer(PLAIN, KVPlan.merge_all(LAYERS)), SMALL, Prediction((0,))
     ),
-    "an auxiliary generates nothing, .* leave it out, as predict.layer_pruned": lambda: Predicted(
+    "an auxiliary generates nothing, .* leave it out, as surgery.layer_pruned": lambda: Predicted(
         TINY, Transformer(HEADED, KVPlan.swiftkv(LAYERS, 2)), Prediction((0, 1, 2, 3))
     ),
     "the auxiliary's have 32, the base's 24: use least_squares": lambda: predict.identity(
@@ -229,7 +229,7 @@ BAD = {
 
 
 def _prune(keep):
-    return predict.layer_pruned(SMALL, SMALL_PARAMS, keep)
+    return surgery.layer_pruned(SMALL, SMALL_PARAMS, keep)
 
 
 @pytest.mark.parametrize("said", BAD)
@@ -247,4 +247,4 @@ def test_mismatched_pairs_and_predictions_are_refused_in_one_line(said):
 )
 def test_pruning_a_layer_that_makes_a_row_is_refused(plan, keep, said):
     with pytest.raises(UsageError, match=said):
-        predict.layer_pruned(*tiny(PLAIN, plan), keep)
+        surgery.layer_pruned(*tiny(PLAIN, plan), keep)

@@ -37,25 +37,11 @@ def parser() -> Parser:
     add("--systems", nargs="+", metavar="NAME", help=f"some of {', '.join(SYSTEMS)}")
     add("--base-url", nargs="+", metavar="NAME=URL", help="servers that run already; none is started")
     add("--alone", action="store_true", help="run one server at a time, if a device's memory holds only one")
-    add(
-        "--lengths",
-        type=int,
-        nargs="+",
-        default=list(workloads.LENGTHS),
-        metavar="N",
-        help="lengths of fixed",
-    )
+    add("--lengths", type=int, nargs="+", default=[*workloads.LENGTHS], metavar="N", help="lengths of fixed")
     add("--load", type=int, default=8000, metavar="N", help="tokens in, of rates and budgets (8000)")
     add("--output-len", type=int, default=workloads.OUTPUTS, metavar="N", help="tokens out (256)")
     add("--scale", type=float, metavar="X", help="divides all lengths (default: what makes 128K fit)")
-    add(
-        "--ratios",
-        type=float,
-        nargs="+",
-        default=list(workloads.RATIOS),
-        metavar="X",
-        help="ratios of sharegpt",
-    )
+    add("--ratios", type=float, nargs="+", default=[*workloads.RATIOS], metavar="X", help="of sharegpt")
     add("--dataset", type=Path, metavar="FILE", help="a ShareGPT json, instead of lengths like its")
     add(
         "--rates",

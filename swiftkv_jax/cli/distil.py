@@ -226,7 +226,7 @@ def data_for(
     assistant's turns of chats are trained on.
 
     Args:
-      settings: `a.b=value` each, as --set takes them; those of data hold.
+      settings: `a.b=value` each, as --set takes them; those of `data` are applied.
 
     Raises:
       UsageError: sources that cannot be read, or a length beyond the model's context.
@@ -241,15 +241,13 @@ def data_for(
         seq_len=seq_len,
         batch_size=machine.devices * math.ceil(rows / machine.devices),
     )
-    own = [setting for setting in settings if setting.startswith("data.")]
-    plan = PlanConfig(split=config.num_layers - 1)
-    read = override(make_experiment("model", config, machine, data, data, plan, 1), own).data
+    read = override(data, settings, under="data.")
     documents = open_documents(read.sources, read.skip_bad_lines, read.columns, read.stream_rows)
     chats = all(documents[i].messages for i in range(min(_PEEKED, len(documents))))
     chats = chats and read.chats == "template"
     mask, long_documents = ("assistant", "split") if chats else ("all", "fill")
     made = dataclasses.replace(data, mask=mask, long_documents=long_documents)
-    return override(make_experiment("model", config, machine, made, made, plan, 1), own).data
+    return override(made, settings, under="data.")
 
 
 def make_experiment(

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import predict
 from swiftkv_jax.analysis.prediction_flops import Sizes, prediction_table, pruned
 from swiftkv_jax.baselines import Baseline, FFNSkip, LazyLLM, RandomPruning, StaticPruning
 from swiftkv_jax.baselines.ffn_skip import cosines
@@ -30,7 +29,7 @@ from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.predict import Predicted
 from swiftkv_jax.shapes import PyTree
-from swiftkv_jax.surgery import to_swiftkv
+from swiftkv_jax.surgery import layer_pruned, to_swiftkv
 
 _NAME = "KV prediction"
 _SPLITS = (0.125, 0.375, 0.5, 0.75)  # of the depth
@@ -134,7 +133,7 @@ def predicted(source: Source, auxiliary: Path | None = None) -> Iterator[System]
     for name, keep in kept_layers(Sizes.of(source.model.config)):
         if source.few and len(keep) != layers // 2:
             continue
-        setting, small = f"layers {' '.join(map(str, keep))}", predict.layer_pruned(*source[:2], keep)
+        setting, small = f"layers {' '.join(map(str, keep))}", layer_pruned(*source[:2], keep)
         given = Prediction.nearest(layers, keep)
         how = PredictConfig(keep=keep, init_tokens=evaluation.FIT_TOKENS)
         yield _pair(source, name, setting, small, given, how)

@@ -15,6 +15,7 @@ from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.errors import UsageError, suggest
 
 _WIDTH, _COLUMN = 100, 27  # of a line; where meanings begin in --help
+_Config = typing.TypeVar("_Config")  # a dataclass
 _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
 
@@ -91,8 +92,13 @@ def summary() -> str:
     return "\n".join(lines) + "\n"
 
 
-def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
+def override(config: _Config, assignments: Sequence[str], under: str = "") -> _Config:
     """Apply `a.b=value` assignments; values are Python literals, or plain text for strings.
+
+    Args:
+      config: an `Experiment`, or a part of one.
+      under: where `config` is such a part, the beginning of its fields' names, such as "data."; other
+        assignments are left out.
 
     Raises:
       UsageError: an unknown key (the nearest is named), a value of the wrong type, or an invalid result.
@@ -101,11 +107,12 @@ def override(experiment: Experiment, assignments: Sequence[str]) -> Experiment:
         key, equals, text = assignment.partition("=")
         if not equals:
             raise UsageError(f"--set takes key=value, not {assignment!r}")
-        experiment = _replace(experiment, key.split("."), text, key)
-    return experiment
+        if key.startswith(under):
+            config = _replace(config, key.removeprefix(under).split("."), text, key)
+    return config
 
 
-def _replace(value, path: list[str], text: str, key: str):
+def _replace(value: typing.Any, path: list[str], text: str, key: str):
     fields = {f.name: f for f in dataclasses.fields(value)}
     name = path[0]
     if name not in fields:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import predict
+from swiftkv_jax import predict, surgery
 from swiftkv_jax.checkpoint.adapter import check_tokenizers, save_adapter
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.checks import integer
@@ -172,7 +172,7 @@ def _run(args: argparse.Namespace) -> None:
             keep = tuple(int(part) for part in args.keep.split(","))
         except ValueError:
             raise UsageError(f"--keep takes layers as 0,2,4, not {args.keep!r}") from None
-        auxiliary = predict.layer_pruned(*base, keep)
+        auxiliary = surgery.layer_pruned(*base, keep)
     else:
         check_tokenizers(home, folder := local_folder(args.auxiliary))
         with working(show, f"reading {args.auxiliary}"):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from swiftkv_jax import predict, weights
+from swiftkv_jax import predict, surgery, weights
 from swiftkv_jax.checkpoint.adapter import check_tokenizers, save_pretrained
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.config import ModelConfig, plan_from_hf
@@ -75,7 +75,7 @@ def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loa
         plan = experiment.plan.build(ModelConfig.from_hf(folder).num_layers)
         cuts = (plan.depth,) if plan.has_shared_norm else ()
         model, params = from_pretrained(folder, dtype=experiment.dtype, mesh=mesh, cuts=cuts)
-        return predict.layer_pruned(model, params, experiment.keep) if experiment.keep else (model, params)
+        return surgery.layer_pruned(model, params, experiment.keep) if experiment.keep else (model, params)
     config = experiment.architecture
     assert config is not None  # an Experiment without a model has an architecture
     model = Transformer(config, KVPlan.standard(config.num_layers), experiment.dtype)
@@ -92,7 +92,7 @@ def load_auxiliary(experiment: Experiment, base: Loaded, tokenizer: Tokenizer, m
     config = experiment.predict
     assert config is not None  # for the type checker: only called with `predict`
     if config.keep:
-        return predict.layer_pruned(*base, config.keep)
+        return surgery.layer_pruned(*base, config.keep)
     folder = local_folder(config.auxiliary)
     check_tokenizers(tokenizer.folder, folder)
     return from_pretrained(folder, dtype=experiment.dtype, mesh=mesh)
@@ -132,9 +132,9 @@ def abstract_student(experiment: Experiment) -> Student:
     config = dataclasses.replace(config, exit_head=experiment.loss.exit_weight > 0)
     model, given = Transformer(config, plan, experiment.dtype), experiment.predict
     if given is None:
-        return predict.pruned(model, experiment.keep) if experiment.keep else model
+        return surgery.pruned(model, experiment.keep) if experiment.keep else model
     if given.keep:
-        auxiliary = predict.pruned(model, given.keep)
+        auxiliary = surgery.pruned(model, given.keep)
     else:
         config = given.architecture or ModelConfig.from_hf(given.auxiliary)
         auxiliary = Transformer(config, KVPlan.standard(config.num_layers), experiment.dtype)

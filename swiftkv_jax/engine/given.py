@@ -1,8 +1,8 @@
-"""Checks of what callers give an `LLM`: its sizes and settings, its devices, its defaults."""
+"""Checks of what callers give an `LLM`: its sizes and settings, its devices, its defaults, its requests."""
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -18,7 +18,7 @@ from swiftkv_jax.engine.request import SamplingParams, encode
 from swiftkv_jax.engine.settings import Settings, model_encoder, source_len, usual_page
 from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted
+from swiftkv_jax.predict import Predicted, transformers
 from swiftkv_jax.shapes import PyTree
 
 if typing.TYPE_CHECKING:
@@ -145,3 +145,51 @@ def decoder_start(llm: "LLM") -> int:
     if start is None:
         raise UsageError("no decoder_start_token_id in the model's config.json or generation_config.json")
     return start
+
+
+def vocabulary(model: Transformer | Predicted) -> int:
+    """The number of token ids that every part of the model knows; paddings of a vocabulary may differ."""
+    return min(part.config.vocab_size for part in transformers(model))
+
+
+def check_ids(name: str, ids: Sequence, vocab: int, where: str) -> None:
+    """Raises UsageError: an id that is not an integer in [0, vocab)."""
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab:
+        return  # fast path: a prompt may have a hundred thousand ids
+    for value in ids:
+        integer(f"{where}: {name} id", value)
+        if not 0 <= value < vocab:
+            raise UsageError(f"{where}: {name} id {value} is outside the vocabulary [0, {vocab})")
+
+
+def room_for(
+    llm: "LLM", ids: Sequence[int], params: SamplingParams, where: str, read_by_encoder: bool
+) -> int:
+    """The number of tokens that the context has room for after a prompt's `ids`.
+
+    Raises:
+      UsageError: ids, or parameters, that this model cannot take; or too little room.
+    """
+    limit = llm.settings.max_model_len
+    if read_by_encoder and params.prompt_logprobs is not None:
+        raise UsageError(f"{where}: prompt_logprobs are of models without an encoder")
+    biased: typing.Any = params.logit_bias or ()
+    named = {
+        "token": ids,
+        "stop_token_ids:": params.stop_token_ids,
+        "allowed_token_ids:": params.allowed_token_ids or (),
+        "logit_bias:": list(dict(biased)),
+    }
+    for name, values in named.items():
+        check_ids(name, values, vocabulary(llm.model), where)
+    if params.stop and llm.tokenizer is None:
+        raise UsageError(f"{where}: stop strings need a tokenizer; this LLM has none")
+    room = limit - len(ids)
+    if room < 1:
+        raise UsageError(f"{where} has {len(ids)} tokens; a context of {limit} leaves no room to generate")
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise UsageError(
+            f"{where} has {len(ids)} tokens; max_tokens {params.max_tokens} would pass the context of "
+            f"{limit}: lower max_tokens to {room}, or give None to fill the context"
+        )
+    return room

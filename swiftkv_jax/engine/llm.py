@@ -22,6 +22,7 @@ from swiftkv_jax.engine.fingerprint import fingerprint
 from swiftkv_jax.engine.followers import Follower, company, repeated
 from swiftkv_jax.engine.given import (
     check_devices,
+    check_ids,
     check_kind,
     check_names,
     choose_kernels,
@@ -29,8 +30,10 @@ from swiftkv_jax.engine.given import (
     for_encoder,
     mesh_of,
     parts_of,
+    room_for,
     sampling_defaults,
     settings_of,
+    vocabulary,
 )
 from swiftkv_jax.engine.kernels import Choice, choose, in_force
 from swiftkv_jax.engine.memory import working_bytes
@@ -349,7 +352,7 @@ class LLM:
         text, ids = encode(self.tokenizer, prompt, where)
         if not ids:
             raise UsageError(f"{where} is empty; give at least one token")
-        self._check_ids("token", ids, where)
+        check_ids("token", ids, vocabulary(self.model), where)
         if model_encoder(self.model) is None:
             return self.settled(text, ids, params, where, salt)
         begun, read = for_encoder(self, prompt, ids, where)
@@ -365,29 +368,7 @@ class LLM:
         params = self.defaults if params is None else params
         if not isinstance(params, SamplingParams):
             raise UsageError(f"{where}: sampling_params must be SamplingParams, not {type(params).__name__}")
-        limit = self.settings.max_model_len
-        if read and params.prompt_logprobs is not None:
-            raise UsageError(f"{where}: prompt_logprobs are of models without an encoder")
-        named = {
-            "token": ids,
-            "stop_token_ids:": params.stop_token_ids,
-            "allowed_token_ids:": params.allowed_token_ids or (),
-            "logit_bias:": list(dict(params.logit_bias)),
-        }
-        for name, values in named.items():
-            self._check_ids(name, values, where)
-        if params.stop and self.tokenizer is None:
-            raise UsageError(f"{where}: stop strings need a tokenizer; this LLM has none")
-        room = limit - len(ids)
-        if room < 1:
-            raise UsageError(
-                f"{where} has {len(ids)} tokens; a context of {limit} leaves no room to generate"
-            )
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise UsageError(
-                f"{where} has {len(ids)} tokens; max_tokens {params.max_tokens} would pass the context of "
-                f"{limit}: lower max_tokens to {room}, or give None to fill the context"
-            )
+        room = room_for(self, ids, params, where, read_by_encoder=bool(read))
         ahead = None
         if isinstance(self.model, Predicted):
             tail = self.model.prediction.tail
@@ -404,7 +385,7 @@ class LLM:
             self._next_id += 1
             number = self._next_id
         params = dataclasses.replace(params, **settled)
-        eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < self._vocab)
+        eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < vocabulary(self.model))
         # A tokenizer may know more tokens than the model.
         suppressed = read.pop("bad_ids", ())
         bad, vocab = spelt(self.tokenizer, params.bad_words or (), where), self.model.config.vocab_size
@@ -419,19 +400,6 @@ class LLM:
             ahead=ahead,
             **read,
         )
-
-    def _check_ids(self, name: str, ids: Sequence, where: str) -> None:
-        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self._vocab:
-            return  # fast path: a prompt may have a hundred thousand ids
-        for value in ids:
-            integer(f"{where}: {name} id", value)
-            if not 0 <= value < self._vocab:
-                raise UsageError(f"{where}: {name} id {value} is outside the vocabulary [0, {self._vocab})")
-
-    @functools.cached_property
-    def _vocab(self) -> int:
-        """The number of token ids that every part of the model knows; paddings of a vocabulary may differ."""
-        return min(part.config.vocab_size for part in transformers(self.model))
 
     def run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]:
         """Yield (number, output) of each request as it finishes; `stats` cover this call up to then.
@@ -489,7 +457,7 @@ class LLM:
         """
         if not token_ids:
             raise UsageError("there are no tokens to score")
-        self._check_ids("token", token_ids, "score")
+        check_ids("token", token_ids, vocabulary(self.model), "score")
         word = self.tokenizer.decode if self.tokenizer else None
         return prompt_logprobs(token_ids, top, self.settings.max_model_len, word, self._scores)
 

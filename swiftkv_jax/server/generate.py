@@ -178,8 +178,7 @@ class Generator:
         if text is None:
             text = await self.service.encode(call.tenant, size(ids), lambda: _text(self.llm, ids))
         if entries is not None:
-            given = call.tenant, size(ids), lambda: _offsets(self.llm, ids, text)
-            offsets = await self.service.encode(*given)
+            offsets = await self.service.encode(call.tenant, size(ids), lambda: _offsets(self.llm, ids, text))
         return CompletionOutput(
             index=0,
             text=text,
@@ -415,9 +414,9 @@ def _offsets(llm: LLM, ids: Sequence[int], text: str) -> list[int]:
     """Where each token of a prompt begins in its `text`, which need not show the BOS in front of it."""
     if llm.tokenizer is None:
         return [0] * len(ids)
-    begun = ids[0] == llm.tokenizer.bos_id and not text.startswith(_text(llm, ids[:1]))
-    words, out = Detokenizer(llm.tokenizer, (), False), [0] * begun
-    for token in ids[begun:]:
+    hidden = ids[0] == llm.tokenizer.bos_id and not text.startswith(_text(llm, ids[:1]))  # the BOS
+    words, out = Detokenizer(llm.tokenizer, (), False), [0] * hidden
+    for token in ids[hidden:]:
         out.append(len(words.text))
         words.push(token)
     return out

@@ -100,9 +100,8 @@ def make_jobs(
 ) -> list[Job]:
     """Jobs of all good lines, checked by `llm.request`.
 
-    Line i samples with seed + i unless it has a seed, so that a resumed run gives the same answers. A line of
-    n completions takes n seeds.
-    Paths in lines are relative to `folder`.
+    Lines without a seed get consecutive ones from `seed` on, so that a resumed run gives the same answers; a
+    line of n completions takes n. Paths in lines are relative to `folder`.
 
     Raises:
       BadLines: any line is bad and `skip_bad` is not set.

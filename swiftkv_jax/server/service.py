@@ -5,6 +5,7 @@ loop. The loop never waits for the engine, and the engine never waits for the lo
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -263,9 +264,8 @@ class Service:
 
     def _compile_scoring(self, length: int) -> None:
         try:
-            self.llm.score([0] * length)
-        except FloatingPointError:
-            pass  # it is compiled nevertheless
+            with contextlib.suppress(FloatingPointError):  # scores that are NaN are compiled too
+                self.llm.score([0] * length)
         except Exception:  # of a request: the requests that need it get it too
             log.error("prompts of %d tokens cannot be scored\n%s", length, traceback.format_exc())
         finally:

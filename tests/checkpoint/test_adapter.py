@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers_made import make_tokenizer
 
-from swiftkv_jax import predict
+from swiftkv_jax import predict, surgery
 from swiftkv_jax.checkpoint.adapter import check_tokenizers, fingerprint, from_pretrained, save_pretrained
 from swiftkv_jax.checkpoint.generation import read_generation_config
 from swiftkv_jax.engine.llm import LLM
@@ -32,7 +32,7 @@ def made(tmp_path_factory):
     base = hf_models.build("qwen3", vocab_size=304, head_dim=20)
     make_tokenizer(hf_models.save(base, folder / "base"))
     model, params = from_pretrained(folder / "base")
-    auxiliary, kept = predict.layer_pruned(model, params, (0, 2))
+    auxiliary, kept = surgery.layer_pruned(model, params, (0, 2))
     whole = Predicted(model, auxiliary, Prediction(READS))
     parts = {"base": params, "auxiliary": kept, "predictor": predict.uniform(whole, jax.random.key(0))}
     save_pretrained(folder / "adapter", whole, parts)

@@ -15,7 +15,7 @@ import safetensors.numpy
 from test_loop import ROOT, command, environment, final_state, losses, run
 from tokenizers_made import CHATML, make_tokenizer
 
-from swiftkv_jax import predict, weights
+from swiftkv_jax import predict, surgery, weights
 from swiftkv_jax.checkpoint.adapter import from_pretrained
 from swiftkv_jax.checkpoint.hf import save_pretrained
 from swiftkv_jax.config import ModelConfig
@@ -182,7 +182,7 @@ def test_the_kept_layers_of_a_model_train_alone(config, tmp_path):
     result = loop.train(experiment, tmp_path / "run", say=lambda line: None)
     model, params = from_pretrained(result.export, dtype="float32")
     base = from_pretrained(experiment.model, dtype="float32")
-    _, want = predict.layer_pruned(*base, (0, 2))
+    _, want = surgery.layer_pruned(*base, (0, 2))
     assert model.plan == KVPlan.standard(2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), params, want)
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 import tiny_engine as tiny
 
-from swiftkv_jax import predict
+from swiftkv_jax import surgery
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.memory import taken, working_bytes
 from swiftkv_jax.engine.settings import empty_pools, settle
@@ -26,7 +26,7 @@ KINDS = {
 def make(kind: str) -> LLM:
     model, params = tiny.make_model(KVPlan.swiftkv(3, 1, 2), exit_head=True, num_layers=3)
     if "auxiliary" in kind:
-        small, own = predict.layer_pruned(model, params, range(3))  # an auxiliary has no exit head
+        small, own = surgery.layer_pruned(model, params, range(3))  # an auxiliary has no exit head
         pair = Predicted(model, small, Prediction.nearest(2, (0, 1)))
         params = {"base": params, "auxiliary": own, "predictor": uniform(pair, jax.random.key(0))}
         model = pair
