@@ -10,7 +10,13 @@ from swiftkv_jax import sharding, weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.config import AttentionConfig, Experiment, from_package, load_experiment
+from swiftkv_jax.distill.config import (
+    AttentionConfig,
+    Experiment,
+    PlanConfig,
+    from_package,
+    load_experiment,
+)
 from swiftkv_jax.distill.fields import override, rows, table
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.folder import DEMO
@@ -94,6 +100,17 @@ def test_a_recipe_for_one_gpu_has_the_published_architecture_and_a_row_at_a_time
     assert ONE_GPU[name].replace("--", "/") == e.model
     assert e.data.batch_size == e.optimizer.accumulate == 16 and e.data.seq_len == 4096
     assert tuple(e.held_out()) == (2048, 4096)
+
+
+@pytest.mark.parametrize("name", [*SIZES, *PREDICTED, "tiny", "tiny_kvp", "demo_teacher", "mha_teacher"])
+def test_least_squares_starts_every_recipe_but_the_papers_and_plain_training(name):
+    plain, paper = name in ("demo_teacher", "mha_teacher"), name in SIZES and name not in ONE_GPU
+    assert load_experiment(CONFIGS / f"{name}.py").fits_start == (not plain and not paper)
+
+
+def test_a_config_that_names_no_start_begins_with_least_squares(tiny):
+    assert dataclasses.replace(tiny, plan=PlanConfig(split=4)).fits_start
+    assert not override(tiny, ["plan.init=fold"]).fits_start
 
 
 @pytest.mark.parametrize("name", PREDICTED)
