@@ -245,10 +245,15 @@ def _place(identity: list) -> Path:
 
 
 def kept_at(name: str) -> Path:
-    """The path of one of our files in the cache of `datasets`."""
-    from datasets import config
+    """The path of one of our files in the cache of `datasets`; where that is not installed, in the place it
+    has by default."""
+    try:
+        from datasets.config import HF_DATASETS_CACHE as home
+    except ImportError:
+        from huggingface_hub.constants import HF_HOME
 
-    return Path(config.HF_DATASETS_CACHE) / "swiftkv_jax" / name
+        home = Path(HF_HOME) / "datasets"
+    return Path(home) / "swiftkv_jax" / name
 
 
 def _held(documents: Iterator[Document], place: Path | None, bad: files.Bad, skip: bool) -> Sequence:
@@ -265,18 +270,16 @@ def _held(documents: Iterator[Document], place: Path | None, bad: files.Bad, ski
 def _store(documents: Iterator[Document], place: Path, bad: files.Bad, skip: bool) -> Sequence:
     """Write the documents to `place` atomically; nothing is written if rows are broken and none is
     skipped."""
-    from datasets import Features, Value
-    from datasets.arrow_writer import ArrowWriter
+    import pyarrow
 
-    features = Features({name: Value("large_string") for name in ("id", "text", "messages")})
+    schema = pyarrow.schema([(name, pyarrow.large_string()) for name in ("id", "text", "messages")])
     with explained(f"write to {place.parent}"):
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".part-") as folder:
             draft = Path(folder) / place.name
-            with ArrowWriter(features=features, path=str(draft)) as writer:
+            with pyarrow.ipc.new_stream(str(draft), schema) as writer:
                 for batch in _batches(documents):
-                    writer.write_batch(batch)
-                writer.finalize()
+                    writer.write_batch(pyarrow.record_batch(batch, schema=schema))
             if bad and not skip:
                 return []
             os.replace(draft, place)

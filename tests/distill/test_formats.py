@@ -192,8 +192,13 @@ def test_stream_rows_reads_only_the_first_rows(hub):
     assert [(d.id, d.text) for d in found] == [(d.id, d.text) for d in whole][:4]
 
 
-def test_a_large_source_is_kept_on_disk_and_is_the_same(tmp_path, monkeypatch):
+@pytest.mark.parametrize("installed", [True, False], ids=["", "without datasets"])
+def test_a_large_source_is_kept_on_disk_and_is_the_same(installed, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    if not installed:
+        for name in ("datasets", "datasets.config"):
+            monkeypatch.setitem(sys.modules, name, None)
     rows = [{"text": f"{i} " * 40} for i in range(400)] + [{"id": "chat", "messages": [SYSTEM, Q, A]}]
     source = as_jsonl(tmp_path / "rows.jsonl", rows)
     plain = list(open_documents([source]))
@@ -201,6 +206,7 @@ def test_a_large_source_is_kept_on_disk_and_is_the_same(tmp_path, monkeypatch):
         monkeypatch.setattr(sources, name, size)
     kept = open_documents([source])
     assert isinstance(kept.parts[0], StoredDocuments)
+    assert kept.parts[0].path.is_relative_to(tmp_path / ("cache" if installed else "datasets"))
     assert list(kept) == plain and list(kept.ids()) == [d.id for d in plain]
     monkeypatch.setattr(files, "rows", None)  # the second time nothing is read but what was kept
     assert list(open_documents([source])) == plain and open_documents([source]).digest == kept.digest
