@@ -139,12 +139,15 @@ class Timed:
     Attributes:
       name: of the size. by: implementation -> a function that makes the call `count` times in a row; its
         result begins with that of the first call, if results are to be compared.
+      bytes, flops: the least that one call reads, and computes; 0: not known.
     """
 
     name: str
     count: int
     by: Callable[[str], Callable[[], Any]]
     compared: bool = True
+    bytes: float = 0.0
+    flops: float = 0.0
 
 
 def examine(call: dict, name: str, beside: str, module: str | None) -> Iterator[dict]:
@@ -172,7 +175,8 @@ def _examined(call: Call, name: str, beside: str) -> Iterator[dict]:
         off = cases.distance(mine()[0], other()[0]) if timed.compared and name != beside else 0.0
         seconds = timing.medians([mine]) * 2 if name == beside else timing.medians([mine, other])
         mine_s, other_s = (x / timed.count for x in seconds)
-        yield {timed.name: {"seconds": mine_s, "beside": other_s, "off": min(off, 1e9)}}
+        work = {"bytes": timed.bytes, "flops": timed.flops}
+        yield {timed.name: {"seconds": mine_s, "beside": other_s, "off": min(off, 1e9), **work}}
 
 
 @functools.cache
@@ -383,7 +387,7 @@ def _timed_attention(call: Call, name: str, lanes: int, cached: int, tokens: int
     read = case.bytes * call.numbers / (2 * call.kv_heads * call.width)
     rows = 1 if jax.default_backend() == "cpu" else max(1, min(_MOST_ROWS, math.ceil(cases.COLD / read)))
     if call.row:
-        return _timed_keys(call, name, case, rows)
+        return dataclasses.replace(_timed_keys(call, name, case, rows), bytes=read)
     case = dataclasses.replace(case, rows=rows)
     args, arrays = case.make()
 
@@ -391,7 +395,7 @@ def _timed_attention(call: Call, name: str, lanes: int, cached: int, tokens: int
         run = cases.in_a_row(case.call(implementation), rows)
         return lambda: run(*args, **arrays)
 
-    return Timed(name, rows, by)
+    return Timed(name, rows, by, bytes=read, flops=case.flops)
 
 
 def _timed_keys(call: Call, name: str, like: Attention, count: int) -> Timed:
@@ -441,7 +445,8 @@ def _timed_fill(call: Call) -> Timed:
 
         return once
 
-    return Timed(f"{count} tokens", 1, by, compared=False)
+    numbers = count * len(case.rows) * 2 * case.heads * case.width
+    return Timed(f"{count} tokens", 1, by, compared=False, flops=2 * numbers * case.dim)
 
 
 def _timed_training(call: Call, window: int | None) -> Timed:

@@ -14,10 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import jax
+
 START = 120.0  # seconds a worker may take until it is ready
+_DETAILS = 4000  # characters of a traceback that are kept
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -51,9 +55,18 @@ class Line:
 
 
 class Failed(Exception):
-    """A line has no result; the message says why."""
+    """A line has no result; the message says why.
+
+    Attributes:
+      details: the end of the traceback, or of what the dead process wrote to stderr. fatal: whether the
+        process is of no more use: it died, hangs, or its device failed.
+    """
 
     status = "failed"
+
+    def __init__(self, message: str, details: str = "", fatal: bool = True):
+        super().__init__(message)
+        self.details, self.fatal = details[-_DETAILS:], fatal
 
 
 class NotStarted(Failed):
@@ -85,7 +98,8 @@ class Worker:
         """Run a task; `each` gets the parts of its result as they come.
 
         Raises:
-          Failed: it reported an error, died, or took more than `limit` seconds. Close the worker then.
+          Failed: it reported an error, died, or took more than `limit` seconds. Close the worker if it is
+            fatal.
         """
         deadline = time.monotonic() + limit
         assert self._process.stdin is not None
@@ -95,7 +109,7 @@ class Worker:
         while True:
             answer = self._read(deadline, f"killed: not finished after {limit:.0f} s")
             if "failed" in answer:
-                raise Failed(answer["failed"])
+                raise Failed(answer["failed"], answer["details"], answer["fatal"])
             if "done" in answer:
                 return
             each(answer["part"])
@@ -109,7 +123,7 @@ class Worker:
         try:
             self._read(time.monotonic() + limit, f"no worker: not ready after {limit:.0f} s")
         except Failed as error:
-            raise NotStarted(str(error)) from None
+            raise NotStarted(str(error), error.details) from None
 
     def _read(self, deadline: float, late: str) -> dict:
         assert self._process.stdout is not None
@@ -119,17 +133,18 @@ class Worker:
                 raise Failed(late)
             more = os.read(pipe, 1 << 16)
             if not more:
-                raise Failed(self._last_words())
+                raise self._died()
             self._buffer += more
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
 
-    def _last_words(self) -> str:
+    def _died(self) -> Failed:
         code = self._process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip().splitlines()
-        return f"its process died: {how}" + (f"; {said[-1][:200]}" if said else "")
+        said = self._errors.read().decode(errors="replace").strip()
+        last = f"; {said.splitlines()[-1][:200]}" if said else ""
+        return Failed(f"its process died: {how}{last}", said)
 
     def close(self) -> None:
         """End the process and all that it started."""
@@ -191,7 +206,9 @@ class Book:
                 found["status"] = "done"
             except Failed as error:
                 found |= {"status": error.status, "reason": str(error)}
-                self.close()
+                found |= {"details": error.details} if error.details else {}
+                if error.fatal:
+                    self.close()
         found["seconds"] = round(time.monotonic() - began, 2)
         self.save(self.result)
         told = say(found) if found["status"] == "done" else f"{found['status']}: {found['reason']}"
@@ -240,7 +257,8 @@ def answer_tasks(tasks: Mapping[str, Callable[..., Iterable[dict]]]) -> None:
             answer(done=True)
         except Exception as error:  # any error of a candidate is its result
             said = (str(error).strip().splitlines() or ["no message"])[0]
-            answer(failed=f"{type(error).__name__}: {said[:300]}")
+            details, fatal = traceback.format_exc()[-_DETAILS:], isinstance(error, jax.errors.JaxRuntimeError)
+            answer(failed=f"{type(error).__name__}: {said[:300]}", details=details, fatal=fatal)
 
 
 def _die_with_parent() -> None:
