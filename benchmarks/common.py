@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 import swiftkv_jax as skv
+from swiftkv_jax.analysis.flops import prompt_gflop
 
 Name = TypeVar("Name", bound=Hashable)
 RESULTS = Path(__file__).parent / "results"
@@ -67,6 +68,12 @@ def timed(llm: skv.LLM, prompts: list[list[int]], outputs: int) -> float:
     for _, output in llm.run(requests):
         assert len(output.outputs[0].token_ids) == outputs
     return time.perf_counter() - began
+
+
+def normalised_tflops(config: skv.ModelConfig, rate: float, context: int) -> float:
+    """TFLOPS that the standard model's layers need for `rate` tokens per second, in and out, at prompts of
+    `context` tokens, whatever was computed for them (SwiftKV paper, section 4.2)."""
+    return rate * prompt_gflop(config, None, max(1, context)) / 1e3
 
 
 def in_turn(names: Iterable[Name], number: int) -> list[Name]:

@@ -9,7 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common import RESULTS, SYSTEMS, write
+from benchmarks.common import RESULTS, SYSTEMS, normalised_tflops, write
 from benchmarks.serving import bench, report, workloads
 from benchmarks.serving.timeline import DETAILS
 from swiftkv_jax.config import ModelConfig
@@ -180,6 +180,10 @@ def run(args: argparse.Namespace, say) -> tuple[list[dict], dict]:
             if workload == "budgets"
             else _even(args, config, workload, about, say)
         )
+    for found in runs:
+        prompt = found["total_input_tokens"] // max(1, found["completed"])
+        rate = found["total_token_throughput"]
+        found["normalised_tflops"] = normalised_tflops(config, rate, prompt)
     return runs, about
 
 

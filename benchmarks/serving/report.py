@@ -44,6 +44,8 @@ def _row(runs: list[dict], bases: dict[int, dict], percentile: float) -> dict:
     gains = sorted(run[speed] / other[speed] for run, other in pairs if other[speed])
     row["gains"] = gains
     row["gain"] = statistics.median(gains) if gains else None
+    worked = [run["normalised_tflops"] for run in runs if "normalised_tflops" in run]
+    row["normalised_tflops"] = statistics.median(worked) if worked else None
     row["failed"] = sum(run["failed"] for run in runs)
     row["requests"] = sum(run["num_prompts"] for run in runs)
     compiled = [run["compilations"] for run in runs]
@@ -59,14 +61,27 @@ def markdown(settings: dict, found: dict) -> str:
     lines.append(
         f"Medians over the rounds; latencies in ms, of completed requests only, as median / {tail}. Gain: "
         f"tokens per second, in and out, over {settings['systems'][0]}, the median of the rounds' own ratios "
-        "(least to most). Compiled: programs compiled while measuring; a figure with any is no measurement.\n"
+        "(least to most). TFLOPS: normalised, what the standard model needs for as many tokens per second. "
+        "Compiled: programs compiled while measuring; a figure with any is no measurement.\n"
     )
-    head = ["system", "req/s", "tokens/s", "gain", "TTFT", "TPOT", "ITL", "E2EL", "good/s", "failed"]
+    head = [
+        "system",
+        "req/s",
+        "tokens/s",
+        "gain",
+        "TFLOPS",
+        "TTFT",
+        "TPOT",
+        "ITL",
+        "E2EL",
+        "good/s",
+        "failed",
+    ]
     for workload, points in found.items():
         lines.append(f"## {_TITLES[workload]}\n")
         for point, systems in points.items():
             rows = [_cells(name, row) for name, row in systems.items()]
-            rows += [[name, "too small", *[""] * 9] for name in settings["left_out"].get(point, [])]
+            rows += [[name, "too small", *[""] * 10] for name in settings["left_out"].get(point, [])]
             lines += [f"{point}\n", table([*head, "compiled"], rows) + "\n"]
     nobody = [point for point in settings["left_out"] if point not in found.get("budgets", {})]
     lines += [f"{point}: too small for every system\n" for point in nobody]
@@ -80,6 +95,7 @@ def _cells(name: str, row: dict) -> list[str]:
         f"{row['request_throughput']:.2f}",
         f"{row['total_token_throughput']:,.0f}",
         "" if gain is None else f"{gain:.2f} ({gains[0]:.2f} to {gains[-1]:.2f})",
+        "" if row["normalised_tflops"] is None else f"{row['normalised_tflops']:.3g}",
         *(f"{row[f'median_{m}_ms']:.1f} / {row[f'tail_{m}_ms']:.1f}" for m in ("ttft", "tpot", "itl")),
         f"{row['median_e2el_ms']:.1f}",
         "" if good is None else f"{good:.2f}",

@@ -17,6 +17,7 @@ from benchmarks.serving.client import Target
 from benchmarks.serving.servers import Server
 from benchmarks.serving.timeline import DETAILS, METRICS, Timeline, arrivals, summary
 from swiftkv_jax import weights
+from swiftkv_jax.analysis.flops import prompt_gflop
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
@@ -354,6 +355,8 @@ def test_a_run_side_by_side(folder, tmp_path, capsys, monkeypatch):
         assert found["total_input_tokens"] == 3 * size and found["total_output_tokens"] == 18
         total = found["total_token_throughput"] * found["duration"]
         assert total == pytest.approx(3 * (size + 6)) and found["request_rate"] == "inf"
+        needed = prompt_gflop(ModelConfig.from_hf(folder), None, size) * total / found["duration"] / 1e3
+        assert found["normalised_tflops"] == pytest.approx(needed)
         assert found["request_goodput"] == pytest.approx(3 / found["duration"])
         assert 0 < found["mean_ttft_ms"] <= found["mean_e2el_ms"] <= 1e3 * found["duration"]
     assert sum(found["compilations"] for found in runs) > 0  # nothing was warmed up, and the report says so
