@@ -12,7 +12,8 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-DOCUMENTS += [ROOT / "demo" / "README.md", ROOT / "launch" / "README.md", ROOT / "CONTRIBUTING.md"]
+DOCUMENTS += [ROOT / folder / "README.md" for folder in ("demo", "launch", "benchmarks/device")]
+DOCUMENTS += [ROOT / "CONTRIBUTING.md"]
 # The beginning of commands that no test runs, and why. Of each the words are checked by test_documents.py.
 NOT_RUN = {
     r"git clone ": "fetches the repository from the network",
@@ -28,6 +29,7 @@ NOT_RUN = {
 # The beginning of all others, and the test file that runs them; the first that fits counts.
 RUN_BY = {
     r".* --compile-only ": "tests/aot/test_compile_only.py",
+    r"python -m benchmarks\.device ": "tests/benchmarks/test_device.py",
     r"swiftkv replicas ": "tests/server/test_ray.py",
     r"lm_eval |python -m swiftkv_jax\.lm_eval ": "tests/server/test_lm_eval.py",
     r"python serve\.py (?!.*--http)|python -m swiftkv_jax\.analysis\.": "tests/test_documents.py",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.first_light.shapes import shape as shape_of
+from benchmarks.device.shapes import shape_of
 from swiftkv_jax.kernels.check.timing import medians
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cublas", "flax", "numpy")

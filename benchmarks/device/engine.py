@@ -1,0 +1,109 @@
+"""The engine at a model's real shape with random weights: prompts, then decoding of all prompts together."""
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+import swiftkv_jax as skv
+from benchmarks.common import timed
+from benchmarks.device.shapes import shape_of
+from swiftkv_jax import weights
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.engine.runner import MODES, Runner
+from swiftkv_jax.engine.warm import WarmUp
+from swiftkv_jax.shapes import PyTree, Weight
+
+PLANS = {"standard": None, "SwiftKV 50 %": 1, "+ 2-way AcrossKV": 2}  # layers that share a row
+
+
+def plan_of(name: str, layers: int) -> skv.KVPlan:
+    """The plan of a name in `PLANS`."""
+    share = PLANS[name]
+    return skv.KVPlan.standard(layers) if share is None else skv.KVPlan.swiftkv(layers, layers // 2, share)
+
+
+def random_weights(config: ModelConfig, plan: skv.KVPlan, dtype: str, cuts: weights.Cuts = None) -> PyTree:
+    """Random parameters, by one program for each kind of array: one program for all of them takes minutes to
+    compile. `cuts` as of `weights.partition`; None: as an engine has them."""
+    make = jax.jit(Weight.init, static_argnums=(0, 2))
+    leaves, tree = jax.tree.flatten(weights.weights(config, plan, cuts))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    return jax.tree.unflatten(tree, [make(w, k, dtype) for w, k in zip(leaves, keys, strict=True)])
+
+
+def measure(
+    shape: str,
+    plan: str,
+    cache_dtype: str,
+    page: int,
+    requests: int,
+    prompt: int,
+    decode: str,
+    chunk: str,
+    fill: str | None,
+) -> Iterator[dict]:
+    """Time to the first token of one prompt, prompts read together, tokens decoded together."""
+    gc.collect()  # the model of the line before
+    sizes = shape_of(shape)
+    config, outputs = sizes.config, sizes.outputs
+    rows = plan_of(plan, config.num_layers)
+    began = time.perf_counter()
+    params = random_weights(config, rows, sizes.dtype)
+    yield {"weights_seconds": time.perf_counter() - began}
+    read_once = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embed"].nbytes
+    llm = skv.LLM.from_model(
+        skv.Transformer(config, rows, sizes.dtype),
+        params,
+        max_model_len=prompt + outputs,
+        max_num_seqs=requests,
+        max_num_batched_tokens=sizes.budget,
+        page_size=page,
+        num_pages=1 + (requests + 1) * (-(-(prompt + outputs) // page) + 1),
+        cache_dtype=cache_dtype,
+        kernels="xla",  # for kernels that are not named, so that no check runs inside this line
+        attention=f"decode={decode},chunk={chunk}",
+        fill=fill if rows.has_fill else None,
+    )
+    began = time.perf_counter()
+    compile_programs(llm.engine.runner, requests * page)
+    yield {"compile_seconds": time.perf_counter() - began}
+    draw = np.random.default_rng(0)
+
+    def prompts(count: int) -> list[list[int]]:
+        """New prompts, of which nothing is in the cache."""
+        return draw.integers(2, config.vocab_size, (count, prompt)).tolist()
+
+    timed(llm, prompts(1), 1)
+    yield {"ttft_ms": 1e3 * statistics.median(timed(llm, prompts(1), 1) for _ in range(3))}
+    some = prompts(requests)
+    read = timed(llm, some, 1)
+    yield {"prompt_tokens_per_s": requests * prompt / read}
+    decoded = timed(llm, some, outputs)  # all but the last page of each prompt is in the cache
+    stats = llm.stats
+    steps = max(1, stats["decoded_steps"])
+    seen = requests * (prompt + outputs / 2) * llm.cache_bytes_per_token * config.num_layers / rows.num_rows
+    yield {
+        "tpot_ms": 1e3 * stats["decode_seconds"] / steps,
+        "host_ms_per_step": 1e3 * stats["decode_host_seconds"] / steps,
+        "bytes_per_step": read_once + seen,
+        "tokens_per_s": requests * (prompt + outputs) / (read + decoded),
+    }
+
+
+def compile_programs(runner: Runner, tail: int) -> None:
+    """Compile, several at once, what the measurement launches: a chunk of one prompt, the last `tail` tokens
+    of all prompts, and the loop that decodes."""
+    one, lanes, mode = runner.rows(1), runner.lanes, MODES[0]
+    programs = {program.key: program for program in runner.programs()}
+    chunk = ("step", one, runner.budget)
+    wanted = [chunk if chunk in programs else ("step", lanes, runner.budget)]
+    wanted.append(("step", lanes, min(runner.budget, 1 << (tail - 1).bit_length())))
+    wanted += [("loop", lanes, mode), ("draw", one, mode), ("draw", lanes, mode)]
+    warming = WarmUp([programs[key] for key in dict.fromkeys(wanted) if key in programs], set(wanted))
+    while not warming.done:
+        warming.take()
+    runner.clear([0])

@@ -1,0 +1,164 @@
+"""The lines of a run in order of worth, each with the seconds that it is expected to take and may take."""
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from benchmarks.device.engine import PLANS
+from benchmarks.device.shapes import Shape, shape_of
+from swiftkv_jax.engine.kernels import calls_of
+from swiftkv_jax.engine.settings import Settings
+from swiftkv_jax.kernels.check.calls import UNFUSED, Call
+from swiftkv_jax.kernels.check.decide import choose, is_right
+from swiftkv_jax.kernels.check.supervisor import Line
+from swiftkv_jax.plan import KVPlan
+
+SECONDS = {  # by task or part of it: expected on an H100, and at most
+    "hardware": (8, 60),
+    "ceilings": (8, 60),
+    "engine, safe": (60, 150),
+    "engine": (35, 120),
+    "decode": (12, 40),
+    "chunk": (16, 40),
+    "fill": (8, 40),
+    "keys": (10, 40),
+    "train": (30, 120),
+    "teacher": (45, 90),
+    "student": (120, 600),
+    "transformers": (40, 120),
+    "launches": (12, 60),
+}
+STANDARD, HALF, SHARED = PLANS
+TEACHER, STUDENT = "SmolLM2: chats", "SmolLM2: student at 50 %"
+PAGE, PAGES = 64, (64, 128)
+# What XLA may put into command buffers, beside its own choice of kinds.
+BUFFERS = {"as it is": None, "with WHILE": "+WHILE", "none": ""}
+
+
+def line(name: str, task: str, args: Mapping, kind: str = "", group: str = "jax", **env: str) -> Line:
+    """A line with the seconds of its kind."""
+    expected, limit = SECONDS[kind or task]
+    return Line(name, task, args, float(limit), float(expected), group, env)
+
+
+def label(call: Call) -> str:
+    """What a kind of call is named in lines: with the rows that are read, if these are special."""
+    rows = {"k_cache_attention": "keys alone, ", "x_cache_attention": "inputs alone, "}.get(
+        call.operation, ""
+    )
+    if call.kind == "decode" and not rows and call.heads == call.kv_heads:
+        rows = "keys and values, "
+    eight = "fp8, " if call.stored.startswith("float8") else ""
+    return f"{call.kind}, {rows}{eight}page {call.page}"
+
+
+def calls(shape: Shape, page: int = PAGE, dtype: str = "auto") -> dict[str, Call]:
+    """The calls of an engine of this shape, by kind; of attention over half of `max_model_len` tokens."""
+    (requests, prompt), _ = shape.requests
+    settings = Settings(
+        max_model_len=2 * prompt,
+        max_num_seqs=requests,
+        max_num_batched_tokens=shape.budget,
+        page_size=page,
+        cache_dtype=dtype,
+    )
+    layers = shape.config.num_layers
+    found = calls_of(shape.config, KVPlan.swiftkv(layers, layers // 2), shape.dtype, settings)
+    return {call.kind: call for call in found}
+
+
+def calls_of_rows(shape: Shape) -> list[Call]:
+    """Decoding from keys and values, from keys alone and from inputs alone, with as many heads of each."""
+    heads, both = shape.heads, calls(shape)["decode"]
+    both = dataclasses.replace(both, heads=heads, kv_heads=heads)
+    keys, inputs = heads * both.width, shape.config.hidden_size
+    alone = dataclasses.replace(both, operation="k_cache_attention", row=keys)
+    return [both, alone, dataclasses.replace(both, operation="x_cache_attention", row=inputs, rope=False)]
+
+
+def order(
+    name: str,
+    lines: Mapping[str, dict],
+    model: Sequence[str] = (),
+    files: Mapping[str, str] = types.MappingProxyType({}),
+    left: Callable[[], float] = lambda: 0.0,
+    torch: bool = True,
+    flags: str = "",
+    winner: Callable[[str, Sequence[str], Mapping[str, dict]], str] = choose,
+) -> Iterator[Line]:
+    """The lines of the shape `name`, each made when the ones before have run.
+
+    Args:
+      lines: the results so far, by name. model: the parts of a GGUF file, or a folder; without it no student
+        is made. files: where its tasks put files. left: seconds left, all of which the student gets. torch:
+        whether transformers' model can run. flags: XLA_FLAGS. winner: as `decide.choose`.
+    """
+    shape = shape_of(name)
+    (requests, prompt), long = shape.requests
+
+    def contest(call: Call) -> Iterator[Line]:
+        """Every candidate, checked, and if right timed beside the first right one."""
+        names, base = call.known(shape.candidates[call.kind]), None
+        for candidate in names:
+            title = f"{label(call)}: {candidate}"
+            args = {"call": dataclasses.asdict(call), "name": candidate, "beside": base or candidate}
+            kind = "keys" if call.row or call.heads == call.kv_heads else call.kind
+            yield line(title, "examine", args | {"module": None}, kind)
+            if base is None and is_right(lines.get(title, {})):
+                base = candidate
+
+    def won(call: Call) -> str:
+        return winner(label(call), call.known(shape.candidates[call.kind]), lines)
+
+    def engine(plan: str, decode: str, chunk: str, at=(requests, prompt), dtype="auto", fill=None) -> Line:
+        safe = decode == shape.candidates["decode"][0] and chunk == shape.candidates["chunk"][0]
+        eight = ", fp8 rows" if dtype != "auto" else ""
+        made = f", fill {fill}" if fill and plan != STANDARD else ""
+        title = f"engine: {at[0]} x {at[1]}, {plan}{eight}, decode {decode}, chunk {chunk}{made}"
+        args = {"shape": name, "plan": plan, "cache_dtype": dtype, "page": PAGE}
+        args |= {"requests": at[0], "prompt": at[1], "decode": decode, "chunk": chunk, "fill": fill}
+        return line(title, "engine", args, "engine, safe" if safe else "engine")
+
+    def step(attention: str, remat: bool = False) -> Line:
+        title = f"step: {attention}, {shape.documents} documents a row" + (", recomputed" if remat else "")
+        args = {"shape": name, "attention": attention, "documents": shape.documents, "remat": remat}
+        return line(title, "train", args)
+
+    yield line("ceilings", "ceilings", {"shape": name})
+    own, safe = calls(shape), {kind: names[0] for kind, names in shape.candidates.items()}
+    for plan in (STANDARD, HALF):
+        yield engine(plan, safe["decode"], safe["chunk"])
+    for kind in ("decode", "chunk"):
+        yield from contest(own[kind])
+    best = {kind: won(own[kind]) for kind in ("decode", "chunk")}
+    for plan in PLANS:
+        yield engine(plan, **best)
+    eight = calls(shape, dtype=shape.fp8)
+    yield from contest(eight["decode"])
+    yield engine(HALF, won(eight["decode"]), best["chunk"], dtype=shape.fp8)
+    for plan in (STANDARD, HALF):
+        yield engine(plan, **best, at=long)
+    yield from contest(own["fill"])
+    for call in calls_of_rows(shape):
+        yield from contest(call)
+    for attention in shape.candidates["train"]:
+        yield step(attention)
+    if model:
+        given = {"model": model, "words": shape.words, **files}
+        yield line(TEACHER, "teacher", given | {"count": shape.chats})
+        how = {"steps": shape.steps, "rows": shape.batch, "seconds": left()}
+        yield line(STUDENT, "student", given | how)
+    if torch:
+        args = {"shape": name, "requests": requests, "prompt": prompt}
+        yield line("transformers", "transformers", args, group="torch")
+    for kind in ("decode", "chunk"):
+        yield from contest(calls(shape, page=PAGES[1])[kind])
+    if (fill := won(own["fill"])) != UNFUSED:
+        yield engine(HALF, **best, fill=fill)
+    yield step(shape.candidates["train"][-1], remat=True)
+    for how, kinds in BUFFERS.items():
+        env = (
+            {} if kinds is None else {"XLA_FLAGS": f"{flags} --xla_gpu_enable_command_buffer={kinds}".strip()}
+        )
+        count = {"count": 20 if name == "tiny" else 500}
+        yield line(f"launches: command buffers {how}", "launches", count, group="launches", **env)

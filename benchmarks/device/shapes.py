@@ -1,0 +1,105 @@
+"""The sizes that are measured: Llama-3.1-8B's, and small ones that a CPU runs in minutes."""
+
+import dataclasses
+import types
+from collections.abc import Mapping
+
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.folder import CONFIGS
+from swiftkv_jax.kernels.check.calls import CANDIDATES, UNFUSED
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of one model.
+
+    Attributes:
+      config: of the model. dtype: of its weights and activations. trained, trained_dtype: likewise, of the
+        model that is distilled.
+      fp8: dtype of the rows that are read as 8-bit ones.
+      budget: tokens of a step. requests: (sequences, prompt tokens of each) of the engine's lines. outputs:
+        tokens that each generates.
+      heads: of the attention that reads keys, or inputs, alone.
+      row: tokens of a packed row of training, rows: of a step, documents: in a row.
+      chats: that the student's teacher writes, words: tokens of the longest answer, batch: rows of the
+        student's steps. steps: of its distillation; None: as many as there is time for.
+      copied, multiplied: elements copied, and side of the matrices, of the ceilings.
+      candidates: implementations by kind of call, the safe one first.
+    """
+
+    config: ModelConfig
+    trained: ModelConfig
+    dtype: str
+    trained_dtype: str
+    budget: int
+    requests: tuple[tuple[int, int], ...]
+    outputs: int
+    heads: int
+    row: int
+    rows: int
+    documents: int
+    chats: int
+    words: int
+    batch: int
+    steps: int | None
+    copied: int
+    multiplied: int
+    candidates: Mapping[str, tuple[str, ...]]
+    fp8: str = "float8_e4m3fn"
+
+
+# Replacements on a CPU, only to see that the benchmark runs.
+_ON_A_CPU = {
+    "decode": ("xla_one_turn", "xla"),
+    "chunk": ("xla_one_turn", "xla"),
+    "fill": (UNFUSED, "xla"),
+    "train": ("xla", "reference"),
+}
+
+
+def shape_of(name: str) -> Shape:
+    """ "llama8b", or "tiny"."""
+    if name == "tiny":
+        sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
+        config = ModelConfig(**sizes, num_layers=3, num_heads=4, num_kv_heads=2, dtype="bfloat16")
+        return Shape(
+            config=config,
+            trained=config,
+            dtype="bfloat16",
+            trained_dtype="float32",
+            budget=64,
+            requests=((2, 128), (1, 256)),
+            outputs=8,
+            heads=4,
+            row=64,
+            rows=2,
+            documents=2,
+            chats=2,
+            words=8,
+            batch=1,
+            steps=2,
+            copied=1 << 20,
+            multiplied=256,
+            candidates=types.MappingProxyType(_ON_A_CPU),
+        )
+    config = ModelConfig.from_hf(CONFIGS / "architectures" / "llama8b.json")
+    return Shape(
+        config=config,
+        trained=dataclasses.replace(config, num_layers=4, windows=()),
+        dtype="bfloat16",
+        trained_dtype="bfloat16",
+        budget=2048,
+        requests=((16, 8192), (2, 32768)),
+        outputs=256,
+        heads=32,
+        row=8192,
+        rows=2,
+        documents=8,
+        chats=128,
+        words=192,
+        batch=16,
+        steps=None,
+        copied=1 << 29,
+        multiplied=8192,
+        candidates=CANDIDATES["gpu"],
+    )

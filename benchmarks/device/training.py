@@ -1,0 +1,89 @@
+"""The distillation step of a few layers of a model: its time, and whether its attention is right.
+
+The last hidden states and the norm of the gradient are compared with those by XLA's attention.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.device.engine import random_weights
+from benchmarks.device.shapes import Shape, shape_of
+from swiftkv_jax.analysis.flops import CHIPS
+from swiftkv_jax.distill import step as steps
+from swiftkv_jax.distill.config import AttentionConfig, LossConfig, OptimizerConfig
+from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.kernels.check.timing import medians
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+
+NEAR = 5e-2  # largest relative distance of two kernels' bfloat16 results that counts as rounding
+_PROBED = 32  # positions of a row
+
+
+def packed(shape: Shape, documents: int) -> Batch:
+    """Random tokens; each row holds documents of equal length, and the last half of each is learned."""
+    size = (shape.rows, shape.row)
+    tokens = np.random.default_rng(0).integers(2, shape.trained.vocab_size, size).astype(np.int32)
+    place = np.arange(shape.row, dtype=np.int32)
+    each = shape.row // documents
+    positions, segments = (np.broadcast_to(x, size) for x in (place % each, place // each + 1))
+    return Batch(
+        tokens=jnp.asarray(tokens),
+        targets=jnp.asarray(np.roll(tokens, -1, axis=1)),
+        positions=jnp.asarray(positions),
+        segments=jnp.asarray(segments),
+        mask=jnp.asarray(positions >= each // 2, jnp.float32),
+    )
+
+
+def train(shape: str, attention: str, documents: int, remat: bool) -> Iterator[dict]:
+    """A step's results, its seconds, and its share of the chip's peak."""
+    made = shape_of(shape)
+    layers = made.trained.num_layers
+    plan = KVPlan.swiftkv(layers, layers // 2)
+    teacher = Transformer(made.trained, KVPlan.standard(layers), made.trained_dtype)
+    params = random_weights(made.trained, teacher.plan, made.trained_dtype, (plan.depth,))
+    student, trained, frozen = steps.prepare(teacher, params, plan, "fold", "swiftkv")
+    trained = jax.tree.map(lambda x: 8 * x, trained)  # large enough that the set of keys a query sees matters
+    kernels = AttentionConfig(**{jax.devices()[0].platform: attention})
+    recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1000, "swiftkv", remat, kernels)
+    batch, state = packed(made, documents), steps.init_state(recipe, trained)
+    began = time.perf_counter()
+    compiled = jax.jit(lambda *given: steps.train_step(recipe, *given)).lower(frozen, state, batch).compile()
+    yield {
+        "compile_seconds": time.perf_counter() - began,
+        "temporary_gib": compiled.memory_analysis().temp_size_in_bytes / 2**30,
+    }
+    yield {"probe": probe(recipe, trained, frozen, batch)}
+    metrics = compiled(frozen, state, batch)[1]
+    yield {name: float(metrics[name]) for name in ("loss", "grad_norm")}
+    (seconds,) = medians([lambda: compiled(frozen, state, batch)])
+    tokens = made.rows * made.row
+    work = steps.flops_per_token(recipe, made.row // documents) * tokens
+    chip = CHIPS.get(jax.devices()[0].device_kind)
+    yield {
+        "step_ms": 1e3 * seconds,
+        "tokens_per_s": tokens / seconds,
+        "tflops": work / seconds / 1e12,
+        "mfu": work / seconds / chip.flops if chip else None,
+    }
+
+
+def probe(recipe: steps.Recipe, trained, frozen: steps.Frozen, batch: Batch) -> list[float]:
+    """The student's last hidden states at some positions, each projected on one random direction."""
+    h = jax.jit(lambda *given: steps.hidden_states(recipe, *given)[0][0])(trained, frozen, batch)
+    at = np.linspace(0, h.shape[1] - 1, _PROBED).astype(np.int32)
+    found = h[:, at].astype(jnp.float32) @ jax.random.normal(jax.random.key(1), h.shape[-1:])
+    return np.asarray(found).ravel().tolist()
+
+
+def agrees(line: Mapping, safe: Mapping) -> bool | None:
+    """Whether a line's results are those of XLA's attention; None without either."""
+    if "grad_norm" not in line or "grad_norm" not in safe:
+        return None
+    pairs = [tuple(np.append(x[key], []) for x in (line, safe)) for key in ("probe", "grad_norm")]
+    return all(bool(np.linalg.norm(a - b) <= NEAR * np.linalg.norm(b)) for a, b in pairs)

@@ -1,0 +1,20 @@
+"""The measuring process."""
+
+from benchmarks.device import engine, hardware, peer, student, training
+from swiftkv_jax.kernels.check.calls import examine
+from swiftkv_jax.kernels.check.supervisor import answer_tasks
+
+TASKS = {
+    "hardware": hardware.hardware,
+    "ceilings": hardware.ceilings,
+    "launches": hardware.launches,
+    "examine": examine,
+    "engine": engine.measure,
+    "train": training.train,
+    "teacher": student.teacher,
+    "student": student.student,
+    "transformers": peer.transformers,
+}
+
+if __name__ == "__main__":
+    answer_tasks(TASKS)

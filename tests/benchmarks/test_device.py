@@ -1,0 +1,417 @@
+"""`benchmarks.device`: the order of its lines, what its figures mean, and what is measured again."""
+
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+import wheels
+from documents import run_by
+
+from benchmarks.device import __main__ as command
+from benchmarks.device import engine, hardware, ledger, order, report, student, training
+from benchmarks.device.shapes import shape_of
+from swiftkv_jax import weights
+from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
+from swiftkv_jax.kernels.causal_attention.reference import causal_attention
+from swiftkv_jax.kernels.common.dispatch import Implementation
+from swiftkv_jax.plan import KVPlan
+
+ROOT = Path(__file__).parents[2]
+LLAMA = shape_of("llama8b")
+WHERE = {"device": "NVIDIA H100 80GB HBM3", "versions": {"jax": "0.11.2"}, "status": "done"}
+TOP = {"status": "done", "bytes": 3e12, "flops": 8e14}
+
+
+def lines_of(name="llama8b", results=None, **more) -> list:
+    return list(order.order(name, {} if results is None else results, **more))
+
+
+def timed(kind_and_name: str, **seconds: float) -> dict:
+    """Results of a right candidate, whose safe one takes a second at every size."""
+    sizes = {
+        name: {"seconds": s, "beside": 1.0, "off": 0.0, "bytes": 1e12, "flops": 1e12}
+        for name, s in seconds.items()
+    }
+    return {kind_and_name: {"status": "done", "right": True, "why": "", "error": 0.0, **sizes}}
+
+
+def test_the_claim_comes_first_and_the_first_command_takes_its_minutes():
+    """By safe kernels within 2:20; all but the last kernels, and what follows them, within 9:20."""
+    expected = [order.line("hardware", "hardware", {}), *lines_of(winner=lambda _, names, __: names[-1])]
+    names = [line.name for line in expected]
+    assert len(set(names)) == len(names)
+    assert all(line.least <= line.limit for line in expected)
+    until = {line.name: sum(x.least for x in expected[: i + 1]) for i, line in enumerate(expected)}
+    safe = "decode xla_one_turn, chunk xla_one_turn"
+    assert until[f"engine: 16 x 8192, SwiftKV 50 %, {safe}"] <= 140
+    assert until["decode, keys alone, page 64: pallas_gpu"] <= 560
+
+
+def test_the_engine_runs_by_the_winners_and_a_wrong_kernel_wins_nothing():
+    results: dict = {}
+    decode, chunk = "decode, page 64", "chunk, page 64"
+    results |= timed(f"{decode}: xla_one_turn", a=1.0) | timed(f"{decode}: pallas_gpu", a=0.5)
+    results |= timed(f"{chunk}: xla_one_turn", a=1.0) | timed(f"{chunk}: cudnn", a=0.5)
+    results |= timed(f"{chunk}: pallas_gpu", a=0.1)
+    results[f"{chunk}: pallas_gpu"] |= {"right": False, "why": "off"}
+    engines = [line for line in lines_of(results=results) if line.task == "engine"]
+    by = {(line.args["decode"], line.args["chunk"]) for line in engines[2:5]}
+    assert by == {("pallas_gpu", "cudnn")}
+    assert [line.args["plan"] for line in engines[2:5]] == list(engine.PLANS)
+    assert {(line.args["decode"], line.args["chunk"]) for line in engines[:2]} == {("xla_one_turn",) * 2}
+
+
+def test_a_candidate_is_timed_beside_the_first_that_is_right():
+    results: dict = {}
+    beside = {}
+    for line in order.order("llama8b", results):
+        if line.name.startswith("chunk, page 64"):
+            beside[line.args["name"]] = line.args["beside"]
+            results |= timed(line.name, a=1.0)
+            results[line.name]["right"] = line.args["name"] != "xla_one_turn"
+    assert beside == {"xla_one_turn": "xla_one_turn", "pallas_gpu": "pallas_gpu", "cudnn": "pallas_gpu"}
+
+
+def test_prompt_flops_leave_the_vocabulary_out_and_count_the_layers_that_run():
+    """Llama-3.1-8B by hand: 31 layers of 2 x 218 million weights, keys and values of the 32nd, and attention
+    over 8192 tokens; the standard model's normalised FLOPs are those of 32."""
+    config = LLAMA.config
+    (line, half, *_) = (line for line in lines_of() if line.task == "engine")
+    found = {"prompt_tokens_per_s": 1000.0, "tokens_per_s": 1000.0, "tpot_ms": 10.0, "bytes_per_step": 3e10}
+    kv, q_o, mlp = 2 * 4096 * 1024, 2 * 4096 * 4096, 3 * 4096 * 14336
+    attention = 4 * 4096 * 8193 / 2
+    flops = 2 * (32 * kv + 31 * (q_o + mlp)) + 31 * attention
+    got = report.of_engine(LLAMA, line.args, found, TOP)
+    assert got["matmul"] == pytest.approx(1000 * flops / 8e14, rel=1e-3)
+    whole = 2 * 32 * (kv + q_o + mlp) + 32 * attention
+    assert got["normalised_tflops"] == pytest.approx(1000 * whole / 1e12, rel=1e-3)
+    assert got["copy"] == pytest.approx(1.0)
+    upper = 2 * (32 * kv + 16 * (q_o + mlp)) + 16 * attention
+    got = report.of_engine(LLAMA, half.args, found, TOP)
+    assert got["matmul"] == pytest.approx(1000 * upper / 8e14, rel=1e-3)
+    assert config.vocab_size * 4096 * 4 > 0.1 * flops  # what a head and embeddings would add
+
+
+def test_ratios_and_goals_compare_lines_with_the_same_kernels_and_sizes():
+    asked = {line.name: line for line in lines_of()}
+    safe = "decode xla_one_turn, chunk xla_one_turn"
+    standard, half = (f"engine: 16 x 8192, {plan}, {safe}" for plan in ("standard", "SwiftKV 50 %"))
+    figures = {"prompt_tokens_per_s": 1.0, "ttft_ms": 4.0, "tpot_ms": 4.0, "tokens_per_s": 2.0}
+    lines = {
+        "ceilings": TOP,
+        standard: figures | {"bytes_per_step": 1e9},
+        half: {"prompt_tokens_per_s": 1.9, "ttft_ms": 2.0},
+        f"engine: 2 x 32768, SwiftKV 50 %, {safe}": figures | {"bytes_per_step": 1e9},
+    }
+    assert report.ratios(lines, asked) == {half: {"prefill": 1.9, "TTFT": 0.5}}
+    lines |= timed("decode, page 64: pallas_gpu", a=0.5)  # 2e12 of 3e12 bytes/s
+    lines |= timed("decode, keys and values, page 64: xla_one_turn", a=1.0)
+    lines |= timed("decode, keys alone, page 64: pallas_gpu", a=0.5)
+    goals = {name: got for name, (_, got) in report.goals(LLAMA, lines, asked).items()}
+    assert goals["paged decode, share of a copy"] == pytest.approx(2 / 3)
+    assert goals["keys alone, times as fast as keys and values"] == 2.0
+    assert goals["SwiftKV 50 %, prompt tokens/s over the standard's"] == 1.9
+    assert goals["SwiftKV 50 %, TPOT over the standard's"] is None
+    lines["decode, page 64: pallas_gpu"]["right"] = False
+    assert report.goals(LLAMA, lines, asked)["paged decode, share of a copy"][1] is None
+    assert "not measured" in report.markdown(LLAMA, {"command": "c", "date": "d"}, asked, lines)
+
+
+def test_random_weights_are_one_program_for_each_kind_of_array():
+    config = dataclasses.replace(shape_of("tiny").config, num_layers=8, windows=())
+    plan = KVPlan.swiftkv(8, 4)
+    compiled: list[str] = []
+
+    def count(event: str, _: float, **__) -> None:
+        compiled.extend([event] if event.endswith("backend_compile_duration") else [])
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    made = engine.random_weights(config, plan, "bfloat16")
+    jax.monitoring.unregister_event_duration_listener(count)
+    want = weights.abstract(config, plan, "bfloat16", cuts=None)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), want
+    )
+    kinds = set(jax.tree.leaves(weights.weights(config, plan, None)))
+    assert len(kinds) <= 10 and len(compiled) <= len(kinds) + 4  # four that cut one key into many
+    assert float(jnp.std(made["embed"].astype(jnp.float32))) == pytest.approx(0.02, rel=0.1)
+
+
+def of_two(tmp_path, line, where, **changed) -> bool:
+    """Whether a line that was done is done for a ledger that reads the first one's folder."""
+    first = ledger.Ledger([])
+    first.where = WHERE
+    done = {"status": "done", "tokens_per_s": 1.0}
+    first.save(tmp_path, [line], {line.name: done}, "2026-11-26")
+    second = ledger.Ledger([tmp_path])
+    second.where = where
+    return second.done(dataclasses.replace(line, **changed)) is not None
+
+
+def test_what_is_done_is_known_by_device_versions_arguments_and_source(tmp_path, monkeypatch):
+    line = next(line for line in lines_of() if line.task == "engine")
+    assert of_two(tmp_path, line, WHERE)
+    assert of_two(tmp_path, line, WHERE, name="another name", limit=1.0)
+    assert not of_two(tmp_path, line, WHERE | {"device": "NVIDIA H200"})
+    assert not of_two(tmp_path, line, WHERE | {"versions": {"jax": "0.12.0"}})
+    assert not of_two(tmp_path, line, WHERE, args={**line.args, "page": 128})
+    assert not of_two(tmp_path, line, WHERE, env={"XLA_FLAGS": "--x"})
+    copy = tmp_path / "copy"
+    for name in ledger.SOURCES["engine"]:
+        place = copy / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(
+            ROOT / name,
+            place,
+            **(
+                {"symlinks": True, "ignore": shutil.ignore_patterns("demo", "static")}
+                if (ROOT / name).is_dir()
+                else {}
+            ),
+        )
+    monkeypatch.setattr(ledger, "ROOT", copy)
+    source = ledger.source.__wrapped__
+    before = source("engine")
+    (copy / "swiftkv_jax" / "model.py").write_text("changed")
+    after = source("engine")
+    (copy / "swiftkv_jax" / "model.py").with_suffix(".md").write_text("no source")
+    assert before != after == source("engine")
+
+
+def test_what_failed_or_was_cut_is_measured_again_and_keeps_its_parts(tmp_path):
+    line = next(line for line in lines_of() if line.task == "engine")
+    for status in ("failed", "running"):
+        book = ledger.Ledger([])
+        book.where = WHERE
+        book.save(tmp_path, [line], {line.name: {"status": status, "ttft_ms": 3.0}}, "today")
+        again = ledger.Ledger([tmp_path])
+        again.where = WHERE
+        assert again.done(line) is None and again.entries[book.key(line)]["ttft_ms"] == 3.0
+
+
+def test_compiled_programs_travel_in_pieces_the_newest_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "PIECE", 90 * 1024)
+    programs, out, back = (tmp_path / name for name in ("programs", "out", "back"))
+    (programs / "tuned").mkdir(parents=True)
+    out.mkdir()
+    for number in range(12):  # 240 KB, of which three pieces hold 180
+        path = programs / ("tuned" if number == 3 else "") / f"entry{number}"
+        path.write_bytes(os.urandom(20_000))
+        os.utime(path, (number, number))
+    ledger.pack(programs, out)
+    pieces = sorted(out.iterdir())
+    assert [path.name for path in pieces] == [f"programs.{i}" for i in range(3)]
+    assert all(path.stat().st_size <= 90 * 1024 for path in pieces)
+    ledger.unpack([out], back)
+    found = {path.relative_to(back): path.read_bytes() for path in back.rglob("*") if path.is_file()}
+    assert set(found) == {Path("tuned" if n == 3 else "", f"entry{n}") for n in range(3, 12)}
+    assert all((programs / path).read_bytes() == content for path, content in found.items())
+
+
+def across(q, k, v, segments, window, **options):
+    """Without a look at where documents end."""
+    return causal_attention(q, k, v, jnp.ones_like(segments), window, **options)
+
+
+@pytest.mark.slow
+def test_training_attention_across_documents_is_found(monkeypatch):
+    monkeypatch.setitem(CAUSAL_ATTENTION, "across", Implementation(across))
+
+    def measured(attention: str, documents: int) -> dict:
+        parts = training.train("tiny", attention, documents, remat=False)
+        return {key: value for part in parts for key, value in part.items()}
+
+    for documents, right in ((1, True), (2, False)):
+        safe, wrong, exact = (measured(name, documents) for name in ("xla", "across", "reference"))
+        assert training.agrees(exact, safe) and training.agrees(wrong, safe) == right
+    assert training.agrees({}, safe) is None
+
+
+def test_the_teachers_half_and_its_chats_make_the_student(tmp_path):
+    chats = tmp_path / student.CHATS
+    without = student.experiment("model", chats, 15, steps=7, rows=3)
+    chats.write_text("")
+    own = student.experiment("model", chats, 15, steps=None, rows=3)
+    assert own.data.sources == (*without.data.sources, str(chats))
+    assert (without.plan.split, without.steps, without.data.batch_size) == (15, 7, 3)
+    assert own.optimizer.schedule == "constant" and own.steps == student.ENDLESS
+    assert round(own.steps * own.optimizer.warmup) == student.WARM_UP
+    assert len(set(student.PROMPTS.read_text().splitlines())) == 20
+
+
+def test_without_a_number_of_steps_the_clock_ends_a_student():
+    """As a signal would, and only this: the handler is the old one afterwards."""
+
+    class Run:
+        """Trains until a signal comes, as `loop.Run` does."""
+
+        step = 3
+
+        def go(self):
+            came: list = []
+            signal.signal(signal.SIGTERM, lambda *_: came.append(1))
+            while not came:
+                time.sleep(0.01)
+            return self
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert student._until(time.monotonic(), Run()) == 3
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_gguf_file_given_in_parts_is_joined(tmp_path):
+    parts = [tmp_path / name for name in ("part.00", "part.01")]
+    for part, text in zip(parts, (b"GGUF", b"more"), strict=True):
+        part.write_bytes(text)
+    assert student.joined([str(part) for part in parts], tmp_path).read_bytes() == b"GGUFmore"
+    assert student.joined([str(parts[0])], tmp_path) == parts[0]
+
+
+def run(monkeypatch, *flags: str) -> int:
+    monkeypatch.setattr("sys.argv", ["device", *flags])
+    return command.main()
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(command.smollm2, "weights", lambda: ROOT / "demo" / "teacher")
+    assert run(monkeypatch, "--output", str(tmp_path / "out")) == 1
+    assert not (tmp_path / "out" / "ledger.json").exists()
+
+
+def test_a_missing_model_or_package_or_a_bad_ledger_is_told_before_a_process_starts(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(command, "Book", lambda *_: pytest.fail("a process was started"))
+    out = ("--output", str(tmp_path / "out"))
+    assert run(monkeypatch, *out, "--model", "nowhere.gguf") == 2
+    assert "nowhere.gguf" in capsys.readouterr().err
+    (tmp_path / "a.gguf").touch()
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert run(monkeypatch, *out, "--model", str(tmp_path / "a.gguf")) == 2
+    assert "gguf" in capsys.readouterr().err
+    (tmp_path / "ledger.json").write_text("{")
+    assert run(monkeypatch, *out, "--resume", str(tmp_path), "--model", str(ROOT / "demo" / "teacher")) == 2
+    assert "ledger.json" in capsys.readouterr().err
+    for flags in (["--minutes", "0"], ["--shape", "70b"]):
+        with pytest.raises(SystemExit) as raised:
+            run(monkeypatch, *flags)
+        assert raised.value.code == 2
+
+
+def test_hardware_is_described():
+    (found,) = hardware.hardware()
+    assert found["platform"] == "cpu" and found["versions"]["jax"] == jax.__version__
+
+
+# A worker without JAX: every task has a result at once, but a kernel of chunks dies, one of fills is refused.
+STUB = """
+import json, os, sys
+print(json.dumps({"ready": True}), flush=True)
+size = {"seconds": 0.5, "beside": 1.0, "off": 0.0, "bytes": 1e12, "flops": 1e12}
+parts = {
+    "hardware": {"platform": "gpu", "device": "NVIDIA H100 80GB HBM3", "versions": {}, "xla_flags": ""},
+    "ceilings": {"bytes": 3e12, "flops": 8e14},
+    "examine": {"right": True, "why": "", "error": 0.0, "64": size},
+    "engine": {"prompt_tokens_per_s": 1.0, "ttft_ms": 1.0, "tpot_ms": 1.0, "tokens_per_s": 1.0,
+        "bytes_per_step": 1.0},
+    "train": {"probe": [1.0], "grad_norm": 1.0, "step_ms": 1.0, "tokens_per_s": 1.0, "mfu": 0.1,
+        "temporary_gib": 1.0},
+    "teacher": {"answers": ["no"] * 20},
+    "student": {"answers": ["yes"] * 20},
+    "transformers": {"ttft_ms": 1.0},
+    "launches": {"call_us": 1.0},
+}
+for line in sys.stdin:
+    asked = json.loads(line)
+    name = asked["args"].get("name"), asked["args"].get("call", {}).get("kind")
+    print(json.dumps({"part": parts[asked["task"]]}), flush=True)
+    if name == ("pallas_gpu", "chunk"):
+        os.abort()
+    failed = {"failed": "UnsupportedError: no", "details": "Traceback of it", "fatal": False}
+    print(json.dumps(failed if name == ("pallas_gpu", "fill") else {"done": True}), flush=True)
+"""
+
+
+def test_the_readmes_commands_leave_results_at_every_moment_and_the_second_measures_what_failed(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2.gguf").touch()
+    first, second, *others = (
+        shlex.split(each.text)[3:] for each in run_by("tests/benchmarks/test_device.py")
+    )
+    assert all(run(monkeypatch, *flags) == 0 for flags in others)
+    stub, out, moments = tmp_path / "stub.py", tmp_path / "device", []
+    stub.write_text(STUB)
+    monkeypatch.setattr(command, "WORKER", (sys.executable, str(stub)))
+    write = command.write_whole
+
+    def written(path, text) -> None:
+        write(path, text)
+        entries = json.loads((path.parent / "ledger.json").read_text()).values()
+        assert all(f"| {entry['line']} |" in text for entry in entries if entry["status"] == "done")
+        moments.append([entry["status"] for entry in entries])
+
+    monkeypatch.setattr(command, "write_whole", written)
+    assert run(monkeypatch, *first, "--minutes", "30", "--model", str(ROOT / "demo" / "teacher")) == 0
+    assert sum("running" in states for states in moments) >= 30  # while a line runs it is known as running
+    entries = {e["line"]: e for e in json.loads((out / "ledger.json").read_text()).values()}
+    failed = {name for name, e in entries.items() if e["status"] == "failed"}
+    assert failed == {
+        f"{kind}, page {n}: pallas_gpu" for kind, n in (("chunk", 64), ("chunk", 128), ("fill", 64))
+    }
+    assert entries["fill, page 64: pallas_gpu"]["details"] == "Traceback of it"
+    assert "| yes |" in capsys.readouterr().out
+    assert run(monkeypatch, *second, "--minutes", "30") == 0
+    told = capsys.readouterr().out
+    assert told.count(": done on ") == len(entries) - len(failed)
+    assert {
+        line.split("] ")[1].split(": failed")[0]
+        for line in told.splitlines()
+        if "failed:" in line and "]" in line
+    } == failed
+    assert {e["line"] for e in json.loads((out / "ledger.json").read_text()).values()} == entries.keys()
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> str:
+    """An interpreter with exactly what a bare CUDA machine has of what the library needs."""
+    python = wheels.found("python3.12")
+    if python is None:
+        pytest.skip("there is no python3.12 that runs")
+    packages = ROOT / "benchmarks" / "device" / "packages.txt"
+    return wheels.virtual(python, tmp_path_factory.mktemp("bare"), "--requirement", str(packages))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_rehearsal_with_the_packages_of_a_bare_machine_lacks_nothing_and_survives_kill_9(bare, tmp_path):
+    flags = ["--shape", "tiny", "--minutes", "20", "--output", str(tmp_path), "--model", "demo/teacher"]
+    run = [bare, "-m", "benchmarks.device", *flags]
+    path, states = tmp_path / "ledger.json", []
+    with subprocess.Popen(run, cwd=ROOT, stdout=subprocess.DEVNULL) as first:
+        while states.count("done") < 4 or "running" not in states:
+            assert first.poll() is None
+            time.sleep(0.05)
+            states = [e["status"] for e in json.loads(path.read_text()).values()] if path.exists() else []
+        first.kill()
+    kept = {e["line"] for e in json.loads(path.read_text()).values() if e["status"] == "done"}
+    assert len(kept) >= 4 and all(f"| {name} |" in (tmp_path / "report.md").read_text() for name in kept)
+    told = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert {line.split(": done on ")[0] for line in told.splitlines() if ": done on " in line} == kept
+    entries = json.loads(path.read_text()).values()
+    assert {e["line"]: e.get("reason") for e in entries if e["status"] != "done"} == {}
+    wanted = [
+        line.name for line in order.order("tiny", {}, ["MODEL"], torch=False, winner=lambda _, n, __: n[-1])
+    ]
+    assert {e["line"] for e in entries} >= {name for name in wanted if not name.startswith("engine")}
