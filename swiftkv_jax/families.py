@@ -24,6 +24,7 @@ class Family:
       inert: fields that do not change the numbers, in addition to those in config_json.
       written: fields that have the same value in all its config.json files.
       encoder: fields of ModelConfig in which its encoder differs from its decoder; None: it has no encoder.
+      wide: whether its activations exceed float16's range (65504), in checkpoints trained in bfloat16.
     """
 
     architecture: str
@@ -37,6 +38,7 @@ class Family:
     inert: tuple[str, ...] = ()
     written: _Fields = dataclasses.field(default_factory=dict)
     encoder: _Fields | None = None
+    wide: bool = False
 
 
 _GELU_TANH = "gelu_pytorch_tanh"
@@ -65,6 +67,7 @@ FAMILIES: dict[str, Family] = {
         neutral={"hidden_act": (_GELU_TANH, "gelu"), "hidden_activation": (_GELU_TANH, None)},
         defaults={"tie_word_embeddings": True, "head_dim": 256},
         written={"hidden_act": _GELU_TANH},
+        wide=True,  # google/gemma_pytorch, issue 10: NaN in float16
     ),
     "opt": Family(
         architecture="OPT",
@@ -156,6 +159,7 @@ FAMILIES: dict[str, Family] = {
         inert=("dense_act_fn", "is_gated_act", "output_past"),  # the first two follow from feed_forward_proj
         written={"is_encoder_decoder": True},
         encoder={"bidirectional": True},
+        wide=True,  # transformers computes the output of its MLPs in float32
     ),
     "whisper": Family(
         architecture="Whisper",

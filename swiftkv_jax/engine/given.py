@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from swiftkv_jax.checkpoint.generation import GenerationDefaults
 from swiftkv_jax.checks import integer
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.engine import kernels
+from swiftkv_jax.engine.dtypes import dtype_here
 from swiftkv_jax.engine.kernels import Choice, choose
 from swiftkv_jax.engine.request import SamplingParams, encode
 from swiftkv_jax.engine.settings import Settings, model_encoder, source_len, usual_page
-from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.errors import UsageError, UsageWarning, suggest
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.predict import Predicted, transformers
 from swiftkv_jax.shapes import PyTree
@@ -70,6 +72,22 @@ def mesh_of(params: PyTree) -> Mesh | None:
     return place.mesh if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh) else None
 
 
+def computed_in(folder: Path, dtype: str, slim: bool = True, base: str | Path | None = None) -> str:
+    """`dtype`, or for "auto" that of a model's folder; a UsageWarning if this machine needs another one.
+
+    Raises:
+      UsageError: the config cannot be read.
+    """
+    if dtype != "auto":
+        return dtype
+    config = read_model(folder, slim, base)[0]
+    taken, why = dtype_here(config)
+    if why:
+        said = f"computing in {taken}, not in the checkpoint's {config.dtype}: {why}"
+        warnings.warn(said, UsageWarning, stacklevel=3)
+    return taken
+
+
 def choose_kernels(
     path_or_id: str | Path,
     dtype: str = "auto",
@@ -89,7 +107,7 @@ def choose_kernels(
     config, plan, _ = read_model(local_folder(path_or_id, revision), slim, base)
     sizes = settings_of(context(config, max_model_len), settings)
     parts = integer("tensor_parallel_size", tensor_parallel_size, 1)
-    return choose(config, plan, config.dtype if dtype == "auto" else dtype, sizes, parts)
+    return choose(config, plan, dtype_here(config)[0] if dtype == "auto" else dtype, sizes, parts)
 
 
 def check_devices(model: Transformer | Predicted, mesh: Mesh | None) -> None:

@@ -26,6 +26,7 @@ from swiftkv_jax.engine.given import (
     check_kind,
     check_names,
     choose_kernels,
+    computed_in,
     context,
     for_encoder,
     mesh_of,
@@ -90,7 +91,8 @@ class LLM:
 
         Args:
           path_or_id: a folder, a GGUF file, an adapter's folder, or a hub id.
-          dtype: of weights and activations; "auto": the checkpoint's.
+          dtype: of weights and activations; "auto": the checkpoint's, or another (and a UsageWarning) if this
+            machine does not compute in it, see `dtypes.usual_dtype`.
           max_model_len: context length in tokens; None: the model's.
           tokenizer: another folder, or an object with the tokenizer's methods; None: the model's. Without any
             (a warning), prompts must be token ids, and texts are empty.
@@ -107,12 +109,12 @@ class LLM:
           UsageError: the checkpoint or the tokenizer cannot be read, or a setting is invalid.
         """
         folder = local_folder(path_or_id, revision)
-        kind, parts = None if dtype == "auto" else dtype, parts_of(mesh) if mesh else tensor_parallel_size
-        sizes = dtype, max_model_len, parts  # before JAX has its devices
-        chosen = choose_kernels(folder, *sizes, slim=slim, base=base, **settings)
+        dtype = computed_in(folder, dtype, slim, base)
+        sizes = dtype, max_model_len, parts_of(mesh) if mesh else tensor_parallel_size
+        chosen = choose_kernels(folder, *sizes, slim=slim, base=base, **settings)  # before JAX has devices
         if tensor_parallel_size != 1 and mesh is None:
             mesh = tensor_mesh(tensor_parallel_size)
-        model, params = from_pretrained(folder, kind, mesh, cuts=None, base=base, slim=slim)
+        model, params = from_pretrained(folder, dtype, mesh, cuts=None, base=base, slim=slim)
         model, params = for_serving(model, params)  # here, so that the first weights are freed
         check_fill(model, **settings)
         if tokenizer is None and not has_tokenizer(folder):

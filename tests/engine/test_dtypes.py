@@ -1,0 +1,94 @@
+"""dtype "auto": the checkpoint's, or what the machine computes in; the choice is told."""
+
+import dataclasses
+import types
+
+import jax
+import pytest
+
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.engine import dtypes, given, kernels
+from swiftkv_jax.engine.dtypes import capability, dtype_here, usual_dtype
+from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.errors import UsageWarning
+from swiftkv_jax.folder import DEMO
+from swiftkv_jax.kernels.check import machine as machines
+from swiftkv_jax.kernels.check.machine import Machine
+
+GREEDY = {"max_num_seqs": 1, "max_model_len": 64, "kernels": "xla"}
+V100, T4, A100, H100 = (7, 0), (7, 5), (8, 0), (9, 0)
+B, H, F = "bfloat16", "float16", "float32"
+
+
+@pytest.mark.parametrize(
+    ("stored", "platform", "least", "wide", "want"),
+    [
+        *((stored, "cpu", None, wide, stored) for stored in (B, H, F) for wide in (False, True)),
+        *((stored, "gpu", least, True, stored) for stored in (B, H, F) for least in (A100, H100, None)),
+        *((B, "gpu", least, False, H) for least in (V100, T4)),
+        *((B, "gpu", least, True, F) for least in (V100, T4)),
+        *((stored, "gpu", T4, wide, stored) for stored in (H, F) for wide in (False, True)),
+        *((stored, "tpu", None, True, want) for stored, want in ((B, B), (H, B), (F, F))),
+    ],
+)
+def test_auto_is_the_checkpoints_dtype_if_the_machine_has_it(stored, platform, least, wide, want):
+    taken, why = usual_dtype(stored, platform, least, wide)
+    assert (taken, bool(why)) == (want, want != stored)
+
+
+@pytest.fixture
+def t4(monkeypatch):
+    monkeypatch.setattr(kernels, "this_machine", lambda: Machine("gpu", "Tesla T4", "550.54.15"))
+    monkeypatch.setattr(dtypes, "capability", lambda: T4)
+
+
+def test_an_llm_on_a_t4_takes_float16_and_says_so(t4):
+    with pytest.warns(
+        UsageWarning, match=r"in float16, not in the checkpoint's bfloat16: .* 7\.5 has no"
+    ) as said:
+        llm = LLM(DEMO / "teacher", **GREEDY)
+    assert llm.model.dtype == H and llm.params["embed"].dtype == H and len(said) == 1
+
+
+def test_kernels_are_chosen_for_that_dtype(t4, monkeypatch):
+    asked = []
+
+    def choose(config, plan, dtype, *sizes):
+        asked.append(dtype)
+        return kernels.choose(config, plan, dtype, *sizes, machine=machines.CPU)
+
+    monkeypatch.setattr(given, "choose", choose)
+    given.choose_kernels(DEMO / "teacher")
+    given.choose_kernels(DEMO / "teacher", B)
+    assert asked == [H, B]
+
+
+@pytest.mark.parametrize("dtype", [B, F])
+def test_a_named_dtype_is_taken_on_a_t4_without_a_word(t4, dtype):
+    assert LLM(DEMO / "teacher", dtype=dtype, **GREEDY).model.dtype == dtype
+
+
+@pytest.mark.parametrize(("family", "want"), [("gemma", F), ("t5", F), ("llama", H), ("qwen2", H)])
+def test_families_of_large_activations_take_float32_on_a_t4(t4, family, want):
+    config = dataclasses.replace(ModelConfig.from_hf(DEMO / "teacher"), family=family)
+    assert config.dtype == B and dtype_here(config)[0] == want
+
+
+@pytest.mark.parametrize(
+    ("said", "want"), [("9.0\n7.5\n", T4), ("10.0\n", (10, 0)), ("[N/A]\n", None), ("", None), (None, None)]
+)
+def test_the_capability_is_the_least_that_nvidia_smi_names(said, want, tmp_path, monkeypatch):
+    monkeypatch.setattr(machines, "taken", lambda: False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if said is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{said}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    assert capability() == want
+
+
+@pytest.mark.parametrize(("said", "want"), [(["7.5", "8.0"], T4), (["gfx942"], None), ([None], None)])
+def test_the_capability_is_jaxs_once_it_has_its_devices(said, want, monkeypatch):
+    devices = [types.SimpleNamespace(compute_capability=each) for each in said]
+    monkeypatch.setattr(machines, "taken", lambda: True)
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert capability() == want
