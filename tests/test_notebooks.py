@@ -1,6 +1,7 @@
 """The notebooks: run in an empty folder with the wheel installed; what they keep; how they install it."""
 
 import base64
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -9,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -44,18 +47,39 @@ def printed(name: str) -> list[str]:
     return [text for text in said if text]
 
 
-def run(name: str, folder: Path, *wanted: str, **variables: str) -> tuple[str, dict]:
+@pytest.fixture(scope="module", params=["this Python", "Python 3.12"])
+def lane(request, tmp_path_factory) -> tuple[str, dict[str, str], Path]:
+    """(An interpreter, its variables, where it has the wheel): this one beside the tests' packages, and a
+    Python 3.12 with what pip installs for the wheel and the oldest JAX that it takes there."""
+    folder = tmp_path_factory.mktemp("lane")
+    if request.param == "this Python":
+        site = wheels.install(wheels.build(folder / "wheel"), folder / "site")
+        return sys.executable, wheels.environment(site), site
+    python = wheels.found("python3.12")
+    if python is None:
+        pytest.skip("there is no python3.12 that runs")
+    wheel = f"{wheels.build(folder / 'wheel')}[serve]"
+    inside = wheels.virtual(python, folder / "venv", wheel, "openai", "jax==0.11.2")
+    return inside, wheels.environment(), folder / "venv"
+
+
+def of_a_notebook(test):
+    """Mark the test of a whole notebook; the first one of a lane also waits for pip."""
+    return pytest.mark.slow(pytest.mark.timeout(1800)(test))
+
+
+def run(lane, name: str, folder: Path, *wanted: str, **variables: str) -> tuple[str, dict]:
     """(stdout, the `wanted` names) of a notebook that ran from end to end, in `folder`/empty."""
-    site, empty = wheels.install(wheels.build(folder / "wheel"), folder / "site"), folder / "empty"
+    (python, environment, site), empty = lane, folder / "empty"
     empty.mkdir()
     child = subprocess.Popen(
-        [sys.executable, "-u", "-c", RUN],
+        [python, "-u", "-c", RUN],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=empty,
-        env=wheels.environment(site) | variables,
+        env=environment | variables,
         start_new_session=True,
     )
     try:
@@ -71,10 +95,10 @@ def run(name: str, folder: Path, *wanted: str, **variables: str) -> tuple[str, d
     return said, told
 
 
-@pytest.mark.slow
-def test_the_quickstart_runs_from_end_to_end(tmp_path):
+@of_a_notebook
+def test_the_quickstart_runs_from_end_to_end(lane, tmp_path):
     """Thirty steps of distillation bring the student nearer."""
-    said, told = run("quickstart", tmp_path, "before", "after", STEPS="30")
+    said, told = run(lane, "quickstart", tmp_path, "before", "after", STEPS="30")
     assert {line.partition(": '")[0] for line in said.splitlines()[-2:]} == {"teacher", "student"}
     assert "done: 30 steps" in said and [path.name for path in (tmp_path / "empty").iterdir()] == ["runs"]
     (kl_before, agreed_before), (kl_after, agreed_after) = told["before"], told["after"]
@@ -82,10 +106,12 @@ def test_the_quickstart_runs_from_end_to_end(tmp_path):
     assert kl_after < 0.8 * kl_before and agreed_after > agreed_before
 
 
-@pytest.mark.slow
-def test_a_checkpoint_is_measured_distilled_and_exported(tmp_path):
+@of_a_notebook
+def test_a_checkpoint_is_measured_distilled_and_exported(lane, tmp_path):
     """A later split costs less, sharing more; training and the table use the same held-out text."""
-    said, told = run("your_checkpoint", tmp_path, "costs", "last", "after", "exported", "answers", STEPS="15")
+    said, told = run(
+        lane, "your_checkpoint", tmp_path, "costs", "last", "after", "exported", "answers", STEPS="15"
+    )
     costs = told["costs"]
     by_split = [costs[f"split {split}"] for split in (2, 4, 6)]
     for name in ("gap", "kl"):
@@ -102,10 +128,10 @@ def test_a_checkpoint_is_measured_distilled_and_exported(tmp_path):
     assert printed("your_checkpoint")[1] in said  # arithmetic, the same everywhere
 
 
-@pytest.mark.slow
-def test_bytes_and_chips_are_as_kept_and_sharing_costs_quality(tmp_path):
+@of_a_notebook
+def test_bytes_and_chips_are_as_kept_and_sharing_costs_quality(lane, tmp_path):
     """Llama-3.1-8B has 8,030,261,248 parameters; a row of its cache is 8 heads of 128, keys and values."""
-    said, told = run("acrosskv_and_memory", tmp_path, "sizes", "weights", "costs")
+    said, told = run(lane, "acrosskv_and_memory", tmp_path, "sizes", "weights", "costs")
     assert told["weights"] == 2 * 8_030_261_248
     rows = {"standard": 32, "SwiftKV, share 1": 32, "SwiftKV, share 4": 20, "SwiftKV, share 16": 17}
     for name, count in rows.items():
@@ -120,12 +146,12 @@ def test_bytes_and_chips_are_as_kept_and_sharing_costs_quality(tmp_path):
         assert re.search(rf"^{kind} +{size:,} ", said, re.MULTILINE)
 
 
-@pytest.mark.slow
+@of_a_notebook
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the notebook asks by curl")
-def test_a_server_of_two_models_answers_streams_counts_and_stops(tmp_path):
+def test_a_server_of_two_models_answers_streams_counts_and_stops(lane, tmp_path):
     """Greedy answers are the same by curl, whole and streamed; the server's counters are what was asked."""
     told_of = ("answers", "streamed", "ttft", "LENGTHS", "ROUNDS", "code")
-    said, told = run("serve_and_compare", tmp_path, *told_of)
+    said, told = run(lane, "serve_and_compare", tmp_path, *told_of)
     whole = told["answers"]["student"]
     by_curl, _ = json.JSONDecoder().raw_decode(said, said.index('{"id":"cmpl'))
     assert whole and told["streamed"] == whole and whole.startswith(by_curl["choices"][0]["text"])
@@ -163,14 +189,17 @@ def test_a_notebook_opens_in_colab_and_readme_names_it(name):
 @pytest.mark.parametrize(
     "place, source", [("clone/notebooks", None), ("empty", "git+https://host/owner/name")]
 )
+@pytest.mark.parametrize("plugin, build", [("jax-cuda12-plugin", ["jax[cuda12]"]), ("numpy", [])])
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_missing_package_is_installed(name, place, source, tmp_path, monkeypatch):
+def test_a_missing_package_is_installed(name, plugin, build, place, source, tmp_path, monkeypatch):
+    found = types.SimpleNamespace(name=plugin, version="1")
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: [found])
     ran, clone = installed(name, place, source, tmp_path, monkeypatch), str(tmp_path / "clone")
     if name == "serve_and_compare":  # the server and a client of it are extras
         wanted = [f"swiftkv-jax[serve] @ {source}"] if source else ["--editable", f"{clone}[serve]"]
-        wanted.append("openai")
+        wanted += [*build, "openai"]
     else:
-        wanted = [source] if source else ["--editable", clone]
+        wanted = [source, *build] if source else ["--editable", clone, *build]
     assert ran == [[sys.executable, "-m", "pip", "install", "--quiet", *wanted]]
     assert (sys.path[0] == clone) == (source is None)
 
@@ -179,6 +208,42 @@ def test_a_missing_package_is_installed(name, place, source, tmp_path, monkeypat
 def test_a_notebook_far_from_a_clone_says_where_the_repository_goes(name, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="put its repository"):
         installed(name, "empty", None, tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> Path:
+    """Empty packages in a folder: this one with its needs of JAX, and three releases of JAX on two chips."""
+    folder = tmp_path_factory.mktemp("index")
+    project = tomllib.loads((wheels.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needs = [need for need in project["dependencies"] if need.startswith("jax=") or need.startswith("jax>")]
+    wheels.hollow(folder, "swiftkv_jax", "0.1.0", *needs)
+    for version in ("0.7.2", "0.10.2", "0.11.2", "0.12.0"):
+        wheels.hollow(folder, "jax_cuda12_plugin", version)
+        wheels.hollow(folder, "libtpu", version)
+        chips = (f'jax-cuda12-plugin=={version}; extra == "cuda12"', f'libtpu=={version}; extra == "tpu"')
+        wheels.hollow(folder, "jax", version, *chips, extras=("cuda12", "tpu"))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plugin", "fits"), [("jax-cuda12-plugin", True), ("jax-cuda12-plugin", False), ("libtpu", False)]
+)
+def test_jax_keeps_its_accelerator_and_a_session_that_has_loaded_an_old_one_ends(
+    plugin, fits, index, tmp_path, monkeypatch
+):
+    """As in Colab, by pip: a JAX that will do stays; another is replaced with its plugin."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    here = ("0.10.2" if sys.version_info < (3, 12) else "0.11.2") if fits else "0.7.2"
+    python = wheels.virtual(sys.executable, tmp_path / "venv", f"jax=={here}", f"{plugin}=={here}")
+    cell = SOURCE.sub(f'SOURCE = "{next(index.glob("swiftkv*"))}"', cells("quickstart")[0]["source"])
+    asked = {"cwd": tmp_path, "env": wheels.environment(), "capture_output": True, "text": True}
+    done = subprocess.run([python, "-c", f"import jax\n{cell}"], **asked)
+    listed = subprocess.run([python, "-m", "pip", "freeze"], **asked, check=True).stdout
+    found = dict(line.split("==") for line in listed.splitlines() if "==" in line)
+    assert (found["jax"] == here) == fits and found[plugin] == found["jax"]
+    assert done.returncode == (not fits) and ("old jax: restart" in done.stderr) != fits, done.stderr
 
 
 def installed(name: str, place: str, source: str | None, folder: Path, monkeypatch) -> list[list[str]]:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,8 +37,43 @@ def install(wheel: Path, folder: Path) -> Path:
     return folder
 
 
-def environment(site: Path) -> dict[str, str]:
-    """The variables of a process that has the wheel installed and nothing of this checkout but its caches."""
+def environment(site: Path | None = None) -> dict[str, str]:
+    """The variables of a process that has nothing of this checkout but its caches; it finds `site`."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests")}
     cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return os.environ | cache | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(site), "MPLBACKEND": "Agg"}
+    place = {"PYTHONPATH": "" if site is None else str(site)}
+    return os.environ | cache | place | {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "Agg"}
+
+
+def found(name: str) -> str | None:
+    """The first interpreter of this name that can make a virtual environment, on PATH or pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for python in filter(None, [shutil.which(name), *map(str, sorted(pyenv.glob(f"*/bin/{name}")))]):
+        done = subprocess.run(
+            [python, "-c", "import ensurepip, venv"], capture_output=True, env=environment()
+        )
+        if done.returncode == 0:  # a shim of pyenv's may have no such version
+            return python
+    return None
+
+
+def virtual(python: str, folder: Path, *packages: str) -> str:
+    """The interpreter of a new virtual environment in `folder`, with `packages` as pip finds them."""
+    subprocess.run([python, "-m", "venv", str(folder)], check=True, env=environment(), timeout=300)
+    inside = str(folder / "bin" / "python")
+    command = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+    subprocess.run(command, check=True, env=environment(), timeout=1200)
+    return inside
+
+
+def hollow(folder: Path, name: str, version: str, *needs: str, extras: Iterable[str] = ()) -> Path:
+    """A wheel in `folder` of a package that is empty but for what it needs."""
+    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    told = ["Metadata-Version: 2.1", f"Name: {name.replace('_', '-')}", f"Version: {version}"]
+    told += [f"Provides-Extra: {extra}" for extra in extras] + [f"Requires-Dist: {need}" for need in needs]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{name}/__init__.py", "")
+        archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(told) + "\n")
+        archive.writestr(f"{name}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{name}-{version}.dist-info/RECORD", "")
+    return wheel
