@@ -435,7 +435,8 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
         size = f"{aux.config.family}; {aux.plan.num_layers} layers of width {aux.config.hidden_size}"
         say(f"prompts   read by an auxiliary ({size}) but for the last {tail} token{'s' * (tail > 1)}")
         apart = f", {own} of them the model's and {sum(auxiliary)} the auxiliary's"
-    say(f"running   {model.dtype} on {where}, context {llm.settings.max_model_len}")
+    own = "" if model.dtype == model.config.dtype else f" (the checkpoint is in {model.config.dtype})"
+    say(f"running   {model.dtype}{own} on {where}, context {llm.settings.max_model_len}")
     names = dict(llm.kernels)
     how = names.pop("how")
     say(f"kernels   {', '.join(f'{kind} {name}' for kind, name in names.items())} ({how})")

@@ -6,6 +6,7 @@ import types
 import jax
 import pytest
 
+from swiftkv_jax import weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.engine import dtypes, given, kernels
 from swiftkv_jax.engine.dtypes import capability, dtype_here, usual_dtype
@@ -23,7 +24,7 @@ B, H, F = "bfloat16", "float16", "float32"
 @pytest.mark.parametrize(
     ("stored", "platform", "least", "wide", "want"),
     [
-        *((stored, "cpu", None, wide, stored) for stored in (B, H, F) for wide in (False, True)),
+        *((stored, "cpu", None, wide, F) for stored in (B, H, F) for wide in (False, True)),
         *((stored, "gpu", least, True, stored) for stored in (B, H, F) for least in (A100, H100, None)),
         *((B, "gpu", least, False, H) for least in (V100, T4)),
         *((B, "gpu", least, True, F) for least in (V100, T4)),
@@ -33,7 +34,18 @@ B, H, F = "bfloat16", "float16", "float32"
 )
 def test_auto_is_the_checkpoints_dtype_if_the_machine_has_it(stored, platform, least, wide, want):
     taken, why = usual_dtype(stored, platform, least, wide)
-    assert (taken, bool(why)) == (want, want != stored)
+    assert (taken, bool(why)) == (want, want != stored and platform != "cpu")
+    if platform == "cpu":
+        assert usual_dtype(stored, platform, fits=False) == (stored, "")
+
+
+def test_a_cpu_computes_in_float32_unless_its_memory_is_too_small(monkeypatch):
+    llm = LLM(DEMO / "teacher", **GREEDY)
+    assert llm.model.dtype == F and llm.params["embed"].dtype == F and llm.model.config.dtype == B
+    size = 4 * 2 * weights.count(llm.params) // 4096
+    for pages, want in ((size + 1, F), (size // 2, B)):
+        monkeypatch.setattr(dtypes.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}.get)
+        assert dtype_here(llm.model.config)[0] == want
 
 
 @pytest.fixture
