@@ -48,7 +48,7 @@ class Tiles:
         if self.interpreted:
             one, other = (x[...].astype(jnp.float32) for x in (a, b))
             return jnp.dot(one.T if transpose[0] else one, other.T if transpose[1] else other)
-        a, b = (plgpu.transpose_ref(x, (1, 0)) if t else x for x, t in zip((a, b), transpose, strict=True))
+        a, b = (x.transpose((1, 0)) if t else x for x, t in zip((a, b), transpose, strict=True))
 
         def run(sums):
             plgpu.wgmma(sums, a, b)
@@ -64,7 +64,7 @@ class Tiles:
             ref[...] = tile.T
         else:
             tile = plgpu.layout_cast(tile, plgpu.Layout.WGMMA_TRANSPOSED)
-            plgpu.transpose_ref(ref, (1, 0))[...] = tile
+            ref.transpose((1, 0))[...] = tile
 
     def add_matmul(self, sums, a, b):
         """`sums` + a^T @ b^T of references in shared memory, in the registers of `sums`."""
@@ -72,7 +72,7 @@ class Tiles:
             return sums + self.matmul(sums.shape, a, b, (True, True))
 
         def run(sums):
-            plgpu.wgmma(sums, *(plgpu.transpose_ref(x, (1, 0)) for x in (a, b)))
+            plgpu.wgmma(sums, *(x.transpose((1, 0)) for x in (a, b)))
             plgpu.wgmma_wait(0)
 
         return pl.run_state(run)(plgpu.ACC.init(sums))
@@ -84,7 +84,7 @@ class Tiles:
 
         def run(sums):
             for a, b in terms:  # made one by one, so that few are in registers at a time
-                plgpu.wgmma(sums, a, plgpu.transpose_ref(b, (1, 0)))
+                plgpu.wgmma(sums, a, b.transpose((1, 0)))
                 plgpu.wgmma_wait(0)
             return sums[...]
 

@@ -103,7 +103,7 @@ class Compiler:
         names = sizes.pop("kernels")
         fresh = set(names) - set(self._said)
         self._said |= dict.fromkeys(fresh, said)
-        reports = said.count("bytes spill stores")
+        reports = said.count("bytes stack frame")
         assert names and reports == len(fresh), f"{kernel} {case}: {reports} reports on {len(fresh)} kernels"
         return sizes, "\n".join(dict.fromkeys(self._said[name] for name in names))
 

@@ -1,0 +1,20 @@
+"""Every case of every kernel, lowered for a chip that is not here: the cheapest test that another version of
+JAX takes the kernel. `make test-lane` runs it; the other files of this folder compile the same cases."""
+
+import pytest
+from kernel_targets import FILL, FILL_ONCE, HOPPER, KERNELS, TPUS, lowered
+from test_kernels_gpu import SUPPORTED
+from test_kernels_tpu import ATTENTION
+
+pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize(("kernel", "case"), SUPPORTED)
+def test_lowers_for_hopper(kernel, case):
+    name = "pallas_gpu_once" if kernel == FILL_ONCE else "pallas_gpu"
+    assert "mosaic_gpu" in lowered(HOPPER, kernel, case, implementation=name).as_text()
+
+
+@pytest.mark.parametrize(("kernel", "case"), [*ATTENTION, *((FILL, case) for case in KERNELS[FILL][1])])
+def test_lowers_for_a_tpu(kernel, case):
+    assert "tpu_custom_call" in lowered(TPUS["v5e"], kernel, case, implementation="pallas_tpu").as_text()
