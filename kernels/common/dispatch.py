@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ PLATFORM_OF = {
     **{"native_cpu": "cpu", "pallas_tpu": "tpu", "splash": "tpu"},
     **{"pallas_gpu": "gpu", "pallas_gpu_once": "gpu", "cudnn": "gpu"},
 }
+ONLY_HOPPER = ("pallas_gpu", "pallas_gpu_once")  # by WGMMA, which no GPU before or after Hopper has
 _LOG = logging.getLogger(__name__)
 
 
@@ -94,7 +96,8 @@ def call(operation: str, table: Mapping[str, Implementation], implementation: st
     """Run `operation(*args, **kwargs)` by the named implementation, or by the platform's.
 
     Raises:
-      UnsupportedError: an unknown name, a name of another platform, or a call the named one does not support.
+      UnsupportedError: an unknown name, a name of another platform or chip, or a call that the named one
+        does not support.
     """
     if implementation is None:
         name = preferred(table, args, kwargs)
@@ -130,20 +133,27 @@ def preferred(table: Mapping[str, Implementation], args, kwargs) -> str:
 
 
 def check_name(operation: str, table: Mapping[str, Implementation], implementation: str) -> None:
-    """Check that an operation has an implementation of that name on this platform.
+    """Check that an operation has an implementation of that name on this platform and chip.
 
     Raises:
-      UnsupportedError: an unknown name, or a name of another platform.
+      UnsupportedError: an unknown name, or a name of another platform or chip.
     """
-    platform, _, _ = device()
+    platform, kind, _ = device()
     if implementation not in table:
         raise UnsupportedError(f"{operation} has no {implementation!r}; it has {', '.join(table)}")
-    needed = PLATFORM_OF.get(implementation, platform)
-    if needed != platform:
-        here = [n for n in table if PLATFORM_OF.get(n, platform) == platform]
+    if needed := _missing(implementation, platform, kind):
+        here = [name for name in table if not _missing(name, platform, kind)]
         raise UnsupportedError(
-            f"{operation}: {implementation} needs a {needed}, this is {platform}: {', '.join(here)}"
+            f"{operation}: {implementation} needs a {needed}, this is {kind}: {', '.join(here)}"
         )
+
+
+def _missing(implementation: str, platform: str, kind: str) -> str:
+    """The platform or chip that an implementation needs, or "" if it is this one."""
+    if (needed := PLATFORM_OF.get(implementation, platform)) != platform:
+        return needed
+    hopper = re.search(r"\bG?H\d", kind)
+    return "Hopper GPU (H100, H200, GH200)" if implementation in ONLY_HOPPER and not hopper else ""
 
 
 @functools.cache

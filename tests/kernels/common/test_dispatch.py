@@ -89,6 +89,40 @@ def test_8_bit_pages_of_a_wrong_size_are_refused_on_a_tpu_with_the_sizes():
     assert fill.refuses(*fill_cases.SMALL["int8"].shapes()) == message
 
 
+GPU_KERNELS = [(op, name) for op, table in TABLES.items() for name in table if name.startswith("pallas_gpu")]
+
+
+@pytest.mark.parametrize(("operation", "name"), GPU_KERNELS)
+@pytest.mark.parametrize(
+    ("kind", "runs"),
+    [
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA H100 PCIe", True),
+        ("NVIDIA H200", True),
+        ("NVIDIA GH200 480GB", True),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", True),
+        ("Tesla T4", False),
+        ("Tesla V100-SXM2-16GB", False),
+        ("NVIDIA A100-SXM4-80GB", False),
+        ("NVIDIA A10G", False),
+        ("NVIDIA L4", False),
+        ("NVIDIA GeForce RTX 4090", False),
+        ("NVIDIA RTX 6000 Ada Generation", False),
+        ("NVIDIA B200", False),
+        ("NVIDIA GB200", False),
+    ],
+)
+def test_the_hopper_kernels_refuse_other_gpus_and_say_what_runs_there(
+    operation, name, kind, runs, monkeypatch
+):
+    monkeypatch.setattr(dispatch, "device", lambda: ("gpu", kind, 1))
+    if runs:
+        return dispatch.check_name("op", TABLES[operation], name)
+    with pytest.raises(UnsupportedError, match=f"Hopper.*{kind}: reference, xla") as raised:
+        dispatch.call("op", TABLES[operation], name, (), {})
+    assert "pallas" not in str(raised.value).partition(kind)[2]
+
+
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize("operation", TABLES)
 def test_only_xla_is_the_default_on_gpus_and_tpus(platform, operation):
