@@ -19,6 +19,8 @@ plgpu: Any = mosaic_gpu  # type checkers do not see all of its exports
 
 SMEM_BYTES = 232448  # most shared memory of a CTA on Hopper
 
+_WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()  # the index of a load, which jax 0.12 does not take
+
 _TILE = plgpu.Layout.WGMMA
 _NARROW = plgpu.Layout.WGMMA_8BIT
 _VECTOR = plgpu.Layout.WGMMA.reduce(0)
@@ -56,6 +58,14 @@ class Tiles:
             return sums[...]
 
         return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+    def store(self, ref, tile) -> None:
+        """Write a tile of any width to a reference, also where no order of its numbers avoids bank conflicts,
+        which jax 0.12 asks to be told."""
+        if self.interpreted or not hasattr(plgpu, "store"):
+            ref[...] = tile
+        else:
+            plgpu.store(ref, tile, optimized=False)
 
     def store_transposed(self, ref, tile) -> None:
         """Write [m, n] to a reference [n, m]."""
@@ -125,7 +135,7 @@ class Tiles:
         if self.interpreted:
             return ref[...]
         tile, vector = _NARROW if narrow else _TILE, _ROWS if rows else _VECTOR
-        return plgpu.load(ref, (), layout=tile if len(ref.shape) == 2 else vector, optimized=False)
+        return plgpu.load(ref, *_WHOLE, layout=tile if len(ref.shape) == 2 else vector, optimized=False)
 
     def constant(self, value: float, shape: tuple[int, ...], rows: bool = False):
         """A tile of one value, or a vector along the columns (or the rows)."""

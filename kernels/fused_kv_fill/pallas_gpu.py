@@ -225,7 +225,7 @@ def _finish(form: _Form, x: _Inputs, side: _Side, s: _Scratch, at: _Place, sums,
         parts = [jnp.round(y) for y in parts] if side.pool.dtype == jnp.int8 else parts
         s.scales.at[at.group][...] = scale
     for i, y in enumerate(parts):
-        s.out.at[at.group, :, pl.ds(i * half, half)][...] = y.astype(side.pool.dtype)
+        tiles.store(s.out.at[at.group, :, pl.ds(i * half, half)], y.astype(side.pool.dtype))
     plgpu.commit_smem()
     each = min(form.page, _TOKENS)
     for i in range(_TOKENS // each):

@@ -162,7 +162,7 @@ def test_the_pages_of_one_sequence_are_gathered_once_for_all_its_blocks():
     cut = q.reshape(8, 12, *q.shape[2:]), k, v, table, jnp.zeros(8, jnp.int32), position.reshape(8, 12) - 1
     run = jax.jit(in_two_parts(case))
     got = np.asarray(run(*cut, **arrays)).reshape(q.shape)
-    np.testing.assert_allclose(got[:, :80], want, atol=1e-6)
+    np.testing.assert_allclose(got[:, :80], want, atol=2e-6)
     assert (got[:, 80:] == 0).all()
     pages = f"{case.slots}x{case.page}x{case.kv_heads * case.width}x"
     assert f"tensor<1x{pages}" in (text := run.lower(*cut, **arrays).as_text())
