@@ -19,8 +19,9 @@ _TOKENS = 64  # least mean tokens of a segment, which bounds the segments of a r
 _FEWEST = 32  # segments that any row may have, at least
 
 
-def refuses(q, k, v, segments, window, *, scale, shards: Shards, here: bool = True) -> str:
-    """Name the unsupported part of a call, or return "". `here`: also check this machine."""
+def refuses(q, k, v, segments, window, *, scale, shards: Shards, capable: bool | None = None) -> str:
+    """Name the unsupported part of a call, or return "". `capable`: whether the GPU to compile for is from
+    Hopper on; None: this machine's."""
     try:
         module = _module()
     except ImportError:
@@ -33,8 +34,8 @@ def refuses(q, k, v, segments, window, *, scale, shards: Shards, here: bool = Tr
         return f"heads of width {q.shape[-1]} and {v.shape[-1]}: it takes equal multiples of 8 up to 256"
     if shards.of(q.shape[0], q.shape[1], k.shape[2]).tokens:
         return "a mesh that cuts sequences: give mesh.context=1"
-    if here and not module.check_compute_capability("9.0"):
-        return "this machine: it needs a GPU from Hopper on, with cuDNN, even to compile"
+    if not (module.check_compute_capability("9.0") if capable is None else capable):
+        return "this machine or chip: it needs a GPU from Hopper on, with cuDNN, even to compile"
     return ""
 
 

@@ -19,11 +19,12 @@ from swiftkv_jax.kernels.common.dispatch import Implementation
 
 
 @contextlib.contextmanager
-def for_cudnn() -> Iterator[None]:
-    """Context in which "cudnn" compiles for any chip; the compiled programs must not be run."""
+def for_cudnn(capable: bool = True) -> Iterator[None]:
+    """Context in which "cudnn" compiles for any chip, or for one that is not `capable` of it is refused; the
+    compiled programs must not be run."""
     real = CAUSAL_ATTENTION["cudnn"]
     run = partial(cudnn.causal_attention, attend=lambda q, k, v, *_: _attend(q, k, v))
-    CAUSAL_ATTENTION["cudnn"] = Implementation(run, partial(cudnn.refuses, here=False))
+    CAUSAL_ATTENTION["cudnn"] = Implementation(run, partial(cudnn.refuses, capable=capable))
     try:
         yield
     finally:

@@ -36,6 +36,9 @@ CHIPS = {  # by `jax.devices()[0].device_kind`
     "NVIDIA H200": Chip(989e12, 150e9, 4.8e12),
     "NVIDIA A100-SXM4-80GB": Chip(312e12, 80 * 2**30, 2.039e12),
     "NVIDIA A100-SXM4-40GB": Chip(312e12, 40 * 2**30, 1.555e12),
+    "NVIDIA L4": Chip(121e12, 24e9, 0.3e12),
+    "NVIDIA B200": Chip(2250e12, 180e9, 8e12),
+    "Tesla T4": Chip(65e12, 16e9, 0.32e12),  # in float16: its matrix units do not multiply bfloat16
 }
 
 

@@ -9,6 +9,7 @@ import re
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,24 +33,50 @@ CHIPS = {
     "v5p": ("tpu", "TPU v5"),
     "v5e": ("tpu", "TPU v5 lite"),
     "v6e": ("tpu", "TPU v6 lite"),
+    "t4": ("cuda", "Tesla T4"),
+    "a100": ("cuda", "NVIDIA A100-SXM4-80GB"),
+    "l4": ("cuda", "NVIDIA L4"),
     "h100": ("cuda", "NVIDIA H100 80GB HBM3"),
     "h200": ("cuda", "NVIDIA H200"),
+    "b200": ("cuda", "NVIDIA B200"),
 }
 
-# Hopper as XLA:GPU's `target_config` wants it; memory, bandwidth and name differ between H100 and H200.
-_HOPPER = """gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core:
-  233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: {bandwidth:.0f} l2_cache_size: 52428800 clock_rate_ghz: 1.98
-  device_memory_size: {memory:.0f} shared_memory_per_block_optin: 232448 cuda_compute_capability {{ major: 9
-  minor: 0 }}
+
+class _Gpu(NamedTuple):
+    """A GPU: its compute capability; its multiprocessors, and the float32 units, threads and bytes of shared
+    memory of each; the most of these bytes for one block; bytes of L2 cache; GHz."""
+
+    capability: tuple[int, int]
+    cores: int
+    units: int
+    threads: int
+    shared: int
+    block: int
+    cache: int
+    clock: float
+
+
+_HOPPER = _Gpu((9, 0), 132, 128, 2048, 233472, 232448, 52428800, 1.98)
+_GPUS = {
+    "t4": _Gpu((7, 5), 40, 64, 1024, 65536, 65536, 4194304, 1.59),
+    "a100": _Gpu((8, 0), 108, 64, 2048, 167936, 166912, 41943040, 1.41),
+    "l4": _Gpu((8, 9), 58, 128, 1536, 102400, 101376, 50331648, 2.04),
+    "h100": _HOPPER,
+    "h200": _HOPPER,
+    "b200": _Gpu((10, 0), 148, 128, 2048, 233472, 232448, 132644864, 1.965),
+}
+_TARGET = """gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared} threads_per_core_limit: {gpu.threads} core_count: {gpu.cores}
+  fpus_per_core: {gpu.units} block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {chip.bandwidth:.0f} l2_cache_size: {gpu.cache} clock_rate_ghz: {gpu.clock}
+  device_memory_size: {chip.memory:.0f} shared_memory_per_block_optin: {gpu.block}
+  cuda_compute_capability {{ major: {gpu.capability[0]} minor: {gpu.capability[1]} }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 }}
 device_description_str: "{name}"
-"""
+"""  # as XLA:GPU's `target_config` wants it
 
 _ASSUMED = "assumed; the check on the device decides"
 _STAND_IN = """\
@@ -75,7 +102,7 @@ def topology(text: str):
     if platform == "tpu":
         target = {"topology_name": text}
     else:
-        description = _HOPPER.format(name=kind, **flops.CHIPS[kind]._asdict())
+        description = _TARGET.format(name=kind, gpu=_GPUS[chip], chip=flops.CHIPS[kind])
         target = {"topology_name": chip.upper(), "topology": shape, "target_config": description}
     try:
         return kind, topologies.get_topology_desc(platform=platform, **target).devices
@@ -95,7 +122,8 @@ def compile_step(experiment: Experiment, devices):
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     # The text is dumped by the target's own compiler: this jaxlib cannot always read a newer libtpu's
     # program.
-    with jax.set_mesh(mesh), stand_in.for_cudnn(), tempfile.TemporaryDirectory() as dump:
+    capable = float(getattr(devices[0], "compute_capability", 9)) >= 9
+    with jax.set_mesh(mesh), stand_in.for_cudnn(capable), tempfile.TemporaryDirectory() as dump:
         steps.check(experiment, mesh)
         step = jax.jit(partial(steps.train_step, recipe), donate_argnums=1, out_shardings=(places, None))
         options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}

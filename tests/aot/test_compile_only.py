@@ -35,8 +35,9 @@ def gib(out: str) -> tuple[float, float]:
         ("v5p:2x2x4", 16, 95.0, 55, "splash (assumed; the check on the device decides)", ()),
         ("h100:1x1x8", 8, 79.11, 55, "cudnn (assumed; the check on the device decides)", ()),
         ("h100:1x1x8", 8, 79.11, 40, "xla (named)", ("--set", "attention.gpu=xla")),
+        ("a100:1x1x8", 8, 80.0, 40, "xla (assumed; the check on the device decides)", ()),
     ],
-    ids=["v5p", "h100", "h100 with xla"],
+    ids=["v5p", "h100", "h100 with xla", "a100"],
 )
 def test_the_8b_step_fits_and_may_be_fast(where, devices, capacity, least, attention, sets):
     """least: per cent of MFU that FLOPs and bytes moved allow."""

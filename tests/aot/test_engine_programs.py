@@ -79,17 +79,18 @@ def engine_arguments(
     mesh: Mesh | None = None,
     attention: str | None = None,
     fill: str | None = None,
+    dtype: str = "bfloat16",
 ):
     """(model, params, cache, settings) as shapes, in the form that the engine serves, on one chip or those
     of `mesh`; by the chip's own kernel, or by `attention`; upper rows by `fill`."""
     config = CONFIGS[plan.num_layers]
-    model = Transformer(config, plan, "bfloat16")
+    model = Transformer(config, plan, dtype)
     page = usual_page(rows, "gpu" if chip == "h100" else "tpu")
     sizes = {"max_model_len": CONTEXT, "max_num_seqs": LANES, "num_pages": LANES * CONTEXT // page}
     named = {"attention": attention} if attention else NAMED[chip]
     settings = Settings(**sizes, page_size=page, cache_dtype=rows, fill=fill, **named)
     cache = jax.eval_shape(functools.partial(empty_pool, model, settings, mesh))
-    params = weights.abstract(config, plan, "bfloat16", mesh, cuts=None)
+    params = weights.abstract(config, plan, dtype, mesh, cuts=None)
     return model, folded(model, params) if fill else params, cache, settings
 
 

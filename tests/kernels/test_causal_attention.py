@@ -288,6 +288,8 @@ def test_cudnn_names_unsupported_arguments():
     assert "float32" in refused(q.astype("float32"), k, v, segments, ALL)
     assert "equal multiples of 8" in refused(q, k, v[..., :64], segments, ALL)
     assert "needs a GPU from Hopper on" in refused(q, k, v, segments, ALL)
+    assert "needs a GPU from Hopper on" in refused(q, k, v, segments, ALL, capable=False)
+    assert not refused(q, k, v, segments, ALL, capable=True)
 
 
 def test_the_cudnn_stand_in_keeps_shapes_and_is_gone_afterwards(monkeypatch):
