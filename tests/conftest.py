@@ -12,6 +12,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # as commands.py does
 
 import gc
 import time
@@ -75,6 +76,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gone and not config.getoption("lf", False) and not any("::" in argument for argument in config.args):
         error = RuntimeError if hasattr(config, "workerinput") else pytest.UsageError  # xdist shows no other
         raise error(f"tests/slow.txt names tests that are not there: {gone}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    """Skip a file of tests that imports PyTorch, itself or by a helper, where it is not installed."""
+    report = yield
+    if report.failed and "No module named 'torch'" in str(report.longrepr):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, "PyTorch is not installed")
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures

@@ -10,7 +10,7 @@ PROMPTS = [np.random.default_rng(n).integers(0, 64, n).tolist() for n in (9, 1, 
 
 
 def peer(tied: bool):
-    import torch
+    torch = pytest.importorskip("torch")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

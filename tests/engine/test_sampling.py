@@ -54,7 +54,7 @@ FILTERS = [
 
 @pytest.mark.parametrize("wanted", FILTERS, ids=str)
 def test_filters_keep_exactly_what_transformers_keeps(wanted):
-    import torch
+    torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 
     logits = random_logits()
@@ -90,7 +90,7 @@ def test_the_first_of_equal_logits_is_taken():
 
 
 def test_penalties():
-    import torch
+    torch = pytest.importorskip("torch")
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
     random = np.random.default_rng(1)
