@@ -45,7 +45,8 @@ test-slow: $(VENV)/.test
 test-soak: $(VENV)/.test
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest --durations 10 --timeout 3600 -m soak
 
-# A few minutes of tests without PyTorch, for another version of Python, and so of JAX.
+# A few minutes of tests without PyTorch, for another version of Python, and so of JAX: the newest, or that of
+# `make PYTHON=python3.12 JAX=jax==0.11.2 test-lane`.
 LANE := $(addprefix tests/,aot/test_traces.py aot/test_subset.py test_model.py test_slim_equations.py \
 	checkpoint/test_training.py distill/test_step.py engine/test_engine.py engine/test_sampling.py \
 	kernels/test_paged_attention.py kernels/test_fused_kv_fill.py kernels/test_k_cache_attention.py \
@@ -111,7 +112,7 @@ $(VENV)/.test: pyproject.toml | $(BIN)/python
 	touch $@ $(VENV)/.base
 
 $(VENV)/.aot: pyproject.toml | $(BIN)/python
-	$(PIP) --editable '.[test-without-torch,aot]'
+	$(PIP) --editable '.[test-without-torch,aot]' $(JAX)
 	touch $@ $(VENV)/.base
 
 $(VENV)/.eval: pyproject.toml | $(BIN)/python
