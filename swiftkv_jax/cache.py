@@ -71,7 +71,7 @@ def make_batch(starts: Int[Array, " Q1"] | None, position: Int[Array, " T"], eac
         return Batch(sequence, position, whole, block, own, position.reshape(-1, each), token)
     tokens, sequences = position.shape[0], starts.shape[0] - 1
     size = block_size(tokens, sequences)
-    count = min(tokens, -(-tokens // size) + sequences)
+    count = block_count(tokens, sequences)
     blocks = -(-jnp.diff(starts) // size)
     first = jnp.concatenate([jnp.zeros(1, blocks.dtype), jnp.cumsum(blocks)])
 
@@ -104,6 +104,11 @@ def block_size(tokens: int, sequences: int) -> int:
     """About the mean tokens of a sequence, as a power of two: 1 when every sequence decodes."""
     mean = max(1, tokens // max(1, sequences))
     return min(QUERY_BLOCK, 1 << (mean - 1).bit_length())
+
+
+def block_count(tokens: int, sequences: int) -> int:
+    """The most blocks that such a batch needs: each sequence begins one, and all others are whole."""
+    return sequences + (tokens - sequences) // block_size(tokens, sequences)
 
 
 @pytree

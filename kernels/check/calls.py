@@ -70,7 +70,9 @@ class Call:
       operation: a folder of kernels/, of `TABLES`.
       heads: of queries; kv_heads: of keys, one device's. width: of a head. computed, stored: dtypes of
         queries and of rows. page: tokens. capacity: tokens of a page table.
-      lanes: sequences that decode. tokens: of a step. block: queries of a chunk's blocks.
+      lanes: sequences that decode. tokens: of a step.
+      alone: rows of the program that runs one sequence's chunk. block: queries of its blocks.
+      spread: (queries, number) of the blocks of a full step of all lanes.
       windows: of the model's layers, all different ones; None: a layer sees everything.
       row: numbers stored of a token that is read whole, keys or inputs. rope: whether such keys turn.
       dim: width of the stream, rows: made at once, bias, k_norm: of the makers; of a fill.
@@ -87,7 +89,9 @@ class Call:
     capacity: int
     lanes: int
     tokens: int
+    alone: int = 1
     block: int = 128
+    spread: tuple[int, int] = (1, 0)
     windows: tuple[int | None, ...] = (None,)
     row: int = 0
     rope: bool = True
@@ -204,27 +208,38 @@ def _verdict(call: Call, name: str) -> dict:
     return {"right": not why, "why": "; ".join(why)[:500], "error": worst}
 
 
-def _blocks(call: Call) -> tuple[int, ...]:
-    """Queries of the shortest and the longest block of the call's kind."""
+def _is_spread(call: Call) -> bool:
+    """Whether the pieces of prompts in a step of all lanes are a chunk's blocks."""
+    return call.lanes > 1 and call.spread[0] > ByKind.FEW
+
+
+def _forms(call: Call) -> list[tuple[int, bool]]:
+    """(queries of a block, whether one sequence has them all) of the shortest and the longest blocks of the
+    call's kind."""
     if call.kind == "decode":
-        return 1, ByKind.FEW
-    return tuple(dict.fromkeys((min(_SHORT_BLOCK, call.block), call.block)))
+        return [(1, False), (ByKind.FEW, False), (ByKind.FEW, True)]
+    alone = dict.fromkeys((min(_SHORT_BLOCK, call.block), call.block))
+    spread = dict.fromkeys((_SHORT_BLOCK, call.spread[0])) if _is_spread(call) else ()
+    return [*((block, True) for block in alone), *((block, False) for block in spread)]
 
 
 def _attention_verdicts(call: Call, name: str) -> Iterator[tuple[str, dict]]:
     page = call.page
     for window in call.windows:
-        for block in _blocks(call):
+        for block, alone in _forms(call):
             lengths = (1, page - 1, page, page + 1, _long(call, window))
-            if block == 1:
+            if alone:  # the last block is begun; a block shorter than the longest has no other beside it
+                short = call.kind == "chunk" and block < call.block
+                pairs = [(page + 1, block if short else 2 * block + 3)]
+            elif block == 1:
                 pairs = [(0, 0), *((n - 1, 1) for n in lengths if n)]
             else:  # two blocks of each, the second begun
                 pairs = [(0, 0), (page, 1), *((n, block + 3) for n in (0, *lengths))]
-            case = _attention(call, pairs, block, window)
-            yield _where(block, window), cases.attention_verdict(case, name)
-            if block > 1:  # the blocks of one sequence alone, the last of them begun
-                case = _attention(call, [(page + 1, 2 * block + 3)], block, window)
-                yield _where(block, window) + ", one sequence", cases.attention_verdict(case, name)
+            many = not alone or call.alone > 1  # lanes and blocks at the end are then empty
+            empty = {"lanes": len(pairs) + 1, "most": 2 * len(pairs) + 1} if many and block > 1 else {}
+            case = _attention(call, pairs, block, window, **empty)
+            where = _where(block, window) + (", one sequence" if alone else "")
+            yield where, cases.attention_verdict(case, name)
 
 
 def _attention(call: Call, pairs, block: int, window: int | None, **more) -> Attention:
@@ -270,10 +285,10 @@ def _keys_case(call: Call, lengths: tuple[int, ...], queries: int, window: int |
 def _keys_verdicts(call: Call, name: str) -> Iterator[tuple[str, dict]]:
     page = call.page
     for window in call.windows:
-        for block in _blocks(call):
+        for block, alone in _forms(call):
             lengths = (0, 1, page - 1, page, page + 1, page + block, _long(call, window))
-            case = _keys_case(call, lengths, block, window)
-            yield _where(block, window), cases.keys_verdict(case, name)
+            case = _keys_case(call, lengths[-1:] if alone else lengths, block, window)
+            yield _where(block, window) + (", one sequence" if alone else ""), cases.keys_verdict(case, name)
 
 
 def _fill_case(call: Call, live: tuple[int, ...], rows: int) -> fill_cases.Case:
@@ -363,11 +378,13 @@ def _timed(call: Call) -> Iterator[Timed]:
             tokens = min(call.tokens, call.capacity)
             for cached in dict.fromkeys((0, min(half, call.capacity - tokens))):
                 yield _timed_attention(call, f"{tokens} at {cached}{end}", 1, cached, tokens, window)
-            lanes = min(call.lanes, tokens // _SHORT_BLOCK)
-            if lanes > 1:  # pieces of many prompts, as short as a chunk's blocks are
-                cached = max(0, _length(call, half, lanes) - _SHORT_BLOCK)
-                name = f"{lanes} x {_SHORT_BLOCK} at {cached}{end}"
-                yield _timed_attention(call, name, lanes, cached, _SHORT_BLOCK, window)
+            if _is_spread(call):  # pieces of many prompts, a block of each
+                each = min(call.spread[0], call.capacity)
+                lanes = min(call.lanes, call.tokens // each)
+                cached = max(0, _length(call, half, lanes) - each)
+                yield _timed_attention(
+                    call, f"{lanes} x {each} at {cached}{end}", lanes, cached, each, window
+                )
         else:
             for lanes in dict.fromkeys((1, call.lanes)):
                 length = _length(call, half, lanes)
@@ -381,9 +398,12 @@ def _length(call: Call, tokens: int, lanes: int) -> int:
 
 
 def _timed_attention(call: Call, name: str, lanes: int, cached: int, tokens: int, window) -> Timed:
-    """Attention of `lanes` sequences; the queries of a chunk are cut as the engine cuts them."""
-    block = min(call.block, tokens)
-    case = _attention(call, [(cached, tokens)] * lanes, block, window, capacity=call.capacity, rows=1)
+    """Attention of `lanes` sequences as the engine launches it: a chunk in a program of one row, pieces of
+    many in that of all lanes."""
+    block, most = call.spread if lanes > 1 else (call.block, call.spread[1] if call.alone > 1 else 0)
+    how = {"lanes": call.alone if lanes == 1 else call.lanes, "most": most} if call.kind == "chunk" else {}
+    how |= {"capacity": call.capacity, "rows": 1}
+    case = _attention(call, [(cached, tokens)] * lanes, min(block, tokens), window, **how)
     read = case.bytes * call.numbers / (2 * call.kv_heads * call.width)
     rows = 1 if jax.default_backend() == "cpu" else max(1, min(_MOST_ROWS, math.ceil(cases.COLD / read)))
     if call.row:
@@ -403,7 +423,8 @@ def _timed_keys(call: Call, name: str, like: Attention, count: int) -> Timed:
     (cached, new), lanes = like.sequences[0], len(like.sequences)
     case = _keys_case(call, (cached + new,) * lanes * count, like.block, like.window)
     (q, *read, table, _, _), arrays = case.make()
-    table = jnp.pad(table, ((0, 0), (0, max(0, -(-call.capacity // call.page) - table.shape[1]))))  # engine's
+    more = max(0, like.lanes - lanes), max(0, -(-call.capacity // call.page) - table.shape[1])  # the engine's
+    table = jnp.pad(table.reshape(count, lanes, -1), ((0, 0), *((0, n) for n in more)))
     sequence, _, position = (jnp.array(x, jnp.int32) for x in like.blocks)
     q = q[sequence]
 
@@ -414,7 +435,7 @@ def _timed_keys(call: Call, name: str, like: Attention, count: int) -> Timed:
         def run(q, *read, **arrays):
             out = [q]
             for turn in range(count):
-                where = (table[turn * lanes : (turn + 1) * lanes], sequence, position)
+                where = (table[turn], sequence, position)
                 out.append(case.door(out[-1], *read, *where, **options, **arrays))
             return out[1], out[-1]
 
@@ -430,8 +451,8 @@ def _timed_fill(call: Call) -> Timed:
     x, makers, cos, sin, pools, _, _ = case.make()
     count = len(x)
     tokens = Tokens(x, cos, sin, jnp.zeros(count, jnp.int32), jnp.arange(count), jnp.ones(count, bool))
-    # A row for each lane, as in a step: the tokens that may continue a page are as many as lanes allow.
-    table = jnp.zeros((call.lanes, pages), jnp.int32).at[0].set(jnp.arange(pages))
+    # As many rows as in the step: the tokens that may continue a page are as many as these allow.
+    table = jnp.zeros((call.alone, pages), jnp.int32).at[0].set(jnp.arange(pages))
 
     def by(implementation: str):
         fused = None if implementation == UNFUSED else implementation

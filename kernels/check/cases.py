@@ -32,6 +32,8 @@ class Attention:
       sequences: (cached, new) tokens of each. block: queries of a block, 0 for all of a sequence.
       capacity: tokens of the page table. rows: of the pool. stored: their dtype. window: keys that a query
         sees, its own included; None: all.
+      lanes: rows of the page table, most: blocks of queries, if there are more than the sequences need; the
+        last ones are empty, as in a program of many rows.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -45,6 +47,8 @@ class Attention:
     capacity: int = 0
     rows: int = 2
     window: int | None = None
+    lanes: int = 0
+    most: int = 0
 
     @property
     def tokens(self) -> int:
@@ -68,6 +72,10 @@ class Attention:
                 sequence.append(number)
                 place.append([min(i, self.tokens - 1) for i in at])
                 position.append([cached + i if i < new else -1 for i in at])
+        empty = self.most - len(sequence)
+        sequence += [max(self.lanes, len(self.sequences)) - 1] * empty
+        place += [[0] * size] * empty
+        position += [[-1] * size] * empty
         return sequence, place, position
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -104,8 +112,9 @@ class Attention:
                 drawn = drawn.astype(self.stored)
             pools.append(paged_rows(drawn.reshape(*shape[:3], -1)))
         k_scale, v_scale = scales or (None, None)
-        table = jnp.pad(table, ((0, 0), (0, more)), constant_values=spare).astype(jnp.int32)
-        args = (q[sequence[:, None], place], *pools, table, sequence, position)
+        lanes = max(0, self.lanes - count)
+        table = jnp.pad(table, ((0, lanes), (0, more)), constant_values=spare).astype(jnp.int32)
+        args = (q[jnp.minimum(sequence, count - 1)[:, None], place], *pools, table, sequence, position)
         return args, {"k_scale": k_scale, "v_scale": v_scale}
 
     def call(self, implementation: str) -> Callable:

@@ -121,6 +121,8 @@ def calls_of(
     whole = form.operation != PAGED
     shards = 1 if whole else shards  # such a row has one head, which every device has
     capacity = settings.pages_per_sequence * settings.page_size
+    tokens, lanes = settings.max_num_batched_tokens, settings.max_num_seqs
+    alone = lanes if settings.batch_invariant else 1
     common = {
         "heads": max(1, config.num_heads // shards),
         "kv_heads": max(1, config.num_kv_heads // shards),
@@ -129,9 +131,11 @@ def calls_of(
         "stored": dtype if settings.cache_dtype == "auto" else settings.cache_dtype,
         "page": settings.page_size,
         "capacity": capacity,
-        "lanes": settings.max_num_seqs,
-        "tokens": settings.max_num_batched_tokens,
-        "block": max(2 * ByKind.FEW, cache.block_size(settings.max_num_batched_tokens, 1)),
+        "lanes": lanes,
+        "tokens": tokens,
+        "alone": alone,
+        "block": max(2 * ByKind.FEW, cache.block_size(tokens, alone)),
+        "spread": (cache.block_size(tokens, lanes), cache.block_count(tokens, lanes)),
         "windows": tuple(dict.fromkeys(None if w >= capacity else w for w in config.windows)),
     }
     rows = {"row": form.arrays(config)[0].width, "rope": config.rope.rope_type != NONE} if whole else {}

@@ -20,6 +20,7 @@ from swiftkv_jax.engine.scheduler import Work, array_size, launch_size
 from swiftkv_jax.engine.sequence import Choice, Sequence
 from swiftkv_jax.engine.sources import SourceReader, read_source
 from swiftkv_jax.engine.warm import Program, WarmUp
+from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import Array, Int, PyTree
 
@@ -139,6 +140,7 @@ class Runner:
         self.fewest_rows = 1
         self.lanes, self.budget, self.drafts, self.exits = lanes, budget, drafts, exits
         self._fixed, self.modes = fixed, modes[-1:] if fixed else modes
+        self._accelerated = dispatch.device()[0] != "cpu"
         self._each = exits.each if exits else 1
         self.steps = -(-steps // self._each) * self._each
         self._threshold = exits.threshold if exits else None
@@ -352,7 +354,7 @@ class Runner:
 
     def programs(self) -> list[Program]:
         """All programs that launches may need. Those of all lanes, a full step and the last mode come first,
-        as they suffice for any launch; then the loops of greedy decoding.
+        as they suffice for any launch; then the loops of greedy decoding, and a full step of one sequence.
 
         Keys are ("step", rows, tokens), ("draw", rows, mode), ("loop", rows, mode) and, with a reader,
         ("ahead", rows, tokens), with an encoder ("encode", positions).
@@ -378,19 +380,22 @@ class Runner:
             found.append(Program(("draw", count, mode), draw, partial(self._step_and_draw, count, asked)))
         for size, given in self._encoder.every() if self._encoder is not None else ():
             found.append(Program(("encode", size), self._encode_call(*given), partial(self._encode, *given)))
-        first = [*self._any_launch(), *(("loop", count, self.modes[0]) for count in counts)]
+        plain = self.modes[0]
+        first = [*self._any_launch(), *(("loop", count, plain) for count in counts)]
+        first += [("step", 1, self.budget), ("draw", 1, plain)] if self._accelerated else []
         return sorted(found, key=lambda one: first.index(one.key) if one.key in first else len(first))
 
     def _is_kept(self, of: tuple[int, int | Mode]) -> bool:
         """Whether there is a program for so many rows and tokens, or rows and mode.
 
         A step whose tokens outweigh empty rows, and the rarest sampling mode, use the program of more rows. A
-        step with fewer tokens than rows uses that of more tokens.
+        step with fewer tokens than rows uses that of more tokens. An accelerator has all programs of one row:
+        with more rows a prompt's chunk is cut into shorter blocks, and as many empty ones are computed.
         """
         count, what = of
         if isinstance(what, int) and what < min(count, self.budget):
             return False
-        if count == self.lanes:
+        if count == self.lanes or (count == 1 and self._accelerated):
             return True
         more = min(16 * count, self.lanes)
         return what < _TOKENS_A_ROW * more if isinstance(what, int) else what != self.modes[-1]

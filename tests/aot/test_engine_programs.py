@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernel_targets import HOPPER, TPUS, mesh_of, size
 
 from swiftkv_jax import weights
+from swiftkv_jax.cache import block_count
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill.compile_only import topology
 from swiftkv_jax.engine.loop import Inputs, Lanes, decode, run_any
@@ -339,7 +340,7 @@ def test_around_cudnn_a_chunk_copies_no_weight_and_has_no_loop(monkeypatch, rows
     assert not copied_weights(hlo, params) and not copied_weights(hlo, cache.stores)
     assert memory.alias_size_in_bytes >= cache.nbytes
     dense = 2 * CONTEXT * CONFIG.num_kv_heads * CONFIG.head_dim * 2  # keys and values of a whole context
-    blocks = 1 if program == "prompt" else TOKENS // 32 + LANES  # of 32 queries, each with its own copy
+    blocks = 1 if program == "prompt" else block_count(TOKENS, LANES)  # of 32 queries, each with its copy
     assert blocks * dense < memory.temp_size_in_bytes < blocks * dense + 2 * DECODE_BYTES
     once, repeated, loops = executed(hlo)
     assert not loops and not repeated

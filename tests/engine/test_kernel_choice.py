@@ -9,19 +9,24 @@ import types
 from pathlib import Path
 
 import faulty_kernels
+import jax
 import pytest
 import tiny_engine as tiny
 
 from swiftkv_jax import processes
 from swiftkv_jax.engine import kernels
+from swiftkv_jax.engine.engine import make_runner
 from swiftkv_jax.engine.kernels import calls_of, choose, in_force
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.names import named
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.kernels.check import calls as contest
 from swiftkv_jax.kernels.check import decide as checks
 from swiftkv_jax.kernels.check.decide import Decision, Limits
 from swiftkv_jax.kernels.check.machine import CPU, Machine
+from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.dispatch import ByKind, Implementation
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import NONE, RopeConfig
@@ -221,6 +226,35 @@ def test_calls_are_those_of_the_engine():
     assert write == dataclasses.replace(decode, kind="write", operation="page_write")
     half = calls_of(net.config, net.plan, net.dtype, settings, shards=2)
     assert {(call.heads, call.kv_heads) for call in half} == {(4, 1)}
+
+
+@pytest.mark.parametrize(
+    ("lanes", "fixed", "forms"), [(1, False, 1), (3, False, 2), (8, False, 1), (3, True, 1)]
+)
+def test_chunks_are_timed_in_the_forms_that_an_accelerator_launches(lanes, fixed, forms, monkeypatch):
+    """A prompt's in a program of one row, pieces of many in that of all lanes, where blocks are a chunk's."""
+    seen: set[tuple] = set()
+
+    def noted(q, k, v, table, sequence, position, **options):
+        if q.shape[1] > ByKind.FEW:
+            seen.add((q.shape, table.shape, sequence.shape, position.shape))
+        return q
+
+    name = f"noted{lanes}{fixed}"  # another one each time, so that nothing is traced already
+    monkeypatch.setitem(PAGED_ATTENTION, name, Implementation(noted))
+    monkeypatch.setattr(dispatch, "device", lambda: ("gpu", "some GPU", 132))
+    sizes = {"max_model_len": 256, "page_size": 8, "max_num_seqs": lanes, "max_num_batched_tokens": 128}
+    settings = Settings(**sizes, num_pages=64, attention=name, batch_invariant=fixed)
+    net, params = tiny.make_model(tiny.PLANS["standard"], max_position_embeddings=256)
+    runner = make_runner(net, params, None, settings, lambda params, make: make())
+    for program in runner.programs():
+        if program.key[0] == "step" and program.key[2] == 128:
+            program.call.func.eval_shape(*program.call.args, **program.call.keywords)
+    launched, seen = seen, set()
+    _, chunk, _ = calls_of(net.config, net.plan, net.dtype, settings)
+    for timed in contest._timed(chunk):
+        jax.eval_shape(timed.by(name))
+    assert seen == launched and len(seen) == forms
 
 
 def test_rows_of_keys_alone_are_checked_by_their_own_operation():

@@ -14,6 +14,7 @@ import tiny_engine as tiny
 from swiftkv_jax.engine import runner, score, warm
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.predict import Predicted, uniform
 from swiftkv_jax.server.settings import HttpSettings
@@ -97,6 +98,28 @@ def test_a_server_compiles_at_most_24_programs_and_greedy_decoding_among_the_fir
     plain, fullest = runner.MODES[0], runner.MODES[-1]
     assert keys[:3] == [("step", 16, 2048), ("draw", 16, fullest), ("loop", 16, fullest)]
     assert keys[3:5] == [("loop", 1, plain), ("loop", 16, plain)]
+
+
+def test_an_accelerator_reads_one_prompt_in_programs_of_one_row(monkeypatch):
+    """Chunks of every size, and in every sampling mode; after the warm-up nothing compiles."""
+    monkeypatch.setattr(dispatch, "device", lambda: ("gpu", "some GPU", 132))
+    llm, launched = make("plain"), []
+    step_for = runner.Runner._step_for
+    monkeypatch.setattr(
+        runner.Runner, "_step_for", lambda *of: launched.append(step_for(*of)[:2]) or step_for(*of)
+    )
+    with tiny.compilations() as compiled:
+        assert llm.fingerprint
+        llm.engine.warm_up()
+        before = len(compiled)
+        for letter, kind in zip("xyz", KINDS, strict=True):
+            launched.clear()
+            llm.engine.add(llm.request(letter * 40, kind))  # a whole step, and the rest
+            while llm.engine.busy:
+                llm.engine.step()
+            assert launched[:2] == [(1, 32), (1, 8)]
+        answers(llm)
+        assert len(compiled) == before
 
 
 class AtOnce(ThreadPoolExecutor):

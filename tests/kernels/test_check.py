@@ -32,7 +32,8 @@ from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 
 HERE = Machine("cpu", "a chip", "1.2.3")
 SIZES = {"heads": 4, "kv_heads": 2, "width": 16, "computed": "float32", "stored": "float32", "page": 16}
-DECODE = Call(kind="decode", operation="paged_attention", capacity=64, lanes=2, tokens=64, block=32, **SIZES)
+STEP = {"lanes": 2, "tokens": 64, "block": 32, "spread": (32, 3)}
+DECODE = Call(kind="decode", operation="paged_attention", capacity=64, **STEP, **SIZES)
 EVERY = (
     DECODE,
     dataclasses.replace(DECODE, kind="chunk"),
