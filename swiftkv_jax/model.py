@@ -494,7 +494,11 @@ def make_rows(
             )
             continue
         h = normalised(model, params, shared, layer, x)
-        made = [FORMS[form].make(config, weights.row(params, i), h, at) for i in due]
+        made = []
+        for i in due:
+            # XLA would merge the products of all rows, and for that copy their weights into one array.
+            h = jax.lax.optimization_barrier(h) if made else h
+            made.append(FORMS[form].make(config, weights.row(params, i), h, at))
         cache = cache.write(due, made, batch)
     return cache
 
