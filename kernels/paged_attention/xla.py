@@ -5,7 +5,9 @@ each page in use is one piece of work, so that the cost of a short sequence is p
 
 On a GPU each turn of a loop of unknown length costs a round trip to the host. `one_turn` avoids this: it
 takes all pages of the table at once, for as many blocks as a bounded memory holds, in a loop of known length.
-Single queries are then computed as sums, since matmuls would first copy the pages out of the pool.
+Blocks of many queries take a softmax of whole rows, which XLA:GPU computes in one kernel: it reads float32
+scores once and writes weights in the queries' dtype. Single queries are then computed as sums, since matmuls
+would first copy the pages out of the pool.
 """
 
 import functools
@@ -52,26 +54,39 @@ def paged_attention(
     read, together = functools.partial(_blocks, one_turn=one_turn), _TURN_QUERIES // position.shape[1]
     if one_turn:
         keys, queries = table.shape[1] * k.shape[2], position.shape[1] * q.shape[2]
-        size = 4 * queries + (k.shape[-1] + v.shape[-1]) * q.dtype.itemsize
-        if position.shape[1] == 1 and _suits_sums(q.shape[2] * q.shape[3] // k.shape[-1]):
-            read, size = _in_place, (4 + q.dtype.itemsize) * queries
-        together = ONE_TURN_BYTES // (keys * size)
+        size, copies = (4 + q.dtype.itemsize) * queries, (k.shape[-1] + v.shape[-1]) * q.dtype.itemsize
+        if position.shape[1] > 1:
+            read, copies = _whole_rows, copies if len(table) > 1 else 0
+        elif _suits_sums(q.shape[2] * q.shape[3] // k.shape[-1]):
+            read, copies = _in_place, 0
+        together = ONE_TURN_BYTES // (keys * (size + copies))
+        if read is _whole_rows and len(table) == 1:  # its pages are copied once for all turns
+            held = _stored(pools, table, position.reshape(1, -1), row, window, q)
+            read = functools.partial(read, held=held)
 
     def some(q, sequence, position):
         return read(q, pools, table[sequence], position, row, scale, window, bias)
 
-    return _in_groups(some, (q, sequence, position), max(1, together))
+    width = v.shape[-1] * q.shape[-1] // k.shape[-1]
+    return _in_turns(some, (q, sequence, position), max(1, together), width)
 
 
-def _in_groups(run, arrays, size: int):
-    """`run` over `size` leading entries of the arrays at a time; the last group repeats an entry."""
-    count = arrays[0].shape[0]
+def _in_turns(run, arrays, size: int, width: int):
+    """`run` over `size` leading entries of the arrays at a time, the last turn over some of them again; its
+    results are `width` wide."""
+    (first, *_), count = arrays, arrays[0].shape[0]
     if size >= count:
         return run(*arrays)
-    groups = -(-count // size)
-    index = jnp.minimum(jnp.arange(groups * size), count - 1).reshape(groups, size)
-    out = lax.map(lambda at: run(*(x[at] for x in arrays)), index)
-    return out.reshape(-1, *out.shape[2:])[:count]
+
+    def turn(i, out):
+        at = jnp.minimum(i * size, count - size)
+        some = run(*(lax.dynamic_slice_in_dim(x, at, size) for x in arrays))
+        return lax.dynamic_update_slice_in_dim(out, some, at, 0)
+
+    # What is overwritten depends on the queries. XLA would make the zeros that `lax.map` begins with for all
+    # layers at once, before the first.
+    out = jnp.broadcast_to(first[..., :1], (*first.shape[:-1], width))
+    return lax.fori_loop(0, -(-count // size), turn, out)
 
 
 def _singles(q, pools, table, position, row, scale, window, bias):
@@ -208,6 +223,41 @@ def _blocks(q, pools, table, position, row, scale, window, bias, one_turn=False)
         mixed = online.softmax_sum(turn, *online.span(position, window, keys), q.shape[:2], width)
     mixed = _gather(mixed.reshape(blocks, groups, rows, width), queries, heads)
     return mixed.reshape(*shape[:3], -1).astype(dtype)
+
+
+def _whole_rows(q, pools, table, position, row, scale, window, bias, held=None):
+    """Blocks of C queries against all pages of `table` [b, slots], or `held`: what `_stored` returns for one
+    sequence, whose blocks all are."""
+    k, shape = pools[0], q.shape
+    heads = k.shape[-1] // shape[-1]
+    keys, values = held or _stored(pools, table, position, row, window, q)
+    position = position.reshape(len(keys), -1)
+    back, seen = _seen(position, keys.shape[1], window)
+    q = _spread(q.reshape(*position.shape, *shape[2:]), heads)
+    rows = q.shape[2]
+    scores = _scores(q.reshape(-1, rows, shape[-1]), _cut(keys, heads), one_by_one=False) * scale
+    scores += _bias(bias, back, heads)
+    seen = jnp.repeat(jnp.repeat(seen, rows // position.shape[1], axis=1), heads, axis=0)
+    weights = jax.nn.softmax(jnp.where(seen, scores, online.MASKED)).astype(q.dtype)
+    mixed = _mix(weights, _cut(values, heads)).reshape(-1, heads, rows, values.shape[-1])
+    mixed = _gather(mixed, position.shape[1], heads)
+    mixed = jnp.where(position[..., None, None] < 0, 0, mixed)  # the mean of all values
+    return mixed.reshape(*shape[:3], -1).astype(q.dtype)
+
+
+def _stored(pools, table, position, row, window, q):
+    """Keys and values [b, keys, K, width] of the pages `table`, in q's dtype."""
+    k, v, k_scale, v_scale = pools
+    heads, keys = k.shape[-1] // q.shape[-1], table.shape[1] * k.shape[2]
+    stored, values = (_read(*x, row, table, heads, q.dtype) for x in ((k, k_scale), (v, v_scale)))
+    seen = _seen(position, keys, window)[1].any(1)
+    return stored, jnp.where(seen[..., None, None], values, 0)  # 0 x NaN of a stale page is NaN
+
+
+def _seen(position, keys: int, window):
+    """(distance of each key from queries at `position` [b, C], whether they see it), [b, C, keys]."""
+    back = position[..., None] - jnp.arange(keys)
+    return back, (back >= 0) & (back < window)
 
 
 def _bias(bias, back, groups: int):

@@ -315,17 +315,36 @@ def test_rows_made_of_one_input_copy_no_weight(chip, program):
     assert memory.temp_size_in_bytes < DECODE_BYTES * (program == "decode" or 2)
 
 
-def test_a_prompt_chunk_with_xla_attention_on_an_h100_copies_no_weight():
+@pytest.mark.parametrize("program", ["prompt", "run_any"])
+def test_a_prompt_chunk_with_xla_attention_on_an_h100_copies_no_weight(program):
     """With XLA's attention, blocks are a loop of known length over turns of `ONE_TURN_BYTES`: more operations
     than the kernel's, counted once in that loop, and more memory, which the pool leaves free. In the last
     layer each sequence has one query."""
-    memory, hlo, params, cache = compiled("h100", "standard", "bfloat16", "run_any", "xla_one_turn")
+    memory, hlo, params, cache = compiled("h100", "standard", "bfloat16", program, "xla_one_turn")
     assert not copied_weights(hlo, params) and not copied_weights(hlo, cache.stores)
     assert memory.alias_size_in_bytes >= cache.nbytes
     assert memory.temp_size_in_bytes < 1.2 * ONE_TURN_BYTES
     once, repeated, loops = executed(hlo)
     assert loops == [True] * (CONFIG.num_layers - 1)
     assert sum((once + repeated).values()) <= GPU_OPERATIONS["run_any"]
+    inside = [line for _, line, repeated in instructions(hlo)[0] if repeated]
+    made = [re.match(rf"\s*(%\S+) = f32\[[\d,]*,{CONTEXT}\]", line) for line in inside]
+    (scores,) = [found[1] for found in made if found]
+    assert sum(f"{scores}," in line or f"{scores})" in line for line in inside) == 1  # that is read once
+    # One sequence's pages are copied before the loop, which does not read the pool then.
+    pool = ",".join(map(str, cache.stores["kv"][0].data.shape))
+    (loop,) = [line for line in hlo.splitlines() if " while(" in line]
+    assert (f"[{pool}]" in loop) == (program == "run_any")
+
+
+def test_arrays_of_a_prompt_chunk_do_not_add_up_over_layers():
+    """With XLA's attention each layer has a loop, whose results begin as an array that must be made."""
+    mesh, taken = mesh_of(CHIPS["h100"]), []
+    for layers in (4, 9):
+        plan = KVPlan.standard(layers)
+        function, static, traced = programs("h100", plan, "bfloat16", attention="xla_one_turn")["prompt"]
+        taken.append(text_of(function, static, on(mesh, traced), mesh)[0].temp_size_in_bytes)
+    assert taken[1] <= 1.02 * taken[0]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.kernels.check.cases import Attention, attention_verdict
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.mask import visible
 from swiftkv_jax.kernels.common.pools import Pool
@@ -83,6 +84,17 @@ def test_xla_agrees_in_one_turn(name, room, monkeypatch):
     monkeypatch.setattr(xla, "ONE_TURN_BYTES", room)
     case = cases.SMALL[name]
     agree(case, functools.partial(cases.call, **case.options, implementation="xla_one_turn"))
+
+
+@pytest.mark.parametrize("room", [1 << 28, 1 << 16], ids=["whole", "in groups"])
+@pytest.mark.parametrize(("stored", "window"), [("float32", None), ("int8", 40)])
+def test_xla_agrees_in_one_turn_on_the_blocks_of_one_sequence(stored, window, room, monkeypatch):
+    """Its last block is begun, and a step with room for more tokens has empty ones; unseen rows are NaN."""
+    monkeypatch.setattr(xla, "ONE_TURN_BYTES", room)
+    sizes = {"heads": 4, "kv_heads": 2, "width": 16, "computed": "float32", "stored": stored, "page": 16}
+    case = Attention(sequences=((77, 50),), block=8, window=window, capacity=256, most=9, **sizes)
+    said = attention_verdict(case, "xla_one_turn")
+    assert said["right"], said
 
 
 @pytest.mark.parametrize("name", ["lengths", pytest.param("int8", marks=pytest.mark.slow)])
