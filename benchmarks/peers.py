@@ -1,6 +1,7 @@
 """The same weights and prompts through this engine and through other systems, side by side.
 
     python -m benchmarks.peers [--model demo/teacher] [--rounds 5]
+    python -m benchmarks.peers --model SmolLM2-135M-Instruct.Q4_1.gguf --name peers_smollm2
 
 Decoding is greedy, in float32, with forced lengths, and the tokens must be identical. Hugging Face
 transformers runs `generate` with sdpa attention in inference mode; llama.cpp, if llama-cpp-python and gguf
@@ -67,17 +68,22 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--model", default="demo/teacher", help="a standard model's folder")
+    p.add_argument("--model", default="demo/teacher", help="a standard model's folder, or a GGUF file")
     p.add_argument("--prompts", type=int, default=32)
     p.add_argument("--lengths", type=int, nargs=2, default=[16, 512], metavar=("LEAST", "MOST"))
     p.add_argument("--outputs", type=int, default=64)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--name", default="peers", help="of the files written (default peers)")
     p.add_argument("--output", type=Path, default=RESULTS)
     args = p.parse_args()
     torch.set_num_threads(args.threads)
-    peer = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa")
     model, params = skv.from_pretrained(args.model, dtype="float32")
+    with tempfile.TemporaryDirectory() as folder:
+        read = args.model
+        if Path(read).is_file():  # GGUF, which transformers is given as safetensors
+            skv.save_pretrained(read := folder, model, params)
+        peer = AutoModelForCausalLM.from_pretrained(read, dtype=torch.float32, attn_implementation="sdpa")
     settings = {"max_model_len": sum((args.lengths[1], args.outputs)), "max_num_seqs": args.prompts}
     settings |= {"prefix_caching": False}
     half = skv.KVPlan.swiftkv(model.config.num_layers, model.config.num_layers // 2)
@@ -142,7 +148,7 @@ def main() -> None:
         + "\n"
     )
     print(text)
-    write("peers", result, text, args.output)
+    write(args.name, result, text, args.output)
 
 
 if __name__ == "__main__":

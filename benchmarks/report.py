@@ -200,6 +200,7 @@ _TABLES: dict[str, Callable[[dict], tuple[list[str], Rows]]] = {
     "kv_prediction_latency": _prediction,
     "latency": _latency,
     "peers": _peers,
+    "peers_smollm2": _peers,
     "serving": _serving,
     "throughput": _throughput,
     "waiting": _waiting,

@@ -44,18 +44,18 @@ def usual_dtype(
     return stored, ""
 
 
-def dtype_here(config: ModelConfig) -> tuple[str, str]:
+def dtype_here(config: ModelConfig, plan: KVPlan) -> tuple[str, str]:
     """`usual_dtype` of a checkpoint on this machine. JAX gets no devices by it."""
     platform = kernels.this_machine().platform
     least = capability() if platform == "gpu" else None
-    wide, fits = FAMILIES[config.family].wide, platform != "cpu" or _in_float32(config)
+    wide, fits = FAMILIES[config.family].wide, platform != "cpu" or _in_float32(config, plan)
     return usual_dtype(config.dtype, platform, least, wide, fits)
 
 
-def _in_float32(config: ModelConfig) -> bool:
+def _in_float32(config: ModelConfig, plan: KVPlan) -> bool:
     """Whether float32 weights take at most half of the machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 2 * 4 * weights.count(weights.weights(config, KVPlan.standard(config.num_layers))) <= memory
+    return 2 * 4 * weights.count(weights.weights(config, plan)) <= memory
 
 
 def capability() -> tuple[int, int] | None:

@@ -80,8 +80,8 @@ def computed_in(folder: Path, dtype: str, slim: bool = True, base: str | Path | 
     """
     if dtype != "auto":
         return dtype
-    config = read_model(folder, slim, base)[0]
-    taken, why = dtype_here(config)
+    config, plan, _ = read_model(folder, slim, base)
+    taken, why = dtype_here(config, plan)
     if why:
         said = f"computing in {taken}, not in the checkpoint's {config.dtype}: {why}"
         warnings.warn(said, UsageWarning, stacklevel=3)
@@ -107,7 +107,7 @@ def choose_kernels(
     config, plan, _ = read_model(local_folder(path_or_id, revision), slim, base)
     sizes = settings_of(context(config, max_model_len), settings)
     parts = integer("tensor_parallel_size", tensor_parallel_size, 1)
-    return choose(config, plan, dtype_here(config)[0] if dtype == "auto" else dtype, sizes, parts)
+    return choose(config, plan, dtype_here(config, plan)[0] if dtype == "auto" else dtype, sizes, parts)
 
 
 def check_devices(model: Transformer | Predicted, mesh: Mesh | None) -> None:

@@ -15,6 +15,7 @@ from swiftkv_jax.errors import UsageWarning
 from swiftkv_jax.folder import DEMO
 from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.kernels.check.machine import Machine
+from swiftkv_jax.plan import KVPlan
 
 GREEDY = {"max_num_seqs": 1, "max_model_len": 64, "kernels": "xla"}
 V100, T4, A100, H100 = (7, 0), (7, 5), (8, 0), (9, 0)
@@ -45,7 +46,7 @@ def test_a_cpu_computes_in_float32_unless_its_memory_is_too_small(monkeypatch):
     size = 4 * 2 * weights.count(llm.params) // 4096
     for pages, want in ((size + 1, F), (size // 2, B)):
         monkeypatch.setattr(dtypes.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}.get)
-        assert dtype_here(llm.model.config)[0] == want
+        assert dtype_here(llm.model.config, llm.model.plan)[0] == want
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_a_named_dtype_is_taken_on_a_t4_without_a_word(t4, dtype):
 @pytest.mark.parametrize(("family", "want"), [("gemma", F), ("t5", F), ("llama", H), ("qwen2", H)])
 def test_families_of_large_activations_take_float32_on_a_t4(t4, family, want):
     config = dataclasses.replace(ModelConfig.from_hf(DEMO / "teacher"), family=family)
-    assert config.dtype == B and dtype_here(config)[0] == want
+    assert config.dtype == B and dtype_here(config, KVPlan.standard(config.num_layers))[0] == want
 
 
 @pytest.mark.parametrize(
