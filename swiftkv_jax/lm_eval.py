@@ -29,12 +29,14 @@ import sys
 import typing
 
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax import baselines
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.sequence import Choice, Sequence
 from swiftkv_jax.errors import UsageError, exit_code, suggest
+from swiftkv_jax.text.tokenizer import Tokenizer
 
 try:
     import lm_eval.models  # noqa: F401 (registers its own first: ours alone would look complete)
@@ -99,9 +101,12 @@ class SwiftKV(TemplateLM):
             self.llm = pretrained
         else:
             self.llm = LLM(pretrained, dtype=dtype, max_model_len=max_length, tokenizer=tokenizer, **settings)
-        if self.llm.tokenizer is None or not hasattr(self.llm.tokenizer, "hf"):
+        known = self.llm.tokenizer
+        if not isinstance(known, Tokenizer):
             raise UsageError("evaluation needs a tokenizer; this LLM has none")
-        self.tokenizer = self.llm.tokenizer.hf
+        self.tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=known.rust, chat_template=known.chat_template, **known.named
+        )
         self.max_length = max_length or self.llm.settings.max_model_len
         self.max_gen_toks, self.add_bos_token, self.seed = int(max_gen_toks), add_bos_token, int(seed)
         self._prefix = prefix_token_id
@@ -109,13 +114,13 @@ class SwiftKV(TemplateLM):
             baselines.check(self.llm.model, self.baseline)
 
     @property
-    def eot_token_id(self) -> int:
-        return self.tokenizer.eos_token_id
+    def eot_token_id(self) -> int | None:
+        return next(iter(self.llm.tokenizer.eos_ids), None)
 
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without context: BOS, or EOS if there is none."""
-        known = (self._prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        known = (self._prefix, self.llm.tokenizer.bos_id, self.eot_token_id)
         found = next((token for token in known if token is not None), None)
         if found is None:
             raise UsageError("the tokenizer has no BOS and no EOS token; give prefix_token_id=N")
@@ -124,7 +129,7 @@ class SwiftKV(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """The name under which lm-eval caches requests."""
-        return str(self.tokenizer.name_or_path).replace("/", "__")
+        return self.llm.tokenizer.name.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True):
         """The text of a chat with the model's own template; without a generation prompt its last turn stays

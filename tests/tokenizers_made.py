@@ -1,10 +1,12 @@
-"""Small byte-level tokenizers for tests: every byte, a few merges, special tokens and a chat template."""
+"""Small tokenizers for tests: every byte, a few merges, special tokens and a chat template."""
 
+import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+TEXT = ["the cat sat on the mat and the dog sat on the log, assistant user"]
 BOS, EOS, START, END = "<|bos|>", "<|eos|>", "<|start|>", "<|end|>"
 # As Qwen's: a system prompt of its own, END closes a turn, a line break follows.
 CHATML = (
@@ -40,9 +42,7 @@ def make_tokenizer(folder: Path, template: str | None = None, bos: bool = True) 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    rust.train_from_iterator(
-        ["the cat sat on the mat and the dog sat on the log, assistant user"] * 4, trainer
-    )
+    rust.train_from_iterator(TEXT * 4, trainer)
     if bos:
         rust.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", special_tokens=[(BOS, rust.token_to_id(BOS))]
@@ -57,3 +57,54 @@ def make_tokenizer(folder: Path, template: str | None = None, bos: bool = True) 
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def trained(kind: str, specials: list[str], around: tuple[str, str] = ("", "")) -> Tokenizer:
+    """A tokenizer as families publish them in tokenizer.json, with about 400 tokens.
+
+    Args:
+      kind: "bytes" (GPT-2, Llama 3, Qwen, OLMo, Whisper), "pieces" (Llama 2 and Mistral: SentencePiece's BPE
+        with byte fallback, a space in front), "plain_pieces" (Gemma: no space in front) or "unigram" (T5).
+      specials: the special tokens, in the order of their ids. around: the tokens before and after each text.
+    """
+    rust = Tokenizer(models.Unigram() if kind == "unigram" else models.BPE())
+    spaces, space = normalizers.Replace(" ", "▁"), decoders.Replace("▁", " ")
+    back = [space, decoders.ByteFallback(), decoders.Fuse()]
+    alphabet, trainer = [], trainers.BpeTrainer
+    if kind == "bytes":
+        rust.pre_tokenizer, rust.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    elif kind == "unigram":
+        metaspace = pre_tokenizers.Metaspace(prepend_scheme="always")
+        rust.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace])
+        rust.decoder, trainer = decoders.Metaspace(prepend_scheme="always"), trainers.UnigramTrainer
+    else:
+        first = kind == "pieces"
+        rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if first else spaces
+        rust.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if first else back)
+        rust.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # for training alone
+    fallback = [] if kind in ("bytes", "unigram") else [f"<0x{byte:02X}>" for byte in range(256)]
+    options = {"unk_token": "<unk>"} if kind == "unigram" else {}
+    rust.train_from_iterator(
+        TEXT * 4,
+        trainer(
+            vocab_size=len(specials) + len(fallback) + (330 if kind == "bytes" else 120),
+            special_tokens=[*specials, *fallback],
+            initial_alphabet=list(alphabet),
+            show_progress=False,
+            **options,
+        ),
+    )
+    fields = json.loads(rust.to_str())
+    if fallback:
+        fields["added_tokens"] = fields["added_tokens"][: len(specials)]
+        fields["model"] |= {"byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True}
+        fields["pre_tokenizer"] = None
+    rust = Tokenizer.from_str(json.dumps(fields))
+    if any(around):
+        marks = " ".join(around).split()
+        rust.post_processor = processors.TemplateProcessing(
+            single=" ".join(filter(None, (around[0], "$A", around[1]))),
+            special_tokens=[(token, rust.token_to_id(token)) for token in dict.fromkeys(marks)],
+        )
+    return rust

@@ -152,10 +152,10 @@ class Api:
 
     async def tokenizer_info(self, _: Request) -> Response:
         """The tokenizer's special tokens; the chat template only if the server is set to show it."""
-        known = getattr(_tokenizer(self.llm), "hf", None)
+        known = _tokenizer(self.llm)
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        info: dict[str, typing.Any] = {name: getattr(known, name, None) for name in names}
-        info["tokenizer_class"] = type(known or self.llm.tokenizer).__name__
+        info: dict[str, typing.Any] = {name: getattr(known, "named", {}).get(name) for name in names}
+        info["tokenizer_class"] = type(known).__name__
         info["model_max_length"] = self.llm.settings.max_model_len
         if self.settings.show_template:
             info["chat_template"] = getattr(known, "chat_template", None)

@@ -96,8 +96,7 @@ def _files(data: Mapping[str, typing.Any], template) -> dict[str, dict]:
     ]
     first = named.get("bos_token") if data.get("add_bos_token", bos) else None
     last = named.get("eos_token") if data.get("add_eos_token", False) else None
-    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts}
-    whole["post_processor"] = _template(first, last, vocab)
+    whole = _whole(parts, added, _template(first, last, vocab))
     config: dict = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -106,6 +105,23 @@ def _files(data: Mapping[str, typing.Any], template) -> dict[str, dict]:
     if isinstance(template, str):
         config["chat_template"] = template
     return {"tokenizer.json": whole, "tokenizer_config.json": config}
+
+
+def from_merges(pre: str, vocab: dict[str, int], merges: list[str], bos: str | None, eos: str | None) -> dict:
+    """tokenizer.json of a model that has GPT-2's vocab.json and merges.txt instead.
+
+    pre: how texts are split, as in `tokenizer.ggml.pre`. bos, eos: what is put around them.
+
+    Raises:
+      UsageError: a merge is not of two tokens.
+    """
+    parts, _ = _byte_level({"pre": pre, "merges": merges}, vocab)
+    return _whole(parts, [], _template(bos, eos, vocab))
+
+
+def _whole(parts: dict, added: list[dict], around: dict) -> dict:
+    fields = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    return {**fields, **parts, "post_processor": around}
 
 
 def _list(data: Mapping, name: str, kind: type) -> list:

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a thin wrapper over a fast Hugging Face tokenizer."""
+"""Text to token ids and back: a thin wrapper over a tokenizer of Hugging Face's `tokenizers`."""
 
 import bisect
 import contextlib
@@ -7,18 +7,17 @@ import functools
 import hashlib
 import json
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import tokenizers
 
 from swiftkv_jax.errors import UsageError, first_line
 from swiftkv_jax.gguf_header import gguf_of, read_header
 from swiftkv_jax.text.gguf_tokenizer import TOKENS, tokenizer_files
 from swiftkv_jax.text.template import Template
-from swiftkv_jax.text.tokenizer_files import staged
+from swiftkv_jax.text.tokenizer_files import FILES, VOCABULARIES, Described, described, read
 
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-_DOWNLOAD = ("tokenizer*", "*token*.json", "config.json", "*.jinja", *_FILES, "merges.txt")
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _LONG = 2**12  # characters or ids; longer calls release the GIL
@@ -33,8 +32,8 @@ _MARKER = "swiftkvturn7f3a91c5e"  # placeholder for a turn's content; one word, 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
     """The tokenizer in a folder or a GGUF file, or that of a hub model (`org/name`).
 
-    Only fast tokenizers: a `tokenizer.json`, or files that transformers converts to one. No code of a model's
-    folder is run.
+    Ids are those of tokenizer.json, or of GPT-2's vocab.json and merges.txt. No code of a model's folder is
+    run.
 
     Raises:
       UsageError: no such folder or model, no tokenizer files in it, or files that cannot be read.
@@ -43,19 +42,16 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     if has_tokenizer(folder):
         folder = folder if _has_files(folder) else gguf_of(folder) or folder
     elif folder.exists():
-        raise UsageError(f"no tokenizer in {folder}: it needs {_FILES[0]} and tokenizer_config.json")
+        raise UsageError(f"no tokenizer in {folder}: it needs {FILES[0]} and tokenizer_config.json")
     elif not re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", str(path)):
         raise UsageError(f"tokenizer folder {path} does not exist")
     try:
         folder = folder if folder.exists() else _from_hub(str(path))
-        backend = _from_gguf(folder) if folder.is_file() else _from_folder(folder)
+        return Tokenizer(_from_gguf(folder) if folder.is_file() else read(folder), str(path), folder)
     except UsageError:
         raise
-    except BaseException as error:  # transformers raises many types
+    except BaseException as error:  # the hub's client and `tokenizers` raise many types
         raise UsageError(f"cannot load a tokenizer from {path}: {_reason(error)}") from error
-    if not backend.is_fast:
-        raise UsageError(f"{path} has only a slow tokenizer: save it with a tokenizer.json")
-    return Tokenizer(backend, str(path), folder)
 
 
 def has_tokenizer(place: Path) -> bool:
@@ -68,7 +64,7 @@ def has_tokenizer(place: Path) -> bool:
 
 
 def _has_files(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _FILES)
+    return any((folder / name).is_file() for name in VOCABULARIES)
 
 
 def _reason(error: BaseException) -> str:
@@ -86,69 +82,49 @@ def _reason(error: BaseException) -> str:
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, allow_patterns=list(_DOWNLOAD)))
+    return Path(snapshot_download(name, allow_patterns=[*FILES, "config.json"]))
 
 
-def _from_folder(folder: Path):
-    """Load by the config files, or by tokenizer.json if transformers does not know the model's type."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    with staged(folder) as files:
-        has_json = (files / _FILES[0]).is_file()
-        known = _says_type(files / "config.json") or not has_json
-        try:
-            kind = AutoTokenizer if known else PreTrainedTokenizerFast
-            return kind.from_pretrained(str(files), local_files_only=True)
-        except ValueError:
-            if not has_json:
-                raise
-            return PreTrainedTokenizerFast.from_pretrained(str(files), local_files_only=True)
-
-
-def _from_gguf(path: Path):
-    """Load from a GGUF file, through equivalent tokenizer files."""
-    with tempfile.TemporaryDirectory(prefix="swiftkv-tokenizer-") as folder:
-        for name, fields in tokenizer_files(read_header(path)).items():
-            (Path(folder) / name).write_text(json.dumps(fields), encoding="utf-8")
-        return _from_folder(Path(folder))
-
-
-def _says_type(path: Path) -> bool:
-    """Whether there is no config.json, or one whose type transformers knows."""
-    return not path.exists() or "model_type" in json.loads(path.read_text(encoding="utf-8"))
+def _from_gguf(path: Path) -> Described:
+    """The tokenizer in a GGUF file, through equivalent files."""
+    whole, config = tokenizer_files(read_header(path)).values()
+    return described(tokenizers.Tokenizer.from_str(json.dumps(whole)), config, str(path))
 
 
 class Tokenizer:
     """Token ids of texts and of chats.
 
     Attributes:
-      hf: the transformers tokenizer. rust: the one of `tokenizers` behind it.
-      name: the path or id that it was loaded by. folder: its files' folder, or the GGUF file.
+      rust: the one of `tokenizers`. name: the path or id that it was loaded by. folder: its files' folder, or
+        the GGUF file.
+      named: special tokens by their roles, such as "bos_token". templates: chat templates by name.
       bos_id: the id put in front of a text, or None. eos_ids: ids that end a text, according to the
         tokenizer.
       vocab_size: number of tokens, added ones included.
     """
 
-    def __init__(self, hf, name: str, folder: Path):
-        self.hf, self.name, self.folder = hf, name, folder
-        self.rust = hf.backend_tokenizer
+    def __init__(self, found: Described, name: str, folder: Path):
+        self.rust, self.name, self.folder = found.rust, name, folder
+        self.named, self.templates = found.named, found.templates
         self.rust.no_truncation()
         self.rust.no_padding()
-        self.bos_id: int | None = hf.bos_token_id
-        self.eos_ids: tuple[int, ...] = () if hf.eos_token_id is None else (hf.eos_token_id,)
-        self.vocab_size: int = len(hf)
-        added = {index for index, token in hf.added_tokens_decoder.items() if token.special}
-        self._special = added | set(hf.all_special_ids)
+        found_ids = {role: self.rust.token_to_id(token) for role, token in self.named.items()}
+        ids = {role: index for role, index in found_ids.items() if index is not None}
+        self.bos_id, eos = ids.get("bos_token"), ids.get("eos_token")
+        self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
+        self.vocab_size: int = self.rust.get_vocab_size()
+        added = self.rust.get_added_tokens_decoder().items()
+        self._special = {index for index, token in added if token.special} | {*ids.values()}
 
     @functools.cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The control tokens as text: a text that contains one is encoded to that token."""
-        return tuple(sorted(str(self.hf.convert_ids_to_tokens(index)) for index in self._special))
+        return tuple(sorted(str(self.rust.id_to_token(index)) for index in self._special))
 
     @property
     def fingerprint(self) -> str:
         """A hash that changes whenever the ids of any text or chat may change."""
-        return hashlib.sha256((self.rust.to_str() + str(self.hf.chat_template)).encode()).hexdigest()[:16]
+        return hashlib.sha256((self.rust.to_str() + str(self.chat_template)).encode()).hexdigest()[:16]
 
     @property
     def ids_fingerprint(self) -> str:
@@ -169,7 +145,7 @@ class Tokenizer:
 
     def token_bytes(self, index: int) -> bytes:
         """The bytes that one token stands for, possibly only part of a character."""
-        name = str(self.hf.convert_ids_to_tokens(index))
+        name = str(self.rust.id_to_token(index))
         if found := _BYTE.fullmatch(name):  # SentencePiece
             return bytes.fromhex(found[1])
         if index not in self._special and all(character in _BYTE_OF for character in name):  # GPT-2
@@ -212,7 +188,7 @@ class Tokenizer:
         Raises:
           UsageError: as `encode_chat`, or when no assistant turn is found in the rendered chat.
         """
-        if _GENERATION.search(str(self.hf.chat_template)):
+        if _GENERATION.search(str(self.chat_template)):
             ids, spans = self._generation_blocks(messages, date)
         else:
             ids, spans = self._marked_turns(messages, date)
@@ -283,8 +259,7 @@ class Tokenizer:
             raise UsageError(
                 f"the chat template of {self.name} refuses these messages: give {{role, content}} objects"
             )
-        values = {name: _plain(token) for name, token in self.hf.special_tokens_map.items()}
-        values |= {"tools": None, "documents": None, "add_generation_prompt": False, **options}
+        values = {**self.named, "tools": None, "documents": None, "add_generation_prompt": False, **options}
         values["messages"] = [_aliased({k: v for k, v in m.items() if v is not None}) for m in messages]
         if date is not None:
             values["date_string"] = date.strftime("%d %b %Y")
@@ -296,10 +271,12 @@ class Tokenizer:
     @functools.cached_property
     def template(self) -> Template | None:
         """The chat template, if there is one."""
-        found = self.hf.chat_template
-        if isinstance(found, Mapping):
-            found = found.get("default")
-        return Template(found) if isinstance(found, str) and found else None
+        return Template(self.chat_template) if self.chat_template else None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template that is not for a purpose of its own, such as tools."""
+        return self.templates.get("default")
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a text. Long texts use the library's batch call, the only one that releases the GIL:
@@ -316,14 +293,9 @@ class Tokenizer:
         if self._two_bos(ids):
             raise UsageError(
                 f"this chat begins with two BOS tokens under the template of {self.name}: "
-                f"take {self.hf.bos_token!r} out of the first message"
+                f"take {self.named['bos_token']!r} out of the first message"
             )
         return ids
-
-
-def _plain(token):
-    """A special token as templates see it: its text, or a list of texts."""
-    return [str(each) for each in token] if isinstance(token, list | tuple) else str(token)
 
 
 def _aliased(message: dict) -> dict:

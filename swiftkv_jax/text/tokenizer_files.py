@@ -1,129 +1,193 @@
-"""A safe copy of a model's folder for transformers: the tokenizer's files, with only known fields.
+"""A tokenizer's files: their names, and what they say.
 
-transformers passes everything in tokenizer_config.json to a constructor, picks the class by name from
-hundreds, and follows links. So it gets a staged folder that holds nothing else.
+tokenizer.json decides the ids, whatever class is named beside it; the other files name special tokens and
+hold chat templates. No class is chosen by its name, and no code of a folder is run.
 """
 
-import contextlib
+import dataclasses
 import json
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from swiftkv_jax.errors import UsageError, suggest
-from swiftkv_jax.families import FAMILIES
+from tokenizers import AddedToken, Tokenizer
+
+from swiftkv_jax import checks
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.folder import bounded, read_json
+from swiftkv_jax.text.gguf_tokenizer import from_merges
 
-_LINKED = "tokenizer.json tokenizer.model spiece.model vocab.json merges.txt chat_template.jinja".split()
-_CONFIG, _MODEL = "tokenizer_config.json", "config.json"
-_SPECIAL, _ADDED = "special_tokens_map.json", "added_tokens.json"
+_JSON, _VOCABULARY, _MERGES = "tokenizer.json", "vocab.json", "merges.txt"
+VOCABULARIES = (_JSON, "tokenizer.model", _VOCABULARY, "spiece.model")  # a tokenizer has one of these
+CONFIG, _SPECIAL, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+_TEMPLATE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
 _MORE_TEMPLATES = "additional_chat_templates"
-_CLASSES = (
-    "PreTrainedTokenizerFast TokenizersBackend LlamaTokenizer LlamaTokenizerFast CodeLlamaTokenizer "
-    "CodeLlamaTokenizerFast Qwen2Tokenizer Qwen2TokenizerFast GPT2Tokenizer GPT2TokenizerFast"
-).split()
-_FLAGS = (
-    "add_bos_token add_eos_token add_prefix_space clean_up_tokenization_spaces legacy split_special_tokens "
-    "spaces_between_special_tokens use_default_system_prompt"
-).split()
-_SIDES = ("padding_side", "truncation_side")
+# Patterns of every file that a tokenizer may have. SentencePiece's and normalizer.json are not read here.
+FILES = (
+    *VOCABULARIES,
+    *(_MERGES, CONFIG, _SPECIAL, _ADDED, "normalizer.json", _TEMPLATE, _TEMPLATE_JSON),
+    f"{_MORE_TEMPLATES}/*.jinja",
+)
+# Classes that are published without tokenizer.json: how they split texts, by the names of GGUF files.
+_BY_MERGES = {"GPT2Tokenizer": "gpt-2", "WhisperTokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
+_ROLES = ("bos_token", "eos_token", "pad_token")  # as config.json has them
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
-_TOKEN_FIELDS = {"content", "lstrip", "normalized", "rstrip", "single_word", "special", "__type"}
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-@contextlib.contextmanager
-def staged(folder: Path) -> Iterator[Path]:
-    """A folder with the files of `folder` that a tokenizer needs; it exists during the `with` block.
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What a tokenizer's files say.
+
+    Attributes:
+      rust: the tokenizer of `tokenizers`. named: special tokens by their roles, such as "bos_token".
+      templates: chat templates by name; the usual one is "default".
+    """
+
+    rust: Tokenizer
+    named: dict[str, str]
+    templates: dict[str, str]
+
+
+def read(folder: Path) -> Described:
+    """Read the tokenizer of a folder.
+
+    As in transformers 5, `add_bos_token` and `add_eos_token` are read only if there is no tokenizer.json.
 
     Raises:
-      UsageError: a file leaves the folder, is too large, is not JSON, or names an unknown tokenizer class.
+      UsageError: there is no tokenizer.json, nor files that stand for it; or a file leaves the folder, is too
+        large, is not JSON, or has a field of another type.
+      Exception: tokenizer.json is invalid. The library raises bare ones, and panics.
     """
-    with tempfile.TemporaryDirectory(prefix="swiftkv-tokenizer-") as made:
-        out = Path(made)
-        for name in _LINKED:
-            if _there(folder / name):
-                _link(folder / name, out / name)
-        if _there(folder / _MORE_TEMPLATES):
-            (out / _MORE_TEMPLATES).mkdir()
-            for path in sorted((folder / _MORE_TEMPLATES).glob("*.jinja")):
-                _link(path, out / _MORE_TEMPLATES / path.name)
-        readers = {_CONFIG: _tokenizer_config, _MODEL: _model_config, _SPECIAL: _tokens, _ADDED: _ids}
-        for name, reader in readers.items():
-            if _there(folder / name):
-                fields = reader(read_json(folder / name), str(folder / name))
-                (out / name).write_text(json.dumps(fields), encoding="utf-8")
-        yield out
+    config, old = _fields(folder / CONFIG), {}
+    if config.get("added_tokens_decoder") is None:  # files of before 2023
+        config, old = config | _fields(folder / _SPECIAL), _fields(folder / _ADDED)
+    if _there(folder / _JSON):
+        rust = Tokenizer.from_buffer(bounded(folder / _JSON).read_bytes())
+    else:
+        rust = _by_merges(folder, config)
+    for token, index in old.items():
+        checks.integer(f"{folder / _ADDED}: {token[:40]!r}", index, 0)
+    out = described(rust, config, str(folder / CONFIG), sorted(old, key=old.__getitem__))
+    # GPT-2's files name no token.
+    named = out.named or _by_ids(rust, _fields(folder / "config.json"))
+    templates = _files(folder) or out.templates
+    if not templates:
+        place = folder / _TEMPLATE_JSON
+        templates = _templates(_fields(place), str(place))
+    return Described(rust, named, templates)
+
+
+def described(rust: Tokenizer, config: Mapping, where: str, old: Iterable[str] = ()) -> Described:
+    """What tokenizer_config.json says of `rust`, which gets the tokens that it lacks, in transformers' order.
+
+    Args:
+      where: opens error messages. old: the tokens of added_tokens.json, in order.
+
+    Raises:
+      UsageError: a field has another type.
+    """
+    place = f"{where}: added_tokens_decoder"
+    decoder = config.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, Mapping) or not all(key.isdecimal() and len(key) < 10 for key in decoder):
+        raise UsageError(f"{place} must map token ids to tokens")
+    rust.add_tokens([_token(decoder[key], place) for key in sorted(decoder, key=int)])
+    rust.encode_special_tokens = config.get("split_special_tokens") is True
+    named = {
+        name: _token(value, f"{where}: {name}", special=True)
+        for name, value in config.items()
+        if name.endswith("_token") and not isinstance(value, bool | None)
+    }
+    special = [*named.values(), *_listed(config, where)]
+    texts = {token.content for token in special}
+    _add_missing(rust, [AddedToken(t, normalized=t not in texts, special=t in texts) for t in old])
+    _add_missing(rust, special)
+    return Described(rust, {name: token.content for name, token in named.items()}, _templates(config, where))
+
+
+def _add_missing(rust: Tokenizer, tokens: Iterable[AddedToken]) -> None:
+    known = {token.content for token in rust.get_added_tokens_decoder().values()}
+    rust.add_tokens([token for token in tokens if token.content not in known])
+
+
+def _listed(config: Mapping, where: str) -> list[AddedToken]:
+    """The special tokens without a role."""
+    out = []
+    for name in _LISTS:
+        value = config.get(name) or []
+        if not isinstance(value, list | Mapping):
+            raise UsageError(f"{where}: {name} must be a list, not {type(value).__name__}")
+        values = value.values() if isinstance(value, Mapping) else value
+        out += [_token(each, f"{where}: {name}", special=True) for each in values]
+    return out
+
+
+def _token(value, where: str, **flags) -> AddedToken:
+    """A token: a text, or an object with a text and flags."""
+    if isinstance(value, str):
+        return AddedToken(value, **flags)
+    if isinstance(value, Mapping) and isinstance(value.get("content"), str):
+        given = {name: value[name] for name in _FLAGS if isinstance(value.get(name), bool)}
+        return AddedToken(value["content"], **given | flags)
+    raise UsageError(f"{where} must be a text or an object with content, not {type(value).__name__}")
+
+
+def _by_ids(rust: Tokenizer, model: Mapping) -> dict[str, str]:
+    """The tokens whose ids config.json gives."""
+    ids = {role: model.get(f"{role}_id") for role in _ROLES}
+    count = rust.get_vocab_size()
+    found = {role: rust.id_to_token(i) for role, i in ids.items() if isinstance(i, int) and 0 <= i < count}
+    return {role: token for role, token in found.items() if token is not None}
+
+
+def _by_merges(folder: Path, config: Mapping) -> Tokenizer:
+    """GPT-2's vocab.json and merges.txt as a tokenizer; its class says how texts are split.
+
+    Raises:
+      UsageError: they are not there, or the class is another one.
+    """
+    pre = _BY_MERGES.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
+    if pre is None or not (_there(folder / _VOCABULARY) and _there(folder / _MERGES)):
+        raise UsageError(
+            f"{folder} has no {_JSON}; with sentencepiece installed, transformers writes it: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    where = str(folder / CONFIG)
+    lines = bounded(folder / _MERGES).read_text(encoding="utf-8").split("\n")
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    around = (
+        _token(config.get(f"{name}_token"), f"{where}: {name}_token").content
+        if config.get(f"add_{name}_token") is True
+        else None
+        for name in ("bos", "eos")
+    )
+    return Tokenizer.from_str(json.dumps(from_merges(pre, read_json(folder / _VOCABULARY), merges, *around)))
+
+
+def _templates(config: Mapping, where: str) -> dict[str, str]:
+    """The chat templates in a file's `chat_template`: one, or a list of named ones."""
+    given = config.get("chat_template")
+    if given is None or isinstance(given, str):
+        return {"default": given} if given else {}
+    try:
+        return {str(each["name"]): str(each["template"]) for each in given}
+    except (TypeError, KeyError):
+        raise UsageError(f"{where}: chat_template must be a text or a list of name and template") from None
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """The chat templates in files of their own, which go before the one in tokenizer_config.json."""
+    if (folder / _MORE_TEMPLATES).is_symlink():
+        raise UsageError(f"{folder / _MORE_TEMPLATES} is a link; put the folder itself there")
+    paths = {path.stem: path for path in sorted(folder.glob(FILES[-1]))}
+    if _there(folder / _TEMPLATE):
+        paths["default"] = folder / _TEMPLATE
+    return {name: bounded(path).read_text(encoding="utf-8") for name, path in paths.items()}
+
+
+def _fields(path: Path) -> dict:
+    """The fields of a JSON file; none if it is not there."""
+    return read_json(path) if _there(path) else {}
 
 
 def _there(path: Path) -> bool:
     return path.exists() or path.is_symlink()
-
-
-def _link(path: Path, to: Path) -> None:
-    to.symlink_to(bounded(path).resolve())
-
-
-def _model_config(raw: Mapping, _: str) -> dict:
-    """The fields that decide between tokenizer classes."""
-    texts = ("tokenizer_class", "transformers_version", "_name_or_path")
-    out = {name: raw[name] for name in texts if isinstance(raw.get(name), str)}
-    if out.get("tokenizer_class") not in _CLASSES:
-        out.pop("tokenizer_class", None)
-    return out | ({"model_type": raw["model_type"]} if raw.get("model_type") in FAMILIES else {})
-
-
-def _tokenizer_config(raw: Mapping, where: str) -> dict:
-    kind = raw.get("tokenizer_class")
-    if kind is not None and kind not in _CLASSES:
-        near = suggest(kind, _CLASSES) if isinstance(kind, str) else ""
-        raise UsageError(
-            f"{where}: tokenizer_class {str(kind)[:60]!r} is not one of {', '.join(_CLASSES)}{near}"
-        )
-    out: dict = {} if kind is None else {"tokenizer_class": kind}
-    out |= {name: raw[name] for name in _FLAGS if isinstance(raw.get(name), bool)}
-    out |= {name: raw[name] for name in _SIDES if raw.get(name) in ("left", "right")}
-    if isinstance(raw.get("chat_template"), str | list):
-        out["chat_template"] = raw["chat_template"]
-    if raw.get("added_tokens_decoder") is not None:
-        out["added_tokens_decoder"] = _decoder(raw["added_tokens_decoder"], where)
-    return out | _tokens(raw, where)
-
-
-def _tokens(raw: Mapping, where: str) -> dict:
-    """`*_token` fields and the two lists of tokens; null fields are ignored."""
-    out: dict = {
-        name: _token(value, f"{where}: {name}")
-        for name, value in raw.items()
-        if name.endswith("_token") and not isinstance(value, bool | None)
-    }
-    for name in _LISTS:
-        value = raw.get(name)
-        if isinstance(value, Mapping):
-            out[name] = {key: _token(each, f"{where}: {name}") for key, each in value.items()}
-        elif isinstance(value, list):
-            out[name] = [_token(each, f"{where}: {name}") for each in value]
-        elif value is not None:
-            raise UsageError(f"{where}: {name} must be a list, not {type(value).__name__}")
-    return out
-
-
-def _token(value, where: str):
-    """A token: a text, or an object with a text and flags."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Mapping) and isinstance(value.get("content"), str):
-        return {name: value[name] for name in value if name in _TOKEN_FIELDS}
-    raise UsageError(f"{where} must be a text or an object with content, not {type(value).__name__}")
-
-
-def _decoder(value, where: str) -> dict:
-    if not isinstance(value, Mapping) or not all(key.isdecimal() and len(key) < 10 for key in value):
-        raise UsageError(f"{where}: added_tokens_decoder must map token ids to tokens")
-    return {key: _token(each, f"{where}: added_tokens_decoder") for key, each in value.items()}
-
-
-def _ids(raw: Mapping, where: str) -> dict:
-    for token, index in raw.items():
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < 2**31:
-            raise UsageError(f"{where}: {token[:40]!r} must have a token id, not {str(index)[:40]!r}")
-    return dict(raw)

@@ -171,9 +171,18 @@ def test_links_may_lead_into_the_folder_or_the_hubs_blobs_only(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["BertTokenizer", "evil.Tokenizer", "MistralCommonBackend", 5, ["x"]])
-def test_unknown_tokenizer_classes_are_refused(tmp_path, kind):
-    make_tokenizer(tmp_path)
+def test_a_tokenizers_class_is_not_even_looked_up(tmp_path, kind):
+    before = load_tokenizer(make_tokenizer(tmp_path)).fingerprint
     file = tmp_path / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": kind}))
-    with pytest.raises(UsageError, match="tokenizer_class"):
-        load_tokenizer(tmp_path)
+    fields = {"tokenizer_class": kind, "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    assert load_tokenizer(tmp_path).fingerprint == before
+
+
+def test_a_linked_folder_of_chat_templates_is_refused(tmp_path):
+    folder = make_tokenizer(tmp_path / "folder")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "tool_use.jinja").write_text("secret")
+    (folder / "additional_chat_templates").symlink_to(tmp_path / "outside")
+    with pytest.raises(UsageError, match="additional_chat_templates is a link"):
+        load_tokenizer(folder)

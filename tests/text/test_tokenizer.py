@@ -10,10 +10,11 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers_made import BOS, CHATML, END, EOS, GENERATION, INSTRUCT, PLAIN, make_tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
+from swiftkv_jax.text.tokenizer_files import Described
 
 DEMO = Path(__file__).parent.parent.parent / "demo" / "tokenizer"
 REPEATED = (
@@ -105,7 +106,8 @@ def test_text_that_brings_its_own_bos_gets_no_second(made):
 @pytest.mark.parametrize("prompt", [True, False])
 def test_chat_is_that_of_transformers_with_one_bos(made, template, prompt):
     tokenizer = made(template)
-    want = tokenizer.hf.apply_chat_template(list(REPEATED), add_generation_prompt=prompt)["input_ids"]
+    theirs = AutoTokenizer.from_pretrained(tokenizer.folder, local_files_only=True)
+    want = theirs.apply_chat_template(list(REPEATED), add_generation_prompt=prompt)["input_ids"]
     got = tokenizer.encode_chat(REPEATED, prompt)
     assert got == want
     assert got.count(tokenizer.bos_id) == (template != PLAIN)
@@ -224,12 +226,12 @@ def test_a_panic_of_the_library_is_an_error_of_the_text(tmp_path):
     assert tokenizer.encode("the cat")
 
 
-def test_exceptions_of_the_interpreter_are_not_caught(made, monkeypatch):
+def test_exceptions_of_the_interpreter_are_not_caught():
     class Rust:
         def encode(self, *_, **__):
             raise KeyboardInterrupt
 
-    tokenizer = Tokenizer(made().hf, "x", Path())
+    tokenizer = load_tokenizer(DEMO)
     tokenizer.rust = Rust()
     with pytest.raises(KeyboardInterrupt):
         tokenizer.encode("x")
@@ -250,7 +252,7 @@ def test_the_bytes_of_sentencepieces_fallback():
     rust.decoder = tokenizers.decoders.Sequence(
         [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
     )
-    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust), "x", Path())
+    tokenizer = Tokenizer(Described(rust, {}, {}), "x", Path())
     ids = tokenizer.encode("🙂é")
     assert b"".join(map(tokenizer.token_bytes, ids)) == "🙂é".encode() and len(ids) == 6
 
