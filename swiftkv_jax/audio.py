@@ -30,7 +30,7 @@ _ZEROS = 32  # zero crossings of the resampling filter, on either side
 _CUTOFF = 0.95  # cutoff of the filter, as a share of the lower rate's Nyquist frequency
 _PHASES = 1024  # most filters that are kept; linear interpolation between neighbours errs by 1e-6
 _TOGETHER = 1 << 18  # numbers of an array while sound is mixed or resampled
-_PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")  # the latter has the former inside
+PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")  # the latter has the former inside
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def read_settings(folder: str | Path, mels: int) -> AudioSettings:
     Raises:
       UsageError: it cannot be read.
     """
-    for name in _PREPROCESSORS:
+    for name in PREPROCESSORS:
         path = Path(folder) / name
         if not path.is_file():
             continue

@@ -16,13 +16,15 @@ MOST_JSON = 2**26  # bytes of one JSON file; the largest published tokenizer.jso
 def inside(path: Path) -> Path:
     """`path`, if it is a plain file whose content lies in its own folder.
 
-    A link may lead elsewhere in the folder, or in a snapshot of Hugging Face's cache to its `blobs` folder.
+    A link may lead elsewhere in the folder, or in a snapshot of Hugging Face's cache, and in a folder of one,
+    to its `blobs` folder.
 
     Raises:
       UsageError: it is a link that leaves the folder, or not a plain file.
     """
     folder = path.parent.resolve()
-    homes = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
+    snapshots = [up for up in (folder.parent, folder.parent.parent) if up.name == "snapshots"]
+    homes = [folder, *(up.parent / "blobs" for up in snapshots)]
     try:
         with explained(f"read {path}"):
             found = path.resolve(strict=True)

@@ -1,6 +1,7 @@
 """A cache of Hugging Face's hub as downloads leave it, made by hand: hub ids work offline."""
 
 import hashlib
+import os
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -22,9 +23,12 @@ class Hub:
         for made in (home / "refs", home / "blobs", snapshot):
             made.mkdir(parents=True, exist_ok=True)
         (home / "refs" / branch).write_text(commit)
-        for path in folder.iterdir():
-            content = path.read_bytes()
+        for path in folder.rglob("*"):
+            if path.is_dir():
+                continue
+            content, link = path.read_bytes(), snapshot / path.relative_to(folder)
             blob = hashlib.sha256(content).hexdigest()
             (home / "blobs" / blob).write_bytes(content)
-            (snapshot / path.name).symlink_to(Path("..") / ".." / "blobs" / blob)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(Path(os.path.relpath(home / "blobs" / blob, link.parent)))
         return commit

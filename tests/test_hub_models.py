@@ -9,7 +9,7 @@ from tiny_models import tiny
 from tokenizers_made import CHATML, END, make_tokenizer
 
 import swiftkv_jax as skv
-from swiftkv_jax.checkpoint.write import TOKENIZER_FILES
+from swiftkv_jax.checkpoint.write import GENERATION_FILES, TOKENIZER_FILES
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill.main import main as train
 from swiftkv_jax.plan import KVPlan
@@ -68,9 +68,8 @@ def test_a_teacher_by_hub_id_exports_a_student_that_answers_text(hub, experiment
     commit = hub.publish("acme/tiny", make_model(tmp_path / "tiny"))
     assert train(experiment) == 0
     export = tmp_path / "run" / "export"
-    kept = [name for name in TOKENIZER_FILES if (tmp_path / "tiny" / name).exists()]
-    assert "tokenizer.json" in kept and "chat_template.jinja" in kept
-    for name in (*kept, "generation_config.json"):
+    kept = ["tokenizer.json", "chat_template.jinja", "generation_config.json"]
+    for name in kept:
         assert (export / name).read_bytes() == (tmp_path / "tiny" / name).read_bytes()
     assert not any(path.is_symlink() for path in export.iterdir()), f"links into the cache, at {commit}"
 
@@ -112,6 +111,25 @@ def test_a_revision_chooses_among_the_commits_of_a_hub_model(hub, tmp_path):
         skv.from_pretrained("acme/tiny", revision="v3")
     with pytest.raises(skv.UsageError, match="is a folder here: revision 'v2' is of models on the hub"):
         skv.LLM(tmp_path / "main", revision="v2")
+
+
+def test_an_export_has_every_file_that_was_loaded(hub, tmp_path):
+    """From the hub's cache, where files are links, and onto an older export."""
+    teacher = make_model(tmp_path / "teacher")
+    names = [pattern.replace("*", "tool_use") for pattern in (*TOKENIZER_FILES, *GENERATION_FILES)]
+    for name in names:
+        (teacher / name).parent.mkdir(exist_ok=True)
+        if not (teacher / name).exists():
+            (teacher / name).write_text("{}")
+    hub.publish("acme/all", teacher)
+    out = tmp_path / "out"
+    for _ in range(2):
+        skv.save_pretrained(out, *skv.from_pretrained("acme/all"))
+        assert {name: (out / name).read_bytes() for name in names} == {
+            name: (teacher / name).read_bytes() for name in names
+        }
+        assert load_tokenizer(out).templates == load_tokenizer("acme/all").templates
+        assert load_tokenizer(out).templates.keys() == {"default", "tool_use"}
 
 
 def test_a_saved_model_keeps_the_tokenizer_of_the_loaded_one(tmp_path, monkeypatch):

@@ -26,12 +26,13 @@ from swiftkv_jax.gguf_header import SUFFIX, gguf_of, read_header
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.shapes import Array, PyTree, Weight
+from swiftkv_jax.text.tokenizer_files import FILES as TOKENIZER_FILES
 
 __all__ = ["from_pretrained", "local_folder", "save_pretrained"]
 
 _ON_DISK = ("F32", "BF16", "F16")
 # Not `*.safetensors`: some repositories carry the weights twice, in a vendor's own layout.
-_DOWNLOAD = ("model*.safetensors", "*.json", "tokenizer*", "*.jinja", "merges.txt")
+_DOWNLOAD = ("model*.safetensors", "*.json", *TOKENIZER_FILES)
 _DOWNLOAD += ("predictor.safetensors", "auxiliary/*.safetensors")  # see adapter.py
 _WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".safetensors")
 _BARE = re.compile(r"[\w.+-]{1,200}\.safetensors", re.ASCII)  # a file's name, without a folder

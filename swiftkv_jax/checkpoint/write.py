@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from swiftkv_jax import weights
+from swiftkv_jax.audio import PREPROCESSORS
 from swiftkv_jax.checkpoint.names import Slot, as_dtype, leaves, slots
 from swiftkv_jax.config import DTYPES
 from swiftkv_jax.config_json import OWN_CODE, read_config_json
@@ -28,13 +29,10 @@ from swiftkv_jax.gguf_header import gguf_of, read_header
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.text.gguf_tokenizer import tokenizer_files
+from swiftkv_jax.text.tokenizer_files import FILES as TOKENIZER_FILES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZER_FILES = (
-    "tokenizer.json tokenizer_config.json tokenizer.model spiece.model special_tokens_map.json "
-    "added_tokens.json vocab.json merges.txt chat_template.jinja chat_template.json"
-).split()
-GENERATION_FILES = ("generation_config.json", "preprocessor_config.json")
+GENERATION_FILES = ("generation_config.json", *PREPROCESSORS)
 ADAPTER, PREDICTOR, AUXILIARY = "kv_prediction.json", "predictor.safetensors", "auxiliary"
 # PyTorch code that a student's folder carries for transformers; nothing here imports or runs it.
 MODELLING = f"{OWN_CODE}.py"
@@ -138,6 +136,7 @@ def write_extras(folder: Path, found: dict[str, Path | dict]) -> None:
     """Put what `extras` found into `folder`."""
     for name, extra in found.items():
         if isinstance(extra, Path):
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(inside(extra), folder / name)
         else:
             write_json(folder / name, extra)
@@ -154,8 +153,8 @@ def has_extras(place: Path) -> bool:
 def extras(
     own: str | None, source: str | Path | None, tokenizer: str | Path | None
 ) -> dict[str, Path | dict]:
-    """The files to put beside the weights, name -> a path or the content: the tokenizer's files, and
-    generation_config.json.
+    """The files to put beside the weights, name -> a path or the content: of the tokenizer, of generation
+    and of sound.
 
     `own` is the folder that the model was read from, if it had such files. It is no error if it is gone.
     """
@@ -170,12 +169,13 @@ def extras(
         )
     home = source or own
     out: dict[str, Path | dict] = {}
-    for place, names in ((home, GENERATION_FILES), (tokenizer or home, TOKENIZER_FILES)):
+    for place, patterns in ((home, GENERATION_FILES), (tokenizer or home, TOKENIZER_FILES)):
         if place is None:
             continue
-        paths = {name: Path(place) / name for name in names}
-        out |= {name: path for name, path in paths.items() if path.is_file()}
-        if names is TOKENIZER_FILES and not out.keys() & set(names) and (file := gguf_of(place)):
+        found = (path for pattern in patterns for path in sorted(Path(place).glob(pattern)))
+        paths = {path.relative_to(place).as_posix(): path for path in found if path.is_file()}
+        out |= paths
+        if patterns is TOKENIZER_FILES and not paths and (file := gguf_of(place)):
             out |= tokenizer_files(read_header(file))
     return out
 
