@@ -47,6 +47,12 @@ _IGNORED = ("expert_used_count", "tensor_data_layout", "rope.scaling.finetuned")
 _SCALING = "rope.scaling."
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 _IDS = {"bos_token_id": "bos_token_id", "padding_token_id": "pad_token_id"}
+_CONTROL = 3  # tokenizer.ggml.token_type
+# Control tokens that end an answer whatever the keys say, as in llama.cpp.
+_ENDS = (
+    "<|eot_id|> <|eom_id|> <|end_of_text|> <|im_end|> <|endoftext|> <|end|> <end_of_turn> <EOT> <|EOT|> "
+    "<\uff5cend\u2581of\u2581sentence\uff5c>"
+).split()
 # The published Llama 3.1 to 3.3 differ in `factor` alone.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -194,8 +200,13 @@ def _token_ids(data: Mapping) -> dict:
     for key, field in _IDS.items():
         if (value := data.get(f"tokenizer.ggml.{key}")) is not None:
             out[field] = checks.integer(f"tokenizer.ggml.{key}", value, 0)
-    names = [f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot")]
+    names = [f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom")]
     ends = [checks.integer(name, data[name], 0) for name in names if data.get(name) is not None]
+    tokens, kinds = (data.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    if isinstance(tokens, list) and isinstance(kinds, list):
+        pairs = enumerate(zip(tokens, kinds, strict=False))
+        ends += [index for index, (token, kind) in pairs if kind == _CONTROL and token in _ENDS]
+    ends = list(dict.fromkeys(ends))
     if ends:
-        out["eos_token_id"] = ends[0] if len(set(ends)) == 1 else ends
+        out["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return out

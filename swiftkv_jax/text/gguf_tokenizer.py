@@ -147,11 +147,12 @@ def _added(index: int, token: str, special: bool) -> dict:
 
 def _byte_level(data: Mapping, vocab: dict[str, int]) -> tuple[dict, bool]:
     """GPT-2's algorithm: (the parts of tokenizer.json, whether texts begin with BOS by default)."""
-    pre = data.get("pre", "gpt-2")
+    pre = data.get("pre")  # files of before May 2024 lack it
     if pre not in _SPLITS:
+        said = "is missing" if pre is None else f"{str(pre)[:60]!r} is not known"
         raise UsageError(
-            f"tokenizer.ggml.pre {str(pre)[:60]!r} is not known, and texts would be split wrongly; "
-            f"these are: {', '.join(_SPLITS)}"
+            f"tokenizer.ggml.pre {said}, and texts would be split wrongly; "
+            f"these are known: {', '.join(_SPLITS)}"
         )
     splits, whole_words = _SPLITS[pre]
     model = _bpe(vocab, [_pair(merge) for merge in _list(data, "merges", str)])

@@ -16,6 +16,7 @@ import pytest
 import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from swiftkv_jax.checkpoint.generation import read_generation_config
 from swiftkv_jax.checkpoint.gguf import Slice
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder, save_pretrained
 from swiftkv_jax.config import ModelConfig
@@ -177,6 +178,16 @@ def test_the_dtype_is_that_of_most_weights(kind, dtype, tmp_path):
     model, params = from_pretrained(path)
     assert (model.dtype, model.config.dtype) == (dtype, dtype)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(params)} == {dtype}
+
+
+def test_every_end_token_of_a_file_ends_an_answer(tmp_path):
+    """Those of its keys, and control tokens that are known to end a turn; a normal token is only text."""
+    tokens = ["a", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "b", "c"]
+    keys = {"eos_token_id": 3, "eot_token_id": 3, "eom_token_id": 2, "tokens": tokens}
+    keys["token_type"] = [1, 3, 3, 3, 3, 1, 3, 1]
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    path = gguf_made.write(tmp_path / "model.gguf", gguf_made.build("llama"), metadata=metadata)
+    assert read_generation_config(path).eos_token_ids == (3, 2, 1, 4)
 
 
 def test_a_student_of_a_gguf_teacher_is_saved_and_read(tmp_path):

@@ -170,6 +170,7 @@ def test_a_file_without_tokens_has_no_tokenizer(tmp_path):
     "fields, message",
     [
         ({"model": "bert"}, "model 'bert' is not known; gpt2 and llama are"),
+        ({"pre": None}, "pre is missing, and texts would be split wrongly"),
         ({"pre": "unheard-of"}, "pre 'unheard-of' is not known, and texts would be split wrongly"),
         ({"token_type": [1]}, "1 types"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "1 different tokens, 2 ids"),
