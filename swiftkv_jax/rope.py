@@ -119,6 +119,18 @@ class RopeConfig:
         except UsageError as error:
             raise UsageError(f"config.json: {error}") from None
 
+    def longest(self, context: int) -> int:
+        """The longest sequence that the scaling is meant for.
+
+        context: max_position_embeddings. It includes the scaling of llama3 and longrope, never that of linear
+        and dynamic, and in some files that of yarn.
+        """
+        if self.rope_type in ("linear", "dynamic"):
+            return max(context, int(context * self.factor))
+        if self.rope_type == "yarn":
+            return max(context, int(self.original_max_position_embeddings * self.factor))
+        return context
+
     def to_hf(self, context: int) -> dict | None:
         """The `rope_scaling` dict of a published config.json; None for plain rotary.
 

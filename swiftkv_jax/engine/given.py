@@ -31,17 +31,23 @@ _FAR = 2**20  # tokens: the limit of models with a relative position bias
 
 
 def sampling_defaults(generation: GenerationDefaults) -> SamplingParams:
-    """Sampling defaults from generation_config.json, read as by vLLM: its `do_sample` is ignored."""
+    """Sampling defaults from generation_config.json, read as by vLLM: its `do_sample` is ignored. A value
+    that no request may have is left out, with a UsageWarning."""
     found = {n: value for n, value in vars(generation).items() if value is not None and n not in _ASKED}
+    for name, value in list(found.items()):
+        try:
+            SamplingParams(**{name: value})
+        except UsageError as error:
+            warnings.warn(f"generation_config.json is not followed: {error}", UsageWarning, stacklevel=3)
+            del found[name]
     return SamplingParams(**found)
 
 
 def context(config: ModelConfig, wanted: int | None, whose: str = "") -> int:
-    """The context limit in tokens. With `dynamic` rotary scaling it may exceed the trained length; a relative
-    position bias sets no limit of its own."""
-    trained, rope = config.max_position_embeddings, config.rope
-    most = int(trained * rope.factor) if rope.rope_type == "dynamic" else trained
-    most = _FAR if config.relative_buckets else most
+    """The context limit in tokens: the trained length, or what is wanted. That may be longer with rotary
+    scaling; a relative position bias sets no limit of its own."""
+    trained = config.max_position_embeddings
+    most = _FAR if config.relative_buckets else config.rope.longest(trained)
     return integer(f"max_model_len{whose}", wanted, 1, most) if wanted is not None else trained
 
 

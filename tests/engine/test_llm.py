@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import json
 
 import hf_models
 import jax
@@ -306,6 +307,47 @@ def test_dynamic_rope_is_fixed_at_the_context():
     short, long = tiny.prompts((50, 120))
     alone = tokens(llm.generate([short], GREEDY, use_tqdm=False))
     assert tokens(llm.generate([short, long], GREEDY, use_tqdm=False))[:1] == alone
+
+
+@pytest.mark.parametrize(
+    "scaling, longest",
+    [
+        ({"type": "linear", "factor": 4}, 160),
+        ({"type": "dynamic", "factor": 4}, 160),
+        ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 40}, 160),
+        ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 10}, 40),
+        ({**hf_models.LLAMA3, "factor": 32}, 40),
+        (None, 40),
+    ],
+)
+def test_a_context_may_be_as_long_as_its_rotary_scaling_reaches(scaling, longest, tmp_path):
+    """In llama3's files max_position_embeddings says it; in yarn's it is sometimes that before scaling."""
+    model = hf_models.build("llama", max_position_embeddings=40)
+    hf_models.save(model, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_scaling": scaling}))
+    prompt = hf_models.tokens(longest - 10, 1)[0].tolist()
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "page_size": 16}
+    with pytest.warns(UsageWarning, match="no tokenizer"):
+        llm = LLM(tmp_path, max_model_len=longest, **sizes)
+        with pytest.raises(UsageError, match=rf"max_model_len must be in \[1, {longest}\]"):
+            LLM(tmp_path, max_model_len=longest + 1, **sizes)
+    if longest > 40 and scaling["type"] != "dynamic":
+        want = hf_models.torch_logits(hf_models.load(tmp_path), np.array([prompt]))[0, -1].argmax()
+        assert tokens(llm.generate([prompt], GREEDY, use_tqdm=False))[0][0] == want
+
+
+def test_a_setting_in_generation_config_that_no_request_may_have_does_not_stop_loading(tmp_path):
+    hf_models.save(hf_models.make("llama2"), tmp_path)
+    said = {"temperature": 3.0, "top_p": 0.0, "top_k": 7, "eos_token_id": [-1, 5]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    with pytest.warns(UsageWarning) as caught:
+        llm = LLM(tmp_path, max_model_len=16, num_pages=1)
+    text = " ".join(str(each.message) for each in caught)
+    assert "not followed: temperature" in text and "not followed: top_p" in text
+    assert (llm.defaults.temperature, llm.defaults.top_p, llm.defaults.top_k) == (1.0, 1.0, 7)
+    assert llm.eos_ids == (5,)
 
 
 def test_weights_are_in_memory_once_while_an_llm_is_built(tmp_path, monkeypatch):
