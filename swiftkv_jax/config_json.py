@@ -223,6 +223,7 @@ def flag(raw: Mapping, name: str) -> bool:
 def fields_from_hf(family: str, raw: Mapping) -> dict:
     """ModelConfig's fields, all but `rope`; `raw` as `spelled_out` gives it."""
     heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
+    multi_head = family in _MULTI_HEAD or "num_key_value_heads" in raw  # null: one for each head
     bias = flag(raw, "attention_bias")
     if bias and family not in BIASED:
         raise UsageError(f"config.json: attention_bias is true, but {family} has no such choice")
@@ -245,7 +246,7 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         "intermediate_size": integer(raw, "intermediate_size"),
         "num_layers": integer(raw, "num_hidden_layers"),
         "num_heads": heads,
-        "num_kv_heads": integer(raw, "num_key_value_heads", heads if family in _MULTI_HEAD else None),
+        "num_kv_heads": integer(raw, "num_key_value_heads", heads if multi_head else None),
         "head_dim": integer(raw, "head_dim", _QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads),
         "rms_norm_eps": checks.above("config.json: rms_norm_eps", raw.get("rms_norm_eps", 1e-6), 0, 1e30),
         "max_position_embeddings": integer(raw, "max_position_embeddings"),
@@ -258,8 +259,14 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         "exit_head": flag(raw, "exit_head"),
         "clip_qkv": _clip(raw),
         **FAMILIES[family].fields,
-        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
+        "dtype": said_dtype(raw) or "float32",
     }
+
+
+def said_dtype(raw: Mapping) -> str | None:
+    """The dtype in config.json; None if it leaves that to the weights."""
+    said = str(raw.get("dtype") or raw.get("torch_dtype") or "auto").removeprefix("torch.")
+    return None if said == "auto" else said
 
 
 def _clip(raw: Mapping) -> float | None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import transformers
 
 from swiftkv_jax.config import ModelConfig, plan_from_hf
 from swiftkv_jax.config_json import FULL_ATTENTION
@@ -274,7 +275,7 @@ BAD = {
         "partial_rotary_factor other than 1.0",
     ),
     "missing": ({"vocab_size": None}, "field 'vocab_size' is missing"),
-    "missing_heads": (QWEN2 | {"num_key_value_heads": None}, "field 'num_key_value_heads' is missing"),
+    "missing_heads": ({"model_type": "qwen2"}, "field 'num_key_value_heads' is missing"),
     "string": ({"hidden_size": "8"}, "hidden_size must be an integer, not '8'"),
     "zero_heads": ({"num_attention_heads": 0}, r"num_attention_heads must be in \[1, 2147483647\], not 0"),
     "bool": ({"num_hidden_layers": True}, "num_hidden_layers must be an integer, not True"),
@@ -466,3 +467,11 @@ def test_the_folder_of_a_run_is_told_from_the_student_in_it(tmp_path):
     (tmp_path / "export" / "config.json").write_text("{}")
     with pytest.raises(UsageError, match=r"is the folder of a run; its student is in .*export$"):
         ModelConfig.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_null_heads_of_keys_are_one_for_each_head(family):
+    raw = SMALL | {"model_type": family, "num_key_value_heads": None}
+    assert ModelConfig.from_hf(raw).num_kv_heads == raw["num_attention_heads"]
+    if family != "mistral":  # transformers read it so before it checked types
+        assert transformers.AutoConfig.for_model(**raw).num_key_value_heads == raw["num_attention_heads"]

@@ -19,7 +19,7 @@ from swiftkv_jax.checkpoint import gguf
 from swiftkv_jax.checkpoint.names import Slot, as_dtype, bare_names, ignored, slots
 from swiftkv_jax.checkpoint.write import ADAPTER, AUXILIARY, INDEX, SINGLE, has_extras, save_pretrained
 from swiftkv_jax.config import DTYPES, ModelConfig, plan_from_hf
-from swiftkv_jax.config_json import is_swiftkv, read_config_json
+from swiftkv_jax.config_json import is_swiftkv, read_config_json, said_dtype
 from swiftkv_jax.errors import UsageError, explained, first_line
 from swiftkv_jax.folder import inside
 from swiftkv_jax.gguf_header import SUFFIX, gguf_of, read_header
@@ -30,7 +30,7 @@ from swiftkv_jax.text.tokenizer_files import FILES as TOKENIZER_FILES
 
 __all__ = ["from_pretrained", "local_folder", "save_pretrained"]
 
-_ON_DISK = ("F32", "BF16", "F16")
+_ON_DISK = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Not `*.safetensors`: some repositories carry the weights twice, in a vendor's own layout.
 _DOWNLOAD = ("model*.safetensors", "*.json", *TOKENIZER_FILES)
 _DOWNLOAD += ("predictor.safetensors", "auxiliary/*.safetensors")  # see adapter.py
@@ -108,7 +108,20 @@ def read_model(folder: Path, slim: bool = True) -> tuple[ModelConfig, KVPlan, Ma
             f"{folder / AUXILIARY}"
         )
     raw = read_config_json(folder)
-    return ModelConfig.from_hf(raw), plan_from_hf(raw, slim), raw
+    config = ModelConfig.from_hf(raw)
+    if said_dtype(raw) is None and ((folder / SINGLE).exists() or (folder / INDEX).exists()):
+        config = dataclasses.replace(config, dtype=_stored_dtype(folder))
+    return config, plan_from_hf(raw, slim), raw
+
+
+def _stored_dtype(folder: Path) -> str:
+    """The dtype that most numbers of a folder's weights are stored in."""
+    sums = dict.fromkeys(_ON_DISK, 0)
+    with contextlib.ExitStack() as stack:
+        for _, found in open_all(folder, stack).values():
+            if (kind := found.get_dtype()) in sums:
+                sums[kind] += math.prod(found.get_shape())
+    return _ON_DISK[max(sums, key=lambda kind: sums[kind])]
 
 
 def local_folder(path_or_id: str | Path, revision: str | None = None) -> Path:

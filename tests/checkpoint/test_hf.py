@@ -142,6 +142,20 @@ def test_every_dtype_is_read_and_cast(disk, asked, tmp_path):
     assert_same(read, jax.tree.map(lambda leaf: leaf.astype(kinds[disk]).astype(kinds[asked]), params))
 
 
+@pytest.mark.parametrize("said", [{}, {"dtype": "auto"}, {"torch_dtype": "auto"}])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_config_without_a_dtype_leaves_it_to_the_weights(dtype, said, tmp_path):
+    """Most of them: norms may be in another."""
+    saved(tmp_path, dtype=dtype)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["torch_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(raw | said))
+    norm = {"model.norm.weight": np.ones(LLAMA.hidden_size, np.float32)}
+    rewrite(tmp_path, lambda tensors: tensors.update(norm))
+    model, params = from_pretrained(tmp_path)
+    assert (model.dtype, model.config.dtype, str(params["embed"].dtype)) == (dtype,) * 3
+
+
 @pytest.mark.parametrize(
     "plan",
     [
