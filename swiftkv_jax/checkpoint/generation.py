@@ -1,6 +1,7 @@
 """The sampling defaults that a checkpoint asks for: generation_config.json, and what config.json adds."""
 
 import dataclasses
+import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from swiftkv_jax.checks import integer, number, whole
 from swiftkv_jax.config_json import read_config_json
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.gguf_header import gguf_of
+from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,7 @@ class Speech:
     Attributes:
       languages, tasks: (name, id) of each, languages by their codes ("en"); empty if it has only one.
       no_timestamps: None if it has no such token. previous: the token before preceding text.
+      language: the code of the one that older fine-tunes force; None: it is detected.
       suppressed: ids never to generate. first_suppressed: ids not to begin with.
     """
 
@@ -25,10 +28,13 @@ class Speech:
     tasks: tuple[tuple[str, int], ...] = ()
     no_timestamps: int | None = None
     previous: int | None = None
+    language: str | None = None
     suppressed: tuple[int, ...] = ()
     first_suppressed: tuple[int, ...] = ()
 
 
+_LANGUAGE, _TASKS = re.compile(r"<\|[a-z]{2,3}\|>"), ("transcribe", "translate")
+_MULTILINGUAL = 51865  # tokens of the smallest vocabulary with languages; the English one has one less
 _NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -69,14 +75,45 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
     for name, value in values.items():
         whole_number = name == "top_k"
         values[name] = integer(where + name, whole(value)) if whole_number else number(where + name, value)
-    values["eos_token_ids"] = tuple(integer(f"{place}: eos_token_id", value) for value in ids)
+    known = [integer(f"{place}: eos_token_id", value) for value in ids]
+    values["eos_token_ids"] = tuple(value for value in known if value >= 0)  # -1: none
     for place in (model, own):
         if place.get("decoder_start_token_id") is not None:
             name = "decoder_start_token_id"
             values[name] = integer(f"generation_config.json: {name}", place[name], 0)
     if model.get("model_type") == "whisper":
-        values["speech"] = _speech({**model, **own})
+        raw = {**model, **own}
+        values["speech"] = _speech(raw if raw.get("lang_to_id") else raw | _older(raw, Path(folder)))
     return GenerationDefaults(**values)
+
+
+def _older(raw: Mapping, folder: Path) -> dict:
+    """The fields that generation_config.json lacks in files of before 2023: from the names of the tokenizer's
+    tokens, and from `forced_decoder_ids`, pairs of a place and a token: language, task, no timestamps.
+
+    Raises:
+      UsageError: the model knows several languages, and nothing names their tokens.
+    """
+    pairs = raw.get("forced_decoder_ids") or []
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise UsageError("config.json: forced_decoder_ids must be a list of places and token ids")
+    forced = [token for _, token in pairs]
+    tokens = load_tokenizer(folder).added if has_tokenizer(folder) else {}
+    out: dict[str, typing.Any] = {
+        "no_timestamps_token_id": tokens.get("<|notimestamps|>", forced[-1] if forced else None),
+        "prev_sot_token_id": tokens.get("<|startofprev|>"),
+    }
+    if raw.get("is_multilingual", len(forced) > 1 or raw["vocab_size"] >= _MULTILINGUAL):
+        languages = {name: index for name, index in tokens.items() if _LANGUAGE.fullmatch(name)}
+        tasks = {name: tokens[f"<|{name}|>"] for name in _TASKS if f"<|{name}|>" in tokens}
+        if not languages or not tasks:
+            raise UsageError(
+                f"{folder}: generation_config.json has no lang_to_id, and no tokenizer there names the "
+                "languages: copy the file of the model that this one was trained from"
+            )
+        out |= {"lang_to_id": languages, "task_to_id": tasks}
+        out["language"] = next((name for name, index in languages.items() if index in forced[:1]), None)
+    return {name: value for name, value in out.items() if raw.get(name) is None}
 
 
 def _speech(raw: Mapping) -> Speech:
@@ -104,6 +141,7 @@ def _speech(raw: Mapping) -> Speech:
         tasks=named("task_to_id"),
         no_timestamps=one("no_timestamps_token_id"),
         previous=one("prev_sot_token_id"),
+        language=None if raw.get("language") is None else str(raw["language"]).strip("<|>"),
         suppressed=listed("suppress_tokens"),
         first_suppressed=listed("begin_suppress_tokens"),
     )

@@ -274,6 +274,7 @@ def transcribe(
         raise UsageError("audio is empty: give at least one file")
     names = [f"audio[{i}]" if len(sounds) > 1 else "audio" for i in range(len(sounds))]
     heard = [listen(llm, sound, name) for sound, name in zip(sounds, names, strict=True)]
+    language = language or asked(llm).language
     spoken = [language] * len(sounds)
     if language is None and asked(llm).languages:
         prompt_tokens(llm, asked(llm).languages[0][0], task)  # errors are raised before anything runs

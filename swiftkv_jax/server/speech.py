@@ -83,7 +83,7 @@ class Listener:
         """
         with Tally(call.request_id, call.client_id) as tally:
             heard = await self._ask(call, lambda: self._heard(call), len(call.sound))
-            spoken, tally.sound = call.body.language, heard.sound.given
+            spoken, tally.sound = heard.guess, heard.sound.given
             async with AsyncExitStack() as stack:
                 demand = Demand.of(heard.question) if heard.question else Demand()
                 demand += sum(map(Demand.of, self._windows(call, heard, heard.guess)), Demand())
@@ -122,7 +122,7 @@ class Listener:
         """
         sound = speech.listen(self.llm, call.sound, "file", self.service.settings.max_sequences)
         languages = [code for code, _ in speech.asked(self.llm).languages]
-        spoken = call.body.language
+        spoken = call.body.language or speech.asked(self.llm).language
         if spoken is not None:
             spoken = speech.language_code(spoken, languages or ["en"])
         question = speech.language_request(self.llm, sound.windows[0], "file") if spoken is None else None

@@ -122,6 +122,11 @@ class Tokenizer:
         return tuple(sorted(str(self.rust.id_to_token(index)) for index in self._special))
 
     @property
+    def added(self) -> dict[str, int]:
+        """The ids of the tokens that are taken from a text before it is split, special or not."""
+        return {token.content: index for index, token in self.rust.get_added_tokens_decoder().items()}
+
+    @property
     def fingerprint(self) -> str:
         """A hash that changes whenever the ids of any text or chat may change."""
         return hashlib.sha256((self.rust.to_str() + str(self.chat_template)).encode()).hexdigest()[:16]

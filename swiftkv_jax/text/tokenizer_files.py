@@ -90,7 +90,7 @@ def described(rust: Tokenizer, config: Mapping, where: str, old: Iterable[str] =
     decoder = config.get("added_tokens_decoder") or {}
     if not isinstance(decoder, Mapping) or not all(key.isdecimal() and len(key) < 10 for key in decoder):
         raise UsageError(f"{place} must map token ids to tokens")
-    rust.add_tokens([_token(decoder[key], place) for key in sorted(decoder, key=int)])
+    numbered = [_token(decoder[key], place) for key in sorted(decoder, key=int)]
     rust.encode_special_tokens = config.get("split_special_tokens") is True
     named = {
         name: _token(value, f"{where}: {name}", special=True)
@@ -99,6 +99,10 @@ def described(rust: Tokenizer, config: Mapping, where: str, old: Iterable[str] =
     }
     special = [*named.values(), *_listed(config, where)]
     texts = {token.content for token in special}
+    present = {repr(token) for token in rust.get_added_tokens_decoder().values()}
+    for token in numbered:  # one that is new, and has a role, is special whatever is said of it
+        token.special |= token.content in texts and repr(token) not in present
+    rust.add_tokens(numbered)
     _add_missing(rust, [AddedToken(t, normalized=t not in texts, special=t in texts) for t in old])
     _add_missing(rust, special)
     return Described(rust, {name: token.content for name, token in named.items()}, _templates(config, where))

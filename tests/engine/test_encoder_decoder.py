@@ -1,6 +1,8 @@
 """T5 and Whisper served: greedy tokens are those that transformers generates, whatever runs beside."""
 
 import dataclasses
+import json
+import shutil
 
 import encoder_models
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_engine as tiny
+import tokenizers
 import torch
 import transformers
 
@@ -205,6 +208,48 @@ def test_sound_is_transcribed_as_transformers_does(language, whisper, folders):
             assert own == heard(folders("whisper"), frames, found.language)
         assert found.text == speech.joined(output.outputs[0].text for output in found.windows)
     assert all_free(whisper)
+
+
+def older(folder, path, **fields):
+    """A copy of a folder without lang_to_id and task_to_id, whose tokenizer has the tokens' names."""
+    shutil.copytree(folder, path)
+    (path / "generation_config.json").unlink()
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | fields))
+    tasks = {f"<|{name}|>": index for name, index in encoder_models.TASKS.items()}
+    others = {"<|notimestamps|>": 99, "<|startofprev|>": 97}
+    names = {index: name for name, index in (encoder_models.LANGUAGES | tasks | others).items()}
+    vocab = {names.get(i, f"w{i}"): i for i in range(101)}
+    rust = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, "w0"))
+    rust = json.loads(rust.to_str())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    rust["added_tokens"] = [{"id": i, "content": names[i], **flags} for i in sorted(names)]
+    (path / "tokenizer.json").write_text(json.dumps(rust))
+    return path
+
+
+def test_an_older_whisper_has_the_tokens_that_it_forces(folders, whisper, tmp_path):
+    """Fine-tunes of 2022 have no lang_to_id: their language is forced, and others can be asked for."""
+    forced = {"forced_decoder_ids": [[1, 93], [2, 95], [3, 99]]}
+    llm = served(older(folders("whisper"), tmp_path / "older", **forced, suppress_tokens=[]))
+    assert dict(llm.generation.speech.languages) == dict(whisper.generation.speech.languages)
+    assert dict(llm.generation.speech.tasks) == dict(whisper.generation.speech.tasks)
+    (found,) = llm.transcribe([sounds()[1]])
+    assert found.language == "fr" and tuple(found.windows[0].prompt_token_ids) == (90, 93, 95, 99)
+    (found,) = llm.transcribe([sounds()[1]], "de", "translate")
+    assert tuple(found.windows[0].prompt_token_ids) == (90, 92, 94, 99)
+
+
+def test_an_older_whisper_whose_tokens_nothing_names_is_refused(folders, tmp_path):
+    forced = {"forced_decoder_ids": [[1, 93], [2, 95], [3, 99]]}
+    folder = older(folders("whisper"), tmp_path / "older", **forced)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match="no lang_to_id, and no tokenizer there"):
+        read_generation_config(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"forced_decoder_ids": [[1, 99]]}))
+    english = read_generation_config(folder).speech
+    assert (english.languages, english.no_timestamps) == ((), 99)
 
 
 @pytest.mark.parametrize("forms", ["kv", "x"])

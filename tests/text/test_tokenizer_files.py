@@ -153,7 +153,11 @@ def test_tokens_that_only_the_other_files_name_are_added_in_transformers_order(t
             {
                 "bos_token": "<s>",
                 "eos_token": "<new>",
-                "added_tokens_decoder": {"901": like("<b>", special=True), "900": like("<a>", lstrip=True)},
+                "added_tokens_decoder": {
+                    "902": like("<new>", special=False),
+                    "901": like("<b>", special=True),
+                    "900": like("<a>", lstrip=True),
+                },
                 "extra_special_tokens": ["<x>"],
             },
             old,
