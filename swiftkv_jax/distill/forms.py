@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from swiftkv_jax.errors import UsageError
+from swiftkv_jax.text.messages import message
 
 # Role names in ShareGPT's format -> role names in chat templates.
 _SPEAKERS = {
@@ -42,20 +43,10 @@ def _turns(value) -> list:
 
 
 def _message(turn: dict) -> dict:
-    content = _joined(turn.get("content"))
-    if not isinstance(turn.get("role"), str) or not isinstance(content, str):
-        raise BadRow('a message needs "role" and "content", both texts')
-    return {name: value for name, value in (turn | {"content": content}).items() if value is not None}
-
-
-def _joined(content):
-    """The text of a content in parts, [{"type": "text", "text": "..."}, ...], if all of them are texts;
-    anything else unchanged."""
-    if not isinstance(content, list) or not content:
-        return content
-    texts = [p.get("text") for p in content if isinstance(p, dict) and p.get("type") == "text"]
-    parts = [text for text in texts if isinstance(text, str)]
-    return "".join(parts) if len(parts) == len(content) else content
+    try:
+        return message(turn)
+    except UsageError as error:
+        raise BadRow(str(error)) from None
 
 
 def _speech(turn: dict) -> dict:

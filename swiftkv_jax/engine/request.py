@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from swiftkv_jax.checks import above, flag, integer, number
 from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.text.messages import conversation
 
 MAX_LOGPROBS = 20
 MOST_STOPS = 8  # stop ids of one request that a launch checks; room for more would need another program
@@ -332,7 +333,7 @@ def encode(tokenizer, prompt, where: str) -> tuple[str | None, list]:
         value = prompt[known[0]]
         if known[0] == "messages":
             opened = prompt.get("add_generation_prompt", True)
-            return None, _need(tokenizer, where).encode_chat(_conversation(value, where), opened)
+            return None, _need(tokenizer, where).encode_chat(conversation(value, where), opened)
         if isinstance(value, str) != (known[0] == "prompt"):
             raise UsageError(f"{where}: {known[0]} has the wrong type, {type(value).__name__}")
         prompt = value
@@ -374,13 +375,6 @@ def one_each(params, count: int) -> list:
     if len(params) != count:
         raise UsageError(f"{len(params)} sampling_params for {count} prompts; give one for all, or one each")
     return list(params)
-
-
-def _conversation(messages, where: str) -> list[dict]:
-    good = isinstance(messages, list) and bool(messages)
-    if not good or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
-        raise UsageError(f"{where}: messages must be a list of {{role, content}} objects, not empty")
-    return [dict(message) for message in messages]
 
 
 def _need(tokenizer, where: str):

@@ -128,8 +128,7 @@ class Api:
         body, model = await self._read(request, schema.TokenizeRequest)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
-        messages = {"messages": [message.as_dict() for message in body.messages or ()]}
-        size = generate.size(messages if body.prompt is None else body.prompt)
+        size = generate.size({"messages": body.messages} if body.prompt is None else body.prompt)
         return await self._consult(request, model, size, lambda: _tokens(model.llm, body))
 
     async def detokenize(self, request: Request) -> Response:
@@ -236,7 +235,7 @@ def _tokens(llm: LLM, body: schema.TokenizeRequest) -> dict:
     if body.prompt is not None:
         ids = _tokenizer(llm).encode(body.prompt, add_special_tokens=body.add_special_tokens)
     else:
-        messages = [message.as_dict() for message in body.messages or ()]
+        messages = body.messages or []
         generate.refuse_control_tokens(llm, messages)
         ids = _tokenizer(llm).encode_chat(messages, body.add_generation_prompt)
     return {"tokens": ids, "count": len(ids), "max_model_len": llm.settings.max_model_len}

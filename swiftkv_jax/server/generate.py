@@ -90,11 +90,10 @@ def chat_call(body: schema.ChatRequest, common: dict) -> Call:
         raise ApiError(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
     if body.max_tokens == 0:
         raise ApiError(400, "max_tokens: must be at least 1", "max_tokens")
-    messages = [message.as_dict() for message in body.messages]
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     limit = body.max_completion_tokens or body.max_tokens
     shape = _shape(answers.ChatShape, "chatcmpl", common, top=wanted or 0)
-    chat = {"messages": messages, "add_generation_prompt": body.add_generation_prompt}
+    chat = {"messages": body.messages, "add_generation_prompt": body.add_generation_prompt}
     return Call(body, shape, [chat], "messages", limit, wanted, False, None, **common["call"])
 
 
@@ -296,10 +295,10 @@ def refuse_control_tokens(llm: LLM, messages: list[dict[str, typing.Any]]) -> No
     """
     for number, message in enumerate(messages):
         for name, value in message.items():
-            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text = name + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
             found = next((t for t in getattr(llm.tokenizer, "special_texts", ()) if t in text), None)
             if found is not None:
-                where = f"messages.{number}.{name}"
+                where = f"messages.{number}.{clip(name, 40)}"
                 raise ApiError(400, f"{where}: holds the control token {clip(found, 40)}", where)
 
 
@@ -402,8 +401,8 @@ def size(prompt) -> int:
 
 
 def _texts_of(message: dict[str, typing.Any]) -> str:
-    calls = message.get("tool_calls")
-    return message["content"] + (json.dumps(calls, ensure_ascii=False) if calls else "")
+    rest = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return message["content"] + (json.dumps(rest, ensure_ascii=False) if rest else "")
 
 
 def _text(llm: LLM, ids: Sequence[int]) -> str:

@@ -4,11 +4,21 @@ import typing
 from collections.abc import Callable
 
 import pydantic
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
 
 from swiftkv_jax.engine.request import MAX_LOGPROBS
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.server.errors import MAX_ECHO, ApiError, clip
+from swiftkv_jax.text.messages import message
 
 _TEXT = 2**21  # characters: the body's own limit
 _ID = Field(ge=0, le=2**31 - 1)
@@ -16,7 +26,6 @@ Id = typing.Annotated[int, _ID]
 # Lists stop at their first bad item: an error for each of a million would cost seconds and gigabytes.
 Ids = typing.Annotated[list[Id], Field(max_length=2**20, fail_fast=True)]
 Text = typing.Annotated[str, Field(max_length=_TEXT)]
-Name = typing.Annotated[str, Field(max_length=256)]
 Stop = typing.Annotated[str, Field(min_length=1, max_length=1024)]
 Count = typing.Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -167,62 +176,36 @@ class CompletionRequest(Sampling):
     logprobs: typing.Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
-class Part(_Body):
-    """One piece of a message's content."""
-
-    type: typing.Literal["text"]
-    text: Text
-
-
-class Function(_Body):
-    """The function that a tool call names, with its arguments as JSON text."""
-
-    name: Name
-    arguments: Text
+def _message(value: dict[str, typing.Any]) -> dict[str, typing.Any]:
+    try:
+        return message(value)
+    except UsageError as error:
+        raise PydanticCustomError("message", "{said}", {"said": str(error)}) from None
 
 
-class ToolCall(_Body):
-    """A tool call by another server's model; here it is history."""
-
-    id: Name | None = None
-    type: typing.Literal["function"] = "function"
-    function: Function
-
-    def as_dict(self) -> dict[str, typing.Any]:
-        """A dict with the arguments as an object, as templates expect it."""
-        try:
-            arguments = from_json(self.function.arguments, allow_inf_nan=False)
-        except ValueError:
-            arguments = self.function.arguments
-        function = {"name": self.function.name, "arguments": arguments}
-        return {"id": self.id, "type": self.type, "function": function}
-
-
-class Message(_Body):
-    """One turn of a chat; the content may be missing only beside tool calls."""
-
-    role: typing.Annotated[str, Field(min_length=1, max_length=64)]
-    content: Text | typing.Annotated[list[Part], Field(max_length=256, fail_fast=True)] | None = None
-    tool_calls: typing.Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = None
-    tool_call_id: Name | None = None
-    name: Name | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _says_something(self) -> "Message":
-        if self.content is None and not self.tool_calls:
-            raise PydanticCustomError("content", "must have content, a text or a list of parts")
-        return self
-
-    def as_dict(self) -> dict[str, typing.Any]:
-        """The message as a chat template reads it."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        calls = [call.as_dict() for call in self.tool_calls or ()] or None
-        said = {"role": self.role, "content": text, "tool_calls": calls, "name": self.name}
-        said["tool_call_id"] = self.tool_call_id
-        return {field: value for field, value in said.items() if value is not None}
-
-
+_PARTS = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_FUNCTION = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object", "null"]}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string", "minLength": 1},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PARTS}, {"type": "null"}]},
+        "tool_calls": {"type": "array", "items": {"type": "object", "properties": {"function": _FUNCTION}}},
+    },
+    "description": "one turn of a chat; its content may be missing only beside tool calls",
+}
+Message = typing.Annotated[
+    dict[str, typing.Any], AfterValidator(_message), WithJsonSchema(_MESSAGE)
+]  # as templates read it
 Messages = typing.Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -15,6 +15,7 @@ import tokenizers
 from swiftkv_jax.errors import UsageError, first_line
 from swiftkv_jax.gguf_header import gguf_of, read_header
 from swiftkv_jax.text.gguf_tokenizer import TOKENS, tokenizer_files
+from swiftkv_jax.text.messages import MARKER, conversation, lost, with_roles_of
 from swiftkv_jax.text.template import Template
 from swiftkv_jax.text.tokenizer_files import FILES, VOCABULARIES, Described, described, read
 
@@ -26,7 +27,6 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _UNSEEN = [byte for byte in range(0x100) if byte not in _SEEN]
 _BYTE_OF = {chr(byte): byte for byte in _SEEN} | {chr(0x100 + i): byte for i, byte in enumerate(_UNSEEN)}
-_MARKER = "swiftkvturn7f3a91c5e"  # placeholder for a turn's content; one word, so that no template alters it
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
@@ -171,14 +171,15 @@ class Tokenizer:
         """Ids of a chat under the model's own template.
 
         Args:
-          messages: `{"role": ..., "content": ...}` each.
+          messages: `{"role": ..., "content": ...}` each, in the forms that messages.py converts.
           add_generation_prompt: end with what opens an assistant turn.
           date: what a template that prints the date sees; today if None.
 
         Raises:
-          UsageError: no template, one that refuses these messages, or one that yields two BOS tokens.
+          UsageError: no template, one that refuses these messages or leaves one out, or one that yields two
+            BOS tokens.
         """
-        text = self._render(messages, date, add_generation_prompt=add_generation_prompt)
+        _, text, _ = self._told(messages, date, add_generation_prompt=add_generation_prompt)
         return self._checked(self._ids(text, add_special_tokens=False))
 
     def assistant_mask(
@@ -193,29 +194,42 @@ class Tokenizer:
         Raises:
           UsageError: as `encode_chat`, or when no assistant turn is found in the rendered chat.
         """
+        messages, text, blocks = self._told(messages, date)
         if _GENERATION.search(str(self.chat_template)):
-            ids, spans = self._generation_blocks(messages, date)
+            spans = [span for span in blocks if span[0] < span[1]]
         else:
-            ids, spans = self._marked_turns(messages, date)
+            spans = self._marked_turns(text, messages, date)
+        ids, spans = self._tokens_of(text, spans)
         mask = [False] * len(ids)
         for start, end in spans:
             end = self._turn_end(ids, start, end)
             mask[start:end] = [True] * (end - start)
         return self._checked(ids), mask
 
-    def _generation_blocks(self, messages, date) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a chat, and the tokens [start, end) of its generation blocks."""
-        text, spans = self._rendered(messages, date)
-        return self._tokens_of(text, [span for span in spans if span[0] < span[1]])
+    def _told(self, messages, date, **options) -> tuple[list[dict], str, list[tuple[int, int]]]:
+        """The messages as the template reads them, the chat's text, and its generation blocks."""
+        if self.template is None:
+            raise UsageError(f"the tokenizer of {self.name} has no chat template: give texts, not messages")
+        messages = with_roles_of(
+            self.template.source,
+            conversation(messages, f"the chat template of {self.name} refuses these messages"),
+        )
+        text, spans = self._rendered(messages, date, **options)
+        number = lost(messages, text, lambda changed: self._render(changed, date, **options))
+        if number is not None:
+            raise UsageError(
+                f"the chat template of {self.name} leaves out message {number}, whose role is "
+                f"{messages[number]['role']!r:.80}"
+            )
+        return messages, text, spans
 
-    def _marked_turns(self, messages, date) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a chat, and the tokens [start, end) that the content of each assistant turn touches."""
-        text = self._render(messages, date)
+    def _marked_turns(self, text: str, messages, date) -> list[tuple[int, int]]:
+        """The characters [start, end) of the content of each assistant turn."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         spans = [span for i in turns if (span := self._turn(text, messages, i, date))]
         if turns and not spans:
             raise UsageError(f"the chat template of {self.name} does not mark the assistant's turns")
-        return self._tokens_of(text, spans)
+        return spans
 
     def _tokens_of(self, text: str, spans) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids of a text, and which of its tokens [start, end) touch each span of characters."""
@@ -226,12 +240,12 @@ class Tokenizer:
 
     def _turn(self, text: str, messages, index: int, date) -> tuple[int, int] | None:
         """The characters of `text` that come from turn `index`; None if the template leaves it out."""
-        marked = [*messages[:index], {**messages[index], "content": _MARKER}, *messages[index + 1 :]]
+        marked = [*messages[:index], {**messages[index], "content": MARKER}, *messages[index + 1 :]]
         rendered = self._render(marked, date)
-        if _MARKER not in rendered:
+        if MARKER not in rendered:
             return None
-        before, _, rest = rendered.partition(_MARKER)
-        after = rest.rpartition(_MARKER)[2]
+        before, _, rest = rendered.partition(MARKER)
+        after = rest.rpartition(MARKER)[2]
         start = _shared(text, before)
         return start, len(text) - _shared(text[start:][::-1], after[::-1])
 
@@ -258,14 +272,9 @@ class Tokenizer:
 
     def _rendered(self, messages, date, **options) -> tuple[str, list[tuple[int, int]]]:
         """A chat's text, and the characters [start, end) of its generation blocks."""
-        if self.template is None:
-            raise UsageError(f"the tokenizer of {self.name} has no chat template: give texts, not messages")
-        if not messages or not all(isinstance(message, Mapping) for message in messages):
-            raise UsageError(
-                f"the chat template of {self.name} refuses these messages: give {{role, content}} objects"
-            )
+        assert self.template is not None  # see _told
         values = {**self.named, "tools": None, "documents": None, "add_generation_prompt": False, **options}
-        values["messages"] = [_aliased({k: v for k, v in m.items() if v is not None}) for m in messages]
+        values["messages"] = [_aliased(message) for message in messages]
         if date is not None:
             values["date_string"] = date.strftime("%d %b %Y")
         try:
