@@ -108,3 +108,21 @@ def trained(kind: str, specials: list[str], around: tuple[str, str] = ("", "")) 
             special_tokens=[(token, rust.token_to_id(token)) for token in dict.fromkeys(marks)],
         )
     return rust
+
+
+def make_sentencepiece(folder: Path) -> Path:
+    """Save a tokenizer in Llama 2's form: spaces are part of tokens, bytes fall back to tokens of their own,
+    and decoding drops the first space."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁", "\ufffd"]
+    pieces += [*"truesmaé雪", "tr", "ue", "true", "▁true", "▁a"]
+    merges = [("t", "r"), ("u", "e"), ("tr", "ue"), ("▁", "true"), ("▁", "a"), ("▁", "▁")]
+    vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+    rust = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    rust.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    rust.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=rust, **special).save_pretrained(folder)
+    return folder

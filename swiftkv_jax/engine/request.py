@@ -42,7 +42,8 @@ class SamplingParams:
       presence_penalty: penalty on tokens that the output already has; 0: none.
       frequency_penalty: penalty for each occurrence of a token in the output; 0: none.
       seed: seed of this request; None (or -1): the next of a counter that starts at `LLM(seed=...)`.
-      stop: strings that end the text; they are cut off unless `include_stop_str_in_output`.
+      stop: strings that end the text, special tokens among them; they are cut off unless
+        `include_stop_str_in_output`.
       stop_token_ids: ids that end the output, in addition to the model's end-of-sequence ids.
       ignore_eos: continue after an end-of-sequence token.
       bad_words: texts that may not be generated; a word also counts with a space before it.
@@ -189,7 +190,7 @@ class Request:
     Attributes:
       prompt: its text, None when it came as ids. token_ids: the prompt, never empty.
       params: with `max_tokens` and `seed` settled. eos_ids: the model's end-of-sequence ids, empty under
-        `ignore_eos`.
+        `ignore_eos`. stop_texts: (id, text) of the stop strings that are special tokens.
       bad_ids: the tokens of each bad word. priority: lower goes first. key: the tenant; keys take turns.
       root: the start of its chain of page names (pages.py).
       ahead: number of leading prompt tokens that an auxiliary model reads; None without one.
@@ -202,6 +203,7 @@ class Request:
     token_ids: tuple[int, ...]
     params: SamplingParams
     eos_ids: tuple[int, ...] = ()
+    stop_texts: tuple[tuple[int, str], ...] = ()
     bad_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     key: str = ""
@@ -221,7 +223,8 @@ class Request:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Every id that ends it, the model's own first."""
-        return tuple(dict.fromkeys((*self.eos_ids, *(self.params.stop_token_ids or ()))))
+        texts = (token for token, _ in self.stop_texts)
+        return tuple(dict.fromkeys((*self.eos_ids, *(self.params.stop_token_ids or ()), *texts)))
 
     @property
     def unseen_stops(self) -> tuple[int, ...]:

@@ -25,11 +25,11 @@ SHORTEST, _STEP = 128, 4  # the smallest compiled size, and the ratio of each si
 
 
 def prompt_logprobs(
-    ids: Sequence[int], top: int, limit: int, word: Callable | None, read: Callable
+    ids: Sequence[int], top: int, limit: int, word: Callable, read: Callable
 ) -> list[dict[int, Logprob] | None]:
     """Return one entry per token: its log probability and rank, then the `top` likeliest; None for the first.
 
-    `limit` is the context in tokens; `word` decodes a list of ids; `read(tokens, following)` returns what
+    `limit` is the context in tokens; `word` returns a token's text; `read(tokens, following)` returns what
     `scores` does. The last token is only predicted, so there may be one token more than the context holds.
 
     Raises:
@@ -48,14 +48,13 @@ def prompt_logprobs(
     return [None, *(_entries(found, i - 1, ids[i], top, word) for i in range(1, len(ids)))]
 
 
-def _entries(found, at: int, token: int, top: int, word: Callable | None) -> dict[int, Logprob]:
+def _entries(found, at: int, token: int, top: int, word: Callable) -> dict[int, Logprob]:
     chosen, rank, top_ids, top_values = (array[at] for array in found)
     entries = {token: (chosen.item(), rank.item())}
     for place, (other, value) in enumerate(zip(top_ids[:top].tolist(), top_values.tolist(), strict=False), 1):
         entries.setdefault(other, (value, place))
     return {
-        t: Logprob(logprob=value, rank=place, decoded_token=word([t]) if word else None)
-        for t, (value, place) in entries.items()
+        t: Logprob(logprob=value, rank=place, decoded_token=word(t)) for t, (value, place) in entries.items()
     }
 
 

@@ -1,7 +1,12 @@
 """One completion while it is generated: its tokens, its text, and whether it has ended. No jax, no numpy."""
 
+import bisect
+import codecs
 import dataclasses
+import functools
+import itertools
 import typing
+from collections.abc import Mapping
 
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, RequestMetrics
 
@@ -10,9 +15,8 @@ NONE_LEFT = -3  # in place of a token: the request rules out every one
 RULED_OUT = "no token is left: allowed_token_ids, bad_words, min_tokens and the like rule out every one"
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 _NO_TOKEN = {BAD: NOT_FINITE, NONE_LEFT: RULED_OUT}
-_CONTEXT = 6  # prompt tokens decoded before the output: some tokenizers drop a leading space otherwise
+_CONTEXT = 8  # tokens decoded before new ones, at least: more than a character has bytes
 _UNFINISHED = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 character to
-_LONGEST_CHARACTER = 4  # bytes of UTF-8: more unfinished tokens than that are invalid, not incomplete
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +76,16 @@ class Sequence:
         self._offsets: list[int] = []  # where their tokens begin in the text
         self._logprob = 0.0  # sum over all choices
         skip = request.params.skip_special_tokens
-        self._words = None if tokenizer is None else Detokenizer(tokenizer, request.token_ids, skip)
+        detokenizer = functools.partial(Detokenizer, tokenizer, request.token_ids)
+        self._words = None if tokenizer is None else detokenizer(skip)
+        # Where stop strings are searched: with special tokens, if one of them holds any.
+        mixed = skip and any(text in stop for stop in self._stops for text in special_texts(tokenizer))
+        self._shown = detokenizer(False) if mixed else self._words
+        self._shown_offsets: list[int] = [] if mixed else self._offsets
         self._text_end: int | None = None
         self._stop_ids = frozenset(request.stop_ids)
-        self._held_back = (
-            0 if request.params.include_stop_str_in_output else max(map(len, self._stops), default=1) - 1
-        )
+        kept = request.params.include_stop_str_in_output and not mixed
+        self._held_back = 0 if kept else max(map(len, self._stops), default=1) - 1
         self._told = (0, 0)  # characters and tokens that `delta` has returned
 
     @property
@@ -125,26 +133,43 @@ class Sequence:
         self.output.append(choice.token)
         self._choices.append(choice)
         self._offsets.append(len(self._words.text) if self._words else 0)
+        if self._shown is not self._words:
+            self._shown_offsets.append(len(self._shown.text) if self._shown else 0)
         self._logprob += choice.logprob
         self._check_end(choice.token)
         if self.finish_reason:
             self.finished = now
 
     def _check_end(self, token: int) -> None:
-        params = self.request.params
-        may_end = len(self.output) >= params.min_tokens
+        params, texts = self.request.params, dict(self.request.stop_texts)
+        may_end, kept = len(self.output) >= params.min_tokens, params.include_stop_str_in_output
         if token in self._stop_ids and may_end:
             self.finish_reason = "stop"
-            self.stop_reason = None if token in self.request.eos_ids else token
-        if self._words and (not self.finish_reason or params.include_stop_str_in_output):
-            seen = len(self._words.text)
+            self.stop_reason = None if token in self.request.eos_ids else texts.get(token, token)
+        if self._words and self._shown and (not self.finish_reason or kept):
+            seen = len(self._shown.text)
             self._words.push(token)
-            stop = find_stop(self._words.text, self._stops, seen) if may_end else None
+            if self._shown is not self._words:
+                self._shown.push(token)
+            stop = find_stop(self._shown.text, self._stops, seen) if may_end else None
             if stop and not self.finish_reason:
                 self.finish_reason, self.stop_reason = "stop", stop[1]
-                self._text_end = stop[0] + (len(stop[1]) if params.include_stop_str_in_output else 0)
+                self._text_end = self._place(stop[0])
         if not self.finish_reason and self.length >= self.request.max_length:
             self.finish_reason = "length"
+        if self.finish_reason and self._words:
+            self._words.finish()
+            if kept and isinstance(self.stop_reason, str):
+                cut = self._text_end is not None  # a special token may be there
+                end = self._words.text[: self._text_end]
+                end = end if cut else end.removesuffix(self.stop_reason)
+                self._words.text, self._text_end = end + self.stop_reason, None
+
+    def _place(self, at: int) -> int:
+        """The place in the text of a place in the text that stop strings are searched in."""
+        token = bisect.bisect_right(self._shown_offsets, at) - 1
+        ends = [*self._offsets[token + 1 : token + 2], len(self._words.text) if self._words else 0]
+        return min(self._offsets[token] + at - self._shown_offsets[token], ends[0])
 
     def end(self, reason: str, now: float, error: str | None = None) -> None:
         """End it from outside: "abort", or "error" and what failed."""
@@ -212,26 +237,46 @@ class Sequence:
             output_tokens=len(self.output),
         )
 
-    def _word(self, token: int) -> str | None:
-        return self.tokenizer.decode([token], skip_special_tokens=False) if self.tokenizer else None
-
     def _logprobs(self, choice: Choice, wanted: int) -> dict[int, Logprob]:
         """The chosen token first, then the likeliest ones."""
         ranked = {token: (value, rank) for rank, (token, value) in enumerate(choice.top[:wanted], 1)}
         entries = {choice.token: (choice.logprob, choice.rank)}
         entries |= {token: entry for token, entry in ranked.items() if token != choice.token}
         return {
-            token: Logprob(logprob=value, rank=rank, decoded_token=self._word(token))
+            token: Logprob(logprob=value, rank=rank, decoded_token=word(self.tokenizer, token))
             for token, (value, rank) in entries.items()
         }
 
 
-class Detokenizer:
-    """The text of a growing list of tokens.
+def special_texts(tokenizer) -> Mapping[str, int]:
+    """The texts of a tokenizer's control tokens, if it knows them."""
+    return getattr(tokenizer, "special_texts", {})
 
-    New tokens are decoded together with a few earlier ones, and only the difference is appended, so that
-    joining rules (spaces, byte fallback) work. Text that ends in an incomplete character is held back until
-    it is complete.
+
+def word(tokenizer, token: int) -> str | None:
+    """A token's text within a text: with its leading space. None without a tokenizer."""
+    if spell := getattr(tokenizer, "token_bytes", None):
+        return spell(token).decode(errors="replace")
+    return None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+
+
+def unfinished(tokenizer, tokens: list[int]) -> bool:
+    """Whether the last of these tokens, all of which have a text, ends within a character."""
+    if (spell := getattr(tokenizer, "token_bytes", None)) is None:
+        return tokenizer.decode(tokens, skip_special_tokens=False).endswith(_UNFINISHED)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(b"".join(map(spell, tokens[-3:])))  # of four bytes at most
+    return bool(decoder.getstate()[0])
+
+
+class Detokenizer:
+    """The text of a growing list of tokens: what prompt and output decode to, from the first character that
+    the prompt does not complete.
+
+    New tokens are decoded together with 8 to 16 earlier ones, so that joining rules (spaces, byte fallback)
+    work. The end of that text is the end of the whole, however far back it begins: a character has at most
+    four bytes. So the text grows by what lies behind the part of the end that is known. An incomplete
+    character at the end is held back until it is complete, or `finish` is called.
 
     Attributes:
       text: everything decoded so far.
@@ -239,20 +284,42 @@ class Detokenizer:
 
     def __init__(self, tokenizer, prompt: tuple[int, ...], skip_special_tokens: bool):
         self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        self._ids = list(prompt[-_CONTEXT:])
-        self._start, self._written = 0, len(self._ids)
-        self.text = ""
+        self._tokenizer, self.text = tokenizer, ""
+        visible = itertools.islice(filter(self._visible, reversed(prompt)), _CONTEXT)
+        self._ids = list(visible)[::-1]
+        self._end = self._decode(self._ids)
+        self._known = len(self._end) - self._waiting
+
+    def _visible(self, token: int) -> bool:
+        """Whether a token adds to the text, unlike a special one that is left out. Some decoders drop the
+        space of a first token."""
+        return bool(self._decode([token, token]))
+
+    @property
+    def _waiting(self) -> bool:
+        """Whether the last character is incomplete."""
+        return self._end.endswith(_UNFINISHED) and unfinished(self._tokenizer, self._ids)
 
     def push(self, token: int) -> None:
         """Add one token, and append to `text` what it completes."""
-        self._ids.append(token)
-        before = self._decode(self._ids[self._start : self._written])
-        after = self._decode(self._ids[self._start :])
-        waiting = len(self._ids) - self._written
-        if after.endswith(_UNFINISHED) and waiting < _LONGEST_CHARACTER:
+        end = self._decode([*self._ids, token])
+        if end == self._end and not self._visible(token):
             return
-        self.text += after[len(before) :]
-        self._start, self._written = self._written, len(self._ids)
+        self._ids.append(token)
+        self._end = end
+        self._grow(len(end) - self._waiting)
+        if len(self._ids) > 2 * _CONTEXT:
+            del self._ids[:_CONTEXT]
+            self._end = self._decode(self._ids)
+            self._known += len(self._end) - len(end)
+
+    def finish(self) -> None:
+        """Append to `text` the character that stays incomplete."""
+        self._grow(len(self._end))
+
+    def _grow(self, known: int) -> None:
+        self.text += self._end[self._known : known]
+        self._known = max(self._known, known)
 
 
 def find_stop(text: str, stops: tuple[str, ...], seen: int) -> tuple[int, str] | None:

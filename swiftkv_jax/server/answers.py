@@ -100,11 +100,11 @@ class CompletionShape(Shape):
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _top(self, entry: Mapping[int, Logprob]) -> dict[str, float]:
-        """Text to log probability. Of tokens with the same text, the likelier one counts."""
+        """Text to log probability. Of tokens with the same text, the later are named by their ids."""
         out: dict[str, float] = {}
         for token, item in entry.items():
             text = _written(self.bytes_of(token, item))
-            out[text] = max(out.get(text, _LOWEST), _finite(item.logprob))
+            out[f"token_id:{token}" if text in out else text] = _finite(item.logprob)
         return out
 
 

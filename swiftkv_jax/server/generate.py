@@ -15,7 +15,7 @@ from starlette.responses import Response
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, SamplingParams
-from swiftkv_jax.engine.sequence import RULED_OUT, Detokenizer
+from swiftkv_jax.engine.sequence import RULED_OUT, Detokenizer, special_texts, unfinished, word
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.server import answers, schema
 from swiftkv_jax.server.errors import MAX_ECHO, ApiError, clip
@@ -74,6 +74,7 @@ class Call:
 
 def completion_call(body: schema.CompletionRequest, common: dict, most_prompts: int) -> Call:
     """Check the body of a completion. Raises ApiError: 400."""
+    _check_stream(body)
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 generates nothing; with echo it scores the prompt", "max_tokens")
     kind = {"add_special_tokens": body.add_special_tokens}
@@ -86,6 +87,7 @@ def completion_call(body: schema.CompletionRequest, common: dict, most_prompts: 
 
 def chat_call(body: schema.ChatRequest, common: dict) -> Call:
     """Check the body of a chat. Raises ApiError: 400."""
+    _check_stream(body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
     if body.max_tokens == 0:
@@ -95,6 +97,11 @@ def chat_call(body: schema.ChatRequest, common: dict) -> Call:
     shape = _shape(answers.ChatShape, "chatcmpl", common, top=wanted or 0)
     chat = {"messages": body.messages, "add_generation_prompt": body.add_generation_prompt}
     return Call(body, shape, [chat], "messages", limit, wanted, False, None, **common["call"])
+
+
+def _check_stream(body: schema.Sampling) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options: needs stream to be true", "stream_options")
 
 
 def _shape(kind, prefix: str, common: dict, **fields):
@@ -171,11 +178,13 @@ class Generator:
                 scored = await self.service.score(call.tenant, ids, call.logprobs)
             except FloatingPointError as error:
                 raise model_failed(call.request_id, str(error)) from None
-            first = {ids[0]: Logprob(logprob=0.0, rank=0, decoded_token=_text(self.llm, ids[:1]))}
+            first = {ids[0]: Logprob(logprob=0.0, rank=0, decoded_token=word(self.llm.tokenizer, ids[0]))}
             entries = [first, *(entry or {} for entry in scored[1:])]
         text = request.prompt
         if text is None:
             text = await self.service.encode(call.tenant, size(ids), lambda: _text(self.llm, ids))
+            if call.max_tokens != 0 and text.endswith("\ufffd") and unfinished(self.llm.tokenizer, list(ids)):
+                text = text[:-1]  # of a character that the output completes
         if entries is not None:
             offsets = await self.service.encode(call.tenant, size(ids), lambda: _offsets(self.llm, ids, text))
         return CompletionOutput(
@@ -296,7 +305,7 @@ def refuse_control_tokens(llm: LLM, messages: list[dict[str, typing.Any]]) -> No
     for number, message in enumerate(messages):
         for name, value in message.items():
             text = name + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-            found = next((t for t in getattr(llm.tokenizer, "special_texts", ()) if t in text), None)
+            found = next((t for t in special_texts(llm.tokenizer) if t in text), None)
             if found is not None:
                 where = f"messages.{number}.{clip(name, 40)}"
                 raise ApiError(400, f"{where}: holds the control token {clip(found, 40)}", where)
@@ -365,13 +374,14 @@ async def _events(
     call: Call, deltas: AsyncGenerator[Delta, None], tally: Tally
 ) -> AsyncGenerator[bytes, None]:
     begun: set[int] = set()  # choices
+    uncounted = {"usage": None} if call.counts_usage else {}
     try:
         async with aclosing(deltas):
             async for number, delta in deltas:
                 index = number * call.n + delta.index
                 choice = call.shape.choice(index, delta, index not in begun)
                 begun.add(index)
-                yield answers.event(call.shape.envelope(call.shape.part, [choice]))
+                yield answers.event(call.shape.envelope(call.shape.part, [choice]) | uncounted)
     except ApiError as error:  # the status is sent already
         yield b"data: " + error.body() + b"\n\n"
     else:

@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from swiftkv_jax.text.tokenizer_files import FILES, VOCABULARIES, Described, des
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _LONG = 2**12  # characters or ids; longer calls release the GIL
+_NO_CHARACTER = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 # GPT-2 writes invisible bytes as the characters from U+0100 on, in order, and others unchanged.
 _SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -117,9 +119,9 @@ class Tokenizer:
         self._special = {index for index, token in added if token.special} | {*ids.values()}
 
     @functools.cached_property
-    def special_texts(self) -> tuple[str, ...]:
-        """The control tokens as text: a text that contains one is encoded to that token."""
-        return tuple(sorted(str(self.rust.id_to_token(index)) for index in self._special))
+    def special_texts(self) -> dict[str, int]:
+        """The ids of the control tokens by their text: a text that contains one is encoded to that token."""
+        return dict(sorted((str(self.rust.id_to_token(index)), index) for index in self._special))
 
     @property
     def added(self) -> dict[str, int]:
@@ -142,20 +144,47 @@ class Tokenizer:
         return ids[1:] if add_special_tokens and self._two_bos(ids) else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of some ids, white space untouched."""
+        """The text of some ids, white space untouched. Bytes that are no UTF-8 become U+FFFD."""
         with self._contained("these ids"):
             if len(ids) < _LONG:
-                return self.rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
-            return self.rust.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+                text = self.rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            else:
+                text = self.rust.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+        return self._mended(ids, skip_special_tokens) if _NO_CHARACTER in text and self._falls_back else text
+
+    @functools.cached_property
+    def _falls_back(self) -> bool:
+        """Whether the tokens <0x00> to <0xFF> stand for bytes, as in SentencePiece."""
+        return self._joined(["<0x41>"]) == "A"
+
+    def _mended(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text where bytes are no UTF-8. The library replaces all bytes that are neighbours of such a
+        byte, so that a text once decoded would change with what follows it."""
+        hidden = self._special if skip_special_tokens else ()
+        names = [self.rust.id_to_token(index) or "" for index in ids if index not in hidden]
+        parts = []
+        for of_bytes, run in itertools.groupby(names, key=lambda name: _BYTE.fullmatch(name) is not None):
+            if of_bytes:
+                raw = bytes.fromhex("".join(name[3:5] for name in run))
+                for number, piece in enumerate(raw.decode(errors="replace").split(_NO_CHARACTER)):
+                    parts += [_NO_CHARACTER] * (number > 0) + [f"<0x{byte:02X}>" for byte in piece.encode()]
+            else:
+                parts += run
+        return self._joined(parts)
 
     def token_bytes(self, index: int) -> bytes:
-        """The bytes that one token stands for, possibly only part of a character."""
-        name = str(self.rust.id_to_token(index))
-        if found := _BYTE.fullmatch(name):  # SentencePiece
+        """The bytes that one token stands for within a text, possibly only part of a character."""
+        name = self.rust.id_to_token(index) or ""
+        text = self._joined(["a", name]).removeprefix("a")  # decoders drop the space of a first token
+        if _NO_CHARACTER in text and self._falls_back and (found := _BYTE.fullmatch(name)):
             return bytes.fromhex(found[1])
-        if index not in self._special and all(character in _BYTE_OF for character in name):  # GPT-2
+        if _NO_CHARACTER in text and all(character in _BYTE_OF for character in name):  # GPT-2
             return bytes(_BYTE_OF[character] for character in name)
-        return self.decode([index], skip_special_tokens=False).encode()
+        return text.encode()
+
+    def _joined(self, names: list[str]) -> str:
+        """The text of some tokens, given by their names."""
+        return " ".join(names) if self.rust.decoder is None else self.rust.decoder.decode(names)
 
     @contextlib.contextmanager
     def _contained(self, what: str) -> Iterator[None]:

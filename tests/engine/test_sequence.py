@@ -98,6 +98,49 @@ def test_stop_ids_say_which_and_length_counts_the_last_token():
     assert (got.text, got.finish_reason, got.stop_reason) == ("a", "stop", "b")
 
 
+CUT = 256  # a special token that ends no output
+
+
+class Cut(tiny.Bytes):
+    """Bytes with a second special token."""
+
+    special_texts = {"<|cut|>": CUT, "</s>": tiny.EOS}  # noqa: RUF012
+
+    def token_bytes(self, index: int) -> bytes:
+        return b"<|cut|>" if index == CUT else super().token_bytes(index)
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        shown = [token for token in ids if not (skip_special_tokens and token >= CUT)]
+        return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("stop", ["<|cut|>", "<|cut|>\nx", "b<|cut|>", "c<|cut|>\n", "b<|cut|>\nx</s>"])
+def test_a_stop_string_may_hold_special_tokens_that_the_text_leaves_out(stop, skip, keep):
+    """It stops where it does in the text that shows them; pieces as they stream are the text."""
+    params = SamplingParams(stop=[stop], skip_special_tokens=skip, include_stop_str_in_output=keep)
+    given = [*b"ab", CUT, *"🙂c".encode(), CUT, *b"\nab", CUT, *b"\nx", tiny.EOS, *b"y"]
+    shown, texts = Cut().decode(given, False), [(CUT, stop)] if stop == "<|cut|>" else []
+    fields = {"token_ids": (120,), "params": dataclasses.replace(params, seed=0, max_tokens=99)}
+    sequence = Sequence(Request(prompt="x", stop_texts=tuple(texts), **fields), 0, Cut(), 0.0)
+    pieces = ""
+    for moment, token in enumerate(given):
+        if not sequence.finish_reason:
+            sequence.append(Choice(token), float(moment))
+            pieces += sequence.delta().text
+    got, before = sequence.completion(), shown[: shown.index(stop)]
+    before = before.replace("<|cut|>", "") if skip else before
+    assert (got.finish_reason, got.stop_reason) == ("stop", stop)
+    assert got.text == pieces == before + stop * keep
+    assert Cut().decode(got.token_ids, False) == shown[: shown.index(stop) + len(stop)]
+
+
+def test_a_character_that_the_end_cuts_is_shown_as_one():
+    got = feed(start(SamplingParams(max_tokens=3)), "a🙂".encode()).completion()
+    assert got.text == "a\ufffd"
+
+
 def test_nothing_ends_before_min_tokens():
     params = SamplingParams(min_tokens=4, stop="ab", stop_token_ids=[98])
     got = feed(start(params), b"abababab").completion()

@@ -56,6 +56,7 @@ BAD = {  # what is sent to /v1/completions beside a good prompt: (raw JSON of a 
     "LoRA": ('"lora_request": {"path": "/etc"}', "lora_request"),
     "stream of a text": ('"stream": "yes"', "stream"),
     "a list of options": ('"stream_options": []', "stream_options"),
+    "options of no stream": ('"stream_options": {"include_usage": true}', "stream_options"),
     "priority below 0": ('"priority": -5', "priority"),
     "model of a number": ('"model": 5', "model"),
 }

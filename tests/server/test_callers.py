@@ -262,7 +262,7 @@ def test_the_server_opens_no_connections(served, monkeypatch):
 class Controlled(tiny.Bytes):
     """A tokenizer with a control token that texts can spell."""
 
-    special_texts = ("</s>",)
+    special_texts = {"</s>": tiny.EOS}  # noqa: RUF012
 
 
 def test_a_message_cannot_hold_a_control_token():

@@ -16,11 +16,12 @@ import pytest
 import tiny_engine as tiny
 from http_server import LONG, SIZES, Running, connect, error_of, make_llm, wait_for
 from patience import no_longer_than
-from tokenizers_made import CHATML, END, make_tokenizer
+from tokenizers_made import CHATML, END, PLAIN, make_sentencepiece, make_tokenizer
 from transformers import AutoTokenizer
 
 from swiftkv_jax import predict
 from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.predict import Predicted
 from swiftkv_jax.server import generate, schema, service
@@ -264,6 +265,19 @@ def test_chats_are_read_as_transformers_reads_them(chatty, messages):
     assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_stop_string_that_is_a_special_token_stops_there(chatty, skip, keep):
+    server, _ = chatty
+    rules = {"max_tokens": 9, "temperature": 0, "stop": END, "skip_special_tokens": skip}
+    rules |= {"include_stop_str_in_output": keep, "logit_bias": {"3": 100}}
+    for body in (rules, rules | {"stop": ["never", END]}):
+        choice = server.complete("the cat", **body)["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (END * keep, "stop")
+        assert choice["stop_reason"] == END
+        assert server.api.llm.request("x", SamplingParams(stop=body["stop"])).stop_ids[-1] == 3
+
+
 @pytest.mark.parametrize("prompt", ["the cat", "<|bos|>the cat", "<|start|>the cat", [0, 260, 2, 261]])
 def test_offsets_of_tokens_are_places_in_the_text_whether_it_shows_special_ones_or_not(chatty, prompt):
     rules = {"max_tokens": 4, "logprobs": 0, "temperature": 1.0, "ignore_eos": True, "echo": True}
@@ -274,6 +288,62 @@ def test_offsets_of_tokens_are_places_in_the_text_whether_it_shows_special_ones_
     begun = int(tokens[0] == "<|bos|>" and not choice["text"].startswith("<|bos|>"))
     for token, offset in zip(tokens[begun:-4], offsets[begun:-4], strict=True):
         assert choice["text"].startswith(token, offset)
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """A server whose tokenizer has Llama 2's form, with a chat template."""
+    tokenizer = load_tokenizer(make_sentencepiece(tmp_path_factory.mktemp("pieces")))
+    tokenizer.hf.chat_template = PLAIN
+    model = tiny.make_model(KVPlan.swiftkv(2, 1), num_layers=2, vocab_size=tokenizer.vocab_size)
+    with Running(LLM.from_model(*model, tokenizer, **SIZES), warm_up=False) as server:
+        yield server, tokenizer
+
+
+def test_sentencepieces_tokens_joined_are_the_text(pieces):
+    """Their log probabilities are under texts of their own, over HTTP and in Python."""
+    server, tokenizer = pieces
+    ids = tokenizer.rust.get_vocab()
+    rules = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    rules["allowed_token_ids"] = [ids[name] for name in ("▁true", "true", "▁", "▁▁", "雪")]
+    for seed in range(3):
+        choice = server.complete("a", **rules, seed=seed, logprobs=20)["choices"][0]
+        found = choice["logprobs"]
+        assert "".join(found["tokens"]) == choice["text"]
+        for token, offset, top in zip(
+            found["tokens"], found["text_offset"], found["top_logprobs"], strict=True
+        ):
+            assert choice["text"].startswith(token, offset) and token in top and len(top) >= 20
+        body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20}
+        answer = server.http.post("/v1/chat/completions", json=body | rules | {"seed": seed}).json()[
+            "choices"
+        ][0]
+        entries, said = answer["logprobs"]["content"], answer["message"]["content"]
+        assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == said
+        assert "".join(entry["token"] for entry in entries) == said
+        [output] = (
+            server.api.llm.replace()
+            .generate("a", SamplingParams(**rules, seed=seed, logprobs=1), use_tqdm=False)[0]
+            .outputs
+        )
+        own = [next(iter(entry.values())).decoded_token for entry in output.logprobs]
+        assert "".join(own) == output.text == choice["text"]
+    scored = server.complete("a true true", max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
+    assert scored["tokens"] == ["<s>", " a", " true", " true"] and scored["text_offset"] == [0, 0, 1, 6]
+
+
+@pytest.mark.parametrize("given", [1, 2, 3])
+def test_a_character_that_the_prompt_begins_is_of_the_answer(pieces, given):
+    server, tokenizer = pieces
+    chilli = [tokenizer.rust.token_to_id(f"<0x{byte:02X}>") for byte in "\U0001f336".encode()]
+    prompt, rest = tokenizer.encode("a") + chilli[:given], chilli[given:]
+    for token in rest:  # each is forced, and what came so far is the next prompt
+        rules = {"max_tokens": 1, "temperature": 0, "allowed_token_ids": [token], "ignore_eos": True}
+        choice = server.complete(prompt, **rules)["choices"][0]
+        echoed = server.complete(prompt, **rules, echo=True)["choices"][0]
+        prompt = [*prompt, token]
+        assert echoed["text"] == tokenizer.decode(prompt, False)
+        assert choice["text"] == ("\U0001f336" if token == rest[-1] else "\ufffd")
 
 
 def test_a_chat_can_hold_no_control_token_of_its_template(chatty):

@@ -90,7 +90,8 @@ class Paths:
 def paths(tmp_path_factory):
     folder = make_tokenizer(tmp_path_factory.mktemp("messages"), TOOLS)
     model = tiny.make_model(KVPlan.swiftkv(2, 1), num_layers=2, vocab_size=300, max_position_embeddings=2**14)
-    llm = LLM.from_model(*model, load_tokenizer(folder), **(http_server.SIZES | {"max_model_len": 2**13}))
+    sizes: dict = http_server.SIZES | {"max_model_len": 2**13}
+    llm = LLM.from_model(*model, load_tokenizer(folder), **sizes)
     with http_server.Running(llm, warm_up=False) as server:
         yield Paths(llm, server, folder / "rows.jsonl", AutoTokenizer.from_pretrained(folder))
 

@@ -52,6 +52,7 @@ def test_a_stream_joins_to_the_whole(served, client, llm):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             ends[choice.index] = choice.finish_reason or ends[choice.index]
+        assert usage is None and "usage" in chunk.model_fields_set  # null but in the last
         usage = chunk.usage
     assert texts == [outputs[0].text for outputs in expected]
     assert ends == [outputs[0].finish_reason for outputs in expected]
