@@ -24,9 +24,11 @@ from swiftkv_jax.errors import UsageError, explained
 from swiftkv_jax.folder import read_json
 from swiftkv_jax.shapes import Float
 
-_PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE  # wav's formats of samples
+_PCM, _FLOAT, _ALAW, _ULAW, _EXTENSIBLE = 1, 3, 6, 7, 0xFFFE  # wav's formats of samples
+_UNKNOWN = 0xFFFFFFFF  # a size that is not known, or stands in the chunk "ds64" of RF64
 _RATES = (1000, 768_000)  # samples per second
 _ZEROS = 32  # zero crossings of the resampling filter, on either side
+_LOUDEST = 2.0**40  # beyond integers of any type as floats, and far below where a spectrum overflows
 _CUTOFF = 0.95  # cutoff of the filter, as a share of the lower rate's Nyquist frequency
 _PHASES = 1024  # most filters that are kept; linear interpolation between neighbours errs by 1e-6
 _TOGETHER = 1 << 18  # numbers of an array while sound is mixed or resampled
@@ -120,29 +122,40 @@ def read(audio, where: str = "audio") -> Sound:
       where: opens every error message.
 
     Raises:
-      UsageError: it is none of these, not a wav file that is understood here, or has no samples.
+      UsageError: it is none of these, not a wav file that is understood here, or has no samples, or samples
+        that are not finite.
     """
-    if isinstance(audio, str | os.PathLike):
-        with explained(f"read {where} {audio}"):
-            audio = Path(audio).expanduser().read_bytes()
-    if isinstance(audio, bytes | bytearray | memoryview):
-        sound = _wav(bytes(audio), where)
-    elif isinstance(audio, tuple | list) and len(audio) == 2 and np.ndim(audio[1]) == 0:
-        samples, rate = _array(audio[0], where), integer(f"{where}: rate", audio[1])
-        channels = 1 if samples.ndim == 1 else samples.shape[1]
-        mono = samples if samples.ndim == 1 or not samples.size else _mixed(samples)
-        sound = Sound(samples=mono.reshape(-1), rate=rate, channels=channels)
-    else:
-        raise UsageError(
-            f"{where} must be the path of a wav file, its bytes, or (samples, rate), not "
-            f"{type(audio).__name__}"
-        )
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below
+        sound = _read(audio, where)
     low, high = _RATES
     if not low <= sound.rate <= high:
         raise UsageError(f"{where}: a rate of {sound.rate} samples a second is not in [{low}, {high}]")
     if not sound.samples.size:
         raise UsageError(f"{where} is empty: 0 s of audio")
+    if not (sound.samples.min() >= -_LOUDEST and sound.samples.max() <= _LOUDEST):
+        wrong = np.flatnonzero(~(np.abs(sound.samples) <= _LOUDEST))
+        raise UsageError(
+            f"{where}: {len(wrong)} of {sound.samples.size} samples are not finite numbers of full scale 1, "
+            f"the first, number {wrong[0]} from 0, is {sound.samples[wrong[0]]}"
+        )
     return sound
+
+
+@typing.no_type_check  # user input, as in `read`
+def _read(audio, where: str) -> Sound:
+    if isinstance(audio, str | os.PathLike):
+        with explained(f"read {where} {audio}"):
+            audio = Path(audio).expanduser().read_bytes()
+    if isinstance(audio, bytes | bytearray | memoryview):
+        return _wav(bytes(audio), where)
+    if isinstance(audio, tuple | list) and len(audio) == 2 and np.ndim(audio[1]) == 0:
+        samples, rate = _array(audio[0], where), integer(f"{where}: rate", audio[1])
+        channels = 1 if samples.ndim == 1 else samples.shape[1]
+        mono = samples if samples.ndim == 1 or not samples.size else _mixed(samples)
+        return Sound(samples=mono.reshape(-1), rate=rate, channels=channels)
+    raise UsageError(
+        f"{where} must be the path of a wav file, its bytes, or (samples, rate), not {type(audio).__name__}"
+    )
 
 
 def _mixed(samples: Float[np.ndarray, "n channels"]) -> Float[np.ndarray, " n"]:
@@ -168,12 +181,15 @@ def _array(samples, where: str) -> np.ndarray:
 
 def _wav(data: bytes, where: str) -> Sound:
     """The audio of a wav file, mixed a part at a time: all channels as floats may be large."""
-    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+    if data[:4] not in (b"RIFF", b"RF64") or data[8:12] != b"WAVE":
         raise UsageError(f"{where} is not a wav file: convert it, as by `ffmpeg -i FILE -ar 16000 out.wav`")
     view, parts, at = memoryview(data), {}, 12
+    finished = int.from_bytes(data[4:8], "little") + 8 == len(data)
     while at + 8 <= len(data):
         name, size = struct.unpack("<4sI", view[at : at + 8])
-        if name in (b"fmt ", b"data"):  # the declared size of a streamed file may exceed its data
+        if name == b"data":  # a streamed file declares 0, or more than it has
+            size = _long_size(parts, size) or (0 if finished else len(data))
+        if name in (b"fmt ", b"ds64", b"data"):
             parts.setdefault(name, view[at + 8 : at + 8 + size])
         at += 8 + size + size % 2
     head = parts.get(b"fmt ", b"")
@@ -186,7 +202,7 @@ def _wav(data: bytes, where: str) -> Sound:
     if not channels or block != channels * width or (kind, bits) not in _READERS:
         raise UsageError(
             f"{where} is a wav file of format {kind}, {channels} channels of {bits} bits: PCM of 8, 16, 24 "
-            "or 32 bits and floats of 32 or 64 are read"
+            "or 32 bits, floats of 32 or 64, A-law and mu-law are read"
         )
     body, reader = parts[b"data"], _READERS[kind, bits]
     samples = np.empty(len(body) // block, np.float32)
@@ -195,6 +211,24 @@ def _wav(data: bytes, where: str) -> Sound:
         stop = min(start + together, len(samples))
         samples[start:stop] = _mixed(reader(body[start * block : stop * block]).reshape(-1, channels))
     return Sound(samples=samples, rate=rate, channels=channels)
+
+
+def _long_size(parts: dict[bytes, memoryview], size: int) -> int:
+    """The size of the data: the declared one, or the 64-bit one of RF64."""
+    long = parts.get(b"ds64", b"")
+    return int.from_bytes(long[8:16], "little") if size == _UNKNOWN and len(long) >= 16 else size
+
+
+def _laws() -> tuple[np.ndarray, np.ndarray]:
+    """The 16-bit samples of all codes of A-law and mu-law (ITU-T G.711)."""
+    a, u = np.arange(256) ^ 0x55, np.arange(256) ^ 0xFF
+    a_exponent, a_size = a >> 4 & 7, (a & 15) << 4
+    a_size = np.where(a_exponent, (a_size + 0x108) << np.maximum(a_exponent - 1, 0), a_size + 8)
+    u_size = (((u & 15) << 3) + 0x84 << (u >> 4 & 7)) - 0x84
+    return np.where(a & 0x80, a_size, -a_size).astype("<i2"), np.where(u & 0x80, -u_size, u_size).astype("<i2")
+
+
+_OF_ALAW, _OF_ULAW = _laws()
 
 
 def _triples(data: memoryview) -> np.ndarray:
@@ -211,6 +245,8 @@ _READERS = {
     (_PCM, 32): lambda data: _array(np.frombuffer(data, "<i4"), ""),
     (_FLOAT, 32): lambda data: np.frombuffer(data, "<f4").astype(np.float32),
     (_FLOAT, 64): lambda data: np.frombuffer(data, "<f8").astype(np.float32),
+    (_ALAW, 8): lambda data: _array(_OF_ALAW[np.frombuffer(data, np.uint8)], ""),
+    (_ULAW, 8): lambda data: _array(_OF_ULAW[np.frombuffer(data, np.uint8)], ""),
 }
 
 

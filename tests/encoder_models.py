@@ -1,6 +1,7 @@
 """Small random T5 and Whisper models of transformers, saved as a user would find them."""
 
 import io
+import struct
 import wave
 from pathlib import Path
 
@@ -166,6 +167,14 @@ def wav(seconds: float, seed: int = 0, rate: int = 16_000, channels: int = 1) ->
         file.setframerate(rate)
         file.writeframes(samples.astype("<i2").tobytes())
     return out.getvalue()
+
+
+def wav_with_nan() -> bytes:
+    """A wav file of 800 32-bit floats, of which one is NaN."""
+    samples = np.zeros(800, "<f4")
+    samples[5] = np.nan
+    head = struct.pack("<4sI4s4sIHHIIHH", b"RIFF", 3236, b"WAVE", b"fmt ", 16, 3, 1, 16_000, 64_000, 4, 32)
+    return head + struct.pack("<4sI", b"data", 3200) + samples.tobytes()
 
 
 def asked(family: str, source: np.ndarray, lengths: np.ndarray) -> dict:

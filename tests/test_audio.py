@@ -4,6 +4,7 @@ import io
 import struct
 import tracemalloc
 import wave
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from swiftkv_jax.audio import AudioSettings
 from swiftkv_jax.errors import UsageError
 
 WHISPER = AudioSettings()
+WAVS = Path(__file__).with_name("wavs")
 
 
 def tone(seconds: float, rate: int, hertz: float = 440.0) -> np.ndarray:
@@ -56,6 +58,59 @@ def test_floats_streams_and_extensible_headers_are_read():
     np.testing.assert_array_equal(
         audio.load(whole + b"data" + struct.pack("<I", len(body)) + body, 16_000), want
     )
+
+
+WRITTEN = {  # by soundfile 0.14 (libsndfile 1.2) and ffmpeg 9.0 from source.wav: the largest difference
+    "sf_wavex_24": 2**-15,
+    "sf_wavex_float": 2**-15,
+    "sf_double": 2**-15,
+    "sf_rf64_alaw": 2**-7,
+    "ff_rf64": 0,
+    "ff_pipe": 0,  # sizes of 0xFFFFFFFF, and a title of odd length
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_files_of_other_programs_are_read(name):
+    want, got = audio.read(WAVS / "source.wav"), audio.read(WAVS / f"{name}.wav")
+    assert (got.rate, got.channels) == (want.rate, want.channels) == (8000, 2)
+    np.testing.assert_allclose(got.samples, want.samples, atol=WRITTEN[name], rtol=0)
+
+
+@pytest.mark.parametrize("law", ["alaw", "mulaw"])
+def test_all_codes_of_telephone_sound_are_what_ffmpeg_decodes(law):
+    got, want = audio.read(WAVS / f"codes_{law}.wav"), audio.read(WAVS / f"codes_{law}_16.wav")
+    assert len(want.samples) == 256
+    np.testing.assert_array_equal(got.samples, want.samples)
+
+
+@pytest.mark.parametrize("size", [0, 0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000, 4000])
+@pytest.mark.parametrize("whole", [0, 36, 0xFFFFFFFF])
+def test_data_of_a_length_that_its_writer_did_not_know_is_read_to_the_end(size, whole):
+    want = tone(0.1, 16_000)
+    data = bytearray(wav(want, 16_000))
+    data[4:8], data[40:44] = struct.pack("<I", whole), struct.pack("<I", size)
+    np.testing.assert_array_equal(audio.read(bytes(data)).samples, audio.read(wav(want, 16_000)).samples)
+
+
+def test_no_data_in_a_finished_file_is_no_sound():
+    """What follows is a title, not samples."""
+    data = wav(np.zeros(0), 16_000) + b"LIST\x04\0\0\0INFO"
+    with pytest.raises(UsageError, match="0 s of audio"):
+        audio.read(data[:4] + struct.pack("<I", len(data) - 8) + data[8:])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e300, 1e30])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_samples_that_are_not_finite_are_named(value, channels):
+    """As an array and as a file of 64-bit floats; 1e30 is finite, and its spectrum is not."""
+    samples = np.zeros((100, channels))
+    samples[[7, 50], 0] = value
+    head = struct.pack("<HHIIHH", 3, channels, 16_000, 128_000 * channels, 8 * channels, 64)
+    file = b"RIFF\0\0\0\0WAVEfmt " + struct.pack("<I", 16) + head + b"data\0\0\0\0" + samples.tobytes()
+    for sound in (samples, 16_000), file:
+        with pytest.raises(UsageError, match="voice: 2 of 100 samples .* number 7 "):
+            audio.read(sound, "voice")
 
 
 def test_channels_are_averaged_and_integers_count_in_full_scale():

@@ -311,6 +311,7 @@ class LLM:
 
         Raises:
           UsageError: no audio, an unknown language or task, or another kind of model.
+          SpeechError: the model failed on a window; its `found` is the list of all transcriptions.
         """
         one = not isinstance(audio, list)
         found = speech.transcribe(self, [audio] if one else audio, language, task, sampling_params)

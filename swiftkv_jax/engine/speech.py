@@ -56,6 +56,18 @@ class Transcription:
     windows: list[RequestOutput]
 
 
+class SpeechError(RuntimeError):
+    """The model failed on a window of some audio, which the message names.
+
+    Attributes:
+      found: the transcription of every audio input; the text of one that failed lacks those windows.
+    """
+
+    def __init__(self, message: str, found: list[Transcription]):
+        super().__init__(message)
+        self.found = found
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heard:
     """An audio input as the model takes it.
@@ -217,6 +229,11 @@ def language_of(llm: "LLM", output: RequestOutput) -> str | None:
     return next((names.get(token) for token in output.outputs[0].token_ids), None)
 
 
+def failed(output: RequestOutput) -> bool:
+    """Whether the model failed on a window."""
+    return output.outputs[0].finish_reason == "error"
+
+
 def _heard(frames: Frames) -> dict[str, typing.Any]:
     return {"source": frames, "source_length": len(frames) // 2}
 
@@ -275,14 +292,14 @@ def transcribe(
     names = [f"audio[{i}]" if len(sounds) > 1 else "audio" for i in range(len(sounds))]
     heard = [listen(llm, sound, name) for sound, name in zip(sounds, names, strict=True)]
     language = language or asked(llm).language
-    spoken = [language] * len(sounds)
+    spoken, questions = [language] * len(sounds), {}
     if language is None and asked(llm).languages:
         prompt_tokens(llm, asked(llm).languages[0][0], task)  # errors are raised before anything runs
         requests = [
             language_request(llm, sound.windows[0], name) for sound, name in zip(heard, names, strict=True)
         ]
-        answers = dict(llm.run([request for request in requests if request is not None]))
-        spoken = [language_of(llm, answers[i]) or asked(llm).languages[0][0] for i in range(len(sounds))]
+        questions = dict(llm.run([request for request in requests if request is not None]))
+        spoken = [language_of(llm, questions[i]) or asked(llm).languages[0][0] for i in range(len(sounds))]
     elif language is not None:
         known = [code for code, _ in asked(llm).languages] or ["en"]
         spoken = [language_code(language, known)] * len(sounds)
@@ -291,11 +308,18 @@ def transcribe(
         for sound, code, name in zip(heard, spoken, names, strict=True)
         for window in sound.windows
     ]
-    answers, out, at = dict(llm.run(requests)), [], 0
-    for sound, code in zip(heard, spoken, strict=True):
+    answers, out, at, wrong = dict(llm.run(requests)), [], 0, []
+    for number, (sound, code) in enumerate(zip(heard, spoken, strict=True)):
         windows = [answers[i] for i in range(at, at + len(sound.windows))]
         text = joined(window.outputs[0].text for window in windows)
         told = {"duration": sound.duration, **sound.given}
         out.append(Transcription(text=text, language=code, windows=windows, **told))
         at += len(windows)
+        told = [(1, questions[number])] if number in questions else []
+        for window, output in [*told, *enumerate(windows, 1)]:
+            if failed(output):
+                place = f"{names[number]}, window {window} of {len(windows)}"
+                wrong.append(f"{place}: {output.outputs[0].error}")
+    if wrong:
+        raise SpeechError(f"the model failed on {'; '.join(wrong)}", out)
     return out

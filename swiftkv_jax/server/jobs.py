@@ -191,10 +191,15 @@ def answered(llm, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput]]:
     """Yield each job with its answer as it finishes. Languages that are not given are detected first."""
     asking = [i for i, job in enumerate(jobs) if job.question is not None]
     heard = dict(llm.run([jobs[i].question for i in asking]))
-    jobs = list(jobs)
+    jobs, lost = list(jobs), set()
     for number, i in enumerate(asking):
-        jobs[i] = _in_language(llm, jobs[i], speech.language_of(llm, heard[number]))
-    owners = [(i, number) for i, job in enumerate(jobs) for number in range(len(job.requests))]
+        if speech.failed(heard[number]):
+            lost.add(i)
+            yield jobs[i], speech.whole([heard[number]])
+        else:
+            jobs[i] = _in_language(llm, jobs[i], speech.language_of(llm, heard[number]))
+    left = [(i, job) for i, job in enumerate(jobs) if i not in lost]
+    owners = [(i, number) for i, job in left for number in range(len(job.requests))]
     waiting: list[dict[int, RequestOutput]] = [{} for _ in jobs]
     for place, output in llm.run([jobs[i].requests[number] for i, number in owners]):
         i, number = owners[place]
@@ -252,6 +257,8 @@ def _completion_row(completion) -> dict:
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }
+    if completion.finish_reason == "error":  # what there is of a text is not the answer
+        row |= {"text": None, "error": completion.error}
     if completion.logprobs is None:
         return row
     entries = [{token: vars(entry) for token, entry in one.items()} for one in completion.logprobs]

@@ -471,7 +471,7 @@ def _room(llm) -> str:
 
 def _readable(row: dict) -> str:
     prompt = next(row[name] for name in PROMPTS if row.get(name) is not None)
-    return f"--- {row['index']} ({row['finish_reason']})\n{prompt} >>>{row['text']}\n"
+    return f"--- {row['index']} ({row['finish_reason']})\n{prompt} >>>{row.get('error') or row['text']}\n"
 
 
 def _summary(stats: dict, metrics: list[RequestMetrics], say) -> None:

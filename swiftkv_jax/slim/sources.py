@@ -92,7 +92,10 @@ def _transcribed(llm: LLM, files: Iterable[Path]) -> Iterator[list[_Said]]:
         with explained(f"read {file}"):
             sound = file.read_bytes()
         frames = speech.listen(llm, sound, str(file)).windows
-        (heard,) = speech.transcribe(llm, [sound], None, "transcribe", None)
+        try:
+            (heard,) = speech.transcribe(llm, [sound], None, "transcribe", None)
+        except speech.SpeechError as error:
+            raise UsageError(f"calibration data {file}: {error}") from None
         pairs = zip(frames, heard.windows, strict=True)
         yield [_Said(window, len(window) // 2, _read(llm, output)) for window, output in pairs]
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 import swiftkv_jax as skv
+from swiftkv_jax import audio
 from swiftkv_jax.checkpoint.generation import read_generation_config
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.llm import LLM
@@ -274,13 +275,21 @@ def test_greedy_tokens_of_100_windows_are_transformers(forms, tmp_path):
     assert tiny.tokens([answers[i] for i in range(COUNT)]) == want and all_free(llm)
 
 
-def test_a_source_that_is_not_finite_ends_alone(whisper):
+@pytest.mark.parametrize("language", ["en", None])
+def test_a_source_that_is_not_finite_ends_alone(language, whisper, monkeypatch):
     good = sounds()[1]
     want = whisper.transcribe(good, "en").windows[0].outputs[0].token_ids
-    bad, fine, last = whisper.transcribe([(good[0] * np.nan, RATE), good, good], "en")
+    with pytest.raises(UsageError, match="audio: .* not finite"):
+        whisper.transcribe((good[0] * np.nan, RATE))
+    with monkeypatch.context() as patch:
+        real, loud = audio.features, np.abs(good[0]).max()
+        patch.setattr(audio, "features", lambda x, how: real(x, how) * (np.nan if x.max() > loud else 1))
+        with pytest.raises(speech.SpeechError, match=r"audio\[1\], window 1 of 1: .*not finite") as error:
+            whisper.transcribe([good, (good[0] * 2, RATE), good], language)
+    fine, bad, last = error.value.found
     assert bad.windows[0].outputs[0].finish_reason == "error"
-    assert "not finite" in bad.windows[0].outputs[0].error
-    assert fine.windows[0].outputs[0].token_ids == last.windows[0].outputs[0].token_ids == want
+    if language:
+        assert fine.windows[0].outputs[0].token_ids == last.windows[0].outputs[0].token_ids == want
     assert all_free(whisper)
 
 

@@ -129,6 +129,7 @@ FILE = {"file": ("a.wav", wav(0.5))}
         ({}, {"file": ("a.wav", b"")}, "file", "not a wav file"),
         ({}, {"file": ("a.wav", b"ID3 no wave")}, "file", "not a wav file"),
         ({}, {"file": ("a.wav", wav(0.0))}, "file", "0 s of audio"),
+        ({}, {"file": ("a.wav", encoder_models.wav_with_nan())}, "file", "1 of 800 samples are not finite"),
         ({}, {"file": ("a.wav", wav(130.0))}, "file", "130 windows; at most 128"),
         ({"language": "Klingon"}, FILE, "language", "is unknown; this model supports de, en, fr"),
         ({"temperature": "hot"}, FILE, "temperature", "valid number"),

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import encoder_models
 import hf_models
+import numpy as np
 import pytest
 import tokenizers_made
 import transformers
 
+from swiftkv_jax import audio
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.speech import GREEDY
 from swiftkv_jax.server.main import main
@@ -92,6 +94,23 @@ def test_a_run_that_was_interrupted_is_finished_and_a_sound_that_changed_is_noti
     assert served(folder, tmp_path, rows, "--resume", "--quiet")[0] == 2
 
 
+@pytest.mark.parametrize("language", ["de", None])
+def test_a_window_that_fails_is_no_text(language, folder, place, tmp_path, monkeypatch):
+    """The second of three windows, or the question for the language."""
+    real, frames = audio.features, []
+
+    def spoiled(window, how):
+        frames.append(real(window, how))
+        return frames[-1] * (np.nan if len(frames) == (2 if language else 1) else 1)
+
+    monkeypatch.setattr(audio, "features", spoiled)
+    given = {} if language is None else {"language": language}
+    (tmp_path / "long.wav").write_bytes((place / "long.wav").read_bytes())
+    code, (row,) = served(folder, tmp_path, [{"audio": "long.wav"} | given], "--quiet")
+    assert code == 1 and row["finish_reason"] == "error" and row["text"] is None
+    assert "not finite" in row["error"]
+
+
 BAD = {
     '{"prompt": "hello"}': 'whisper takes audio: give {"audio": "FILE.wav"}',
     '{"audio": "short.wav", "prompt": "hello"}': "one of prompt, messages, prompt_token_ids and audio",
@@ -99,6 +118,7 @@ BAD = {
     '{"audio": "."}': "cannot read audio .: Is a directory",
     '{"audio": "in.jsonl"}': "audio in.jsonl is not a wav file",
     '{"audio": "silent.wav"}': "audio silent.wav is empty: 0 s of audio",
+    '{"audio": "nan.wav"}': "audio nan.wav: 1 of 800 samples are not finite",
     '{"audio": 5}': "audio must be the path of a wav file, not 5",
     '{"audio": "a\\u0000b"}': "audio must be the path of a wav file",
     '{"audio": "short.wav", "language": "Klingon"}': "language 'Klingon' is unknown; this model supports de",
@@ -114,6 +134,7 @@ BAD = {
 def test_bad_lines_are_all_named_or_skipped(folder, place, tmp_path, capsys):
     for name in SOUNDS:
         (tmp_path / name).write_bytes((place / name).read_bytes())
+    (tmp_path / "nan.wav").write_bytes(encoder_models.wav_with_nan())
     (tmp_path / "silent.wav").write_bytes(encoder_models.wav(0.0))
     rows = [*map(json.loads, BAD), {"audio": "short.wav", "language": "de"}]
     assert served(folder, tmp_path, rows, "--quiet") == (2, [])
