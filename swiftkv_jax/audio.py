@@ -225,7 +225,9 @@ def _laws() -> tuple[np.ndarray, np.ndarray]:
     a_exponent, a_size = a >> 4 & 7, (a & 15) << 4
     a_size = np.where(a_exponent, (a_size + 0x108) << np.maximum(a_exponent - 1, 0), a_size + 8)
     u_size = (((u & 15) << 3) + 0x84 << (u >> 4 & 7)) - 0x84
-    return np.where(a & 0x80, a_size, -a_size).astype("<i2"), np.where(u & 0x80, -u_size, u_size).astype("<i2")
+    return np.where(a & 0x80, a_size, -a_size).astype("<i2"), np.where(u & 0x80, -u_size, u_size).astype(
+        "<i2"
+    )
 
 
 _OF_ALAW, _OF_ULAW = _laws()

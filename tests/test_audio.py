@@ -109,7 +109,7 @@ def test_samples_that_are_not_finite_are_named(value, channels):
     head = struct.pack("<HHIIHH", 3, channels, 16_000, 128_000 * channels, 8 * channels, 64)
     file = b"RIFF\0\0\0\0WAVEfmt " + struct.pack("<I", 16) + head + b"data\0\0\0\0" + samples.tobytes()
     for sound in (samples, 16_000), file:
-        with pytest.raises(UsageError, match="voice: 2 of 100 samples .* number 7 "):
+        with pytest.raises(UsageError, match=r"voice: 2 of 100 samples .* number 7 "):
             audio.read(sound, "voice")
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -270,10 +271,11 @@ class OutputError(Exception):
 
 
 class Output:
-    """Answers as JSON lines, each written and flushed as it comes.
+    """Answers as JSON lines, each written and flushed as it comes; a file is put in order at the end.
 
     Attributes:
-      left: the jobs that have no line yet.
+      left: the jobs that have no line yet. file: the path of the file; None for stdout, a pipe or a device,
+        where answers stay in the order in which they came.
     """
 
     def __init__(self, path: str, resume: bool, jobs: list[Job]):
@@ -284,7 +286,7 @@ class Output:
           UsageError: the file is not empty and `resume` is not set, or it holds something other than output
             of these jobs, or it cannot be written.
         """
-        self.left = jobs
+        self.left, self.file = jobs, None
         if path == "-":
             self._file = sys.stdout
             return
@@ -300,10 +302,39 @@ class Output:
             self._file = open(path, "r+" if held else "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
             self._file.truncate(len(whole))
             self._file.seek(0, os.SEEK_END)
+            self.file = Path(path).resolve()
 
     def write(self, row: dict) -> None:
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._file.flush()
+
+    def sort(self) -> None:
+        """Put the lines of a file in the order of the input, once every job has one.
+
+        Raises:
+          OSError: there is no room for a second copy; the file is as it was.
+        """
+        if self.file is None:
+            return
+        places, at = [], 0
+        with self.file.open("rb") as written:
+            for line in written:
+                places.append((json.loads(line)["index"], at))
+                at += len(line)
+            if places == sorted(places):
+                return
+            draft = self.file.with_name(f".{self.file.name}.sorted")
+            try:
+                with draft.open("wb") as out:
+                    for _, at in sorted(places):
+                        written.seek(at)
+                        out.write(written.readline())
+                    out.flush()
+                    os.fsync(out.fileno())  # a crash of the machine leaves the old file or the new one
+                shutil.copymode(self.file, draft)
+                os.replace(draft, self.file)
+            finally:
+                draft.unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._file is not sys.stdout:

@@ -400,6 +400,8 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
                 failed += [each.error or "" for each in result.outputs if each.finish_reason == "error"][:1]
                 bar.set_postfix_str(f"{llm.stats['output_tokens_per_s']:.1f} output tok/s", refresh=False)
                 bar.update()
+        if output:
+            _sort(output, args.output, say)
     except KeyboardInterrupt:
         how = (
             "run the same command with --resume to finish"
@@ -418,6 +420,17 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
     if failed:
         print(f"error: {len(failed)} of {len(metrics)} prompts failed: {failed[0]}", file=sys.stderr)
     return int(bool(failed))
+
+
+def _sort(output: Output, path: str, say) -> None:
+    try:
+        output.sort()
+    except OSError as error:
+        why = error.strerror
+    else:
+        why = "they are not in a file" if output.file is None else ""
+    if why:
+        say(f"note      answers are in the order in which they came, by index of the input ({why})")
 
 
 def _describe(llm, defaults: SamplingParams, name, say) -> None:

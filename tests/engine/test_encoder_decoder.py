@@ -279,7 +279,7 @@ def test_greedy_tokens_of_100_windows_are_transformers(forms, tmp_path):
 def test_a_source_that_is_not_finite_ends_alone(language, whisper, monkeypatch):
     good = sounds()[1]
     want = whisper.transcribe(good, "en").windows[0].outputs[0].token_ids
-    with pytest.raises(UsageError, match="audio: .* not finite"):
+    with pytest.raises(UsageError, match=r"audio: .* not finite"):
         whisper.transcribe((good[0] * np.nan, RATE))
     with monkeypatch.context() as patch:
         real, loud = audio.features, np.abs(good[0]).max()
