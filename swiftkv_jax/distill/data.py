@@ -14,6 +14,7 @@ from swiftkv_jax.distill.samples import DataConfig, Samples
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.text.tokenizer import Tokenizer
 
+_TRIED, _TRIED_TOKENS = 2000, 2**20  # samples that `check` looks at, at most, and tokens
 _MEASURED = 10_000  # samples that steps_per_epoch looks at
 # Second word of the random key for other uses; for an epoch's order it is the epoch's number.
 _FUSE_STREAM, _PASS_STREAM = 2**64 - 1, 2**64 - 2
@@ -72,6 +73,19 @@ class DataLoader:
     def steps_per_epoch(self) -> int:
         """Steps of one pass; with many samples, estimated from the lengths of 10,000 evenly spaced ones."""
         return self._worker.submit(self._measure).result()
+
+    def check(self) -> None:
+        """Tokenise the samples that this process meets first, up to 2,000; they stay cached.
+
+        Raises:
+          UsageError: one of them is broken, and `skip_bad_lines` is not set.
+        """
+        self._worker.submit(self._check).result()
+
+    @property
+    def skipped(self) -> list[str]:
+        """What was wrong with each sample that this process has met and skipped."""
+        return list(self.samples.skipped.values())
 
     def state(self) -> dict:
         """All that determines the next batch, as JSON: the place of this process's lanes, and the config."""
@@ -164,6 +178,19 @@ class DataLoader:
             return False
         stream = _philox(self.config.seed, _FUSE_STREAM, lane, step)
         return int(stream.random_raw(1)[0]) < self.config.fuse_positions * 2**64
+
+    def _check(self) -> None:
+        broken, tokens = [], 0
+        for number in range(min(_TRIED, self._epoch_size)):
+            if number % self.config.batch_size not in self.lanes or tokens > _TRIED_TOKENS:
+                continue
+            try:
+                tokens += len(self.samples[self._index(number)])
+            except UsageError as error:
+                broken.append(error)
+        if broken:
+            more = f" ({len(broken)} rows of the first that are met are broken)" if broken[1:] else ""
+            raise UsageError(f"{broken[0]}{more}")
 
     def _measure(self) -> int:
         every = self._members(0) if self._counts else range(len(self.samples))

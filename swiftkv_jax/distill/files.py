@@ -5,6 +5,7 @@ import csv
 import glob
 import gzip
 import io
+import itertools
 import json
 import lzma
 import re
@@ -20,7 +21,10 @@ from swiftkv_jax.errors import UsageError, first_line
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 PIECE = 2**20  # bytes; a longer text is several documents, NAME#0, NAME#1, ...
-_BLOCK = 2**20  # bytes of a csv, or rows of a parquet file times a thousand, that are read at a time
+_TOGETHER = 1000  # rows of a parquet file that are read at a time
+_LONGEST_FIELD = 2**28  # characters of a field of a table
+_END = "\0 end of the table \0"
+_SHOWN = 200  # characters of a broken row
 
 
 def _zstd(path: Path, mode: str) -> io.BufferedReader:
@@ -83,20 +87,23 @@ def _opened(path: Path) -> Iterator[Any]:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def texts(path: Path, name: str) -> Iterator[tuple[str, str]]:
-    """(name, text) of the documents of a text file: one, or pieces of about `PIECE` bytes that end lines.
+def texts(path: Path, name: str, bad: Bad) -> Iterator[tuple[str, str]]:
+    """(name, text) of the documents of a text file: one, or pieces of about `PIECE` bytes that end lines. A
+    piece that is not UTF-8 is noted in `bad` by its first line.
 
     Raises:
-      UsageError: it cannot be read, or is not UTF-8.
+      UsageError: it cannot be read.
     """
     with _opened(path) as file:
-        held, number = file.readlines(PIECE), 0
+        held, number, line = file.readlines(PIECE), 0, 1
         more = file.readlines(PIECE)
         while held:
             text = decoded(b"".join(held))
             if text is None:
-                raise UsageError(f"{path} is not UTF-8 text")
-            yield (f"{name}#{number}" if more or number else name), text
+                note(bad, path, line, BadRow("not UTF-8"))
+            else:
+                yield (f"{name}#{number}" if more or number else name), text
+            line += len(held)
             held, more, number = more, file.readlines(PIECE) if more else [], number + 1
         if not number:
             yield name, ""
@@ -180,42 +187,42 @@ def _loads(raw: bytes):
 
 
 def _table(path: Path, bad: Bad, delimiter: str) -> Iterator[tuple[int, object]]:
-    """Rows of a table, with the column names in its first line. A field in quotes may hold line breaks."""
-    import pyarrow.csv
-    from pyarrow import ArrowInvalid, string
-
+    """Rows of a table, with the column names in its first line. A field in quotes may hold line breaks; rows
+    are numbered by the line that they begin in."""
+    csv.field_size_limit(_LONGEST_FIELD)  # of the whole process; Python's own is 131,072
     with _opened(path) as file:
-        head, more = decoded(file.readline()), file.read(1)
-    names = next(csv.reader([head or ""], delimiter=delimiter), [])
-    if not names:
-        raise UsageError(f"{path} has no first line that names its columns")
-    if not more:
-        return
-    number = 1
-
-    def broken(row) -> str:
-        note(
-            bad, path, number, BadRow(f"{row.actual_columns} fields, not {row.expected_columns}: {row.text}")
-        )
-        return "skip"
-
-    settings = {
-        "read_options": pyarrow.csv.ReadOptions(block_size=_BLOCK, use_threads=False),
-        "parse_options": pyarrow.csv.ParseOptions(
-            delimiter=delimiter, newlines_in_values=True, invalid_row_handler=broken
-        ),
-        "convert_options": pyarrow.csv.ConvertOptions(
-            column_types=dict.fromkeys(names, string()), strings_can_be_null=False
-        ),
-    }
-    with _opened(path) as file:
+        text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
+        # A line of our own after the last shows whether a quote is open there.
+        reader = csv.reader(itertools.chain(text, ["\n", _END]), delimiter=delimiter)
+        at = 1
         try:
-            for batch in pyarrow.csv.open_csv(file, **settings):
-                for row in batch.to_pylist():
-                    yield number, row
-                    number += 1
-        except ArrowInvalid as error:
-            raise UsageError(f"cannot read {path}: {first_line(error)}") from None
+            names = next(reader)
+            if not names or names == [_END] or not _is_text(names):
+                raise UsageError(f"{path} has no first line that names its columns")
+            at = reader.line_num + 1
+            for row in reader:
+                if row and _END in row[-1] and row != [_END]:
+                    raise UsageError(f"{path}:{at} opens a quote that nothing closes")
+                if row and row != [_END]:
+                    if len(row) != len(names):
+                        shown = delimiter.join(row)[:_SHOWN].encode(errors="replace").decode()
+                        note(bad, path, at, BadRow(f"{len(row)} fields, not {len(names)}: {shown}"))
+                    elif not _is_text(row):
+                        note(bad, path, at, BadRow("not UTF-8"))
+                    else:
+                        yield at, dict(zip(names, row, strict=True))
+                at = reader.line_num + 1
+        except csv.Error as error:
+            raise UsageError(f"cannot read {path}:{at}: {error}") from None
+
+
+def _is_text(fields: list[str]) -> bool:
+    """Whether fields hold no bytes that are not UTF-8."""
+    try:
+        "".join(fields).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parquet(path: Path, bad: Bad) -> Iterator[tuple[int, object]]:
@@ -225,9 +232,14 @@ def _parquet(path: Path, bad: Bad) -> Iterator[tuple[int, object]]:
     number = 0
     with _opened(path) as file:
         try:
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_BLOCK // 1000):
-                for row in batch.to_pylist():
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_TOGETHER):
+                for index in range(batch.num_rows):
                     number += 1
-                    yield number, row
+                    try:
+                        (row,) = batch.slice(index, 1).to_pylist()
+                    except UnicodeDecodeError:
+                        note(bad, path, number, BadRow("not UTF-8"))
+                    else:
+                        yield number, row
         except ArrowException as error:
             raise UsageError(f"cannot read {path}: {first_line(error)}") from None

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from swiftkv_jax.errors import UsageError
@@ -20,11 +20,13 @@ _SPEAKERS = {
 
 @dataclass(frozen=True)
 class Document:
-    """A text, or a chat (then `text` is empty). `id` names it for the held-out rule and in messages."""
+    """A text, or a chat (then `text` is empty). `id` names it for the held-out rule and in messages; `place`
+    is its file and line, where it has one."""
 
     id: str
     text: str = ""
     messages: tuple[dict, ...] = ()
+    place: str = field(default="", compare=False)
 
     @property
     def content(self) -> str:
@@ -84,6 +86,10 @@ def _orca(row: dict) -> Document:
     return _exchange(_text(row, "question"), _text(row, "response"), system)
 
 
+def _solved(row: dict) -> Document:
+    return _exchange(_text(row, "question"), _text(row, "answer"))
+
+
 def _completion(row: dict) -> Document:
     """Both texts, or both lists of messages (TRL)."""
     parts = row["prompt"], row["completion"]
@@ -118,6 +124,7 @@ FORMS: dict[tuple[str, ...], Callable[[dict], Document]] = {
     ("question", "response"): _orca,
     ("prompt", "completion"): _completion,
     ("text",): _plain,
+    ("question", "answer"): _solved,  # GSM8K
 }
 KNOWN = ", ".join(" with ".join(needed) for needed in FORMS)
 

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import time
-import typing
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -22,21 +21,16 @@ from swiftkv_jax import processes, sharding, weights
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checkpoint.training import Checkpointer
-from swiftkv_jax.distill import kernels, report, start, trackers
+from swiftkv_jax.distill import kernels, report, run_folder, start, trackers
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import AttentionConfig, Experiment, resolved
 from swiftkv_jax.distill.data import Batch, DataLoader, evaluation_batches
 from swiftkv_jax.distill.progress import Progress, Silence
-from swiftkv_jax.errors import UsageError, explained
+from swiftkv_jax.errors import UsageError, first_line
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError, device, preferred
 from swiftkv_jax.progress import Say, show, working
 from swiftkv_jax.text.tokenizer import load_tokenizer
-
-_MAY_CHANGE = (  # fields of an Experiment that may differ when a run is resumed
-    "log_every evaluate_every checkpoint_every keep_checkpoints trackers mesh attention evaluation "
-    "evaluation_batches eval_lengths plan.init_tokens predict.init_tokens"  # the start is past
-).split()
 
 
 class TrainingError(RuntimeError):
@@ -116,7 +110,7 @@ class Run:
         self.say = say if self.first else lambda _line: None
         with processes.together():  # on its own: the others must not read weights before they are refused
             if self.first:
-                _check_folder(out, experiment, resume)
+                run_folder.check(out, experiment, resume)
                 trackers.check(experiment.trackers)
         with processes.together():
             share = sharding.share_of_rows(mesh, jax.process_index())
@@ -127,6 +121,7 @@ class Run:
                 self.tokenizer = load_tokenizer(experiment.tokenizer or folder or "")
             with working(self.say, f"reading the data in {', '.join(experiment.data.sources)}"):
                 self.loader = DataLoader(experiment.data, self.tokenizer, **self.process)
+                self.loader.check()
                 self.held_out = {
                     length: evaluation_batches(
                         data, self.tokenizer, experiment.evaluation_batches or None, **self.process
@@ -152,7 +147,7 @@ class Run:
         self.batch_sharding = jax.sharding.NamedSharding(mesh, sharding.spec("B ."))
         with processes.together():
             if self.first:
-                _make_folder(out, experiment)
+                run_folder.make(out, experiment)
             self.checkpoints = Checkpointer(out / "checkpoints", keep=experiment.keep_checkpoints)
             self.progress = self._progress() if self.first else Silence()
         self.evaluated: tuple[int, dict[int, dict[str, np.ndarray]]] | None = None
@@ -213,29 +208,36 @@ class Run:
 
     def _loop(self) -> Result:
         e, done = self.experiment, int(self.state.step)
-        evaluation, pending, began = {}, None, time.monotonic()
-        while not (ended_by := self._signal(done)) and done < self.recipe.steps:
-            batch, ids = next(self.loader)
-            with working(self.say, "compiling the step") if self._first("step") else nullcontext():
-                self.state, metrics = self.step_fn(self.frozen, self.state, self._place(batch))
-            done += 1
-            began = self._report(pending, began)
-            pending = (done, metrics, ids)
-            due = done == self.recipe.steps or (e.checkpoint_every and done % e.checkpoint_every == 0)
-            look = e.evaluate_every and done % e.evaluate_every == 0 and done < self.recipe.steps
-            if due or look:
-                began, pending = self._report(pending, began), None
-            if due:
-                self._save(done)
-            if look:
-                evaluation = self.evaluate()
-                self.progress.evaluation(done, evaluation)
-                began = time.monotonic()
+        evaluation, pending, began, first = {}, None, time.monotonic(), done
+        try:
+            while not (ended_by := self._signal(done)) and done < self.recipe.steps:
+                batch, ids = next(self.loader)
+                with working(self.say, "compiling the step") if self._first("step") else nullcontext():
+                    self.state, metrics = self.step_fn(self.frozen, self.state, self._place(batch))
+                done += 1
+                before, pending = pending, (done, metrics, ids)
+                began = self._report(before, began)
+                due = done == self.recipe.steps or (e.checkpoint_every and done % e.checkpoint_every == 0)
+                look = e.evaluate_every and done % e.evaluate_every == 0 and done < self.recipe.steps
+                if due or look:
+                    began, pending = self._report(pending, began), None
+                if due:
+                    self._save(done)
+                if look:
+                    evaluation = self.evaluate()
+                    self.progress.evaluation(done, evaluation)
+                    began = time.monotonic()
+        except Exception as error:
+            if done > first:
+                self._rescue(done, pending, began, error)
+            raise
         self._report(pending, began)
         if ended_by:
             self._save(done)
         with working(self.say, "waiting for the checkpoint to be written"):
             self.checkpoints.wait()
+        if skipped := self.loader.skipped:
+            self.say(f"skipped {len(skipped)} rows of the data; one is {skipped[0]}")
         if ended_by:
             return Result(done, evaluation, None, ended_by)
         evaluation = self.evaluate()
@@ -249,6 +251,25 @@ class Run:
                 self.out, e, self.recipe.student, evaluation, f"{self.mesh.size} x {kind}", self.folder
             )
         return Result(done, evaluation, folder)
+
+    def _rescue(self, done: int, pending, began: float, error: Exception) -> None:
+        """Save step `done` after an error that leaves the state sound: of data, of a disk, of a tracker.
+
+        Not after one of the device or of a loss that is not finite; nor with several processes, of which the
+        others would have to save with this one.
+        """
+        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))  # given to a step that failed
+        if lost or isinstance(error, TrainingError | jax.errors.JaxRuntimeError) or jax.process_count() > 1:
+            return
+        try:
+            if pending is not None:
+                self._values(pending)
+            self._save(done)
+            self.checkpoints.wait()
+            self.say(f"saved step {done}; --resume continues from it")
+            self._report(pending, began)
+        except Exception as failure:
+            self.say(f"after the error below: {first_line(failure)}")
 
     def _signal(self, done: int) -> int:
         """The signal that ends the run after `done` steps, or 0.
@@ -266,9 +287,20 @@ class Run:
         """Wait for a step's metrics, check and record them; returns the current time."""
         if pending is None:
             return began
+        with self.progress.waiting(pending[0]):
+            values = self._values(pending)
+        now = time.monotonic()
+        self.progress.record(pending[0], values, now - began)
+        return now
+
+    def _values(self, pending) -> dict[str, float]:
+        """A step's metrics, once they are there.
+
+        Raises:
+          TrainingError: the loss or the gradient is not finite.
+        """
         step, metrics, ids = pending
-        with self.progress.waiting(step):
-            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
             names = sorted({name for row in ids for name in row})
             shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
@@ -276,9 +308,7 @@ class Run:
                 f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}; "
                 f"samples of the batch: {shown}. Checkpoints, where there are any, are of before"
             )
-        now = time.monotonic()
-        self.progress.record(step, values, now - began)
-        return now
+        return values
 
     def evaluate(self) -> dict[str, float]:
         """Held-out cross-entropy and perplexity, and with a teacher also its own, the KL and the agreement.
@@ -420,74 +450,3 @@ def summarise(rows: dict[str, np.ndarray], has_teacher: bool) -> dict[str, float
     if "exit_kl" in mean:
         out |= {"exit_kl": mean["exit_kl"], "exit_agreement": mean["exit_agree"]}
     return out
-
-
-def check_free(out: Path, resume: bool) -> None:
-    """Refuse a folder that holds a run, unless that run is to be resumed.
-
-    Raises:
-      UsageError: it does.
-    """
-    with explained(f"read {out / 'config.json'}"):
-        if (out / "config.json").exists() and not resume:
-            raise UsageError(f"{out} already holds a run: give --resume to continue it, or another --out")
-
-
-def _check_folder(out: Path, experiment: Experiment, resume: bool) -> None:
-    """Refuse to mix two runs in one folder, before anything is loaded."""
-    check_free(out, resume)
-    path = out / "config.json"
-    with explained(f"read {path}"):
-        if path.exists() and (what := _differences(_json(path), json.loads(resolved(experiment)))):
-            raise UsageError(f"{path} belongs to another run: {what}. Use another --out")
-
-
-def _make_folder(out: Path, experiment: Experiment) -> None:
-    """The run's folder with the resolved config in it, which marks it as taken."""
-    with explained(f"write to {out}"):
-        out.mkdir(parents=True, exist_ok=True)
-        draft = out / ".config.json.tmp"  # a kill leaves the old file or the new one, never half of one
-        draft.write_text(resolved(experiment))
-        os.replace(draft, out / "config.json")
-
-
-def _json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UsageError(
-            f"{path} is not valid JSON ({error}); to continue the run, delete this file and give --resume"
-        ) from None
-
-
-def identity(config: dict) -> dict[str, typing.Any]:
-    """The fields of a config that must not change between a run and its resumption, by dotted name.
-
-    A field that is off (0, false, null) counts as absent: a run from before the field existed lacks it.
-    """
-    found = {}
-
-    def add(name: str, value) -> None:
-        if name in _MAY_CHANGE or not value:
-            return
-        if not isinstance(value, dict):
-            found[name] = value
-            return
-        for inner, part in value.items():
-            add(f"{name}.{inner}" if name else inner, part)
-
-    add("", config)
-    return found
-
-
-def _differences(theirs: dict, ours: dict) -> str:
-    """Up to three of the fields that differ."""
-    there, here = identity(theirs), identity(ours)
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    said = [f"{name} is {_short(there.get(name))} there, {_short(here.get(name))} here" for name in names[:3]]
-    return "; ".join(said) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _short(value) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -100,7 +100,8 @@ def _run(
 
         return report(from_package(override(load_experiment(args.config), args.set)), args.topology)
     from swiftkv_jax.distill.kernels import choose
-    from swiftkv_jax.distill.loop import check_free, train
+    from swiftkv_jax.distill.loop import train
+    from swiftkv_jax.distill.run_folder import check_free
     from swiftkv_jax.progress import show
 
     if join is not None:

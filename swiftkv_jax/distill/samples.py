@@ -44,7 +44,7 @@ class DataConfig:
       chats: how chats are rendered: by the model's "template", or "plain", as texts with blank lines between
         the turns, for models without a template.
       append_eos: end texts with EOS; chats end as their template does.
-      skip_bad_lines: skip invalid rows instead of stopping.
+      skip_bad_lines: skip invalid rows, and those that the chat template refuses, instead of stopping.
       limit: use only the first `limit` samples; None for all.
       long_documents: a sample longer than `seq_len` is "split" into pieces of `seq_len` and a rest, cut
         wherever a row ends ("fill": no padding), dropped ("drop"), or cut short ("truncate").
@@ -121,7 +121,12 @@ class DataConfig:
 
 
 class Samples(Sequence):
-    """The samples of a config: its split of the documents, tokenised on demand; the latest are cached."""
+    """The samples of a config: its split of the documents, tokenised on demand; the latest are cached.
+
+    Attributes:
+      skipped: what was wrong with each sample that was met and skipped, by index. It is empty wherever it is
+        met: so the order of all others is the same.
+    """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer):
         if config.append_eos and not tokenizer.eos_ids:
@@ -133,9 +138,11 @@ class Samples(Sequence):
         self.sizes = tuple(int(size) for size in np.diff(ends))  # samples of each source, where they count
         self._cache: collections.OrderedDict[int, Sample] = collections.OrderedDict()
         self._cached = 0
+        self.skipped: dict[int, str] = {}
         if not any(len(self[index]) for index in range(len(self))):
             dropped = config.long_documents == "drop"
             reason = f"longer than data.seq_len {config.seq_len}" if dropped else "empty"
+            reason = next((f"broken or {reason}: {why}" for why in self.skipped.values()), reason)
             raise UsageError(f"every sample of {', '.join(config.sources)} is {reason}")
 
     def __len__(self) -> int:
@@ -153,7 +160,19 @@ class Samples(Sequence):
 
     def _tokenise(self, index: int) -> Sample:
         document = self.documents[int(self.indices[index])]
-        ids, learn = self._encode(document)
+        if document.text and self.config.mask == "assistant":
+            raise UsageError(
+                f'data.mask="assistant" needs chats, and document {document.id} is a text: set mask="all"'
+            )
+        try:
+            ids, learn = self._encode(document)
+        except UsageError as error:  # of the chat template or the tokenizer
+            why = f"{document.place or document.id}: {error}"
+            if not self.config.skip_bad_lines:
+                raise UsageError(
+                    f"{why}. Fix it, or skip such rows: --set data.skip_bad_lines=True"
+                ) from error
+            self.skipped[index], ids, learn = why, [], []
         sample = Sample(document.id, np.asarray(ids, np.int32), np.asarray(learn, bool))
         if len(sample) <= self.config.seq_len or self.config.long_documents in ("split", "fill"):
             return sample
@@ -169,10 +188,6 @@ class Samples(Sequence):
             return ids, [True] * len(ids)
         if not document.text:
             return [], []
-        if self.config.mask == "assistant":
-            raise UsageError(
-                f'data.mask="assistant" needs chats, and document {document.id} is a text: set mask="all"'
-            )
         ids = self.tokenizer.encode(document.text)
         if self.config.append_eos and ids[-1] not in self.tokenizer.eos_ids:
             ids = [*ids, self.tokenizer.eos_ids[0]]

@@ -1,6 +1,7 @@
 """Documents: where training text comes from, local files and Hugging Face datasets alike."""
 
 import bisect
+import dataclasses
 import functools
 import itertools
 import json
@@ -19,7 +20,8 @@ from swiftkv_jax.errors import UsageError, explained, first_line
 IN_MEMORY = 64 * 2**20  # characters of a source; a larger one is kept on disk and memory-mapped
 _LOOKED_UP = 2**20  # bytes of a source's files; a smaller one is read again instead of cached on disk
 _WRITTEN = 8 * 2**20  # characters that are written to disk at a time
-_VERSION = 1  # of the cached files
+_VERSION = 2  # of the cached files
+_COLUMNS = ("id", "text", "messages", "place")  # of a document on disk
 _TOGETHER = 1000  # ids that are read from disk at a time
 _SHOWN = 10  # broken lines that an error names
 _SAMPLED = 64  # documents of a dataset on disk that its digest covers
@@ -59,12 +61,13 @@ class HubDocuments(Sequence):
         return self._document(int(index), self.rows[int(index)])
 
     def _document(self, index: int, row) -> Document:
+        place = f"{self.name}, row {index}"
         try:
-            return parse_row(row, self.id_column, self.columns)
+            return dataclasses.replace(parse_row(row, self.id_column, self.columns), place=place)
         except BadRow as error:
             if self.skip_bad_rows:
                 return Document(f"{self.name}:{index}")  # an empty text gives no tokens
-            raise UsageError(f"{self.name}, row {index}: {error}") from None
+            raise UsageError(f"{place}: {error}") from None
 
     def ids(self) -> Iterator[str]:
         """The id of every document."""
@@ -90,9 +93,9 @@ class StoredDocuments(Sequence):
         return len(self._table)
 
     def __getitem__(self, index: int) -> Document:
-        (row,) = self._rows(int(index), 1, ["id", "text", "messages"])
+        (row,) = self._rows(int(index), 1, list(_COLUMNS))
         messages = tuple(json.loads(row["messages"])) if row["messages"] else ()
-        return Document(row["id"], row["text"], messages)
+        return Document(row["id"], row["text"], messages, row["place"])
 
     def ids(self) -> Iterator[str]:
         """The id of every document."""
@@ -272,7 +275,7 @@ def _store(documents: Iterator[Document], place: Path, bad: files.Bad, skip: boo
     skipped."""
     import pyarrow
 
-    schema = pyarrow.schema([(name, pyarrow.large_string()) for name in ("id", "text", "messages")])
+    schema = pyarrow.schema([(name, pyarrow.large_string()) for name in _COLUMNS])
     with explained(f"write to {place.parent}"):
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".part-") as folder:
@@ -288,11 +291,11 @@ def _store(documents: Iterator[Document], place: Path, bad: files.Bad, skip: boo
 
 def _batches(documents: Iterator[Document]) -> Iterator[dict[str, list[str]]]:
     """Documents as columns, about `_WRITTEN` characters at a time."""
-    held: dict[str, list[str]] = {"id": [], "text": [], "messages": []}
+    held: dict[str, list[str]] = {name: [] for name in _COLUMNS}
     size = 0
     for document in documents:
         messages = json.dumps(document.messages, ensure_ascii=False) if document.messages else ""
-        for name, value in zip(held, (document.id, document.text, messages), strict=True):
+        for name, value in zip(held, (document.id, document.text, messages, document.place), strict=True):
             held[name].append(value)
         size += len(document.text) + len(messages)
         if size > _WRITTEN:
@@ -308,12 +311,12 @@ def _read(
     for path, name in found:
         kind = files.kind_of(path)
         if kind in files.TEXT_SUFFIXES:
-            yield from (Document(piece, text) for piece, text in files.texts(path, name))
+            yield from (Document(piece, text, (), str(path)) for piece, text in files.texts(path, name, bad))
         elif kind is not None:
             for number, row in files.rows(path, kind, bad):
                 _see(row, columns, seen)
                 try:
-                    yield parse_row(row, columns=columns)
+                    yield dataclasses.replace(parse_row(row, columns=columns), place=f"{path}:{number}")
                 except BadRow as error:
                     files.note(bad, path, number, error)
 

@@ -145,6 +145,14 @@ def _pieces(documents: Sequence[Sequence[int]], most: int, context: int) -> Piec
 
 
 def encoded(documents, encode: Callable[[str], list[int]], chat: Callable) -> Iterator[list[int]]:
-    """The tokens of texts and of chats."""
+    """The tokens of texts and of chats.
+
+    Raises:
+      UsageError: the chat template or the tokenizer refuses one, which is named.
+    """
     for document in documents:
-        yield chat(list(document.messages)) if document.messages else encode(document.text)
+        try:
+            found = chat(list(document.messages)) if document.messages else encode(document.text)
+        except UsageError as error:
+            raise UsageError(f"{document.place or document.id}: {error}") from error
+        yield found

@@ -16,7 +16,8 @@ from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.distill.loop import identity, summarise
+from swiftkv_jax.distill.loop import summarise
+from swiftkv_jax.distill.run_folder import identity
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import angles_and_segments, embed, forward, logits, through
 from swiftkv_jax.plan import KVPlan

@@ -36,6 +36,7 @@ PUBLISHED = {
         ({"role": "user", "content": "do\n\nit"}, A),
     ),
     "OpenOrca": ({"id": "x", "system_prompt": "s", "question": "q", "response": "a"}, (SYSTEM, Q, A)),
+    "GSM8K": ({"id": "x", "question": "q", "answer": "a"}, (Q, A)),
     "OpenOrca, no system": ({"id": "x", "system_prompt": "", "question": "q", "response": "a"}, (Q, A)),
     "prompt and completion": ({"prompt": "q", "completion": "a"}, (Q, A)),
     "TRL": ({"prompt": [SYSTEM, Q], "completion": [A]}, (SYSTEM, Q, A)),
@@ -93,9 +94,40 @@ def test_a_packed_file_cut_short_is_named(tmp_path):
 
 def test_a_line_of_a_table_with_too_many_fields_is_named_or_left_out(tmp_path):
     (tmp_path / "rows.csv").write_text("id,text\n1,a\n2,b,c\n3,d\n")
-    with pytest.raises(UsageError, match=r"rows.csv:\d \(3 fields, not 2: 2,b,c\)"):
+    with pytest.raises(UsageError, match=r"rows.csv:3 \(3 fields, not 2: 2,b,c\)"):
         open_documents([str(tmp_path / "rows.csv")])
     assert [d.text for d in open_documents([str(tmp_path / "rows.csv")], skip_bad_lines=True)] == ["a", "d"]
+
+
+@pytest.mark.parametrize("quote", ['"', ""])
+@pytest.mark.parametrize("size", [2**17, 2**20, 3 * 2**20, 9 * 2**20])
+def test_a_field_of_a_table_may_have_any_length(tmp_path, size, quote):
+    long = "x y " * (size // 4)
+    (tmp_path / "rows.csv").write_text("text,id\n" + f"{quote}{long}{quote},a\n" * 2 + "short,b\n")
+    found = open_documents([str(tmp_path / "rows.csv")])
+    assert [d.id for d in found] == ["a", "a", "b"]
+    assert found[0].text == found[1].text == long and found[2].text == "short"
+
+
+def test_a_row_that_is_not_utf_8_costs_that_row(tmp_path):
+    """It is named by its line; rows before it have several lines, or none."""
+    table = 'id,text\n1,"a\nb"\n\n2,c\n3,\udcff\n4,d\n'.encode(errors="surrogateescape")
+    (tmp_path / "rows.csv").write_bytes(table)
+    strings = pyarrow.array([b"a\nb", b"c", b"\xff", b"d"]).cast(pyarrow.string(), safe=False)
+    rows = pyarrow.table({"text": pyarrow.StringArray.from_buffers(4, *strings.buffers()[1:])})
+    pyarrow.parquet.write_table(rows, tmp_path / "rows.parquet")
+    for name, place in (("rows.csv", 6), ("rows.parquet", 3)):
+        with pytest.raises(UsageError, match=rf"{name}:{place} \(not UTF-8\)\. Fix"):
+            open_documents([str(tmp_path / name)])
+        found = open_documents([str(tmp_path / name)], skip_bad_lines=True)
+        assert [d.text for d in found] == ["a\nb", "c", "d"]
+
+
+def test_a_quote_that_nothing_closes_is_named_and_swallows_nothing(tmp_path):
+    """Even where broken rows are skipped: all rows after it would be lost."""
+    (tmp_path / "rows.csv").write_text('id,text\n1,a\n2,"b\n3,c\n')
+    with pytest.raises(UsageError, match=r"rows.csv:3 opens a quote"):
+        open_documents([str(tmp_path / "rows.csv")], skip_bad_lines=True)
 
 
 def test_columns_of_other_names(tmp_path):

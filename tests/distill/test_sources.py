@@ -108,8 +108,10 @@ def test_bytes_that_are_no_text(tmp_path):
     with pytest.raises(UsageError, match=r"rows.jsonl:2 \(not UTF-8\)"):
         open_documents([str(tmp_path / "rows.jsonl")])
     (tmp_path / "x.txt").write_bytes(b"\xff")
-    with pytest.raises(UsageError, match=r"x.txt is not UTF-8"):
+    with pytest.raises(UsageError, match=r"x.txt:1 \(not UTF-8\)"):
         open_documents([str(tmp_path / "x.txt")])
+    (tmp_path / "y.txt").write_text("y")
+    assert [d.text for d in open_documents([str(tmp_path / "*.txt")], skip_bad_lines=True)] == ["y"]
 
 
 @pytest.mark.parametrize("suffix, pack", [(".xz", lzma.compress), (".gz", gzip.compress)])
