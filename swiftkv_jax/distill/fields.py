@@ -93,7 +93,7 @@ def summary() -> str:
 
 
 def override(config: _Config, assignments: Sequence[str], under: str = "") -> _Config:
-    """Apply `a.b=value` assignments; values are Python literals, or plain text for strings.
+    """Apply `a.b=value` assignments, in any order; values are Python literals, or plain text for strings.
 
     Args:
       config: an `Experiment`, or a part of one.
@@ -103,16 +103,18 @@ def override(config: _Config, assignments: Sequence[str], under: str = "") -> _C
     Raises:
       UsageError: an unknown key (the nearest is named), a value of the wrong type, or an invalid result.
     """
+    changes: dict[str, typing.Any] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
             raise UsageError(f"--set takes key=value, not {assignment!r}")
         if key.startswith(under):
-            config = _replace(config, key.removeprefix(under).split("."), text, key)
-    return config
+            _note(changes, config, key.removeprefix(under).split("."), text, key)
+    return _replaced(config, changes)
 
 
-def _replace(value: typing.Any, path: list[str], text: str, key: str):
+def _note(changes: dict[str, typing.Any], value: typing.Any, path: list[str], text: str, key: str) -> None:
+    """Add an assignment to `changes`: new values by name, and dictionaries of them for parts."""
     fields = {f.name: f for f in dataclasses.fields(value)}
     name = path[0]
     if name not in fields:
@@ -120,12 +122,20 @@ def _replace(value: typing.Any, path: list[str], text: str, key: str):
             f"unknown key {key!r}: {type(value).__name__} has no {name!r}{suggest(name, fields)}"
         )
     if len(path) == 1:
-        new = _parse(text, typing.get_type_hints(type(value))[name], key)
-    elif dataclasses.is_dataclass(getattr(value, name)):
-        new = _replace(getattr(value, name), path[1:], text, key)
+        changes[name] = _parse(text, typing.get_type_hints(type(value))[name], key)
+    elif dataclasses.is_dataclass(getattr(value, name)) and isinstance(changes.get(name, {}), dict):
+        _note(changes.setdefault(name, {}), getattr(value, name), path[1:], text, key)
     else:
         raise UsageError(f"unknown key {key!r}: {name} has no fields")
-    return dataclasses.replace(value, **{name: new})
+
+
+def _replaced(value: typing.Any, changes: dict[str, typing.Any]):
+    """The config with all changes, so that each part is checked once, as it will be."""
+    made = {
+        name: _replaced(getattr(value, name), new) if isinstance(new, dict) else new
+        for name, new in changes.items()
+    }
+    return dataclasses.replace(value, **made)
 
 
 def _parse(text: str, annotation, key: str):

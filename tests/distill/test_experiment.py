@@ -1,6 +1,7 @@
 """Experiment files, `--set`, and the recipes against the paper's trainable shares."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import jax
@@ -156,6 +157,32 @@ def test_set_changes_one_field_and_nothing_else(tiny):
         data=dataclasses.replace(changed.data, sources=tiny.data.sources),
     )
     assert back == tiny
+
+
+TOGETHER = (  # each valid only with the others
+    ("data.seq_len=128", "data.piece_lengths=(128,)", "data.batch_size=3", "optimizer.accumulate=3"),
+    ("loss.kl_weight=0", "loss.lm_weight=1"),
+    ("trainable=all", "plan.split=0", "plan.share=1", "loss.kl_weight=0", "loss.lm_weight=1"),
+    ("evaluation.seq_len=64", "eval_lengths=(64,)"),
+    ("data.chats=plain", "data.mask=all"),
+)
+
+
+@pytest.mark.parametrize("together", TOGETHER)
+def test_assignments_are_checked_together_in_any_order(tiny, together):
+    tiny = override(tiny, ["data.piece_lengths=(256,2048)", "data.mask=assistant"])
+    orders = list(itertools.permutations(together))
+    found = [override(tiny, order) for order in orders]
+    assert all(config == found[0] for config in found) and found[0] != tiny
+    assert override(found[0], ["steps=7"]).steps == 7
+
+
+def test_the_last_of_two_values_counts(tiny):
+    assert override(tiny, ["steps=5", "steps=6", "evaluation.seq_len=64", "eval_lengths=()"]).steps == 6
+    gone = override(tiny, ["evaluation.seq_len=64", "eval_lengths=()", "evaluation=None"])
+    assert gone.evaluation is None
+    with pytest.raises(UsageError, match="evaluation has no fields"):
+        override(tiny, ["evaluation=None", "evaluation.seq_len=64"])
 
 
 @pytest.mark.parametrize(
