@@ -36,8 +36,9 @@ from swiftkv_jax.distill.config import (  # noqa: E402
     OptimizerConfig,
     PlanConfig,
 )
-from swiftkv_jax.distill.data import DataConfig, evaluation_batches  # noqa: E402
+from swiftkv_jax.distill.data import DataConfig, evaluation_batches, longest_piece  # noqa: E402
 from swiftkv_jax.distill.fields import override  # noqa: E402
+from swiftkv_jax.distill.report import too_short  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
 from swiftkv_jax.errors import UsageError, exit_code  # noqa: E402
@@ -140,10 +141,17 @@ def figures(c: dict) -> str:
 
 
 def long_rows(run: loop.Run) -> dict:
-    """A student's costs at the longer context."""
+    """A student's costs at the longer context.
+
+    Raises:
+      UsageError: no held-out document is longer than the shorter context.
+    """
     data = run.experiment.evaluation
     data = dataclasses.replace(data, seq_len=LONG, batch_size=1)
-    return costs(run, run.evaluate_rows(evaluation_batches(data, run.tokenizer, 4)), LONG)
+    batches = evaluation_batches(data, run.tokenizer, 4)
+    if (longest := longest_piece(batches)) <= CONTEXT:
+        raise UsageError(too_short(LONG, longest))
+    return costs(run, run.evaluate_rows(batches), LONG)
 
 
 def name_of(split: int, share: int = 1) -> str:

@@ -144,11 +144,13 @@ def convert(
             run.fit_start()
             found = costs(run, run.row_sums()[length], length)
             say(report(found, plan, config.num_layers, length))
+            if (longest := run.longest[length]) < length:
+                say(f"the longest held-out document has {longest:,} tokens, fewer than --length {length:,}")
             run.export(out)
             figures = {f"{length}/{name}": found[name] for name in _FIGURES}
             named = dataclasses.replace(experiment, name=out.name, model=model)
             with explained(f"write to {out}"):
-                text = card(named, run.recipe.student, figures, license_of(folder))
+                text = card(named, run.recipe.student, figures, license_of(folder), run.longest)
                 (out / "README.md").write_text(text, encoding="utf-8")
     say(f"saved in {out} after {time.monotonic() - began:.0f} s; to serve it: {serving(out)}")
     return found

@@ -296,8 +296,9 @@ class Experiment:
       export_dtype: dtype of the exported weights.
       evaluation_batches: most batches of held-out data to evaluate on; 0: all.
       eval_lengths: context lengths to evaluate at. For each, held-out documents are cut into pieces of at
-        most that length, in rows of `evaluation.seq_len` tokens. Metrics are then named "2048/kl". Empty: one
-        evaluation, of the rows as `evaluation` makes them.
+        most that length, in rows of `evaluation.seq_len` tokens. Metrics are then named "2048/kl". A length
+        is left out if no document is longer than the next smaller one. Empty: one evaluation, of the rows as
+        `evaluation` makes them.
     """
 
     name: str

@@ -82,6 +82,10 @@ class DataLoader:
         """
         self._worker.submit(self._check).result()
 
+    def different(self) -> int:
+        """Tokens of all samples, each counted once."""
+        return self._worker.submit(lambda: sum(map(len, self.samples))).result()
+
     @property
     def skipped(self) -> list[str]:
         """What was wrong with each sample that this process has met and skipped."""
@@ -235,6 +239,11 @@ def evaluation_batches(
     share = size // process_count
     starts = range(process_index * share, len(rows), size)
     return [assemble(rows[i : i + share], [False] * share, config.seq_len) for i in starts]
+
+
+def longest_piece(batches: Sequence[Batch]) -> int:
+    """Tokens of the longest piece in these rows of an evaluation."""
+    return 1 + max(int(batch.positions.max()) for batch in batches)
 
 
 def _next_row(config: DataConfig, number: int, sample_at, place: Place) -> tuple[list[Sample], Place]:

@@ -24,7 +24,7 @@ from swiftkv_jax.checkpoint.training import Checkpointer
 from swiftkv_jax.distill import kernels, report, run_folder, start, trackers
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import AttentionConfig, Experiment, resolved
-from swiftkv_jax.distill.data import Batch, DataLoader, evaluation_batches
+from swiftkv_jax.distill.data import Batch, DataLoader, evaluation_batches, longest_piece
 from swiftkv_jax.distill.progress import Progress, Silence
 from swiftkv_jax.errors import UsageError, first_line
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
@@ -131,6 +131,10 @@ class Run:
                 total = experiment.steps or experiment.epochs * self.loader.steps_per_epoch()
             with working(self.say, "reading the weights" if folder else "making random weights"):
                 loaded = start.load(experiment, folder, self.tokenizer, mesh)
+        self.longest = {
+            length: -processes.least(-longest_piece(batches)) for length, batches in self.held_out.items()
+        }
+        self._drop_repeated()
         steps.check(experiment, mesh)
         with working(self.say, "making the student"):
             student, trained, frozen = start.prepare(experiment, loaded)
@@ -156,6 +160,16 @@ class Run:
         self.caught = 0
         if resume:
             self._restore()
+
+    def _drop_repeated(self) -> None:
+        """Drop the evaluations at lengths that no held-out document has: they would repeat another's."""
+        before = 0
+        for length in sorted(self.held_out):
+            if before and self.longest[length] <= before:
+                del self.held_out[length]
+                self.say(report.too_short(length, self.longest[length]))
+            else:
+                before = length
 
     def _progress(self) -> Progress:
         e = self.experiment
@@ -196,6 +210,7 @@ class Run:
             with working(self.say, f"fitting keys and values by least squares on {count} batches") as doing:
                 batches = (self._place(next(loader)[0]) for _ in doing.counted(range(count)))
                 trained = self.recipe.method.fit(self.recipe, self.state.trainable, self.frozen, batches)
+            repeated = f" ({loader.different():,} different ones, repeated)" if loader.epoch else ""
         finally:
             loader.close()
         self.state, self.evaluated = dataclasses.replace(self.state, trainable=trained), None
@@ -203,7 +218,8 @@ class Run:
         tokens = count * e.data.batch_size * e.data.seq_len
         took = time.monotonic() - began
         self.say(
-            f"keys and values fitted to the teacher's by least squares on {tokens:,} tokens in {took:.0f} s"
+            f"keys and values fitted to the teacher's by least squares on {tokens:,} tokens{repeated} in "
+            f"{took:.0f} s"
         )
 
     def _loop(self) -> Result:
@@ -248,7 +264,13 @@ class Run:
         if self.first:
             kind = jax.devices()[0].device_kind
             report.write(
-                self.out, e, self.recipe.student, evaluation, f"{self.mesh.size} x {kind}", self.folder
+                self.out,
+                e,
+                self.recipe.student,
+                evaluation,
+                f"{self.mesh.size} x {kind}",
+                self.folder,
+                self.longest,
             )
         return Result(done, evaluation, folder)
 
@@ -314,7 +336,7 @@ class Run:
         """Held-out cross-entropy and perplexity, and with a teacher also its own, the KL and the agreement.
 
         An exit head adds its KL to the teacher and its agreement with the student. With `eval_lengths`, all
-        of these are given for each length, under names like "2048/kl".
+        of these are given for each length that some document has, under names like "2048/kl".
         """
         found = {length: summarise(rows, self.recipe.has_teacher) for length, rows in self.row_sums().items()}
         if not self.experiment.eval_lengths:

@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from swiftkv_jax.analysis import plots
 from swiftkv_jax.analysis.flops import cache_bytes_per_token, prompt_gflop
@@ -66,8 +68,17 @@ def about(model: Transformer | Predicted, context: int) -> list[tuple[str, str]]
     return rows + ([("AcrossKV", f"up to {shared} layers share a row")] if shared > 1 else [])
 
 
-def quality(evaluation: dict[str, float]) -> list[str]:
-    """The held-out evaluation as a Markdown table, a row for each context length."""
+def too_short(length: int, longest: int) -> str:
+    """What is said of a context length that no held-out document has."""
+    return f"not evaluated at {length:,} tokens: the longest of the held-out documents has {longest:,}"
+
+
+def quality(evaluation: dict[str, float], longest: Mapping[int, int] = MappingProxyType({})) -> list[str]:
+    """The held-out evaluation as a Markdown table, a row for each context length.
+
+    Args:
+      longest: tokens of the longest piece that was evaluated at each length, or would have been.
+    """
     lengths = list(dict.fromkeys(name.rpartition("/")[0] for name in evaluation))
     figures = list(dict.fromkeys(name.rpartition("/")[2] for name in evaluation))
     if not evaluation:
@@ -79,6 +90,11 @@ def quality(evaluation: dict[str, float]) -> list[str]:
         cells = [evaluation.get(f"{length}/{figure}" if length else figure) for figure in figures]
         shown = [f"{cell:.4f}" if cell is not None else "" for cell in cells]
         lines.append(f"| {f'{length} | ' if named else ''}{' | '.join(shown)} |")
+    for length, tokens in longest.items() if named else ():
+        if str(length) not in lengths:
+            lines += ["", f"{too_short(length, tokens).capitalize()}."]
+        elif tokens < length:
+            lines += ["", f"The longest document that was evaluated at {length:,} tokens has {tokens:,}."]
     return lines
 
 
@@ -88,6 +104,7 @@ def page(
     rows: list[dict],
     evaluation: dict[str, float],
     device: str,
+    longest: Mapping[int, int] = MappingProxyType({}),
 ) -> str:
     """The report of a finished run, in Markdown; `rows` as `metrics_of` gives them, the device by name."""
     e, steps = experiment, [row for row in rows if "loss" in row]
@@ -104,14 +121,18 @@ def page(
     if steps:
         facts.insert(-1, ("loss", f"{steps[0]['loss']:.4f} at first, {steps[-1]['loss']:.4f} at last"))
     lines = [f"# {e.name}", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts)]
-    lines += ["", "## Quality on held-out data, in nats per token", "", *quality(evaluation)]
+    lines += ["", "## Quality on held-out data, in nats per token", "", *quality(evaluation, longest)]
     lines += ["", "![loss by step](loss.png)", "", "## Use", "", "    swiftkv serve export --http", ""]
     lines += ["config.json has every setting, metrics.jsonl every step."]
     return "\n".join(lines) + "\n"
 
 
 def card(
-    experiment: Experiment, model: Transformer | Predicted, evaluation: dict[str, float], license: str | None
+    experiment: Experiment,
+    model: Transformer | Predicted,
+    evaluation: dict[str, float],
+    license: str | None,
+    longest: Mapping[int, int] = MappingProxyType({}),
 ) -> str:
     """The README.md of an export: a model card as the Hugging Face hub reads it."""
     from huggingface_hub import ModelCardData
@@ -135,7 +156,7 @@ def card(
         "",
         "## Quality on held-out data, in nats per token",
         "",
-        *quality(evaluation),
+        *quality(evaluation, longest),
         "",
         "## Use",
         "",
@@ -170,12 +191,14 @@ def write(
     evaluation: dict[str, float],
     device: str,
     teacher: Path | None,
+    longest: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
-    """Write loss.png and report.md into a run's folder, and README.md into its export."""
+    """Write loss.png and report.md into a run's folder, and README.md into its export; `longest` as in
+    `quality`."""
     with explained(f"write to {run}"):
         rows = metrics_of(run)
         plots.training(rows, run / "loss.png")
-        text = page(experiment, model, rows, evaluation, device)
+        text = page(experiment, model, rows, evaluation, device, longest)
         (run / "report.md").write_text(text, encoding="utf-8")
-        text = card(experiment, model, evaluation, license_of(teacher))
+        text = card(experiment, model, evaluation, license_of(teacher), longest)
         (run / "export" / "README.md").write_text(text, encoding="utf-8")
