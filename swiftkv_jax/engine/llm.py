@@ -47,10 +47,11 @@ from swiftkv_jax.engine.request import (
     encode,
     is_one,
     one_each,
+    special_stops,
     spelt,
 )
 from swiftkv_jax.engine.score import prompt_logprobs, scores
-from swiftkv_jax.engine.sequence import special_texts, word
+from swiftkv_jax.engine.sequence import word
 from swiftkv_jax.engine.settings import Settings, check_fill, empty_pools, model_encoder, settle
 from swiftkv_jax.engine.speech import Transcription
 from swiftkv_jax.errors import UsageError, UsageWarning
@@ -393,14 +394,12 @@ class LLM:
         # A tokenizer may know more tokens than the model.
         suppressed = read.pop("bad_ids", ())
         bad, vocab = spelt(self.tokenizer, params.bad_words or (), where), self.model.config.vocab_size
-        special = special_texts(self.tokenizer)
-        stops = ((special[stop], stop) for stop in params.stop or () if stop in special)
         return Request(
             prompt=text,
             token_ids=tuple(ids),
             params=params,
             eos_ids=eos,
-            stop_texts=tuple(pair for pair in stops if pair[0] < vocab),
+            **special_stops(self.tokenizer, params.stop or (), vocab),
             bad_ids=tuple(ids for ids in [*bad, *suppressed] if max(ids) < vocab),  # others never occur
             root=root(self.fingerprint, self.settings.cache_dtype, str(self.settings.page_size), salt),
             request_id=str(number),

@@ -191,6 +191,7 @@ class Request:
       prompt: its text, None when it came as ids. token_ids: the prompt, never empty.
       params: with `max_tokens` and `seed` settled. eos_ids: the model's end-of-sequence ids, empty under
         `ignore_eos`. stop_texts: (id, text) of the stop strings that are special tokens.
+      mixed_stops: whether a stop string holds special tokens and other text.
       bad_ids: the tokens of each bad word. priority: lower goes first. key: the tenant; keys take turns.
       root: the start of its chain of page names (pages.py).
       ahead: number of leading prompt tokens that an auxiliary model reads; None without one.
@@ -204,6 +205,7 @@ class Request:
     params: SamplingParams
     eos_ids: tuple[int, ...] = ()
     stop_texts: tuple[tuple[int, str], ...] = ()
+    mixed_stops: bool = False
     bad_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     key: str = ""
@@ -358,6 +360,20 @@ def spelt(tokenizer, words: Iterable[str], where: str) -> list[tuple[int, ...]]:
         for text in (word.lstrip(), " " + word.lstrip()):
             found[tuple(_need(tokenizer, where).encode(text, add_special_tokens=False))] = None
     return [ids for ids in found if ids]
+
+
+def special_texts(tokenizer) -> Mapping[str, int]:
+    """The ids of a tokenizer's control tokens by their texts, if it knows them."""
+    return getattr(tokenizer, "special_texts", {})
+
+
+def special_stops(tokenizer, stops: Iterable[str], vocab: int) -> dict:
+    """The fields of `Request` about stop strings that are special tokens, or hold some."""
+    known = special_texts(tokenizer)
+    return {
+        "stop_texts": tuple((known[s], s) for s in stops if s in known and known[s] < vocab),
+        "mixed_stops": any(text in s for s in stops if s not in known for text in known),
+    }
 
 
 def is_one(prompts) -> bool:

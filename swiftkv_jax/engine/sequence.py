@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import typing
-from collections.abc import Mapping
 
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, RequestMetrics
 
@@ -78,8 +77,7 @@ class Sequence:
         skip = request.params.skip_special_tokens
         detokenizer = functools.partial(Detokenizer, tokenizer, request.token_ids)
         self._words = None if tokenizer is None else detokenizer(skip)
-        # Where stop strings are searched: with special tokens, if one of them holds any.
-        mixed = skip and any(text in stop for stop in self._stops for text in special_texts(tokenizer))
+        mixed = skip and request.mixed_stops  # stop strings are searched where special tokens are shown
         self._shown = detokenizer(False) if mixed else self._words
         self._shown_offsets: list[int] = [] if mixed else self._offsets
         self._text_end: int | None = None
@@ -145,7 +143,7 @@ class Sequence:
         may_end, kept = len(self.output) >= params.min_tokens, params.include_stop_str_in_output
         if token in self._stop_ids and may_end:
             self.finish_reason = "stop"
-            self.stop_reason = None if token in self.request.eos_ids else texts.get(token, token)
+            self.stop_reason = texts.get(token, None if token in self.request.eos_ids else token)
         if self._words and self._shown and (not self.finish_reason or kept):
             seen = len(self._shown.text)
             self._words.push(token)
@@ -246,11 +244,6 @@ class Sequence:
             token: Logprob(logprob=value, rank=rank, decoded_token=word(self.tokenizer, token))
             for token, (value, rank) in entries.items()
         }
-
-
-def special_texts(tokenizer) -> Mapping[str, int]:
-    """The texts of a tokenizer's control tokens, if it knows them."""
-    return getattr(tokenizer, "special_texts", {})
 
 
 def word(tokenizer, token: int) -> str | None:

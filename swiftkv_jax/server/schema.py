@@ -183,7 +183,7 @@ def _message(value: dict[str, typing.Any]) -> dict[str, typing.Any]:
         raise PydanticCustomError("message", "{said}", {"said": str(error)}) from None
 
 
-_PARTS = {
+_PART = {
     "type": "object",
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -198,15 +198,13 @@ _MESSAGE = {
     "required": ["role"],
     "properties": {
         "role": {"type": "string", "minLength": 1},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PARTS}, {"type": "null"}]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]},
         "tool_calls": {"type": "array", "items": {"type": "object", "properties": {"function": _FUNCTION}}},
     },
     "description": "one turn of a chat; its content may be missing only beside tool calls",
 }
-Message = typing.Annotated[
-    dict[str, typing.Any], AfterValidator(_message), WithJsonSchema(_MESSAGE)
-]  # as templates read it
-Messages = typing.Annotated[list[Message], Field(min_length=1, max_length=1024, fail_fast=True)]
+_Message = typing.Annotated[dict[str, typing.Any], AfterValidator(_message), WithJsonSchema(_MESSAGE)]
+Messages = typing.Annotated[list[_Message], Field(min_length=1, max_length=1024, fail_fast=True)]
 
 
 class ChatRequest(Sampling):

@@ -14,7 +14,7 @@ from swiftkv_jax.errors import UsageError
 MARKER = "swiftkvturn7f3a91c5e"  # placeholder for a turn's content; one word, so that no template alters it
 _DEEPEST = 64  # levels of a field's objects and lists
 _WRITTEN = (datetime.date, datetime.time, datetime.timedelta, numbers.Number, uuid.UUID)
-_NOT_OFFERED = ("images", "audios", "videos", "files")  # kinds of parts
+_NOT_OFFERED = {"image": "images", "audio": "audio parts", "video": "videos", "file": "files"}
 _NEEDED = 'a message needs "role" and "content", both texts'
 _KNOWS_DEVELOPERS = re.compile(r"""["']developer["']""")
 
@@ -68,7 +68,7 @@ def _joined(content):
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            other = next((name for name in _NOT_OFFERED if name[:-1] in str(kind)), "other parts")
+            other = next((said for word, said in _NOT_OFFERED.items() if word in str(kind)), "other parts")
             raise UsageError(f"{_NEEDED}: part {number} of its content is none, and {other} are not offered")
     return "".join(part["text"] for part in content)
 

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import tiny_engine as tiny
 
-from swiftkv_jax.engine.request import Request, SamplingParams
+from swiftkv_jax.engine.request import Request, SamplingParams, special_stops
 from swiftkv_jax.engine.sequence import Choice, Detokenizer, Sequence, find_stop
 
 TEXT = st.text(st.sampled_from("ab é漢🙂"), max_size=20)
@@ -121,9 +121,9 @@ def test_a_stop_string_may_hold_special_tokens_that_the_text_leaves_out(stop, sk
     """It stops where it does in the text that shows them; pieces as they stream are the text."""
     params = SamplingParams(stop=[stop], skip_special_tokens=skip, include_stop_str_in_output=keep)
     given = [*b"ab", CUT, *"🙂c".encode(), CUT, *b"\nab", CUT, *b"\nx", tiny.EOS, *b"y"]
-    shown, texts = Cut().decode(given, False), [(CUT, stop)] if stop == "<|cut|>" else []
-    fields = {"token_ids": (120,), "params": dataclasses.replace(params, seed=0, max_tokens=99)}
-    sequence = Sequence(Request(prompt="x", stop_texts=tuple(texts), **fields), 0, Cut(), 0.0)
+    shown, fields = Cut().decode(given, False), special_stops(Cut(), [stop], 999)
+    fields |= {"token_ids": (120,), "params": dataclasses.replace(params, seed=0, max_tokens=99)}
+    sequence = Sequence(Request(prompt="x", **fields), 0, Cut(), 0.0)
     pieces = ""
     for moment, token in enumerate(given):
         if not sequence.finish_reason:
