@@ -14,7 +14,7 @@ NONE_LEFT = -3  # in place of a token: the request rules out every one
 RULED_OUT = "no token is left: allowed_token_ids, bad_words, min_tokens and the like rule out every one"
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 _NO_TOKEN = {BAD: NOT_FINITE, NONE_LEFT: RULED_OUT}
-_CONTEXT = 8  # tokens decoded before new ones, at least: more than a character has bytes
+_CONTEXT = 4  # tokens decoded before new ones, at least: as many as a character has bytes
 _UNFINISHED = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 character to
 
 
@@ -266,7 +266,7 @@ class Detokenizer:
     """The text of a growing list of tokens: what prompt and output decode to, from the first character that
     the prompt does not complete.
 
-    New tokens are decoded together with 8 to 16 earlier ones, so that joining rules (spaces, byte fallback)
+    New tokens are decoded together with 4 to 8 earlier ones, so that joining rules (spaces, byte fallback)
     work. The end of that text is the end of the whole, however far back it begins: a character has at most
     four bytes. So the text grows by what lies behind the part of the end that is known. An incomplete
     character at the end is held back until it is complete, or `finish` is called.

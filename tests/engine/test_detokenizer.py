@@ -41,8 +41,8 @@ def pending(tokenizer: Tokenizer, ids: list[int], skip: bool) -> bool:
     return bool(decoder.getstate()[0])
 
 
-def check(tokenizer: Tokenizer, count: int) -> None:
-    source, bytes_ = random.Random(0), of_bytes(tokenizer)
+def check(tokenizer: Tokenizer, count: int, seed: int = 0) -> None:
+    source, bytes_ = random.Random(seed), of_bytes(tokenizer)
     pools = bytes_, [bytes_[byte] for byte in PARTS], range(tokenizer.vocab_size)
     for _ in range(count):
         pool, length, skip = source.choice(pools), source.randrange(45), source.random() < 0.5
@@ -66,8 +66,9 @@ def test_the_text_is_the_decode_of_prompt_and_output_for_any_bytes(tokenizer):
 
 
 @pytest.mark.slow
-def test_the_text_is_the_decode_of_prompt_and_output_for_many_more(tokenizer):
-    check(tokenizer, 100_000)
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_the_text_is_the_decode_of_prompt_and_output_for_many_more(tokenizer, seed):
+    check(tokenizer, 25_000, seed)
 
 
 def test_decoding_bytes_is_that_of_utf_8(tokenizer):
@@ -124,4 +125,4 @@ def test_each_token_is_decoded_with_few_others(tokenizer, kind, monkeypatch):
     made = sum(sizes)
     for token in tokens * 500:
         words.push(token)
-    assert max(sizes) <= 17 and (sum(sizes) - made) / (500 * len(tokens)) < 20 and made < 3000 * len(tokens)
+    assert max(sizes) <= 9 and (sum(sizes) - made) / (500 * len(tokens)) < 11 and made < 3000 * len(tokens)

@@ -21,10 +21,10 @@ from transformers import AutoTokenizer
 
 from swiftkv_jax import predict
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.engine.request import SamplingParams
+from swiftkv_jax.engine.request import CompletionOutput, Logprob, SamplingParams
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.predict import Predicted
-from swiftkv_jax.server import generate, schema, service
+from swiftkv_jax.server import answers, generate, schema, service
 from swiftkv_jax.server.errors import ApiError
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
@@ -330,6 +330,22 @@ def test_sentencepieces_tokens_joined_are_the_text(pieces):
         assert "".join(own) == output.text == choice["text"]
     scored = server.complete("a true true", max_tokens=0, echo=True, logprobs=0)["choices"][0]["logprobs"]
     assert scored["tokens"] == ["<s>", " a", " true", " true"] and scored["text_offset"] == [0, 0, 1, 6]
+
+
+def test_tokens_of_the_same_text_are_all_among_the_likeliest():
+    entry = {t: Logprob(logprob=-t / 4, rank=t, decoded_token=text) for t, text in enumerate("aaba", 1)}
+    output = CompletionOutput(
+        index=0,
+        text="a",
+        token_ids=[1],
+        cumulative_logprob=None,
+        logprobs=[entry],
+        finish_reason=None,
+        stop_reason=None,
+    )
+    choice = answers.CompletionShape("x", "m", "f").choice(0, output, True)
+    [top] = choice["logprobs"]["top_logprobs"]
+    assert top == {"a": -0.25, "token_id:2": -0.5, "b": -0.75, "token_id:4": -1.0}
 
 
 @pytest.mark.parametrize("given", [1, 2, 3])
