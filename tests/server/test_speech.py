@@ -1,5 +1,6 @@
 """Sound over HTTP by the `openai` client, unmodified: the same text as `LLM.transcribe`."""
 
+import dataclasses
 import json
 import logging
 import random
@@ -75,6 +76,21 @@ def test_without_a_language_the_model_detects_it(client, llm):
     want = llm.transcribe(sound)
     answer = client.audio.transcriptions.create(model=http_server.NAME, file=("a.wav", sound))
     assert answer.text == want.text == llm.transcribe(sound, want.language).text
+
+
+def test_a_language_that_the_model_forces_is_taken_where_none_is_asked_for(folder, llm):
+    """Its own language is not one that it would detect."""
+    sound, generation = wav(1.5, 5), llm.generation
+    heard_in = llm.transcribe(sound).language
+    code = next(code for code, _ in generation.speech.languages if code != heard_in)
+    forced = dataclasses.replace(generation.speech, language=code)
+    model, params = skv.from_pretrained(folder, cuts=None)
+    own = dataclasses.replace(generation, speech=forced)
+    with http_server.Running(
+        LLM.from_model(model, params, tiny.Bytes(), generation=own, **SIZES), warm_up=False
+    ) as server:
+        answer = server.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", sound)}).json()
+    assert answer["text"] == llm.transcribe(sound, code).text
 
 
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI's client calls it so

@@ -142,19 +142,19 @@ def test_tokens_that_only_the_other_files_name_are_added_in_transformers_order(t
         } | flags
 
     old = {
-        "special_tokens_map.json": {"pad_token": "[PAD]", "eos_token": like("<end>")},
+        "special_tokens_map.json": {"pad_token": "[PAD]", "eos_token": like("<end>"), "bos_token": "<s>"},
         "added_tokens.json": {"<b>": 901, "<a>": 900, "[PAD]": 902},
     }
     texts = ("a <a> b<b> [PAD]<end> <x> true<new>", *TEXTS)
     for name, config, files in (
-        ("old", {"bos_token": "<s>", "unk_token": "<unk>"}, old),
+        ("old", {"bos_token": "</s>", "unk_token": "<unk>"}, old),
         (
             "new",
             {
                 "bos_token": "<s>",
                 "eos_token": "<new>",
                 "added_tokens_decoder": {
-                    "902": like("<new>", special=False),
+                    "902": like("<new>", normalized=False, special=False),
                     "901": like("<b>", special=True),
                     "900": like("<a>", lstrip=True),
                 },
