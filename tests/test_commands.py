@@ -135,7 +135,7 @@ def test_the_package_runs_as_the_command(tmp_path):
 
 WITHOUT = """
 import sys
-sys.modules |= dict.fromkeys(("lm_eval", "starlette", "uvicorn", "h11", "pydantic", "prometheus_client"))
+sys.modules |= dict.fromkeys(("lm_eval", "starlette", "uvicorn", "pydantic", "prometheus_client"))
 from swiftkv_jax import commands
 for entry, words in ((commands.evaluate, []), (commands.serve, ["--http", "127.0.0.1:0"])):
     sys.argv = [entry.__name__, *words]

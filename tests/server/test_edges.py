@@ -294,7 +294,7 @@ def test_offsets_of_tokens_are_places_in_the_text_whether_it_shows_special_ones_
 def pieces(tmp_path_factory):
     """A server whose tokenizer has Llama 2's form, with a chat template."""
     tokenizer = load_tokenizer(make_sentencepiece(tmp_path_factory.mktemp("pieces")))
-    tokenizer.hf.chat_template = PLAIN
+    tokenizer.templates["default"] = PLAIN
     model = tiny.make_model(KVPlan.swiftkv(2, 1), num_layers=2, vocab_size=tokenizer.vocab_size)
     with Running(LLM.from_model(*model, tokenizer, **SIZES), warm_up=False) as server:
         yield server, tokenizer

@@ -49,7 +49,7 @@ class Paths:
         self.llm, self.server, self.file, self.known = llm, server, file, known
 
     def under(self, template: str) -> None:
-        self.known.chat_template = self.llm.tokenizer.hf.chat_template = template
+        self.known.chat_template = self.llm.tokenizer.templates["default"] = template
         vars(self.llm.tokenizer).pop("template", None)
 
     def trained_on(self, messages) -> list[int]:
