@@ -11,6 +11,7 @@ import tokenizers_made
 import transformers
 
 from swiftkv_jax import audio
+from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.speech import GREEDY
 from swiftkv_jax.server.main import main
@@ -96,14 +97,16 @@ def test_a_run_that_was_interrupted_is_finished_and_a_sound_that_changed_is_noti
 
 @pytest.mark.parametrize("language", ["de", None])
 def test_a_window_that_fails_is_no_text(language, folder, place, tmp_path, monkeypatch):
-    """The second of three windows, or the question for the language."""
-    real, frames = audio.features, []
+    """The second of three windows, or only the question for the language."""
+    real, ask, frames = audio.features, speech.language_request, []
 
     def spoiled(window, how):
         frames.append(real(window, how))
-        return frames[-1] * (np.nan if len(frames) == (2 if language else 1) else 1)
+        return frames[-1] * (np.nan if len(frames) == 2 else 1)
 
-    monkeypatch.setattr(audio, "features", spoiled)
+    if language:
+        monkeypatch.setattr(audio, "features", spoiled)
+    monkeypatch.setattr(speech, "language_request", lambda llm, window: ask(llm, window * np.nan))
     given = {} if language is None else {"language": language}
     (tmp_path / "long.wav").write_bytes((place / "long.wav").read_bytes())
     code, (row,) = served(folder, tmp_path, [{"audio": "long.wav"} | given], "--quiet")
