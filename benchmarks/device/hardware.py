@@ -1,7 +1,6 @@
 """The machine: its hardware, its peak rates, and the cost of a launch and of a loop iteration."""
 
 import functools
-import importlib.metadata
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.device.shapes import shape_of
+from swiftkv_jax.kernels.check.machine import versions
 from swiftkv_jax.kernels.check.timing import medians
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cublas", "flax", "numpy")
@@ -26,12 +26,6 @@ def seconds_of(call: Callable) -> float:
 def hardware() -> Iterator[dict]:
     """Devices, driver, versions and flags."""
     device = jax.devices()[0]
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     try:
         command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
         driver = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
@@ -44,7 +38,7 @@ def hardware() -> Iterator[dict]:
         "cores": os.cpu_count(),
         "memory": (device.memory_stats() or {}).get("bytes_limit", 0),
         "driver": driver,
-        "versions": found,
+        "versions": versions(PACKAGES),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 

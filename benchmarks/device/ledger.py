@@ -23,7 +23,7 @@ SOURCES = {  # files and folders that a task runs
     "engine": (*_WHOLE, "benchmarks/device/engine.py"),
     "train": (*_WHOLE, "benchmarks/device/training.py"),
     "teacher": (*_WHOLE, "benchmarks/device/student.py"),
-    "student": (*_WHOLE, "benchmarks/device/student.py"),
+    "student": (*_WHOLE, "benchmarks/device/student.py", "demo/smollm2.py"),
     "transformers": ("benchmarks/device/peer.py", "benchmarks/device/shapes.py"),
 }
 _ELSEWHERE = ("folder", "chats", "model", "seconds")  # arguments that do not change what is measured

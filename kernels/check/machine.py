@@ -123,10 +123,10 @@ def _read(path: Path) -> str:
 
 
 @functools.cache
-def versions() -> dict[str, str]:
-    """Versions of the packages that compile programs."""
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    """Versions of the packages that are installed; by default of those that compile programs."""
     found = {}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -122,6 +122,15 @@ def test_ratios_and_goals_compare_lines_with_the_same_kernels_and_sizes():
     assert goals["keys alone, times as fast as keys and values"] == 2.0
     assert goals["SwiftKV 50 %, prompt tokens/s over the standard's"] == 1.9
     assert goals["SwiftKV 50 %, TPOT over the standard's"] is None
+    winners = "decode pallas_gpu, chunk cudnn"
+    fast = {line.name: line for line in lines_of(winner=lambda _, names, __: names[-1])}
+    mine = {"prompt_tokens_per_s": 1.5, "tpot_ms": 4.0, "tokens_per_s": 2.6, "bytes_per_step": 1e9}
+    lines |= {f"engine: 16 x 8192, standard, {winners}": figures | {"bytes_per_step": 1e9}}
+    lines |= {f"engine: 16 x 8192, SwiftKV 50 %, {winners}": mine}
+    lines |= {f"engine: 16 x 8192, SwiftKV 50 %, fp8 rows, {winners}": mine | {"tokens_per_s": 9.0}}
+    reached = {name: got for name, (_, got) in report.goals(LLAMA, lines, fast).items()}
+    assert reached["SwiftKV 50 %, prompt tokens/s over the standard's"] == 1.5  # not the slow kernels' 1.9
+    assert reached["SwiftKV 50 %, tokens/s in all over the standard's"] == 1.3  # not with fp8 rows
     lines["decode, page 64: pallas_gpu"]["right"] = False
     assert report.goals(LLAMA, lines, asked)["paged decode, share of a copy"][1] is None
     assert "not measured" in report.markdown(LLAMA, {"command": "c", "date": "d"}, asked, lines)
