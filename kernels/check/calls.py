@@ -467,7 +467,7 @@ def _timed_fill(call: Call) -> Timed:
         return once
 
     numbers = count * len(case.rows) * 2 * case.heads * case.width
-    return Timed(f"{count} tokens", 1, by, compared=False, flops=2 * numbers * case.dim)
+    return Timed(f"{count} tokens", 1, by, compared=False, flops=2.0 * numbers * case.dim)
 
 
 def _timed_training(call: Call, window: int | None) -> Timed:

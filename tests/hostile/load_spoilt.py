@@ -15,7 +15,6 @@ import resource
 import shutil
 import struct
 import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -146,13 +145,7 @@ def main(work: Path, first: int, count: int) -> None:
             said, failure = "", f"{type(error).__name__}: {error}"[:600]
         seconds = sum(os.times()[:4]) - processor
         faulthandler.cancel_dump_traceback_later()
-        homes = (
-            str(folder),
-            f"{tempfile.gettempdir()}/swiftkv-tokenizer-",
-            "/dev/null",
-            sys.prefix,
-            sys.base_prefix,
-        )
+        homes = (str(folder), "/dev/null", sys.prefix, sys.base_prefix)
         strangers = [path for path in _OPENED if path.startswith("/") and not path.startswith(homes)]
         strangers += [f"read outside: {what}"] if watch.touched() else []
         started = [each for each in _STARTED if "template_worker.py" not in each[1]]
