@@ -141,6 +141,12 @@ class ModelConfig:
             )
         object.__setattr__(self, "windows", windows)
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest sequence: rotary scaling may take it beyond `max_position_embeddings`; a
+        relative position bias sets no limit."""
+        return 2**20 if self.relative_buckets else self.rope.longest(self.max_position_embeddings)
+
     @classmethod
     def from_hf(cls, source: Mapping | str | Path) -> "ModelConfig":
         """Read config.json (a dict, the file, or its folder) of a standard or a SwiftKV model.

@@ -191,7 +191,7 @@ def _experiment(
 ) -> Experiment:
     """The run that would train this student on one device; none of its steps is taken."""
     integer("--split", plan.split, 1, config.num_layers - 1)
-    integer("--length", length, 2, config.max_position_embeddings)
+    integer("--length", length, 2, config.longest_context)
     if plan.init == LEAST_SQUARES:
         integer("--tokens", plan.init_tokens, config.hidden_size + 1)
     data = DataConfig(sources=(text,), seq_len=length, batch_size=_ROWS, long_documents="fill")

@@ -119,7 +119,7 @@ def _check(base: Transformer, auxiliary: Transformer, prediction: Prediction) ->
         )
     if max(reads) >= rows:
         raise UsageError(f"reads names row {max(reads)}; the auxiliary's rows are 0 to {rows - 1}")
-    context = base.config.max_position_embeddings
+    context = base.config.longest_context
     if prediction.tail >= context:
         raise UsageError(f"tail must be below the base's context of {context} tokens, not {prediction.tail}")
 

@@ -16,7 +16,7 @@ from swiftkv_jax import weights
 from swiftkv_jax.analysis.prediction_flops import Sizes
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.kernels.common.mask import visible, weights_of
-from swiftkv_jax.layers import before, decoder_layer, feed_forward, queries, rotary
+from swiftkv_jax.layers import Rotary, before, decoder_layer, feed_forward, queries, rotary
 from swiftkv_jax.model import Transformer, logits
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.rows import FORMS
@@ -84,7 +84,7 @@ def run_layer(
     active: the slots that queries may see, these tokens' own included; by default all that hold a row.
     """
     config, p = model.config, weights.layer(params, layer)
-    angles = rotary(config, at, config.max_position_embeddings)
+    angles = _angles(config, at, rows)
     h = before(config, p["attentions"][0], x)
     keys, values = FORMS["kv"].make(config, weights.row(params, layer), h, angles)
     made = (keys, values, jnp.ones_like(at, bool))
@@ -113,9 +113,12 @@ def importance(
     x: what enters the layer; `rows` hold that token already (see `run_layer`).
     """
     config, p = model.config, weights.layer(params, layer)["attentions"][0]
-    angles = rotary(config, at, config.max_position_embeddings)
-    q = queries(config, p, before(config, p, x), angles)
+    q = queries(config, p, before(config, p, x), _angles(config, at, rows))
     return _shares(q, rows.keys, _seen(config, layer, at, rows, active)).mean((1, 2, 3))
+
+
+def _angles(config: ModelConfig, at: Positions, rows: Held) -> Rotary:
+    return rotary(config, at, max(config.max_position_embeddings, rows.held.shape[1]))
 
 
 def _seen(config: ModelConfig, layer: int, at, rows: Held, active) -> Bool[Array, "B n S"]:

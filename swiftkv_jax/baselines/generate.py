@@ -48,7 +48,8 @@ def read(
     """Read prompts and return the logits of each one's next token.
 
     Args:
-      model: with a standard plan. Rotary scaling of type `dynamic` stays that of the model's own context.
+      model: with a standard plan. Rotary scaling of type `dynamic` is that of `slots` tokens, or of the
+        model's own context if that is longer.
       tokens: [B, T], padded behind each prompt with any token. lengths: of the prompts, from 1 to T.
       slots: tokens that a sequence will have room for, T or more.
 
@@ -115,10 +116,10 @@ def generate(
     if outside:
         raise UsageError(f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}")
     slots = max(lengths) + max_new_tokens
-    if slots > config.max_position_embeddings:
+    if slots > config.longest_context:
         raise UsageError(
             f"{max(lengths)} prompt tokens and {max_new_tokens} new ones exceed the model's context of "
-            f"{config.max_position_embeddings}"
+            f"{config.longest_context}"
         )
     tokens = np.zeros((len(prompts), max(lengths)), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):

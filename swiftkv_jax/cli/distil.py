@@ -194,7 +194,7 @@ def _row_tokens(length: int | None, config: ModelConfig, machine: Machine) -> in
     """Tokens of a row: the value of --length, or as many as suit the machine."""
     usual = min(512 if machine.platform == "cpu" else 4096, config.max_position_embeddings)
     tokens = usual if length is None else length
-    integer("--length", tokens, 2, config.max_position_embeddings)
+    integer("--length", tokens, 2, config.longest_context)
     return tokens
 
 
@@ -270,7 +270,7 @@ def make_experiment(
     on_cpu = machine.platform == "cpu"
     micro = machine.devices * (4 if on_cpu or count < 1e9 else 1)
     rate = min(2e-3, 3e-4 * max(1.0, 1e9 / count) ** 0.25)
-    lengths = evaluated_lengths(data.seq_len, config.max_position_embeddings)
+    lengths = evaluated_lengths(data.seq_len, config.longest_context)
     rows = machine.devices * max(1, data.batch_size * data.seq_len // (lengths[-1] * machine.devices))
     return Experiment(
         name=_name(model),

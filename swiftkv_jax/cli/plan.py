@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> None:
     config = config_of(args.model)
     layers = config.num_layers
     context = min(CONTEXT, config.max_position_embeddings) if args.context is None else args.context
-    integer("--context", context, 1, config.rope.longest(config.max_position_embeddings))
+    integer("--context", context, 1, config.longest_context)
     chosen, shares = args.split or splits.candidates(layers), args.share or SHARES
     for split in chosen:
         integer("--split", split, 1, layers - 1)

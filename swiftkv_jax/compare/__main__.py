@@ -104,7 +104,7 @@ def measured(
 def _of_system(source: Source, own: Answers, args: argparse.Namespace, system: System) -> Point:
     found = answers_by_rows(system.model, system.params, source.prompts)
     result = point(system.name, system.setting, system.flops, found, own)
-    full, most = (source.model, source.params), source.model.config.max_position_embeddings
+    full, most = (source.model, source.params), source.model.config.longest_context
     if not args.rounds:
         return result
     one = system.model, system.params
@@ -130,7 +130,7 @@ def report(args: argparse.Namespace) -> dict:
     folder, length, out = local_folder(args.model), args.length, args.out
     with working(show, f"reading {args.model}"):
         model, params = from_pretrained(folder, dtype="float32")
-    integer("--length", length, 4, model.config.max_position_embeddings)
+    integer("--length", length, 4, model.config.longest_context)
     layers = model.config.num_layers
     if model.plan != KVPlan.standard(layers) or layers < 4 or min(model.config.windows) < length:
         raise UsageError("compare takes a standard model of 4 layers or more, no window of it below --length")

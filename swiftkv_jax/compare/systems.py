@@ -119,7 +119,7 @@ def check_auxiliary(folder: Path, auxiliary: Path, length: int) -> None:
     if plan != KVPlan.standard(config.num_layers):
         raise UsageError(f"--auxiliary {auxiliary} is a student: its FLOPs are counted of a standard model")
     check_tokenizers(folder, auxiliary)
-    if (most := config.max_position_embeddings) < length:
+    if (most := config.longest_context) < length:
         raise UsageError(f"--auxiliary {auxiliary} has a context of {most} tokens: lower --length {length}")
 
 

@@ -104,7 +104,7 @@ def by_length(
 ) -> dict[str, dict[int, float]]:
     """Median seconds of batches of MANY prompts: name -> length -> seconds; `full` as "full depth"."""
     out: dict[str, dict[int, float]] = {"full depth": {}} | {name: {} for name in others}
-    most = full[0].config.max_position_embeddings
+    most = full[0].config.longest_context
     for length in (n for n in LENGTHS if n <= most):
         reads = {name: reader(*one, MANY, length) for name, one in others.items()}
         reads |= {"full depth": reader(*full, MANY, length, whole=True)}

@@ -177,7 +177,7 @@ def _run(args: argparse.Namespace) -> None:
         check_tokenizers(home, folder := local_folder(args.auxiliary))
         with working(show, f"reading {args.auxiliary}"):
             auxiliary = from_pretrained(folder, dtype=args.dtype)
-    context = min(model.config.max_position_embeddings for model, _ in (base, auxiliary))
+    context = min(model.config.longest_context for model, _ in (base, auxiliary))
     integer("--length", args.length, 2, context)
     given = PredictConfig(auxiliary=args.auxiliary or "", keep=keep, map=args.map, tail=args.tail)
     prediction, theirs = given.build(base[0].plan, auxiliary[0].plan), auxiliary[0].plan.num_rows

@@ -27,7 +27,6 @@ if typing.TYPE_CHECKING:
     from swiftkv_jax.engine.llm import LLM
 
 _ASKED = ("eos_token_ids", "decoder_start_token_id", "speech")  # not for sampling
-_FAR = 2**20  # tokens: the limit of models with a relative position bias
 
 
 def sampling_defaults(generation: GenerationDefaults) -> SamplingParams:
@@ -44,11 +43,10 @@ def sampling_defaults(generation: GenerationDefaults) -> SamplingParams:
 
 
 def context(config: ModelConfig, wanted: int | None, whose: str = "") -> int:
-    """The context limit in tokens: the trained length, or what is wanted. That may be longer with rotary
-    scaling; a relative position bias sets no limit of its own."""
-    trained = config.max_position_embeddings
-    most = _FAR if config.relative_buckets else config.rope.longest(trained)
-    return integer(f"max_model_len{whose}", wanted, 1, most) if wanted is not None else trained
+    """The context limit in tokens: the trained length, or what is wanted."""
+    if wanted is None:
+        return config.max_position_embeddings
+    return integer(f"max_model_len{whose}", wanted, 1, config.longest_context)
 
 
 def check_names(given: Iterable[str], but: str = "") -> None:

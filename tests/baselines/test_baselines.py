@@ -21,6 +21,7 @@ from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer, forward, logits
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.predict import Predicted
+from swiftkv_jax.rope import RopeConfig
 from swiftkv_jax.surgery import to_swiftkv
 
 LENGTHS = (9, 14, 1, 6)
@@ -110,14 +111,27 @@ def test_logits_are_the_models_own_when_nothing_is_left_out(params, rows, follow
         np.testing.assert_allclose(got, own, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NOTHING)
-def test_greedy_tokens_are_the_models_own_when_nothing_is_left_out(name):
-    model, params = tiny(PLAIN, KVPlan.standard(4))
+SCALED = [  # of a context of 7 tokens; the sequences have 14
+    RopeConfig(rope_type="linear", factor=2.0),
+    RopeConfig(rope_type="dynamic", factor=32.0),
+    RopeConfig(rope_type="yarn", factor=2.0, original_max_position_embeddings=7),
+]
+
+
+@pytest.mark.parametrize(
+    "name, rope",
+    [pytest.param(name, RopeConfig(), id=name) for name in NOTHING]
+    + [pytest.param("lazy", rope, id=rope.rope_type) for rope in SCALED],
+)
+def test_greedy_tokens_are_the_models_own_when_nothing_is_left_out(name, rope):
+    context = PLAIN.max_position_embeddings if rope == RopeConfig() else 7
+    config = dataclasses.replace(PLAIN, rope=rope, max_position_embeddings=context)
+    model, params = tiny(config, KVPlan.standard(4))
     prompts = [[5, 6, 7, 8, 9, 1, 2, 3], [11], [20, 21, 22]]
     want = []
     whole = jax.jit(lambda tokens: logits(model, params, forward(model, params, tokens)))
     for prompt in prompts:
-        row = [*prompt, *[0] * (16 - len(prompt))]
+        row = [*prompt, *[0] * (14 - len(prompt))]
         for place in range(len(prompt), len(prompt) + 6):
             row[place] = int(jnp.argmax(whole(jnp.array([row], jnp.int32))[0, place - 1]))
         want.append(row[len(prompt) : len(prompt) + 6])

@@ -9,13 +9,17 @@ import pytest
 from tokenizers_made import CHATML
 
 import swiftkv_jax as skv
+from swiftkv_jax import convert
 from swiftkv_jax.cli import distil, plan
 from swiftkv_jax.cli.distil import Machine
+from swiftkv_jax.compare import __main__ as compare
 from swiftkv_jax.distill import main as training
+from swiftkv_jax.distill import pair
 from swiftkv_jax.distill.config import Experiment, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
 from swiftkv_jax.distill.fields import rows
 from swiftkv_jax.distill.samples import Samples
+from swiftkv_jax.rope import RopeConfig
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,6 +158,36 @@ def test_invalid_arguments_are_refused_in_a_line(words, said, teacher, tmp_path,
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "rope, longest",
+    [
+        (RopeConfig(rope_type="linear", factor=4.0), 256),
+        (RopeConfig(rope_type="yarn", factor=4.0, original_max_position_embeddings=64), 256),
+        (RopeConfig(rope_type="llama3", factor=4.0, original_max_position_embeddings=16), 64),
+    ],
+    ids=lambda given: getattr(given, "rope_type", None),
+)
+def test_every_command_takes_rows_as_long_as_rotary_scaling_reaches(rope, longest, tmp_path, capsys):
+    """In llama3's files max_position_embeddings is the length after scaling."""
+    folder = str(made.teacher(tmp_path / "teacher", config=dataclasses.replace(made.CONFIG, rope=rope)))
+    out, nowhere = ["--out", str(tmp_path / "out")], "nowhere.jsonl"
+    for command, words in (
+        (distil.main, [folder, "--data", nowhere, *out, "--length"]),
+        (convert.main, [folder, "--split", "2", "--text", nowhere, *out, "--length"]),
+        (compare.main, ["--model", folder, "--text", nowhere, *out, "--length"]),
+        (pair.main, ["--base", folder, "--keep", "0,2", "--text", nowhere, *out, "--length"]),
+        (plan.main, [folder, "--context"]),
+    ):
+        assert command([*words, str(longest)]) == (0 if command is plan.main else 2)
+        error = capsys.readouterr().err
+        assert command is plan.main or f"source {nowhere} does not exist" in error, error
+        assert command([*words, str(longest + 1)]) == 2
+        assert f"{longest}], not {longest + 1}" in capsys.readouterr().err
+    fewer = ["--split", "2", "--init", "fold", "--text", made.texts(tmp_path / "rows.jsonl"), *out]
+    assert convert.main([folder, *fewer, "--length", str(longest)]) == 0
+    assert f"in rows of {longest}:" in capsys.readouterr().out
 
 
 def test_a_folder_that_holds_no_run_does_not_go_on(teacher, tmp_path, capsys):
