@@ -27,7 +27,7 @@ from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
 from swiftkv_jax.distill.report import card, license_of
 from swiftkv_jax.distill.samples import documents_of
-from swiftkv_jax.distill.sources import split_of
+from swiftkv_jax.distill.sources import PLACE, split_of
 from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.folder import DEMO
 from swiftkv_jax.plan import KVPlan
@@ -240,10 +240,11 @@ def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
         )
     pieces: list[dict] = []
     for document in (documents[i] for i in range(len(documents))):
+        place = {PLACE: document.place or document.id}
         if document.messages:
-            pieces.append({"messages": list(document.messages)})
+            pieces.append({"messages": list(document.messages)} | place)
         cuts = range(0, len(document.text), _PIECE)
-        pieces += [{"text": document.text[start : start + _PIECE]} for start in cuts]
+        pieces += [{"text": document.text[start : start + _PIECE]} | place for start in cuts]
     if len(pieces) < _EVERY:
         raise UsageError(
             f"{', '.join(data.sources)} is too short: give a text of {_PIECE * _EVERY:,} characters or more"

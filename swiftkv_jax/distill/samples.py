@@ -170,7 +170,7 @@ class Samples(Sequence):
             why = f"{document.place or document.id}: {error}"
             if not self.config.skip_bad_lines:
                 raise UsageError(
-                    f"{why}. Fix it, or skip such rows: --set data.skip_bad_lines=True"
+                    f"{why}. Fix it, or let swiftkv train or distil skip it: --set data.skip_bad_lines=True"
                 ) from error
             self.skipped[index], ids, learn = why, [], []
         sample = Sample(document.id, np.asarray(ids, np.int32), np.asarray(learn, bool))

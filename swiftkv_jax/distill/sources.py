@@ -23,6 +23,7 @@ _WRITTEN = 8 * 2**20  # characters that are written to disk at a time
 _VERSION = 2  # of the cached files
 _COLUMNS = ("id", "text", "messages", "place")  # of a document on disk
 _TOGETHER = 1000  # ids that are read from disk at a time
+PLACE = "swiftkv_jax.place"  # column of our own files of pieces: the file and line of a piece's document
 _SHOWN = 10  # broken lines that an error names
 _SAMPLED = 64  # documents of a dataset on disk that its digest covers
 # Training splits and id columns of the paper's data (SwiftKV section 4.1), of the published recipe's
@@ -316,7 +317,9 @@ def _read(
             for number, row in files.rows(path, kind, bad):
                 _see(row, columns, seen)
                 try:
-                    yield dataclasses.replace(parse_row(row, columns=columns), place=f"{path}:{number}")
+                    document = parse_row(row, columns=columns)
+                    place = row.get(PLACE) if isinstance(row, Mapping) else None
+                    yield dataclasses.replace(document, place=place or f"{path}:{number}")
                 except BadRow as error:
                     files.note(bad, path, number, error)
 

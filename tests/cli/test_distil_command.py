@@ -215,6 +215,20 @@ def test_settings_of_the_data_hold_for_how_it_is_read(teacher, tmp_path, capsys)
         assert (data["seq_len"], data["skip_bad_lines"]) == (16, True)
 
 
+def test_of_few_chats_one_that_the_template_refuses_is_named_by_its_own_file_and_line(tmp_path, capsys):
+    """Few are read through files of pieces, some of which are held out."""
+    folder = made.teacher(
+        tmp_path / "teacher", "{% if messages[0].content == 'q6' %}{{ no.way }}{% endif %}" + CHATML
+    )
+    chats = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}] for i in range(20)]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    out = ["--split", "2", "--length", "24", "--out", str(tmp_path / "out")]
+    for command, flag in ((distil.main, "--data"), (convert.main, "--text")):
+        assert command([str(folder), flag, str(data), *out]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {data}:7: ")
+
+
 def test_a_model_without_embeddings_for_its_tokenizer_is_refused_before_it_is_measured(tmp_path, capsys):
     folder = made.teacher(tmp_path / "small", config=dataclasses.replace(made.CONFIG, vocab_size=200))
     texts = made.texts(tmp_path / "rows.jsonl")
