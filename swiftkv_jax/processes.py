@@ -313,6 +313,37 @@ class Channel:
             drop(block)
 
 
+class Stop:
+    """How several processes stop after the same step, because one of them cannot go on; no step waits for it.
+
+    Every process asks `reached` before each step, once the step before the last one is done. So if one asks
+    after step n + 2, step n + 1 is done, and who said before it to stop after n + 2 has been heard.
+
+    Attributes:
+      failure: why this process cannot go on. It still takes part in `LAG` steps.
+    """
+
+    LAG = 2
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+        self._said = False
+
+    def fail(self, error: Exception) -> None:
+        self.failure = self.failure or error
+
+    def reached(self, step: int) -> bool:
+        """Whether all stop after this step; where this process has failed, it now says when."""
+        from jax._src import distributed
+
+        client = distributed.global_state.client
+        assert client is not None
+        if self.failure is not None and not self._said:
+            client.key_value_set(f"stop/{jax.process_index()}", str(step + self.LAG))
+            self._said = True
+        return any(int(at) <= step for _, at in client.key_value_dir_get("stop/"))
+
+
 def _alone() -> bool:
     """Whether there is only this process. If none was joined, this does not make JAX look for devices."""
     return not jax.distributed.is_initialized() or jax.process_count() == 1

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -63,6 +64,13 @@ class DataLoader:
             self._ahead.append(self._worker.submit(self._produce))
         batch, ids, (self._step, self._places) = self._ahead.popleft().result()
         return batch, ids
+
+    def look(self, count: int) -> None:
+        """Wait until the next `count` batches are made. Raises what making one of them raises."""
+        while len(self._ahead) < count + self.prefetch:
+            self._ahead.append(self._worker.submit(self._produce))
+        for future in itertools.islice(self._ahead, count):
+            future.result()
 
     @property
     def epoch(self) -> int:

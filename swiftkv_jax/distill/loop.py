@@ -158,6 +158,7 @@ class Run:
         self.compiled: set[str] = set()
         self.to_fit = experiment.fits_start
         self.caught = 0
+        self.several, self.stop = jax.process_count() > 1, processes.Stop()
         if resume:
             self._restore()
 
@@ -191,6 +192,9 @@ class Run:
         """Step until the end or a signal; every metric is read one step late, so the device never waits."""
         self._describe()
         self.fit_start()
+        with processes.together():  # none begins a step for which, or for the next, another has no batch
+            if self.several:
+                self.loader.look(min(self.stop.LAG, self.recipe.steps - int(self.state.step)))
         caught = [signal.SIGINT] if jax.distributed.is_initialized() else [signal.SIGINT, signal.SIGTERM]
         handlers = {s: signal.signal(s, self._catch) for s in caught}
         try:
@@ -224,9 +228,9 @@ class Run:
 
     def _loop(self) -> Result:
         e, done = self.experiment, int(self.state.step)
-        evaluation, pending, began, first = {}, None, time.monotonic(), done
+        evaluation, pending, began, first, ended_by = {}, None, time.monotonic(), done, 0
         try:
-            while not (ended_by := self._signal(done)) and done < self.recipe.steps:
+            while not (ended_by := self._signal(done)) and done < self.recipe.steps and not self._stops(done):
                 batch, ids = next(self.loader)
                 with working(self.say, "compiling the step") if self._first("step") else nullcontext():
                     self.state, metrics = self.step_fn(self.frozen, self.state, self._place(batch))
@@ -241,12 +245,20 @@ class Run:
                     self._save(done)
                 if look:
                     evaluation = self.evaluate()
-                    self.progress.evaluation(done, evaluation)
+                    with self._noted():
+                        self.progress.evaluation(done, evaluation)
                     began = time.monotonic()
         except Exception as error:
+            lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))  # in a step that failed
+            if lost or isinstance(error, TrainingError | jax.errors.JaxRuntimeError) or self.several:
+                raise
+            self.stop.fail(error)
+        if processes.any_process(self.stop.failure is not None):
             if done > first:
-                self._rescue(done, pending, began, error)
-            raise
+                self._rescue(done, pending, began)
+            with processes.together():
+                if self.stop.failure is not None:
+                    raise self.stop.failure
         self._report(pending, began)
         if ended_by:
             self._save(done)
@@ -274,15 +286,26 @@ class Run:
             )
         return Result(done, evaluation, folder)
 
-    def _rescue(self, done: int, pending, began: float, error: Exception) -> None:
-        """Save step `done` after an error that leaves the state sound: of data, of a disk, of a tracker.
+    def _stops(self, done: int) -> bool:
+        """Whether all of several processes stop after step `done`, as one of them cannot go on."""
+        if not self.several:
+            return False
+        with self._noted():
+            self.loader.look(min(1 + self.stop.LAG, self.recipe.steps - done))
+        return self.stop.reached(done)
 
-        Not after one of the device or of a loss that is not finite; nor with several processes, of which the
-        others would have to save with this one.
-        """
-        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))  # given to a step that failed
-        if lost or isinstance(error, TrainingError | jax.errors.JaxRuntimeError) or jax.process_count() > 1:
-            return
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Context for work of this process alone; of several, an error waits until all have stopped."""
+        try:
+            yield
+        except Exception as error:
+            if not self.several:
+                raise
+            self.stop.fail(error)
+
+    def _rescue(self, done: int, pending, began: float) -> None:
+        """Save step `done` after an error that leaves the state sound: of data, of a disk, of a tracker."""
         try:
             if pending is not None:
                 self._values(pending)
@@ -312,7 +335,8 @@ class Run:
         with self.progress.waiting(pending[0]):
             values = self._values(pending)
         now = time.monotonic()
-        self.progress.record(pending[0], values, now - began)
+        with self._noted():
+            self.progress.record(pending[0], values, now - began)
         return now
 
     def _values(self, pending) -> dict[str, float]:

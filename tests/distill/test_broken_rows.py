@@ -3,12 +3,14 @@ what was trained."""
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+from processes_made import finish, start
 from samples_made import config, same, take, write
 from tokenizers_made import CHATML, make_tokenizer
 
@@ -30,6 +32,7 @@ REFUSING = (
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + CHATML
 )
 BAD = 77
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -219,3 +222,50 @@ def test_other_errors_save_too_unless_the_state_is_lost(kind, file, tmp_path, mo
     assert ("saved step 8" in said.out + said.err) == (kind == "disk")
     if kind == "loss":
         assert "step 2: loss" in said.out + said.err and "the third batch" in said.err
+
+
+# `train.py` in a process that looks at no samples before the first step; later process 0 cannot write.
+PROCESS = """
+import sys
+from swiftkv_jax import commands, processes
+from swiftkv_jax.distill import data, progress
+data._TRIED = 0
+record = progress.Progress.record
+def full(self, step, *more):
+    if {disk} and step == 7:
+        raise OSError(28, "No space left")
+    record(self, step, *more)
+progress.Progress.record = full
+sys.exit(commands.train())
+"""
+
+
+def run_two(file: Path, out: Path, *more: str, disk: bool = False):
+    words = [sys.executable, "-c", PROCESS.format(disk=disk), "--config", str(file), "--out", str(out), *more]
+    environ = {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax-tests")}
+    return finish(start([words, words], **environ))
+
+
+@pytest.mark.slow
+def test_two_processes_stop_after_one_step_when_one_of_them_meets_a_broken_row(file, tmp_path, monkeypatch):
+    """After the step before the row's, as one process does; what they saved goes on without the row."""
+    monkeypatch.setattr(data, "_TRIED", 0)
+    assert run(file, tmp_path / "alone") == 2
+    done = run_two(file, tmp_path / "out")
+    assert [process.returncode for process in done] == [2, 2], done
+    assert all("chats.jsonl:77: " in process.stderr for process in done)
+    (step,) = saved(tmp_path / "out")
+    assert [step] == saved(tmp_path / "alone") and f"saved step {step}" in done[0].stdout
+    skip = ("--set", "data.skip_bad_lines=True")
+    for out, more in (("out", ["--resume"]), ("whole", [])):
+        done = run_two(file, tmp_path / out, *skip, *more)
+        assert [process.returncode for process in done] == [0, 0], done
+    got, want = exported(tmp_path / "out"), exported(tmp_path / "whole")
+    assert got.keys() == want.keys() and all(np.array_equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.slow
+def test_two_processes_save_when_one_of_them_cannot_write_its_metrics(file, tmp_path):
+    zero, one = run_two(file, tmp_path / "out", "--set", "data.skip_bad_lines=True", disk=True)
+    assert (zero.returncode, one.returncode) == (1, 1) and saved(tmp_path / "out") == [10]
+    assert "No space left" in zero.stderr and "process 0: " in one.stderr and "saved step 10" in zero.stdout
