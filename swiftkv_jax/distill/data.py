@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -118,6 +119,7 @@ class DataLoader:
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"this is not a data loader's state: {error!r}") from error
         mine = self._identity()
+        saved.setdefault("ids", mine["ids"])  # older states have a hash of the tokenizer's file
         # A field that is off counts as absent: the state may be older than the field.
         differ = [k for k in mine if (saved.get(k) or None) != (mine[k] or None)]
         changed = [f"{k} {saved.get(k)!r} -> {mine[k]!r}" for k in differ]
@@ -143,8 +145,11 @@ class DataLoader:
         fields = dataclasses.asdict(self.config)
         del fields["sources"], fields["skip_bad_lines"]
         fields = {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}  # as in JSON
-        samples = self.samples
-        return fields | {"documents": samples.documents.digest, "tokenizer": samples.tokenizer.fingerprint}
+        return fields | {"documents": self.samples.documents.digest, "ids": self._ids}
+
+    @functools.cached_property
+    def _ids(self) -> str:
+        return self._worker.submit(self.samples.digest).result()
 
     def _produce(self) -> tuple[Batch, list[list[str]], tuple[int, dict[int, Place]]]:
         """The next batch and the state after it; runs on the worker, which alone touches `_front`."""

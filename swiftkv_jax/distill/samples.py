@@ -1,9 +1,11 @@
 """Samples of a data config: token ids, and which predictions count."""
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 from collections.abc import Sequence
+from hashlib import sha256
 
 import numpy as np
 
@@ -19,6 +21,7 @@ MASKS = ("all", "assistant")
 CHATS = ("template", "plain")
 LONG_DOCUMENTS = ("split", "fill", "drop", "truncate")
 _CACHED_TOKENS = 1 << 24  # tokenised samples kept in memory: 80 MB
+_HASHED = 8  # samples whose ids a digest covers
 _CHAT_DATE = datetime.date(2024, 7, 26)  # for templates that print one: data must not change from day to day
 
 
@@ -157,6 +160,15 @@ class Samples(Sequence):
         while self._cached > _CACHED_TOKENS and len(self._cache) > 1:
             self._cached -= len(self._cache.popitem(last=False)[1])
         return sample
+
+    def digest(self) -> str:
+        """A hash of the ids of a few samples: what else changes in a tokenizer does not matter."""
+        digest = sha256()
+        for index in range(0, len(self), -(-len(self) // _HASHED)):
+            with contextlib.suppress(UsageError):  # it is skipped, or named when it is met
+                digest.update(self[index].tokens.tobytes())
+            digest.update(b";")
+        return digest.hexdigest()[:16]
 
     def _tokenise(self, index: int) -> Sample:
         document = self.documents[int(self.indices[index])]

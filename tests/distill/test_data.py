@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from samples_made import config, pieces_of, same, take, texts, tokenizer, write
 
 from swiftkv_jax.distill.data import DataLoader
@@ -163,6 +164,17 @@ def test_a_state_of_other_documents_or_none_at_all_is_refused(tmp_path):
     for nonsense in ({}, {"step": 1}, {**state, "lanes": {"0": [1]}}):
         with pytest.raises(UsageError, match="not a data loader's state"):
             moved.restore(nonsense)
+
+
+def test_a_tokenizer_may_change_between_a_state_and_its_resumption_as_long_as_it_gives_the_same_ids(tmp_path):
+    settings = config(write(tmp_path, texts(30)))
+    state, other = DataLoader(settings, tokenizer()).state(), tokenizer.__wrapped__()
+    other.rust.decoder = tokenizers.decoders.Fuse()
+    assert other.fingerprint != tokenizer().fingerprint
+    DataLoader(settings, other).restore(state)
+    other.rust.normalizer = tokenizers.normalizers.Prepend("x")
+    with pytest.raises(UsageError, match="ids '"):
+        DataLoader(settings, other).restore(state)
 
 
 def test_fuse_positions_applies_to_its_share_of_rows(tmp_path):
