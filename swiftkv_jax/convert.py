@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from swiftkv_jax.analysis.flops import cache_bytes_per_token, prompt_gflop
+from swiftkv_jax.bucket import Home, Place, path_or_url
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checks import integer
 from swiftkv_jax.config import DTYPES, ModelConfig, plan_from_hf
@@ -90,7 +91,8 @@ def parser() -> Parser:
     p.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="dtype of the computation (default: %(default)s)"
     )
-    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the student")
+    about = "folder for the student, here or gs://BUCKET/PATH"
+    p.add_argument("--out", type=path_or_url, required=True, metavar="DIR", help=about)
     return p
 
 
@@ -108,7 +110,7 @@ def _run(args: argparse.Namespace) -> int:
 def convert(
     model: str,
     plan: PlanConfig,
-    out: Path,
+    out: Path | str,
     text: str = str(CORPUS),
     length: int = 512,
     dtype: str = "float32",
@@ -129,7 +131,8 @@ def convert(
     Raises:
       UsageError: the model, the text or the plan makes no sense, or `out` cannot be written.
     """
-    _check_out(out)
+    home = Home(out)
+    _check_out(home.here)
     with working(say, f"reading {model}"):
         folder = local_folder(model)
     config = ModelConfig.from_hf(folder)
@@ -146,17 +149,18 @@ def convert(
             say(report(found, plan, config.num_layers, length))
             if (longest := run.longest[length]) < length:
                 say(f"the longest held-out document has {longest:,} tokens, fewer than --length {length:,}")
-            run.export(out)
+            run.export(home.here)
             figures = {f"{length}/{name}": found[name] for name in _FIGURES}
-            named = dataclasses.replace(experiment, name=out.name, model=model)
+            named = dataclasses.replace(experiment, name=home.here.name, model=model)
             with explained(f"write to {out}"):
                 text = card(named, run.recipe.student, figures, license_of(folder), run.longest)
-                (out / "README.md").write_text(text, encoding="utf-8")
-    say(f"saved in {out} after {time.monotonic() - began:.0f} s; to serve it: {serving(out)}")
+                (home.here / "README.md").write_text(text, encoding="utf-8")
+            home.send()
+    say(f"saved in {out} after {time.monotonic() - began:.0f} s; to serve it: {serving(home.place)}")
     return found
 
 
-def serving(folder: Path) -> str:
+def serving(folder: Place) -> str:
     """The command that serves a folder, as one types it in a shell."""
     return f"swiftkv serve {shlex.quote(str(folder))} --http"
 

@@ -6,6 +6,7 @@ import difflib
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from swiftkv_jax.version import __version__
 
@@ -69,6 +70,15 @@ def exit_code(
     return code
 
 
+def local_path(text: str) -> Path:
+    """The type of a flag for a file or folder that cannot be in a bucket."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no folder or file here; docs/tpu_and_gpu.md says which flags take gs://"
+        )
+    return Path(text)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that raises errors as UsageError: one line, and the nearest flag. Every command has --version.
 
@@ -78,6 +88,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, add_help=False, **kwargs)
         self.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
+        self.register("type", Path, local_path)
         version = f"swiftkv-jax {__version__}"
         self.add_argument("--version", action="version", version=version, help="print the version and exit")
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LIBRARY = ROOT / "swiftkv_jax"
 LEVELS = (
-    "version errors shapes pytree progress last_words processes checks folder config config_json "
+    "version errors shapes pytree progress last_words processes checks folder bucket config config_json "
     "encoder_json families rope plan sharding gguf_header gguf_config",
     "layers rows cache weights text audio",
     "model encoder surgery checkpoint predict",

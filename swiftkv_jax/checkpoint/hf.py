@@ -15,6 +15,7 @@ import safetensors
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from swiftkv_jax import sharding, weights
+from swiftkv_jax.bucket import fetched, is_bucket
 from swiftkv_jax.checkpoint import gguf
 from swiftkv_jax.checkpoint.names import Slot, as_dtype, bare_names, ignored, slots
 from swiftkv_jax.checkpoint.write import ADAPTER, AUXILIARY, INDEX, SINGLE, has_extras, save_pretrained
@@ -126,14 +127,14 @@ def _stored_dtype(folder: Path) -> str:
 
 def local_folder(path_or_id: str | Path, revision: str | None = None) -> Path:
     """The local path of a model: the folder itself, a GGUF file (given, or in a folder without safetensors),
-    or the downloaded safetensors, configs and tokenizer of a hub model.
+    or the downloaded safetensors, configs and tokenizer of a hub model, or of a folder in a bucket.
 
     Raises:
       UsageError: no such folder, and the hub does not give a model of that name; a revision of a folder; or a
         folder with several GGUF files.
     """
-    path = Path(path_or_id).expanduser()
     text = str(path_or_id)
+    path = fetched(text.rstrip("/"), _DOWNLOAD) if is_bucket(text) else Path(path_or_id).expanduser()
     if path.is_dir() or (path.suffix == SUFFIX and path.is_file()):
         if revision is not None:
             raise UsageError(f"{text} is a folder here: revision {revision!r} is of models on the hub")

@@ -12,16 +12,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from swiftkv_jax.bucket import Place, listing
+
 NAME = "manifest.json"
 _THREADS = 8  # hashing and fsync release the interpreter's lock
 
 
-def write(folder: Path, step: int) -> None:
-    """Sync the files of `folder` to disk, then record them; afterwards the step survives a power cut.
+def write(folder: Place, step: int) -> None:
+    """Sync the files of `folder` to disk, then record them; afterwards the step survives a power cut. In a
+    bucket they are recorded with its own checksums.
 
     Raises:
       OSError: a file cannot be read or synced, or the manifest not be written.
     """
+    if not isinstance(folder, Path):
+        (folder / NAME).write_bytes(_encode(step, _listed(folder)))
+        return
     inside = sorted(folder.rglob("*"))
     names = [p.relative_to(folder).as_posix() for p in inside if p.is_file() and p.name != NAME]
     for place in (folder, *(p for p in inside if p.is_dir())):
@@ -39,10 +45,14 @@ def write(folder: Path, step: int) -> None:
     _sync(folder.parent)
 
 
-def fault(folder: Path, step: int) -> str | None:
+def fault(folder: Place, step: int) -> str | None:
     """`"file: why"` for the first thing wrong with a step, or None when every byte is as written."""
     try:
         files = _read(folder, step)
+        if not isinstance(folder, Path):
+            found = _listed(folder)
+            bad = [name for name, entry in files.items() if found.get(name) != entry]
+            return f"{bad[0]}: missing, or not as it was written" if bad else None
         for name, (size, _) in files.items():
             if (found := (folder / name).stat().st_size) != size:
                 return f"{name}: {found} bytes, written with {size}"
@@ -50,7 +60,7 @@ def fault(folder: Path, step: int) -> str | None:
             found = pool.map(lambda name: _entry(folder / name), files)
             bad = [name for name, entry in zip(files, found, strict=True) if entry != files[name]]
     except FileNotFoundError as error:
-        name = Path(error.filename).relative_to(folder).as_posix()
+        name = Path(error.filename or folder / NAME).relative_to(folder).as_posix()
         return f"{name}: missing" + (", the save was cut short" if name == NAME else "")
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
@@ -59,7 +69,12 @@ def fault(folder: Path, step: int) -> str | None:
     return f"{bad[0]}: checksum differs from the one it was written with" if bad else None
 
 
-def _read(folder: Path, step: int) -> dict[str, list[Any]]:
+def _listed(folder: Place) -> dict[str, list[Any]]:
+    found = {url.removeprefix(f"{folder}/"): entry for url, entry in listing(folder).items()}
+    return {name: entry for name, entry in found.items() if name != NAME}
+
+
+def _read(folder: Place, step: int) -> dict[str, list[Any]]:
     """The manifest's table of files, verified by its own checksum.
 
     Raises:

@@ -3,6 +3,8 @@
     DIR/20/state, meta       Orbax: the arrays, and one JSON object; committed together by a rename
     DIR/20/manifest.json     ours, written after that; a step without it counts as unfinished
 
+In a bucket, which checks its own bytes, the manifest holds the bucket's checksums.
+
 Orbax restores a flipped bit silently and fails on a truncated file; here the step is rejected instead, and
 the next older one is used. An old step is deleted only when newer ones have their manifests.
 """
@@ -20,6 +22,7 @@ from typing import Any
 
 import jax
 
+from swiftkv_jax.bucket import Place, at, is_bucket
 from swiftkv_jax.checkpoint import manifest, storable
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.processes import any_process, from_first
@@ -43,7 +46,7 @@ class Checkpointer:
 
     def __init__(self, directory: str | os.PathLike[str], keep: int = 3):
         """Keep the newest `keep` good steps. Raises UsageError: `directory` is a file, or `keep` below 1."""
-        self.directory = Path(directory).absolute()
+        self.directory = at(directory) if is_bucket(directory) else Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
             raise UsageError(f"checkpoint directory {directory} is a file; name a directory")
         if keep < 1:
@@ -196,7 +199,8 @@ class Checkpointer:
         """Delete what killed or failed saves left half-written."""
         if jax.process_index() == 0:
             for path in self.directory.glob(_TEMPORARY):
-                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _remove(path)
 
     def _make_room(self, step: int, size: int) -> None:
         """Prepare the directory for `size` more bytes; a rejected step of the same number is deleted."""
@@ -204,7 +208,7 @@ class Checkpointer:
         self._sweep()
         if jax.process_index() == 0 and (old := self.directory / str(step)).exists():
             _delete_step(old)
-        if (free := shutil.disk_usage(self.directory).free) < size:
+        if isinstance(self.directory, Path) and (free := shutil.disk_usage(self.directory).free) < size:
             raise OSError(errno.ENOSPC, f"No space left ({size:,} bytes needed, {free:,} free)")
         any_process(False)  # no process continues before the old step is deleted
 
@@ -232,10 +236,14 @@ class Checkpointer:
         return good
 
 
-def _delete_step(folder: Path) -> None:
+def _delete_step(folder: Place) -> None:
     """Delete a step, its manifest first, so that a half-deleted step counts as unfinished."""
     (folder / manifest.NAME).unlink(missing_ok=True)
-    shutil.rmtree(folder)
+    _remove(folder)
+
+
+def _remove(folder: Place) -> None:
+    shutil.rmtree(folder) if isinstance(folder, Path) else folder.rmtree()
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from swiftkv_jax import weights
 from swiftkv_jax.audio import PREPROCESSORS
+from swiftkv_jax.bucket import is_bucket, sent
 from swiftkv_jax.checkpoint.names import Slot, as_dtype, leaves, slots
 from swiftkv_jax.config import DTYPES
 from swiftkv_jax.config_json import OWN_CODE, read_config_json
@@ -86,7 +87,7 @@ def save_pretrained(
                 tensor(params, name, table[name], jnp.dtype(dtype))
         multihost_utils.sync_global_devices("save_pretrained")
         return
-    with staged(Path(out_dir)) as folder:
+    with staged(out_dir) as folder:
         write_extras(folder, extras(model.config.source, source, tokenizer))
         config |= token_ids(source or model.config.source)
         if model.plan.is_swiftkv and model.config.family not in _CODED:
@@ -239,9 +240,14 @@ def tensor(params: PyTree, name: str, slot: Slot, dtype: np.dtype) -> np.ndarray
 
 
 @contextlib.contextmanager
-def staged(out_dir: Path) -> Iterator[Path]:
-    """A folder to write into: moved to `out_dir` on success, removed on failure."""
-    out = out_dir.expanduser().absolute()
+def staged(out_dir: str | Path) -> Iterator[Path]:
+    """A folder to write into: moved to `out_dir`, or sent into its bucket, on success; removed on failure."""
+    if is_bucket(out_dir):
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+            sent(Path(folder), str(out_dir).rstrip("/"))
+        return
+    out = Path(out_dir).expanduser().absolute()
     try:
         blocker = next((path for path in (out, *out.parents) if path.is_file()), None)
         if blocker is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from swiftkv_jax import sharding, weights
+from swiftkv_jax.bucket import Home, at, path_or_url
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checks import integer
 from swiftkv_jax.cli import splits
@@ -23,6 +24,7 @@ from swiftkv_jax.distill.data import DataConfig, DataLoader
 from swiftkv_jax.distill.fields import override
 from swiftkv_jax.distill.loop import train
 from swiftkv_jax.distill.main import FieldsParser
+from swiftkv_jax.distill.run_folder import check_free
 from swiftkv_jax.distill.sources import open_documents
 from swiftkv_jax.distill.start import check_vocabulary
 from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
@@ -96,9 +98,8 @@ def parser() -> Parser:
         metavar="S",
         help="AcrossKV: number of later layers that share one row",
     )
-    p.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the run (default: runs/<the model's name>)"
-    )
+    about = "folder of the run, here or gs://BUCKET/PATH (default: runs/<the model's name>)"
+    p.add_argument("--out", type=path_or_url, metavar="DIR", help=about)
     p.add_argument("--length", type=int, metavar="N", help="tokens per row (default: 4096, on CPUs 512)")
     p.add_argument(
         "--steps",
@@ -137,8 +138,8 @@ def _run(args: argparse.Namespace) -> int:
     began, config = time.monotonic(), config_of(args.model)
     split = _split(args.split, config.num_layers)
     out = args.out or Path("runs") / _name(args.model)
-    if (out / "config.json").exists() and not args.resume:
-        raise UsageError(f"{out} already holds a run: give --resume to continue it, or another --out")
+    check_free(at(out), args.resume)
+    home = Home(out)
     if args.steps is not None:
         integer("--steps", args.steps, 1)
     chosen = _attention(args, config, split)
@@ -148,7 +149,7 @@ def _run(args: argparse.Namespace) -> int:
         plan = PlanConfig(split=split, share=args.share)
         made = make_experiment(args.model, config, machine, data, held_out, plan, steps)
         later = [setting for setting in args.set if not setting.startswith(_READ)]
-        return override(dataclasses.replace(made, name=out.name), later)
+        return override(dataclasses.replace(made, name=home.here.name), later)
 
     sources = sources_with_chats(args.data, args.model)
     with working(show, f"reading the tokenizer of {args.model}, and {', '.join(sources)}"):
@@ -158,13 +159,13 @@ def _run(args: argparse.Namespace) -> int:
         data = data_for(sources, config, tokenizer, machine, args.length, args.weight, args.columns, args.set)
         experiment(data, data, split or config.num_layers - 1, 1)  # fail early on mistakes in --set
         with explained(f"write to {out}"):
-            data, held_out = apart(data, out / "data")
+            data, held_out = apart(data, home.here / "data")
         steps = args.steps or _one_pass(data, tokenizer, machine)
     if split is None and args.resume:
-        split = _kept(out)
+        split = _kept(home.here)
     if split is None:
         split = _measured(folder, tokenizer, data, held_out, show)
-    result = train(experiment(data, held_out, split, steps), out, args.resume, chosen=chosen)
+    result = train(experiment(data, held_out, split, steps), home, args.resume, chosen=chosen)
     if result.signal:
         show(f"saved step {result.step} in {out}; the same command with --resume continues")
         return 130 if result.signal == 2 else 0

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from swiftkv_jax import weights
 from swiftkv_jax.analysis.flops import CHIPS, Chip, cache_bytes_per_token, prompt_gflop
 from swiftkv_jax.analysis.similarity import layer_similarity, suggested_split
+from swiftkv_jax.bucket import is_bucket
+from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checks import integer
 from swiftkv_jax.cli import splits
 from swiftkv_jax.config import ModelConfig, plan_from_hf
@@ -95,7 +97,7 @@ def config_of(model: str) -> ModelConfig:
     Raises:
       UsageError: there is none, it is not supported, or it is a student's.
     """
-    path = Path(model).expanduser()
+    path = local_folder(model) if is_bucket(model) else Path(model).expanduser()
     hub = re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", model)
     if not path.exists() and not hub:
         raise UsageError(f"no model {model}: give a folder, a GGUF file, a config.json or a hub id")

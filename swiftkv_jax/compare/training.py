@@ -47,5 +47,5 @@ def trained(system: System, model: str, text: str, length: int, steps: int, out:
         raise UsageError(
             f"training {run.name} was ended by a signal: the same command continues from {folder}"
         )
-    made, params = from_pretrained(result.export, dtype="float32")
+    made, params = from_pretrained(str(result.export), dtype="float32")
     return system._replace(name=system.name + TRAINED, model=made, params=params)

@@ -11,10 +11,11 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from swiftkv_jax.bucket import Place, at, is_bucket, listing, reached
 from swiftkv_jax.distill.forms import BadRow
 from swiftkv_jax.errors import UsageError, first_line
 
@@ -27,10 +28,10 @@ _END = "\0 end of the table \0"
 _SHOWN = 200  # characters of a broken row
 
 
-def _zstd(path: Path, mode: str) -> io.BufferedReader:
+def _zstd(file, mode: str) -> io.BufferedReader:
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))  # pyright: ignore
+    return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))  # pyright: ignore
 
 
 _OPENERS = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open, ".zst": _zstd}
@@ -39,13 +40,15 @@ KNOWN = f"{', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}, plain or with {', '.join(_O
 Bad = list[str]
 
 
-def files_of(source: str) -> list[tuple[Path, str]]:
+def files_of(source: str) -> list[tuple[Place, str]]:
     """(path, name) of the files of a source: a file, a pattern, or a folder and what lies in it that is not
     hidden.
 
     Raises:
       UsageError: there is none, or it is of a kind that is not read.
     """
+    if is_bucket(source):
+        return _in_bucket(source.rstrip("/"))
     root = Path(source).expanduser()
     if root.is_dir():
         lying = (path for path in root.rglob("*") if path.is_file() and kind_of(path) is not None)
@@ -68,7 +71,17 @@ def files_of(source: str) -> list[tuple[Path, str]]:
     return [(path, path.name) for path in paths]
 
 
-def kind_of(path: Path) -> str | None:
+def _in_bucket(source: str) -> list[tuple[Place, str]]:
+    with reached(f"read {source}"):
+        found = [(at(url), url.removeprefix(f"{source}/")) for url in listing(source)]
+    found = [(path, path.name if name == str(path) else name) for path, name in found]
+    found = [(path, name) for path, name in found if kind_of(path) and "/." not in f"/{name}"]
+    if not found:
+        raise UsageError(f"source {source} does not exist, or holds none of {KNOWN}")
+    return found
+
+
+def kind_of(path: Place) -> str | None:
     """The suffix that says what a file holds, in small letters; None if the kind is not supported."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     packed = bool(suffixes) and suffixes[-1] in _OPENERS
@@ -78,16 +91,17 @@ def kind_of(path: Path) -> str | None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Place) -> Iterator[Any]:
     """The file's decompressed bytes; errors become a UsageError that names the file."""
+    unpacked = _OPENERS.get(path.suffix.lower(), lambda file, _mode: nullcontext(file))
     try:
-        with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+        with path.open("rb") as raw, unpacked(raw, "rb") as file:
             yield file
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def texts(path: Path, name: str, bad: Bad) -> Iterator[tuple[str, str]]:
+def texts(path: Place, name: str, bad: Bad) -> Iterator[tuple[str, str]]:
     """(name, text) of the documents of a text file: one, or pieces of about `PIECE` bytes that end lines. A
     piece that is not UTF-8 is noted in `bad` by its first line.
 
@@ -117,7 +131,7 @@ def decoded(raw: bytes) -> str | None:
         return None
 
 
-def rows(path: Path, kind: str, bad: Bad) -> Iterator[tuple[int, object]]:
+def rows(path: Place, kind: str, bad: Bad) -> Iterator[tuple[int, object]]:
     """(number from 1, row) of a file of rows; the place of each broken row is noted in `bad`.
 
     .jsonl has a row a line, as has a .json that does not begin with a bracket; any other .json is a list, and
@@ -135,7 +149,7 @@ def rows(path: Path, kind: str, bad: Bad) -> Iterator[tuple[int, object]]:
     }[kind](path, bad)
 
 
-def _lines(path: Path, bad: Bad) -> Iterator[tuple[int, object]]:
+def _lines(path: Place, bad: Bad) -> Iterator[tuple[int, object]]:
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -146,12 +160,12 @@ def _lines(path: Path, bad: Bad) -> Iterator[tuple[int, object]]:
                 note(bad, path, number, error)
 
 
-def note(bad: Bad, path: Path, number: int, error: BadRow) -> None:
+def note(bad: Bad, path: Place, number: int, error: BadRow) -> None:
     """Record a broken row's place and the error; after the first ones only its existence."""
     bad.append(f"{path}:{number} ({error})" if len(bad) < 100 else "")
 
 
-def _json(path: Path, bad: Bad) -> Iterator[tuple[int, object]]:
+def _json(path: Place, bad: Bad) -> Iterator[tuple[int, object]]:
     with _opened(path) as file:
         lines = (line for line in file if line.strip())
         first, second = next(lines, b""), next(lines, b"")
@@ -186,7 +200,7 @@ def _loads(raw: bytes):
         raise BadRow(f"not JSON: {getattr(error, 'msg', error)}") from error
 
 
-def _table(path: Path, bad: Bad, delimiter: str) -> Iterator[tuple[int, object]]:
+def _table(path: Place, bad: Bad, delimiter: str) -> Iterator[tuple[int, object]]:
     """Rows of a table, with the column names in its first line. A field in quotes may hold line breaks; rows
     are numbered by the line that they begin in."""
     csv.field_size_limit(_LONGEST_FIELD)  # of the whole process; Python's own is 131,072
@@ -225,7 +239,7 @@ def _is_text(fields: list[str]) -> bool:
     return True
 
 
-def _parquet(path: Path, bad: Bad) -> Iterator[tuple[int, object]]:
+def _parquet(path: Place, bad: Bad) -> Iterator[tuple[int, object]]:
     import pyarrow.parquet
     from pyarrow import ArrowException
 

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from swiftkv_jax import processes, sharding, weights
 from swiftkv_jax.analysis import flops
+from swiftkv_jax.bucket import Home, Place
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checkpoint.training import Checkpointer
 from swiftkv_jax.distill import kernels, report, run_folder, start, trackers
@@ -43,19 +44,19 @@ class Result:
 
     step: int
     evaluation: dict[str, float]
-    export: Path | None
+    export: Place | None
     signal: int = 0
 
 
 def train(
     experiment: Experiment,
-    out: Path,
+    out: Path | str | Home,
     resume: bool = False,
     say: Say = show,
     chosen: tuple[AttentionConfig, str] | None = None,
 ) -> Result:
-    """Run an experiment to its end, or to a signal; `out` gets config.json, metrics, checkpoints and the
-    export.
+    """Run an experiment to its end, or to a signal; `out`, which may be in a bucket, gets config.json,
+    metrics, checkpoints and the export.
 
     With several processes all of them call this; process 0 writes and speaks.
 
@@ -73,7 +74,7 @@ def train(
 @contextmanager
 def opened(
     experiment: Experiment,
-    out: Path,
+    out: Path | str | Home,
     resume: bool = False,
     say: Say = show,
     chosen: tuple[AttentionConfig, str] | None = None,
@@ -82,8 +83,10 @@ def opened(
     chosen = chosen or kernels.choose(experiment)  # before JAX has its devices
     processes.check_same("the config", resolved(experiment))
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh))
+    with processes.together():
+        home = out if isinstance(out, Home) else Home(out, writes=processes.is_first())
     with jax.set_mesh(mesh):
-        run = Run(experiment, out, mesh, resume, say, chosen)
+        run = Run(experiment, home, mesh, resume, say, chosen)
         try:
             yield run
         except UnsupportedError as error:
@@ -98,19 +101,19 @@ class Run:
     def __init__(
         self,
         experiment: Experiment,
-        out: Path,
+        home: Home,
         mesh,
         resume: bool,
         say: Say,
         chosen: tuple[AttentionConfig, str] | None = None,
     ):
-        self.experiment, self.out, self.mesh = experiment, out, mesh
+        self.experiment, self.home, self.out, self.mesh = experiment, home, home.here, mesh
         attention, self.how = chosen or (experiment.attention, "named, or the choice of this platform")
         self.first = processes.is_first()
         self.say = say if self.first else lambda _line: None
         with processes.together():  # on its own: the others must not read weights before they are refused
             if self.first:
-                run_folder.check(out, experiment, resume)
+                run_folder.check(home.place, experiment, resume)
                 trackers.check(experiment.trackers)
         with processes.together():
             share = sharding.share_of_rows(mesh, jax.process_index())
@@ -151,8 +154,9 @@ class Run:
         self.batch_sharding = jax.sharding.NamedSharding(mesh, sharding.spec("B ."))
         with processes.together():
             if self.first:
-                run_folder.make(out, experiment)
-            self.checkpoints = Checkpointer(out / "checkpoints", keep=experiment.keep_checkpoints)
+                run_folder.make(self.out, experiment)
+                home.send()
+            self.checkpoints = Checkpointer(home.place / "checkpoints", keep=experiment.keep_checkpoints)
             self.progress = self._progress() if self.first else Silence()
         self.evaluated: tuple[int, dict[int, dict[str, np.ndarray]]] | None = None
         self.compiled: set[str] = set()
@@ -284,7 +288,7 @@ class Run:
                 self.folder,
                 self.longest,
             )
-        return Result(done, evaluation, folder)
+        return Result(done, evaluation, self.home.place / "export")
 
     def _stops(self, done: int) -> bool:
         """Whether all of several processes stop after step `done`, as one of them cannot go on."""
@@ -401,11 +405,13 @@ class Run:
             },
         }
         self.checkpoints.save(done, self.state, meta)
+        with self._noted():
+            self.home.send()
 
     def _restore(self) -> None:
         found = self.checkpoints.restore(self.abstract, report=self.say)
         if found is None:
-            self.say(f"no checkpoint in {self.out / 'checkpoints'} yet: starting from the beginning")
+            self.say(f"no checkpoint in {self.checkpoints.directory} yet: starting from the beginning")
             return
         done, self.state, meta = found
         self.loader.restore(meta["data"])
@@ -460,6 +466,7 @@ class Run:
     def close(self) -> None:
         """Close all parts, even if one fails; a checkpoint that was not saved is reported before all else."""
         with ExitStack() as stack:
+            stack.callback(self.home.send)
             for part in (self.checkpoints, self.progress, self.loader):  # closed from the last
                 stack.callback(part.close)
 

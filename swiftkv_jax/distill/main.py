@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from swiftkv_jax.bucket import at, path_or_url
 from swiftkv_jax.errors import Parser, UsageError, exit_code
 
 
@@ -50,7 +51,8 @@ def parser() -> Parser:
         metavar="a.b",
         help="describe the fields that --set takes, or those under a.b, and exit",
     )
-    p.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: runs/<name>)")
+    about = "folder of the run, here or gs://BUCKET/PATH (default: runs/<name>)"
+    p.add_argument("--out", type=path_or_url, metavar="DIR", help=about)
     p.add_argument("--resume", action="store_true", help="continue from the newest good checkpoint in --out")
     p.add_argument(
         "--distributed",
@@ -110,7 +112,7 @@ def _run(
         experiment = from_package(override(load_experiment(args.config), args.set))
         out = args.out or Path("runs") / experiment.name
         if processes.is_first():  # now: kernels are checked for minutes, and a teacher writes chats for hours
-            check_free(out, args.resume)
+            check_free(at(out), args.resume)
     chosen = choose(experiment)  # `prepare` may take the devices, for a teacher that writes chats
     with processes.together():
         experiment = prepare(experiment) if prepare is not None else experiment

@@ -5,6 +5,7 @@ import os
 import typing
 from pathlib import Path
 
+from swiftkv_jax.bucket import Place, reached
 from swiftkv_jax.distill.config import Experiment, resolved
 from swiftkv_jax.errors import UsageError, explained
 
@@ -15,22 +16,22 @@ _MAY_CHANGE = (  # fields of an Experiment that may differ when a run is resumed
 ).split()
 
 
-def check_free(out: Path, resume: bool) -> None:
+def check_free(out: Place, resume: bool) -> None:
     """Refuse a folder that holds a run, unless that run is to be resumed.
 
     Raises:
       UsageError: it does.
     """
-    with explained(f"read {out / 'config.json'}"):
+    with reached(f"read {out / 'config.json'}"):
         if (out / "config.json").exists() and not resume:
             raise UsageError(f"{out} already holds a run: give --resume to continue it, or another --out")
 
 
-def check(out: Path, experiment: Experiment, resume: bool) -> None:
+def check(out: Place, experiment: Experiment, resume: bool) -> None:
     """Refuse to mix two runs in one folder, before anything is loaded."""
     check_free(out, resume)
     path = out / "config.json"
-    with explained(f"read {path}"):
+    with reached(f"read {path}"):
         if path.exists() and (what := _differences(_json(path), json.loads(resolved(experiment)))):
             raise UsageError(f"{path} belongs to another run: {what}. Use another --out")
 
@@ -44,7 +45,7 @@ def make(out: Path, experiment: Experiment) -> None:
         os.replace(draft, out / "config.json")
 
 
-def _json(path: Path) -> dict:
+def _json(path: Place) -> dict:
     try:
         return json.loads(path.read_text())
     except ValueError as error:

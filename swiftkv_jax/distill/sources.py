@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
+from swiftkv_jax.bucket import Place, stamp
 from swiftkv_jax.distill import files
 from swiftkv_jax.distill.forms import KNOWN, BadRow, Document, check_columns, form_of, parse_row, renamed
 from swiftkv_jax.errors import UsageError, explained, first_line
@@ -232,8 +233,7 @@ def _open_local(
 ) -> Sequence:
     found = files.files_of(source)
     with explained(f"read {source}"):
-        facts = [(str(path.resolve()), name, path.stat()) for path, name in found]
-    stamps = [(path, name, stat.st_size, stat.st_mtime_ns) for path, name, stat in facts]
+        stamps = [(str(path.resolve()), name, *stamp(path)) for path, name in found]
     if sum(size for _, _, size, _ in stamps) < _LOOKED_UP:
         return _held(_read(found, bad, columns, seen), None, bad, skip)
     place = _place([_VERSION, stamps, list(columns), skip])
@@ -307,7 +307,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[dict[str, list[str]]]:
 
 
 def _read(
-    found: list[tuple[Path, str]], bad: files.Bad, columns: Sequence[str], seen: dict[str, None]
+    found: list[tuple[Place, str]], bad: files.Bad, columns: Sequence[str], seen: dict[str, None]
 ) -> Iterator[Document]:
     for path, name in found:
         kind = files.kind_of(path)

@@ -82,7 +82,7 @@ def test_a_tracker_that_fails_at_the_end_hides_no_failed_save(tmp_path):
 
     told, loader = [FakeRun({}), Failing({}), FakeRun({})], mock.Mock()
     progress = Progress(tmp_path, 2, 1, 1.0, None, told, say=lambda _line: None)
-    run = SimpleNamespace(loader=loader, progress=progress, checkpoints=Checkpoints())
+    run = SimpleNamespace(home=mock.Mock(), loader=loader, progress=progress, checkpoints=Checkpoints())
     with pytest.raises(CheckpointError, match="no space left"):
         Run.close(run)
     assert progress.file.closed and all(each.finished for each in told) and loader.close.called
