@@ -253,8 +253,10 @@ def spoken(command: Code) -> str:
 
 @pytest.mark.parametrize("command", run_by("tests/server/test_lm_eval.py"), ids=spoken)
 def test_a_command_of_the_documents_runs(command, folders, tasks, serving, monkeypatch, tmp_path, capsys):
-    """On the tiny model and the task of choices, instead of hellaswag, which would be downloaded."""
+    """On the tiny model, whose context is short, and the task of choices instead of hellaswag, which would be
+    downloaded."""
     here = {"NAME": http_server.NAME, "http://127.0.0.1:8000": serving.url, "hellaswag": "tiny_choice"}
+    here["add_bos_token=True"] = f"add_bos_token=True,max_length={CONTEXT + 2}"
     text = command.text.replace("DIR", str(folders / "standard"))
     for name, ours_here in here.items():
         text = text.replace(name, ours_here)
