@@ -1,6 +1,6 @@
 """Splash attention, the flash attention for TPUs that comes with JAX, of packed rows.
 
-Compiled for v5p and interpreted on a CPU, never run on hardware: it is chosen by name only.
+Compiled for v4, v5p, v5e and v6e, and interpreted on a CPU; never run on hardware, so chosen by name only.
 """
 
 import importlib.util
@@ -11,11 +11,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from swiftkv_jax.kernels.causal_attention.segments import numbered
 from swiftkv_jax.kernels.causal_attention.shards import Shards
+from swiftkv_jax.kernels.common import chips
 from swiftkv_jax.kernels.common.dispatch import divisor
 
 _MODULE = "jax.experimental.pallas.ops.tpu.splash_attention"
 _LANES = 128
-_QUERIES, _KEYS, _KEYS_AT_ONCE = 1024, 2048, 512  # of a block: chosen for v5p, whose 128 MiB hold them
+_QUERIES, _KEYS_AT_ONCE = 1024, 512  # of a block
 # Up to this many blocks of keys one kernel makes all gradients; it writes the queries' once for each block.
 _FUSED = 8
 
@@ -68,7 +69,7 @@ def _kernel(tokens: int, pieces: int, group: int, window: int, interpret: bool):
     shape = (tokens, tokens)
     near = splash.LocalMask(shape, (window - 1, 0), 0)
     mask = splash.CausalMask(shape) if window >= tokens else near
-    queries, keys = _block(tokens // pieces, _QUERIES), _block(tokens, _KEYS)
+    queries, keys = _block(tokens // pieces, _QUERIES), _block(tokens, chips.current().keys)
     at_once = _block(keys, _KEYS_AT_ONCE)
     fused = tokens // keys <= _FUSED
     blocks = splash.BlockSizes(

@@ -13,12 +13,14 @@ class Chip:
       vmem_limit: bytes of VMEM a kernel may ask for. A larger number is accepted silently, and fails only
         when it is used.
       tile: bytes of cached rows that one grid step takes; two steps are in flight.
+      keys: in a block of splash attention, which sets no limit and so has less VMEM than `vmem_limit`.
       cores: TensorCores that one device drives.
       smem: bytes of scalar memory for page tables and work lists.
     """
 
     vmem_limit: int
     tile: int
+    keys: int
     cores: int
     smem: int = (1 << 20) - (32 << 10)  # 2**20 whole does not fit beside the compiler's own
 
@@ -30,7 +32,7 @@ def current() -> Chip:
     """The chip to compile for; the smallest one on anything but a TPU (interpretation)."""
     platform, kind, cores = dispatch.device()
     if platform != "tpu" or kind == "TPU v4":
-        return Chip(vmem_limit=16 * _MIB, tile=2 * _MIB, cores=cores if platform == "tpu" else 1)
-    if kind in ("TPU v5", "TPU v5p"):
-        return Chip(vmem_limit=60 * _MIB, tile=4 * _MIB, cores=cores)
-    return Chip(vmem_limit=96 * _MIB, tile=4 * _MIB, cores=cores)
+        cores = cores if platform == "tpu" else 1
+        return Chip(vmem_limit=16 * _MIB, tile=2 * _MIB, keys=1024, cores=cores)
+    limit = 60 * _MIB if kind in ("TPU v5", "TPU v5p") else 96 * _MIB
+    return Chip(vmem_limit=limit, tile=4 * _MIB, keys=2048, cores=cores)

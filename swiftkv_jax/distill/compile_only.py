@@ -100,7 +100,8 @@ def topology(text: str):
         )
     platform, kind = CHIPS[chip]
     if platform == "tpu":
-        target = {"topology_name": text}
+        # Both TensorCores of a v4 chip are one device, as JAX has them there.
+        target = {"topology_name": text} | ({"chip_config_name": "megacore"} if chip == "v4" else {})
     else:
         description = _TARGET.format(name=kind, gpu=_GPUS[chip], chip=flops.CHIPS[kind])
         target = {"topology_name": chip.upper(), "topology": shape, "target_config": description}

@@ -1,5 +1,6 @@
 """Causal attention of packed sequences and its gradients: every implementation equals the definition."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -13,7 +14,7 @@ from jaxtyping import TypeCheckError
 
 from swiftkv_jax.kernels.causal_attention import api, cudnn, native_cpu, splash, stand_in
 from swiftkv_jax.kernels.causal_attention.shards import Shards
-from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common import chips, dispatch
 
 ALL = 1 << 30
 NEEDS_COMPILER = pytest.mark.skipif(bool(native_cpu.refuses()), reason="needs a C++ compiler")
@@ -168,8 +169,10 @@ SPLASH = {
 @pytest.mark.parametrize("shape", SPLASH)
 def test_splash_interpreted(shape, window, fused, monkeypatch):
     """Several blocks in each direction, of which some are whole, some are cut and some are passed over."""
-    for name in ("_QUERIES", "_KEYS", "_KEYS_AT_ONCE"):
+    for name in ("_QUERIES", "_KEYS_AT_ONCE"):
         monkeypatch.setattr(splash, name, 128)
+    small = dataclasses.replace(chips.current(), keys=128)
+    monkeypatch.setattr(chips, "current", lambda: small)
     monkeypatch.setattr(splash, "_FUSED", 8 if fused else 0)
     run = functools.partial(splash.causal_attention, scale=None, shards=Shards(), interpret=True)
 
