@@ -67,7 +67,7 @@ def _unknown(name: str) -> int:
 def plan() -> int:
     """Say what a model's splits save; the exit code."""
     be_quiet()
-    cache_programs()
+    cache_or_compile("--compile-serving")
     from swiftkv_jax.cli.plan import main
 
     return main()
@@ -85,11 +85,7 @@ def distil() -> int:
 def train() -> int:
     """Distil a student; the exit code."""
     be_quiet()
-    if "--compile-only" in sys.argv:  # compiling for another chip needs no chip of this machine
-        jax.config.update("jax_platforms", "cpu")
-        os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
-    else:
-        cache_programs()
+    cache_or_compile("--compile-only")
     from swiftkv_jax.distill.main import main
 
     def prepare(experiment):
@@ -193,6 +189,15 @@ def claim_gpu_memory() -> None:
         return
     if 0 < given <= 1:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(given)
+
+
+def cache_or_compile(flag: str) -> None:
+    """Cache programs, or if `flag` is given, which compiles for other chips, use no chip of this machine."""
+    if flag not in sys.argv:
+        cache_programs()
+        return
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 
 
 def cache_programs() -> None:

@@ -334,17 +334,13 @@ def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transformer, PyTree]:
-    """The same model with at least as many kv heads as the mesh has devices along `tensor`.
-
-    If there are more devices than kv heads, each head is repeated for a group of devices; every query reads
-    the same keys and values as before.
+def widened(model: Transformer, parts: int) -> Transformer:
+    """The model with a kv head for each of `parts` devices, if it has fewer.
 
     Raises:
       UsageError: the devices fit neither the query heads nor the kv heads.
     """
-    config, parts = model.config, mesh.shape.get("tensor", 1)
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+    heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
     if heads % parts or (kv_heads % parts and parts % kv_heads):
         fit = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         raise UsageError(
@@ -352,8 +348,23 @@ def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transforme
             f"takes {', '.join(map(str, fit))}"
         )
     if kv_heads % parts == 0:
+        return model
+    return Transformer(dataclasses.replace(model.config, num_kv_heads=parts), model.plan, model.dtype)
+
+
+def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transformer, PyTree]:
+    """The same model with at least as many kv heads as the mesh has devices along `tensor`.
+
+    If there are more devices than kv heads, each head is repeated for a group of devices; every query reads
+    the same keys and values as before.
+
+    Raises:
+      UsageError: as `widened`.
+    """
+    config, parts = model.config, mesh.shape.get("tensor", 1)
+    wide, kv_heads = widened(model, parts), config.num_kv_heads
+    if wide == model:
         return model, params
-    wide = Transformer(dataclasses.replace(config, num_kv_heads=parts), model.plan, model.dtype)
 
     def repeated(leaf: Array) -> Array:
         by_head = leaf.reshape(*leaf.shape[:-1], kv_heads, config.head_dim)

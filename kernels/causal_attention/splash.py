@@ -1,6 +1,7 @@
 """Splash attention, the flash attention for TPUs that comes with JAX, of packed rows.
 
-Compiled for v4, v5p, v5e and v6e, and interpreted on a CPU; never run on hardware, so chosen by name only.
+Compiled for v4, v5p, v5e and v6e, and interpreted on a CPU; never run on hardware. It runs if named, or if
+the check on the machine chose it.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
-"""Bytes that an optimised program moves between a device's memory and its processors, from XLA's text of it.
+"""What an optimised program runs, communicates and moves through a device's memory, from XLA's text of it.
 
-XLA's own count, `compiled.cost_analysis()["bytes accessed"]`, counts the body of a loop once, and a model
-whose layers are scanned has nearly everything there. This count multiplies by the number of iterations.
+XLA's own count of bytes, `compiled.cost_analysis()["bytes accessed"]`, counts the body of a loop once, and a
+model whose layers are scanned has nearly everything there. `bytes_moved` multiplies by the iterations.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ _FREE = {
     *("replica-id", "iota", "opt-barrier", "add-dependency", "get-dimension-size", "domain"),
 }
 _SLICES = ("dynamic-slice", "slice", "gather")
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,42 @@ def bytes_moved(text: str) -> float:
         return reads + _size(one.type)
 
     return total(entry)
+
+
+def launched(text: str) -> tuple[list[tuple[str, str, bool]], list[bool]]:
+    """(opcode, text and whether in a loop) of what a program launches, fusions as one; of each loop, whether
+    its length is known."""
+    program, entry = _parse(text)
+    found: list[tuple[str, str, bool]] = []
+    loops: list[bool] = []
+
+    def walk(computation: str, repeated: bool) -> None:
+        for one in program[computation].values():
+            if one.opcode in ("while", "call", "conditional", "async-start"):
+                loops.extend(["known_trip_count" in one.rest] if one.opcode == "while" else [])
+                for part in one.called:
+                    walk(part, repeated or one.opcode == "while")
+            elif one.opcode not in _FREE and not one.opcode.endswith(("-done", "-update")):
+                found.append((one.opcode, f"%{one.name} = {one.type} {one.opcode}({one.rest}", repeated))
+
+    walk(entry, False)
+    return found, loops
+
+
+def collectives(text: str) -> dict[str, tuple[int, float]]:
+    """Of each kind of collective in a program: how many there are, and the bytes of their results on one
+    device; loops once, asynchronous ones once."""
+    found: dict[str, tuple[int, float]] = {}
+    for inside in _parse(text)[0].values():
+        for one in inside.values():
+            kind = one.opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                size = _size(one.type, everywhere=True)
+                if one.opcode != kind != "all-reduce":  # its type holds its operands too
+                    size -= sum(_size(inside[name].type, everywhere=True) for name in one.operands)
+                count, total = found.get(kind, (0, 0.0))
+                found[kind] = count + 1, total + size
+    return found
 
 
 def _read(program, fused: dict[str, _Instruction], index: int, operand: _Instruction | None) -> float:

@@ -1,6 +1,7 @@
 """`swiftkv plan MODEL`: what SwiftKV would save and which chips it would fit, before anything is trained."""
 
 import argparse
+import itertools
 import math
 import re
 import tempfile
@@ -68,6 +69,12 @@ def parser() -> Parser:
         help="tokens of --text to use, 3/4 of them to fit on (default: %(default)s); a fit needs as many "
         "as the model is wide",
     )
+    p.add_argument(
+        "--compile-serving",
+        action="store_true",
+        help="compile the engine's programs for --topology, by default with half of the layers (--split)",
+    )
+    p.add_argument("--topology", metavar="T", help="h100:1x1x4, v5p:2x2x1, ...: chips that share the heads")
     return p
 
 
@@ -86,6 +93,15 @@ def _run(args: argparse.Namespace) -> None:
         integer("--split", split, 1, layers - 1)
     for share in shares:
         integer("--share", share, 1, layers)
+    if bool(args.topology) != args.compile_serving:
+        raise UsageError("--compile-serving and --topology go together")
+    if args.compile_serving:
+        from swiftkv_jax.cli import serving_programs
+
+        for split, share in itertools.product(args.split or [layers // 2], args.share or [1]):
+            plan = KVPlan.swiftkv(layers, split, share)
+            serving_programs.report(args.model, config, plan, context, args.topology)
+        return
     show(report(args.model, config, chosen, shares, context))
     if args.text:
         measure(args.model, args.text, chosen, args.max_tokens)

@@ -82,7 +82,6 @@ _ASSUMED = "assumed; the check on the device decides"
 _STAND_IN = """\
                     estimated from the arrays it reads and writes, since only its GPU can compile it
                     (with XLA's attention: --set attention.gpu=xla)"""
-_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def topology(text: str):
@@ -121,23 +120,30 @@ def compile_step(experiment: Experiment, devices):
     state, frozen = steps.abstract_run(recipe, mesh)
     batch = abstract_batch(experiment, mesh)
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    # The text is dumped by the target's own compiler: this jaxlib cannot always read a newer libtpu's
-    # program.
     capable = float(getattr(devices[0], "compute_capability", 9)) >= 9
-    with jax.set_mesh(mesh), stand_in.for_cudnn(capable), tempfile.TemporaryDirectory() as dump:
+    with jax.set_mesh(mesh), stand_in.for_cudnn(capable):
         steps.check(experiment, mesh)
         step = jax.jit(partial(steps.train_step, recipe), donate_argnums=1, out_shardings=(places, None))
-        options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
-        compiled = step.lower(frozen, state, batch).compile(compiler_options=options)
-        return compiled, _final_hlo(Path(dump)), recipe, mesh
+        return *compiled(step.lower(frozen, state, batch)), recipe, mesh
 
 
-def _final_hlo(dump: Path) -> str:
-    """The optimised program of the step, as the compiler wrote it."""
-    found = [
-        p for p in dump.glob("*train_step*after_optimizations*.txt") if "-" not in p.name.split(".after_")[-1]
-    ]
-    return max(found, key=lambda path: path.stat().st_size).read_text() if found else ""
+def compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+    """(the compiled program, its text after all optimisations).
+
+    The text is dumped by the target's own compiler: this jaxlib cannot always read a newer libtpu's program.
+
+    Raises:
+      MemoryError: the chip has too little memory.
+    """
+    with tempfile.TemporaryDirectory() as dump:
+        try:
+            made = lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True})
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+                raise
+            raise MemoryError(first_line(error)) from None
+        texts = Path(dump).glob("*after_optimizations.txt")
+        return made, max(texts, key=lambda path: path.stat().st_size).read_text()
 
 
 def abstract_batch(experiment: Experiment, mesh: Mesh) -> Batch:
@@ -155,19 +161,15 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     kind, devices = topology(where)
     chip = flops.CHIPS[kind]
     try:
-        attention, (compiled, text, recipe, mesh) = with_attention(experiment, devices)
-    except UsageError:
-        raise
-    except Exception as error:
-        if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
-            raise
-        say(f"{where}: does not fit: {first_line(error)}")
+        attention, (step, text, recipe, mesh) = with_attention(experiment, devices)
+    except MemoryError as error:
+        say(f"{where}: does not fit: {error}")
         return 1
-    memory = compiled.memory_analysis()
+    memory = step.memory_analysis()
     assert memory is not None  # the compilers of all these chips report it
     trained, frozen = recipe.method.trees(recipe.student, recipe.trainable)
     total = weights.count((trained, frozen.student))
-    arguments, temporaries = _gib(memory.argument_size_in_bytes), _gib(memory.temp_size_in_bytes)
+    arguments, temporaries = gib(memory.argument_size_in_bytes), gib(memory.temp_size_in_bytes)
     used = (
         memory.argument_size_in_bytes
         + memory.temp_size_in_bytes
@@ -182,7 +184,7 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     say(f"  parameters        {total / 1e9:.3f} B")
     say(f"  trained           {weights.count(trained) / 1e6:,.1f} M")
     say(f"  per device        arguments {arguments}, temporaries {temporaries}")
-    say(f"  needed / memory   {_gib(used)} of {_gib(chip.memory)} ({used / chip.memory:.0%})")
+    say(f"  needed / memory   {gib(used)} of {gib(chip.memory)} ({used / chip.memory:.0%})")
     tokens = experiment.data.batch_size * experiment.data.seq_len
     work = recipe.method.flops(recipe, experiment.data.seq_len) * tokens / mesh.size
     best = work / chip.flops
@@ -196,9 +198,8 @@ def report(experiment: Experiment, where: str, say=print) -> int:
         f"  bound on MFU      {best / max(busy, wait):.0%} if memory traffic and matmuls overlap, "
         f"{best / (busy + wait):.0%} if they never overlap"
     )
-    say(
-        "  collectives       " + (", ".join(f"{n} {name}" for name, n in collectives(text).items()) or "none")
-    )
+    said = ", ".join(f"{n} {name}" for name, (n, _) in hlo.collectives(text).items())
+    say(f"  collectives       {said or 'none'}")
     fits = used <= chip.memory
     say(
         "  fits"
@@ -232,11 +233,6 @@ def with_attention(experiment: Experiment, devices):
             return f"{name} ({'named' if named else _ASSUMED})", made
 
 
-def collectives(text: str) -> dict[str, int]:
-    """How many of each collective an HLO text holds, loops counted once, asynchronous ones counted once."""
-    found = {name: len(re.findall(rf"= \S.*? {name}(?:-start)?\(", text)) for name in _COLLECTIVES}
-    return {name: n for name, n in found.items() if n}
-
-
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
+    """Bytes as text."""
     return f"{size / 2**30:.2f} GiB"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -23,17 +24,22 @@ def working_bytes(
     `settings.num_pages` will do: pools are updated in place.
     """
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-    runner = make_runner(model, params, mesh, settings, _described)
+    runner = make_runner(model, params, mesh, settings, described)
     return max(taken(call) for call in runner.largest())
 
 
 def taken(call: partial) -> int:
     """Bytes that a program allocates: its intermediate arrays, and its results except donated arguments."""
-    memory = call.func.lower(*call.args, **call.keywords).compile().memory_analysis()
+    return allocated(call.func.lower(*call.args, **call.keywords).compile())
+
+
+def allocated(compiled: Any) -> int:
+    """As `taken`, of a compiled program."""
+    memory = compiled.memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
-def _described(params: PyTree, make: Callable[[], Cache]) -> Cache:
+def described(params: PyTree, make: Callable[[], Cache]) -> Cache:
     """The shapes of the cache that `make` returns, with the placement of `engine.new_cache`."""
     cache = jax.eval_shape(make)
     alone = jax.tree.leaves(params)[0].sharding

@@ -336,9 +336,10 @@ class Runner:
         if self.reader is not None:
             self.reader.restart()
 
-    def largest(self) -> list[partial]:
-        """The programs of the largest arrays, with arguments: a full step, all lanes; scores as shapes."""
-        mode, count, size = self.modes[-1], self.lanes, self.budget
+    def largest(self, count: int | None = None, mode: Mode | None = None) -> list[partial]:
+        """The programs of the largest arrays, with arguments: a full step, a draw (of scores as shapes), a
+        loop, and those of a reader and an encoder. By default they are of all lanes and the last mode."""
+        mode, count, size = mode or self.modes[-1], count or self.lanes, self.budget
         loop = self._loop_call(mode, *self._turns([], count, mode), self._sources([], count))
         ahead = [self._ahead_call(reader, count, size) for reader in (self.reader,) if reader is not None]
         inputs, _ = self._inputs([], size, count)

@@ -1,10 +1,10 @@
-"""Bytes that a program moves, against XLA's own count where that is right, and by hand where it is not."""
+"""What a program launches, says and moves: against XLA's own count where that is right, else by hand."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from swiftkv_jax.analysis.hlo import bytes_moved
+from swiftkv_jax.analysis.hlo import bytes_moved, collectives, launched
 
 TURNS, ROWS, WIDTH = 6, 64, 256
 WEIGHTS = 4 * WIDTH * WIDTH
@@ -106,3 +106,24 @@ def test_bytes_moved_grow_with_a_loops_trip_count(noted, turns):
     loop = "body=%body\n"
     text = PROGRAM.replace(loop, f"body=%body, {noted}\n")
     assert bytes_moved(text) - bytes_moved(PROGRAM) == (turns - 5) * (2 * ROW + 13)
+
+
+def test_launches_are_told_apart_by_loop_and_a_collective_is_counted_once():
+    """Also one that starts and is done later, whose bytes are those of its result."""
+    found, loops = launched(PROGRAM)
+    assert [(name, inside) for name, _, inside in found] == [
+        ("compare", True),
+        ("fusion", True),
+        ("fusion", True),
+        ("all-gather-start", False),
+        ("custom-call", False),
+    ]
+    assert loops == [False]
+    noted = PROGRAM.replace("body=%body\n", 'body=%body, backend_config={"known_trip_count":{"n":"7"}}\n')
+    assert launched(noted)[1] == [True]
+    reduced = [
+        f"  %{name} = bf16[4,1024]{{1,0}} {name}(%kept), to_apply=%add\n"
+        for name in ("all-reduce-start", "all-reduce")
+    ]
+    text = PROGRAM.replace("  %sent", "".join(reduced) + "  %sent")
+    assert collectives(text) == {"all-gather": (1, 16 * ROW), "all-reduce": (2, 2 * 4 * ROW)}

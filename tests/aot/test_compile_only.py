@@ -1,6 +1,8 @@
-"""`train.py --compile-only`: the real step, compiled for chips that are not here. Needs the `aot` extra."""
+"""`train.py --compile-only` and `swiftkv plan --compile-serving`: the real programs, compiled for chips that
+are not here. Needs the `aot` extra."""
 
 import functools
+import json
 import os
 import re
 import shlex
@@ -11,17 +13,26 @@ import pytest
 from documents import ROOT, run_by
 
 pytestmark = pytest.mark.aot
+LLAMA = ROOT / "swiftkv_jax" / "configs" / "architectures" / "llama8b.json"
 
 
 @functools.cache
 def compile_only(*arguments):
-    """(exit code, stdout, stderr) of a process of its own: libtpu and the CUDA plugin are loaded once. What
-    several tests ask for is compiled once."""
-    ours = ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD")  # train.py sees to these
+    """As `run`; what several tests ask for is compiled once."""
+    return run("train.py", "--compile-only", *arguments)
+
+
+def run(*words):
+    """(exit code, stdout, stderr) of a process of its own: libtpu and the CUDA plugin are loaded once."""
+    ours = ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD")  # the commands see to these
     env = {name: value for name, value in os.environ.items() if name not in ours}
-    command = [sys.executable, "train.py", "--compile-only", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
     return done.returncode, done.stdout, done.stderr
+
+
+def plan(model, where, *words):
+    return run("-m", "swiftkv_jax", "plan", str(model), "--compile-serving", "--topology", where, *words)
 
 
 def gib(out: str) -> tuple[float, float]:
@@ -32,12 +43,15 @@ def gib(out: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("where", "devices", "capacity", "least", "attention", "sets"),
     [
+        ("v4:2x2x4", 16, 32.0, 55, "splash (assumed; the check on the device decides)", ()),
         ("v5p:2x2x4", 16, 95.0, 55, "splash (assumed; the check on the device decides)", ()),
+        ("v5e:4x4", 16, 16.0, 55, "splash (assumed; the check on the device decides)", ()),
+        ("v6e:4x4", 16, 32.0, 55, "splash (assumed; the check on the device decides)", ()),
         ("h100:1x1x8", 8, 79.11, 55, "cudnn (assumed; the check on the device decides)", ()),
         ("h100:1x1x8", 8, 79.11, 40, "xla (named)", ("--set", "attention.gpu=xla")),
         ("a100:1x1x8", 8, 80.0, 40, "xla (assumed; the check on the device decides)", ()),
     ],
-    ids=["v5p", "h100", "h100 with xla", "a100"],
+    ids=["v4", "v5p", "v5e", "v6e", "h100", "h100 with xla", "a100"],
 )
 def test_the_8b_step_fits_and_may_be_fast(where, devices, capacity, least, attention, sets):
     """least: per cent of MFU that FLOPs and bytes moved allow."""
@@ -93,6 +107,43 @@ def test_an_unknown_chip_is_bad_usage():
     code, _, err = compile_only("--config", "configs/llama8b.py", "--topology", "h10:1x1x8")
     assert code == 2
     assert "h100" in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("where", ["v4:2x2x1", "h100:1x1x4"])
+def test_an_engines_programs_share_weights_cache_and_heads(where, tmp_path):
+    """Of Llama-3.1-8B's layers 4: serving compiles each one by itself, the others alike."""
+    layers, architecture = 4, json.loads(LLAMA.read_text())
+    (tmp_path / "config.json").write_text(json.dumps(architecture | {"num_hidden_layers": layers}))
+    code, out, err = plan(tmp_path, where, "--context", "4096")
+    assert code == 0, err
+    assert "pallas_" in out
+    held, cache = re.search(r"weights ([\d.]+) GiB, cache ([\d.]+) GiB \(65,536 tokens\)", out).groups()
+    layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
+    assert float(held) == pytest.approx(2 * (2 * 128256 * 4096 + layers * layer) / 4 / 2**30, abs=0.01)
+    assert float(cache) == pytest.approx(65536 * layers * 2 * 8 * 128 * 2 / 4 / 2**30, abs=0.01)
+    programs = re.findall(
+        r"^(\w+), .*? ([\d.]+) GiB +(\d+) +\d+ s  .*?(\d+) all-reduce \(([\d.]+) MB", out, re.M
+    )
+    assert [name for name, *_ in programs] == ["decode", "prompt", "step"]
+    for name, temporary, launches, sums, moved in programs:
+        tokens = 16 if name == "decode" else 2048
+        assert 2 * layers <= int(sums) <= 2 * layers + 4  # the attention and the MLP of each
+        assert layers * tokens * 4096 * 2 / 1e6 <= float(moved) <= 5 * layers * tokens * 4096 * 2 / 1e6
+        assert float(temporary) < 0.4 and 8 * layers < int(launches) < 60 * layers
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("h10:1x1x4", "did you mean 'h100'"),
+        ("h100:1x1x3", "3 devices cannot share 32 query heads and 8 kv heads"),
+        ("v5e:1x1", "does not fit v5e:1x1"),
+    ],
+)
+def test_what_cannot_serve_a_model_is_one_line(where, said):
+    code, out, err = plan(LLAMA, where)
+    error = err.strip().splitlines()[-1]  # libtpu prints warnings before it
+    assert code == 2 and not out and said in error and error.startswith("error: ")
 
 
 @pytest.mark.parametrize("command", run_by("tests/aot/test_compile_only.py"), ids=str)

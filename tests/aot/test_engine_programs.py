@@ -11,7 +11,6 @@ import functools
 import itertools
 import math
 import re
-import tempfile
 from pathlib import Path
 
 import jax
@@ -23,9 +22,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernel_targets import HOPPER, TPUS, mesh_of, size
 
 from swiftkv_jax import weights
+from swiftkv_jax.analysis.hlo import COLLECTIVES, launched
 from swiftkv_jax.cache import block_count
+from swiftkv_jax.cli.serving_programs import KERNELS
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.distill.compile_only import topology
+from swiftkv_jax.distill import compile_only
 from swiftkv_jax.engine.loop import Inputs, Lanes, decode, run_any
 from swiftkv_jax.engine.memory import working_bytes
 from swiftkv_jax.engine.request import MOST_STOPS
@@ -40,11 +41,9 @@ from swiftkv_jax.surgery import fold_shared_norm
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 
 CHIPS = {"v5p": TPUS["v5p"], "h100": HOPPER}
-FOUR = {"v5p": "v5p:2x2x1", "h100": "h100:1x1x4"}
-_TPU = {"attention": "pallas_tpu", "write": "pallas_tpu"}
-FILLS = {"v5p": "pallas_tpu", "h100": "pallas_gpu"}
-NAMED = {"v4": _TPU, "v5p": _TPU, "h100": {"attention": "pallas_gpu"}}  # what the check may choose
-COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+FOUR = TPUS | {"h100": "h100:1x1x4"}
+FILLS = dict.fromkeys(TPUS, "pallas_tpu") | {"h100": "pallas_gpu"}
+NAMED = {chip: KERNELS["gpu" if chip == "h100" else "tpu"] for chip in FOUR}
 GPU_OPERATIONS = {"decode": 60, "run_any": 90}  # of two layers
 EACH_MORE = 15  # operations, of a layer more
 DECODE_BYTES = 0.1 * 2**30  # by XLA's attention: scores, and weights in bfloat16
@@ -154,7 +153,7 @@ def compiled(chip: str, plan: str, rows: str, program: str, attention: str | Non
 @functools.cache
 def compiled_for_four(chip: str, plan: KVPlan, rows: str, fill: str | None, program: str):
     """(memory analysis, text of the optimised program, cache) on four chips that share the heads."""
-    mesh = make_mesh(tensor=4, devices=topology(FOUR[chip])[1])
+    mesh = make_mesh(tensor=4, devices=compile_only.topology(FOUR[chip])[1])
     function, static, (params, cache, *rest) = programs(chip, plan, rows, mesh, fill=fill)[program]
     lying = jax.tree.map(
         lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), cache, cache.shardings
@@ -170,11 +169,9 @@ def on(mesh: Mesh, shapes):
 
 def text_of(function, static: tuple, traced, mesh: Mesh):
     """(memory analysis, text of the optimised program)."""
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), tempfile.TemporaryDirectory() as dump:
-        options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
-        made = function.lower(*static, *traced).compile(compiler_options=options)
-        texts = [p for p in Path(dump).glob("*after_optimizations.txt") if function.__name__ in p.name]
-        return made.memory_analysis(), max(texts, key=lambda p: p.stat().st_size).read_text()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        made, text = compile_only.compiled(function.lower(*static, *traced))
+        return made.memory_analysis(), text
 
 
 def copied_weights(hlo: str, params) -> list[str]:
@@ -188,8 +185,8 @@ def copied_weights(hlo: str, params) -> list[str]:
         if made and sorted_dims(made[1]) in large:
             found.append(line.strip()[:160])
     matrices = [dims for dims in large if len(dims) == 2]
-    for name, line, repeated in instructions(hlo)[0]:
-        made = re.match(r"\s*(?:ROOT )?%?(\S+) = \w+\[([\d,]*)\](\S*)", line)
+    for name, line, repeated in launched(hlo)[0]:
+        made = re.match(r"%(\S+) = \w+\[([\d,]*)\](\S*)", line)
         if made is None or "S(1)" in made[3] or not (repeated or "concatenate" in made[1]):
             continue
         dims = sorted_dims(made[2])
@@ -215,46 +212,14 @@ def multiplied(hlo: str) -> int:
     return sum(math.prod(shape) for shape in shapes if TOKENS in shape) // TOKENS
 
 
-_FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id")
-
-
 def executed(hlo: str) -> tuple[collections.Counter, collections.Counter, list[bool]]:
     """Operations of a program by name, and those in its loops, once; of each loop, whether its length is
     known."""
-    found, loops = instructions(hlo)
+    found, loops = launched(hlo)
     once, repeated = (
         collections.Counter(n for n, _, inside in found if inside == where) for where in (False, True)
     )
     return once, repeated, loops
-
-
-def instructions(hlo: str) -> tuple[list[tuple[str, str, bool]], list[bool]]:
-    """(Name, text, whether in a loop) of a program's operations, and of each loop, whether its length is
-    known."""
-    parts = {}
-    for found in re.finditer(r"^(ENTRY )?%?([\w.\-]+) \(.*?\) -> .*? \{$(.*?)^\}", hlo, re.M | re.S):
-        parts["ENTRY" if found[1] else found[2]] = found[3]
-    found, loops = [], []
-
-    def walk(name: str, repeated: bool) -> None:
-        for line in parts[name].splitlines():
-            made = re.match(r"\s*(?:ROOT )?%?[\w.\-]+ = (.*)", line)
-            name = re.search(r"[)}\]] ([a-z][\w\-]*)\(", made[1]) if made else None
-            if not name or name[1] in _FREE or name[1].endswith("-done"):
-                continue
-            if name[1] == "while":
-                loops.append("known_trip_count" in line)
-                inside, into = re.findall(r"(?:body|condition)=%?([\w.\-]+)", line), True
-            elif name[1] in ("call", "conditional", "async-start"):
-                inside, into = re.findall(r"(?:to_apply|calls|_computation)=%?([\w.\-]+)", line), repeated
-            else:
-                found.append((name[1], line, repeated))
-                continue
-            for part in inside:
-                walk(part, into)
-
-    walk("ENTRY", False)
-    return found, loops
 
 
 def most_operations(program: str, plan: str) -> int:
@@ -327,8 +292,8 @@ def test_a_prompt_chunk_with_xla_attention_on_an_h100_copies_no_weight(program):
     once, repeated, loops = executed(hlo)
     assert loops == [True] * (CONFIG.num_layers - 1)
     assert sum((once + repeated).values()) <= GPU_OPERATIONS["run_any"]
-    inside = [line for _, line, repeated in instructions(hlo)[0] if repeated]
-    made = [re.match(rf"\s*(%\S+) = f32\[[\d,]*,{CONTEXT}\]", line) for line in inside]
+    inside = [line for _, line, repeated in launched(hlo)[0] if repeated]
+    made = [re.match(rf"(%\S+) = f32\[[\d,]*,{CONTEXT}\]", line) for line in inside]
     (scores,) = [found[1] for found in made if found]
     assert sum(f"{scores}," in line or f"{scores})" in line for line in inside) == 1  # that is read once
     # One sequence's pages are copied before the loop, which does not read the pool then.
@@ -427,6 +392,9 @@ SHARED = {  # what is served by four chips: plan, rows, and whether a kernel fil
     "fill": (THREE_UPPER, "bfloat16", True),
     "fill int8": (THREE_UPPER, "int8", True),
 }
+# Smaller chips have less VMEM than v5p, so other block sizes, and the same programs around the kernels.
+ON_FOUR = [*itertools.product(("v5p", "h100"), SHARED)]
+ON_FOUR += [("v4", "swiftkv"), ("v4", "fill int8"), ("v5e", "swiftkv"), ("v6e", "swiftkv")]
 
 
 def shared(chip: str, what: str, program: str):
@@ -446,8 +414,7 @@ def check_said(operations: collections.Counter, hlo: str, plan: KVPlan) -> None:
     assert not [line for line in lines if "shard_map" in line]
 
 
-@pytest.mark.parametrize("what", SHARED)
-@pytest.mark.parametrize("chip", FOUR)
+@pytest.mark.parametrize(("chip", "what"), ON_FOUR)
 def test_tensor_parallel_chips_communicate_twice_a_layer(chip, what):
     memory, hlo, cache, plan = shared(chip, what, "decode")
     assert cache.bytes_on_each == cache.nbytes / 4 <= memory.alias_size_in_bytes
@@ -457,8 +424,7 @@ def test_tensor_parallel_chips_communicate_twice_a_layer(chip, what):
     check_said(each_step, hlo, plan)
 
 
-@pytest.mark.parametrize("what", ["standard", "swiftkv", "acrosskv", "int8", "fill", "fill int8"])
-@pytest.mark.parametrize("chip", FOUR)
+@pytest.mark.parametrize(("chip", "what"), [one for one in ON_FOUR if one[1] != "acrosskv int8"])
 def test_tensor_parallel_chips_gather_scores_and_not_the_output_head(chip, what):
     memory, hlo, cache, plan = shared(chip, what, "run_any")
     assert cache.bytes_on_each == cache.nbytes / 4 <= memory.alias_size_in_bytes

@@ -72,6 +72,7 @@ def test_training_bytes_equal_the_arrays_that_prepare_returns(tmp_path):
         ([DEMO, "--share", "0"], "--share must be in [1, 8], not 0"),
         ([DEMO, "--context", "4096"], "--context must be in [1, 2048], not 4096"),
         ([DEMO, "--context", "0"], "--context must be in [1, 2048], not 0"),
+        ([DEMO, "--topology", "h100:1x1x1"], "--compile-serving and --topology go together"),
         ([DEMO, "--splits", "4"], "unrecognized arguments: --splits; did you mean '--split'?"),
         ([], "the following arguments are required: MODEL"),
     ],

@@ -1,0 +1,96 @@
+"""`swiftkv plan MODEL --compile-serving`: an engine's programs, compiled for chips that are not here."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+
+from swiftkv_jax import weights
+from swiftkv_jax.analysis import flops, hlo
+from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.distill.compile_only import compiled, gib, topology
+from swiftkv_jax.engine.dtypes import usual_dtype
+from swiftkv_jax.engine.engine import make_runner
+from swiftkv_jax.engine.memory import allocated, described
+from swiftkv_jax.engine.runner import MODES, Runner
+from swiftkv_jax.engine.settings import MEMORY_FRACTION, Settings, empty_pool, settle
+from swiftkv_jax.errors import UsageError
+from swiftkv_jax.families import FAMILIES
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.progress import Say, show, working
+from swiftkv_jax.sharding import make_mesh
+from swiftkv_jax.surgery import widened
+
+# What the check on the device is expected to choose.
+KERNELS = {"tpu": {"attention": "pallas_tpu", "write": "pallas_tpu"}, "gpu": {"attention": "pallas_gpu"}}
+_ROW = "{:<24}{:>12}{:>10}{:>9}  {}"
+
+
+def report(name: str, config: ModelConfig, plan: KVPlan, context: int, where: str, say: Say = show) -> None:
+    """Compile what an engine of default settings runs with the heads over all chips of a topology, and print
+    a table. Where a chip does not run the kernels that are expected to win, the safe ones are compiled.
+
+    Raises:
+      UsageError: an unknown topology, chips that cannot share the heads, or a model that does not fit them.
+    """
+    kind, devices = topology(where)
+    platform, memory = devices[0].platform, flops.CHIPS[kind].memory
+    major = int(float(getattr(devices[0], "compute_capability", 9)))
+    dtype, _ = usual_dtype(config.dtype, platform, (major, 0), FAMILIES[config.family].wide, True)
+    model = widened(Transformer(config, plan, dtype), len(devices))
+    mesh = make_mesh(tensor=len(devices), devices=devices)
+    params = weights.abstract(model.config, plan, dtype, mesh, cuts=None)
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params))
+    if held > MEMORY_FRACTION * memory:
+        raise UsageError(f"{name} does not fit {where}: {gib(held)} of weights, and a chip has {gib(memory)}")
+    stats = {"bytes_limit": memory, "bytes_in_use": held}
+    chip = SimpleNamespace(platform="described", process_index=0, memory_stats=lambda: stats)
+
+    def taken(settings: Settings) -> int:
+        one = dataclasses.replace(settings, num_pages=settings.pages_per_sequence)
+        return max(_compiled(make_runner(model, params, mesh, one, described), say))
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        settings, kernels = Settings(max_model_len=context), "the safe ones"
+        named = dataclasses.replace(settings, **KERNELS[platform])
+        with contextlib.suppress(UsageError):
+            settle(dataclasses.replace(named, num_pages=context), model, [], mesh)
+            settings = named
+            kernels = ", ".join(f"{operation}={one}" for operation, one in KERNELS[platform].items())
+        say(f"{name}, split {plan.depth}, {plan.num_rows} rows, on {where}: heads over {len(devices)} chips")
+        say(f"kernels: {kernels} (assumed; the check on the device decides)\n")
+        say(_ROW.format("program", "temporary", "launches", "compile", "collectives of a step"))
+        try:
+            settings = settle(settings, model, [chip], mesh, taken)
+        except MemoryError as error:
+            raise UsageError(f"{name} does not fit {where}: {error}") from None
+        pool = jax.eval_shape(partial(empty_pool, model, settings, mesh))
+    assert settings.num_pages is not None  # see `settle`
+    cache = f"cache {gib(pool.bytes_on_each)} ({settings.num_pages * settings.page_size:,} tokens)"
+    say(f"\non each chip: weights {gib(held)}, {cache}, of {gib(memory)}")
+
+
+def _compiled(runner: Runner, say: Say) -> Iterator[int]:
+    """Compile its programs and print their rows of the table; yield the bytes that each takes."""
+    lanes, size = runner.lanes, runner.budget
+    step, _, loop = runner.largest(mode=MODES[0])
+    programs = {
+        f"decode, {lanes} sequences": loop,
+        f"prompt, {size} tokens of 1": runner.largest(1, MODES[0])[0],
+        f"step, {size} tokens of {lanes}": step,
+    }
+    for name, call in programs.items():
+        begin = time.perf_counter()
+        with working(say, f"compiling {name}"):
+            made, text = compiled(call.func.lower(*call.args, **call.keywords))
+        seconds = f"{time.perf_counter() - begin:.0f} s"
+        launches = sum(inside or call is not loop for *_, inside in hlo.launched(text)[0])
+        said = [f"{n} {kind} ({size / 1e6:,.1f} MB)" for kind, (n, size) in hlo.collectives(text).items()]
+        say(_ROW.format(name, gib(allocated(made)), launches, seconds, ", ".join(said) or "none"))
+        yield allocated(made)
