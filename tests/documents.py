@@ -24,6 +24,7 @@ NOT_RUN = {
     r"python -m benchmarks\.slim_error ": "four times the command before it; it has a test of its own",
     r"srun ": "needs SLURM and 16 devices",
     r"xpk ": "needs a cluster of TPUs",
+    r"swiftkv plan .* --compile-serving ": "compiles 80 layers; test_compile_only.py compiles 4",
     r"swiftkv replicas .*--num-gpus": "needs a Ray cluster with GPUs",
 }
 # The beginning of all others, and the test file that runs them; the first that fits counts.
