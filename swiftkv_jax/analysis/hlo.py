@@ -11,7 +11,7 @@ import re
 
 _BITS = {"pred": "8", "token": "0", "opaque": "0"}  # of other types the name says it: bf16, s32, f8e4m3fn
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?")
-_NAME = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-]+(?:#\d+)?)")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _TURNS = re.compile(r'"?known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
@@ -196,6 +196,10 @@ def _parse(text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
             current = program.setdefault(name, {})
         elif " = " in line and line.startswith(" "):
             one = _instruction(line.strip())
+            for part in (name for name in one.operands if "#" in name):  # of a tuple, as jax 0.11 prints it
+                whole, index = part.split("#")
+                type_ = list(_ARRAY.finditer(current[whole].type))[int(index)][0]
+                current[part] = _Instruction(part, type_, "get-tuple-element", (whole,), "", False)
             current[one.name] = one
     return program, entry
 

@@ -97,6 +97,12 @@ def test_slices_updates_turns_memory_on_the_chip_and_kernels_by_hand():
     assert bytes_moved(PROGRAM) == 5 * turn + gather + kernel
 
 
+def test_an_element_of_a_tuple_is_that_and_not_the_tuple():
+    """jax 0.11 prints it as the tuple's name and a number."""
+    text = PROGRAM.replace("custom-call(%got, %kept)", "custom-call(%got, %loop#2)")
+    assert text != PROGRAM and bytes_moved(text) == bytes_moved(PROGRAM)
+
+
 @pytest.mark.parametrize(
     ("noted", "turns"),
     [('backend_config={"known_trip_count":{"n":"7"}}', 7), ("", 5)],
