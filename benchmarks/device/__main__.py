@@ -17,7 +17,7 @@ from benchmarks.device.shapes import shape_of
 from benchmarks.device.student import CHATS
 from demo import smollm2
 from swiftkv_jax.errors import UsageError, exit_code
-from swiftkv_jax.kernels.check.supervisor import Book, Line, write_whole
+from swiftkv_jax.kernels.check.supervisor import Measurement, Supervisor, write_whole
 
 WORKER = (sys.executable, "-m", "benchmarks.device.worker")
 
@@ -66,35 +66,33 @@ def run(args: argparse.Namespace) -> int:
         env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
         env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")}
         env |= {"JAX_PLATFORMS": "cpu"} if tiny else {}
-        book = Book(WORKER, lambda result: None, args.minutes, head, os.environ | env)
-        lines = book.result["lines"]
+        supervisor = Supervisor(WORKER, lambda: None, 60 * args.minutes, os.environ | env)
+        lines = supervisor.results
 
-        def every() -> Iterator[Line]:
+        def every() -> Iterator[Measurement]:
             files, flags = {"folder": scratch, "chats": str(chats)}, lines["hardware"]["xla_flags"]
-            return order.order(args.shape, lines, model, files, lambda: book.left, torch, flags)
+            return order.order(args.shape, lines, model, files, lambda: supervisor.left, torch, flags)
 
-        def save(result: dict) -> None:
+        def save() -> None:
             asked = {line.name: line for line in every()}
             ledger.save(args.output, asked.values(), lines, head["date"])
             write_whole(args.output / "report.md", report.markdown(shape, head, asked, lines))
 
-        try:
-            where = book.run(order.line("hardware", "hardware", {}))
+        with supervisor:
+            where = supervisor.run(order.line("hardware", "hardware", {}))
             if where["status"] != "done" or (not tiny and where["platform"] == "cpu"):
                 print("no GPU is found here: nothing was measured; --shape tiny tries the lines on a CPU")
                 return 1
-            book.save, ledger.where = save, where
+            supervisor.save, ledger.where = save, where
             for line in every():
                 if (before := ledger.done(line)) is not None:
                     lines[line.name] = before
                     print(f"{line.name}: done on {before['date']}", flush=True)
             for line in every():
                 if line.name not in lines:
-                    book.run(line, lambda _, line=line: report.said(shape, line, lines))
+                    supervisor.run(line, lambda _, line=line: report.said(shape, line, lines))
                     pack(programs, args.output)
-            save(book.result)
-        finally:
-            book.close()
+            save()
     print((args.output / "report.md").read_text())
     return 0
 

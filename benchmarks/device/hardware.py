@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from benchmarks.device.shapes import shape_of
+from swiftkv_jax.kernels.check.calls import medians
 from swiftkv_jax.kernels.check.machine import versions
-from swiftkv_jax.kernels.check.timing import medians
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13", "nvidia-cublas", "flax", "numpy")
 QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"

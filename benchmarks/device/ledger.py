@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from swiftkv_jax.folder import read_json
-from swiftkv_jax.kernels.check.supervisor import Line, write_whole
+from swiftkv_jax.kernels.check.supervisor import Measurement, write_whole
 
 ROOT = Path(__file__).parents[2]
 NAME = "ledger.json"
@@ -62,19 +62,19 @@ class Ledger:
                 if self.entries.get(key, {}).get("status") != "done":
                     self.entries[key] = entry
 
-    def key(self, line: Line) -> str:
+    def key(self, line: Measurement) -> str:
         """What a line's result depends on."""
         args = {name: value for name, value in line.args.items() if name not in _ELSEWHERE}
         versions, device = self.where["versions"], self.where["device"]
         what = [line.task, args, dict(line.env), device, versions, source(line.task)]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:24]
 
-    def done(self, line: Line) -> dict | None:
+    def done(self, line: Measurement) -> dict | None:
         """The result of a line that is done."""
         entry = self.entries.get(self.key(line))
         return entry if entry and entry["status"] == "done" else None
 
-    def save(self, folder: Path, asked: Iterable[Line], lines: Mapping[str, dict], date: str) -> None:
+    def save(self, folder: Path, asked: Iterable[Measurement], lines: Mapping[str, dict], date: str) -> None:
         """Write all entries, those of the `asked` lines too that were begun; `lines`: results by name."""
         about = {"device": self.where["device"], "versions": self.where["versions"], "date": date}
         for line in asked:

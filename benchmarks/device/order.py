@@ -8,9 +8,10 @@ from benchmarks.device.engine import PLANS
 from benchmarks.device.shapes import Shape, shape_of
 from swiftkv_jax.engine.kernels import calls_of
 from swiftkv_jax.engine.settings import Settings
-from swiftkv_jax.kernels.check.calls import UNFUSED, Call
-from swiftkv_jax.kernels.check.decide import choose, is_right
-from swiftkv_jax.kernels.check.supervisor import Line
+from swiftkv_jax.kernels.check.calls import UNFUSED, known
+from swiftkv_jax.kernels.check.decide import choose, contest
+from swiftkv_jax.kernels.check.supervisor import Measurement
+from swiftkv_jax.kernels.common.case import Call
 from swiftkv_jax.plan import KVPlan
 
 SECONDS = {  # by task or part of it: expected on an H100, and at most
@@ -35,10 +36,10 @@ PAGE, PAGES = 64, (64, 128)
 BUFFERS = {"as it is": None, "with WHILE": "+WHILE", "none": ""}
 
 
-def line(name: str, task: str, args: Mapping, kind: str = "", group: str = "jax", **env: str) -> Line:
+def line(name: str, task: str, args: Mapping, kind: str = "", group: str = "jax", **env: str) -> Measurement:
     """A line with the seconds of its kind."""
     expected, limit = SECONDS[kind or task]
-    return Line(name, task, args, float(limit), float(expected), group, env)
+    return Measurement(name, task, args, float(limit), float(expected), group, env)
 
 
 def label(call: Call) -> str:
@@ -85,7 +86,7 @@ def order(
     torch: bool = True,
     flags: str = "",
     winner: Callable[[str, Sequence[str], Mapping[str, dict]], str] = choose,
-) -> Iterator[Line]:
+) -> Iterator[Measurement]:
     """The lines of the shape `name`, each made when the ones before have run.
 
     Args:
@@ -96,21 +97,18 @@ def order(
     shape = shape_of(name)
     (requests, prompt), long = shape.requests
 
-    def contest(call: Call) -> Iterator[Line]:
+    def examined(call: Call) -> Iterator[Measurement]:
         """Every candidate, checked, and if right timed beside the first right one."""
-        names, base = call.known(shape.candidates[call.kind]), None
-        for candidate in names:
-            title = f"{label(call)}: {candidate}"
-            args = {"call": dataclasses.asdict(call), "name": candidate, "beside": base or candidate}
-            kind = "keys" if call.row or call.heads == call.kv_heads else call.kind
-            yield line(title, "examine", args | {"module": None}, kind)
-            if base is None and is_right(lines.get(title, {})):
-                base = candidate
+        kind = "keys" if call.row or call.heads == call.kv_heads else call.kind
+        for title, args in contest(call, label(call), known(call, shape.candidates[call.kind]), lines):
+            yield line(title, "examine", args, kind)
 
     def won(call: Call) -> str:
-        return winner(label(call), call.known(shape.candidates[call.kind]), lines)
+        return winner(label(call), known(call, shape.candidates[call.kind]), lines)
 
-    def engine(plan: str, decode: str, chunk: str, at=(requests, prompt), dtype="auto", fill=None) -> Line:
+    def engine(
+        plan: str, decode: str, chunk: str, at=(requests, prompt), dtype="auto", fill=None
+    ) -> Measurement:
         safe = decode == shape.candidates["decode"][0] and chunk == shape.candidates["chunk"][0]
         eight = ", fp8 rows" if dtype != "auto" else ""
         made = f", fill {fill}" if fill and plan != STANDARD else ""
@@ -119,7 +117,7 @@ def order(
         args |= {"requests": at[0], "prompt": at[1], "decode": decode, "chunk": chunk, "fill": fill}
         return line(title, "engine", args, "engine, safe" if safe else "engine")
 
-    def step(attention: str, remat: bool = False) -> Line:
+    def step(attention: str, remat: bool = False) -> Measurement:
         title = f"step: {attention}, {shape.documents} documents a row" + (", recomputed" if remat else "")
         args = {"shape": name, "attention": attention, "documents": shape.documents, "remat": remat}
         return line(title, "train", args)
@@ -129,18 +127,18 @@ def order(
     for plan in (STANDARD, HALF):
         yield engine(plan, safe["decode"], safe["chunk"])
     for kind in ("decode", "chunk"):
-        yield from contest(own[kind])
+        yield from examined(own[kind])
     best = {kind: won(own[kind]) for kind in ("decode", "chunk")}
     for plan in PLANS:
         yield engine(plan, **best)
     eight = calls(shape, dtype=shape.fp8)
-    yield from contest(eight["decode"])
+    yield from examined(eight["decode"])
     yield engine(HALF, won(eight["decode"]), best["chunk"], dtype=shape.fp8)
     for plan in (STANDARD, HALF):
         yield engine(plan, **best, at=long)
-    yield from contest(own["fill"])
+    yield from examined(own["fill"])
     for call in calls_of_rows(shape):
-        yield from contest(call)
+        yield from examined(call)
     for attention in shape.candidates["train"]:
         yield step(attention)
     if model:
@@ -152,7 +150,7 @@ def order(
         args = {"shape": name, "requests": requests, "prompt": prompt}
         yield line("transformers", "transformers", args, group="torch")
     for kind in ("decode", "chunk"):
-        yield from contest(calls(shape, page=PAGES[1])[kind])
+        yield from examined(calls(shape, page=PAGES[1])[kind])
     if (fill := won(own["fill"])) != UNFUSED:
         yield engine(HALF, **best, fill=fill)
     yield step(shape.candidates["train"][-1], remat=True)

@@ -10,10 +10,10 @@ from benchmarks.device.student import PROMPTS, STAGES
 from benchmarks.device.training import agrees
 from demo import smollm2
 from swiftkv_jax.analysis.flops import flops_table
-from swiftkv_jax.kernels.check.calls import Call
-from swiftkv_jax.kernels.check.cases import OFF
+from swiftkv_jax.kernels.check.calls import known
 from swiftkv_jax.kernels.check.decide import is_right, sizes_of
-from swiftkv_jax.kernels.check.supervisor import Line
+from swiftkv_jax.kernels.check.supervisor import Measurement
+from swiftkv_jax.kernels.common.case import OFF, Call
 
 RATIOS = {"prompt_tokens_per_s": "prefill", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "tokens_per_s": "in all"}
 _ENGINE = {
@@ -51,7 +51,7 @@ def of_engine(shape: Shape, args: Mapping, found: Mapping, top: Mapping) -> dict
     return found
 
 
-def ratios(lines: Mapping[str, dict], asked: Mapping[str, Line]) -> dict[str, dict[str, float]]:
+def ratios(lines: Mapping[str, dict], asked: Mapping[str, Measurement]) -> dict[str, dict[str, float]]:
     """Each engine line over the line of the standard plan with the same kernels and sizes."""
     out = {}
     for name, line in asked.items():
@@ -66,18 +66,18 @@ def ratios(lines: Mapping[str, dict], asked: Mapping[str, Line]) -> dict[str, di
     return out
 
 
-def _same(one: Line, other: Line, but: Mapping) -> bool:
+def _same(one: Measurement, other: Measurement, but: Mapping) -> bool:
     return one.task == other.task and {**one.args, "fill": None} == {**other.args, **but}
 
 
-def goals(shape: Shape, lines: Mapping[str, dict], asked: Mapping[str, Line]) -> dict[str, tuple]:
+def goals(shape: Shape, lines: Mapping[str, dict], asked: Mapping[str, Measurement]) -> dict[str, tuple]:
     """Goal -> (least, reached), or (most, reached) of a time; None if there is no number."""
     top = lines.get("ceilings", {})
 
     def fastest(call: Call) -> dict[str, dict]:
         """Size -> the fastest of the right candidates there."""
         found: dict[str, dict] = {}
-        for name in call.known(shape.candidates[call.kind]):
+        for name in known(call, shape.candidates[call.kind]):
             if is_right(one := lines.get(f"{label(call)}: {name}", {})):
                 for size, value in sizes_of(one).items():
                     found[size] = min(value, found.get(size, value), key=lambda x: x["seconds"])
@@ -115,7 +115,7 @@ def _is_claim(shape: Shape, args: Mapping) -> bool:
     return at and args["plan"] == HALF and args["cache_dtype"] == "auto"
 
 
-def said(shape: Shape, line: Line, lines: Mapping[str, dict]) -> str:
+def said(shape: Shape, line: Measurement, lines: Mapping[str, dict]) -> str:
     """A line's result in a few words, as far as it got."""
     found, top = lines.get(line.name, {}), lines.get("ceilings", {})
     task = {"engine": _engine, "examine": _examined, "train": _trained, "student": _student}.get(line.task)
@@ -126,12 +126,12 @@ def said(shape: Shape, line: Line, lines: Mapping[str, dict]) -> str:
     return f"{state}; {words}" if words else state
 
 
-def _engine(shape: Shape, line: Line, lines: Mapping[str, dict], top: Mapping) -> str:
+def _engine(shape: Shape, line: Measurement, lines: Mapping[str, dict], top: Mapping) -> str:
     found = of_engine(shape, line.args, lines.get(line.name, {}), top)
     return ", ".join(form.format(found[k]) for k, form in _ENGINE.items() if found.get(k) is not None)
 
 
-def _examined(shape: Shape, line: Line, lines: Mapping[str, dict], top: Mapping) -> str:
+def _examined(shape: Shape, line: Measurement, lines: Mapping[str, dict], top: Mapping) -> str:
     found = lines.get(line.name, {})
     if not found.get("right", True):
         return f"NOT RIGHT: {found['why']}"
@@ -150,7 +150,7 @@ def _examined(shape: Shape, line: Line, lines: Mapping[str, dict], top: Mapping)
     return "; ".join(parts)
 
 
-def _trained(shape: Shape, line: Line, lines: Mapping[str, dict], top: Mapping) -> str:
+def _trained(shape: Shape, line: Measurement, lines: Mapping[str, dict], top: Mapping) -> str:
     found = lines.get(line.name, {})
     safe = line.name.replace(line.args["attention"], shape.candidates["train"][0]).removesuffix(
         ", recomputed"
@@ -165,7 +165,7 @@ def _trained(shape: Shape, line: Line, lines: Mapping[str, dict], top: Mapping) 
     )
 
 
-def _student(shape: Shape, line: Line, lines: Mapping[str, dict], top: Mapping) -> str:
+def _student(shape: Shape, line: Measurement, lines: Mapping[str, dict], top: Mapping) -> str:
     found, parts = lines.get(line.name, {}), []
     for key in (key for stage in STAGES for key in (stage, f"{stage}_long") if key in found):
         length = smollm2.LONG if key.endswith("_long") else smollm2.CONTEXT
@@ -185,7 +185,7 @@ def _short(value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def markdown(shape: Shape, head: Mapping, asked: Mapping[str, Line], lines: Mapping[str, dict]) -> str:
+def markdown(shape: Shape, head: Mapping, asked: Mapping[str, Measurement], lines: Mapping[str, dict]) -> str:
     """All lines, the goals and the answers, as Markdown."""
     where = lines.get("hardware", {})
     versions = ", ".join(f"{name} {version}" for name, version in where.get("versions", {}).items())

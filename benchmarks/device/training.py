@@ -16,7 +16,7 @@ from swiftkv_jax.analysis.flops import CHIPS
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import AttentionConfig, LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.kernels.check.timing import medians
+from swiftkv_jax.kernels.check.calls import medians
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 

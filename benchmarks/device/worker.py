@@ -2,7 +2,7 @@
 
 from benchmarks.device import engine, hardware, peer, student, training
 from swiftkv_jax.kernels.check.calls import examine
-from swiftkv_jax.kernels.check.supervisor import answer_tasks
+from swiftkv_jax.kernels.check.supervisor import tasks
 
 TASKS = {
     "hardware": hardware.hardware,
@@ -17,4 +17,5 @@ TASKS = {
 }
 
 if __name__ == "__main__":
-    answer_tasks(TASKS)
+    for task, args, send in tasks():
+        send(TASKS[task](**args))

@@ -51,5 +51,5 @@ def causal_attention(
     known = CAUSAL_ATTENTION
     if bias is not None:
         options |= {"bias": bias}
-        known = dispatch.that_take(known, mask.BIASED, mask.A_BIAS)
+        known = dispatch.supporting(known, mask.BIASED, mask.A_BIAS)
     return dispatch.call("causal_attention", known, implementation, args, options)

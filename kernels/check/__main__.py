@@ -9,7 +9,7 @@ import sys
 import jax
 
 from swiftkv_jax.kernels.check.calls import examine
-from swiftkv_jax.kernels.check.supervisor import answer_tasks
+from swiftkv_jax.kernels.check.supervisor import tasks
 
 
 def main(folder: str, platform: str) -> None:
@@ -27,9 +27,10 @@ def main(folder: str, platform: str) -> None:
     }
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    if (found := jax.default_backend()) != platform:
-        raise SystemExit(f"JAX found a {found} here, not a {platform}")
-    answer_tasks({"examine": examine})
+    if (backend := jax.default_backend()) != platform:
+        raise SystemExit(f"JAX found a {backend} here, not a {platform}")
+    for _, args, send in tasks():
+        send(examine(**args))
 
 
 if __name__ == "__main__":

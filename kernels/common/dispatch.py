@@ -86,7 +86,7 @@ def device() -> tuple[str, str, int]:
     return chip.platform, chip.device_kind, getattr(chip, "num_cores", None) or 1
 
 
-def known_loops(asked: bool | None) -> bool:
+def static_loops(asked: bool | None) -> bool:
     """Whether to avoid loops whose length is known only at run time in XLA implementations. None: on GPUs and
     TPUs, where each iteration of such a loop waits for the host."""
     return device()[0] != "cpu" if asked is None else asked
@@ -109,7 +109,7 @@ def call(operation: str, table: Mapping[str, Implementation], implementation: st
     return table[implementation].run(*args, **kwargs)
 
 
-def that_take(
+def supporting(
     table: Mapping[str, Implementation], names: Iterable[str], what: str
 ) -> dict[str, Implementation]:
     """`table` for a call with `what` (in words), which all implementations except `names` then refuse."""

@@ -2,26 +2,35 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from swiftkv_jax.kernels.common.case import TOLERANCE, Call, Results, decode, same_bits
+from swiftkv_jax.kernels.common.case import Case as Base
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.fused_kv_fill import api
+from swiftkv_jax.kernels.fused_kv_fill.pages import Tokens, fill_pages
 from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
+
+UNFUSED = "unfused"  # rows made by XLA and written token by token
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Base):
     """One call of an implementation of `fused_kv_fill`.
 
     Attributes:
       live: tokens of each page that is written. rows: of the pool that are filled, of `of` rows.
       dim: width of the stream. heads, width: of the keys; value: width of a value, that of a key by default.
-      pages: of the pool; more than are written.
+      pages: of the pool; more than are written. lanes: sequences of the step that is timed.
     """
+
+    donated, compared = (4,), False
 
     live: tuple[int, ...]
     rows: tuple[int, ...] = (1, 2)
@@ -34,54 +43,116 @@ class Case:
     value: int = 0
     bias: bool = False
     k_norm: bool = False
+    lanes: int = 1
     stored: str = "float32"
-    computed: str = "float32"
 
     @property
     def options(self) -> dict:
-        """The static options of the call."""
         return {"rows": self.rows, "eps": 1e-5}
 
-    def shapes(self) -> tuple:
-        """Arguments of an implementation, as `jax.ShapeDtypeStruct`s."""
-        dtype = jnp.dtype(self.computed)
-        make: Any = jax.ShapeDtypeStruct
-        tokens, filled = len(self.live) * self.page, len(self.rows)
-        k, v = self.heads * self.width, self.heads * (self.value or self.width)
-        pool, stored = (self.of, self.pages), jnp.dtype(self.stored)
-        scale = make((*pool, self.heads, self.page), jnp.float32) if stored.itemsize == 1 else None
-        makers = Makers(
-            make((filled, self.dim, k), dtype),
-            make((filled, self.dim, v), dtype),
-            make((filled, k), dtype) if self.bias else None,
-            make((filled, v), dtype) if self.bias else None,
-            make((filled, self.width), dtype) if self.k_norm else None,
-        )
-        pools = Pools(make((*pool, self.page, k), stored), make((*pool, self.page, v), stored), scale, scale)
-        angle, names = (
-            make((tokens, self.width // 2), jnp.float32),
-            make((len(self.live),), jnp.int32),
-        )
-        return make((tokens, self.dim), dtype), makers, angle, angle, pools, names, names
+    def by(self, implementation: str) -> Callable:
+        return functools.partial(call, **self.options, implementation=implementation)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # one compilation, not one for each operation
-    def make(self, seed: int = 0) -> tuple:
+    def make(self, seed: int = 0) -> tuple[tuple, dict]:
         """Random arguments; an empty page is not written, and dead tokens of the stream are NaN."""
         keys = iter(jax.random.split(jax.random.key(seed), 32))
+        filled, stored = len(self.rows), jnp.dtype(self.stored)
+        widths = (self.heads * self.width, self.heads * (self.value or self.width))
 
-        def fill(shape):
-            if shape.dtype == jnp.int8:
-                return jax.random.randint(next(keys), shape.shape, -127, 128, jnp.int8)
-            return jax.random.normal(next(keys), shape.shape).astype(shape.dtype)
+        def drawn(*shape, dtype: Any = self.computed):
+            if dtype == jnp.int8:
+                return jax.random.randint(next(keys), shape, -127, 128, jnp.int8)
+            return jax.random.normal(next(keys), shape).astype(dtype)
 
-        x, makers, _, _, pools, _, _ = jax.tree.map(fill, self.shapes())
-        makers = makers._replace(w_k=makers.w_k * self.dim**-0.5, w_v=makers.w_v * self.dim**-0.5)
+        x = drawn(len(self.live) * self.page, self.dim)
+        w_k, w_v = (drawn(filled, self.dim, n) * self.dim**-0.5 for n in widths)
+        b_k, b_v = (drawn(filled, n) if self.bias else None for n in widths)
+        makers = Makers(w_k, w_v, b_k, b_v, drawn(filled, self.width) if self.k_norm else None)
+        pool = self.of, self.pages
+        rows = (drawn(*pool, self.page, n, dtype=stored) for n in widths)
+        scaled = stored.itemsize == 1
+        scales = (drawn(*pool, self.heads, self.page, dtype="float32") if scaled else None for _ in widths)
         live = jnp.array(self.live, jnp.int32)
         dead = (jnp.arange(self.page) >= live[:, None]).reshape(-1, 1)
         names = jax.random.permutation(next(keys), self.pages)[: len(self.live)].astype(jnp.int32)
         names = jnp.where(live > 0, names, self.pages)
         angle = jnp.arange(len(x))[:, None] * 1e4 ** (-jnp.arange(0, self.width, 2) / self.width)
-        return jnp.where(dead, jnp.nan, x), makers, jnp.cos(angle), jnp.sin(angle), pools, names, live
+        pools = Pools(*rows, *scales)
+        return (jnp.where(dead, jnp.nan, x), makers, jnp.cos(angle), jnp.sin(angle), pools, names, live), {}
+
+    @property
+    def tolerances(self) -> Mapping[str, float]:
+        most = max(TOLERANCE[self.stored], self.tolerance)
+        return {"keys": most, "values": most}
+
+    def results(self, run: Callable) -> Results:
+        """The rows of the pages that are named; pages that are not must be as they were."""
+        (*_, before, names, _), _ = self.make()
+        named = np.asarray(jnp.zeros(self.pages, bool).at[names].set(True, mode="drop"))
+        after = run(*self.make()[0])
+        intact = all(
+            np.asarray(same_bits(one, other))[:, ~named].all()
+            for one, other in zip(after, before, strict=True)
+            if one is not None
+        )
+        pools = {"keys": Pool(after.k, after.k_scale), "values": Pool(after.v, after.v_scale)}
+        rows = {name: np.asarray(decode(pool))[list(self.rows)][:, named] for name, pool in pools.items()}
+        return Results(rows, intact)
+
+    def expected(self) -> dict[str, np.ndarray]:
+        return self.results(jax.jit(self.by("reference"))).parts
+
+    @classmethod
+    def of_call(cls, call: Call, live: tuple[int, ...], rows: int) -> "Case":
+        """A fill of the call's model: of `rows` rows, `live` tokens of each page."""
+        names = ("page", "dim", "width", "bias", "k_norm", "stored", "computed")
+        own = {name: getattr(call, name) for name in names}
+        own |= {"heads": call.kv_heads, "lanes": call.alone, "pages": 2 * len(live)}
+        return cls(live=live, rows=tuple(range(rows)), of=rows, **own)
+
+    @classmethod
+    def checked(cls, call: Call) -> Iterator[tuple[str, Base]]:
+        page = call.page
+        live = (page, 1, page - 1, 0, page, min(5, page))
+        yield "ragged pages", cls.of_call(call, live, min(2, call.rows))
+
+    @classmethod
+    def sizes(cls, call: Call) -> Iterator[tuple[str, Base]]:
+        case = cls.of_call(call, (call.page,) * max(1, call.tokens // call.page), call.rows)
+        yield f"{len(case.live) * case.page} tokens", case
+
+    def timed(self, implementation: str) -> Callable[[], Any]:
+        """A chunk of a prompt that begins at a page: as pages by the fused fill, or token by token."""
+        (x, makers, cos, sin, pools, *_), _ = self.make()
+        x, count, pages = jnp.nan_to_num(x), len(x), len(self.live)
+        tokens = Tokens(x, cos, sin, jnp.zeros(count, jnp.int32), jnp.arange(count), jnp.ones(count, bool))
+        # As many rows as in the step: the tokens that may continue a page are as many as these allow.
+        table = jnp.zeros((self.lanes, pages), jnp.int32).at[0].set(jnp.arange(pages))
+        fused = None if implementation == UNFUSED else implementation
+        fill = functools.partial(fill_pages, **self.options, chunks=fused is not None, implementation=fused)
+        run = jax.jit(fill, donate_argnums=2)
+        held = [jax.tree.map(jnp.copy, (Pool(pools.k, pools.k_scale), Pool(pools.v, pools.v_scale)))]
+
+        def once():
+            held[0] = run(tokens, makers, held[0], table)
+            return held[0][:1]
+
+        return once
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the projections."""
+        columns = len(self.rows) * self.heads * (self.width + (self.value or self.width))
+        return 2.0 * len(self.live) * self.page * self.dim * columns
+
+    @property
+    def bytes(self) -> float:
+        """The stream and the weights are read once, the rows written once."""
+        tokens, computed = len(self.live) * self.page, jnp.dtype(self.computed).itemsize
+        columns = len(self.rows) * self.heads * (self.width + (self.value or self.width))
+        stored = jnp.dtype(self.stored).itemsize
+        return float((tokens + columns) * self.dim * computed + tokens * columns * stored)
 
 
 def call(x, makers: Makers, cos, sin, pools: Pools, names, live, **options) -> Pools:
@@ -90,9 +161,6 @@ def call(x, makers: Makers, cos, sin, pools: Pools, names, live, **options) -> P
     k, v = api.fused_kv_fill(x, makers, cos, sin, both, names, live, **options)
     return Pools(k.data, v.data, k.scale, v.scale)
 
-
-# Relative to the largest value, by the dtype of the rows: one rounding, of 8 bits half a step of int8.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "int8": 1e-2, "float8_e4m3fn": 4e-2}
 
 SMALL = {
     "plain": Case(live=(32, 32, 5)),

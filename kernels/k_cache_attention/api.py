@@ -148,4 +148,4 @@ def _with_bias(table, options: dict, bias: Array | None) -> tuple[dict, dict]:
     """(implementations, options) of a call with this bias."""
     if bias is None:
         return table, options
-    return dispatch.that_take(table, mask.BIASED, mask.A_BIAS), options | {"bias": bias}
+    return dispatch.supporting(table, mask.BIASED, mask.A_BIAS), options | {"bias": bias}

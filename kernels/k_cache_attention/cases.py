@@ -8,122 +8,76 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.common.mask import visible
-from swiftkv_jax.kernels.common.pools import Pool, quantise
+from swiftkv_jax.kernels.common.case import Call, PagedCase
+from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.k_cache_attention import api
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(PagedCase):
     """One call of an implementation of `k_cache_attention`, or with `inputs` of `x_cache_attention`.
 
     Attributes:
-      lengths: keys that the last query of each sequence sees; 0 is a sequence without a query.
-      queries: of each block, at the last positions of its sequence.
-      heads, width: of the keys. group: as they are stored. page, slots: of the pool.
-      inputs: width of a cached row of inputs; 0: rows are keys.
-      rope: rotary embedding or none; rotated: stored after it. scaled: 8-bit rows with a scale a token.
-      float8_scores: as in the call.
+      inputs: width of a cached row of inputs; 0: rows are keys. group: heads as they are stored.
+      rope: rotary embedding or none; rotated: stored after it.
+      threshold, float8_scores: as in the call.
     """
 
-    lengths: tuple[int, ...]
-    queries: int = 1
-    heads: int = 4
-    width: int = 64
     inputs: int = 0
     group: int = 1
-    page: int = 32
-    slots: int = 4
     rope: bool = True
     rotated: bool = False
-    window: int | None = None
-    stored: str = "float32"
-    computed: str = "float32"
     threshold: float = 0.0
     float8_scores: bool = False
 
-    @property
-    def door(self) -> Callable[..., jax.Array]:
-        """The operation, with the arguments that its implementations take."""
-        return call_inputs if self.inputs else call
-
-    @property
-    def scaled(self) -> bool:
-        """Whether rows are 8 bits wide and have scales."""
-        return jnp.dtype(self.stored).itemsize == 1
-
-    def shapes(self) -> tuple[tuple, dict]:
-        """Arguments and array options of an implementation, as `jax.ShapeDtypeStruct`s."""
-        blocks, row = len(self.lengths), self.inputs or self.heads * self.width
-        pages, integer, dtype = blocks * self.slots, jnp.int32, jnp.dtype(self.computed)
-        weight = jax.ShapeDtypeStruct((self.heads, row, self.width), dtype)
-        args = (
-            jax.ShapeDtypeStruct((blocks, self.queries, self.heads, self.width), dtype),
-            jax.ShapeDtypeStruct((2, pages, self.page, row), jnp.dtype(self.stored)),
-            *[weight] * (2 if self.inputs else 1),
-            jax.ShapeDtypeStruct((blocks, self.slots), integer),
-            jax.ShapeDtypeStruct((blocks,), integer),
-            jax.ShapeDtypeStruct((blocks, self.queries), integer),
-        )
-        half, scale = (self.width // 2,), (2, pages, 1, self.page)
-        return args, self._arrays(
-            jax.ShapeDtypeStruct(half, jnp.float32) if self.rope else None,
-            jax.ShapeDtypeStruct(scale, jnp.float32) if self.scaled else None,
-        )
-
-    def _arrays(self, frequencies, scale) -> dict:
-        if self.inputs:
-            return {} if scale is None else {"x_scale": scale}
-        return {"frequencies": frequencies, "k_scale": scale}
+    @classmethod
+    def of_call(cls, call: Call, **sizes) -> PagedCase:
+        names = ("heads", "width", "rope", "page", "stored", "computed")
+        inputs = call.row if call.operation == "x_cache_attention" else 0
+        return cls(**{name: getattr(call, name) for name in names}, inputs=inputs, slots=0, **sizes)
 
     @property
     def options(self) -> dict:
-        """The other options of the call."""
-        both = {"row": 1, "scale": self.width**-0.5, "window": self.window}
-        if self.inputs:
-            return both
-        return both | {
-            "group": self.group,
-            "rotated": self.rotated,
-            "threshold": self.threshold,
-            "float8_scores": self.float8_scores,
-        }
+        names = () if self.inputs else ("group", "rotated", "threshold", "float8_scores")
+        own = {name: getattr(self, name) for name in names}
+        return {"row": 1, "scale": self.width**-0.5, "window": self.window} | own
+
+    def by(self, implementation: str) -> Callable:
+        operation = call_inputs if self.inputs else call
+        return functools.partial(operation, **self.options, implementation=implementation)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # one compilation, not one for each operation
     def make(self, seed: int = 0) -> tuple[tuple, dict]:
-        """Arguments and array options, random; pages in no order; everything that no query sees is NaN."""
-        shapes = self.shapes()[0]
-        keys = iter(jax.random.split(jax.random.key(seed), 8))
-        q, *weights = (
-            jax.random.normal(next(keys), s.shape).astype(s.dtype) for s in (shapes[0], *shapes[2:-3])
-        )
-        blocks, pages = len(self.lengths), shapes[1].shape[1]
-        table = jax.random.permutation(next(keys), pages).reshape(blocks, self.slots).astype(jnp.int32)
-        ends = jnp.array(self.lengths)[:, None]
-        position = jnp.maximum(ends - self.queries + jnp.arange(self.queries), -1).astype(jnp.int32)
-        seen = visible(position, self.slots * self.page, self.window).any(1)
-        seen = jnp.zeros((pages, self.page), bool).at[table].set(seen.reshape(blocks, self.slots, -1))
-        rows = jax.random.normal(next(keys), shapes[1].shape)
-        scale = None
-        if self.scaled:
-            rows, scale = quantise(rows, shapes[1].dtype)
-            scale = jnp.where(seen, scale, jnp.nan)[:, :, None].at[0].set(jnp.nan)
-        rows = rows.astype(shapes[1].dtype)
-        if rows.dtype != jnp.int8:
-            rows = jnp.where(seen[..., None], rows, jnp.nan).at[0].set(jnp.nan)
+        key, row = jax.random.key(seed, impl="rbg"), self.inputs or self.heads * self.width
+        q, pools, scales, where = self.arrays(key, {"": (1, row)})
+        shape = (2 if self.inputs else 1, self.heads, row, self.width)
+        weights = jax.random.normal(jax.random.fold_in(key, 1), shape) * row**-0.5
+        args = (q, pools[""], *weights.astype(q.dtype), *where)
+        if self.inputs:
+            return args, {"x_scale": scales[""]} if self.scaled else {}
         frequencies = 1e4 ** (-jnp.arange(0, self.width, 2) / self.width) if self.rope else None
-        weights = [(w * rows.shape[-1] ** -0.5).astype(q.dtype) for w in weights]
-        sequence = jnp.arange(blocks, dtype=jnp.int32)
-        return (q, rows, *weights, table, sequence, position), self._arrays(frequencies, scale)
+        return args, {"frequencies": frequencies, "k_scale": scales[""]}
+
+    @property
+    def bytes(self) -> float:
+        """Each row that is seen and the weights are read once."""
+        row, weights = self.inputs or self.heads * self.width, 2 if self.inputs else 1
+        weights *= self.heads * row * self.width * jnp.dtype(self.computed).itemsize
+        return float(
+            self.seen * (row * jnp.dtype(self.stored).itemsize + (4 if self.scaled else 0)) + weights
+        )
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of scores and of sums of whole rows."""
+        row = self.inputs or self.heads * self.width
+        return 2 * self.pairs * self.heads * (row + (self.inputs or self.width))
 
 
 def call(q, k, w_kv, *where, k_scale=None, **options) -> jax.Array:
     """`api.k_cache_attention`, with the arguments that its implementations take."""
     return api.k_cache_attention(q, (Pool(k, k_scale),), w_kv, *where, **options)
 
-
-# Relative to the largest value, by the dtype of the computation: rounding of weights and rotated keys.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 SMALL = {
     "lengths": Case(lengths=(0, 1, 31, 32, 33, 77)),

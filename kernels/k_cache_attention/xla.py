@@ -139,7 +139,7 @@ def _attend(
     (blocks, queries, heads, _), page = q.shape, pool.shape[2]
     (sequences, slots), together = table.shape, together and len(table) < len(sequence)
     table = table if together else table[sequence]
-    window, one_turn = mask.window_of(window), dispatch.known_loops(one_turn)
+    window, one_turn = mask.window_of(window), dispatch.static_loops(one_turn)
     pages = online.pages_per_turn(blocks, page, slots, ONE_TURN_KEYS if one_turn else online.TURN_KEYS)
     table, turns = jnp.pad(table, ((0, 0), (0, -slots % pages))), -(-slots // pages)
 

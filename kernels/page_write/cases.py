@@ -2,16 +2,21 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from swiftkv_jax.kernels.common.case import MOST_ROWS, TOLERANCE, Call, Results, decode, same_bits
+from swiftkv_jax.kernels.common.case import Case as Base
 from swiftkv_jax.kernels.common.pools import Pool
+from swiftkv_jax.kernels.page_write import api
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Base):
     """One call of an implementation of `page_write`.
 
     Attributes:
@@ -19,6 +24,8 @@ class Case:
       rows: of the pool that are written, of `of` rows. spare: pages that no sequence has, scratch included.
       heads, width: of a row. stored, computed: dtypes of the pool and of what is written.
     """
+
+    donated, compared = (0,), False
 
     sequences: tuple[tuple[int, int], ...]
     padding: int = 0
@@ -33,8 +40,10 @@ class Case:
 
     @property
     def options(self) -> dict:
-        """The static options of the call."""
         return {"rows": self.rows}
+
+    def by(self, implementation: str) -> Callable:
+        return functools.partial(api.page_write, **self.options, implementation=implementation)
 
     @property
     def tokens(self) -> int:
@@ -45,30 +54,22 @@ class Case:
         """Pages of the pool."""
         return self.spare + sum(-(-(cached + new) // self.page) for cached, new in self.sequences)
 
-    def shapes(self) -> tuple:
-        """Arguments of an implementation, as `jax.ShapeDtypeStruct`s."""
-        make: Any = jax.ShapeDtypeStruct
-        stored, pool = jnp.dtype(self.stored), (self.of, self.pages)
-        scale = make((*pool, self.heads, self.page), jnp.float32) if stored.itemsize == 1 else None
-        data = make((*pool, self.page, self.heads * self.width), stored)
-        new = make((self.tokens, len(self.rows), self.heads, self.width), jnp.dtype(self.computed))
-        at = make((self.tokens,), jnp.int32)
-        return Pool(data, scale), new, at, at
-
     @functools.partial(jax.jit, static_argnums=(0, 1))
-    def make(self, seed: int = 0) -> tuple:
+    def make(self, seed: int = 0) -> tuple[tuple, dict]:
         """Random arguments; the pool has random bits, NaNs included, and pages are in random order."""
-        pool, new, *_ = self.shapes()
         keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 4))
 
-        def bits(shape):
-            unsigned = jnp.dtype(f"uint{8 * shape.dtype.itemsize}")
-            drawn = jax.random.bits(next(keys), shape.shape, unsigned)
-            made = jax.lax.bitcast_convert_type(drawn, shape.dtype)
-            if shape.dtype.itemsize != 2:
+        def bits(*shape, dtype):
+            drawn = jax.random.bits(next(keys), shape, jnp.dtype(f"uint{8 * dtype.itemsize}"))
+            made = jax.lax.bitcast_convert_type(drawn, dtype)
+            if dtype.itemsize != 2:
                 return made
             return jnp.where(jnp.isnan(made), jnp.asarray(jnp.nan, made.dtype), made)  # a CPU keeps no other
 
+        stored, pool = jnp.dtype(self.stored), (self.of, self.pages)
+        data = bits(*pool, self.page, self.heads * self.width, dtype=stored)
+        scaled = stored.itemsize == 1
+        scale = bits(*pool, self.heads, self.page, dtype=jnp.dtype("float32")) if scaled else None
         names = 1 + jax.random.permutation(next(keys), self.pages - 1).astype(jnp.int32)
         number, slot, held = [], [0] * self.tokens, 0
         for cached, count in self.sequences:
@@ -77,8 +78,76 @@ class Case:
                 number.append(held + position // self.page)
             held += -(-(cached + count) // self.page)
         page = jnp.pad(names[jnp.array(number, jnp.int32)], (0, self.padding))
-        drawn = jax.random.normal(next(keys), new.shape).astype(new.dtype)
-        return jax.tree.map(bits, pool), drawn, page, jnp.array(slot, jnp.int32)
+        shape = (self.tokens, len(self.rows), self.heads, self.width)
+        new = jax.random.normal(next(keys), shape).astype(self.computed)
+        return (Pool(data, scale), new, page, jnp.array(slot, jnp.int32)), {}
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.stored]
+
+    def results(self, run: Callable) -> Results:
+        """The rows of the tokens [F, T, E]; all other places must be as they were, any NaN included."""
+        (before, _, page, slot), _ = self.make()
+        rows = jnp.array(self.rows)[:, None]
+        after = run(*self.make()[0])
+        put = jnp.zeros((self.of, self.pages, self.page), bool).at[rows, page, slot].set(True)
+        put = put.at[:, 0].set(True)[..., None]  # scratch, whatever is there
+        intact = jnp.all(put | same_bits(before.data, after.data))
+        if before.scale is not None:
+            intact &= jnp.all(jnp.swapaxes(put, 2, 3) | same_bits(before.scale, after.scale))
+        written = jnp.where(page[:, None] > 0, decode(after)[rows, page, slot], 0)
+        return Results({"": np.asarray(written)}, bool(intact))
+
+    def expected(self) -> dict[str, np.ndarray]:
+        (_, new, page, _), _ = self.make()
+        rows = jnp.swapaxes(new, 0, 1).reshape(len(self.rows), self.tokens, -1)
+        return {"": np.asarray(jnp.where(page[:, None] > 0, rows, 0), np.float32)}
+
+    @classmethod
+    def of_call(cls, call: Call, sequences: tuple[tuple[int, int], ...], of: int, padding: int = 0) -> "Case":
+        """A write of the call's model into the last of `of` rows."""
+        own = {name: getattr(call, name) for name in ("page", "width", "stored", "computed")}
+        return cls(sequences=sequences, rows=(of - 1,), of=of, padding=padding, heads=call.kv_heads, **own)
+
+    @classmethod
+    def checked(cls, call: Call) -> Iterator[tuple[str, Base]]:
+        yield "ragged sequences", cls.of_call(call, ragged(call.page), 2, padding=3)
+
+    @classmethod
+    def sizes(cls, call: Call) -> Iterator[tuple[str, Base]]:
+        inside = call.page // 2  # a chunk begins where the one before has ended
+        yield f"{call.tokens} tokens", cls.of_call(call, ((inside, call.tokens),), MOST_ROWS)
+        yield f"{call.lanes} x 1", cls.of_call(call, ((inside, 1),) * call.lanes, MOST_ROWS)
+
+    @property
+    def repeats(self) -> int:
+        return self.of if len(self.rows) == 1 else 1
+
+    def timed(self, implementation: str) -> Callable[[], Any]:
+        """Writing of one array of some rows, one row after the other; or of several rows together."""
+        (pool, *rest), _ = self.make()
+        turns = [(row,) for row in range(self.of)] if len(self.rows) == 1 else [self.rows]
+
+        @functools.partial(jax.jit, donate_argnums=0)
+        def run(pool, *rest):
+            for rows in turns:
+                pool = api.page_write(pool, *rest, rows=rows, implementation=implementation)
+            return pool
+
+        held = [jax.tree.map(jnp.copy, pool)]
+
+        def once():
+            held[0] = run(held[0], *rest)
+            return (held[0],)
+
+        return once
+
+    @property
+    def bytes(self) -> float:
+        """Each number is read once and written once."""
+        numbers = self.tokens * len(self.rows) * self.heads * self.width
+        return float(numbers * (jnp.dtype(self.computed).itemsize + jnp.dtype(self.stored).itemsize))
 
 
 def ragged(page: int) -> tuple[tuple[int, int], ...]:

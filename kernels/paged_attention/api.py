@@ -82,5 +82,5 @@ def paged_attention(
     args, known = (q, k, v, table, sequence, position), PAGED_ATTENTION
     if bias is not None:
         options |= {"bias": bias}
-        known = dispatch.that_take(known, mask.BIASED, mask.A_BIAS)
+        known = dispatch.supporting(known, mask.BIASED, mask.A_BIAS)
     return dispatch.call("paged_attention", known, implementation, args, options)

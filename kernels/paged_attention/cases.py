@@ -2,101 +2,62 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.common.mask import visible
+from swiftkv_jax.kernels.common.case import Call, PagedCase
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.paged_attention import api
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(PagedCase):
     """One call of an implementation of `paged_attention`.
 
     Attributes:
-      lengths: keys that the last query of each block sees; 0 is a block without a query.
-      queries: of each block, at the last positions of its sequence.
-      heads: query heads; kv_heads; width of a key; value: width of a value, that of a key by default.
-      page, slots: of the pool. 8-bit rows have a scale for each token and head.
+      kv_heads: of keys and values. value: width of a value, that of a key by default.
     """
 
-    lengths: tuple[int, ...]
-    queries: int = 1
-    heads: int = 4
     kv_heads: int = 2
-    width: int = 64
     value: int = 0
-    page: int = 32
-    slots: int = 4
-    window: int | None = None
-    stored: str = "float32"
-    computed: str = "float32"
 
-    @property
-    def scaled(self) -> bool:
-        """Whether rows are 8 bits wide and have scales."""
-        return jnp.dtype(self.stored).itemsize == 1
+    @classmethod
+    def of_call(cls, call: Call, **sizes) -> PagedCase:
+        names = ("heads", "kv_heads", "width", "page", "stored", "computed")
+        return cls(**{name: getattr(call, name) for name in names}, slots=0, **sizes)
 
     @property
     def options(self) -> dict:
-        """The static options of the call."""
         return {"row": 1, "scale": self.width**-0.5, "window": self.window}
 
-    def shapes(self) -> tuple[tuple, dict]:
-        """Arguments and array options of an implementation, as `jax.ShapeDtypeStruct`s."""
-        blocks, kv, make = len(self.lengths), self.kv_heads, jax.ShapeDtypeStruct
-        pool, integer = (2, blocks * self.slots), jnp.int32
-        args = (
-            make((blocks, self.queries, self.heads, self.width), jnp.dtype(self.computed)),
-            make((*pool, self.page, kv * self.width), jnp.dtype(self.stored)),
-            make((*pool, self.page, kv * (self.value or self.width)), jnp.dtype(self.stored)),
-            make((blocks, self.slots), integer),
-            make((blocks,), integer),
-            make((blocks, self.queries), integer),
-        )
-        scale = make((*pool, kv, self.page), jnp.float32) if self.scaled else None
-        return args, {"k_scale": scale, "v_scale": scale}
+    def by(self, implementation: str) -> Callable:
+        return functools.partial(call, **self.options, implementation=implementation)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # one compilation, not one for each operation
     def make(self, seed: int = 0) -> tuple[tuple, dict]:
-        """Arguments and array options, random; pages in no order; everything that no query sees is NaN."""
-        shapes = self.shapes()[0]
-        keys = iter(jax.random.split(jax.random.key(seed), 4))
-        q = jax.random.normal(next(keys), shapes[0].shape).astype(shapes[0].dtype)
-        (blocks, slots), pages = shapes[3].shape, shapes[1].shape[1]
-        table = jax.random.permutation(next(keys), pages).reshape(blocks, slots).astype(jnp.int32)
-        ends = jnp.array(self.lengths)[:, None]
-        position = jnp.maximum(ends - self.queries + jnp.arange(self.queries), -1).astype(jnp.int32)
-        seen = visible(position, slots * self.page, self.window).any(1)
-        seen = jnp.zeros((pages, self.page), bool).at[table].set(seen.reshape(blocks, slots, -1))
-        pools, scales = [], []
-        for shape in shapes[1:3]:
-            rows = jax.random.normal(next(keys), shape.shape)
-            if self.scaled:
-                heads = rows.reshape(*rows.shape[:3], self.kv_heads, -1)
-                scale = jnp.max(jnp.abs(heads), -1, keepdims=True) / 100
-                rows = (heads / scale).reshape(rows.shape)
-                scale = jnp.where(seen[:, None], jnp.swapaxes(scale[..., 0], 2, 3), jnp.nan)
-                scales.append(scale.at[0].set(jnp.nan))
-            rows = rows.astype(shape.dtype)
-            if rows.dtype != jnp.int8:
-                rows = jnp.where(seen[..., None], rows, jnp.nan).at[0].set(jnp.nan)
-            pools.append(rows)
-        k_scale, v_scale = scales if self.scaled else (None, None)
-        sequence = jnp.arange(blocks, dtype=jnp.int32)
-        return (q, *pools, table, sequence, position), {"k_scale": k_scale, "v_scale": v_scale}
+        widths = {"k": (self.kv_heads, self.width), "v": (self.kv_heads, self.value or self.width)}
+        q, pools, scales, where = self.arrays(jax.random.key(seed, impl="rbg"), widths)
+        return (q, *pools.values(), *where), {f"{name}_scale": scale for name, scale in scales.items()}
+
+    @property
+    def bytes(self) -> float:
+        """Each key and value that is seen is read once."""
+        stored, widths = jnp.dtype(self.stored).itemsize, self.width + (self.value or self.width)
+        return float(self.seen * self.kv_heads * (widths * stored + (8 if self.scaled else 0)))
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of scores and sums."""
+        return 2 * self.pairs * self.heads * (self.width + (self.value or self.width))
 
 
 def call(q, k, v, *where, k_scale=None, v_scale=None, **options) -> jax.Array:
     """`api.paged_attention`, with the arguments that its implementations take."""
     return api.paged_attention(q, (Pool(k, k_scale), Pool(v, v_scale)), *where, **options)
 
-
-# Relative to the largest value, by the dtype of the computation: rounding of the weights.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 SMALL = {
     "lengths": Case(lengths=(0, 1, 31, 32, 33, 77)),

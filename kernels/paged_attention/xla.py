@@ -45,8 +45,8 @@ def paged_attention(
     one_turn: bool | None = None,
 ):
     """As `api.paged_attention`. `one_turn` avoids loops whose length is known only at run time; None: as
-    `dispatch.known_loops` says."""
-    window, one_turn = mask.window_of(window), dispatch.known_loops(one_turn)
+    `dispatch.static_loops` says."""
+    window, one_turn = mask.window_of(window), dispatch.static_loops(one_turn)
     pools = (k, v, k_scale, v_scale)
     if position.shape[1] == 1 and not one_turn:
         return _singles(q, pools, table[sequence], position[:, 0], row, scale, window, bias)

@@ -2,14 +2,19 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
+from swiftkv_jax.kernels.common.case import Case as Base
+from swiftkv_jax.kernels.common.case import pairs
+from swiftkv_jax.kernels.prompt_attention import api
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(Base):
     """One call of `prompt_attention`: prompts of `lengths` tokens, padded to `tokens`."""
 
     lengths: tuple[int, ...]
@@ -18,33 +23,36 @@ class Case:
     kv_heads: int = 2
     width: int = 64
     window: int | None = None
-    computed: str = "float32"
 
     @property
     def options(self) -> dict:
-        """The static options of the call."""
         return {"scale": self.width**-0.5, "window": self.window}
 
-    def shapes(self) -> tuple:
-        """Arguments of the call, as `jax.ShapeDtypeStruct`s."""
-        shape, dtype = (len(self.lengths), self.tokens), jnp.dtype(self.computed)
-        kv = jax.ShapeDtypeStruct((*shape, self.kv_heads, self.width), dtype)
-        q = jax.ShapeDtypeStruct((*shape, self.heads, self.width), dtype)
-        return q, kv, kv, jax.ShapeDtypeStruct(shape[:1], jnp.int32)
+    def by(self, implementation: str) -> Callable:
+        return functools.partial(api.prompt_attention, **self.options, implementation=implementation)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # one compilation, not one for each operation
-    def make(self, seed: int = 0) -> tuple:
+    def make(self, seed: int = 0) -> tuple[tuple, dict]:
         """Random arguments; tokens past a prompt's end are NaN."""
         keys = jax.random.split(jax.random.key(seed), 3)
         lengths = jnp.array(self.lengths, jnp.int32)
         dead = (jnp.arange(self.tokens) >= lengths[:, None])[..., None, None]
-        arrays = zip(keys, self.shapes()[:3], strict=True)
-        arrays = (jax.random.normal(key, s.shape).astype(s.dtype) for key, s in arrays)
-        return *(jnp.where(dead, jnp.nan, x) for x in arrays), lengths
+        shape = (len(self.lengths), self.tokens)
+        heads = zip(keys, (self.heads, self.kv_heads, self.kv_heads), strict=True)
+        arrays = (jax.random.normal(key, (*shape, n, self.width)).astype(self.computed) for key, n in heads)
+        return (*(jnp.where(dead, jnp.nan, x) for x in arrays), lengths), {}
 
+    @property
+    def flops(self) -> float:
+        """Every seen pair of tokens takes 4 FLOP an element."""
+        return 4 * sum(pairs(0, n, self.window) for n in self.lengths) * self.heads * self.width
 
-# Relative to the largest value, by the dtype of the computation: rounding of the weights.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+    @property
+    def bytes(self) -> float:
+        """q, k, v and the result move once."""
+        heads = 2 * self.heads + 2 * self.kv_heads
+        return float(sum(self.lengths) * heads * self.width * jnp.dtype(self.computed).itemsize)
+
 
 SMALL = {
     "lengths": Case(lengths=(0, 1, 31, 48)),

@@ -12,10 +12,11 @@ from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.distill.config import AttentionConfig, Experiment
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.check import machine as machines
-from swiftkv_jax.kernels.check.calls import CANDIDATES, Call
+from swiftkv_jax.kernels.check.calls import CANDIDATES
 from swiftkv_jax.kernels.check.decide import LIMITS, Limits, decide
 from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.kernels.check.supervisor import START
+from swiftkv_jax.kernels.common.case import Call
 
 WHOLE_ROWS = ("cudnn",)  # kernels that need whole rows: no sharding over `context`
 _LONGEST = 16_384  # tokens of a timed row without windows: longer ones only take a check's time
@@ -53,8 +54,7 @@ def choose(
     def name_and_how() -> str:
         names, found = candidates(experiment, platform), []
         safe = names[0], "the safe one"
-        check = not (taken and platform == "tpu")
-        options = {"check": check, "shared": taken, "candidates": {"train": names}, "limits": limits}
+        options = {"taken": taken, "candidates": {"train": names}, "limits": limits}
         for call in _calls(experiment):
             decision = decide([call], machine, folder, **options)
             found.append((decision.names["train"], decision.how))

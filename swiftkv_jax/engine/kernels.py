@@ -13,10 +13,11 @@ from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.engine.names import AUTO, SAFE, named
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.kernels.check import machine as machines
-from swiftkv_jax.kernels.check.calls import CANDIDATES, UNFUSED, Call
+from swiftkv_jax.kernels.check.calls import CANDIDATES, UNFUSED, known, preferred
 from swiftkv_jax.kernels.check.decide import LIMITS, Decision, Limits, decide
 from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.kernels.check.supervisor import START
+from swiftkv_jax.kernels.common.case import Call
 from swiftkv_jax.kernels.common.dispatch import ByKind
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import NONE
@@ -77,15 +78,14 @@ def choose(
     if machine.platform == "cpu" and settings.kernels != SAFE:
         return Choice(settings, "named, or this platform's" if any(given.values()) else "this platform's")
     safe = {kind: names[0] for kind, names in CANDIDATES[machine.platform].items()}
-    safe |= {call.kind: call.known(CANDIDATES[machine.platform][call.kind])[0] for call in calls}
+    safe |= {call.kind: known(call, CANDIDATES[machine.platform][call.kind])[0] for call in calls}
     if settings.kernels == SAFE or not calls:
         return Choice(_with(settings, safe), "the safe ones")
     taken = machines.taken()
     decisions: list[Decision] = []
 
     def names_and_how() -> str:
-        check = not (taken and machine.platform == "tpu")
-        decisions.append(decide(calls, machine, folder, check=check, shared=taken, limits=limits))
+        decisions.append(decide(calls, machine, folder, taken=taken, limits=limits))
         return json.dumps([dict(decisions[0].names), decisions[0].how])
 
     title = hashlib.sha256(repr(calls).encode()).hexdigest()[:16]
@@ -188,8 +188,8 @@ def in_force(
     """The implementation of each kind of call, for settings that `choose` and `settle` have completed."""
     given = ByKind.named(settings.attention)
     names = {"decode": given.decode, "chunk": given.chunk, "fill": settings.fill, "write": settings.write}
-    found = {}
+    chosen = {}
     for call in calls_of(config, plan, dtype, settings, shards):
         name = names[call.kind]
-        found[call.kind] = name if name and call.known((name,)) else call.preferred
-    return found | ({"scoring": settings.scoring} if settings.scoring else {})
+        chosen[call.kind] = name if name and known(call, (name,)) else preferred(call)
+    return chosen | ({"scoring": settings.scoring} if settings.scoring else {})

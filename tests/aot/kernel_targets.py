@@ -15,9 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from swiftkv_jax.distill.compile_only import topology
-from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
-from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
-from swiftkv_jax.kernels.paged_attention import cases as paged_cases
+from swiftkv_jax.kernels.check.calls import OPERATIONS
 
 HERE = Path(__file__).parent
 TPUS = {"v4": "v4:2x2x1", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2"}
@@ -25,10 +23,8 @@ HOPPER = "h100:1x1x1"
 FILL, FILL_ONCE = FILLS = ("fused_kv_fill", "fused_kv_fill_once")  # the second: in one launch, on Hopper
 END = "-- end --"  # of what is said about a case
 KERNELS = {
-    "paged_attention": (paged_cases.call, paged_cases.REAL),
-    "k_cache_attention": (k_cache_cases.call, k_cache_cases.REAL),
-    "x_cache_attention": (k_cache_cases.call_inputs, k_cache_cases.INPUTS_REAL),
-    **dict.fromkeys(FILLS, (fill_cases.call, fill_cases.REAL)),
+    name: OPERATIONS[name.removesuffix("_once")].real
+    for name in ("paged_attention", "k_cache_attention", "x_cache_attention", *FILLS)
 }
 
 
@@ -40,8 +36,7 @@ def mesh_of(where: str) -> Mesh:
 
 def shapes(kernel: str, case: str) -> tuple[tuple, dict]:
     """Arguments and array options of a real case."""
-    made = KERNELS[kernel][1][case].shapes()
-    return (made, {}) if kernel in FILLS else made
+    return KERNELS[kernel][case].shapes()
 
 
 def pools(kernel: str, case: str):
@@ -54,20 +49,20 @@ def size(tree) -> int:
     return sum(leaf.size * jax.numpy.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
-def lowered(where: str, kernel: str, case: str, donate: bool = True, run=None, **options):
-    """A real case, to compile: by `run`, or through the door with `options`; the fill's pools are donated.
+def lowered(where: str, kernel: str, case: str, donate: bool = True, run=None, implementation: str = ""):
+    """A real case, to compile: by `run`, or by an implementation; the fill's pools are donated.
 
     The abstract mesh tells kernels which chip they are for.
     """
-    door, cases = KERNELS[kernel]
-    call = functools.partial(run or door, **cases[case].options, **options)
+    made = KERNELS[kernel][case]
+    call = functools.partial(run, **made.options) if run else made.by(implementation)
     mesh = mesh_of(where)
     place = NamedSharding(mesh, PartitionSpec())
     args, arrays = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes(kernel, case)
     )
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jitted = jax.jit(call, donate_argnums=(4,) if kernel in FILLS and donate else ())
+        jitted = jax.jit(call, donate_argnums=made.donated if donate else ())
         return jitted.lower(*args, **arrays)
 
 

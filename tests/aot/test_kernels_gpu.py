@@ -23,10 +23,10 @@ HOPPER = {
 
 def refused(kernel: str, case: str) -> str:
     args, arrays = shapes(kernel, case)
-    return HOPPER[kernel](*args, **arrays, **KERNELS[kernel][1][case].options)
+    return HOPPER[kernel](*args, **arrays, **KERNELS[kernel][case].options)
 
 
-SUPPORTED = [(kernel, case) for kernel in HOPPER for case in KERNELS[kernel][1] if not refused(kernel, case)]
+SUPPORTED = [(kernel, case) for kernel in HOPPER for case in KERNELS[kernel] if not refused(kernel, case)]
 
 # Bytes that a thread spills of a kernel that jax 0.11 compiles with more registers than jax 0.10.
 SPILLED = {"k_cache_attention": 28} if jax.__version_info__ >= (0, 11) else {}
@@ -43,7 +43,7 @@ def test_hopper_kernels_support_at_least_these_cases():
         "llama2_7b_float8_scores llama2_7b_rotated_float8_scores width80_float8_scores no_rope_float8_scores "
         "width80_group4 width80_float8 width96_group4 width256 whisper_small no_rope_int8",
         "x_cache_attention": "whisper_small t5_3b",
-        **dict.fromkeys(FILLS, " ".join(KERNELS[FILL][1])),
+        **dict.fromkeys(FILLS, " ".join(KERNELS[FILL])),
     }
     assert {(kernel, case) for kernel, names in least.items() for case in names.split()} <= set(SUPPORTED)
 
@@ -73,6 +73,6 @@ def test_a_compiler_report_is_kept_for_every_case_of_one_kernel():
 def test_xla_reads_the_rows_of_single_queries_where_they_lie(case):
     """Scores in float32 and weights in bfloat16: no copy of keys or of values."""
     program = compiled(CHIP, "paged_attention", case, implementation="xla_one_turn")
-    one = KERNELS["paged_attention"][1][case]
+    one = KERNELS["paged_attention"][case]
     scores = len(one.lengths) * one.heads * one.slots * one.page
     assert program.memory_analysis().temp_size_in_bytes < 1.1 * (4 + 2) * scores

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 ATTENTION = [
     (kernel, name)
-    for kernel, (_, cases) in KERNELS.items()
+    for kernel, cases in KERNELS.items()
     for name, case in cases.items()
     if kernel not in FILLS and not getattr(case, "float8_scores", False)  # which no TPU here multiplies
 ]
@@ -36,7 +36,7 @@ def test_attention_compiles_and_copies_no_pool(chip, kernel, case):
     assert memory.temp_size_in_bytes < size(pools(kernel, case)) // 4
 
 
-@pytest.mark.parametrize("case", KERNELS[FILL][1])
+@pytest.mark.parametrize("case", KERNELS[FILL])
 @pytest.mark.parametrize("chip", TPUS)
 def test_the_fill_compiles_in_place(chip, case):
     memory = compiled(TPUS[chip], FILL, case, implementation="pallas_tpu").memory_analysis()

@@ -15,6 +15,6 @@ def test_lowers_for_hopper(kernel, case):
     assert "mosaic_gpu" in lowered(HOPPER, kernel, case, implementation=name).as_text()
 
 
-@pytest.mark.parametrize(("kernel", "case"), [*ATTENTION, *((FILL, case) for case in KERNELS[FILL][1])])
+@pytest.mark.parametrize(("kernel", "case"), [*ATTENTION, *((FILL, case) for case in KERNELS[FILL])])
 def test_lowers_for_a_tpu(kernel, case):
     assert "tpu_custom_call" in lowered(TPUS["v5e"], kernel, case, implementation="pallas_tpu").as_text()

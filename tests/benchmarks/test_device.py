@@ -300,7 +300,7 @@ def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch):
 def test_a_missing_model_or_package_or_a_bad_ledger_is_told_before_a_process_starts(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(command, "Book", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(command, "Supervisor", lambda *_: pytest.fail("a process was started"))
     out = ("--output", str(tmp_path / "out"))
     assert run(monkeypatch, *out, "--model", "nowhere.gguf") == 2
     assert "nowhere.gguf" in capsys.readouterr().err

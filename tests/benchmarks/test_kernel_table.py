@@ -24,19 +24,19 @@ def run(monkeypatch, folder, *flags: str) -> int:
 def test_the_least_work_of_a_case_by_hand():
     """Llama-3.1-8B reads 64 x 8192 tokens of 2 x 1024 numbers; Llama-2-7B half a cache, and W_KV."""
     paged = paged_cases.REAL["llama_8b"]
-    got = kernels.attention_work(paged, "paged_attention")
-    assert got == kernels.Work(64 * 8192 * 32 * 4 * 128, 64 * 8192 * 2 * 1024 * 2)
+    assert (paged.flops, paged.bytes) == (64 * 8192 * 32 * 4 * 128, 64 * 8192 * 2 * 1024 * 2)
     window = dataclasses.replace(paged, window=100, queries=3)
-    assert kernels.attention_work(window, "paged_attention").bytes == 64 * 102 * 2 * 1024 * 2
+    assert window.flops == 64 * 300 * 32 * 4 * 128
+    assert dataclasses.replace(paged, lengths=(5,), queries=3).flops == (3 + 4 + 5) * 32 * 4 * 128
+    assert window.bytes == 64 * 102 * 2 * 1024 * 2
     scaled = dataclasses.replace(paged, stored="int8")
-    assert kernels.attention_work(scaled, "paged_attention").bytes == 64 * 8192 * 8 * (2 * 128 + 8)
-    k_cache = kernels.attention_work(k_cache_cases.REAL["llama2_7b"], "k_cache_attention")
-    assert k_cache.bytes == 16 * 8192 * 4096 * 2 + 32 * MIB
-    fill = kernels.fill_work(fill_cases.REAL["llama_8b"])
+    assert scaled.bytes == 64 * 8192 * 8 * (2 * 128 + 8)
+    assert k_cache_cases.REAL["llama2_7b"].bytes == 16 * 8192 * 4096 * 2 + 32 * MIB
+    fill = fill_cases.REAL["llama_8b"]
     assert fill.flops == 2 * 8192 * 4096 * 16 * 2048
     assert fill.bytes == 2 * (8192 * 4096 + 16 * 2048 * 4096 + 8192 * 16 * 2048)
     prompt = dataclasses.replace(prompt_cases.REAL["llama_8b"], lengths=(5,), window=2)
-    assert kernels.prompt_work(prompt).flops == 4 * (1 + 2 + 2 + 2 + 2) * 32 * 128
+    assert prompt.flops == 4 * (1 + 2 + 2 + 2 + 2) * 32 * 128
 
 
 def test_a_table_of_one_case(monkeypatch, tmp_path):
@@ -45,7 +45,7 @@ def test_a_table_of_one_case(monkeypatch, tmp_path):
     )
     result = json.loads((tmp_path / "kernels_cpu_paged_attention_gqa4.json").read_text())
     [case] = result["cases"]
-    work = kernels.attention_work(paged_cases.SMALL["gqa4"], "paged_attention")
+    work = paged_cases.SMALL["gqa4"]
     assert (case["flops"], case["bytes"]) == (work.flops, work.bytes)
     top = result["ceilings"]
     assert case["floor"] == pytest.approx(max(work.flops / top["flops"], work.bytes / top["bytes"]))

@@ -117,7 +117,7 @@ def test_kernels_are_not_checked_if_this_process_holds_the_tpu(asked, monkeypatc
     monkeypatch.setattr(kernels.machines, "taken", lambda: True)
     choose(RUN, TPU)
     choose(RUN, GPU)
-    assert [more["check"] for *_, more in asked] == [False, True]
+    assert [more["taken"] for *_, more in asked] == [True, True]
 
 
 def test_an_unreadable_model_is_not_checked(asked):

@@ -21,8 +21,8 @@ from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.names import named
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.kernels.check import calls as contest
 from swiftkv_jax.kernels.check import decide as checks
+from swiftkv_jax.kernels.check.calls import OPERATIONS, known
 from swiftkv_jax.kernels.check.decide import Decision, Limits
 from swiftkv_jax.kernels.check.machine import CPU, Machine
 from swiftkv_jax.kernels.common import dispatch
@@ -151,7 +151,7 @@ def test_an_engine_comes_up_whatever_a_candidate_does(model, tmp_path, monkeypat
     prompt = tiny.prompts((5,))[0]
     outputs = llm.generate([prompt], dataclasses.replace(tiny.GREEDY, max_tokens=5), use_tqdm=False)
     assert outputs[0].outputs[0].token_ids == tiny.greedy(*model, prompt, 5)
-    monkeypatch.setattr(checks, "_checked", None)
+    monkeypatch.setattr(checks, "Supervisor", None)
     settings = Settings(**tiny.SIZES)
     began = time.process_time()
     chosen = choose(model[0].config, model[0].plan, model[0].dtype, settings)
@@ -252,8 +252,8 @@ def test_chunks_are_timed_in_the_forms_that_an_accelerator_launches(lanes, fixed
             program.call.func.eval_shape(*program.call.args, **program.call.keywords)
     launched, seen = seen, set()
     _, chunk, _ = calls_of(net.config, net.plan, net.dtype, settings)
-    for timed in contest._timed(chunk):
-        jax.eval_shape(timed.by(name))
+    for _, case in OPERATIONS[chunk.operation].case.sizes(chunk):
+        jax.eval_shape(case.timed(name))
     assert seen == launched and len(seen) == forms
 
 
@@ -263,7 +263,7 @@ def test_rows_of_keys_alone_are_checked_by_their_own_operation():
     calls = calls_of(net.config, plan, net.dtype, Settings(max_model_len=64))
     assert [call.operation for call in calls] == ["k_cache_attention"] * 2 + ["page_write"]
     assert (calls[2].kv_heads, calls[2].width) == (1, net.config.kv_width)  # one scale a token
-    assert calls[0].known(("xla_one_turn", "xla", "cudnn")) == ("xla_one_turn", "xla")
+    assert known(calls[0], ("xla_one_turn", "xla", "cudnn")) == ("xla_one_turn", "xla")
     shared = calls_of(net.config, plan, net.dtype, Settings(max_model_len=64), shards=2)
     assert shared == calls  # every device has them all
     chosen = choose(net.config, plan, net.dtype, Settings(max_model_len=64, kernels="xla"), machine=GPU)
@@ -278,7 +278,7 @@ def test_rows_of_values_or_inputs_are_checked_and_reported_by_their_own_operatio
     decode, chunk, write = calls_of(config, plan, "float32", settings)
     assert [call.operation for call in (decode, chunk)] == ["x_cache_attention"] * 2
     assert (decode.row, decode.rope, write.width) == (width, False, width)
-    assert decode.known(("xla_one_turn", "cudnn", "pallas_gpu")) == ("xla_one_turn", "pallas_gpu")
+    assert known(decode, ("xla_one_turn", "cudnn", "pallas_gpu")) == ("xla_one_turn", "pallas_gpu")
     told = in_force(config, plan, "float32", settings)
     here = "xla" if shutil.which("c++") is None and shutil.which("g++") is None else "native_cpu"
     assert (told["decode"], told["chunk"]) == (here, here)

@@ -14,12 +14,12 @@ import pytest
 
 from swiftkv_jax.kernels.causal_attention import xla as causal_xla
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
-from swiftkv_jax.kernels.check import calls, cases, decide, machine
-from swiftkv_jax.kernels.check.calls import Call
-from swiftkv_jax.kernels.check.cases import Attention
-from swiftkv_jax.kernels.check.decide import Decision, Limits, choose
+from swiftkv_jax.kernels.check import calls, decide, machine
+from swiftkv_jax.kernels.check.calls import verdict
+from swiftkv_jax.kernels.check.decide import Limits, choose
 from swiftkv_jax.kernels.check.machine import Machine
-from swiftkv_jax.kernels.check.supervisor import Book
+from swiftkv_jax.kernels.check.supervisor import Supervisor
+from swiftkv_jax.kernels.common.case import Call
 from swiftkv_jax.kernels.common.dispatch import Implementation
 from swiftkv_jax.kernels.fused_kv_fill import xla as fill_xla
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
@@ -27,6 +27,7 @@ from swiftkv_jax.kernels.k_cache_attention import xla as keys_xla
 from swiftkv_jax.kernels.k_cache_attention.api import K_CACHE, X_CACHE
 from swiftkv_jax.kernels.page_write import reference as write_xla
 from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
+from swiftkv_jax.kernels.paged_attention import cases as paged
 from swiftkv_jax.kernels.paged_attention import xla
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 
@@ -63,15 +64,30 @@ def folder(tmp_path) -> Path:
 
 @pytest.fixture
 def anew(monkeypatch) -> list:
-    """The keys of all checks, which themselves do nothing."""
-    asked = []
+    """The supervisors of all checks, of which every candidate fails."""
+    made = []
 
-    def checked(calls, machine, contenders, key, *_):
-        asked.append(key)
-        return Decision({kind: names[0] for kind, names in contenders.items()}, "checked")
+    class Failing(Supervisor):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            made.append(self)
 
-    monkeypatch.setattr(decide, "_checked", checked)
-    return asked
+        def run(self, measurement, say=json.dumps):
+            return self.results.setdefault(measurement.name, dict(KILLED))
+
+    monkeypatch.setattr(decide, "Supervisor", Failing)
+    return made
+
+
+def kept(folder: Path, table, **more) -> decide.File:
+    """The file of a decision about `DECODE` here."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return decide.File(folder, decide.inputs_of([DECODE], HERE, table, None), table)
+
+
+def sealed(raw: dict) -> str:
+    """As `decide.File` writes it."""
+    return json.dumps(raw | {"sum": decide._digest(raw)})
 
 
 @pytest.mark.slow
@@ -79,7 +95,7 @@ def test_no_faulty_candidate_is_chosen(strange, folder, monkeypatch):
     table = {"decode": ("reference", "wrong", "leaking", "differing", "aborting")}
     limits = Limits(each=200.0, total=600.0)  # enough on a busy machine
     found = decide.decide([DECODE], HERE, folder, candidates=table, module=strange, limits=limits)
-    said = {name.removeprefix("decode: "): line for name, line in found.lines.items()}
+    said = {name.removeprefix("decode: "): line for name, line in found.results.items()}
     assert found.names == {"decode": "reference"} and said["reference"]["right"]
     assert "of the largest number" in said["wrong"]["why"]
     assert "not finite" in said["leaking"]["why"]
@@ -87,9 +103,12 @@ def test_no_faulty_candidate_is_chosen(strange, folder, monkeypatch):
     assert said["aborting"]["reason"].startswith("its process died: SIGABRT")
     assert "* reference" in decide.table(found) and "not right: blocks of 1: off by" in decide.table(found)
     # A second start runs nothing, and is told the same.
-    monkeypatch.setattr(decide, "_checked", None)
+    monkeypatch.setattr(decide, "Supervisor", None)
     again = decide.decide([DECODE], HERE, folder, candidates=table, module=strange, limits=limits)
-    assert (again.names, again.lines) == (found.names, found.lines) and again.how == "as checked on a chip"
+    assert (again.names, again.results) == (
+        found.names,
+        found.results,
+    ) and again.how == "as checked on a chip"
 
 
 def test_a_hanging_candidate_is_killed_within_the_limits(strange, folder):
@@ -99,15 +118,15 @@ def test_a_hanging_candidate_is_killed_within_the_limits(strange, folder):
     found = decide.decide([DECODE], HERE, folder, candidates=table, module=strange, limits=limits)
     assert time.monotonic() - began < limits.total + 10
     assert found.names == {"decode": "reference"}
-    assert found.lines["decode: hanging"]["status"] != "done"
+    assert found.results["decode: hanging"]["status"] != "done"
 
 
 @pytest.mark.slow
 def test_a_kernel_must_be_correct_and_five_per_cent_faster_to_be_chosen(strange, folder):
     table, limits = {"decode": ("safe", "nearly", "fast")}, Limits(each=200.0, total=600.0)
     found = decide.decide([DECODE], HERE, folder, candidates=table, module=strange, limits=limits)
-    assert found.names == {"decode": "fast"} and all(line["right"] for line in found.lines.values())
-    assert choose("decode", ("safe", "nearly"), found.lines) == "safe"
+    assert found.names == {"decode": "fast"} and all(line["right"] for line in found.results.values())
+    assert choose("decode", ("safe", "nearly"), found.results) == "safe"
 
 
 def test_every_kind_of_call_is_checked_and_timed(folder):
@@ -204,10 +223,7 @@ def test_kernels_are_checked_again_when_inputs_of_the_decision_change(change, fo
     def ask(call=DECODE, here=HERE, candidates=table):
         return decide.decide([call], here, folder, candidates=candidates)
 
-    key = decide._key([DECODE], HERE, table, None)
-    folder.mkdir(mode=0o700)
-    kept = decide._sealed({"key": key, "lines": {}, "names": {"decode": "reference"}})
-    (folder / f"{decide._digest(key)[:24]}.json").write_text(kept)
+    kept(folder, table).write({"decode: reference": timed(0.5)}, {"decode": "reference"})
     assert ask().names == {"decode": "reference"} and not anew
     match change:
         case "driver":
@@ -231,9 +247,7 @@ def test_kernels_are_checked_again_when_inputs_of_the_decision_change(change, fo
 def test_a_second_start_reads_the_stored_result_within_200_ms(folder, anew):
     """The limit is on processor time, as others may be busy. A start waits for `decide` alone."""
     table = {"decode": ("xla", "reference")}
-    kept = {"key": decide._key([DECODE], HERE, table, None), "lines": {}, "names": {"decode": "reference"}}
-    folder.mkdir(mode=0o700)
-    (folder / f"{decide._digest(kept['key'])[:24]}.json").write_text(decide._sealed(kept))
+    kept(folder, table).write({"decode: reference": timed(0.5)}, {"decode": "reference"})
     began = time.process_time()
     assert decide.decide([DECODE], HERE, folder, candidates=table).names == {"decode": "reference"}
     assert time.process_time() - began < 0.2 and not anew
@@ -245,13 +259,15 @@ def _another_name(text: str) -> str:
 
 def _another_key(text: str) -> str:
     raw = json.loads(text)
-    raw["key"]["machine"]["driver"] = "9"
-    return decide._sealed(raw)
+    del raw["sum"]
+    raw["inputs"]["machine"]["driver"] = "9"
+    return sealed(raw)
 
 
 def _no_such_name(text: str) -> str:
     raw = json.loads(text)
-    return decide._sealed(raw | {"names": {"decode": "evil"}})
+    del raw["sum"]
+    return sealed(raw | {"names": {"decode": "evil"}})
 
 
 @pytest.mark.parametrize(
@@ -271,10 +287,9 @@ def _no_such_name(text: str) -> str:
 )
 def test_a_tampered_result_file_is_ignored_and_kernels_are_checked_again(spoil, folder, anew, caplog):
     table = {"decode": ("xla", "reference")}
-    key = decide._key([DECODE], HERE, table, None)
-    folder.mkdir(mode=0o700)
-    path = folder / f"{decide._digest(key)[:24]}.json"
-    path.write_text(spoil(decide._sealed({"key": key, "lines": {}, "names": {"decode": "reference"}})))
+    file = kept(folder, table)
+    file.write({"decode: reference": timed(0.5)}, {"decode": "reference"})
+    file.path.write_text(spoil(file.path.read_text()))
     found = decide.decide([DECODE], HERE, folder, candidates=table)
     assert found.names == {"decode": "xla"} and len(anew) == 1
     assert "checked again" in caplog.text
@@ -284,26 +299,26 @@ def test_a_folder_that_others_can_write_is_not_trusted(folder, anew, caplog):
     folder.mkdir(mode=0o700)
     folder.chmod(0o777)
     table = {"decode": ("xla", "reference")}
-    assert decide.decide([DECODE], HERE, folder, candidates=table).how == "checked"
+    assert decide.decide([DECODE], HERE, folder, candidates=table).names == {"decode": "xla"}
     assert len(anew) == 1 and "must be writable by you alone (chmod 700)" in caplog.text
 
 
-class Fake(Book):
-    """A book whose lines are answered from a table, without a process."""
+class Fake(Supervisor):
+    """One that answers from a table, without a process."""
 
     answers: dict
     ran: list
     left = 100.0
 
-    def run(self, line, say=json.dumps):
-        self.ran.append(line.name)
-        self.result["lines"][line.name] = {"status": "running"}
-        self.save(self.result)
-        found = self.answers[line.name.removeprefix("decode: ")]
-        if isinstance(found, BaseException):
-            raise found
-        self.result["lines"][line.name] = found
-        return found
+    def run(self, measurement, say=json.dumps):
+        self.ran.append(measurement.name)
+        self.results[measurement.name] = {"status": "running"}
+        self.save()
+        result = self.answers[measurement.name.removeprefix("decode: ")]
+        if isinstance(result, BaseException):
+            raise result
+        self.results[measurement.name] = result
+        return result
 
 
 def timed(mine: float, beside: float = 1.0, **more) -> dict:
@@ -313,7 +328,7 @@ def timed(mine: float, beside: float = 1.0, **more) -> dict:
 
 @pytest.fixture
 def book(monkeypatch):
-    monkeypatch.setattr(decide, "Book", Fake)
+    monkeypatch.setattr(decide, "Supervisor", Fake)
     monkeypatch.setattr(Fake, "ran", [], raising=False)
     monkeypatch.setattr(Fake, "answers", {"xla": timed(1.0), "reference": timed(0.5)}, raising=False)
     return Fake
@@ -326,18 +341,20 @@ def test_a_kernel_that_crashed_the_machine_is_not_tried_again(book, folder):
     """A candidate is recorded on disk before it runs; a later process that finds the record skips it."""
     book.answers["reference"] = SystemExit()  # as if everything ended here
 
-    def ends(*_):
-        raise SystemExit
+    def ends(results, *statuses):
+        if statuses == ("running",):
+            raise SystemExit
+        return dict(results)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decide, "_forget", ends)
+        patch.setattr(decide, "_without", ends)
         with pytest.raises(SystemExit):
             decide.decide([DECODE], HERE, folder, candidates=TWO)
     book.answers["reference"] = timed(0.5)
     found = decide.decide([DECODE], HERE, folder, candidates=TWO)
     assert book.ran == ["decode: xla", "decode: reference"]
     assert found.names == {"decode": "xla"}
-    assert "died when this ran" in found.lines["decode: reference"]["reason"]
+    assert "died when this ran" in found.results["decode: reference"]["reason"]
 
 
 def test_an_interrupted_check_resumes_where_it_stopped(book, folder):
@@ -398,11 +415,11 @@ def test_if_no_worker_process_starts_no_result_is_stored(book, folder):
     assert not list(folder.glob("*.json"))
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_out_of_memory_beside_another_process_is_not_remembered(shared, book, folder):
+@pytest.mark.parametrize("taken", [False, True])
+def test_out_of_memory_beside_another_process_is_not_remembered(taken, book, folder):
     book.answers["reference"] = {"status": "failed", "reason": "XlaRuntimeError: RESOURCE_EXHAUSTED: ..."}
-    found = decide.decide([DECODE], HERE, folder, candidates=TWO, shared=shared)
-    assert found.names == {"decode": "xla"} and bool(list(folder.glob("*.json"))) != shared
+    found = decide.decide([DECODE], HERE, folder, candidates=TWO, taken=taken)
+    assert found.names == {"decode": "xla"} and bool(list(folder.glob("*.json"))) != taken
 
 
 @pytest.mark.parametrize(
@@ -424,6 +441,10 @@ def test_the_fastest_right_one_wins_by_five_per_cent_at_every_size(lines, want):
     assert choose("decode", ("a", "b", "c"), found) == want
 
 
+def judged(call: Call, name: str) -> dict:
+    return verdict(calls.OPERATIONS[call.operation].case.checked(call), name)
+
+
 def ignoring_windows(*args, window=None, **options):
     return xla.paged_attention(*args, window=None, **options)
 
@@ -431,9 +452,10 @@ def ignoring_windows(*args, window=None, **options):
 @pytest.mark.parametrize("stored", ["float32", "int8", "float8_e4m3fn"])
 def test_numbers_are_checked_with_windows_and_8_bit_rows(stored, monkeypatch):
     monkeypatch.setitem(PAGED_ATTENTION, "ignoring", Implementation(ignoring_windows))
-    case = Attention(sequences=((0, 0), (0, 5), (100, 7)), block=4, window=40, **SIZES | {"stored": stored})
-    assert cases.attention_verdict(case, "xla")["right"]
-    said = cases.attention_verdict(case, "ignoring")
+    sizes = {"lengths": (0, 5, 107), "queries": (0, 5, 7), "block": 4, "window": 40, "slots": 0}
+    case = paged.Case(**sizes, **SIZES | {"stored": stored})
+    assert verdict([("", case)], "xla")["right"]
+    said = verdict([("", case)], "ignoring")
     assert "not finite" in said["why"]
     q, *_ = case.make()[0]
     assert q.shape == (5, 4, 4, 16)  # blocks of four, one of them without a query
@@ -441,10 +463,10 @@ def test_numbers_are_checked_with_windows_and_8_bit_rows(stored, monkeypatch):
 
 def test_a_table_is_as_wide_as_the_engine_s():
     """Its entries behind a sequence's tokens name a page of NaN."""
-    case = Attention(sequences=((20, 1),), capacity=512, **SIZES)
+    case = paged.Case(lengths=(21,), slots=0, capacity=512, **SIZES)
     (_, k, _, table, _, _), _ = case.make()
     assert table.shape == (1, 32) and bool(jnp.isnan(k[:, table[0, 8:]]).all())
-    assert cases.attention_verdict(case, "xla_one_turn")["right"]
+    assert verdict([("", case)], "xla_one_turn")["right"]
 
 
 @pytest.mark.parametrize("stored", ["float32", "int8"])
@@ -461,9 +483,9 @@ def test_a_fill_that_writes_other_pages_is_wrong(stored, monkeypatch):
     for function in (straying, shifted):
         monkeypatch.setitem(FUSED_KV_FILL, function.__name__, Implementation(function))
     call = dataclasses.replace(EVERY[2], stored=stored)
-    assert calls._verdict(call, "xla")["right"]
-    assert "pages not named were written" in calls._verdict(call, "straying")["why"]
-    assert "of the largest number" in calls._verdict(call, "shifted")["why"]
+    assert judged(call, "xla")["right"]
+    assert "memory was written" in judged(call, "straying")["why"]
+    assert "of the largest number" in judged(call, "shifted")["why"]
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
@@ -478,9 +500,9 @@ def test_a_writer_that_touches_other_places_is_wrong(stored, monkeypatch):
     for function in (straying, late):
         monkeypatch.setitem(PAGE_WRITE, function.__name__, Implementation(function))
     call = dataclasses.replace(EVERY[3], stored=stored)
-    assert calls._verdict(call, "xla") == {"right": True, "why": "", "error": mock.ANY}
-    assert "places of no token were written" in calls._verdict(call, "straying")["why"]
-    assert not calls._verdict(call, "late")["right"]
+    assert judged(call, "xla") == {"right": True, "why": "", "error": mock.ANY}
+    assert "memory was written" in judged(call, "straying")["why"]
+    assert not judged(call, "late")["right"]
 
 
 def test_keys_alone_are_checked_and_timed_by_their_own_operation(monkeypatch):
@@ -489,9 +511,9 @@ def test_keys_alone_are_checked_and_timed_by_their_own_operation(monkeypatch):
         return jnp.where(out == out.max(), 0, out)
 
     monkeypatch.setitem(K_CACHE, "wrong", Implementation(without_biggest))
-    keys = {"operation": "k_cache_attention", "kv_heads": 4, "stored": "int8"}
+    keys = {"operation": "k_cache_attention", "kv_heads": 4, "stored": "int8", "row": 64}
     for kind in ("decode", "chunk"):
         call = dataclasses.replace(DECODE, kind=kind, **keys)
-        assert "of the largest" in calls._verdict(call, "wrong")["why"]
+        assert "of the largest" in judged(call, "wrong")["why"]
         *_, last = calls.examine(dataclasses.asdict(call), "xla", "reference", None)
         assert all(size["off"] < 1e-5 for size in decide.sizes_of(last).values()) and decide.sizes_of(last)

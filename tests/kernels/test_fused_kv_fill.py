@@ -14,6 +14,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax import layers
 from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.case import TOLERANCE
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.fused_kv_fill import api, cases, pallas_gpu, pallas_tpu, reference
 from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
@@ -54,7 +55,7 @@ def interpreted(case: cases.Case, pieces: int = 1, cores: int = 1):
 
 
 def agree(case: cases.Case, run):
-    args = case.make()
+    args, _ = case.make()
     want, got, pools = exact(case, args), jax.jit(run)(*args), args[4]
     names = np.asarray(args[5])
     for name in ("k", "v"):
@@ -64,7 +65,7 @@ def agree(case: cases.Case, run):
         written[np.ix_(case.rows, names[names < case.pages])] = True
         np.testing.assert_array_equal(b[~written], old[~written])  # nothing else is touched
         error = np.abs(a - b)[written].max()
-        assert error <= cases.TOLERANCE[case.stored] * np.abs(a[written]).max(), error
+        assert error <= TOLERANCE[case.stored] * np.abs(a[written]).max(), error
         for page, count in zip(names, case.live, strict=True):
             assert page == case.pages or (b[list(case.rows), page, count:] == 0).all()
 
@@ -100,9 +101,9 @@ def test_hopper_kernel_agrees_with_the_definition(name, once):
     case = dataclasses.replace(case, page=case.page if case.page != 32 else 64)
     case = dataclasses.replace(case, stored="bfloat16" if case.stored == "float32" else case.stored)
     if once and case.value:
-        assert pallas_gpu.refuses_once(*case.shapes()) == "keys and values 256 and 128 wide: equally wide"
+        assert pallas_gpu.refuses_once(*case.shapes()[0]) == "keys and values 256 and 128 wide: equally wide"
         return
-    assert not pallas_gpu.refuses(*case.shapes())
+    assert not pallas_gpu.refuses(*case.shapes()[0])
     options = case.options | {"once": once, "interpret": InterpretGPUParams()}
     agree(case, functools.partial(pallas_gpu.fused_kv_fill, **options))
 
@@ -119,19 +120,19 @@ def test_hopper_kernel_agrees_with_the_definition(name, once):
 )
 def test_the_hopper_kernel_says_what_it_supports(change, message):
     case = cases.Case(live=(64,), page=64, dim=128, stored="bfloat16", computed="bfloat16")
-    assert pallas_gpu.refuses(*dataclasses.replace(case, **change).shapes()) == message
+    assert pallas_gpu.refuses(*dataclasses.replace(case, **change).shapes()[0]) == message
 
 
 def test_the_tpu_kernel_says_how_many_bytes_its_smallest_blocks_take():
     case = dataclasses.replace(cases.REAL["llama_8b"], dim=65792, heads=1, rows=(0,))  # 514 whole lanes
     message = "rows 128 and 128 wide, for 101777408 bytes of VMEM in the smallest blocks: at most 14260633"
-    assert pallas_tpu.refuses(*case.shapes()) == message
-    assert not pallas_tpu.refuses(*dataclasses.replace(case, dim=65536).shapes())
+    assert pallas_tpu.refuses(*case.shapes()[0]) == message
+    assert not pallas_tpu.refuses(*dataclasses.replace(case, dim=65536).shapes()[0])
 
 
 @pytest.mark.parametrize("kernel", [pallas_tpu, pallas_gpu])
 def test_keys_and_values_have_one_dtype(kernel):
-    x, makers, cos, sin, pools, *rest = cases.REAL["llama_8b"].shapes()
+    x, makers, cos, sin, pools, *rest = cases.REAL["llama_8b"].shapes()[0]
     assert not kernel.refuses(x, makers, cos, sin, pools, *rest)
     pools = pools._replace(v=jax.ShapeDtypeStruct(pools.v.shape, jnp.int8))
     assert "bfloat16 keys and int8 values: both" in kernel.refuses(x, makers, cos, sin, pools, *rest)
@@ -188,7 +189,7 @@ def test_the_gain_may_be_folded_into_the_weights():
 
 
 def test_bad_calls_are_named():
-    x, makers, cos, sin, pools, names, live = cases.SMALL["plain"].make()
+    x, makers, cos, sin, pools, names, live = cases.SMALL["plain"].make()[0]
     call = functools.partial(cases.call, rows=(1, 2), eps=1e-5)
     with pytest.raises(dispatch.UnsupportedError, match=r"names has \(2,\) where pages_of_x has \(3,\)"):
         call(x, makers, cos, sin, pools, names[:2], live)
@@ -202,7 +203,7 @@ def test_bad_calls_are_named():
     for name, message in wrong.items():
         with pytest.raises(dispatch.UnsupportedError, match=re.escape(message)):
             call(x, makers._replace(**{name: jnp.zeros(1)}), cos, sin, pools, names, live)
-    *_, pools, names, live = args = cases.SMALL["int8"].make()
+    *_, pools, names, live = args = cases.SMALL["int8"].make()[0]
     with pytest.raises(
         dispatch.UnsupportedError, match=r"k has \(3, 8, 8, 32\) where k_scale has \(3, 8, 32\)"
     ):

@@ -13,6 +13,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from k_cache_checks import agree, exact, in_blocks
 
 from swiftkv_jax.kernels.common import dispatch
+from swiftkv_jax.kernels.common.case import TOLERANCE
 from swiftkv_jax.kernels.common.mask import visible, weights_of
 from swiftkv_jax.kernels.common.pools import Pool, encode
 from swiftkv_jax.kernels.k_cache_attention import (
@@ -90,7 +91,7 @@ def test_values_of_a_prompt_are_made_once_whatever_its_blocks(prompts, inputs):
 
     def flops(size: int) -> float:
         (*args, sequence, position), arrays, _ = in_blocks(case, size)
-        run = jax.jit(functools.partial(case.door, **case.options, implementation="xla_one_turn"))
+        run = jax.jit(case.by("xla_one_turn"))
         return run.lower(*args, sequence, position, **arrays).compile().cost_analysis()["flops"]
 
     row, keys = case.heads * case.width, 256
@@ -105,7 +106,7 @@ def test_a_nan_in_one_sequence_reaches_no_blocks_of_others(name):
     case = cases.Case(lengths=(33, 70), queries=32, width=16, inputs=48 if name == "x" else 0)
     (q, pool, *weights, table, sequence, position), arrays, back = in_blocks(case, 4)
     pool = pool.at[case.options["row"], table[1, 0], 0].set(jnp.nan)
-    run = jax.jit(functools.partial(case.door, **case.options, implementation="xla"))
+    run = jax.jit(case.by("xla"))
     got = back(run(q, pool, *weights, table, sequence, position, **arrays))
     assert np.isnan(got[1]).all() and np.isfinite(got[0]).all()
 
@@ -265,7 +266,7 @@ def test_hopper_kernel_agrees_with_the_definition_of_cached_inputs(queries):
     wide = [a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in args]
     want = np.asarray(reference.x_cache_attention(*wide, **options))
     got = np.asarray(jax.jit(run)(*args), np.float32)
-    assert np.abs(got - want).max() <= cases.TOLERANCE["bfloat16"] * np.abs(want).max()
+    assert np.abs(got - want).max() <= TOLERANCE["bfloat16"] * np.abs(want).max()
     assert (got[0] == 0).all()
 
 

@@ -65,7 +65,7 @@ def few_in_flight(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_written_and_nothing_else_is_touched(name):
     case = cases.SMALL[name]
-    check(case.rows, *case.make())
+    check(case.rows, *case.make()[0])
 
 
 TOKENS, PAGES = 160, 40
@@ -80,7 +80,7 @@ DRAWN = {
 def drawn(stored: str):
     """One program for all batches: (the case, its arguments, the kernel)."""
     case = DRAWN[stored]
-    return case, case.make(), interpreted(case.rows)
+    return case, case.make()[0], interpreted(case.rows)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_every_started_copy_is_waited_for(name, backwards):
     """A copy moves nothing before somebody waits for it, and memory begins as NaN. Backwards, every token is
     a run of its own, and several are in one tile."""
     case = SIMULATED[name]
-    pool, *where = case.make()
+    pool, *where = case.make()[0]
     where = [x[::-1] if backwards else x for x in where]
     waiting = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan")
     check(case.rows, pool, *where, interpret=waiting)
@@ -152,10 +152,10 @@ def test_page_write_runs_end_at_page_boundaries():
 )
 def test_unsupported_cases_are_refused_with_a_reason(change, said):
     case = dataclasses.replace(Case(sequences=((0, 3),)), **change)
-    assert re.match(said, pallas_tpu.refuses(*case.shapes(), **case.options))
+    assert re.match(said, pallas_tpu.refuses(*case.shapes()[0], **case.options))
 
 
 def test_a_name_of_another_platform_is_refused():
     case = cases.SMALL["decode"]
     with pytest.raises(dispatch.UnsupportedError, match="page_write: pallas_tpu needs a tpu, this is cpu"):
-        api.page_write(*case.make(), **case.options, implementation="pallas_tpu")
+        api.page_write(*case.make()[0], **case.options, implementation="pallas_tpu")

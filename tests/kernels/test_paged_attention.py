@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.kernels.check.cases import Attention, attention_verdict
+from swiftkv_jax.kernels.check.calls import verdict
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.mask import visible
 from swiftkv_jax.kernels.common.pools import Pool
@@ -68,7 +68,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
 def agree(case: cases.Case, run, tolerance: float | None = None):
     args, arrays = case.make()
     want, got = exact(case, args, arrays), np.asarray(jax.jit(run)(*args, **arrays), np.float64)
-    error, tolerance = np.abs(got - want).max(), tolerance or cases.TOLERANCE[case.computed]
+    error, tolerance = np.abs(got - want).max(), tolerance or case.tolerance
     assert error <= tolerance * max(np.abs(want).max(), 1e-30), error
     assert (got[np.array(case.lengths) == 0] == 0).all()
 
@@ -91,10 +91,10 @@ def test_xla_agrees_in_one_turn(name, room, monkeypatch):
 def test_xla_agrees_in_one_turn_on_the_blocks_of_one_sequence(stored, window, room, monkeypatch):
     """Its last block is begun, and a step with room for more tokens has empty ones; unseen rows are NaN."""
     monkeypatch.setattr(xla, "ONE_TURN_BYTES", room)
-    sizes = {"heads": 4, "kv_heads": 2, "width": 16, "computed": "float32", "stored": stored, "page": 16}
-    case = Attention(sequences=((77, 50),), block=8, window=window, capacity=256, most=9, **sizes)
-    said = attention_verdict(case, "xla_one_turn")
-    assert said["right"], said
+    sizes = {"width": 16, "stored": stored, "page": 16, "slots": 8, "capacity": 256}
+    case = cases.Case(lengths=(127,), queries=50, block=8, most=9, window=window, **sizes)
+    result = verdict([("", case)], "xla_one_turn")
+    assert result["right"], result
 
 
 @pytest.mark.parametrize("name", ["lengths", pytest.param("int8", marks=pytest.mark.slow)])
@@ -489,5 +489,5 @@ def test_bad_shapes_are_named():
         cases.call(args[0], args[1][..., :100], *args[2:], **arrays)
     with pytest.raises(dispatch.UnsupportedError, match=r"q has \(6, 1\) where position has \(6, 2\)"):
         cases.call(*args[:-1], jnp.zeros((6, 2), jnp.int32), **arrays)
-    with pytest.raises(dispatch.UnsupportedError, match=r"v has \(2, 24, 2, 32\) where v_scale has \(3,\)"):
+    with pytest.raises(dispatch.UnsupportedError, match=r"v has \(2, 27, 2, 32\) where v_scale has \(3,\)"):
         cases.call(*args, **arrays | {"v_scale": jnp.zeros(3)})

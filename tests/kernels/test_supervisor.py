@@ -7,13 +7,13 @@ import textwrap
 
 import pytest
 
-from swiftkv_jax.kernels.check.supervisor import Book, Failed, Line, Worker
+from swiftkv_jax.kernels.check.supervisor import Measurement, Supervisor
 
 # A worker that does what it is asked.
 STUB = """
 import os, sys, time
 import jax
-from swiftkv_jax.kernels.check.supervisor import answer_tasks
+from swiftkv_jax.kernels.check.supervisor import tasks
 
 def work():
     yield {"pid": os.getpid(), "env": os.environ.get("OF_LINE")}
@@ -35,31 +35,32 @@ def fault():
     yield {"half": 1}
     raise jax.errors.JaxRuntimeError("INTERNAL: a device's fault")
 
-answer_tasks({f.__name__: f for f in (work, hang, die, fail, fault)})
+for task, args, send in tasks():
+    send(globals()[task](**args))
 """
 
 
-def line(task: str, limit: float = 10.0, least: float = 0.0, group: str = "", **env: str) -> Line:
-    return Line(f"{task} {limit} {group} {env}", task, {}, limit, least, group, env)
+def line(task: str, limit: float = 10.0, least: float = 0.0, group: str = "", **env: str) -> Measurement:
+    return Measurement(f"{task} {limit} {group} {env}", task, {}, limit, least, group, env)
 
 
 @pytest.fixture
-def book(tmp_path):
-    """A book with a limit of two minutes and the stub as its worker."""
+def supervisor(tmp_path):
+    """One with a limit of two minutes, whose process is the stub."""
     stub = tmp_path / "stub.py"
     stub.write_text(textwrap.dedent(STUB))
     saved: list[str] = []
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    book = Book((sys.executable, str(stub)), lambda result: saved.append(json.dumps(result)), 2.0, {}, env)
-    book.saved = saved
-    yield book
-    book.close()
+    command = (sys.executable, str(stub))
+    with Supervisor(command, lambda: saved.append(json.dumps(supervisor.results)), 120.0, env) as supervisor:
+        supervisor.saved = saved
+        yield supervisor
 
 
-def test_lines_of_a_group_share_a_process(book):
-    first, second = book.run(line("work")), book.run(line("work", 11.0))
+def test_lines_of_a_group_share_a_process(supervisor):
+    first, second = supervisor.run(line("work")), supervisor.run(line("work", 11.0))
     assert first["status"] == second["status"] == "done" and first["pid"] == second["pid"]
-    other = book.run(line("work", group="other", OF_LINE="yes"))
+    other = supervisor.run(line("work", group="other", OF_LINE="yes"))
     assert other["pid"] != first["pid"] and other["env"] == "yes"
     assert not os.path.exists(f"/proc/{first['pid']}")
 
@@ -72,33 +73,33 @@ def test_lines_of_a_group_share_a_process(book):
         (line("fault"), "JaxRuntimeError: INTERNAL: a device's fault", "Traceback", False),
         (line("fail"), f"NotImplementedError: a refusal {290 * 'x'}", 3999 * "x" + "\n", True),
     ],
-    ids=lambda value: value.task if isinstance(value, Line) else "",
+    ids=lambda value: value.task if isinstance(value, Measurement) else "",
 )
 def test_a_process_goes_on_after_an_error_and_ends_after_death_time_out_or_a_devices_fault(
-    bad, reason, details, goes_on, book
+    bad, reason, details, goes_on, supervisor
 ):
     """The end of what it said is kept, and what it yielded before; it is recorded before it starts."""
-    found = book.run(bad)
+    found = supervisor.run(bad)
     assert (found["status"], found["reason"], found["half"]) == ("failed", reason, 1)
     assert found.get("details", "").startswith(details) and len(found.get("details", "")) <= 4000
-    assert (book.worker is not None) == goes_on
-    states = [json.loads(text)["lines"][bad.name] for text in book.saved]
+    assert (supervisor._process is not None) == goes_on
+    states = [json.loads(text)[bad.name] for text in supervisor.saved]
     assert states[0] == {"status": "running"} and states[-1] == found
 
 
-def test_a_line_runs_in_the_process_of_one_that_failed(book):
-    before = book.run(line("work"))
-    book.run(line("fail"))
-    assert book.run(line("work", 11.0))["pid"] == before["pid"]
+def test_a_line_runs_in_the_process_of_one_that_failed(supervisor):
+    before = supervisor.run(line("work"))
+    supervisor.run(line("fail"))
+    assert supervisor.run(line("work", 11.0))["pid"] == before["pid"]
 
 
-def test_a_line_is_skipped_that_needs_more_time_than_is_left(book):
-    found = book.run(line("work", least=1000.0))
-    assert found["status"] == "skipped" and "pid" not in found and book.worker is None
+def test_a_line_is_skipped_that_needs_more_time_than_is_left(supervisor):
+    found = supervisor.run(line("work", least=1000.0))
+    assert found["status"] == "skipped" and "pid" not in found and supervisor._process is None
 
 
-def test_a_worker_that_cannot_start_says_so():
-    worker = Worker((sys.executable, "-c", "raise SystemExit('no device')"), {})
-    with pytest.raises(Failed, match="exit code 1; no device"):
-        worker.wait_ready()
-    worker.close()
+def test_a_process_that_cannot_start_says_so():
+    command = (sys.executable, "-c", "raise SystemExit('no device')")
+    with Supervisor(command, lambda: None, 120.0) as supervisor:
+        result = supervisor.run(line("work"))
+    assert (result["status"], result["reason"]) == ("not started", "its process died: exit code 1; no device")

@@ -89,7 +89,7 @@ def test_a_server_answers_within_the_limit_of_the_check_whatever_candidates_do(f
     assert any(line.startswith(CHECKS) for line in first.said)
     assert 'decode="xla_one_turn"' in first.kernels and 'how="checked on a GPU in' in first.kernels
     assert first.found["names"] == {"decode": "xla_one_turn", "chunk": "xla_one_turn"}
-    lines = {name.removeprefix("decode: "): line for name, line in first.found["lines"].items()}
+    lines = {name.removeprefix("decode: "): line for name, line in first.found["results"].items()}
     assert lines.keys() == {"xla_one_turn", *faulty_kernels.FAULTY} and lines["xla_one_turn"]["right"]
     assert "of the largest number" in lines["wrong"]["why"]
     assert "not finite" in lines["leaking"]["why"]

@@ -86,7 +86,7 @@ def test_8_bit_pages_of_a_wrong_size_are_refused_on_a_tpu_with_the_sizes():
     message = "a page of 32 tokens with scales: a multiple of 128"
     args, arrays = paged_cases.SMALL["int8"].shapes()
     assert paged.refuses(*args, **arrays, **paged_cases.SMALL["int8"].options) == message
-    assert fill.refuses(*fill_cases.SMALL["int8"].shapes()) == message
+    assert fill.refuses(*fill_cases.SMALL["int8"].shapes()[0]) == message
 
 
 GPU_KERNELS = [(op, name) for op, table in TABLES.items() for name in table if name.startswith("pallas_gpu")]
