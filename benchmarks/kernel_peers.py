@@ -37,10 +37,10 @@ def cudnn_paged(case: Case) -> Callable:
     """cuDNN's paged attention, pages in order; its name in JAX is private."""
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
 
-    blocks, pages = len(case.lengths), len(case.lengths) * case.slots
+    blocks, pages = len(case.lengths), len(case.lengths) * case.held
     k = jnp.ones((pages, case.page, case.kv_heads, case.width), jnp.dtype(case.computed))
     q = jnp.ones((blocks, case.queries, case.heads, case.width), k.dtype)
-    table = jnp.arange(pages, dtype=jnp.int32).reshape(blocks, 1, case.slots, 1)
+    table = jnp.arange(pages, dtype=jnp.int32).reshape(blocks, 1, case.held, 1)
     sizes = jnp.full(blocks, case.queries, jnp.int32), jnp.array(case.lengths, jnp.int32)
     run = functools.partial(paged_attention, scale=case.width**-0.5, mask_type=MaskType.PADDING)
     return functools.partial(jax.jit(run), q, k, k, *sizes, table, table)
@@ -50,7 +50,7 @@ def triton_paged(case: Case) -> Callable:
     """JAX's deprecated Triton kernel: one sequence a block, one query each, pages in order."""
     from jax.experimental.pallas.ops.gpu import paged_attention as triton
 
-    pages = len(case.lengths) * case.slots
+    pages = len(case.lengths) * case.held
     k = jnp.ones((case.kv_heads, pages, case.page, case.width), jnp.dtype(case.computed))
     q = jnp.ones((len(case.lengths), case.heads, case.width), k.dtype)
     table = jnp.arange(pages, dtype=jnp.int32).reshape(len(case.lengths), -1)
@@ -65,7 +65,7 @@ def tpu_paged(case: Case) -> Callable:
 
     if case.queries > 1:
         raise ValueError("one query of a sequence")
-    blocks, pages, row = len(case.lengths), len(case.lengths) * case.slots, case.kv_heads * case.width
+    blocks, pages, row = len(case.lengths), len(case.lengths) * case.held, case.kv_heads * case.width
     k = jnp.ones((1, pages, case.page, row), jnp.dtype(case.computed))
     q = jnp.ones((blocks, case.heads, case.width), k.dtype)
     table = jnp.arange(pages, dtype=jnp.int32).reshape(blocks, -1)
@@ -73,7 +73,7 @@ def tpu_paged(case: Case) -> Callable:
     def run(q, k, lengths, table):
         place = jnp.repeat(jnp.eye(case.kv_heads, dtype=q.dtype), case.heads // case.kv_heads, axis=0)
         spread = jnp.einsum("bnh,nk->bnkh", q, place).reshape(blocks, case.heads, row)
-        out = paged_attention(spread, k, k, lengths, table, pages_per_compute_block=min(8, case.slots))
+        out = paged_attention(spread, k, k, lengths, table, pages_per_compute_block=min(8, case.held))
         return jnp.einsum("bnkh,nk->bnh", out.reshape(*out.shape[:2], case.kv_heads, -1), place)
 
     return functools.partial(jax.jit(run), q, k, jnp.array(case.lengths, jnp.int32), table)
@@ -83,7 +83,7 @@ def tpu_ragged(case: Case) -> Callable:
     """JAX's ragged kernel with its own block sizes, keys and values head by head in one pool."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-    blocks, pages = len(case.lengths), len(case.lengths) * case.slots
+    blocks, pages = len(case.lengths), len(case.lengths) * case.held
     kv = jnp.ones((pages, case.page, 2 * case.kv_heads, case.width), jnp.dtype(case.computed))
     q = jnp.ones((blocks * case.queries, case.heads, case.width), kv.dtype)
     table = jnp.arange(pages, dtype=jnp.int32).reshape(blocks, -1)

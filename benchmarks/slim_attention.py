@@ -43,23 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def calls(heads: int, sequences: int, tokens: int, dtype: str) -> dict[str, Callable]:
     """Name -> the call, compiled when it is first made."""
-    import jax
-
     from swiftkv_jax.kernels.k_cache_attention import cases as keys
     from swiftkv_jax.kernels.paged_attention import cases as both
 
-    lengths, slots = (tokens,) * sequences, -(-tokens // PAGE)
-    sizes = {"heads": heads, "width": HEAD, "page": PAGE, "slots": slots, "stored": dtype}
-    made = {
-        "k": (keys.call, keys.Case(lengths=lengths, **sizes)),
-        "kv": (both.call, both.Case(lengths=lengths, kv_heads=heads, **sizes)),
-    }
-    found = {}
-    for name, (call, case) in made.items():
-        args, arrays = case.make()
-        run = jax.jit(functools.partial(call, **case.options, implementation="native_cpu"))
-        found[name] = functools.partial(run, *args, **arrays)
-    return found
+    sizes = {"lengths": (tokens,) * sequences, "heads": heads, "width": HEAD, "page": PAGE, "stored": dtype}
+    made = {"k": keys.Case(**sizes), "kv": both.Case(kv_heads=heads, **sizes)}
+    return {name: case.timed("native_cpu") for name, case in made.items()}
 
 
 def prompts(heads: int, tokens: int, dtype: str) -> dict[str, Callable]:

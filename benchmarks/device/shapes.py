@@ -11,7 +11,7 @@ from swiftkv_jax.kernels.check.calls import CANDIDATES, UNFUSED
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of one model.
+    """Sizes of one model; by default those of Llama-3.1-8B's lines.
 
     Attributes:
       config: of the model. dtype: of its weights and activations. trained, trained_dtype: likewise, of the
@@ -29,22 +29,22 @@ class Shape:
 
     config: ModelConfig
     trained: ModelConfig
-    dtype: str
-    trained_dtype: str
-    budget: int
-    requests: tuple[tuple[int, int], ...]
-    outputs: int
-    heads: int
-    row: int
-    rows: int
-    documents: int
-    chats: int
-    words: int
-    batch: int
-    steps: int | None
-    copied: int
-    multiplied: int
-    candidates: Mapping[str, tuple[str, ...]]
+    dtype: str = "bfloat16"
+    trained_dtype: str = "bfloat16"
+    budget: int = 2048
+    requests: tuple[tuple[int, int], ...] = ((16, 8192), (2, 32768))
+    outputs: int = 256
+    heads: int = 32
+    row: int = 8192
+    rows: int = 2
+    documents: int = 8
+    chats: int = 128
+    words: int = 192
+    batch: int = 16
+    steps: int | None = None
+    copied: int = 1 << 29
+    multiplied: int = 8192
+    candidates: Mapping[str, tuple[str, ...]] = types.MappingProxyType(CANDIDATES["gpu"])
     fp8: str = "float8_e4m3fn"
 
 
@@ -59,47 +59,29 @@ _ON_A_CPU = {
 
 def shape_of(name: str) -> Shape:
     """ "llama8b", or "tiny"."""
-    if name == "tiny":
-        sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
-        config = ModelConfig(**sizes, num_layers=3, num_heads=4, num_kv_heads=2, dtype="bfloat16")
-        return Shape(
-            config=config,
-            trained=config,
-            dtype="bfloat16",
-            trained_dtype="float32",
-            budget=64,
-            requests=((2, 128), (1, 256)),
-            outputs=8,
-            heads=4,
-            row=64,
-            rows=2,
-            documents=2,
-            chats=2,
-            words=8,
-            batch=1,
-            steps=2,
-            copied=1 << 20,
-            multiplied=256,
-            candidates=types.MappingProxyType(_ON_A_CPU),
-        )
-    config = ModelConfig.from_hf(CONFIGS / "architectures" / "llama8b.json")
+    if name == "llama8b":
+        config = ModelConfig.from_hf(CONFIGS / "architectures" / "llama8b.json")
+        return Shape(config=config, trained=dataclasses.replace(config, num_layers=4, windows=()))
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
+    config = ModelConfig(**sizes, num_layers=3, num_heads=4, num_kv_heads=2, dtype="bfloat16")
+    few = {
+        "outputs": 8,
+        "heads": 4,
+        "row": 64,
+        "documents": 2,
+        "chats": 2,
+        "words": 8,
+        "batch": 1,
+        "steps": 2,
+    }
     return Shape(
         config=config,
-        trained=dataclasses.replace(config, num_layers=4, windows=()),
-        dtype="bfloat16",
-        trained_dtype="bfloat16",
-        budget=2048,
-        requests=((16, 8192), (2, 32768)),
-        outputs=256,
-        heads=32,
-        row=8192,
-        rows=2,
-        documents=8,
-        chats=128,
-        words=192,
-        batch=16,
-        steps=None,
-        copied=1 << 29,
-        multiplied=8192,
-        candidates=CANDIDATES["gpu"],
+        trained=config,
+        trained_dtype="float32",
+        budget=64,
+        requests=((2, 128), (1, 256)),
+        copied=1 << 20,
+        multiplied=256,
+        candidates=types.MappingProxyType(_ON_A_CPU),
+        **few,
     )

@@ -221,7 +221,7 @@ class PagedCase(Case):
     heads: int = 4
     width: int = 64
     page: int = 32
-    slots: int = 4
+    slots: int = 0
     capacity: int = 0
     rows: int = 2
     window: int | None = None

@@ -141,18 +141,20 @@ class Case(Base):
         return once
 
     @property
+    def _columns(self) -> int:
+        return len(self.rows) * self.heads * (self.width + (self.value or self.width))
+
+    @property
     def flops(self) -> float:
         """FLOPs of the projections."""
-        columns = len(self.rows) * self.heads * (self.width + (self.value or self.width))
-        return 2.0 * len(self.live) * self.page * self.dim * columns
+        return 2.0 * len(self.live) * self.page * self.dim * self._columns
 
     @property
     def bytes(self) -> float:
         """The stream and the weights are read once, the rows written once."""
         tokens, computed = len(self.live) * self.page, jnp.dtype(self.computed).itemsize
-        columns = len(self.rows) * self.heads * (self.width + (self.value or self.width))
-        stored = jnp.dtype(self.stored).itemsize
-        return float((tokens + columns) * self.dim * computed + tokens * columns * stored)
+        moved = (tokens + self._columns) * self.dim * computed
+        return float(moved + tokens * self._columns * jnp.dtype(self.stored).itemsize)
 
 
 def call(x, makers: Makers, cos, sin, pools: Pools, names, live, **options) -> Pools:

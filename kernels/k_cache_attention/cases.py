@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ class Case(PagedCase):
     def of_call(cls, call: Call, **sizes) -> PagedCase:
         names = ("heads", "width", "rope", "page", "stored", "computed")
         inputs = call.row if call.operation == "x_cache_attention" else 0
-        return cls(**{name: getattr(call, name) for name in names}, inputs=inputs, slots=0, **sizes)
+        return cls(**{name: getattr(call, name) for name in names}, inputs=inputs, **sizes)
 
     @property
     def options(self) -> dict:
@@ -101,62 +102,37 @@ SMALL = {
     ),
 }
 
-# Llama-2-7B (multi-head, arXiv 2307.09288) with 16 sequences of 8192 tokens.
-_LLAMA2_7B = Case(
-    lengths=(8192,) * 16,
-    heads=32,
-    width=128,
-    group=4,
-    page=64,
-    slots=128,
-    stored="bfloat16",
-    computed="bfloat16",
-)
+_BFLOAT16: dict[str, Any] = {"stored": "bfloat16", "computed": "bfloat16", "page": 64}
+_FLOAT8 = {"stored": "float8_e4m3fn"}
+_SCORES = _FLOAT8 | {"float8_scores": True}
+# Llama-2-7B (multi-head, arXiv 2307.09288) with 16 sequences of 8192 tokens, and heads of other widths.
+_LLAMA2_7B = Case(lengths=(8192,) * 16, heads=32, width=128, group=4, **_BFLOAT16)
+_WIDTH80 = replace(_LLAMA2_7B, lengths=(4096,) * 8, width=80)
+_WIDTH96 = replace(_WIDTH80, width=96)
 # Whisper small's decoder (arXiv 2503.05840, table 1): no rotary embedding.
-_WHISPER = Case(
-    lengths=(1500,) * 16,
-    heads=12,
-    width=64,
-    page=64,
-    slots=24,
-    rope=False,
-    stored="bfloat16",
-    computed="bfloat16",
-)
+_WHISPER = Case(lengths=(1500,) * 16, heads=12, width=64, rope=False, **_BFLOAT16)
 
 REAL = {
     "llama2_7b": _LLAMA2_7B,
     "llama2_7b_heads": replace(_LLAMA2_7B, group=1),
     "llama2_7b_rotated": replace(_LLAMA2_7B, rotated=True, threshold=1e-4),
     "llama2_7b_int8": replace(_LLAMA2_7B, stored="int8"),
-    "llama2_7b_float8": replace(_LLAMA2_7B, stored="float8_e4m3fn"),
-    "llama2_7b_float8_scores": replace(_LLAMA2_7B, stored="float8_e4m3fn", float8_scores=True),
+    "llama2_7b_float8": replace(_LLAMA2_7B, **_FLOAT8),
+    "llama2_7b_float8_scores": replace(_LLAMA2_7B, **_SCORES),
     "llama2_7b_rotated_int8": replace(_LLAMA2_7B, stored="int8", rotated=True),
-    "llama2_7b_rotated_float8": replace(_LLAMA2_7B, stored="float8_e4m3fn", rotated=True),
-    "llama2_7b_rotated_float8_scores": replace(
-        _LLAMA2_7B, stored="float8_e4m3fn", rotated=True, float8_scores=True
-    ),
+    "llama2_7b_rotated_float8": replace(_LLAMA2_7B, **_FLOAT8, rotated=True),
+    "llama2_7b_rotated_float8_scores": replace(_LLAMA2_7B, **_SCORES, rotated=True),
     "llama2_7b_chunk": replace(_LLAMA2_7B, lengths=(8192,) * 4, queries=4),
     "whisper_small": _WHISPER,
     "no_rope_int8": replace(_LLAMA2_7B, stored="int8", rope=False),
-    "no_rope_float8_scores": replace(_LLAMA2_7B, stored="float8_e4m3fn", rope=False, float8_scores=True),
-    "width80": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=80, group=1),
-    "width80_group4": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=80, group=4),
-    "width80_float8": replace(
-        _LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=80, group=4, stored="float8_e4m3fn"
-    ),
-    "width80_float8_scores": replace(
-        _LLAMA2_7B,
-        lengths=(4096,) * 8,
-        slots=64,
-        width=80,
-        group=4,
-        stored="float8_e4m3fn",
-        float8_scores=True,
-    ),
-    "width96": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=96, group=8),
-    "width96_group4": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, width=96, group=4),
-    "width256": replace(_LLAMA2_7B, lengths=(4096,) * 8, slots=64, heads=16, width=256, group=1),
+    "no_rope_float8_scores": replace(_LLAMA2_7B, **_SCORES, rope=False),
+    "width80": replace(_WIDTH80, group=1),
+    "width80_group4": _WIDTH80,
+    "width80_float8": replace(_WIDTH80, **_FLOAT8),
+    "width80_float8_scores": replace(_WIDTH80, **_SCORES),
+    "width96": replace(_WIDTH96, group=8),
+    "width96_group4": _WIDTH96,
+    "width256": replace(_WIDTH80, heads=16, width=256, group=1),
 }
 
 
@@ -165,8 +141,7 @@ def call_inputs(q, x, *rest, x_scale=None, **options) -> jax.Array:
     return api.x_cache_attention(q, (Pool(x, x_scale),), *rest, **options)
 
 
-_INPUTS = Case(lengths=(0, 33, 64), inputs=40, slots=2, rope=False, stored="bfloat16", computed="bfloat16")
-INPUTS_SMALL = {"narrow": _INPUTS}
+INPUTS_SMALL = {"narrow": replace(_WHISPER, lengths=(0, 33, 64), heads=4, inputs=40, page=32)}
 
 # Caches of layer inputs (arXiv 2503.05840, section 5): Whisper small's decoder, square weights; T5-3B's
 # (arXiv 1910.10683), 4096 columns of keys from 1024 of inputs.

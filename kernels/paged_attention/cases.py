@@ -27,7 +27,7 @@ class Case(PagedCase):
     @classmethod
     def of_call(cls, call: Call, **sizes) -> PagedCase:
         names = ("heads", "kv_heads", "width", "page", "stored", "computed")
-        return cls(**{name: getattr(call, name) for name in names}, slots=0, **sizes)
+        return cls(**{name: getattr(call, name) for name in names}, **sizes)
 
     @property
     def options(self) -> dict:
@@ -80,32 +80,24 @@ SMALL = {
 
 # Llama-3.1-8B (arXiv 2407.21783): 64 sequences of 8192 tokens, one row of the pool.
 _LLAMA_8B = Case(
-    lengths=(8192,) * 64,
-    heads=32,
-    kv_heads=8,
-    width=128,
-    page=64,
-    slots=128,
-    stored="bfloat16",
-    computed="bfloat16",
+    lengths=(8192,) * 64, heads=32, kv_heads=8, width=128, page=64, stored="bfloat16", computed="bfloat16"
 )
+_FEWER = replace(_LLAMA_8B, lengths=(4096,) * 8)
 
 REAL = {
     "llama_8b": _LLAMA_8B,
-    "llama_8b_int8": replace(_LLAMA_8B, stored="int8", page=128, slots=64),
-    "llama_8b_float8": replace(_LLAMA_8B, stored="float8_e4m3fn", page=128, slots=64),
-    "llama_8b_few": replace(_LLAMA_8B, lengths=(131072,) * 2, slots=2048),
-    "llama_8b_page128": replace(_LLAMA_8B, page=128, slots=64),
+    "llama_8b_int8": replace(_LLAMA_8B, stored="int8", page=128),
+    "llama_8b_float8": replace(_LLAMA_8B, stored="float8_e4m3fn", page=128),
+    "llama_8b_few": replace(_LLAMA_8B, lengths=(131072,) * 2),
+    "llama_8b_page128": replace(_LLAMA_8B, page=128),
     "llama_8b_window": replace(_LLAMA_8B, window=4096),
-    "llama_8b_chunks": replace(_LLAMA_8B, lengths=(4096,) * 32, slots=64, queries=64),
+    "llama_8b_chunks": replace(_LLAMA_8B, lengths=(4096,) * 32, queries=64),
     "llama_8b_mixed": replace(_LLAMA_8B, lengths=(2048,) * 48, slots=64, queries=16),
-    "llama_8b_mixed_int8": replace(
-        _LLAMA_8B, lengths=(8192,) * 16, slots=64, page=128, queries=6, stored="int8"
-    ),
+    "llama_8b_mixed_int8": replace(_LLAMA_8B, lengths=(8192,) * 16, page=128, queries=6, stored="int8"),
     "llama2_7b": replace(_LLAMA_8B, lengths=(8192,) * 16, kv_heads=32),
     "llama_1b": replace(_LLAMA_8B, width=64),
     "qwen_0.5b": replace(_LLAMA_8B, heads=14, kv_heads=2, width=64),
-    "width80": replace(_LLAMA_8B, lengths=(4096,) * 8, slots=64, kv_heads=32, width=80),
-    "width96": replace(_LLAMA_8B, lengths=(4096,) * 8, slots=64, kv_heads=32, width=96),
-    "width256": replace(_LLAMA_8B, lengths=(4096,) * 8, slots=64, heads=8, kv_heads=1, width=256),
+    "width80": replace(_FEWER, kv_heads=32, width=80),
+    "width96": replace(_FEWER, kv_heads=32, width=96),
+    "width256": replace(_FEWER, heads=8, kv_heads=1, width=256),
 }

@@ -74,5 +74,5 @@ def test_xla_reads_the_rows_of_single_queries_where_they_lie(case):
     """Scores in float32 and weights in bfloat16: no copy of keys or of values."""
     program = compiled(CHIP, "paged_attention", case, implementation="xla_one_turn")
     one = KERNELS["paged_attention"][case]
-    scores = len(one.lengths) * one.heads * one.slots * one.page
+    scores = len(one.lengths) * one.heads * one.held * one.page
     assert program.memory_analysis().temp_size_in_bytes < 1.1 * (4 + 2) * scores

@@ -452,7 +452,7 @@ def ignoring_windows(*args, window=None, **options):
 @pytest.mark.parametrize("stored", ["float32", "int8", "float8_e4m3fn"])
 def test_numbers_are_checked_with_windows_and_8_bit_rows(stored, monkeypatch):
     monkeypatch.setitem(PAGED_ATTENTION, "ignoring", Implementation(ignoring_windows))
-    sizes = {"lengths": (0, 5, 107), "queries": (0, 5, 7), "block": 4, "window": 40, "slots": 0}
+    sizes = {"lengths": (0, 5, 107), "queries": (0, 5, 7), "block": 4, "window": 40}
     case = paged.Case(**sizes, **SIZES | {"stored": stored})
     assert verdict([("", case)], "xla")["right"]
     said = verdict([("", case)], "ignoring")
@@ -463,7 +463,7 @@ def test_numbers_are_checked_with_windows_and_8_bit_rows(stored, monkeypatch):
 
 def test_a_table_is_as_wide_as_the_engine_s():
     """Its entries behind a sequence's tokens name a page of NaN."""
-    case = paged.Case(lengths=(21,), slots=0, capacity=512, **SIZES)
+    case = paged.Case(lengths=(21,), capacity=512, **SIZES)
     (_, k, _, table, _, _), _ = case.make()
     assert table.shape == (1, 32) and bool(jnp.isnan(k[:, table[0, 8:]]).all())
     assert verdict([("", case)], "xla_one_turn")["right"]

@@ -92,7 +92,7 @@ def test_positions_may_leave_gaps_natively(stored, values_first):
     (q, k, w, table, sequence, _), arrays = case.make()
     position = jnp.array([[3, 40, -1, 150, 201]], jnp.int32)  # two in a tile of 64 keys
     seen = visible(position, 256, 6).any(1).reshape(8, 32)
-    seen = jnp.zeros((8, 32), bool).at[table[0]].set(seen)
+    seen = jnp.zeros(k.shape[1:3], bool).at[table[0]].set(seen)
     k, scale = encode(jax.random.normal(jax.random.key(1), k.shape), stored)
     if scale is None:
         k = jnp.where(seen[..., None], k, jnp.nan)

@@ -176,7 +176,7 @@ def test_the_pages_of_one_sequence_are_gathered_once_for_all_its_blocks():
     got = np.asarray(run(*cut, **arrays)).reshape(q.shape)
     np.testing.assert_allclose(got[:, :80], want, atol=2e-6)
     assert (got[:, 80:] == 0).all()
-    pages = f"{case.slots}x{case.page}x{case.kv_heads * case.width}x"
+    pages = f"{case.held}x{case.page}x{case.kv_heads * case.width}x"
     assert f"tensor<1x{pages}" in (text := run.lower(*cut, **arrays).as_text())
     assert f"tensor<8x{pages}" not in text
 
