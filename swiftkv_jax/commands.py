@@ -26,6 +26,7 @@ HELP = """usage: swiftkv COMMAND ...
   convert MODEL           make a student without training
   serve MODEL [--http]    generate a batch, or serve OpenAI's API
   replicas MODEL          several servers of it behind Ray Serve
+  kernels MODEL           check and time the kernels of its sizes on this machine; the flags of serve
   eval MODEL --tasks T    EleutherAI's evaluation harness
   push DIR REPO           upload an export to the Hugging Face hub
 
@@ -139,6 +140,12 @@ def replicas() -> int:
     return main(api_key=os.environ.get("SWIFTKV_API_KEY"), environment=known)
 
 
+def kernels() -> int:
+    """Print the result of the check of a model's kernels, which runs if it has not; the exit code."""
+    sys.argv += ["--kernels", "report"]
+    return serve()
+
+
 def evaluate() -> int:
     """Run lm-eval on our model; the exit code."""
     if "--version" in sys.argv[1:]:
@@ -226,11 +233,13 @@ COMMANDS = {
     "convert": convert,
     "serve": serve,
     "replicas": replicas,
+    "kernels": kernels,
     "eval": evaluate,
     "push": push,
 }
 MODEL_FLAGS = {
     "serve": lambda model: ["--model", model],
     "replicas": lambda model: ["--model", model],
+    "kernels": lambda model: ["--model", model],
     "eval": lambda model: ["--model", "swiftkv", "--model_args", f"pretrained={model}"],
 }
