@@ -1,7 +1,6 @@
 """The sizes that are measured: Llama-3.1-8B's, and small ones that a CPU runs in minutes."""
 
 import dataclasses
-import types
 from collections.abc import Mapping
 
 from swiftkv_jax.config import ModelConfig
@@ -44,7 +43,7 @@ class Shape:
     steps: int | None = None
     copied: int = 1 << 29
     multiplied: int = 8192
-    candidates: Mapping[str, tuple[str, ...]] = types.MappingProxyType(CANDIDATES["gpu"])
+    candidates: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: CANDIDATES["gpu"])
     fp8: str = "float8_e4m3fn"
 
 
@@ -82,6 +81,6 @@ def shape_of(name: str) -> Shape:
         requests=((2, 128), (1, 256)),
         copied=1 << 20,
         multiplied=256,
-        candidates=types.MappingProxyType(_ON_A_CPU),
+        candidates=_ON_A_CPU,
         **few,
     )

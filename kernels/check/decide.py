@@ -117,35 +117,35 @@ def decide(
             for call in calls:
                 names = contenders[call.kind]
                 for title, args in contest(call, call.kind, names if len(names) > 1 else (), results, module):
-                    if results.get(title, {}).get("status") not in ("done", "failed"):
-                        is_first = results.keys() <= earlier
-                        asked = Measurement(title, "examine", args, limits.each, 1.0, "check")
-                        result = supervisor.run(asked)
-                        if (
-                            result["status"] in ("failed", "not started")
-                            and supervisor.left <= 0
-                            and not is_first
-                        ):
-                            result["status"] = "skipped"
-                    if results[title]["status"] == "not started":
+                    if results.get(title, {}).get("status") in ("done", "failed"):
+                        continue
+                    is_first = results.keys() <= earlier
+                    result = supervisor.run(Measurement(title, "examine", args, limits.each, 1.0, "check"))
+                    if result["status"] != "done" and supervisor.left <= 0 and not is_first:
+                        result["status"] = "skipped"
+                    if result["status"] == "not started":
                         break
         except BaseException:  # Ctrl-C is no candidate's fault
             file.write(_without(results, "running"))
             raise
+        how = f"checked on {machine.kind} in {time.monotonic() - began:.0f} s"
+        return _concluded(file, contenders, results, how, taken)
+
+
+def _concluded(file: "File", contenders, results: dict[str, dict], how: str, taken: bool) -> Decision:
+    """The decision by these results, which are kept if they are the machine's."""
     names = {kind: choose(kind, names, results) for kind, names in contenders.items()}
-    how = f"checked on {machine.kind} in {time.monotonic() - began:.0f} s"
-    statuses = {result["status"]: result.get("reason", "") for result in results.values()}
-    starved = taken and any("RESOURCE_EXHAUSTED" in r.get("reason", "") for r in results.values())
-    if starved or "not started" in statuses:  # another process has the TPU, say: the next start tries again
-        settled = _without(results, "not started")
-        file.write({} if starved else settled)
-        failed = statuses.get("not started")
-        return Decision(names, how if failed is None else f"safe ones, not checked: {failed}", results)
-    if "skipped" in statuses:
+    reasons = {result["status"]: result.get("reason", "") for result in results.values()}
+    if taken and any("RESOURCE_EXHAUSTED" in result.get("reason", "") for result in results.values()):
+        file.write({})
+        return Decision(names, how, results)
+    if "not started" in reasons:  # another process has the TPU, say: the next start tries again
+        file.write(_without(results, "not started"))
+        return Decision(names, f"safe ones, not checked: {reasons['not started']}", results)
+    if "skipped" in reasons:
         file.write(results)
-        return Decision(
-            names, f"{how}, in part" + ("; the next start continues" if file.path else ""), results
-        )
+        more = "; the next start continues" if file.path else ""
+        return Decision(names, f"{how}, in part{more}", results)
     file.write(results, names)
     return Decision(names, how, results, file.path)
 
