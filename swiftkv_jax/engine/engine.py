@@ -390,7 +390,7 @@ class Engine:
             self.scheduler.cached(sequence, sequence.pending)  # it was sampled after all known tokens
             sequence.append(choice, now)
             if choice.token != BAD:
-                self.scheduler.sound(sequence)
+                self.scheduler.mark_finite(sequence)
             self.stats.output_tokens += 1
             if sequence.finish_reason:  # what follows a stop string, which only the host sees, is dropped
                 break
@@ -418,9 +418,9 @@ class Engine:
             self.stats.failed_requests += 1
             group = self._groups.get(sequence.request.request_id)
             for one in group.sequences if group else [sequence]:
-                one.spoilt = True
-        if sequence.spoilt:
-            self.runner.clear(self.scheduler.spoil(sequence), self.scheduler.sole_source(sequence))
+                one.invalid = True
+        if sequence.invalid:
+            self.runner.clear(self.scheduler.invalidate(sequence), self.scheduler.sole_source(sequence))
         self.scheduler.remove(sequence)
         self._touch(sequence)
 

@@ -27,13 +27,13 @@ class Held:
     Attributes:
       key: the key it belongs to. references: sequences that use it; 0 if it is cached. name: None before it
         is full.
-      vouched: its contents are verified: a later token was sampled from finite logits.
+      validated: its contents are verified: a later token was sampled from finite logits.
     """
 
     key: str
     references: int
     name: bytes | None
-    vouched: bool
+    validated: bool
 
 
 class Pages:
@@ -52,7 +52,7 @@ class Pages:
         self._references = [0] * count
         self._named: dict[bytes, tuple[int, tuple[int, ...]]] = {}
         self._name: dict[int, bytes] = {}
-        self._unproven: set[int] = set()  # named, contents not yet verified
+        self._unvalidated: set[int] = set()  # named, contents not yet verified
         self._key: dict[int, str] = {}  # page -> the key it belongs to
         self.owned: Counter[str] = Counter()
         self._cached: dict[str, OrderedDict[int, None]] = {}  # by key, least recently used first
@@ -83,7 +83,7 @@ class Pages:
 
     def _held(self, page: int, key: str) -> Held:
         name = self._name.get(page)
-        return Held(key, self._references[page], name, name is not None and page not in self._unproven)
+        return Held(key, self._references[page], name, name is not None and page not in self._unvalidated)
 
     def allocate(self, n: int, key: str = "") -> list[int] | None:
         """Allocate `n` pages for one owner, a request of `key`. If there are too few, return None and change
@@ -131,11 +131,11 @@ class Pages:
             raise RuntimeError(f"page {page} is used by nobody: what it holds cannot get a name")
         if name not in self._named and page not in self._name:
             self._named[name], self._name[page] = (page, tokens), name
-            self._unproven.add(page)
+            self._unvalidated.add(page)
 
-    def vouch(self, pages: Iterable[int]) -> None:
+    def validate(self, pages: Iterable[int]) -> None:
         """Mark the contents of these pages as verified, so that they may be cached."""
-        self._unproven.difference_update(pages)
+        self._unvalidated.difference_update(pages)
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop one reference from each page. Pages without references are cached if verified, else freed; the
@@ -150,7 +150,7 @@ class Pages:
             self._references[page] -= 1
             if self._references[page]:
                 continue
-            if page in self._name and page not in self._unproven:
+            if page in self._name and page not in self._unvalidated:
                 self._cached.setdefault(self._key[page], OrderedDict())[page] = None
             else:
                 self._unname(page)
@@ -164,7 +164,7 @@ class Pages:
 
     def _unname(self, page: int) -> bool:
         """Drop the page's name; return whether it had one."""
-        self._unproven.discard(page)
+        self._unvalidated.discard(page)
         name = self._name.pop(page, None)
         if name is not None:
             del self._named[name]

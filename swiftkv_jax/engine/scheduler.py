@@ -238,21 +238,21 @@ class Scheduler:
         """The number of leading tokens of a request whose rows would be the same in any other request."""
         return min(request.shareable, len(request.token_ids)) if self.invariant else request.shareable
 
-    def sound(self, sequence: Sequence) -> None:
+    def mark_finite(self, sequence: Sequence) -> None:
         """Mark a sequence's pages as verified: a token was sampled from finite logits after them."""
-        known, sequence.sound = sequence.sound, len(sequence.names)
-        self.pages.vouch(sequence.pages[known : sequence.sound])
+        known, sequence.validated = sequence.validated, len(sequence.names)
+        self.pages.validate(sequence.pages[known : sequence.validated])
 
-    def spoil(self, sequence: Sequence) -> list[int]:
+    def invalidate(self, sequence: Sequence) -> list[int]:
         """Make sure that a sequence's pages are never found again; return the pages that only it uses.
 
-        Sequences that share one of them are marked as spoilt too: they may end before their own logits show
+        Sequences that share one of them are marked as invalid too: they may end before their own logits show
         the fault.
         """
         for page in sequence.pages:
             self.pages.forget(page)
         for other in self.running.values():
-            other.spoilt |= not set(other.pages).isdisjoint(sequence.pages)
+            other.invalid |= not set(other.pages).isdisjoint(sequence.pages)
         return [page for page in sequence.pages if self.pages.references(page) == 1]
 
     def _name(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
@@ -350,7 +350,7 @@ class Scheduler:
         if self.sources is not None and sequence.source is not None:
             self.sources.release(sequence.source.pages)
         sequence.lane, sequence.pages, sequence.names, sequence.source = None, [], [], None
-        sequence.cached = sequence.sound = 0
+        sequence.cached = sequence.validated = 0
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:

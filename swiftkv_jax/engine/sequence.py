@@ -48,10 +48,10 @@ class Sequence:
       output: tokens generated so far. cached: tokens of prompt + output whose rows are in the cache.
       lane: its slot in the batch, None when it has none. pages: of the cache, in order.
       source: the pages of the encoder's output for its source, which completions of a request share.
-      names: of the pages that are full and can be shared. sound: how many of these are verified, because a
-        later token was sampled from finite logits.
+      names: of the pages that are full and can be shared. validated: how many of these are verified, because
+        a later token was sampled from finite logits.
       charged: tokens charged to its key. found: prompt tokens found in the prefix cache.
-      spoilt: the contents of its pages may be wrong.
+      invalid: the contents of its pages may be wrong.
       finish_reason: None while it runs, then "stop", "length", "abort" or "error"; `error` says what failed.
       arrival, scheduled, first_token, last_token, finished: times, in seconds.
     """
@@ -64,8 +64,8 @@ class Sequence:
         self.pages: list[int] = []
         self.source: SourcePages | None = None
         self.names: list[bytes] = []
-        self.sound = self.charged = self.found = 0
-        self.spoilt = False
+        self.validated = self.charged = self.found = 0
+        self.invalid = False
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.stop_reason: int | str | None = None

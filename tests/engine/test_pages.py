@@ -23,7 +23,7 @@ class Traffic(RuleBasedStateMachine):
         super().__init__()
         self.pages = Pages(COUNT)
         self.held: dict[int, list[int]] = {}
-        self.vouched: set[int] = set()
+        self.validated: set[int] = set()
         self.next = 0
 
     def _own(self, pages: list[int]) -> int:
@@ -40,7 +40,7 @@ class Traffic(RuleBasedStateMachine):
             return self._own([])
         assert got is not None and len(set(got)) == n
         assert not set(got) & before and 0 not in got  # nobody else's, and never the scratch page
-        self.vouched -= set(got)
+        self.validated -= set(got)
         return self._own(got)
 
     @rule(owner=owners, name=st.integers(0, 5))
@@ -49,10 +49,10 @@ class Traffic(RuleBasedStateMachine):
             self.pages.name(page, bytes([name]), (name,))
 
     @rule(owner=owners)
-    def vouch(self, owner):
-        self.pages.vouch(self.held.get(owner, []))
+    def validate(self, owner):
+        self.pages.validate(self.held.get(owner, []))
         named = {page for page, one in self.pages.held().items() if one.name is not None}
-        self.vouched |= set(self.held.get(owner, [])) & named
+        self.validated |= set(self.held.get(owner, [])) & named
 
     @rule(target=owners, name=st.integers(0, 5))
     def share(self, name):
@@ -70,7 +70,7 @@ class Traffic(RuleBasedStateMachine):
     def forget(self, owner):
         for page in self.held.get(owner, []):
             self.pages.forget(page)
-            self.vouched.discard(page)
+            self.validated.discard(page)
 
     @invariant()
     def books_balance(self):
@@ -80,10 +80,10 @@ class Traffic(RuleBasedStateMachine):
         held = pages.held()
         cached = {page for page, one in held.items() if not one.references}
         assert set(held) == cached | set(flat) <= set(range(1, COUNT)) and len(cached) == pages.cached
-        assert cached <= self.vouched, "kept, and nobody has vouched for it"
-        assert self.vouched - cached <= set(flat), "vouched for, and not kept"
+        assert cached <= self.validated, "kept, and nobody has validated for it"
+        assert self.validated - cached <= set(flat), "validated for, and not kept"
         named = {page: one.name for page, one in held.items() if one.name is not None}
-        assert {page for page, one in held.items() if one.vouched} == self.vouched <= set(named)
+        assert {page for page, one in held.items() if one.validated} == self.validated <= set(named)
         owned = Counter(one.key for one in held.values())
         assert all(pages.owned[key] == owned[key] for key in ("", "a", "b"))
         assert {pages.find(name, (*name,)): name for name in named.values()} == named
@@ -113,7 +113,7 @@ def test_the_least_recently_used_contents_go_first_and_tails_before_heads():
     for owner in (first, second):
         for i, page in enumerate(owner):
             pages.name(page, bytes([page]), (i,))
-        pages.vouch(owner)
+        pages.validate(owner)
     pages.release(first)
     pages.release(second)
     pages.share(first[0])  # used again
@@ -128,7 +128,7 @@ def keep(pages: Pages, key: str, count: int, made: itertools.count) -> list[byte
     for name in names:
         (page,) = pages.allocate(1, key)
         pages.name(page, name, (1,))
-        pages.vouch([page])
+        pages.validate([page])
         pages.release([page])
     return names
 
@@ -180,7 +180,7 @@ def test_unvalidated_pages_are_shared_while_in_use_and_not_cached_afterwards():
     (again,) = pages.allocate(1)
     assert again == page
     pages.name(page, b"x", (1,))
-    pages.vouch([page])
+    pages.validate([page])
     pages.release([page])
     assert pages.find(b"x", (1,)) == page and pages.cached == 1
 
@@ -229,7 +229,7 @@ def check_tenants(lookups: int) -> None:
             (page,) = pages.allocate(1) or (None,)
             assert page is not None
             pages.name(page, parent, tokens)
-            pages.vouch([page])
+            pages.validate([page])
             owner[page] = identity
             pages.release([page])
     assert others == 0 and same > lookups // 4

@@ -94,7 +94,7 @@ class Traffic(RuleBasedStateMachine):
 
     def _sample(self, one: Sequence) -> None:
         one.append(Choice(next_token(one.tokens)), 0.0)
-        self.scheduler.sound(one)
+        self.scheduler.mark_finite(one)
         self.proven |= set(one.pages)
         if one.finish_reason:
             self.scheduler.remove(one)
@@ -272,7 +272,7 @@ def decode(scheduler: Scheduler, steps: int) -> None:
             scheduler.cached(one, item.count)
             if completes:
                 one.append(Choice(1), 0.0)
-                scheduler.sound(one)
+                scheduler.mark_finite(one)
                 if one.finish_reason:
                     scheduler.remove(one)
 
@@ -347,7 +347,7 @@ def test_completions_of_one_prompt_share_its_pages():
     assert scheduler.admit() == pair[:1]  # the second waits for the first one's prompt
     scheduler.cached(pair[0], scheduler.plan()[0][0].count)
     pair[0].append(Choice(1), 0.0)
-    scheduler.sound(pair[0])
+    scheduler.mark_finite(pair[0])
     assert scheduler.admit() == pair[1:]
     assert pair[1].pages[:2] == pair[0].pages[:2] and pair[1].pages[2] != pair[0].pages[2]
     assert pair[1].cached == 8 and scheduler.prefix_hits == 8
@@ -390,6 +390,6 @@ def test_a_prompt_that_was_read_in_part_is_not_kept():
     assert scheduler.prefix_hits == 32
     scheduler.cached(third, scheduler.plan()[0][0].count)
     third.append(Choice(1), 0.0)
-    scheduler.sound(third)
+    scheduler.mark_finite(third)
     scheduler.remove(third)
     assert scheduler.pages.cached == 10
