@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
 from swiftkv_jax.kernels.common.case import OFF, Call, Results
@@ -57,12 +56,12 @@ class Case(Base):
         return dict.fromkeys(NAMES, OFF) | {NAMES[0]: self.tolerance}
 
     def results(self, run: Callable) -> Results:
-        return Results(dict(zip(NAMES, map(np.asarray, run(*self.make()[0])), strict=True)))
+        return Results(dict(zip(NAMES, run(*self.make()[0]), strict=True)))
 
-    def expected(self) -> dict[str, np.ndarray]:
+    def expected(self) -> dict[str, jax.Array]:
         *numbers, segments = self.make()[0]
         exact = jax.jit(self.by("reference"))(*(x.astype(jnp.float32) for x in numbers), segments)
-        return dict(zip(NAMES, map(np.asarray, exact), strict=True))
+        return dict(zip(NAMES, exact, strict=True))
 
     @classmethod
     def of_call(cls, call: Call, tokens: int, window: int | None) -> "Case":

@@ -11,10 +11,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from swiftkv_jax.kernels.causal_attention import cases as causal
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
@@ -104,11 +104,14 @@ def examine(call: dict, name: str, beside: str, module: str | None = None) -> It
         yield result
         for size, case in cases.sizes(asked) if result["right"] else ():
             mine, other = case.timed(name), case.timed(beside)
-            off = relative_error(mine()[0], other()[0]) if case.compared and name != beside else 0.0
+            off = 0.0
+            if case.compared and name != beside:
+                got, want = (jax.device_get(run()[0].astype(jnp.float32)) for run in (mine, other))
+                off = float(abs(got - want).max()) / max(float(abs(want).max()), _LEAST)
             seconds = medians([mine]) * 2 if name == beside else medians([mine, other])
             mine_s, other_s = (x / case.repeats for x in seconds)
             work = {"bytes": case.bytes, "flops": case.flops}
-            yield {size: {"seconds": mine_s, "beside": other_s, "off": min(off, 1e9), **work}}
+            yield {size: {"seconds": mine_s, "beside": other_s, "off": off if off < 1e9 else 1e9, **work}}
     except UnsupportedError as error:
         yield {"right": False, "why": str(error)}
 
@@ -126,35 +129,26 @@ def verdict(cases: Iterable[tuple[str, Case]], implementation: str) -> dict:
     for where, case in cases:
         run = jax.jit(case.by(implementation), donate_argnums=case.donated)
         results, again = case.results(run), case.results(run)
-        expected, faults = _expected(case), []
-        for name, numbers in results.parts.items():
+        faults = [] if results.intact else ["memory was written that is not the call's"]
+        for name, want in _expected(case).items():
+            got, repeated = (jax.device_get(x.parts[name].astype(jnp.float32)) for x in (results, again))
+            error = float(abs(got - want).max()) / max(float(abs(want).max()), _LEAST)
             part, most = f"{name}: " if name else "", case.tolerances[name]
-            off = relative_error(numbers, expected[name])
-            strange = int((~np.isfinite(numbers.astype(np.float32))).sum())
-            if strange:
-                faults.append(f"{part}{strange} of {numbers.size} numbers are not finite")
-            elif not off <= most:
-                faults.append(f"{part}off by {off:.2g} of the largest number; {most:.2g} is allowed")
-            if numbers.tobytes() != again.parts[name].tobytes():
+            if not math.isfinite(error):
+                finite = int((abs(got) < math.inf).sum())
+                faults.append(f"{part}{got.size - finite} of {got.size} numbers are not finite")
+            elif error > most:
+                faults.append(f"{part}off by {error:.2g} of the largest number; {most:.2g} is allowed")
+            if got.tobytes() != repeated.tobytes():
                 faults.append(f"{part}two runs differ")
-            worst = max(worst, off if math.isfinite(off) else 0.0)
-        if not results.intact:
-            faults.append("memory was written that is not the call's")
+            worst = max(worst, error if math.isfinite(error) else 0.0)
         why += [f"{where}: {'; '.join(faults)}"] if faults else []
     return {"right": not why, "why": "; ".join(why)[:500], "error": worst}
 
 
 @functools.lru_cache(maxsize=32)  # the same for every implementation
-def _expected(case: Case) -> dict[str, np.ndarray]:
-    return case.expected()
-
-
-def relative_error(got, want) -> float:
-    """Largest difference relative to the largest number; infinite if a number is not finite."""
-    got, want = (np.asarray(x).astype(np.float32) for x in (got, want))
-    with np.errstate(invalid="ignore"):
-        far = float(np.abs(got - want).max())
-    return far / max(float(np.abs(want).max()), _LEAST) if math.isfinite(far) else math.inf
+def _expected(case: Case) -> dict[str, Any]:
+    return {name: jax.device_get(x.astype(jnp.float32)) for name, x in case.expected().items()}
 
 
 def medians(calls: Sequence[Callable], enough: float = 0.05, rounds: int = 5) -> list[float]:

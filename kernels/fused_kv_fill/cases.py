@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from swiftkv_jax.kernels.common.case import TOLERANCE, Call, Results, decode, same_bits
 from swiftkv_jax.kernels.common.case import Case as Base
@@ -89,18 +88,18 @@ class Case(Base):
     def results(self, run: Callable) -> Results:
         """The rows of the pages that are named; pages that are not must be as they were."""
         (*_, before, names, _), _ = self.make()
-        named = np.asarray(jnp.zeros(self.pages, bool).at[names].set(True, mode="drop"))
+        named = jnp.zeros(self.pages, bool).at[names].set(True, mode="drop")
         after = run(*self.make()[0])
         intact = all(
-            np.asarray(same_bits(one, other))[:, ~named].all()
+            same_bits(one, other)[:, ~named].all()
             for one, other in zip(after, before, strict=True)
             if one is not None
         )
         pools = {"keys": Pool(after.k, after.k_scale), "values": Pool(after.v, after.v_scale)}
-        rows = {name: np.asarray(decode(pool))[list(self.rows)][:, named] for name, pool in pools.items()}
-        return Results(rows, intact)
+        rows = {name: decode(pool)[jnp.array(self.rows)][:, named] for name, pool in pools.items()}
+        return Results(rows, bool(intact))
 
-    def expected(self) -> dict[str, np.ndarray]:
+    def expected(self) -> dict[str, jax.Array]:
         return self.results(jax.jit(self.by("reference"))).parts
 
     @classmethod

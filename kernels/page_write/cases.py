@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from swiftkv_jax.kernels.common.case import MOST_ROWS, TOLERANCE, Call, Results, decode, same_bits
 from swiftkv_jax.kernels.common.case import Case as Base
@@ -97,12 +96,12 @@ class Case(Base):
         if before.scale is not None:
             intact &= jnp.all(jnp.swapaxes(put, 2, 3) | same_bits(before.scale, after.scale))
         written = jnp.where(page[:, None] > 0, decode(after)[rows, page, slot], 0)
-        return Results({"": np.asarray(written)}, bool(intact))
+        return Results({"": written}, bool(intact))
 
-    def expected(self) -> dict[str, np.ndarray]:
+    def expected(self) -> dict[str, jax.Array]:
         (_, new, page, _), _ = self.make()
         rows = jnp.swapaxes(new, 0, 1).reshape(len(self.rows), self.tokens, -1)
-        return {"": np.asarray(jnp.where(page[:, None] > 0, rows, 0), np.float32)}
+        return {"": jnp.where(page[:, None] > 0, rows, 0)}
 
     @classmethod
     def of_call(cls, call: Call, sequences: tuple[tuple[int, int], ...], of: int, padding: int = 0) -> "Case":
