@@ -126,6 +126,13 @@ def test_a_model_behind_the_command_is_what_its_flag_would_be(words, given, monk
     assert seen == [f"swiftkv {words[0]}", *given]
 
 
+def test_kernels_reports_the_check_of_what_serve_would_run(monkeypatch):
+    words = []
+    monkeypatch.setattr(commands, "serve", lambda: words.extend(sys.argv[1:]) or 0)
+    assert ran(commands.main, monkeypatch, "swiftkv", "kernels", "DIR", "--page-size", "64") == 0
+    assert words == ["--model", "DIR", "--page-size", "64", "--kernels", "report"]
+
+
 def test_the_package_runs_as_the_command(tmp_path):
     command = [sys.executable, "-m", "swiftkv_jax", "plan", str(ROOT / "nowhere")]
     env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
