@@ -106,8 +106,8 @@ def examine(call: dict, name: str, beside: str, module: str | None = None) -> It
             mine, other = case.timed(name), case.timed(beside)
             off = 0.0
             if case.compared and name != beside:
-                got, want = (jax.device_get(run()[0].astype(jnp.float32)) for run in (mine, other))
-                off = float(abs(got - want).max()) / max(float(abs(want).max()), _LEAST)
+                got, want = (run()[0].astype(jnp.float32) for run in (mine, other))
+                off = float(jnp.abs(got - want).max()) / max(float(jnp.abs(want).max()), _LEAST)
             seconds = medians([mine]) * 2 if name == beside else medians([mine, other])
             mine_s, other_s = (x / case.repeats for x in seconds)
             work = {"bytes": case.bytes, "flops": case.flops}
@@ -131,15 +131,15 @@ def verdict(cases: Iterable[tuple[str, Case]], implementation: str) -> dict:
         results, again = case.results(run), case.results(run)
         faults = [] if results.intact else ["memory was written that is not the call's"]
         for name, want in _expected(case).items():
-            got, repeated = (jax.device_get(x.parts[name].astype(jnp.float32)) for x in (results, again))
-            error = float(abs(got - want).max()) / max(float(abs(want).max()), _LEAST)
+            got, repeated = (x.parts[name].astype(jnp.float32) for x in (results, again))
+            error = float(jnp.abs(got - want).max()) / max(float(abs(want).max()), _LEAST)
             part, most = f"{name}: " if name else "", case.tolerances[name]
             if not math.isfinite(error):
-                finite = int((abs(got) < math.inf).sum())
-                faults.append(f"{part}{got.size - finite} of {got.size} numbers are not finite")
+                strange = int((~jnp.isfinite(got)).sum())
+                faults.append(f"{part}{strange} of {got.size} numbers are not finite")
             elif error > most:
                 faults.append(f"{part}off by {error:.2g} of the largest number; {most:.2g} is allowed")
-            if got.tobytes() != repeated.tobytes():
+            if jax.device_get(got).tobytes() != jax.device_get(repeated).tobytes():
                 faults.append(f"{part}two runs differ")
             worst = max(worst, error if math.isfinite(error) else 0.0)
         why += [f"{where}: {'; '.join(faults)}"] if faults else []
