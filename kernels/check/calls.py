@@ -70,7 +70,6 @@ CANDIDATES = {
     },
     "cpu": {"decode": ("xla",), "chunk": ("xla",), "fill": (UNFUSED,), "train": ("xla",)},
 }
-_LEAST = 1e-30  # lower bound of the largest number, which may be zero
 
 
 def known(call: Call, names: Iterable[str]) -> tuple[str, ...]:
@@ -106,8 +105,7 @@ def examine(call: dict, name: str, beside: str, module: str | None = None) -> It
             mine, other = case.timed(name), case.timed(beside)
             off = 0.0
             if case.compared and name != beside:
-                got, want = (run()[0].astype(jnp.float32) for run in (mine, other))
-                off = float(jnp.abs(got - want).max()) / max(float(jnp.abs(want).max()), _LEAST)
+                off = float(_relative_error(mine()[0], other()[0]))
             seconds = medians([mine]) * 2 if name == beside else medians([mine, other])
             mine_s, other_s = (x / case.repeats for x in seconds)
             work = {"bytes": case.bytes, "flops": case.flops}
@@ -131,8 +129,8 @@ def verdict(cases: Iterable[tuple[str, Case]], implementation: str) -> dict:
         results, again = case.results(run), case.results(run)
         faults = [] if results.intact else ["memory was written that is not the call's"]
         for name, want in _expected(case).items():
-            got, repeated = (x.parts[name].astype(jnp.float32) for x in (results, again))
-            error = float(jnp.abs(got - want).max()) / max(float(abs(want).max()), _LEAST)
+            got, repeated = results.parts[name], again.parts[name]
+            error = float(_relative_error(got, want))
             part, most = f"{name}: " if name else "", case.tolerances[name]
             if not math.isfinite(error):
                 strange = int((~jnp.isfinite(got)).sum())
@@ -148,7 +146,14 @@ def verdict(cases: Iterable[tuple[str, Case]], implementation: str) -> dict:
 
 @functools.lru_cache(maxsize=32)  # the same for every implementation
 def _expected(case: Case) -> dict[str, Any]:
-    return {name: jax.device_get(x.astype(jnp.float32)) for name, x in case.expected().items()}
+    return jax.device_get(case.expected())
+
+
+@jax.jit
+def _relative_error(got: jax.Array, want: jax.Array) -> jax.Array:
+    """The largest difference over the largest number that is wanted, which may be zero."""
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return jnp.abs(got - want).max() / jnp.maximum(jnp.abs(want).max(), 1e-30)
 
 
 def medians(calls: Sequence[Callable], enough: float = 0.05, rounds: int = 5) -> list[float]:
