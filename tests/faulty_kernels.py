@@ -15,7 +15,7 @@ from swiftkv_jax.kernels.paged_attention import api, reference
 
 def wrong(*args, **options):
     """One number of all is off."""
-    return reference.paged_attention(*args, **options).at[-1, 0, 1, 5].multiply(1.5)
+    return reference.paged_attention(*args, **options).at[-1, 0, 1, 5].add(0.5)
 
 
 def leaking(q, k, *args, **options):
