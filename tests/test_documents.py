@@ -310,6 +310,7 @@ def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namesp
     scripts = {"train.py": distill.main, "serve.py": serving.main}
     scripts |= {"swiftkv plan": plan.main, "swiftkv distil": distil.main, "swiftkv train": distill.main}
     scripts |= {"swiftkv convert": convert.main, "swiftkv serve": serving.main}
+    scripts |= {"swiftkv kernels": serving.main}
     scripts |= {"swiftkv replicas": ray.main, "swiftkv push": push.main}
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse)
