@@ -168,10 +168,14 @@ def forward(
     remat: bool = False,
     attention: Callable = causal_attention,
     encoded: Encoded | None = None,
+    store: Callable = lambda made: made,
+    length: int | None = None,
 ) -> Float[Array, "B T D"]:
     """The hidden states leaving the last layer, at every position of full sequences.
 
     Packed rows give `segments` (a token sees its own segment only) and `positions` that restart in each.
+    `store` as in `through`, for an encoder's rows too: with `rows.rounded` this defines what `step` computes
+    on a cache that rounds. `length` as in `angles_and_segments`.
 
     Raises:
       UsageError: the model has an encoder but `encoded` is None, or the other way round.
@@ -179,12 +183,12 @@ def forward(
     if (encoded is None) != (model.config.encoder is None):
         has = "has no encoder" if encoded is not None else "reads an encoder's output: give it `encoded`"
         raise UsageError(f"{model.config.family} {has}")
-    at, segments = angles_and_segments(model.config, tokens, positions, segments)
+    at, segments = angles_and_segments(model.config, tokens, positions, segments, length)
     x = constrain(embed(model, params, tokens, positions), STREAM)
-    run = partial(through, model, params, x, at, segments, remat=remat, attention=attention)
+    run = partial(through, model, params, x, at, segments, remat=remat, attention=attention, store=store)
     if encoded is None:
         return run().x
-    return run(rows=cross_rows(model, params, encoded.x), sources=encoded.lengths).x
+    return run(rows=cross_rows(model, params, encoded.x, store), sources=encoded.lengths).x
 
 
 def cross_rows(

@@ -7,7 +7,7 @@ and rotation; their output gets the base's norm and rotation (section 4.2; apple
     {"base": parameters, "auxiliary": parameters, "predictor": {"rows": [stack, ...]}}
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -269,13 +269,14 @@ def forward(
     own: bool = True,
     remat: bool = False,
     length: int | None = None,
+    store: Callable = lambda made: made,
 ) -> Float[Array, "B T D"]:
     """The hidden states leaving the base's last layer, at every position of full sequences.
 
     own: True computes each position as if the prompt ended there: the base reads predicted rows of earlier
     tokens and its own row of the token itself (the paper's inference). False uses predicted rows throughout
-    (its training and multiple-choice mode). `positions`, `segments` and `remat` as in `model.forward`;
-    `length` as in `angles_and_segments`, for both models.
+    (its training and multiple-choice mode). `positions`, `segments`, `remat`, `length` and `store` as in
+    `model.forward`, for both models; predictions are made from rows that are not stored yet, and then stored.
 
     Raises:
       UsageError: `own` with a tail of more than one token, which would take a pass for each prompt length.
@@ -286,16 +287,15 @@ def forward(
             "place: use tail=1, or own=False"
         )
     base, where = model.base, (tokens, positions, segments)
-    given = predicted_rows(model, params, *where, remat, length)
+    given = predicted_rows(model, params, *where, remat, length, store)
     at, segments = angles_and_segments(base.config, *where, length)
     x = constrain(embed(base, params["base"], tokens, positions), STREAM)
     passed = Passed(x, x, {})
     for layer, row in enumerate(base.plan.reads):
         attend = partial(_with_own if own else _without_own, given[row])
         here = range(layer, layer + 1)
-        passed = through(
-            base, params["base"], passed.x, at, segments, here, passed.rows, remat=remat, attention=attend
-        )
+        options = {"remat": remat, "attention": attend, "store": store}
+        passed = through(base, params["base"], passed.x, at, segments, here, passed.rows, **options)
     return passed.x
 
 
@@ -307,13 +307,14 @@ def predicted_rows(
     segments: Int[Array, "B T"] | None = None,
     remat: bool = False,
     length: int | None = None,
+    store: Callable = lambda made: made,
 ) -> list[Pair]:
     """The base's rows of full sequences as the auxiliary predicts them: rotated keys and values."""
     aux, reads, where = model.auxiliary, model.prediction.reads, (tokens, positions, segments)
     at, inside = angles_and_segments(aux.config, *where, length)
-    raw = projected_rows(aux, params["auxiliary"], tokens, at, inside, reads, remat, positions)
+    raw = projected_rows(aux, params["auxiliary"], tokens, at, inside, reads, remat, positions, store)
     at, _ = angles_and_segments(model.base.config, *where, length)
-    return [predict(model, params, row, raw[read], at) for row, read in enumerate(reads)]
+    return [store(predict(model, params, row, raw[read], at)) for row, read in enumerate(reads)]
 
 
 def projected_rows(
@@ -325,10 +326,12 @@ def projected_rows(
     rows: Iterable[int],
     remat: bool = False,
     positions: Int[Array, "B T"] | None = None,
+    store: Callable = lambda made: made,
 ) -> dict[int, Raw]:
     """row -> its keys (before norm and rotation) and values of full sequences; unneeded layers do not run.
 
-    positions: of the tokens, where the model has learned them; by default from 0 on.
+    positions: of the tokens, where the model has learned them; by default from 0 on. store: as in
+    `model.through`, of what these layers read.
     """
     plan, wanted = model.plan, set(rows)
     last = deepest(plan, wanted)
@@ -338,7 +341,9 @@ def projected_rows(
         out |= projected(model, params, layer, passed.x)
         if layer < last:
             here = range(layer, layer + 1)
-            passed = through(model, params, passed.x, at, segments, here, passed.rows, remat=remat)
+            passed = through(
+                model, params, passed.x, at, segments, here, passed.rows, remat=remat, store=store
+            )
     return {row: out[row] for row in wanted}
 
 

@@ -9,6 +9,7 @@ import math
 from functools import partial
 from typing import ClassVar, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import scipy.linalg
 
@@ -432,13 +433,16 @@ def _head_weights(config: ModelConfig, width: int, bias: bool) -> PyTree:
     return kernel | ({"bias": Weight((heads, out), "N .")} if bias else {})
 
 
-def rounded(made: tuple[KeyValues, ...], dtype) -> tuple[KeyValues, ...]:
-    """Stored arrays after rounding by a cache of `dtype`, in their own dtype."""
+def rounded(made: tuple[KeyValues, ...], dtype: str) -> tuple[KeyValues, ...]:
+    """Stored arrays after rounding by a cache of `dtype`, in their own dtype; "auto" is a cache in it too."""
+    if dtype == "auto":
+        return made
 
     def one(x: KeyValues) -> KeyValues:
-        data, scale = encode(x, dtype)
+        # Without the barrier XLA's compiler for GPUs leaves out a conversion to a narrower float and back.
+        data, scale = jax.lax.optimization_barrier(encode(x, dtype))
         back = data.astype(x.dtype)
-        return back if scale is None else back * scale[..., None].astype(x.dtype)
+        return back if scale is None else (back * scale[..., None]).astype(x.dtype)
 
     return tuple(map(one, made))
 

@@ -91,6 +91,12 @@ def tokens(llm: LLM) -> list:
     return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
+def answers(llm: LLM) -> tuple[list, list[float]]:
+    """Tokens that follow the prompts, and the log probabilities of one."""
+    scored = zip(PROMPTS[1], llm.score(PROMPTS[1]), strict=True)
+    return tokens(llm), [entry[token].logprob for token, entry in scored if entry]
+
+
 SMALL = dataclasses.replace(MHA, hidden_size=24, num_kv_heads=1)
 CASES = {  # name -> (shape, plan, form, devices, settings); of a pair: base, auxiliary, "pair", ...
     "standard on 4": (GQA, PLANS["standard"], "kv", 4, {}),
@@ -155,9 +161,10 @@ def main() -> None:
         key = repr((config, plan, form, settings))
         model, params = predicted(config, plan) if form == "pair" else made(config, plan, form)
         if key not in alone:
-            alone[key] = tokens(LLM.from_model(model, params, **ENGINE, **settings))
+            alone[key] = answers(LLM.from_model(model, params, **ENGINE, **settings))
         llm = served(model, params, tensor, **settings)
-        report[name] = {"same": tokens(llm) == alone[key]}
+        (wanted, scores), (found, scored) = alone[key], answers(llm)
+        report[name] = {"same": found == wanted and np.allclose(scored, scores, rtol=0, atol=1e-4)}
         report[name]["share"] = share(llm)
     if sys.argv[1:] != ["more"]:
         report["collectives"] = collectives(served(*made(GQA, PLANS["swiftkv"]), 4))

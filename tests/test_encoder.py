@@ -18,7 +18,8 @@ from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.encoder import encode, fill
 from swiftkv_jax.layers import relative_bias
-from swiftkv_jax.model import step
+from swiftkv_jax.model import forward, logits, step
+from swiftkv_jax.rows import rounded
 from swiftkv_jax.slim.measure import Reference
 from swiftkv_jax.slim.texts import Beside, Pieces
 from swiftkv_jax.surgery import hadamard_inputs, to_slim
@@ -168,6 +169,22 @@ def test_steps_in_every_form_equal_transformers(name, own, cross, folders, wante
     if cross == "x":  # one row of the encoder's output, whatever the layers
         assert cache.cross.bytes_per_token == 4 * model.config.hidden_size
     assert cache.cross.pages * cache.cross.page * cache.cross.bytes_per_token == cache.cross.nbytes
+
+
+@pytest.mark.parametrize(
+    "name, own, cross", [("t5", "kv", "kv"), pytest.param("whisper", "kv", "x", marks=pytest.mark.slow)]
+)
+def test_steps_over_eight_bit_rows_are_the_definition_with_rounded_rows(name, own, cross, folders, wanted):
+    """Rows of sources are rounded too. A number may lie between two roundings: see tests/test_model.py."""
+    source, lengths, ids, exact = wanted(name)
+    model, params = hadamard_inputs(*converted(folders(name), own, cross))
+    got, _ = stepped(model, params, source, lengths, ids, "float8_e4m3fn", spoilt=False)
+    encoded = encode(model, params, jnp.asarray(source), jnp.asarray(lengths))
+    store = partial(rounded, dtype="float8_e4m3fn")
+    x = jax.jit(partial(forward, model, store=store))(params, jnp.asarray(ids), encoded=encoded)
+    off = np.abs(got - logits(model, params, x)).max(-1)
+    felt = np.abs(got - exact).max()
+    assert felt > 1e-2 and np.median(off) < felt / 1000 and off.max() < felt / 20
 
 
 def divergence(wanted, got) -> float:

@@ -15,7 +15,7 @@ from tiny_models import ODD, PLAIN, tiny
 from swiftkv_jax.cache import Cache
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.layers import kernel_of, linear
-from swiftkv_jax.model import angles_and_segments, embed, forward, logits, step, through
+from swiftkv_jax.model import forward, logits, step
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import RopeConfig
 from swiftkv_jax.rows import rounded
@@ -148,13 +148,11 @@ def test_upper_layers_of_one_input_share_one_row_of_it(share):
 def test_step_over_a_rounding_cache_is_forward_with_rounded_rows(dtype):
     kv, params = tiny(FREE, PLANS["standard"])
     model, made = to_slim(kv, params, ["k", "v", "x", "kv"])
-    tokens, store = jnp.asarray(sequences(1)[:1, :18]), functools.partial(rounded, dtype=jnp.dtype(dtype))
+    tokens, store = jnp.asarray(sequences(1)[:1, :18]), functools.partial(rounded, dtype=dtype)
 
     @jit_model
     def with_rounded_rows(model, params, tokens):
-        at, segments = angles_and_segments(model.config, tokens, None, None)
-        x = through(model, params, embed(model, params, tokens, None), at, segments, store=store).x
-        return logits(model, params, x)
+        return logits(model, params, forward(model, params, tokens, store=store))
 
     want = np.asarray(with_rounded_rows(model, made, tokens))
     plain = np.asarray(full_logits(model, made, tokens))

@@ -455,7 +455,8 @@ class LLM:
         """Log probabilities of a prompt's own tokens, and of the `top` most likely ones at each position.
 
         When a prompt is served, its tokens stop at the split. Scoring is therefore a separate pass through
-        all layers, `forward`. The result has one entry per token; the first is None, as nothing precedes it.
+        all layers, `forward` over rows rounded as in the cache. The result has one entry per token; the first
+        is None, as nothing precedes it.
 
         Raises:
           UsageError: there are no tokens or too many, or the model has no such id.
@@ -469,7 +470,8 @@ class LLM:
 
     @repeated
     def _scores(self, tokens, following):
-        how = self.settings.max_model_len, self.settings.scoring
+        s = self.settings
+        how = s.max_model_len, s.cache_dtype, s.scoring
         return scores(self.model, *how, self.params, tokens, following, mesh=self.mesh)
 
     @property

@@ -1,4 +1,5 @@
-"""Log probabilities of a prompt's own tokens, by the model's definition: every token through every layer."""
+"""Log probabilities of a prompt's own tokens, by the definition of what is served: every token through every
+layer, over rows as the cache stores them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,15 +10,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from swiftkv_jax import predict
 from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
 from swiftkv_jax.engine.scheduler import power_of_two
 from swiftkv_jax.engine.sequence import NOT_FINITE
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
 from swiftkv_jax.kernels.prompt_attention.api import prompt_attention
-from swiftkv_jax.layers import rotary
-from swiftkv_jax.model import Transformer, embed, logits, through
-from swiftkv_jax.predict import Predicted, forward, generator
+from swiftkv_jax.model import Transformer, forward, logits
+from swiftkv_jax.predict import Predicted, generator
+from swiftkv_jax.rows import rounded
 from swiftkv_jax.shapes import Array, Int, PyTree
 
 _BLOCK = 64  # positions whose logits exist at a time
@@ -80,10 +82,11 @@ def whole(implementation: str, q, k, v, segments: Int[Array, "B T"], window: int
     return prompt_attention(q, k, v, lengths, window=near, implementation=implementation)
 
 
-@partial(jax.jit, static_argnames=("model", "limit", "attention", "mesh"))
+@partial(jax.jit, static_argnames=("model", "limit", "cache_dtype", "attention", "mesh"))
 def scores(
     model: Transformer | Predicted,
     limit: int,
+    cache_dtype: str,
     attention: str | None,
     params: PyTree,
     tokens: Int[Array, "1 T"],
@@ -93,19 +96,18 @@ def scores(
     """For each position, the log probability and rank of `following`, and the likeliest ids and their log
     probabilities.
 
-    `limit` is the context in tokens, which `dynamic` rotary scaling takes its frequencies from; `attention`
-    names an implementation of kernels/prompt_attention, None the model's own. With a `mesh` the results are
+    `limit` is the context in tokens, which `dynamic` rotary scaling takes its frequencies from. `cache_dtype`
+    and `attention` are the `cache_dtype` and `scoring` of `Settings`. With a `mesh` the results are
     replicated.
     """
     # Padding beyond the context has a position of a token, since learned positions may end there.
     places = jnp.minimum(jnp.arange(tokens.shape[1]), limit - 1)[None]
+    served = {"length": limit, "store": partial(rounded, dtype=cache_dtype)}
     if isinstance(model, Predicted):
-        x = forward(model, params, tokens, places, length=limit)[0]
+        x = predict.forward(model, params, tokens, places, **served)[0]
     else:
-        at = rotary(model.config, jnp.arange(tokens.shape[1])[None], limit)
         attend = partial(whole, attention) if attention else causal_attention
-        segments = jnp.ones_like(tokens)
-        x = through(model, params, embed(model, params, tokens, places), at, segments, attention=attend).x[0]
+        x = forward(model, params, tokens, places, attention=attend, **served)[0]
     model, params = generator(model, params)
 
     def block(part):

@@ -141,7 +141,7 @@ def _at_cross(model: Transformer, params: PyTree, layer: int, stream: _Stream) -
     h = normalised(model, params, False, layer, stream.x)
     own = weights.row(params, model.plan.reads[layer]), weights.layer(params, layer)["attentions"][0]
     relative = params.get("relative")
-    made = _output(model, SELF, layer, "kv", None, *own, relative, _Seen(h, stream.real, stream.x, stream))
+    made = _output(model, SELF, layer, "kv", "auto", *own, relative, _Seen(h, stream.real, stream.x, stream))
     return _Seen(stream.encoded.x, stream.some, stream.x + made, stream)
 
 
@@ -262,7 +262,7 @@ def _with_output_error(
     for seen in half:
         p, q = (weights.layer(tree, layer)["attentions"][space != SELF] for tree in (params, made))
         args, real = (params.get("relative"), seen), seen.stream.real
-        want = _output(model, space, layer, "kv", None, weights.row(params, c.row), p, *args)[real]
+        want = _output(model, space, layer, "kv", "auto", weights.row(params, c.row), p, *args)[real]
         got = _output(slim, space, layer, *stored, q, *args)[real]
         off, of = off + float(jnp.sum((got - want) ** 2)), of + float(jnp.sum(want**2))
     return dataclasses.replace(c, output_error=float(np.sqrt(off / of)))
@@ -285,8 +285,7 @@ def _attended(
 ) -> Array:
     """Attention of a layer over a row. lengths: of cross-attention's sources; None: self-attention."""
     config, how = model.config, FORMS[form]
-    made = how.make(config, row, h, at)
-    made = made if dtype is None else rounded(made, dtype)
+    made = rounded(how.make(config, row, h, at), dtype)
     k, v = how.keys_values(config, reader_of(how, how.reader(row), p), made, at)
     q = queries(config, p, before(config, p, x), at)
     if lengths is not None:

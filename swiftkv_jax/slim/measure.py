@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.cache import Encoded
-from swiftkv_jax.model import Transformer, angles_and_segments, cross_rows, embed, logits, through
+from swiftkv_jax.model import Transformer, forward, logits
 from swiftkv_jax.rows import rounded
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.slim.texts import Pieces
@@ -24,7 +24,7 @@ class Reference:
 
     def __init__(self, model: Transformer, params: PyTree, kept: Pieces, dtype: str):
         self._model, self._params, self._kept, self._dtype = model, params, kept, dtype
-        self._x = [np.asarray(_hidden(model, params, *_given(batch), None)) for batch in kept.batches()]
+        self._x = [np.asarray(_hidden(model, params, *_given(batch), "auto")) for batch in kept.batches()]
 
     def distance(
         self,
@@ -54,14 +54,8 @@ def _given(batch: Pieces) -> tuple[Array, Encoded | None]:
 
 @partial(jax.jit, static_argnums=(0, 4))
 def _hidden(model: Transformer, params: PyTree, tokens: Array, encoded: Encoded | None, dtype) -> Array:
-    """[B, T, D] before the head; rows are rounded as in a cache of `dtype`, with None not at all."""
-    at, segments = angles_and_segments(model.config, tokens, None, None)
-    store = (lambda made: made) if dtype is None else partial(rounded, dtype=dtype)
-    read = {}
-    if encoded is not None:
-        read = {"rows": cross_rows(model, params, encoded.x, store), "sources": encoded.lengths}
-    x = embed(model, params, tokens, None)
-    return through(model, params, x, at, segments, store=store, **read).x
+    """[B, T, D] before the head; rows are rounded as in a cache of `dtype`."""
+    return forward(model, params, tokens, encoded=encoded, store=partial(rounded, dtype=dtype))
 
 
 _logits = jax.jit(logits, static_argnums=0)

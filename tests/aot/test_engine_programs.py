@@ -35,6 +35,7 @@ from swiftkv_jax.engine.settings import Settings, empty_pool, usual_page
 from swiftkv_jax.kernels.paged_attention.xla import ONE_TURN_BYTES
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.rows import rounded
 from swiftkv_jax.sharding import make_mesh
 from swiftkv_jax.surgery import fold_shared_norm
 
@@ -478,3 +479,15 @@ def test_a_transposed_weight_is_detected_as_a_copy():
     hlo = jax.jit(lambda w: jnp.swapaxes(w, 0, 1) + 0 * np.float32(1)).lower(shape).compile().as_text()
     line = "%copy.1 = bf16[2,4096,14336]{2,1,0} copy(%p)"
     assert copied_weights(f"{hlo}\n{line}", [shape])
+
+
+@pytest.mark.parametrize(
+    "dtype, letters", [("float8_e4m3fn", "f8e4m3fn"), ("bfloat16", "bf16"), ("int8", "s8")]
+)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_rows_that_are_scored_are_rounded_on_a_chip(chip, dtype, letters):
+    """XLA's GPU compiler leaves out a conversion to a narrower float and back, where it sees both."""
+    place = NamedSharding(mesh_of(CHIPS[chip]), PartitionSpec())
+    row = jax.ShapeDtypeStruct((64, 8, 128), jnp.float32, sharding=place)
+    program = jax.jit(lambda x: rounded((2 * x,), dtype)[0] + 1).lower(row).compile()
+    assert f"{letters}[" in program.as_text()

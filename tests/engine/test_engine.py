@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.kernels.common.pools import encode
 from swiftkv_jax.model import forward, logits
 from swiftkv_jax.rope import NONE, RopeConfig
-from swiftkv_jax.rows import FORMS, KeysValues
+from swiftkv_jax.surgery import to_slim
 
 WAYS = {
     "chunks of 7, three steps a launch, two lanes": {
@@ -181,26 +180,22 @@ def test_lookup_finds_the_last_and_longest_repetition():
     assert lookup([1, 2, 3, 4], 3) == [] and lookup([], 3) == []
 
 
-def rounded(x, dtype: str):
-    """Keys or values as they are read again."""
-    stored, scale = encode(x, jnp.dtype(dtype))
-    return stored.astype(jnp.float32) * (1 if scale is None else scale[..., None])
+def rounded(made, dtype: str):
+    """A row's arrays as they are read again."""
+
+    def one(x):
+        stored, scale = encode(x, jnp.dtype(dtype))
+        return stored.astype(jnp.float32) * (1 if scale is None else scale[..., None])
+
+    return tuple(map(one, made))
 
 
 @functools.cache
 def rounded_definition(plan: str, dtype: str) -> list[list[int]]:
     """Greedy tokens of the model's definition with every row passed through the rounding of its store."""
     net, params = model(plan)
-
-    class Rounded(KeysValues):
-        def keys_values(self, config, reader, made, at):
-            return tuple(rounded(x, dtype) for x in made)
-
-    @jax.jit
-    def apply(ids):
-        with mock.patch.dict(FORMS, {"kv": Rounded()}):
-            return logits(net, params, forward(net, params, ids))[0]
-
+    store = functools.partial(rounded, dtype=dtype)
+    apply = jax.jit(lambda ids: logits(net, params, forward(net, params, ids, store=store))[0])
     out = []
     for prompt in tiny.prompts(LENGTHS):
         known = list(prompt)
@@ -383,12 +378,17 @@ def test_bias_allowed_ids_and_bad_words():
     assert len(text) == 10 and b"AB" not in text and b"BB" not in text
 
 
+def log_probabilities(net, params, ids: list[int], store=tuple):
+    """[tokens, V], by the model's definition."""
+    x = jax.jit(lambda ids: logits(net, params, forward(net, params, ids, store=store)))(jnp.asarray([ids]))
+    return jax.nn.log_softmax(x[0])
+
+
 @pytest.mark.parametrize("plan", ["standard", "acrosskv"])
 def test_prompt_logprobs_are_the_full_depth_models(plan):
     llm, (prompt,) = make(plan), tiny.prompts((45,))
     output = run(llm, [prompt], dataclasses.replace(GREEDY, prompt_logprobs=2, max_tokens=1))[0]
-    net, params = model(plan)
-    raw = jax.jit(lambda t: jax.nn.log_softmax(net.apply({"params": params}, t)))(jnp.asarray([prompt]))[0]
+    raw = log_probabilities(*model(plan), prompt)
     assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == 45
     for i, entries in enumerate(output.prompt_logprobs[1:]):
         best = jnp.argsort(-raw[i])[:2].tolist()
@@ -413,10 +413,41 @@ def test_scores_of_a_model_whose_learned_positions_fill_no_compiled_size():
     np.testing.assert_allclose(found, want, atol=1e-4)
 
 
-def test_scores_are_what_decoding_reports():
-    """The full-depth score of a generated text is the log probability that each token was generated with."""
-    llm, (prompt,) = make("acrosskv"), tiny.prompts((30,))
+FREE = {"num_kv_heads": 4, "rope": RopeConfig(rope_type=NONE)}  # a model that can store rows in every form
+
+
+@pytest.mark.parametrize(
+    ("plan", "forms", "dtype"),
+    [
+        ("acrosskv", None, "float32"),
+        ("acrosskv", None, "float8_e4m3fn"),
+        ("swiftkv", "x", "int8"),  # which an engine stores transformed
+        pytest.param("acrosskv", None, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("acrosskv", None, "int8", marks=pytest.mark.slow),
+        pytest.param("acrosskv", "k", "int8", marks=pytest.mark.slow),
+        pytest.param("standard", "k v x kv", "float8_e4m3fn", marks=pytest.mark.slow),
+    ],
+)
+def test_scores_are_what_decoding_reports_over_rows_of_any_dtype(plan, forms, dtype):
+    """The full-depth score of a generated text is the log probability that each token was generated with, and
+    the definition's with rounded rows. Those of rows that are not rounded are another thing."""
+    net, params = tiny.make_model(tiny.PLANS[plan], **FREE if forms else {})
+    net, params = to_slim(net, params, forms.split()) if forms else (net, params)
+    llm, (prompt,) = LLM.from_model(net, params, **tiny.SIZES, cache_dtype=dtype), tiny.prompts((30,))
     chosen = run(llm, [prompt], dataclasses.replace(GREEDY, logprobs=0))[0].outputs[0]
-    scored = llm.score([*prompt, *chosen.token_ids])[30:]
-    for token, reported, entries in zip(chosen.token_ids, chosen.logprobs, scored, strict=True):
-        assert entries[token].logprob == pytest.approx(reported[token].logprob, abs=1e-4)
+    ids = [*prompt, *chosen.token_ids]
+    entries = zip(ids[1:], llm.score(ids)[1:], strict=True)
+    scored = np.array([entry[token].logprob for token, entry in entries])
+    reported = [entry[token].logprob for token, entry in zip(chosen.token_ids, chosen.logprobs, strict=True)]
+    store = functools.partial(rounded, dtype=dtype)
+    exact, want = (
+        np.asarray(log_probabilities(*each))[np.arange(39), ids[1:]]
+        for each in ((net, params, ids), (llm.model, llm.params, ids, store))
+    )
+    off = np.abs(scored - want)
+    off[29:] = np.maximum(off[29:], np.abs(scored[29:] - reported))
+    felt = np.abs(scored - exact).max()
+    assert np.median(off) < 1e-5 and (felt > 1e-2) == (dtype != "float32")
+    # A number that lies between two roundings may go the other way; it must be close to their boundary, and
+    # of the coarse float there are few.
+    assert off.max() < (3e-5 if dtype in ("float32", "float8_e4m3fn") else felt / 20)

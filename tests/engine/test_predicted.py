@@ -185,16 +185,20 @@ def test_bytes_of_both_pools_are_reported_separately():
     assert llm.stats["cache_bytes"] == runner.cache.nbytes + runner.reader.cache.nbytes
 
 
-def test_scores_are_those_of_what_is_served():
+@pytest.mark.parametrize("dtype", ["auto", "int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
+def test_scores_are_those_of_what_is_served(dtype):
     """The likelihood of the first token of every prompt length, against the engine's own."""
-    llm, prompt = make(), tiny.prompts((12,), seed=6)[0]
+    llm, prompt = make(cache_dtype=dtype), tiny.prompts((12,), seed=6)[0]
     scored = llm.score(prompt)
+    exact = zip(prompt[1:], scored[1:], make().score(prompt)[1:], strict=True)
+    felt = max(abs(a[token].logprob - b[token].logprob) for token, a, b in exact)
+    assert (felt > 1e-2) == (dtype != "auto")
     for length in (1, 5, 11):
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5, ignore_eos=True)
         first = llm.generate([prompt[:length]], params, use_tqdm=False)[0].outputs[0]
         (token, best), *_ = first.logprobs[0].items()
         again = llm.score([*prompt[:length], token])[-1][token]
-        assert again.rank == 1 and abs(again.logprob - best.logprob) < 1e-4
+        assert again.rank == 1 and abs(again.logprob - best.logprob) < 1e-5
     assert scored[0] is None and len(scored) == 12
 
 
