@@ -19,7 +19,7 @@ give the same numbers, to the last bit: the server and this model call the same 
 
     --model_args pretrained=DIR,dtype=float32,baseline=lazy_llm,start=0.75,end=0.5
 
-evaluates another system on a standard model (`swiftkv_jax/baselines`: random_pruning, static_pruning,
+evaluates another system on the model (`swiftkv_jax/baselines`: random_pruning, static_pruning,
 lazy_llm, ffn_skip, and their fields). That system reads the context in its own way, and each token of a
 continuation as one that it generated; it generates greedily.
 """

@@ -4,11 +4,15 @@ A ragged batch of B rows is padded behind each row's end. A token's slot in the 
 or not the tokens before it are there. Two arrays of static shapes say which tokens run a layer (their
 positions; S, the number of slots, stands for none) and which slots they may see. The methods differ only in
 how they compute these two.
+
+Of a SwiftKV student, the tokens that reach the split make the rows of the later layers there, and only the
+last token of each sequence goes on.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,7 +21,7 @@ from swiftkv_jax.analysis.prediction_flops import Sizes
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.kernels.common.mask import visible, weights_of
 from swiftkv_jax.layers import Rotary, before, decoder_layer, feed_forward, queries, rotary
-from swiftkv_jax.model import Transformer, logits
+from swiftkv_jax.model import Transformer, logits, normalised
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.rows import FORMS
 from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Queries
@@ -28,7 +32,7 @@ Slots = Bool[Array, "B S"]
 
 @pytree
 class Held:
-    """One layer's rows: keys and values [B, S, K, H], and which slots are filled, [B, S]."""
+    """A row of the plan: keys and values [B, S, K, H], and which slots are filled, [B, S]."""
 
     keys: Array
     values: Array
@@ -40,20 +44,22 @@ class State:
     """A batch between two steps.
 
     Attributes:
-      layers: the rows of each layer. length: [B] tokens of each sequence so far, those left out included.
+      rows: those of the plan. length: [B] tokens of each sequence so far, those left out included.
       left: of LazyLLM, for each layer: [B, S, D] hidden states of tokens that did not enter it, or None.
     """
 
-    layers: tuple[Held, ...]
+    rows: tuple[Held, ...]
     length: Array
     left: tuple[Array | None, ...] = ()
 
 
 @pytree
 class Work:
-    """Work done for each sequence, by layer, [L, B] int32: tokens through attention, tokens through the MLP
-    (FFN), and pairs of a query and a key that it saw."""
+    """Work done for each sequence, by layer, [L, B] int32 ([B] of one layer): keys and values made of what
+    enters it, tokens through its attention, tokens through its MLP (FFN), and pairs of a query and a key that
+    it saw."""
 
+    made: Array
     tokens: Array
     mlps: Array
     pairs: Array
@@ -63,10 +69,10 @@ Step = tuple[Float[Array, "B V"], State, Work]  # logits of each sequence's next
 
 
 def empty(model: Transformer, sequences: int, slots: int) -> tuple[Held, ...]:
-    """The rows of every layer, with nothing in them."""
+    """The rows of the plan, with nothing in them."""
     shape = (sequences, slots, model.config.num_kv_heads, model.config.head_dim)
     nothing = jnp.zeros(shape, model.dtype)
-    return (Held(nothing, nothing, jnp.zeros((sequences, slots), bool)),) * model.config.num_layers
+    return (Held(nothing, nothing, jnp.zeros((sequences, slots), bool)),) * model.plan.num_rows
 
 
 def run_layer(
@@ -75,28 +81,39 @@ def run_layer(
     layer: int,
     x: Float[Array, "B n D"],
     at: Positions,
-    rows: Held,
+    rows: tuple[Held, ...],
+    last: Int[Array, " B"] | None = None,
     active: Slots | None = None,
     mlp: Callable = feed_forward,
-) -> tuple[Float[Array, "B n D"], Held, Int[Array, " B"]]:
-    """(hidden states leaving `layer`, its rows with these tokens added, pairs of a query and a key).
+) -> tuple[Float[Array, "B m D"], Int[Array, "B m"], tuple[Held, ...], Work]:
+    """(hidden states leaving `layer`, their positions, the rows with those made of what enters it, the work).
 
+    last: the position of each sequence's last token, which alone goes on at a student's split; None: all do.
     active: the slots that queries may see, these tokens' own included; by default all that hold a row.
     """
-    config, p = model.config, weights.layer(params, layer)
-    angles = _angles(config, at, rows)
-    h = before(config, p["attentions"][0], x)
-    keys, values = FORMS["kv"].make(config, weights.row(params, layer), h, angles)
-    made = (keys, values, jnp.ones_like(at, bool))
-    into = (rows.keys, rows.values, rows.held)
-    rows = Held(*(put(old, new, at) for old, new in zip(into, made, strict=True)))
-    seen = _seen(config, layer, at, rows, active)
+    config, plan, p = model.config, model.plan, weights.layer(params, layer)
+    slots, due = rows[0].held.shape[1], plan.made_at(layer)
+    angles = _angles(config, at, rows[0])
+    for row in due:
+        h = normalised(model, params, plan.rows[row].shared_norm, layer, x)
+        keys, values = FORMS["kv"].make(config, weights.row(params, row), h, angles)
+        new = Held(keys, values, jnp.ones_like(at, bool))
+        added = jax.tree.map(lambda old, new: put(old, new, at), rows[row], new)
+        rows = (*rows[:row], added, *rows[row + 1 :])
+    made = running(at, slots) * len(due)
+    if layer == plan.split and last is not None:
+        x, at = only(x, at, last), last[:, None]
+        angles = _angles(config, at, rows[0])
+    read = rows[plan.reads[layer]]
+    seen = _seen(config, layer, at, read, active)
 
     def attend(q: Queries) -> Queries:
-        mixed = jnp.einsum("bkgns,bsku->bnkgu", _shares(q, rows.keys, seen).astype(q.dtype), rows.values)
+        mixed = jnp.einsum("bkgns,bsku->bnkgu", _shares(q, read.keys, seen).astype(q.dtype), read.values)
         return mixed.reshape(q.shape)
 
-    return decoder_layer(config, p, x, angles, [attend], mlp), rows, seen.sum((1, 2))
+    ran = running(at, slots)
+    work = Work(made, ran, ran, seen.sum((1, 2)))
+    return decoder_layer(config, p, x, angles, [attend], mlp), at, rows, work
 
 
 def importance(
@@ -139,16 +156,20 @@ def run_layers(
     params: PyTree,
     x: Float[Array, "B n D"],
     at: Positions,
-    layers: tuple[Held, ...],
-) -> tuple[Float[Array, "B n D"], tuple[Held, ...], Work]:
-    """The same tokens through all layers."""
-    made, pairs = [], []
-    for layer, rows in enumerate(layers):
-        x, rows, count = run_layer(model, params, layer, x, at, rows)
-        made.append(rows)
-        pairs.append(count)
-    tokens = jnp.stack([running(at, layers[0].held.shape[1])] * len(layers))
-    return x, tuple(made), Work(tokens, tokens, jnp.stack(pairs))
+    rows: tuple[Held, ...],
+    last: Int[Array, " B"],
+) -> tuple[Float[Array, "B V"], tuple[Held, ...], Work]:
+    """The same tokens through all layers: (the logits of the last of each sequence, rows, work)."""
+    works = []
+    for layer in range(model.config.num_layers):
+        x, at, rows, work = run_layer(model, params, layer, x, at, rows, last)
+        works.append(work)
+    return last_logits(model, params, x, at, last), rows, by_layer(works)
+
+
+def by_layer(works: Sequence[Work]) -> Work:
+    """The work of all layers, from that of each."""
+    return jax.tree.map(lambda *each: jnp.stack(each), *works)
 
 
 def running(at: Positions, slots: int) -> Int[Array, " B"]:
@@ -210,6 +231,7 @@ def flops(config: ModelConfig, work: Work) -> Float[np.ndarray, " B"]:
     """FLOPs of each sequence in the layers, counted as in analysis/flops.py; no embedding, no output head."""
     sizes = Sizes.of(config)
     mlp = sizes.matrices * config.hidden_size * config.intermediate_size
-    rest = sizes.made(0) + sizes.dense(0) - mlp
-    tokens, mlps, pairs = (np.asarray(x, np.float64).sum(0) for x in (work.tokens, work.mlps, work.pairs))
-    return 2 * rest * tokens + 2 * mlp * mlps + 4 * config.num_heads * config.head_dim * pairs
+    each = (work.made, sizes.made(0)), (work.tokens, sizes.dense(0) - mlp), (work.mlps, mlp)
+    pairs = np.asarray(work.pairs, np.float64).sum(0)
+    products = sum(2 * size * np.asarray(count, np.float64).sum(0) for count, size in each)
+    return products + 4 * config.num_heads * config.head_dim * pairs

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from swiftkv_jax import weights
 from swiftkv_jax.baselines import dense
-from swiftkv_jax.baselines.dense import State, Step, Work
+from swiftkv_jax.baselines.dense import State, Step
 from swiftkv_jax.checks import integer, number
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
@@ -70,25 +70,24 @@ class FFNSkip:
         """As `generate.Baseline.extend`. Only a batch of one sequence really skips FFNs; larger ones compute
         all."""
         at = state.length[:, None]
-        return self._run(model, params, tokens[:, None], at, State(state.layers, state.length + 1))
+        return self._run(model, params, tokens[:, None], at, State(state.rows, state.length + 1))
 
     def _run(self, model, params, tokens: Tokens, at, state: State) -> Step:
         """Run the tokens `at`, the last of each sequence among them: (its logits, state, work)."""
-        layers, slots = model.config.num_layers, state.layers[0].held.shape[1]
-        middle, x = self.middle(layers), embed(model, params, tokens, at)
-        skips, rows, mlps, pairs = jnp.zeros(at.shape, bool), [], [], []
-        for layer, held in enumerate(state.layers):
-            mixed, held, seen = dense.run_layer(model, params, layer, x, at, held, mlp=_none)
-            now = skips if layer in middle else jnp.zeros_like(skips)
+        layers, rows, last = model.config.num_layers, state.rows, state.length - 1
+        middle, x, works = self.middle(layers), embed(model, params, tokens, at), []
+        slots = rows[0].held.shape[1]
+        skips = jnp.zeros((len(at), slots), bool)
+        for layer in range(layers):
+            mixed, at, rows, work = dense.run_layer(model, params, layer, x, at, rows, last, mlp=_none)
+            now = jnp.take_along_axis(skips, jnp.minimum(at, slots - 1), axis=1) & (layer in middle)
             x = _through_ffn(model, weights.layer(params, layer)["mlp"], mixed, now, layer in middle)
             if layer in middle:
-                skips |= (cosine(mixed, x) >= self.threshold) & (at >= self.warm_up)
-            rows.append(held)
-            mlps.append((~now & (at < slots)).sum(1))
-            pairs.append(seen)
-        tokens_run = jnp.stack([dense.running(at, slots)] * layers)
-        out = dense.last_logits(model, params, x, at, state.length - 1)
-        return out, State(tuple(rows), state.length), Work(tokens_run, jnp.stack(mlps), jnp.stack(pairs))
+                reached = (cosine(mixed, x) >= self.threshold) & (at >= self.warm_up)
+                skips = dense.put(skips, now | reached, at)
+            works.append(dataclasses.replace(work, mlps=(~now & (at < slots)).sum(1)))
+        out = dense.last_logits(model, params, x, at, last)
+        return out, State(rows, state.length), dense.by_layer(works)
 
 
 @partial(jax.jit, static_argnames=("model", "layer"))
@@ -96,9 +95,10 @@ def cosines(model: Transformer, params: PyTree, tokens: Tokens, layer: int) -> F
     """The cosine of each token of full sequences in `layer`, when no token has skipped before. Thresholds for
     a model can be chosen from these values."""
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = mixed = embed(model, params, tokens, at)
-    for below, held in enumerate(dense.empty(model, *tokens.shape)[: layer + 1]):
-        mixed, _, _ = dense.run_layer(model, params, below, x, at, held, mlp=_none)
+    x, rows = embed(model, params, tokens, at), dense.empty(model, *tokens.shape)
+    mixed = x
+    for below in range(layer + 1):
+        mixed, _, rows, _ = dense.run_layer(model, params, below, x, at, rows, mlp=_none)
         p = weights.layer(params, below)["mlp"]
         x = _through_ffn(model, p, mixed, jnp.zeros(at.shape, bool), False)
     return cosine(mixed, x)

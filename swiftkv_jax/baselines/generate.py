@@ -13,7 +13,6 @@ from swiftkv_jax.baselines.ffn_skip import FFNSkip
 from swiftkv_jax.checks import integer
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.predict import Predicted
 from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Tokens
 
@@ -48,7 +47,7 @@ def read(
     """Read prompts and return the logits of each one's next token.
 
     Args:
-      model: with a standard plan. Rotary scaling of type `dynamic` is that of `slots` tokens, or of the
+      model: a standard one or a student. Rotary scaling of type `dynamic` is that of `slots` tokens, or of the
         model's own context if that is longer.
       tokens: [B, T], padded behind each prompt with any token. lengths: of the prompts, from 1 to T.
       slots: tokens that a sequence will have room for, T or more.
@@ -67,18 +66,18 @@ def check(model: Transformer | Predicted, baseline: Baseline) -> None:
     """Check that a system can read prompts for a model.
 
     Raises:
-      UsageError: a model whose prompts another one reads, a plan that is not a standard one, or cold regions
-        of FFN-SkipLLM that leave no layer.
+      UsageError: a model whose prompts another one reads, rows that are not keys and values of their own, or
+        cold regions of FFN-SkipLLM that leave no layer.
     """
     if isinstance(model, Predicted):
         raise UsageError("these systems read the prompts of one model: give the base of this pair alone")
-    layers = model.config.num_layers
-    if model.plan != KVPlan.standard(layers):
+    plan = model.plan
+    if plan.forms != ("kv",) or plan.merged or plan.cross:
         raise UsageError(
-            "these systems read the prompts of a standard model: give the teacher, not a student"
+            f"these systems store keys and values: give a model whose rows are these, not {plan.description}"
         )
     if isinstance(baseline, FFNSkip):
-        baseline.middle(layers)
+        baseline.middle(plan.num_layers)
 
 
 @partial(jax.jit, static_argnames=("model", "baseline", "steps"))

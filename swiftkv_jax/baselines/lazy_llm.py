@@ -4,6 +4,8 @@ Below 0.3 of the depth all tokens run. From there on a layer sees only a share o
 attention weights of the last token in the layer before, averaged over heads. The hidden states of a token
 that does not enter a layer are kept. A later step that chooses the token there continues from them, so that a
 token runs each layer at most once.
+
+Of a SwiftKV student, layers past the split choose among the tokens that reached it: no other has a row there.
 """
 
 import dataclasses
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 
 from swiftkv_jax.analysis.prediction_flops import lazy_share
 from swiftkv_jax.baselines import dense
-from swiftkv_jax.baselines.dense import Slots, State, Step, Work
+from swiftkv_jax.baselines.dense import Slots, State, Step
 from swiftkv_jax.checks import above, integer
 from swiftkv_jax.model import Transformer, embed
 from swiftkv_jax.shapes import Array, Float, Int, PyTree, Tokens
@@ -57,10 +59,10 @@ class LazyLLM:
 
     def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
         """As `generate.Baseline.extend`."""
-        slots, layers = state.layers[0].held.shape[1], model.config.num_layers
+        slots, layers = state.rows[0].held.shape[1], model.config.num_layers
         revive = slots if self.revive is None else self.revive
         most = [min(slots, 1 + revive)] * layers
-        grown = State(state.layers, state.length + 1, state.left)
+        grown = State(state.rows, state.length + 1, state.left)
         x = embed(model, params, tokens[:, None], state.length[:, None])
         return self._run(model, params, x, state.length[:, None], grown, most)
 
@@ -74,28 +76,27 @@ class LazyLLM:
 
         most: tokens that can run each layer.
         """
-        config = model.config
-        slots, last = state.layers[0].held.shape[1], state.length - 1
+        plan, rows, last = model.plan, state.rows, state.length - 1
+        slots = rows[0].held.shape[1]
         active = jnp.arange(slots) < state.length[:, None]
-        scores, layers, left, tokens, pairs = jnp.zeros(active.shape), [], [], [], []
-        stages = zip(state.layers, state.left, self.shares(config.num_layers), strict=True)
-        for layer, (rows, behind, share) in enumerate(stages):
+        scores, left, works = jnp.zeros(active.shape), [], []
+        stages = zip(state.left, self.shares(plan.num_layers), strict=True)
+        for layer, (behind, share) in enumerate(stages):
             if behind is not None:
                 behind = dense.put(behind, x, at)
                 count = jnp.asarray(dense.counts(share, slots))[state.length]
-                active, run = _choose(scores, active, rows.held, last, count, most[layer])
-                at = dense.in_order(run, most[layer])
+                room = most[layer] if layer <= plan.split else 1
+                active, run = _choose(scores, active, rows[plan.reads[layer]].held, last, count, room)
+                at = dense.in_order(run, room)
                 x = dense.take(behind, at)
             entering = dense.only(x, at, last)
-            x, rows, seen = dense.run_layer(model, params, layer, x, at, rows, active)
-            scores = dense.importance(model, params, layer, entering, last[:, None], rows, active)
-            for found, value in zip(
-                (layers, left, tokens, pairs), (rows, behind, dense.running(at, slots), seen), strict=True
-            ):
-                found.append(value)
+            x, at, rows, work = dense.run_layer(model, params, layer, x, at, rows, last, active)
+            read = rows[plan.reads[layer]]
+            scores = dense.importance(model, params, layer, entering, last[:, None], read, active)
+            left.append(behind)
+            works.append(work)
         out = dense.last_logits(model, params, x, at, last)
-        ran = jnp.stack(tokens)
-        return out, State(tuple(layers), state.length, tuple(left)), Work(ran, ran, jnp.stack(pairs))
+        return out, State(rows, state.length, tuple(left)), dense.by_layer(works)
 
 
 def _choose(

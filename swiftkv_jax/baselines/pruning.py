@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.baselines import dense
-from swiftkv_jax.baselines.dense import Slots, State, Step, Work
+from swiftkv_jax.baselines.dense import Slots, State, Step
 from swiftkv_jax.checks import above, integer
 from swiftkv_jax.model import Transformer, embed
 from swiftkv_jax.shapes import Array, Float, Int, PyTree, Tokens
@@ -90,24 +90,22 @@ class StaticPruning:
         length = tokens.shape[1]
         places, last = jnp.arange(length), lengths - 1
         at = jnp.where(places < lengths[:, None], places, length)
-        x, scores, pairs = embed(model, params, tokens, at), jnp.zeros(tokens.shape, jnp.float32), []
-        for layer, rows in enumerate(dense.empty(model, len(tokens), length)[:probed]):
+        x, scores, works = embed(model, params, tokens, at), jnp.zeros(tokens.shape, jnp.float32), []
+        rows = dense.empty(model, len(tokens), length)
+        for layer in range(probed):
             entering = dense.only(x, at, last)
-            x, rows, count = dense.run_layer(model, params, layer, x, at, rows)
-            scores += dense.importance(model, params, layer, entering, last[:, None], rows) / probed
-            pairs.append(count)
+            x, at, rows, work = dense.run_layer(model, params, layer, x, at, rows, last)
+            read = rows[model.plan.reads[layer]]
+            scores += dense.importance(model, params, layer, entering, last[:, None], read) / probed
+            works.append(work)
         kept = chosen(scores, lengths, self.keep)
         out, state, work = read_some(model, params, tokens, lengths, slots, kept, self.keep)
-        more = Work(*(x.at[:probed].add(y) for x, y in _fields(work, (lengths, lengths, jnp.stack(pairs)))))
+        more = jax.tree.map(lambda all, probe: all.at[:probed].add(probe), work, dense.by_layer(works))
         return out, state, more
 
     def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
         """As `generate.Baseline.extend`."""
         return extend(model, params, tokens, state)
-
-
-def _fields(work: Work, others):
-    return zip((work.tokens, work.mlps, work.pairs), others, strict=True)
 
 
 def chosen(scores: Float[Array, "B T"], lengths: Int[Array, " B"], keep: float, keep_first: int = 0) -> Slots:
@@ -135,14 +133,14 @@ def read_some(
     at = dense.in_order(kept, most)
     x = embed(model, params, jnp.take_along_axis(tokens, jnp.minimum(at, length - 1), axis=1), at)
     at = jnp.where(at < length, at, slots)
-    x, rows, work = dense.run_layers(model, params, x, at, dense.empty(model, len(tokens), slots))
-    return dense.last_logits(model, params, x, at, lengths - 1), State(rows, lengths), work
+    rows = dense.empty(model, len(tokens), slots)
+    out, rows, work = dense.run_layers(model, params, x, at, rows, lengths - 1)
+    return out, State(rows, lengths), work
 
 
 def extend(model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
     """Run one more token of each sequence, which sees all kept tokens."""
     at = state.length[:, None]
     x = embed(model, params, tokens[:, None], at)
-    x, rows, work = dense.run_layers(model, params, x, at, state.layers)
-    out = dense.last_logits(model, params, x, at, state.length)
+    out, rows, work = dense.run_layers(model, params, x, at, state.rows, state.length)
     return out, State(rows, state.length + 1, state.left), work

@@ -9,11 +9,15 @@ import numpy as np
 
 
 class Numpy:
-    """A standard model, layer by layer, on dicts from positions to hidden states."""
+    """A model, layer by layer, on dicts from positions to hidden states; of a student, `share` layers from
+    `split` on have one row."""
 
-    def __init__(self, config, params):
+    def __init__(self, config, params, split=None, share=1):
         self.config, self.params = config, params
         self.layers = config.num_layers
+        self.split = self.layers if split is None else split
+        self.reads = [min(j, self.split) + max(0, j - self.split) // share for j in range(self.layers)]
+        self.rows = self.reads[-1] + 1
 
     def _at(self, stacks, index):
         for stack in stacks:
@@ -43,25 +47,38 @@ class Numpy:
         kernel = wide(p["lm_head"]) if "lm_head" in p else wide(p["embed"]).T
         return self.norm(x, p["norm"]) @ kernel
 
-    def run(self, layer, xs, kv, active=None, skip=()):
-        """Leaves `layer`: (position -> hidden states, position -> shares of the slots, position -> cosine).
+    def empty(self):
+        """The rows: position -> (keys, values) each."""
+        return [{} for _ in range(self.rows)]
 
-        kv: position -> (keys, values); those of xs are added. active: what may be seen. skip: whose MLP is
-        left out.
-        """
-        c, p = self.config, self._at(self.params["layers"], layer)
-        attention, maker = p["attentions"][0], self._at(self.params["rows"], layer)
-        heads = {}
+    def make(self, row, xs, gain, kv):
+        c, maker = self.config, self._at(self.params["rows"], row)
         for at, x in xs.items():
-            h = self.norm(x, attention["norm"])
-            q = linear(h, attention["q_proj"]).reshape(c.num_heads, -1)
+            h = self.norm(x, gain)
             k = linear(h, maker["k_proj"]).reshape(c.num_kv_heads, -1)
             v = linear(h, maker["v_proj"]).reshape(c.num_kv_heads, -1)
-            if c.qk_norm:
-                q, k = self.norm(q, attention["q_norm"]), self.norm(k, maker["k_norm"])
-            heads[at] = self.turn(q, at)
+            k = self.norm(k, maker["k_norm"]) if c.qk_norm else k
             assert at not in kv, "a token runs each layer at most once"
             kv[at] = self.turn(k, at), v
+
+    def run(self, layer, xs, rows, active=None, skip=()):
+        """Leaves `layer`: (position -> hidden states, position -> shares of the slots, position -> cosine).
+
+        rows: those that are made of xs get them; at the split all later ones do, and only the last token goes
+        on. active: what may be seen. skip: whose MLP is left out.
+        """
+        c, p = self.config, self._at(self.params["layers"], layer)
+        attention = p["attentions"][0]
+        if layer < self.split:
+            self.make(layer, xs, attention["norm"], rows[layer])
+        elif layer == self.split:
+            for row in range(layer, self.rows):
+                self.make(row, xs, self.params["shared_norm"], rows[row])
+            xs = {max(xs): xs[max(xs)]}
+        kv, heads = rows[self.reads[layer]], {}
+        for at, x in xs.items():
+            q = linear(self.norm(x, attention["norm"]), attention["q_proj"]).reshape(c.num_heads, -1)
+            heads[at] = self.turn(self.norm(q, attention["q_norm"]) if c.qk_norm else q, at)
         out, shares, cosines = {}, {}, {}
         for at, x in xs.items():
             seen = [j for j in sorted(kv) if j <= at and at - j < c.windows[layer]]
@@ -121,8 +138,9 @@ def static_kept(model, tokens, keep):
     """The positions of a prompt that static pruning keeps."""
     probed, last = -(-model.layers // 4), len(tokens) - 1
     xs, total = {i: model.embed(t) for i, t in enumerate(tokens)}, dict.fromkeys(range(len(tokens)), 0.0)
+    rows = model.empty()
     for layer in range(probed):
-        xs, shares, _ = model.run(layer, xs, {})
+        xs, shares, _ = model.run(layer, xs, rows)
         total = {j: total[j] + shares[last][j] / probed for j in total}
     return top(total, share_of(keep, len(tokens)), last)
 
@@ -131,14 +149,14 @@ class Kept:
     """A prompt of which only some positions were ever there."""
 
     def __init__(self, model, tokens, kept):
-        self.model, self.kv, self.length = model, [{} for _ in range(model.layers)], 0
+        self.model, self.kv, self.length = model, model.empty(), 0
         self.logits = self._run({i: t for i, t in enumerate(tokens) if i in kept})
         self.length = len(tokens)
 
     def _run(self, tokens):
         xs = {i: self.model.embed(t) for i, t in tokens.items()}
         for layer in range(self.model.layers):
-            xs, _, _ = self.model.run(layer, xs, self.kv[layer])
+            xs, _, _ = self.model.run(layer, xs, self.kv)
         return self.model.logits(xs[max(xs)])
 
     def extend(self, token):
@@ -147,11 +165,11 @@ class Kept:
 
 
 class Lazy:
-    """LazyLLM: `seen`: of the last step, what each layer saw; `ran`: how many tokens ran it."""
+    """LazyLLM: `seen`: of the last step, what each layer saw; `entered`, `ran`: how many tokens did."""
 
     def __init__(self, model, tokens, start, end, revive=None):
         self.model, self.revive = model, revive
-        self.kv, self.left = ([{} for _ in range(model.layers)] for _ in range(2))
+        self.kv, self.left = model.empty(), [{} for _ in range(model.layers)]
         depths = [layer / model.layers for layer in range(model.layers)]
         self.rates = [1.0 if d < 0.3 else start + (end - start) * min(1, (d - 0.3) / 0.6) for d in depths]
         self.length, self.pairs, self.ran, self.seen = 0, [], [], []
@@ -164,17 +182,19 @@ class Lazy:
         xs = {self.length + i: self.model.embed(t) for i, t in enumerate(tokens)}
         self.length += len(tokens)
         last, active = self.length - 1, set(range(self.length))
-        shares, self.ran, self.seen, self.pairs = {}, [], [], []
+        shares, self.entered, self.ran, self.seen, self.pairs = {}, [], [], [], []
         for layer, rate in enumerate(self.rates):
             if rate < (1.0, *self.rates)[layer]:
                 self.left[layer].update(xs)
                 chosen = top({j: shares[j] for j in active}, share_of(rate, self.length), last)
-                absent = chosen - set(self.kv[layer]) - {last}
+                there = set(self.kv[self.model.reads[layer]])
+                absent = set() if layer > self.model.split else chosen - there - {last}
                 if revive is not None:
                     absent = set(sorted(absent, key=lambda j: (-shares[j], j))[:revive])
                 xs = {j: self.left[layer][j] for j in absent | {last}}
-                active = (chosen & set(self.kv[layer])) | set(xs)
-            xs, found, _ = self.model.run(layer, xs, self.kv[layer], active)
+                active = (chosen & there) | set(xs)
+            self.entered.append(len(xs))
+            xs, found, _ = self.model.run(layer, xs, self.kv, active)
             shares = found[last]
             self.ran.append(len(xs))
             self.seen.append(active)
@@ -187,7 +207,7 @@ class Skipping:
     """FFN-SkipLLM; `skipped` of the last step, positions by layer."""
 
     def __init__(self, model, tokens, threshold, cold_first, cold_last, warm_up):
-        self.model, self.kv, self.length = model, [{} for _ in range(model.layers)], 0
+        self.model, self.kv, self.length = model, model.empty(), 0
         self.threshold, self.warm_up = threshold, warm_up
         self.middle, self.skipped, self.cosines = range(cold_first, model.layers - cold_last), [], []
         self.logits = self._run(tokens)
@@ -198,11 +218,12 @@ class Skipping:
     def _run(self, tokens):
         xs = {self.length + i: self.model.embed(t) for i, t in enumerate(tokens)}
         self.length += len(tokens)
-        skips, self.skipped = set(), []
+        skips, self.skipped, self.ran = set(), [], []
         for layer in range(self.model.layers):
             skip = set(skips) if layer in self.middle else set()
-            xs, _, cosines = self.model.run(layer, xs, self.kv[layer], skip=skip)
-            self.skipped.append(skip)
+            xs, _, cosines = self.model.run(layer, xs, self.kv, skip=skip)
+            self.skipped.append(skip & set(xs))
+            self.ran.append(len(xs))
             if layer in self.middle:
                 now = {j: cosine for j, cosine in cosines.items() if j >= self.warm_up and j not in skips}
                 self.cosines += now.values()

@@ -22,13 +22,13 @@ from swiftkv_jax.model import Transformer, forward, logits
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.predict import Predicted
 from swiftkv_jax.rope import RopeConfig
-from swiftkv_jax.surgery import to_swiftkv
 
 LENGTHS = (9, 14, 1, 6)
 EXTRA = 4  # tokens after each prompt
 LAYERS, ALL = 5, 2**30
 CONFIG = dataclasses.replace(ODD, num_layers=LAYERS, windows=(ALL, 5, ALL, 3, ALL))
 MODEL = Transformer(CONFIG, KVPlan.standard(LAYERS))
+STUDENT = Transformer(CONFIG, KVPlan.swiftkv(LAYERS, 2, 2))  # the last group is shorter
 NOTHING = {
     "random": RandomPruning(keep=1.0),
     "static": StaticPruning(keep=1.0),
@@ -51,9 +51,19 @@ class Steps(NamedTuple):
     work: Work
 
 
+@pytest.fixture(scope="module", params=[MODEL, STUDENT], ids=["standard", "student"])
+def model(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def params():
-    return tiny(CONFIG, KVPlan.standard(LAYERS))[1]
+def params(model):
+    return tiny(CONFIG, model.plan)[1]
+
+
+@pytest.fixture(scope="module")
+def plain(model, params):
+    return Numpy(CONFIG, params, model.plan.split, 2)
 
 
 @pytest.fixture(scope="module")
@@ -63,28 +73,28 @@ def rows():
     return tokens.astype(np.int32), np.array(LENGTHS, np.int32)
 
 
-@partial(jax.jit, static_argnames="baseline")
-def followed(params, baseline, tokens, lengths):
+@partial(jax.jit, static_argnames=("model", "baseline"))
+def followed(model, params, baseline, tokens, lengths):
     longest = tokens.shape[1] - EXTRA
 
     def held(state):
-        return jnp.stack([layer.held for layer in state.layers])
+        return jnp.stack([row.held for row in state.rows])
 
     def one(state, step):
         token = jnp.take_along_axis(tokens, (lengths + step)[:, None], axis=1)[:, 0]
-        out, state, work = baseline.extend(MODEL, params, token, state)
+        out, state, work = baseline.extend(model, params, token, state)
         return state, Steps(out, held(state), work)
 
-    out, state, work = read(MODEL, params, baseline, tokens[:, :longest], lengths, longest + EXTRA)
+    out, state, work = read(model, params, baseline, tokens[:, :longest], lengths, longest + EXTRA)
     _, after = jax.lax.scan(one, state, jnp.arange(EXTRA))
     first = Steps(out, held(state), work)
     return jax.tree.map(lambda x, more: jnp.concatenate([x[None], more]), first, after)
 
 
 @pytest.fixture(scope="module")
-def follow(params, rows):
+def follow(model, params, rows):
     """baseline -> its `Steps` on `rows`, each run once."""
-    return cache(lambda baseline: jax.tree.map(np.asarray, followed(params, baseline, *rows)))
+    return cache(lambda baseline: jax.tree.map(np.asarray, followed(model, params, baseline, *rows)))
 
 
 def close(got, want):
@@ -98,14 +108,14 @@ def agrees(steps, row, oracle, after):
 
 
 def held(steps, step, row):
-    """The positions of one sequence that each layer holds."""
-    return [set(np.flatnonzero(layer[row]).tolist()) for layer in steps.held[step]]
+    """The positions of one sequence that each row of the plan holds."""
+    return [set(np.flatnonzero(each[row]).tolist()) for each in steps.held[step]]
 
 
 @pytest.mark.parametrize("name", NOTHING)
-def test_logits_are_the_models_own_when_nothing_is_left_out(params, rows, follow, name):
+def test_logits_are_the_models_own_when_nothing_is_left_out(model, params, rows, follow, name):
     tokens, lengths = rows
-    want = np.asarray(logits(MODEL, params, forward(MODEL, params, jnp.asarray(tokens))))
+    want = np.asarray(logits(model, params, forward(model, params, jnp.asarray(tokens))))
     for step, got in enumerate(follow(NOTHING[name]).logits):
         own = want[np.arange(len(lengths)), lengths - 1 + step]
         np.testing.assert_allclose(got, own, rtol=0, atol=1e-5)
@@ -138,7 +148,7 @@ def test_greedy_tokens_are_the_models_own_when_nothing_is_left_out(name, rope):
     assert generate(model, params, NOTHING[name], prompts, 6) == want
 
 
-def test_random_pruning_keeps_the_first_the_last_and_a_share_and_answers_by_these_alone(params, rows, follow):
+def test_random_pruning_keeps_the_first_the_last_and_a_share_and_answers_by_these_alone(plain, rows, follow):
     tokens, lengths = rows
     steps = follow(SOME["random"])
     for row, length in enumerate(lengths):
@@ -146,8 +156,8 @@ def test_random_pruning_keeps_the_first_the_last_and_a_share_and_answers_by_thes
         must = {0, 1, length - 1} & set(range(length))
         assert must <= kept <= set(range(length))
         assert len(kept) == max(len(must), math.ceil(0.5 * length))
-        assert held(steps, 0, row) == [kept] * LAYERS
-        agrees(steps, row, Kept(Numpy(CONFIG, params), tokens[row, :length], kept), tokens[row, length:])
+        assert held(steps, 0, row) == [kept] * plain.rows
+        agrees(steps, row, Kept(plain, tokens[row, :length], kept), tokens[row, length:])
 
 
 def test_random_pruning_keeps_every_token_equally_often():
@@ -168,28 +178,35 @@ def test_random_pruning_keeps_every_token_equally_often():
     assert (other != kept).any(1).mean() > 0.9
 
 
-def test_static_pruning_keeps_what_the_last_token_looks_at_in_the_first_quarter(params, rows, follow):
+def test_static_pruning_keeps_what_the_last_token_looks_at_in_the_first_quarter(plain, rows, follow):
     tokens, lengths = rows
-    steps, plain = follow(SOME["static"]), Numpy(CONFIG, params)
+    steps = follow(SOME["static"])
     for row, length in enumerate(lengths):
         kept = plain_numpy.static_kept(plain, tokens[row, :length], 0.4)
-        assert held(steps, 0, row) == [kept] * LAYERS
+        assert held(steps, 0, row) == [kept] * plain.rows
         agrees(steps, row, Kept(plain, tokens[row, :length], kept), tokens[row, length:])
 
 
 @pytest.mark.parametrize("revive", [None, 0, 1])
-def test_lazy_llm_agrees_with_a_set_based_reference(params, rows, follow, revive):
+def test_lazy_llm_agrees_with_a_set_based_reference(plain, rows, follow, revive):
     tokens, lengths = rows
     steps, taken_up = follow(dataclasses.replace(SOME["lazy"], revive=revive)), 0
     for row, length in enumerate(lengths):
-        oracle = Lazy(Numpy(CONFIG, params), tokens[row, :length], 0.75, 0.3, revive)
+        oracle = Lazy(plain, tokens[row, :length], 0.75, 0.3, revive)
         for step in range(1 + EXTRA):
             want = oracle.extend(tokens[row, length + step - 1]) if step else oracle.logits
             close(steps.logits[step, row], want)
             assert held(steps, step, row) == [set(layer) for layer in oracle.kv]
             assert steps.work.tokens[step, :, row].tolist() == oracle.ran
             assert steps.work.pairs[step, :, row].tolist() == oracle.pairs
-            taken_up += step and sum(oracle.ran) - len(oracle.ran)
+            made = oracle.entered[: plain.split]
+            if plain.split < LAYERS:  # rows of all later layers
+                made += [
+                    oracle.entered[plain.split] * (plain.rows - plain.split),
+                    *[0] * (LAYERS - 1 - plain.split),
+                ]
+            assert steps.work.made[step, :, row].tolist() == made
+            taken_up += step and sum(oracle.entered) - LAYERS
     assert taken_up if revive != 0 else not taken_up
 
 
@@ -201,9 +218,9 @@ def test_lazy_llm_with_room_for_every_token_is_the_one_without_a_limit(follow):
     assert (unlimited.held != less.held).any()
 
 
-def test_ffn_skip_leaves_out_the_ffns_behind_a_cosine_that_reaches_the_threshold(params, rows, follow):
+def test_ffn_skip_leaves_out_the_ffns_behind_a_cosine_that_reaches_the_threshold(plain, rows, follow):
     tokens, lengths = rows
-    plain, skipped = Numpy(CONFIG, params), 0
+    skipped = 0
     cosines = Skipping(plain, tokens[1, : lengths[1]], 2.0, 1, 0, 3).cosines
     threshold = float(np.quantile(cosines, 0.6))
     steps = follow(FFNSkip(threshold=threshold, cold_last=0, warm_up=3))
@@ -212,17 +229,17 @@ def test_ffn_skip_leaves_out_the_ffns_behind_a_cosine_that_reaches_the_threshold
         for step in range(1 + EXTRA):
             want = oracle.extend(tokens[row, length + step - 1]) if step else oracle.logits
             close(steps.logits[step, row], want)
-            ran = (1 if step else length) - np.array([len(skip) for skip in oracle.skipped])
+            ran = np.array(oracle.ran) - [len(skip) for skip in oracle.skipped]
             assert steps.work.mlps[step, :, row].tolist() == ran.tolist()
             skipped += sum(map(len, oracle.skipped))
     assert skipped > 10
 
 
-def test_one_sequence_alone_skips_an_ffn_by_a_condition(params):
+def test_one_sequence_alone_skips_an_ffn_by_a_condition(model, params):
     """Generating, an FFN that may be skipped stands in a branch; for several sequences all run."""
     for sequences, count in ((1, len(SOME["skip"].middle(LAYERS))), (4, 0)):
-        state = State(dense.empty(MODEL, sequences, 8), jnp.full(sequences, 3))
-        trace = jax.make_jaxpr(lambda token, state: SOME["skip"].extend(MODEL, params, token, state))
+        state = State(dense.empty(model, sequences, 8), jnp.full(sequences, 3))
+        trace = jax.make_jaxpr(lambda token, state: SOME["skip"].extend(model, params, token, state))
         found = trace(jnp.zeros(sequences, jnp.int32), state).eqns
         branches = [e.params["branches"] for e in found if e.primitive.name == "cond"]
         with_products = [["dot_general" in str(branch) for branch in each] for each in branches]
@@ -231,13 +248,13 @@ def test_one_sequence_alone_skips_an_ffn_by_a_condition(params):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_an_answer_does_not_depend_on_neighbours_or_padding(params, rows, follow, name):
+def test_an_answer_does_not_depend_on_neighbours_or_padding(model, params, rows, follow, name):
     """One sequence alone, where FFN-SkipLLM really skips; and other tokens behind the prompts' ends."""
     tokens, lengths = rows
     row, size = 0, lengths[0]
     together, alone = (
         follow(SOME[name]),
-        followed(params, SOME[name], tokens[:1, : size + EXTRA], lengths[:1]),
+        followed(model, params, SOME[name], tokens[:1, : size + EXTRA], lengths[:1]),
     )
     np.testing.assert_allclose(alone.logits[:, 0], together.logits[:, row], rtol=0, atol=1e-5)
     np.testing.assert_array_equal(alone.held[:, :, 0], together.held[:, :, row, : size + EXTRA])
@@ -247,27 +264,29 @@ def test_an_answer_does_not_depend_on_neighbours_or_padding(params, rows, follow
     spoilt = tokens.copy()
     for row, size in enumerate(lengths):
         spoilt[row, size + EXTRA :] = 66 - spoilt[row, size + EXTRA :]
-    jax.tree.map(np.testing.assert_array_equal, followed(params, SOME[name], spoilt, lengths), together)
+    jax.tree.map(
+        np.testing.assert_array_equal, followed(model, params, SOME[name], spoilt, lengths), together
+    )
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_given_tokens_are_scored_like_generated_ones(params, rows, follow, name):
+def test_given_tokens_are_scored_like_generated_ones(model, params, rows, follow, name):
     """The scores agree with the steps checked above, although they are padded to other sizes."""
     tokens, lengths = rows
     row, size = 0, int(lengths[0])
     prompt, after = tokens[row, :size].tolist(), tokens[row, size : size + EXTRA].tolist()
-    got, likeliest = baselines.follow(MODEL, params, SOME[name], prompt, after)
+    got, likeliest = baselines.follow(model, params, SOME[name], prompt, after)
     steps = follow(SOME[name]).logits[:EXTRA, row].astype(np.float64)
     want = steps - np.log(np.exp(steps).sum(-1, keepdims=True))
     close(got, want[np.arange(EXTRA), after])
     assert likeliest.tolist() == (want.argmax(-1) == after).tolist()
 
 
-def test_streamed_tokens_equal_the_generated_ones(params):
+def test_streamed_tokens_equal_the_generated_ones(model, params):
     prompt, baseline = [5, 6, 7, 8, 9, 1, 2, 3, 11], SOME["random"]
-    want = generate(MODEL, params, baseline, [prompt], 20)[0]
-    assert list(baselines.stream(MODEL, params, baseline, prompt, 20)) == want
-    likeliest = baselines.follow(MODEL, params, baseline, prompt, want)[1]
+    want = generate(model, params, baseline, [prompt], 20)[0]
+    assert list(baselines.stream(model, params, baseline, prompt, 20)) == want
+    likeliest = baselines.follow(model, params, baseline, prompt, want)[1]
     assert likeliest.all() and len(set(want)) > 1
 
 
@@ -308,8 +327,15 @@ def test_flops_are_those_counted_by_hand():
         _, _, work = read(model, params, baseline, tokens, length, 10)
         assert dense.flops(model.config, work).tolist() == [want], baseline
 
+    # A student of two rows past its split at 2: three tokens make them, and one runs layers 2 and 3.
+    student, params = tiny(PLAIN, KVPlan.swiftkv(4, 2))
+    _, _, work = read(student, params, RandomPruning(keep=0.3), tokens, length, 10)
+    made = 2 * 48 * (2 * 12 + 2 * 12)
+    upper = 3 * made + projections - made + ffn + 3 * attention
+    assert dense.flops(student.config, work).tolist() == [2 * layer(3) + 2 * upper]
 
-def test_bad_values_are_refused_in_one_line(params):
+
+def test_bad_values_are_refused_in_one_line():
     for make, said in (
         (lambda: RandomPruning(keep=0.0), r"keep must be in \(0, 1\], not 0.0"),
         (lambda: RandomPruning(keep=1.5), r"keep must be in \(0, 1\], not 1.5"),
@@ -332,14 +358,14 @@ def test_bad_values_are_refused_in_one_line(params):
         (NOTHING["lazy"], [[1] * 2048], "exceed the model's context of 2048"),
     ):
         with pytest.raises(UsageError, match=said):
-            generate(MODEL, params, baseline, prompts, 1)
+            generate(MODEL, {}, baseline, prompts, 1)
     with pytest.raises(UsageError, match="at least one prompt token before the tokens to score"):
-        baselines.follow(MODEL, params, NOTHING["lazy"], [], [1])
+        baselines.follow(MODEL, {}, NOTHING["lazy"], [], [1])
     with pytest.raises(UsageError, match="leave none of 5"):
         baselines.check(MODEL, cold)
-    student = to_swiftkv(MODEL, params, KVPlan.swiftkv(LAYERS, 2))
-    with pytest.raises(UsageError, match="give the teacher, not a student"):
-        generate(*student, NOTHING["lazy"], [[1]], 1)
+    merged = Transformer(CONFIG, KVPlan.merge_all(LAYERS))
+    with pytest.raises(UsageError, match="give a model whose rows are these"):
+        baselines.check(merged, NOTHING["lazy"])
     pair = Predicted(MODEL, MODEL, Prediction(tuple(range(LAYERS))))
     with pytest.raises(UsageError, match="give the base of this pair alone"):
         baselines.check(pair, NOTHING["lazy"])
