@@ -147,6 +147,23 @@ def from_folder(folder: str) -> list:
     return [(tokens(llm), llm.fingerprint) for llm in llms]
 
 
+def flax_on_a_mesh() -> float:
+    """How far `apply` and `apply(method="step")` with weights on 4 devices are from one device's logits."""
+    model, params = made(GQA, PLANS["acrosskv"])
+    tokens = jnp.asarray([PROMPTS[1]])
+    mesh = sharding.make_mesh(data=1, fsdp=2, tensor=2)
+    place = jax.tree.map(lambda w: sharding.named(mesh, w.axes, w.shape), described(model))
+    sharded, count = jax.device_put(params, place), tokens.shape[1]
+    cache = skv.Cache.dense(model.config, model.plan, 1, count, "float32")
+    want = jax.jit(model.apply)({"params": params}, tokens)
+    with jax.set_mesh(mesh):
+        got = jax.jit(model.apply)({"params": sharded}, tokens)
+        step = jax.jit(lambda params, *given: model.apply({"params": params}, *given, method="step"))
+        every = jnp.arange(count)
+        last, _ = step(sharded, tokens[0], every, jnp.array([0, count]), every, cache)
+    return max(np.abs(got - want).max().item(), np.abs(last - want[0]).max().item())
+
+
 def refusal(tensor: int, auxiliary: ModelConfig | None = None) -> str:
     try:
         served(*(predicted(GQA, auxiliary) if auxiliary else made(GQA, PLANS["standard"])), tensor)
@@ -171,6 +188,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             one, two = from_folder(folder)
         report["folder"] = {"same": one == two}
+        report["flax"] = flax_on_a_mesh()
         report["refused"] = refusal(3), refusal(8), refusal(4, dataclasses.replace(SMALL, num_heads=3))
     json.dump(report, sys.stdout)
 

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import ODD, PLAIN, tiny
 
+from swiftkv_jax import weights
 from swiftkv_jax.cache import Cache
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.layers import kernel_of, linear
-from swiftkv_jax.model import forward, logits, step
+from swiftkv_jax.model import Transformer, forward, logits, step
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import RopeConfig
 from swiftkv_jax.rows import rounded
@@ -280,6 +281,43 @@ def test_a_student_of_the_last_layer_alone_is_its_teacher(init, config):
     np.testing.assert_allclose(full_logits(student, rewired, tokens), want, rtol=0, atol=1e-5)
     earlier, rewired = to_swiftkv(teacher, params, KVPlan.swiftkv(LAYERS, LAYERS - 2), init=init)
     assert np.abs(full_logits(earlier, rewired, tokens) - want).max() > 1e-2, "rewiring must matter"
+
+
+@pytest.mark.slow
+def test_the_flax_module_is_the_plain_functions():
+    """`init`, `apply` and `apply(method="step")` under jit, grad and vmap (of sequences, and of a batch of
+    models). Other programs add in another order."""
+    model, tokens = Transformer(PLAIN, PLANS["split1x2"]), jnp.asarray(sequences(1))
+    made = [model.init(jax.random.key(seed), tokens)["params"] for seed in (0, 1)]
+    own = weights.init(model.config, model.plan, jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, made[0], own)
+    params, other = jax.tree.map(lambda x: 8 * x if x.ndim > 1 else x, made)
+    jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+    def apply(params, tokens):
+        return model.apply({"params": params}, tokens)
+
+    def plain(params, tokens):
+        return logits(model, params, forward(model, params, tokens))
+
+    want = full_logits(model, params, tokens)
+    assert want.std() > 0.5, "flat logits would hide errors"
+    stacked = jax.tree.map(lambda *each: jnp.stack(each), params, other)
+    one_by_one = jit(jax.vmap(apply, (None, 0)))(params, tokens[:, None])[:, 0]
+    each_model = jit(jax.vmap(apply, (0, None)))(stacked, tokens)
+    for got in (jit(apply)(params, tokens), one_by_one, each_model[0]):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(each_model[1], full_logits(model, other, tokens), rtol=0, atol=1e-4)
+    grads = (jit(jax.grad(lambda p, run=run: run(p, tokens).var()))(params) for run in (apply, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), *grads)
+
+    cache = Cache.dense(model.config, model.plan, 1, 24, jnp.float32)
+    chunk = tokens[0], jnp.arange(19), jnp.array([0, 19]), jnp.array([18])
+    by_apply = jit(lambda params, *given: model.apply({"params": params}, *given, method="step"))
+    got, filled = by_apply(params, *chunk, cache)
+    np.testing.assert_allclose(got[0], want[0, 18], rtol=0, atol=1e-4)
+    own = run_step(model, params, *chunk, cache)[1]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4), filled, own)
 
 
 LLAMA_8B = ModelConfig(

@@ -38,6 +38,11 @@ def test_a_folder_is_loaded_by_several_devices(report):
     assert report["folder"]["same"]
 
 
+def test_the_flax_module_with_weights_on_a_mesh_is_that_on_one_device(report):
+    """Logits of `apply` and of `apply(method="step")`."""
+    assert report["flax"] < 2e-5
+
+
 def test_devices_that_do_not_fit_are_refused_in_one_line(report):
     heads, devices, auxiliary = report["refused"]
     assert heads == ("3 devices cannot share 4 query heads and 2 kv heads: tensor parallelism takes 1, 2, 4")
