@@ -55,6 +55,8 @@ SMALLER = {
     "benchmarks.latency": "--lengths 24 --rounds 1 --decode-rounds 1",
     "benchmarks.throughput": "--workloads 24:3 --budgets 0.5 --budget-workload 24:3 --requests 2 --rounds 1 "
     "--max-num-seqs 2 --page-size 16 --output results",
+    "benchmarks.papers.flops": "",
+    "benchmarks.papers.cache_dtypes": "--text text.jsonl --length 24 --tokens 48 --output dtypes.json",
     "benchmarks.peers": "--prompts 2 --lengths 4 9 --outputs 3 --rounds 1 --threads 1 --output results",
     "benchmarks.serving": "--scale 1 --lengths 20 --output-len 4 --load 20 --ratios 0 --dataset talks.json "
     "--rates 1x --budgets 1 --num-prompts 2 --rounds 1 --num-warmups 0 --no-warm-up --max-num-seqs 2 "
@@ -87,6 +89,7 @@ RUNS: dict[str, Callable[[list[str]], int]] = {
     "swiftkv push": push.main,
 }
 MODULES = ("swiftkv_jax.slim", "swiftkv_jax.slim.threshold", "swiftkv_jax.compare", "benchmarks.latency")
+MODULES += ("benchmarks.papers.flops", "benchmarks.papers.cache_dtypes")
 MODULES += ("benchmarks.throughput", "benchmarks.peers", "benchmarks.serving", "benchmarks.slim_engine")
 RUNS |= {name: module(name) for name in MODULES}
 NAMES = {"train.py": "swiftkv train", "swiftkv_jax.convert": "swiftkv convert"}

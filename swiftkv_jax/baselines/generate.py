@@ -47,8 +47,8 @@ def read(
     """Read prompts and return the logits of each one's next token.
 
     Args:
-      model: a standard one or a student. Rotary scaling of type `dynamic` is that of `slots` tokens, or of the
-        model's own context if that is longer.
+      model: a standard one or a student. Rotary scaling of type `dynamic` is that of `slots` tokens, or of
+        the model's own context if that is longer.
       tokens: [B, T], padded behind each prompt with any token. lengths: of the prompts, from 1 to T.
       slots: tokens that a sequence will have room for, T or more.
 
