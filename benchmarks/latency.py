@@ -30,7 +30,8 @@ from swiftkv_jax.cache import Cache
 from swiftkv_jax.checkpoint.adapter import from_pretrained
 from swiftkv_jax.compare.times import empty, reader
 from swiftkv_jax.kernels.common import dispatch
-from swiftkv_jax.model import Transformer, step
+from swiftkv_jax.loop import step
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.predict import Predicted, generator
 from swiftkv_jax.surgery import to_slim
 

@@ -26,10 +26,12 @@ from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.ends import head
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.layers import norm
-from swiftkv_jax.model import Transformer, forward, head
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.scan import forward
 
 
 def two_forwards_step(

@@ -7,7 +7,8 @@ from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.errors import UsageError, UsageWarning
-from swiftkv_jax.model import Transformer, step
+from swiftkv_jax.loop import step
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan, Prediction, Row
 from swiftkv_jax.predict import Predicted
 from swiftkv_jax.rope import RopeConfig

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from swiftkv_jax import checks
 from swiftkv_jax.config_json import (
@@ -34,6 +35,13 @@ _SIZES = (
 ).split()
 
 
+class Kind(NamedTuple):
+    """What may differ from layer to layer; see `ModelConfig`."""
+
+    window: int
+    mlp: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One decoder. The defaults are Llama's: pre-norm, rotary, grouped-query attention, gated SiLU MLP.
@@ -56,6 +64,7 @@ class ModelConfig:
       scaled_embedding: whether embeddings are multiplied by the root of hidden_size. scaled_logits: whether
         the stream is divided by it before the head.
       windows: keys that a query sees in each layer, its own included; FULL_ATTENTION for all.
+      mlps: the kind of each layer's MLP, a key of `layers.MLPS`; empty: all are dense.
       dtype: the checkpoint's dtype, and the default for loading it.
       max_position_embeddings: context length in tokens.
       encoder: config of the encoder whose output every layer also reads; None: there is none.
@@ -98,6 +107,7 @@ class ModelConfig:
     learned_positions: bool = False
     unused_positions: int = 0
     windows: tuple[int, ...] = ()
+    mlps: tuple[str, ...] = ()
     dtype: str = "float32"
     exit_head: bool = False
     encoder: "ModelConfig | None" = None
@@ -140,6 +150,13 @@ class ModelConfig:
                 f"windows needs one positive number for each of {self.num_layers} layers, not {windows}"
             )
         object.__setattr__(self, "windows", windows)
+        if len(self.mlps) not in (0, self.num_layers):
+            raise UsageError(f"mlps needs one kind for each of {self.num_layers} layers, not {self.mlps}")
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind of each layer: only layers of one kind lie in one stack."""
+        return tuple(map(Kind, self.windows, self.mlps or ("dense",) * self.num_layers))
 
     @property
     def longest_context(self) -> int:

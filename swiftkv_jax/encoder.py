@@ -18,9 +18,10 @@ from swiftkv_jax.cache import Cache, Encoded, Sources, make_batch
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.layers import norm, relative_bias, rotary, see_all
-from swiftkv_jax.model import Transformer, through
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import ENCODER, KVPlan
 from swiftkv_jax.rows import FORMS
+from swiftkv_jax.scan import through
 from swiftkv_jax.shapes import Array, Float, Int, PyTree
 
 Source = Int[Array, "B S"] | Float[Array, "B F mels"]

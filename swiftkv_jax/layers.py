@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from swiftkv_jax.kernels.common.dispatch import device
 from swiftkv_jax.kernels.common.mask import weights_of
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.rope import NONE, RopeConfig
-from swiftkv_jax.shapes import Angles, Array, Float, Hidden, Int, KeyValues, PyTree, Queries, Weight
+from swiftkv_jax.shapes import Angles, Array, Float, Hidden, Int, PyTree, Queries, Weight
 
 
 def linear(x: Float[Array, "*batch i"], p: PyTree) -> Float[Array, "*batch o"]:
@@ -28,6 +29,21 @@ def linear(x: Float[Array, "*batch i"], p: PyTree) -> Float[Array, "*batch o"]:
     else:
         y = jnp.matmul(x, p["kernel"].astype(x.dtype))
     return y + p["bias"].astype(x.dtype) if "bias" in p else y
+
+
+def linear_weights(inside: tuple[str, int], outside: tuple[str, int], bias: bool, std: float) -> PyTree:
+    """The `Weight`s of one `linear`; `inside` and `outside` are its input and output (axis letter, width)."""
+    kernel = Weight((inside[1], outside[1]), f"{inside[0]} {outside[0]}", std)
+    return {"kernel": kernel} | ({"bias": Weight((outside[1],), outside[0])} if bias else {})
+
+
+def head_norm(config: ModelConfig, letter: str, width: int) -> Weight:
+    """The gain of a norm of queries or keys, whose heads are `width` wide together and have axis `letter`."""
+    return (
+        Weight((width,), letter, fill=1.0)
+        if config.qk_norm_whole
+        else Weight((config.head_dim,), ".", fill=1.0)
+    )
 
 
 def kernel_of(p: PyTree, dtype=None) -> Array:
@@ -206,19 +222,10 @@ def turned(
 
 def queries(config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> Queries:
     """Rotated queries of the normalised input `h`, for scores scaled by the root of their width."""
-    q = _in_heads(_clipped(config, linear(h, p["q_proj"])), config.num_heads)
+    q = in_heads(config, linear(h, p["q_proj"]), config.num_heads)
     if config.attention_scale is not None:
         q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
     return turned(config, norm_heads(config, q, p["q_norm"]) if "q_norm" in p else q, at)
-
-
-def project(config: ModelConfig, p: PyTree, h: Hidden) -> KeyValues:
-    """Keys or values of the normalised input `h`, cut into kv heads; keys before their norm and rotation."""
-    return _in_heads(_clipped(config, linear(h, p)), config.num_kv_heads)
-
-
-def _clipped(config: ModelConfig, y: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
-    return y if config.clip_qkv is None else jnp.clip(y, -config.clip_qkv, config.clip_qkv)
 
 
 def norm_heads(
@@ -230,19 +237,15 @@ def norm_heads(
     return rms_norm(x.reshape(*x.shape[:-2], -1), gain, config.rms_norm_eps).reshape(x.shape)
 
 
-def _in_heads(y: Float[Array, "*batch E"], heads: int) -> Float[Array, "*batch K H"]:
-    """A product cut into heads.
+def in_heads(config: ModelConfig, y: Float[Array, "*batch E"], heads: int) -> Float[Array, "*batch K H"]:
+    """A projection of queries, keys or values, clipped where the model clips them, cut into heads.
 
     Without the barrier XLA:TPU lays out the product by head, and so copies the weight into another layout at
     every launch: 42 MB a layer of Llama-3.1-8B, on v5p. On a GPU the barrier would cost a kernel launch.
     """
+    y = y if config.clip_qkv is None else jnp.clip(y, -config.clip_qkv, config.clip_qkv)
     y = jax.lax.optimization_barrier(y) if device()[0] == "tpu" else y
     return y.reshape(*y.shape[:-1], heads, -1)
-
-
-def finish_keys(config: ModelConfig, p: PyTree, k: KeyValues, at: Rotary) -> KeyValues:
-    """Projected keys as queries meet them: normed where the model has `k_norm`, then rotated."""
-    return turned(config, norm_heads(config, k, p["k_norm"]) if "k_norm" in p else k, at)
 
 
 def relative_bias(
@@ -310,12 +313,38 @@ _ACTIVATIONS = {
 }
 
 
-def feed_forward(config: ModelConfig, p: PyTree, h: Hidden) -> Hidden:
-    """The feed-forward network of the normalised input `h`, gated where the model has `gate_proj`."""
-    activation = _ACTIVATIONS[config.activation]
-    if "gate_proj" not in p:
-        return linear(activation(linear(h, p["up_proj"])), p["down_proj"])
-    return linear(activation(linear(h, p["gate_proj"])) * linear(h, p["up_proj"]), p["down_proj"])
+class Mlp(Protocol):
+    """A kind of MLP: its weights, and itself as a function of the normalised input."""
+
+    def weights(self, config: ModelConfig) -> PyTree:
+        """The tree of `Weight`s of one layer's, without its norm."""
+        ...
+
+    def __call__(self, config: ModelConfig, p: PyTree, h: Hidden) -> Hidden: ...
+
+
+class Dense:
+    """A feed-forward network, gated where the model's are."""
+
+    def weights(self, config: ModelConfig) -> PyTree:
+        width, ffn = ("D", config.hidden_size), ("F", config.intermediate_size)
+        inner = {name: linear_weights(width, ffn, config.mlp_bias, 0.02) for name in _INNER[config.gated]}
+        return inner | {"down_proj": linear_weights(ffn, width, config.mlp_bias, residual_std(config))}
+
+    def __call__(self, config: ModelConfig, p: PyTree, h: Hidden) -> Hidden:
+        activation = _ACTIVATIONS[config.activation]
+        if not config.gated:
+            return linear(activation(linear(h, p["up_proj"])), p["down_proj"])
+        return linear(activation(linear(h, p["gate_proj"])) * linear(h, p["up_proj"]), p["down_proj"])
+
+
+_INNER = {True: ("gate_proj", "up_proj"), False: ("up_proj",)}
+MLPS: dict[str, Mlp] = {"dense": Dense()}  # by the names in `ModelConfig.mlps`
+
+
+def residual_std(config: ModelConfig) -> float:
+    """The initial standard deviation of what writes to the stream: residual branches start small (GPT-2)."""
+    return 0.02 / (2 * config.num_layers) ** 0.5
 
 
 def decoder_layer(
@@ -324,7 +353,7 @@ def decoder_layer(
     x: Hidden,
     at: Rotary,
     reads: Sequence[Callable[[Queries], Queries]],
-    mlp: Callable[[ModelConfig, PyTree, Hidden], Hidden] = feed_forward,
+    mlp: Callable[[ModelConfig, PyTree, Hidden], Hidden],
 ) -> Hidden:
     """One layer: its attentions in order, then its MLP.
 

@@ -6,10 +6,10 @@ which rows of another, smaller model a prompt's rows are predicted.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from swiftkv_jax.checks import integer
-from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.errors import UsageError
 
 SELF, ENCODER = "self", "encoder"  # the spaces of rows: of the tokens themselves, of an encoder's output
 CHECKPOINT_FORMS = ("kv", "k", "v", "x")  # forms of rows that a checkpoint or a user may name
@@ -78,7 +78,6 @@ class KVPlan:
 
     def _check_row(self, number: int, row: Row) -> None:
         layers, named = len(self.reads), isinstance(row.source, str)
-        _check_form(row.form, (*CHECKPOINT_FORMS, *SERVED.values()))
         if not {row.maker, 0 if isinstance(row.source, str) else row.source} <= set(range(layers)):
             raise UsageError(f"row {number}: source and maker must be layers in [0, {layers}), not {row}")
         if named != (number in self.cross) or (named and number in self.reads):
@@ -289,16 +288,16 @@ class KVPlan:
         alone = self.made_at(layer) == (row,) and self.readers(row) == (layer,)
         return alone and not self.rows[row].shared_norm
 
-    def runs(self, windows: tuple[int, ...]) -> tuple[range, ...]:
+    def runs(self, kinds: Sequence[Hashable]) -> tuple[range, ...]:
         """The longest ranges of equal layers, cut where rows are made together.
 
-        Layers are equal if they have the same attention window (`windows`, of all layers), read rows of the
-        same form (also in cross-attention), and either all make their own row or make none.
+        Layers are equal if they are of one kind (`kinds`, of all layers: see `ModelConfig.kinds`), read rows
+        of the same form (also in cross-attention), and either all make their own row or make none.
         """
 
         def kind(layer: int):
             crossing = self.cross_forms[layer : layer + 1]
-            return self.makes_own(layer), self.rows[self.reads[layer]].form, windows[layer], crossing
+            return self.makes_own(layer), self.rows[self.reads[layer]].form, kinds[layer], crossing
 
         starts = [0]
         for layer in range(1, self.num_layers):
@@ -341,18 +340,12 @@ class KVPlan:
         )
 
 
-def _check_form(form: str, allowed: Sequence[str]) -> None:
-    if form not in allowed:
-        known = f"known: {', '.join(CHECKPOINT_FORMS)}{suggest(form, CHECKPOINT_FORMS)}"
-        raise UsageError(f"rows have no form {form!r}; {known}")
-
-
 def _one_each(forms: tuple[str, ...], count: int, what: str) -> tuple[str, ...]:
     """One form for each of `count` rows or layers; `forms` has one for all, or one for each."""
     if len(forms) not in (1, count):
         raise UsageError(f"{len(forms)} forms for {count} {what}; give one for all, or one each")
-    for form in forms:
-        _check_form(form, CHECKPOINT_FORMS)
+    for form in set(forms) & set(SERVED.values()):
+        raise UsageError(f"rows have no form {form!r}; known: {', '.join(CHECKPOINT_FORMS)}")
     return forms * count if len(forms) == 1 else forms
 
 

@@ -7,7 +7,7 @@ and rotation; their output gets the base's norm and rotation (section 4.2; apple
     {"base": parameters, "auxiliary": parameters, "predictor": {"rows": [stack, ...]}}
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,29 +19,22 @@ from jax.sharding import Mesh
 from swiftkv_jax import sharding, surgery, weights
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.ends import embed, logits
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
 from swiftkv_jax.kernels.causal_attention.segments import first_key
 from swiftkv_jax.kernels.common.mask import weights_of
-from swiftkv_jax.layers import Rotary, finish_keys, linear
-from swiftkv_jax.model import (
-    STREAM,
-    Passed,
-    Transformer,
-    angles_and_segments,
-    embed,
-    logits,
-    normalised,
-    run,
-    through,
-)
+from swiftkv_jax.layers import Rotary, linear, linear_weights
+from swiftkv_jax.loop import project_rows, run
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.pytree import pytree
-from swiftkv_jax.rows import Pair, linear_weights
-from swiftkv_jax.shapes import Array, Float, Hidden, Int, Logits, PyTree, Tokens
+from swiftkv_jax.rows import PLAIN, Pair, Raw
+from swiftkv_jax.scan import STREAM, Passed, Stacked, angles_and_segments, of_rows, through
+from swiftkv_jax.shapes import Array, Float, Int, Logits, PyTree, Tokens
 from swiftkv_jax.sharding import constrain
 
-Raw = tuple[Float[Array, "*batch E"], Float[Array, "*batch E"]]  # keys before norm and rotation, and values
+_RAW, _CUT = ". B T E", ". B T K ."
 _BLOCK = 512  # queries whose scores exist at a time
 
 
@@ -119,7 +112,7 @@ def _check(base: Transformer, auxiliary: Transformer, prediction: Prediction) ->
         )
     if max(reads) >= rows:
         raise UsageError(f"reads names row {max(reads)}; the auxiliary's rows are 0 to {rows - 1}")
-    context = base.config.longest_context
+    context = base.config.max_position_embeddings
     if prediction.tail >= context:
         raise UsageError(f"tail must be below the base's context of {context} tokens, not {prediction.tail}")
 
@@ -158,7 +151,7 @@ def described(model: Predicted, cuts: weights.Cuts = ()) -> PyTree:
         "auxiliary": weights.weights(auxiliary.config, auxiliary.plan, cuts),
         "predictor": {
             "rows": [
-                {name: jax.tree.map(lambda w, n=n: w.stacked(n), one) for name in ("k_proj", "v_proj")}
+                {name: jax.tree.map(lambda w, n=n: w.stacked(n), one) for name in PLAIN.projections}
                 for n in stacks
             ]
         },
@@ -245,7 +238,7 @@ def identity(model: Predicted, dtype=jnp.float32) -> PyTree:
         kernel = jnp.broadcast_to(jnp.eye(inside, dtype=dtype), (rows, inside, outside))
         return {"kernel": kernel, "bias": jnp.zeros((rows, outside), dtype)}
 
-    return {"rows": [{"k_proj": one(), "v_proj": one()}]}
+    return {"rows": [{name: one() for name in PLAIN.projections}]}
 
 
 def uniform(model: Predicted, key: Array, dtype=jnp.float32) -> PyTree:
@@ -275,8 +268,8 @@ def forward(
 
     own: True computes each position as if the prompt ended there: the base reads predicted rows of earlier
     tokens and its own row of the token itself (the paper's inference). False uses predicted rows throughout
-    (its training and multiple-choice mode). `positions`, `segments`, `remat`, `length` and `store` as in
-    `model.forward`, for both models; predictions are made from rows that are not stored yet, and then stored.
+    (its training and multiple-choice mode). Others as in `scan.forward`, for both models; predictions are
+    made from rows that are not stored yet, and then stored.
 
     Raises:
       UsageError: `own` with a tail of more than one token, which would take a pass for each prompt length.
@@ -286,90 +279,94 @@ def forward(
             f"with a tail of {model.prediction.tail} tokens no single pass gives what is served at every "
             "place: use tail=1, or own=False"
         )
-    base, where = model.base, (tokens, positions, segments)
-    given = predicted_rows(model, params, *where, remat, length, store)
-    at, segments = angles_and_segments(base.config, *where, length)
-    x = constrain(embed(base, params["base"], tokens, positions), STREAM)
-    passed = Passed(x, x, {})
-    for layer, row in enumerate(base.plan.reads):
-        attend = partial(_with_own if own else _without_own, given[row])
-        here = range(layer, layer + 1)
-        options = {"remat": remat, "attention": attend, "store": store}
-        passed = through(base, params["base"], passed.x, at, segments, here, passed.rows, **options)
-    return passed.x
+    where = (tokens, positions, segments)
+    reads = model.prediction.reads
+    small = read(model.auxiliary, params["auxiliary"], *where, reads, remat=remat, length=length, store=store)
+    raw = predict_rows(model, params, of_rows(small.raw, reads))
+    at, segments = angles_and_segments(model.base.config, *where, length)
+    x = constrain(embed(model.base, params["base"], tokens, positions), STREAM)
+    rows = finished(model.base, params["base"], raw, at, store)
+    run = partial(through, model.base, params["base"], x, at, segments, remat=remat, store=store)
+    return (run(beside=rows, attention=_with_own) if own else run(rows=rows)).x
 
 
-def predicted_rows(
-    model: Predicted,
-    params: PyTree,
-    tokens: Tokens,
-    positions: Int[Array, "B T"] | None = None,
-    segments: Int[Array, "B T"] | None = None,
-    remat: bool = False,
-    length: int | None = None,
-    store: Callable = lambda made: made,
-) -> list[Pair]:
-    """The base's rows of full sequences as the auxiliary predicts them: rotated keys and values."""
-    aux, reads, where = model.auxiliary, model.prediction.reads, (tokens, positions, segments)
-    at, inside = angles_and_segments(aux.config, *where, length)
-    raw = projected_rows(aux, params["auxiliary"], tokens, at, inside, reads, remat, positions, store)
-    at, _ = angles_and_segments(model.base.config, *where, length)
-    return [store(predict(model, params, row, raw[read], at)) for row, read in enumerate(reads)]
-
-
-def projected_rows(
+def read(
     model: Transformer,
     params: PyTree,
     tokens: Tokens,
-    at: Rotary,
-    segments: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None,
+    segments: Int[Array, "B T"] | None,
     rows: Iterable[int],
+    whole: bool = False,
     remat: bool = False,
-    positions: Int[Array, "B T"] | None = None,
+    attention: Callable = causal_attention,
+    length: int | None = None,
     store: Callable = lambda made: made,
-) -> dict[int, Raw]:
-    """row -> its keys (before norm and rotation) and values of full sequences; unneeded layers do not run.
+) -> Passed:
+    """Run a model over full sequences and keep `rows` as their projections leave them.
 
-    positions: of the tokens, where the model has learned them; by default from 0 on. store: as in
-    `model.through`, of what these layers read.
+    whole: run all layers; else only those that these rows need. Others as in `forward`.
     """
-    plan, wanted = model.plan, set(rows)
-    last = deepest(plan, wanted)
+    rows = set(rows)
+    last = model.plan.num_layers if whole else deepest(model.plan, rows)
+    at, segments = angles_and_segments(model.config, tokens, positions, segments, length)
     x = constrain(embed(model, params, tokens, positions), STREAM)
-    passed, out = Passed(x, x, {}), {}
-    for layer in range(last + 1):
-        out |= projected(model, params, layer, passed.x)
-        if layer < last:
-            here = range(layer, layer + 1)
-            passed = through(
-                model, params, passed.x, at, segments, here, passed.rows, remat=remat, store=store
-            )
-    return {row: out[row] for row in wanted}
+    options = {"remat": remat, "attention": attention, "store": store}
+    passed = through(model, params, x, at, segments, range(last), keep=rows, **options)
+    due = [row for row in model.plan.made_at(last) if row in rows]
+    raw = project_rows(model, params, due, last, passed.x)
+    alone = {row: Stacked(jax.tree.map(lambda y: y[None], made), {}, 0) for row, made in raw.items()}
+    return passed._replace(raw=passed.raw | alone)
 
 
-def predict(model: Predicted, params: PyTree, row: int, raw: Raw, at: Rotary) -> Pair:
-    """The base's `row`, predicted from the auxiliary's projected keys and values: finished keys, and
-    values."""
-    config, p = model.base.config, weights.row(params["predictor"], row)
-    keys, values = (x.astype(model.base.dtype) for x in raw)
-    mapped = linear(keys, p["k_proj"]), linear(values, p["v_proj"])
-    return finished(config, weights.row(params["base"], row), mapped, at)
+def predict_rows(model: Predicted, params: PyTree, given: Raw) -> Raw:
+    """The base's rows [R, B, T, E] as they would leave its projections, predicted from the auxiliary's rows
+    [R, B, T, E]."""
+    made = [
+        jax.vmap(partial(_predicted, model))(stack, part)
+        for stack, part in _by_stack(params["predictor"]["rows"], given)
+    ]
+    return tuple(
+        constrain(jnp.concatenate(y) if len(made) > 1 else y[0], _RAW) for y in zip(*made, strict=True)
+    )
 
 
-def finished(config: ModelConfig, p: PyTree, raw: Raw, at: Rotary) -> Pair:
-    """Projected keys and values cut into heads, the keys normed and rotated as the reading model does."""
-    keys, values = (x.reshape(*x.shape[:-1], config.num_kv_heads, config.head_dim) for x in raw)
-    return finish_keys(config, p, keys, at), values
+def _predicted(model: Predicted, p: PyTree, raw: Raw) -> Raw:
+    pairs = zip(PLAIN.projections, raw, strict=True)
+    return tuple(linear(x.astype(model.base.dtype), p[name]) for name, x in pairs)
 
 
-def projected(model: Transformer, params: PyTree, layer: int, x: Hidden) -> dict[int, Raw]:
-    """The rows made from `x`, the hidden states entering `layer`, as they leave their projections."""
-    out = {}
-    for row in model.plan.made_at(layer):
-        p, shared = weights.row(params, row), model.plan.rows[row].shared_norm
-        h = normalised(model, params, shared, layer, x)
-        out[row] = linear(h, p["k_proj"]), linear(h, p["v_proj"])
+def finished(
+    model: Transformer, params: PyTree, raw: Raw, at: Rotary, store: Callable = lambda made: made
+) -> dict[int, Stacked]:
+    """All rows of a model as its layers read them, from the rows [R, B, T, E] as projections leave them.
+
+    store: as in `through`.
+    """
+    out, finish = {}, partial(PLAIN.finish, model.config)
+    for stack, part in _by_stack(params["rows"], raw):
+        arrays = jax.vmap(finish, in_axes=(0, 0, None))(stack, part, at)
+        arrays, first = store(tuple(constrain(y, _CUT) for y in arrays)), len(out)
+        out |= {first + i: Stacked(arrays, {}, i) for i in range(weights.length(stack))}
     return out
+
+
+def heads(model: Transformer, params: PyTree, raw: Raw) -> Raw:
+    """All rows of a model [R, B, T, K, H], keys normed where it norms them, and not rotated."""
+    made = [
+        jax.vmap(partial(PLAIN.unturned, model.config))(stack, part)
+        for stack, part in _by_stack(params["rows"], raw)
+    ]
+    return tuple(
+        constrain(jnp.concatenate(y) if len(made) > 1 else y[0], _CUT) for y in zip(*made, strict=True)
+    )
+
+
+def _by_stack(stacks: Sequence[PyTree], raw: Raw) -> list[tuple[PyTree, Raw]]:
+    """Each stack of rows' weights, with its part of these rows."""
+    held = weights.ranges(stacks)
+    cut = [raw if len(held) == 1 else tuple(y[part.start : part.stop] for y in raw) for part in held]
+    return list(zip(stacks, cut, strict=True))
 
 
 def deepest(plan: KVPlan, rows: Iterable[int]) -> int:
@@ -378,23 +375,19 @@ def deepest(plan: KVPlan, rows: Iterable[int]) -> int:
     return max(source for source in sources if isinstance(source, int))
 
 
-def _without_own(given: Pair, q, k, v, segments, window):
-    return causal_attention(q, *given, segments, window)
-
-
 def _with_own(
-    given: Pair,
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     segments: Int[Array, "B T"],
     window: int,
+    beside: Pair,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention over the rows `given`, except that each query sees its own key and value at its place.
+    """Causal attention over the keys and values `beside`, except that each query sees its own at its place.
 
     Computed in blocks of queries, with softmax in float32.
     """
-    keys, values = given
+    keys, values = beside
     length, size = q.shape[1], min(q.shape[1], _BLOCK)
     blocks = -(-length // size)
     first = first_key(segments, window)
@@ -450,23 +443,19 @@ def fill(
     """Read a flat ragged batch of prompt tokens with the auxiliary; writes its rows and the base's predicted
     ones.
 
-    Arguments as in `model.step`; every token must lie before the last `tail` of its prompt; `caches` belong
+    Arguments as in `loop.step`; every token must lie before the last `tail` of its prompt; `caches` belong
     to the models that `cached` returns. Predictions use rows as they are made, before a cache rounds them, so
     that they do not depend on the chunking.
     """
-    aux, plan, p = model.auxiliary, model.auxiliary.plan, params["auxiliary"]
+    aux, p, reads = model.auxiliary, params["auxiliary"], model.prediction.reads
     at, theirs = caches.base.angles.at(positions), caches.auxiliary.angles.at(positions)
-    batch, last = make_batch(query_starts, positions), deepest(plan, model.prediction.reads)
-    x, base, own = embed(aux, p, tokens, positions), caches.base, caches.auxiliary
-    for layer in range(last + 1):
-        raw = projected(aux, p, layer, x)
-        if kept := [row for row in raw if row < own.plan.num_rows]:
-            made = [finished(aux.config, weights.row(p, row), raw[row], theirs) for row in kept]
-            own = own.write(kept, made, batch)
-        due = [row for row, read in enumerate(model.prediction.reads) if read in raw]
-        if due:
-            made = [predict(model, params, row, raw[model.prediction.reads[row]], at) for row in due]
-            base = base.write(due, made, batch)
-        if layer < last:
-            x, own = run(aux, p, x, theirs, batch, own, range(layer, layer + 1), made=True)
-    return Caches(base, own)
+    batch, last = make_batch(query_starts, positions), deepest(aux.plan, reads)
+    x = embed(aux, p, tokens, positions)
+    ran = run(aux, p, x, theirs, batch, caches.auxiliary, range(last), keep=reads)
+    due = [row for row in aux.plan.made_at(last) if row in reads]
+    raw = ran.raw | project_rows(aux, p, due, last, ran.x)
+    made = []
+    for row, read in enumerate(reads):
+        predicted = _predicted(model, weights.row(params["predictor"], row), raw[read])
+        made.append(PLAIN.finish(model.base.config, weights.row(params["base"], row), predicted, at))
+    return Caches(caches.base.write(range(len(reads)), made, batch), ran.cache)

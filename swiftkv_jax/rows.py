@@ -1,32 +1,47 @@
-"""The forms of cache rows, how they are stored and read: one small class for each.
+"""The forms of cache rows, how they are made, stored and read: one small class for each.
 
 This is the only file in which forms differ. A form defines the arrays that store a row, the weights that make
-it, how they make it, and how a query reads it: from full sequences (training), and from pages (serving).
+it, how they make it, how a query reads it (from full sequences in training, from pages in serving), and how
+these weights follow from those of plain keys and values. Nothing else names a row's projections, but for the
+tensor names of checkpoints.
 """
 
 import dataclasses
-import math
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import scipy.linalg
+import numpy as np
 
+from swiftkv_jax import matrices
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.kernels.common.pools import Pool, encode
+from swiftkv_jax.kernels.fused_kv_fill.api import Makers, fold_gain
 from swiftkv_jax.kernels.k_cache_attention.api import k_cache_attention, x_cache_attention
 from swiftkv_jax.kernels.paged_attention.api import paged_attention
-from swiftkv_jax.layers import Rotary, finish_keys, inverse_frequencies, kernel_of, linear, project, turned
+from swiftkv_jax.layers import (
+    Rotary,
+    head_norm,
+    in_heads,
+    inverse_frequencies,
+    kernel_of,
+    linear,
+    linear_weights,
+    norm_heads,
+    turned,
+)
 from swiftkv_jax.plan import ENCODER, SERVED, KVPlan
 from swiftkv_jax.rope import NONE
 from swiftkv_jax.shapes import Array, Float, Hidden, Int, KeyValues, PyTree, Queries, Weight
 
 Pair = tuple[KeyValues, KeyValues]  # keys, values
+# A row as its projections leave it, before norm and rotation: [*batch, E] each.
+Raw = tuple[Float[Array, "..."], ...]
 PAGED = "paged_attention"
 NOTHING = "inputs"  # name of an empty array, where nothing makes a row
-_PIECE = 128  # numbers that one Hadamard matrix transforms, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,17 +92,21 @@ class Form(Protocol):
 
     Attributes:
       operation: the one of kernels/ that reads it from pages.
+      projections: the weights that the stream is multiplied with, in the order of `project`'s results.
+      names: weight -> its name in a published attention, where that differs.
       kept: weights that only checkpoints keep, so that other software can read the plain model.
       moved: weights that belong not to the row but to each attention that reads it.
     """
 
     operation: ClassVar[str]
-    kept: ClassVar[tuple[str, ...]]
-    moved: ClassVar[tuple[str, ...]]
+    projections: ClassVar[tuple[str, ...]] = ()
+    names: ClassVar[Mapping[str, str]] = {}
+    kept: ClassVar[tuple[str, ...]] = ()
+    moved: ClassVar[tuple[str, ...]] = ()
 
     def refuses(self, config: ModelConfig) -> str:
         """Why a model of this shape cannot have such rows, in one line, or ""."""
-        ...
+        return ""
 
     def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
         """The arrays that store a token."""
@@ -99,15 +118,23 @@ class Form(Protocol):
 
     def reader_weights(self, config: ModelConfig) -> PyTree:
         """The `moved` `Weight`s of one attention."""
+        return {}
+
+    def project(self, p: PyTree, h: Hidden) -> Raw:
+        """The row of the normalised hidden states `h` as its projections leave it."""
+        return tuple(linear(h, p[name]) for name in self.projections)
+
+    def finish(self, config: ModelConfig, p: PyTree, raw: Raw, at: Rotary) -> tuple[KeyValues, ...]:
+        """The stored arrays [*batch, heads, width] of a projected row."""
         ...
 
     def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
-        """The stored arrays [*batch, heads, width] of the normalised hidden states `h`."""
-        ...
+        """The stored arrays of the normalised hidden states `h`."""
+        return self.finish(config, p, self.project(p, h), at)
 
     def reader(self, p: PyTree) -> PyTree:
         """The part of a row's weights needed to read it, besides `moved` ones."""
-        ...
+        return {}
 
     def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
         """Keys, ready for rotated queries, and values, from stored arrays of full sequences."""
@@ -117,16 +144,30 @@ class Form(Protocol):
         """Attention of blocks of queries [b, C, N, H] over pages: [b, C, N, U]."""
         ...
 
+    def convert(
+        self, config: ModelConfig, plain: PyTree, solved: Sequence[np.ndarray | None], names: Sequence[str]
+    ) -> PyTree:
+        """The weights of a stack of n rows, from those of n rows of keys and values.
 
-class KeysValues:
+        solved: for each, the matrix [E, E] float64 that recovers what is not stored; None: the exact one,
+        solved in float64 on the host. names: of the rows, for messages.
+
+        Raises:
+          UsageError: a projection is singular, or its inverse too large for float16.
+        """
+        ...
+
+    def convert_reader(self, config: ModelConfig, plain: PyTree) -> PyTree:
+        """The `moved` weights of a stack of attentions, from those of the rows of keys and values that they
+        read."""
+        return {}
+
+
+class KeysValues(Form):
     """Rotated keys and values: the usual KV cache."""
 
     operation: ClassVar[str] = PAGED
-    kept: ClassVar[tuple[str, ...]] = ()
-    moved: ClassVar[tuple[str, ...]] = ()
-
-    def refuses(self, config: ModelConfig) -> str:
-        return ""
+    projections: ClassVar[tuple[str, ...]] = ("k_proj", "v_proj")
 
     def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
         return (Stored(config.num_kv_heads, config.head_dim),) * 2
@@ -135,15 +176,14 @@ class KeysValues:
         norm = {"k_norm": head_norm(config, "E", config.kv_width)} if config.qk_norm else {}
         return _plain(config) | norm
 
-    def reader_weights(self, config: ModelConfig) -> PyTree:
-        return {}
+    def unturned(self, config: ModelConfig, p: PyTree, raw: Raw) -> Pair:
+        """Keys, normed where the model norms them and before their rotation, and values."""
+        keys, values = (in_heads(config, x, config.num_kv_heads) for x in raw)
+        return norm_heads(config, keys, p["k_norm"]) if "k_norm" in p else keys, values
 
-    def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
-        keys = finish_keys(config, p, project(config, p["k_proj"], h), at)
-        return keys, project(config, p["v_proj"], h)
-
-    def reader(self, p: PyTree) -> PyTree:
-        return {}
+    def finish(self, config: ModelConfig, p: PyTree, raw: Raw, at: Rotary) -> tuple[KeyValues, ...]:
+        keys, values = self.unturned(config, p, raw)
+        return turned(config, keys, at), values
 
     def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
         return made
@@ -152,17 +192,68 @@ class KeysValues:
         keys, values = paged.pools
         return paged_attention(q, (keys, values), *paged.places, **paged.how)
 
+    def convert(self, config: ModelConfig, plain: PyTree, solved, names) -> PyTree:
+        return plain
 
-class Keys:
-    """Keys alone, before rotation; values are keys times W_KV (Slim attention, arXiv 2503.05840).
+    def fused(self, p: PyTree, gain: Float[Array, " D"] | None) -> Makers:
+        """The weights of the fused fill, of a stack of rows; `gain` of a norm before them is folded in."""
+        keys, values = (p[name] for name in self.projections)
+        w_k, w_v = kernel_of(keys), kernel_of(values)
+        if gain is not None:
+            w_k, w_v = fold_gain(gain, w_k), fold_gain(gain, w_v)
+        return Makers(w_k, w_v, keys.get("bias"), values.get("bias"), p.get("k_norm"))
+
+
+class OneOfTwo(Form):
+    """Keys or values alone, the first of `pair`; a matrix recovers the second (Slim attention, arXiv
+    2503.05840): second - its bias = (stored - `origin`) matrix.
+
+    Attributes:
+      pair: the projections of what is stored and of what is recovered. matrix: name of its weights.
+    """
+
+    pair: ClassVar[tuple[str, str]]
+    matrix: ClassVar[str]
+
+    def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
+        return (Stored(1, config.kv_width),)  # in 8 bits, one scale a token
+
+    def finish(self, config: ModelConfig, p: PyTree, raw: Raw, at: Rotary) -> tuple[KeyValues, ...]:
+        return (raw[0][..., None, :],)
+
+    def kernels(self, p: PyTree) -> tuple[np.ndarray, np.ndarray]:
+        """The kernels of `pair`, in float64."""
+        stored, other = (np.asarray(kernel_of(p[name]), np.float64) for name in self.pair)
+        return stored, other
+
+    def origin(self, p: PyTree) -> np.ndarray:
+        """The bias of what is stored, in float64; 0 where it is stored without."""
+        return np.zeros(())
+
+    def convert(self, config: ModelConfig, plain: PyTree, solved, names) -> PyTree:
+        names = [f"{name}: W_{self.pair[0][0].upper()}" for name in names]
+        dtype = kernel_of(plain[self.pair[0]]).dtype
+        found = matrices.between_rows(*self.kernels(plain), solved, dtype, names)
+        out = {"kernel": found} | self._matrix_bias(plain, found)
+        cut = {name: matrices.heads_first(jnp.asarray(x, dtype), config.num_heads) for name, x in out.items()}
+        return plain | {self.matrix: cut}
+
+    def _matrix_bias(self, plain: PyTree, kernels: np.ndarray) -> PyTree:
+        return {}
+
+
+class Keys(OneOfTwo):
+    """Keys alone, before rotation; values are keys times W_KV.
 
     With biases, V = (K - b_K) W_KV + b_V: the bias of `kv_proj` is b_V - b_K W_KV. Attention weights sum to
     one, so it is added once to the weighted mean of values.
     """
 
     operation: ClassVar[str] = "k_cache_attention"
+    projections: ClassVar[tuple[str, ...]] = ("k_proj",)
     kept: ClassVar[tuple[str, ...]] = ("v_proj",)
-    moved: ClassVar[tuple[str, ...]] = ()
+    pair: ClassVar[tuple[str, str]] = ("k_proj", "v_proj")
+    matrix: ClassVar[str] = "kv_proj"
 
     def refuses(self, config: ModelConfig) -> str:
         if config.qk_norm:
@@ -171,17 +262,8 @@ class Keys:
             return f"only {config.rotary_dim} of a key's {config.head_dim} numbers turn, and all or none must"
         return _clipped(config) or _undetermined(config, "keys", "values")
 
-    def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
-        return (Stored(1, config.kv_width),)  # in 8 bits, one scale a token
-
     def weights(self, config: ModelConfig) -> PyTree:
         return _plain(config) | {"kv_proj": _head_weights(config, config.kv_width, config.qkv_bias)}
-
-    def reader_weights(self, config: ModelConfig) -> PyTree:
-        return {}
-
-    def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
-        return (linear(h, p["k_proj"])[..., None, :],)
 
     def reader(self, p: PyTree) -> PyTree:
         return p["kv_proj"]
@@ -205,32 +287,37 @@ class Keys:
         )
         return mixed + _bias(reader, mixed)
 
+    def origin(self, p: PyTree) -> np.ndarray:
+        return np.asarray(p["k_proj"].get("bias", 0.0), np.float64)
 
-class Values:
+    def _matrix_bias(self, plain: PyTree, kernels: np.ndarray) -> PyTree:
+        if "bias" not in plain["v_proj"]:
+            return {}
+        bias = np.asarray(plain["v_proj"]["bias"], np.float64)
+        off = np.einsum("ne,nef->nf", self.origin(plain), kernels) if "bias" in plain["k_proj"] else 0.0
+        return {"bias": bias - off}
+
+
+class Values(OneOfTwo):
     """Values alone, without their bias; keys are values times W_VK (the paper's appendix).
 
     Only without rotary embedding. The bias of keys shifts all scores of a query alike, so it falls away.
     """
 
     operation: ClassVar[str] = "x_cache_attention"
+    projections: ClassVar[tuple[str, ...]] = ("v_proj",)
     kept: ClassVar[tuple[str, ...]] = ("k_proj",)
-    moved: ClassVar[tuple[str, ...]] = ()
+    pair: ClassVar[tuple[str, str]] = ("v_proj", "k_proj")
+    matrix: ClassVar[str] = "vk_proj"
 
     def refuses(self, config: ModelConfig) -> str:
         return _clipped(config) or _turned(config, "values") or _undetermined(config, "values", "keys")
 
-    def arrays(self, config: ModelConfig) -> tuple[Stored, ...]:
-        return (Stored(1, config.kv_width),)
-
     def weights(self, config: ModelConfig) -> PyTree:
         return _plain(config) | {"vk_proj": _head_weights(config, config.kv_width, False)}
 
-    def reader_weights(self, config: ModelConfig) -> PyTree:
-        return {}
-
-    def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
-        alone = {name: leaf for name, leaf in p["v_proj"].items() if name != "bias"}
-        return (linear(h, alone)[..., None, :],)
+    def project(self, p: PyTree, h: Hidden) -> Raw:
+        return (linear(h, {name: leaf for name, leaf in p["v_proj"].items() if name != "bias"}),)
 
     def reader(self, p: PyTree) -> PyTree:
         return p["vk_proj"] | {"bias": p["v_proj"]["bias"]} if "bias" in p["v_proj"] else p["vk_proj"]
@@ -252,7 +339,7 @@ class Values:
         return reader["bias"].reshape(config.num_heads, config.head_dim).astype(like.dtype)
 
 
-class Inputs:
+class Inputs(Form):
     """Normalised inputs; each reading attention makes keys and values from them (section 5).
 
     Only without rotary embedding. No matrix is inverted, so it is exact for any weights. No projection makes
@@ -260,7 +347,6 @@ class Inputs:
     """
 
     operation: ClassVar[str] = "x_cache_attention"
-    kept: ClassVar[tuple[str, ...]] = ()
     moved: ClassVar[tuple[str, ...]] = ("k_proj", "v_proj")
 
     def refuses(self, config: ModelConfig) -> str:
@@ -283,11 +369,11 @@ class Inputs:
         one = partial(_head_weights, config, config.hidden_size)
         return {"k_proj": one(config.qkv_bias and config.k_bias), "v_proj": one(config.qkv_bias)}
 
-    def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
-        return (h[..., None, :],)
+    def project(self, p: PyTree, h: Hidden) -> Raw:
+        return (h,)
 
-    def reader(self, p: PyTree) -> PyTree:
-        return {}
+    def finish(self, config: ModelConfig, p: PyTree, raw: Raw, at: Rotary) -> tuple[KeyValues, ...]:
+        return (raw[0][..., None, :],)
 
     def keys_values(self, config: ModelConfig, reader: PyTree, made, at: Rotary) -> Pair:
         (x,) = made
@@ -297,6 +383,13 @@ class Inputs:
         w_k, w_v = (kernel_of(reader[name], q.dtype) for name in ("k_proj", "v_proj"))
         mixed = _read_whole(config, q, w_k, w_v, paged)
         return mixed + _bias(reader["v_proj"], mixed)
+
+    def convert(self, config: ModelConfig, plain: PyTree, solved, names) -> PyTree:
+        return {NOTHING: jnp.zeros((len(names), 0), kernel_of(plain["k_proj"]).dtype)}
+
+    def convert_reader(self, config: ModelConfig, plain: PyTree) -> PyTree:
+        cut = partial(matrices.heads_first, heads=config.num_heads)
+        return {name: {part: cut(leaf) for part, leaf in plain[name].items()} for name in self.moved}
 
 
 class HadamardInputs(Inputs):
@@ -308,24 +401,8 @@ class HadamardInputs(Inputs):
     cancel; in 8 bits a row's scale is smaller too. QuaRot (arXiv 2404.00456) does the same for activations.
     """
 
-    def make(self, config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> tuple[KeyValues, ...]:
-        return (hadamard(h)[..., None, :],)
-
-
-def hadamard(x: Float[Array, "*batch w"], inverse: bool = False) -> Float[Array, "*batch w"]:
-    """Each piece of the last axis times a Hadamard matrix, in x's dtype.
-
-    A piece is the largest power of two that divides the width, up to 128. With `inverse` the result of the
-    transform is transformed back; the factor of each way is a power of two, which no dtype rounds.
-    """
-    piece = math.gcd(x.shape[-1], _PIECE)
-    halvings = piece.bit_length() - 1
-    factor = 0.5 ** (halvings - halvings // 2 if inverse else halvings // 2)
-    cut = x.reshape(*x.shape[:-1], -1, piece)
-    matrix = jnp.asarray(factor * scipy.linalg.hadamard(piece), x.dtype)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    made = jnp.matmul(cut, matrix, precision="highest", preferred_element_type=wide)
-    return made.astype(x.dtype).reshape(x.shape)
+    def project(self, p: PyTree, h: Hidden) -> Raw:
+        return (matrices.hadamard(h),)
 
 
 def _frequencies(config: ModelConfig, capacity: int) -> Array | None:
@@ -384,10 +461,11 @@ def has_fill(config: ModelConfig, plan: KVPlan) -> bool:
     return plan.has_fill and config.fused_fill
 
 
+PLAIN = KeysValues()
+SLIM: dict[str, OneOfTwo] = {"k": Keys(), "v": Values()}
 FORMS: dict[str, Form] = {
-    "kv": KeysValues(),
-    "k": Keys(),
-    "v": Values(),
+    "kv": PLAIN,
+    **SLIM,
     "x": Inputs(),
     SERVED["x"]: HadamardInputs(),
 }
@@ -402,27 +480,15 @@ def check(config: ModelConfig, plan: KVPlan) -> None:
     if plan.num_layers != config.num_layers:
         raise UsageError(f"the plan has {plan.num_layers} layers, the model {config.num_layers}")
     for form in dict.fromkeys((*plan.forms, *plan.cross_forms)):
+        if form not in FORMS:
+            known = [name for name in FORMS if name not in SERVED.values()]
+            raise UsageError(f"rows have no form {form!r}; known: {', '.join(known)}{suggest(form, known)}")
         if reason := FORMS[form].refuses(config):
             raise UsageError(f"rows cannot be stored as {form!r}: {reason}")
     if plan.cross and config.encoder is None:
         raise UsageError(f"cross-attention rows need an encoder, which {config.family} has not")
     if config.encoder is not None and plan.forms_of(ENCODER) == ():
         raise UsageError(f"layers of {config.family} read an encoder's output: give the plan with_cross()")
-
-
-def linear_weights(inside: tuple[str, int], outside: tuple[str, int], bias: bool, std: float) -> PyTree:
-    """The `Weight`s of one `linear`; `inside` and `outside` are its input and output (axis letter, width)."""
-    kernel = Weight((inside[1], outside[1]), f"{inside[0]} {outside[0]}", std)
-    return {"kernel": kernel} | ({"bias": Weight((outside[1],), outside[0])} if bias else {})
-
-
-def head_norm(config: ModelConfig, letter: str, width: int) -> Weight:
-    """The gain of a norm of queries or keys, whose heads are `width` wide together and have axis `letter`."""
-    return (
-        Weight((width,), letter, fill=1.0)
-        if config.qk_norm_whole
-        else Weight((config.head_dim,), ".", fill=1.0)
-    )
 
 
 def _head_weights(config: ModelConfig, width: int, bias: bool) -> PyTree:

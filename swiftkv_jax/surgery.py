@@ -1,7 +1,6 @@
 """Rewiring of a teacher's weights for another plan: the arrays that a student starts from."""
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -11,17 +10,16 @@ from jax.sharding import Mesh
 
 from swiftkv_jax import weights
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError, UsageWarning
+from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.fused_kv_fill.api import fold_gain
 from swiftkv_jax.layers import effective_gain, kernel_of, norm_weights, shared_norm_weights
+from swiftkv_jax.matrices import hadamard
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan, ascending
-from swiftkv_jax.rows import FORMS, NOTHING, hadamard
+from swiftkv_jax.rows import FORMS, PLAIN
 from swiftkv_jax.shapes import Array, PyTree
 
 INITS = ("fold", "copy")
-SINGULAR = 1e12  # a condition number above which a solve in float64 leaves fewer than four digits
-_NOISE = 1 / np.finfo(np.float32).eps  # one that makes an error as large as the value of rounding to float32
 
 
 def to_swiftkv(
@@ -56,7 +54,7 @@ def to_swiftkv(
     if plan.forms != ("kv",):
         raise UsageError("to_swiftkv makes rows of keys and values; convert the student with to_slim then")
     student = Transformer(dataclasses.replace(model.config, exit_head=exit_head), plan, model.dtype)
-    layers, rows = weights.partition(plan, model.config.windows, weights.cuts_of(params))
+    layers, rows = weights.partition(plan, model.config.kinds, weights.cuts_of(params))
     out = {name: value for name, value in params.items() if name in weights.ENDS}
     out["layers"] = weights.recut(params["layers"], layers)
     out["rows"] = [_makers(model.config, params, plan, held, init) for held in rows]
@@ -122,7 +120,7 @@ def _folded(config: ModelConfig, params: PyTree, layer: int) -> PyTree:
         bias = p["bias"].astype(jnp.float32) + own["norm_bias"].astype(jnp.float32) @ wide
         return out | {"bias": bias.astype(p["bias"].dtype)}
 
-    return row | {"k_proj": projection(row["k_proj"]), "v_proj": projection(row["v_proj"])}
+    return row | {name: projection(row[name]) for name in PLAIN.projections}
 
 
 def to_slim(
@@ -158,11 +156,15 @@ def to_slim(
     if model.plan.cross:
         plan = plan.with_cross(*cross)
     slim = Transformer(model.config, plan, model.dtype)
-    layers, held = weights.partition(plan, model.config.windows, weights.cuts_of(params))
+    layers, held = weights.partition(plan, model.config.kinds, weights.cuts_of(params))
     was = _plain_rows(model.plan, plan)
-    stacks = [_rows(params["rows"], [was[row] for row in made]) for made in held]
-    found = {new: solved[old] for new, old in enumerate(was) if old in solved} if solved else {}
-    makers = [_slim_makers(slim, made, p, found) for made, p in zip(held, stacks, strict=True)]
+    given = [(solved or {}).get(row) for row in was]
+    makers = []
+    for made in held:
+        plain = _rows(params["rows"], [was[row] for row in made])
+        names = [plan.name(row) for row in made]
+        form = FORMS[plan.rows[made.start].form]
+        makers.append(form.convert(model.config, plain, given[made.start : made.stop], names))
     cut = zip(layers, weights.recut(params["layers"], layers), strict=True)
     return slim, params | {
         "layers": [_slim_layers(slim, model.plan, params, *p) for p in cut],
@@ -187,48 +189,15 @@ def _plain_rows(plain: KVPlan, slim: KVPlan) -> list[int]:
 
 
 def _slim_layers(model: Transformer, plain: KVPlan, params: PyTree, held: range, stack: PyTree) -> PyTree:
-    """A stack of layers with the projections that their attentions take over from their rows (form "x")."""
-    plan, heads = model.plan, model.config.num_heads
-    attentions = list(stack["attentions"])
+    """A stack of layers with the projections that their attentions take over from their rows."""
+    plan, attentions = model.plan, list(stack["attentions"])
     for i, (reads, was) in enumerate(((plan.reads, plain.reads), (plan.cross, plain.cross))):
-        if not reads or plan.rows[reads[held.start]].form != "x":
-            continue
-        makers = [weights.row(params, was[layer]) for layer in held]
-        makers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *makers)
-        moved = {name: {w: heads_first(leaf, heads) for w, leaf in p.items()} for name, p in makers.items()}
-        attentions[i] = attentions[i] | moved
+        form = FORMS[plan.rows[reads[held.start]].form] if reads else None
+        if form is not None and form.moved:
+            makers = [weights.row(params, was[layer]) for layer in held]
+            makers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *makers)
+            attentions[i] = attentions[i] | form.convert_reader(model.config, makers)
     return stack | {"attentions": attentions}
-
-
-def _slim_makers(model: Transformer, held: range, stack: PyTree, solved: Mapping[int, np.ndarray]) -> PyTree:
-    """A stack of "kv" rows, converted to the plan's forms."""
-    form, heads = model.plan.rows[held.start].form, model.config.num_heads
-    if form == "kv":
-        return stack
-    if form == "x":
-        return {NOTHING: jnp.zeros((len(held), 0), stack["k_proj"]["kernel"].dtype)}
-    name, (a, b) = {"k": ("kv_proj", "kv"), "v": ("vk_proj", "vk")}[form]
-    wide = [{w: np.asarray(p, np.float64) for w, p in stack[f"{x}_proj"].items()} for x in (a, b)]
-    found = [
-        solved[i] if i in solved else _inverse(wide[0]["kernel"][n], wide[1]["kernel"][n], _name(model, i, a))
-        for n, i in enumerate(held)
-    ]
-    out = {"kernel": np.stack(found)}
-    if form == "k" and "bias" in wide[1]:
-        off = np.einsum("ne,nef->nf", wide[0]["bias"], out["kernel"]) if "bias" in wide[0] else 0.0
-        out["bias"] = wide[1]["bias"] - off
-    dtype = stack["k_proj"]["kernel"].dtype
-    for i, kernel in zip(held, out["kernel"], strict=True):
-        if dtype == jnp.float16 and not np.abs(kernel).max() < float(jnp.finfo(dtype).max):
-            raise UsageError(
-                f"{_name(model, i, a)} makes a W_KV of up to {np.abs(kernel).max():.3g}, and float16 ends at "
-                "65504: load the model in bfloat16 or float32"
-            )
-    return stack | {name: {w: heads_first(jnp.asarray(leaf, dtype), heads) for w, leaf in out.items()}}
-
-
-def _name(model: Transformer, row: int, letter: str) -> str:
-    return f"{model.plan.name(row)}: W_{letter.upper()}"
 
 
 def hadamard_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, PyTree]:
@@ -266,47 +235,6 @@ def _transformed(p: PyTree, dtype: str) -> PyTree:
 def _with_rows_transformed(kernel: Array, dtype) -> Array:
     by_row = jnp.swapaxes(kernel.astype(jnp.float32), -1, -2)
     return jnp.swapaxes(hadamard(by_row, inverse=True), -1, -2).astype(dtype)
-
-
-def heads_first(leaf: Array, heads: int) -> Array:
-    """[n, E, N * U] as [n, N, E, U], a bias [n, N * U] as [n, N, U]."""
-    cut = leaf.reshape(*leaf.shape[:-1], heads, -1)
-    return jnp.moveaxis(cut, -2, 1)
-
-
-def condition(kernel: np.ndarray) -> float:
-    """Largest over smallest singular value, inf of a singular matrix."""
-    s = np.linalg.svd(kernel, compute_uv=False)
-    return float(s[0] / s[-1]) if s[-1] > 0 else float("inf")
-
-
-def between(kernel: np.ndarray, other: np.ndarray, name: str) -> np.ndarray:
-    """kernel^-1 other in float64, by the right inverse where `kernel` [D, E] is wider than high.
-
-    Raises:
-      UsageError: `kernel`, called `name`, is singular.
-    """
-    u, s, v = np.linalg.svd(kernel.astype(np.float64), full_matrices=False)
-    if not s[-1] * SINGULAR > s[0]:
-        found = f"{s[0] / s[-1]:.1e}" if s[-1] > 0 else "infinite"
-        raise UsageError(
-            f"{name} is singular (condition {found}), so values cannot be computed from its keys: keep this "
-            "row as keys and values (--forms auto)"
-        )
-    return v.T @ ((u.T @ other) / s[:, None])
-
-
-def _inverse(kernel: np.ndarray, other: np.ndarray, name: str) -> np.ndarray:
-    """`between`, with a warning if even keys in float32 would give wrong values."""
-    made = between(kernel, other, name)
-    if (found := condition(kernel)) > _NOISE:
-        warnings.warn(
-            f"{name} has condition {found:.1e}: recovered values have no correct digit, even in float32; "
-            "python -m swiftkv_jax.slim measures the cost of each row",
-            UsageWarning,
-            stacklevel=4,
-        )
-    return made
 
 
 def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
@@ -366,17 +294,18 @@ def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transforme
     if wide == model:
         return model, params
 
-    def repeated(leaf: Array) -> Array:
+    cuts = weights.cuts_of(params)
+    axes = jax.tree.map(lambda weight: weight.axes, weights.weights(config, model.plan, cuts)["rows"])
+
+    def repeated(letters: str, leaf: Array) -> Array:
+        if not letters.endswith("E"):
+            return leaf
         by_head = leaf.reshape(*leaf.shape[:-1], kv_heads, config.head_dim)
         return jnp.repeat(by_head, parts // kv_heads, axis=-2).reshape(*leaf.shape[:-1], -1)
 
-    def stack(p: PyTree) -> PyTree:
-        names = ("k_proj", "v_proj", "k_norm") if config.qk_norm_whole else ("k_proj", "v_proj")
-        return p | {name: jax.tree.map(repeated, p[name]) for name in names}
-
-    placed = weights.abstract(wide.config, model.plan, model.dtype, mesh, weights.cuts_of(params))["rows"]
+    placed = weights.abstract(wide.config, model.plan, model.dtype, mesh, cuts)["rows"]
     where = jax.tree.map(lambda leaf: leaf.sharding, placed)
-    rows = jax.jit(lambda rows: [stack(p) for p in rows], out_shardings=where)(params["rows"])
+    rows = jax.jit(lambda rows: jax.tree.map(repeated, axes, rows), out_shardings=where)(params["rows"])
     return wide, params | {"rows": rows}
 
 
@@ -390,7 +319,7 @@ def fold_shared_norm(model: Transformer, params: PyTree) -> PyTree:
     stacks = weights.recut(params["rows"], [*held, range(due[0], due[-1] + 1)])
     folded = {n: p for n, p in stacks[-1].items()}
     gain = effective_gain(model.config, params["shared_norm"])
-    for name in folded.keys() & {"k_proj", "v_proj"}:
+    for name in FORMS[model.plan.rows[due[0]].form].projections:
         kernel = fold_gain(gain, kernel_of(folded[name])).astype(model.dtype)
         unscaled = {part: leaf for part, leaf in folded[name].items() if part != "scale"}
         folded[name] = unscaled | {"kernel": kernel}
@@ -419,7 +348,7 @@ def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tup
     plan, shape = model.plan, auxiliary.config
     rows = list(dict.fromkeys(plan.reads[layer] for layer in keep))
     cuts = {i for i, layer in enumerate(keep) if layer in weights.cuts_of(params)}
-    layers, made = weights.partition(auxiliary.plan, shape.windows, cuts)
+    layers, made = weights.partition(auxiliary.plan, shape.kinds, cuts)
     out = {name: params[name] for name in weights.ENDS if name in params}
     if auxiliary.plan.has_shared_norm:
         out["shared_norm"] = params["shared_norm"]
@@ -441,6 +370,10 @@ def pruned(model: Transformer, keep: Sequence[int]) -> Transformer:
         lacking = [*absent, "every layer below the split"][0]
         raise UsageError(f"keep {list(keep)} leaves out {lacking}")
     shape = dataclasses.replace(
-        config, num_layers=len(keep), windows=tuple(config.windows[layer] for layer in keep), exit_head=False
+        config,
+        num_layers=len(keep),
+        windows=tuple(config.windows[layer] for layer in keep),
+        mlps=tuple(config.mlps[layer] for layer in keep if config.mlps),
+        exit_head=False,
     )
     return Transformer(shape, KVPlan.from_rows([plan.reads[layer] for layer in keep], lower), model.dtype)

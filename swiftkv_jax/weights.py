@@ -12,7 +12,7 @@ stack. `layer` and `row` are the views that code uses, whatever the stacks.
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,18 @@ from jax.sharding import Mesh
 from swiftkv_jax import rows, sharding
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.kernels.fused_kv_fill.api import Makers, fold_gain
-from swiftkv_jax.layers import effective_gain, kernel_of, norm_weights, shared_norm_weights
+from swiftkv_jax.kernels.fused_kv_fill.api import Makers
+from swiftkv_jax.layers import (
+    MLPS,
+    effective_gain,
+    head_norm,
+    linear_weights,
+    norm_weights,
+    residual_std,
+    shared_norm_weights,
+)
 from swiftkv_jax.plan import SELF, KVPlan
-from swiftkv_jax.rows import FORMS, linear_weights
+from swiftkv_jax.rows import FORMS, PLAIN
 from swiftkv_jax.shapes import Array, PyTree, Weight
 
 # The parts before the first layer and after the last.
@@ -34,7 +42,7 @@ Cuts = Iterable[int] | None
 
 
 def partition(
-    plan: KVPlan, windows: tuple[int, ...], cuts: Cuts = ()
+    plan: KVPlan, kinds: Sequence[Hashable], cuts: Cuts = ()
 ) -> tuple[tuple[range, ...], tuple[range, ...]]:
     """(layers, rows) of each stack: the plan's runs, and the rows made in one run or together.
 
@@ -43,7 +51,7 @@ def partition(
     """
     every = range(plan.num_layers)
     cuts = set(every) if cuts is None else set(cuts) & set(every)
-    starts = sorted({run.start for run in plan.runs(windows)} | cuts)
+    starts = sorted({run.start for run in plan.runs(kinds)} | cuts)
     layers = tuple(range(a, b) for a, b in zip(starts, [*starts[1:], plan.num_layers], strict=True))
 
     def group(number: int):
@@ -81,7 +89,7 @@ def weights(config: ModelConfig, plan: KVPlan, cuts: Cuts = ()) -> PyTree:
       UsageError: see `check`.
     """
     check(config, plan)
-    layers, made = partition(plan, config.windows, cuts)
+    layers, made = partition(plan, config.kinds, cuts)
     vocab, width = ("V", config.vocab_size), ("D", config.hidden_size)
     norm = norm_weights(config)
     tree = {
@@ -119,23 +127,16 @@ def _convolutions(config: ModelConfig) -> PyTree:
 
 def _layer(config: ModelConfig, plan: KVPlan, number: int) -> PyTree:
     """One layer, without the projections that make rows."""
-    width, ffn = ("D", config.hidden_size), ("F", config.intermediate_size)
-    heads = ("N", config.num_heads * config.head_dim)
-    out_std = 0.02 / (2 * config.num_layers) ** 0.5  # residual branches start small (GPT-2)
+    width, heads = ("D", config.hidden_size), ("N", config.num_heads * config.head_dim)
     norm = norm_weights(config)
     attention: PyTree = {
         **norm,
         "q_proj": linear_weights(width, heads, config.qkv_bias, 0.02),
-        "o_proj": linear_weights(heads, width, config.o_bias, out_std),
+        "o_proj": linear_weights(heads, width, config.o_bias, residual_std(config)),
     }
     if config.qk_norm:
-        attention["q_norm"] = rows.head_norm(config, *heads)
-    mlp = {
-        **norm,
-        **({"gate_proj": linear_weights(width, ffn, config.mlp_bias, 0.02)} if config.gated else {}),
-        "up_proj": linear_weights(width, ffn, config.mlp_bias, 0.02),
-        "down_proj": linear_weights(ffn, width, config.mlp_bias, out_std),
-    }
+        attention["q_norm"] = head_norm(config, *heads)
+    mlp = norm | MLPS[config.kinds[number].mlp].weights(config)
     forms = [plan.rows[plan.reads[number]].form, *plan.cross_forms[number : number + 1]]
     return {"attentions": [attention | FORMS[form].reader_weights(config) for form in forms], "mlp": mlp}
 
@@ -228,7 +229,7 @@ def recut(stacks: Sequence[PyTree], wanted: Iterable[range]) -> list[PyTree]:
 
 def split_layers(config: ModelConfig, plan: KVPlan, params: PyTree) -> PyTree:
     """`params` for serving: cut at every layer, without the weights of rows that only checkpoints keep."""
-    layers, made = partition(plan, config.windows, None)
+    layers, made = partition(plan, config.kinds, None)
     rows = [
         {name: part for name, part in stack.items() if name not in FORMS[plan.rows[held.start].form].kept}
         for held, stack in zip(made, recut(params["rows"], made), strict=True)
@@ -239,8 +240,5 @@ def split_layers(config: ModelConfig, plan: KVPlan, params: PyTree) -> PyTree:
 def fill_makers(config: ModelConfig, params: PyTree, due: list[int]) -> Makers:
     """Weights of the fused fill, for rows with a shared norm."""
     (p,) = recut(params["rows"], [range(due[0], due[-1] + 1)])
-    kernels = [kernel_of(p[name]) for name in ("k_proj", "v_proj")]
-    if "shared_norm" in params:
-        gain = effective_gain(config, params["shared_norm"])
-        kernels = [fold_gain(gain, kernel) for kernel in kernels]
-    return Makers(*kernels, p["k_proj"].get("bias"), p["v_proj"].get("bias"), p.get("k_norm"))
+    gain = effective_gain(config, params["shared_norm"]) if "shared_norm" in params else None
+    return PLAIN.fused(p, gain)

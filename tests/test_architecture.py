@@ -14,8 +14,8 @@ LIBRARY = ROOT / "swiftkv_jax"
 LEVELS = (
     "version errors shapes pytree progress last_words processes checks folder bucket config config_json "
     "encoder_json families rope plan sharding gguf_header gguf_config",
-    "layers rows cache weights text audio",
-    "model encoder surgery checkpoint predict",
+    "layers matrices rows cache weights text audio",
+    "ends loop scan model encoder surgery checkpoint predict",
     "distill engine analysis slim baselines",
     "server lm_eval convert compare teacher_chats cli commands __main__",
 )
@@ -185,7 +185,7 @@ def test_only_plans_and_checkpoint_code_ask_for_a_method():
 
 def test_only_two_functions_access_kernel_weights():
     """Code that runs a model gets products and kernels from `layers`, so that no scale is forgotten."""
-    files = [LIBRARY / f"{name}.py" for name in ("layers", "rows", "weights", "model", "cache")]
+    files = [LIBRARY / f"{name}.py" for name in ("layers", "rows", "weights", "loop", "scan", "cache")]
     for path in [*files, *python_files("swiftkv_jax/engine")]:
         allowed = [
             node

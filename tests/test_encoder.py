@@ -17,9 +17,11 @@ from swiftkv_jax.cache import Cache, Sources
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.encoder import encode, fill
+from swiftkv_jax.ends import logits
 from swiftkv_jax.layers import relative_bias
-from swiftkv_jax.model import forward, logits, step
+from swiftkv_jax.loop import step
 from swiftkv_jax.rows import rounded
+from swiftkv_jax.scan import forward
 from swiftkv_jax.slim.measure import Reference
 from swiftkv_jax.slim.texts import Beside, Pieces
 from swiftkv_jax.surgery import hadamard_inputs, to_slim

@@ -10,10 +10,10 @@ import swiftkv_jax as skv
 from swiftkv_jax.config import plan_from_hf
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import forward
+from swiftkv_jax.matrices import hadamard
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import NONE, RopeConfig
-from swiftkv_jax.rows import hadamard
+from swiftkv_jax.scan import forward
 from swiftkv_jax.slim.measure import Reference
 from swiftkv_jax.slim.texts import Pieces
 from swiftkv_jax.surgery import hadamard_inputs, to_slim

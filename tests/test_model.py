@@ -15,11 +15,14 @@ from tiny_models import ODD, PLAIN, tiny
 from swiftkv_jax import weights
 from swiftkv_jax.cache import Cache
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.ends import logits
 from swiftkv_jax.layers import kernel_of, linear
-from swiftkv_jax.model import Transformer, forward, logits, step
+from swiftkv_jax.loop import step
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.rope import RopeConfig
 from swiftkv_jax.rows import rounded
+from swiftkv_jax.scan import forward
 from swiftkv_jax.surgery import to_slim, to_swiftkv
 
 LAYERS = 4

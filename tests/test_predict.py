@@ -14,11 +14,13 @@ from tiny_models import ODD, PLAIN, tiny
 
 from swiftkv_jax import predict, surgery, weights
 from swiftkv_jax.cache import Cache
+from swiftkv_jax.ends import logits
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer, logits, step
-from swiftkv_jax.model import forward as full
+from swiftkv_jax.loop import step
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.predict import Caches, Predicted
+from swiftkv_jax.scan import forward as full
 
 LAYERS, LENGTHS, PAGE, SLOTS, PAGES = 4, (13, 1, 6), 3, 5, 20
 STANDARD = KVPlan.standard(LAYERS)
@@ -179,7 +181,7 @@ def test_a_pruned_auxiliary_runs_the_kept_layers_with_their_rows_and_windows():
         last = {"o_proj", "down_proj"} & set(weights.keys(path))
         return leaf.at[jnp.array([1, 3])].set(0) if last else leaf
 
-    layers, _ = weights.partition(base.plan, base.config.windows)
+    layers, _ = weights.partition(base.plan, base.config.kinds)
     stack = jax.tree_util.tree_map_with_path(silent, stack)
     want = full(base, params | {"layers": weights.recut([stack], layers)}, prompts())
     np.testing.assert_allclose(full(pruned, kept, prompts()), want, rtol=0, atol=1e-5)

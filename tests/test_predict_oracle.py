@@ -19,14 +19,15 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from swiftkv_jax import predict, weights
 from swiftkv_jax.cache import Cache
 from swiftkv_jax.checkpoint.hf import from_pretrained
+from swiftkv_jax.ends import logits
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.layers import rms_norm, rotary, rotate
-from swiftkv_jax.model import logits, step
+from swiftkv_jax.loop import step
 from swiftkv_jax.plan import Prediction
 from swiftkv_jax.predict import Caches, Predicted
 
 PROMPT, NEW = 23, 16
-PROJECTED = predict.projected
+PREDICT_ROWS = predict.predict_rows
 # (family, fields of the base, fields of the auxiliary, reads, tail)
 CASES = {
     "llama_of_other_width": (
@@ -191,21 +192,20 @@ def test_replaced_rows_are_read_at_a_tokens_own_place_too(both):
     np.testing.assert_allclose(got[-1], _replaced(oracle, prompt), rtol=0, atol=1e-4)
 
 
-def _normed_before(model, params, layer, x):
+def _normed_before(model, params, given):
     """The auxiliary's keys with its own norm, as its attention reads them but for the rotation."""
-    config, (row,) = model.config, model.plan.made_at(layer)
-    keys, values = PROJECTED(model, params, layer, x)[row]
+    config, (keys, values) = model.auxiliary.config, given
+    gains = [weights.row(params["auxiliary"], read)["k_norm"] for read in model.prediction.reads]
     heads = keys.reshape(*keys.shape[:-1], -1, config.head_dim)
-    normed = rms_norm(heads, weights.row(params, row)["k_norm"], config.rms_norm_eps)
-    return {row: (normed.reshape(keys.shape), values)}
+    normed = [rms_norm(row, gain, config.rms_norm_eps) for row, gain in zip(heads, gains, strict=True)]
+    return PREDICT_ROWS(model, params, (jnp.stack(normed).reshape(keys.shape), values))
 
 
-def _turned_before(model, params, layer, x):
-    config, (row,) = model.config, model.plan.made_at(layer)
-    keys, values = PROJECTED(model, params, layer, x)[row]
+def _turned_before(model, params, given):
+    config, (keys, values) = model.auxiliary.config, given
     heads = keys.reshape(*keys.shape[:-1], -1, config.head_dim)
-    at = rotary(config, jnp.arange(x.shape[1])[None], config.max_position_embeddings)
-    return {row: (rotate(heads, at).reshape(keys.shape), values)}
+    at = rotary(config, jnp.arange(keys.shape[2])[None], config.max_position_embeddings)
+    return PREDICT_ROWS(model, params, (rotate(heads, at).reshape(keys.shape), values))
 
 
 @pytest.mark.parametrize("both", ["qwen3_norms"], indirect=True)
@@ -214,8 +214,8 @@ def test_the_reference_test_fails_for_each_injected_mistake(both, broken, monkey
     """The pair is the one with key norms. (Scaled keys would prove nothing: the base's norm hides them.)"""
     oracle, model, params = both
     prompt = hf_models.tokens(PROMPT, 1)[0]
-    wrong = {"norm": _normed_before, "rotation": _turned_before}.get(broken, PROJECTED)
-    monkeypatch.setattr(predict, "projected", wrong)
+    wrong = {"norm": _normed_before, "rotation": _turned_before}.get(broken, PREDICT_ROWS)
+    monkeypatch.setattr(predict, "predict_rows", wrong)
     if broken == "map":
         first, *rest = model.prediction.reads
         model = dataclasses.replace(model, prediction=Prediction((1 - first, *rest)))

@@ -29,9 +29,11 @@ from swiftkv_jax.convert import CORPUS, apart
 from swiftkv_jax.distill import loop
 from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, PlanConfig
 from swiftkv_jax.distill.data import Batch, DataConfig, evaluation_batches
+from swiftkv_jax.ends import logits
 from swiftkv_jax.errors import exit_code
-from swiftkv_jax.model import Transformer, forward, logits
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.rows import rounded
+from swiftkv_jax.scan import forward
 from swiftkv_jax.shapes import Array, Hidden, PyTree
 from swiftkv_jax.text.tokenizer import load_tokenizer
 

@@ -55,7 +55,7 @@ def flops_table(
     This is the paper's accounting: every maker's k and v run for every prompt token, everything else in the
     layers below `plan.split` only, so a standard model runs all its layers, as other systems do. The one
     token that does run the upper layers is not counted. The embedding counts as a matmul, and the head for
-    every token. `layers` overrides the number of layers that every token runs; `model.step` runs
+    every token. `layers` overrides the number of layers that every token runs; `loop.step` runs
     `plan.depth`. For rows of other forms, `kv` counts the projections that turn them into keys and values
     (W_KV), once for each token, as is possible in a prompt (Slim attention paper, figure 3a);
     `analysis.slim_tables` counts decoding.

@@ -174,7 +174,7 @@ def prediction_table(base: Sizes, auxiliary: Sizes, prediction: Prediction, cont
 
     Keys: `auxiliary` (its layers below the deepest row that is read, and the rows up to it), `predictor`,
     `base` (the tail, which runs all layers), their `total`; beside them `full_depth`, the base reading the
-    prompt through every layer, and `step`, the base as `model.step` runs it, where only the last token runs
+    prompt through every layer, and `step`, the base as `loop.step` runs it, where only the last token runs
     the last layer. Embeddings and output heads are not counted: one token needs them.
 
     Raises:

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import weights
 from swiftkv_jax.analysis import command, plots
 from swiftkv_jax.analysis.flops import flops_table
+from swiftkv_jax.ends import embed
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer, angles_and_segments, embed, through
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.progress import show, working
+from swiftkv_jax.scan import angles_and_segments, through
 from swiftkv_jax.shapes import Float, Int, PyTree, Tokens
 
 THRESHOLD = 0.5
@@ -30,12 +31,8 @@ THRESHOLD = 0.5
 def layer_inputs(model: Transformer, params: PyTree, tokens: Tokens) -> Float[jax.Array, "L B T D"]:
     """The hidden states entering every layer of a standard model, in its dtype."""
     at, segments = angles_and_segments(model.config, tokens, None, None)
-    alone = weights.split_layers(model.config, model.plan, params)
-    x, entering = embed(model, params, tokens, None), []
-    for layer in range(model.config.num_layers):
-        entering.append(x)
-        x = through(model, alone, x, at, segments, range(layer, layer + 1)).x
-    return jnp.stack(entering)
+    x = embed(model, params, tokens, None)
+    return jnp.concatenate(through(model, params, x, at, segments, tap=True).streams)
 
 
 def layer_similarity(

@@ -19,9 +19,10 @@ import numpy as np
 from swiftkv_jax import weights
 from swiftkv_jax.analysis.prediction_flops import Sizes
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.ends import logits, normalised
 from swiftkv_jax.kernels.common.mask import visible, weights_of
-from swiftkv_jax.layers import Rotary, before, decoder_layer, feed_forward, queries, rotary
-from swiftkv_jax.model import Transformer, logits, normalised
+from swiftkv_jax.layers import MLPS, Rotary, before, decoder_layer, queries, rotary
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.rows import FORMS
 from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Queries
@@ -84,7 +85,7 @@ def run_layer(
     rows: tuple[Held, ...],
     last: Int[Array, " B"] | None = None,
     active: Slots | None = None,
-    mlp: Callable = feed_forward,
+    mlp: Callable = MLPS["dense"],
 ) -> tuple[Float[Array, "B m D"], Int[Array, "B m"], tuple[Held, ...], Work]:
     """(hidden states leaving `layer`, their positions, the rows with those made of what enters it, the work).
 

@@ -16,9 +16,10 @@ from swiftkv_jax.baselines import dense
 from swiftkv_jax.baselines.dense import State, Step
 from swiftkv_jax.checks import integer, number
 from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.ends import embed
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.layers import after, before, feed_forward
-from swiftkv_jax.model import Transformer, embed
+from swiftkv_jax.layers import MLPS, after, before
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Tokens
 
 
@@ -124,7 +125,7 @@ def _through_ffn(
     config = model.config
 
     def whole(x):
-        return x + after(config, p, feed_forward(config, p, before(config, p, x)))
+        return x + after(config, p, MLPS["dense"](config, p, before(config, p, x)))
 
     if not may_skip:
         return whole(x)

@@ -16,7 +16,8 @@ from swiftkv_jax.analysis.prediction_flops import lazy_share
 from swiftkv_jax.baselines import dense
 from swiftkv_jax.baselines.dense import Slots, State, Step
 from swiftkv_jax.checks import above, integer
-from swiftkv_jax.model import Transformer, embed
+from swiftkv_jax.ends import embed
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.shapes import Array, Float, Int, PyTree, Tokens
 
 

@@ -13,6 +13,7 @@ from swiftkv_jax import weights
 from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.plan import SELF, KVPlan
+from swiftkv_jax.rows import FORMS
 from swiftkv_jax.shapes import PyTree
 
 Path = tuple[str | int, ...]
@@ -30,8 +31,6 @@ _PARTS: dict[Path, str] = {
     ("k_proj",): "self_attn.k_proj",
     ("v_proj",): "self_attn.v_proj",
     ("k_norm",): "self_attn.k_norm",
-    ("kv_proj",): "self_attn.kv_proj",  # values of keys, and keys of values (Slim attention): ours
-    ("vk_proj",): "self_attn.vk_proj",
 }
 # Ours, for the rows of a cross-attention: the first element of the paths of their parts.
 _CROSS = "cross"
@@ -75,10 +74,15 @@ class Names:
 
     def of(self, path: Path) -> str:
         """The name of a part of a layer or of a row. Projections that belong to an attention (`rows.Inputs`)
-        have the names of its rows' projections."""
+        have the names of its rows' projections. A part without a name here has its own, or its form's, beside
+        its neighbours'."""
+        if path[0] == "attentions" and path not in self.parts:
+            path = ((_CROSS,) if path[1] else ()) + path[2:]
         if path in self.parts:
             return self.parts[path]
-        return self.parts[((_CROSS,) if path[1] else ()) + path[2:]]
+        module, dot, _ = self.parts[(*path[:-1], "up_proj" if path[0] == "mlp" else "k_proj")].rpartition(".")
+        theirs = {leaf: name for form in FORMS.values() for leaf, name in form.names.items()}
+        return f"{module}{dot}{theirs.get(str(path[-1]), path[-1])}"
 
     @property
     def in_layer(self) -> re.Pattern:
@@ -98,7 +102,7 @@ _GPT2 = {
     ("mlp", "up_proj"): "mlp.c_fc",
     ("mlp", "down_proj"): "mlp.c_proj",
     ("attentions", 0, "q_proj"): "attn.q_proj",  # our names from here on: files hold these fused
-    **{(name,): f"attn.{name}" for name in ("k_proj", "v_proj", *_SLIM)},
+    **{(name,): f"attn.{name}" for name in ("k_proj", "v_proj")},
 }
 _GPT2_TOP = {
     ("embed",): "transformer.wte",
@@ -125,7 +129,7 @@ def _attention(number: int, place: str, norm: str, letters: dict[str, str]) -> d
     """Names of a layer's attention and of its rows. letters: "q", "k", ... -> the family's name of it."""
     layer: dict[Path, str] = {("attentions", number, "norm"): norm}
     layer |= {("attentions", number, f"{x}_proj"): f"{place}.{letters[x]}" for x in "qo"}
-    row = {"k_proj": letters["k"], "v_proj": letters["v"]} | {name: name for name in _SLIM}
+    row = {"k_proj": letters["k"], "v_proj": letters["v"]}
     head = (_CROSS,) if number else ()
     return layer | {(*head, name): f"{place}.{theirs}" for name, theirs in row.items()}
 
@@ -274,7 +278,7 @@ def names_of(config: ModelConfig) -> Names:
 def _slots(
     config: ModelConfig, plan: KVPlan, names: Names, tree: PyTree, cuts: weights.Cuts
 ) -> dict[str, Slot]:
-    stacks, out = weights.partition(plan, config.windows, cuts), {}
+    stacks, out = weights.partition(plan, config.kinds, cuts), {}
     if config.encoder is not None and names.encoder is not None:
         within, own = config.encoder, tree["encoder"]
         found = _slots(within, KVPlan.standard(within.num_layers), names.encoder, own, None)
@@ -358,8 +362,9 @@ def _layer_name(names: Names, plan: KVPlan, number: int, path: Path) -> str:
     if path[0] == "rows":
         row = plan.rows[number]
         layer, head = row.maker, () if row.space == SELF else (_CROSS,)
+    of_row = path[0] == "rows"
     path, kind = _part_and_kind((*head, *path[2:]))
-    replaced = plan.is_swiftkv and layer >= plan.split and path[-1] in _REPLACED
+    replaced = plan.is_swiftkv and layer >= plan.split and (of_row or path[-1] in _REPLACED)
     return f"{names.layer}{layer}.{names.of(path)}{'_swiftkv' if replaced else ''}.{kind}"
 
 

@@ -24,6 +24,7 @@ from swiftkv_jax.compare.evaluation import (
 )
 from swiftkv_jax.compare.row_errors import row_errors
 from swiftkv_jax.compare.systems import (
+    SYSTEMS,
     Source,
     System,
     by_weights,
@@ -31,8 +32,6 @@ from swiftkv_jax.compare.systems import (
     full_depth,
     is_half,
     others,
-    predicted,
-    students,
     total,
 )
 from swiftkv_jax.compare.training import trained
@@ -80,12 +79,10 @@ def parser() -> Parser:
     return p
 
 
-def measured(
-    source: Source, own: Answers, args: argparse.Namespace, auxiliary: Path | None = None
-) -> Iterator[tuple[System | None, Point]]:
+def measured(source: Source, own: Answers, args: argparse.Namespace) -> Iterator[tuple[System | None, Point]]:
     """Every system with its point, in the order of the table; None as the system of a baseline."""
-    for systems in (students(source), predicted(source, auxiliary)):
-        for system in systems:
+    for systems in SYSTEMS:
+        for system in systems(source):
             yield system, _of_system(source, own, args, system)
             again = [system] if args.train else []
             if again and is_half(source, system) and isinstance(system.model, Predicted):
@@ -139,13 +136,15 @@ def report(args: argparse.Namespace) -> dict:
         check_auxiliary(folder, auxiliary, length)
     with working(show, f"reading {args.text}"):
         prompts = prompts_of(args.text, folder, args.prompts, length)
-        source = Source(model, params, folder, fit_batches(args.text, folder, length), prompts, args.few)
+        source = Source(
+            model, params, folder, fit_batches(args.text, folder, length), prompts, args.few, auxiliary
+        )
     out.mkdir(parents=True, exist_ok=True)
     with working(show, "computing the model's own answers"):
         own, points, halves = answers_by_rows(model, params, prompts), [], []
     show(f"{prompts.lengths.size} prompts of {len(prompts.tokens)} rows; the model's: {own.nats.mean():.4f}")
     with working(show, "asking the systems") as doing:
-        for system, found in doing.counted(measured(source, own, args, auxiliary)):
+        for system, found in doing.counted(measured(source, own, args)):
             show(f"{found.system}, {found.setting}: FLOPs {found.flops:.3f}, gap {found.gap:.4f}")
             points.append(found)
             if system is not None and is_half(source, system):

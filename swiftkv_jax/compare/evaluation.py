@@ -14,9 +14,11 @@ from swiftkv_jax.baselines import Baseline, dense, read
 from swiftkv_jax.distill.data import DataLoader, evaluation_batches
 from swiftkv_jax.distill.packing import Batch
 from swiftkv_jax.distill.samples import DataConfig
+from swiftkv_jax.ends import logits
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer, forward, logits
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.predict import Predicted, generator
+from swiftkv_jax.scan import forward
 from swiftkv_jax.shapes import Float, Int, PyTree
 from swiftkv_jax.text.tokenizer import load_tokenizer
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.compare.evaluation import ROWS
-from swiftkv_jax.distill.prediction import normed, predict_rows, read
-from swiftkv_jax.predict import Predicted, deepest
+from swiftkv_jax.predict import Predicted, heads, predict_rows, read
+from swiftkv_jax.scan import of_rows
 from swiftkv_jax.shapes import Float, Int, PyTree
 
 BINS = 100
@@ -40,11 +40,10 @@ def deltas(model: Predicted, params: PyTree, tokens: Int[jax.Array, "B T"]) -> F
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     where = (tokens, at, jnp.ones_like(tokens))
     reads, base = model.prediction.reads, model.base
-    small = read(model.auxiliary, params["auxiliary"], *where, deepest(model.auxiliary.plan, reads))
-    own = read(base, params["base"], *where, base.plan.depth).of(range(base.plan.num_rows))
-    got, want = (
-        normed(base, params["base"], raw) for raw in (predict_rows(model, params, small.of(reads)), own)
-    )
+    every = range(base.plan.num_rows)
+    small = of_rows(read(model.auxiliary, params["auxiliary"], *where, reads).raw, reads)
+    own = of_rows(read(base, params["base"], *where, every).raw, every)
+    got, want = (heads(base, params["base"], raw) for raw in (predict_rows(model, params, small), own))
     apart = jnp.stack([a.astype(jnp.float32) - b.astype(jnp.float32) for a, b in zip(got, want, strict=True)])
     return apart.reshape(*apart.shape[:4], -1)
 

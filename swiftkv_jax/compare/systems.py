@@ -58,7 +58,8 @@ class System(NamedTuple):
 class Source(NamedTuple):
     """The inputs of a comparison: a standard model, its folder, its data, and the prompts.
 
-    few: only one setting of each system: half of the layers, or the cheapest setting.
+    few: only one setting of each system: half of the layers, or the cheapest setting. auxiliary: a folder
+    that `check_auxiliary` has accepted, for KV prediction.
     """
 
     model: Transformer
@@ -67,6 +68,7 @@ class Source(NamedTuple):
     batches: list[Batch]
     prompts: Prompts
     few: bool = False
+    auxiliary: Path | None = None
 
     def share(self, cost: Callable[[int], float]) -> float:
         """The FLOPs of all prompts relative to full depth; `cost` gives the FLOPs of one length."""
@@ -123,13 +125,10 @@ def check_auxiliary(folder: Path, auxiliary: Path, length: int) -> None:
         raise UsageError(f"--auxiliary {auxiliary} has a context of {most} tokens: lower --length {length}")
 
 
-def predicted(source: Source, auxiliary: Path | None = None) -> Iterator[System]:
-    """KV prediction from some of the model's own layers, and from an auxiliary in a folder of its own, fitted
-    by least squares. Each is followed by its auxiliary alone.
-
-    auxiliary: a folder that `check_auxiliary` has accepted.
-    """
-    layers = source.model.config.num_layers
+def predicted(source: Source) -> Iterator[System]:
+    """KV prediction from some of the model's own layers, and from the auxiliary of the source, fitted by
+    least squares. Each is followed by its auxiliary alone."""
+    layers, auxiliary = source.model.config.num_layers, source.auxiliary
     for name, keep in kept_layers(Sizes.of(source.model.config)):
         if source.few and len(keep) != layers // 2:
             continue
@@ -148,6 +147,10 @@ def predicted(source: Source, auxiliary: Path | None = None) -> Iterator[System]
     yield _pair(source, name, setting, small, given, how)
     alone = {"model": str(auxiliary), "trainable": "all", "loss": _LANGUAGE}
     yield _alone(source, name, setting, small, alone)
+
+
+# What is compared, in the order of the table: functions from a source to systems.
+SYSTEMS: list[Callable[[Source], Iterator[System]]] = [students, predicted]
 
 
 def _pair(source: Source, name: str, setting: str, small, given: Prediction, how: PredictConfig) -> System:

@@ -1,4 +1,4 @@
-"""Time to the first token of a batch of prompts on a dense cache, by `model.step` and `predict.fill`."""
+"""Time to the first token of a batch of prompts on a dense cache, by `loop.step` and `predict.fill`."""
 
 import statistics
 import time
@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.cache import Cache, make_batch
-from swiftkv_jax.model import Transformer, embed, logits, run, step
+from swiftkv_jax.ends import embed, logits
+from swiftkv_jax.loop import run, step
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.predict import Caches, Predicted, cached, fill, generator, split_layers
 from swiftkv_jax.shapes import Array, Int, PyTree
 
@@ -48,7 +50,7 @@ def first_tokens(
         out, cache = step(base, theirs, given, at, starts, starts[1:] - 1, cache)
         return jnp.argmax(out, -1), cache
     x = embed(base, theirs, given, at)
-    x, cache = run(base, theirs, x, cache.angles.at(at), make_batch(starts, at), cache)
+    x, cache, *_ = run(base, theirs, x, cache.angles.at(at), make_batch(starts, at), cache)
     return jnp.argmax(logits(base, theirs, x[starts[1:] - 1]), -1), cache
 
 

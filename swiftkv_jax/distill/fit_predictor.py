@@ -14,8 +14,9 @@ import numpy as np
 from swiftkv_jax.distill.least_squares import Moments, solve
 from swiftkv_jax.distill.packing import Batch
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer, angles_and_segments
-from swiftkv_jax.predict import Predicted, Raw, projected_rows
+from swiftkv_jax.predict import Predicted, read
+from swiftkv_jax.rows import PLAIN
+from swiftkv_jax.scan import of_rows
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.sharding import constrain
 
@@ -32,23 +33,25 @@ def batch_moments(model: Predicted, params: PyTree, batch: Batch) -> tuple[Array
     reads = model.prediction.reads
     used = sorted(set(reads))
 
-    def rows(part: Transformer, p: PyTree, wanted: Iterable[int]) -> dict[int, Raw]:
-        at, segments = angles_and_segments(part.config, batch.tokens, batch.positions, batch.segments)
-        return projected_rows(part, p, batch.tokens, at, segments, wanted, positions=batch.positions)
+    where = (batch.tokens, batch.positions, batch.segments)
+    given = of_rows(read(model.auxiliary, params["auxiliary"], *where, used).raw, used)
+    wanted = of_rows(read(model.base, params["base"], *where, range(len(reads))).raw, range(len(reads)))
+    regressors = [
+        jnp.concatenate([x.astype(jnp.float32), jnp.broadcast_to(real > 0, (*x.shape[:-1], 1))], axis=-1)
+        * real
+        for x in given
+    ]
+    place = jnp.array([used.index(read) for read in reads])
 
-    given = rows(model.auxiliary, params["auxiliary"], used)
-    wanted = rows(model.base, params["base"], range(len(reads)))
-    regressors = {
-        row: [jnp.concatenate([x.astype(jnp.float32), jnp.ones_like(real)], axis=-1) * real for x in pair]
-        for row, pair in given.items()
-    }
-    gram = jnp.stack([jnp.stack([_einsum("bti,btj->ij", x, x) for x in regressors[row]]) for row in used])
-    cross = jnp.stack(
-        [
-            jnp.stack([_einsum("bti,bte->ie", x, y.astype(jnp.float32)) for x, y in zip(*pairs, strict=True)])
-            for pairs in ((regressors[read], wanted[row]) for row, read in enumerate(reads))
-        ]
-    )
+    def products(x, y):
+        return _einsum("bti,bte->ie", x, y.astype(jnp.float32))
+
+    gram = [jax.lax.map(lambda x: products(x, x), x) for x in regressors]
+    cross = [
+        jax.lax.map(lambda row, x=x: products(x[row[0]], row[1]), (place, y))
+        for x, y in zip(regressors, wanted, strict=True)
+    ]
+    gram, cross = jnp.stack(gram, axis=1), jnp.stack(cross, axis=1)
     return constrain(gram, ". . . ."), constrain(cross, ". . . ."), real.sum()
 
 
@@ -83,4 +86,4 @@ def fit(model: Predicted, params: PyTree, batches: Iterable[Batch], ridge: float
         maps = np.stack([solve(each, ridge, width)[0, :, 0] for each in sums]).astype(np.float32)
         return {"kernel": jnp.asarray(maps[:, :width]), "bias": jnp.asarray(maps[:, width])}
 
-    return {"rows": [{"k_proj": solved(0), "v_proj": solved(1)}]}
+    return {"rows": [{name: solved(which) for which, name in enumerate(PLAIN.projections)}]}

@@ -16,9 +16,12 @@ import numpy as np
 
 from swiftkv_jax import weights
 from swiftkv_jax.distill.packing import Batch
+from swiftkv_jax.ends import embed
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.layers import before, linear, shared_norm_weights, unit_norm
-from swiftkv_jax.model import Transformer, angles_and_segments, embed, through
+from swiftkv_jax.layers import before, shared_norm_weights, unit_norm
+from swiftkv_jax.model import Transformer
+from swiftkv_jax.rows import PLAIN
+from swiftkv_jax.scan import angles_and_segments, of_rows, through
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.sharding import constrain
 
@@ -60,14 +63,15 @@ def batch_moments(
     n = before(config, unit_norm(config, jnp.float32), x.astype(jnp.float32))
     n = jnp.concatenate([n, jnp.ones_like(n[..., :1])], axis=-1) if config.qkv_bias else n
     n = n * real[..., None]
-    cross = []
-    for layer in range(plan.depth, plan.num_layers):
-        h, maker = before(config, weights.layer(own, layer)["attentions"][0], x), weights.row(own, layer)
-        row = jnp.stack([linear(h, maker["k_proj"]), linear(h, maker["v_proj"])], axis=-2)
-        cross.append(_einsum("bta,btse->ase", n, row.astype(jnp.float32)))
-        x = through(teacher, own, x, at, segments, range(layer, layer + 1)).x
-    gram = _einsum("bta,btc->ac", n, n)
-    return constrain(gram, ". ."), constrain(jnp.stack(cross), ". . . ."), real.sum()
+    upper = range(plan.depth, plan.num_layers)
+    raw = through(teacher, own, x, at, segments, upper, keep=upper).raw
+    keys, values = of_rows(raw, upper)
+
+    def products(row):
+        return _einsum("bta,btse->ase", n, jnp.stack(row, axis=-2).astype(jnp.float32))
+
+    cross = jax.lax.map(products, (keys, values))
+    return constrain(_einsum("bta,btc->ac", n, n), ". ."), constrain(cross, ". . . ."), real.sum()
 
 
 def moments(
@@ -191,7 +195,8 @@ def fit(
     upper = range(plan.depth, plan.num_layers)
     kernels = [weights.layer(own, layer)["attentions"][0]["o_proj"]["kernel"] for layer in upper]
     by_output = np.asarray(jax.jit(partial(output_weights, student))(jnp.stack(kernels)), np.float64)
-    costs = {"k_proj": np.broadcast_to(np.eye(config.head_dim), by_output.shape), "v_proj": by_output}
+    alike = np.broadcast_to(np.eye(config.head_dim), by_output.shape)
+    costs = dict(zip(PLAIN.projections, (alike, by_output), strict=True))
 
     def fitted(held: range, stack: PyTree) -> PyTree:
         groups = [[layer - plan.depth for layer in plan.readers(row)] for row in held]

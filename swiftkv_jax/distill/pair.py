@@ -28,11 +28,13 @@ from swiftkv_jax.checks import integer
 from swiftkv_jax.distill.config import MAPS, STARTS, PredictConfig
 from swiftkv_jax.distill.data import Batch, DataConfig, DataLoader, evaluation_batches
 from swiftkv_jax.distill.fit_predictor import fit
+from swiftkv_jax.ends import logits
 from swiftkv_jax.errors import Parser, UsageError, exit_code
-from swiftkv_jax.model import Transformer, forward, logits
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import Prediction
 from swiftkv_jax.predict import Predicted
 from swiftkv_jax.progress import show, working
+from swiftkv_jax.scan import forward
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.text.tokenizer import load_tokenizer
 

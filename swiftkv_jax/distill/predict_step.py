@@ -13,7 +13,6 @@ from swiftkv_jax.distill.config import PredictionLossConfig
 from swiftkv_jax.distill.data import Batch
 from swiftkv_jax.distill.fit_predictor import fit as least_squares
 from swiftkv_jax.distill.least_squares import like
-from swiftkv_jax.distill.prediction import Heads, Kept, differences, normed, predict_rows, read, run_over
 from swiftkv_jax.distill.step import (
     Frozen,
     Method,
@@ -24,10 +23,14 @@ from swiftkv_jax.distill.step import (
     merge,
     with_whole_head,
 )
+from swiftkv_jax.ends import embed, head
 from swiftkv_jax.layers import norm
-from swiftkv_jax.model import Transformer, head
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.predict import Predicted
-from swiftkv_jax.shapes import Array, Hidden, PyTree
+from swiftkv_jax.rows import Raw
+from swiftkv_jax.scan import STREAM, Passed, angles_and_segments, of_rows, through
+from swiftkv_jax.shapes import Array, Float, Hidden, PyTree
+from swiftkv_jax.sharding import constrain
 
 
 def parts(recipe: Recipe) -> tuple[Predicted, PredictionLossConfig]:
@@ -52,28 +55,28 @@ def weight_trees(model: Predicted, trainable: str) -> tuple[PyTree, Frozen]:
     return split(predict.described(model))
 
 
-def last_layers(recipe: Recipe) -> tuple[int | None, int | None]:
-    """The layer at which the base's own pass, and the auxiliary's, may stop: the deepest rows that are read
-    are made from its input. None where the hidden states after the last layer are needed."""
-    model, config = parts(recipe)
-    deepest = predict.deepest(model.auxiliary.plan, model.prediction.reads)
-    return None if config.kl_weight else model.base.plan.depth, None if config.aux_weight else deepest
-
-
 def passes(
-    recipe: Recipe, params: PyTree, batch: Batch, last: tuple[int | None, int | None] = (None, None)
-) -> tuple[Kept, Kept, Hidden, Heads]:
-    """(base's own pass, auxiliary's, hidden states of the base on predicted rows, those rows as `normed`).
+    recipe: Recipe, params: PyTree, batch: Batch, whole: tuple[bool, bool] = (True, True)
+) -> tuple[Passed, Passed, Hidden, Raw]:
+    """(base's own pass, auxiliary's, hidden states of the base on predicted rows, those rows as projections
+    would leave them).
 
-    last: of the first two, as in `read`. No gradient reaches the base's own pass.
+    whole: of the first two, as in `predict.read`. No gradient reaches the base's own pass.
     """
     model, attention = parts(recipe)[0], attention_of(recipe)
-    where = (batch.tokens, batch.positions, batch.segments)
-    base, auxiliary = model.base, model.auxiliary
-    own = read(base, jax.lax.stop_gradient(params["base"]), *where, last[0], attention=attention)
-    small = read(auxiliary, params["auxiliary"], *where, last[1], recipe.remat, attention)
-    rows = normed(base, params["base"], predict_rows(model, params, small.of(model.prediction.reads)))
-    return own, small, run_over(base, params["base"], rows, *where, recipe.remat, attention), rows
+    where, reads = (batch.tokens, batch.positions, batch.segments), model.prediction.reads
+    base, every = model.base, range(model.base.plan.num_rows)
+    frozen = jax.lax.stop_gradient(params["base"])
+    own = predict.read(base, frozen, *where, every, whole[0], attention=attention)
+    small = predict.read(
+        model.auxiliary, params["auxiliary"], *where, reads, whole[1], recipe.remat, attention
+    )
+    raw = predict.predict_rows(model, params, of_rows(small.raw, reads))
+    at, segments = angles_and_segments(base.config, *where)
+    x = constrain(embed(base, params["base"], batch.tokens, batch.positions), STREAM)
+    rows = predict.finished(base, params["base"], raw, at)
+    x = through(base, params["base"], x, at, segments, rows=rows, remat=recipe.remat, attention=attention).x
+    return own, small, x, raw
 
 
 def final(model: Transformer, params: PyTree, x: Hidden) -> Hidden:
@@ -89,7 +92,8 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
     """
     model, config = parts(recipe)
     params = merge(trained, frozen.student)
-    own, small, x, rows = passes(recipe, params, batch, last_layers(recipe))
+    whole = bool(config.kl_weight), bool(config.aux_weight)
+    own, small, x, raw = passes(recipe, params, batch, whole)
     base, auxiliary = (model.base, params["base"]), (model.auxiliary, params["auxiliary"])
     counted, real = totals
     chunk = chunk_of(recipe, batch)
@@ -109,9 +113,8 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
         terms["kl"] = config.kl_weight, kl / counted
     every = range(model.base.plan.num_rows)
     if weight := config.of_rows(len(every)):
-        wanted = normed(*base, own.of(every))
-        apart = differences(rows, wanted, (batch.segments > 0).astype(jnp.float32))
-        terms["rows"] = weight, apart / real
+        rows = predict.heads(*base, raw), predict.heads(*base, of_rows(own.raw, every))
+        terms["rows"] = weight, differences(*rows, (batch.segments > 0).astype(jnp.float32)) / real
     total = sum((weight * value for weight, value in terms.values()), jnp.zeros(()))
     return total, {name: value for name, (_, value) in terms.items()}
 
@@ -134,6 +137,20 @@ def entropies(
         return {name: (weight, losses.cross_entropy_sum(*given) / counted)}
     entropy, z = losses.cross_entropy_and_z_sum(*given)
     return {name: (weight, entropy / counted), f"{name}_z": (weight * config.z_loss, z / counted)}
+
+
+def differences(
+    got: tuple[Array, ...], want: tuple[Array, ...], real: Float[Array, "B T"]
+) -> Float[Array, ""]:
+    """Sum over rows, real tokens, and keys and values, of the mean absolute difference over heads and widths,
+    in float32."""
+
+    def one(a, b):
+        gap = a.astype(jnp.float32) - b.astype(jnp.float32)
+        gap *= jax.lax.stop_gradient(jnp.sign(gap))  # jnp.abs has a slope of 1 at 0; equal rows have none
+        return jnp.sum(jnp.mean(gap, axis=(-2, -1)) * real)
+
+    return sum((one(a, b) for a, b in zip(got, want, strict=True)), jnp.zeros(()))
 
 
 def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch) -> dict:

@@ -17,22 +17,16 @@ from swiftkv_jax.distill import least_squares
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill.config import AttentionConfig, Experiment, LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.ends import embed, exit_logits, head
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION, causal_attention
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.layers import norm
-from swiftkv_jax.model import (
-    Transformer,
-    angles_and_segments,
-    embed,
-    exit_logits,
-    forward,
-    head,
-    through,
-)
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.predict import Predicted
 from swiftkv_jax.pytree import pytree
+from swiftkv_jax.scan import angles_and_segments, forward, through
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.surgery import check_teacher, is_trained, to_swiftkv
 
@@ -168,7 +162,7 @@ def _own(student: Transformer, tree: PyTree, trainable: str) -> PyTree:
 
 def _teachers_stacks(config: ModelConfig, plan: KVPlan) -> tuple[tuple[range, ...], tuple[range, ...]]:
     """The stacks (layers, rows) of a standard teacher, cut where those of a student under `plan` are."""
-    layers, _ = weights.partition(plan, config.windows, (plan.depth,))
+    layers, _ = weights.partition(plan, config.kinds, (plan.depth,))
     starts = [run.start for run in layers]
     return weights.partition(KVPlan.standard(plan.num_layers), config.windows, starts)
 

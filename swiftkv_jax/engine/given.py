@@ -1,10 +1,10 @@
 """Checks of what callers give an `LLM`: its sizes and settings, its devices, its defaults, its requests."""
 
 import dataclasses
-import typing
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol, no_type_check, runtime_checkable
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -16,15 +16,27 @@ from swiftkv_jax.config import ModelConfig
 from swiftkv_jax.engine import kernels
 from swiftkv_jax.engine.dtypes import dtype_here
 from swiftkv_jax.engine.kernels import Choice, choose
-from swiftkv_jax.engine.request import SamplingParams, encode
+from swiftkv_jax.engine.request import Request, RequestOutput, SamplingParams, encode
 from swiftkv_jax.engine.settings import Settings, model_encoder, source_len, usual_page
 from swiftkv_jax.errors import UsageError, UsageWarning, suggest
 from swiftkv_jax.model import Transformer
 from swiftkv_jax.predict import Predicted, transformers
 from swiftkv_jax.shapes import PyTree
 
-if typing.TYPE_CHECKING:
-    from swiftkv_jax.engine.llm import LLM
+
+@runtime_checkable
+class Loaded(Protocol):
+    """An `LLM` as the checks of requests, and transcription, see it."""
+
+    model: Any
+    tokenizer: Any
+    generation: GenerationDefaults
+    settings: Settings
+
+    def settled(self, text, ids, params, where: str, salt: str = "", **read) -> Request: ...
+
+    def run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]: ...
+
 
 _ASKED = ("eos_token_ids", "decoder_start_token_id", "speech")  # not for sampling
 
@@ -124,8 +136,8 @@ def check_devices(model: Transformer | Predicted, mesh: Mesh | None) -> None:
         raise UsageError(f"{model.config.family} has an encoder: such models run on one device")
 
 
-@typing.no_type_check  # user input: checked here, by name
-def check_kind(llm: "LLM", prompt, where: str) -> None:
+@no_type_check  # user input: checked here, by name
+def check_kind(llm: Loaded, prompt, where: str) -> None:
     """Check that a prompt is of a kind that the model reads.
 
     Raises:
@@ -138,8 +150,8 @@ def check_kind(llm: "LLM", prompt, where: str) -> None:
         raise UsageError(f"{where}: decoder_prompt has no place, as {llm.model.config.family} has no encoder")
 
 
-@typing.no_type_check
-def for_encoder(llm: "LLM", prompt, ids: list[int], where: str) -> tuple[list[int], dict]:
+@no_type_check
+def for_encoder(llm: Loaded, prompt, ids: list[int], where: str) -> tuple[list[int], dict]:
     """Return (the decoder's prompt, fields of `Request`) for a prompt whose `ids` an encoder reads.
 
     Raises:
@@ -157,7 +169,7 @@ def for_encoder(llm: "LLM", prompt, ids: list[int], where: str) -> tuple[list[in
     return [decoder_start(llm), *begun], {"source": tuple(ids), "source_length": len(ids)}
 
 
-def decoder_start(llm: "LLM") -> int:
+def decoder_start(llm: Loaded) -> int:
     """The first token of the decoder of a model with an encoder.
 
     Raises:
@@ -185,7 +197,7 @@ def check_ids(name: str, ids: Sequence, vocab: int, where: str) -> None:
 
 
 def room_for(
-    llm: "LLM", ids: Sequence[int], params: SamplingParams, where: str, read_by_encoder: bool
+    llm: Loaded, ids: Sequence[int], params: SamplingParams, where: str, read_by_encoder: bool
 ) -> int:
     """The number of tokens that the context has room for after a prompt's `ids`.
 
@@ -195,7 +207,7 @@ def room_for(
     limit = llm.settings.max_model_len
     if read_by_encoder and params.prompt_logprobs is not None:
         raise UsageError(f"{where}: prompt_logprobs are of models without an encoder")
-    biased: typing.Any = params.logit_bias or ()
+    biased: Any = params.logit_bias or ()
     named = {
         "token": ids,
         "stop_token_ids:": params.stop_token_ids,

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from swiftkv_jax.cache import Cache, Sources, make_batch
+from swiftkv_jax.ends import embed, exit_logits, logits
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
-from swiftkv_jax.model import Transformer, embed, exit_logits, logits, make_rows, run, step, survivors_of
+from swiftkv_jax.loop import make_rows, run, step
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.pytree import pytree
 from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree
 
@@ -167,9 +169,8 @@ def _guess(model, mode, exits: Exits, params, table, policy, lanes, tally, cache
         i, position, useful = place
         pool = cache.seen_by(jnp.where(useful[:, None], table, 0))
         at, batch = cache.angles.at(position), make_batch(None, position)
-        x, pool = run(
-            model, params, embed(model, params, token, position), at, batch, pool, range(model.plan.depth)
-        )
+        x = embed(model, params, token, position)
+        x, pool, *_ = run(model, params, x, at, batch, pool, range(model.plan.depth))
         cache = pool.seen_by(cache.table)
 
         def guess():
@@ -203,11 +204,12 @@ def _check(model, exits: Exits, params, table, x, position, useful, sure, cache)
     batch = make_batch(None, place, each)
     seeing = jnp.where(useful, position, -1).T  # -1 is no query
     batch = dataclasses.replace(batch, valid=valid, block_position=seeing)
-    pool = make_rows(model, params, depth, x, at, batch, cache.seen_by(table))
+    due = model.plan.made_at(depth)
+    pool, _ = make_rows(model, params, due, depth, x, at, batch, cache.seen_by(table))
 
     def check():
         upper = range(depth, model.plan.num_layers)
-        out = logits(model, params, run(model, params, x, at, batch, pool, upper, made=True)[0])
+        out = logits(model, params, run(model, params, x, at, batch, pool, upper, given=due).x)
         return jnp.swapaxes(out.reshape(rows, each, -1), 0, 1)
 
     if exits.threshold is None:
@@ -321,16 +323,10 @@ def run_any(
     The logits are replicated on every device. `draw` samples from them in a separate small program, so that
     the model is compiled once for all sampling modes.
     """
-    plan, positions, starts = model.plan, inputs.positions, inputs.query_starts
-    at, batch = cache.angles.at(positions), make_batch(starts, positions)
-    lower, upper = range(plan.depth), range(plan.depth, plan.num_layers)
-    survive = partial(survivors_of, positions, starts, inputs.survivors)
     pool = cache.seen_by(inputs.table).reading(inputs.sources)
-    x = embed(model, params, inputs.tokens, positions)
-    x, pool = run(model, params, x, at, batch, pool, lower)
-    last, pool = run(model, params, x, at, batch, pool, upper, survive)
-    alive = jnp.clip(inputs.survivors, 0, inputs.tokens.shape[0] - 1)
-    scores = logits(model, params, last), exit_logits(model, params, x[alive]) if exits else None
+    given = (inputs.tokens, inputs.positions, inputs.query_starts, inputs.survivors, pool)
+    scores, pool = step(model, params, *given, exits=exits)
+    scores = scores if exits else (scores, None)
     if cache.mesh is not None:
         # First as the head makes them: else XLA gathers the head, and not the scores.
         cut = model.config.vocab_size % cache.mesh.shape["tensor"] == 0

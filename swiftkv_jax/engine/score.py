@@ -11,15 +11,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from swiftkv_jax import predict
+from swiftkv_jax.ends import logits
 from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
 from swiftkv_jax.engine.scheduler import power_of_two
 from swiftkv_jax.engine.sequence import NOT_FINITE
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
 from swiftkv_jax.kernels.prompt_attention.api import prompt_attention
-from swiftkv_jax.model import Transformer, forward, logits
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.predict import Predicted, generator
 from swiftkv_jax.rows import rounded
+from swiftkv_jax.scan import forward
 from swiftkv_jax.shapes import Array, Int, PyTree
 
 _BLOCK = 64  # positions whose logits exist at a time

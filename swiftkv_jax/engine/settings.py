@@ -27,7 +27,8 @@ from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
-from swiftkv_jax.model import Transformer, step
+from swiftkv_jax.loop import step
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import ENCODER
 from swiftkv_jax.predict import Predicted, cached, transformers
 from swiftkv_jax.processes import least as least_of_all

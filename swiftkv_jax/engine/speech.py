@@ -19,7 +19,7 @@ import numpy as np
 from swiftkv_jax import audio
 from swiftkv_jax.audio import AudioSettings
 from swiftkv_jax.checkpoint.generation import Speech
-from swiftkv_jax.engine.given import decoder_start
+from swiftkv_jax.engine.given import Loaded, decoder_start
 from swiftkv_jax.engine.request import (
     CompletionOutput,
     Request,
@@ -29,9 +29,6 @@ from swiftkv_jax.engine.request import (
 )
 from swiftkv_jax.errors import UsageError, suggest
 from swiftkv_jax.shapes import Float
-
-if typing.TYPE_CHECKING:
-    from swiftkv_jax.engine.llm import LLM
 
 TASKS = ("transcribe", "translate")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
@@ -87,13 +84,13 @@ class Heard:
         return {"rate": self.rate, "channels": self.channels}
 
 
-def hears(llm: "LLM") -> bool:
+def hears(llm: Loaded) -> bool:
     """Whether the model takes audio."""
     within = llm.model.config.encoder
     return within is not None and bool(within.mels)
 
 
-def settings(llm: "LLM") -> AudioSettings:
+def settings(llm: Loaded) -> AudioSettings:
     """The conversion of audio to the frames that the model was trained on.
 
     Raises:
@@ -116,7 +113,7 @@ def settings(llm: "LLM") -> AudioSettings:
     return found
 
 
-def listen(llm: "LLM", sound, where: str = "audio", most: int | None = None) -> Heard:
+def listen(llm: Loaded, sound, where: str = "audio", most: int | None = None) -> Heard:
     """The windows of an audio input as the model takes them; at most `most`.
 
     Raises:
@@ -135,7 +132,7 @@ def listen(llm: "LLM", sound, where: str = "audio", most: int | None = None) -> 
     return Heard(windows=frames, duration=duration, rate=given.rate, channels=given.channels)
 
 
-def asked(llm: "LLM") -> Speech:
+def asked(llm: Loaded) -> Speech:
     """The special token ids of the model's speech prompts."""
     return llm.generation.speech or Speech()
 
@@ -158,7 +155,7 @@ def language_code(said: str, languages: Iterable[str], where: str = "language") 
 
 
 def prompt_tokens(
-    llm: "LLM",
+    llm: Loaded,
     language: str | None,
     task: str = "transcribe",
     previous: Sequence[int] = (),
@@ -189,7 +186,7 @@ def prompt_tokens(
 
 
 def window_request(
-    llm: "LLM",
+    llm: Loaded,
     frames: Frames,
     language: str | None,
     task: str = "transcribe",
@@ -214,7 +211,7 @@ def window_request(
     return llm.settled(None, prompt, params or GREEDY, where, salt, **_heard(frames), **ruled_out)
 
 
-def language_request(llm: "LLM", frames: Frames, where: str = "audio") -> Request | None:
+def language_request(llm: Loaded, frames: Frames, where: str = "audio") -> Request | None:
     """The request whose only output token is the language of a window; None if the model knows only one."""
     languages = [token for _, token in asked(llm).languages]
     if not languages:
@@ -223,7 +220,7 @@ def language_request(llm: "LLM", frames: Frames, where: str = "audio") -> Reques
     return llm.settled(None, [decoder_start(llm)], params, where, **_heard(frames))
 
 
-def language_of(llm: "LLM", output: RequestOutput) -> str | None:
+def language_of(llm: Loaded, output: RequestOutput) -> str | None:
     """The language that the answer to a `language_request` names; None: it failed."""
     names = {token: code for code, token in asked(llm).languages}
     return next((names.get(token) for token in output.outputs[0].token_ids), None)
@@ -284,7 +281,7 @@ def _sum(parts: Iterable):
 
 
 def transcribe(
-    llm: "LLM", sounds: list, language: str | None, task: str, params: SamplingParams | None
+    llm: Loaded, sounds: list, language: str | None, task: str, params: SamplingParams | None
 ) -> list[Transcription]:
     """`LLM.transcribe` for several audio inputs at once."""
     if not sounds:

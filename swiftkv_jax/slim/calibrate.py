@@ -19,14 +19,17 @@ import numpy as np
 
 from swiftkv_jax import weights
 from swiftkv_jax.cache import Encoded
+from swiftkv_jax.ends import embed, normalised
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
 from swiftkv_jax.layers import after, before, causal_bias, linear, queries, see_all
-from swiftkv_jax.model import Made, Transformer, angles_and_segments, embed, normalised, through
+from swiftkv_jax.matrices import SINGULAR, between, condition
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import ENCODER, SELF
-from swiftkv_jax.rows import FORMS, reader_of, rounded
+from swiftkv_jax.rows import FORMS, SLIM, reader_of, rounded
+from swiftkv_jax.scan import Stacked, angles_and_segments, through
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.slim.texts import Pieces
-from swiftkv_jax.surgery import SINGULAR, between, condition, hadamard_inputs, to_slim
+from swiftkv_jax.surgery import hadamard_inputs, to_slim
 
 RIDGES = (1e-10, 1e-8, 1e-6, 1e-4)  # relative to the stored rows' mean square; the kept half decides
 EXACT, FITTED = "exact", "calibrated"
@@ -71,7 +74,7 @@ class Found:
 @dataclasses.dataclass(frozen=True)
 class _Stream:
     """A batch between two layers: the hidden states entering the next one, and earlier rows that later layers
-    may read, each as the arrays and readers of a stack of one (see `model.Made`).
+    may read, each as the arrays and readers of a stack of one (see `scan.Stacked`).
 
     some: the positions of `encoded` that are fitted to or measured on.
     """
@@ -161,12 +164,12 @@ def _advance(model: Transformer, params: PyTree, layer: int, stream: _Stream) ->
 def _run(
     model: Transformer, layer: int, params: PyTree, x: Array, at, segments, rows, encoded: Encoded | None
 ) -> tuple[Array, PyTree]:
-    known = {row: Made(arrays, readers, 0) for row, (arrays, readers) in rows.items()}
+    known = {row: Stacked(arrays, readers, 0) for row, (arrays, readers) in rows.items()}
     lengths = None
     if encoded is not None:  # of this layer alone: those of all would not fit
         row, lengths = model.plan.cross[layer], encoded.lengths
         made = FORMS["kv"].make(model.config, weights.row(params, row), encoded.x, at)
-        known[row] = Made(tuple(array[None] for array in made), {}, 0)
+        known[row] = Stacked(tuple(array[None] for array in made), {}, 0)
     passed = through(model, params, x, at, segments, range(layer, layer + 1), known, sources=lengths)
     alone = {
         row: jax.tree.map(lambda y, i=made.index: y[i : i + 1], (made.arrays, made.readers))
@@ -180,14 +183,14 @@ def _found(
     model: Transformer, params: PyTree, row: int, seen: list[list[_Seen]], forms: list[str], dtype: str
 ) -> Found:
     p = weights.row(params, row)
-    kernels = [np.asarray(p[name]["kernel"], np.float64) for name in ("k_proj", "v_proj")]
-    keys, values = [_stored(params, row, form, seen, dtype) for form in ("k", "v")]
-    known, out, refused, name = condition(kernels[0]), [], {}, model.plan.name(row)
+    keys, values = [_stored(p, form, seen, dtype) for form in ("k", "v")]
+    known, out, refused, name = condition(SLIM["k"].kernels(p)[0]), [], {}, model.plan.name(row)
     for form in forms:
         if form == "x":
             out.append(Candidate(row, "x", EXACT))
             continue
-        (rows, others), (a, b) = ((keys, values), kernels) if form == "k" else ((values, keys), kernels[::-1])
+        rows, others = (keys, values) if form == "k" else (values, keys)
+        a, b = SLIM[form].kernels(p)
         found = known if form == "k" else condition(a)
         if found >= SINGULAR:
             refused[form] = f"{name}: W_{form.upper()} is singular (condition {found:.1e})"
@@ -219,14 +222,11 @@ class _Rows:
     rounded: np.ndarray
 
 
-def _stored(params: PyTree, row: int, form: str, seen: list[list[_Seen]], dtype: str) -> list[_Rows]:
+def _stored(p: PyTree, form: str, seen: list[list[_Seen]], dtype: str) -> list[_Rows]:
     """Keys (form "k") or values ("v") of both halves; keys are rounded with their bias."""
-    p = weights.row(params, row)["k_proj" if form == "k" else "v_proj"]
-    bias = np.asarray(p["bias"], np.float64) if "bias" in p and form == "k" else 0.0
-    own = p if form == "k" else {"kernel": p["kernel"]}
-    out = []
+    bias, out = SLIM[form].origin(p), []
     for half in seen:
-        rows = np.concatenate([np.asarray(linear(one.h, own))[one.some] for one in half])
+        rows = np.concatenate([np.asarray(SLIM[form].project(p, one.h)[0])[one.some] for one in half])
         (back,) = rounded((jnp.asarray(rows)[:, None],), dtype)
         out.append(_Rows(rows.astype(np.float64) - bias, np.asarray(back[:, 0], np.float64) - bias))
     return out
@@ -244,7 +244,7 @@ def solve(rows: np.ndarray, wanted: np.ndarray) -> list[np.ndarray]:
 
 def _with_error(c: Candidate, model: Transformer, params: PyTree, rows, wanted) -> Candidate:
     """The candidate with the error of its matrix, rounded to the dtype of the model's weights."""
-    dtype = weights.row(params, c.row)["k_proj"]["kernel"].dtype
+    dtype = params["embed"].dtype
     assert c.matrix is not None
     with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow, which is then reported
         got = rows @ c.matrix.astype(dtype).astype(np.float64)

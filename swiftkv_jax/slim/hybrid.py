@@ -14,12 +14,13 @@ import numpy as np
 
 from swiftkv_jax import weights
 from swiftkv_jax.cache import Encoded
+from swiftkv_jax.matrices import SINGULAR, between, condition
 from swiftkv_jax.model import Transformer
-from swiftkv_jax.rows import FORMS, rounded
+from swiftkv_jax.rows import FORMS, SLIM, rounded
 from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.slim.calibrate import EXACT, FITTED, solve
 from swiftkv_jax.slim.texts import Pieces
-from swiftkv_jax.surgery import SINGULAR, between, condition, to_slim
+from swiftkv_jax.surgery import to_slim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Hybrid:
 def hybrids(model: Transformer, params: PyTree, fit: Pieces, kept: Pieces, dtype: str) -> list[Hybrid]:
     """The hybrids by the exact inverse, and by one fitted to keys as a cache of `dtype` rounds them; none if
     keys do not determine their input."""
-    kernel = np.asarray(weights.row(params, model.plan.cross[0])["k_proj"]["kernel"], np.float64)
+    kernel = SLIM["k"].kernels(weights.row(params, model.plan.cross[0]))[0]
     if FORMS["k"].refuses(model.config) or condition(kernel) >= SINGULAR:
         return []
 

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.cache import Encoded
-from swiftkv_jax.model import Transformer, forward, logits
+from swiftkv_jax.ends import logits
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.rows import rounded
+from swiftkv_jax.scan import forward
 from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.slim.texts import Pieces
 

@@ -20,12 +20,14 @@ from swiftkv_jax import weights
 from swiftkv_jax.analysis.similarity import layer_inputs
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.checks import integer
+from swiftkv_jax.ends import normalised
 from swiftkv_jax.errors import Parser, UsageError, exit_code
 from swiftkv_jax.layers import before, queries
-from swiftkv_jax.model import Transformer, angles_and_segments, normalised
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.progress import show, working
 from swiftkv_jax.rows import FORMS
+from swiftkv_jax.scan import angles_and_segments
 from swiftkv_jax.shapes import Array, Float, PyTree
 from swiftkv_jax.slim import texts
 

@@ -9,27 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_jax import weights
+from swiftkv_jax import predict, weights
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.cache import Cache
 from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.distill import predict_step, prediction
+from swiftkv_jax.distill import predict_step
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import OptimizerConfig, PredictionLossConfig
 from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.ends import embed, logits
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.common import dispatch
-from swiftkv_jax.model import (
-    Transformer,
-    angles_and_segments,
-    embed,
-    forward,
-    logits,
-    rows_at,
-    through,
-)
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.predict import Predicted
+from swiftkv_jax.scan import angles_and_segments, forward, rows_at, through
 
 LLAMA_70B = ModelConfig(
     vocab_size=128256,
@@ -231,8 +225,9 @@ def test_training_a_predictor_counts_the_programs_own_matmuls(plan, weight, rema
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         batch = Batch(tokens=tokens, targets=tokens, positions=positions, segments=ones, mask=ones * 1.0)
         params = steps.merge(trained, frozen.student)
-        own, small, x, rows = predict_step.passes(recipe, params, batch, predict_step.last_layers(recipe))
-        total = jnp.sum((x - own.x) ** 2) + prediction.differences(rows, rows, batch.mask)
+        own, small, x, rows = predict_step.passes(recipe, params, batch, (True, bool(weight)))
+        rows = predict.heads(base, params["base"], rows)
+        total = jnp.sum((x - own.x) ** 2) + predict_step.differences(rows, rows, batch.mask)
         return total + jnp.sum(small.x**2) * weight
 
     counted = per_token(jax.grad(program), trained, frozen, TOKENS)

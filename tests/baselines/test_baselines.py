@@ -17,11 +17,13 @@ from swiftkv_jax import baselines
 from swiftkv_jax.baselines import FFNSkip, LazyLLM, RandomPruning, StaticPruning, dense, generate, read
 from swiftkv_jax.baselines.dense import State, Work
 from swiftkv_jax.baselines.pruning import chosen
+from swiftkv_jax.ends import logits
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer, forward, logits
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.predict import Predicted
 from swiftkv_jax.rope import RopeConfig
+from swiftkv_jax.scan import forward
 
 LENGTHS = (9, 14, 1, 6)
 EXTRA = 4  # tokens after each prompt

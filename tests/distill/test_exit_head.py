@@ -18,9 +18,10 @@ from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
 from swiftkv_jax.distill.data import Batch
 from swiftkv_jax.distill.loop import summarise
 from swiftkv_jax.distill.run_folder import identity
+from swiftkv_jax.ends import embed, logits
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import angles_and_segments, embed, forward, logits, through
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.scan import angles_and_segments, forward, through
 from swiftkv_jax.surgery import to_swiftkv
 from swiftkv_jax.weights import count, weights
 

@@ -11,10 +11,11 @@ from tiny_models import ODD, PLAIN, tiny
 from swiftkv_jax import predict, weights
 from swiftkv_jax.distill.fit_predictor import fit
 from swiftkv_jax.distill.packing import Batch, Sample, assemble
+from swiftkv_jax.ends import embed
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import angles_and_segments, embed, through
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.predict import Predicted
+from swiftkv_jax.scan import angles_and_segments, through
 
 SHORT = dataclasses.replace(PLAIN, num_layers=2, windows=(), num_kv_heads=2, head_dim=8, hidden_size=32)
 READS = (0, 1, 0, 1)

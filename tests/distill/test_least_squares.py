@@ -13,9 +13,11 @@ from swiftkv_jax.distill import least_squares
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.data import Batch
 from swiftkv_jax.distill.packing import Sample, assemble
+from swiftkv_jax.ends import embed
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer, angles_and_segments, embed, through
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.scan import angles_and_segments, through
 
 SPLIT, LAYERS, WIDTH, HEAD = 2, 5, 24, 8
 FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}

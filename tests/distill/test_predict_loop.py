@@ -28,10 +28,11 @@ from swiftkv_jax.distill.config import (
 )
 from swiftkv_jax.distill.fields import override
 from swiftkv_jax.distill.main import main
+from swiftkv_jax.ends import logits
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer, logits
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
 
 STEPS = 12

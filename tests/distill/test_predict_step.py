@@ -15,9 +15,10 @@ from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import OptimizerConfig, PredictionLossConfig
 from swiftkv_jax.distill.data import Batch
 from swiftkv_jax.distill.predict_step import PREDICT, batch_loss, evaluate_batch, passes, split
-from swiftkv_jax.model import forward, logits
+from swiftkv_jax.ends import logits
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.predict import Predicted
+from swiftkv_jax.scan import forward
 
 STANDARD = KVPlan.standard(4)
 NORMED = dataclasses.replace(ODD, windows=())  # biases, per-head norms, tied

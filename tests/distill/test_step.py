@@ -19,11 +19,13 @@ from swiftkv_jax.distill.config import (
     PlanConfig,
 )
 from swiftkv_jax.distill.data import Batch, DataConfig
+from swiftkv_jax.ends import logits
 from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import Implementation
-from swiftkv_jax.model import Transformer, forward, logits
+from swiftkv_jax.model import Transformer
 from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.scan import forward
 from swiftkv_jax.surgery import to_swiftkv
 
 CONFIG = ModelConfig(

@@ -14,7 +14,7 @@ from swiftkv_jax.cache import Cache
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import step
+from swiftkv_jax.loop import step
 from swiftkv_jax.plan import KVPlan, Prediction
 from swiftkv_jax.predict import Caches, Predicted
 

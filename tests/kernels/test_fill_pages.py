@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from swiftkv_jax.cache import Cache, make_batch
 from swiftkv_jax.kernels.fused_kv_fill.pages import Tokens, begun_here, pages_of
 from swiftkv_jax.layers import rotary
-from swiftkv_jax.model import make_rows
+from swiftkv_jax.loop import make_rows
 from swiftkv_jax.surgery import fold_shared_norm
 
 PAGE, SLOTS, TOKENS = 4, 5, 24
@@ -43,7 +43,8 @@ def filled(net, params, fill, dtype, x, position, starts):
     if fill:
         params = fold_shared_norm(net, params)
     at, batch = rotary(net.config, position, cache.capacity), make_batch(starts, position)
-    after = make_rows(net, params, net.plan.depth, x, at, batch, cache)
+    depth = net.plan.depth
+    after, _ = make_rows(net, params, net.plan.made_at(depth), depth, x, at, batch, cache)
 
     def values(cache):
         k, v = cache.stores["kv"]

@@ -15,12 +15,12 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import swiftkv_jax as skv
+from swiftkv_jax.matrices import between
 from swiftkv_jax.progress import Doing
 from swiftkv_jax.slim import sources
 from swiftkv_jax.slim.__main__ import main
 from swiftkv_jax.slim.calibrate import EXACT, Candidate, candidates, converted
 from swiftkv_jax.slim.texts import Pieces
-from swiftkv_jax.surgery import between
 
 WIDTH, DECODERS = 48, 2
 SINGULAR, FAR = 0, 1  # layers of the spoilt model's cross-attention
