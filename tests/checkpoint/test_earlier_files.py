@@ -51,12 +51,11 @@ def test_an_adapter_keeps_its_predictor_and_its_auxiliary(written):
 
 
 def test_a_run_goes_on_where_it_stopped(written):
-    """Resumed at its last step, it exports what was exported then; with more steps, it trains on."""
+    """Resumed at its second step, it ends where that commit's own run of all four steps ended."""
     assert main(["--config", "config.py", "--out", "run", "--resume"]) == 0
+    lines = [json.loads(line) for line in (written / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
     old, new = (load_file(written / place / "model.safetensors") for place in ("student", "run/export"))
     assert old.keys() == new.keys()
     for name, tensor in old.items():
-        np.testing.assert_array_equal(new[name], tensor, err_msg=name)
-    assert main(["--config", "config.py", "--out", "run", "--resume", "--set", "steps=4"]) == 0
-    lines = [json.loads(line) for line in (written / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 4] or lines[-1]["step"] == 4
+        np.testing.assert_allclose(new[name], tensor, rtol=0, atol=1e-6, err_msg=name)

@@ -1,4 +1,4 @@
-"""A run of four steps, two of which commit 50b455b made."""
+"""A run of four steps, of which commit 50b455b made two and then all."""
 
 from swiftkv_jax.distill.config import Experiment, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.data import DataConfig
@@ -12,7 +12,7 @@ config = Experiment(
     optimizer=OptimizerConfig(learning_rate=1e-2),
     dtype="float32",
     export_dtype="float32",
-    steps=2,
+    steps=4,
     remat=False,
     checkpoint_every=2,
 )
