@@ -6,7 +6,7 @@ variable SWIFTKV_API_KEY may hold a key.
 
 import sys
 
-from swiftkv_jax.commands import serve
+from swiftkv_jax.cli.commands import serve
 
 if __name__ == "__main__":
     sys.exit(serve())

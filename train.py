@@ -2,7 +2,7 @@
 
 import sys
 
-from swiftkv_jax.commands import train
+from swiftkv_jax.cli.commands import train
 
 if __name__ == "__main__":
     sys.exit(train())

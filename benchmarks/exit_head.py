@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks.common import interleaved, ratio
 from swiftkv_jax.checkpoint.hf import from_pretrained
+from swiftkv_jax.common.errors import UsageError, exit_code
+from swiftkv_jax.common.folder import read_text
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageError, exit_code
-from swiftkv_jax.folder import read_text
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 

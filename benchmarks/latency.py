@@ -23,17 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import in_rounds, interleaved, machine, ratio, seconds_of
-from swiftkv_jax import LLM, SamplingParams, weights
+from swiftkv_jax import LLM, SamplingParams
 from swiftkv_jax.analysis.flops import flops_table
 from swiftkv_jax.analysis.prediction_flops import Sizes, prediction_table
-from swiftkv_jax.cache import Cache
 from swiftkv_jax.checkpoint.adapter import from_pretrained
 from swiftkv_jax.compare.times import empty, reader
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.loop import step
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted, generator
+from swiftkv_jax.core.surgery import to_slim
 from swiftkv_jax.kernels.common import dispatch
-from swiftkv_jax.loop import step
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted, generator
-from swiftkv_jax.surgery import to_slim
 
 
 @dataclasses.dataclass(frozen=True)

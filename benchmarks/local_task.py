@@ -9,8 +9,8 @@ import json
 import lzma
 from pathlib import Path
 
-from swiftkv_jax.distill.sources import split_of
-from swiftkv_jax.folder import DEMO
+from swiftkv_jax.common.folder import DEMO
+from swiftkv_jax.distill.data.sources import split_of
 
 NAME, COUNT, WORDS = "swiftkv_last_word", 200, 60
 _METRICS = [{"metric": "acc"}, {"metric": "perplexity", "aggregation": "perplexity"}]

@@ -57,7 +57,7 @@ def prompts(heads: int, tokens: int, dtype: str) -> dict[str, Callable]:
     import numpy as np
 
     import swiftkv_jax as skv
-    from swiftkv_jax import weights
+    from swiftkv_jax.core import weights
 
     width, layers = heads * HEAD, 4
     config = skv.ModelConfig(

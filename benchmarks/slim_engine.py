@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import swiftkv_jax as skv
 from benchmarks.common import RESULTS, machine, not_measured, write
 from benchmarks.throughput import measure, report, workload
-from swiftkv_jax import weights
+from swiftkv_jax.core import weights
 
 NAME, TITLE = "slim_engine", "Slim attention, served"
 SHAPES = {

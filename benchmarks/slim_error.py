@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import RESULTS, machine
-from swiftkv_jax.errors import exit_code
+from swiftkv_jax.common.errors import exit_code
 from swiftkv_jax.slim.__main__ import convert
 from swiftkv_jax.slim.__main__ import parser as slim_parser
 

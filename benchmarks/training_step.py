@@ -22,16 +22,16 @@ import optax
 from benchmarks.common import interleaved, machine
 from swiftkv_jax.analysis.flops import training_flops_per_token
 from swiftkv_jax.checkpoint.hf import from_pretrained
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.ends import head
+from swiftkv_jax.core.layers import norm
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.scan import forward
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
-from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.ends import head
+from swiftkv_jax.distill.data.loader import Batch
 from swiftkv_jax.kernels.common import dispatch
-from swiftkv_jax.layers import norm
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.scan import forward
 
 
 def two_forwards_step(

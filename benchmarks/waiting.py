@@ -19,9 +19,9 @@ import numpy as np
 
 import swiftkv_jax as skv
 from benchmarks.common import RESULTS, in_turn, machine, table, write
-from swiftkv_jax.checks import above, integer
+from swiftkv_jax.common.checks import above, integer
+from swiftkv_jax.common.errors import exit_code
 from swiftkv_jax.engine.request import Request
-from swiftkv_jax.errors import exit_code
 
 ONE = skv.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 

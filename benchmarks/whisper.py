@@ -21,15 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import interleaved, machine
-from swiftkv_jax import to_slim, weights
+from swiftkv_jax import to_slim
 from swiftkv_jax.checkpoint.generation import GenerationDefaults
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.errors import exit_code
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.speech import window_request
-from swiftkv_jax.errors import exit_code
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
 
 SOURCE, CONTEXT, VOCAB = 1500, 448, 51_865
 BEGUN = {"decoder_start_token_id": 50_258}

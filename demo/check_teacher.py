@@ -17,12 +17,12 @@ import numpy as np  # noqa: E402
 
 from demo.bigram import held_out_nats  # noqa: E402
 from swiftkv_jax.checkpoint.hf import from_pretrained  # noqa: E402
+from swiftkv_jax.core.ends import head  # noqa: E402
+from swiftkv_jax.core.layers import norm  # noqa: E402
+from swiftkv_jax.core.scan import forward  # noqa: E402
 from swiftkv_jax.distill import loss as losses  # noqa: E402
-from swiftkv_jax.distill.data import DataConfig, evaluation_batches  # noqa: E402
-from swiftkv_jax.distill.sources import open_documents, split_of  # noqa: E402
-from swiftkv_jax.ends import head  # noqa: E402
-from swiftkv_jax.layers import norm  # noqa: E402
-from swiftkv_jax.scan import forward  # noqa: E402
+from swiftkv_jax.distill.data.loader import DataConfig, evaluation_batches  # noqa: E402
+from swiftkv_jax.distill.data.sources import open_documents, split_of  # noqa: E402
 from swiftkv_jax.text.tokenizer import load_tokenizer  # noqa: E402
 
 CORPUS = (str(ROOT / "demo" / "corpus.jsonl.xz"),)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 
 _DTYPES = {0: np.float32, 4: np.float16, 5: ml_dtypes.bfloat16}
 _SPECIALS = {

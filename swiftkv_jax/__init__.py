@@ -1,18 +1,18 @@
 """SwiftKV and its relatives in JAX: cheaper prompts, smaller caches, distilled and served in one place."""
 
 from swiftkv_jax.analysis.flops import cache_bytes_per_token, flops_table
-from swiftkv_jax.cache import Cache
 from swiftkv_jax.checkpoint.adapter import from_pretrained, save_pretrained
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.errors import UsageError, UsageWarning
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan, Prediction, Row
+from swiftkv_jax.config.rope import RopeConfig
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.loop import step
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.surgery import layer_pruned, to_slim, to_swiftkv
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageError, UsageWarning
-from swiftkv_jax.loop import step
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan, Prediction, Row
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.rope import RopeConfig
-from swiftkv_jax.surgery import layer_pruned, to_slim, to_swiftkv
 from swiftkv_jax.version import __version__
 
 __all__ = [

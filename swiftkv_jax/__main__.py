@@ -2,7 +2,7 @@
 
 import sys
 
-from swiftkv_jax.commands import main
+from swiftkv_jax.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
-from swiftkv_jax.checks import integer
-from swiftkv_jax.errors import UsageError, explained
-from swiftkv_jax.folder import read_json
-from swiftkv_jax.shapes import Float
+from swiftkv_jax.common.checks import integer
+from swiftkv_jax.common.errors import UsageError, explained
+from swiftkv_jax.common.folder import read_json
+from swiftkv_jax.core.shapes import Float
 
 _PCM, _FLOAT, _ALAW, _ULAW, _EXTENSIBLE = 1, 3, 6, 7, 0xFFFE  # wav's formats of samples
 _UNKNOWN = 0xFFFFFFFF  # a size that is not known, or stands in the chunk "ds64" of RF64

@@ -32,10 +32,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax import baselines
+from swiftkv_jax.common.errors import UsageError, exit_code, suggest
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.sequence import Choice, Sequence
-from swiftkv_jax.errors import UsageError, exit_code, suggest
 from swiftkv_jax.text.tokenizer import Tokenizer
 
 try:

@@ -18,17 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from swiftkv_jax import predict, sharding, surgery, weights
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core import predict, sharding, surgery, weights
+from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import predict_step
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LossConfig, OptimizerConfig, PredictionLossConfig
-from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.distill.data.loader import Batch
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.kernels.causal_attention import reference, splash
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan, Prediction
 
 CONFIG = ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import swiftkv_jax as skv
-from swiftkv_jax import predict, sharding, weights
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.families import FAMILIES
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.core import predict, sharding, weights
+from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.engine import loop
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.families import FAMILIES
-from swiftkv_jax.model import Transformer
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "head_dim": 8}
 GQA = ModelConfig(**SIZES, num_heads=4, num_kv_heads=2, qk_norm=True, family="qwen3")

@@ -12,7 +12,7 @@ import transformers
 
 from swiftkv_jax import audio
 from swiftkv_jax.audio import AudioSettings
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 
 WHISPER = AudioSettings()
 WAVS = Path(__file__).with_name("wavs")

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from swiftkv_jax import checks
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common import checks
+from swiftkv_jax.common.errors import UsageError
 
 REFUSED = [
     (lambda: checks.integer("x", True), "x must be an integer, not True"),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax import commands
 from swiftkv_jax.analysis import similarity
+from swiftkv_jax.cli import commands
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRIES = {"swiftkv-train": commands.train, "train.py": commands.train}
@@ -143,7 +143,7 @@ def test_the_package_runs_as_the_command(tmp_path):
 WITHOUT = """
 import sys
 sys.modules |= dict.fromkeys(("lm_eval", "starlette", "uvicorn", "pydantic", "prometheus_client"))
-from swiftkv_jax import commands
+from swiftkv_jax.cli import commands
 for entry, words in ((commands.evaluate, []), (commands.serve, ["--http", "127.0.0.1:0"])):
     sys.argv = [entry.__name__, *words]
     print(entry())

@@ -12,20 +12,20 @@ from tiny_models import PLAIN, tiny
 from tokenizers_made import make_tokenizer
 
 import swiftkv_jax as skv
-from swiftkv_jax import predict
 from swiftkv_jax.analysis.prediction_flops import Sizes, prediction_table
 from swiftkv_jax.baselines import FFNSkip, RandomPruning
+from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.compare import __main__ as command
 from swiftkv_jax.compare import evaluation, row_errors, systems, times
 from swiftkv_jax.compare.evaluation import Answers, Point, Prompts
 from swiftkv_jax.compare.systems import System, full_depth
 from swiftkv_jax.compare.training import experiment
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core import predict
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.scan import forward, of_rows
 from swiftkv_jax.distill.config import LossConfig, PlanConfig, PredictConfig, PredictionLossConfig
-from swiftkv_jax.distill.sources import open_documents, split_of
-from swiftkv_jax.ends import logits
-from swiftkv_jax.folder import DEMO
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.scan import forward, of_rows
+from swiftkv_jax.distill.data.sources import open_documents, split_of
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 ROWS = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (5, 12)).astype(np.int32)

@@ -10,10 +10,10 @@ import pytest
 from huggingface_hub import ModelCard
 
 import swiftkv_jax as skv
-from swiftkv_jax import convert as command
-from swiftkv_jax.convert import convert, main
+from swiftkv_jax.cli import convert as command
+from swiftkv_jax.cli.convert import convert, main
 from swiftkv_jax.distill.config import PlanConfig
-from swiftkv_jax.distill.data import DataConfig, evaluation_batches
+from swiftkv_jax.distill.data.loader import DataConfig, evaluation_batches
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

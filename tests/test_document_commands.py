@@ -27,8 +27,7 @@ from tiny_models import tiny
 from tokenizers_made import CHATML, make_tokenizer
 
 import swiftkv_jax as skv
-from swiftkv_jax import convert
-from swiftkv_jax.cli import distil, plan, push
+from swiftkv_jax.cli import convert, distil, plan, push
 from swiftkv_jax.distill import main as training
 from swiftkv_jax.distill import pair
 from swiftkv_jax.distill.config import load_experiment
@@ -92,7 +91,7 @@ MODULES = ("swiftkv_jax.slim", "swiftkv_jax.slim.threshold", "swiftkv_jax.compar
 MODULES += ("benchmarks.papers.flops", "benchmarks.papers.cache_dtypes")
 MODULES += ("benchmarks.throughput", "benchmarks.peers", "benchmarks.serving", "benchmarks.slim_engine")
 RUNS |= {name: module(name) for name in MODULES}
-NAMES = {"train.py": "swiftkv train", "swiftkv_jax.convert": "swiftkv convert"}
+NAMES = {"train.py": "swiftkv train", "swiftkv_jax.cli.convert": "swiftkv convert"}
 NAMES |= {"serve.py": "serve", "swiftkv serve": "serve"}
 # Words of the documents for what is tiny here.
 WORDS = {

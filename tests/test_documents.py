@@ -29,8 +29,8 @@ from tiny_models import tiny
 from tokenizers_made import CHATML, make_tokenizer
 
 import swiftkv_jax as skv
-from swiftkv_jax import commands, convert, predict
-from swiftkv_jax.cli import distil, plan, push
+from swiftkv_jax.cli import commands, convert, distil, plan, push
+from swiftkv_jax.core import predict
 from swiftkv_jax.distill import main as distill
 from swiftkv_jax.distill.config import load_experiment
 from swiftkv_jax.distill.fields import override

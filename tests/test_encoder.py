@@ -13,18 +13,18 @@ import pytest
 import torch
 import transformers
 
-from swiftkv_jax.cache import Cache, Sources
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.encoder import encode, fill
-from swiftkv_jax.ends import logits
-from swiftkv_jax.layers import relative_bias
-from swiftkv_jax.loop import step
-from swiftkv_jax.rows import rounded
-from swiftkv_jax.scan import forward
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.core.cache import Cache, Sources
+from swiftkv_jax.core.encoder import encode, fill
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.layers import relative_bias
+from swiftkv_jax.core.loop import step
+from swiftkv_jax.core.rows import rounded
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.surgery import hadamard_inputs, to_slim
 from swiftkv_jax.slim.measure import Reference
 from swiftkv_jax.slim.texts import Beside, Pieces
-from swiftkv_jax.surgery import hadamard_inputs, to_slim
 
 LENGTHS = [13, 30, 5]
 T5_CONFIG = {

@@ -11,18 +11,18 @@ import pytest
 from tiny_models import PLAIN, tiny
 
 import swiftkv_jax as skv
-from swiftkv_jax import weights
 from swiftkv_jax.analysis.prediction_flops import Sizes
-from swiftkv_jax.cache import Cache
 from swiftkv_jax.compare import __main__ as compare
 from swiftkv_jax.compare.evaluation import Prompts, answers_by_rows
 from swiftkv_jax.compare.systems import Source, System, full_depth
-from swiftkv_jax.layers import MLPS, Dense, linear_weights
-from swiftkv_jax.loop import step
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rows import FORMS, KeysValues
-from swiftkv_jax.scan import forward
-from swiftkv_jax.surgery import to_swiftkv
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.layers import MLPS, Dense, linear_weights
+from swiftkv_jax.core.loop import step
+from swiftkv_jax.core.rows import FORMS, KeysValues
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.surgery import to_swiftkv
 
 TOKENS = 19
 

@@ -16,9 +16,9 @@ import torch
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
+from swiftkv_jax.common.errors import UsageError, UsageWarning
+from swiftkv_jax.core.surgery import hadamard_inputs
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.errors import UsageError, UsageWarning
-from swiftkv_jax.surgery import hadamard_inputs
 
 NEW = [name for name, (family, _) in hf_models.CASES.items() if family not in ("llama", "mistral")]
 NEW = [name for name in NEW if not name.startswith("qwen")]

@@ -7,16 +7,16 @@ import pytest
 import tiny_engine as tiny
 
 import swiftkv_jax as skv
-from swiftkv_jax.config import plan_from_hf
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import plan_from_hf
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.rope import NONE, RopeConfig
+from swiftkv_jax.core.matrices import hadamard
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.surgery import hadamard_inputs, to_slim
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.matrices import hadamard
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rope import NONE, RopeConfig
-from swiftkv_jax.scan import forward
 from swiftkv_jax.slim.measure import Reference
 from swiftkv_jax.slim.texts import Pieces
-from swiftkv_jax.surgery import hadamard_inputs, to_slim
 
 FREE = {"num_kv_heads": 4, "head_dim": 12, "rope": RopeConfig(rope_type=NONE)}
 PIECES = {1: 1, 7: 1, 48: 16, 60: 4, 384: 128, 512: 128, 768: 128}  # width -> numbers transformed together

@@ -10,9 +10,9 @@ from tokenizers_made import CHATML, END, make_tokenizer
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.write import GENERATION_FILES, TOKENIZER_FILES
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.distill.main import main as train
-from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 CONFIG = ModelConfig(
@@ -27,7 +27,7 @@ CONFIG = ModelConfig(
 )
 EXPERIMENT = """
 from swiftkv_jax.distill.config import Experiment, PlanConfig
-from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.data.loader import DataConfig
 
 data = DataConfig(sources=({data!r},), seq_len=16, batch_size=2)
 config = Experiment(

@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import ODD, PLAIN, tiny
 
-from swiftkv_jax import weights
-from swiftkv_jax.cache import Cache
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.ends import logits
-from swiftkv_jax.layers import kernel_of, linear
-from swiftkv_jax.loop import step
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rope import RopeConfig
-from swiftkv_jax.rows import rounded
-from swiftkv_jax.scan import forward
-from swiftkv_jax.surgery import to_slim, to_swiftkv
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.rope import RopeConfig
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.layers import kernel_of, linear
+from swiftkv_jax.core.loop import step
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.rows import rounded
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.surgery import to_slim, to_swiftkv
 
 LAYERS = 4
 LENGTHS = (19, 4, 11)

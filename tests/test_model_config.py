@@ -6,11 +6,11 @@ import json
 import pytest
 import transformers
 
-from swiftkv_jax.config import ModelConfig, plan_from_hf
-from swiftkv_jax.config_json import FULL_ATTENTION
-from swiftkv_jax.errors import UsageError, UsageWarning
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rope import RopeConfig
+from swiftkv_jax.common.errors import UsageError, UsageWarning
+from swiftkv_jax.config.hf import FULL_ATTENTION
+from swiftkv_jax.config.model import ModelConfig, plan_from_hf
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.rope import RopeConfig
 
 COMMON = {
     "attention_dropout": 0.0,

@@ -15,9 +15,9 @@ from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.surgery import to_swiftkv
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.surgery import to_swiftkv
 
 pytestmark = pytest.mark.usefixtures("as_users_compile")
 

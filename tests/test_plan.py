@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan, Prediction, Row
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import KVPlan, Prediction, Row
 
 FULL = 2**30
 

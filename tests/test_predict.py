@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from tiny_models import ODD, PLAIN, tiny
 
-from swiftkv_jax import predict, surgery, weights
-from swiftkv_jax.cache import Cache
-from swiftkv_jax.ends import logits
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.loop import step
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.predict import Caches, Predicted
-from swiftkv_jax.scan import forward as full
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core import predict, surgery, weights
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.loop import step
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Caches, Predicted
+from swiftkv_jax.core.scan import forward as full
 
 LAYERS, LENGTHS, PAGE, SLOTS, PAGES = 4, (13, 1, 6), 3, 5, 20
 STANDARD = KVPlan.standard(LAYERS)

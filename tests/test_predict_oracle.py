@@ -16,15 +16,15 @@ import torch
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from swiftkv_jax import predict, weights
-from swiftkv_jax.cache import Cache
 from swiftkv_jax.checkpoint.hf import from_pretrained
-from swiftkv_jax.ends import logits
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.layers import rms_norm, rotary, rotate
-from swiftkv_jax.loop import step
-from swiftkv_jax.plan import Prediction
-from swiftkv_jax.predict import Caches, Predicted
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import Prediction
+from swiftkv_jax.core import predict, weights
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.layers import rms_norm, rotary, rotate
+from swiftkv_jax.core.loop import step
+from swiftkv_jax.core.predict import Caches, Predicted
 
 PROMPT, NEW = 23, 16
 PREDICT_ROWS = predict.predict_rows

@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 
-from swiftkv_jax import weights
 from swiftkv_jax.checkpoint.names import slots
-from swiftkv_jax.config import ModelConfig, plan_from_hf
-from swiftkv_jax.config_json import FULL_ATTENTION
-from swiftkv_jax.errors import UsageError, UsageWarning
-from swiftkv_jax.layers import inverse_frequencies
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.common.errors import UsageError, UsageWarning
+from swiftkv_jax.config.hf import FULL_ATTENTION
+from swiftkv_jax.config.model import ModelConfig, plan_from_hf
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.layers import inverse_frequencies
 
 FOLDER = Path(__file__).parent / "published_configs"
 # Checkpoint -> its number of parameters, as the hub counts them (a tied head once).

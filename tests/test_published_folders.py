@@ -12,9 +12,9 @@ import transformers
 from published_folders import FOLDERS, make, theirs
 
 import swiftkv_jax as skv
-from swiftkv_jax.errors import UsageWarning
-from swiftkv_jax.families import FAMILIES
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.common.errors import UsageWarning
+from swiftkv_jax.config.families import FAMILIES
+from swiftkv_jax.config.plan import KVPlan
 
 CHAT = [{"role": "user", "content": "the cat sat on the mat"}]
 TEXT = "the dog sat on the log"

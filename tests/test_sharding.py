@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec
 from processes_made import found_on
 
-from swiftkv_jax import predict, sharding, weights
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan, Prediction
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core import predict, sharding, weights
+from swiftkv_jax.core.model import Transformer
 
 QUICK = ["swiftkv (2, 2, 2)", "generate (2, 2, 2)", "guess (2, 2, 2)"]
 LONG = [

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax import weights
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.rope import RopeConfig
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.surgery import to_slim
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.k_cache_attention.api import k_cache_attention, x_cache_attention
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rope import RopeConfig
-from swiftkv_jax.surgery import to_slim
 
 TOKENS, HEADS, INPUTS, THETA = 13, 4, 24, 100.0
 PLACE = (

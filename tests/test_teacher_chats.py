@@ -11,13 +11,13 @@ from tiny_models import tiny
 from tokenizers_made import CHATML, make_tokenizer
 
 import swiftkv_jax as skv
-from swiftkv_jax import teacher_chats
+from swiftkv_jax.cli import teacher_chats
+from swiftkv_jax.cli.teacher_chats import Sampling
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill.config import Experiment, PlanConfig
-from swiftkv_jax.distill.data import DataConfig
-from swiftkv_jax.distill.samples import Samples
-from swiftkv_jax.distill.sources import open_documents
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.teacher_chats import Sampling
+from swiftkv_jax.distill.data.loader import DataConfig
+from swiftkv_jax.distill.data.samples import Samples
+from swiftkv_jax.distill.data.sources import open_documents
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 CONFIG = skv.ModelConfig(

@@ -50,7 +50,8 @@ def test_the_metadata_say_what_the_package_is(site):
 
 def test_serve_answers_with_the_demo_from_the_wheel_alone(site, tmp_path):
     program = (
-        "import sys; sys.argv[0] = 'swiftkv-serve'; from swiftkv_jax.commands import serve; sys.exit(serve())"
+        "import sys; sys.argv[0] = 'swiftkv-serve'\n"
+        "from swiftkv_jax.cli.commands import serve; sys.exit(serve())"
     )
     flags = [
         "--input",

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import weights
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.engine.engine import Engine
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
 
 LAYERS, VOCAB, CONTEXT, EOS = 4, 258, 96, 257
 PLANS = {

@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 
-from swiftkv_jax import weights
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
 
 SIZES = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 40, "num_layers": 4, "num_heads": 4}
 PLAIN = ModelConfig(**SIZES, num_kv_heads=2, head_dim=12)

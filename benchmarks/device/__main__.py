@@ -16,7 +16,7 @@ from benchmarks.device.ledger import Ledger, pack, unpack
 from benchmarks.device.shapes import shape_of
 from benchmarks.device.student import CHATS
 from demo import smollm2
-from swiftkv_jax.errors import UsageError, exit_code
+from swiftkv_jax.common.errors import UsageError, exit_code
 from swiftkv_jax.kernels.check.supervisor import Measurement, Supervisor, write_whole
 
 WORKER = (sys.executable, "-m", "benchmarks.device.worker")

@@ -11,11 +11,11 @@ import numpy as np
 import swiftkv_jax as skv
 from benchmarks.common import timed
 from benchmarks.device.shapes import shape_of
-from swiftkv_jax import weights
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.shapes import PyTree, Weight
 from swiftkv_jax.engine.runner import MODES, Runner
 from swiftkv_jax.engine.warm import WarmUp
-from swiftkv_jax.shapes import PyTree, Weight
 
 PLANS = {"standard": None, "SwiftKV 50 %": 1, "+ 2-way AcrossKV": 2}  # layers that share a row
 

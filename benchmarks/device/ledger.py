@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from swiftkv_jax.folder import read_json
+from swiftkv_jax.common.folder import read_json
 from swiftkv_jax.kernels.check.supervisor import Measurement, write_whole
 
 ROOT = Path(__file__).parents[2]

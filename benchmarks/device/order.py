@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from benchmarks.device.engine import PLANS
 from benchmarks.device.shapes import Shape, shape_of
+from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.engine.kernels import calls_of
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.kernels.check.calls import UNFUSED, known
 from swiftkv_jax.kernels.check.decide import choose, contest
 from swiftkv_jax.kernels.check.supervisor import Measurement
 from swiftkv_jax.kernels.common.case import Call
-from swiftkv_jax.plan import KVPlan
 
 SECONDS = {  # by task or part of it: expected on an H100, and at most
     "hardware": (8, 60),

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.device.shapes import shape_of
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.config.plan import KVPlan
 
 DECODED = 17  # tokens of each prompt that are generated
 TOGETHER = 4  # prompts that are read in one call

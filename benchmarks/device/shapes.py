@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.folder import CONFIGS
+from swiftkv_jax.common.folder import CONFIGS
+from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.kernels.check.calls import CANDIDATES, UNFUSED
 
 

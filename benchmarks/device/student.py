@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from demo import smollm2
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.convert import costs
+from swiftkv_jax.cli.convert import costs
+from swiftkv_jax.common.folder import DEMO
+from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.distill import loop
 from swiftkv_jax.distill.config import AttentionConfig, Experiment
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.folder import DEMO
 from swiftkv_jax.kernels.check.supervisor import write_whole
 
 PROMPTS = Path(__file__).with_name("prompts.txt")  # one a line, in no chat that a student trains on

@@ -13,12 +13,12 @@ import numpy as np
 from benchmarks.device.engine import random_weights
 from benchmarks.device.shapes import Shape, shape_of
 from swiftkv_jax.analysis.flops import CHIPS
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import AttentionConfig, LossConfig, OptimizerConfig
-from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.distill.data.loader import Batch
 from swiftkv_jax.kernels.check.calls import medians
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
 
 NEAR = 5e-2  # largest relative distance of two kernels' bfloat16 results that counts as rounding
 _PROBED = 32  # positions of a row

@@ -24,17 +24,17 @@ import numpy as np
 import swiftkv_jax as skv
 from benchmarks.common import RESULTS, machine
 from swiftkv_jax.checkpoint.hf import local_folder
+from swiftkv_jax.cli.convert import CORPUS, apart
 from swiftkv_jax.cli.plan import config_of
-from swiftkv_jax.convert import CORPUS, apart
+from swiftkv_jax.common.errors import exit_code
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.rows import rounded
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.shapes import Array, Hidden, PyTree
 from swiftkv_jax.distill import loop
 from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, PlanConfig
-from swiftkv_jax.distill.data import Batch, DataConfig, evaluation_batches
-from swiftkv_jax.ends import logits
-from swiftkv_jax.errors import exit_code
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.rows import rounded
-from swiftkv_jax.scan import forward
-from swiftkv_jax.shapes import Array, Hidden, PyTree
+from swiftkv_jax.distill.data.loader import Batch, DataConfig, evaluation_batches
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 EXACT, DTYPES = "float32", ("bfloat16", "float8_e4m3fn", "int8")

@@ -13,9 +13,9 @@ import sys
 from benchmarks.common import table
 from swiftkv_jax.analysis.flops import flops_table
 from swiftkv_jax.cli.plan import config_of
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import exit_code
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.common.errors import exit_code
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
 
 PAPER = ("vocab", "kv", "qo", "mlp", "attention", "total")
 BLOG = ("vocab", "q", "k", "v", "o", "mlp", "attention", "total")

@@ -12,9 +12,9 @@ from pathlib import Path
 from benchmarks.common import RESULTS, SYSTEMS, normalised_tflops, write
 from benchmarks.serving import bench, report, workloads
 from benchmarks.serving.timeline import DETAILS
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.config_json import read_config_json
-from swiftkv_jax.errors import Parser, UsageError, exit_code, suggest
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code, suggest
+from swiftkv_jax.config.hf import read_config_json
+from swiftkv_jax.config.model import ModelConfig
 
 WORKLOADS = ("fixed", "sharegpt", "rates", "budgets")
 _GOALS = ("ttft", "tpot", "e2el")

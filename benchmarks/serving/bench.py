@@ -17,8 +17,8 @@ from benchmarks.serving.servers import Server, found, started
 from benchmarks.serving.system import system
 from benchmarks.serving.timeline import arrivals, summary
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

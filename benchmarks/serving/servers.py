@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.serving.client import Target
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 _COMPILED = re.compile(r"^\w*?compilations_total(?:\{.*\})? (\S+)$", re.M)

@@ -12,7 +12,7 @@ import sys
 
 import swiftkv_jax as skv
 from benchmarks.common import SYSTEMS, Variant, engine, machine, variants
-from swiftkv_jax.errors import exit_code
+from swiftkv_jax.common.errors import exit_code
 from swiftkv_jax.server import server
 from swiftkv_jax.server.app import Api
 from swiftkv_jax.server.settings import HttpSettings

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.serving.client import Ask
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 
 LENGTHS = (2000, 8000, 32000, 128000)  # tokens in, of the paper's throughput figures and table A.2
 OUTPUTS = 256

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from swiftkv_jax.folder import private
+from swiftkv_jax.common.folder import private
 from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.kernels.check.calls import CANDIDATES, known
 from swiftkv_jax.kernels.check.machine import Machine

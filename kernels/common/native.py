@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jax
 
-from swiftkv_jax.folder import private
+from swiftkv_jax.common.folder import private
 
 STORED = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")  # rows that the C++ reads and writes
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-DNDEBUG")

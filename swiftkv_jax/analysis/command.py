@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from swiftkv_jax.checkpoint.hf import from_pretrained
-from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
-from swiftkv_jax.folder import read_text
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.progress import show, working
-from swiftkv_jax.shapes import Int, PyTree
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
+from swiftkv_jax.common.folder import read_text
+from swiftkv_jax.common.progress import show, working
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.shapes import Int, PyTree
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 MIN_TOKENS = 16  # an average over fewer says nothing about the model

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.analysis import command, plots
-from swiftkv_jax.ends import embed, exit_logits, logits
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.progress import show, working
-from swiftkv_jax.scan import angles_and_segments, through
-from swiftkv_jax.shapes import Bool, Float, Int, PyTree
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.progress import show, working
+from swiftkv_jax.core.ends import embed, exit_logits, logits
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.scan import angles_and_segments, through
+from swiftkv_jax.core.shapes import Bool, Float, Int, PyTree
 
 THRESHOLD = 0.95  # the paper's rule
 BINS = 20

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from swiftkv_jax.cache import EIGHT_BIT
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import SELF, KVPlan, Prediction
-from swiftkv_jax.rows import FORMS
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import SELF, KVPlan, Prediction
+from swiftkv_jax.core.cache import EIGHT_BIT
+from swiftkv_jax.core.rows import FORMS
 
 
 class Chip(NamedTuple):

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from swiftkv_jax.checks import above, integer, number
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import Parser, UsageError, exit_code
-from swiftkv_jax.plan import Prediction, ascending
+from swiftkv_jax.common.checks import above, integer, number
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import Prediction, ascending
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

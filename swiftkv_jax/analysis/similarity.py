@@ -17,13 +17,13 @@ import numpy as np
 
 from swiftkv_jax.analysis import command, plots
 from swiftkv_jax.analysis.flops import flops_table
-from swiftkv_jax.ends import embed
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.progress import show, working
-from swiftkv_jax.scan import angles_and_segments, through
-from swiftkv_jax.shapes import Float, Int, PyTree, Tokens
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.progress import show, working
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.ends import embed
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.scan import angles_and_segments, through
+from swiftkv_jax.core.shapes import Float, Int, PyTree, Tokens
 
 THRESHOLD = 0.5
 

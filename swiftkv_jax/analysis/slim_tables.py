@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import Parser, exit_code
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.common.errors import Parser, exit_code
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
 
 K = 1024
 

@@ -10,8 +10,8 @@ from swiftkv_jax.baselines.ffn_skip import FFNSkip
 from swiftkv_jax.baselines.generate import Baseline, check, follow, generate, read, stream
 from swiftkv_jax.baselines.lazy_llm import LazyLLM
 from swiftkv_jax.baselines.pruning import RandomPruning, StaticPruning
-from swiftkv_jax.checks import choice
-from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.common.checks import choice
+from swiftkv_jax.common.errors import UsageError, suggest
 
 __all__ = [
     "Baseline",

@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import weights
 from swiftkv_jax.analysis.prediction_flops import Sizes
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.ends import logits, normalised
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.ends import logits, normalised
+from swiftkv_jax.core.layers import MLPS, Rotary, before, decoder_layer, queries, rotary
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.pytree import pytree
+from swiftkv_jax.core.rows import FORMS
+from swiftkv_jax.core.shapes import Array, Bool, Float, Int, PyTree, Queries
 from swiftkv_jax.kernels.common.mask import visible, weights_of
-from swiftkv_jax.layers import MLPS, Rotary, before, decoder_layer, queries, rotary
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.pytree import pytree
-from swiftkv_jax.rows import FORMS
-from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Queries
 
 Positions = Int[Array, "B n"]
 Slots = Bool[Array, "B S"]

@@ -11,16 +11,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax import weights
 from swiftkv_jax.baselines import dense
 from swiftkv_jax.baselines.dense import State, Step
-from swiftkv_jax.checks import integer, number
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.ends import embed
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.layers import MLPS, after, before
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Tokens
+from swiftkv_jax.common.checks import integer, number
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.ends import embed
+from swiftkv_jax.core.layers import MLPS, after, before
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.shapes import Array, Bool, Float, Int, PyTree, Tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ import numpy as np
 
 from swiftkv_jax.baselines.dense import State, Step
 from swiftkv_jax.baselines.ffn_skip import FFNSkip
-from swiftkv_jax.checks import integer
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree, Tokens
+from swiftkv_jax.common.checks import integer
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.shapes import Array, Bool, Float, Int, PyTree, Tokens
 
 _PIECE = 16  # tokens that `stream` computes at a time
 _SHORTEST = 3  # prompts are padded to 2 to this power at least

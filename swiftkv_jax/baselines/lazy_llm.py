@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from swiftkv_jax.analysis.prediction_flops import lazy_share
 from swiftkv_jax.baselines import dense
 from swiftkv_jax.baselines.dense import Slots, State, Step
-from swiftkv_jax.checks import above, integer
-from swiftkv_jax.ends import embed
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.shapes import Array, Float, Int, PyTree, Tokens
+from swiftkv_jax.common.checks import above, integer
+from swiftkv_jax.core.ends import embed
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.shapes import Array, Float, Int, PyTree, Tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

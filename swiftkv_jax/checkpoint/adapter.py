@@ -20,19 +20,19 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from swiftkv_jax import predict, weights
 from swiftkv_jax.checkpoint import hf, write
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checkpoint.names import Slot
 from swiftkv_jax.checkpoint.write import ADAPTER, AUXILIARY, PREDICTOR
-from swiftkv_jax.checks import choice, integer
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.folder import read_json
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.common.checks import choice, integer
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.folder import read_json
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core import predict, weights
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 _FORMAT = 2

@@ -6,10 +6,10 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 
-from swiftkv_jax.checks import integer, number, whole
-from swiftkv_jax.config_json import read_config_json
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.gguf_header import gguf_of
+from swiftkv_jax.common.checks import integer, number, whole
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.gguf_header import gguf_of
+from swiftkv_jax.config.hf import read_config_json
 from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.gguf_config import ROPE_FACTORS
-from swiftkv_jax.gguf_header import Header, Stored
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.gguf import ROPE_FACTORS
+from swiftkv_jax.config.gguf_header import Header, Stored
 
 # llama.cpp's name of a part -> the published one.
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

@@ -14,19 +14,19 @@ import numpy as np
 import safetensors
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from swiftkv_jax import sharding, weights
-from swiftkv_jax.bucket import fetched, is_bucket
 from swiftkv_jax.checkpoint import gguf
 from swiftkv_jax.checkpoint.names import Slot, as_dtype, bare_names, ignored, slots
 from swiftkv_jax.checkpoint.write import ADAPTER, AUXILIARY, INDEX, SINGLE, has_extras, save_pretrained
-from swiftkv_jax.config import DTYPES, ModelConfig, plan_from_hf
-from swiftkv_jax.config_json import is_swiftkv, read_config_json, said_dtype
-from swiftkv_jax.errors import UsageError, explained, first_line
-from swiftkv_jax.folder import inside
-from swiftkv_jax.gguf_header import SUFFIX, gguf_of, read_header
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.shapes import Array, PyTree, Weight
+from swiftkv_jax.common.bucket import fetched, is_bucket
+from swiftkv_jax.common.errors import UsageError, explained, first_line
+from swiftkv_jax.common.folder import inside
+from swiftkv_jax.config.gguf_header import SUFFIX, gguf_of, read_header
+from swiftkv_jax.config.hf import is_swiftkv, read_config_json, said_dtype
+from swiftkv_jax.config.model import DTYPES, ModelConfig, plan_from_hf
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import sharding, weights
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.shapes import Array, PyTree, Weight
 from swiftkv_jax.text.tokenizer_files import FILES as TOKENIZER_FILES
 
 __all__ = ["from_pretrained", "local_folder", "save_pretrained"]

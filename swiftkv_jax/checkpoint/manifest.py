@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from swiftkv_jax.bucket import Place, listing
+from swiftkv_jax.common.bucket import Place, listing
 
 NAME = "manifest.json"
 _THREADS = 8  # hashing and fsync release the interpreter's lock

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from swiftkv_jax import weights
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import SELF, KVPlan
-from swiftkv_jax.rows import FORMS
-from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import SELF, KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.rows import FORMS
+from swiftkv_jax.core.shapes import PyTree
 
 Path = tuple[str | int, ...]
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.core.shapes import PyTree
 
 _LISTED = 10  # differences that one message names
 

@@ -22,11 +22,11 @@ from typing import Any
 
 import jax
 
-from swiftkv_jax.bucket import Place, at, is_bucket
 from swiftkv_jax.checkpoint import manifest, storable
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.processes import any_process, from_first
-from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.common.bucket import Place, at, is_bucket
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.processes import any_process, from_first
+from swiftkv_jax.core.shapes import PyTree
 
 _TEMPORARY = "*.orbax-checkpoint-tmp*"
 _log = logging.getLogger(__name__)

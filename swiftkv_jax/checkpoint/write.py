@@ -18,17 +18,17 @@ import safetensors
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
-from swiftkv_jax import weights
 from swiftkv_jax.audio import PREPROCESSORS
-from swiftkv_jax.bucket import is_bucket, sent
 from swiftkv_jax.checkpoint.names import Slot, as_dtype, leaves, slots
-from swiftkv_jax.config import DTYPES
-from swiftkv_jax.config_json import OWN_CODE, read_config_json
-from swiftkv_jax.errors import UsageError, UsageWarning
-from swiftkv_jax.folder import inside
-from swiftkv_jax.gguf_header import gguf_of, read_header
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.common.bucket import is_bucket, sent
+from swiftkv_jax.common.errors import UsageError, UsageWarning
+from swiftkv_jax.common.folder import inside
+from swiftkv_jax.config.gguf_header import gguf_of, read_header
+from swiftkv_jax.config.hf import OWN_CODE, read_config_json
+from swiftkv_jax.config.model import DTYPES
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.text.gguf_tokenizer import tokenizer_files
 from swiftkv_jax.text.tokenizer_files import FILES as TOKENIZER_FILES
 

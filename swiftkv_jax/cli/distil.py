@@ -10,28 +10,28 @@ from pathlib import Path
 
 import jax
 
-from swiftkv_jax import sharding, weights
-from swiftkv_jax.bucket import Home, at, path_or_url
 from swiftkv_jax.checkpoint.hf import local_folder
-from swiftkv_jax.checks import integer
 from swiftkv_jax.cli import splits
+from swiftkv_jax.cli.convert import apart, serving
 from swiftkv_jax.cli.plan import config_of
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.convert import apart, serving
+from swiftkv_jax.cli.teacher_chats import sources_with_chats
+from swiftkv_jax.common.bucket import Home, at, path_or_url
+from swiftkv_jax.common.checks import integer
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
+from swiftkv_jax.common.progress import Say, show, working
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.distill import kernels
 from swiftkv_jax.distill.config import LEAST_SQUARES, AttentionConfig, Experiment, OptimizerConfig, PlanConfig
-from swiftkv_jax.distill.data import DataConfig, DataLoader
+from swiftkv_jax.distill.data.loader import DataConfig, DataLoader
+from swiftkv_jax.distill.data.sources import open_documents
 from swiftkv_jax.distill.fields import override
 from swiftkv_jax.distill.loop import train
 from swiftkv_jax.distill.main import FieldsParser
 from swiftkv_jax.distill.run_folder import check_free
-from swiftkv_jax.distill.sources import open_documents
 from swiftkv_jax.distill.start import check_vocabulary
-from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.kernels.check import machine as machines
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.progress import Say, show, working
-from swiftkv_jax.teacher_chats import sources_with_chats
 from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 AUTO = "auto"

@@ -10,20 +10,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from swiftkv_jax import sharding
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.cli import splits
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.convert import apart
+from swiftkv_jax.cli.convert import apart
+from swiftkv_jax.common.progress import Say
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import sharding
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.shapes import PyTree
+from swiftkv_jax.core.surgery import check_teacher
 from swiftkv_jax.distill.config import Experiment, PlanConfig
-from swiftkv_jax.distill.data import DataConfig, DataLoader, evaluation_batches
-from swiftkv_jax.distill.packing import Batch
+from swiftkv_jax.distill.data.loader import DataConfig, DataLoader, evaluation_batches
+from swiftkv_jax.distill.data.packing import Batch
 from swiftkv_jax.distill.start import check_vocabulary
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.progress import Say
-from swiftkv_jax.shapes import PyTree
-from swiftkv_jax.surgery import check_teacher
 from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 _ROWS = 4  # of a batch on each device

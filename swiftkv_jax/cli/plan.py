@@ -10,22 +10,22 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax import weights
 from swiftkv_jax.analysis.flops import CHIPS, Chip, cache_bytes_per_token, prompt_gflop
 from swiftkv_jax.analysis.similarity import layer_similarity, suggested_split
-from swiftkv_jax.bucket import is_bucket
 from swiftkv_jax.checkpoint.hf import local_folder
-from swiftkv_jax.checks import integer
 from swiftkv_jax.cli import splits
-from swiftkv_jax.config import ModelConfig, plan_from_hf
-from swiftkv_jax.config_json import read_config_json
-from swiftkv_jax.convert import check_standard
+from swiftkv_jax.cli.convert import check_standard
+from swiftkv_jax.common.bucket import is_bucket
+from swiftkv_jax.common.checks import integer
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code, first_line
+from swiftkv_jax.common.progress import Say, show, working
+from swiftkv_jax.config.hf import read_config_json
+from swiftkv_jax.config.model import ModelConfig, plan_from_hf
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.engine.settings import MEMORY_FRACTION
-from swiftkv_jax.errors import Parser, UsageError, exit_code, first_line
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.progress import Say, show, working
 
 CONTEXT = 8192  # prompt tokens to plan for, or the model's context if that is shorter
 SHARES = (1, 2, 4)

@@ -4,11 +4,11 @@ import argparse
 from pathlib import Path
 
 from swiftkv_jax.checkpoint.write import ADAPTER, INDEX, SINGLE
-from swiftkv_jax.config import plan_from_hf
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code, first_line
+from swiftkv_jax.common.progress import Say, show, working
+from swiftkv_jax.config.model import plan_from_hf
+from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.distill.report import LIBRARY
-from swiftkv_jax.errors import Parser, UsageError, exit_code, first_line
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.progress import Say, show, working
 
 
 def parser() -> Parser:

@@ -10,22 +10,22 @@ from types import SimpleNamespace
 
 import jax
 
-from swiftkv_jax import weights
 from swiftkv_jax.analysis import flops, hlo
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.progress import Say, show, working
+from swiftkv_jax.config.families import FAMILIES
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.sharding import make_mesh
+from swiftkv_jax.core.surgery import widened
 from swiftkv_jax.distill.compile_only import compiled, gib, topology
 from swiftkv_jax.engine.dtypes import usual_dtype
 from swiftkv_jax.engine.engine import make_runner
 from swiftkv_jax.engine.memory import allocated, described
 from swiftkv_jax.engine.runner import MODES, Runner
 from swiftkv_jax.engine.settings import MEMORY_FRACTION, Settings, empty_pool, settle
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.families import FAMILIES
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.progress import Say, show, working
-from swiftkv_jax.sharding import make_mesh
-from swiftkv_jax.surgery import widened
 
 # What the check on the device is expected to choose.
 KERNELS = {"tpu": {"attention": "pallas_tpu", "write": "pallas_tpu"}, "gpu": {"attention": "pallas_gpu"}}

@@ -7,15 +7,15 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.progress import Say, working
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.distill import loop
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import Experiment
-from swiftkv_jax.distill.packing import Batch
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.progress import Say, working
-from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.distill.data.packing import Batch
 
 MOST_KL = 0.5  # nats per token
 

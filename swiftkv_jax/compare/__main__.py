@@ -8,7 +8,10 @@ from pathlib import Path
 from swiftkv_jax.analysis import command, plots
 from swiftkv_jax.analysis.prediction_flops import Sizes
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
-from swiftkv_jax.checks import integer
+from swiftkv_jax.common.checks import integer
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
+from swiftkv_jax.common.folder import DEMO
+from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.compare import times
 from swiftkv_jax.compare.evaluation import (
     FIT_TOKENS,
@@ -35,12 +38,9 @@ from swiftkv_jax.compare.systems import (
     total,
 )
 from swiftkv_jax.compare.training import trained
-from swiftkv_jax.errors import Parser, UsageError, exit_code, explained
-from swiftkv_jax.folder import DEMO
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.kernels.common import dispatch
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.progress import show, working
 
 
 def parser() -> Parser:

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import predict
 from swiftkv_jax.baselines import Baseline, dense, read
-from swiftkv_jax.distill.data import DataLoader, evaluation_batches
-from swiftkv_jax.distill.packing import Batch
-from swiftkv_jax.distill.samples import DataConfig
-from swiftkv_jax.ends import logits
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted, generator
-from swiftkv_jax.scan import forward
-from swiftkv_jax.shapes import Float, Int, PyTree
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.core import predict
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted, generator
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.shapes import Float, Int, PyTree
+from swiftkv_jax.distill.data.loader import DataLoader, evaluation_batches
+from swiftkv_jax.distill.data.packing import Batch
+from swiftkv_jax.distill.data.samples import DataConfig
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 FIT_TOKENS = 32_768  # of training documents, for the closed-form starts

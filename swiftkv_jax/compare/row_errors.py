@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.compare.evaluation import ROWS
-from swiftkv_jax.predict import Predicted, heads, predict_rows, read
-from swiftkv_jax.scan import of_rows
-from swiftkv_jax.shapes import Float, Int, PyTree
+from swiftkv_jax.core.predict import Predicted, heads, predict_rows, read
+from swiftkv_jax.core.scan import of_rows
+from swiftkv_jax.core.shapes import Float, Int, PyTree
 
 BINS = 100
 _SEEN = 0.999  # share of the differences within the histograms' range

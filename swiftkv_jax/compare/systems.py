@@ -13,8 +13,14 @@ from swiftkv_jax.baselines import Baseline, FFNSkip, LazyLLM, RandomPruning, Sta
 from swiftkv_jax.baselines.ffn_skip import cosines
 from swiftkv_jax.checkpoint.adapter import check_tokenizers
 from swiftkv_jax.checkpoint.hf import from_pretrained, read_model
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.compare import evaluation
 from swiftkv_jax.compare.evaluation import Prompts
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.shapes import PyTree
+from swiftkv_jax.core.surgery import layer_pruned, to_swiftkv
 from swiftkv_jax.distill import fit_predictor, least_squares
 from swiftkv_jax.distill.config import (
     LEAST_SQUARES,
@@ -23,13 +29,7 @@ from swiftkv_jax.distill.config import (
     PredictConfig,
     PredictionLossConfig,
 )
-from swiftkv_jax.distill.packing import Batch
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.shapes import PyTree
-from swiftkv_jax.surgery import layer_pruned, to_swiftkv
+from swiftkv_jax.distill.data.packing import Batch
 
 _NAME = "KV prediction"
 _SPLITS = (0.125, 0.375, 0.5, 0.75)  # of the depth

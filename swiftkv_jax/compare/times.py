@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.cache import Cache, make_batch
-from swiftkv_jax.ends import embed, logits
-from swiftkv_jax.loop import run, step
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Caches, Predicted, cached, fill, generator, split_layers
-from swiftkv_jax.shapes import Array, Int, PyTree
+from swiftkv_jax.core.cache import Cache, make_batch
+from swiftkv_jax.core.ends import embed, logits
+from swiftkv_jax.core.loop import run, step
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Caches, Predicted, cached, fill, generator, split_layers
+from swiftkv_jax.core.shapes import Array, Int, PyTree
 
 SHORT = (64, 59)  # the KV prediction paper's prompts, and tokens of each, as in TriviaQA (section 6.3)
 MANY = 8  # prompts of the curve over lengths (figure 5b)

@@ -5,12 +5,12 @@ import re
 from pathlib import Path
 
 from swiftkv_jax.checkpoint.adapter import from_pretrained
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.compare.evaluation import ROWS, TRAINED
 from swiftkv_jax.compare.systems import System
 from swiftkv_jax.distill.config import Experiment, MeshConfig, OptimizerConfig, PlanConfig
+from swiftkv_jax.distill.data.samples import DataConfig
 from swiftkv_jax.distill.loop import train
-from swiftkv_jax.distill.samples import DataConfig
-from swiftkv_jax.errors import UsageError
 
 
 def experiment(system: System, model: str, text: str, length: int, steps: int) -> Experiment:

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
-from swiftkv_jax import sharding, weights
 from swiftkv_jax.analysis import flops, hlo
+from swiftkv_jax.common.errors import UsageError, first_line, suggest
+from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import Experiment
-from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.distill.data.loader import Batch
 from swiftkv_jax.distill.kernels import candidates
-from swiftkv_jax.errors import UsageError, first_line, suggest
 from swiftkv_jax.kernels.causal_attention import stand_in
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError
 

@@ -6,15 +6,15 @@ import json
 import sys
 from pathlib import Path
 
-from swiftkv_jax.checks import above, choice, integer, number
-from swiftkv_jax.config import DTYPES, ModelConfig
-from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.common.checks import above, choice, integer, number
+from swiftkv_jax.common.errors import UsageError, suggest
+from swiftkv_jax.common.folder import CONFIGS, PACKAGE
+from swiftkv_jax.config.model import DTYPES, ModelConfig
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core.surgery import INITS
+from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.distill.trackers import TRACKERS
-from swiftkv_jax.errors import UsageError, suggest
-from swiftkv_jax.folder import CONFIGS, PACKAGE
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.surgery import INITS
 
 TRAINABLE = ("swiftkv", "upper", "all", "predictor")
 SCHEDULES = ("linear", "cosine", "constant")

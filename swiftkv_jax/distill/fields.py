@@ -9,10 +9,10 @@ import types
 import typing
 from collections.abc import Sequence
 
-from swiftkv_jax.checks import whole
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.checks import whole
+from swiftkv_jax.common.errors import UsageError, suggest
+from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.distill.config import Experiment
-from swiftkv_jax.errors import UsageError, suggest
 
 _WIDTH, _COLUMN = 100, 27  # of a line; where meanings begin in --help
 _Config = typing.TypeVar("_Config")  # a dataclass
@@ -58,7 +58,7 @@ def _part(hint) -> type | None:
 def _name(hint) -> str:
     if isinstance(hint, type) and not typing.get_args(hint):
         return hint.__name__
-    return str(hint).replace("swiftkv_jax.config.", "")
+    return str(hint).replace("swiftkv_jax.config.model.", "")
 
 
 def _default(field: dataclasses.Field) -> str:

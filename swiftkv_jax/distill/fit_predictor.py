@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.core.predict import Predicted, read
+from swiftkv_jax.core.rows import PLAIN
+from swiftkv_jax.core.scan import of_rows
+from swiftkv_jax.core.shapes import Array, PyTree
+from swiftkv_jax.core.sharding import constrain
+from swiftkv_jax.distill.data.packing import Batch
 from swiftkv_jax.distill.least_squares import Moments, solve
-from swiftkv_jax.distill.packing import Batch
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.predict import Predicted, read
-from swiftkv_jax.rows import PLAIN
-from swiftkv_jax.scan import of_rows
-from swiftkv_jax.shapes import Array, PyTree
-from swiftkv_jax.sharding import constrain
 
 _einsum = partial(jnp.einsum, precision="highest")
 

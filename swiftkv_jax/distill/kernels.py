@@ -6,11 +6,11 @@ from pathlib import Path
 
 import jax
 
-from swiftkv_jax import processes
 from swiftkv_jax.checkpoint.hf import local_folder
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common import processes
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.distill.config import AttentionConfig, Experiment
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.kernels.check.calls import CANDIDATES
 from swiftkv_jax.kernels.check.decide import LIMITS, Limits, decide

@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import weights
-from swiftkv_jax.distill.packing import Batch
-from swiftkv_jax.ends import embed
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.layers import before, shared_norm_weights, unit_norm
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.rows import PLAIN
-from swiftkv_jax.scan import angles_and_segments, of_rows, through
-from swiftkv_jax.shapes import Array, PyTree
-from swiftkv_jax.sharding import constrain
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.ends import embed
+from swiftkv_jax.core.layers import before, shared_norm_weights, unit_norm
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.rows import PLAIN
+from swiftkv_jax.core.scan import angles_and_segments, of_rows, through
+from swiftkv_jax.core.shapes import Array, PyTree
+from swiftkv_jax.core.sharding import constrain
+from swiftkv_jax.distill.data.packing import Batch
 
 _einsum = partial(jnp.einsum, precision="highest")
 RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)  # candidates tried on held-out batches, see `solve`

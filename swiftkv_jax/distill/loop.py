@@ -17,20 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from swiftkv_jax import processes, sharding, weights
 from swiftkv_jax.analysis import flops
-from swiftkv_jax.bucket import Home, Place
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.checkpoint.training import Checkpointer
+from swiftkv_jax.common import processes
+from swiftkv_jax.common.bucket import Home, Place
+from swiftkv_jax.common.errors import UsageError, first_line
+from swiftkv_jax.common.progress import Say, show, working
+from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.distill import kernels, report, run_folder, start, trackers
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import AttentionConfig, Experiment, resolved
-from swiftkv_jax.distill.data import Batch, DataLoader, evaluation_batches, longest_piece
+from swiftkv_jax.distill.data.loader import Batch, DataLoader, evaluation_batches, longest_piece
 from swiftkv_jax.distill.progress import Progress, Silence
-from swiftkv_jax.errors import UsageError, first_line
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError, device, preferred
-from swiftkv_jax.progress import Say, show, working
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax import sharding
-from swiftkv_jax.shapes import Array, Float, Int, PyTree
+from swiftkv_jax.core import sharding
+from swiftkv_jax.core.shapes import Array, Float, Int, PyTree
 
 Head = Callable[[Float[Array, "B c D"]], Float[Array, "B c V"]]
 

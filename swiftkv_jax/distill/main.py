@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from swiftkv_jax.bucket import at, path_or_url
-from swiftkv_jax.errors import Parser, UsageError, exit_code
+from swiftkv_jax.common.bucket import at, path_or_url
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code
 
 
 class _Fields(argparse.Action):
@@ -93,7 +93,7 @@ def _run(
 ) -> int:
     if bool(args.topology) != args.compile_only:
         raise UsageError("--compile-only and --topology go together")
-    from swiftkv_jax import processes
+    from swiftkv_jax.common import processes
     from swiftkv_jax.distill.config import from_package, load_experiment
     from swiftkv_jax.distill.fields import override
 
@@ -101,10 +101,10 @@ def _run(
         from swiftkv_jax.distill.compile_only import report
 
         return report(from_package(override(load_experiment(args.config), args.set)), args.topology)
+    from swiftkv_jax.common.progress import show
     from swiftkv_jax.distill.kernels import choose
     from swiftkv_jax.distill.loop import train
     from swiftkv_jax.distill.run_folder import check_free
-    from swiftkv_jax.progress import show
 
     if join is not None:
         join(args.distributed)

@@ -21,21 +21,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import predict, surgery
 from swiftkv_jax.checkpoint.adapter import check_tokenizers, save_adapter
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
-from swiftkv_jax.checks import integer
+from swiftkv_jax.common.checks import integer
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code
+from swiftkv_jax.common.progress import show, working
+from swiftkv_jax.config.plan import Prediction
+from swiftkv_jax.core import predict, surgery
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.shapes import Array, PyTree
 from swiftkv_jax.distill.config import MAPS, STARTS, PredictConfig
-from swiftkv_jax.distill.data import Batch, DataConfig, DataLoader, evaluation_batches
+from swiftkv_jax.distill.data.loader import Batch, DataConfig, DataLoader, evaluation_batches
 from swiftkv_jax.distill.fit_predictor import fit
-from swiftkv_jax.ends import logits
-from swiftkv_jax.errors import Parser, UsageError, exit_code
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import Prediction
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.progress import show, working
-from swiftkv_jax.scan import forward
-from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 _HELD_OUT = 6  # held-out batches

@@ -6,11 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import predict
 from swiftkv_jax.analysis import flops
+from swiftkv_jax.core import predict
+from swiftkv_jax.core.ends import embed, head
+from swiftkv_jax.core.layers import norm
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.rows import Raw
+from swiftkv_jax.core.scan import STREAM, Passed, angles_and_segments, of_rows, through
+from swiftkv_jax.core.shapes import Array, Float, Hidden, PyTree
+from swiftkv_jax.core.sharding import constrain
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill.config import PredictionLossConfig
-from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.distill.data.loader import Batch
 from swiftkv_jax.distill.fit_predictor import fit as least_squares
 from swiftkv_jax.distill.least_squares import like
 from swiftkv_jax.distill.step import (
@@ -23,14 +31,6 @@ from swiftkv_jax.distill.step import (
     merge,
     with_whole_head,
 )
-from swiftkv_jax.ends import embed, head
-from swiftkv_jax.layers import norm
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.rows import Raw
-from swiftkv_jax.scan import STREAM, Passed, angles_and_segments, of_rows, through
-from swiftkv_jax.shapes import Array, Float, Hidden, PyTree
-from swiftkv_jax.sharding import constrain
 
 
 def parts(recipe: Recipe) -> tuple[Predicted, PredictionLossConfig]:

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from swiftkv_jax.common.progress import Say, pause, show, ticking
 from swiftkv_jax.distill.trackers import Tracker
-from swiftkv_jax.progress import Say, pause, show, ticking
 
 
 class Progress:

@@ -8,11 +8,11 @@ from types import MappingProxyType
 
 from swiftkv_jax.analysis import plots
 from swiftkv_jax.analysis.flops import cache_bytes_per_token, prompt_gflop
+from swiftkv_jax.common.errors import explained
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.distill.config import Experiment
-from swiftkv_jax.errors import explained
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.predict import Predicted
 from swiftkv_jax.version import __version__
 
 LIBRARY = "swiftkv-jax"

@@ -5,9 +5,9 @@ import os
 import typing
 from pathlib import Path
 
-from swiftkv_jax.bucket import Place, reached
+from swiftkv_jax.common.bucket import Place, reached
+from swiftkv_jax.common.errors import UsageError, explained
 from swiftkv_jax.distill.config import Experiment, resolved
-from swiftkv_jax.errors import UsageError, explained
 
 _MAY_CHANGE = (  # fields of an Experiment that may differ when a run is resumed
     "log_every evaluate_every checkpoint_every keep_checkpoints trackers mesh attention evaluation "

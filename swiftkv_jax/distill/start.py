@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from swiftkv_jax import predict, surgery, weights
 from swiftkv_jax.checkpoint.adapter import check_tokenizers, save_pretrained
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
-from swiftkv_jax.config import ModelConfig, plan_from_hf
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig, plan_from_hf
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import predict, surgery, weights
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment
 from swiftkv_jax.distill.predict_step import PREDICT, split
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.text.tokenizer import Tokenizer
 
 Loaded = tuple[Transformer, PyTree]

@@ -10,25 +10,25 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from swiftkv_jax import sharding, weights
 from swiftkv_jax.analysis import flops
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import sharding, weights
+from swiftkv_jax.core.ends import embed, exit_logits, head
+from swiftkv_jax.core.layers import norm
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.pytree import pytree
+from swiftkv_jax.core.scan import angles_and_segments, forward, through
+from swiftkv_jax.core.shapes import Array, PyTree
+from swiftkv_jax.core.surgery import check_teacher, is_trained, to_swiftkv
 from swiftkv_jax.distill import least_squares
 from swiftkv_jax.distill import loss as losses
 from swiftkv_jax.distill.config import AttentionConfig, Experiment, LossConfig, OptimizerConfig
-from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.ends import embed, exit_logits, head
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.distill.data.loader import Batch
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION, causal_attention
 from swiftkv_jax.kernels.common import dispatch
-from swiftkv_jax.layers import norm
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.pytree import pytree
-from swiftkv_jax.scan import angles_and_segments, forward, through
-from swiftkv_jax.shapes import Array, PyTree
-from swiftkv_jax.surgery import check_teacher, is_trained, to_swiftkv
 
 
 @pytree

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from swiftkv_jax.errors import UsageError, first_line
+from swiftkv_jax.common.errors import UsageError, first_line
 
 # Tracker -> its module, and the package to install.
 NEEDS = {

@@ -6,12 +6,12 @@ import subprocess
 
 import jax
 
-from swiftkv_jax import weights
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.families import FAMILIES
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
 from swiftkv_jax.engine import kernels
-from swiftkv_jax.families import FAMILIES
 from swiftkv_jax.kernels.check import machine as machines
-from swiftkv_jax.plan import KVPlan
 
 AMPERE = (8, 0)  # the first compute capability with bfloat16 matrix units
 

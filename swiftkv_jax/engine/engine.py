@@ -9,7 +9,12 @@ from functools import partial
 import jax
 from jax.sharding import Mesh
 
-from swiftkv_jax.cache import Cache
+from swiftkv_jax.common.errors import UsageError, first_line
+from swiftkv_jax.common.processes import PeerLost
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted, cached, generator
+from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.engine import draft
 from swiftkv_jax.engine.followers import Alone
 from swiftkv_jax.engine.pages import Pages
@@ -21,11 +26,6 @@ from swiftkv_jax.engine.scheduler import Scheduler
 from swiftkv_jax.engine.sequence import BAD, RULED_OUT, Choice, Sequence
 from swiftkv_jax.engine.settings import Settings, empty_pool, of_auxiliary
 from swiftkv_jax.engine.warm import WarmUp
-from swiftkv_jax.errors import UsageError, first_line
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted, cached, generator
-from swiftkv_jax.processes import PeerLost
-from swiftkv_jax.shapes import PyTree
 
 _AHEAD = 2  # decode launches in flight: one runs, the next is queued behind it on the device
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted, transformers
-from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted, transformers
+from swiftkv_jax.core.shapes import PyTree
 
 _SEEN = 64  # numbers of each array, and of each layer where an array has several
 

@@ -18,10 +18,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.processes import Channel
 from swiftkv_jax.engine.loop import Inputs, Lanes, Survivors
 from swiftkv_jax.engine.sampling import Mode, Policy
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.processes import Channel
 
 _KINDS = {kind.__name__: kind for kind in (Inputs, Lanes, Survivors, Policy, Mode)}
 _PLAIN = (bool, int, type(None))

@@ -11,17 +11,17 @@ from jax.sharding import Mesh, NamedSharding
 
 from swiftkv_jax.checkpoint.adapter import local_folder, read_model
 from swiftkv_jax.checkpoint.generation import GenerationDefaults
-from swiftkv_jax.checks import integer
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.checks import integer
+from swiftkv_jax.common.errors import UsageError, UsageWarning, suggest
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted, transformers
+from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.engine import kernels
 from swiftkv_jax.engine.dtypes import dtype_here
 from swiftkv_jax.engine.kernels import Choice, choose
 from swiftkv_jax.engine.request import Request, RequestOutput, SamplingParams, encode
 from swiftkv_jax.engine.settings import Settings, model_encoder, source_len, usual_page
-from swiftkv_jax.errors import UsageError, UsageWarning, suggest
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted, transformers
-from swiftkv_jax.shapes import PyTree
 
 
 @runtime_checkable

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import jax
 
-from swiftkv_jax import cache, processes
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common import processes
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.rope import NONE
+from swiftkv_jax.core import cache
+from swiftkv_jax.core.rows import FORMS, PAGED, has_fill
 from swiftkv_jax.engine.names import AUTO, SAFE, named
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.kernels.check import machine as machines
@@ -19,9 +23,6 @@ from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.kernels.check.supervisor import START
 from swiftkv_jax.kernels.common.case import Call
 from swiftkv_jax.kernels.common.dispatch import ByKind
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rope import NONE
-from swiftkv_jax.rows import FORMS, PAGED, has_fill
 
 # Numbers of heads from which a CPU decodes over rows of keys no faster than over keys and values: with
 # float32 rows, and with narrower ones, which save less memory traffic for the same arithmetic.

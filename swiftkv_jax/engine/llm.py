@@ -15,7 +15,13 @@ from jax.sharding import Mesh
 
 from swiftkv_jax.checkpoint.adapter import from_pretrained, local_folder
 from swiftkv_jax.checkpoint.generation import GenerationDefaults, read_generation_config
-from swiftkv_jax.checks import integer
+from swiftkv_jax.common.checks import integer
+from swiftkv_jax.common.errors import UsageError, UsageWarning
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted, for_mesh, for_serving, generator, transformers
+from swiftkv_jax.core.shapes import PyTree
+from swiftkv_jax.core.sharding import tensor_mesh
+from swiftkv_jax.core.surgery import fold_shared_norm
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.engine import Engine, Group
 from swiftkv_jax.engine.fingerprint import fingerprint
@@ -54,12 +60,6 @@ from swiftkv_jax.engine.score import prompt_logprobs, scores
 from swiftkv_jax.engine.sequence import word
 from swiftkv_jax.engine.settings import Settings, check_fill, empty_pools, model_encoder, settle
 from swiftkv_jax.engine.speech import Transcription
-from swiftkv_jax.errors import UsageError, UsageWarning
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted, for_mesh, for_serving, generator, transformers
-from swiftkv_jax.shapes import PyTree
-from swiftkv_jax.sharding import tensor_mesh
-from swiftkv_jax.surgery import fold_shared_norm
 from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 

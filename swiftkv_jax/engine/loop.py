@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from swiftkv_jax.cache import Cache, Sources, make_batch
-from swiftkv_jax.ends import embed, exit_logits, logits
+from swiftkv_jax.core.cache import Cache, Sources, make_batch
+from swiftkv_jax.core.ends import embed, exit_logits, logits
+from swiftkv_jax.core.loop import make_rows, run, step
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.pytree import pytree
+from swiftkv_jax.core.shapes import Array, Bool, Float, Int, PyTree
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Tally, sample
-from swiftkv_jax.loop import make_rows, run, step
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.pytree import pytree
-from swiftkv_jax.shapes import Array, Bool, Float, Int, PyTree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from swiftkv_jax.cache import Cache
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.engine.engine import make_runner
 from swiftkv_jax.engine.settings import Settings
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.shapes import PyTree
 
 
 def working_bytes(

@@ -1,6 +1,6 @@
 """Names of kernels as a user gives them: NAME for every operation that has it, or operation=NAME."""
 
-from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.common.errors import UsageError, suggest
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION

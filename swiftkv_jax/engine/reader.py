@@ -6,9 +6,9 @@ from functools import partial
 
 import jax
 
-from swiftkv_jax.cache import Cache
-from swiftkv_jax.predict import Caches, Predicted, fill
-from swiftkv_jax.shapes import Int, PyTree
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.predict import Caches, Predicted, fill
+from swiftkv_jax.core.shapes import Int, PyTree
 
 
 @partial(jax.jit, static_argnames=("model",), donate_argnames=("caches",))

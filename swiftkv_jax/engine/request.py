@@ -5,8 +5,8 @@ import math
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 
-from swiftkv_jax.checks import above, flag, integer, number
-from swiftkv_jax.errors import UsageError, suggest
+from swiftkv_jax.common.checks import above, flag, integer, number
+from swiftkv_jax.common.errors import UsageError, suggest
 from swiftkv_jax.text.messages import conversation
 
 MAX_LOGPROBS = 20

@@ -10,8 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from swiftkv_jax import sharding
-from swiftkv_jax.cache import Cache, Sources
+from swiftkv_jax.core import sharding
+from swiftkv_jax.core.cache import Cache, Sources
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.shapes import Array, Int, PyTree
 from swiftkv_jax.engine.followers import Alone, repeated
 from swiftkv_jax.engine.loop import Exits, Inputs, Lanes, Scores, Survivors, decode, draw, run_any
 from swiftkv_jax.engine.reader import Reader
@@ -21,8 +23,6 @@ from swiftkv_jax.engine.sequence import Choice, Sequence
 from swiftkv_jax.engine.sources import SourceReader, read_source
 from swiftkv_jax.engine.warm import Program, WarmUp
 from swiftkv_jax.kernels.common import dispatch
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.shapes import Array, Int, PyTree
 
 # Few, so that few programs are compiled: greedy, plain sampling, and all that SamplingParams can ask for.
 MODES = (Mode(), Mode(sampled=True), Mode(*[True] * len(Mode._fields)))

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt
 
+from swiftkv_jax.core.pytree import pytree
+from swiftkv_jax.core.shapes import Array, Bool, Float, Int
 from swiftkv_jax.engine.request import MAX_LOGPROBS, MOST_STOPS
 from swiftkv_jax.engine.sequence import BAD, NONE_LEFT, Sequence
 from swiftkv_jax.kernels.common.dispatch import device
-from swiftkv_jax.pytree import pytree
-from swiftkv_jax.shapes import Array, Bool, Float, Int
 
 NO_ID = -1  # pads stop ids; no token has it
 

@@ -10,19 +10,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from swiftkv_jax import predict
-from swiftkv_jax.ends import logits
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.core import predict
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted, generator
+from swiftkv_jax.core.rows import rounded
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.shapes import Array, Int, PyTree
 from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
 from swiftkv_jax.engine.scheduler import power_of_two
 from swiftkv_jax.engine.sequence import NOT_FINITE
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
 from swiftkv_jax.kernels.prompt_attention.api import prompt_attention
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.predict import Predicted, generator
-from swiftkv_jax.rows import rounded
-from swiftkv_jax.scan import forward
-from swiftkv_jax.shapes import Array, Int, PyTree
 
 _BLOCK = 64  # positions whose logits exist at a time
 SHORTEST, _STEP = 128, 4  # the smallest compiled size, and the ratio of each size to the one before

@@ -13,26 +13,26 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxlib import xla_client
 
-from swiftkv_jax import weights
-from swiftkv_jax.cache import EIGHT_BIT, Cache
-from swiftkv_jax.checks import above, choice, flag, integer, number
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.checks import above, choice, flag, integer, number
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.processes import least as least_of_all
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import ENCODER
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.cache import EIGHT_BIT, Cache
+from swiftkv_jax.core.loop import step
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted, cached, transformers
+from swiftkv_jax.core.surgery import fold_shared_norm
 from swiftkv_jax.engine.loop import Exits
 from swiftkv_jax.engine.names import AUTO, SAFE, named
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.score import SHORTEST, scores
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.common.dispatch import PLATFORM_OF, ByKind, UnsupportedError
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
 from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
-from swiftkv_jax.loop import step
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import ENCODER
-from swiftkv_jax.predict import Predicted, cached, transformers
-from swiftkv_jax.processes import least as least_of_all
-from swiftkv_jax.surgery import fold_shared_norm
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *EIGHT_BIT)
 MEMORY_FRACTION = 0.9

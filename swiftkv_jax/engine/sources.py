@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from swiftkv_jax.cache import Cache, Sources
-from swiftkv_jax.encoder import fill
+from swiftkv_jax.core.cache import Cache, Sources
+from swiftkv_jax.core.encoder import fill
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.engine.scheduler import power_of_two
 from swiftkv_jax.engine.sequence import Sequence
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.shapes import PyTree
 
 _SMALLEST = 32  # positions: below these a source costs about the same whatever its length
 

@@ -19,6 +19,8 @@ import numpy as np
 from swiftkv_jax import audio
 from swiftkv_jax.audio import AudioSettings
 from swiftkv_jax.checkpoint.generation import Speech
+from swiftkv_jax.common.errors import UsageError, suggest
+from swiftkv_jax.core.shapes import Float
 from swiftkv_jax.engine.given import Loaded, decoder_start
 from swiftkv_jax.engine.request import (
     CompletionOutput,
@@ -27,8 +29,6 @@ from swiftkv_jax.engine.request import (
     RequestOutput,
     SamplingParams,
 )
-from swiftkv_jax.errors import UsageError, suggest
-from swiftkv_jax.shapes import Float
 
 TASKS = ("transcribe", "translate")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)

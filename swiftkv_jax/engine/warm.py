@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 
-from swiftkv_jax.errors import first_line
+from swiftkv_jax.common.errors import first_line
 
 _LOG = logging.getLogger(__name__)
 

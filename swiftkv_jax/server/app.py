@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Router
 
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.server import generate, openapi, page, schema, speech
 from swiftkv_jax.server.answers import encode
 from swiftkv_jax.server.errors import ApiError, clip

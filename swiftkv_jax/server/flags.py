@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from swiftkv_jax.checks import above, choice
+from swiftkv_jax.common.checks import above, choice
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.settings import Settings
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.server.settings import REFUSALS, HttpSettings
 
 DEFAULT = "127.0.0.1:8000"

@@ -12,11 +12,11 @@ from contextlib import AsyncExitStack, aclosing
 
 from starlette.responses import Response
 
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, SamplingParams, special_texts
 from swiftkv_jax.engine.sequence import RULED_OUT, Detokenizer, unfinished, word
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.server import answers, schema
 from swiftkv_jax.server.errors import MAX_ECHO, ApiError, clip
 from swiftkv_jax.server.service import Service

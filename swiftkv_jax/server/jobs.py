@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from swiftkv_jax.common.errors import UsageError, explained, suggest
+from swiftkv_jax.common.folder import read_text
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.request import Request, RequestOutput, SamplingParams
-from swiftkv_jax.errors import UsageError, explained, suggest
-from swiftkv_jax.folder import read_text
 
 EXAMPLES = (
     "The module provides",

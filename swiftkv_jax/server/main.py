@@ -12,16 +12,17 @@ from pathlib import Path
 
 import jax
 
-from swiftkv_jax import processes
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
-from swiftkv_jax.checks import choice
+from swiftkv_jax.common import processes
+from swiftkv_jax.common.checks import choice
+from swiftkv_jax.common.errors import Parser, UsageError, UsageWarning, exit_code
+from swiftkv_jax.common.folder import DEMO
+from swiftkv_jax.common.progress import LIVE, pause, ticking, working
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.sharding import mesh_axes, parse_mesh
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.request import RequestMetrics, SamplingParams
 from swiftkv_jax.engine.settings import CACHE_DTYPES, Settings, share_of
-from swiftkv_jax.errors import Parser, UsageError, UsageWarning, exit_code
-from swiftkv_jax.folder import DEMO
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.progress import LIVE, pause, ticking, working
 from swiftkv_jax.server import flags as http
 from swiftkv_jax.server.jobs import (
     DEFAULT_MAX_TOKENS,
@@ -35,7 +36,6 @@ from swiftkv_jax.server.jobs import (
     read_lines,
 )
 from swiftkv_jax.server.settings import TELL_S, HttpSettings
-from swiftkv_jax.sharding import mesh_axes, parse_mesh
 
 _DEMO = DEMO / "teacher"
 _ENGINE = {  # flag: help; fields of engine.Settings, with their types and defaults

@@ -15,9 +15,9 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Mapping
 
-from swiftkv_jax.checks import above
+from swiftkv_jax.common.checks import above
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code
 from swiftkv_jax.engine.settings import Settings
-from swiftkv_jax.errors import Parser, UsageError, exit_code
 from swiftkv_jax.server import affinity, flags
 from swiftkv_jax.server import main as serving
 

@@ -15,8 +15,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.request import MAX_LOGPROBS
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.server.errors import MAX_ECHO, ApiError, clip
 from swiftkv_jax.text.messages import message
 

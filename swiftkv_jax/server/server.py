@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.server.app import Api
 from swiftkv_jax.server.logs import Log
 from swiftkv_jax.server.protocol import protocol

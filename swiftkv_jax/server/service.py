@@ -20,13 +20,13 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
 
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.processes import PeerLost
 from swiftkv_jax.engine import score
 from swiftkv_jax.engine.engine import Engine, Group, Overloaded
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import Logprob, Request
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.processes import PeerLost
 from swiftkv_jax.server.admission import Admission, Load, Readers, Ticket, Turns
 from swiftkv_jax.server.errors import ApiError
 from swiftkv_jax.server.settings import HttpSettings

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from swiftkv_jax.checks import choice
+from swiftkv_jax.common.checks import choice
 
 TELL_S = 2.0  # seconds between progress lines while a server starts
 REFUSALS = (429, 503, 529)  # statuses after which clients wait and retry

@@ -14,10 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import Request
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.server import answers, schema
 from swiftkv_jax.server.errors import ApiError
 from swiftkv_jax.server.generate import Tally, model_failed

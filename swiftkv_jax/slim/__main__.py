@@ -15,16 +15,16 @@ from pathlib import Path
 
 from swiftkv_jax.analysis import command, plots
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
-from swiftkv_jax.cache import EIGHT_BIT
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder, save_pretrained
-from swiftkv_jax.checks import above, choice
-from swiftkv_jax.config import DTYPES
-from swiftkv_jax.errors import Parser, UsageError, exit_code
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import CHECKPOINT_FORMS, ENCODER, SELF, KVPlan
-from swiftkv_jax.progress import show, working
-from swiftkv_jax.rows import FORMS
-from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.common.checks import above, choice
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code
+from swiftkv_jax.common.progress import show, working
+from swiftkv_jax.config.model import DTYPES
+from swiftkv_jax.config.plan import CHECKPOINT_FORMS, ENCODER, SELF, KVPlan
+from swiftkv_jax.core.cache import EIGHT_BIT
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.rows import FORMS
+from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.slim import choose, sources, texts
 from swiftkv_jax.slim.calibrate import Candidate, Found, candidates, converted, served
 from swiftkv_jax.slim.choose import Choice, Measured

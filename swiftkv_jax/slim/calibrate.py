@@ -17,19 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import weights
-from swiftkv_jax.cache import Encoded
-from swiftkv_jax.ends import embed, normalised
+from swiftkv_jax.config.plan import ENCODER, SELF
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.cache import Encoded
+from swiftkv_jax.core.ends import embed, normalised
+from swiftkv_jax.core.layers import after, before, causal_bias, linear, queries, see_all
+from swiftkv_jax.core.matrices import SINGULAR, between, condition
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.rows import FORMS, SLIM, reader_of, rounded
+from swiftkv_jax.core.scan import Stacked, angles_and_segments, through
+from swiftkv_jax.core.shapes import Array, PyTree
+from swiftkv_jax.core.surgery import hadamard_inputs, to_slim
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
-from swiftkv_jax.layers import after, before, causal_bias, linear, queries, see_all
-from swiftkv_jax.matrices import SINGULAR, between, condition
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import ENCODER, SELF
-from swiftkv_jax.rows import FORMS, SLIM, reader_of, rounded
-from swiftkv_jax.scan import Stacked, angles_and_segments, through
-from swiftkv_jax.shapes import Array, PyTree
 from swiftkv_jax.slim.texts import Pieces
-from swiftkv_jax.surgery import hadamard_inputs, to_slim
 
 RIDGES = (1e-10, 1e-8, 1e-6, 1e-4)  # relative to the stored rows' mean square; the kept half decides
 EXACT, FITTED = "exact", "calibrated"

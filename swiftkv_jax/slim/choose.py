@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.slim.calibrate import EXACT, Candidate, Found
 
 _ROUNDING = 1e-9  # nats: KLs that differ by less are equal

@@ -12,15 +12,15 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import weights
-from swiftkv_jax.cache import Encoded
-from swiftkv_jax.matrices import SINGULAR, between, condition
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.rows import FORMS, SLIM, rounded
-from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.cache import Encoded
+from swiftkv_jax.core.matrices import SINGULAR, between, condition
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.rows import FORMS, SLIM, rounded
+from swiftkv_jax.core.shapes import PyTree
+from swiftkv_jax.core.surgery import to_slim
 from swiftkv_jax.slim.calibrate import EXACT, FITTED, solve
 from swiftkv_jax.slim.texts import Pieces
-from swiftkv_jax.surgery import to_slim
 
 
 @dataclasses.dataclass(frozen=True)

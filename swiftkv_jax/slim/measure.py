@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.cache import Encoded
-from swiftkv_jax.ends import logits
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.rows import rounded
-from swiftkv_jax.scan import forward
-from swiftkv_jax.shapes import Array, PyTree
+from swiftkv_jax.core.cache import Encoded
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.rows import rounded
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.shapes import Array, PyTree
 from swiftkv_jax.slim.texts import Pieces
 
 

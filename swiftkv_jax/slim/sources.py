@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from swiftkv_jax.checkpoint.generation import read_generation_config
-from swiftkv_jax.distill.sources import open_documents
-from swiftkv_jax.encoder import encode
+from swiftkv_jax.common.errors import UsageError, explained
+from swiftkv_jax.common.progress import Doing
+from swiftkv_jax.core.encoder import encode
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.shapes import PyTree
+from swiftkv_jax.distill.data.sources import open_documents
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import RequestOutput, SamplingParams
-from swiftkv_jax.errors import UsageError, explained
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.progress import Doing
-from swiftkv_jax.shapes import PyTree
 from swiftkv_jax.slim import texts
 from swiftkv_jax.slim.texts import BATCH, KEPT, MOST, PIECE, Beside, Pieces
 from swiftkv_jax.text.tokenizer import load_tokenizer

@@ -8,12 +8,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.cache import Encoded
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.distill.sources import open_documents
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.folder import DEMO
-from swiftkv_jax.shapes import Bool, Float, Int
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.folder import DEMO
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.core.cache import Encoded
+from swiftkv_jax.core.shapes import Bool, Float, Int
+from swiftkv_jax.distill.data.sources import open_documents
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 NEEDED, MOST = 8, 16  # tokens to fit on, for each of a layer's inputs: at least, and at most

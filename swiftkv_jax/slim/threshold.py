@@ -16,19 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax import weights
 from swiftkv_jax.analysis.similarity import layer_inputs
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
-from swiftkv_jax.checks import integer
-from swiftkv_jax.ends import normalised
-from swiftkv_jax.errors import Parser, UsageError, exit_code
-from swiftkv_jax.layers import before, queries
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.progress import show, working
-from swiftkv_jax.rows import FORMS
-from swiftkv_jax.scan import angles_and_segments
-from swiftkv_jax.shapes import Array, Float, PyTree
+from swiftkv_jax.common.checks import integer
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code
+from swiftkv_jax.common.progress import show, working
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.ends import normalised
+from swiftkv_jax.core.layers import before, queries
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.rows import FORMS
+from swiftkv_jax.core.scan import angles_and_segments
+from swiftkv_jax.core.shapes import Array, Float, PyTree
 from swiftkv_jax.slim import texts
 
 THRESHOLDS = (1e-4, 1e-3, 1e-2)

@@ -7,8 +7,8 @@ meaning of these names is taken from the published tokenizer.json of such models
 import typing
 from collections.abc import Mapping
 
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.gguf_header import Header
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.gguf_header import Header
 
 TOKENS = "tokenizer.ggml.tokens"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -9,7 +9,7 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 
 MARKER = "swiftkvturn7f3a91c5e"  # placeholder for a turn's content; one word, so that no template alters it
 _DEEPEST = 64  # levels of a field's objects and lists

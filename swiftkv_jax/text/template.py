@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 
 SECONDS = 0.8  # of CPU time for one chat; the longest published templates take a hundredth
 BYTES = 2**29  # of address space, Python's own included

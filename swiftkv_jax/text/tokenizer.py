@@ -13,8 +13,8 @@ from pathlib import Path
 
 import tokenizers
 
-from swiftkv_jax.errors import UsageError, first_line
-from swiftkv_jax.gguf_header import gguf_of, read_header
+from swiftkv_jax.common.errors import UsageError, first_line
+from swiftkv_jax.config.gguf_header import gguf_of, read_header
 from swiftkv_jax.text.gguf_tokenizer import TOKENS, tokenizer_files
 from swiftkv_jax.text.messages import MARKER, conversation, lost, with_roles_of
 from swiftkv_jax.text.template import Template

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from swiftkv_jax import checks
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.folder import bounded, read_json
+from swiftkv_jax.common import checks
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.folder import bounded, read_json
 from swiftkv_jax.text.gguf_tokenizer import from_merges
 
 _JSON, _VOCABULARY, _MERGES = "tokenizer.json", "vocab.json", "merges.txt"

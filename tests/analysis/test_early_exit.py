@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax.analysis import early_exit
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.surgery import to_swiftkv
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.surgery import to_swiftkv
 
 LENGTH, BLOCK = 57, 25  # the last block is ragged
 

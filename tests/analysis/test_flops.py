@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftkv_jax import predict, weights
 from swiftkv_jax.analysis import flops
-from swiftkv_jax.cache import Cache
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core import predict, weights
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.ends import embed, logits
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.scan import angles_and_segments, forward, rows_at, through
 from swiftkv_jax.distill import predict_step
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import OptimizerConfig, PredictionLossConfig
-from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.ends import embed, logits
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.distill.data.loader import Batch
 from swiftkv_jax.kernels.common import dispatch
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.scan import angles_and_segments, forward, rows_at, through
 
 LLAMA_70B = ModelConfig(
     vocab_size=128256,

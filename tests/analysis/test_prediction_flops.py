@@ -23,9 +23,9 @@ from swiftkv_jax.analysis.prediction_flops import (
     random_pruning,
     static_pruning,
 )
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import Prediction
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import Prediction
 
 CONFIGS = Path(__file__).parent.parent / "published_configs"
 

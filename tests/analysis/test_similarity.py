@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 from swiftkv_jax.analysis import similarity
 from swiftkv_jax.analysis.flops import flops_table
 from swiftkv_jax.checkpoint.hf import from_pretrained
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.model import Transformer
 
 CASES = ("llama_biases", "qwen3_bias_window")  # head_dim 24; one kv head, q/k norms, a sliding window
 LENGTH, BLOCK = 57, 25  # the last block is ragged

@@ -5,7 +5,7 @@ import pytest
 import swiftkv_jax as skv
 from swiftkv_jax.analysis import slim_tables
 from swiftkv_jax.analysis.slim_tables import agrees, decoding, intensity, numbers_per_token
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.model import ModelConfig
 
 
 @pytest.mark.parametrize("row", slim_tables.TABLE_1, ids=lambda row: row.name)

@@ -21,11 +21,16 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernel_targets import HOPPER, TPUS, mesh_of, size
 
-from swiftkv_jax import weights
 from swiftkv_jax.analysis.hlo import COLLECTIVES, launched
-from swiftkv_jax.cache import block_count
 from swiftkv_jax.cli.serving_programs import KERNELS
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.cache import block_count
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.rows import rounded
+from swiftkv_jax.core.sharding import make_mesh
+from swiftkv_jax.core.surgery import fold_shared_norm
 from swiftkv_jax.distill import compile_only
 from swiftkv_jax.engine.loop import Inputs, Lanes, decode, run_any
 from swiftkv_jax.engine.memory import working_bytes
@@ -33,11 +38,6 @@ from swiftkv_jax.engine.request import MOST_STOPS
 from swiftkv_jax.engine.sampling import Mode, Policy
 from swiftkv_jax.engine.settings import Settings, empty_pool, usual_page
 from swiftkv_jax.kernels.paged_attention.xla import ONE_TURN_BYTES
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rows import rounded
-from swiftkv_jax.sharding import make_mesh
-from swiftkv_jax.surgery import fold_shared_norm
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 

@@ -11,11 +11,11 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from test_engine_programs import CONFIG, LANES, PLANS, TOKENS, a_step, on, text_of
 
-from swiftkv_jax import weights
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.engine.dtypes import usual_dtype
 from swiftkv_jax.engine.loop import run_any
 from swiftkv_jax.engine.settings import Settings, empty_pool
-from swiftkv_jax.model import Transformer
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 

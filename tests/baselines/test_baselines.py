@@ -17,13 +17,13 @@ from swiftkv_jax import baselines
 from swiftkv_jax.baselines import FFNSkip, LazyLLM, RandomPruning, StaticPruning, dense, generate, read
 from swiftkv_jax.baselines.dense import State, Work
 from swiftkv_jax.baselines.pruning import chosen
-from swiftkv_jax.ends import logits
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.rope import RopeConfig
-from swiftkv_jax.scan import forward
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.config.rope import RopeConfig
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.scan import forward
 
 LENGTHS = (9, 14, 1, 6)
 EXTRA = 4  # tokens after each prompt

@@ -20,11 +20,11 @@ from documents import run_by
 from benchmarks.device import __main__ as command
 from benchmarks.device import engine, hardware, ledger, order, report, student, training
 from benchmarks.device.shapes import shape_of
-from swiftkv_jax import weights
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.causal_attention.reference import causal_attention
 from swiftkv_jax.kernels.common.dispatch import Implementation
-from swiftkv_jax.plan import KVPlan
 
 ROOT = Path(__file__).parents[2]
 LLAMA = shape_of("llama8b")

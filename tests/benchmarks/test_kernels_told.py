@@ -4,7 +4,7 @@ import pytest
 from tiny_models import PLAIN, tiny
 
 from benchmarks import latency, whisper
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.config.plan import KVPlan
 
 
 def counted(runs, rounds: int) -> dict[object, list[float]]:

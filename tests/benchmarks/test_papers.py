@@ -8,10 +8,10 @@ import pytest
 from tiny_models import PLAIN, tiny
 
 from benchmarks.papers import cache_dtypes, flops
-from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.ends import logits
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.scan import forward
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.distill.data.loader import Batch
 
 # Llama-3.1-70B, 128K tokens: operation -> its figures in the order of ROWS.
 TABLE_1 = {

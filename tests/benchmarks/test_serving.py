@@ -16,12 +16,12 @@ from benchmarks.serving.__main__ import checked, main, parser
 from benchmarks.serving.client import Target
 from benchmarks.serving.servers import Server
 from benchmarks.serving.timeline import DETAILS, METRICS, Timeline, arrivals, summary
-from swiftkv_jax import weights
 from swiftkv_jax.analysis.flops import prompt_gflop
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
 
 KEYS = (  # of vLLM's result file
     "date backend endpoint_type label model_id tokenizer_id num_prompts request_rate burstiness "

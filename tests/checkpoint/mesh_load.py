@@ -12,9 +12,9 @@ import sys
 import jax
 import numpy as np
 
-from swiftkv_jax import weights
 from swiftkv_jax.checkpoint import hf
-from swiftkv_jax.sharding import make_mesh
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.sharding import make_mesh
 
 MESHES = [(1, 8, 1), (2, 2, 2), (1, 1, 8), (8, 1, 1)]
 

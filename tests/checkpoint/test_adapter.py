@@ -12,14 +12,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers_made import make_tokenizer
 
-from swiftkv_jax import predict, surgery
 from swiftkv_jax.checkpoint.adapter import check_tokenizers, fingerprint, from_pretrained, save_pretrained
 from swiftkv_jax.checkpoint.generation import read_generation_config
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import Prediction
+from swiftkv_jax.core import predict, surgery
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import Prediction
-from swiftkv_jax.predict import Predicted
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 READS = (0, 0, 1, 1)

@@ -19,11 +19,11 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from swiftkv_jax.checkpoint.generation import read_generation_config
 from swiftkv_jax.checkpoint.gguf import Slice
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder, save_pretrained
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError, UsageWarning
-from swiftkv_jax.gguf_header import KINDS, gguf_of, read_header
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.surgery import to_swiftkv
+from swiftkv_jax.common.errors import UsageError, UsageWarning
+from swiftkv_jax.config.gguf_header import KINDS, gguf_of, read_header
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.surgery import to_swiftkv
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -18,15 +18,15 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from swiftkv_jax import weights
 from swiftkv_jax.checkpoint import write
 from swiftkv_jax.checkpoint.generation import GenerationDefaults, read_generation_config
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 from swiftkv_jax.checkpoint.names import slots
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
 
 LAYERS = 5
 SIZES = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_layers": LAYERS, "num_heads": 4}

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.names import slots
 from swiftkv_jax.checkpoint.write import MODELLING
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageWarning
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rope import RopeConfig
+from swiftkv_jax.common.errors import UsageWarning
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.rope import RopeConfig
 
 LAYERS, SPLIT, NEW = 5, 2, 16
 FULL = 2**30

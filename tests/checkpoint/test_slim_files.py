@@ -10,10 +10,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import swiftkv_jax as skv
-from swiftkv_jax.config import plan_from_hf
-from swiftkv_jax.ends import logits
-from swiftkv_jax.errors import UsageWarning
-from swiftkv_jax.scan import forward
+from swiftkv_jax.common.errors import UsageWarning
+from swiftkv_jax.config.model import plan_from_hf
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.scan import forward
 
 WIDTH = 48
 FIELDS = {"num_key_value_heads": 4, "num_hidden_layers": 3}

@@ -17,9 +17,9 @@ from saved_states import bits, files_of, restored, saved, shapes_of
 
 from swiftkv_jax.checkpoint import manifest
 from swiftkv_jax.checkpoint.training import Checkpointer, CheckpointError
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.pytree import pytree
-from swiftkv_jax.shapes import PyTree
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.core.pytree import pytree
+from swiftkv_jax.core.shapes import PyTree
 
 
 @pytree

@@ -18,7 +18,7 @@ from saved_states import bits, restored, saved
 
 from swiftkv_jax.checkpoint import manifest
 from swiftkv_jax.checkpoint.training import Checkpointer, CheckpointError
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 import jax
 
 import swiftkv_jax as skv
-from swiftkv_jax import sharding, weights
+from swiftkv_jax.core import sharding, weights
 
 CONFIG = skv.ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8

@@ -15,17 +15,16 @@ from bucket_made import put, served
 from tiny_models import tiny
 
 import swiftkv_jax as skv
-from swiftkv_jax import convert
 from swiftkv_jax.checkpoint.training import Checkpointer
-from swiftkv_jax.cli import distil, plan
+from swiftkv_jax.cli import convert, distil, plan
 from swiftkv_jax.compare import __main__ as compare
 from swiftkv_jax.distill import main as training
-from swiftkv_jax.distill.data import DataLoader
-from swiftkv_jax.distill.sources import open_documents
+from swiftkv_jax.distill.data.loader import DataLoader
+from swiftkv_jax.distill.data.sources import open_documents
 
 CONFIG = """
 from swiftkv_jax.distill.config import Experiment, PlanConfig
-from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.data.loader import DataConfig
 
 config = Experiment(
     name="small", model={model!r}, plan=PlanConfig(split=2, init="fold"),

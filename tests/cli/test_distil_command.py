@@ -9,17 +9,16 @@ import pytest
 from tokenizers_made import CHATML
 
 import swiftkv_jax as skv
-from swiftkv_jax import convert
-from swiftkv_jax.cli import distil, plan
+from swiftkv_jax.cli import convert, distil, plan
 from swiftkv_jax.cli.distil import Machine
 from swiftkv_jax.compare import __main__ as compare
+from swiftkv_jax.config.rope import RopeConfig
 from swiftkv_jax.distill import main as training
 from swiftkv_jax.distill import pair
 from swiftkv_jax.distill.config import Experiment, PlanConfig
-from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.data.loader import DataConfig
+from swiftkv_jax.distill.data.samples import Samples
 from swiftkv_jax.distill.fields import rows
-from swiftkv_jax.distill.samples import Samples
-from swiftkv_jax.rope import RopeConfig
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax import convert
 from swiftkv_jax.analysis.flops import CHIPS, cache_bytes_per_token, flops_table
-from swiftkv_jax.cli import plan, splits
+from swiftkv_jax.cli import convert, plan, splits
 from swiftkv_jax.cli.measured import Measured
 from swiftkv_jax.distill.config import PlanConfig
 from swiftkv_jax.distill.step import prepare

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.distill.sources import open_documents, split_of
+from swiftkv_jax.distill.data.sources import open_documents, split_of
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"

@@ -8,9 +8,9 @@ from pathlib import Path
 import gguf_made
 import pytest
 
-from swiftkv_jax import convert
+from swiftkv_jax.cli import convert
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill.config import PlanConfig
-from swiftkv_jax.errors import UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -14,7 +14,7 @@ import torch
 from demo import ctranslate2, whisper
 from swiftkv_jax import from_pretrained
 from swiftkv_jax.checkpoint.generation import read_generation_config
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 
 
 def joined(model) -> dict[str, np.ndarray]:

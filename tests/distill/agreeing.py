@@ -5,8 +5,8 @@ import os
 
 import jax
 
-from swiftkv_jax import processes
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common import processes
+from swiftkv_jax.common.errors import UsageError
 
 
 def raised(work) -> str:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from tokenizers_made import CHATML, make_tokenizer
 
-from swiftkv_jax.distill.data import DataConfig, DataLoader
+from swiftkv_jax.distill.data.loader import DataConfig, DataLoader
 from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 

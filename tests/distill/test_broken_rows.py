@@ -14,16 +14,17 @@ from processes_made import finish, start
 from samples_made import config, same, take, write
 from tokenizers_made import CHATML, make_tokenizer
 
-from swiftkv_jax import weights
 from swiftkv_jax.checkpoint.hf import save_pretrained
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.distill import data, progress
-from swiftkv_jax.distill.data import DataLoader, evaluation_batches
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.distill import progress
+from swiftkv_jax.distill.data import loader as data
+from swiftkv_jax.distill.data.loader import DataLoader, evaluation_batches
+from swiftkv_jax.distill.data.samples import Samples
 from swiftkv_jax.distill.main import main
-from swiftkv_jax.distill.samples import Samples
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.slim import texts
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
@@ -72,7 +73,7 @@ def test_a_chat_that_the_template_refuses_is_named_before_the_first_step(tmp_pat
 def test_only_the_samples_that_are_met_first_are_looked_at(tmp_path, tokenizer, monkeypatch):
     """A corpus may be large: the others are named when they are met, and so are rows on disk."""
     monkeypatch.setattr(data, "_TRIED", 40)
-    monkeypatch.setattr("swiftkv_jax.distill.sources.IN_MEMORY", 1000)
+    monkeypatch.setattr("swiftkv_jax.distill.data.sources.IN_MEMORY", 1000)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     loader = DataLoader(config(write(tmp_path, chats(), "chats.jsonl")), tokenizer)
@@ -134,7 +135,7 @@ def test_all_rows_broken_is_an_error_that_says_why(tmp_path, tokenizer):
 
 CONFIG = """
 from swiftkv_jax.distill.config import Experiment, PlanConfig
-from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.data.loader import DataConfig
 
 config = Experiment(
     name="small", model={model!r}, plan=PlanConfig(split=1, init="fold"),
@@ -227,8 +228,10 @@ def test_other_errors_save_too_unless_the_state_is_lost(kind, file, tmp_path, mo
 # `train.py` in a process that looks at no samples before the first step; later process 0 cannot write.
 PROCESS = """
 import sys
-from swiftkv_jax import commands, processes
-from swiftkv_jax.distill import data, progress
+from swiftkv_jax.cli import commands
+from swiftkv_jax.common import processes
+from swiftkv_jax.distill import progress
+from swiftkv_jax.distill.data import loader as data
 data._TRIED = 0
 record = progress.Progress.record
 def full(self, step, *more):

@@ -9,8 +9,8 @@ import pytest
 import tokenizers
 from samples_made import config, pieces_of, same, take, texts, tokenizer, write
 
-from swiftkv_jax.distill.data import DataLoader
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.distill.data.loader import DataLoader
 from swiftkv_jax.text.tokenizer import Tokenizer
 
 

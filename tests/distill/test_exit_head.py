@@ -13,17 +13,17 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.ends import embed, logits
+from swiftkv_jax.core.scan import angles_and_segments, forward, through
+from swiftkv_jax.core.surgery import to_swiftkv
+from swiftkv_jax.core.weights import count, weights
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
-from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.distill.data.loader import Batch
 from swiftkv_jax.distill.loop import summarise
 from swiftkv_jax.distill.run_folder import identity
-from swiftkv_jax.ends import embed, logits
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.scan import angles_and_segments, forward, through
-from swiftkv_jax.surgery import to_swiftkv
-from swiftkv_jax.weights import count, weights
 
 PLAN, TAU = KVPlan.swiftkv(4, 2, 2), 2.0
 PUBLISHED = {"qk_norm": False, "windows": (2**30,) * 4}  # what a llama's config.json can say

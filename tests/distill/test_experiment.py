@@ -7,8 +7,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from swiftkv_jax import sharding, weights
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.folder import DEMO
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import sharding, weights
+from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import start
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import (
@@ -19,10 +23,6 @@ from swiftkv_jax.distill.config import (
     load_experiment,
 )
 from swiftkv_jax.distill.fields import override, rows, table
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.folder import DEMO
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 OTHERS = ("tiny", "tiny_kvp", "demo_teacher", "mha_teacher", "paper_recipe", "one_gpu")

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from tiny_models import ODD, PLAIN, tiny
 
-from swiftkv_jax import predict, weights
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core import predict, weights
+from swiftkv_jax.core.ends import embed
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.scan import angles_and_segments, through
+from swiftkv_jax.distill.data.packing import Batch, Sample, assemble
 from swiftkv_jax.distill.fit_predictor import fit
-from swiftkv_jax.distill.packing import Batch, Sample, assemble
-from swiftkv_jax.ends import embed
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.scan import angles_and_segments, through
 
 SHORT = dataclasses.replace(PLAIN, num_layers=2, windows=(), num_kv_heads=2, head_dim=8, hidden_size=32)
 READS = (0, 1, 0, 1)

@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from swiftkv_jax.distill import files, sources
-from swiftkv_jax.distill.sources import StoredDocuments, open_documents
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.distill.data import files, sources
+from swiftkv_jax.distill.data.sources import StoredDocuments, open_documents
 
 ROOT = Path(__file__).resolve().parents[2]
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -289,7 +289,7 @@ def test_a_long_text_is_pieces_that_end_lines_and_lose_nothing(tmp_path, monkeyp
 CHILD = """
 import resource, sys
 import datasets
-from swiftkv_jax.distill.samples import DataConfig, Samples
+from swiftkv_jax.distill.data.samples import DataConfig, Samples
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 source, folder = sys.argv[1:]

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from swiftkv_jax import convert, processes
-from swiftkv_jax.cli import distil
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.cli import convert, distil
+from swiftkv_jax.common import processes
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.folder import DEMO
+from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.distill import compile_only, kernels
 from swiftkv_jax.distill.config import (
     AttentionConfig,
@@ -21,8 +23,6 @@ from swiftkv_jax.distill.config import (
     PredictionLossConfig,
 )
 from swiftkv_jax.distill.kernels import choose
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.folder import DEMO
 from swiftkv_jax.kernels.check.decide import Decision
 from swiftkv_jax.kernels.check.machine import CPU, Machine
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError

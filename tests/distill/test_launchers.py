@@ -11,8 +11,8 @@ from jax._src import cloud_tpu_init, distributed
 from jax._src.clusters import cloud_tpu_cluster, k8s_cluster
 from processes_made import ROOT, finish, start
 
-from swiftkv_jax import processes
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common import processes
+from swiftkv_jax.common.errors import UsageError
 
 SRUN = {  # srun -N4 -n8, the sixth process
     "SLURM_JOB_ID": "70001",
@@ -287,7 +287,7 @@ def test_kubernetes_is_not_queried_outside_an_indexed_job(environ, want, joined,
 MPICH = """
 import os, sys
 import jax
-from swiftkv_jax import processes
+from swiftkv_jax.common import processes
 
 os.environ["PMI_SIZE"], os.environ["PMI_RANK"] = "2", os.environ.pop("JAX_PROCESS_ID")
 del os.environ["JAX_NUM_PROCESSES"]

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax import weights
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.ends import embed
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.scan import angles_and_segments, through
 from swiftkv_jax.distill import least_squares
 from swiftkv_jax.distill import step as steps
-from swiftkv_jax.distill.data import Batch
-from swiftkv_jax.distill.packing import Sample, assemble
-from swiftkv_jax.ends import embed
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.scan import angles_and_segments, through
+from swiftkv_jax.distill.data.loader import Batch
+from swiftkv_jax.distill.data.packing import Sample, assemble
 
 SPLIT, LAYERS, WIDTH, HEAD = 2, 5, 24, 8
 FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}

@@ -9,14 +9,14 @@ import pytest
 from samples_made import write
 from tokenizers_made import make_tokenizer
 
-from swiftkv_jax import weights
 from swiftkv_jax.checkpoint.hf import save_pretrained
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import loop
 from swiftkv_jax.distill.config import Experiment, PlanConfig
-from swiftkv_jax.distill.data import DataConfig, DataLoader, evaluation_batches
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.distill.data.loader import DataConfig, DataLoader, evaluation_batches
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 COUNT, LONGEST = 40, 42  # documents; tokens of the longest, BOS and EOS included

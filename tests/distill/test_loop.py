@@ -19,23 +19,23 @@ import pytest
 import safetensors.numpy
 from processes_made import finish, start
 
-from swiftkv_jax import weights
 from swiftkv_jax.checkpoint.hf import save_pretrained
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.surgery import to_slim
 from swiftkv_jax.distill import kernels
 from swiftkv_jax.distill.config import AttentionConfig
 from swiftkv_jax.distill.main import main
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.surgery import to_slim
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = 40
 
 CONFIG = """
 from swiftkv_jax.distill.config import Experiment, LossConfig, OptimizerConfig, PlanConfig
-from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.data.loader import DataConfig
 
 config = Experiment(
     name="small", model={model!r}, tokenizer={tokenizer!r},
@@ -421,7 +421,7 @@ def refused_soon(commands: list[list[str]]) -> list[subprocess.CompletedProcess]
 # `train.py` where the weights take ten minutes to read.
 LARGE = """
 import sys, time
-from swiftkv_jax import commands
+from swiftkv_jax.cli import commands
 from swiftkv_jax.distill import start
 start.load = lambda *_: time.sleep(600)
 sys.exit(commands.train())

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from samples_made import config, take, texts, tokenizer, write
 
-from swiftkv_jax.distill import mixture
-from swiftkv_jax.distill.data import DataLoader, evaluation_batches
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.distill.data import mixture
+from swiftkv_jax.distill.data.loader import DataLoader, evaluation_batches
 
 
 def order(source: int, number: int) -> np.ndarray:

@@ -9,11 +9,11 @@ import tiny_engine as tiny
 from tokenizers_made import CHATML, make_tokenizer
 
 from swiftkv_jax.checkpoint.hf import from_pretrained
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.rope import NONE, RopeConfig
 from swiftkv_jax.distill import start
 from swiftkv_jax.distill.config import Experiment, LossConfig
-from swiftkv_jax.distill.data import DataConfig
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.rope import NONE, RopeConfig
+from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 

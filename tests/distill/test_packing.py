@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples_made import config, pieces_of, take, tokenizer, write
 
-from swiftkv_jax.distill.data import DataLoader, evaluation_batches
-from swiftkv_jax.distill.packing import Place, Sample, assemble, fill_row
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.distill.data.loader import DataLoader, evaluation_batches
+from swiftkv_jax.distill.data.packing import Place, Sample, assemble, fill_row
 
 
 @st.composite

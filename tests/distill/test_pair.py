@@ -9,8 +9,8 @@ from tiny_models import PLAIN, tiny
 from tokenizers_made import make_tokenizer
 
 from swiftkv_jax.checkpoint.hf import save_pretrained
+from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.distill.pair import main
-from swiftkv_jax.plan import KVPlan
 
 
 def saved(folder, bos: bool = True, **sizes):

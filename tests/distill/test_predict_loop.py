@@ -15,10 +15,14 @@ import safetensors.numpy
 from test_loop import ROOT, command, environment, final_state, losses, run
 from tokenizers_made import CHATML, make_tokenizer
 
-from swiftkv_jax import predict, surgery, weights
 from swiftkv_jax.checkpoint.adapter import from_pretrained
 from swiftkv_jax.checkpoint.hf import save_pretrained
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import predict, surgery, weights
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import loop
 from swiftkv_jax.distill.config import (
     LossConfig,
@@ -28,18 +32,14 @@ from swiftkv_jax.distill.config import (
 )
 from swiftkv_jax.distill.fields import override
 from swiftkv_jax.distill.main import main
-from swiftkv_jax.ends import logits
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
 
 STEPS = 12
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 4, "num_heads": 2, "num_kv_heads": 1}
 CONFIG = """
 from swiftkv_jax.distill.config import Experiment, OptimizerConfig, PredictConfig, PredictionLossConfig
-from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.data.loader import DataConfig
 
 config = Experiment(
     name="small", model={model!r}, tokenizer={tokenizer!r}, trainable="predictor",

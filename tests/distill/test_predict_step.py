@@ -10,15 +10,15 @@ import pytest
 from test_step import packed_batch
 from tiny_models import ODD, PLAIN, tiny
 
-from swiftkv_jax import predict, weights
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core import predict, weights
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.predict import Predicted
+from swiftkv_jax.core.scan import forward
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import OptimizerConfig, PredictionLossConfig
-from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.distill.data.loader import Batch
 from swiftkv_jax.distill.predict_step import PREDICT, batch_loss, evaluate_batch, passes, split
-from swiftkv_jax.ends import logits
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.predict import Predicted
-from swiftkv_jax.scan import forward
 
 STANDARD = KVPlan.standard(4)
 NORMED = dataclasses.replace(ODD, windows=())  # biases, per-head norms, tied

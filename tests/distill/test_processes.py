@@ -10,8 +10,8 @@ import jax
 import pytest
 from processes_made import finish, start
 
-from swiftkv_jax import last_words, processes
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common import last_words, processes
+from swiftkv_jax.common.errors import UsageError
 
 DIED = """E1123 12:33:00.911549   17030 coordination_service.cc:1549] [16609674530342527084] UNAVAILABLE:
 1

@@ -16,11 +16,11 @@ from tiny_models import tiny
 from tokenizers_made import make_tokenizer
 
 import swiftkv_jax as skv
-from swiftkv_jax import progress
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
+from swiftkv_jax.common import progress
 from swiftkv_jax.distill import loop, report
 from swiftkv_jax.distill.config import Experiment, OptimizerConfig, PlanConfig
-from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.distill.progress import Progress
 
 CONFIG = skv.ModelConfig(

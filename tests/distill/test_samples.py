@@ -8,9 +8,9 @@ import pytest
 from samples_made import config, same, take, texts, tokenizer, write
 from tokenizers_made import END
 
-from swiftkv_jax.distill.data import DataConfig, DataLoader, evaluation_batches
-from swiftkv_jax.distill.sources import split_of
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.distill.data.loader import DataConfig, DataLoader, evaluation_batches
+from swiftkv_jax.distill.data.sources import split_of
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 DEMO = Path(__file__).parent.parent.parent / "demo"

@@ -19,7 +19,7 @@ FEW += "data.piece_lengths=(64,256) data.seq_len=256 evaluation.seq_len=256"
 COUNTING = """
 import collections, json, sys
 import jax
-from swiftkv_jax import commands
+from swiftkv_jax.cli import commands
 
 seen = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: seen.update([event]))

@@ -9,9 +9,9 @@ from pathlib import Path
 import datasets
 import pytest
 
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill.config import load_experiment
-from swiftkv_jax.distill.sources import open_documents, split_of
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.distill.data.sources import open_documents, split_of
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 SHARE = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]

@@ -8,8 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax import sharding, weights
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import sharding, weights
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.model import Transformer
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.surgery import to_swiftkv
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import (
     AttentionConfig,
@@ -18,15 +24,9 @@ from swiftkv_jax.distill.config import (
     OptimizerConfig,
     PlanConfig,
 )
-from swiftkv_jax.distill.data import Batch, DataConfig
-from swiftkv_jax.ends import logits
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.distill.data.loader import Batch, DataConfig
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import Implementation
-from swiftkv_jax.model import Transformer
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.scan import forward
-from swiftkv_jax.surgery import to_swiftkv
 
 CONFIG = ModelConfig(
     vocab_size=61,

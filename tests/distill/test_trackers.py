@@ -8,13 +8,13 @@ from unittest import mock
 import pytest
 
 from swiftkv_jax.checkpoint.training import CheckpointError
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill import trackers
 from swiftkv_jax.distill.config import Experiment, PlanConfig
-from swiftkv_jax.distill.data import DataConfig
+from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.distill.loop import Run
 from swiftkv_jax.distill.progress import Progress
 from swiftkv_jax.distill.report import metrics_of
-from swiftkv_jax.errors import UsageError
 
 
 class FakeRun:

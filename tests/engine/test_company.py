@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tiny_engine as tiny
 
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import Request, SamplingParams
-from swiftkv_jax.errors import UsageError
 
 MARGIN = 0.05  # nats: bfloat16 has 8 bits, and a product is rounded by the number of rows beside it
 PARAMS = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=2)

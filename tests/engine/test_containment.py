@@ -9,11 +9,11 @@ import pytest
 import tiny_engine as tiny
 from tiny_engine import GREEDY, LENGTHS, SIZES, all_free, definition, make, model, run, tokens
 
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine import engine as engine_module
 from swiftkv_jax.engine.engine import Overloaded
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageError
 
 POINTS = ("schedule", "run", "sample", "detokenise")
 

@@ -6,16 +6,16 @@ import types
 import jax
 import pytest
 
-from swiftkv_jax import weights
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.common.errors import UsageWarning
+from swiftkv_jax.common.folder import DEMO
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
 from swiftkv_jax.engine import dtypes, given, kernels
 from swiftkv_jax.engine.dtypes import capability, dtype_here, usual_dtype
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.errors import UsageWarning
-from swiftkv_jax.folder import DEMO
 from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.kernels.check.machine import Machine
-from swiftkv_jax.plan import KVPlan
 
 GREEDY = {"max_num_seqs": 1, "max_model_len": 64, "kernels": "xla"}
 V100, T4, A100, H100 = (7, 0), (7, 5), (8, 0), (9, 0)

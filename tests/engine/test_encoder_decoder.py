@@ -17,9 +17,9 @@ import transformers
 import swiftkv_jax as skv
 from swiftkv_jax import audio
 from swiftkv_jax.checkpoint.generation import read_generation_config
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.errors import UsageError
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "steps_per_launch": 4, "page_size": 8}
 T5 = SIZES | {"max_model_len": 40, "max_source_len": 40}

@@ -10,16 +10,16 @@ import pytest
 import tiny_engine as tiny
 from tiny_engine import GREEDY, LENGTHS, all_free, definition, make, model, poison, run, tokens
 
-from swiftkv_jax.ends import logits
+from swiftkv_jax.config.rope import NONE, RopeConfig
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.core.surgery import to_slim
 from swiftkv_jax.engine import runner
 from swiftkv_jax.engine.draft import lookup
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.loop import decode
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.kernels.common.pools import encode
-from swiftkv_jax.rope import NONE, RopeConfig
-from swiftkv_jax.scan import forward
-from swiftkv_jax.surgery import to_slim
 
 WAYS = {
     "chunks of 7, three steps a launch, two lanes": {

@@ -11,13 +11,13 @@ import pytest
 import scipy.stats
 import tiny_engine as tiny
 
-from swiftkv_jax.ends import embed, exit_logits, logits
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.ends import embed, exit_logits, logits
+from swiftkv_jax.core.scan import angles_and_segments, through
 from swiftkv_jax.engine import loop, runner
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.scan import angles_and_segments, through
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "page_size": 8}

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import tiny_engine as tiny
 
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.processes import Channel
+from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.engine.followers import Follower, Leader, company, pack, unpack
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.loop import Inputs, Lanes
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.sampling import Mode
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.processes import Channel
 
 KINDS = (
     tiny.GREEDY,

@@ -13,14 +13,16 @@ import jax
 import pytest
 import tiny_engine as tiny
 
-from swiftkv_jax import processes
+from swiftkv_jax.common import processes
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.rope import NONE, RopeConfig
 from swiftkv_jax.engine import kernels
 from swiftkv_jax.engine.engine import make_runner
 from swiftkv_jax.engine.kernels import calls_of, choose, in_force
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.names import named
 from swiftkv_jax.engine.settings import Settings
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.check import decide as checks
 from swiftkv_jax.kernels.check.calls import OPERATIONS, known
 from swiftkv_jax.kernels.check.decide import Decision, Limits
@@ -28,8 +30,6 @@ from swiftkv_jax.kernels.check.machine import CPU, Machine
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import ByKind, Implementation
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
-from swiftkv_jax.plan import KVPlan
-from swiftkv_jax.rope import NONE, RopeConfig
 
 FREE = {"num_kv_heads": 4, "rope": RopeConfig(rope_type=NONE)}  # of rotary embedding, and multi-head
 GPU, TPU = Machine("gpu", "a GPU", "1"), Machine("tpu", "a TPU")

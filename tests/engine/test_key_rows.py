@@ -12,10 +12,10 @@ import tiny_engine
 import torch
 
 import swiftkv_jax as skv
-from swiftkv_jax import weights
-from swiftkv_jax.ends import logits
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.scan import forward
 from swiftkv_jax.engine.kernels import slower
-from swiftkv_jax.scan import forward
 
 NEW = 8
 LLAMA = {"num_key_value_heads": 4, "num_hidden_layers": 3}  # multi-head: keys determine their inputs

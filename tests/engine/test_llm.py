@@ -13,12 +13,12 @@ import pytest
 import tiny_engine as tiny
 
 from swiftkv_jax.checkpoint.generation import GenerationDefaults
+from swiftkv_jax.common.errors import UsageError, UsageWarning
 from swiftkv_jax.engine import llm as llm_module
 from swiftkv_jax.engine.fingerprint import fingerprint
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.settings import settle
-from swiftkv_jax.errors import UsageError, UsageWarning
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 LENGTHS = (1, 45, 3, 20, 33, 2)  # more prompts than lanes, one of them longer than a launch
@@ -299,7 +299,7 @@ def test_greedy_tokens_are_transformers(name, lanes, lengths, tmp_path):
 
 def test_dynamic_rope_is_fixed_at_the_context():
     """Past the trained length, tokens must not depend on how large a neighbour made the cache."""
-    from swiftkv_jax.rope import RopeConfig
+    from swiftkv_jax.config.rope import RopeConfig
 
     rope = RopeConfig(rope_type="dynamic", factor=4.0)
     net, params = tiny.make_model(tiny.PLANS["swiftkv"], max_position_embeddings=40, rope=rope)

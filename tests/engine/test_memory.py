@@ -6,13 +6,13 @@ import jax
 import pytest
 import tiny_engine as tiny
 
-from swiftkv_jax import surgery
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core import surgery
+from swiftkv_jax.core.predict import Predicted, uniform
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.memory import taken, working_bytes
 from swiftkv_jax.engine.settings import empty_pools, settle
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.predict import Predicted, uniform
 
 SLOW = pytest.mark.slow
 KINDS = {

@@ -12,18 +12,18 @@ import pytest
 import tiny_engine as tiny
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.engine import loop
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.settings import Settings, settle
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.kernels.common.dispatch import ByKind, Implementation
 from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu as fill_gpu
 from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill_tpu
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.paged_attention import pallas_tpu as paged_tpu
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
-from swiftkv_jax.model import Transformer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64, "page_size": 8}

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import tiny_engine as tiny
 
-from swiftkv_jax import predict
-from swiftkv_jax.cache import Cache
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core import predict
+from swiftkv_jax.core.cache import Cache
+from swiftkv_jax.core.loop import step
+from swiftkv_jax.core.predict import Caches, Predicted
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.loop import step
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.predict import Caches, Predicted
 
 AUXILIARY = {"num_layers": 2, "hidden_size": 32, "num_kv_heads": 2, "head_dim": 8}
 COUNT = 10

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageError
 
 
 def test_defaults_are_vllms():

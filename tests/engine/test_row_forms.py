@@ -3,8 +3,8 @@
 import pytest
 import tiny_engine as tiny
 
+from swiftkv_jax.config.rope import NONE, RopeConfig
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.rope import NONE, RopeConfig
 
 FREE = {"num_kv_heads": 4, "head_dim": 12, "rope": RopeConfig(rope_type=NONE), "exit_head": True}
 FORMS = {"k": ("k",), "v": ("v",), "x": ("x",), "mixed": ("x", "k", "v")}

@@ -11,12 +11,12 @@ import jax
 import pytest
 import tiny_engine as tiny
 
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core.predict import Predicted, uniform
 from swiftkv_jax.engine import runner, score, warm
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.kernels.common import dispatch
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.predict import Predicted, uniform
 from swiftkv_jax.server.settings import HttpSettings
 
 KINDS = (

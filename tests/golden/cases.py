@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 import swiftkv_jax as skv
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import LossConfig, OptimizerConfig
-from swiftkv_jax.distill.data import Batch
+from swiftkv_jax.distill.data.loader import Batch
 
 GOLDEN = Path(__file__).with_name("golden.npz")
 VOCAB, LAYERS, CONTEXT = 61, 4, 96

@@ -25,8 +25,8 @@ import numpy as np
 import transformers
 from mutations import Folder
 
+from swiftkv_jax.common.errors import UsageError, UsageWarning
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.errors import UsageError, UsageWarning
 
 STUCK_S = 300
 CHAT = {"messages": [{"role": "user", "content": "the cat"}]}

@@ -15,10 +15,10 @@ from tiny_models import tiny
 from tokenizers_made import CHATML, make_tokenizer
 
 from swiftkv_jax.checkpoint.hf import save_pretrained
-from swiftkv_jax.config import ModelConfig
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.folder import inside, read_json
-from swiftkv_jax.plan import KVPlan
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.common.folder import inside, read_json
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.text.template import SECONDS, Template
 from swiftkv_jax.text.tokenizer import load_tokenizer
 

@@ -11,11 +11,11 @@ import tiny_engine as tiny
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from swiftkv_jax.cache import Cache, make_batch
+from swiftkv_jax.core.cache import Cache, make_batch
+from swiftkv_jax.core.layers import rotary
+from swiftkv_jax.core.loop import make_rows
+from swiftkv_jax.core.surgery import fold_shared_norm
 from swiftkv_jax.kernels.fused_kv_fill.pages import Tokens, begun_here, pages_of
-from swiftkv_jax.layers import rotary
-from swiftkv_jax.loop import make_rows
-from swiftkv_jax.surgery import fold_shared_norm
 
 PAGE, SLOTS, TOKENS = 4, 5, 24
 FAMILIES = {

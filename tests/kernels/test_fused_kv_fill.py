@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from swiftkv_jax import layers
+from swiftkv_jax.core import layers
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.case import TOLERANCE
 from swiftkv_jax.kernels.common.pools import Pool

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from swiftkv_jax.cache import Cache, make_batch
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core.cache import Cache, make_batch
 from swiftkv_jax.kernels.check.calls import verdict
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.mask import visible
@@ -29,7 +30,6 @@ from swiftkv_jax.kernels.paged_attention import (
     reference,
     xla,
 )
-from swiftkv_jax.plan import KVPlan
 
 QUICK = ("lengths", "chunk", "window", "bfloat16", "int8_chunk")  # by default; the others are slow
 NAMES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in cases.SMALL]

@@ -23,8 +23,8 @@ import uvicorn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import tiny_engine as tiny
 
+from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.server import protocol, server
 from swiftkv_jax.server.app import Api
 from swiftkv_jax.server.settings import HttpSettings

@@ -17,9 +17,9 @@ import httpx
 import pytest
 from http_server import error_of, wait_for
 
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.settings import Settings
-from swiftkv_jax.errors import UsageError
 from swiftkv_jax.server import main as main_module
 from swiftkv_jax.server import server
 from swiftkv_jax.server.app import Api

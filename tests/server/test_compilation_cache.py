@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from swiftkv_jax import commands
-from swiftkv_jax.folder import private
+from swiftkv_jax.cli import commands
+from swiftkv_jax.common.folder import private
 
 ROOT = Path(__file__).resolve().parents[2]
 

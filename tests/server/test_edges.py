@@ -19,11 +19,11 @@ from patience import no_longer_than
 from tokenizers_made import CHATML, END, PLAIN, make_sentencepiece, make_tokenizer
 from transformers import AutoTokenizer
 
-from swiftkv_jax import predict
+from swiftkv_jax.config.plan import KVPlan, Prediction
+from swiftkv_jax.core import predict
+from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import CompletionOutput, Logprob, SamplingParams
-from swiftkv_jax.plan import KVPlan, Prediction
-from swiftkv_jax.predict import Predicted
 from swiftkv_jax.server import answers, generate, schema, service
 from swiftkv_jax.server.errors import ApiError
 from swiftkv_jax.text.tokenizer import load_tokenizer

@@ -24,11 +24,12 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 import swiftkv_jax as skv
-from swiftkv_jax import baselines, predict
+from swiftkv_jax import baselines
 from swiftkv_jax import lm_eval as ours
 from swiftkv_jax.checkpoint.adapter import save_adapter
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.core import predict
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and what it imports
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers_made import CHATML, make_tokenizer
 from transformers import AutoTokenizer
 
-from swiftkv_jax.distill.forms import BadRow, parse_row
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.distill.data.forms import BadRow, parse_row
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.server import jobs
 from swiftkv_jax.text.messages import conversation
 from swiftkv_jax.text.tokenizer import load_tokenizer

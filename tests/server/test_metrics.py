@@ -9,9 +9,9 @@ import pytest
 import tiny_engine as tiny
 from http_server import SIZES, Running, make_llm, model, wait_for
 
+from swiftkv_jax.config.plan import Prediction
+from swiftkv_jax.core.predict import Predicted, identity
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.plan import Prediction
-from swiftkv_jax.predict import Predicted, identity
 
 WARM_UP = True
 NAMES = (  # vLLM's, and what SwiftKV adds; a counter's name gets _total, a histogram's among others _count

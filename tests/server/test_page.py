@@ -15,9 +15,9 @@ import pytest
 import tiny_engine as tiny
 from http_server import Running, make_llm, wait_for
 
+from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.server import page
 
 ROOT = Path(__file__).parents[2]

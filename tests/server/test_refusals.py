@@ -9,7 +9,7 @@ import httpx
 import pytest
 from http_server import Running, connect, error_of, make_llm, wait_for
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.server.limits import Keys
 from swiftkv_jax.server.server import listen
 

@@ -20,19 +20,22 @@ import pytest
 import safetensors.numpy
 import transformers
 
-from swiftkv_jax import commands, layer_pruned, predict, progress
+from swiftkv_jax import layer_pruned
 from swiftkv_jax.checkpoint.adapter import from_pretrained, save_pretrained
 from swiftkv_jax.checkpoint.generation import read_generation_config
+from swiftkv_jax.cli import commands
+from swiftkv_jax.common import progress
+from swiftkv_jax.common.errors import UsageWarning
+from swiftkv_jax.common.folder import DEMO
+from swiftkv_jax.config.plan import Prediction
+from swiftkv_jax.core import predict
+from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.engine import kernels
 from swiftkv_jax.engine import llm as llm_module
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.errors import UsageWarning
-from swiftkv_jax.folder import DEMO
 from swiftkv_jax.kernels.check.decide import Decision
 from swiftkv_jax.kernels.check.machine import Machine
-from swiftkv_jax.plan import Prediction
-from swiftkv_jax.predict import Predicted
 from swiftkv_jax.server import jobs
 from swiftkv_jax.server import main as server_main
 from swiftkv_jax.server.main import main

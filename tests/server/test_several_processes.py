@@ -21,7 +21,7 @@ from tiny_models import tiny
 from tokenizers_made import make_tokenizer
 
 import swiftkv_jax as skv
-from swiftkv_jax.config import ModelConfig
+from swiftkv_jax.config.model import ModelConfig
 
 SHAPE = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "head_dim": 8}
 FLAGS = ["--max-model-len", "64", "--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--page-size", "8"]

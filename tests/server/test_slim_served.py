@@ -13,7 +13,7 @@ from http_server import Running
 from safetensors.numpy import load_file, save_file
 
 import swiftkv_jax as skv
-from swiftkv_jax.folder import DEMO
+from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.server.main import build_parser, main, make_api, server_settings
 
 FLAGS = "--max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 64".split()

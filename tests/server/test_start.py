@@ -15,7 +15,7 @@ SMALL = "--max-num-seqs 2 --max-num-batched-tokens 64 --max-model-len 128 --http
 COUNTING = """
 import sys
 import jax
-from swiftkv_jax import commands
+from swiftkv_jax.cli import commands
 
 missed = []
 

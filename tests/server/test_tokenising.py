@@ -13,8 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from tokenizers_made import CHATML, END, make_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.plan import KVPlan
 from swiftkv_jax.server import answers
 from swiftkv_jax.text.tokenizer import load_tokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.slim.calibrate import EXACT, FITTED, Candidate, Found
 from swiftkv_jax.slim.choose import Measured, check, forced, under
 

@@ -15,8 +15,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import swiftkv_jax as skv
-from swiftkv_jax.matrices import between
-from swiftkv_jax.progress import Doing
+from swiftkv_jax.common.progress import Doing
+from swiftkv_jax.core.matrices import between
 from swiftkv_jax.slim import sources
 from swiftkv_jax.slim.__main__ import main
 from swiftkv_jax.slim.calibrate import EXACT, Candidate, candidates, converted

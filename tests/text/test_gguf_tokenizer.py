@@ -9,8 +9,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from swiftkv_jax.errors import UsageError
-from swiftkv_jax.gguf_header import read_header
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.gguf_header import read_header
 from swiftkv_jax.text.gguf_tokenizer import _LLAMA3, _QWEN2, _TEKKEN, tokenizer_files
 from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers_made import BOS, CHATML, END, EOS, GENERATION, INSTRUCT, PLAIN, make_tokenizer
 from transformers import AutoTokenizer
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
 from swiftkv_jax.text.tokenizer_files import Described
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers_made import CHATML, trained
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from swiftkv_jax.errors import UsageError
+from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 TEXTS = ("the cat sat", "", "naïve 雪 🙂 user", "on  the\nlog, it ' s . n't", "a</s>b <|endoftext|><eos>")

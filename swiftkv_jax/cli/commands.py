@@ -1,0 +1,245 @@
+"""The commands: `swiftkv` and its parts; `train.py` and `swiftkv-train`, `serve.py` and `swiftkv-serve`,
+`swiftkv-convert`, and `swiftkv-eval`.
+
+Only this module changes process-wide state: the environment and `jax.config`.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+
+from swiftkv_jax.common import processes
+from swiftkv_jax.common.errors import UsageError, UsageWarning, exit_code, suggest
+from swiftkv_jax.common.folder import private
+from swiftkv_jax.version import __version__
+
+_WORTH_KEEPING_S = 0.0  # least compile time of cached programs: all are cached, for a fast second start
+HELP = """usage: swiftkv COMMAND ...
+
+  plan MODEL              what each split of a model saves, and what fits on which chip
+  distil MODEL --data X   make and train a student; no config file needed
+  train --config FILE     the same, with all settings from a config file
+  convert MODEL           make a student without training
+  serve MODEL [--http]    generate a batch, or serve OpenAI's API
+  replicas MODEL          several servers of it behind Ray Serve
+  kernels MODEL           check and time the kernels of its sizes on this machine; the flags of serve
+  eval MODEL --tasks T    EleutherAI's evaluation harness
+  push DIR REPO           upload an export to the Hugging Face hub
+
+swiftkv COMMAND --help lists a command's flags; swiftkv --version prints the version.
+Slim attention, KV prediction, and a comparison of all methods at equal FLOPs are other commands:
+python -m swiftkv_jax.slim, swiftkv_jax.distill.pair and swiftkv_jax.compare, each with --help.
+"""
+
+
+def main() -> int:
+    """`swiftkv COMMAND ...`, also `python -m swiftkv_jax`; the exit code."""
+    name, words = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
+    if name in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if name == "--version":
+        print(f"swiftkv-jax {__version__}")
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        return exit_code(lambda: _unknown(name))
+    sys.argv = [f"swiftkv {name}", *spelt_out(name, words)]
+    return command()
+
+
+def spelt_out(name: str, words: list[str]) -> list[str]:
+    """The words after a command; a bare MODEL gets the flag that it stands for, where the command needs
+    one."""
+    if name not in MODEL_FLAGS or not words or words[0].startswith("-"):
+        return words
+    return [*MODEL_FLAGS[name](words[0]), *words[1:]]
+
+
+def _unknown(name: str) -> int:
+    said = f"no command {name!r}{suggest(name, COMMANDS)}" if name else "which command?"
+    raise UsageError(f"{said}; there are {', '.join(COMMANDS)} (swiftkv --help)")
+
+
+def plan() -> int:
+    """Say what a model's splits save; the exit code."""
+    be_quiet()
+    cache_or_compile("--compile-serving")
+    from swiftkv_jax.cli.plan import main
+
+    return main()
+
+
+def distil() -> int:
+    """Make and train a student; the exit code."""
+    be_quiet()
+    cache_programs()
+    from swiftkv_jax.cli.distil import main
+
+    return main()
+
+
+def train() -> int:
+    """Distil a student; the exit code."""
+    be_quiet()
+    cache_or_compile("--compile-only")
+    from swiftkv_jax.distill.main import main
+
+    def prepare(experiment):
+        from swiftkv_jax.cli.teacher_chats import with_chats
+
+        return with_chats(experiment)
+
+    code = main(join=lambda wanted: processes.start(wanted, os.environ), prepare=prepare)
+    processes.leave(code)
+    return code
+
+
+def convert() -> int:
+    """Make a student without training; the exit code."""
+    be_quiet()
+    cache_programs()
+    from swiftkv_jax.cli.convert import main
+
+    return main()
+
+
+def serve() -> int:
+    """Generate a batch, or serve HTTP; the exit code."""
+    be_quiet()
+    cache_programs()
+    claim_gpu_memory()
+    from swiftkv_jax.server.main import main
+
+    code = main(
+        api_key=os.environ.get("SWIFTKV_API_KEY"), join=lambda wanted: processes.start(wanted, os.environ)
+    )
+    processes.leave(code)
+    return code
+
+
+def replicas() -> int:
+    """Serve replicas behind Ray Serve; the exit code."""
+    be_quiet()
+    cache_programs()
+    claim_gpu_memory()
+    from swiftkv_jax.server.ray import main
+
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    fraction = os.environ.get("XLA_CLIENT_MEM_FRACTION")
+    theirs = {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": _WORTH_KEEPING_S,
+        "XLA_CLIENT_MEM_FRACTION": fraction,
+    }
+    known = {name: str(value) for name, value in theirs.items() if value is not None}
+    return main(api_key=os.environ.get("SWIFTKV_API_KEY"), environment=known)
+
+
+def kernels() -> int:
+    """Print the result of the check of a model's kernels, which runs if it has not; the exit code."""
+    sys.argv += ["--kernels", "report"]
+    return serve()
+
+
+def evaluate() -> int:
+    """Run lm-eval on our model; the exit code."""
+    if "--version" in sys.argv[1:]:
+        print(f"swiftkv-jax {__version__}")
+        return 0
+    be_quiet()
+    try:
+        from swiftkv_jax.lm_eval import main
+    except ImportError as error:
+        print(f"error: this needs {error.name}: pip install 'swiftkv-jax[eval]'", file=sys.stderr)
+        return 2
+    return main()
+
+
+def push() -> int:
+    """Upload an export; the exit code."""
+    be_quiet()
+    from swiftkv_jax.cli.push import main
+
+    return main()
+
+
+def be_quiet() -> None:
+    """Hide messages that are not for the user, and print warnings about the input as one line."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # else it says that PyTorch is missing
+    usual = warnings.formatwarning
+
+    def line(message, category, *place, **source) -> str:
+        own = issubclass(category, UsageWarning)
+        return f"warning: {message}\n" if own else usual(message, category, *place, **source)
+
+    warnings.formatwarning = line
+
+
+def claim_gpu_memory() -> None:
+    """Let JAX preallocate the share of GPU memory that --memory-fraction names, not its default of 3/4. A
+    setting of JAX's memory allocation in the environment takes precedence."""
+    from swiftkv_jax.engine.settings import MEMORY_FRACTION
+
+    own = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+    if any(name in os.environ for name in own):
+        return
+    reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    reader.add_argument("--memory-fraction", type=float, default=MEMORY_FRACTION)
+    try:
+        given = reader.parse_known_args(sys.argv[1:])[0].memory_fraction
+    except argparse.ArgumentError:  # the command's own parser reports it, with a remedy
+        return
+    if 0 < given <= 1:
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(given)
+
+
+def cache_or_compile(flag: str) -> None:
+    """Cache programs, or if `flag` is given, which compiles for other chips, use no chip of this machine."""
+    if flag not in sys.argv:
+        cache_programs()
+        return
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+
+
+def cache_programs() -> None:
+    """Cache compiled programs where the environment says, or in the user's own cache folder. A folder that
+    others can write to is not used, since its contents are executed."""
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftkv-jax" / "xla"
+    named = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING_S)
+    if named and "://" in named:  # a bucket: only its owner knows who may write there
+        return
+    cache = Path(named or own).resolve()
+    kept = private(cache)
+    jax.config.update("jax_compilation_cache_dir", str(cache) if kept else None)
+    if not kept:
+        print(
+            f"warning: no compilation cache: {cache} must be writable by you alone (chmod 700), in a "
+            "folder that nobody else can rename",
+            file=sys.stderr,
+        )
+
+
+COMMANDS = {
+    "plan": plan,
+    "distil": distil,
+    "train": train,
+    "convert": convert,
+    "serve": serve,
+    "replicas": replicas,
+    "kernels": kernels,
+    "eval": evaluate,
+    "push": push,
+}
+MODEL_FLAGS = {
+    "serve": lambda model: ["--model", model],
+    "replicas": lambda model: ["--model", model],
+    "kernels": lambda model: ["--model", model],
+    "eval": lambda model: ["--model", "swiftkv", "--model_args", f"pretrained={model}"],
+}

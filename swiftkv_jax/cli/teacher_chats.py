@@ -1,0 +1,239 @@
+"""Chats that a model writes itself, as training data for its own distillation.
+
+The source `self://prompts.jsonl` stands for the model's answers to the prompts in that file. They are sampled
+by the engine once, and kept in the cache of `datasets` under the model, the prompts and the sampling.
+`self://prompts.jsonl?max_tokens=512&temperature=1` overrides defaults of `Sampling`.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+import jax
+
+from swiftkv_jax.checkpoint.adapter import fingerprint, local_folder
+from swiftkv_jax.common import checks
+from swiftkv_jax.common.errors import UsageError, explained, suggest
+from swiftkv_jax.common.progress import Say, show, working
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.distill.config import Experiment
+from swiftkv_jax.distill.data import files
+from swiftkv_jax.distill.data.forms import BadRow, parse_row
+from swiftkv_jax.distill.data.sources import SELF, kept_at
+from swiftkv_jax.text.tokenizer import load_tokenizer
+
+Chat = list[dict]
+_VERSION = 1  # of the cached files
+_LANES = 64  # answers generated at once, at most
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How answers are chosen, as `SamplingParams` has it. Answer i samples with seed + i."""
+
+    max_tokens: int = 256
+    temperature: float = 0.8
+    top_p: float = 0.95
+    seed: int = 0
+
+    def __post_init__(self):
+        checks.integer("max_tokens", self.max_tokens, 1)
+        checks.number("temperature", self.temperature, 0)
+        checks.above("top_p", self.top_p, 0, 1)
+        checks.integer("seed", self.seed, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """The amount written: number of chats, tokens of their answers, and seconds."""
+
+    chats: int
+    tokens: int
+    seconds: float
+
+
+def with_chats(experiment: Experiment, say: Say = show) -> Experiment:
+    """The experiment with files of chats in place of `self://` sources; missing files are written.
+
+    Raises:
+      UsageError: prompts that cannot be read, a model without a chat template, or no model.
+    """
+    parts = {
+        name: dataclasses.replace(data, sources=sources_with_chats(data.sources, experiment.model, say))
+        for name in ("data", "evaluation")
+        if (data := getattr(experiment, name)) is not None
+    }
+    return dataclasses.replace(experiment, **parts)
+
+
+def sources_with_chats(sources: Sequence[str], model: str, say: Say = show) -> tuple[str, ...]:
+    """The sources with files of the model's chats in place of those that begin with `self://`."""
+    return tuple(
+        str(chats_of(model, source, say)) if source.startswith(SELF) else source for source in sources
+    )
+
+
+def chats_of(model: str, source: str, say: Say = show) -> Path:
+    """The file of chats that a `self://` source stands for; it is written if it is missing."""
+    if not model:
+        raise UsageError(f"{source} needs a model to answer its prompts: give model")
+    name, _, query = source.removeprefix(SELF).partition("?")
+    sampling, prompts = sampling_of(query, source), prompts_of(name)
+    folder = local_folder(model)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.template is None:
+        raise UsageError(f"{source}: the model in {folder} has no chat template to answer by")
+    key = [_VERSION, fingerprint(folder), tokenizer.fingerprint, prompts, dataclasses.asdict(sampling)]
+    path = kept_at(f"self-{sha256(json.dumps(key).encode()).hexdigest()[:32]}.jsonl")
+    if path.exists():
+        say(f"{source}: chats that {model} wrote before, in {path}")
+        return path
+    if jax.process_count() > 1:
+        raise UsageError(
+            f"{source} is not written yet: write it with a single process first (--no-distributed)"
+        )
+    done = write_chats(str(folder), prompts, path, sampling, say)
+    say(f"{model} wrote {done.chats:,} chats, {done.tokens:,} tokens, in {done.seconds:.0f} s: {path}")
+    return path
+
+
+def sampling_of(query: str, source: str) -> Sampling:
+    """The sampling options after the question mark of a source.
+
+    Raises:
+      UsageError: an unknown name, or a value that is not a number or out of range.
+    """
+    known: dict[str, type] = {"max_tokens": int, "temperature": float, "top_p": float, "seed": int}
+    given = {}
+    for name, text in parse_qsl(query, keep_blank_values=True):
+        if name not in known:
+            raise UsageError(
+                f"{source}: no setting {name!r}{suggest(name, known)}; known: {', '.join(known)}"
+            )
+        try:
+            given[name] = known[name](text)
+        except ValueError:
+            raise UsageError(f"{source}: {name} must be a number, not {text!r}") from None
+    try:
+        return Sampling(**given)
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
+
+
+def prompts_of(source: str) -> list[Chat]:
+    """The prompts of a file, a pattern or a folder: rows with a text `prompt`, or chats without their last
+    answer.
+
+    Raises:
+      UsageError: no such file, a broken row, or no prompt in a row.
+    """
+    bad, prompts = [], []
+    for path, _ in files.files_of(source):
+        kind = files.kind_of(path)
+        if kind not in files.ROW_SUFFIXES:
+            raise UsageError(f"prompts are rows of {', '.join(files.ROW_SUFFIXES)}; {path} has none")
+        for place, row in files.rows(path, kind, bad):
+            try:
+                prompts.append(_prompt(row))
+            except BadRow as error:
+                files.note(bad, path, place, error)
+    if bad:
+        raise UsageError(f"broken prompts: {'; '.join(bad[:10])}")
+    if not prompts:
+        raise UsageError(f"{source} holds no prompts")
+    return prompts
+
+
+def _prompt(row) -> Chat:
+    if isinstance(row, dict) and isinstance(row.get("prompt"), str) and row["prompt"]:
+        return [{"role": "user", "content": row["prompt"]}]
+    turns = list(parse_row(row).messages)
+    while turns and turns[-1]["role"] != "user":
+        turns.pop()
+    if not turns:
+        raise BadRow('neither "prompt" nor a turn of the user')
+    return turns
+
+
+def write_chats(
+    model: str, prompts: Sequence[Chat], path: Path, sampling: Sampling = Sampling(), say: Say = show
+) -> Written:
+    """Write the model's answers to `path`, a conversation a line, in the order of the prompts.
+
+    Each answer is saved beside `path` as soon as it is finished, so that a stopped run can continue.
+
+    Raises:
+      UsageError: a prompt that the model cannot take, or a place that cannot be written.
+    """
+    began, draft = time.monotonic(), path.with_name(f"{path.name}.part")
+    with explained(f"write to {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        answers = _drafted(draft)
+        with (
+            working(say, f"{Path(model).name} answers {len(prompts):,} prompts") as doing,
+            draft.open("a", encoding="utf-8") as file,
+        ):
+            left = [number for number in range(len(prompts)) if number not in answers]
+            for number, answer in _answers(model, prompts, left, sampling):
+                answers[number] = answer
+                file.write(json.dumps([number, *answer]) + "\n")
+                file.flush()
+                doing.place = f"{len(answers):,} done, "
+        rows = [
+            {"messages": [*prompt, {"role": "assistant", "content": answers[number][0]}]}
+            for number, prompt in enumerate(prompts)
+        ]
+        whole = path.with_name(f"{path.name}.whole")  # until it is there, the draft alone has the answers
+        with whole.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        os.replace(whole, path)
+        draft.unlink()
+    return Written(len(rows), sum(tokens for _, tokens in answers.values()), time.monotonic() - began)
+
+
+def _drafted(draft: Path) -> dict[int, tuple[str, int]]:
+    """The answers saved by a stopped run: number of the prompt -> (text, tokens)."""
+    found = {}
+    for line in draft.read_text(encoding="utf-8").splitlines() if draft.exists() else []:
+        try:
+            number, text, tokens = json.loads(line)
+        except ValueError:  # the last line may be incomplete
+            continue
+        found[number] = text, tokens
+    return found
+
+
+def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling: Sampling):
+    """(number, (text, tokens)) of the answers to the prompts numbered `left`, as they are finished."""
+    if not left:
+        return
+    from swiftkv_jax.engine.llm import LLM
+    from swiftkv_jax.engine.request import SamplingParams
+
+    folder = local_folder(model)
+    tokenizer, context = load_tokenizer(folder), ModelConfig.from_hf(folder).max_position_embeddings
+    lengths = {number: len(tokenizer.encode_chat(prompts[number], True)) for number in left}
+    most = min(context, max(lengths.values()) + sampling.max_tokens)
+    llm = LLM(model, max_model_len=most, max_num_seqs=min(_LANES, len(left)), dtype="auto")
+
+    def request(number: int):
+        room = most - lengths[number]
+        how = SamplingParams(
+            max_tokens=max(1, min(sampling.max_tokens, room)),  # without room `llm.request` raises
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=sampling.seed + number,
+        )
+        return llm.request({"messages": prompts[number]}, how, f"prompt {number}")
+
+    requests = [request(number) for number in left]
+    for which, output in llm.run(requests):
+        answer = output.outputs[0]
+        if answer.finish_reason == "error":
+            raise UsageError(f"{model} fails on prompt {left[which]}: {answer.error}")
+        yield left[which], (answer.text, len(answer.token_ids))

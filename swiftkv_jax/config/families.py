@@ -1,0 +1,202 @@
+"""Model families as data: how each one's config.json differs from Llama's."""
+
+import dataclasses
+import typing
+
+from swiftkv_jax.config.rope import NONE, RopeConfig
+
+_Fields = dict[str, typing.Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """The common part of all checkpoints of one `model_type`.
+
+    Attributes:
+      architecture: prefix of its class names in transformers. head: suffix of its language model's class.
+      fields: fields of ModelConfig that differ from the defaults.
+      spelling: Llama's name of a field of config.json -> this family's name.
+      neutral: fields of config.json that change the numbers -> the values that this decoder supports; they
+        override those in config_json.
+      defaults: fields that its files may omit -> transformers' defaults.
+      omits: Llama's fields that its config.json does not have.
+      reads: fields of config.json that are read for it, and must be neutral for other families.
+      inert: fields that do not change the numbers, in addition to those in config_json.
+      written: fields that have the same value in all its config.json files.
+      encoder: fields of ModelConfig in which its encoder differs from its decoder; None: it has no encoder.
+      wide: whether its activations exceed float16's range (65504), in checkpoints trained in bfloat16.
+    """
+
+    architecture: str
+    head: str = "ForCausalLM"
+    fields: _Fields = dataclasses.field(default_factory=dict)
+    spelling: dict[str, str] = dataclasses.field(default_factory=dict)
+    neutral: dict[str, tuple] = dataclasses.field(default_factory=dict)
+    defaults: _Fields = dataclasses.field(default_factory=dict)
+    omits: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    inert: tuple[str, ...] = ()
+    written: _Fields = dataclasses.field(default_factory=dict)
+    encoder: _Fields | None = None
+    wide: bool = False
+
+
+_GELU_TANH = "gelu_pytorch_tanh"
+# GPT-2 and relatives: LayerNorm, biases, an MLP without a gate, learned positions instead of rotary.
+_BEFORE_ROPE = {
+    "norm": "layer",
+    "rms_norm_eps": 1e-5,
+    "gated": False,
+    "learned_positions": True,
+    "rope": RopeConfig(rope_type=NONE),
+    "qkv_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
+}
+_LLAMAS_OWN = ("num_key_value_heads", "head_dim", "rope_theta", "rope_scaling")
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(architecture="Llama"),
+    "mistral": Family(architecture="Mistral"),
+    "qwen2": Family(architecture="Qwen2"),
+    "qwen3": Family(architecture="Qwen3"),
+    "gemma": Family(
+        architecture="Gemma",
+        fields={"norm": "rms_plus_one", "activation": "gelu_tanh", "scaled_embedding": True},
+        # The first files say "gelu" but mean the tanh approximation.
+        neutral={"hidden_act": (_GELU_TANH, "gelu"), "hidden_activation": (_GELU_TANH, None)},
+        defaults={"tie_word_embeddings": True, "head_dim": 256},
+        written={"hidden_act": _GELU_TANH},
+        wide=True,  # google/gemma_pytorch, issue 10: NaN in float16
+    ),
+    "opt": Family(
+        architecture="OPT",
+        fields=_BEFORE_ROPE | {"activation": "relu", "unused_positions": 2},
+        spelling={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
+        neutral={
+            "hidden_act": ("relu",),
+            "enable_bias": (True, None),
+            "layer_norm_elementwise_affine": (True, None),
+            "do_layer_norm_before": (True, None),
+            "_remove_final_layer_norm": (False, None),
+        },
+        defaults={"tie_word_embeddings": True, "hidden_act": "relu", "max_position_embeddings": 2048},
+        omits=(*_LLAMAS_OWN, "rms_norm_eps"),
+        reads=("word_embed_proj_dim",),
+        inert=("init_std", "layerdrop"),
+        written={"hidden_act": "relu", "do_layer_norm_before": True},
+    ),
+    "phi3": Family(architecture="Phi3", defaults={"rms_norm_eps": 1e-5}, reads=("partial_rotary_factor",)),
+    "gpt2": Family(
+        architecture="GPT2",
+        head="LMHeadModel",
+        fields={name: value for name, value in _BEFORE_ROPE.items() if name != "rms_norm_eps"}
+        | {"activation": "gelu_tanh"},
+        spelling={
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+            "intermediate_size": "n_inner",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "activation_function",
+        },
+        neutral={
+            "hidden_act": ("gelu_new", _GELU_TANH),
+            "scale_attn_weights": (True, None),
+            "scale_attn_by_inverse_layer_idx": (False, None),
+        },
+        defaults={
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-5,
+            "scale_attn_weights": True,
+            "max_position_embeddings": 1024,
+        },
+        omits=(*_LLAMAS_OWN, "attention_dropout"),
+        inert=tuple(
+            "n_ctx reorder_and_upcast_attn summary_type summary_use_proj summary_activation "
+            "summary_proj_to_labels".split()
+        ),
+        written={"hidden_act": "gelu_new"},
+    ),
+    "olmo": Family(
+        architecture="Olmo",
+        fields={"norm": "layer_plain", "rms_norm_eps": 1e-5},
+        omits=("rms_norm_eps",),
+        reads=("clip_qkv",),
+    ),
+    "olmo2": Family(
+        architecture="Olmo2",
+        fields={"norm_after": True, "qk_norm": True, "qk_norm_whole": True},
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "t5": Family(
+        architecture="T5",
+        head="ForConditionalGeneration",
+        fields={"rope": RopeConfig(rope_type=NONE), "attention_scale": 1.0},
+        spelling={
+            "hidden_size": "d_model",
+            "intermediate_size": "d_ff",
+            "num_hidden_layers": "num_decoder_layers",
+            "num_attention_heads": "num_heads",
+            "head_dim": "d_kv",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "max_position_embeddings": "n_positions",
+        },
+        neutral={"is_encoder_decoder": (True, None), "is_decoder": (False, None), "hidden_act": ("silu",)},
+        defaults={
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 512,
+            "feed_forward_proj": "relu",
+            "relative_attention_num_buckets": 32,
+            "relative_attention_max_distance": 128,
+        },
+        omits=("num_key_value_heads", "rope_theta", "rope_scaling", "attention_dropout", "hidden_act"),
+        reads=tuple(
+            "num_layers feed_forward_proj relative_attention_num_buckets relative_attention_max_distance "
+            "scale_decoder_outputs".split()
+        ),
+        inert=("dense_act_fn", "is_gated_act", "output_past"),  # the first two follow from feed_forward_proj
+        written={"is_encoder_decoder": True},
+        encoder={"bidirectional": True},
+        wide=True,  # transformers computes the output of its MLPs in float32
+    ),
+    "whisper": Family(
+        architecture="Whisper",
+        head="ForConditionalGeneration",
+        fields=_BEFORE_ROPE | {"activation": "gelu", "k_bias": False},
+        spelling={
+            "hidden_size": "d_model",
+            "intermediate_size": "decoder_ffn_dim",
+            "num_hidden_layers": "decoder_layers",
+            "num_attention_heads": "decoder_attention_heads",
+            "max_position_embeddings": "max_target_positions",
+            "hidden_act": "activation_function",
+        },
+        neutral={
+            "hidden_act": ("gelu",),
+            "is_encoder_decoder": (True, None),
+            "is_decoder": (False, None),
+            "scale_embedding": (False, None),
+            "use_weighted_layer_sum": (False, None),
+        },
+        defaults={
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu",
+            "max_position_embeddings": 448,
+            "max_source_positions": 1500,
+            "num_mel_bins": 80,
+        },
+        omits=(*_LLAMAS_OWN, "rms_norm_eps"),
+        reads=tuple(
+            "encoder_layers encoder_attention_heads encoder_ffn_dim max_source_positions num_mel_bins".split()
+        ),
+        inert=tuple(
+            "init_std encoder_layerdrop decoder_layerdrop classifier_proj_size apply_spec_augment "
+            "mask_time_prob mask_time_length mask_time_min_masks mask_feature_prob mask_feature_length "
+            "mask_feature_min_masks median_filter_width forced_decoder_ids".split()
+        ),
+        written={"hidden_act": "gelu", "is_encoder_decoder": True},
+        encoder={"bidirectional": True, "tie_word_embeddings": False},
+    ),
+}

@@ -1,0 +1,363 @@
+"""Reading of published config.json files: which fields are used, must be neutral, or do not matter."""
+
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from swiftkv_jax.common import checks
+from swiftkv_jax.common.errors import UsageError, UsageWarning, suggest
+from swiftkv_jax.common.folder import read_json
+from swiftkv_jax.config.families import FAMILIES, Family
+from swiftkv_jax.config.gguf import config_of
+from swiftkv_jax.config.gguf_header import gguf_of
+
+FULL_ATTENTION = 2**30  # a window no sequence fills
+OWN_CODE = "modeling_swiftkv"  # the module that a student's folder carries for transformers
+
+_READ = frozenset(
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings rope_theta "
+    "rope_scaling rope_parameters original_max_position_embeddings torch_dtype dtype attention_bias "
+    "mlp_bias sliding_window use_sliding_window max_window_layers layer_types num_key_value_layers "
+    "key_value_group_size exit_head slim_attention".split()
+)
+# Fields that change the numbers, with the values at which they do not; any other value is refused.
+_SILU = ("silu", "swish", "swiglu", None)
+_NEUTRAL: dict[str, tuple] = {
+    "hidden_act": ("silu", "swish"),
+    **dict.fromkeys("hidden_activation activation activation_function mlp_hidden_act".split(), _SILU),
+    "pruned_heads": ({}, None),
+    "is_encoder_decoder": (False, None),
+    "is_decoder": (False, True, None),
+    "is_causal": (True, None),
+    **dict.fromkeys(
+        (
+            "partial_rotary_factor rotary_pct rope_ratio embedding_multiplier embedding_scale scale_emb "
+            "residual_multiplier logits_scaling logit_scale lm_head_multiplier attention_in_multiplier "
+            "attention_out_multiplier key_multiplier attention_value_scale"
+        ).split(),
+        (1, None),
+    ),
+    # Parts that only other decoders have: their fields are neutral if absent, off or empty.
+    **dict.fromkeys(
+        (
+            "attn_logit_softcapping final_logit_softcapping logits_soft_cap query_pre_attn_scalar "
+            "attention_multiplier scale_depth dim_model_base scale_embedding clip_qkv alibi use_alibi "
+            "use_qk_norm qk_norm qk_layernorm qk_layer_norms use_post_norm use_sandwich_norm "
+            "use_parallel_residual parallel_attn rotary_dim rope_interleaved rope_interleave "
+            "rope_local_base_freq no_rope_layers no_rope_layer_interval use_mrope mrope_section "
+            "attention_chunk_size attn_temperature_tuning attention_sink_size use_attention_sinks "
+            "use_bidirectional_attention attention_k_eq_v attn_output_gate use_attention_gate "
+            "sliding_window_pattern _sliding_window_pattern v_head_dim qk_head_dim qk_rope_head_dim "
+            "qk_nope_head_dim q_lora_rank kv_lora_rank num_kv_shared_layers num_experts num_local_experts "
+            "n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size "
+            "shared_expert_intermediate_size swiglu_limit block_configs text_config vision_config "
+            "audio_config add_cross_attention cross_attention_hidden_size tie_encoder_decoder "
+            "chunk_size_feed_forward"
+        ).split(),
+        (None, False, [], {}),  # 0 is False
+    ),
+}
+_QUANTISED = ("quantization_config", "compression_config")
+# Fields that do not touch the numbers of a forward pass: how to train, how to generate, names, bookkeeping.
+_INERT = frozenset(
+    "architectures use_cache pretraining_tp id2label label2id num_labels problem_type return_dict "
+    "output_attentions output_hidden_states torchscript use_bfloat16 tf_legacy_loss task_specific_params "
+    "finetuning_task prefix return_dict_in_generate output_scores max_length min_length do_sample "
+    "early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
+    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences remove_invalid_values suppress_tokens begin_suppress_tokens "
+    "exponential_decay_length_penalty max_sequence_length model_max_length swiftkv is_llama_config "
+    "cache_implementation attn_implementation gradient_checkpointing use_reentrant_checkpointing "
+    "num_logits_to_keep seq_length auto_map custom_pipelines".split()
+)
+_INERT_NAMES = re.compile(
+    r"_.*|unsloth_.*|transformers.*|initializer_.*|neftune_.*|.*dropout.*|.*pdrop|.*_loss_coef"
+    r"|.*_(token|tokens|token_ids?|token_index|path|version)|((base_)?model_|dataset_|run_)?name"
+    r"|version|author|date|license|tags|language|chat_template|(tokenizer|processor)_class"
+)
+_SLIM_FIELDS = ("version", "forms", "cross_forms")
+_SHOWN = 60  # characters of a value in a message
+# transformers' own defaults, for fields that a published file may leave out.
+_QWEN3_HEAD_DIM = 128
+_QWEN_MAX_WINDOW_LAYERS = 28
+_MISTRAL_WINDOW = 4096
+_MOST, _MOST_LAYERS = 2**31 - 1, 4096  # no model is larger, but a hostile file may claim to be
+# Families whose config.json says whether projections have biases.
+BIASED = ("llama", "qwen3", "gemma", "olmo", "olmo2")
+_WINDOWED = ("mistral", "qwen2", "qwen3", "phi3")
+_ON_EVERY_LAYER = ("mistral", "phi3")  # a window applies to all layers
+_KINDS = {"full_attention", "sliding_attention"}
+# Families that may omit num_key_value_heads, which then equals the number of query heads.
+_MULTI_HEAD = ("llama", "phi3", "olmo", "olmo2", "gpt2", "opt", "t5", "whisper")
+
+
+def read_config_json(source: Mapping | str | Path) -> Mapping:
+    """The dict in config.json; `source` is the dict itself, the file, or its folder. For a GGUF file, alone
+    or in a folder without config.json, the dict is made from the file's metadata."""
+    if isinstance(source, Mapping):
+        return source
+    path = Path(source)
+    if not (path / "config.json").exists() and (file := gguf_of(path)):
+        return config_of(file)
+    raw = read_json(path / "config.json" if path.is_dir() else path)
+    if "model_type" not in raw and (path / "export" / "config.json").is_file():
+        raise UsageError(f"{path} is the folder of a run; its student is in {path / 'export'}")
+    return raw
+
+
+def base_family(raw: Mapping) -> str:
+    """`model_type` without the SwiftKV suffix."""
+    kind = raw.get("model_type")
+    family = str(kind).removesuffix("_swiftkv")
+    if family not in FAMILIES:
+        raise UsageError(
+            f"config.json: model_type {kind!r} is not supported; known: {', '.join(FAMILIES)}, "
+            "each also with _swiftkv"
+        )
+    return family
+
+
+def spelled_out(raw: Mapping) -> Mapping:
+    """`raw` with Llama's field names, and with defaults for fields that the family's files may omit."""
+    family = FAMILIES[base_family(raw)]
+    names = {own: name for name, own in family.spelling.items()}
+    own = {names[name]: value for name, value in raw.items() if name in names}
+    out = {**family.defaults, **{name: value for name, value in raw.items() if name not in names}, **own}
+    if out.get("num_hidden_layers") is None and "num_layers" in family.reads:
+        out["num_hidden_layers"] = out.get("num_layers")  # a T5 whose encoder and decoder are equally deep
+    if "hidden_size" in out and out.get("intermediate_size") is None and family.spelling:
+        out["intermediate_size"] = 4 * integer(out, "hidden_size")
+    return out
+
+
+def is_swiftkv(raw: Mapping) -> bool:
+    """Whether the checkpoint is a student: its `model_type` has the suffix."""
+    return str(raw.get("model_type")).endswith("_swiftkv")
+
+
+def check_fields(raw: Mapping) -> None:
+    """Refuse what this decoder does not compute; warn of what it does not know.
+
+    Fields that are read are checked where they are read. Of the others, those known to change the numbers
+    must be neutral. Those that are null, false or empty, or whose name shows that they do not matter, are
+    ignored. The rest are ignored with a warning that names them.
+
+    Raises:
+      UsageError: the weights are quantised, or a field asks for what is not computed.
+    """
+    for name in _QUANTISED:
+        if raw.get(name):
+            raise UsageError(
+                f"config.json: {name} is {_shown(raw[name])}: quantised weights are not read; "
+                "take the checkpoint that they were made from"
+            )
+    family = FAMILIES[base_family(raw)]
+    for name, allowed in (_NEUTRAL | family.neutral).items():
+        if name in raw and name not in family.reads and raw[name] not in allowed:
+            values = " or ".join(_shown(value) for value in allowed if value not in ([], {}))
+            raise UsageError(f"config.json: {name} is {_shown(raw[name])}; only {values} is supported")
+    for message in _doubts(raw):
+        warnings.warn(message, UsageWarning, stacklevel=3)
+
+
+def _doubts(raw: Mapping) -> list[str]:
+    """Warnings about fields whose meaning may differ from what is computed."""
+    out = []
+    family = FAMILIES[base_family(raw)]
+    fields = ((str(name), value) for name, value in raw.items())
+    unknown = [_unknown(name, value) for name, value in fields if _may_matter(family, name, value)]
+    if unknown:
+        listed = ", ".join(unknown)
+        out.append(f"config.json: unknown fields are ignored, and might change the numbers: {listed}")
+    code = raw.get("auto_map")
+    named = (
+        [text for name, text in code.items() if "AutoModel" in str(name)] if isinstance(code, Mapping) else []
+    )
+    other = [text for text in named if not (is_swiftkv(raw) and str(text).startswith(f"{OWN_CODE}."))]
+    if other:
+        out.append(
+            f"config.json: auto_map names a program, {_shown(other[0])}, which is not run: "
+            f"the model is read as a plain {raw['model_type']}"
+        )
+    return out
+
+
+def _may_matter(family: Family, name: str, value) -> bool:
+    """Whether an unknown field could change the numbers."""
+    known = (_READ, _NEUTRAL, _INERT, _QUANTISED, family.inert, family.neutral, family.reads)
+    off = value is None or value is False or value in ("", [], {})
+    return not any(name in names for names in known) and not off and not _INERT_NAMES.fullmatch(name)
+
+
+def _unknown(name: str, value) -> str:
+    hint = suggest(name, [*_READ, *_NEUTRAL], 0.85).removeprefix("; ")
+    return f"{_shown(name)[1:-1]}={_shown(value)}" + (f" ({hint})" if hint else "")
+
+
+def _shown(value) -> str:
+    """A value as JSON, cut short."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def integer(raw: Mapping, name: str, default: int | None = None) -> int:
+    """A positive integer field; `default` stands in when it is absent or null."""
+    value = raw.get(name)
+    value = default if value is None else value
+    if value is None:
+        raise UsageError(f"config.json: field {name!r} is missing")
+    return checks.integer(
+        f"config.json: {name}", value, 1, _MOST_LAYERS if name == "num_hidden_layers" else _MOST
+    )
+
+
+def flag(raw: Mapping, name: str) -> bool:
+    """A true-or-false field, false when absent."""
+    value = raw.get(name)
+    return value is not None and checks.flag(f"config.json: {name}", value)
+
+
+def fields_from_hf(family: str, raw: Mapping) -> dict:
+    """ModelConfig's fields, all but `rope`; `raw` as `spelled_out` gives it."""
+    heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
+    multi_head = family in _MULTI_HEAD or "num_key_value_heads" in raw  # null: one for each head
+    bias = flag(raw, "attention_bias")
+    if bias and family not in BIASED:
+        raise UsageError(f"config.json: attention_bias is true, but {family} has no such choice")
+    if flag(raw, "mlp_bias") and family != "llama":
+        raise UsageError(f"config.json: mlp_bias is true, but {family} has no MLP biases")
+    if flag(raw, "exit_head") and not is_swiftkv(raw):
+        raise UsageError(
+            f"config.json: exit_head is true, but model_type {raw.get('model_type')!r} is not SwiftKV's"
+        )
+    width = raw.get("word_embed_proj_dim")
+    if width not in (None, hidden):
+        raise UsageError(
+            f"config.json: word_embed_proj_dim is {_shown(width)}; embeddings of another width than "
+            f"hidden_size, {hidden}, are not supported"
+        )
+    return {
+        "family": family,
+        "vocab_size": integer(raw, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": integer(raw, "intermediate_size"),
+        "num_layers": integer(raw, "num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": integer(raw, "num_key_value_heads", heads if multi_head else None),
+        "head_dim": integer(raw, "head_dim", _QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads),
+        "rms_norm_eps": checks.above("config.json: rms_norm_eps", raw.get("rms_norm_eps", 1e-6), 0, 1e30),
+        "max_position_embeddings": integer(raw, "max_position_embeddings"),
+        "tie_word_embeddings": flag(raw, "tie_word_embeddings"),
+        "qkv_bias": family == "qwen2" or bias,
+        "o_bias": bias,
+        "mlp_bias": flag(raw, "mlp_bias"),
+        "qk_norm": family == "qwen3",
+        "windows": _windows_from_hf(family, raw),
+        "exit_head": flag(raw, "exit_head"),
+        "clip_qkv": _clip(raw),
+        **FAMILIES[family].fields,
+        "dtype": said_dtype(raw) or "float32",
+    }
+
+
+def said_dtype(raw: Mapping) -> str | None:
+    """The dtype in config.json; None if it leaves that to the weights."""
+    said = str(raw.get("dtype") or raw.get("torch_dtype") or "auto").removeprefix("torch.")
+    return None if said == "auto" else said
+
+
+def _clip(raw: Mapping) -> float | None:
+    """The bound of queries, keys and values, if there is one."""
+    value = raw.get("clip_qkv") or None
+    return None if value is None else checks.above("config.json: clip_qkv", value, 0)
+
+
+def forms_from_hf(raw: Mapping, rows: int) -> tuple[str, ...]:
+    """The forms of a model's rows: all "kv", or those that `slim_attention` lists.
+
+    The field is `{"version": 1, "forms": ["k", "kv", ...]}`, one form for each row. It is ours, and
+    transformers ignores it.
+    """
+    slim, where = raw.get("slim_attention"), "config.json: slim_attention"
+    if slim is None:
+        return ("kv",) * rows
+    if not isinstance(slim, Mapping):
+        raise UsageError(f"{where} must be an object with version and forms, not {_shown(slim)}")
+    known = ("version", "forms") if FAMILIES[base_family(raw)].encoder is None else _SLIM_FIELDS
+    unknown = sorted(str(name) for name in slim.keys() - {*known})
+    if unknown:
+        raise UsageError(f"{where} has unknown fields {', '.join(unknown)}; known: {', '.join(known)}")
+    if slim.get("version") != 1:
+        raise UsageError(f"{where}: version is {_shown(slim.get('version'))}; only 1 is read")
+    return _listed(slim.get("forms"), f"{where}: forms", rows, "rows")
+
+
+def cross_forms_from_hf(raw: Mapping, layers: int) -> tuple[str, ...]:
+    """The forms of the rows that each layer's cross-attention reads: `cross_forms` of `slim_attention`."""
+    slim = raw.get("slim_attention")
+    if slim is None or slim.get("cross_forms") is None:
+        return ("kv",) * layers
+    return _listed(slim["cross_forms"], "config.json: slim_attention: cross_forms", layers, "layers")
+
+
+def _listed(forms, where: str, count: int, what: str) -> tuple[str, ...]:
+    """One form for each of `count` rows or layers."""
+    if not isinstance(forms, list) or not all(isinstance(form, str) for form in forms):
+        raise UsageError(f"{where} must be a list of the {what}' forms, not {_shown(forms)}")
+    if len(forms) != count:
+        where = where.rpartition(": ")[0]
+        raise UsageError(f"{where}: {len(forms)} forms for {count} {what}; give one for each")
+    return tuple(forms)
+
+
+def _windows_from_hf(family: str, raw: Mapping) -> tuple[int, ...]:
+    """Each layer's window, from the flags or from `layer_types` (which wins, as in transformers)."""
+    layers = integer(raw, "num_hidden_layers")
+    window = raw.get("sliding_window", _MISTRAL_WINDOW if family == "mistral" else None)
+    if family in ("qwen2", "qwen3") and not flag(raw, "use_sliding_window"):
+        window = None
+    if family == "llama" and raw.get("use_sliding_window") is False:
+        window = None  # a Qwen checkpoint converted to a Llama
+    if window is not None and family not in _WINDOWED:
+        raise UsageError(f"config.json: {family} has no sliding window, but sliding_window is {window!r}")
+    if window is not None:
+        window = integer({"sliding_window": window}, "sliding_window")
+    first = 0 if family in _ON_EVERY_LAYER else raw.get("max_window_layers", _QWEN_MAX_WINDOW_LAYERS)
+    if window is not None:
+        checks.integer("config.json: max_window_layers", first)
+    types = raw.get("layer_types")
+    if types is None:
+        return tuple(window if window is not None and j >= first else FULL_ATTENTION for j in range(layers))
+    if not isinstance(types, list | tuple) or len(types) != layers or not set(map(str, types)) <= _KINDS:
+        raise UsageError(
+            f"config.json: layer_types must name {' or '.join(sorted(_KINDS))} for {layers} layers"
+        )
+    if window is None and "sliding_attention" in types:
+        raise UsageError("config.json: layer_types has sliding_attention, but no sliding window is in force")
+    if window is not None and family in _ON_EVERY_LAYER and "full_attention" in types:
+        raise UsageError(
+            f"config.json: {family} has its window on every layer; layer_types has full_attention"
+        )
+    span = FULL_ATTENTION if window is None else window
+    return tuple(span if kind == "sliding_attention" else FULL_ATTENTION for kind in types)
+
+
+def window_fields(family: str, windows: tuple[int, ...]) -> dict:
+    """The published fields that describe `windows`; the inverse of the reading above."""
+    sliding = [window for window in windows if window != FULL_ATTENTION]
+    window = sliding[0] if sliding else None
+    if family not in _WINDOWED:
+        return {}
+    if family in _ON_EVERY_LAYER:
+        return {"sliding_window": window}
+    types = ["full_attention" if w == FULL_ATTENTION else "sliding_attention" for w in windows]
+    first = next((j for j, kind in enumerate(types) if kind == "sliding_attention"), len(windows))
+    return {
+        "use_sliding_window": bool(sliding),
+        "sliding_window": window,
+        "max_window_layers": first,
+        "layer_types": types,
+    }

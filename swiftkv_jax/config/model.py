@@ -1,0 +1,292 @@
+"""The config of a decoder, and of its encoder: read from a Hugging Face config.json, frozen, validated."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from swiftkv_jax.common import checks
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.encoders import family_fields, family_written
+from swiftkv_jax.config.families import FAMILIES
+from swiftkv_jax.config.hf import (
+    BIASED,
+    FULL_ATTENTION,
+    base_family,
+    check_fields,
+    cross_forms_from_hf,
+    fields_from_hf,
+    forms_from_hf,
+    integer,
+    is_swiftkv,
+    read_config_json,
+    spelled_out,
+    window_fields,
+)
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.config.rope import RopeConfig
+
+DTYPES = ("float32", "bfloat16", "float16")
+NORMS = ("rms", "rms_plus_one", "layer", "layer_plain")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+_SIZES = (
+    "vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
+    "max_position_embeddings"
+).split()
+
+
+class Kind(NamedTuple):
+    """What may differ from layer to layer; see `ModelConfig`."""
+
+    window: int
+    mlp: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder. The defaults are Llama's: pre-norm, rotary, grouped-query attention, gated SiLU MLP.
+
+    Attributes:
+      family: config.json's `model_type` of the base model, one of FAMILIES.
+      norm: "rms"; "rms_plus_one": its gain is stored less 1, and applied in float32 (Gemma); "layer":
+        LayerNorm with a bias; "layer_plain": without weights (OLMo). rms_norm_eps: of any norm.
+      norm_after: norms follow attention and MLP instead of preceding them (OLMo-2).
+      qk_norm: queries and keys are normed before rotary embedding: each head by itself, or with
+        qk_norm_whole all heads together. clip_qkv: clips the projected queries, keys and values.
+      k_bias: whether keys have a bias too if queries and values have one (qkv_bias).
+      attention_scale: of the scores; None: head_dim ** -0.5.
+      activation: of the MLP, "silu", "gelu_tanh" (the tanh approximation), "gelu" or "relu". gated: whether
+        its output multiplies a second projection.
+      learned_positions: a table of position embeddings is added to the token embeddings; `unused_positions`
+        of its rows precede position 0 (OPT).
+      relative_buckets: number of distance ranges of a learned bias of the scores by head and distance (T5);
+        the last range begins at `relative_distance`. 0: no such bias.
+      scaled_embedding: whether embeddings are multiplied by the root of hidden_size. scaled_logits: whether
+        the stream is divided by it before the head.
+      windows: keys that a query sees in each layer, its own included; FULL_ATTENTION for all.
+      mlps: the kind of each layer's MLP, a key of `layers.MLPS`; empty: all are dense.
+      dtype: the checkpoint's dtype, and the default for loading it.
+      max_position_embeddings: context length in tokens.
+      encoder: config of the encoder whose output every layer also reads; None: there is none.
+      bidirectional: this is an encoder, whose tokens also see later ones. mels: mel bins of the audio frames
+        that its two convolutions read; 0: it reads tokens, by the decoder's embeddings.
+      exit_head: whether there is an exit head, a norm and an output head on the hidden states entering
+        `split`, for early exit (SwiftKV paper, B.4); for SwiftKV plans only.
+      source: folder the model was read from, if it has a tokenizer, generation settings or token ids. It does
+        not take part in comparisons: configs that differ in it alone are equal, and share compiled programs.
+    """
+
+    family: str = "llama"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    rope: RopeConfig = RopeConfig()
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    k_bias: bool = True
+    attention_scale: float | None = None
+    qk_norm: bool = False
+    qk_norm_whole: bool = False
+    clip_qkv: float | None = None
+    norm: str = "rms"
+    norm_after: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    relative_buckets: int = 0
+    relative_distance: int = 128
+    scaled_embedding: bool = False
+    scaled_logits: bool = False
+    learned_positions: bool = False
+    unused_positions: int = 0
+    windows: tuple[int, ...] = ()
+    mlps: tuple[str, ...] = ()
+    dtype: str = "float32"
+    exit_head: bool = False
+    encoder: "ModelConfig | None" = None
+    bidirectional: bool = False
+    mels: int = 0
+    source: str | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __post_init__(self):
+        if self.family not in FAMILIES:
+            raise UsageError(f"model_type {self.family!r} is not supported; known: {', '.join(FAMILIES)}")
+        for name in _SIZES:
+            checks.integer(name, getattr(self, name), 1)
+        if self.num_heads % self.num_kv_heads:
+            raise UsageError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise UsageError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
+        if self.rotary_dim % 2 or not self.rotary_dim:
+            raise UsageError(
+                f"partial_rotary_factor {self.rope.partial_rotary_factor} of head_dim {self.head_dim} is "
+                f"{self.rotary_dim}, and must be an even number"
+            )
+        if self.norm == "layer" and not self.qkv_bias:
+            raise UsageError('norm "layer" has a bias, which only keys and values with qkv_bias can take up')
+        short = self.rope.short_factor or (1.0,) * (self.rotary_dim // 2)
+        if {len(short), len(self.rope.long_factor or short)} != {self.rotary_dim // 2}:
+            raise UsageError(
+                f"longrope needs {self.rotary_dim // 2} numbers in short_factor and long_factor each, not "
+                f"{len(short)} and {len(self.rope.long_factor)}"
+            )
+        for name, known in (("dtype", DTYPES), ("norm", NORMS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in known:
+                raise UsageError(
+                    f"{name} {getattr(self, name)!r} is not supported; known: {', '.join(known)}"
+                )
+        windows = self.windows or (FULL_ATTENTION,) * self.num_layers
+        if len(windows) != self.num_layers or min(windows) < 1:
+            raise UsageError(
+                f"windows needs one positive number for each of {self.num_layers} layers, not {windows}"
+            )
+        object.__setattr__(self, "windows", windows)
+        if len(self.mlps) not in (0, self.num_layers):
+            raise UsageError(f"mlps needs one kind for each of {self.num_layers} layers, not {self.mlps}")
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind of each layer: only layers of one kind lie in one stack."""
+        return tuple(map(Kind, self.windows, self.mlps or ("dense",) * self.num_layers))
+
+    @property
+    def longest_context(self) -> int:
+        """Tokens of the longest sequence: rotary scaling may take it beyond `max_position_embeddings`; a
+        relative position bias sets no limit."""
+        return 2**20 if self.relative_buckets else self.rope.longest(self.max_position_embeddings)
+
+    @classmethod
+    def from_hf(cls, source: Mapping | str | Path) -> "ModelConfig":
+        """Read config.json (a dict, the file, or its folder) of a standard or a SwiftKV model.
+
+        Raises:
+          UsageError: the file cannot be read, the model type is unknown, or a field asks for something that
+            this decoder does not compute. An unknown field that might matter gives a UsageWarning.
+        """
+        raw = read_config_json(source)
+        family, raw = base_family(raw), spelled_out(raw)
+        check_fields(raw)
+        fields = fields_from_hf(family, raw)
+        if FAMILIES[family].encoder is not None:
+            whole = family_fields(family, raw, fields)
+            fields, within = whole["decoder"], whole["encoder"]
+            fields["encoder"] = cls(**within)
+        rope = fields.pop("rope", None) or RopeConfig.from_hf(raw)
+        if rope.partial_rotary_factor != 1 and "partial_rotary_factor" not in FAMILIES[family].reads:
+            raise UsageError(f"config.json: {family} has no partial_rotary_factor other than 1.0")
+        return cls(**fields, rope=rope)
+
+    def to_hf(self, plan: KVPlan) -> dict:
+        """The config.json of this model as it is published; a SwiftKV plan has `model_type`
+        `<family>_swiftkv`.
+
+        Raises:
+          UsageError: config.json cannot express this config and plan (a hand-made mixture of families, an
+            arbitrary row map).
+        """
+        if plan != plan.named:
+            raise UsageError(
+                "this is an engine's internal model (LLM.model): save the model that the engine was made from"
+            )
+        (split, share), family = plan.split_and_share, FAMILIES[self.family]
+        out = {
+            "model_type": self.family,
+            "architectures": [family.architecture + ("SwiftKV" if plan.is_swiftkv else "") + family.head],
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_position_embeddings,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "rope_theta": self.rope.rope_theta,
+            "rope_scaling": self.rope.to_hf(self.max_position_embeddings),
+            "attention_dropout": 0.0,
+            "torch_dtype": self.dtype,
+        }
+        out |= window_fields(self.family, self.windows) | family.written
+        if self.rope.rope_type == "longrope":  # outside of rope_scaling too, where transformers looks first
+            out["original_max_position_embeddings"] = self.rope.original_max_position_embeddings
+        if self.rope.partial_rotary_factor != 1:
+            out["partial_rotary_factor"] = self.rope.partial_rotary_factor
+        if "word_embed_proj_dim" in family.reads:
+            out["word_embed_proj_dim"] = self.hidden_size
+        if "clip_qkv" in family.reads:
+            out["clip_qkv"] = self.clip_qkv
+        if self.family in BIASED:
+            out["attention_bias"] = self.qkv_bias
+        if self.family == "llama":
+            out["mlp_bias"] = self.mlp_bias
+        if plan.is_swiftkv:
+            out |= {"model_type": f"{self.family}_swiftkv", "swiftkv": True}
+            out |= {"num_key_value_layers": split, "key_value_group_size": share}
+        if self.exit_head:
+            out["exit_head"] = True  # ours: published checkpoints have none
+        if plan.forms != ("kv",):
+            out["slim_attention"] = {"version": 1, "forms": list(plan.listed_forms)}  # ours too
+        if set(plan.cross_forms) - {"kv"}:
+            slim = out.setdefault("slim_attention", {"version": 1, "forms": list(plan.listed_forms)})
+            slim["cross_forms"] = list(plan.cross_forms)
+        out = {
+            family.spelling.get(name, name): value for name, value in out.items() if name not in family.omits
+        }
+        if self.encoder is not None:
+            out |= family_written(self)
+        self._check_says_all(out)
+        return out
+
+    def _check_says_all(self, raw: dict) -> None:
+        read = ModelConfig.from_hf(raw)
+        names = [f.name for f in dataclasses.fields(self) if f.compare]
+        lost = [name for name in names if getattr(self, name) != getattr(read, name)]
+        if lost:
+            values = ", ".join(f"{name}={getattr(self, name)!r}" for name in lost)
+            raise UsageError(
+                f"a {self.family} config.json cannot express {values}; change them or the family"
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the first part of each head, to which rotary embedding is applied."""
+        return int(self.head_dim * self.rope.partial_rotary_factor)
+
+    @property
+    def fused_fill(self) -> bool:
+        """Whether the fused fill (kernels/fused_kv_fill) supports this model's way to make rows."""
+        rms = self.norm in ("rms", "rms_plus_one") and not self.norm_after
+        return rms and not (self.clip_qkv or self.qk_norm_whole) and self.rotary_dim == self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of one token's keys (or values) in one row: kv heads x head_dim."""
+        return self.num_kv_heads * self.head_dim
+
+
+def plan_from_hf(source: Mapping | str | Path, slim: bool = True) -> KVPlan:
+    """The plan that config.json describes: standard, or SwiftKV by its published fields. Rows have the forms
+    that `slim_attention` lists, or with slim=False keys and values."""
+    raw = read_config_json(source)
+    raw = spelled_out(raw)
+    layers = integer(raw, "num_hidden_layers")
+    plan = KVPlan.standard(layers)
+    if is_swiftkv(raw):
+        split = integer(raw, "num_key_value_layers", layers)
+        plan = KVPlan.swiftkv(layers, split, integer(raw, "key_value_group_size", 1))
+    forms, crossing = forms_from_hf(raw, len(plan.rows)), cross_forms_from_hf(raw, layers)
+    plan = plan.stored_as(*forms) if slim else plan
+    if FAMILIES[base_family(raw)].encoder is None:
+        return plan
+    return plan.with_cross(*crossing) if slim else plan.with_cross()

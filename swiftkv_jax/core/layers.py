@@ -1,0 +1,366 @@
+"""The parts of a decoder layer, as functions of parameters and arrays."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.rope import NONE, RopeConfig
+from swiftkv_jax.core.pytree import pytree
+from swiftkv_jax.core.shapes import Angles, Array, Float, Hidden, Int, PyTree, Queries, Weight
+from swiftkv_jax.kernels.common.dispatch import device
+from swiftkv_jax.kernels.common.mask import weights_of
+
+
+def linear(x: Float[Array, "*batch i"], p: PyTree) -> Float[Array, "*batch o"]:
+    """x @ kernel (+ bias), in x's dtype. Only this function and `kernel_of` touch kernels.
+
+    Master weights in float32 are rounded here, where they are used. An 8-bit kernel has a `scale`, a float32
+    factor for each output column.
+    """
+    if "scale" in p:
+        y = jnp.matmul(x, p["kernel"].astype(x.dtype), preferred_element_type=jnp.float32)
+        y = (y * p["scale"]).astype(x.dtype)
+    else:
+        y = jnp.matmul(x, p["kernel"].astype(x.dtype))
+    return y + p["bias"].astype(x.dtype) if "bias" in p else y
+
+
+def linear_weights(inside: tuple[str, int], outside: tuple[str, int], bias: bool, std: float) -> PyTree:
+    """The `Weight`s of one `linear`; `inside` and `outside` are its input and output (axis letter, width)."""
+    kernel = Weight((inside[1], outside[1]), f"{inside[0]} {outside[0]}", std)
+    return {"kernel": kernel} | ({"bias": Weight((outside[1],), outside[0])} if bias else {})
+
+
+def head_norm(config: ModelConfig, letter: str, width: int) -> Weight:
+    """The gain of a norm of queries or keys, whose heads are `width` wide together and have axis `letter`."""
+    return (
+        Weight((width,), letter, fill=1.0)
+        if config.qk_norm_whole
+        else Weight((config.head_dim,), ".", fill=1.0)
+    )
+
+
+def kernel_of(p: PyTree, dtype=None) -> Array:
+    """A kernel, or a stack of them, for products that `linear` does not compute, with its scale multiplied
+    in. It is in `dtype`; by default in its own, or in float32 if it is an 8-bit kernel."""
+    kernel = p["kernel"]
+    if "scale" in p:
+        kernel = kernel.astype(jnp.float32) * p["scale"][..., None, :]
+    return kernel if dtype is None else kernel.astype(dtype)
+
+
+def rms_norm(x: Float[Array, "*batch w"], gain: Float[Array, " w"], eps: float) -> Float[Array, "*batch w"]:
+    """Root-mean-square norm, computed in float32 and rounded before the gain, as the checkpoints expect."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide.astype(x.dtype) * gain.astype(x.dtype)
+
+
+def layer_norm(x: Float[Array, "*batch w"], p: PyTree, eps: float) -> Float[Array, "*batch w"]:
+    """LayerNorm in float32: mean 0 and variance 1, then the gain and bias of `p`, if it has them."""
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if "norm" in p:
+        wide = wide * p["norm"].astype(jnp.float32) + p["norm_bias"].astype(jnp.float32)
+    return wide.astype(x.dtype)
+
+
+def norm_weights(config: ModelConfig) -> dict[str, Weight]:
+    """Name -> the `Weight` of each leaf of one norm of the stream; the leaves lie beside the part's own."""
+    if config.norm == "layer_plain":
+        return {}
+    gain = Weight((config.hidden_size,), ".", fill=0.0 if config.norm == "rms_plus_one" else 1.0)
+    bias = {"norm_bias": Weight((config.hidden_size,), ".")} if config.norm == "layer" else {}
+    return {"norm": gain} | bias
+
+
+def shared_norm_weights(config: ModelConfig) -> dict[str, Weight]:
+    """The same for the norm that SwiftKV rows share, by top-level names; empty if norms come after."""
+    found = {} if config.norm_after else norm_weights(config)
+    return {f"shared_{name}": weight for name, weight in found.items()}
+
+
+def unit_norm(config: ModelConfig, dtype) -> PyTree:
+    """The leaves of a norm that only normalises."""
+    return {name: jnp.full(weight.shape, weight.fill, dtype) for name, weight in norm_weights(config).items()}
+
+
+def effective_gain(config: ModelConfig, gain: Float[Array, " w"]) -> Float[Array, " w"]:
+    """The factor that a norm of the stream multiplies by, from its `gain` leaf."""
+    return 1.0 + gain.astype(jnp.float32) if config.norm == "rms_plus_one" else gain
+
+
+def norm(config: ModelConfig, p: PyTree, x: Hidden) -> Hidden:
+    """Normalise the stream with the leaves that `norm_weights` names."""
+    match config.norm:
+        case "rms":
+            return rms_norm(x, p["norm"], config.rms_norm_eps)
+        case "rms_plus_one":
+            wide = rms_norm(x.astype(jnp.float32), effective_gain(config, p["norm"]), config.rms_norm_eps)
+            return wide.astype(x.dtype)
+        case _:
+            return layer_norm(x, p, config.rms_norm_eps)
+
+
+def before(config: ModelConfig, p: PyTree, x: Hidden) -> Hidden:
+    """The input of a part of a layer (its attention or its MLP), from the stream `x`."""
+    return x if config.norm_after else norm(config, p, x)
+
+
+def after(config: ModelConfig, p: PyTree, y: Hidden) -> Hidden:
+    """The residual update of the stream, from the output `y` of a part of a layer."""
+    return norm(config, p, y) if config.norm_after else y
+
+
+@pytree
+class Rotary:
+    """cos and sin of each token's rotary angles, [..., rotary_dim / 2] in float32."""
+
+    cos: Angles
+    sin: Angles
+
+    def at(self, index: Int[Array, "*batch"]) -> "Rotary":
+        """The angles at these indices of a table of angles, or of a flat batch."""
+        return Rotary(self.cos[index], self.sin[index])
+
+
+def inverse_frequencies(config: ModelConfig, length: int | Int[Array, ""]) -> Float[Array, " half"]:
+    """Rotary inverse frequencies; `length` (tokens, traced or not) matters to `dynamic` and `longrope`
+    scaling only."""
+    rope, dim = config.rope, config.rotary_dim
+    exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
+    match rope.rope_type:
+        case "none":
+            return jnp.zeros_like(exponent)
+        case "linear":
+            return 1.0 / rope.rope_theta**exponent / rope.factor
+        case "dynamic":
+            context = config.max_position_embeddings
+            grown = jnp.maximum(jnp.asarray(length, jnp.float32), context)
+            stretch = rope.factor * grown / context - (rope.factor - 1)
+            return 1.0 / (rope.rope_theta * stretch ** (dim / (dim - 2))) ** exponent
+        case "llama3":
+            return _llama3(1.0 / rope.rope_theta**exponent, rope)
+        case "yarn":
+            return _yarn(rope.rope_theta**exponent, rope, dim)
+        case "longrope":
+            long = length > rope.original_max_position_embeddings
+            factors = jnp.where(long, *(jnp.array(each) for each in (rope.long_factor, rope.short_factor)))
+            return 1.0 / (factors * rope.rope_theta**exponent)
+        case _:
+            return 1.0 / rope.rope_theta**exponent
+
+
+def _llama3(freq: Float[Array, " half"], rope: RopeConfig) -> Float[Array, " half"]:
+    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1)."""
+    wavelength = 2 * math.pi / freq
+    turns = rope.original_max_position_embeddings / wavelength
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    ramp = (1 - smooth) * freq / rope.factor + smooth * freq
+    out = jnp.where(turns < rope.low_freq_factor, freq / rope.factor, freq)
+    return jnp.where((turns >= rope.low_freq_factor) & (turns <= rope.high_freq_factor), ramp, out)
+
+
+def _yarn(period: Float[Array, " half"], rope: RopeConfig, dim: int) -> Float[Array, " half"]:
+    """Interpolated below `beta_slow` turns, kept above `beta_fast`, a linear ramp between (arXiv
+    2309.00071)."""
+
+    def dimension(turns: float) -> float:
+        ratio = rope.original_max_position_embeddings / (turns * 2 * math.pi)
+        return dim * math.log(ratio) / (2 * math.log(rope.rope_theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high = high + 0.001 if low == high else high
+    ramp = jnp.clip((jnp.arange(dim // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
+    return ramp / (rope.factor * period) + (1 - ramp) / period
+
+
+def rotary(config: ModelConfig, positions: Int[Array, "*batch"], length: int | Int[Array, ""]) -> Rotary:
+    """The angles of tokens at `positions`; `length` as in `inverse_frequencies`."""
+    angle = positions[..., None].astype(jnp.float32) * inverse_frequencies(config, length)
+    factor = config.rope.attention_factor
+
+    def turned() -> tuple[Angles, Angles]:
+        return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+    def unturned() -> tuple[Angles, Angles]:
+        return jnp.full_like(angle, factor), jnp.zeros_like(angle)
+
+    if device()[0] != "cpu":
+        return Rotary(*turned())
+    # XLA:CPU would recompute the cosines in every layer; it keeps the result of a conditional.
+    return Rotary(*jax.lax.cond(jnp.any(positions != 0), turned, unturned))
+
+
+def rotate(x: Float[Array, "*batch heads H"], at: Rotary) -> Float[Array, "*batch heads H"]:
+    """Rotate the two halves of each head (the published Llama convention), in float32. In a head wider than
+    the angles only its first part is rotated."""
+    width = 2 * at.cos.shape[-1]
+    if width < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :width], at), x[..., width:]], axis=-1)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = at.cos[..., None, :], at.sin[..., None, :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def turned(
+    config: ModelConfig, x: Float[Array, "*batch heads H"], at: Rotary
+) -> Float[Array, "*batch heads H"]:
+    """Rotated heads; unchanged in a model without rotary embedding."""
+    return x if config.rope.rope_type == NONE else rotate(x, at)
+
+
+def queries(config: ModelConfig, p: PyTree, h: Hidden, at: Rotary) -> Queries:
+    """Rotated queries of the normalised input `h`, for scores scaled by the root of their width."""
+    q = in_heads(config, linear(h, p["q_proj"]), config.num_heads)
+    if config.attention_scale is not None:
+        q = q * jnp.asarray(config.attention_scale * config.head_dim**0.5, q.dtype)
+    return turned(config, norm_heads(config, q, p["q_norm"]) if "q_norm" in p else q, at)
+
+
+def norm_heads(
+    config: ModelConfig, x: Float[Array, "*batch heads H"], gain: Float[Array, " w"]
+) -> Float[Array, "*batch heads H"]:
+    """Queries or keys normed, each head by itself or all together."""
+    if not config.qk_norm_whole:
+        return rms_norm(x, gain, config.rms_norm_eps)
+    return rms_norm(x.reshape(*x.shape[:-2], -1), gain, config.rms_norm_eps).reshape(x.shape)
+
+
+def in_heads(config: ModelConfig, y: Float[Array, "*batch E"], heads: int) -> Float[Array, "*batch K H"]:
+    """A projection of queries, keys or values, clipped where the model clips them, cut into heads.
+
+    Without the barrier XLA:TPU lays out the product by head, and so copies the weight into another layout at
+    every launch: 42 MB a layer of Llama-3.1-8B, on v5p. On a GPU the barrier would cost a kernel launch.
+    """
+    y = y if config.clip_qkv is None else jnp.clip(y, -config.clip_qkv, config.clip_qkv)
+    y = jax.lax.optimization_barrier(y) if device()[0] == "tpu" else y
+    return y.reshape(*y.shape[:-1], heads, -1)
+
+
+def relative_bias(
+    config: ModelConfig, table: Float[Array, "buckets N"], ahead: np.ndarray
+) -> Float[Array, "N n"]:
+    """T5's bias of the scores by head, for keys `ahead` [n] tokens of their query (negative: behind it). Half
+    of the buckets hold one distance each; the others widen with distance."""
+    buckets = config.relative_buckets // (2 if config.bidirectional else 1)
+    first = np.where(ahead > 0, buckets, 0) if config.bidirectional else 0
+    far = np.abs(ahead) if config.bidirectional else np.maximum(-ahead, 0)
+    exact = buckets // 2
+    # In float32, as checkpoints were trained: bucket borders fall on whole distances, so rounding matters.
+    grown = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact))
+    grown = grown / np.float32(math.log(config.relative_distance / exact)) * np.float32(buckets - exact)
+    large = np.minimum(exact + grown.astype(np.int32), buckets - 1)
+    return table[first + np.where(far < exact, far, large)].T.astype(jnp.float32)
+
+
+def causal_bias(config: ModelConfig, table: Float[Array, "buckets N"], length: int) -> Float[Array, "N S"]:
+    """`relative_bias` of keys less than `length` tokens back, indexed by how far back they are."""
+    return relative_bias(config, table, -np.arange(length))
+
+
+def see_all(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K U"],
+    lengths: Int[Array, " B"],
+    bias: Float[Array, "N n"] | None = None,
+) -> Float[Array, "B T N U"]:
+    """Attention in which every query sees all keys of its row, the first of `lengths`.
+
+    bias: [N, 2 S - 1] of the scores, by head and by how far ahead a key is, from 1 - S on. Queries are
+    processed in blocks, so that the scores of all never exist at once.
+    """
+    length, keys = q.shape[1], k.shape[1]
+    seen = jnp.arange(keys) < lengths[:, None]
+    v = jnp.where(seen[..., None, None], v, 0)  # unseen values may be NaN, and 0 x NaN is NaN
+
+    def some(first, q):
+        grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+        scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32)
+        scores = scores * q.shape[-1] ** -0.5
+        if bias is not None:
+            ahead = jnp.arange(keys) - (first + jnp.arange(q.shape[1]))[:, None]
+            scores = scores + bias[:, jnp.clip(ahead + keys - 1, 0, 2 * keys - 2)].reshape(scores.shape[1:])
+        weights = weights_of(scores, seen[:, None, None, None]).astype(v.dtype)
+        return jnp.einsum("bkgts,bsku->btkgu", weights, v).reshape(*q.shape[:3], -1)
+
+    if length <= _TOGETHER:
+        return some(0, q)
+    pieces = -(-length // _TOGETHER)
+    cut = jnp.pad(q, ((0, 0), (0, pieces * _TOGETHER - length), (0, 0), (0, 0)))
+    cut = jnp.moveaxis(cut.reshape(q.shape[0], pieces, _TOGETHER, *q.shape[2:]), 1, 0)
+    out = jax.lax.map(lambda x: some(*x), (_TOGETHER * jnp.arange(pieces), cut))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])[:, :length]
+
+
+_TOGETHER = 512  # queries of a sequence whose scores exist at a time
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+}
+
+
+class Mlp(Protocol):
+    """A kind of MLP: its weights, and itself as a function of the normalised input."""
+
+    def weights(self, config: ModelConfig) -> PyTree:
+        """The tree of `Weight`s of one layer's, without its norm."""
+        ...
+
+    def __call__(self, config: ModelConfig, p: PyTree, h: Hidden) -> Hidden: ...
+
+
+class Dense:
+    """A feed-forward network, gated where the model's are."""
+
+    def weights(self, config: ModelConfig) -> PyTree:
+        width, ffn = ("D", config.hidden_size), ("F", config.intermediate_size)
+        inner = {name: linear_weights(width, ffn, config.mlp_bias, 0.02) for name in _INNER[config.gated]}
+        return inner | {"down_proj": linear_weights(ffn, width, config.mlp_bias, residual_std(config))}
+
+    def __call__(self, config: ModelConfig, p: PyTree, h: Hidden) -> Hidden:
+        activation = _ACTIVATIONS[config.activation]
+        if not config.gated:
+            return linear(activation(linear(h, p["up_proj"])), p["down_proj"])
+        return linear(activation(linear(h, p["gate_proj"])) * linear(h, p["up_proj"]), p["down_proj"])
+
+
+_INNER = {True: ("gate_proj", "up_proj"), False: ("up_proj",)}
+MLPS: dict[str, Mlp] = {"dense": Dense()}  # by the names in `ModelConfig.mlps`
+
+
+def residual_std(config: ModelConfig) -> float:
+    """The initial standard deviation of what writes to the stream: residual branches start small (GPT-2)."""
+    return 0.02 / (2 * config.num_layers) ** 0.5
+
+
+def decoder_layer(
+    config: ModelConfig,
+    p: PyTree,
+    x: Hidden,
+    at: Rotary,
+    reads: Sequence[Callable[[Queries], Queries]],
+    mlp: Callable[[ModelConfig, PyTree, Hidden], Hidden],
+) -> Hidden:
+    """One layer: its attentions in order, then its MLP.
+
+    reads: for each attention of the layer, the function from its queries [*batch, N, H] to its output.
+    """
+    for attention, read in zip(p["attentions"], reads, strict=True):
+        mixed = read(queries(config, attention, before(config, attention, x), at))
+        mixed = linear(mixed.reshape(*x.shape[:-1], -1), attention["o_proj"])
+        x = x + after(config, attention, mixed)
+    return x + after(config, p["mlp"], mlp(config, p["mlp"], before(config, p["mlp"], x)))

@@ -1,0 +1,178 @@
+"""A decoder as one loop over layers, on a cache: how it is served.
+
+Before a layer runs, the rows whose source is its input are made. From the plan's depth on only the survivors
+continue, the tokens whose logits are needed. Prompts, chunks of them and decode tokens are the same call. Its
+definition is `scan.forward`, the same loop over full sequences.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from swiftkv_jax.config.plan import KVPlan
+from swiftkv_jax.core import weights
+from swiftkv_jax.core.cache import Batch, Cache, make_batch
+from swiftkv_jax.core.ends import Decoder, embed, exit_logits, logits, normalised
+from swiftkv_jax.core.layers import MLPS, Rotary, causal_bias, decoder_layer
+from swiftkv_jax.core.rows import FORMS, Raw, reader_of
+from swiftkv_jax.core.shapes import Array, Float, Int, PyTree
+
+
+class Ran(NamedTuple):
+    """The result of running some layers over a flat ragged batch.
+
+    Attributes:
+      x: [M, D] the hidden states leaving the last of them. cache: with the rows of the batch.
+      split: [M, D] the hidden states of the same tokens entering the plan's depth, if it was reached.
+      raw: row -> itself as its projections leave it, of the rows that were asked for.
+    """
+
+    x: Float[Array, "M D"]
+    cache: Cache
+    split: Float[Array, "M D"] | None
+    raw: dict[int, Raw]
+
+
+def step(
+    model: Decoder,
+    params: PyTree,
+    tokens: Int[Array, " T"],
+    positions: Int[Array, " T"],
+    query_starts: Int[Array, " Q1"] | None,
+    survivors: Int[Array, " M"] | None,
+    cache: Cache,
+    exits: bool = False,
+) -> tuple[Any, Cache]:
+    """Add a flat ragged batch to the cache, and compute logits at the survivors.
+
+    A whole prompt, a chunk of one and a decode token are the same call. Tokens that do not survive run only
+    the layers up to `plan.depth` (SwiftKV paper, section 3.2).
+
+    Args:
+      tokens: [T] int32 ids of all sequences, one sequence after the other.
+      positions: [T] int32 positions in their sequences, in [0, cache.capacity); the caller checks this.
+      query_starts: [sequences + 1] int32. Sequence s owns tokens [query_starts[s], query_starts[s+1]) and
+        row s of the page table; tokens from query_starts[-1] on are padding.
+      survivors: [M] ascending indices into `tokens`; an index of T is padding, with meaningless logits.
+        If this and `query_starts` are None, every sequence has one token, and every token survives.
+      cache: with pages for these positions in its table.
+      exits: also return the logits of the exit head.
+
+    Returns:
+      Logits [M, V] in float32, with `exits` a pair of them, and the cache with the rows of these tokens.
+    """
+    at, batch = cache.angles.at(positions), make_batch(query_starts, positions)
+    survive = None
+    if query_starts is not None and survivors is not None:
+        survive = partial(survivors_of, positions, query_starts, survivors)
+    x = embed(model, params, tokens, positions)
+    ran = run(model, params, x, at, batch, cache, survive=survive)
+    own = logits(model, params, ran.x)
+    if not exits:
+        return own, ran.cache
+    assert ran.split is not None  # all layers ran
+    return (own, exit_logits(model, params, ran.split)), ran.cache
+
+
+def run(
+    model: Decoder,
+    params: PyTree,
+    x: Float[Array, "T D"],
+    at: Rotary,
+    batch: Batch,
+    cache: Cache,
+    layers: range | None = None,
+    survive: Callable | None = None,
+    given: Container[int] = (),
+    keep: Container[int] = (),
+) -> Ran:
+    """Run `layers` (all by default) over a flat ragged batch, and make the rows that are due before each.
+
+    survive: selects from (x, at) what continues at the plan's depth, as (x, at, batch); all by default.
+    given: rows of the batch that are in the cache already. keep: rows to return as their projections leave
+    them.
+    """
+    config, plan, raw, split = model.config, model.plan, {}, None
+    layers = range(plan.num_layers) if layers is None else layers
+    bias = causal_bias(config, params["relative"], cache.capacity) if config.relative_buckets else None
+    for layer in layers:
+        due = [row for row in plan.made_at(layer) if row not in given]
+        cache, made = make_rows(model, params, due, layer, x, at, batch, cache, keep)
+        raw |= made
+        if layer == plan.depth:
+            x, at, batch = (x, at, batch) if survive is None else survive(x, at)
+            split = x
+        p = weights.layer(params, layer)
+        rows = (plan.reads[layer], *plan.cross[layer : layer + 1])
+        readers = [_row_reader(plan, params, *each) for each in zip(rows, p["attentions"], strict=True)]
+        window, mlp = config.kinds[layer]
+        reads = [partial(cache.attend, rows[0], readers[0], batch=batch, window=window, bias=bias)]
+        if plan.cross:
+            reads.append(partial(cache.attend_source, rows[1], readers[1], batch=batch))
+        x = decoder_layer(config, p, x, at, reads, MLPS[mlp])
+    return Ran(x, cache, split, raw)
+
+
+def _row_reader(plan: KVPlan, params: PyTree, row: int, attention: PyTree) -> PyTree:
+    """The weights that an attention needs to read a row."""
+    form = FORMS[plan.rows[row].form]
+    return reader_of(form, form.reader(weights.row(params, row)), attention)
+
+
+def make_rows(
+    model: Decoder,
+    params: PyTree,
+    due: Sequence[int],
+    layer: int,
+    x: Float[Array, "T D"],
+    at: Rotary,
+    batch: Batch,
+    cache: Cache,
+    keep: Container[int] = (),
+) -> tuple[Cache, dict[int, Raw]]:
+    """The cache with the rows `due` of a flat batch, made from `x`, the hidden states entering `layer`; and
+    those of `keep` as their projections leave them."""
+    config, plan, kept = model.config, model.plan, {}
+    groups: dict[tuple[str, bool], list[int]] = {}
+    for i in due:
+        groups.setdefault((plan.rows[i].form, plan.rows[i].shared_norm), []).append(i)
+    for (form, shared), rows in groups.items():
+        if shared and form == "kv" and cache.fill is not None and config.fused_fill:
+            makers = weights.fill_makers(config, params, rows)
+            cache = cache.write_pages(rows, makers, config.rms_norm_eps, x, at, batch)
+            continue
+        raw = project_rows(model, params, rows, layer, x)
+        made = [FORMS[form].finish(config, weights.row(params, i), raw[i], at) for i in rows]
+        cache = cache.write(rows, made, batch)
+        kept |= {i: raw[i] for i in rows if i in keep}
+    return cache, kept
+
+
+def project_rows(
+    model: Decoder, params: PyTree, due: Sequence[int], layer: int, x: Float[Array, "*batch D"]
+) -> dict[int, Raw]:
+    """Rows made from `x`, the hidden states entering `layer`, as their projections leave them."""
+    raw, inputs = {}, {}
+    for i in due:
+        row = model.plan.rows[i]
+        if row.shared_norm in inputs:
+            # XLA would merge the products of all rows, and for that copy their weights into one array.
+            h = jax.lax.optimization_barrier(inputs[row.shared_norm])
+        else:
+            h = normalised(model, params, row.shared_norm, layer, x)
+        inputs[row.shared_norm] = h
+        raw[i] = FORMS[row.form].project(weights.row(params, i), h)
+    return raw
+
+
+def survivors_of(
+    positions: Int[Array, " T"], query_starts: Int[Array, " Q1"], survivors: Int[Array, " M"], x, at: Rotary
+) -> tuple[Float[Array, "M D"], Rotary, Batch]:
+    """The survivors of a flat ragged batch: their (hidden states, angles, batch)."""
+    alive = jnp.clip(survivors, 0, x.shape[0] - 1)
+    starts = jnp.searchsorted(survivors, query_starts, method="compare_all")  # without a loop
+    starts = starts.astype(query_starts.dtype)
+    return x[alive], at.at(alive), make_batch(starts, positions[alive])

@@ -1,0 +1,244 @@
+"""Every weight described once, as a tree of `Weight`s that mirrors the parameters.
+
+    {"embed", "positions"?, "norm", "lm_head"?, "exit"?, "shared_norm"?,
+     "layers": [stack, ...],    consecutive layers, leaves [n, ...]
+     "rows": [stack, ...],      what makes (and reads) consecutive rows, leaves [n, ...]
+     "relative"?, "encoder"?}   the bias by distance; an encoder, a tree of the same structure
+
+Stacks are as long as the plan's runs of equal layers allow, so that a scan can run them; `cuts` ask for
+shorter ones. Serving cuts at every layer: then each layer's arrays are its own, and no program slices a
+stack. `layer` and `row` are the views that code uses, whatever the stacks.
+"""
+
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from swiftkv_jax.common.errors import UsageError
+from swiftkv_jax.config.model import ModelConfig
+from swiftkv_jax.config.plan import SELF, KVPlan
+from swiftkv_jax.core import rows, sharding
+from swiftkv_jax.core.layers import (
+    MLPS,
+    effective_gain,
+    head_norm,
+    linear_weights,
+    norm_weights,
+    residual_std,
+    shared_norm_weights,
+)
+from swiftkv_jax.core.rows import FORMS, PLAIN
+from swiftkv_jax.core.shapes import Array, PyTree, Weight
+from swiftkv_jax.kernels.fused_kv_fill.api import Makers
+
+# The parts before the first layer and after the last.
+ENDS = ("embed", "positions", "norm", "norm_bias", "lm_head")
+# Layers before which stacks are cut, in addition to the necessary cuts; None: before every layer.
+Cuts = Iterable[int] | None
+
+
+def partition(
+    plan: KVPlan, kinds: Sequence[Hashable], cuts: Cuts = ()
+) -> tuple[tuple[range, ...], tuple[range, ...]]:
+    """(layers, rows) of each stack: the plan's runs, and the rows made in one run or together.
+
+    cuts: layers before which stacks of layers are also cut. If a layer begins a stack, the row that it makes
+    begins one too, so the rows' stacks follow from those of the layers.
+    """
+    every = range(plan.num_layers)
+    cuts = set(every) if cuts is None else set(cuts) & set(every)
+    starts = sorted({run.start for run in plan.runs(kinds)} | cuts)
+    layers = tuple(range(a, b) for a, b in zip(starts, [*starts[1:], plan.num_layers], strict=True))
+
+    def group(number: int):
+        row = plan.rows[number]
+        if row.space != SELF:
+            return row.space, row.form, sum(row.maker >= start for start in starts)
+        if plan.makes_own(row.maker):
+            return sum(row.maker >= start for start in starts)
+        return "together", row.source, row.form
+
+    begins = [row.maker in starts or not i or group(i) != group(i - 1) for i, row in enumerate(plan.rows)]
+    first = [i for i, yes in enumerate(begins) if yes]
+    made = tuple(range(a, b) for a, b in zip(first, [*first[1:], len(plan.rows)], strict=True))
+    return layers, made
+
+
+def check(config: ModelConfig, plan: KVPlan) -> None:
+    """Check that config and plan fit each other.
+
+    Raises:
+      UsageError: see `rows.check`; or an exit head in a plan without a split.
+    """
+    rows.check(config, plan)
+    if config.exit_head and not plan.has_shared_norm:
+        raise UsageError(
+            "an exit head reads the hidden states entering a SwiftKV plan's split; this plan has none: "
+            "use KVPlan.swiftkv, or exit_head=False"
+        )
+
+
+def weights(config: ModelConfig, plan: KVPlan, cuts: Cuts = ()) -> PyTree:
+    """The tree of `Weight`s of one model; `cuts` as in `partition`. An encoder is cut at every layer.
+
+    Raises:
+      UsageError: see `check`.
+    """
+    check(config, plan)
+    layers, made = partition(plan, config.kinds, cuts)
+    vocab, width = ("V", config.vocab_size), ("D", config.hidden_size)
+    norm = norm_weights(config)
+    tree = {
+        "layers": [_stack(_layer(config, plan, run.start), len(run)) for run in layers],
+        "rows": [_stack(FORMS[plan.rows[r.start].form].weights(config), len(r)) for r in made],
+        **norm,
+    }
+    if config.learned_positions:
+        length = config.max_position_embeddings + config.unused_positions
+        tree["positions"] = Weight((length, width[1]), ". D", 0.02)
+    if config.relative_buckets:
+        tree["relative"] = Weight((config.relative_buckets, config.num_heads), ". N", 0.02)
+    if config.bidirectional:
+        return tree | (_convolutions(config) if config.mels else {})
+    tree["embed"] = Weight((vocab[1], width[1]), "V D", 0.02)
+    if config.encoder is not None:
+        within = config.encoder
+        tree["encoder"] = weights(within, KVPlan.standard(within.num_layers), None)
+    head = {"lm_head": Weight((width[1], vocab[1]), "D V", 0.02)}
+    if plan.has_shared_norm:
+        tree |= shared_norm_weights(config)
+    if config.exit_head:
+        tree["exit"] = head | norm
+    return tree if config.tie_word_embeddings else tree | head
+
+
+def _convolutions(config: ModelConfig) -> PyTree:
+    """The two convolutions that turn audio frames into hidden states, each of width three: [out, in, 3]."""
+    width, tree = config.hidden_size, {}
+    for name, inputs in (("conv1", config.mels), ("conv2", width)):
+        tree[name] = Weight((width, inputs, 3), "D . .", (3 * inputs) ** -0.5)
+        tree[f"{name}_bias"] = Weight((width,), ".")
+    return tree
+
+
+def _layer(config: ModelConfig, plan: KVPlan, number: int) -> PyTree:
+    """One layer, without the projections that make rows."""
+    width, heads = ("D", config.hidden_size), ("N", config.num_heads * config.head_dim)
+    norm = norm_weights(config)
+    attention: PyTree = {
+        **norm,
+        "q_proj": linear_weights(width, heads, config.qkv_bias, 0.02),
+        "o_proj": linear_weights(heads, width, config.o_bias, residual_std(config)),
+    }
+    if config.qk_norm:
+        attention["q_norm"] = head_norm(config, *heads)
+    mlp = norm | MLPS[config.kinds[number].mlp].weights(config)
+    forms = [plan.rows[plan.reads[number]].form, *plan.cross_forms[number : number + 1]]
+    return {"attentions": [attention | FORMS[form].reader_weights(config) for form in forms], "mlp": mlp}
+
+
+def _stack(tree: PyTree, n: int) -> PyTree:
+    return jax.tree.map(lambda weight: weight.stacked(n), tree)
+
+
+def init(config: ModelConfig, plan: KVPlan, key: Array, dtype=jnp.float32, cuts: Cuts = ()) -> PyTree:
+    """Random parameters; each weight's key depends on its place in the tree only."""
+    leaves, tree = jax.tree.flatten(weights(config, plan, cuts))
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(tree, [w.init(k, dtype) for w, k in zip(leaves, keys, strict=True)])
+
+
+def abstract(config: ModelConfig, plan: KVPlan, dtype, mesh: Mesh | None = None, cuts: Cuts = ()) -> PyTree:
+    """Shapes, dtypes and (with a mesh) shardings of the parameters, without their values."""
+
+    def one(w: Weight) -> jax.ShapeDtypeStruct:
+        place = sharding.named(mesh, w.axes, w.shape) if mesh is not None else None
+        return jax.ShapeDtypeStruct(w.shape, jnp.dtype(w.dtype or dtype), sharding=place)
+
+    return jax.tree.map(one, weights(config, plan, cuts))
+
+
+def count(tree: PyTree) -> int:
+    """Number of parameters in a tree of arrays or `Weight`s."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def length(stack: PyTree) -> int:
+    """How many layers or rows a stack holds."""
+    return jax.tree.leaves(stack)[0].shape[0]
+
+
+def ranges(stacks: Sequence[PyTree]) -> list[range]:
+    """The range of layers or rows that each of consecutive stacks holds."""
+    ends = itertools.accumulate(map(length, stacks), initial=0)
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+def layer(params: PyTree, index: int) -> PyTree:
+    """The weights of one layer, without their stack axis."""
+    return _at(params["layers"], index)
+
+
+def row(params: PyTree, index: int) -> PyTree:
+    """The weights of one row, without their stack axis."""
+    return _at(params["rows"], index)
+
+
+def _at(stacks: Sequence[PyTree], index: int) -> PyTree:
+    stack, where = next(
+        (stack, index - held.start)
+        for stack, held in zip(stacks, ranges(stacks), strict=True)
+        if index in held
+    )
+    return jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, where, keepdims=False), stack)
+
+
+def cuts_of(params: PyTree) -> list[int]:
+    """The cuts that `params` has: the first layer of each stack."""
+    return [held.start for held in ranges(params.get("layers", []))]
+
+
+def keys(path) -> tuple[str | int, ...]:
+    """A JAX key path as plain keys and indices."""
+    return tuple(key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key for key in path)
+
+
+def recut(stacks: Sequence[PyTree], wanted: Iterable[range]) -> list[PyTree]:
+    """The same layers or rows in other stacks; the arrays of an unchanged stack are returned as they are."""
+    held = list(zip(ranges(stacks), stacks, strict=True))
+
+    def one(want: range) -> PyTree:
+        parts = []
+        for have, stack in held:
+            first, last = max(want.start, have.start), min(want.stop, have.stop)
+            if first >= last:
+                continue
+            if (first, last) == (have.start, have.stop):
+                parts.append(stack)
+            else:
+                cut = slice(first - have.start, last - have.start)
+                parts.append(jax.tree.map(lambda leaf, cut=cut: leaf[cut], stack))
+        return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+    return [one(want) for want in wanted]
+
+
+def split_layers(config: ModelConfig, plan: KVPlan, params: PyTree) -> PyTree:
+    """`params` for serving: cut at every layer, without the weights of rows that only checkpoints keep."""
+    layers, made = partition(plan, config.kinds, None)
+    rows = [
+        {name: part for name, part in stack.items() if name not in FORMS[plan.rows[held.start].form].kept}
+        for held, stack in zip(made, recut(params["rows"], made), strict=True)
+    ]
+    return params | {"layers": recut(params["layers"], layers), "rows": rows}
+
+
+def fill_makers(config: ModelConfig, params: PyTree, due: list[int]) -> Makers:
+    """Weights of the fused fill, for rows with a shared norm."""
+    (p,) = recut(params["rows"], [range(due[0], due[-1] + 1)])
+    gain = effective_gain(config, params["shared_norm"]) if "shared_norm" in params else None
+    return PLAIN.fused(p, gain)

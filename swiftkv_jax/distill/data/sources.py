@@ -1,0 +1,363 @@
+"""Documents: where training text comes from, local files and Hugging Face datasets alike."""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import json
+import mmap
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from swiftkv_jax.common.bucket import Place, stamp
+from swiftkv_jax.common.errors import UsageError, explained, first_line
+from swiftkv_jax.distill.data import files
+from swiftkv_jax.distill.data.forms import KNOWN, BadRow, Document, check_columns, form_of, parse_row, renamed
+
+IN_MEMORY = 64 * 2**20  # characters of a source; a larger one is kept on disk and memory-mapped
+_LOOKED_UP = 2**20  # bytes of a source's files; a smaller one is read again instead of cached on disk
+_WRITTEN = 8 * 2**20  # characters that are written to disk at a time
+_VERSION = 2  # of the cached files
+_COLUMNS = ("id", "text", "messages", "place")  # of a document on disk
+_TOGETHER = 1000  # ids that are read from disk at a time
+PLACE = "swiftkv_jax.place"  # column of our own files of pieces: the file and line of a piece's document
+_SHOWN = 10  # broken lines that an error names
+_SAMPLED = 64  # documents of a dataset on disk that its digest covers
+# Training splits and id columns of the paper's data (SwiftKV section 4.1), of the published recipe's
+# (ArcticTraining) and of other datasets.
+HUB = {
+    "HuggingFaceH4/ultrachat_200k": ("train_sft", "prompt_id"),
+    "teknium/OpenHermes-2.5": ("train", ""),
+    "Open-Orca/SlimOrca": ("train", ""),
+    "lmsys/lmsys-chat-1m": ("train", "conversation_id"),
+    "nvidia/AceMath-Instruct-Training-Data": ("general_sft_stage2", ""),
+}
+SELF = "self://"  # chats that the model writes itself; teacher_chats.py turns them into files
+_HUB = re.compile(
+    r"hf://(?P<name>[^\[\]:@]+)(?::(?P<config>[^\[\]:@]+))?"
+    r"(?:\[(?P<split>[^\[\]]+(?:\[[^\[\]]*\])?)\])?(?:@(?P<revision>[^\[\]@]+))?"
+)
+
+
+def split_of(document_id: str) -> str:
+    """A document's split: 1 in 20 "held_out", 1 in 40 "tuning"; the part of the id after `#` is ignored."""
+    bucket = int(sha256(document_id.split("#")[0].encode()).hexdigest()[:8], 16) % 40
+    return {0: "held_out", 20: "held_out", 10: "tuning"}.get(bucket, "train")
+
+
+class HubDocuments(Sequence):
+    """The rows of a Hugging Face dataset, read from disk when asked for."""
+
+    def __init__(self, name: str, rows, id_column: str, skip_bad_rows: bool, columns: Sequence[str] = ()):
+        self.name, self.rows, self.id_column, self.skip_bad_rows = name, rows, id_column, skip_bad_rows
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Document:
+        return self._document(int(index), self.rows[int(index)])
+
+    def _document(self, index: int, row) -> Document:
+        place = f"{self.name}, row {index}"
+        try:
+            return dataclasses.replace(parse_row(row, self.id_column, self.columns), place=place)
+        except BadRow as error:
+            if self.skip_bad_rows:
+                return Document(f"{self.name}:{index}")  # an empty text gives no tokens
+            raise UsageError(f"{place}: {error}") from None
+
+    def ids(self) -> Iterator[str]:
+        """The id of every document."""
+        return (self._document(index, row).id for index, row in enumerate(self.rows))
+
+
+class StoredDocuments(Sequence):
+    """Documents that `_store` has written: an Arrow file, mapped into memory.
+
+    A page that was read stays mapped, and counts as the process's memory although the system may take it
+    back: so pages are given back as soon as they were read.
+    """
+
+    def __init__(self, path: Path):
+        import pyarrow
+
+        self.path = path
+        with explained(f"read {path}"), path.open("rb") as file:
+            self._file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._table = pyarrow.ipc.open_stream(pyarrow.py_buffer(self._file)).read_all()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Document:
+        (row,) = self._rows(int(index), 1, list(_COLUMNS))
+        messages = tuple(json.loads(row["messages"])) if row["messages"] else ()
+        return Document(row["id"], row["text"], messages, row["place"])
+
+    def ids(self) -> Iterator[str]:
+        """The id of every document."""
+        for start in range(0, len(self), _TOGETHER):
+            yield from (row["id"] for row in self._rows(start, _TOGETHER, ["id"]))
+
+    def _rows(self, start: int, count: int, names: list[str]) -> list[dict]:
+        rows = self._table.select(names).slice(start, count).to_pylist()
+        self._file.madvise(mmap.MADV_DONTNEED)  # the system's cache keeps them
+        return rows
+
+
+OnDisk = HubDocuments | StoredDocuments
+
+
+class Documents(Sequence):
+    """Several sources, concatenated; each is a list, or a sequence on disk."""
+
+    def __init__(self, parts: Sequence[Sequence]):
+        self.parts = list(parts)
+        self.ends = [0, *itertools.accumulate(map(len, self.parts))]
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> Document:
+        part = bisect.bisect_right(self.ends, index) - 1
+        return self.parts[part][index - self.ends[part]]
+
+    def ids(self) -> Iterator[str]:
+        """The id of every document, in order."""
+        for part in self.parts:
+            yield from part.ids() if isinstance(part, OnDisk) else (d.id for d in part)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A hash of the ids and contents of all documents in memory, and of a sample of those on disk."""
+        digest = sha256()
+        for part in filter(len, self.parts):
+            stride = max(1, len(part) // _SAMPLED) if isinstance(part, OnDisk) else 1
+            digest.update(b"%d;" % len(part))
+            for index in range(0, len(part), stride):
+                document = part[index]
+                for text in (document.id, document.content):
+                    digest.update(sha256(text.encode()).digest())
+        return digest.hexdigest()[:16]
+
+
+def open_documents(
+    sources: Sequence[str],
+    skip_bad_lines: bool = False,
+    columns: Sequence[str] = (),
+    stream_rows: int | None = None,
+) -> Documents:
+    """The documents of all sources in order: small ones in memory, others on disk and mapped from there.
+
+    A local source of more than `IN_MEMORY` characters is written once, as an Arrow file, into the cache of
+    `datasets` (HF_DATASETS_CACHE). It is found there by the path, size and modification time of its files.
+
+    Args:
+      sources: each a file of rows (.jsonl, .json, .csv, .tsv, .parquet; see `forms.FORMS`), a .txt, .md or
+        .rst file (one document, or pieces of a MiB), any of these but .parquet packed with .xz, .gz, .bz2
+        or .zst, a pattern such as data/*.jsonl, a folder of them, or a hub dataset: `hf://org/name`, or
+        `hf://org/name:config[split]@revision`, of which all but the name may be left out.
+      skip_bad_lines: leave broken rows out.
+      columns: "ours=theirs" each, for rows whose columns are not those of `FORMS`.
+      stream_rows: read only this many rows of each hub dataset, over the network, instead of downloading all.
+
+    Raises:
+      UsageError: a source that is missing, of another kind, unreadable or empty; broken rows, by place.
+    """
+    check_columns(columns)
+    parts, bad = [], []
+    seen: dict[str, None] = {}
+    for source in sources:
+        if source.startswith("hf://"):
+            parts.append(_open_hub(source, skip_bad_lines, columns, stream_rows, seen))
+            continue
+        if source.startswith(SELF):
+            raise UsageError(f"{source}: only swiftkv train and swiftkv distil write a model's own chats")
+        before = len(bad)
+        found = _open_local(source, bad, skip_bad_lines, columns, seen)
+        if not len(found) and len(bad) == before:
+            raise UsageError(f"source {source} holds no documents")
+        parts.append(found)
+    _check_seen(columns, seen, parts)
+    if bad and not skip_bad_lines:
+        raise UsageError(_broken(bad))
+    documents = Documents(parts)
+    if not len(documents):
+        raise UsageError(f"no usable documents in {', '.join(sources)}: {len(bad)} broken lines")
+    return documents
+
+
+def _broken(bad: files.Bad) -> str:
+    """The error message for broken rows, in one line, with advice if all seem to have an unknown form."""
+    if all("known form" in why for why in bad[:_SHOWN]):
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        return (
+            f"broken lines: {bad[0]}{more}. Rows have columns of one of these forms: {KNOWN}. Others are "
+            "named by columns: prompt=question, say"
+        )
+    more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+    return (
+        f"broken lines: {'; '.join(bad[:_SHOWN])}{more}. Fix them, or let swiftkv train or distil skip "
+        "them: --set data.skip_bad_lines=True"
+    )
+
+
+def _see(row, columns: Sequence[str], seen: dict[str, None]) -> None:
+    """Add the column names of a row to `seen`: those that `columns` names, and the first few others."""
+    if columns and isinstance(row, Mapping):
+        wanted = {part.partition("=")[2] for part in columns}
+        seen |= {name: None for name in row if len(seen) < _SHOWN or name in wanted}
+
+
+def _check_seen(columns: Sequence[str], seen: dict[str, None], parts: Sequence[Sequence]) -> None:
+    """Raises UsageError: `columns` names a column that no row has. Then nothing is kept on disk that was read
+    with these columns."""
+    for part in columns:
+        theirs = part.partition("=")[2]
+        if theirs in seen:
+            continue
+        for stored in parts:
+            if isinstance(stored, StoredDocuments):
+                stored.path.unlink(missing_ok=True)
+        have = ", ".join(list(seen)[:_SHOWN])
+        raise UsageError(f"no row has the column {theirs!r} of columns {part!r}; the rows have {have[:300]}")
+
+
+def _open_local(
+    source: str, bad: files.Bad, skip: bool, columns: Sequence[str], seen: dict[str, None]
+) -> Sequence:
+    found = files.files_of(source)
+    with explained(f"read {source}"):
+        stamps = [(str(path.resolve()), name, *stamp(path)) for path, name in found]
+    if sum(size for _, _, size, _ in stamps) < _LOOKED_UP:
+        return _held(_read(found, bad, columns, seen), None, bad, skip)
+    place = _place([_VERSION, stamps, list(columns), skip])
+    if place.exists():
+        seen |= {part.partition("=")[2]: None for part in columns}  # else it would not have been kept
+        return StoredDocuments(place)
+    return _held(_read(found, bad, columns, seen), place, bad, skip)
+
+
+def _place(identity: list) -> Path:
+    """The path, in the cache of `datasets`, of documents with this identity."""
+    return kept_at(f"{sha256(json.dumps(identity).encode()).hexdigest()[:32]}.arrow")
+
+
+def kept_at(name: str) -> Path:
+    """The path of one of our files in the cache of `datasets`; where that is not installed, in the place it
+    has by default."""
+    try:
+        from datasets.config import HF_DATASETS_CACHE as home
+    except ImportError:
+        from huggingface_hub.constants import HF_HOME
+
+        home = Path(HF_HOME) / "datasets"
+    return Path(home) / "swiftkv_jax" / name
+
+
+def _held(documents: Iterator[Document], place: Path | None, bad: files.Bad, skip: bool) -> Sequence:
+    """The documents as a list, or stored in `place` if they are larger than `IN_MEMORY`."""
+    first, size = [], 0
+    for document in documents:
+        first.append(document)
+        size += len(document.content)
+        if size > IN_MEMORY:
+            return _store(itertools.chain(first, documents), place or _place([size, first[0].id]), bad, skip)
+    return first
+
+
+def _store(documents: Iterator[Document], place: Path, bad: files.Bad, skip: bool) -> Sequence:
+    """Write the documents to `place` atomically; nothing is written if rows are broken and none is
+    skipped."""
+    import pyarrow
+
+    schema = pyarrow.schema([(name, pyarrow.large_string()) for name in _COLUMNS])
+    with explained(f"write to {place.parent}"):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".part-") as folder:
+            draft = Path(folder) / place.name
+            with pyarrow.ipc.new_stream(str(draft), schema) as writer:
+                for batch in _batches(documents):
+                    writer.write_batch(pyarrow.record_batch(batch, schema=schema))
+            if bad and not skip:
+                return []
+            os.replace(draft, place)
+    return StoredDocuments(place)
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[dict[str, list[str]]]:
+    """Documents as columns, about `_WRITTEN` characters at a time."""
+    held: dict[str, list[str]] = {name: [] for name in _COLUMNS}
+    size = 0
+    for document in documents:
+        messages = json.dumps(document.messages, ensure_ascii=False) if document.messages else ""
+        for name, value in zip(held, (document.id, document.text, messages, document.place), strict=True):
+            held[name].append(value)
+        size += len(document.text) + len(messages)
+        if size > _WRITTEN:
+            yield held
+            held, size = {name: [] for name in held}, 0
+    if held["id"]:
+        yield held
+
+
+def _read(
+    found: list[tuple[Place, str]], bad: files.Bad, columns: Sequence[str], seen: dict[str, None]
+) -> Iterator[Document]:
+    for path, name in found:
+        kind = files.kind_of(path)
+        if kind in files.TEXT_SUFFIXES:
+            yield from (Document(piece, text, (), str(path)) for piece, text in files.texts(path, name, bad))
+        elif kind is not None:
+            for number, row in files.rows(path, kind, bad):
+                _see(row, columns, seen)
+                try:
+                    document = parse_row(row, columns=columns)
+                    place = row.get(PLACE) if isinstance(row, Mapping) else None
+                    yield dataclasses.replace(document, place=place or f"{path}:{number}")
+                except BadRow as error:
+                    files.note(bad, path, number, error)
+
+
+def _open_hub(
+    source: str,
+    skip_bad_rows: bool,
+    columns: Sequence[str],
+    stream_rows: int | None,
+    seen: dict[str, None],
+) -> Sequence:
+    match = _HUB.fullmatch(source)
+    if not match:
+        raise UsageError(
+            f"a hub dataset is written hf://org/name or hf://org/name:config[split]@revision, not {source}"
+        )
+    name = match["name"]
+    known_split, id_column = HUB.get(name, ("train", "id"))
+    split = match["split"] or known_split
+    import datasets
+
+    how = {"split": split, "revision": match["revision"], "streaming": stream_rows is not None}
+    try:
+        rows = datasets.load_dataset(name, match["config"], **how)
+        have = rows.column_names or list(next(iter(rows), {}))
+    except Exception as error:  # datasets passes on errors of every library that it uses
+        raise UsageError(f"cannot load {source} (split {split}): {first_line(error)}") from error
+    _see(dict.fromkeys(have), columns, seen)
+    if form_of(list(renamed(dict.fromkeys(have, ""), columns, id_column))) is None:
+        raise UsageError(
+            f"{source} has no columns of a known form ({KNOWN}); its columns are {', '.join(have)}: "
+            "name them by --columns text=body (columns= in a config)"
+        )
+    if stream_rows is not None:
+        taken = HubDocuments(source, [], id_column, skip_bad_rows, columns)
+        first = itertools.islice(rows, stream_rows)
+        documents = (taken._document(i, row) for i, row in enumerate(first))
+        return _held(documents, _place([_VERSION, source, stream_rows, list(columns)]), [], skip_bad_rows)
+    if not len(rows):
+        raise UsageError(f"source {source} holds no documents")
+    return HubDocuments(source, rows, id_column, skip_bad_rows, columns)
