@@ -1,6 +1,6 @@
 """Make a SwiftKV student of a checkpoint without a training step, and measure its cost.
 
-    python -m swiftkv_jax.cli.convert MODEL --split 20 --out DIR
+    swiftkv convert MODEL --split 20 --out DIR
 
 The same as `swiftkv-convert`. The later layers' keys and values are fitted by least squares on a text
 (distill/least_squares.py), and teacher and student are compared on rows of text that were not fitted on.
