@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.common import in_rounds, interleaved, machine, ratio, seconds_of
+from benchmarks.papers.compare.times import empty, reader
+from benchmarks.papers.prediction_flops import Sizes, prediction_table
 from swiftkv_jax import LLM, SamplingParams
 from swiftkv_jax.analysis.flops import flops_table
-from swiftkv_jax.analysis.prediction_flops import Sizes, prediction_table
 from swiftkv_jax.checkpoint.adapter import from_pretrained
-from swiftkv_jax.compare.times import empty, reader
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.loop import step

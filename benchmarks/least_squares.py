@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.common import machine
+from benchmarks.papers.compare.evaluation import answers_by_rows, fit_batches, prompts_of
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.common.errors import exit_code
 from swiftkv_jax.common.folder import DEMO
-from swiftkv_jax.compare.evaluation import answers_by_rows, fit_batches, prompts_of
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core.surgery import to_swiftkv
 from swiftkv_jax.distill import least_squares

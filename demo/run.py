@@ -27,11 +27,11 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from benchmarks import latency  # noqa: E402
-from swiftkv_jax.analysis import plots  # noqa: E402
+from benchmarks.papers import plots  # noqa: E402
+from benchmarks.papers.compare import __main__ as compare  # noqa: E402
+from benchmarks.papers.compare.evaluation import Point  # noqa: E402
 from swiftkv_jax.common.errors import exit_code  # noqa: E402
 from swiftkv_jax.common.progress import show, working  # noqa: E402
-from swiftkv_jax.compare import __main__ as compare  # noqa: E402
-from swiftkv_jax.compare.evaluation import Point  # noqa: E402
 from swiftkv_jax.core.cache import Cache  # noqa: E402
 from swiftkv_jax.distill import loop  # noqa: E402
 from swiftkv_jax.distill.config import Experiment, load_experiment  # noqa: E402
@@ -125,7 +125,7 @@ def bytes_per_token(contender: latency.Contender) -> int:
 
 
 def compared(model: Path, out: Path, steps: int) -> dict:
-    """The result of `python -m swiftkv_jax.compare` on few prompts, with `steps` of training for each
+    """The result of `python -m benchmarks.papers.compare` on few prompts, with `steps` of training for each
     system."""
     asked = ["--model", str(model), "--out", str(out), "--few", "--prompts", "128", "--rounds", "0"]
     return compare.report(compare.parser().parse_args([*asked, "--train", str(steps)]))

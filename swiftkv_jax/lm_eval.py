@@ -16,12 +16,6 @@ It reads the same tokens as lm-eval's own `hf` model, so that both give the same
 for `loglikelihood`, rolls windows of M - 2, and leaves M - 1 - `max_gen_toks` for a context. It also leaves
 out the tokenizer's BOS unless `add_bos_token=True` is given. For shorter texts both read the same tokens and
 give the same numbers, to the last bit: the server and this model call the same `LLM.score`.
-
-    --model_args pretrained=DIR,dtype=float32,baseline=lazy_llm,start=0.75,end=0.5
-
-evaluates another system on the model (`swiftkv_jax/baselines`: random_pruning, static_pruning,
-lazy_llm, ffn_skip, and their fields). That system reads the context in its own way, and each token of a
-continuation as one that it generated; it generates greedily.
 """
 
 # pyright: reportMissingImports=false
@@ -31,11 +25,9 @@ import typing
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from swiftkv_jax import baselines
 from swiftkv_jax.common.errors import UsageError, exit_code, suggest
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.engine.sequence import Choice, Sequence
 from swiftkv_jax.text.tokenizer import Tokenizer
 
 try:
@@ -59,8 +51,7 @@ class SwiftKV(TemplateLM):
     """An `LLM` behind lm-eval's three kinds of request.
 
     Attributes:
-      llm: the model that answers, or whose weights `baseline` uses. tokenizer: transformers' own, for chat
-        templates.
+      llm: the model that answers. tokenizer: transformers' own, for chat templates.
       max_length: C, see above.
     """
 
@@ -77,7 +68,6 @@ class SwiftKV(TemplateLM):
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
-        baseline: str | None = None,
         **settings,
     ):
         """Load a folder or hub id, or take an LLM.
@@ -87,16 +77,12 @@ class SwiftKV(TemplateLM):
           seed: of tasks that sample; the same for all their requests, as in the harness's client.
           batch_size, max_batch_size, device: lm-eval always sends them, and they are not used: the engine
             batches by itself, up to `max_num_seqs`, and JAX chooses the device (JAX_PLATFORMS).
-          baseline: another system that answers instead, by its name in `baselines.named`.
-          settings: other arguments of `LLM`, such as max_num_seqs, cache_dtype, num_pages; with a baseline,
-            its fields.
+          settings: other arguments of `LLM`, such as max_num_seqs, cache_dtype, num_pages.
 
         Raises:
           UsageError: the checkpoint cannot be read, has no tokenizer, or an argument is invalid.
         """
         super().__init__()
-        self.baseline = None if baseline is None else baselines.named(baseline, **settings)
-        settings = {} if self.baseline else settings
         if isinstance(pretrained, LLM):
             self.llm = pretrained
         else:
@@ -110,8 +96,6 @@ class SwiftKV(TemplateLM):
         self.max_length = max_length or self.llm.settings.max_model_len
         self.max_gen_toks, self.add_bos_token, self.seed = int(max_gen_toks), add_bos_token, int(seed)
         self._prefix = prefix_token_id
-        if self.baseline is not None:
-            baselines.check(self.llm.model, self.baseline)
 
     @property
     def eot_token_id(self) -> int | None:
@@ -159,18 +143,14 @@ class SwiftKV(TemplateLM):
                     f"{self.max_length}"
                 )
             ids = (context + continuation)[-(self.max_length + 1) :]
-            answer = self._told(ids, len(ids) - len(continuation))
+            answer = self.told(ids, len(ids) - len(continuation))
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
             out.append(answer)
         return out
 
-    def _told(self, ids: list[int], start: int) -> tuple[float, bool]:
+    def told(self, ids: list[int], start: int) -> tuple[float, bool]:
         """The summed log probability of the tokens from `start` on, and whether each is the likeliest."""
-        if self.baseline is not None:
-            model, params = self.llm.model, self.llm.params
-            values, likeliest = baselines.follow(model, params, self.baseline, ids[:start], ids[start:])
-            return float(values.sum()), bool(likeliest.all())
         entries = zip(ids[start:], self.llm.score(ids)[start:], strict=True)
         chosen = [(entry or {})[token] for token, entry in entries]
         return sum(found.logprob for found in chosen), all(found.rank == 1 for found in chosen)
@@ -199,28 +179,15 @@ class SwiftKV(TemplateLM):
             ids = self.tok_encode(context) or [self.prefix_token_id]
             prompts.append(ids[-(self.max_length - (chosen.max_tokens or 0)) :])
             params.append(chosen)
-        if self.baseline is not None:
-            pairs = tqdm(list(zip(prompts, params, strict=True)), desc="generate", disable=disable_tqdm)
-            texts = [self._written(self.baseline, *pair) for pair in pairs]
-        else:
-            outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
-            texts = [output.outputs[0].text for output in outputs]
+        texts = self.written(prompts, params, disable_tqdm)
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
-    def _written(self, baseline: baselines.Baseline, prompt: list[int], params: SamplingParams) -> str:
-        """The text that a baseline generates after a prompt; it ends as in the engine."""
-        if not params.greedy or params.penalised or params.biased or params.min_tokens:
-            raise UsageError("a baseline generates greedily: leave out do_sample and other sampling fields")
-        request = self.llm.request(prompt, params)
-        sequence = Sequence(request, 0, self.llm.tokenizer, 0.0)
-        model, most = self.llm.model, request.max_length - len(prompt)
-        for token in baselines.stream(model, self.llm.params, baseline, prompt, most):
-            sequence.append(Choice(token), 0.0)
-            if sequence.finish_reason:
-                break
-        return sequence.completion().text
+    def written(self, prompts: list[list[int]], params: list[SamplingParams], quiet: bool) -> list[str]:
+        """The texts that follow some prompts."""
+        outputs = self.llm.generate(prompts, params, use_tqdm=not quiet)
+        return [output.outputs[0].text for output in outputs]
 
     def sampling(self, given: dict) -> SamplingParams:
         """The model's own defaults, overridden by a task's generation_kwargs.

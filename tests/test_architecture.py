@@ -17,8 +17,8 @@ LEVELS = (
     "config",
     "core text audio",
     "checkpoint",
-    "distill engine analysis slim baselines",
-    "server lm_eval compare cli __main__",
+    "distill engine analysis slim",
+    "server lm_eval cli __main__",
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names.split()}
 ROOT_MODULES = 12

@@ -50,7 +50,7 @@ SMALLER = {
     "swiftkv_jax.distill.pair": "--tokens 400 --length 24",
     "swiftkv_jax.slim": "--text text.jsonl",
     "swiftkv_jax.slim.threshold": "--text text.jsonl",
-    "swiftkv_jax.compare": "--text text.jsonl --prompts 4 --length 24 --rounds 0 --few",
+    "benchmarks.papers.compare": "--text text.jsonl --prompts 4 --length 24 --rounds 0 --few",
     "benchmarks.latency": "--lengths 24 --rounds 1 --decode-rounds 1",
     "benchmarks.throughput": "--workloads 24:3 --budgets 0.5 --budget-workload 24:3 --requests 2 --rounds 1 "
     "--max-num-seqs 2 --page-size 16 --output results",
@@ -87,7 +87,12 @@ RUNS: dict[str, Callable[[list[str]], int]] = {
     "swiftkv_jax.distill.pair": pair.main,
     "swiftkv push": push.main,
 }
-MODULES = ("swiftkv_jax.slim", "swiftkv_jax.slim.threshold", "swiftkv_jax.compare", "benchmarks.latency")
+MODULES = (
+    "swiftkv_jax.slim",
+    "swiftkv_jax.slim.threshold",
+    "benchmarks.papers.compare",
+    "benchmarks.latency",
+)
 MODULES += ("benchmarks.papers.flops", "benchmarks.papers.cache_dtypes")
 MODULES += ("benchmarks.throughput", "benchmarks.peers", "benchmarks.serving", "benchmarks.slim_engine")
 RUNS |= {name: module(name) for name in MODULES}

@@ -11,10 +11,10 @@ import pytest
 from tiny_models import PLAIN, tiny
 
 import swiftkv_jax as skv
-from swiftkv_jax.analysis.prediction_flops import Sizes
-from swiftkv_jax.compare import __main__ as compare
-from swiftkv_jax.compare.evaluation import Prompts, answers_by_rows
-from swiftkv_jax.compare.systems import Source, System, full_depth
+from benchmarks.papers.compare import __main__ as compare
+from benchmarks.papers.compare.evaluation import Prompts, answers_by_rows
+from benchmarks.papers.compare.systems import Source, System, full_depth
+from benchmarks.papers.prediction_flops import Sizes
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Cache

@@ -32,7 +32,7 @@ HELP = """usage: swiftkv COMMAND ...
 
 swiftkv COMMAND --help lists a command's flags; swiftkv --version prints the version.
 Slim attention, KV prediction, and a comparison of all methods at equal FLOPs are other commands:
-python -m swiftkv_jax.slim, swiftkv_jax.distill.pair and swiftkv_jax.compare, each with --help.
+python -m swiftkv_jax.slim, swiftkv_jax.distill.pair and benchmarks.papers.compare, each with --help.
 """
 
 

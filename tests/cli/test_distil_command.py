@@ -9,9 +9,9 @@ import pytest
 from tokenizers_made import CHATML
 
 import swiftkv_jax as skv
+from benchmarks.papers.compare import __main__ as compare
 from swiftkv_jax.cli import convert, distil, plan
 from swiftkv_jax.cli.distil import Machine
-from swiftkv_jax.compare import __main__ as compare
 from swiftkv_jax.config.rope import RopeConfig
 from swiftkv_jax.distill import main as training
 from swiftkv_jax.distill import pair

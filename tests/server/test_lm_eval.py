@@ -24,7 +24,8 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 import swiftkv_jax as skv
-from swiftkv_jax import baselines
+from benchmarks.papers import baselines
+from benchmarks.papers.baselines import lm_eval as baseline_eval
 from swiftkv_jax import lm_eval as ours
 from swiftkv_jax.checkpoint.adapter import save_adapter
 from swiftkv_jax.common.errors import UsageError
@@ -156,7 +157,7 @@ def test_in_process_equals_transformers(folders, tasks, in_process):
 def test_a_baseline_that_leaves_nothing_out_gives_the_models_own_numbers(folders, tasks, in_process):
     """Named as on the command line; contexts that are cut off and texts of several windows among them."""
     model = {"pretrained": str(folders / "standard"), "max_length": CONTEXT, "dtype": "float32"}
-    got = evaluate(tasks, "swiftkv", **model, baseline="random_pruning", keep=1.0)["answers"]
+    got = evaluate(tasks, "swiftkv_baseline", **model, system="random_pruning", keep=1.0)["answers"]
     want = in_process["answers"]
     assert got["tiny_write"] == want["tiny_write"]
     for mine, other in zip(got["tiny_choice"], want["tiny_choice"], strict=True):
@@ -167,23 +168,23 @@ def test_a_baseline_that_leaves_nothing_out_gives_the_models_own_numbers(folders
 
 def test_a_baseline_reads_a_context_its_way_and_writes_greedily(folders):
     standard = LLM(folders / "standard", max_model_len=CONTEXT)
-    lazy = ours.SwiftKV(standard, baseline="lazy_llm", start=0.5, end=0.25)
+    lazy = baseline_eval.SwiftKVBaseline(standard, system="lazy_llm", start=0.5, end=0.25)
     ids = lazy.tok_encode(TEXT)
     asked = [(None, ids[:30], ids[30:34])]
     [(value, _)] = lazy._loglikelihood_tokens(asked, disable_tqdm=True)
-    told, _ = baselines.follow(standard.model, standard.params, lazy.baseline, ids[:30], ids[30:34])
+    told, _ = baselines.follow(standard.model, standard.params, lazy.system, ids[:30], ids[30:34])
     assert value == pytest.approx(told.sum(), abs=1e-4)
     [(own, _)] = ours.SwiftKV(standard)._loglikelihood_tokens(asked, disable_tqdm=True)
     assert abs(own - value) > 0.1
     [text] = lazy.generate_until([request("generate_until", TEXT, dict(GENERATE))], disable_tqdm=True)
-    tokens = list(baselines.stream(standard.model, standard.params, lazy.baseline, ids, 12))
+    tokens = list(baselines.stream(standard.model, standard.params, lazy.system, ids, 12))
     whole = standard.tokenizer.decode(tokens)
     assert whole.startswith(text) and not any(stop in text for stop in GENERATE["until"])
     with pytest.raises(UsageError, match="a baseline generates greedily: leave out do_sample"):
         sampled = GENERATE | {"do_sample": True, "temperature": 0.7}
         lazy.generate_until([request("generate_until", TEXT, sampled)], disable_tqdm=True)
     with pytest.raises(UsageError, match="lazy_llm has no field 'max_num_seqs'"):
-        ours.SwiftKV(standard, baseline="lazy_llm", start=0.5, end=0.25, max_num_seqs=4)
+        baseline_eval.SwiftKVBaseline(standard, system="lazy_llm", start=0.5, end=0.25, max_num_seqs=4)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.compare.evaluation import ROWS
+from benchmarks.papers.compare.evaluation import ROWS
 from swiftkv_jax.core.predict import Predicted, heads, predict_rows, read
 from swiftkv_jax.core.scan import of_rows
 from swiftkv_jax.core.shapes import Float, Int, PyTree

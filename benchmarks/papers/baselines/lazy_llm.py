@@ -12,9 +12,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from swiftkv_jax.analysis.prediction_flops import lazy_share
-from swiftkv_jax.baselines import dense
-from swiftkv_jax.baselines.dense import Slots, State, Step
+from benchmarks.papers.baselines import dense
+from benchmarks.papers.baselines.dense import Slots, State, Step
+from benchmarks.papers.prediction_flops import lazy_share
 from swiftkv_jax.common.checks import above, integer
 from swiftkv_jax.core.ends import embed
 from swiftkv_jax.core.model import Transformer

@@ -9,8 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.baselines import dense
-from swiftkv_jax.baselines.dense import Slots, State, Step
+from benchmarks.papers.baselines import dense
+from benchmarks.papers.baselines.dense import Slots, State, Step
 from swiftkv_jax.common.checks import above, integer
 from swiftkv_jax.core.ends import embed
 from swiftkv_jax.core.model import Transformer

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.baselines.dense import State, Step
-from swiftkv_jax.baselines.ffn_skip import FFNSkip
+from benchmarks.papers.baselines.dense import State, Step
+from benchmarks.papers.baselines.ffn_skip import FFNSkip
 from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.core.model import Transformer

@@ -5,15 +5,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from swiftkv_jax.analysis import command, plots
-from swiftkv_jax.analysis.prediction_flops import Sizes
-from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
-from swiftkv_jax.common.checks import integer
-from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
-from swiftkv_jax.common.folder import DEMO
-from swiftkv_jax.common.progress import show, working
-from swiftkv_jax.compare import times
-from swiftkv_jax.compare.evaluation import (
+from benchmarks.papers import plots
+from benchmarks.papers.compare import times
+from benchmarks.papers.compare.evaluation import (
     FIT_TOKENS,
     ROWS,
     Answers,
@@ -25,8 +19,8 @@ from swiftkv_jax.compare.evaluation import (
     prompts_of,
     table,
 )
-from swiftkv_jax.compare.row_errors import row_errors
-from swiftkv_jax.compare.systems import (
+from benchmarks.papers.compare.row_errors import row_errors
+from benchmarks.papers.compare.systems import (
     SYSTEMS,
     Source,
     System,
@@ -37,7 +31,14 @@ from swiftkv_jax.compare.systems import (
     others,
     total,
 )
-from swiftkv_jax.compare.training import trained
+from benchmarks.papers.compare.training import trained
+from benchmarks.papers.prediction_flops import Sizes
+from swiftkv_jax.analysis import command
+from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
+from swiftkv_jax.common.checks import integer
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
+from swiftkv_jax.common.folder import DEMO
+from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.kernels.common import dispatch
@@ -46,7 +47,7 @@ from swiftkv_jax.kernels.common import dispatch
 def parser() -> Parser:
     """All flags of the command."""
     p = Parser(
-        prog="python -m swiftkv_jax.compare",
+        prog="python -m benchmarks.papers.compare",
         description="Compare SwiftKV, KV prediction and others: quality of the first token against "
         "FLOPs of the prompt.",
     )

@@ -4,10 +4,10 @@ import dataclasses
 import re
 from pathlib import Path
 
+from benchmarks.papers.compare.evaluation import ROWS, TRAINED
+from benchmarks.papers.compare.systems import System
 from swiftkv_jax.checkpoint.adapter import from_pretrained
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.compare.evaluation import ROWS, TRAINED
-from swiftkv_jax.compare.systems import System
 from swiftkv_jax.distill.config import Experiment, MeshConfig, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.data.samples import DataConfig
 from swiftkv_jax.distill.loop import train

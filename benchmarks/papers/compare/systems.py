@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.analysis.prediction_flops import Sizes, prediction_table, pruned
-from swiftkv_jax.baselines import Baseline, FFNSkip, LazyLLM, RandomPruning, StaticPruning
-from swiftkv_jax.baselines.ffn_skip import cosines
+from benchmarks.papers.baselines import Baseline, FFNSkip, LazyLLM, RandomPruning, StaticPruning
+from benchmarks.papers.baselines.ffn_skip import cosines
+from benchmarks.papers.compare import evaluation
+from benchmarks.papers.compare.evaluation import Prompts
+from benchmarks.papers.prediction_flops import Sizes, prediction_table, pruned
 from swiftkv_jax.checkpoint.adapter import check_tokenizers
 from swiftkv_jax.checkpoint.hf import from_pretrained, read_model
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.compare import evaluation
-from swiftkv_jax.compare.evaluation import Prompts
 from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted

@@ -12,14 +12,14 @@ from tiny_models import PLAIN, tiny
 from tokenizers_made import make_tokenizer
 
 import swiftkv_jax as skv
-from swiftkv_jax.analysis.prediction_flops import Sizes, prediction_table
-from swiftkv_jax.baselines import FFNSkip, RandomPruning
+from benchmarks.papers.baselines import FFNSkip, RandomPruning
+from benchmarks.papers.compare import __main__ as command
+from benchmarks.papers.compare import evaluation, row_errors, systems, times
+from benchmarks.papers.compare.evaluation import Answers, Point, Prompts
+from benchmarks.papers.compare.systems import System, full_depth
+from benchmarks.papers.compare.training import experiment
+from benchmarks.papers.prediction_flops import Sizes, prediction_table
 from swiftkv_jax.common.folder import DEMO
-from swiftkv_jax.compare import __main__ as command
-from swiftkv_jax.compare import evaluation, row_errors, systems, times
-from swiftkv_jax.compare.evaluation import Answers, Point, Prompts
-from swiftkv_jax.compare.systems import System, full_depth
-from swiftkv_jax.compare.training import experiment
 from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import predict
 from swiftkv_jax.core.ends import logits

@@ -13,10 +13,10 @@ import pytest
 from plain_numpy import Kept, Lazy, Numpy, Skipping
 from tiny_models import ODD, PLAIN, tiny
 
-from swiftkv_jax import baselines
-from swiftkv_jax.baselines import FFNSkip, LazyLLM, RandomPruning, StaticPruning, dense, generate, read
-from swiftkv_jax.baselines.dense import State, Work
-from swiftkv_jax.baselines.pruning import chosen
+from benchmarks.papers import baselines
+from benchmarks.papers.baselines import FFNSkip, LazyLLM, RandomPruning, StaticPruning, dense, generate, read
+from benchmarks.papers.baselines.dense import State, Work
+from benchmarks.papers.baselines.pruning import chosen
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.config.rope import RopeConfig

@@ -3,8 +3,8 @@
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.analysis import slim_tables
-from swiftkv_jax.analysis.slim_tables import agrees, decoding, intensity, numbers_per_token
+from benchmarks.papers import slim_tables
+from benchmarks.papers.slim_tables import agrees, decoding, intensity, numbers_per_token
 from swiftkv_jax.config.model import ModelConfig
 
 

@@ -1,6 +1,6 @@
 """The tables of the Slim attention paper (arXiv 2503.05840), computed.
 
-    python -m swiftkv_jax.analysis.slim_tables
+    python -m benchmarks.papers.slim_tables
 
 Table 1 and the appendix's list of multi-head models: numbers in the cache at the longest context, from the
 forms' own arrays, beside the paper's (`*` marks differences). Table 2: operations and reads of one decoded
@@ -208,7 +208,7 @@ def show() -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
     p = Parser(
-        prog="python -m swiftkv_jax.analysis.slim_tables", description="The Slim attention paper's tables."
+        prog="python -m benchmarks.papers.slim_tables", description="The Slim attention paper's tables."
     )
 
     def work() -> None:

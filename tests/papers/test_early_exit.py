@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from swiftkv_jax.analysis import early_exit
+from benchmarks.papers import early_exit
 from swiftkv_jax.checkpoint.hf import from_pretrained, save_pretrained
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.plan import KVPlan

@@ -6,10 +6,10 @@ model's weights. `generate` runs them. Their FLOPs are counted (`dense.flops`), 
 
 import dataclasses
 
-from swiftkv_jax.baselines.ffn_skip import FFNSkip
-from swiftkv_jax.baselines.generate import Baseline, check, follow, generate, read, stream
-from swiftkv_jax.baselines.lazy_llm import LazyLLM
-from swiftkv_jax.baselines.pruning import RandomPruning, StaticPruning
+from benchmarks.papers.baselines.ffn_skip import FFNSkip
+from benchmarks.papers.baselines.generate import Baseline, check, follow, generate, read, stream
+from benchmarks.papers.baselines.lazy_llm import LazyLLM
+from benchmarks.papers.baselines.pruning import RandomPruning, StaticPruning
 from swiftkv_jax.common.checks import choice
 from swiftkv_jax.common.errors import UsageError, suggest
 

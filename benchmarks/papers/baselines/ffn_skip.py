@@ -11,8 +11,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.baselines import dense
-from swiftkv_jax.baselines.dense import State, Step
+from benchmarks.papers.baselines import dense
+from benchmarks.papers.baselines.dense import State, Step
 from swiftkv_jax.common.checks import integer, number
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.baselines import Baseline, dense, read
+from benchmarks.papers.baselines import Baseline, dense, read
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.core import predict
 from swiftkv_jax.core.ends import logits

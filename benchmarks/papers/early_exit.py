@@ -1,6 +1,6 @@
 """How often an exit head is right, by its confidence (SwiftKV paper, figure B.1).
 
-    python -m swiftkv_jax.analysis.early_exit --model DIR --text FILE [--out DIR] [--max-tokens N] [--bins N]
+    python -m benchmarks.papers.early_exit --model DIR --text FILE [--out DIR] [--max-tokens N] [--bins N]
 
 For each position of a text: the largest probability that the exit head gives to a token, and whether the
 whole model has the same most likely token. The share of positions in each bin of probability, and the
@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.analysis import command, plots
+from benchmarks.papers import plots
+from swiftkv_jax.analysis import command
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.core.ends import embed, exit_logits, logits

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swiftkv_jax.analysis import flops
-from swiftkv_jax.analysis.prediction_flops import (
+from benchmarks.papers.prediction_flops import (
     OPENELM,
     PRINTED,
     Sizes,
@@ -23,6 +22,7 @@ from swiftkv_jax.analysis.prediction_flops import (
     random_pruning,
     static_pruning,
 )
+from swiftkv_jax.analysis import flops
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import Prediction

@@ -4,7 +4,7 @@ The paper divides the base's parameters by the auxiliary's (section 4.4), embedd
 once; the predictor and the one token that the base reads are left out. `prediction_table` counts them, and
 attention too.
 
-    python -m swiftkv_jax.analysis.prediction_flops
+    python -m benchmarks.papers.prediction_flops
 """
 
 import dataclasses
@@ -314,7 +314,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         about = "FLOPs reductions of the KV prediction paper, as published and as they are run."
-        Parser(prog="python -m swiftkv_jax.analysis.prediction_flops", description=about).parse_args(argv)
+        Parser(prog="python -m benchmarks.papers.prediction_flops", description=about).parse_args(argv)
         report()
 
     return exit_code(work)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from swiftkv_jax.analysis.prediction_flops import Sizes
+from benchmarks.papers.prediction_flops import Sizes
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.ends import logits, normalised

@@ -1,6 +1,6 @@
 """Which way of making prompts cheaper costs least at equal FLOPs? One model, one text: a table and plots.
 
-    python -m swiftkv_jax.compare --model demo/teacher
+    python -m benchmarks.papers.compare --model demo/teacher
 
 SwiftKV, AcrossKV, KV prediction, its auxiliaries alone, and the systems of baselines/ read the same held-out
 prompts, untrained or (`--train STEPS`) trained on equally many tokens. They are
