@@ -22,6 +22,8 @@ NOT_RUN = {
     r"make ": "installs packages first; then it runs the tests, or scripts of the demo, which have tests",
     r"python docs/reference\.py|python -m benchmarks\.report": "rewrites documents; test_site.py does not",
     r"python -m benchmarks\.slim_error ": "four times the command before it; it has a test of its own",
+    r"swiftkv kernels ": "checks kernels on an accelerator; test_check.py does what it calls",
+    r".* gs://BUCKET": "needs a bucket; test_buckets.py has one in memory",
     r"srun ": "needs SLURM and 16 devices",
     r"xpk ": "needs a cluster of TPUs",
     r"swiftkv plan .* --compile-serving ": "compiles 80 layers; test_compile_only.py compiles 4",
@@ -32,8 +34,9 @@ RUN_BY = {
     r".* --compile-only ": "tests/aot/test_compile_only.py",
     r"python -m benchmarks\.device ": "tests/benchmarks/test_device.py",
     r"swiftkv replicas ": "tests/server/test_ray.py",
-    r"lm_eval |python -m swiftkv_jax\.lm_eval ": "tests/server/test_lm_eval.py",
+    r"lm_eval |python -m [\w.]+\.lm_eval ": "tests/server/test_lm_eval.py",
     r"python serve\.py (?!.*--http)|python -m swiftkv_jax\.analysis\.": "tests/test_documents.py",
+    r"python -m benchmarks\.papers\.(early_exit|prediction_flops|slim_tables)": "tests/test_documents.py",
     r"curl |python |swiftkv ": "tests/test_document_commands.py",
 }
 

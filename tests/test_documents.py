@@ -256,7 +256,7 @@ def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
         wanted = re.fullmatch(r"(?:\.|swiftkv-jax)(?:\[(.*)\])?", words[1])
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert words[0] == "install" and wanted and {*(wanted[1] or "").split(","), ""} <= {*extras, ""}
-    elif program == "lm_eval" or "swiftkv_jax.lm_eval" in words:
+    elif program == "lm_eval" or any(word.endswith(".lm_eval") for word in words):
         if importlib.util.find_spec("lm_eval") is None:
             pytest.skip("lm-eval is not installed (the `eval` extra)")
         parsed(["-m", "lm_eval", *words[words.index("--model") :]], monkeypatch)

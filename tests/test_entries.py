@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tiny_models import PLAIN, tiny
 
 import swiftkv_jax as skv
@@ -83,6 +84,7 @@ def test_a_form_is_trained_cached_served_and_saved(plan, monkeypatch, tmp_path):
     slope = jax.grad(lambda p: forward(model, p, tokens[None]).sum())(converted)
     assert all(np.abs(row["pair_proj"]["kernel"]).max() > 0 for row in slope["rows"])
     skv.save_pretrained(tmp_path, model, converted)
+    assert "model.layers.0.self_attn.query_key_value.weight" in load_file(tmp_path / "model.safetensors")
     again, read = skv.from_pretrained(tmp_path, dtype="float32")
     assert again.plan == model.plan
     jax.tree.map(np.testing.assert_array_equal, read, converted)
