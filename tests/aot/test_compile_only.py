@@ -129,7 +129,8 @@ def test_an_engines_programs_share_weights_cache_and_heads(where, tmp_path):
         tokens = 16 if name == "decode" else 2048
         assert 2 * layers <= int(sums) <= 2 * layers + 4  # the attention and the MLP of each
         assert layers * tokens * 4096 * 2 / 1e6 <= float(moved) <= 5 * layers * tokens * 4096 * 2 / 1e6
-        assert float(temporary) < 0.4 and 8 * layers < int(launches) < 100 * layers
+        most = 130 if where.startswith("v4") else 40  # a TPU's copies into VMEM are launches: 449 seen
+        assert float(temporary) < 0.4 and 8 * layers < int(launches) < most * layers
 
 
 @pytest.mark.parametrize(
