@@ -31,8 +31,8 @@ HELP = """usage: swiftkv COMMAND ...
   push DIR REPO           upload an export to the Hugging Face hub
 
 swiftkv COMMAND --help lists a command's flags; swiftkv --version prints the version.
-Slim attention, KV prediction, and a comparison of all methods at equal FLOPs are other commands:
-python -m swiftkv_jax.slim, swiftkv_jax.distill.pair and benchmarks.papers.compare, each with --help.
+Slim attention and KV prediction are other commands: python -m swiftkv_jax.slim and
+swiftkv_jax.distill.pair, each with --help.
 """
 
 

@@ -326,9 +326,7 @@ def predict_rows(model: Predicted, params: PyTree, given: Raw) -> Raw:
         jax.vmap(partial(_predicted, model))(stack, part)
         for stack, part in _by_stack(params["predictor"]["rows"], given)
     ]
-    return tuple(
-        constrain(jnp.concatenate(y) if len(made) > 1 else y[0], _RAW) for y in zip(*made, strict=True)
-    )
+    return _joined(made, _RAW)
 
 
 def _predicted(model: Predicted, p: PyTree, raw: Raw) -> Raw:
@@ -357,9 +355,7 @@ def heads(model: Transformer, params: PyTree, raw: Raw) -> Raw:
         jax.vmap(partial(PLAIN.unturned, model.config))(stack, part)
         for stack, part in _by_stack(params["rows"], raw)
     ]
-    return tuple(
-        constrain(jnp.concatenate(y) if len(made) > 1 else y[0], _CUT) for y in zip(*made, strict=True)
-    )
+    return _joined(made, _CUT)
 
 
 def _by_stack(stacks: Sequence[PyTree], raw: Raw) -> list[tuple[PyTree, Raw]]:
@@ -367,6 +363,12 @@ def _by_stack(stacks: Sequence[PyTree], raw: Raw) -> list[tuple[PyTree, Raw]]:
     held = weights.ranges(stacks)
     cut = [raw if len(held) == 1 else tuple(y[part.start : part.stop] for y in raw) for part in held]
     return list(zip(stacks, cut, strict=True))
+
+
+def _joined(made: list[Raw], axes: str) -> Raw:
+    """The rows of all stacks in one array each, sharded by `axes`."""
+    parts = zip(*made, strict=True)
+    return tuple(constrain(jnp.concatenate(y) if len(made) > 1 else y[0], axes) for y in parts)
 
 
 def deepest(plan: KVPlan, rows: Iterable[int]) -> int:

@@ -20,6 +20,10 @@ from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.sequence import Choice, Sequence
 from swiftkv_jax.lm_eval import SwiftKV, main
 
+# Arguments that lm-eval always sends, or that concern the tokenizer.
+SHARED = ("max_gen_toks", "tokenizer", "add_bos_token", "prefix_token_id", "seed")
+SHARED += ("batch_size", "max_batch_size", "device")
+
 
 @register_model("swiftkv_baseline")
 class SwiftKVBaseline(SwiftKV):
@@ -63,10 +67,6 @@ class SwiftKVBaseline(SwiftKV):
                 break
         return sequence.completion().text
 
-
-# Arguments that lm-eval always sends, or that concern the tokenizer.
-SHARED = ("max_gen_toks", "tokenizer", "add_bos_token", "prefix_token_id", "seed")
-SHARED += ("batch_size", "max_batch_size", "device")
 
 if __name__ == "__main__":
     sys.exit(main())
