@@ -10,6 +10,7 @@ import numpy as np
 
 import swiftkv_jax as skv
 from benchmarks.common import timed
+from benchmarks.device import profile
 from benchmarks.device.shapes import shape_of
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.core import weights
@@ -17,6 +18,7 @@ from swiftkv_jax.core.shapes import PyTree, Weight
 from swiftkv_jax.engine.runner import MODES, Runner
 from swiftkv_jax.engine.warm import WarmUp
 
+PROFILED = 65  # tokens of each prompt that are decoded while the profiler runs
 PLANS = {"standard": None, "SwiftKV 50 %": 1, "+ 2-way AcrossKV": 2}  # layers that share a row
 
 
@@ -92,6 +94,9 @@ def measure(
         "bytes_per_step": read_once + seen,
         "tokens_per_s": requests * (prompt + outputs) / (read + decoded),
     }
+    if jax.default_backend() == "gpu":
+        yield {"prompt_profile": profile.kernels(lambda: timed(llm, prompts(1), 1))}
+        yield {"decode_profile": profile.kernels(lambda: timed(llm, some, PROFILED))}
 
 
 def compile_programs(runner: Runner, tail: int) -> None:

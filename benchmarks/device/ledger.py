@@ -20,7 +20,7 @@ SOURCES = {  # files and folders that a task runs
     "ceilings": ("benchmarks/device/hardware.py",),
     "launches": ("benchmarks/device/hardware.py",),
     "examine": ("kernels",),
-    "engine": (*_WHOLE, "benchmarks/device/engine.py"),
+    "engine": (*_WHOLE, "benchmarks/device/engine.py", "benchmarks/device/profile.py"),
     "train": (*_WHOLE, "benchmarks/device/training.py"),
     "teacher": (*_WHOLE, "benchmarks/device/student.py"),
     "student": (*_WHOLE, "benchmarks/device/student.py", "demo/smollm2.py"),

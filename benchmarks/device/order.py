@@ -124,8 +124,6 @@ def order(
 
     yield line("ceilings", "ceilings", {"shape": name})
     own, safe = calls(shape), {kind: names[0] for kind, names in shape.candidates.items()}
-    for plan in (STANDARD, HALF):
-        yield engine(plan, safe["decode"], safe["chunk"])
     for kind in ("decode", "chunk"):
         yield from examined(own[kind])
     best = {kind: won(own[kind]) for kind in ("decode", "chunk")}
@@ -151,6 +149,8 @@ def order(
         yield line("transformers", "transformers", args, group="torch")
     for kind in ("decode", "chunk"):
         yield from examined(calls(shape, page=PAGES[1])[kind])
+    for plan in (STANDARD, HALF):
+        yield engine(plan, safe["decode"], safe["chunk"])
     if (fill := won(own["fill"])) != UNFUSED:
         yield engine(HALF, **best, fill=fill)
     yield step(shape.candidates["train"][-1], remat=True)

@@ -16,6 +16,7 @@ from swiftkv_jax.kernels.check.supervisor import Measurement
 from swiftkv_jax.kernels.common.case import OFF, Call
 
 RATIOS = {"prompt_tokens_per_s": "prefill", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "tokens_per_s": "in all"}
+LONGEST = 15  # kernels of a profile in the report
 _ENGINE = {
     "prompt_tokens_per_s": "{:,.0f} prompt tokens/s",
     "matmul": "{:.0%} of a matmul",
@@ -95,8 +96,8 @@ def goals(shape: Shape, lines: Mapping[str, dict], asked: Mapping[str, Measureme
     mfu = [found["mfu"] for name, found in lines.items() if name.startswith("step: ") and found.get("mfu")]
 
     def by_winners(key: str) -> float | None:
-        """By the last kernels: slow ones of both would make prompts, and so SwiftKV, count for more."""
-        return next((r[key] for r in reversed(half) if key in r), None)
+        """By the first line's kernels: slow ones would make prompts, and so SwiftKV, count for more."""
+        return next((r[key] for r in half if key in r), None)
 
     return {
         "prefill of the standard plan, share of a matmul": (0.70, max(filter(None, standard), default=None)),
@@ -213,7 +214,23 @@ def markdown(shape: Shape, head: Mapping, asked: Mapping[str, Measurement], line
         table(["engine", *RATIOS.values()], over),
         table(["line", "found", "s", "expected", "limit"], rows),
     ]
-    return "\n\n".join([*parts, *_answers(lines)]) + "\n"
+    return "\n\n".join([*parts, *_profiles(lines), *_answers(lines)]) + "\n"
+
+
+def _profiles(lines: Mapping[str, dict]) -> list[str]:
+    """The longest kernels of every engine, as far as they were recorded."""
+    parts = []
+    for name, found in lines.items():
+        for part in ("prompt", "decode"):
+            if (seen := found.get(f"{part}_profile")) and seen["kernels"]:
+                head = f"## {name.removeprefix('engine: ')}: {part}"
+                busy = f"Kernels ran for {seen['busy_ms']:.1f} of {seen['span_ms']:.1f} ms."
+                rows = [
+                    [kernel.replace("|", "/"), str(count), f"{ms:.2f}", f"{ms / seen['busy_ms']:.1%}"]
+                    for kernel, count, ms in seen["kernels"][:LONGEST]
+                ]
+                parts += [head, busy, table(["kernel", "launches", "ms", "share"], rows)]
+    return parts
 
 
 def _answers(lines: Mapping[str, dict]) -> list[str]:
