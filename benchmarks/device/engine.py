@@ -16,7 +16,6 @@ from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.shapes import PyTree, Weight
 from swiftkv_jax.engine.runner import MODES, Runner
-from swiftkv_jax.engine.warm import WarmUp
 
 PROFILED = 65  # tokens of each prompt that are decoded while the profiler runs
 PLANS = {"standard": None, "SwiftKV 50 %": 1, "+ 2-way AcrossKV": 2}  # layers that share a row
@@ -100,15 +99,15 @@ def measure(
 
 
 def compile_programs(runner: Runner, tail: int) -> None:
-    """Compile, several at once, what the measurement launches: a chunk of one prompt, the last `tail` tokens
-    of all prompts, and the loop that decodes."""
+    """Compile, several at once, all that the measurement launches: a chunk of one prompt, the last `tail`
+    tokens of all prompts, and the loop that decodes."""
     one, lanes, mode = runner.rows(1), runner.lanes, MODES[0]
-    programs = {program.key: program for program in runner.programs()}
+    programs = {program.key for program in runner.programs()}
+    wanted = {("step", lanes, min(runner.budget, 1 << (tail - 1).bit_length()))}
     chunk = ("step", one, runner.budget)
-    wanted = [chunk if chunk in programs else ("step", lanes, runner.budget)]
-    wanted.append(("step", lanes, min(runner.budget, 1 << (tail - 1).bit_length())))
-    wanted += [("loop", lanes, mode), ("draw", one, mode), ("draw", lanes, mode)]
-    warming = WarmUp([programs[key] for key in dict.fromkeys(wanted) if key in programs], set(wanted))
+    wanted |= {chunk if chunk in programs else ("step", lanes, runner.budget)}
+    wanted |= {("loop", lanes, mode), ("draw", one, mode), ("draw", lanes, mode)} & programs
+    warming = runner.begin_warm_up(wanted)
     while not warming.done:
         warming.take()
     runner.clear([0])

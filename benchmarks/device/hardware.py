@@ -44,14 +44,17 @@ def hardware() -> Iterator[dict]:
 
 
 def ceilings(shape: str) -> Iterator[dict]:
-    """Bytes per second of a copy, read and written, and FLOP/s of a square matmul of random numbers."""
+    """Bytes per second of a copy, read and written, as the driver makes it or as a kernel does, and of a sum,
+    which only reads; FLOP/s of a square matmul of random numbers."""
     sizes = shape_of(shape)
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], sizes.copied, jnp.bfloat16)
     side = (sizes.multiplied, sizes.multiplied)
     a, b = (jax.random.normal(key, side, jnp.bfloat16) for key in keys[1:])
-    copy, matmul = jax.jit(lambda x: x + 1), jax.jit(jnp.matmul)
-    yield {"bytes": 2 * x.nbytes / seconds_of(lambda: copy(x))}
+    copies, matmul = map(jax.jit, (jnp.copy, lambda x: x + 1)), jax.jit(jnp.matmul)
+    yield {"bytes": max(2 * x.nbytes / seconds_of(functools.partial(copy, x)) for copy in copies)}
+    total = jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
+    yield {"read_bytes": x.nbytes / seconds_of(lambda: total(x))}
     yield {"flops": 2 * sizes.multiplied**3 / seconds_of(lambda: matmul(a, b))}
 
 

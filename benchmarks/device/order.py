@@ -129,16 +129,18 @@ def order(
     best = {kind: won(own[kind]) for kind in ("decode", "chunk")}
     for plan in PLANS:
         yield engine(plan, **best)
+    keys_and_values, keys, inputs = calls_of_rows(shape)
+    for call in (keys_and_values, keys):
+        yield from examined(call)
+    for attention in shape.candidates["train"]:
+        yield step(attention)
+    yield from examined(own["fill"])
     eight = calls(shape, dtype=shape.fp8)
     yield from examined(eight["decode"])
     yield engine(HALF, won(eight["decode"]), best["chunk"], dtype=shape.fp8)
     for plan in (STANDARD, HALF):
         yield engine(plan, **best, at=long)
-    yield from examined(own["fill"])
-    for call in calls_of_rows(shape):
-        yield from examined(call)
-    for attention in shape.candidates["train"]:
-        yield step(attention)
+    yield from examined(inputs)
     if model:
         given = {"model": model, "words": shape.words, **files}
         yield line(TEACHER, "teacher", given | {"count": shape.chats})

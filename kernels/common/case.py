@@ -154,7 +154,7 @@ class Case:
     def expected(self) -> dict[str, jax.Array]:
         """The definition's results, of a computation in float32."""
         args, arrays = self.make()
-        exact = jax.jit(self.by("reference"))
+        exact = untuned(self.by("reference"))
         return {"": exact(args[0].astype(jnp.float32), *args[1:], **arrays)}
 
     @property
@@ -167,6 +167,12 @@ class Case:
         args, arrays = self.make()
         run = jax.jit(self.by(implementation))
         return lambda: (run(*args, **arrays),)
+
+
+def untuned(function: Callable) -> Callable:
+    """`function` compiled without XLA's search for the fastest kernels, which on a GPU takes seconds."""
+    options = {"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else None
+    return jax.jit(function, compiler_options=options)
 
 
 def decode(pool: Pool) -> jax.Array:

@@ -23,13 +23,15 @@ class Pages(NamedTuple):
     """The pages of every block of queries; int32, in global memory inside a kernel.
 
     Attributes:
-      table: [Q, slots] of each sequence. sequence: [b] of each block. window: [1].
+      table: [Q, slots] of each sequence. sequence: [b] of each block. window: [1]. row: [1] of the pool; no
+        constant, so that the layers of a model share one kernel.
       low, high: [b] its pages [low, high). first, last: [b] no query sees a key outside [first, last).
     """
 
     table: Any
     sequence: Any
     window: Any
+    row: Any
     low: Any
     high: Any
     first: Any
@@ -76,13 +78,13 @@ class Pages(NamedTuple):
                 some[...] = jnp.where(kept, stored, jnp.zeros_like(stored))
 
 
-def pages_of(position, table, sequence, window, page: int) -> Pages:
+def pages_of(position, table, sequence, row, window, page: int) -> Pages:
     """The pages of blocks of queries at `position` [b, C] (-1: no query), with `page` tokens per page."""
-    window = jnp.asarray(mask.window_of(window), jnp.int32).reshape(1)
+    row, window = (jnp.asarray(x, jnp.int32).reshape(1) for x in (row, mask.window_of(window)))
     work = worklist.make(position, window[0], page, 1, table.shape[1], 1)
     edge = work.edge.reshape(-1, 4)
     table, sequence = table.astype(jnp.int32), sequence.astype(jnp.int32)
-    return Pages(table, sequence, window, work.low, work.high, edge[:, 0], edge[:, 3])
+    return Pages(table, sequence, window, row, work.low, work.high, edge[:, 0], edge[:, 3])
 
 
 def splits_of(ctas: int, work: int, slots: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.common.case import TOLERANCE, Call, Results, decode, same_bits
+from swiftkv_jax.kernels.common.case import TOLERANCE, Call, Results, decode, same_bits, untuned
 from swiftkv_jax.kernels.common.case import Case as Base
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.fused_kv_fill import api
@@ -100,7 +100,7 @@ class Case(Base):
         return Results(rows, bool(intact))
 
     def expected(self) -> dict[str, jax.Array]:
-        return self.results(jax.jit(self.by("reference"))).parts
+        return self.results(untuned(self.by("reference"))).parts
 
     @classmethod
     def of_call(cls, call: Call, live: tuple[int, ...], rows: int) -> "Case":

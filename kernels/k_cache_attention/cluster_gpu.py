@@ -46,7 +46,6 @@ class Form:
     shares of a sequence's pages. float8: scores are products of float8 queries and keys.
     """
 
-    row: int
     parts: int
     columns: int
     rows: int
@@ -145,7 +144,7 @@ def _score(form: Form, x: Inputs, s: Scratch, at: _Share) -> None:
         slot, name = lax.rem(i, _STAGES), x.pages.name(at.block, at.start + i)
         for side in range(2):
             columns = pl.ds(at.part * form.columns + side * half, half)
-            source = x.pool.at[form.row, name, :, columns]
+            source = x.pool.at[x.pages.row[0], name, :, columns]
             plgpu.copy_gmem_to_smem(source, s.tile.at[slot * 2 + side], s.came.at[slot])
 
     for i in range(_STAGES):
@@ -243,7 +242,7 @@ def _turns(form: Form, x: Inputs, at: _Share, i, narrow: bool = False) -> Iterat
 
 def _factors(form: Form, x: Inputs, at: _Share, i, shape: tuple[int, int]):
     """The scales of the i-th page of a share, along the rows of a tile."""
-    scales = x.k_scale.at[form.row, x.pages.name(at.block, at.start + i), 0]
+    scales = x.k_scale.at[x.pages.row[0], x.pages.name(at.block, at.start + i), 0]
     return across(form.tiles.load(scales, rows=True), shape)
 
 
@@ -330,6 +329,7 @@ def _spans(half: int) -> list:
     return [pl.ds(0, whole)] + ([pl.ds(half - COLUMNS, COLUMNS)] if whole < half else [])
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))  # lowered once for all layers
 def launch(form: Form, inputs: Inputs, interpret: Any):
     """The softmax-weighted sums [b, E, rows] of whole rows."""
     blocks, width = inputs.q.shape[0], inputs.pool.shape[-1]

@@ -41,13 +41,11 @@ class _Cut(NamedTuple):
     rows: int
     piece: int
 
-    def form(
-        self, row=0, scale=1.0, half=0, rotated=False, splits=1, float8=False, interpret: Any = False
-    ) -> Form:
+    def form(self, scale=1.0, half=0, rotated=False, splits=1, float8=False, interpret: Any = False) -> Form:
         """Static parameters of the kernel, see `Form`."""
         layers = self.parts * self.wide // self.rows
         sizes = self.parts, self.columns, self.rows, self.wide, layers, self.piece
-        return Form(row, *sizes, half, rotated, splits, scale, float8, Tiles(bool(interpret)))
+        return Form(*sizes, half, rotated, splits, scale, float8, Tiles(bool(interpret)))
 
 
 def cut_keys(q, k, group: int, half: int) -> _Cut | None:
@@ -130,9 +128,9 @@ def k_cache_attention(
     splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, slots)
     spread, every = queries_of_keys(q, position, cut, how.group)
     spread, factor = reference.float8_queries(spread, how) if how.float8_scores else (spread, None)
-    pages = gpu_pages.pages_of(position, table, sequence, how.window, KEYS)
+    pages = gpu_pages.pages_of(position, table, sequence, how.row, how.window, KEYS)
     angles = (None,) * 2 if how.frequencies is None else _angles(how.frequencies, slots, cut.piece)
-    form = cut.form(how.row, how.scale, half, how.rotated, splits, how.float8_scores, interpret)
+    form = cut.form(how.scale, half, how.rotated, splits, how.float8_scores, interpret)
     inputs = Inputs(spread, factor, k, every, pages, *angles, k_scale=how.k_scale)
     mixed = cluster_gpu.launch(form, inputs, interpret)
     mixed = mixed.reshape(blocks, -1, cut.parts, cut.own)[..., : heads // cut.parts * queries]
@@ -150,8 +148,8 @@ def x_cache_attention(
     assert cut is not None  # `refuses_inputs` has looked
     splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, slots)
     spread, every = queries_of_inputs(q, w_k, position, cut)
-    pages = gpu_pages.pages_of(position, table, sequence, window, KEYS)
-    form = cut.form(row, scale, splits=splits, interpret=interpret)
+    pages = gpu_pages.pages_of(position, table, sequence, row, window, KEYS)
+    form = cut.form(scale, splits=splits, interpret=interpret)
     mixed = cluster_gpu.launch(form, Inputs(spread, None, x, every, pages, None, None, None), interpret)
     mixed = mixed[..., : heads * queries].reshape(blocks, -1, heads, queries)
     out = jnp.einsum("benc,neu->bcnu", mixed, w_v.astype(jnp.float32))

@@ -64,7 +64,6 @@ class _Columns:
 class _Form:
     """Static parameters of the kernel. keys, values: columns of the pools; rows: queries of a kv head."""
 
-    row: int
     page: int
     keys: _Columns
     values: _Columns
@@ -105,18 +104,19 @@ class _Scratch(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """The work of a CTA: `count` pages of block `block` from `start` on, for kv head `head`."""
+    """The work of a CTA: `count` pages of block `block` from `start` on, of `row`, for kv head `head`."""
 
     block: Any
     head: Any
     split: Any
+    row: Any
     start: Any
     count: Any
 
 
 def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
     block, head, split = (lax.axis_index(name) for name in ("block", "head", "split"))
-    at = _Share(block, head, split, *x.pages.share(block, split, form.splits))
+    at = _Share(block, head, split, x.pages.row[0], *x.pages.share(block, split, form.splits))
     tiles = form.tiles
     plgpu.copy_gmem_to_smem(x.q.at[block, head], s.q, s.asked)
     for i in range(_STAGES - 1):
@@ -161,7 +161,7 @@ def _ask(form: _Form, x: _Inputs, s: _Scratch, at: _Share, i) -> None:
     """Start the copies of the i-th page of a share."""
     slot, name = lax.rem(i, _STAGES), x.pages.name(at.block, at.start + i)
     for pool, columns, tile, came in ((x.k, form.keys, s.k, s.k_came), (x.v, form.values, s.v, s.v_came)):
-        source = pool.at[form.row, name, :, pl.ds(columns.start(at.head), columns.tile)]
+        source = pool.at[at.row, name, :, pl.ds(columns.start(at.head), columns.tile)]
         plgpu.copy_gmem_to_smem(source, tile.at[slot], came.at[slot])
 
 
@@ -176,7 +176,7 @@ def _scores(form: _Form, x: _Inputs, s: _Scratch, at: _Share, i):
 
 def _factors(form: _Form, x: _Inputs, at: _Share, scales, i):
     """The scales of the i-th page of a share, [Z, rows]."""
-    scales = scales.at[form.row, x.pages.name(at.block, at.start + i), at.head]
+    scales = scales.at[at.row, x.pages.name(at.block, at.start + i), at.head]
     return across(form.tiles.load(scales, rows=True), (form.page, form.rows))
 
 
@@ -252,27 +252,35 @@ def paged_attention(
     kv_heads, each = keys.heads, heads // keys.heads
     rows, real = _rows(q, kv_heads, queries), each * queries
     splits = gpu_pages.splits_of(_CTAS, blocks * kv_heads, table.shape[1])
-    form = _Form(row, page, keys, values, rows, splits, scale, Tiles(bool(interpret)))
+    form = _Form(page, keys, values, rows, splits, scale, Tiles(bool(interpret)))
     every = jnp.pad(jnp.tile(position, (1, each)), ((0, 0), (0, rows - real)), constant_values=-1)
-    pages = gpu_pages.pages_of(position, table, sequence, window, page)
-    part = (blocks, kv_heads, splits)
-    shapes = (*part, rows), (*part, rows), (*part, values.tile, rows)
+    pages = gpu_pages.pages_of(position, table, sequence, row, window, page)
+    inputs = _Inputs(_spread(q, keys, rows), k, v, k_scale, v_scale, every.astype(jnp.int32), pages)
+    mixed = _launch(form, inputs, interpret)[..., :real]
+    starts = map(values.inside, range(kv_heads))
+    mixed = jnp.stack([mixed[:, head, at : at + values.width] for head, at in enumerate(starts)], axis=1)
+    mixed = mixed.reshape(blocks, kv_heads, values.width, each, queries)
+    mixed = mixed.transpose(0, 4, 1, 3, 2).reshape(whole[0], -1, heads, values.width)
+    return mixed[:, : whole[1]].astype(q.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))  # lowered once for all layers
+def _launch(form: _Form, inputs: _Inputs, interpret: Any):
+    """The softmax-weighted sums [b, K, tile, rows]."""
+    blocks, kv_heads = inputs.q.shape[:2]
+    part = (blocks, kv_heads, form.splits)
+    shapes = (*part, form.rows), (*part, form.rows), (*part, form.values.tile, form.rows)
     found = gpu_pages.launch(
         functools.partial(_kernel, form),
-        _Inputs(_spread(q, keys, rows), k, v, k_scale, v_scale, every.astype(jnp.int32), pages),
-        _scratch(form, k.dtype),
+        inputs,
+        _scratch(form, inputs.k.dtype),
         tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
         grid=part,
         grid_names=("block", "head", "split"),
         kernel_name="paged_attention",
         interpret=interpret,
     )
-    mixed = gpu_pages.merge(*found)[..., :real]
-    starts = map(values.inside, range(kv_heads))
-    mixed = jnp.stack([mixed[:, head, at : at + values.width] for head, at in enumerate(starts)], axis=1)
-    mixed = mixed.reshape(blocks, kv_heads, values.width, each, queries)
-    mixed = mixed.transpose(0, 4, 1, 3, 2).reshape(whole[0], -1, heads, values.width)
-    return mixed[:, : whole[1]].astype(q.dtype)
+    return gpu_pages.merge(*found)
 
 
 def _cut(q, sequence, position, most: int):
@@ -297,7 +305,7 @@ def _too_many(q, k, v, queries: int) -> str:
     rows = _rows(q, keys.heads, queries)
     if rows > (most := min(_MOST_SCORES[k.dtype.itemsize] // page, _MOST_SUMS // values.tile)):
         return f"{q.shape[2] // keys.heads * queries} query heads of a kv head: at most {most}"
-    form = _Form(0, page, keys, values, rows, splits=1, scale=1.0, tiles=Tiles())
+    form = _Form(page, keys, values, rows, splits=1, scale=1.0, tiles=Tiles())
     if (need := smem_bytes(_scratch(form, k.dtype))) > SMEM_BYTES:
         return f"{rows} query heads of a kv head, for {need} bytes of shared memory: at most {SMEM_BYTES}"
     return ""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -416,9 +416,12 @@ class Runner:
             self._score(self._inputs([], size, count)[0])
             self._draw(*asked)
 
-    def begin_warm_up(self) -> WarmUp:
-        """Compile on other threads; from now on launches use only the programs that are in use already."""
-        self._warming = WarmUp(self.programs(), set(self._any_launch()), in_order=self.others.several)
+    def begin_warm_up(self, keys: Collection[tuple] = ()) -> WarmUp:
+        """Compile on other threads; from now on launches use only the programs that are in use already.
+        `keys`: of the only programs that will be used; by default, of all `programs`."""
+        programs = [program for program in self.programs() if not keys or program.key in keys]
+        needed = set(keys or self._any_launch())
+        self._warming = WarmUp(programs, needed, in_order=self.others.several)
         return self._warming
 
     @repeated
