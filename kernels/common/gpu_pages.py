@@ -87,6 +87,18 @@ def pages_of(position, table, sequence, row, window, page: int) -> Pages:
     return Pages(table, sequence, window, row, work.low, work.high, edge[:, 0], edge[:, 3])
 
 
+def pieces(q, sequence, position, most: int):
+    """Split blocks [b, C] into blocks of equal size and at most `most` queries, padded with empty queries.
+    Each reads its keys again, mostly from the L2 cache."""
+    queries = position.shape[1]
+    count = -(-queries // most)
+    each = -(-queries // count)
+    over = ((0, 0), (0, count * each - queries))
+    position = jnp.pad(position, over, constant_values=-1).reshape(-1, each)
+    q = jnp.pad(q, (*over, (0, 0), (0, 0))).reshape(-1, each, *q.shape[2:])
+    return q, jnp.repeat(sequence, count), position
+
+
 def splits_of(ctas: int, work: int, slots: int) -> int:
     """Shares of each of `work` pieces of work, for about `ctas` CTAs in all, without very short shares."""
     return max(1, min(-(-ctas // work), slots // _SHORTEST))

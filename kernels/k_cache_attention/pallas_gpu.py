@@ -8,8 +8,10 @@ Keys: a CTA's columns are some of the heads, and it computes the scores of these
 scores of all heads, which are added up.
 """
 
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -48,9 +50,10 @@ class _Cut(NamedTuple):
         return Form(*sizes, half, rotated, splits, scale, float8, Tiles(bool(interpret)))
 
 
-def cut_keys(q, k, group: int, half: int) -> _Cut | None:
-    """Whole groups of heads, whole pieces of columns; None if there is no such cut."""
-    _, queries, heads, width = q.shape
+def cut_keys(q, k, group: int, half: int, queries: int) -> _Cut | None:
+    """Whole groups of heads, whole pieces of columns, for blocks of `queries`; None if there is no such
+    cut."""
+    heads, width = q.shape[2:]
     for piece, parts in itertools.product(_PIECES[k.dtype.itemsize], range(1, 9)):
         columns, real = heads // parts * width, heads // parts * queries
         whole = heads % (parts * group) == 0 and columns % (2 * piece) == 0 and half % piece == 0
@@ -77,6 +80,12 @@ def cut_inputs(rows: int, width: int) -> _Cut | None:
 def _memory(cut: _Cut, stored) -> int:
     """Bytes of shared memory of a CTA."""
     return smem_bytes(cluster_gpu.scratch(cut.form(), stored))
+
+
+def _longest(queries: int, cut_of: Callable[[int], _Cut | None], stored) -> int:
+    """The most queries of a block, of `queries`, that a cluster has room for; at least one."""
+    fits = (n for n in range(queries, 1, -1) if (cut := cut_of(n)) and _memory(cut, stored) <= SMEM_BYTES)
+    return next(fits, 1)
 
 
 def queries_of_keys(q, position, cut: _Cut, group: int):
@@ -120,10 +129,13 @@ def k_cache_attention(
     q, k, w_kv, table, sequence, position, *, interpret: Any = False, **options
 ) -> jax.Array:
     """As `api.k_cache_attention`."""
-    how = Options(**options)
-    (blocks, queries, heads, width), slots = q.shape, table.shape[1]
-    half = 0 if how.frequencies is None else how.group * width // 2
-    cut = cut_keys(q, k, how.group, half)
+    how, whole, slots = Options(**options), q.shape, table.shape[1]
+    half = 0 if how.frequencies is None else how.group * q.shape[-1] // 2
+    cut_of = functools.partial(cut_keys, q, k, how.group, half)
+    most = _longest(q.shape[1], cut_of, k.dtype)
+    q, sequence, position = gpu_pages.pieces(q, sequence, position, most)
+    blocks, queries, heads, _ = q.shape
+    cut = cut_of(queries)
     assert cut is not None  # `refuses` has looked
     splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, slots)
     spread, every = queries_of_keys(q, position, cut, how.group)
@@ -136,14 +148,22 @@ def k_cache_attention(
     mixed = mixed.reshape(blocks, -1, cut.parts, cut.own)[..., : heads // cut.parts * queries]
     mixed = mixed.reshape(blocks, -1, heads, queries)
     out = jnp.einsum("benc,neu->bcnu", mixed, w_kv.astype(jnp.float32))
-    return jnp.where(position[..., None, None] >= 0, out, 0).astype(q.dtype)
+    return _whole(jnp.where(position[..., None, None] >= 0, out, 0).astype(q.dtype), whole)
+
+
+def _whole(out, shape):
+    """The results of `gpu_pages.pieces` as those of blocks of `shape` [b, C, ...]."""
+    return out.reshape(shape[0], -1, *out.shape[2:])[:, : shape[1]]
 
 
 def x_cache_attention(
     q, x, w_k, w_v, table, sequence, position, *, row, scale, window, interpret: Any = False
 ) -> jax.Array:
     """As `api.x_cache_attention`."""
-    (blocks, queries, heads, _), slots = q.shape, table.shape[1]
+    whole, heads, slots = q.shape, q.shape[2], table.shape[1]
+    most = _longest(q.shape[1], lambda n: cut_inputs(heads * n, x.shape[-1]), x.dtype)
+    q, sequence, position = gpu_pages.pieces(q, sequence, position, most)
+    blocks, queries = q.shape[:2]
     cut = cut_inputs(heads * queries, x.shape[-1])
     assert cut is not None  # `refuses_inputs` has looked
     splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, slots)
@@ -153,7 +173,7 @@ def x_cache_attention(
     mixed = cluster_gpu.launch(form, Inputs(spread, None, x, every, pages, None, None, None), interpret)
     mixed = mixed[..., : heads * queries].reshape(blocks, -1, heads, queries)
     out = jnp.einsum("benc,neu->bcnu", mixed, w_v.astype(jnp.float32))
-    return jnp.where(position[..., None, None] >= 0, out, 0).astype(q.dtype)
+    return _whole(jnp.where(position[..., None, None] >= 0, out, 0).astype(q.dtype), whole)
 
 
 def refuses(q, k, w_kv, table, *_, frequencies=None, group=1, k_scale=None, **__) -> str:
@@ -165,19 +185,19 @@ def refuses(q, k, w_kv, table, *_, frequencies=None, group=1, k_scale=None, **__
         return f"{k.dtype} rows {'without' if k_scale is None else 'with'} a scale: 8-bit rows have one"
     if k.shape[2] != KEYS:
         return f"a page of {k.shape[2]} tokens: {KEYS}"
-    _, queries, heads, width = q.shape
+    heads, width = q.shape[2:]
     if frequencies is not None and width not in _WIDTHS:
         return f"heads {width} wide with rotary embedding: {', '.join(map(str, _WIDTHS))}"
     half = 0 if frequencies is None else group * width // 2
-    cut = cut_keys(q, k, group, half)
+    cut = cut_keys(q, k, group, half, 1)
     if cut is None:
         least = _PIECES[k.dtype.itemsize][-1]
         return (
-            f"{queries} queries of {heads} heads {width} wide in groups of {group}: at most {_ROWS} query"
+            f"{heads} heads {width} wide in groups of {group}: at most {_ROWS} query"
             f" rows; slices for 8 CTAs of {2 * COLUMNS} to {_SLICE} columns, multiples of {2 * least} in"
             f" whole groups, whose halves are multiples of {least}"
         )
-    return _refuses_memory(cut, k.dtype, queries)
+    return _refuses_memory(cut, k.dtype)
 
 
 def refuses_inputs(q, x, *_, **__) -> str:
@@ -187,17 +207,17 @@ def refuses_inputs(q, x, *_, **__) -> str:
         return f"{q.dtype} queries of {x.dtype} rows: both bfloat16"
     if x.shape[2] != KEYS:
         return f"a page of {x.shape[2]} tokens: {KEYS}"
-    _, queries, heads, _ = q.shape
-    cut = cut_inputs(heads * queries, x.shape[-1])
+    heads = q.shape[2]
+    cut = cut_inputs(heads, x.shape[-1])
     if cut is None:
         return (
-            f"{queries} queries of {heads} heads and rows {x.shape[-1]} wide: at most {_ROWS} query rows;"
+            f"{heads} heads and rows {x.shape[-1]} wide: at most {_ROWS} query rows;"
             f" slices for 8 CTAs of at most {_SLICE} columns, multiples of {2 * COLUMNS}"
         )
-    return _refuses_memory(cut, x.dtype, queries)
+    return _refuses_memory(cut, x.dtype)
 
 
-def _refuses_memory(cut: _Cut, stored, queries: int) -> str:
+def _refuses_memory(cut: _Cut, stored) -> str:
     if (need := _memory(cut, stored)) > SMEM_BYTES:
-        return f"{queries} queries per block, for {need} bytes of shared memory: at most {SMEM_BYTES}"
+        return f"one query of these heads, for {need} bytes of shared memory: at most {SMEM_BYTES}"
     return ""

@@ -246,7 +246,7 @@ def paged_attention(
 ):
     """As `api.paged_attention`."""
     whole, page = q.shape[:2], k.shape[2]
-    q, sequence, position = _cut(q, sequence, position, most_queries(q, k, v))
+    q, sequence, position = gpu_pages.pieces(q, sequence, position, most_queries(q, k, v))
     blocks, queries, heads, _ = q.shape
     keys, values = _columns(q, k, v)
     kv_heads, each = keys.heads, heads // keys.heads
@@ -281,17 +281,6 @@ def _launch(form: _Form, inputs: _Inputs, interpret: Any):
         interpret=interpret,
     )
     return gpu_pages.merge(*found)
-
-
-def _cut(q, sequence, position, most: int):
-    """Split blocks [b, C] into blocks of equal size and at most `most` queries, padded with empty queries."""
-    queries = position.shape[1]
-    pieces = -(-queries // most)
-    each = -(-queries // pieces)
-    over = ((0, 0), (0, pieces * each - queries))
-    position = jnp.pad(position, over, constant_values=-1).reshape(-1, each)
-    q = jnp.pad(q, (*over, (0, 0), (0, 0))).reshape(-1, each, *q.shape[2:])
-    return q, jnp.repeat(sequence, pieces), position
 
 
 def most_queries(q, k, v) -> int:

@@ -169,8 +169,13 @@ class Runner:
         return StepLaunch(work, places, self._draw(*self._asked(rows, places, count, mode)))
 
     def _step_for(self, rows: list[Sequence], size: int) -> tuple[int, int, Mode]:
-        """(rows, tokens, mode) of the smallest step that is ready for these rows and `size` tokens."""
-        steps = itertools.product(self._counts(len(rows)), self._sizes_from(size), self._modes(rows))
+        """(rows, tokens, mode) of the smallest step that is ready for these rows and `size` tokens.
+
+        On an accelerator a full step of one prompt has its own program whatever the batch, see `_is_kept`.
+        """
+        alone = self._accelerated and size == self.budget and len(rows) == 1 and not self._fixed
+        counts = itertools.chain((1,) * alone, self._counts(len(rows)))
+        steps = itertools.product(counts, self._sizes_from(size), self._modes(rows))
         return next(s for s in steps if self._is_ready("step", *s[:2]) and self._is_ready("draw", s[0], s[2]))
 
     @repeated

@@ -158,6 +158,7 @@ HOPPER = {
     ),
     "no_rope_int8": cases.Case(lengths=(70,), slots=3, rope=False, stored="int8"),
     "halves_of_32": cases.Case(lengths=(100,), slots=2, heads=2),
+    "long_block": cases.Case(lengths=(40, 100), slots=2, queries=35, heads=2, width=128, group=2),  # in two
     "float8_scores": cases.Case(
         lengths=(0, 1, 190), slots=3, heads=2, width=128, group=2, stored="float8_e4m3fn", float8_scores=True
     ),
@@ -199,8 +200,7 @@ def test_hopper_kernel_agrees_with_the_definition(name):
         ({"width": 112}, "heads 112 wide with rotary embedding: 64, 80, 96, 128, 256"),
         ({"width": 80, "group": 1}, "128 to 512 columns, multiples of 64 in whole groups, whose halves are"),
         ({"width": 96, "group": 8}, "128 to 512 columns, multiples of 64 in whole groups, whose halves are"),
-        ({"queries": 2}, "2 queries per block, for 240704 bytes of shared memory: at most 232448"),
-        ({"queries": 4}, "4 queries of 32 heads 128 wide in groups of 4: at most 64 query rows"),
+        ({"heads": 96}, "96 heads 128 wide in groups of 4: at most 64 query rows"),
     ],
 )
 def test_the_hopper_kernel_says_what_it_supports(change, message):
@@ -215,7 +215,7 @@ def test_the_scores_of_a_cluster_of_ctas_add_up_to_those_of_all_heads():
     q = jax.random.normal(jax.random.key(0), (1, 1, 8, 128))
     keys = jax.random.normal(jax.random.key(1), (64, 8 * 128))
     position = jnp.full((1, 1), 39)
-    cut = pallas_gpu.cut_keys(q, keys.astype(jnp.bfloat16), 1, 64)
+    cut = pallas_gpu.cut_keys(q, keys.astype(jnp.bfloat16), 1, 64, 1)
     parts, columns, *_ = cut
     assert (parts, columns, cut.own) == (2, 512, 4)
     form = cut.form()
