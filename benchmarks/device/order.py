@@ -23,6 +23,7 @@ SECONDS = {  # by task or part of it: expected on an H100, and at most
     "chunk": (16, 40),
     "fill": (8, 40),
     "keys": (10, 40),
+    "attention": (15, 60),
     "train": (30, 120),
     "teacher": (45, 90),
     "student": (120, 600),
@@ -77,6 +78,15 @@ def calls_of_rows(shape: Shape) -> list[Call]:
     return [both, alone, dataclasses.replace(both, operation="x_cache_attention", row=inputs, rope=False)]
 
 
+def training_call(shape: Shape) -> Call:
+    """The attention of one of the rows that the distillation step packs."""
+    config = shape.trained
+    heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads, "width": config.head_dim}
+    dtypes = {"computed": shape.trained_dtype, "stored": shape.trained_dtype}
+    tokens = dict.fromkeys(("page", "capacity", "tokens"), shape.row)
+    return Call(kind="train", operation="causal_attention", lanes=1, **heads, **dtypes, **tokens)
+
+
 def order(
     name: str,
     lines: Mapping[str, dict],
@@ -100,6 +110,7 @@ def order(
     def examined(call: Call) -> Iterator[Measurement]:
         """Every candidate, checked, and if right timed beside the first right one."""
         kind = "keys" if call.row or call.heads == call.kv_heads else call.kind
+        kind = "attention" if call.kind == "train" else kind
         for title, args in contest(call, label(call), known(call, shape.candidates[call.kind]), lines):
             yield line(title, "examine", args, kind)
 
@@ -132,6 +143,7 @@ def order(
     keys_and_values, keys, inputs = calls_of_rows(shape)
     for call in (keys_and_values, keys):
         yield from examined(call)
+    yield from examined(training_call(shape))
     for attention in shape.candidates["train"]:
         yield step(attention)
     yield from examined(own["fill"])

@@ -48,7 +48,9 @@ def train(shape: str, attention: str, documents: int, remat: bool) -> Iterator[d
     teacher = Transformer(made.trained, KVPlan.standard(layers), made.trained_dtype)
     params = random_weights(made.trained, teacher.plan, made.trained_dtype, (plan.depth,))
     student, trained, frozen = steps.prepare(teacher, params, plan, "fold", "swiftkv")
-    trained = jax.tree.map(lambda x: 8 * x, trained)  # large enough that the set of keys a query sees matters
+    # Queries and keys of about 1: smaller ones see all keys alike, and of larger ones rounding picks the key.
+    size = (made.trained.hidden_size * jnp.var(params["embed"].astype(jnp.float32))) ** -0.5
+    trained = jax.tree.map(lambda x: (size * x).astype(x.dtype), trained)
     kernels = AttentionConfig(**{jax.devices()[0].platform: attention})
     recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1000, "swiftkv", remat, kernels)
     batch, state = packed(made, documents), steps.init_state(recipe, trained)

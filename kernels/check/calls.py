@@ -58,7 +58,7 @@ CANDIDATES = {
     "gpu": {
         "decode": ("xla_one_turn", "pallas_gpu"),
         "chunk": ("xla_one_turn", "pallas_gpu", "cudnn"),
-        "fill": (UNFUSED, "xla", "pallas_gpu", "pallas_gpu_once"),
+        "fill": (UNFUSED, "xla", "pallas_gpu"),
         "train": ("xla", "cudnn"),
     },
     "tpu": {

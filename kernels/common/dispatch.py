@@ -14,10 +14,12 @@ import jax
 BY_PLATFORM = {"tpu": ("xla_one_turn", "xla"), "gpu": ("xla_one_turn", "xla"), "cpu": ("native_cpu", "xla")}
 
 PLATFORM_OF = {
-    **{"native_cpu": "cpu", "pallas_tpu": "tpu", "splash": "tpu"},
-    **{"pallas_gpu": "gpu", "pallas_gpu_once": "gpu", "cudnn": "gpu"},
+    "native_cpu": "cpu",
+    "pallas_tpu": "tpu",
+    "splash": "tpu",
+    "pallas_gpu": "gpu",
+    "cudnn": "gpu",
 }
-ONLY_HOPPER = ("pallas_gpu", "pallas_gpu_once")  # by WGMMA, which no GPU before or after Hopper has
 _LOG = logging.getLogger(__name__)
 
 
@@ -153,7 +155,8 @@ def _missing(implementation: str, platform: str, kind: str) -> str:
     if (needed := PLATFORM_OF.get(implementation, platform)) != platform:
         return needed
     hopper = re.search(r"\bG?H\d", kind)
-    return "Hopper GPU (H100, H200, GH200)" if implementation in ONLY_HOPPER and not hopper else ""
+    # Its WGMMA is on no GPU before or after Hopper.
+    return "Hopper GPU (H100, H200, GH200)" if implementation == "pallas_gpu" and not hopper else ""
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """The fused fill. A named implementation runs or raises; None picks by platform."""
 
-import functools
-
 from jaxtyping import Array, Float, Int
 
 from swiftkv_jax.kernels.common import dispatch
@@ -16,9 +14,6 @@ FUSED_KV_FILL = {
     "xla": Implementation(xla.fused_kv_fill),
     "pallas_tpu": Implementation(pallas_tpu.fused_kv_fill, pallas_tpu.refuses),
     "pallas_gpu": Implementation(pallas_gpu.fused_kv_fill, pallas_gpu.refuses),
-    "pallas_gpu_once": Implementation(
-        functools.partial(pallas_gpu.fused_kv_fill, once=True), pallas_gpu.refuses_once
-    ),
 }
 
 __all__ = ["FUSED_KV_FILL", "Makers", "fold_gain", "fused_kv_fill", "rows_of"]
@@ -50,8 +45,7 @@ def fused_kv_fill(
       names: [T / Z] page of each Z tokens; P (one past the last) means that nothing is written.
       live: [T / Z] tokens of each page; those after are written as zeros, whatever x holds.
       rows: of the pools, one for each maker. eps: of the norms.
-      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16 streams), "pallas_gpu_once"
-        (the same in one launch, of keys as wide as values), or None.
+      implementation: "reference", "xla", "pallas_tpu", "pallas_gpu" (bfloat16 streams), or None.
 
     Raises:
       dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.

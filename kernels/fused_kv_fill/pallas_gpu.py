@@ -1,15 +1,11 @@
 """The fused fill on Hopper (Mosaic GPU, Warpgroup semantics): a blocked matmul whose epilogue writes pages.
 
-Compiled for H100 and interpreted on a CPU, never run on hardware: it is chosen by name only.
-
 A CTA makes some heads of one row for 128 tokens. One warpgroup brings in tiles of the stream and of the
 weights by TMA, and two multiply them, 64 tokens each. Their results are scaled by 1 / rms in registers,
 normed, rotated, rounded, and stored in place by one TMA store a page.
 
-`pallas_gpu` has separate launches for keys and for values, and takes 1 / rms from a small reduction by XLA,
-so the stream is read three times. `pallas_gpu_once` is one launch, whose CTAs process the columns of both and
-sum the squares of the tiles that they multiply. It reads the stream once, with more work in each CTA. The
-check on a machine finds out which is faster.
+Keys and values have a launch each, and 1 / rms comes from a small reduction by XLA, so the stream is read
+three times. One launch that read it once, and summed the squares itself, was 3 % slower on an H200.
 """
 
 import dataclasses
@@ -72,19 +68,18 @@ class _Side(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """In global memory: x [T, D]; inverse [T], 1 / rms, or None: the kernel finds it; alive [T];
-    names [T / Z]; rows [F]; sides: what one launch makes."""
+    """In global memory: x [T, D]; inverse [T], 1 / rms; alive [T]; names [T / Z]; rows [F]."""
 
     x: Any
     inverse: Any
     alive: Any
     names: Any
     rows: Any
-    sides: tuple[_Side, ...]
+    side: _Side
 
     @property
     def pages(self) -> int:
-        return self.sides[0].pool.shape[1]
+        return self.side.pool.shape[1]
 
 
 class _Scratch(NamedTuple):
@@ -100,21 +95,18 @@ class _Scratch(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The work of a warpgroup: 64 tokens of the stream, keys or values, a row of the makers, a block of its
-    columns."""
+    """The work of a warpgroup: 64 tokens of the stream, a row of the makers, a block of its columns."""
 
     group: Any
     tile: Any
-    side: Any
     row: Any
     block: Any
 
 
 def _kernel(form: _Form, x: _Inputs, s: _Scratch):
     far, column, near, group = (lax.axis_index(name) for name in ("far", "column", "near", "group"))
-    tile, row = (far * form.near + near) * _GROUPS, column // form.blocks
-    rows = x.rows.shape[0]
-    at = _Place(group, tile, row // rows, lax.rem(row, rows), lax.rem(column, form.blocks))
+    tile = (far * form.near + near) * _GROUPS
+    at = _Place(group, tile, column // form.blocks, lax.rem(column, form.blocks))
     some = (tile * _TOKENS < x.x.shape[0]) & _somewhere(form, x, tile)
 
     @pl.when(some & (group == _GROUPS))
@@ -128,17 +120,8 @@ def _kernel(form: _Form, x: _Inputs, s: _Scratch):
         shape, place = (_TOKENS, form.columns), at._replace(tile=tile + group)
         sums, inverse = form.tiles.accumulate(shape, functools.partial(_multiply, form, x, s, place))
         for head in range(form.heads):
-            _of_side(x, at, lambda side, head=head: _finish(form, x, side, s, place, sums, inverse, head))
+            _finish(form, x, s, place, sums, inverse, head)
         plgpu.wait_smem_to_gmem(0)
-
-
-def _of_side(x: _Inputs, at: _Place, run) -> None:
-    """Call `run(side)` for the side, keys or values, that a CTA makes."""
-    if len(x.sides) == 1:
-        run(x.sides[0])
-        return
-    for i, side in enumerate(x.sides):
-        pl.when(at.side == i)(functools.partial(run, side))
 
 
 def _somewhere(form: _Form, x: _Inputs, tile):
@@ -159,11 +142,7 @@ def _bring(form: _Form, x: _Inputs, s: _Scratch, at: _Place) -> None:
             tokens = pl.ds((at.tile + group) * _TOKENS, _TOKENS)
             plgpu.copy_gmem_to_smem(x.x.at[tokens, deep], s.x.at[slot * _GROUPS + group], s.full.at[slot])
         columns = pl.ds(at.block * form.columns, form.columns)
-
-        def weights(side: _Side) -> None:
-            plgpu.copy_gmem_to_smem(side.w.at[at.row, deep, columns], s.w.at[slot], s.full.at[slot])
-
-        _of_side(x, at, weights)
+        plgpu.copy_gmem_to_smem(x.side.w.at[at.row, deep, columns], s.w.at[slot], s.full.at[slot])
         return carry
 
     lax.fori_loop(0, form.steps, turn, 0)
@@ -171,32 +150,24 @@ def _bring(form: _Form, x: _Inputs, s: _Scratch, at: _Place) -> None:
 
 def _multiply(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums):
     """Add the products of all stages; each stage is released once the next multiplication has started.
-    Returns 1 / rms [tokens], computed from the tiles or as given."""
-    tiles = form.tiles
+    Returns 1 / rms [tokens]."""
 
-    def turn(k, squares):
+    def turn(k, carry):
         slot = lax.rem(k, form.stages)
-        tile = s.x.at[slot * _GROUPS + at.group]
         plgpu.barrier_wait(s.full.at[slot])
-        plgpu.wgmma(sums, tile, s.w.at[slot])
-        if x.inverse is None:
-            wide = tiles.load(tile).astype(jnp.float32)
-            squares += jnp.sum(wide * wide, axis=1)
+        plgpu.wgmma(sums, s.x.at[slot * _GROUPS + at.group], s.w.at[slot])
         plgpu.wgmma_wait(1)
         pl.when(k > 0)(lambda: plgpu.barrier_arrive(s.free.at[lax.rem(k - 1, form.stages)]))
-        return squares
+        return carry
 
-    none = tiles.constant(0.0, (_TOKENS,), rows=True) if x.inverse is None else 0
-    squares = lax.fori_loop(0, form.steps, turn, none)
+    lax.fori_loop(0, form.steps, turn, 0)
     plgpu.wgmma_wait(0)
-    if x.inverse is None:
-        return lax.rsqrt(squares / x.x.shape[1] + form.eps)
-    return tiles.load(x.inverse.at[pl.ds(at.tile * _TOKENS, _TOKENS)], rows=True)
+    return form.tiles.load(x.inverse.at[pl.ds(at.tile * _TOKENS, _TOKENS)], rows=True)
 
 
-def _finish(form: _Form, x: _Inputs, side: _Side, s: _Scratch, at: _Place, sums, inverse, head: int) -> None:
+def _finish(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums, inverse, head: int) -> None:
     """Finish one head of 64 tokens, from the sums in registers to its pages, as two halves of its width."""
-    tiles, half, first = form.tiles, form.width // 2, at.tile * _TOKENS
+    tiles, side, half, first = form.tiles, x.side, form.width // 2, at.tile * _TOKENS
     shape, tokens = (_TOKENS, half), pl.ds(first, _TOKENS)
     column = (at.block * form.heads + head) * form.width
     inverse = across(inverse, shape)
@@ -260,16 +231,16 @@ def _block(heads: int, width: int) -> int:
     return dispatch.divisor(heads, max(1, _COLUMNS // width))
 
 
-def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> list[tuple]:
-    """The pool and scales of each side of `inputs`, with all its rows written."""
-    x, (first, *_) = inputs.x, inputs.sides
-    filled, _, row_width = first.w.shape
+def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> tuple:
+    """The pool and scales of `inputs`, with all its rows written."""
+    x, side = inputs.x, inputs.side
+    filled, _, row_width = side.w.shape
     width = row_width // heads
     some, tiles = _block(heads, width), -(-x.shape[0] // (_GROUPS * _TOKENS))
-    rings = (_scratch(n, some, width, first.pool.dtype) for n in range(_STAGES, 1, -1))
+    rings = (_scratch(n, some, width, side.pool.dtype) for n in range(_STAGES, 1, -1))
     scratch = next(ring for ring in rings if smem_bytes(ring) <= SMEM_BYTES)
     form = _Form(
-        page=first.pool.shape[2],
+        page=side.pool.shape[2],
         heads=some,
         width=width,
         blocks=heads // some,
@@ -280,16 +251,14 @@ def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> list[tuple
         tiles=Tiles(bool(interpret)),
     )
     in_place = functools.partial(jax.new_ref, memory_space=plgpu.GMEM)
-    pools = [jax.tree.map(in_place, (side.pool, side.scales)) for side in inputs.sides]
-    bare = tuple(side._replace(pool=None, scales=None) for side in inputs.sides)
-    leaves, tree = jax.tree.flatten(inputs._replace(sides=bare))
+    pools = jax.tree.map(in_place, (side.pool, side.scales))
+    leaves, tree = jax.tree.flatten(inputs._replace(side=side._replace(pool=None, scales=None)))
     kinds, shape = jax.tree.flatten(scratch)
 
     def body(*refs):
-        written = jax.tree.unflatten(jax.tree.structure(pools), refs[len(leaves) :])
+        pool, scales = jax.tree.unflatten(jax.tree.structure(pools), refs[len(leaves) :])
         read = jax.tree.unflatten(tree, refs[: len(leaves)])
-        both = zip(read.sides, written, strict=True)
-        read = read._replace(sides=tuple(side._replace(pool=p, scales=f) for side, (p, f) in both))
+        read = read._replace(side=read.side._replace(pool=pool, scales=scales))
         pl.run_scoped(
             lambda *s: _kernel(form, read, jax.tree.unflatten(shape, s)), *kinds, collective_axes="group"
         )
@@ -298,7 +267,7 @@ def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> list[tuple
         body,
         out_type=(),
         mesh=plgpu.Mesh(
-            grid=(-(-tiles // form.near), len(pools) * filled * form.blocks, form.near),
+            grid=(-(-tiles // form.near), filled * form.blocks, form.near),
             grid_names=("far", "column", "near"),
             num_threads=_GROUPS + 1,
             thread_name="group",
@@ -321,32 +290,27 @@ def fused_kv_fill(
     *,
     rows,
     eps,
-    once: bool = False,
     interpret: Any = False,
 ) -> Pools:
-    """As `api.fused_kv_fill`; `once`: in a single launch, which reads the stream once."""
+    """As `api.fused_kv_fill`."""
     heads, page = pools.k.shape[-1] // (2 * cos.shape[-1]), pools.k.shape[2]
     spare = -x.shape[0] % math.lcm(_GROUPS * _TOKENS, page)
     alive = (jnp.arange(page) < live[:, None]).astype(jnp.float32).reshape(-1)
     cos, sin = (jnp.pad(angle.astype(jnp.float32), ((0, spare), (0, 0))) for angle in (cos, sin))
     wide = x.astype(jnp.float32)
     inverse = jnp.pad(lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps), (0, spare))
-    sides = (
-        _Side(makers.w_k, _wide(makers.b_k), _wide(makers.k_norm), cos, sin, pools.k, pools.k_scale),
-        _Side(makers.w_v, _wide(makers.b_v), None, None, None, pools.v, pools.v_scale),
-    )
+    keys = _Side(makers.w_k, _wide(makers.b_k), _wide(makers.k_norm), cos, sin, pools.k, pools.k_scale)
+    values = _Side(makers.w_v, _wide(makers.b_v), None, None, None, pools.v, pools.v_scale)
     inputs = _Inputs(
         x=jnp.pad(x, ((0, spare), (0, 0))),
-        inverse=None if once else inverse,
+        inverse=inverse,
         alive=jnp.pad(alive, (0, spare)),
         names=jnp.pad(names.astype(jnp.int32), (0, spare // page), constant_values=pools.k.shape[1]),
         rows=jnp.array(rows, jnp.int32),
-        sides=sides,
+        side=keys,
     )
-    launches = (sides,) if once else ((side,) for side in sides)
-    (k, k_scale), (v, v_scale) = (
-        made for some in launches for made in _fill(inputs._replace(sides=some), heads, eps, interpret)
-    )
+    k, k_scale = _fill(inputs, heads, eps, interpret)
+    v, v_scale = _fill(inputs._replace(side=values), heads, eps, interpret)
     return Pools(k, v, k_scale, v_scale)
 
 
@@ -372,10 +336,3 @@ def refuses(x, makers: Makers, cos, sin, pools: Pools, *_, **__) -> str:
         if width % 16:
             return f"heads {width} wide: a multiple of 16, at most {_COLUMNS}"
     return ""
-
-
-def refuses_once(x, makers: Makers, cos, sin, pools: Pools, *args, **kwargs) -> str:
-    """Name the part of a call that one launch does not support and what it supports instead, or return ""."""
-    if pools.k.shape[-1] != pools.v.shape[-1]:
-        return f"keys and values {pools.k.shape[-1]} and {pools.v.shape[-1]} wide: equally wide"
-    return refuses(x, makers, cos, sin, pools, *args, **kwargs)

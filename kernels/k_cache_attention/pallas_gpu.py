@@ -1,7 +1,7 @@
 """Decoding from a cache of keys alone, or of layer inputs alone, on Hopper (Mosaic GPU, Warpgroup semantics).
 
-Compiled for H100, never run on hardware: it is chosen by name only. A CPU can interpret everything except the
-exchange of scores in a cluster, the matmuls on transposed tiles and the layouts in registers.
+Compiled for H100, never run on hardware. A CPU can interpret everything except the exchange of scores in a
+cluster, the matmuls on transposed tiles and the layouts in registers.
 
 This file cuts the columns of a row for the CTAs of a cluster (cluster_gpu.py), and lays out queries for them.
 Keys: a CTA's columns are some of the heads, and it computes the scores of these. Inputs: it computes partial

@@ -1,6 +1,7 @@
 """Decoding over paged keys and values on Hopper (Mosaic GPU, Warpgroup semantics): split-K, read in place.
 
-Compiled for H100 and interpreted on a CPU, never run on hardware: it is chosen by name only.
+On an H200 it reads bfloat16 rows at 81 to 102 % of the copy rate, and float8 rows at 30 %
+(docs/results.md). It runs where the check on a machine chose it, or by name.
 
 Keys lie along the tensor core's long side: S^T = K q^T and O^T = V^T P^T, so a few queries take 8 columns
 instead of 64 rows. One CTA handles one kv head of one block of queries over a share of its pages, which TMA

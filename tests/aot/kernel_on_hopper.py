@@ -13,14 +13,13 @@ import sys
 import traceback
 
 import jax
-from kernel_targets import END, FILL_ONCE, HOPPER, lowered
+from kernel_targets import END, HOPPER, lowered
 
 
 def answer(kernel: str, case: str) -> None:
     """Print temporary, argument and aliased bytes of `case`, compiled by name through the door, and the
     hashes by which the compiler knows its kernels."""
-    name = "pallas_gpu_once" if kernel == FILL_ONCE else "pallas_gpu"
-    program = lowered(HOPPER, kernel, case, implementation=name)
+    program = lowered(HOPPER, kernel, case, implementation="pallas_gpu")
     memory = program.compile().memory_analysis()
     told = {
         "kernels": re.findall(r'kernel_hash = "([^"]*)"', program.as_text()),

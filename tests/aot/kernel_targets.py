@@ -20,11 +20,11 @@ from swiftkv_jax.kernels.check.calls import OPERATIONS
 HERE = Path(__file__).parent
 TPUS = {"v4": "v4:2x2x1", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 HOPPER = "h100:1x1x1"
-FILL, FILL_ONCE = FILLS = ("fused_kv_fill", "fused_kv_fill_once")  # the second: in one launch, on Hopper
+FILL = "fused_kv_fill"
 END = "-- end --"  # of what is said about a case
 KERNELS = {
-    name: OPERATIONS[name.removesuffix("_once")].real
-    for name in ("paged_attention", "k_cache_attention", "x_cache_attention", *FILLS)
+    name: OPERATIONS[name].real
+    for name in ("paged_attention", "k_cache_attention", "x_cache_attention", FILL)
 }
 
 
@@ -41,7 +41,7 @@ def shapes(kernel: str, case: str) -> tuple[tuple, dict]:
 
 def pools(kernel: str, case: str):
     """The pools that a real case fills, or the one of keys that it reads."""
-    return shapes(kernel, case)[0][4 if kernel in FILLS else 1]
+    return shapes(kernel, case)[0][4 if kernel == FILL else 1]
 
 
 def size(tree) -> int:

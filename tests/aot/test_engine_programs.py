@@ -318,7 +318,6 @@ def test_arrays_of_a_prompt_chunk_do_not_add_up_over_layers():
     [
         ("h100", "xla", THREE_UPPER, "run_any"),
         ("h100", "pallas_gpu", THREE_UPPER, "run_any"),
-        ("h100", "pallas_gpu_once", THREE_UPPER, "run_any"),
         ("h100", "pallas_gpu", THREE_UPPER, "prompt"),
         ("h100", "pallas_gpu", THREE_UPPER, "decode"),
         ("h100", "pallas_gpu", PLANS["swiftkv"], "run_any"),

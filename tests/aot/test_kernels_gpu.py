@@ -5,7 +5,7 @@ import re
 
 import jax
 import pytest
-from kernel_targets import FILL, FILL_ONCE, FILLS, KERNELS, compiled, compiled_on_hopper, pools, shapes, size
+from kernel_targets import FILL, KERNELS, compiled, compiled_on_hopper, pools, shapes, size
 from kernel_targets import HOPPER as CHIP
 
 from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu as fill
@@ -17,7 +17,6 @@ HOPPER = {
     "k_cache_attention": k_cache.refuses,
     "x_cache_attention": k_cache.refuses_inputs,
     FILL: fill.refuses,
-    FILL_ONCE: fill.refuses_once,
 }
 
 
@@ -43,7 +42,7 @@ def test_hopper_kernels_support_at_least_these_cases():
         "llama2_7b_float8_scores llama2_7b_rotated_float8_scores width80_float8_scores no_rope_float8_scores "
         "width80_group4 width80_float8 width96_group4 width256 whisper_small no_rope_int8",
         "x_cache_attention": "whisper_small t5_3b",
-        **dict.fromkeys(FILLS, " ".join(KERNELS[FILL])),
+        FILL: " ".join(KERNELS[FILL]),
     }
     assert {(kernel, case) for kernel, names in least.items() for case in names.split()} <= set(SUPPORTED)
 
@@ -55,10 +54,10 @@ def test_compiles_for_hopper(kernel, case):
     assert spills and max(int(count) for pair in spills for count in pair) <= SPILLED.get(kernel, 0)
     assert "serialized" not in said
     pool = size(pools(kernel, case))
-    assert memory["alias"] == (pool if kernel in FILLS else 0)
+    assert memory["alias"] == (pool if kernel == FILL else 0)
     # Temporary memory: a fill keeps 1 / rms and what is alive, a number a token; attention, the sums of the
     # shares.
-    assert memory["temp"] < pool // (1000 if kernel in FILLS else 8)
+    assert memory["temp"] < pool // (1000 if kernel == FILL else 8)
 
 
 def test_a_compiler_report_is_kept_for_every_case_of_one_kernel():

@@ -8,7 +8,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
-from kernel_targets import FILL, FILLS, KERNELS, TPUS, compiled, mesh_of, pools, shapes, size
+from kernel_targets import FILL, KERNELS, TPUS, compiled, mesh_of, pools, shapes, size
 
 from swiftkv_jax.kernels.common import chips
 from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill
@@ -24,7 +24,7 @@ ATTENTION = [
     (kernel, name)
     for kernel, cases in KERNELS.items()
     for name, case in cases.items()
-    if kernel not in FILLS and not getattr(case, "float8_scores", False)  # which no TPU here multiplies
+    if kernel != FILL and not getattr(case, "float8_scores", False)  # which no TPU here multiplies
 ]
 
 

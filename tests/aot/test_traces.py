@@ -2,7 +2,7 @@
 JAX takes the kernel. `make test-lane` runs it; the other files of this folder compile the same cases."""
 
 import pytest
-from kernel_targets import FILL, FILL_ONCE, HOPPER, KERNELS, TPUS, lowered
+from kernel_targets import FILL, HOPPER, KERNELS, TPUS, lowered
 from test_kernels_gpu import SUPPORTED
 from test_kernels_tpu import ATTENTION
 
@@ -11,8 +11,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 
 @pytest.mark.parametrize(("kernel", "case"), SUPPORTED)
 def test_lowers_for_hopper(kernel, case):
-    name = "pallas_gpu_once" if kernel == FILL_ONCE else "pallas_gpu"
-    assert "mosaic_gpu" in lowered(HOPPER, kernel, case, implementation=name).as_text()
+    assert "mosaic_gpu" in lowered(HOPPER, kernel, case, implementation="pallas_gpu").as_text()
 
 
 @pytest.mark.parametrize(("kernel", "case"), [*ATTENTION, *((FILL, case) for case in KERNELS[FILL])])

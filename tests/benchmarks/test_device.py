@@ -363,6 +363,7 @@ def test_the_readmes_commands_leave_results_at_every_moment_and_the_second_measu
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
     (tmp_path / "smollm2.gguf").touch()
     first, second, *others = (
         shlex.split(each.text)[3:] for each in run_by("tests/benchmarks/test_device.py")
