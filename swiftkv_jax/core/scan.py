@@ -4,7 +4,7 @@ Runs of equal layers are scans. Rows can be given (an encoder's, an auxiliary mo
 out as they are made.
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
-from swiftkv_jax.config.plan import Row
+from swiftkv_jax.config.plan import SELF, Row
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.cache import Encoded
 from swiftkv_jax.core.ends import Decoder, embed, normalised
@@ -55,6 +55,22 @@ class Passed(NamedTuple):
     rows: dict[int, Stacked]
     raw: dict[int, Stacked]
     streams: list[Float[Array, "n B T D"]]
+
+
+class Entering(NamedTuple):
+    """Full sequences between two layers.
+
+    Attributes:
+      x: [B, T, D] hidden states entering the next layer. angles, segments: of their positions.
+      rows: row -> (arrays, readers) of one that later layers may read, in a stack of one.
+      encoded: what an encoder makes of their sources, or None.
+    """
+
+    x: Hidden
+    angles: Rotary
+    segments: Int[Array, "B T"]
+    rows: PyTree
+    encoded: Encoded | None
 
 
 def forward(
@@ -164,6 +180,39 @@ def through(
             passed = passed._replace(rows=passed.rows | made, raw=passed.raw | kept)
         passed = run_equal(passed, part, stack)
     return passed
+
+
+def walk(
+    model: Decoder, params: PyTree, batches: Iterable[tuple[Tokens, Encoded | None]]
+) -> Iterator[list[Entering]]:
+    """All batches before each layer, in the order of the layers: one layer's hidden states are alive at a
+    time, where those of all layers do not fit."""
+    states = []
+    for tokens, encoded in batches:
+        at, segments = angles_and_segments(model.config, tokens, None, None)
+        states.append(Entering(embed(model, params, tokens, None), at, segments, {}, encoded))
+    for layer in range(model.plan.num_layers):
+        yield states
+        states = [_past(model, layer, params, state) for state in states]
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _past(model: Decoder, layer: int, params: PyTree, state: Entering) -> Entering:
+    plan, lengths = model.plan, None
+    known = {row: Stacked(arrays, readers, 0) for row, (arrays, readers) in state.rows.items()}
+    if state.encoded is not None:  # of this layer alone: those of all would not fit
+        row, lengths = plan.cross[layer], state.encoded.lengths
+        source = state.encoded.x
+        known |= _made_together(model, params, (row,), lambda _: source, state.angles, lambda made: made)[0]
+    passed = through(
+        model, params, state.x, state.angles, state.segments, range(layer, layer + 1), known, sources=lengths
+    )
+    rows = {
+        row: jax.tree.map(lambda y, i=made.index: y[i : i + 1], (made.arrays, made.readers))
+        for row, made in passed.rows.items()
+        if plan.rows[row].space == SELF
+    }
+    return state._replace(x=passed.x, rows=rows)
 
 
 def _run(

@@ -12,6 +12,7 @@ Rows of an encoder's output are handled in the same way, at the layer whose cros
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,12 @@ import numpy as np
 
 from swiftkv_jax.config.plan import ENCODER, SELF
 from swiftkv_jax.core import weights
-from swiftkv_jax.core.cache import Encoded
-from swiftkv_jax.core.ends import embed, normalised
+from swiftkv_jax.core.ends import normalised
 from swiftkv_jax.core.layers import after, before, causal_bias, linear, queries, see_all
 from swiftkv_jax.core.matrices import SINGULAR, between, condition
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.rows import FORMS, SLIM, reader_of, rounded
-from swiftkv_jax.core.scan import Stacked, angles_and_segments, through
+from swiftkv_jax.core.scan import Entering, walk
 from swiftkv_jax.core.shapes import Array, PyTree
 from swiftkv_jax.core.surgery import hadamard_inputs, to_slim
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
@@ -71,32 +71,25 @@ class Found:
     refused: dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stream:
-    """A batch between two layers: the hidden states entering the next one, and earlier rows that later layers
-    may read, each as the arrays and readers of a stack of one (see `scan.Stacked`).
+class _Batch(NamedTuple):
+    """A batch before a layer. text: what it is made of; real: its positions that count."""
 
-    some: the positions of `encoded` that are fitted to or measured on.
-    """
+    text: Pieces
+    now: Entering
 
-    real: np.ndarray
-    at: PyTree
-    segments: Array
-    x: Array
-    rows: PyTree
-    encoded: Encoded | None = None
-    some: np.ndarray | None = None
+    @property
+    def real(self) -> np.ndarray:
+        return self.text.real
 
 
-@dataclasses.dataclass(frozen=True)
-class _Seen:
+class _Seen(NamedTuple):
     """The input of a row in a batch: `h` [B, T, D], of which the positions `some` count; `x` enters the
     attention that reads the row."""
 
     h: Array
     some: np.ndarray
     x: Array
-    stream: _Stream
+    batch: _Batch
 
 
 def served(model: Transformer, params: PyTree, picks: list[Candidate]) -> tuple[Transformer, PyTree]:
@@ -120,63 +113,34 @@ def candidates(
 
     model: with rows of keys and values, computing in float32. dtype: of the cache.
     """
-    plan = model.plan
-    streams = [[_begin(model, params, batch) for batch in half.batches()] for half in (fit, kept)]
+    plan, halves = model.plan, [list(half.batches()) for half in (fit, kept)]
+    given = [(jnp.asarray(text.tokens), text.encoded) for half in halves for text in half]
     inputs: dict[int, list[list[Array]]] = {}  # of each row, until its first reader is reached
-    for layer in range(plan.num_layers):
+    for layer, states in enumerate(walk(model, params, given)):
+        left = iter(states)
+        both = [[_Batch(text, next(left)) for text in half] for half in halves]
         for shared in {plan.rows[row].shared_norm for row in plan.made_at(layer)}:
-            h = [[normalised(model, params, shared, layer, stream.x) for stream in half] for half in streams]
+            h = [[normalised(model, params, shared, layer, batch.now.x) for batch in half] for half in both]
             due = [row for row in plan.made_at(layer) if plan.rows[row].shared_norm == shared]
             inputs |= dict.fromkeys(due, h)
         for row in [row for row in inputs if plan.readers(row)[0] == layer]:
-            pairs = [zip(half, h, strict=True) for half, h in zip(streams, inputs.pop(row), strict=True)]
-            seen = [[_Seen(h, stream.real, stream.x, stream) for stream, h in half] for half in pairs]
+            pairs = [zip(half, h, strict=True) for half, h in zip(both, inputs.pop(row), strict=True)]
+            seen = [[_Seen(h, batch.real, batch.now.x, batch) for batch, h in half] for half in pairs]
             yield _found(model, params, row, seen, forms, dtype)
         if plan.cross:
-            seen = [[_at_cross(model, params, layer, stream) for stream in half] for half in streams]
+            seen = [[_at_cross(model, params, layer, batch) for batch in half] for half in both]
             yield _found(model, params, plan.cross[layer], seen, forms, dtype)
-        streams = [[_advance(model, params, layer, stream) for stream in half] for half in streams]
 
 
-def _at_cross(model: Transformer, params: PyTree, layer: int, stream: _Stream) -> _Seen:
+def _at_cross(model: Transformer, params: PyTree, layer: int, batch: _Batch) -> _Seen:
     """The inputs of a layer's cross-attention: the encoder's output, and the stream after self-attention."""
-    assert stream.encoded is not None and stream.some is not None
-    h = normalised(model, params, False, layer, stream.x)
+    x, encoded, beside = batch.now.x, batch.now.encoded, batch.text.beside
+    assert encoded is not None and beside is not None
+    h = normalised(model, params, False, layer, x)
     own = weights.row(params, model.plan.reads[layer]), weights.layer(params, layer)["attentions"][0]
     relative = params.get("relative")
-    made = _output(model, SELF, layer, "kv", "auto", *own, relative, _Seen(h, stream.real, stream.x, stream))
-    return _Seen(stream.encoded.x, stream.some, stream.x + made, stream)
-
-
-def _begin(model: Transformer, params: PyTree, batch: Pieces) -> _Stream:
-    at, segments = angles_and_segments(model.config, jnp.asarray(batch.tokens), None, None)
-    x = embed(model, params, jnp.asarray(batch.tokens), None)
-    return _Stream(batch.real, at, segments, x, {}, batch.encoded, batch.beside and batch.beside.some)
-
-
-def _advance(model: Transformer, params: PyTree, layer: int, stream: _Stream) -> _Stream:
-    args = params, stream.x, stream.at, stream.segments, stream.rows, stream.encoded
-    x, rows = _run(model, layer, *args)
-    return dataclasses.replace(stream, x=x, rows=rows)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _run(
-    model: Transformer, layer: int, params: PyTree, x: Array, at, segments, rows, encoded: Encoded | None
-) -> tuple[Array, PyTree]:
-    known = {row: Stacked(arrays, readers, 0) for row, (arrays, readers) in rows.items()}
-    lengths = None
-    if encoded is not None:  # of this layer alone: those of all would not fit
-        row, lengths = model.plan.cross[layer], encoded.lengths
-        made = FORMS["kv"].make(model.config, weights.row(params, row), encoded.x, at)
-        known[row] = Stacked(tuple(array[None] for array in made), {}, 0)
-    passed = through(model, params, x, at, segments, range(layer, layer + 1), known, sources=lengths)
-    alone = {
-        row: jax.tree.map(lambda y, i=made.index: y[i : i + 1], (made.arrays, made.readers))
-        for row, made in passed.rows.items()
-        if model.plan.rows[row].space == SELF
-    }
-    return passed.x, alone
+    made = _output(model, SELF, layer, "kv", "auto", *own, relative, _Seen(h, batch.real, x, batch))
+    return _Seen(encoded.x, beside.some, x + made, batch)
 
 
 def _found(
@@ -261,7 +225,7 @@ def _with_output_error(
     off = of = 0.0
     for seen in half:
         p, q = (weights.layer(tree, layer)["attentions"][space != SELF] for tree in (params, made))
-        args, real = (params.get("relative"), seen), seen.stream.real
+        args, real = (params.get("relative"), seen), seen.batch.real
         want = _output(model, space, layer, "kv", "auto", weights.row(params, c.row), p, *args)[real]
         got = _output(slim, space, layer, *stored, q, *args)[real]
         off, of = off + float(jnp.sum((got - want) ** 2)), of + float(jnp.sum(want**2))
@@ -272,11 +236,11 @@ def _output(
     model: Transformer, space: str, layer: int, form: str, dtype, row: PyTree, p, relative, seen: _Seen
 ) -> Array:
     """The residual update [B, T, D] of a layer's attention, from a row stored in `form`, rounded or not."""
-    stream, lengths = seen.stream, None
-    if space == ENCODER and stream.encoded is not None:
-        lengths = stream.encoded.lengths
+    now, lengths = seen.batch.now, None
+    if space == ENCODER and now.encoded is not None:
+        lengths = now.encoded.lengths
     how = model, layer, form, dtype
-    return _attended(*how, row, p, relative, seen.x, seen.h, stream.at, stream.segments, lengths)
+    return _attended(*how, row, p, relative, seen.x, seen.h, now.angles, now.segments, lengths)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
