@@ -22,7 +22,6 @@ SMEM_BYTES = 232448  # most shared memory of a CTA on Hopper
 _WHOLE = ((),) if jax.__version_info__ < (0, 11) else ()  # the index of a load, which jax 0.12 does not take
 
 _TILE = plgpu.Layout.WGMMA
-_NARROW = plgpu.Layout.WGMMA_8BIT
 _VECTOR = plgpu.Layout.WGMMA.reduce(0)
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
@@ -126,16 +125,13 @@ class Tiles:
         if not self.interpreted:
             plgpu.set_max_registers(count, action=action)
 
-    def load(self, ref, rows: bool = False, narrow: bool = False):
+    def load(self, ref, rows: bool = False):
         """Load a tile of shared or global memory, or a vector of global memory along the columns (or the
-        rows).
-
-        `narrow`: the tile will be converted to 8-bit numbers, for `products`.
-        """
+        rows)."""
         if self.interpreted:
             return ref[...]
-        tile, vector = _NARROW if narrow else _TILE, _ROWS if rows else _VECTOR
-        return plgpu.load(ref, *_WHOLE, layout=tile if len(ref.shape) == 2 else vector, optimized=False)
+        layout = _TILE if len(ref.shape) == 2 else _ROWS if rows else _VECTOR
+        return plgpu.load(ref, *_WHOLE, layout=layout, optimized=False)
 
     def constant(self, value: float, shape: tuple[int, ...], rows: bool = False):
         """A tile of one value, or a vector along the columns (or the rows)."""

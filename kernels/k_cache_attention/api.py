@@ -42,10 +42,8 @@ def k_cache_attention(
     frequencies: Float[Array, "H//2"] | None = None,
     scale: float | None = None,
     window: int | Int[Array, ""] | None = None,
-    group: int = 1,
     rotated: bool = False,
     threshold: float = 0.0,
-    float8_scores: bool = False,
     bias: Float[Array, "N S"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "b C N U"]:
@@ -53,8 +51,8 @@ def k_cache_attention(
 
     Args:
       q: rotated queries, C of one sequence in each block.
-      pools: of keys alone, [R, P, Z, N * H], laid out by `reference.to_rows(..., group)`; int8 and
-        float8_e4m3fn pools have one scale a token, [R, P, 1, Z].
+      pools: of keys alone, [R, P, Z, N * H]; int8 and float8_e4m3fn pools have one scale a token,
+        [R, P, 1, Z].
       w_kv: W_KV of each head, its rows in the order of the pool's columns.
       table: pages of each sequence in order. sequence: of each block.
       position: of each query; -1 is no query and gives zeros. A query sees the keys at its own
@@ -64,10 +62,8 @@ def k_cache_attention(
       rotated: keys are stored after rotary embedding and rotated back for the sum (section 3, option 2).
       threshold: pallas_tpu leaves a step's keys out of the weighted sum if none has this weight so far
         (section 2): each dropped weight is smaller. 0 is exact.
-      float8_scores: for float8 rows: queries, and keys that are rotated when they are read, are also rounded
-        to float8, and multiplied as float8. Results are off by about 3 % of their size instead of 0.2 %.
       bias: added to the scores by head and distance, as in `paged_attention`.
-      implementation: "reference", "xla", "native_cpu" (group 1, not `rotated`), "pallas_tpu", "pallas_gpu"
+      implementation: "reference", "xla", "native_cpu" (not `rotated`), "pallas_tpu", "pallas_gpu"
         (bfloat16 queries, decoding), or None.
 
     Returns:
@@ -82,20 +78,14 @@ def k_cache_attention(
         q_and_k=((heads * width,), k.shape[-1:]),
         k_and_k_scale=((*k.shape[:2], 1, k.shape[2]), k_scale),
     )
-    if float8_scores and k.dtype != reference.FLOAT8:
-        raise dispatch.UnsupportedError(f"float8_scores of {k.dtype} rows: rows must be float8_e4m3fn")
-    if heads % group:
-        raise dispatch.UnsupportedError(f"{heads} heads do not divide into groups of {group}")
     options = {
         "row": row,
         "frequencies": frequencies,
         "scale": width**-0.5 if scale is None else scale,
         "window": window,
-        "group": group,
         "rotated": rotated,
         "threshold": threshold,
         "k_scale": k_scale,
-        "float8_scores": float8_scores,
     }
     args = (q, k, w_kv, table, sequence, position)
     known, options = _with_bias(K_CACHE, options, bias)

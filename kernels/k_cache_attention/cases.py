@@ -19,17 +19,15 @@ class Case(PagedCase):
     """One call of an implementation of `k_cache_attention`, or with `inputs` of `x_cache_attention`.
 
     Attributes:
-      inputs: width of a cached row of inputs; 0: rows are keys. group: heads as they are stored.
+      inputs: width of a cached row of inputs; 0: rows are keys.
       rope: rotary embedding or none; rotated: stored after it.
-      threshold, float8_scores: as in the call.
+      threshold: as in the call.
     """
 
     inputs: int = 0
-    group: int = 1
     rope: bool = True
     rotated: bool = False
     threshold: float = 0.0
-    float8_scores: bool = False
 
     @classmethod
     def of_call(cls, call: Call, **sizes) -> PagedCase:
@@ -39,7 +37,7 @@ class Case(PagedCase):
 
     @property
     def options(self) -> dict:
-        names = () if self.inputs else ("group", "rotated", "threshold", "float8_scores")
+        names = () if self.inputs else ("rotated", "threshold")
         own = {name: getattr(self, name) for name in names}
         return {"row": 1, "scale": self.width**-0.5, "window": self.window} | own
 
@@ -82,57 +80,42 @@ def call(q, k, w_kv, *where, k_scale=None, **options) -> jax.Array:
 
 SMALL = {
     "lengths": Case(lengths=(0, 1, 31, 32, 33, 77)),
-    "halves": Case(lengths=(33, 96), group=2),
-    "all_halves": Case(lengths=(65,), group=4),
     "no_rope": Case(lengths=(1, 70), rope=False),
-    "rotated": Case(lengths=(0, 33, 100), rotated=True, group=2),
+    "rotated": Case(lengths=(0, 33, 100), rotated=True),
     "chunk": Case(lengths=(3, 33, 100), queries=5),
     "window": Case(lengths=(20, 128), queries=3, window=40),
     "width80": Case(lengths=(33, 64), width=80),
-    "width96": Case(lengths=(33, 64), width=96, group=4),
-    "width128": Case(lengths=(40,), width=128, group=2),
+    "width96": Case(lengths=(33, 64), width=96),
+    "width128": Case(lengths=(40,), width=128),
     "width256": Case(lengths=(40,), width=256, heads=2),
     "bfloat16": Case(lengths=(1, 40, 100), stored="bfloat16", computed="bfloat16"),
     "int8": Case(lengths=(1, 40, 100), stored="int8"),
-    "float8": Case(lengths=(1, 40, 100), stored="float8_e4m3fn", group=2),
+    "float8": Case(lengths=(1, 40, 100), stored="float8_e4m3fn"),
     "int8_rotated": Case(lengths=(40, 100), stored="int8", rotated=True),
-    "float8_scores": Case(lengths=(1, 40, 100), stored="float8_e4m3fn", group=2, float8_scores=True),
-    "float8_scores_rotated": Case(
-        lengths=(40, 100), queries=3, stored="float8_e4m3fn", rotated=True, float8_scores=True
-    ),
 }
 
 _BFLOAT16: dict[str, Any] = {"stored": "bfloat16", "computed": "bfloat16", "page": 64}
 _FLOAT8 = {"stored": "float8_e4m3fn"}
-_SCORES = _FLOAT8 | {"float8_scores": True}
 # Llama-2-7B (multi-head, arXiv 2307.09288) with 16 sequences of 8192 tokens, and heads of other widths.
-_LLAMA2_7B = Case(lengths=(8192,) * 16, heads=32, width=128, group=4, **_BFLOAT16)
+_LLAMA2_7B = Case(lengths=(8192,) * 16, heads=32, width=128, **_BFLOAT16)
 _WIDTH80 = replace(_LLAMA2_7B, lengths=(4096,) * 8, width=80)
-_WIDTH96 = replace(_WIDTH80, width=96)
 # Whisper small's decoder (arXiv 2503.05840, table 1): no rotary embedding.
 _WHISPER = Case(lengths=(1500,) * 16, heads=12, width=64, rope=False, **_BFLOAT16)
 
 REAL = {
     "llama2_7b": _LLAMA2_7B,
-    "llama2_7b_heads": replace(_LLAMA2_7B, group=1),
     "llama2_7b_rotated": replace(_LLAMA2_7B, rotated=True, threshold=1e-4),
     "llama2_7b_int8": replace(_LLAMA2_7B, stored="int8"),
     "llama2_7b_float8": replace(_LLAMA2_7B, **_FLOAT8),
-    "llama2_7b_float8_scores": replace(_LLAMA2_7B, **_SCORES),
     "llama2_7b_rotated_int8": replace(_LLAMA2_7B, stored="int8", rotated=True),
     "llama2_7b_rotated_float8": replace(_LLAMA2_7B, **_FLOAT8, rotated=True),
-    "llama2_7b_rotated_float8_scores": replace(_LLAMA2_7B, **_SCORES, rotated=True),
     "llama2_7b_chunk": replace(_LLAMA2_7B, lengths=(8192,) * 4, queries=4),
     "whisper_small": _WHISPER,
     "no_rope_int8": replace(_LLAMA2_7B, stored="int8", rope=False),
-    "no_rope_float8_scores": replace(_LLAMA2_7B, **_SCORES, rope=False),
-    "width80": replace(_WIDTH80, group=1),
-    "width80_group4": _WIDTH80,
+    "width80": _WIDTH80,
     "width80_float8": replace(_WIDTH80, **_FLOAT8),
-    "width80_float8_scores": replace(_WIDTH80, **_SCORES),
-    "width96": replace(_WIDTH96, group=8),
-    "width96_group4": _WIDTH96,
-    "width256": replace(_WIDTH80, heads=16, width=256, group=1),
+    "width96": replace(_WIDTH80, width=96),
+    "width256": replace(_WIDTH80, heads=16, width=256),
 }
 
 

@@ -27,7 +27,6 @@ from jax.experimental import pallas as pl
 from swiftkv_jax.kernels.common import gpu_pages
 from swiftkv_jax.kernels.common.gpu_tile import Tiles, across, down, plgpu
 from swiftkv_jax.kernels.common.online import MASKED
-from swiftkv_jax.kernels.k_cache_attention.reference import FLOAT8, TURNED
 
 KEYS = 64  # of a page
 SUMMERS = 2  # warpgroups that add up rows
@@ -42,8 +41,8 @@ class Form:
 
     parts: CTAs of a cluster, `columns` of a row each. rows: of queries, of all heads; wide: of those, what a
     CTA scores. layers: CTAs whose scores add up. piece: columns that are in registers at a time. half:
-    columns of half a group of heads, 0 without rotary embedding; rotated: rows are stored after it. splits:
-    shares of a sequence's pages. float8: scores are products of float8 queries and keys.
+    columns of half a head, 0 without rotary embedding; rotated: rows are stored after it. splits: shares of
+    a sequence's pages.
     """
 
     parts: int
@@ -56,17 +55,15 @@ class Form:
     rotated: bool
     splits: int
     scale: float
-    float8: bool
     tiles: Tiles
 
 
 class Inputs(NamedTuple):
-    """In global memory: q [b, parts, wide, columns], and q_scale [b, parts, wide] of float8 ones, else None;
-    pool [R, P, Z, E]; position [b, rows]; pages; cos, sin [slots, Z, period] of every position, or None
-    without rotary embedding; k_scale [R, P, 1, Z], None of wide rows."""
+    """In global memory: q [b, parts, wide, columns]; pool [R, P, Z, E]; position [b, rows]; pages; cos, sin
+    [slots, Z, H / 2] of every position, or None without rotary embedding; k_scale [R, P, 1, Z], None of wide
+    rows."""
 
     q: Any
-    q_scale: Any
     pool: Any
     position: Any
     pages: Any
@@ -107,7 +104,7 @@ def scratch(form: Form, stored) -> Scratch:
     """The scratch memory for rows of dtype `stored`."""
     half, dtype = form.columns // 2, jnp.bfloat16
     return Scratch(
-        q=plgpu.SMEM((form.wide, form.columns), FLOAT8 if form.float8 else dtype),
+        q=plgpu.SMEM((form.wide, form.columns), dtype),
         tile=plgpu.SMEM((_STAGES * 2, KEYS, half), stored),
         widened=None if stored == dtype else plgpu.SMEM((SUMMERS, KEYS, half), dtype),
         scores=plgpu.SMEM((_BUFFERS * form.layers, KEYS, form.rows), jnp.float32),
@@ -162,8 +159,6 @@ def _score(form: Form, x: Inputs, s: Scratch, at: _Share) -> None:
 
         shape = KEYS, form.wide
         scores = tiles.products(shape, _terms(form, x, s, at, i, slot)) * form.scale
-        if form.float8:
-            scores = scores * down(tiles.load(x.q_scale.at[at.block, at.part]), shape)
         if x.k_scale is not None:
             scores = scores * _factors(form, x, at, i, shape)
         if form.rotated:
@@ -191,17 +186,6 @@ def _terms(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot) -> Iterator:
     def queries(column: int):
         return s.q.at[:, pl.ds(column, form.piece)]
 
-    if form.float8 and (form.rotated or not form.half):  # the tile itself
-        half = form.columns // 2
-        for side in range(2):
-            yield s.tile.at[slot * 2 + side], s.q.at[:, pl.ds(side * half, half)]
-        return
-    if form.float8:
-        for column, other, cos, sin in _turns(form, x, at, i, narrow=True):
-            a, b = (_stored(form, s, slot, some, narrow=True) for some in (column, other))
-            yield (TURNED * (a * cos - b * sin)).astype(FLOAT8), queries(column)
-            yield (TURNED * (b * cos + a * sin)).astype(FLOAT8), queries(other)
-        return
     if not form.half or (form.rotated and s.widened is not None):
         for column in range(0, form.columns, form.piece):
             yield _stored(form, s, slot, column).astype(dtype), queries(column)
@@ -220,24 +204,21 @@ def _terms(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot) -> Iterator:
         yield (b * cos + a * sin).astype(dtype), queries(other)
 
 
-def _stored(form: Form, s: Scratch, slot, column: int, narrow: bool = False):
+def _stored(form: Form, s: Scratch, slot, column: int):
     """A piece of a stage's rows, converted in type only; float8 converts to bfloat16 only through float32."""
     side, inside = divmod(column, form.columns // 2)
     piece = s.tile.at[slot * 2 + side, :, pl.ds(inside, form.piece)]
-    return form.tiles.load(piece, narrow=narrow).astype(jnp.float32)
+    return form.tiles.load(piece).astype(jnp.float32)
 
 
-def _turns(form: Form, x: Inputs, at: _Share, i, narrow: bool = False) -> Iterator:
-    """(column in the first half, column in the second half, cos, sin) for the i-th page of a share; every
-    angle occurs once."""
-    period = x.cos.shape[-1]
-    for start in range(0, period, form.piece):
+def _turns(form: Form, x: Inputs, at: _Share, i) -> Iterator:
+    """(column in a head's first half, column in its second half, cos, sin) for the i-th page of a share;
+    every angle occurs once."""
+    for start in range(0, form.half, form.piece):
         some = pl.ds(start, form.piece)
-        angles = (angle.at[at.start + i, :, some] for angle in (x.cos, x.sin))
-        cos, sin = (form.tiles.load(angle, narrow=narrow) for angle in angles)
-        for first in range(0, form.columns, 2 * form.half):
-            for column in range(first + start, first + form.half, period):
-                yield column, column + form.half, cos, sin
+        cos, sin = (form.tiles.load(angle.at[at.start + i, :, some]) for angle in (x.cos, x.sin))
+        for column in range(start, form.columns, 2 * form.half):
+            yield column, column + form.half, cos, sin
 
 
 def _factors(form: Form, x: Inputs, at: _Share, i, shape: tuple[int, int]):

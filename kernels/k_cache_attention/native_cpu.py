@@ -20,14 +20,10 @@ _ORDERS = (None, False, True)  # `values_first`, by its number in C++
 _TILE = 64  # keys, as in native_tile.h
 
 
-def refuses(q, k, *_, frequencies=None, group=1, rotated=False, float8_scores=False, **__) -> str:
+def refuses(q, k, *_, frequencies=None, rotated=False, **__) -> str:
     """Name the unsupported part of a call of `k_cache_attention`, or return ""."""
-    if group != 1:
-        return f"heads stored in groups of {group}: one after the other"
     if rotated and frequencies is not None:
         return "keys stored after rotary embedding: before it"
-    if float8_scores:
-        return "scores in float8: float32"
     return refuses_inputs(q, k)
 
 

@@ -10,7 +10,6 @@ scores of all heads, which are added up.
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 
 from swiftkv_jax.kernels.common import gpu_pages
 from swiftkv_jax.kernels.common.gpu_tile import SMEM_BYTES, Tiles, smem_bytes
-from swiftkv_jax.kernels.k_cache_attention import cluster_gpu, reference
+from swiftkv_jax.kernels.k_cache_attention import cluster_gpu
 from swiftkv_jax.kernels.k_cache_attention.cluster_gpu import COLUMNS, KEYS, Form, Inputs
 from swiftkv_jax.kernels.k_cache_attention.reference import Options
 
@@ -27,7 +26,7 @@ _LEAST = 8  # columns of the smallest matmul
 _ROWS = 64  # query rows of all heads together
 _SLICE = 512  # columns of a CTA at most
 _CTAS = 132
-_WIDTHS = (64, 80, 96, 128, 256)  # of heads with rotary embedding
+_WIDTHS = (64, 128, 256)  # of heads with rotary embedding
 _STORED = ("bfloat16", "int8", "float8_e4m3fn")
 _PIECES = {2: (64, 32), 1: (32,)}  # bytes of a number: columns in registers at a time, best first
 
@@ -43,20 +42,19 @@ class _Cut(NamedTuple):
     rows: int
     piece: int
 
-    def form(self, scale=1.0, half=0, rotated=False, splits=1, float8=False, interpret: Any = False) -> Form:
+    def form(self, scale=1.0, half=0, rotated=False, splits=1, interpret: Any = False) -> Form:
         """Static parameters of the kernel, see `Form`."""
         layers = self.parts * self.wide // self.rows
         sizes = self.parts, self.columns, self.rows, self.wide, layers, self.piece
-        return Form(*sizes, half, rotated, splits, scale, float8, Tiles(bool(interpret)))
+        return Form(*sizes, half, rotated, splits, scale, Tiles(bool(interpret)))
 
 
-def cut_keys(q, k, group: int, half: int, queries: int) -> _Cut | None:
-    """Whole groups of heads, whole pieces of columns, for blocks of `queries`; None if there is no such
-    cut."""
+def cut_keys(q, k, half: int, queries: int) -> _Cut | None:
+    """Whole heads, whole pieces of columns, for blocks of `queries`; None if there is no such cut."""
     heads, width = q.shape[2:]
     for piece, parts in itertools.product(_PIECES[k.dtype.itemsize], range(1, 9)):
         columns, real = heads // parts * width, heads // parts * queries
-        whole = heads % (parts * group) == 0 and columns % (2 * piece) == 0 and half % piece == 0
+        whole = heads % parts == 0 and columns % (2 * piece) == 0 and half % piece == 0
         sizes = (
             n for n in (1, 2, 4, *range(_LEAST, _ROWS + 1, _LEAST)) if n >= real and n * parts % _LEAST == 0
         )
@@ -88,14 +86,14 @@ def _longest(queries: int, cut_of: Callable[[int], _Cut | None], stored) -> int:
     return next(fits, 1)
 
 
-def queries_of_keys(q, position, cut: _Cut, group: int):
+def queries_of_keys(q, position, cut: _Cut):
     """q [b, parts, wide, columns]: each query row of a CTA in its own head's columns, zero elsewhere; and the
     position [b, rows] of every query row."""
     blocks, queries, heads, width = q.shape
     local, layers = heads // cut.parts, cut.wide // cut.own
     q = q.reshape(blocks, queries, cut.parts, local, width)
     spread = jnp.einsum("bcpnh,nm->bpncmh", q, jnp.eye(local, dtype=q.dtype))
-    spread = reference.to_rows(spread, group).reshape(blocks, cut.parts, local * queries, -1)
+    spread = spread.reshape(blocks, cut.parts, local * queries, -1)
     spare = cut.own - local * queries
     spread = jnp.pad(spread, ((0, 0), (0, 0), (0, spare), (0, 0)))
     layer = jnp.arange(cut.parts) % layers
@@ -116,12 +114,9 @@ def queries_of_inputs(q, w_k, position, cut: _Cut):
     return jnp.swapaxes(taken, 1, 2), every.astype(jnp.int32)
 
 
-def _angles(frequencies, slots: int, piece: int) -> tuple[jax.Array, jax.Array]:
-    """cos, sin [slots, Z, period] of every position. `period` is the number of columns after which the angles
-    of half a group of heads repeat in whole pieces."""
-    half = frequencies.shape[0]
-    wide = jnp.tile(frequencies.astype(jnp.float32), math.lcm(half, piece) // half)
-    angle = (jnp.arange(slots * KEYS)[:, None] * wide).reshape(slots, KEYS, -1)
+def _angles(frequencies, slots: int) -> tuple[jax.Array, jax.Array]:
+    """cos, sin [slots, Z, H / 2] of every position."""
+    angle = (jnp.arange(slots * KEYS)[:, None] * frequencies.astype(jnp.float32)).reshape(slots, KEYS, -1)
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -130,20 +125,19 @@ def k_cache_attention(
 ) -> jax.Array:
     """As `api.k_cache_attention`."""
     how, whole, slots = Options(**options), q.shape, table.shape[1]
-    half = 0 if how.frequencies is None else how.group * q.shape[-1] // 2
-    cut_of = functools.partial(cut_keys, q, k, how.group, half)
+    half = 0 if how.frequencies is None else q.shape[-1] // 2
+    cut_of = functools.partial(cut_keys, q, k, half)
     most = _longest(q.shape[1], cut_of, k.dtype)
     q, sequence, position = gpu_pages.pieces(q, sequence, position, most)
     blocks, queries, heads, _ = q.shape
     cut = cut_of(queries)
     assert cut is not None  # `refuses` has looked
     splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, slots)
-    spread, every = queries_of_keys(q, position, cut, how.group)
-    spread, factor = reference.float8_queries(spread, how) if how.float8_scores else (spread, None)
+    spread, every = queries_of_keys(q, position, cut)
     pages = gpu_pages.pages_of(position, table, sequence, how.row, how.window, KEYS)
-    angles = (None,) * 2 if how.frequencies is None else _angles(how.frequencies, slots, cut.piece)
-    form = cut.form(how.scale, half, how.rotated, splits, how.float8_scores, interpret)
-    inputs = Inputs(spread, factor, k, every, pages, *angles, k_scale=how.k_scale)
+    angles = (None,) * 2 if how.frequencies is None else _angles(how.frequencies, slots)
+    form = cut.form(how.scale, half, how.rotated, splits, interpret)
+    inputs = Inputs(spread, k, every, pages, *angles, k_scale=how.k_scale)
     mixed = cluster_gpu.launch(form, inputs, interpret)
     mixed = mixed.reshape(blocks, -1, cut.parts, cut.own)[..., : heads // cut.parts * queries]
     mixed = mixed.reshape(blocks, -1, heads, queries)
@@ -170,13 +164,13 @@ def x_cache_attention(
     spread, every = queries_of_inputs(q, w_k, position, cut)
     pages = gpu_pages.pages_of(position, table, sequence, row, window, KEYS)
     form = cut.form(scale, splits=splits, interpret=interpret)
-    mixed = cluster_gpu.launch(form, Inputs(spread, None, x, every, pages, None, None, None), interpret)
+    mixed = cluster_gpu.launch(form, Inputs(spread, x, every, pages, None, None, None), interpret)
     mixed = mixed[..., : heads * queries].reshape(blocks, -1, heads, queries)
     out = jnp.einsum("benc,neu->bcnu", mixed, w_v.astype(jnp.float32))
     return _whole(jnp.where(position[..., None, None] >= 0, out, 0).astype(q.dtype), whole)
 
 
-def refuses(q, k, w_kv, table, *_, frequencies=None, group=1, k_scale=None, **__) -> str:
+def refuses(q, k, w_kv, table, *_, frequencies=None, k_scale=None, **__) -> str:
     """Name the unsupported part of a `k_cache_attention` call and what is supported instead, or return ""."""
     del w_kv, table
     if q.dtype != jnp.bfloat16 or k.dtype.name not in _STORED:
@@ -188,14 +182,13 @@ def refuses(q, k, w_kv, table, *_, frequencies=None, group=1, k_scale=None, **__
     heads, width = q.shape[2:]
     if frequencies is not None and width not in _WIDTHS:
         return f"heads {width} wide with rotary embedding: {', '.join(map(str, _WIDTHS))}"
-    half = 0 if frequencies is None else group * width // 2
-    cut = cut_keys(q, k, group, half, 1)
+    half = 0 if frequencies is None else width // 2
+    cut = cut_keys(q, k, half, 1)
     if cut is None:
         least = _PIECES[k.dtype.itemsize][-1]
         return (
-            f"{heads} heads {width} wide in groups of {group}: at most {_ROWS} query"
-            f" rows; slices for 8 CTAs of {2 * COLUMNS} to {_SLICE} columns, multiples of {2 * least} in"
-            f" whole groups, whose halves are multiples of {least}"
+            f"{heads} heads {width} wide: at most {_ROWS} query rows; slices for 8 CTAs of {2 * COLUMNS} to"
+            f" {_SLICE} columns, multiples of {2 * least} in whole heads, and so are halves of {least}"
         )
     return _refuses_memory(cut, k.dtype)
 

@@ -20,13 +20,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from swiftkv_jax.kernels.common import chips, tpu_pages
 from swiftkv_jax.kernels.common.tpu_pages import LANES
-from swiftkv_jax.kernels.k_cache_attention import reference
 from swiftkv_jax.kernels.k_cache_attention.reference import Options
 
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """Static parameters of the kernel. half: columns of half a group of heads, 0 without rotary embedding."""
+    """Static parameters of the kernel. half: columns of half a head, 0 without rotary embedding."""
 
     steps: tpu_pages.Steps
     half: int
@@ -84,14 +83,14 @@ def _kernel(form: _Form, s: tpu_pages.Scalars, x: _Inputs, out, scratch: _Scratc
         out[...] = jnp.zeros_like(out)
 
     def turn_tile(sign: float):
-        """The tile, rotated by its positions in the step, group by group to stay in registers."""
+        """The tile, rotated by its positions in the step, head by head to stay in registers."""
 
         def turn(rows):
             cos, sin = x.cos[rows, :], sign * x.sin[rows, :]
             for start in range(0, out.shape[-1], 2 * form.half):
                 columns = slice(start, start + 2 * form.half)
-                group = scratch.tile[place.slot, rows, columns].astype(jnp.float32)
-                scratch.turned[rows, columns] = _turn(group, cos, sin, form.half).astype(dtype)
+                head = scratch.tile[place.slot, rows, columns].astype(jnp.float32)
+                scratch.turned[rows, columns] = _turn(head, cos, sin, form.half).astype(dtype)
 
         tpu_pages.each_page(form.steps, turn)
 
@@ -208,11 +207,11 @@ def _sum_rows(q, pool, table, sequence, position, row, window, angles, form: _Fo
     return mixed.reshape(blocks, heads, queries, width)
 
 
-def _tables(frequencies, steps: tpu_pages.Steps, group: int):
+def _tables(frequencies, steps: tpu_pages.Steps):
     """cos, sin [keys, half] in a step, and cos, sin [slots, 1, half] of the angle at each page's start."""
-    wide = jnp.tile(frequencies.astype(jnp.float32), group)
-    inside = jnp.arange(steps.keys)[:, None] * wide
-    starts = (jnp.arange(steps.slots) * steps.page)[:, None, None] * wide
+    frequencies = frequencies.astype(jnp.float32)
+    inside = jnp.arange(steps.keys)[:, None] * frequencies
+    starts = (jnp.arange(steps.slots) * steps.page)[:, None, None] * frequencies
     return jnp.cos(inside), jnp.sin(inside), jnp.cos(starts), jnp.sin(starts)
 
 
@@ -231,10 +230,10 @@ def k_cache_attention(
     steps = _steps(k, table, pages)
     # [b, N, C, E]: head n's query in its own columns of a row, zero elsewhere.
     spread = jnp.einsum("bcnh,nm->bncmh", q, jnp.eye(heads, dtype=q.dtype))
-    spread = reference.to_rows(spread, how.group)
+    spread = spread.reshape(*spread.shape[:3], -1)
     half, angles = 0, (None,) * 4
     if how.frequencies is not None:
-        half, angles = how.group * q.shape[3] // 2, _tables(how.frequencies, steps, how.group)
+        half, angles = q.shape[3] // 2, _tables(how.frequencies, steps)
     form = _Form(steps, half, how.rotated, how.scale, how.threshold)
     places = table, sequence, position, how.row, how.window
     mixed = _sum_rows(spread, k, *places, angles, form, how.k_scale, interpret)
@@ -252,11 +251,9 @@ def x_cache_attention(
     return jnp.einsum("bnce,neu->bcnu", mixed, w_v, preferred_element_type=jnp.float32).astype(q.dtype)
 
 
-def refuses_keys(q, k, w_kv, table, *_, float8_scores=False, **__) -> str:
+def refuses_keys(q, k, w_kv, table, *_, **__) -> str:
     """Name the unsupported part of a `k_cache_attention` call and what is supported instead, or return ""."""
     del w_kv
-    if float8_scores:
-        return "float8 scores, which the matrix units of TPU v4 to v6e do not take: float8_scores=False"
     return _refuses(q, k, table)
 
 

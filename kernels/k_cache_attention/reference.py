@@ -14,10 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.kernels.common.mask import bias_of, visible, weights_of
-from swiftkv_jax.kernels.common.pools import quantise
-
-FLOAT8 = jnp.float8_e4m3fn
-TURNED = 0.5  # factor of rotated keys before rounding to float8: rotation may enlarge them by 2 ** 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,36 +24,10 @@ class Options:
     frequencies: Any
     scale: float
     window: Any
-    group: int
     rotated: bool
     threshold: float
     k_scale: Any
-    float8_scores: bool
     bias: Any = None
-
-    @property
-    def turned(self) -> bool:
-        """Whether rotary embedding is applied to keys when they are read."""
-        return self.frequencies is not None and not self.rotated
-
-
-def to_rows(heads: jax.Array, group: int = 1) -> jax.Array:
-    """[..., N, H] -> [..., N * H] as a cache stores it, `group` heads at a time.
-
-    Within a group, the first halves of its heads precede their second halves, so that rotary embedding works
-    on slices of group * H / 2 columns. `group=1` is heads one after the other. The same permutation of the
-    columns of W_K makes a model write such rows.
-    """
-    *batch, count, width = heads.shape
-    split = heads.reshape(*batch, count // group, group, 2, width // 2)
-    return jnp.swapaxes(split, -3, -2).reshape(*batch, count * width)
-
-
-def to_heads(rows: jax.Array, count: int, group: int = 1) -> jax.Array:
-    """The inverse of `to_rows`: [..., N * H] -> [..., N, H]."""
-    *batch, width = rows.shape
-    split = rows.reshape(*batch, count // group, 2, group, width // count // 2)
-    return jnp.swapaxes(split, -3, -2).reshape(*batch, count, width // count)
 
 
 def rotate(heads: jax.Array, angle: jax.Array) -> jax.Array:
@@ -65,17 +35,6 @@ def rotate(heads: jax.Array, angle: jax.Array) -> jax.Array:
     cos, sin = (f(angle)[..., None, :].astype(heads.dtype) for f in (jnp.cos, jnp.sin))
     a, b = jnp.split(heads, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def float8_queries(q: jax.Array, how: Options) -> tuple[jax.Array, jax.Array]:
-    """q [..., E] as float8 scores take it, and the float32 factor [...] that such scores lack."""
-    rounded, factor = quantise(q.astype(jnp.promote_types(q.dtype, jnp.float32)), FLOAT8)
-    return rounded, factor / TURNED if how.turned else factor
-
-
-def float8_keys(keys: jax.Array, how: Options) -> jax.Array:
-    """Keys as float8 scores take them: exactly those stored, unless they were rotated."""
-    return (TURNED * keys if how.turned else keys).astype(FLOAT8)
 
 
 def gather(pool: jax.Array, row: int, names: jax.Array) -> jax.Array:
@@ -94,20 +53,15 @@ def k_cache_attention(q, k, w_kv, table, sequence, position, **options):
     if how.k_scale is not None:
         scales = how.k_scale[how.row, table[sequence]].reshape(len(sequence), keys)
         scales = jnp.where(seen.any(1), scales, 0)[:, None, None]
-    heads = to_heads(stored, q.shape[2], how.group)
+    heads = stored.reshape(*stored.shape[:2], *q.shape[2:])
     raw, turned = heads, heads
     if how.frequencies is not None:
         angle = jnp.arange(keys)[:, None] * how.frequencies.astype(wide)
         raw, turned = (rotate(heads, -angle), heads) if how.rotated else (heads, rotate(heads, angle))
-    queries, scale = q.astype(wide), how.scale
-    if how.float8_scores:
-        queries, factor = float8_queries(q, how)
-        queries, scale = queries.astype(wide), scale * jnp.swapaxes(factor, 1, 2)[..., None]
-        turned = float8_keys(turned, how).astype(wide)
-    scores = jnp.einsum("bcnh,bsnh->bncs", queries, turned, precision="highest") * scale * scales
+    scores = jnp.einsum("bcnh,bsnh->bncs", q.astype(wide), turned, precision="highest") * how.scale * scales
     scores += _bias(how.bias, position, keys)
     weights = weights_of(scores, seen[:, None])
-    mixed = jnp.einsum("bncs,bse->bcne", weights * scales, to_rows(raw, how.group), precision="highest")
+    mixed = jnp.einsum("bncs,bse->bcne", weights * scales, raw.reshape(stored.shape), precision="highest")
     return jnp.einsum("bcne,neu->bcnu", mixed, w_kv.astype(wide), precision="highest").astype(q.dtype)
 
 

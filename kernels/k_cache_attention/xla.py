@@ -41,26 +41,19 @@ def k_cache_attention(
         return keys, _of_heads(rows, w_kv, rows.dtype) if values_first else rows
 
     def turned(stored, at):
-        split = reference.to_heads(stored, heads, how.group)
+        split = stored.reshape(*stored.shape[:-1], heads, -1)
         if how.frequencies is None:
-            return scored(split), stored
+            return split.astype(q.dtype), stored
         angle = at[:, None] * how.frequencies
         if how.rotated:
             raw = reference.rotate(split.astype(jnp.float32), -angle).astype(stored.dtype)
-            return scored(split), reference.to_rows(raw, how.group)
-        return scored(reference.rotate(split.astype(jnp.float32), angle)), stored
+            return split.astype(q.dtype), raw.reshape(stored.shape)
+        return reference.rotate(split.astype(jnp.float32), angle).astype(q.dtype), stored
 
-    def scored(keys):
-        return reference.float8_keys(keys, how) if how.float8_scores else keys.astype(q.dtype)
-
-    queries, scale = q, how.scale
-    if how.float8_scores:
-        queries, factor = reference.float8_queries(q, how)
-        scale = scale * jnp.swapaxes(factor, 1, 2)[..., None]
     stored = _Stored(k, how.row, how.window, how.k_scale, how.bias)
     width = w_kv.shape[2 if values_first else 1]
     places = table, sequence, position
-    mixed = _attend(queries, stored, *places, scale, read, width, q.dtype, values_first, one_turn)
+    mixed = _attend(q, stored, *places, how.scale, read, width, q.dtype, values_first, one_turn)
     return _finished(mixed, None if values_first else w_kv).astype(q.dtype)
 
 

@@ -21,10 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 ATTENTION = [
-    (kernel, name)
-    for kernel, cases in KERNELS.items()
-    for name, case in cases.items()
-    if kernel != FILL and not getattr(case, "float8_scores", False)  # which no TPU here multiplies
+    (kernel, name) for kernel, cases in KERNELS.items() for name, case in cases.items() if kernel != FILL
 ]
 
 

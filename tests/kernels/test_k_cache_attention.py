@@ -27,12 +27,9 @@ from swiftkv_jax.kernels.k_cache_attention import (
 
 QUICK = (
     "lengths",
-    "halves",
     "rotated",
     "chunk",
     "int8",
-    "float8_scores",
-    "float8_scores_rotated",
 )  # by default; the others are slow
 
 
@@ -127,9 +124,7 @@ def test_one_turn_has_no_loop_of_unknown_length(monkeypatch):
     assert loops("xla") and all(loops("xla"))
 
 
-@pytest.mark.parametrize(
-    "name", slow_unless_quick(n for n in cases.SMALL if not cases.SMALL[n].float8_scores)
-)
+@pytest.mark.parametrize("name", slow_unless_quick(cases.SMALL))
 def test_tpu_kernel_agrees_with_the_definition(name):
     case = cases.SMALL[name]
     args, arrays = case.make()
@@ -139,44 +134,20 @@ def test_tpu_kernel_agrees_with_the_definition(name):
 HOPPER = {
     "two_pages": cases.Case(lengths=(100,), slots=2, heads=1, width=128),
     "lengths": cases.Case(lengths=(0, 1, 64, 129), slots=3, heads=1, width=128),
-    "chunk_window": cases.Case(lengths=(70, 190), slots=3, queries=2, window=50, group=2),
+    "chunk_window": cases.Case(lengths=(70, 190), slots=3, queries=2, window=50),
     "no_rope": cases.Case(lengths=(70,), slots=3, rope=False),
-    "split": cases.Case(lengths=(700,), slots=12, heads=2, width=128, group=2),  # in three shares
-    "width96": cases.Case(lengths=(100,), slots=3, heads=4, width=96, group=4),  # three sets of angles
+    "split": cases.Case(lengths=(700,), slots=12, heads=2, width=128),  # in three shares
     "width256": cases.Case(lengths=(70,), slots=2, heads=2, width=256),  # two of them
     "rotated": cases.Case(lengths=(1, 100, 190), slots=3, heads=2, width=128, rotated=True),
-    "width80": cases.Case(lengths=(0, 100), slots=3, heads=4, width=80, group=4),  # 160 columns a sum
-    "int8": cases.Case(lengths=(0, 1, 64, 190), slots=3, heads=2, width=128, group=2, stored="int8"),
+    "int8": cases.Case(lengths=(0, 1, 64, 190), slots=3, heads=2, width=128, stored="int8"),
     "float8": cases.Case(
-        lengths=(150,), slots=3, queries=2, heads=4, width=80, group=4, window=70, stored="float8_e4m3fn"
+        lengths=(150,), slots=3, queries=2, heads=4, width=128, window=70, stored="float8_e4m3fn"
     ),
-    "rotated_float8": cases.Case(
-        lengths=(1, 190), slots=3, heads=4, group=2, rotated=True, stored="float8_e4m3fn"
-    ),
-    "rotated_int8": cases.Case(
-        lengths=(70,), slots=2, heads=4, width=128, group=4, rotated=True, stored="int8"
-    ),
+    "rotated_float8": cases.Case(lengths=(1, 190), slots=3, heads=4, rotated=True, stored="float8_e4m3fn"),
+    "rotated_int8": cases.Case(lengths=(70,), slots=2, heads=4, width=128, rotated=True, stored="int8"),
     "no_rope_int8": cases.Case(lengths=(70,), slots=3, rope=False, stored="int8"),
     "halves_of_32": cases.Case(lengths=(100,), slots=2, heads=2),
-    "long_block": cases.Case(lengths=(40, 100), slots=2, queries=35, heads=2, width=128, group=2),  # in two
-    "float8_scores": cases.Case(
-        lengths=(0, 1, 190), slots=3, heads=2, width=128, group=2, stored="float8_e4m3fn", float8_scores=True
-    ),
-    "rotated_float8_scores": cases.Case(
-        lengths=(150,),
-        slots=3,
-        queries=2,
-        heads=4,
-        width=80,
-        group=4,
-        window=70,
-        rotated=True,
-        stored="float8_e4m3fn",
-        float8_scores=True,
-    ),
-    "no_rope_float8_scores": cases.Case(
-        lengths=(70,), slots=3, rope=False, stored="float8_e4m3fn", float8_scores=True
-    ),
+    "long_block": cases.Case(lengths=(40, 100), slots=2, queries=35, heads=2, width=128),  # in two
 }
 
 
@@ -197,10 +168,8 @@ def test_hopper_kernel_agrees_with_the_definition(name):
     [
         ({"stored": "float16"}, "bfloat16 queries of float16 rows: bfloat16 queries, rows bfloat16 or int8"),
         ({"page": 32}, "a page of 32 tokens: 64"),
-        ({"width": 112}, "heads 112 wide with rotary embedding: 64, 80, 96, 128, 256"),
-        ({"width": 80, "group": 1}, "128 to 512 columns, multiples of 64 in whole groups, whose halves are"),
-        ({"width": 96, "group": 8}, "128 to 512 columns, multiples of 64 in whole groups, whose halves are"),
-        ({"heads": 96}, "96 heads 128 wide in groups of 4: at most 64 query rows"),
+        ({"width": 80}, "heads 80 wide with rotary embedding: 64, 128, 256"),
+        ({"heads": 96}, "96 heads 128 wide: at most 64 query rows"),
     ],
 )
 def test_the_hopper_kernel_says_what_it_supports(change, message):
@@ -211,15 +180,14 @@ def test_the_hopper_kernel_says_what_it_supports(change, message):
 
 def test_the_scores_of_a_cluster_of_ctas_add_up_to_those_of_all_heads():
     """The queries' layout for a cluster, without the chip: every CTA's scores, put where it sends them."""
-    case = dataclasses.replace(cases.REAL["llama2_7b"], lengths=(40,), slots=1, queries=1, heads=8, group=1)
     q = jax.random.normal(jax.random.key(0), (1, 1, 8, 128))
     keys = jax.random.normal(jax.random.key(1), (64, 8 * 128))
     position = jnp.full((1, 1), 39)
-    cut = pallas_gpu.cut_keys(q, keys.astype(jnp.bfloat16), 1, 64, 1)
+    cut = pallas_gpu.cut_keys(q, keys.astype(jnp.bfloat16), 64, 1)
     parts, columns, *_ = cut
     assert (parts, columns, cut.own) == (2, 512, 4)
     form = cut.form()
-    spread, every = pallas_gpu.queries_of_keys(q, position, cut, case.group)
+    spread, every = pallas_gpu.queries_of_keys(q, position, cut)
     buffers = np.zeros((form.layers, 64, form.rows))
     for part in range(parts):
         mine = keys[:, part * columns : (part + 1) * columns] @ spread[0, part].T
@@ -273,7 +241,7 @@ def test_hopper_kernel_agrees_with_the_definition_of_cached_inputs(queries):
 def test_k_cache_attention_equals_ordinary_attention():
     """softmax(q K^T) K W_KV = softmax(q K^T) V where V = X W_V, K = X W_K and W_KV = W_K^-1 W_V."""
     with jax.enable_x64(True):
-        tokens, heads, width, group = 45, 4, 8, 2
+        tokens, heads, width = 45, 4, 8
         size = heads * width
         keys = iter(jax.random.split(jax.random.key(0), 4))
         x = jax.random.normal(next(keys), (tokens, size), jnp.float64)
@@ -287,12 +255,11 @@ def test_k_cache_attention_equals_ordinary_attention():
         want = jnp.einsum("bncs,snh->bcnh", jax.nn.softmax(scores), v)
 
         w_kv = jnp.linalg.solve(w_k, w_v).reshape(size, heads, width).transpose(1, 0, 2)
-        order = reference.to_rows(jnp.arange(size).reshape(heads, width), group)
         pool = jnp.full((1, 3, 16, size), jnp.nan).reshape(1, 48, size)
-        pool = pool.at[0, :tokens].set(reference.to_rows(k, group)).reshape(1, 3, 16, size)
+        pool = pool.at[0, :tokens].set(k.reshape(tokens, size)).reshape(1, 3, 16, size)
         place = (jnp.arange(3)[None], jnp.zeros(1, int), jnp.full((1, 1), tokens - 1))
-        options = {"frequencies": frequencies, "group": group, "implementation": "reference"}
-        got = api.k_cache_attention(q, (Pool(pool),), w_kv[:, order], *place, **options)
+        options = {"frequencies": frequencies, "implementation": "reference"}
+        got = api.k_cache_attention(q, (Pool(pool),), w_kv, *place, **options)
         np.testing.assert_allclose(got, want, atol=1e-9)
 
 
@@ -349,19 +316,10 @@ def test_any_shape_agrees_with_the_definition(lengths, queries, rotated, window,
     agree(case, got, exact(case, args, arrays))
 
 
-def test_storing_in_groups_is_a_permutation():
-    heads = jnp.arange(2 * 8 * 6).reshape(2, 8, 6)
-    for group in (1, 2, 8):
-        np.testing.assert_array_equal(reference.to_heads(reference.to_rows(heads, group), 8, group), heads)
-    np.testing.assert_array_equal(reference.to_rows(heads, 1), heads.reshape(2, 48))
-
-
 def test_bad_shapes_are_named():
     args, arrays = cases.SMALL["lengths"].make()
     with pytest.raises(dispatch.UnsupportedError, match=r"q has \(256,\) where k has \(128,\)"):
         cases.call(args[0], args[1][..., :128], *args[2:], **arrays)
-    with pytest.raises(dispatch.UnsupportedError, match="groups of 3"):
-        cases.call(*args, **arrays, group=3)
 
 
 @pytest.mark.parametrize("name", ["reference", "xla"])
@@ -379,28 +337,3 @@ def test_scales_of_inputs_are_refused_where_they_would_be_passed_over():
     (q, x, *rest), _ = cases.INPUTS_SMALL["narrow"].make()
     assert "rows with scales" in pallas_tpu.refuses_inputs(q, x, *rest, x_scale=jnp.ones(1))
     assert pallas_gpu.refuses_inputs(q, x, *rest, x_scale=jnp.ones(1))
-
-
-@pytest.mark.parametrize(("rotated", "least", "most"), [(False, 0.025, 0.045), (True, 0.015, 0.03)])
-def test_float8_scores_have_the_documented_error(rotated, least, most):
-    """Queries are rounded, and keys that are turned again; in bfloat16 neither is felt."""
-    case = cases.Case(lengths=(1024,), slots=32, heads=8, width=128, stored="float8_e4m3fn", rotated=rotated)
-    args, arrays = case.make()
-    want = exact(case, args, arrays)
-
-    def lost(case):
-        error = exact(case, args, arrays) - want
-        return np.sqrt(np.mean(error**2) / np.mean(want**2))
-
-    assert least < lost(dataclasses.replace(case, float8_scores=True)) < most
-    args = (args[0].astype(jnp.bfloat16), *args[1:])
-    assert lost(case) < 0.003
-
-
-def test_float8_scores_are_of_float8_rows_and_not_on_a_tpu():
-    case = dataclasses.replace(cases.SMALL["int8"], float8_scores=True)
-    args, arrays = case.make()
-    with pytest.raises(dispatch.UnsupportedError, match="float8_scores of int8 rows: rows must be float8"):
-        by_xla(case)(*args, **arrays)
-    case = cases.SMALL["float8_scores"]
-    assert "float8_scores=False" in pallas_tpu.refuses_keys(*args, **arrays, **case.options)
