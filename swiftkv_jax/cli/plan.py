@@ -25,10 +25,12 @@ from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import step as steps
+from swiftkv_jax.distill.config import AttentionConfig, LossConfig, OptimizerConfig
 from swiftkv_jax.engine.settings import MEMORY_FRACTION
 
 CONTEXT = 8192  # prompt tokens to plan for, or the model's context if that is shorter
 SHARES = (1, 2, 4)
+TOKENS, MFU = 680e6, 0.4  # of a distillation: the SwiftKV paper's tokens (appendix A.1); a rate it may reach
 _TOKENS = 8192  # of a text to measure on
 
 
@@ -177,18 +179,25 @@ def fits(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
     plans = {"full model": KVPlan.standard(config.num_layers)}
     plans |= {f"share {share}": KVPlan.swiftkv(config.num_layers, split, share) for share in shares}
     training = training_bytes(config, split)
+    student = Transformer(config, KVPlan.swiftkv(config.num_layers, split), config.dtype)
+    recipe = steps.Recipe(student, LossConfig(), OptimizerConfig(), 1, "swiftkv", False, AttentionConfig())
+    work = TOKENS * steps.flops_per_token(recipe, context)
     lines = [
         f"Sequences of {context:,} tokens that fit beside the weights in {MEMORY_FRACTION:.0%} of a chip's "
         f"memory, at split {split};",
         f"and chips for its distillation, which needs {training / 2**30:,.1f} GiB for weights, gradients and "
-        "Adam, plus activations.",
+        "Adam, plus",
+        f"activations; with {TOKENS / 1e6:.0f} M tokens at {MFU:.0%} of a chip's peak it takes these hours "
+        "of one chip.",
         "",
-        f"{'chip':<24}{'memory':>8}" + "".join(f"{name:>12}" for name in plans) + f"{'distil':>12}",
+        f"{'chip':<24}{'memory':>8}"
+        + "".join(f"{name:>12}" for name in plans)
+        + f"{'distil':>12}{'hours':>7}",
     ]
     for name, chip in CHIPS.items():
         cells = "".join(f"{_room(config, plan, chip, context):>12}" for plan in plans.values())
-        chips = chips_for(training, chip)
-        lines.append(f"{name:<24}{chip.memory / 2**30:4.0f} GiB{cells}{f'{chips} or more':>12}")
+        chips, hours = chips_for(training, chip), work / (MFU * chip.flops) / 3600
+        lines.append(f"{name:<24}{chip.memory / 2**30:4.0f} GiB{cells}{f'{chips} or more':>12}{hours:7,.0f}")
     return "\n".join(lines)
 
 
