@@ -51,6 +51,12 @@ def test_sequences_fit_in_the_memory_left_beside_the_weights():
     shared = (0.9 * chip.memory - weights + fewer) // (2 * 2 * 8 * 128 * (16 + 4) * 8192)
     assert cells[:6] == ["NVIDIA", "H100", "80GB", "HBM3", "79", "GiB"]
     assert [float(cell) for cell in cells[6:9]] == [full, full, shared]
+    # The lower half runs once, the upper one in student and teacher, and backward for q, k and v alone.
+    kv, qo, mlp, vocab, attention = 2 * 1024, 2 * 4096, 3 * 14336, 128256, 4 * 4096 * 8193 / 2
+    layer = 2 * 4096 * (kv + qo + mlp) + attention
+    backward = 16 * (layer + attention + 2 * 4096 * (kv + qo / 2)) + 2 * 4096 * vocab
+    work = 48 * layer + 2 * 2 * 4096 * vocab + backward
+    assert float(cells[-1]) == round(680e6 * work / (0.4 * chip.flops) / 3600) == 18
     small = next(line for line in lines if line.startswith("TPU v5 lite"))
     assert small.count("2 chips") == 3, "16 GiB are less than the weights and a tenth"
 
