@@ -30,8 +30,8 @@ _RATES = (1000, 768_000)  # samples per second
 _ZEROS = 32  # zero crossings of the resampling filter, on either side
 _LOUDEST = 2.0**40  # beyond integers of any type as floats, and far below where a spectrum overflows
 _CUTOFF = 0.95  # cutoff of the filter, as a share of the lower rate's Nyquist frequency
-_PHASES = 1024  # most filters that are kept; linear interpolation between neighbours errs by 1e-6
-_TOGETHER = 1 << 18  # numbers of an array while sound is mixed or resampled
+_LONGEST_TERM = 1 << 14  # of the lower rate to the higher
+_MIXED_TOGETHER = 1 << 18  # numbers of an array while sound is mixed
 PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")  # the latter has the former inside
 
 
@@ -88,8 +88,8 @@ def read_settings(folder: str | Path, mels: int) -> AudioSettings:
         raw = read_json(path)
         raw = raw.get("feature_extractor", raw)
         if isinstance(raw, Mapping):
-            found = {ours: raw[theirs] for ours, theirs in _NAMES.items() if raw.get(theirs) is not None}
-            return AudioSettings(**({"mels": mels} | found))
+            stated = {ours: raw[theirs] for ours, theirs in _NAMES.items() if raw.get(theirs) is not None}
+            return AudioSettings(**({"mels": mels} | stated))
     return AudioSettings(mels=mels)
 
 
@@ -183,15 +183,15 @@ def _wav(data: bytes, where: str) -> Sound:
     """The audio of a wav file, mixed a part at a time: all channels as floats may be large."""
     if data[:4] not in (b"RIFF", b"RF64") or data[8:12] != b"WAVE":
         raise UsageError(f"{where} is not a wav file: convert it, as by `ffmpeg -i FILE -ar 16000 out.wav`")
-    view, parts, at = memoryview(data), {}, 12
+    view, parts, start = memoryview(data), {}, 12
     finished = int.from_bytes(data[4:8], "little") + 8 == len(data)
-    while at + 8 <= len(data):
-        name, size = struct.unpack("<4sI", view[at : at + 8])
+    while start + 8 <= len(data):
+        name, size = struct.unpack("<4sI", view[start : start + 8])
         if name == b"data":  # a streamed file declares 0, or more than it has
             size = _long_size(parts, size) or (0 if finished else len(data))
         if name in (b"fmt ", b"ds64", b"data"):
-            parts.setdefault(name, view[at + 8 : at + 8 + size])
-        at += 8 + size + size % 2
+            parts.setdefault(name, view[start + 8 : start + 8 + size])
+        start += 8 + size + size % 2
     head = parts.get(b"fmt ", b"")
     if len(head) < 16 or b"data" not in parts:
         raise UsageError(f"{where} is a wav file without a format or without data: it is cut off")
@@ -206,7 +206,7 @@ def _wav(data: bytes, where: str) -> Sound:
         )
     body, reader = parts[b"data"], _READERS[kind, bits]
     samples = np.empty(len(body) // block, np.float32)
-    together = max(1, _TOGETHER // channels)
+    together = max(1, _MIXED_TOGETHER // channels)
     for start in range(0, len(samples), together):
         stop = min(start + together, len(samples))
         samples[start:stop] = _mixed(reader(body[start * block : stop * block]).reshape(-1, channels))
@@ -252,72 +252,36 @@ _READERS = {
 }
 
 
+def _ratio(rate: int, wanted: int) -> Fraction:
+    """`wanted` to `rate`. One of long terms, as 16,000 to 192,001, is rounded by at most 3e-5, as much as
+    clocks of sound cards differ: the resampling filter is as long as the terms."""
+    return Fraction(wanted, rate).limit_denominator(_LONGEST_TERM)
+
+
 def resampled_count(samples: int, rate: int, wanted: int) -> int:
     """The number of samples that `resampled` makes of so many."""
-    return samples if rate == wanted else max(1, samples * wanted // rate)
+    return math.ceil(samples * _ratio(rate, wanted))
 
 
 def resampled(samples: Float[np.ndarray, " n"], rate: int, wanted: int) -> Float[np.ndarray, " m"]:
     """Resample from `rate` to `wanted` samples per second; a windowed sinc cuts above the lower Nyquist.
 
-    The sound is extended by silence at both ends. A high rate is first divided by an integer, so that time
-    and memory are proportional to the samples for any pair of rates.
+    The sound is extended by silence at both ends.
     """
     if rate == wanted:
         return samples
-    count, whole = resampled_count(len(samples), rate, wanted), max(1, rate // (2 * wanted))
-    held = samples if whole == 1 else _divided(samples, whole)
-    return _between(held, Fraction(rate, whole * wanted), count)
+    from scipy.signal import firwin, resample_poly
 
-
-def _kernel(at: np.ndarray, band: float, reach: int) -> np.ndarray:
-    """The filter at distances of `at` samples: cutoff at `band` of the Nyquist frequency, 0 from `reach`."""
-    weights = band * np.sinc(band * at) * np.cos(np.pi / 2 * np.clip(at / reach, -1, 1)) ** 2
-    return weights.astype(np.float32)
-
-
-def _divided(samples: Float[np.ndarray, " n"], whole: int) -> Float[np.ndarray, " m"]:
-    """Every `whole`-th sample of the filtered sound: `size` of them are two rows of samples by a matrix."""
-    band = _CUTOFF / whole
-    reach = math.ceil(_ZEROS / band)
-    weights = _kernel(np.arange(-reach, reach + 1), band, reach)
-    size = math.ceil(len(weights) / whole)
-    width, rows = size * whole, math.ceil(len(samples) / (size * whole))
-    matrix = np.zeros((2 * width, size), np.float32)
-    for column in range(size):
-        matrix[column * whole : column * whole + len(weights), column] = weights
-    held = np.pad(samples, (reach, (rows + 1) * width - len(samples) - reach)).reshape(rows + 1, width)
-    out = held[:-1] @ matrix[:width]
-    out += held[1:] @ matrix[width:]
-    return out.reshape(-1)[: math.ceil(len(samples) / whole)]
-
-
-def _between(samples: Float[np.ndarray, " n"], step: Fraction, count: int) -> Float[np.ndarray, " m"]:
-    """`count` samples, `step` of the given ones apart."""
-    band = _CUTOFF * min(1.0, 1 / float(step))
-    reach = math.ceil(_ZEROS / band)
-    taps, phases = np.arange(1 - reach, reach + 1), min(step.denominator, _PHASES)
-    table = _kernel(taps - np.arange(phases + 1)[:, None] / phases, band, reach)
-    held = np.lib.stride_tricks.sliding_window_view(np.pad(samples, (reach - 1, 2 * reach)), len(taps))
-    out = np.empty(count, np.float32)
-    together = max(1, _TOGETHER // len(taps))
-    for start in range(0, count, together):
-        at = np.arange(start, min(start + together, count))
-        whole, part = np.divmod(at * step.numerator, step.denominator)
-        row, rest = np.divmod(part * phases, step.denominator)
-        near = held[whole]
-        found = np.einsum("nt,nt->n", near, table[row])
-        if phases < step.denominator:
-            share = (rest / step.denominator).astype(np.float32)
-            found += share * (np.einsum("nt,nt->n", near, table[row + 1]) - found)
-        out[at] = found
-    return out
+    ratio = _ratio(rate, wanted)
+    longer = max(ratio.numerator, ratio.denominator)
+    low_pass = np.asarray(firwin(2 * _ZEROS * longer + 1, _CUTOFF / longer, window="hann"), np.float32)
+    return resample_poly(samples, ratio.numerator, ratio.denominator, window=low_pass)
 
 
 def windows(samples: Float[np.ndarray, " n"], settings: AudioSettings) -> list[Float[np.ndarray, " w"]]:
     """The audio in windows of `settings.seconds`, one after the other; the last may be shorter."""
     size = settings.samples
-    return [samples[at : at + size] for at in range(0, len(samples), size)]
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
 @functools.lru_cache(maxsize=8)
@@ -348,8 +312,8 @@ def features(window: Float[np.ndarray, " w"], settings: AudioSettings) -> Float[
     mel, hann = _filters(settings)
     whole = np.zeros(settings.samples, np.float32)
     whole[: len(window)] = window
-    found = spectrogram(
+    mels = spectrogram(
         whole, hann, settings.width, settings.hop, power=2.0, mel_filters=mel, log_mel="log10"
     )[:, :-1]
-    found = (np.maximum(found, found.max() - 8.0) + 4.0) / 4.0
-    return np.ascontiguousarray(found.T, np.float32)
+    mels = (np.maximum(mels, mels.max() - 8.0) + 4.0) / 4.0
+    return np.ascontiguousarray(mels.T, np.float32)
