@@ -73,12 +73,12 @@ def files_of(source: str) -> list[tuple[Place, str]]:
 
 def _in_bucket(source: str) -> list[tuple[Place, str]]:
     with reached(f"read {source}"):
-        found = [(at(url), url.removeprefix(f"{source}/")) for url in listing(source)]
-    found = [(path, path.name if name == str(path) else name) for path, name in found]
-    found = [(path, name) for path, name in found if kind_of(path) and "/." not in f"/{name}"]
-    if not found:
+        paths = [(at(url), url.removeprefix(f"{source}/")) for url in listing(source)]
+    paths = [(path, path.name if name == str(path) else name) for path, name in paths]
+    paths = [(path, name) for path, name in paths if kind_of(path) and "/." not in f"/{name}"]
+    if not paths:
         raise UsageError(f"source {source} does not exist, or holds none of {KNOWN}")
-    return found
+    return paths
 
 
 def kind_of(path: Place) -> str | None:
@@ -175,12 +175,12 @@ def _json(path: Place, bad: Bad) -> Iterator[tuple[int, object]]:
     with _opened(path) as file:
         raw = file.read()
     try:
-        found = _loads(raw)
+        value = _loads(raw)
     except BadRow as error:
         raise UsageError(f"{path}: {error}") from None
-    if not isinstance(found, list):
-        raise UsageError(f"{path} must hold a list of rows, not {type(found).__name__}")
-    yield from enumerate(found, 1)
+    if not isinstance(value, list):
+        raise UsageError(f"{path} must hold a list of rows, not {type(value).__name__}")
+    yield from enumerate(value, 1)
 
 
 def _is_object(line: bytes) -> bool:
@@ -208,26 +208,26 @@ def _table(path: Place, bad: Bad, delimiter: str) -> Iterator[tuple[int, object]
         text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
         # A line of our own after the last shows whether a quote is open there.
         reader = csv.reader(itertools.chain(text, ["\n", _END]), delimiter=delimiter)
-        at = 1
+        line = 1
         try:
             names = next(reader)
             if not names or names == [_END] or not _is_text(names):
                 raise UsageError(f"{path} has no first line that names its columns")
-            at = reader.line_num + 1
+            line = reader.line_num + 1
             for row in reader:
                 if row and _END in row[-1] and row != [_END]:
-                    raise UsageError(f"{path}:{at} opens a quote that nothing closes")
+                    raise UsageError(f"{path}:{line} opens a quote that nothing closes")
                 if row and row != [_END]:
                     if len(row) != len(names):
                         shown = delimiter.join(row)[:_SHOWN].encode(errors="replace").decode()
-                        note(bad, path, at, BadRow(f"{len(row)} fields, not {len(names)}: {shown}"))
+                        note(bad, path, line, BadRow(f"{len(row)} fields, not {len(names)}: {shown}"))
                     elif not _is_text(row):
-                        note(bad, path, at, BadRow("not UTF-8"))
+                        note(bad, path, line, BadRow("not UTF-8"))
                     else:
-                        yield at, dict(zip(names, row, strict=True))
-                at = reader.line_num + 1
+                        yield line, dict(zip(names, row, strict=True))
+                line = reader.line_num + 1
         except csv.Error as error:
-            raise UsageError(f"cannot read {path}:{at}: {error}") from None
+            raise UsageError(f"cannot read {path}:{line}: {error}") from None
 
 
 def _is_text(fields: list[str]) -> bool:

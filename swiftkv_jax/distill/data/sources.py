@@ -3,9 +3,10 @@
 import bisect
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
-import mmap
+import math
 import os
 import re
 import tempfile
@@ -20,10 +21,8 @@ from swiftkv_jax.distill.data.forms import KNOWN, BadRow, Document, check_column
 
 IN_MEMORY = 64 * 2**20  # characters of a source; a larger one is kept on disk and memory-mapped
 _LOOKED_UP = 2**20  # bytes of a source's files; a smaller one is read again instead of cached on disk
-_WRITTEN = 8 * 2**20  # characters that are written to disk at a time
+_ROWS_WRITTEN = 100  # documents, of which a text's piece has a MiB, that are written to disk at a time
 _VERSION = 2  # of the cached files
-_COLUMNS = ("id", "text", "messages", "place")  # of a document on disk
-_TOGETHER = 1000  # ids that are read from disk at a time
 PLACE = "swiftkv_jax.place"  # column of our own files of pieces: the file and line of a piece's document
 _SHOWN = 10  # broken lines that an error names
 _SAMPLED = 64  # documents of a dataset on disk that its digest covers
@@ -77,37 +76,26 @@ class HubDocuments(Sequence):
 
 
 class StoredDocuments(Sequence):
-    """Documents that `_store` has written: an Arrow file, mapped into memory.
-
-    A page that was read stays mapped, and counts as the process's memory although the system may take it
-    back: so pages are given back as soon as they were read.
-    """
+    """Documents that `_store` has written, read from disk when asked for."""
 
     def __init__(self, path: Path):
-        import pyarrow
+        from datasets import Dataset
 
         self.path = path
-        with explained(f"read {path}"), path.open("rb") as file:
-            self._file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._table = pyarrow.ipc.open_stream(pyarrow.py_buffer(self._file)).read_all()
+        with explained(f"read {path}"):
+            self.rows = Dataset.from_file(str(path))
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Document:
-        (row,) = self._rows(int(index), 1, list(_COLUMNS))
+        row = self.rows[int(index)]
         messages = tuple(json.loads(row["messages"])) if row["messages"] else ()
         return Document(row["id"], row["text"], messages, row["place"])
 
     def ids(self) -> Iterator[str]:
         """The id of every document."""
-        for start in range(0, len(self), _TOGETHER):
-            yield from (row["id"] for row in self._rows(start, _TOGETHER, ["id"]))
-
-    def _rows(self, start: int, count: int, names: list[str]) -> list[dict]:
-        rows = self._table.select(names).slice(start, count).to_pylist()
-        self._file.madvise(mmap.MADV_DONTNEED)  # the system's cache keeps them
-        return rows
+        return iter(self.rows["id"])
 
 
 OnDisk = HubDocuments | StoredDocuments
@@ -179,10 +167,9 @@ def open_documents(
         if source.startswith(SELF):
             raise UsageError(f"{source}: only swiftkv train and swiftkv distil write a model's own chats")
         before = len(bad)
-        found = _open_local(source, bad, skip_bad_lines, columns, seen)
-        if not len(found) and len(bad) == before:
+        parts.append(_open_local(source, bad, skip_bad_lines, columns, seen))
+        if not len(parts[-1]) and len(bad) == before:
             raise UsageError(f"source {source} holds no documents")
-        parts.append(found)
     _check_seen(columns, seen, parts)
     if bad and not skip_bad_lines:
         raise UsageError(_broken(bad))
@@ -231,16 +218,14 @@ def _check_seen(columns: Sequence[str], seen: dict[str, None], parts: Sequence[S
 def _open_local(
     source: str, bad: files.Bad, skip: bool, columns: Sequence[str], seen: dict[str, None]
 ) -> Sequence:
-    found = files.files_of(source)
+    paths = files.files_of(source)
     with explained(f"read {source}"):
-        stamps = [(str(path.resolve()), name, *stamp(path)) for path, name in found]
-    if sum(size for _, _, size, _ in stamps) < _LOOKED_UP:
-        return _held(_read(found, bad, columns, seen), None, bad, skip)
-    place = _place([_VERSION, stamps, list(columns), skip])
-    if place.exists():
+        stamps = [(str(path.resolve()), name, *stamp(path)) for path, name in paths]
+    identity = [_VERSION, stamps, list(columns), skip]
+    if sum(size for _, _, size, _ in stamps) >= _LOOKED_UP and (place := _place(identity)).exists():
         seen |= {part.partition("=")[2]: None for part in columns}  # else it would not have been kept
         return StoredDocuments(place)
-    return _held(_read(found, bad, columns, seen), place, bad, skip)
+    return _held(_read(paths, bad, columns, seen), identity, bad, skip)
 
 
 def _place(identity: list) -> Path:
@@ -260,56 +245,46 @@ def kept_at(name: str) -> Path:
     return Path(home) / "swiftkv_jax" / name
 
 
-def _held(documents: Iterator[Document], place: Path | None, bad: files.Bad, skip: bool) -> Sequence:
-    """The documents as a list, or stored in `place` if they are larger than `IN_MEMORY`."""
+def _held(documents: Iterator[Document], identity: list, bad: files.Bad, skip: bool) -> Sequence:
+    """The documents as a list; or stored, if they are larger than `IN_MEMORY` and `datasets` is installed."""
     first, size = [], 0
+    limit = IN_MEMORY if importlib.util.find_spec("datasets") else math.inf
     for document in documents:
         first.append(document)
         size += len(document.content)
-        if size > IN_MEMORY:
-            return _store(itertools.chain(first, documents), place or _place([size, first[0].id]), bad, skip)
+        if size > limit:
+            return _store(itertools.chain(first, documents), _place(identity), bad, skip)
     return first
 
 
 def _store(documents: Iterator[Document], place: Path, bad: files.Bad, skip: bool) -> Sequence:
     """Write the documents to `place` atomically; nothing is written if rows are broken and none is
     skipped."""
-    import pyarrow
+    from datasets import Features, Value
+    from datasets.arrow_writer import ArrowWriter
 
-    schema = pyarrow.schema([(name, pyarrow.large_string()) for name in _COLUMNS])
+    features = Features({name: Value("large_string") for name in ("id", "text", "messages", "place")})
     with explained(f"write to {place.parent}"):
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".part-") as folder:
             draft = Path(folder) / place.name
-            with pyarrow.ipc.new_stream(str(draft), schema) as writer:
-                for batch in _batches(documents):
-                    writer.write_batch(pyarrow.record_batch(batch, schema=schema))
+            with ArrowWriter(path=str(draft), features=features, writer_batch_size=_ROWS_WRITTEN) as writer:
+                for document in documents:
+                    row = {"id": document.id, "text": document.text, "place": document.place, "messages": ""}
+                    if document.messages:
+                        row["messages"] = json.dumps(document.messages, ensure_ascii=False)
+                    writer.write(row)
+                writer.finalize()
             if bad and not skip:
                 return []
             os.replace(draft, place)
     return StoredDocuments(place)
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[dict[str, list[str]]]:
-    """Documents as columns, about `_WRITTEN` characters at a time."""
-    held: dict[str, list[str]] = {name: [] for name in _COLUMNS}
-    size = 0
-    for document in documents:
-        messages = json.dumps(document.messages, ensure_ascii=False) if document.messages else ""
-        for name, value in zip(held, (document.id, document.text, messages, document.place), strict=True):
-            held[name].append(value)
-        size += len(document.text) + len(messages)
-        if size > _WRITTEN:
-            yield held
-            held, size = {name: [] for name in held}, 0
-    if held["id"]:
-        yield held
-
-
 def _read(
-    found: list[tuple[Place, str]], bad: files.Bad, columns: Sequence[str], seen: dict[str, None]
+    paths: list[tuple[Place, str]], bad: files.Bad, columns: Sequence[str], seen: dict[str, None]
 ) -> Iterator[Document]:
-    for path, name in found:
+    for path, name in paths:
         kind = files.kind_of(path)
         if kind in files.TEXT_SUFFIXES:
             yield from (Document(piece, text, (), str(path)) for piece, text in files.texts(path, name, bad))
@@ -357,7 +332,7 @@ def _open_hub(
         taken = HubDocuments(source, [], id_column, skip_bad_rows, columns)
         first = itertools.islice(rows, stream_rows)
         documents = (taken._document(i, row) for i, row in enumerate(first))
-        return _held(documents, _place([_VERSION, source, stream_rows, list(columns)]), [], skip_bad_rows)
+        return _held(documents, [_VERSION, source, stream_rows, list(columns)], [], skip_bad_rows)
     if not len(rows):
         raise UsageError(f"source {source} holds no documents")
     return HubDocuments(source, rows, id_column, skip_bad_rows, columns)
