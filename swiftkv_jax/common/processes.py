@@ -4,11 +4,9 @@ import contextlib
 import hashlib
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -49,8 +47,7 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
       environ: the environment's variables.
 
     Raises:
-      UsageError: no launcher was found though one is wanted, its information is incomplete, or process 0 does
-        not answer at its address.
+      UsageError: no launcher was found though one is wanted, or its information is incomplete.
     """
     if wanted is False:
         return
@@ -59,18 +56,24 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
     many, rank, local = (_number(environ, name) for name in mpi) if mpi else (None, None, None)
     count = _number(environ, "JAX_NUM_PROCESSES", many) if named else None
     index = _number(environ, "JAX_PROCESS_ID", rank) if named else None
-    if named and count is not None and index:
-        _reach(environ["JAX_COORDINATOR_ADDRESS"])
+    if named and not re.fullmatch(r".+:\d+", environ["JAX_COORDINATOR_ADDRESS"]):
+        raise UsageError(
+            "JAX_COORDINATOR_ADDRESS must be HOST:PORT of process 0, not "
+            f"{environ['JAX_COORDINATOR_ADDRESS']!r}"
+        )
     apart = named and "JAX_LOCAL_DEVICE_IDS" not in environ
+    late = threading.Timer(START_S, _give_up, (environ.get("JAX_COORDINATOR_ADDRESS"),))
+    late.daemon = True
+    late.start()
     try:
-        with _last_words():
+        with _filtered_stderr():
             jax.distributed.initialize(
                 num_processes=count,
                 process_id=index,
                 # One GPU for each process, as JAX does under SLURM.
                 local_device_ids=[local] if apart and local is not None else None,
                 cluster_detection_method=_method(environ, count is not None and index is not None),
-                initialization_timeout=START_S,
+                initialization_timeout=10 * START_S,  # at its end JAX would abort
                 heartbeat_timeout_seconds=HEARTBEAT_S,
                 shutdown_timeout_seconds=SHUTDOWN_S,
             )
@@ -95,6 +98,19 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
                 "--distributed: no launcher that JAX knows started this process. Use SLURM, Open MPI or a "
                 "Kubernetes JobSet, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
             ) from None
+    finally:
+        late.cancel()
+
+
+def _give_up(address: str | None) -> None:
+    """End this process, which still waits for the others."""
+    where = f" and whether JAX_COORDINATOR_ADDRESS={address} can be reached from here" if address else ""
+    print(
+        f"error: not all processes of this run started within {START_S} s; see which is missing{where}",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 def _method(environ: Mapping[str, str], named: bool) -> str | None:
@@ -158,11 +174,11 @@ def together() -> Iterator[None]:
         if _alone():
             raise
         failure = error
-    said = _gather_text(_told(failure))
-    first = next((index for index, text in enumerate(said) if text), None)
+    messages = _gather_text(_message_of(failure))
+    first = next((index for index, text in enumerate(messages) if text), None)
     if first is None:
         return
-    kind, _, message = said[first].partition(":")
+    kind, _, message = messages[first].partition(":")
     if kind == "usage":
         raise UsageError(message) from failure
     raise failure or RuntimeError(f"process {first}: {message}")
@@ -207,35 +223,10 @@ def from_first(value: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
-def _reach(address: str) -> None:
-    """Wait until something listens at `host:port`.
-
-    Raises:
-      UsageError: nothing does within `START_S`, or it is no such address.
-    """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UsageError(f"JAX_COORDINATOR_ADDRESS must be HOST:PORT of process 0, not {address!r}")
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            socket.create_connection(
-                (host.strip("[]"), int(port)), max(0.1, deadline - time.monotonic())
-            ).close()
-            return
-        except OSError as error:
-            if time.monotonic() + 0.5 > deadline:
-                raise UsageError(
-                    f"nothing answers at JAX_COORDINATOR_ADDRESS={address} after {START_S} s ({error}); is "
-                    "process 0 running, and can its port be reached from here?"
-                ) from error
-        time.sleep(0.5)
-
-
 @contextlib.contextmanager
-def _last_words() -> Iterator[None]:
-    """Route stderr through `last_words.py` from here on; undone if the block raises."""
-    program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("last_words.py"))]
+def _filtered_stderr() -> Iterator[None]:
+    """Route stderr through `stderr_filter.py` from here on; undone if the block raises."""
+    program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("stderr_filter.py"))]
     own = os.dup(2)
     relay = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True)
     assert relay.stdin is not None
@@ -341,7 +332,7 @@ class Stop:
         if self.failure is not None and not self._said:
             client.key_value_set(f"stop/{jax.process_index()}", str(step + self.LAG))
             self._said = True
-        return any(int(at) <= step for _, at in client.key_value_dir_get("stop/"))
+        return any(int(last) <= step for _, last in client.key_value_dir_get("stop/"))
 
 
 def _alone() -> bool:
@@ -360,7 +351,7 @@ def _gather_text(text: str) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 
-def _told(error: Exception | None) -> str:
+def _message_of(error: Exception | None) -> str:
     if error is None:
         return ""
     return f"usage:{error}" if isinstance(error, UsageError) else f"failure:{first_line(error)}"

@@ -102,9 +102,9 @@ class Models:
         return any(service.dead for service in self._services)
 
     @property
-    def last_words(self) -> str:
+    def reason_of_death(self) -> str:
         """The reason why the server ends, if an engine was given up."""
-        return next(service.last_words for service in self._services if service.dead)
+        return next(service.reason_of_death for service in self._services if service.dead)
 
     @property
     def draining(self) -> bool:

@@ -78,7 +78,7 @@ async def serve(api: Api, listener: socket.socket, say: Callable[[str], None]) -
         watching.cancel()
         api.models.stop()
     if api.models.dead:
-        say(f"error: {api.models.last_words}")
+        say(f"error: {api.models.reason_of_death}")
     return int(api.models.dead)
 
 

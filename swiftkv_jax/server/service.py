@@ -79,7 +79,7 @@ class Service:
         self.admission = Admission(llm.settings, settings, observer.refused)
         self._compiled = self._scoring = (0, 0)  # programs in use, of how many
         self._ready = self._stopping = self._dead = False
-        self.last_words = "the engine has stopped; see the log"  # reported when it is dead
+        self.reason_of_death = "the engine has stopped; see the log"  # reported when it is dead
         self._beat = time.monotonic()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # by request id; the engine's thread only
@@ -233,7 +233,7 @@ class Service:
             if self._stopping:
                 return
             if isinstance(error, PeerLost):
-                self.last_words = f"the engine has stopped: {error}"
+                self.reason_of_death = f"the engine has stopped: {error}"
             else:
                 log.critical("the engine has stopped: \n%s", traceback.format_exc())
             self._dead = True

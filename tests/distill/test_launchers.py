@@ -133,8 +133,7 @@ def joined(monkeypatch):
     monkeypatch.setattr(distributed.State, "initialize_preemption_sync_manager", lambda self: None)
     monkeypatch.setattr(distributed.xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setattr("socket.gethostbyname", lambda name: "10.0.0.2")
-    monkeypatch.setattr(processes, "_last_words", contextlib.nullcontext)
-    monkeypatch.setattr(processes, "_reach", lambda address: None)
+    monkeypatch.setattr(processes, "_filtered_stderr", contextlib.nullcontext)
     return asked
 
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 from processes_made import finish, start
 
-from swiftkv_jax.common import last_words, processes
+from swiftkv_jax.common import processes, stderr_filter
 from swiftkv_jax.common.errors import UsageError
 
 DIED = """E1123 12:33:00.911549   17030 coordination_service.cc:1549] [16609674530342527084] UNAVAILABLE:
@@ -62,7 +62,6 @@ def named(address: str) -> dict[str, str]:
         (None, {"JAX_COORDINATOR_ADDRESS": "a:1"}, "Set JAX_NUM_PROCESSES and JAX_PROCESS_ID too"),
         (None, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "x"}, "must be a number, not 'x'"),
         (None, named("a"), "must be HOST:PORT of process 0, not 'a'"),
-        (None, named("127.0.0.1:9"), "nothing answers at JAX_COORDINATOR_ADDRESS=127.0.0.1:9 after 1 s"),
     ],
 )
 def test_processes_that_cannot_be_joined_are_one_line(wanted, environ, said, monkeypatch):
@@ -74,7 +73,6 @@ def test_processes_that_cannot_be_joined_are_one_line(wanted, environ, said, mon
             raise ValueError("Number of processes must be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    monkeypatch.setattr(processes, "START_S", 1)
     with pytest.raises(UsageError, match=re.escape(said)) as caught:
         processes.start(wanted, environ)
     assert "\n" not in str(caught.value)
@@ -95,35 +93,38 @@ def test_without_a_launcher_or_where_it_is_not_wanted_a_process_is_alone(monkeyp
         raise KeyError("as it was")
 
 
-def test_a_process_whose_peers_never_start_fails_in_one_line():
-    """Process 0, where JAX calls abort(); and what it wrote before is not lost."""
-    program = "import os, sys; from swiftkv_jax import processes; processes.START_S = 1\n"
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_process_whose_peers_never_start_fails_in_one_line(index):
+    """JAX would call abort(); and what it wrote before is not lost."""
+    program = "import os, sys; from swiftkv_jax.common import processes; processes.START_S = 1\n"
     program += "print('before', file=sys.stderr); processes.start(None, os.environ)"
     command = [sys.executable, "-c", program]
-    alone = start([command, [sys.executable, "-c", ""]], PYTHONPATH=str(ROOT))
-    done = finish(alone, 60)[0]
-    assert done.returncode and done.stderr.splitlines() == ["before", last_words.NEVER_CAME.strip()]
+    commands = [[sys.executable, "-c", ""]] * 2
+    commands[index] = command
+    done = finish(start(commands, PYTHONPATH=str(ROOT)), 60)[index]
+    before, error = done.stderr.splitlines()
+    assert (done.returncode, before) == (1, "before") and error.startswith("error: not all processes")
 
 
 @pytest.mark.parametrize(
     "written, read",
     [
         ("a\nb", "a\nb"),
-        (f"a\n{DIED}", f"a\n{last_words.GONE}"),
+        (f"a\n{DIED}", f"a\n{stderr_filter.GONE}"),
         (f"error: no\n{DIED}", "error: no\n"),
         (f"{ALARM}b\n", f"{ALARM}b\n"),
     ],
     ids=["no death", "a death", "a death that the process has told", "an alarm without a death"],
 )
 def test_the_death_of_another_process_is_reported_in_one_line(written, read):
-    program = [sys.executable, "-I", "-S", last_words.__file__]
+    program = [sys.executable, "-I", "-S", stderr_filter.__file__]
     done = subprocess.run(program, input=written, capture_output=True, text=True, timeout=60)
     assert (done.stderr, done.stdout, done.returncode) == (read, "", 0)
 
 
 def test_an_alarm_is_relayed_while_its_process_lives():
     """A process that goes on after it is read while it lives."""
-    program = [sys.executable, "-I", "-S", last_words.__file__]
+    program = [sys.executable, "-I", "-S", stderr_filter.__file__]
     relay = subprocess.Popen(program, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert relay.stdin is not None and relay.stderr is not None
     relay.stdin.write(ALARM)

@@ -1,7 +1,7 @@
 """Pass on the stderr of one of several processes; JAX's report of a dead peer becomes one line.
 
 This is a separate program that does not import the library: `processes.start` connects the process's stderr
-to its stdin. JAX's C++ reacts to a dead or missing peer with a dozen lines, a stack trace and abort(), which
+to its stdin. JAX's C++ reacts to a dead peer with a dozen lines, a stack trace and abort(), which
 Python in that process cannot catch.
 """
 
@@ -14,14 +14,13 @@ _FATAL = b"Terminating process because the JAX distributed service detected fata
 _BEFORE = re.compile(rb"^[EW]\d{4} .*(coordination_service|preemption_sync_manager)\w*\.cc:")
 _HOLD_S = 2.0  # longest time between the first of those lines and the fatal one
 GONE = "error: another process of this run has ended, so this one ends too; the other's log says why\n"
-NEVER_CAME = "error: not all processes of this run started in time; see which is missing\n"
 
 
 def main() -> None:
     """Pass on until the process ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the process, which may still print
         signal.signal(number, signal.SIG_IGN)
-    rest, held, told = b"", b"", False
+    rest, held, reported = b"", b"", False
     while True:
         if held and _FATAL not in held and not select.select([0], [], [], _HOLD_S)[0]:
             os.write(2, held)  # it was not a death after all
@@ -34,12 +33,12 @@ def main() -> None:
             if held or _FATAL in line or _BEFORE.match(line):
                 held += line
             else:
-                told |= line.startswith(b"error: ")
+                reported |= line.startswith(b"error: ")
                 os.write(2, line)
         if not chunk:
             break
     if _FATAL in held:
-        held = b"" if told else (NEVER_CAME if b"RegisterTask" in held else GONE).encode()
+        held = b"" if reported else GONE.encode()
     os.write(2, held)
 
 
