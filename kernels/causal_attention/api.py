@@ -1,5 +1,6 @@
 """Causal attention of packed sequences. A named implementation runs or raises; None picks by platform."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from swiftkv_jax.kernels.causal_attention import cudnn, native_cpu, reference, splash, xla
@@ -20,7 +21,7 @@ def causal_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K U"],
-    segments: Int[Array, "B T"],
+    segments: Int[Array, "B T"] | None,
     window: int | Int[Array, ""],
     *,
     bias: Float[Array, "N S"] | None = None,
@@ -31,11 +32,12 @@ def causal_attention(
 
     Args:
       q, k, v: of the same tokens.
-      segments: a number for each token; a segment is a run of tokens of one number.
+      segments: a number for each token; a segment is a run of tokens of one number. None: each row is one
+        segment, which "cudnn" can compute on more GPUs and under any window.
       window: a query sees keys of its own segment, at or before it, fewer than `window` tokens back.
       bias: added to the scores, by head and by how far back a key is; "reference" and "xla" take one.
       implementation: "reference", "xla", "native_cpu" (needs a C++ compiler), "splash" (TPU), "cudnn" (GPUs
-        from Hopper on), or None.
+        from Hopper on, from Ampere on without segments), or None.
       shards: the axes of the mesh that "splash" and "cudnn" are cut over; the others the compiler cuts.
 
     Returns:
@@ -46,6 +48,8 @@ def causal_attention(
     """
     if q.shape[2] % k.shape[2]:
         raise dispatch.UnsupportedError(f"{q.shape[2]} query heads do not share {k.shape[2]} kv heads evenly")
+    if segments is None and implementation != "cudnn":
+        segments = jnp.zeros(q.shape[:2], jnp.int32)
     args = (q, k, v, segments, window)
     options = {"scale": q.shape[-1] ** -0.5, "shards": shards}
     known = CAUSAL_ATTENTION

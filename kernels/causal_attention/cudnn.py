@@ -1,7 +1,7 @@
-"""cuDNN's flash attention of packed rows, for Hopper.
+"""cuDNN's flash attention: of packed rows, for Hopper, and of rows that are one segment each.
 
-cuDNN needs a GPU even for compilation; on an H200 it ran, and was not compared with the definition. JAX's
-public `jax.nn.dot_product_attention` does not support segments, so this calls the function below it.
+cuDNN needs a GPU even for compilation; packed rows ran on an H200, and were not compared with the definition.
+JAX's public `jax.nn.dot_product_attention` does not support segments, so they call the function below it.
 """
 
 import importlib
@@ -26,12 +26,14 @@ def refuses(q, k, v, segments, window, *, scale, shards: Shards, capable: bool |
         module = _module()
     except ImportError:
         return f"this JAX: it has no {_MODULE}"
-    if not (isinstance(window, int) and window >= q.shape[1]):
+    if segments is not None and not (isinstance(window, int) and window >= q.shape[1]):
         return "windows shorter than the sequence"
     if str(q.dtype) not in ("bfloat16", "float16"):
         return f"{q.dtype}: it takes bfloat16 and float16"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] % 8 or q.shape[-1] > 256:
         return f"heads of width {q.shape[-1]} and {v.shape[-1]}: it takes equal multiples of 8 up to 256"
+    if segments is None:
+        return ""
     if shards.of(q.shape[0], q.shape[1], k.shape[2]).tokens:
         return "a mesh that cuts sequences: give mesh.context=1"
     if not (module.check_compute_capability("9.0") if capable is None else capable):
@@ -45,6 +47,11 @@ def causal_attention(q, k, v, segments, window, *, scale, shards: Shards, attend
     cuDNN must know the most segments of a row at compile time, and would silently drop the rest. `attend`
     replaces it, see `stand_in.py`.
     """
+    if segments is None:
+        near = None if window >= q.shape[1] else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, scale=scale, is_causal=True, local_window_size=near, implementation="cudnn"
+        )
     cut, attend = shards.of(q.shape[0], q.shape[1], k.shape[2]), attend or _by_cudnn
     return cut.run(lambda _, *arrays: _of_device(attend, scale, *arrays), q, k, v, segments)
 

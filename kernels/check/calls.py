@@ -30,8 +30,6 @@ from swiftkv_jax.kernels.page_write import cases as write
 from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
 from swiftkv_jax.kernels.paged_attention import cases as paged
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
-from swiftkv_jax.kernels.prompt_attention import cases as prompt
-from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
 
 
 class Operation(NamedTuple):
@@ -49,7 +47,6 @@ OPERATIONS = {
     "x_cache_attention": Operation(X_CACHE, keys.Case, keys.INPUTS_SMALL, keys.INPUTS_REAL),
     "fused_kv_fill": Operation(FUSED_KV_FILL, fill.Case, fill.SMALL, fill.REAL),
     "page_write": Operation(PAGE_WRITE, write.Case, write.SMALL, write.REAL),
-    "prompt_attention": Operation(PROMPT_ATTENTION, prompt.Case, prompt.SMALL, prompt.REAL),
     "causal_attention": Operation(CAUSAL_ATTENTION, causal.Case),
 }
 # By platform and kind of call. The first is the safe one: XLA's, on GPUs and TPUs without a loop of unknown

@@ -1,18 +1,19 @@
 """Names of kernels as a user gives them: NAME for every operation that has it, or operation=NAME."""
 
 from swiftkv_jax.common.errors import UsageError, suggest
+from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
-from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
 
 AUTO, SAFE = "auto", "xla"  # of `kernels`: as checked on this machine; the safe ones
+SCORING = {name: CAUSAL_ATTENTION[name] for name in ("reference", "xla", "cudnn")}
 OPERATIONS = {  # as `kernels` calls them; "attention" is decode and chunk
     "decode": PAGED_ATTENTION,
     "chunk": PAGED_ATTENTION,
     "fill": FUSED_KV_FILL,
     "write": PAGE_WRITE,
-    "scoring": PROMPT_ATTENTION,
+    "scoring": SCORING,
 }
 
 

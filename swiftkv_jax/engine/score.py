@@ -22,7 +22,6 @@ from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
 from swiftkv_jax.engine.scheduler import power_of_two
 from swiftkv_jax.engine.sequence import NOT_FINITE
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
-from swiftkv_jax.kernels.prompt_attention.api import prompt_attention
 
 _BLOCK = 64  # positions whose logits exist at a time
 SHORTEST, _STEP = 128, 4  # the smallest compiled size, and the ratio of each size to the one before
@@ -46,14 +45,14 @@ def prompt_logprobs(
     size = _size(len(ids) - 1, limit)
     tokens, following = np.zeros((1, size), np.int32), np.zeros(size, np.int32)
     tokens[0, : len(ids) - 1], following[: len(ids) - 1] = ids[:-1], ids[1:]
-    found = jax.device_get(read(tokens, following))
-    if not np.isfinite(found[0][: len(ids) - 1]).all():
+    arrays = jax.device_get(read(tokens, following))
+    if not np.isfinite(arrays[0][: len(ids) - 1]).all():
         raise FloatingPointError(NOT_FINITE)
-    return [None, *(_entries(found, i - 1, ids[i], top, word) for i in range(1, len(ids)))]
+    return [None, *(_entries(arrays, i - 1, ids[i], top, word) for i in range(1, len(ids)))]
 
 
-def _entries(found, at: int, token: int, top: int, word: Callable) -> dict[int, Logprob]:
-    chosen, rank, top_ids, top_values = (array[at] for array in found)
+def _entries(arrays, index: int, token: int, top: int, word: Callable) -> dict[int, Logprob]:
+    chosen, rank, top_ids, top_values = (array[index] for array in arrays)
     entries = {token: (chosen.item(), rank.item())}
     for place, (other, value) in enumerate(zip(top_ids[:top].tolist(), top_values.tolist(), strict=False), 1):
         entries.setdefault(other, (value, place))
@@ -75,13 +74,6 @@ def lengths(longest: int, limit: int) -> list[int]:
     context of `limit`."""
     sizes = {_size(tokens, limit) for tokens in range(1, longest + 1)}
     return [min(size, longest) for size in sorted(sizes)]
-
-
-def whole(implementation: str, q, k, v, segments: Int[Array, "B T"], window: int):
-    """`causal_attention` where each row is one segment, by an implementation of kernels/prompt_attention."""
-    lengths = jnp.full(segments.shape[:1], segments.shape[1], jnp.int32)
-    near = window if window < segments.shape[1] else None
-    return prompt_attention(q, k, v, lengths, window=near, implementation=implementation)
 
 
 @partial(jax.jit, static_argnames=("model", "limit", "cache_dtype", "attention", "mesh"))
@@ -108,17 +100,20 @@ def scores(
     if isinstance(model, Predicted):
         x = predict.forward(model, params, tokens, places, **served)[0]
     else:
-        attend = partial(whole, attention) if attention else causal_attention
+
+        def attend(q, k, v, _, window, **bias):
+            return causal_attention(q, k, v, None, window, implementation=attention, **bias)
+
         x = forward(model, params, tokens, places, attention=attend, **served)[0]
     model, params = generator(model, params)
 
     def block(part):
         x, target = part
-        found = jax.nn.log_softmax(logits(model, params, x), axis=-1)
-        chosen = jnp.take_along_axis(found, target[:, None], axis=1)
-        values, ids = jax.lax.top_k(found, min(MAX_LOGPROBS, found.shape[1]))
-        return chosen[:, 0], 1 + jnp.sum(found > chosen, axis=-1), ids, values
+        logprobs = jax.nn.log_softmax(logits(model, params, x), axis=-1)
+        chosen = jnp.take_along_axis(logprobs, target[:, None], axis=1)
+        values, ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logprobs.shape[1]))
+        return chosen[:, 0], 1 + jnp.sum(logprobs > chosen, axis=-1), ids, values
 
     cut = (x.reshape(-1, _BLOCK, x.shape[-1]), following.reshape(-1, _BLOCK))
-    found = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), jax.lax.map(block, cut))
-    return found if mesh is None else jax.lax.with_sharding_constraint(found, NamedSharding(mesh, P()))
+    out = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), jax.lax.map(block, cut))
+    return out if mesh is None else jax.lax.with_sharding_constraint(out, NamedSharding(mesh, P()))

@@ -25,14 +25,13 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted, cached, transformers
 from swiftkv_jax.core.surgery import fold_shared_norm
 from swiftkv_jax.engine.loop import Exits
-from swiftkv_jax.engine.names import AUTO, SAFE, named
+from swiftkv_jax.engine.names import AUTO, SAFE, SCORING, named
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.score import SHORTEST, scores
 from swiftkv_jax.kernels.common.dispatch import PLATFORM_OF, ByKind, UnsupportedError
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
-from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *EIGHT_BIT)
 MEMORY_FRACTION = 0.9
@@ -48,7 +47,7 @@ _KERNELS = {  # by setting
     "attention": PAGED_ATTENTION,
     "fill": FUSED_KV_FILL,
     "write": PAGE_WRITE,
-    "scoring": PROMPT_ATTENTION,
+    "scoring": SCORING,
 }
 
 
@@ -85,7 +84,7 @@ class Settings:
         pages; None: XLA, token by token.
       write: name of an implementation of kernels/page_write, which writes new rows to their pages; None: the
         platform's choice.
-      scoring: name of an implementation of kernels/prompt_attention, for scoring whole prompts; None: the
+      scoring: name of an implementation of kernels/causal_attention, for scoring whole prompts; None: the
         model's own attention, in blocks of queries.
       drafts: number of draft tokens to verify at once (speculative decoding); 0: none.
       drafter: where drafts come from: "prompt" (what followed the same words before) or "exit" (the model's
@@ -341,7 +340,7 @@ def settle(
 def _check_scoring(name: str | None, devices: int) -> None:
     """Check that a scoring kernel runs on one device: only attention over pages is sharded by kv head."""
     if devices > 1 and name in PLATFORM_OF:
-        whole = ", ".join(n for n in PROMPT_ATTENTION if n not in PLATFORM_OF)
+        whole = ", ".join(n for n in SCORING if n not in PLATFORM_OF)
         raise UsageError(
             f"scoring {name!r} runs on one device, and the model lies on {devices}: {whole}, or None"
         )

@@ -11,7 +11,6 @@ from benchmarks.common import write
 from swiftkv_jax.kernels.fused_kv_fill import cases as fill_cases
 from swiftkv_jax.kernels.k_cache_attention import cases as k_cache_cases
 from swiftkv_jax.kernels.paged_attention import cases as paged_cases
-from swiftkv_jax.kernels.prompt_attention import cases as prompt_cases
 
 MIB = 2**20
 
@@ -35,8 +34,6 @@ def test_the_least_work_of_a_case_by_hand():
     fill = fill_cases.REAL["llama_8b"]
     assert fill.flops == 2 * 8192 * 4096 * 16 * 2048
     assert fill.bytes == 2 * (8192 * 4096 + 16 * 2048 * 4096 + 8192 * 16 * 2048)
-    prompt = dataclasses.replace(prompt_cases.REAL["llama_8b"], lengths=(5,), window=2)
-    assert prompt.flops == 4 * (1 + 2 + 2 + 2 + 2) * 32 * 128
 
 
 def test_a_table_of_one_case(monkeypatch, tmp_path):
@@ -60,13 +57,13 @@ def test_a_table_of_one_case(monkeypatch, tmp_path):
 
 
 def test_when_its_time_is_up_no_case_begins_and_all_are_named(monkeypatch, tmp_path):
-    flags = "--platform", "cpu", "--kernel", "prompt_attention", "--minutes", "0"
+    flags = "--platform", "cpu", "--kernel", "paged_attention", "--minutes", "0"
     assert run(monkeypatch, tmp_path, *flags) == 0
-    result = json.loads((tmp_path / "kernels_cpu_prompt_attention.json").read_text())
+    result = json.loads((tmp_path / "kernels_cpu_paged_attention.json").read_text())
     assert not result["cases"]
-    assert result["no_time_for"] == [f"prompt_attention {name}" for name in prompt_cases.SMALL]
-    text = (tmp_path / "kernels_cpu_prompt_attention.md").read_text()
-    assert "No time was left for: prompt_attention lengths, " in text
+    assert result["no_time_for"] == [f"paged_attention {name}" for name in paged_cases.SMALL]
+    text = (tmp_path / "kernels_cpu_paged_attention.md").read_text()
+    assert f"No time was left for: paged_attention {next(iter(paged_cases.SMALL))}, " in text
 
 
 def test_without_a_device_it_says_not_measured_and_keeps_what_was(monkeypatch, tmp_path, capsys):

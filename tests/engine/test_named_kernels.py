@@ -167,7 +167,7 @@ def test_a_refusal_says_which_flag_a_user_can_change(reason, flags, monkeypatch)
 
 def test_cudnn_scores_on_a_gpu_alone():
     net, params = tiny.make_model(tiny.PLANS["acrosskv"])
-    with pytest.raises(UsageError, match="prompt_attention: cudnn needs a gpu, this is cpu: reference, xla"):
+    with pytest.raises(UsageError, match="causal_attention: cudnn needs a gpu, this is cpu: reference, xla"):
         LLM.from_model(net, params, **SIZES, scoring="cudnn")
 
 

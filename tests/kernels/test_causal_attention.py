@@ -284,6 +284,27 @@ def test_cudnn_gives_nan_to_a_row_with_more_segments_than_it_was_told_of():
     assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
 
 
+@pytest.mark.parametrize("window", [ALL, 7])
+def test_cudnn_is_asked_for_the_definition_of_rows_that_are_one_segment(window, monkeypatch):
+    """Its arguments are passed to the implementation of jax.nn that runs here."""
+    asked, attend = [], jax.nn.dot_product_attention
+
+    def by_xla(*args, implementation, **options):
+        asked.append(implementation)
+        return attend(*args, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    q, k, v, _, segments = arrays(tokens=48, dtype="bfloat16")
+    assert not cudnn.refuses(q, k, v, None, window, scale=1.0, shards=Shards())
+    got, want = by_cudnn(q, k, v, None, window), dense(*map(jnp.float32, (q, k, v)), segments, window)
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=2e-2)
+    assert asked == ["cudnn"]
+    others = [
+        api.causal_attention(q, k, v, given, window, implementation="xla") for given in (None, segments)
+    ]
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in others))
+
+
 def test_cudnn_names_unsupported_arguments():
     q, k, v, _, segments = arrays(tokens=256, width=128, value=128, dtype="bfloat16")
     refused = functools.partial(cudnn.refuses, scale=1.0, shards=Shards())

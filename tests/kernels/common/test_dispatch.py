@@ -17,7 +17,6 @@ from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
 from swiftkv_jax.kernels.paged_attention import cases as paged_cases
 from swiftkv_jax.kernels.paged_attention import pallas_tpu as paged
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION
-from swiftkv_jax.kernels.prompt_attention.api import PROMPT_ATTENTION
 
 TABLES = {
     "paged": PAGED_ATTENTION,
@@ -25,7 +24,6 @@ TABLES = {
     "inputs": X_CACHE,
     "fill": FUSED_KV_FILL,
     "write": PAGE_WRITE,
-    "scoring": PROMPT_ATTENTION,
     "training": CAUSAL_ATTENTION,
 }
 TABLE = {
