@@ -187,8 +187,10 @@ def _wav(data: bytes, where: str) -> Sound:
     finished = int.from_bytes(data[4:8], "little") + 8 == len(data)
     while start + 8 <= len(data):
         name, size = struct.unpack("<4sI", view[start : start + 8])
-        if name == b"data":  # a streamed file declares 0, or more than it has
-            size = _long_size(parts, size) or (0 if finished else len(data))
+        if name == b"data":  # a streamed file declares 0, or more than it has; RF64's size is in ds64
+            if size == _UNKNOWN and len(parts.get(b"ds64", b"")) >= 16:
+                size = int.from_bytes(parts[b"ds64"][8:16], "little")
+            size = size or (0 if finished else len(data))
         if name in (b"fmt ", b"ds64", b"data"):
             parts.setdefault(name, view[start + 8 : start + 8 + size])
         start += 8 + size + size % 2
@@ -211,12 +213,6 @@ def _wav(data: bytes, where: str) -> Sound:
         stop = min(start + together, len(samples))
         samples[start:stop] = _mixed(reader(body[start * block : stop * block]).reshape(-1, channels))
     return Sound(samples=samples, rate=rate, channels=channels)
-
-
-def _long_size(parts: dict[bytes, memoryview], size: int) -> int:
-    """The size of the data: the declared one, or the 64-bit one of RF64."""
-    long = parts.get(b"ds64", b"")
-    return int.from_bytes(long[8:16], "little") if size == _UNKNOWN and len(long) >= 16 else size
 
 
 def _laws() -> tuple[np.ndarray, np.ndarray]:

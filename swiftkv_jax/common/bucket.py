@@ -68,10 +68,10 @@ def listing(url: str | os.PathLike[str]) -> dict[str, list]:
     import fsspec
 
     fs, path = fsspec.core.url_to_fs(str(at(url)), use_listings_cache=False)  # others write there too
-    found = fs.glob(path, detail=True) if set("*?[") & set(path) else fs.find(path, detail=True)
+    entries = fs.glob(path, detail=True) if set("*?[") & set(path) else fs.find(path, detail=True)
     return {
         SCHEME + name: [info["size"], info.get("crc32c") or ""]
-        for name, info in sorted(found.items())
+        for name, info in sorted(entries.items())
         if info["type"] == "file"
     }
 
@@ -92,19 +92,19 @@ def fetched(url: str, patterns: Sequence[str]) -> Path:
     they have changed. Raises UsageError: there are none, or they cannot be read."""
     name = url.rpartition("/")[2]
     with reached(f"read {url}"):
-        found = {there.removeprefix(url).strip("/"): entry for there, entry in listing(url).items()}
-        found = {
+        entries = {there.removeprefix(url).strip("/"): entry for there, entry in listing(url).items()}
+        entries = {
             inner: entry
-            for inner, entry in found.items()
+            for inner, entry in entries.items()
             if ".." not in inner and any(fnmatch.fnmatch(inner or name, each) for each in patterns)
         }
-        if not found:
+        if not entries:
             raise UsageError(f"no such folder or file: {url}")
-        place = _kept("models", [url, found])
+        place = _kept("models", [url, entries])
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=place.parent, prefix=".part-") as draft:
-                for inner in found:
+                for inner in entries:
                     _copy(f"{url}/{inner}".rstrip("/"), Path(draft, "whole", name, inner))
                 os.rename(Path(draft, "whole"), place)
     return place / name

@@ -27,12 +27,12 @@ def inside(path: Path) -> Path:
     homes = [folder, *(up.parent / "blobs" for up in snapshots)]
     try:
         with explained(f"read {path}"):
-            found = path.resolve(strict=True)
+            target = path.resolve(strict=True)
     except RuntimeError:  # Python 3.12 and before: a link to itself
         raise UsageError(f"{path} is a link that leads nowhere") from None
-    if not any(found.is_relative_to(home) for home in homes):
+    if not any(target.is_relative_to(home) for home in homes):
         raise UsageError(f"{path} is a link that leaves its folder; put the file itself there")
-    if not found.is_file():
+    if not target.is_file():
         raise UsageError(f"{path} is not a plain file")
     return path
 
@@ -85,9 +85,9 @@ def private(path: Path) -> bool:
     try:
         for folder, owners in ((path.parent, (os.getuid(), 0)), (path, (os.getuid(),))):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = folder.stat()
-            sticky = folder != path and found.st_mode & stat.S_ISVTX
-            if found.st_uid not in owners or (found.st_mode & 0o022 and not sticky):
+            status = folder.stat()
+            sticky = folder != path and status.st_mode & stat.S_ISVTX
+            if status.st_uid not in owners or (status.st_mode & 0o022 and not sticky):
                 return False
     except OSError:
         return False

@@ -198,29 +198,17 @@ def check_same(what: str, value: str) -> None:
 
 def any_process(flag: bool) -> bool:
     """Whether `flag` is true in any process, the same answer in all; also a barrier."""
-    if _alone():
-        return flag
-    from jax.experimental import multihost_utils
-
-    return bool(multihost_utils.process_allgather(np.asarray(flag)).any())
+    return bool(_gather(flag).any())
 
 
 def least(value: int) -> int:
     """The least of all processes' values, in every process."""
-    if _alone():
-        return value
-    from jax.experimental import multihost_utils
-
-    return int(multihost_utils.process_allgather(np.int32(value)).min())
+    return int(_gather(np.int32(value)).min())
 
 
 def from_first(value: int) -> int:
     """Process 0's value, in every process."""
-    if _alone():
-        return value
-    from jax.experimental import multihost_utils
-
-    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+    return int(_gather(np.int32(value))[0])
 
 
 @contextlib.contextmanager
@@ -340,15 +328,19 @@ def _alone() -> bool:
     return not jax.distributed.is_initialized() or jax.process_count() == 1
 
 
-def _gather_text(text: str) -> list[str]:
-    """The text of every process, cut to `_BYTES`, by process index."""
+def _gather(value) -> np.ndarray:
+    """The value of every process, by process index."""
     if _alone():
-        return [text]
+        return np.asarray(value)[None]
     from jax.experimental import multihost_utils
 
+    return multihost_utils.process_allgather(np.asarray(value))
+
+
+def _gather_text(text: str) -> list[str]:
+    """The text of every process, cut to `_BYTES`, by process index."""
     raw = np.frombuffer(text.encode()[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
-    rows = multihost_utils.process_allgather(raw)
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in rows]
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in _gather(raw)]
 
 
 def _message_of(error: Exception | None) -> str:

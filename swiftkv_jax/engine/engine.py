@@ -16,7 +16,7 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted, cached, generator
 from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.engine import draft
-from swiftkv_jax.engine.followers import Alone
+from swiftkv_jax.engine.followers import Single
 from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.reader import Reader
@@ -128,12 +128,12 @@ class Engine:
         mesh: Mesh | None,
         tokenizer,
         settings: Settings,
-        others: Alone | None = None,
+        role: Single | None = None,
     ):
         """`settings` have `num_pages` settled, see `settle`; `params` are folded if the settings name a fused
-        fill. `others`: the role among the processes whose devices hold the model."""
+        fill. `role`: the role among the processes whose devices hold the model."""
         self.settings, self.tokenizer = settings, tokenizer
-        self.runner = make_runner(model, params, mesh, settings, new_cache, others)
+        self.runner = make_runner(model, params, mesh, settings, new_cache, role)
         self._start()
         self.count_anew()
         self.probe: Callable[[str, str], None] = lambda point, request_id: None
@@ -304,7 +304,7 @@ class Engine:
             else:
                 self._decode()
         except jax.errors.JaxRuntimeError as error:  # the device failed, not a request
-            if runner.others.several:
+            if runner.role.several:
                 raise PeerLost(f"a launch of several processes failed: {first_line(error, 200)}") from error
             self.restart(error)
 
@@ -462,7 +462,7 @@ def make_runner(
     mesh: Mesh | None,
     settings: Settings,
     new: Callable,
-    others: Alone | None = None,
+    role: Single | None = None,
 ) -> Runner:
     """Return the runner of a model under `settings`; `new(weights, make)` makes each of its pools."""
     reader = None
@@ -473,5 +473,5 @@ def make_runner(
     empty = partial(new, params, partial(empty_pool, base, settings, mesh))
     budget, steps = settings.max_num_batched_tokens, -(-settings.steps_per_launch // _AHEAD)
     lanes, lookups, exits = settings.max_num_seqs, settings.lookups, settings.exits
-    parts = {"exits": exits, "reader": reader, "others": others, "fixed": settings.batch_invariant}
+    parts = {"exits": exits, "reader": reader, "role": role, "fixed": settings.batch_invariant}
     return Runner(base, params, empty, lanes, budget, steps, lookups, **parts)

@@ -31,12 +31,12 @@ _numbers = itertools.count()
 _R = TypeVar("_R")
 
 
-class Alone:
+class Single:
     """The role of a process that has the whole model on its devices."""
 
     several = False
 
-    def telling(self, name: str, args: tuple) -> contextlib.AbstractContextManager:
+    def broadcasting(self, name: str, args: tuple) -> contextlib.AbstractContextManager:
         """A context in which the method `name` runs with these arguments."""
         return contextlib.nullcontext()
 
@@ -44,7 +44,7 @@ class Alone:
         """End the others' `messages`."""
 
 
-class Follower(Alone):
+class Follower(Single):
     """The role of a process that repeats what process 0 does."""
 
     several = True
@@ -61,7 +61,7 @@ class Follower(Alone):
             yield name, args
 
 
-class Leader(Alone):
+class Leader(Single):
     """The role of process 0, when the model is on other processes' devices too."""
 
     several = True
@@ -72,7 +72,7 @@ class Leader(Alone):
         self._inside = False
 
     @contextlib.contextmanager
-    def telling(self, name: str, args: tuple) -> Iterator[None]:
+    def broadcasting(self, name: str, args: tuple) -> Iterator[None]:
         """Send a call to the others, with no other call in between. Calls within it are not sent."""
         with self._turn:
             if inside := self._inside:
@@ -90,7 +90,7 @@ class Leader(Alone):
             self.channel.send(b"")
 
 
-def company(mesh: Mesh | None) -> Alone:
+def role_in(mesh: Mesh | None) -> Single:
     """Return the role of this process among those of `mesh`.
 
     All processes of a run must call this equally often, in the same order.
@@ -100,7 +100,7 @@ def company(mesh: Mesh | None) -> Alone:
     """
     owners = set() if mesh is None else {device.process_index for device in mesh.devices.flat}
     if len(owners) < 2:
-        return Alone()
+        return Single()
     if idle := set(range(jax.process_count())) - owners:
         raise UsageError(
             f"{jax.process_count()} processes were started, and the model is sharded over devices of "
@@ -112,13 +112,13 @@ def company(mesh: Mesh | None) -> Alone:
 
 
 def repeated(method: Callable[..., _R]) -> Callable[..., _R]:
-    """Decorate a method of an object with `others`: the followers call it too. They get its positional
+    """Decorate a method of an object with `role`: the followers call it too. They get its positional
     arguments; keyword arguments are local to this process."""
     _NAMES.add(method.__name__)
 
     @functools.wraps(method)
     def run(self, *args: Any, **own: Any) -> _R:
-        with self.others.telling(method.__name__, args):
+        with self.role.broadcasting(method.__name__, args):
             return method(self, *args, **own)
 
     return run
@@ -128,17 +128,17 @@ def pack(name: str, args: tuple) -> bytes:
     """One call as bytes: a line of JSON that says what the arguments are, then their arrays' bytes."""
     arrays: list[np.ndarray] = []
 
-    def told(value: Any) -> Any:
+    def encoded(value: Any) -> Any:
         if isinstance(value, _PLAIN):
             return value
         if type(value) in _KINDS.values():
             fields = value if isinstance(value, Mode) else jax.tree.leaves(value)
-            return [type(value).__name__, *map(told, fields)]
+            return [type(value).__name__, *map(encoded, fields)]
         array = np.asarray(value)
         arrays.append(array)
         return [array.dtype.name, array.shape]
 
-    head = json.dumps([name, *map(told, args)]).encode()
+    head = json.dumps([name, *map(encoded, args)]).encode()
     body = b"".join(array.tobytes() for array in arrays)
     packed = len(body) > _SMALL
     return b"%c%s\n%s" % (packed, head, zlib.compress(body, 1) if packed else body)
@@ -147,10 +147,10 @@ def pack(name: str, args: tuple) -> bytes:
 def unpack(message: bytes) -> tuple[str, list]:
     """(method, arguments) of what `pack` made."""
     head, _, body = message[1:].partition(b"\n")
-    buffer, at = zlib.decompress(body) if message[0] else body, 0
+    buffer, offset = zlib.decompress(body) if message[0] else body, 0
 
     def meant(value: Any) -> Any:
-        nonlocal at
+        nonlocal offset
         if not isinstance(value, list):
             return value
         kind, *fields = value
@@ -158,8 +158,8 @@ def unpack(message: bytes) -> tuple[str, list]:
             return _KINDS[kind](*map(meant, fields))
         dtype, (shape,) = np.dtype(kind), fields
         count = int(np.prod(shape))
-        array = np.frombuffer(buffer, dtype, count, at).reshape(shape)
-        at += array.nbytes
+        array = np.frombuffer(buffer, dtype, count, offset).reshape(shape)
+        offset += array.nbytes
         return array.copy()  # in the message it may be unaligned
 
     name, *args = json.loads(head)

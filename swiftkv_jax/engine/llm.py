@@ -25,7 +25,7 @@ from swiftkv_jax.core.surgery import fold_shared_norm
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.engine import Engine, Group
 from swiftkv_jax.engine.fingerprint import fingerprint
-from swiftkv_jax.engine.followers import Follower, company, repeated
+from swiftkv_jax.engine.followers import Follower, repeated, role_in
 from swiftkv_jax.engine.given import (
     check_devices,
     check_ids,
@@ -161,7 +161,7 @@ class LLM:
         if self.mesh is not None:
             model, params = for_mesh(model, params, self.mesh)
         self.model, self.params = model, params
-        self.others, self._engine = company(self.mesh), None
+        self.role, self._engine = role_in(self.mesh), None
         self._kernels_from = chosen.how
         self._settle(dataclasses.replace(chosen.settings, max_model_len=self._context(max_model_len)))
         self.defaults = sampling_defaults(generation)
@@ -170,7 +170,7 @@ class LLM:
         self._next_seed, self._next_id = integer("seed", seed, 0), 0
         # A server makes requests on several threads, and asks for the engine on more than one.
         self._numbering, self._making = threading.Lock(), threading.Lock()
-        if self.others.several:  # a program of all processes: it must run where all of them are
+        if self.role.several:  # a program of all processes: it must run where all of them are
             _ = self.fingerprint
 
     def _context(self, wanted: int | None) -> int:
@@ -209,7 +209,7 @@ class LLM:
             wanted, model = dataclasses.replace(wanted, **named), self.model
             chosen = choose(model.config, model.plan, model.dtype, wanted, parts_of(self.mesh))
             wanted, other._kernels_from = chosen.settings, chosen.how
-        other.others = company(self.mesh)
+        other.role = role_in(self.mesh)
         other._settle(wanted)
         return other
 
@@ -238,7 +238,7 @@ class LLM:
 
     @repeated
     def _make_engine(self) -> None:
-        parts = self.mesh, self.tokenizer, self.settings, self.others
+        parts = self.mesh, self.tokenizer, self.settings, self.role
         self._engine = Engine(self.model, self.params, *parts)
 
     def follow(self) -> None:
@@ -248,16 +248,16 @@ class LLM:
         Raises:
           UsageError: this is process 0, or all of the model is on this process's devices.
         """
-        if not isinstance(self.others, Follower):
+        if not isinstance(self.role, Follower):
             raise UsageError(
                 "follow() is for processes other than the first, of a model sharded over all of them"
             )
-        for name, args in self.others.messages():
+        for name, args in self.role.messages():
             getattr(self if hasattr(self, name) else self.engine.runner, name)(*args)
 
     def dismiss(self) -> None:
         """Make `follow` return in the other processes; for process 0, when this LLM is no longer needed."""
-        self.others.dismiss()
+        self.role.dismiss()
 
     @typing.no_type_check  # user input: checked below, by name
     def generate(

@@ -14,7 +14,7 @@ from swiftkv_jax.core import sharding
 from swiftkv_jax.core.cache import Cache, Sources
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.shapes import Array, Int, PyTree
-from swiftkv_jax.engine.followers import Alone, repeated
+from swiftkv_jax.engine.followers import Single, repeated
 from swiftkv_jax.engine.loop import Exits, Inputs, Lanes, Scores, Survivors, decode, draw, run_any
 from swiftkv_jax.engine.reader import Reader
 from swiftkv_jax.engine.sampling import NO_ID, Mode, Policy, Sampled, Seats, needed
@@ -123,19 +123,19 @@ class Runner:
         modes: tuple[Mode, ...] = MODES,
         exits: Exits | None = None,
         reader: Reader | None = None,
-        others: Alone | None = None,
+        role: Single | None = None,
         fixed: bool = False,
     ):
         """`empty` makes its pool. A step has at most `budget` tokens, a decode loop at most `steps` tokens a
         row (with `exits`, whole turns), and a sequence at most `drafts` draft tokens in a step. `reader`: the
-        auxiliary model that reads prompts ahead of the model. `others`: the role among the processes whose
+        auxiliary model that reads prompts ahead of the model. `role`: the role among the processes whose
         devices hold the model. `fixed`: every launch has arrays of all lanes and, in a step, of `budget`
         tokens, and runs in the last of `modes`.
 
         A launch runs in the first of `modes` that covers what its rows need; the last must cover everything.
         """
         self.model, self.params, self.reader, self._empty = model, params, reader, empty
-        self.others = others or Alone()
+        self.role = role or Single()
         self.cache = cache = empty()
         self.fewest_rows = 1
         self.lanes, self.budget, self.drafts, self.exits = lanes, budget, drafts, exits
@@ -426,7 +426,7 @@ class Runner:
         `keys`: of the only programs that will be used; by default, of all `programs`."""
         programs = [program for program in self.programs() if not keys or program.key in keys]
         needed = set(keys or self._any_launch())
-        self._warming = WarmUp(programs, needed, in_order=self.others.several)
+        self._warming = WarmUp(programs, needed, in_order=self.role.several)
         return self._warming
 
     @repeated

@@ -102,15 +102,15 @@ def settings(llm: Loaded) -> AudioSettings:
     frames, plain = 2 * within.max_position_embeddings, AudioSettings()
     source = llm.model.config.source
     if source is not None:
-        found = audio.read_settings(source, within.mels)
+        how = audio.read_settings(source, within.mels)
     else:
-        found = dataclasses.replace(plain, mels=within.mels, seconds=max(1, frames * plain.hop // plain.rate))
-    if (found.frames, found.mels) != (frames, within.mels):
+        how = dataclasses.replace(plain, mels=within.mels, seconds=max(1, frames * plain.hop // plain.rate))
+    if (how.frames, how.mels) != (frames, within.mels):
         raise UsageError(
             f"the model takes {frames} frames of {within.mels} numbers, and its preprocessor_config.json "
-            f"makes {found.frames} of {found.mels}"
+            f"makes {how.frames} of {how.mels}"
         )
-    return found
+    return how
 
 
 def listen(llm: Loaded, sound, where: str = "audio", most: int | None = None) -> Heard:
@@ -243,14 +243,14 @@ def joined(texts: Iterable[str]) -> str:
 def whole(windows: Sequence[RequestOutput]) -> RequestOutput:
     """Join the answers to the windows of one audio input into one, with the worst of their finish reasons."""
     said, times = [window.outputs[0] for window in windows], [window.metrics for window in windows]
-    worst = max(said, key=lambda one: _WORSE.index(one.finish_reason))
+    worst = max(said, key=lambda answer: _WORSE.index(answer.finish_reason))
     begun = [m.first_token_time for m in times if m.output_tokens]
     output = CompletionOutput(
         index=0,
-        text=joined(one.text for one in said),
-        token_ids=[token for one in said for token in one.token_ids],
-        cumulative_logprob=_sum(one.cumulative_logprob for one in said),
-        logprobs=_sum(one.logprobs for one in said),
+        text=joined(answer.text for answer in said),
+        token_ids=[token for answer in said for token in answer.token_ids],
+        cumulative_logprob=_sum(answer.cumulative_logprob for answer in said),
+        logprobs=_sum(answer.logprobs for answer in said),
         finish_reason=worst.finish_reason,
         stop_reason=worst.stop_reason,
         error=worst.error,
@@ -305,15 +305,15 @@ def transcribe(
         for sound, code, name in zip(heard, spoken, names, strict=True)
         for window in sound.windows
     ]
-    answers, out, at, wrong = dict(llm.run(requests)), [], 0, []
+    answers, out, first, wrong = dict(llm.run(requests)), [], 0, []
     for number, (sound, code) in enumerate(zip(heard, spoken, strict=True)):
-        windows = [answers[i] for i in range(at, at + len(sound.windows))]
+        windows = [answers[i] for i in range(first, first + len(sound.windows))]
         text = joined(window.outputs[0].text for window in windows)
-        told = {"duration": sound.duration, **sound.given}
-        out.append(Transcription(text=text, language=code, windows=windows, **told))
-        at += len(windows)
-        told = [(1, questions[number])] if number in questions else []
-        for window, output in [*told, *enumerate(windows, 1)]:
+        source = {"duration": sound.duration, **sound.given}
+        out.append(Transcription(text=text, language=code, windows=windows, **source))
+        first += len(windows)
+        question = [(1, questions[number])] if number in questions else []
+        for window, output in [*question, *enumerate(windows, 1)]:
             if failed(output):
                 place = f"{names[number]}, window {window} of {len(windows)}"
                 wrong.append(f"{place}: {output.outputs[0].error}")

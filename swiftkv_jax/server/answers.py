@@ -123,12 +123,11 @@ class ChatShape(Shape):
         return self._around(index, output, "message", {"role": "assistant", "content": output.text})
 
     def _around(self, index: int, output: CompletionOutput, name: str, message: dict) -> dict:
-        found = output.logprobs
-        entries = None if found is None else [self._entry(entry) for entry in found]
+        logprobs = output.logprobs
         return {
             "index": index,
             name: message,
-            "logprobs": None if entries is None else {"content": entries},
+            "logprobs": None if logprobs is None else {"content": [self._entry(entry) for entry in logprobs]},
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }

@@ -78,11 +78,11 @@ def completion_call(body: schema.CompletionRequest, common: dict, most_prompts: 
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: 0 generates nothing; with echo it scores the prompt", "max_tokens")
     kind = {"add_special_tokens": body.add_special_tokens}
-    found = schema.prompts(body.prompt, most_prompts)
-    found = [{"prompt": each} | kind if isinstance(each, str) else each for each in found]
+    prompts = schema.prompts(body.prompt, most_prompts)
+    prompts = [{"prompt": each} | kind if isinstance(each, str) else each for each in prompts]
     shape = _shape(answers.CompletionShape, "cmpl", common)
     echo = bool(body.echo)
-    return Call(body, shape, found, "prompt", body.max_tokens, body.logprobs, echo, 16, **common["call"])
+    return Call(body, shape, prompts, "prompt", body.max_tokens, body.logprobs, echo, 16, **common["call"])
 
 
 def chat_call(body: schema.ChatRequest, common: dict) -> Call:
@@ -305,10 +305,10 @@ def refuse_control_tokens(llm: LLM, messages: list[dict[str, typing.Any]]) -> No
     for number, message in enumerate(messages):
         for name, value in message.items():
             text = name + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-            found = next((t for t in special_texts(llm.tokenizer) if t in text), None)
-            if found is not None:
+            token = next((t for t in special_texts(llm.tokenizer) if t in text), None)
+            if token is not None:
                 where = f"messages.{number}.{clip(name, 40)}"
-                raise ApiError(400, f"{where}: holds the control token {clip(found, 40)}", where)
+                raise ApiError(400, f"{where}: holds the control token {clip(token, 40)}", where)
 
 
 def without_place(llm: LLM, error: UsageError) -> str:

@@ -316,18 +316,18 @@ class Output:
         """
         if self.file is None:
             return
-        places, at = [], 0
+        places, offset = [], 0
         with self.file.open("rb") as written:
             for line in written:
-                places.append((json.loads(line)["index"], at))
-                at += len(line)
+                places.append((json.loads(line)["index"], offset))
+                offset += len(line)
             if places == sorted(places):
                 return
             draft = self.file.with_name(f".{self.file.name}.sorted")
             try:
                 with draft.open("wb") as out:
-                    for _, at in sorted(places):
-                        written.seek(at)
+                    for _, offset in sorted(places):
+                        written.seek(offset)
                         out.write(written.readline())
                     out.flush()
                     os.fsync(out.fileno())  # a crash of the machine leaves the old file or the new one

@@ -124,13 +124,16 @@ class Limits:
             raise ApiError(
                 431, f"more than {limits.max_headers} headers or {limits.max_header_bytes} bytes of them"
             )
-        found = dict(headers)
-        authorization = found.get(b"authorization", b"")
+        fields = dict(headers)
+        authorization = fields.get(b"authorization", b"")
         if scope["path"] == METRICS:
             self.keys.check_metrics(authorization)
         else:
-            scope[TENANT] = self._tenant(scope["path"], authorization)
-        length = found.get(b"content-length", b"0")
+            tenant = self.keys.tenant(authorization)
+            if tenant is None and scope["path"] not in OPEN:
+                raise _no_such_key()
+            scope[TENANT] = tenant or ""
+        length = fields.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18:
             raise ApiError(400, "content-length is not a number")
         sound = scope["path"].startswith(AUDIO)
@@ -138,12 +141,6 @@ class Limits:
         if int(length) > most:
             raise too_large(most)
         return most
-
-    def _tenant(self, path: str, authorization: bytes) -> str:
-        tenant = self.keys.tenant(authorization)
-        if tenant is None and path not in OPEN:
-            raise _no_such_key()
-        return tenant or ""
 
 
 def too_large(most: int) -> ApiError:
@@ -207,8 +204,8 @@ class _Answer:
         if self.started:
             raise ConnectionAbortedError("the answer could not be completed") from error
         body = error.body()
-        told = error.headers() | dict(more or {})
-        headers = [(name.lower().encode(), value.encode()) for name, value in told.items()]
+        fields = error.headers() | dict(more or {})
+        headers = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
         headers.append((b"content-length", str(len(body)).encode()))
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})

@@ -49,13 +49,13 @@ class Log(logging.Handler):
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        told, stopped = 0, False
+        reported, stopped = 0, False
         while not stopped:
             lines = [self._lines.get(), *(self._lines.get() for _ in range(self._lines.qsize()))]
             stopped, dropped = None in lines, self.dropped
-            if dropped > told:
-                lines.append(f"warning: {dropped - told} lines were dropped here: stderr was not read")
-                told = dropped
+            if dropped > reported:
+                lines.append(f"warning: {dropped - reported} lines were dropped here: stderr was not read")
+                reported = dropped
             with contextlib.suppress(OSError, ValueError):  # nobody will ever read it
                 self._stream.write("".join(f"{line}\n" for line in lines if line is not None))
                 self._stream.flush()

@@ -283,7 +283,7 @@ def _follow(llm) -> int:
 @contextlib.contextmanager
 def _leading(llm) -> Iterator[None]:
     """A context in process 0: the others follow until it ends."""
-    if llm.others.several:  # JAX's runtime keeps SIGTERM for itself
+    if llm.role.several:  # JAX's runtime keeps SIGTERM for itself
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -21,48 +21,11 @@ from swiftkv_jax.server.admission import Load
 from swiftkv_jax.server.service import Observer
 from swiftkv_jax.server.settings import HttpSettings
 
-_LATENCY = (
-    0.001,
-    0.005,
-    0.02,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    60,
-    120,
-    480,
-    1920,
-    7680,
+_LATENCY = tuple(
+    map(float, "0.001 0.005 0.02 0.1 0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 60 120 480 1920 7680".split())
 )
-_PER_TOKEN = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    1,
-    2.5,
-    10,
-    40,
-    80,
+_PER_TOKEN = tuple(
+    map(float, "0.001 0.0025 0.005 0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 1 2.5 10 40 80".split())
 )
 _SIZES = tuple(2**i for i in range(18))
 _COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -218,24 +181,15 @@ class Metrics(Observer):
     def refused(self, reason: str) -> None:
         self._refused[reason].inc()
 
-    def _skipped(self) -> int:
-        """Prompt tokens times layers of the model that they did not run. Those of an auxiliary ran none."""
-        stats = self._stats
-        own = stats.prompt_tokens - stats.auxiliary_tokens - stats.prompt_survivors
-        return stats.auxiliary_tokens * self._plan.num_layers + own * self._plan.skipped_layers
-
     def totals(self) -> Iterator[Metric]:
         """Counters that the engine keeps itself, and the gaps between tokens."""
-        values = {name: (getattr(self._stats, field), text) for name, (field, text) in _COUNTED.items()}
-        values["prefill_tokens_skipped"] = (
-            self._skipped(),
-            "layers skipped by prompt tokens, summed over tokens",
-        )
+        stats, plan = self._stats, self._plan
+        values = {name: (getattr(stats, field), text) for name, (field, text) in _COUNTED.items()}
+        own = stats.prompt_tokens - stats.auxiliary_tokens - stats.prompt_survivors
+        skipped = stats.auxiliary_tokens * plan.num_layers + own * plan.skipped_layers
+        values["prefill_tokens_skipped"] = skipped, "layers skipped by prompt tokens, summed over tokens"
         values["compilations"] = (self._compiled, "programs compiled; constant once the server is warm")
-        values["log_lines_dropped"] = (
-            logs.dropped(),
-            "log lines dropped because stderr was not read in time",
-        )
+        values["log_lines_dropped"] = logs.dropped(), "log lines dropped: stderr was not read in time"
         for name, (value, text) in values.items():
             family = CounterMetricFamily(f"{self._prefix}{name}", text, labels=_LABELS)
             family.add_metric(self._names, value)

@@ -64,7 +64,7 @@ def describe(operations: Iterable[Operation], keyed: bool, unguarded: Collection
     operations = list(operations)
     bodies = [operation.body for operation in operations if operation.body is not None]
     where = "#/components/schemas/{model}"
-    _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=where)
+    _, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=where)
     paths: dict[str, dict] = {}
     for operation in operations:
         path = re.sub(r":\w+}", "}", operation.path)
@@ -76,7 +76,7 @@ def describe(operations: Iterable[Operation], keyed: bool, unguarded: Collection
         "openapi": "3.1.0",
         "info": {"title": "swiftkv-jax", "version": "1", "description": _ABOUT},
         "paths": paths,
-        "components": {"schemas": found["$defs"] | {"Error": _ERROR}},
+        "components": {"schemas": schemas["$defs"] | {"Error": _ERROR}},
     }
     if keyed:
         out["components"]["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}

@@ -320,21 +320,21 @@ def prompts(value: typing.Any, most: int) -> list[str | list[int]]:
     Raises:
       ApiError: 400: none, too many, an empty one, or a mixture.
     """
-    one = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
-    value = [value] if one else value
+    single = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
+    value = [value] if single else value
     if not isinstance(value, list) or not value:
         raise ApiError(400, "prompt must be a text, a list of texts, token ids, or a list of those", "prompt")
     if len(value) > most:
         raise ApiError(400, f"prompt holds {len(value)} prompts; at most {most} may come at once", "prompt")
     adapter = _PROMPTS[str if isinstance(value[0], str) else list]
     try:
-        found = adapter.validate_python(value)
+        prompts = adapter.validate_python(value)
     except pydantic.ValidationError as error:
         raise _bad(error, "prompt") from None
-    empty = next((i for i, prompt in enumerate(found) if not prompt), None)
+    empty = next((i for i, prompt in enumerate(prompts) if not prompt), None)
     if empty is not None:
         raise ApiError(400, f"prompt {empty} is empty; give at least one token", "prompt")
-    return found
+    return prompts
 
 
 def _bad(error: pydantic.ValidationError, *where: str) -> ApiError:

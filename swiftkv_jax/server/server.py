@@ -86,15 +86,15 @@ async def _progress(api: Api, say: Callable[[str], None]) -> None:
     """Print a line for every tenth of the warm-up and every two seconds until requests are accepted, one when
     they are, and one when everything is compiled."""
     clock = asyncio.get_running_loop().time
-    began, told, ready = clock(), 0, False
+    began, tenths, ready = clock(), 0, False
     spoke = began
     while not (ready and api.models.warm):
         done, total = api.models.progress
         if api.models.ready and not ready:
             ready = True
             say(f"ready in {clock() - began:.1f} s{_left_to_compile(api)}")
-        elif (total and 10 * done // total > told) or (not ready and clock() - spoke > TELL_S):
-            told, spoke = 10 * done // total if total else 0, clock()
+        elif (total and 10 * done // total > tenths) or (not ready and clock() - spoke > TELL_S):
+            tenths, spoke = 10 * done // total if total else 0, clock()
             how = f": {api.models.how_far}" if total else " has begun"
             say(f"compiling{how}, {spoke - began:.0f} s so far")
         await asyncio.sleep(0.05)

@@ -255,7 +255,7 @@ class Service:
         def say(done: int, total: int) -> None:
             self._beat, self._compiled = time.monotonic(), (done, total)
 
-        if self.llm.others.several:  # all processes compile everything, and then go on together
+        if self.llm.role.several:  # all processes compile everything, and then go on together
             engine.warm_up(say)
         else:
             engine.begin_warm_up(say)
@@ -398,14 +398,14 @@ class Service:
             key = group.request.request_id
             stream = self._streams.get(key)
             if stream is not None:
-                posts.append((stream, self._told(stream, group)))
+                posts.append((stream, self._new_deltas(stream, group)))
             if group.finished:
                 self._streams.pop(key, None)
                 self.observer.finished(group)
         if posts:
             self._tell(posts[0][0].loop, posts)
 
-    def _told(self, stream: Stream, group: Group) -> list[Delta]:
+    def _new_deltas(self, stream: Stream, group: Group) -> list[Delta]:
         """The new part of a group's completions; if it cannot be determined, an error that ends them."""
         try:
             return news(stream, group)

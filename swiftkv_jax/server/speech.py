@@ -94,8 +94,8 @@ class Listener:
                     spoken = next((names[token] for token in tokens if token in names), heard.guess)
                 requests = self._windows(call, heard, spoken)
                 tally.prompt = sum(len(request.token_ids) for request in requests)
-                found = await self._run(call, requests, ticket, tally)
-        text = speech.joined(said for _, said in found)
+                answers_of = await self._run(call, requests, ticket, tally)
+        text = speech.joined(said for _, said in answers_of)
         if call.body.response_format == "text":
             return PlainTextResponse(f"{text}\n")
         usage = {"type": "duration", "seconds": round(heard.sound.duration)}

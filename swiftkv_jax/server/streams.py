@@ -36,7 +36,7 @@ class Stream:
         self._service, self.requests, self.ticket = service, requests, ticket
         self.numbers = {request.request_id: number for number, request in enumerate(requests)}
         self.left = self.sequences = sum(request.params.n for request in requests)
-        self.told: set[tuple[str, int]] = set()  # completions whose end was posted; the engine's thread only
+        self.ended: set[tuple[str, int]] = set()  # completions whose end was posted; the engine's thread only
         self.loop = asyncio.get_running_loop()
         self._inbox: asyncio.Queue = asyncio.Queue()
 
@@ -60,10 +60,10 @@ class Stream:
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while self.left:
-            found = await self._inbox.get()
-            if isinstance(found, Exception):
-                raise found
-            for delta in found:
+            post = await self._inbox.get()
+            if isinstance(post, Exception):
+                raise post
+            for delta in post:
                 self.left -= delta[1].finish_reason is not None
                 yield delta
 
@@ -72,11 +72,11 @@ def news(stream: Stream, group: Group) -> list[Delta]:
     """The new part of a group's completions; each end is reported once."""
     out, key = [], group.request.request_id
     for sequence in group.sequences:
-        if (key, sequence.child) in stream.told:
+        if (key, sequence.child) in stream.ended:
             continue
         delta = sequence.delta()
         if delta.finish_reason:
-            stream.told.add((key, sequence.child))
+            stream.ended.add((key, sequence.child))
         if delta.finish_reason or delta.token_ids or delta.text:
             out.append((stream.numbers[key], delta))
     return out
@@ -85,8 +85,8 @@ def news(stream: Stream, group: Group) -> list[Delta]:
 def ends(stream: Stream, request: Request) -> list[Delta]:
     """An error for each completion of a request whose end was not reported yet."""
     key = request.request_id
-    left = [child for child in range(request.params.n) if (key, child) not in stream.told]
-    stream.told |= {(key, child) for child in left}
+    left = [child for child in range(request.params.n) if (key, child) not in stream.ended]
+    stream.ended |= {(key, child) for child in left}
     return [(stream.numbers[key], _failed(child)) for child in left]
 
 

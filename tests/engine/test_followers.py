@@ -10,7 +10,7 @@ import tiny_engine as tiny
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.processes import Channel
 from swiftkv_jax.config.plan import KVPlan
-from swiftkv_jax.engine.followers import Follower, Leader, company, pack, unpack
+from swiftkv_jax.engine.followers import Follower, Leader, pack, role_in, unpack
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.loop import Inputs, Lanes
 from swiftkv_jax.engine.request import SamplingParams
@@ -64,7 +64,7 @@ def test_a_follower_makes_the_same_cache_and_says_the_same_of_a_prompt():
         LLM.from_model(model, params, tiny.Bytes(), **tiny.SIZES, num_pages=12) for _ in range(2)
     )
     channel = Queue()
-    first.others, second.others = Leader(channel), Follower(channel)
+    first.role, second.role = Leader(channel), Follower(channel)
     following = threading.Thread(target=second.follow)
     following.start()
     params_of = [KINDS[i % 2] for i in range(6)]
@@ -88,7 +88,7 @@ def test_a_follower_refuses_an_unknown_call():
 
 
 def test_a_single_process_broadcasts_nothing():
-    assert not company(None).several
+    assert not role_in(None).several
     model, params = tiny.make_model(KVPlan.swiftkv(2, 1), num_layers=2)
     with pytest.raises(UsageError, match=r"follow\(\) is for processes other than the first"):
         LLM.from_model(model, params, tiny.Bytes(), **tiny.SIZES).follow()

@@ -71,10 +71,6 @@ def _answered(row: dict) -> Document:
     return Document("", messages=tuple(turns))
 
 
-def _share_gpt(row: dict) -> Document:
-    return Document("", messages=tuple(_speech(turn) for turn in _turns(row["conversations"])))
-
-
 def _alpaca(row: dict) -> Document:
     more = _text(row, "input") if row.get("input") else ""
     asked = _text(row, "instruction") + (f"\n\n{more}" if more else "")
@@ -86,10 +82,6 @@ def _orca(row: dict) -> Document:
     return _exchange(_text(row, "question"), _text(row, "response"), system)
 
 
-def _solved(row: dict) -> Document:
-    return _exchange(_text(row, "question"), _text(row, "answer"))
-
-
 def _completion(row: dict) -> Document:
     """Both texts, or both lists of messages (TRL)."""
     parts = row["prompt"], row["completion"]
@@ -97,10 +89,6 @@ def _completion(row: dict) -> Document:
         turns = [_message(turn) for part in parts for turn in _turns(part)]
         return Document("", messages=tuple(turns))
     return _exchange(_text(row, "prompt"), _text(row, "completion"))
-
-
-def _plain(row: dict) -> Document:
-    return Document("", _text(row, "text"))
 
 
 def _text(row: dict, name: str) -> str:
@@ -119,12 +107,12 @@ FORMS: dict[tuple[str, ...], Callable[[dict], Document]] = {
     ("messages", "answer"): _answered,  # AceMath-Instruct-Training-Data
     ("messages",): _messages("messages"),
     ("conversation",): _messages("conversation"),  # lmsys-chat-1m
-    ("conversations",): _share_gpt,
+    ("conversations",): lambda row: Document("", messages=tuple(map(_speech, _turns(row["conversations"])))),
     ("instruction", "output"): _alpaca,
     ("question", "response"): _orca,
     ("prompt", "completion"): _completion,
-    ("text",): _plain,
-    ("question", "answer"): _solved,  # GSM8K
+    ("text",): lambda row: Document("", _text(row, "text")),
+    ("question", "answer"): lambda row: _exchange(_text(row, "question"), _text(row, "answer")),  # GSM8K
 }
 KNOWN = ", ".join(" with ".join(needed) for needed in FORMS)
 
@@ -173,7 +161,9 @@ def parse_row(row, id_column: str = "id", columns: Sequence[str] = ()) -> Docume
         empty = [f'"{name}"' for name in nulls if row[name] is None]
         raise BadRow(f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} null")
     if form is None:
-        raise BadRow(f'neither "text" nor "messages" nor another known form in {_shown(row)}')
+        names = ", ".join(list(map(str, row))[:8])
+        shown = f"the columns {names[:80]}" if names else "a row without columns"
+        raise BadRow(f'neither "text" nor "messages" nor another known form in {shown}')
     document = FORMS[form](row)
     name = row.get(id_column)
     try:
@@ -183,8 +173,3 @@ def parse_row(row, id_column: str = "id", columns: Sequence[str] = ()) -> Docume
     except UnicodeEncodeError as error:
         raise BadRow("half of a surrogate pair") from error
     return Document(name, document.text, document.messages)
-
-
-def _shown(row: dict) -> str:
-    names = ", ".join(list(map(str, row))[:8])
-    return f"the columns {names[:80]}" if names else "a row without columns"

@@ -173,13 +173,13 @@ class DataLoader:
 
     def _index(self, number: int) -> int:
         """The sample with that number."""
-        epoch, at = divmod(number, self._epoch_size)
+        epoch, place = divmod(number, self._epoch_size)
         if epoch not in self._orders:
             order = _shuffled(self._epoch_size, self.config.seed, epoch)
             self._orders[epoch] = self._members(epoch)[order] if self._counts else order
             while len(self._orders) > 2:  # lanes are at most about an epoch apart
                 del self._orders[next(iter(self._orders))]
-        return int(self._orders[epoch][at])
+        return int(self._orders[epoch][place])
 
     def _members(self, epoch: int) -> np.ndarray:
         """The samples of an epoch under weights, source by source."""

@@ -38,8 +38,8 @@ def members(
     """
     out, start = [], 0
     for source, (size, count) in enumerate(zip(sizes, counts, strict=True)):
-        at = np.arange(epoch * count, (epoch + 1) * count)
-        for number in range(int(at[0]) // size, int(at[-1]) // size + 1):
-            out.append(start + order(source, number)[at[at // size == number] % size])
+        places = np.arange(epoch * count, (epoch + 1) * count)
+        for number in range(int(places[0]) // size, int(places[-1]) // size + 1):
+            out.append(start + order(source, number)[places[places // size == number] % size])
         start += size
     return np.concatenate(out)
