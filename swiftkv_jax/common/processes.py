@@ -21,7 +21,7 @@ SHUTDOWN_S = 30  # how long the others wait for a process that does not reach th
 LEAVE_S = 5  # the same, after an error
 _LOOK_MS = 1000  # how long to wait for a message before signals are handled
 _BLOCK = 256  # messages that are dropped together
-_LOST = re.compile("Gloo|NCCL|coordination service|Connection (closed|reset)")  # in the errors of collectives
+_LOST = re.compile("Gloo|NCCL|coordination.service|Connection (closed|reset)")  # in errors of joint work
 _MPI = (  # Open MPI; MPICH, Intel MPI; MVAPICH2: how many processes, which is this, which on its host
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),

@@ -133,10 +133,17 @@ def test_an_alarm_is_relayed_while_its_process_lives():
     relay.communicate()
 
 
-def test_a_collective_that_lost_its_peer_says_so(monkeypatch):
+SOCKET = (
+    "UNAVAILABLE: Socket closed\nAdditional GRPC error information from remote target coordination_service"
+)
+
+
+@pytest.mark.parametrize(
+    "error", ["UNKNOWN: Gloo AllGather failed: Connection closed by peer\nat 3", SOCKET], ids=["Gloo", "JAX"]
+)
+def test_joint_work_that_lost_its_peer_says_so(error, monkeypatch):
     monkeypatch.setattr(processes, "_alone", lambda: False)
-    told = r"another process of this run has ended.*closed by peer\)$"
-    with pytest.raises(RuntimeError, match=told), processes.among_the_living():
-        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer\nat 3")
+    with pytest.raises(processes.PeerLost), processes.among_the_living():
+        raise ValueError(error)
     with pytest.raises(ValueError, match=r"^no$"), processes.among_the_living():
         raise ValueError("no")
