@@ -3,7 +3,7 @@
     python train.py --config configs/mha_teacher.py --out runs/mha_teacher
     python -m benchmarks.slim_error --model runs/mha_teacher/export
 
-Each dtype is a run of `python -m swiftkv_jax.slim --forms k`, on the demo's corpus.
+Each dtype is a run of `swiftkv slim --forms k`, on the demo's corpus.
 """
 
 import argparse
@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import RESULTS, machine
+from swiftkv_jax.cli.slim import convert
+from swiftkv_jax.cli.slim import parser as slim_parser
 from swiftkv_jax.common.errors import exit_code
-from swiftkv_jax.slim.__main__ import convert
-from swiftkv_jax.slim.__main__ import parser as slim_parser
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 COLUMNS = [

@@ -1,7 +1,7 @@
 """Pretrain the multi-head teacher, 1.1 M parameters, that docs/slim.md converts, on the demo's corpus.
 
     python train.py --config configs/mha_teacher.py --out runs/mha_teacher
-    python -m swiftkv_jax.slim --model runs/mha_teacher/export --out runs/mha_slim --forms k
+    swiftkv slim runs/mha_teacher/export --out runs/mha_slim --forms k
 
 Expect 4.48 nats per held-out token. It took 11 minutes on 2 shared CPU cores (AMD EPYC, 2026-11-24, jax
 0.10.2); its W_K have condition numbers of 2e3 to 3e4. The export is in float32, and so is its W_KV.

@@ -35,7 +35,7 @@ RUN_BY = {
     r"python -m benchmarks\.device ": "tests/benchmarks/test_device.py",
     r"swiftkv replicas ": "tests/server/test_ray.py",
     r"lm_eval |python -m [\w.]+\.lm_eval ": "tests/server/test_lm_eval.py",
-    r"python serve\.py (?!.*--http)|python -m swiftkv_jax\.analysis\.": "tests/test_documents.py",
+    r"python serve\.py (?!.*--http)": "tests/test_documents.py",
     r"python -m benchmarks\.papers\.(early_exit|prediction_flops|slim_tables)": "tests/test_documents.py",
     r"curl |python |swiftkv ": "tests/test_document_commands.py",
 }

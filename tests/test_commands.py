@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 import swiftkv_jax as skv
-from swiftkv_jax.analysis import similarity
 from swiftkv_jax.cli import commands
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRIES = {"swiftkv-train": commands.train, "train.py": commands.train}
 ENTRIES |= {"swiftkv-serve": commands.serve, "serve.py": commands.serve}
 ENTRIES |= {"swiftkv-convert": commands.convert}
-PARTS = ("plan", "distil", "train", "convert", "serve", "push")  # of `swiftkv`; eval is lm-eval's own
+PARTS = ("plan", "distil", "train", "convert", "slim", "serve", "push")  # of `swiftkv`; eval is lm-eval's own
 
 
 def ran(entry, monkeypatch, *words: str) -> int:
@@ -35,7 +34,7 @@ def no_cache_of_programs(monkeypatch):
 
 @pytest.mark.parametrize(
     "name, entry",
-    [*ENTRIES.items(), ("swiftkv-eval", commands.evaluate), ("similarity.py", similarity.main)],
+    [*ENTRIES.items(), ("swiftkv-eval", commands.evaluate)],
 )
 def test_every_command_tells_its_version(name, entry, monkeypatch, capsys):
     assert ran(entry, monkeypatch, name, "--version") == 0

@@ -1,5 +1,6 @@
 """Students made without training: they are what distillation would begin with, and cost what is said."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -8,10 +9,14 @@ import jax
 import numpy as np
 import pytest
 from huggingface_hub import ModelCard
+from tiny_models import PLAIN, tiny
+from tokenizers_made import make_tokenizer
 
 import swiftkv_jax as skv
+from swiftkv_jax.checkpoint.hf import save_pretrained
 from swiftkv_jax.cli import convert as command
 from swiftkv_jax.cli.convert import convert, main
+from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.distill.config import PlanConfig
 from swiftkv_jax.distill.data.loader import DataConfig, evaluation_batches
 from swiftkv_jax.text.tokenizer import load_tokenizer
@@ -158,7 +163,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
         (["--split", "4", "--text", "nowhere.txt"], "source nowhere.txt does not exist"),
         (["--split", "4", "--init", "guess"], "invalid choice: 'guess'"),
         (["--split", "4", "--tokens", "64", "--length", "16"], "--tokens must be at least 193, not 64"),
-        ([], "the following arguments are required: --split"),
+        ([], "one of the arguments --split --keep --auxiliary is required"),
     ],
 )
 def test_invalid_arguments_are_refused_in_a_line(words, said, tmp_path, capsys):
@@ -166,3 +171,63 @@ def test_invalid_arguments_are_refused_in_a_line(words, said, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error
     assert not (tmp_path / "out").exists()
+
+
+def saved(folder, bos: bool = True, **sizes):
+    config = dataclasses.replace(PLAIN, **({"vocab_size": 400, "max_position_embeddings": 64} | sizes))
+    save_pretrained(make_tokenizer(folder, bos=bos), *tiny(config, KVPlan.standard(config.num_layers)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A base, auxiliaries that do not fit it, what looks like an adapter, and texts."""
+    folder = tmp_path_factory.mktemp("pair")
+    saved(folder / "base")
+    two = {"num_layers": 2, "windows": ()}
+    saved(folder / "stranger", bos=False, **two)
+    saved(folder / "wide", num_kv_heads=4, **two)
+    saved(folder / "short", max_position_embeddings=32, **two)
+    shutil.copytree(folder / "base", folder / "adapter" / "auxiliary")
+    (folder / "adapter" / "kv_prediction.json").write_text("{}")
+    texts = {"text": [f"What follows {i} is {i + 1}. " * 9 for i in range(200)], "few": ["hello there " * 30]}
+    for name, each in texts.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in each))
+    return folder
+
+
+HALF = ["--keep", "0,2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--keep", "2,"], "--keep takes layers as 0,2,4, not '2,'"),
+        (["--keep", "2,0"], "keep must list some of 0 to 3 in ascending order, not [2, 0]"),
+        (["--keep", "0,4"], "keep[1] must be in [0, 3], not 4"),
+        ([*HALF, "--tail", "0"], "tail must be at least 1, not 0"),
+        ([*HALF, "--tail", "64"], "tail must be below the base's context of 64 tokens, not 64"),
+        ([*HALF, "--tokens", "-5000"], "--tokens must be at least 1, not -5000"),
+        ([*HALF, "--length", "65"], "--length must be in [2, 64], not 65"),
+        (["--auxiliary", "{home}/short", "--length", "33"], "--length must be in [2, 32], not 33"),
+        (["--auxiliary", "{home}/stranger"], "have different tokenizers"),
+        (["--auxiliary", "{home}/wide", "--init", "identity"], "use least_squares"),
+        (["--auxiliary", "{home}/nowhere"], "no such folder: "),
+        (["--auxiliary", "{home}/adapter"], "adapter and holds no model of its own: give"),
+        ([*HALF, "", "{home}/adapter"], "adapter and holds no model of its own: give"),
+        ([*HALF, "--text", "{home}/few.jsonl"], "few.jsonl is too short: give a text"),
+    ],
+)
+def test_a_pair_that_cannot_be_made_is_one_line(pairs, tmp_path, capsys, words, said):
+    given = {
+        "": "{home}/base",
+        "--text": "{home}/text.jsonl",
+        "--length": "16",
+        "--out": str(tmp_path / "out"),
+    }
+    given |= dict(zip(words[::2], words[1::2], strict=True))
+    asked = [word.format(home=pairs) for pair in given.items() for word in pair if word]
+    assert main(asked) == 2
+    found = capsys.readouterr()
+    assert found.err.startswith("error: ") and found.err.count("\n") == 1 and said in found.err, found.err
+    assert all(line.endswith(" ...") for line in found.out.splitlines()) and not list(tmp_path.iterdir())

@@ -27,9 +27,8 @@ from tiny_models import tiny
 from tokenizers_made import CHATML, make_tokenizer
 
 import swiftkv_jax as skv
-from swiftkv_jax.cli import convert, distil, plan, push
-from swiftkv_jax.distill import main as training
-from swiftkv_jax.distill import pair
+from swiftkv_jax.cli import commands, convert, distil, plan, push, slim
+from swiftkv_jax.cli import train as training
 from swiftkv_jax.distill.config import load_experiment
 
 pytestmark = pytest.mark.slow
@@ -46,10 +45,9 @@ SETTINGS = (
 SMALLER = {
     "swiftkv plan": "--max-tokens 600",
     "swiftkv distil": "--split 2 --length 24 --steps 1 --set plan.init_tokens=400 --set evaluation_batches=1",
-    "swiftkv convert": "--split 2 --tokens 400 --length 24 --text text.jsonl",
-    "swiftkv_jax.distill.pair": "--tokens 400 --length 24",
-    "swiftkv_jax.slim": "--text text.jsonl",
-    "swiftkv_jax.slim.threshold": "--text text.jsonl",
+    "swiftkv convert": "--tokens 400 --length 24 --text text.jsonl",
+    "swiftkv slim": "--text text.jsonl",
+    "benchmarks.papers.slim_threshold": "--text text.jsonl",
     "benchmarks.papers.compare": "--text text.jsonl --prompts 4 --length 24 --rounds 0 --few",
     "benchmarks.latency": "--lengths 24 --rounds 1 --decode-rounds 1",
     "benchmarks.throughput": "--workloads 24:3 --budgets 0.5 --budget-workload 24:3 --requests 2 --rounds 1 "
@@ -84,12 +82,11 @@ RUNS: dict[str, Callable[[list[str]], int]] = {
     "swiftkv distil": distil.main,
     "swiftkv train": training.main,
     "swiftkv convert": convert.main,
-    "swiftkv_jax.distill.pair": pair.main,
     "swiftkv push": push.main,
+    "swiftkv slim": lambda words: slim.main(commands.spelt_out("slim", words)),
 }
 MODULES = (
-    "swiftkv_jax.slim",
-    "swiftkv_jax.slim.threshold",
+    "benchmarks.papers.slim_threshold",
     "benchmarks.papers.compare",
     "benchmarks.latency",
 )
@@ -115,7 +112,7 @@ WORDS = {
     "runs/mine/export": "student",
     "self://prompts.jsonl?max_tokens=512": "self://prompts.jsonl?max_tokens=4",
 }
-VALUES = {"--keep": "0,2", "--train": "1", "--auxiliary": "small"}
+VALUES = {"--split": "2", "--keep": "0,2", "--train": "1", "--auxiliary": "small"}
 # The model of commands with a certain word.
 MODELS = {
     "--audio": "whisper",
@@ -266,7 +263,7 @@ def test_a_server_of_the_documents_answers_by_each_of_its_models(command, inside
     words = smaller("serve", named(command)[1])
     if "runs/slim" in words:
         flags = "--model multi_head --text text.jsonl --cache-dtype bfloat16 --out runs/slim"
-        assert RUNS["swiftkv_jax.slim"](flags.split()) == 0
+        assert RUNS["swiftkv slim"](flags.split()) == 0
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
     with (
         serving(*program, *words) as address,

@@ -29,9 +29,9 @@ from tiny_models import tiny
 from tokenizers_made import CHATML, make_tokenizer
 
 import swiftkv_jax as skv
-from swiftkv_jax.cli import commands, convert, distil, plan, push
+from swiftkv_jax.cli import commands, convert, distil, plan, push, slim
+from swiftkv_jax.cli import train as distill
 from swiftkv_jax.core import predict
-from swiftkv_jax.distill import main as distill
 from swiftkv_jax.distill.config import load_experiment
 from swiftkv_jax.distill.fields import override
 from swiftkv_jax.server import main as serving
@@ -310,7 +310,7 @@ def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namesp
     scripts = {"train.py": distill.main, "serve.py": serving.main}
     scripts |= {"swiftkv plan": plan.main, "swiftkv distil": distil.main, "swiftkv train": distill.main}
     scripts |= {"swiftkv convert": convert.main, "swiftkv serve": serving.main}
-    scripts |= {"swiftkv kernels": serving.main}
+    scripts |= {"swiftkv kernels": serving.main, "swiftkv slim": slim.main}
     scripts |= {"swiftkv replicas": ray.main, "swiftkv push": push.main}
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse)

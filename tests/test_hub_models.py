@@ -10,9 +10,9 @@ from tokenizers_made import CHATML, END, make_tokenizer
 
 import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.write import GENERATION_FILES, TOKENIZER_FILES
+from swiftkv_jax.cli.train import main as train
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
-from swiftkv_jax.distill.main import main as train
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 CONFIG = ModelConfig(

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from swiftkv_jax.cli import train as distill
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.distill import main as distill
 from swiftkv_jax.distill.config import load_experiment
 from swiftkv_jax.distill.fields import override
 from swiftkv_jax.server import flags, limits

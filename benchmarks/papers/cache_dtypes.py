@@ -24,8 +24,9 @@ import numpy as np
 import swiftkv_jax as skv
 from benchmarks.common import RESULTS, machine
 from swiftkv_jax.checkpoint.hf import local_folder
-from swiftkv_jax.cli.convert import CORPUS, apart
+from swiftkv_jax.cli.convert import CORPUS
 from swiftkv_jax.cli.plan import config_of
+from swiftkv_jax.cli.untrained import apart
 from swiftkv_jax.common.errors import exit_code
 from swiftkv_jax.core.ends import logits
 from swiftkv_jax.core.model import Transformer

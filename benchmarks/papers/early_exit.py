@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.papers import plots
-from swiftkv_jax.analysis import command
+from benchmarks.papers import command, plots
+from swiftkv_jax.analysis.plots import save_result
+from swiftkv_jax.analysis.similarity import BLOCK, blocks
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.core.ends import embed, exit_logits, logits
@@ -30,7 +31,7 @@ BINS = 20
 
 
 def measure(
-    model: Transformer, params: PyTree, tokens: Int[np.ndarray, " n"], block: int = command.BLOCK
+    model: Transformer, params: PyTree, tokens: Int[np.ndarray, " n"], block: int = BLOCK
 ) -> tuple[Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """(the exit head's largest probability, whether its likeliest token is the model's) at every position.
 
@@ -57,7 +58,7 @@ def measure(
         return jax.nn.softmax(early).max(-1), jnp.argmax(early, -1) == jnp.argmax(final, -1)
 
     tops, same = [], []
-    for piece, count in command.blocks(model, tokens, block):
+    for piece, count in blocks(model, tokens, block):
         top, agree = both(params, piece[None])
         tops.append(np.asarray(top)[:count])
         same.append(np.asarray(agree)[:count])
@@ -104,7 +105,7 @@ def report(model_path: str, text: Path, out: Path, max_tokens: int, bins: int) -
     right = f", agreement {agree[above].mean():.4f}" if above.any() else ""
     print(f"above {THRESHOLD}: {above.mean():.1%} of places{right}")
     plots.early_exit(share, agreement, THRESHOLD, out / "early_exit.png")
-    return command.save(result, out, "early_exit")
+    return save_result(result, out, "early_exit")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,8 +1,7 @@
 """Figures, drawn straight to PNG files: no window, no pyplot, no state between them."""
 
+import json
 from pathlib import Path
-
-import numpy as np
 
 
 def new_figure(columns: int = 1):
@@ -27,20 +26,13 @@ def save(figure, path: Path) -> Path:
     return path
 
 
-def layer_similarity(
-    scores: np.ndarray, matrix: np.ndarray, threshold: float, split: int, path: Path
-) -> Path:
-    """SimScore by layer (SwiftKV paper, figure 2) beside the matrix it averages; see similarity.py."""
-    figure, (left, right) = new_figure(columns=2)
-    left.plot(scores, marker="o", markersize=3)
-    left.axhline(threshold, color="gray", linestyle=":", label=f"threshold {threshold}")
-    left.axvline(split, color="tab:orange", linestyle="--", label=f"suggested split {split}")
-    left.set(xlabel="layer", ylabel="mean cosine with all later layers' inputs", title="SimScore")
-    left.legend()
-    image = right.imshow(matrix, origin="lower", vmin=min(0.0, float(matrix.min())), vmax=1.0)
-    right.set(xlabel="input of layer", ylabel="input of layer", title="cosine similarity")
-    figure.colorbar(image, ax=right)
-    return save(figure, path)
+def save_result(result: dict, out: Path, name: str) -> dict:
+    """Write `result` to `out`/`name`.json atomically, beside its plot."""
+    partial = out / f".{name}.json.partial"
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial.replace(out / f"{name}.json")
+    print(f"saved {out / name}.json and {out / name}.png")
+    return result
 
 
 def slim_errors(errors: dict[str, list[float]], path: Path) -> Path:

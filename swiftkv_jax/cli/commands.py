@@ -5,9 +5,11 @@ Only this module changes process-wide state: the environment and `jax.config`.
 """
 
 import argparse
+import importlib
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -23,7 +25,8 @@ HELP = """usage: swiftkv COMMAND ...
   plan MODEL              what each split of a model saves, and what fits on which chip
   distil MODEL --data X   make and train a student; no config file needed
   train --config FILE     the same, with all settings from a config file
-  convert MODEL           make a student without training
+  convert MODEL           make a student, or a KV prediction adapter, without training
+  slim MODEL --out DIR    store keys or inputs alone (Slim attention), where that loses little
   serve MODEL [--http]    generate a batch, or serve OpenAI's API
   replicas MODEL          several servers of it behind Ray Serve
   kernels MODEL           check and time the kernels of its sizes on this machine; the flags of serve
@@ -31,8 +34,6 @@ HELP = """usage: swiftkv COMMAND ...
   push DIR REPO           upload an export to the Hugging Face hub
 
 swiftkv COMMAND --help lists a command's flags; swiftkv --version prints the version.
-Slim attention and KV prediction are other commands: python -m swiftkv_jax.slim and
-swiftkv_jax.distill.pair, each with --help.
 """
 
 
@@ -65,47 +66,26 @@ def _unknown(name: str) -> int:
     raise UsageError(f"{said}; there are {', '.join(COMMANDS)} (swiftkv --help)")
 
 
-def plan() -> int:
-    """Say what a model's splits save; the exit code."""
-    be_quiet()
-    cache_or_compile("--compile-serving")
-    from swiftkv_jax.cli.plan import main
+def _command(module: str, compiles: str = "") -> Callable[[], int]:
+    """The command in a module of this folder; with the flag `compiles` it uses no chip of this machine."""
 
-    return main()
+    def run() -> int:
+        be_quiet()
+        cache_or_compile(compiles)
+        return importlib.import_module(f"swiftkv_jax.cli.{module}").main()
 
-
-def distil() -> int:
-    """Make and train a student; the exit code."""
-    be_quiet()
-    cache_programs()
-    from swiftkv_jax.cli.distil import main
-
-    return main()
+    return run
 
 
 def train() -> int:
     """Distil a student; the exit code."""
     be_quiet()
     cache_or_compile("--compile-only")
-    from swiftkv_jax.distill.main import main
+    from swiftkv_jax.cli.train import main
 
-    def prepare(experiment):
-        from swiftkv_jax.cli.teacher_chats import with_chats
-
-        return with_chats(experiment)
-
-    code = main(join=lambda wanted: processes.start(wanted, os.environ), prepare=prepare)
+    code = main(join=lambda wanted: processes.start(wanted, os.environ))
     processes.leave(code)
     return code
-
-
-def convert() -> int:
-    """Make a student without training; the exit code."""
-    be_quiet()
-    cache_programs()
-    from swiftkv_jax.cli.convert import main
-
-    return main()
 
 
 def serve() -> int:
@@ -157,14 +137,6 @@ def evaluate() -> int:
     except ImportError as error:
         print(f"error: this needs {error.name}: pip install 'swiftkv-jax[eval]'", file=sys.stderr)
         return 2
-    return main()
-
-
-def push() -> int:
-    """Upload an export; the exit code."""
-    be_quiet()
-    from swiftkv_jax.cli.push import main
-
     return main()
 
 
@@ -226,20 +198,20 @@ def cache_programs() -> None:
         )
 
 
+convert = _command("convert")
 COMMANDS = {
-    "plan": plan,
-    "distil": distil,
+    "plan": _command("plan", "--compile-serving"),
+    "distil": _command("distil"),
     "train": train,
     "convert": convert,
+    "slim": _command("slim"),
     "serve": serve,
     "replicas": replicas,
     "kernels": kernels,
     "eval": evaluate,
-    "push": push,
+    "push": _command("push"),
 }
 MODEL_FLAGS = {
-    "serve": lambda model: ["--model", model],
-    "replicas": lambda model: ["--model", model],
-    "kernels": lambda model: ["--model", model],
+    **dict.fromkeys(("slim", "serve", "replicas", "kernels"), lambda model: ["--model", model]),
     "eval": lambda model: ["--model", "swiftkv", "--model_args", f"pretrained={model}"],
 }

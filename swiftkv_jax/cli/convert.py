@@ -1,25 +1,27 @@
-"""Make a SwiftKV student of a checkpoint without a training step, and measure its cost.
+"""Make a student of a checkpoint without a training step, and measure its cost.
 
     swiftkv convert MODEL --split 20 --out DIR
+    swiftkv convert MODEL --keep 0,1,2,3 --out DIR
 
-The same as `swiftkv-convert`. The later layers' keys and values are fitted by least squares on a text
-(distill/least_squares.py), and teacher and student are compared on rows of text that were not fitted on.
+The later layers' keys and values are fitted by least squares on a text (distill/least_squares.py), or with
+KV prediction all layers' (distill/fit_predictor.py); teacher and student are compared on rows of text that
+were not fitted on.
 """
 
 import argparse
 import dataclasses
-import json
 import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
 
-from swiftkv_jax.analysis.flops import cache_bytes_per_token, prompt_gflop
-from swiftkv_jax.checkpoint.hf import local_folder
+from swiftkv_jax.checkpoint.hf import local_folder, read_model
+from swiftkv_jax.cli.untrained import ROWS, apart, costs, opened
 from swiftkv_jax.common.bucket import Home, Place, path_or_url
 from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
@@ -28,35 +30,45 @@ from swiftkv_jax.common.progress import Say, show, working
 from swiftkv_jax.config.model import DTYPES, ModelConfig, plan_from_hf
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core.surgery import INITS
-from swiftkv_jax.distill import kernels, loop
-from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, PlanConfig
-from swiftkv_jax.distill.data.loader import DataConfig
-from swiftkv_jax.distill.data.samples import documents_of
-from swiftkv_jax.distill.data.sources import PLACE, split_of
+from swiftkv_jax.distill import kernels, start
+from swiftkv_jax.distill.config import (
+    LEAST_SQUARES,
+    MAPS,
+    STARTS,
+    Experiment,
+    PlanConfig,
+    PredictConfig,
+    PredictionLossConfig,
+)
+from swiftkv_jax.distill.data.loader import DataConfig, longest_piece
 from swiftkv_jax.distill.report import card, license_of
+from swiftkv_jax.text.tokenizer import load_tokenizer
 
 CORPUS = DEMO / "corpus.jsonl.xz"
 HELD_OUT_TOKENS = 16_384  # at most, that a student is evaluated on
 _FIGURES = ("cross_entropy", "teacher_cross_entropy", "kl", "agreement")  # of `costs`, in the model card
-_ROWS = 4  # of a batch on each device
-_FEW = 8  # held-out documents; fewer are not enough to evaluate on
-_PIECE = 4000  # characters that a text is cut into, where there are few documents
-_EVERY = 10  # of these pieces one is held out
 
 
 def parser() -> Parser:
     """All flags of the command."""
     p = Parser(
-        description="Make a SwiftKV student of a checkpoint without training, and measure its quality.",
+        description="Make a SwiftKV student, or a KV prediction adapter, of a checkpoint without training, "
+        "and measure its quality.",
         epilog="example: %(prog)s model.gguf --split 20 --out student",
     )
     p.add_argument("model", metavar="MODEL", help="a folder, a GGUF file or a hub id")
-    p.add_argument(
+    method = p.add_mutually_exclusive_group(required=True)
+    method.add_argument(
         "--split",
         type=int,
-        required=True,
         metavar="N",
         help="layers that prompt tokens run; later layers' keys and values come from the output of these",
+    )
+    method.add_argument(
+        "--keep", metavar="N,N,...", help="KV prediction: layers of MODEL that read prompts for it"
+    )
+    method.add_argument(
+        "--auxiliary", metavar="DIR", help="KV prediction: folder or hub id of a model that reads prompts"
     )
     p.add_argument(
         "--share",
@@ -66,24 +78,32 @@ def parser() -> Parser:
         help="AcrossKV: number of later layers that share one row",
     )
     p.add_argument(
+        "--map",
+        choices=MAPS,
+        help="which auxiliary row predicts which row (nearest with --keep, else spread)",
+    )
+    p.add_argument(
+        "--tail", type=int, default=1, metavar="N", help="last prompt tokens that MODEL reads itself (1)"
+    )
+    p.add_argument(
         "--text",
-        default=str(CORPUS),
+        action="append",
         metavar="FILE",
-        help="text to fit and evaluate on: .txt, .md or .jsonl, a folder of them, or hf://org/name "
-        "(default: Python's documentation, which comes with the package)",
+        help="text to fit and evaluate on: .txt, .md or .jsonl, a folder of them, or hf://org/name; may be "
+        "repeated (default: Python's documentation, which comes with the package)",
     )
     p.add_argument(
         "--init",
-        choices=(LEAST_SQUARES, *INITS),
+        choices=tuple(dict.fromkeys((LEAST_SQUARES, *INITS, *STARTS))),
         default=LEAST_SQUARES,
-        help="initialisation of the new keys and values (default: %(default)s)",
+        help="initialisation of the new keys and values, or of KV prediction's maps (default: %(default)s)",
     )
     p.add_argument(
         "--tokens",
         type=int,
-        default=PlanConfig().init_tokens,
         metavar="N",
-        help="approximate number of tokens for least squares (default: %(default)s)",
+        help=f"approximate number of tokens for least squares (default: {PlanConfig().init_tokens}, for KV "
+        f"prediction {PredictConfig(keep=(0,)).init_tokens})",
     )
     p.add_argument(
         "--length", type=int, default=512, metavar="N", help="context length in tokens (default: %(default)s)"
@@ -101,26 +121,35 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code(lambda: _run(parser().parse_args(argv)), failures=(OSError,))
 
 
-def _run(args: argparse.Namespace) -> int:
-    plan = PlanConfig(split=args.split, share=args.share, init=args.init, init_tokens=args.tokens)
-    convert(args.model, plan, args.out, args.text, args.length, args.dtype)
-    return 0
+def _run(args: argparse.Namespace) -> None:
+    tokens = {} if args.tokens is None else {"init_tokens": integer("--tokens", args.tokens, 1)}
+    start: dict[str, Any] = {"init": args.init} | tokens
+    if args.split is not None:
+        part = PlanConfig(split=args.split, share=args.share, **start)
+    else:
+        try:
+            keep = tuple(int(layer) for layer in args.keep.split(",")) if args.auxiliary is None else ()
+        except ValueError:
+            raise UsageError(f"--keep takes layers as 0,2,4, not {args.keep!r}") from None
+        part = PredictConfig(auxiliary=args.auxiliary or "", keep=keep, map=args.map, tail=args.tail, **start)
+    convert(args.model, part, args.out, args.text or [str(CORPUS)], args.length, args.dtype)
 
 
 def convert(
     model: str,
-    plan: PlanConfig,
+    part: PlanConfig | PredictConfig,
     out: Path | str,
-    text: str = str(CORPUS),
+    text: str | Sequence[str] = str(CORPUS),
     length: int = 512,
     dtype: str = "float32",
     say: Say = show,
 ) -> dict[str, float]:
-    """Save the student of `model` that `plan` would start training with, in its own dtype, with a model card.
+    """Save the student of `model` that training would start with, in its own dtype, with a model card.
 
     Args:
       model: a folder, a GGUF file or a hub id.
-      text: a source of documents, see `open_documents`. The same documents are held out as in training; with
+      part: the student's plan; or KV prediction, which makes an adapter.
+      text: sources of documents, see `open_documents`. The same documents are held out as in training; with
         few documents, every tenth piece.
       length: tokens of a row, for fitting and for evaluation.
       dtype: to compute in.
@@ -131,33 +160,38 @@ def convert(
     Raises:
       UsageError: the model, the text or the plan makes no sense, or `out` cannot be written.
     """
-    home = Home(out)
+    home, texts = Home(out), (text,) if isinstance(text, str) else tuple(text)
     _check_out(home.here)
     with working(say, f"reading {model}"):
         folder = local_folder(model)
-    config = ModelConfig.from_hf(folder)
-    check_standard(model, plan_from_hf(folder))
+        tokenizer = load_tokenizer(folder)
+    config, plan, _ = read_model(folder)
+    if isinstance(part, PlanConfig):
+        check_standard(model, plan)
     with tempfile.TemporaryDirectory(prefix="swiftkv-convert-") as scratch:
-        with working(say, f"reading {text}"):
-            experiment = _experiment(str(folder), config, plan, text, length, dtype, Path(scratch))
-        chosen = kernels.choose(experiment)  # before JAX has its devices
-        experiment = _on_each(experiment, jax.device_count())
-        with loop.opened(experiment, Path(scratch) / "run", say=say, chosen=chosen) as run:
-            began = time.monotonic()
-            run.fit_start()
-            found = costs(run, run.row_sums()[length], length)
-            say(report(found, plan, config.num_layers, length))
-            if (longest := run.longest[length]) < length:
+        with working(say, f"reading {', '.join(texts)}"):
+            experiment = _experiment(str(folder), config, part, texts, length, dtype, Path(scratch))
+        attention, _ = kernels.choose(experiment)  # before JAX has its devices
+        experiment = dataclasses.replace(_on_each(experiment, jax.device_count()), attention=attention)
+        began = time.monotonic()
+        with opened(experiment, tokenizer, say) as trial:
+            student = trial.student(part, say)
+            figures = costs(student, student.rows, length)
+            say(report(figures, part, config.num_layers, length))
+            longest = longest_piece(trial.held_out)
+            if longest < length:
                 say(f"the longest held-out document has {longest:,} tokens, fewer than --length {length:,}")
-            run.export(home.here)
-            figures = {f"{length}/{name}": found[name] for name in _FIGURES}
-            named = dataclasses.replace(experiment, name=home.here.name, model=model)
-            with explained(f"write to {out}"):
-                text = card(named, run.recipe.student, figures, license_of(folder), run.longest)
-                (home.here / "README.md").write_text(text, encoding="utf-8")
-            home.send()
+            made = student.recipe.student
+            with working(say, f"exporting to {home.here}"):
+                start.export(home.here, made, student.params, config.dtype, folder, tokenizer.folder)
+        named = dataclasses.replace(experiment, name=home.here.name, model=model)
+        with explained(f"write to {out}"):
+            shown = {f"{length}/{name}": figures[name] for name in _FIGURES}
+            page = card(named, made, shown, license_of(folder), {length: longest})
+            (home.here / "README.md").write_text(page, encoding="utf-8")
+        home.send()
     say(f"saved in {out} after {time.monotonic() - began:.0f} s; to serve it: {serving(home.place)}")
-    return found
+    return figures
 
 
 def serving(folder: Place) -> str:
@@ -191,25 +225,38 @@ def _check_out(out: Path) -> None:
 
 
 def _experiment(
-    model: str, config: ModelConfig, plan: PlanConfig, text: str, length: int, dtype: str, scratch: Path
+    model: str,
+    config: ModelConfig,
+    part: PlanConfig | PredictConfig,
+    texts: tuple[str, ...],
+    length: int,
+    dtype: str,
+    scratch: Path,
 ) -> Experiment:
     """The run that would train this student on one device; none of its steps is taken."""
-    integer("--split", plan.split, 1, config.num_layers - 1)
-    integer("--length", length, 2, config.longest_context)
-    if plan.init == LEAST_SQUARES:
-        integer("--tokens", plan.init_tokens, config.hidden_size + 1)
-    data = DataConfig(sources=(text,), seq_len=length, batch_size=_ROWS, long_documents="fill")
+    context = config.longest_context
+    if isinstance(part, PlanConfig):
+        integer("--split", part.split, 1, config.num_layers - 1)
+        if part.init == LEAST_SQUARES:
+            integer("--tokens", part.init_tokens, config.hidden_size + 1)
+        kind: dict[str, Any] = {"plan": part}
+    else:
+        if part.auxiliary:
+            context = min(context, read_model(local_folder(part.auxiliary))[0].longest_context)
+        kind = {"predict": part, "trainable": "predictor", "loss": PredictionLossConfig()}
+    integer("--length", length, 2, context)
+    data = DataConfig(sources=texts, seq_len=length, batch_size=ROWS, long_documents="fill")
     data, evaluation = apart(data, scratch)
     return Experiment(
         name="convert",
         model=model,
-        plan=plan,
         data=data,
         evaluation=evaluation,
         dtype=dtype,
         export_dtype=config.dtype,
         steps=1,
         remat=False,
+        **kind,
     )
 
 
@@ -226,83 +273,28 @@ def _on_each(experiment: Experiment, devices: int) -> Experiment:
     )
 
 
-def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
-    """The data to fit or train on, and the held-out data to evaluate on.
-
-    The same documents are held out as in training; with few documents, every tenth piece, in files that are
-    written to `scratch`.
-
-    Raises:
-      UsageError: sources that cannot be read, or too little text.
-    """
-    documents = documents_of(data)
-    if sum(split_of(name) == "held_out" for name in documents.ids()) >= _FEW:
-        return dataclasses.replace(data, split="train"), dataclasses.replace(data, split="held_out")
-    if data.weights:
-        raise UsageError(
-            f"{', '.join(data.sources)} hold too few documents for weights: give more, or no weights"
-        )
-    pieces: list[dict] = []
-    for document in (documents[i] for i in range(len(documents))):
-        place = {PLACE: document.place or document.id}
-        if document.messages:
-            pieces.append({"messages": list(document.messages)} | place)
-        cuts = range(0, len(document.text), _PIECE)
-        pieces += [{"text": document.text[start : start + _PIECE]} | place for start in cuts]
-    if len(pieces) < _EVERY:
-        raise UsageError(
-            f"{', '.join(data.sources)} is too short: give a text of {_PIECE * _EVERY:,} characters or more"
-        )
-    parts = {
-        "fit": [piece for i, piece in enumerate(pieces) if i % _EVERY != _EVERY - 1],
-        "held_out": pieces[_EVERY - 1 :: _EVERY],
-    }
-    scratch.mkdir(parents=True, exist_ok=True)
-    for name, part in parts.items():
-        lines = (json.dumps(piece) + "\n" for piece in part)
-        (scratch / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    fit, held_out = (
-        dataclasses.replace(data, sources=(str(scratch / f"{name}.jsonl"),), split="all", columns=())
-        for name in parts
-    )
-    return fit, held_out
-
-
-def costs(run: loop.Run, rows: dict[str, np.ndarray], length: int) -> dict[str, float]:
-    """The current cost of a run's student, from its `row_sums` of rows of `length` tokens.
-
-    "gap" is the student's cross-entropy minus its teacher's, and "kl" the KL from teacher to student, both in
-    nats per token; "agreement" is the share of positions where both have the same most likely token, and
-    "tokens" the number of tokens evaluated. "prompt_flops" and "cache_bytes" are relative to the teacher's:
-    FLOPs of prompt tokens in the layers at that length, and bytes of a token's rows.
-    """
-    found = loop.summarise(rows, has_teacher=True)
-    config, plan = run.recipe.student.config, run.recipe.student.plan
-    return {
-        "cross_entropy": found["cross_entropy"],
-        "teacher_cross_entropy": found["teacher_cross_entropy"],
-        "gap": found["cross_entropy"] - found["teacher_cross_entropy"],
-        "kl": found["kl"],
-        "agreement": found["agreement"],
-        "tokens": float(rows["tokens"].sum()),
-        "prompt_flops": prompt_gflop(config, plan, length) / prompt_gflop(config, None, length),
-        "cache_bytes": cache_bytes_per_token(config, plan) / cache_bytes_per_token(config),
-    }
-
-
-def report(found: dict[str, float], plan: PlanConfig, layers: int, length: int) -> str:
+def report(figures: dict[str, float], part: PlanConfig | PredictConfig, layers: int, length: int) -> str:
     """The costs as text."""
-    shared = f", share {plan.share}" if plan.share > 1 else ""
+    if isinstance(part, PlanConfig):
+        shared = f", share {part.share}" if part.share > 1 else ""
+        student = f"split {part.split} of {layers} layers{shared}, {part.init}"
+        saved = [
+            f"  prompt FLOPs   {1 - figures['prompt_flops']:.0%} saved in the layers, at {length} tokens",
+            f"  cache          {1 - figures['cache_bytes']:.0%} saved",
+        ]
+    else:
+        student = f"KV prediction from {part.auxiliary or f'layers {part.keep}'}, {part.init}"
+        student += ", as served" if part.tail == 1 else ", every row predicted"
+        saved = [f"  auxiliary      a gap of {figures['auxiliary_gap']:.3f} by itself"]
     return "\n".join(
         (
-            f"split {plan.split} of {layers} layers{shared}, {plan.init}, on {found['tokens']:,.0f} held-out "
-            f"tokens in rows of {length}:",
-            f"  cross-entropy  {found['cross_entropy']:.3f} nats per token, the teacher's "
-            f"{found['teacher_cross_entropy']:.3f}: a gap of {found['gap']:.3f}",
-            f"  KL             {found['kl']:.3f} nats per token from the teacher",
-            f"  agreement      the teacher's most likely token at {found['agreement']:.1%} of positions",
-            f"  prompt FLOPs   {1 - found['prompt_flops']:.0%} saved in the layers, at {length} tokens",
-            f"  cache          {1 - found['cache_bytes']:.0%} saved",
+            f"{student}, on {figures['tokens']:,.0f} held-out tokens in rows of {length}:",
+            f"  cross-entropy  {figures['cross_entropy']:.3f} nats per token, the teacher's "
+            f"{figures['teacher_cross_entropy']:.3f}: a gap of {figures['gap']:.4f} "
+            f"+- {figures['gap_error']:.4f}",
+            f"  KL             {figures['kl']:.4f} nats per token from the teacher",
+            f"  agreement      the teacher's most likely token at {figures['agreement']:.1%} of positions",
+            *saved,
         )
     )
 

@@ -12,23 +12,24 @@ import jax
 
 from swiftkv_jax.checkpoint.hf import local_folder
 from swiftkv_jax.cli import splits
-from swiftkv_jax.cli.convert import apart, serving
+from swiftkv_jax.cli.convert import serving
 from swiftkv_jax.cli.plan import config_of
 from swiftkv_jax.cli.teacher_chats import sources_with_chats
+from swiftkv_jax.cli.train import FieldsParser
+from swiftkv_jax.cli.untrained import apart, on_tokens, opened
 from swiftkv_jax.common.bucket import Home, at, path_or_url
 from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.common.progress import Say, show, working
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
-from swiftkv_jax.core import sharding, weights
+from swiftkv_jax.core import weights
 from swiftkv_jax.distill import kernels
 from swiftkv_jax.distill.config import LEAST_SQUARES, AttentionConfig, Experiment, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.data.loader import DataConfig, DataLoader
 from swiftkv_jax.distill.data.sources import open_documents
 from swiftkv_jax.distill.fields import override
 from swiftkv_jax.distill.loop import train
-from swiftkv_jax.distill.main import FieldsParser
 from swiftkv_jax.distill.run_folder import check_free
 from swiftkv_jax.distill.start import check_vocabulary
 from swiftkv_jax.kernels.check import machine as machines
@@ -314,15 +315,12 @@ def _one_pass(data: DataConfig, tokenizer: Tokenizer, machine: Machine) -> int:
 
 def _measured(folder: Path, tokenizer: Tokenizer, data: DataConfig, held_out: DataConfig, say: Say) -> int:
     """The split that `splits.chosen` picks from measurements on these data."""
-    from swiftkv_jax.cli.measured import Measured
-
-    mesh = sharding.make_mesh(fsdp=-1)
-    with jax.set_mesh(mesh):
-        m = Measured.of(folder, tokenizer, data, held_out, mesh, _MEASURED)
-        layers = m.model.config.num_layers
+    with opened(on_tokens(folder, data, held_out, _MEASURED), tokenizer, say) as trial:
+        layers = trial.loaded[0][0].config.num_layers
         say("choosing a split: evaluating a least-squares student of each candidate")
         later = [split for split in splits.candidates(layers) if 2 * split >= layers]
-        split = splits.chosen(m.untrained(later, say))
+        figures = trial.by_split(later, say)
+    split = splits.chosen({split: cost["kl"] for split, cost in figures.items()}, layers)
     say(f"split {split}: the earliest from half depth on with a KL of at most {splits.MOST_KL}, or the best")
     return split
 

@@ -7,8 +7,8 @@ import re
 import tempfile
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 from swiftkv_jax.analysis.flops import CHIPS, Chip, cache_bytes_per_token, prompt_gflop
 from swiftkv_jax.analysis.similarity import layer_similarity, suggested_split
@@ -26,7 +26,10 @@ from swiftkv_jax.core import weights
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import AttentionConfig, LossConfig, OptimizerConfig
+from swiftkv_jax.distill.data.loader import DataConfig
+from swiftkv_jax.distill.start import check_vocabulary
 from swiftkv_jax.engine.settings import MEMORY_FRACTION
+from swiftkv_jax.text.tokenizer import load_tokenizer
 
 CONTEXT = 8192  # prompt tokens to plan for, or the model's context if that is shorter
 SHARES = (1, 2, 4)
@@ -240,25 +243,32 @@ def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say =
     Raises:
       UsageError: no weights, or the text cannot be read or is too short.
     """
-    from swiftkv_jax.cli.measured import Measured
+    from swiftkv_jax.cli.untrained import apart, on_tokens, opened
 
     integer("--max-tokens", max_tokens, 256)
     say("")
     with tempfile.TemporaryDirectory(prefix="swiftkv-plan-") as scratch:
         with working(say, f"reading {name} and {text}"):
-            m = Measured.open(name, (text,), Path(scratch), max_tokens)
-        with jax.set_mesh(m.mesh):
-            with working(say, f"comparing the layers' inputs on {len(m.tokens):,} tokens"):
-                scores, _ = layer_similarity(m.model, m.params, m.tokens)
+            folder = local_folder(name)
+            tokenizer = load_tokenizer(folder)
+            check_vocabulary(tokenizer, ModelConfig.from_hf(folder))
+            parts = apart(
+                DataConfig(sources=(text,), seq_len=CONTEXT, batch_size=1, long_documents="fill"),
+                Path(scratch),
+            )
+            experiment = on_tokens(folder, *parts, max_tokens)
+        with opened(experiment, tokenizer, say) as trial:
+            batches = [(np.asarray(b.tokens), np.asarray(b.segments)) for b in trial.held_out]
+            tokens = np.concatenate([ids[segments > 0] for ids, segments in batches])
+            with working(say, f"comparing the layers' inputs on {len(tokens):,} tokens"):
+                scores, _ = layer_similarity(*trial.loaded[0], tokens)
             say(
                 "SimScore by layer, the mean cosine of its input with all later layers': "
                 + " ".join(f"{score:.2f}" for score in scores[:-1])
             )
             say(f"the paper's rule, the first split from which it stays above 0.5: {suggested_split(scores)}")
-            fitted = sum(int((batch.segments > 0).sum()) for batch in m.fit) > m.model.config.hidden_size
-            how = "fitted by least squares on this text" if fitted else "not fitted (give more --max-tokens)"
-            say(f"quality before training, {how}, evaluated on another part of it:")
-            found = m.untrained(chosen, say)
-            layers = m.model.config.num_layers
-    if any(2 * split >= layers for split in chosen):
-        say(f"of these splits, swiftkv distil --split auto would choose {splits.chosen(found)}")
+            say("quality before training, evaluated on another part of the text than it is fitted on:")
+            figures = trial.by_split(chosen, say)
+    kl = {split: cost["kl"] for split, cost in figures.items()}
+    if any(2 * split >= len(scores) for split in chosen):
+        say(f"of these splits, swiftkv distil --split auto would choose {splits.chosen(kl, len(scores))}")

@@ -59,7 +59,7 @@ def between_rows(
         if matrix is None and (found := condition(kernel)) > _NOISE:
             warnings.warn(
                 f"{name} has condition {found:.1e}: recovered values have no correct digit, even in float32; "
-                "python -m swiftkv_jax.slim measures the cost of each row",
+                "swiftkv slim measures the cost of each row",
                 UsageWarning,
                 stacklevel=5,
             )

@@ -135,7 +135,7 @@ def to_slim(
     "k" stores keys alone, and values are K W_KV; "v" values alone; "x" the layer's inputs; "kv" changes
     nothing. W_KV = W_K^-1 W_V (the right inverse where keys are wider than inputs) is solved in float64 on
     the host. In exact arithmetic the model is the same. Values recovered from rounded keys have an error that
-    grows with the condition number of W_K; `python -m swiftkv_jax.slim` measures it.
+    grows with the condition number of W_K; `swiftkv slim` measures it.
 
     Args:
       forms: one for all rows, or one for each. The upper layers of a SwiftKV student that store "x" share one

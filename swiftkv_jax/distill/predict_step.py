@@ -153,12 +153,19 @@ def differences(
     return sum((one(a, b) for a, b in zip(got, want, strict=True)), jnp.zeros(()))
 
 
-def evaluate_batch(recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch) -> dict:
+def evaluate_batch(
+    recipe: Recipe, frozen: Frozen, trained: PyTree, batch: Batch, served: bool = False
+) -> dict:
     """As `step.evaluate_batch`: "student" is the base on predicted rows throughout (the paper's training and
-    multiple-choice mode), "teacher" the base itself. Adds the auxiliary's cross-entropy."""
+    multiple-choice mode), "teacher" the base itself. Adds the auxiliary's cross-entropy.
+
+    served: "student" is the base as it is served with a tail of one token, at every position.
+    """
     model, _ = parts(recipe)
     params = merge(trained, frozen.student)
     own, small, x, _ = passes(recipe, params, batch)
+    if served:
+        x = predict.forward(model, params, batch.tokens, batch.positions, batch.segments)
     base, auxiliary = (model.base, params["base"]), (model.auxiliary, params["auxiliary"])
     whole, other = with_whole_head(*base), with_whole_head(*auxiliary)
 

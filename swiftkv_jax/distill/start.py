@@ -70,7 +70,7 @@ def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loa
         if forms != ("kv",):
             raise UsageError(
                 f"{folder} stores rows as {', '.join(forms)} (Slim attention), which nothing trains through: "
-                "convert last. Train the plain model, then run python -m swiftkv_jax.slim"
+                "convert last. Train the plain model, then run swiftkv slim"
             )
         plan = experiment.plan.build(ModelConfig.from_hf(folder).num_layers)
         cuts = (plan.depth,) if plan.has_shared_norm else ()

@@ -1,6 +1,5 @@
-"""Equation 1 against float64 loops over transformers' own hidden states, and the command line."""
+"""Equation 1 against float64 loops over transformers' own hidden states."""
 
-import json
 
 import hf_models
 import numpy as np
@@ -8,11 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from swiftkv_jax.analysis import similarity
-from swiftkv_jax.analysis.flops import flops_table
 from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
@@ -25,21 +21,8 @@ LENGTH, BLOCK = 57, 25  # the last block is ragged
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Saved models by name, the first with a tokenizer whose word wN is token N."""
-    out = {}
-    for name in CASES:
-        out[name] = hf_models.save(hf_models.make(name), tmp_path_factory.mktemp(name))
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(out[CASES[0]])
-    return out
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(" ".join(f"w{i}" for i in hf_models.tokens(LENGTH, 1)[0]))
-    return path
+    """Saved models by name."""
+    return {name: hf_models.save(hf_models.make(name), tmp_path_factory.mktemp(name)) for name in CASES}
 
 
 def true_matrix(folder, tokens: np.ndarray) -> np.ndarray:
@@ -90,69 +73,6 @@ def test_suggested_split_is_the_least_with_nothing_low_above_it(values, threshol
     assert 1 <= split <= len(values)  # a split that KVPlan.swiftkv takes
     assert all(score > threshold for score in values[split:])
     assert split == 1 or values[split - 1] <= threshold
-
-
-def test_the_command_writes_its_measurements(folders, text, tmp_path, capsys):
-    out = tmp_path / "new" / "out"
-    args = ["--model", str(folders[CASES[0]]), "--text", str(text), "--out", str(out)]
-    assert similarity.main([*args, "--max-tokens", "40"]) == 0
-    saved = json.loads((out / "similarity.json").read_text())
-    tokens = hf_models.tokens(LENGTH, 1)[0][:40]
-    model, params = from_pretrained(folders[CASES[0]])
-    want, matrix = similarity.layer_similarity(model, params, tokens)
-    np.testing.assert_allclose(saved["matrix"], matrix, atol=1e-5)
-    np.testing.assert_allclose(saved["scores"][:-1], want[:-1], atol=1e-5)
-    assert saved["scores"][-1] is None and saved["tokens"] == 40
-    split = similarity.suggested_split(want)
-    plan, context = KVPlan.swiftkv(4, split), model.config.max_position_embeddings
-    left = (
-        flops_table(model.config, plan, context)["total"] / flops_table(model.config, None, context)["total"]
-    )
-    assert saved["suggested_split"] == split
-    assert saved["prefill_flops_left"] == pytest.approx(left, abs=1e-5)
-    printed = capsys.readouterr().out
-    assert all(f"{score:.4f}" in printed for score in want[:-1]) and f"{100 * left:.1f} %" in printed
-    assert (out / "similarity.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in out.iterdir()) == ["similarity.json", "similarity.png"]
-
-
-def one_line(capsys) -> str:
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    assert all(line.startswith("reading ") for line in captured.out.splitlines())
-    return captured.err
-
-
-@pytest.mark.parametrize(
-    "content, said",
-    [
-        (None, "No such file"),
-        (b"w1 w2 w3", "holds 3 token(s); give a text of at least 16"),
-        (b"", "holds 0 token(s)"),
-        (b"\xff\xfe w1", "is not UTF-8 text"),
-    ],
-    ids=["missing", "short", "empty", "binary"],
-)
-def test_bad_text_is_one_line_and_exit_code_2(content, said, folders, tmp_path, capsys):
-    path = tmp_path / "text.txt"
-    if content is not None:
-        path.write_bytes(content)
-    out = tmp_path / "out"
-    args = ["--model", str(folders[CASES[0]]), "--text", str(path), "--out", str(out)]
-    assert similarity.main(args) == 2
-    assert said in one_line(capsys) and not out.exists()
-
-
-def test_bad_model_flag_and_folder(folders, text, tmp_path, capsys):
-    good = ["--model", str(folders[CASES[0]]), "--text", str(text)]
-    assert similarity.main(["--model", str(tmp_path / "none"), "--text", str(text)]) == 2
-    assert "none" in one_line(capsys)
-    assert similarity.main([*good, "--max-tokens", "3"]) == 2
-    assert "--max-tokens must be at least 16, not 3" in one_line(capsys)
-    assert similarity.main(["--model", str(folders[CASES[1]]), "--text", str(text)]) == 2
-    assert "tokenizer" in one_line(capsys)
-    assert similarity.main([*good, "--out", str(text)]) == 2  # a file is in the way
-    assert "cannot write" in capsys.readouterr().err
 
 
 def test_a_student_is_refused():

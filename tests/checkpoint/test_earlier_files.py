@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import swiftkv_jax as skv
-from swiftkv_jax.distill.main import main
+from swiftkv_jax.cli.train import main
 
 WRITTEN = Path(__file__).parent.parent / "written_by_50b455b"
 

@@ -18,7 +18,7 @@ import swiftkv_jax as skv
 from benchmarks.papers.compare import __main__ as compare
 from swiftkv_jax.checkpoint.training import Checkpointer
 from swiftkv_jax.cli import convert, distil, plan
-from swiftkv_jax.distill import main as training
+from swiftkv_jax.cli import train as training
 from swiftkv_jax.distill.data.loader import DataLoader
 from swiftkv_jax.distill.data.sources import open_documents
 

@@ -11,10 +11,9 @@ from tokenizers_made import CHATML
 import swiftkv_jax as skv
 from benchmarks.papers.compare import __main__ as compare
 from swiftkv_jax.cli import convert, distil, plan
+from swiftkv_jax.cli import train as training
 from swiftkv_jax.cli.distil import Machine
 from swiftkv_jax.config.rope import RopeConfig
-from swiftkv_jax.distill import main as training
-from swiftkv_jax.distill import pair
 from swiftkv_jax.distill.config import Experiment, PlanConfig
 from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.distill.data.samples import Samples
@@ -176,7 +175,7 @@ def test_every_command_takes_rows_as_long_as_rotary_scaling_reaches(rope, longes
         (distil.main, [folder, "--data", nowhere, *out, "--length"]),
         (convert.main, [folder, "--split", "2", "--text", nowhere, *out, "--length"]),
         (compare.main, ["--model", folder, "--text", nowhere, *out, "--length"]),
-        (pair.main, ["--base", folder, "--keep", "0,2", "--text", nowhere, *out, "--length"]),
+        (convert.main, [folder, "--keep", "0,2", "--text", nowhere, *out, "--length"]),
         (plan.main, [folder, "--context"]),
     ):
         assert command([*words, str(longest)]) == (0 if command is plan.main else 2)

@@ -1,5 +1,6 @@
 """`swiftkv plan`: its figures are those of analysis/flops.py and of `convert`, from config.json alone."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -12,10 +13,11 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.analysis.flops import CHIPS, cache_bytes_per_token, flops_table
-from swiftkv_jax.cli import convert, plan, splits
-from swiftkv_jax.cli.measured import Measured
+from swiftkv_jax.cli import convert, plan, splits, untrained
 from swiftkv_jax.distill.config import PlanConfig
+from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.distill.step import prepare
+from swiftkv_jax.text.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = ROOT / "swiftkv_jax" / "configs" / "architectures" / "llama8b.json"
@@ -103,20 +105,25 @@ def test_a_student_and_a_text_without_weights_are_refused(tmp_path, capsys):
 def test_the_untrained_cost_is_that_of_the_student_itself(tmp_path):
     """The last split costs nothing; earlier costs follow from the converted student's logits in float64."""
     folder = made.teacher(tmp_path / "teacher")
-    m = Measured.open(str(folder), (made.texts(tmp_path / "rows.jsonl"),), tmp_path, 2048)
-    with jax.set_mesh(m.mesh):
-        found = splits.untrained(
-            m.model, m.params, m.experiment, [skv.KVPlan.swiftkv(4, s) for s in (2, 3)], [], m.held_out
-        )
-        assert abs(found[1].gap) < 1e-6 and found[1].kl < 1e-6 and found[1].agreement == 1
-        student, params = skv.to_swiftkv(m.model, m.params, found[0].plan)
-        wanted = [evaluated(model, p, m.held_out) for model, p in ((m.model, m.params), (student, params))]
+    with on_texts(str(folder), made.texts(tmp_path / "rows.jsonl"), tmp_path, 2048) as trial:
+        trial = dataclasses.replace(trial, fit=[])  # too few tokens to fit on: "fold"
+        figures = trial.by_split([2, 3], lambda line: None)
+        teacher, params = trial.loaded[0]
+        student = skv.to_swiftkv(teacher, params, skv.KVPlan.swiftkv(4, 2))
+        wanted = [evaluated(*each, trial.held_out) for each in ((teacher, params), student)]
     (own, targets), (his, _) = wanted
-    at = np.arange(len(targets))
-    assert found[0].tokens == len(targets) > 100
-    assert found[0].gap == pytest.approx((own - his)[at, targets].mean(), abs=1e-5)
-    assert found[0].kl == pytest.approx((np.exp(own) * (own - his)).sum(-1).mean(), rel=1e-4)
-    assert found[0].agreement == pytest.approx((own.argmax(-1) == his.argmax(-1)).mean(), abs=1e-9)
+    assert abs(figures[3]["gap"]) < 1e-6 and figures[3]["kl"] < 1e-6 and figures[3]["agreement"] == 1
+    assert figures[2]["tokens"] == len(targets) > 100
+    assert figures[2]["gap"] == pytest.approx((own - his)[np.arange(len(targets)), targets].mean(), abs=1e-5)
+    assert figures[2]["kl"] == pytest.approx((np.exp(own) * (own - his)).sum(-1).mean(), rel=1e-4)
+    assert figures[2]["agreement"] == pytest.approx((own.argmax(-1) == his.argmax(-1)).mean(), abs=1e-9)
+
+
+def on_texts(folder: str, texts: str, scratch: Path, tokens: int):
+    """A trial of a folder on some texts, as `plan --text` opens it."""
+    data = DataConfig(sources=(texts,), seq_len=512, batch_size=1, long_documents="fill")
+    experiment = untrained.on_tokens(Path(folder), *untrained.apart(data, scratch), tokens)
+    return untrained.opened(experiment, load_tokenizer(folder), lambda line: None)
 
 
 def evaluated(model, params, batches) -> tuple[np.ndarray, np.ndarray]:
@@ -139,26 +146,21 @@ def evaluated(model, params, batches) -> tuple[np.ndarray, np.ndarray]:
 def test_plan_and_convert_report_the_same_untrained_quality(tmp_path, monkeypatch):
     """The same text, the same tokens, solved by least squares."""
     monkeypatch.setattr(convert, "HELD_OUT_TOKENS", 8192)
-    m = Measured.open(DEMO, (str(convert.CORPUS),), tmp_path, 4 * 8192)
-    with jax.set_mesh(m.mesh):
-        (found,) = m.untrained([4], lambda line: None)
+    with on_texts(DEMO, str(convert.CORPUS), tmp_path, 4 * 8192) as trial:
+        found = trial.by_split([4], lambda line: None)[4]
     told = convert.convert(
         DEMO, PlanConfig(split=4, init="least_squares", init_tokens=3 * 8192), tmp_path / "out"
     )
-    assert found.kl == pytest.approx(told["kl"], rel=1e-3)
-    assert found.gap == pytest.approx(told["gap"], abs=1e-5) and found.tokens == told["tokens"]
-    assert found.agreement == pytest.approx(told["agreement"], abs=1e-3)
-
-
-def one(split: int, kl: float) -> splits.Untrained:
-    return splits.Untrained(skv.KVPlan.swiftkv(8, split), kl, kl, 1.0, 1.0)
+    assert found["kl"] == pytest.approx(told["kl"], rel=1e-3) and found["tokens"] == told["tokens"]
+    assert found["gap"] == pytest.approx(told["gap"], abs=1e-5)
+    assert found["agreement"] == pytest.approx(told["agreement"], abs=1e-3)
 
 
 def test_auto_takes_the_earliest_good_split_from_half_depth_on():
-    assert splits.chosen([one(3, 0.1), one(4, 0.4), one(5, 0.2), one(7, 0.0)]) == 4
-    assert splits.chosen([one(4, 0.6), one(5, 0.7), one(6, 0.5)]) == 6
-    assert splits.chosen([one(4, 3.0), one(6, 2.0)]) == 6, "none is good: the best"
+    assert splits.chosen({3: 0.1, 4: 0.4, 5: 0.2, 7: 0.0}, 8) == 4
+    assert splits.chosen({4: 0.6, 5: 0.7, 6: 0.5}, 8) == 6
+    assert splits.chosen({4: 3.0, 6: 2.0}, 8) == 6, "none is good: the best"
     with pytest.raises(skv.UsageError, match="half depth"):
-        splits.chosen([one(3, 0.1)])
+        splits.chosen({3: 0.1}, 8)
     assert splits.candidates(32) == [8, 12, 16, 20, 24, 28]
     assert splits.candidates(2) == [1] and splits.candidates(3) == [1, 2]

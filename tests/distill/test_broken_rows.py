@@ -15,6 +15,7 @@ from samples_made import config, same, take, write
 from tokenizers_made import CHATML, make_tokenizer
 
 from swiftkv_jax.checkpoint.hf import save_pretrained
+from swiftkv_jax.cli.train import main
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
@@ -24,7 +25,6 @@ from swiftkv_jax.distill import progress
 from swiftkv_jax.distill.data import loader as data
 from swiftkv_jax.distill.data.loader import DataLoader, evaluation_batches
 from swiftkv_jax.distill.data.samples import Samples
-from swiftkv_jax.distill.main import main
 from swiftkv_jax.slim import texts
 from swiftkv_jax.text.tokenizer import load_tokenizer
 

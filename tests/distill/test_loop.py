@@ -20,6 +20,7 @@ import safetensors.numpy
 from processes_made import finish, start
 
 from swiftkv_jax.checkpoint.hf import save_pretrained
+from swiftkv_jax.cli.train import main
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
@@ -27,7 +28,6 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.surgery import to_slim
 from swiftkv_jax.distill import kernels
 from swiftkv_jax.distill.config import AttentionConfig
-from swiftkv_jax.distill.main import main
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 
 ROOT = Path(__file__).parent.parent.parent

@@ -17,6 +17,7 @@ from tokenizers_made import CHATML, make_tokenizer
 
 from swiftkv_jax.checkpoint.adapter import from_pretrained
 from swiftkv_jax.checkpoint.hf import save_pretrained
+from swiftkv_jax.cli.train import main
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
@@ -31,7 +32,6 @@ from swiftkv_jax.distill.config import (
     load_experiment,
 )
 from swiftkv_jax.distill.fields import override
-from swiftkv_jax.distill.main import main
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
 

@@ -1,4 +1,4 @@
-"""`python -m swiftkv_jax.slim`: planted conditions are found, what is written is what was measured."""
+"""`swiftkv slim`: planted conditions are found, what is written is what was measured."""
 
 import json
 import math
@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import swiftkv_jax as skv
+from swiftkv_jax.cli.slim import main
 from swiftkv_jax.slim import texts
-from swiftkv_jax.slim.__main__ import main
 from swiftkv_jax.slim.calibrate import RIDGES, solve
 
 LAYERS, WIDTH = 4, 48

@@ -1,4 +1,4 @@
-"""`python -m swiftkv_jax.slim` on T5 and Whisper: rows of tokens and of sources, measured on what the model
+"""`swiftkv slim` on T5 and Whisper: rows of tokens and of sources, measured on what the model
 itself says."""
 
 import json
@@ -15,10 +15,10 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import swiftkv_jax as skv
+from swiftkv_jax.cli.slim import main
 from swiftkv_jax.common.progress import Doing
 from swiftkv_jax.core.matrices import between
 from swiftkv_jax.slim import sources
-from swiftkv_jax.slim.__main__ import main
 from swiftkv_jax.slim.calibrate import EXACT, Candidate, candidates, converted
 from swiftkv_jax.slim.texts import Pieces
 

@@ -33,7 +33,7 @@ from benchmarks.papers.compare.systems import (
 )
 from benchmarks.papers.compare.training import trained
 from benchmarks.papers.prediction_flops import Sizes
-from swiftkv_jax.analysis import command
+from swiftkv_jax.analysis.plots import save_result
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
@@ -169,7 +169,7 @@ def report(args: argparse.Namespace) -> dict:
     }
     with working(show, "measuring rows and times for the plots"):
         drawn = pictures(source, halves, args.rounds, out)
-    return command.save(result | drawn, out, "compare")
+    return save_result(result | drawn, out, "compare")
 
 
 def pictures(source: Source, halves: list[System], rounds: int, out: Path) -> dict:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from swiftkv_jax.slim.threshold import left_out
+from benchmarks.papers.slim_threshold import left_out
 
 HEADS, TOKENS, WIDTH = 2, 10, 3
 

@@ -1,6 +1,6 @@
 """How many tiles of keys a threshold drops from attention's weighted sum on a text, and the error it causes.
 
-    python -m swiftkv_jax.slim.threshold --model DIR [--text FILE] [--tile 64]
+    python -m benchmarks.papers.slim_threshold --model DIR [--text FILE] [--tile 64]
 
 Where keys are stored after rotary embedding, each tile must be rotated back before it is summed (Slim
 attention, sections 2 and 3). A tile can be dropped if none of its weights reaches the threshold when it is
@@ -38,7 +38,7 @@ WAYS = ("all heads", "each head")
 def parser() -> Parser:
     """The flags."""
     p = Parser(
-        prog="python -m swiftkv_jax.slim.threshold",
+        prog="python -m benchmarks.papers.slim_threshold",
         description="Measure how many keys a threshold on attention weights would skip.",
     )
     p.add_argument("--model", required=True, metavar="DIR", help="a standard model: folder, or hub id")

@@ -1,6 +1,6 @@
 """Convert a multi-head checkpoint to Slim attention (arXiv 2503.05840), by measurement.
 
-    python -m swiftkv_jax.slim --model DIR --out DIR [--text FILE | --audio PATH ...]
+    swiftkv slim DIR --out DIR [--text FILE | --audio PATH ...]
         [--forms auto|k|v|x] [--cache-dtype D] [--max-kl X]
 
 One half of the text's documents calibrates, the other half measures (docs/slim.md). OUT gets the checkpoint,
@@ -10,10 +10,9 @@ slim.json with every candidate of every row and why it was taken or not, and sli
 import argparse
 import dataclasses
 import math
-import sys
 from pathlib import Path
 
-from swiftkv_jax.analysis import command, plots
+from swiftkv_jax.analysis import plots
 from swiftkv_jax.analysis.flops import cache_bytes_per_token
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder, save_pretrained
 from swiftkv_jax.common.checks import above, choice
@@ -38,7 +37,6 @@ _SPACES = {SELF: "own", ENCODER: "cross"}  # names of the spaces in ways to stor
 def parser() -> Parser:
     """The flags."""
     p = Parser(
-        prog="python -m swiftkv_jax.slim",
         description="Convert a multi-head model to store keys alone where the measured loss is small.",
     )
     p.add_argument("--model", required=True, metavar="DIR", help="a checkpoint: folder, or hub id")
@@ -159,7 +157,7 @@ def convert(args: argparse.Namespace) -> dict:
     _print(result)
     save_pretrained(args.out, slim, made)
     plots.slim_errors(_curves(result["rows"]), args.out / "slim.png")
-    return command.save(result, args.out, "slim")
+    return plots.save_result(result, args.out, "slim")
 
 
 def _read(
@@ -277,7 +275,3 @@ def main(argv: list[str] | None = None) -> int:
         convert(parser().parse_args(argv))
 
     return exit_code(work)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

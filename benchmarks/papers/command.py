@@ -1,8 +1,7 @@
-"""Shared code of the commands that measure a model on a text: flags, blocks of text, results, exit codes."""
+"""Shared code of the commands that measure a model on a text: flags, reading, exit codes."""
 
 import argparse
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +15,11 @@ from swiftkv_jax.core.shapes import Int, PyTree
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
 MIN_TOKENS = 16  # an average over fewer says nothing about the model
-BLOCK = 512  # tokens read at a time
 
 
 def parser(name: str, description: str, model: str) -> Parser:
-    """The flags of `python -m swiftkv_jax.analysis.NAME`; `model` is the help of --model."""
-    p = Parser(prog=f"python -m swiftkv_jax.analysis.{name}", description=description)
+    """The flags of `python -m benchmarks.papers.NAME`; `model` is the help of --model."""
+    p = Parser(prog=f"python -m benchmarks.papers.{name}", description=description)
     out = Path("runs") / name
     p.add_argument("--model", required=True, metavar="DIR", help=model)
     p.add_argument("--text", required=True, type=Path, metavar="FILE", help="UTF-8 text to measure on")
@@ -61,25 +59,3 @@ def load(model_path: str, text: Path, limit: int) -> tuple[Transformer, PyTree, 
             "another tokenizer?"
         )
     return model, params, tokens
-
-
-def blocks(
-    model: Transformer, tokens: Int[np.ndarray, " n"], most: int = BLOCK
-) -> Iterator[tuple[Int[np.ndarray, " block"], int]]:
-    """Cut a text into blocks of one length, within `most` and the model's context: (block, number of tokens).
-
-    The last block is padded at its end, where causal attention cannot see the padding.
-    """
-    size = min(most, len(tokens), model.config.max_position_embeddings)
-    for start in range(0, len(tokens), size):
-        piece = np.asarray(tokens[start : start + size], np.int32)
-        yield np.pad(piece, (0, size - len(piece))), len(piece)
-
-
-def save(result: dict, out: Path, name: str) -> dict:
-    """Write `result` to `out`/`name`.json atomically, beside its plot."""
-    partial = out / f".{name}.json.partial"
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(out / f"{name}.json")
-    print(f"saved {out / name}.json and {out / name}.png")
-    return result

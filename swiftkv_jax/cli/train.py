@@ -72,25 +72,17 @@ def parser() -> Parser:
 def main(
     argv: list[str] | None = None,
     join: Callable[[bool | None], object] | None = None,
-    prepare: Callable | None = None,
 ) -> int:
     """Run; exit code 0, 2 for bad usage, 1 for a failed run, 130 for Ctrl-C (saved).
 
     Args:
       join: called with the value of --distributed before JAX is used; None if the caller has joined already.
-      prepare: called with the experiment; returns the one to run instead.
     """
     interrupted = "\ninterrupted: the newest checkpoint is kept; --resume continues from it"
-    return exit_code(
-        lambda: _run(parser().parse_args(argv), join, prepare), interrupted, (RuntimeError, OSError)
-    )
+    return exit_code(lambda: _run(parser().parse_args(argv), join), interrupted, (RuntimeError, OSError))
 
 
-def _run(
-    args: argparse.Namespace,
-    join: Callable[[bool | None], object] | None,
-    prepare: Callable | None,
-) -> int:
+def _run(args: argparse.Namespace, join: Callable[[bool | None], object] | None) -> int:
     if bool(args.topology) != args.compile_only:
         raise UsageError("--compile-only and --topology go together")
     from swiftkv_jax.common import processes
@@ -101,6 +93,7 @@ def _run(
         from swiftkv_jax.distill.compile_only import report
 
         return report(from_package(override(load_experiment(args.config), args.set)), args.topology)
+    from swiftkv_jax.cli.teacher_chats import with_chats
     from swiftkv_jax.common.progress import show
     from swiftkv_jax.distill.kernels import choose
     from swiftkv_jax.distill.loop import train
@@ -113,9 +106,9 @@ def _run(
         out = args.out or Path("runs") / experiment.name
         if processes.is_first():  # now: kernels are checked for minutes, and a teacher writes chats for hours
             check_free(at(out), args.resume)
-    chosen = choose(experiment)  # `prepare` may take the devices, for a teacher that writes chats
+    chosen = choose(experiment)  # now: a teacher that writes chats takes the devices
     with processes.together():
-        experiment = prepare(experiment) if prepare is not None else experiment
+        experiment = with_chats(experiment)
     say = show if processes.is_first() else lambda _line: None
     began = time.monotonic()
     with processes.among_the_living():
