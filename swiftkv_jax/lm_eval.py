@@ -78,9 +78,6 @@ class SwiftKV(TemplateLM):
           batch_size, max_batch_size, device: lm-eval always sends them, and they are not used: the engine
             batches by itself, up to `max_num_seqs`, and JAX chooses the device (JAX_PLATFORMS).
           settings: other arguments of `LLM`, such as max_num_seqs, cache_dtype, num_pages.
-
-        Raises:
-          UsageError: the checkpoint cannot be read, has no tokenizer, or an argument is invalid.
         """
         super().__init__()
         if isinstance(pretrained, LLM):
@@ -190,11 +187,7 @@ class SwiftKV(TemplateLM):
         return [output.outputs[0].text for output in outputs]
 
     def sampling(self, given: dict) -> SamplingParams:
-        """The model's own defaults, overridden by a task's generation_kwargs.
-
-        Raises:
-          UsageError: a field is unknown, or asks for something that is not offered.
-        """
+        """The model's own defaults, overridden by a task's generation_kwargs."""
         kwargs = dict(normalize_gen_kwargs(given, self.max_gen_toks))
         until = handle_stop_sequences(kwargs["until"], eos=self.tokenizer.eos_token)
         most = kwargs["max_gen_toks"]

@@ -50,9 +50,6 @@ def layer_similarity(
 
     The text is read in blocks of `block` tokens, each by itself. The last layer has no later one: its score
     is NaN.
-
-    Raises:
-      UsageError: the model is not a standard one, or there are no tokens.
     """
     if model.plan != KVPlan.standard(model.config.num_layers):
         raise UsageError(

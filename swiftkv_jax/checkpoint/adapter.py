@@ -98,11 +98,7 @@ def from_pretrained(
 def read_model(
     folder: Path, slim: bool = True, base: str | Path | None = None
 ) -> tuple[ModelConfig, KVPlan, Mapping]:
-    """The model that a folder's config.json (an adapter's: its base's) describes, and the file's fields.
-
-    Raises:
-      UsageError: it cannot be read, or describes no model of ours.
-    """
+    """The model that a folder's config.json (an adapter's: its base's) describes, and the file's fields."""
     if not (folder / ADAPTER).exists():
         return hf.read_model(folder, slim)
     return hf.read_model(_base_folder(folder, _read(folder / ADAPTER)[1], base), slim=False)
@@ -151,9 +147,6 @@ def save_adapter(
         the adapter's folder is kept relative.
       dtype: of the auxiliary's weights on disk; that of the parameters by default. The predictor has float32.
       tokenizer: another folder or GGUF file than the base's to copy the tokenizer from.
-
-    Raises:
-      UsageError: the base is not found, or a folder cannot be read or written.
     """
     given = base or model.base.config.source
     if given is None:
@@ -235,9 +228,6 @@ def check_tokenizers(base: Path, auxiliary: Path) -> None:
     """Check that two folders have the same tokenizer; a folder without one passes.
 
     Their vocabularies may be padded to different sizes.
-
-    Raises:
-      UsageError: they give other ids, or ids that the auxiliary has no embedding of.
     """
     if not all(map(has_tokenizer, (base, auxiliary))):
         return

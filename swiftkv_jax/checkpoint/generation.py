@@ -58,11 +58,7 @@ class GenerationDefaults:
 
 def read_generation_config(folder: str | Path) -> GenerationDefaults:
     """Defaults from `folder`/generation_config.json; the end-of-sequence ids it lacks come from config.json.
-    `folder` may be a GGUF file, which has these ids alone.
-
-    Raises:
-      UsageError: a file is there but is not JSON, or a field has the wrong type.
-    """
+    `folder` may be a GGUF file, which has these ids alone."""
     files = [Path(folder) / name for name in ("generation_config.json", "config.json")]
     files[1] = gguf_of(folder) or files[1]
     own, model = (read_config_json(file) if file.exists() else {} for file in files)
@@ -89,11 +85,7 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
 
 def _older(raw: Mapping, folder: Path) -> dict:
     """The fields that generation_config.json lacks in files of before 2023: from the names of the tokenizer's
-    tokens, and from `forced_decoder_ids`, pairs of a place and a token: language, task, no timestamps.
-
-    Raises:
-      UsageError: the model knows several languages, and nothing names their tokens.
-    """
+    tokens, and from `forced_decoder_ids`, pairs of a place and a token: language, task, no timestamps."""
     pairs = raw.get("forced_decoder_ids") or []
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise UsageError("config.json: forced_decoder_ids must be a list of places and token ids")

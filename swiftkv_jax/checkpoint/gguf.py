@@ -49,11 +49,7 @@ class Slice:
         return "F32"
 
     def __getitem__(self, spans: tuple[slice, ...]) -> np.ndarray:
-        """[rows, columns] or [elements]: the values of some contiguous rows, and some of their columns.
-
-        Raises:
-          UsageError: the file cannot be read, or holds a value that is not finite.
-        """
+        """[rows, columns] or [elements]: the values of some contiguous rows, and some of their columns."""
         vector = len(self.found.shape) == 1
         first, last, _ = spans[0].indices(self.found.shape[0])
         begin, end = first // self.turned * self.turned, -(-last // self.turned) * self.turned
@@ -87,9 +83,6 @@ def open_tensors(header: Header, fields: Mapping) -> dict[str, tuple[Path, Slice
     """Hugging Face's name of a tensor -> (the file, a slice of it that reads nothing yet).
 
     A name that is not known stays as it is. `fields`: the config.json of the same file.
-
-    Raises:
-      UsageError: the package `gguf` is not installed, or two names mean one tensor.
     """
     _package()
     turned = fields["head_dim"] if header.metadata["general.architecture"] == "llama" else 1

@@ -63,10 +63,6 @@ def from_pretrained(
         serving wants them.
       revision: branch, tag or commit of a hub model; its main branch by default.
       slim: False reads the rows of a Slim attention checkpoint as keys and values: the plain model.
-
-    Raises:
-      UsageError: nothing readable there, an unsupported config.json, tensors that do not fit it, or a GGUF
-        file without the package `gguf`.
     """
     folder = local_folder(path_or_id, revision)
     config, plan, raw = read_model(folder, slim)
@@ -98,11 +94,7 @@ def from_pretrained(
 
 def read_model(folder: Path, slim: bool = True) -> tuple[ModelConfig, KVPlan, Mapping]:
     """The model that a folder's config.json describes, and the file's fields; slim=False: rows of keys and
-    values.
-
-    Raises:
-      UsageError: it cannot be read, or describes no model of ours.
-    """
+    values."""
     if (folder / ADAPTER).is_file() and not (folder / "config.json").exists():
         raise UsageError(
             f"{folder} is a KV prediction adapter and holds no model of its own: give its base's folder, or "
@@ -127,12 +119,7 @@ def _stored_dtype(folder: Path) -> str:
 
 def local_folder(path_or_id: str | Path, revision: str | None = None) -> Path:
     """The local path of a model: the folder itself, a GGUF file (given, or in a folder without safetensors),
-    or the downloaded safetensors, configs and tokenizer of a hub model, or of a folder in a bucket.
-
-    Raises:
-      UsageError: no such folder, and the hub does not give a model of that name; a revision of a folder; or a
-        folder with several GGUF files.
-    """
+    or the downloaded safetensors, configs and tokenizer of a hub model, or of a folder in a bucket."""
     text = str(path_or_id)
     path = fetched(text.rstrip("/"), _DOWNLOAD) if is_bucket(text) else Path(path_or_id).expanduser()
     if path.is_dir() or (path.suffix == SUFFIX and path.is_file()):
@@ -156,11 +143,7 @@ def local_folder(path_or_id: str | Path, revision: str | None = None) -> Path:
 
 
 def open_all(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, typing.Any]]:
-    """Tensor name -> (its file, a lazy slice of it), over all files of the checkpoint, or of a GGUF file.
-
-    Raises:
-      UsageError: a file is missing, truncated, or not of its format.
-    """
+    """Tensor name -> (its file, a lazy slice of it), over all files of the checkpoint, or of a GGUF file."""
     if folder.suffix == SUFFIX:
         return gguf.open_tensors(read_header(folder), read_config_json(folder))
     if (folder / SINGLE).exists() or not (folder / INDEX).exists():
@@ -214,11 +197,7 @@ def open_one(path: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, t
 def check_tensors(
     folder: Path, tensors: Mapping, wanted: Mapping[str, Slot], may_ignore: Callable, said_by="config.json"
 ) -> None:
-    """Check a checkpoint's tensors and report all mismatches in one error.
-
-    Raises:
-      UsageError: tensors are missing, misshapen, of another kind of number, or unknown and not `may_ignore`.
-    """
+    """Check a checkpoint's tensors and report all mismatches in one error."""
     bad_shape, bad_dtype = [], []
     for name in wanted.keys() & tensors.keys():
         found = tensors[name][1]

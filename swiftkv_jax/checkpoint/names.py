@@ -333,11 +333,7 @@ def ignored(name: str, config: ModelConfig, plan: KVPlan, swiftkv: bool, slim: b
 
 
 def as_dtype(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """`array` in `dtype`; `name` is the tensor's, for the message.
-
-    Raises:
-      UsageError: a finite number becomes infinite in float16, as those of a W_KV may.
-    """
+    """`array` in `dtype`; `name` is the tensor's, for the message."""
     with np.errstate(over="ignore"):
         out = array.astype(dtype)
     if dtype == np.float16 and np.isinf(out).any() and np.isfinite(array).all():

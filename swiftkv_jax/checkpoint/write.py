@@ -71,9 +71,6 @@ def save_pretrained(
       max_shard_bytes: larger weights are split into several files with an index.
       dtype: of the weights on disk; that of the parameters by default.
       tokenizer: another folder or GGUF file to copy the tokenizer from, and nothing else.
-
-    Raises:
-      UsageError: the model has no published form, or a folder cannot be read or written.
     """
     _check_params(model, params)
     dtype = dtype or str(params["embed"].dtype)

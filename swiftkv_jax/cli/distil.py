@@ -229,9 +229,6 @@ def data_for(
 
     Args:
       settings: `a.b=value` each, as --set takes them; those of `data` are applied.
-
-    Raises:
-      UsageError: sources that cannot be read, or a length beyond the model's context.
     """
     seq_len = _row_tokens(length, config, machine)
     rows = 4 if machine.platform == "cpu" else max(4, 65_536 // seq_len)

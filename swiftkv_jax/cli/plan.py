@@ -113,11 +113,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def config_of(model: str) -> ModelConfig:
-    """The config of a standard model from a folder, a file, or the hub (only the config is fetched).
-
-    Raises:
-      UsageError: there is none, it is not supported, or it is a student's.
-    """
+    """The config of a standard model from a folder, a file, or the hub (only the config is fetched)."""
     path = local_folder(model) if is_bucket(model) else Path(model).expanduser()
     hub = re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", model)
     if not path.exists() and not hub:
@@ -238,11 +234,7 @@ def size(count: int) -> str:
 
 
 def measure(name: str, text: str, chosen: list[int], max_tokens: int, say: Say = show) -> None:
-    """Print layer similarity on a text, and the cost of each split there before training.
-
-    Raises:
-      UsageError: no weights, or the text cannot be read or is too short.
-    """
+    """Print layer similarity on a text, and the cost of each split there before training."""
     from swiftkv_jax.cli.untrained import apart, on_tokens, opened
 
     integer("--max-tokens", max_tokens, 256)

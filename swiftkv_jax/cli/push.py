@@ -35,11 +35,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def push(folder: Path, repo: str, private: bool = False, revision: str | None = None, say: Say = show) -> str:
-    """Upload an export and return the address of the commit. The hub itself checks the model card.
-
-    Raises:
-      UsageError: `folder` is not an export, or the hub does not take it: no token, no right, no network.
-    """
+    """Upload an export and return the address of the commit. The hub itself checks the model card."""
     check_export(folder)
     from huggingface_hub import HfApi
 

@@ -34,11 +34,7 @@ _ROW = "{:<24}{:>12}{:>10}{:>9}  {}"
 
 def report(name: str, config: ModelConfig, plan: KVPlan, context: int, where: str, say: Say = show) -> None:
     """Compile what an engine of default settings runs with the heads over all chips of a topology, and print
-    a table. Where a chip does not run the kernels that are expected to win, the safe ones are compiled.
-
-    Raises:
-      UsageError: an unknown topology, chips that cannot share the heads, or a model that does not fit them.
-    """
+    a table. Where a chip does not run the kernels that are expected to win, the safe ones are compiled."""
     kind, devices = topology(where)
     platform, memory = devices[0].platform, flops.CHIPS[kind].memory
     major = int(float(getattr(devices[0], "compute_capability", 9)))

@@ -19,9 +19,6 @@ def chosen(kl: Mapping[int, float], layers: int) -> int:
     In the paper 50 % SwiftKV costs 1 to 2 % of accuracy after distillation, and beyond that quality drops
     quickly; where the later layers' inputs are less similar (Qwen), 50 % is already too much (SwiftKV paper,
     section 4.2). This is a first guess: only distillation shows what a split really costs.
-
-    Raises:
-      UsageError: no split from half depth on was measured.
     """
     half = [split for split in kl if 2 * split >= layers]
     if not half:

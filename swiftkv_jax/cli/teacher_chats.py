@@ -58,11 +58,7 @@ class Written:
 
 
 def with_chats(experiment: Experiment, say: Say = show) -> Experiment:
-    """The experiment with files of chats in place of `self://` sources; missing files are written.
-
-    Raises:
-      UsageError: prompts that cannot be read, a model without a chat template, or no model.
-    """
+    """The experiment with files of chats in place of `self://` sources; missing files are written."""
     parts = {
         name: dataclasses.replace(data, sources=sources_with_chats(data.sources, experiment.model, say))
         for name in ("data", "evaluation")
@@ -103,11 +99,7 @@ def chats_of(model: str, source: str, say: Say = show) -> Path:
 
 
 def sampling_of(query: str, source: str) -> Sampling:
-    """The sampling options after the question mark of a source.
-
-    Raises:
-      UsageError: an unknown name, or a value that is not a number or out of range.
-    """
+    """The sampling options after the question mark of a source."""
     known: dict[str, type] = {"max_tokens": int, "temperature": float, "top_p": float, "seed": int}
     given = {}
     for name, text in parse_qsl(query, keep_blank_values=True):
@@ -127,11 +119,7 @@ def sampling_of(query: str, source: str) -> Sampling:
 
 def prompts_of(source: str) -> list[Chat]:
     """The prompts of a file, a pattern or a folder: rows with a text `prompt`, or chats without their last
-    answer.
-
-    Raises:
-      UsageError: no such file, a broken row, or no prompt in a row.
-    """
+    answer."""
     bad, prompts = [], []
     for path, _ in files.files_of(source):
         kind = files.kind_of(path)
@@ -166,9 +154,6 @@ def write_chats(
     """Write the model's answers to `path`, a conversation a line, in the order of the prompts.
 
     Each answer is saved beside `path` as soon as it is finished, so that a stopped run can continue.
-
-    Raises:
-      UsageError: a prompt that the model cannot take, or a place that cannot be written.
     """
     began, draft = time.monotonic(), path.with_name(f"{path.name}.part")
     with explained(f"write to {path}"):

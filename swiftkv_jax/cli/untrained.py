@@ -59,9 +59,6 @@ class Trial:
         """The student that training would start with if this were the experiment's plan, or prediction.
 
         KV prediction with a tail of one token is evaluated as it is served, at every position.
-
-        Raises:
-          UsageError: the models do not fit each other, or the plan, or there is too little text to fit on.
         """
         name = "plan" if isinstance(part, PlanConfig) else "predict"
         experiment = dataclasses.replace(self.experiment, **{name: part})
@@ -98,11 +95,7 @@ class Trial:
 
 @contextmanager
 def opened(experiment: Experiment, tokenizer: Tokenizer, say: Say) -> Iterator[Trial]:
-    """An experiment ready to make students on all devices; none of its steps is taken.
-
-    Raises:
-      UsageError: a folder holds no such model, or there is too little text.
-    """
+    """An experiment ready to make students on all devices; none of its steps is taken."""
     data, evaluation = experiment.data, experiment.evaluation
     assert evaluation is not None  # an untrained student is made to be evaluated
     mesh = sharding.make_mesh(fsdp=-1)
@@ -174,9 +167,6 @@ def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
 
     The same documents are held out as in training; with few documents, every tenth piece, in files that are
     written to `scratch`.
-
-    Raises:
-      UsageError: sources that cannot be read, or too little text.
     """
     documents = documents_of(data)
     if sum(split_of(name) == "held_out" for name in documents.ids()) >= _FEW:

@@ -18,9 +18,6 @@ def inside(path: Path) -> Path:
 
     A link may lead elsewhere in the folder, or in a snapshot of Hugging Face's cache, and in a folder of one,
     to its `blobs` folder.
-
-    Raises:
-      UsageError: it is a link that leaves the folder, or not a plain file.
     """
     folder = path.parent.resolve()
     snapshots = [up for up in (folder.parent, folder.parent.parent) if up.name == "snapshots"]
@@ -56,11 +53,7 @@ def read_text(path: str | Path) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file of a model's folder.
-
-    Raises:
-      UsageError: the file lies elsewhere, is too large, or holds no JSON object.
-    """
+    """The object in a JSON file of a model's folder."""
     with explained(f"read {path}"):
         data = bounded(path).read_bytes()
     try:

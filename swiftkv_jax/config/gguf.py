@@ -58,11 +58,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def config_of(path: Path) -> dict:
-    """The config.json of the model in a GGUF file.
-
-    Raises:
-      UsageError: the file cannot be read, another architecture, or a field that is missing or makes no sense.
-    """
+    """The config.json of the model in a GGUF file."""
     header = read_header(path)
     try:
         return config_dict(header)

@@ -71,22 +71,14 @@ class Header:
     tensors: Mapping[str, Stored]
 
     def floats(self, name: str) -> np.ndarray:
-        """A float32 tensor of the file.
-
-        Raises:
-          UsageError: it is stored in another form, or cannot be read.
-        """
+        """A float32 tensor of the file."""
         found = self.tensors[name]
         if KINDS[found.kind][0] != "F32":
             raise UsageError(f"{self.path}: {name} is {KINDS[found.kind][0]}, not F32")
         return self.read(found, 0, found.end - found.start).view("<f4").reshape(found.shape)
 
     def read(self, found: Stored, start: int, size: int) -> np.ndarray:
-        """`size` bytes of one of the tensors, from its byte `start` on.
-
-        Raises:
-          UsageError: the file cannot be read, or has become shorter.
-        """
+        """`size` bytes of one of the tensors, from its byte `start` on."""
         try:
             out = np.fromfile(self.path, np.uint8, size, offset=found.start + start)
         except OSError as error:
@@ -97,11 +89,7 @@ class Header:
 
 
 def gguf_of(path: str | Path) -> Path | None:
-    """The GGUF file that `path` is, or that lies in the folder `path` without safetensors beside it.
-
-    Raises:
-      UsageError: the folder holds several.
-    """
+    """The GGUF file that `path` is, or that lies in the folder `path` without safetensors beside it."""
     path = Path(path).expanduser()
     if path.suffix == SUFFIX and path.is_file():
         return path
@@ -115,12 +103,7 @@ def gguf_of(path: str | Path) -> Path | None:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a GGUF file.
-
-    Raises:
-      UsageError: not a GGUF file of version 2 or 3, a truncated file, one part of several, or an inconsistent
-        header: a duplicate name, a tensor of an unknown form or outside the file, or overlapping tensors.
-    """
+    """The header of a GGUF file."""
     try:
         with inside(path).open("rb") as file:
             return _Reader(path, file, path.stat().st_size).header()

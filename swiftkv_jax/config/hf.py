@@ -144,9 +144,6 @@ def check_fields(raw: Mapping) -> None:
     Fields that are read are checked where they are read. Of the others, those known to change the numbers
     must be neutral. Those that are null, false or empty, or whose name shows that they do not matter, are
     ignored. The rest are ignored with a warning that names them.
-
-    Raises:
-      UsageError: the weights are quantised, or a field asks for what is not computed.
     """
     for name in _QUANTISED:
         if raw.get(name):

@@ -28,11 +28,7 @@ Source = Int[Array, "B S"] | Float[Array, "B F mels"]
 
 
 def encoder_of(model: Transformer) -> Transformer:
-    """The encoder of a model, as a model; its parameters are those under "encoder".
-
-    Raises:
-      UsageError: there is none.
-    """
+    """The encoder of a model, as a model; its parameters are those under "encoder"."""
     within = model.config.encoder
     if within is None:
         raise UsageError(f"{model.config.family} has no encoder")
@@ -46,9 +42,6 @@ def encode(
 
     source: token ids, or audio frames, two of which make one position. lengths: the number of real positions
     of each source, all by default; the others are padding.
-
-    Raises:
-      UsageError: the model has no encoder, or a source is longer than it has positions for.
     """
     encoder, own = encoder_of(model), params["encoder"]
     config = encoder.config

@@ -35,9 +35,6 @@ def embed(
     """The input of the first layer, in the model's dtype: embeddings, plus learned positions if it has any.
 
     positions: of the tokens; None: each row begins at 0.
-
-    Raises:
-      UsageError: a row is longer than the table of positions.
     """
     config = model.config
     x = params["embed"][tokens].astype(model.dtype)

@@ -24,11 +24,7 @@ def condition(kernel: np.ndarray) -> float:
 
 
 def between(kernel: np.ndarray, other: np.ndarray, name: str) -> np.ndarray:
-    """kernel^-1 other in float64, by the right inverse where `kernel` [D, E] is wider than high.
-
-    Raises:
-      UsageError: `kernel`, called `name`, is singular.
-    """
+    """kernel^-1 other in float64, by the right inverse where `kernel` [D, E] is wider than high."""
     u, s, v = np.linalg.svd(kernel.astype(np.float64), full_matrices=False)
     if not s[-1] * SINGULAR > s[0]:
         found = f"{s[0] / s[-1]:.1e}" if s[-1] > 0 else "infinite"
@@ -49,9 +45,6 @@ def between_rows(
     """For each of n rows its matrix in `solved`, or `between` of its kernels [n, D, E]; all fit `dtype`.
 
     It warns of a condition at which even keys in float32 give wrong values.
-
-    Raises:
-      UsageError: as `between`; or a matrix is too large for float16.
     """
     out = []
     for kernel, other, matrix, name in zip(kernels, others, solved, names, strict=True):

@@ -179,9 +179,6 @@ def for_mesh(model: Transformer | Predicted, params: PyTree, mesh: Mesh) -> tupl
 
     As `surgery.for_mesh`, for a base and its auxiliary. The predictor makes the base's repeated heads, and
     reads the first of each group of equal heads of the auxiliary.
-
-    Raises:
-      UsageError: the devices do not fit the heads of a model.
     """
     if not isinstance(model, Predicted):
         return surgery.for_mesh(model, params, mesh)
@@ -221,11 +218,7 @@ def _widened(model: Predicted, wide: Predicted, predictor: PyTree) -> PyTree:
 
 
 def identity(model: Predicted, dtype=jnp.float32) -> PyTree:
-    """A predictor that gives the auxiliary's rows as they are.
-
-    Raises:
-      UsageError: the rows of the two models have different widths.
-    """
+    """A predictor that gives the auxiliary's rows as they are."""
     inside, outside = model.auxiliary.config.kv_width, model.base.config.kv_width
     if inside != outside:
         raise UsageError(
@@ -270,9 +263,6 @@ def forward(
     tokens and its own row of the token itself (the paper's inference). False uses predicted rows throughout
     (its training and multiple-choice mode). Others as in `scan.forward`, for both models; predictions are
     made from rows that are not stored yet, and then stored.
-
-    Raises:
-      UsageError: `own` with a tail of more than one token, which would take a pass for each prompt length.
     """
     if own and model.prediction.tail > 1:
         raise UsageError(

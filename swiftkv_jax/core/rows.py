@@ -151,9 +151,6 @@ class Form(Protocol):
 
         solved: for each, the matrix [E, E] float64 that recovers what is not stored; None: the exact one,
         solved in float64 on the host. names: of the rows, for messages.
-
-        Raises:
-          UsageError: a projection is singular, or its inverse too large for float16.
         """
         ...
 
@@ -472,11 +469,7 @@ FORMS: dict[str, Form] = {
 
 
 def check(config: ModelConfig, plan: KVPlan) -> None:
-    """Check that a model of this shape can have the rows of `plan`.
-
-    Raises:
-      UsageError: it has another number of layers, or a form does not fit it.
-    """
+    """Check that a model of this shape can have the rows of `plan`."""
     if plan.num_layers != config.num_layers:
         raise UsageError(f"the plan has {plan.num_layers} layers, the model {config.num_layers}")
     for form in dict.fromkeys((*plan.forms, *plan.cross_forms)):

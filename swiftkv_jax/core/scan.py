@@ -89,9 +89,6 @@ def forward(
 
     Packed rows give `segments` (a token sees its own segment only) and `positions` that restart in each.
     `remat`, `attention` and `store` as in `through`, `length` as in `angles_and_segments`.
-
-    Raises:
-      UsageError: the model has an encoder but `encoded` is None, or the other way round.
     """
     if (encoded is None) != (model.config.encoder is None):
         has = "has no encoder" if encoded is not None else "reads an encoder's output: give it `encoded`"

@@ -44,9 +44,6 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, d
 
     Neighbours on a TPU's torus are neighbours on the mesh, with the axes that communicate most (`tensor`)
     first. Across several slices, or hosts connected by a network, the outermost axes are split.
-
-    Raises:
-      UsageError: the product of the axes is not the number of devices, or they do not fit the slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
@@ -86,11 +83,7 @@ def _grid(sizes: dict[str, int], devices):
 
 
 def tensor_mesh(size: int) -> Mesh:
-    """A mesh over the first `size` devices, each of which has its own heads.
-
-    Raises:
-      UsageError: there are not so many.
-    """
+    """A mesh over the first `size` devices, each of which has its own heads."""
     devices = jax.devices()
     if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= len(devices):
         raise UsageError(
@@ -100,20 +93,12 @@ def tensor_mesh(size: int) -> Mesh:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Parse a mesh such as "fsdp=2,tensor=4"; axes that are not named have one device.
-
-    Raises:
-      UsageError: it has other axes, or does not fit the devices.
-    """
+    """Parse a mesh such as "fsdp=2,tensor=4"; axes that are not named have one device."""
     return make_mesh(**mesh_axes(text))
 
 
 def mesh_axes(text: str) -> dict[str, int]:
-    """The axes that such a text names, and their sizes.
-
-    Raises:
-      UsageError: it has other axes.
-    """
+    """The axes that such a text names, and their sizes."""
     parts = (part.partition("=") for part in text.split(","))
     axes = {name.strip(): size.strip() for name, _, size in parts}
     bad = [name for name, size in axes.items() if name not in MESH_AXES or not size.lstrip("-").isdecimal()]
@@ -181,9 +166,6 @@ def share_of_rows(mesh: Mesh, process: int) -> tuple[int, int]:
     """(index, count) of the share of each batch's rows that a process loads; others may load the same share.
 
     Processes whose devices hold the same rows (with heads or tokens sharded among them) need the same data.
-
-    Raises:
-      UsageError: two processes have some rows in common, but not all.
     """
     rows = math.prod(mesh.shape[name] for name in SHARDS.rows)
     held: dict[int, list[int]] = {}

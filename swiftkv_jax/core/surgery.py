@@ -70,11 +70,7 @@ def to_swiftkv(
 
 
 def check_teacher(model: Transformer) -> None:
-    """Check that a student can be made from a model.
-
-    Raises:
-      UsageError: it is not a standard model.
-    """
+    """Check that a student can be made from a model."""
     if model.plan.cross:
         raise UsageError(f"to_swiftkv has no students of models with an encoder, as {model.config.family}")
     if model.plan.forms != ("kv",):
@@ -263,11 +259,7 @@ def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
 
 
 def widened(model: Transformer, parts: int) -> Transformer:
-    """The model with a kv head for each of `parts` devices, if it has fewer.
-
-    Raises:
-      UsageError: the devices fit neither the query heads nor the kv heads.
-    """
+    """The model with a kv head for each of `parts` devices, if it has fewer."""
     heads, kv_heads = model.config.num_heads, model.config.num_kv_heads
     if heads % parts or (kv_heads % parts and parts % kv_heads):
         fit = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
@@ -285,9 +277,6 @@ def for_mesh(model: Transformer, params: PyTree, mesh: Mesh) -> tuple[Transforme
 
     If there are more devices than kv heads, each head is repeated for a group of devices; every query reads
     the same keys and values as before.
-
-    Raises:
-      UsageError: as `widened`.
     """
     config, parts = model.config, mesh.shape.get("tensor", 1)
     wide, kv_heads = widened(model, parts), config.num_kv_heads

@@ -69,11 +69,7 @@ def partition(
 
 
 def check(config: ModelConfig, plan: KVPlan) -> None:
-    """Check that config and plan fit each other.
-
-    Raises:
-      UsageError: see `rows.check`; or an exit head in a plan without a split.
-    """
+    """Check that config and plan fit each other."""
     rows.check(config, plan)
     if config.exit_head and not plan.has_shared_norm:
         raise UsageError(
@@ -83,11 +79,7 @@ def check(config: ModelConfig, plan: KVPlan) -> None:
 
 
 def weights(config: ModelConfig, plan: KVPlan, cuts: Cuts = ()) -> PyTree:
-    """The tree of `Weight`s of one model; `cuts` as in `partition`. An encoder is cut at every layer.
-
-    Raises:
-      UsageError: see `check`.
-    """
+    """The tree of `Weight`s of one model; `cuts` as in `partition`. An encoder is cut at every layer."""
     check(config, plan)
     layers, made = partition(plan, config.kinds, cuts)
     vocab, width = ("V", config.vocab_size), ("D", config.hidden_size)

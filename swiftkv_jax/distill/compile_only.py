@@ -86,11 +86,7 @@ _STAND_IN = """\
 
 def topology(text: str):
     """(device kind, devices) of `v5p:2x2x4` (TPU: chips along each dimension) or `h100:1x1x8` (slices x
-    hosts x devices).
-
-    Raises:
-      UsageError: an unknown chip, a malformed shape, or a compiler that is not installed.
-    """
+    hosts x devices)."""
     chip, _, shape = text.partition(":")
     if chip not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", shape):
         raise UsageError(
@@ -214,9 +210,6 @@ def with_attention(experiment: Experiment, devices):
 
     If the experiment names no kernel, the one that the check is expected to choose on the device is assumed;
     the safe one, if that does not support the step's calls.
-
-    Raises:
-      UsageError: a named kernel does not support them.
     """
     platform = devices[0].platform
     named = experiment.attention.on(platform)

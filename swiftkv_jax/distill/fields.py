@@ -66,11 +66,7 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def table(under: str = "") -> str:
-    """Every field, or those whose names begin with `under`, with type, default and meaning, as text.
-
-    Raises:
-      UsageError: no field begins with that name; the message suggests the nearest.
-    """
+    """Every field, or those whose names begin with `under`, with type, default and meaning, as text."""
     chosen = [row for row in rows() if f"{row[0]}.".startswith(f"{under}.") or not under]
     if not chosen:
         known = {part for name, *_ in rows() for part in (name, name.partition(".")[0])}
@@ -99,9 +95,6 @@ def override(config: _Config, assignments: Sequence[str], under: str = "") -> _C
       config: an `Experiment`, or a part of one.
       under: where `config` is such a part, the beginning of its fields' names, such as "data."; other
         assignments are left out.
-
-    Raises:
-      UsageError: an unknown key (the nearest is named), a value of the wrong type, or an invalid result.
     """
     changes: dict[str, typing.Any] = {}
     for assignment in assignments:

@@ -60,9 +60,6 @@ def fit(model: Predicted, params: PyTree, batches: Iterable[Batch], ridge: float
 
     X is the auxiliary's row and Y the base's, with keys before norm and rotation, over all real tokens of
     `batches`; s is the mean of the diagonal of X^T X. params: {"base", "auxiliary"}; a predictor is ignored.
-
-    Raises:
-      UsageError: fewer tokens than the width of the auxiliary's rows plus one.
     """
     run = jax.jit(lambda params, batch: batch_moments(model, params, batch))
     params = {name: params[name] for name in ("base", "auxiliary")}

@@ -77,11 +77,7 @@ def batch_moments(
 def moments(
     student: Transformer, params: PyTree, teacher: Transformer, own: PyTree, batches: Iterable[Batch]
 ) -> tuple[Moments, Moments]:
-    """Two sums over real tokens: of most of the `batches`, and of every eighth one, to choose ridges on.
-
-    Raises:
-      UsageError: fewer tokens than unknowns of one output.
-    """
+    """Two sums over real tokens: of most of the `batches`, and of every eighth one, to choose ridges on."""
     run = jax.jit(lambda params, own, batch: batch_moments(student, params, teacher, own, batch))
     unknowns = student.config.hidden_size + student.config.qkv_bias
     parts = [Moments(np.zeros(()), np.zeros(()), 0) for _ in range(2)]
@@ -182,9 +178,6 @@ def fit(
       teacher, own: the teacher and its parameters from the split on, as `steps.teacher_of` gives them.
       batches: of training data; padding is left out.
       ridge: as in `solve`; None chooses one on held-out batches, for each layer's keys and values by itself.
-
-    Raises:
-      UsageError: too few tokens (see `moments`).
     """
     config, plan = student.config, student.plan
     parts = moments(student, params, teacher, own, batches)

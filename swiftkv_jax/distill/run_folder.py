@@ -17,11 +17,7 @@ _MAY_CHANGE = (  # fields of an Experiment that may differ when a run is resumed
 
 
 def check_free(out: Place, resume: bool) -> None:
-    """Refuse a folder that holds a run, unless that run is to be resumed.
-
-    Raises:
-      UsageError: it does.
-    """
+    """Refuse a folder that holds a run, unless that run is to be resumed."""
     with reached(f"read {out / 'config.json'}"):
         if (out / "config.json").exists() and not resume:
             raise UsageError(f"{out} already holds a run: give --resume to continue it, or another --out")

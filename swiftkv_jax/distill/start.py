@@ -26,12 +26,7 @@ Student = Transformer | Predicted
 
 
 def load(experiment: Experiment, folder: Path | None, tokenizer: Tokenizer, mesh: Mesh) -> list[Loaded]:
-    """Load the model that is trained, distilled or predicted for, then the auxiliary, if there is one.
-
-    Raises:
-      UsageError: a folder holds no such model, the auxiliary's tokenizer differs, or rows of data are longer
-        than a model's table of positions.
-    """
+    """Load the model that is trained, distilled or predicted for, then the auxiliary, if there is one."""
     loaded = [load_teacher(experiment, folder, mesh)]
     if experiment.predict is not None:
         loaded.append(load_auxiliary(experiment, loaded[0], tokenizer, mesh))
@@ -99,11 +94,7 @@ def load_auxiliary(experiment: Experiment, base: Loaded, tokenizer: Tokenizer, m
 
 
 def prepare(experiment: Experiment, loaded: list[Loaded]) -> tuple[Student, PyTree, steps.Frozen]:
-    """(student, trained in fp32, frozen) before any fit.
-
-    Raises:
-      UsageError: the models do not fit each other, or the plan.
-    """
+    """(student, trained in fp32, frozen) before any fit."""
     (teacher, params), *auxiliary = loaded
     if experiment.predict is not None:
         config, ((small, theirs),) = experiment.predict, auxiliary

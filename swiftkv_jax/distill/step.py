@@ -389,11 +389,7 @@ def compared(got: Array, ref: Array, targets: Array) -> dict[str, Array]:
 
 
 def check(experiment: Experiment, mesh: Mesh | AbstractMesh) -> None:
-    """Check that the mesh (that of `jax.set_mesh`) divides micro-batches evenly and supports the kernel.
-
-    Raises:
-      UsageError: it does not.
-    """
+    """Check that the mesh (that of `jax.set_mesh`) divides micro-batches evenly and supports the kernel."""
     platform = dispatch.device()[0]
     if (name := experiment.attention.on(platform)) is not None:
         try:

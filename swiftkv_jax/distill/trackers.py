@@ -51,11 +51,7 @@ def check(names: Sequence[str]) -> None:
 
 
 def start(names: Sequence[str], run: str, folder: Path, config: dict) -> list[Tracker]:
-    """Start the trackers of the run named `run`, stored in `folder`; resuming adds another run of that name.
-
-    Raises:
-      UsageError: one does not start, for example without an account or a network.
-    """
+    """Start the trackers of the run named `run`, stored in `folder`; resuming adds another run of that name."""
     started: list[Tracker] = []
     for name in names:
         try:

@@ -219,11 +219,7 @@ class Engine:
             warming.stop()
 
     def add(self, *requests: Request) -> None:
-        """Queue requests, all or none; each `request_id` must be new.
-
-        Raises:
-          UsageError: one could never run. Overloaded: too much is waiting.
-        """
+        """Queue requests, all or none; each `request_id` must be new."""
         for request in requests:
             self._check(request)
         coming = sum(map(Demand.of, requests), Demand())

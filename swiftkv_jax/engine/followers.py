@@ -94,9 +94,6 @@ def role_in(mesh: Mesh | None) -> Single:
     """Return the role of this process among those of `mesh`.
 
     All processes of a run must call this equally often, in the same order.
-
-    Raises:
-      UsageError: there are several processes, and some have no device on the mesh.
     """
     owners = set() if mesh is None else {device.process_index for device in mesh.devices.flat}
     if len(owners) < 2:

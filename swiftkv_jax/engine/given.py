@@ -89,11 +89,7 @@ def mesh_of(params: PyTree) -> Mesh | None:
 
 
 def computed_in(folder: Path, dtype: str, slim: bool = True, base: str | Path | None = None) -> str:
-    """`dtype`, or for "auto" that of a model's folder; a UsageWarning if this machine needs another one.
-
-    Raises:
-      UsageError: the config cannot be read.
-    """
+    """`dtype`, or for "auto" that of a model's folder; a UsageWarning if this machine needs another one."""
     if dtype != "auto":
         return dtype
     config, plan, _ = read_model(folder, slim, base)
@@ -115,11 +111,7 @@ def choose_kernels(
     **settings,
 ) -> Choice:
     """Choose the kernels of an LLM with these arguments. Nothing is loaded, and if JAX had no devices before,
-    it has none afterwards.
-
-    Raises:
-      UsageError: as LLM.
-    """
+    it has none afterwards."""
     config, plan, _ = read_model(local_folder(path_or_id, revision), slim, base)
     sizes = settings_of(context(config, max_model_len), settings)
     parts = integer("tensor_parallel_size", tensor_parallel_size, 1)
@@ -127,22 +119,14 @@ def choose_kernels(
 
 
 def check_devices(model: Transformer | Predicted, mesh: Mesh | None) -> None:
-    """Check that a model can be placed on the devices of `mesh`.
-
-    Raises:
-      UsageError: it has an encoder, and there are several devices.
-    """
+    """Check that a model can be placed on the devices of `mesh`."""
     if mesh is not None and mesh.size > 1 and model_encoder(model) is not None:
         raise UsageError(f"{model.config.family} has an encoder: such models run on one device")
 
 
 @no_type_check  # user input: checked here, by name
 def check_kind(llm: Loaded, prompt, where: str) -> None:
-    """Check that a prompt is of a kind that the model reads.
-
-    Raises:
-      UsageError: it is text for a speech model, or has a decoder prompt for a model without an encoder.
-    """
+    """Check that a prompt is of a kind that the model reads."""
     encoder = model_encoder(llm.model)
     if encoder is not None and encoder.mels:
         raise UsageError(f"{where} is text, and {encoder.family} takes audio: pass it to transcribe")
@@ -152,11 +136,7 @@ def check_kind(llm: Loaded, prompt, where: str) -> None:
 
 @no_type_check
 def for_encoder(llm: Loaded, prompt, ids: list[int], where: str) -> tuple[list[int], dict]:
-    """Return (the decoder's prompt, fields of `Request`) for a prompt whose `ids` an encoder reads.
-
-    Raises:
-      UsageError: there are too many for it.
-    """
+    """Return (the decoder's prompt, fields of `Request`) for a prompt whose `ids` an encoder reads."""
     longest = source_len(llm.model.config, llm.settings)
     if len(ids) > longest:
         raise UsageError(
@@ -170,11 +150,7 @@ def for_encoder(llm: Loaded, prompt, ids: list[int], where: str) -> tuple[list[i
 
 
 def decoder_start(llm: Loaded) -> int:
-    """The first token of the decoder of a model with an encoder.
-
-    Raises:
-      UsageError: the model's files do not name it.
-    """
+    """The first token of the decoder of a model with an encoder."""
     start = llm.generation.decoder_start_token_id
     if start is None:
         raise UsageError("no decoder_start_token_id in the model's config.json or generation_config.json")
@@ -199,11 +175,7 @@ def check_ids(name: str, ids: Sequence, vocab: int, where: str) -> None:
 def room_for(
     llm: Loaded, ids: Sequence[int], params: SamplingParams, where: str, read_by_encoder: bool
 ) -> int:
-    """The number of tokens that the context has room for after a prompt's `ids`.
-
-    Raises:
-      UsageError: ids, or parameters, that this model cannot take; or too little room.
-    """
+    """The number of tokens that the context has room for after a prompt's `ids`."""
     limit = llm.settings.max_model_len
     if read_by_encoder and params.prompt_logprobs is not None:
         raise UsageError(f"{where}: prompt_logprobs are of models without an encoder")

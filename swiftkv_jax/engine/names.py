@@ -21,9 +21,6 @@ def named(text: str) -> tuple[dict[str, str], set[str]]:
     """Parse "NAME,operation=NAME,...": return (operation -> implementation, the operations that were named).
 
     An entry for one operation overrides an entry for all; of two such entries the first counts.
-
-    Raises:
-      UsageError: an operation or a name does not exist.
     """
     whole: dict[str, str] = {}
     own: dict[str, str] = {}

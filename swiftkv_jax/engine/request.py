@@ -325,11 +325,7 @@ class RequestOutput:
 @typing.no_type_check  # user input: checked here, by name
 def encode(tokenizer, prompt, where: str) -> tuple[str | None, list]:
     """Return (text, token ids) of a prompt in any form; error messages begin with `where`. Ids are not
-    checked.
-
-    Raises:
-      UsageError: it has none of the forms, or is text and there is no tokenizer.
-    """
+    checked."""
     special = not isinstance(prompt, Mapping) or prompt.get("add_special_tokens", True)
     if isinstance(prompt, Mapping):
         known = [key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt]
@@ -350,11 +346,7 @@ def encode(tokenizer, prompt, where: str) -> tuple[str | None, list]:
 
 
 def spelt(tokenizer, words: Iterable[str], where: str) -> list[tuple[int, ...]]:
-    """Each word's tokens, at the beginning of a text and after a space, without duplicates and empty lists.
-
-    Raises:
-      UsageError: there is no tokenizer.
-    """
+    """Each word's tokens, at the beginning of a text and after a space, without duplicates and empty lists."""
     found = {}
     for word in words:
         for text in (word.lstrip(), " " + word.lstrip()):
@@ -384,11 +376,7 @@ def is_one(prompts) -> bool:
 
 
 def one_each(params, count: int) -> list:
-    """Sampling parameters for each of `count` prompts, from one for all or a list.
-
-    Raises:
-      UsageError: the list has another length.
-    """
+    """Sampling parameters for each of `count` prompts, from one for all or a list."""
     if not isinstance(params, list | tuple):
         return [params] * count
     if len(params) != count:

@@ -34,9 +34,6 @@ def prompt_logprobs(
 
     `limit` is the context in tokens; `word` returns a token's text; `read(tokens, following)` returns what
     `scores` does. The last token is only predicted, so there may be one token more than the context holds.
-
-    Raises:
-      UsageError: there are more tokens than that. FloatingPointError: the log probabilities are not finite.
     """
     if len(ids) > limit + 1:
         raise UsageError(

@@ -176,11 +176,7 @@ def usual_page(cache_dtype: str, platform: str) -> int:
 
 
 def _names(setting: str, given: str | None) -> list[str]:
-    """The implementations that a setting of `_KERNELS` names; attention may have one for each kind of call.
-
-    Raises:
-      UsageError: it names a kind of call in a wrong way.
-    """
+    """The implementations that a setting of `_KERNELS` names; attention may have one for each kind of call."""
     if setting != "attention" or not isinstance(given, str):
         return [] if given is None else [given]
     try:
@@ -218,12 +214,7 @@ def model_encoder(model: Transformer | Predicted) -> ModelConfig | None:
 
 
 def source_len(config: ModelConfig, settings: Settings) -> int:
-    """The most positions that a source may have.
-
-    Raises:
-      UsageError: the settings ask for more than the encoder has learned positions for, or, of windows of
-        sound, for any other number than theirs.
-    """
+    """The most positions that a source may have."""
     assert config.encoder is not None
     most = config.encoder.max_position_embeddings
     wanted = settings.max_source_len
@@ -243,11 +234,7 @@ def _any_place(name: str | None) -> str | None:
 def check_fill(
     model: Transformer | Predicted, fill: str | None = None, kernels: str = AUTO, **rest: object
 ) -> None:
-    """Check that every part of `model` supports the fill that is asked for, among other settings.
-
-    Raises:
-      UsageError: there is an auxiliary whose upper rows it would have to make too.
-    """
+    """Check that every part of `model` supports the fill that is asked for, among other settings."""
     own = set() if kernels in (AUTO, SAFE) else named(kernels)[1]
     auxiliary = transformers(model)[1:]
     if (fill is not None or "fill" in own) and any(one.plan.has_fill for one in auxiliary):
@@ -283,10 +270,6 @@ def settle(
 
     `working` returns the bytes on each device that the largest program takes beside weights and pools. It is
     called where a device's memory is known and `num_pages` is not.
-
-    Raises:
-      UsageError: a kernel that cannot run this model here, an exit head that the model does not have, or too
-        few pages for one sequence.
     """
     model, *auxiliary = transformers(whole)
     _check_exits(settings, model)
@@ -390,9 +373,6 @@ def _free_bytes(device, fraction: float, working: Callable[[], int]) -> float:
     """The bytes that `fraction` of a device's memory leaves beside what is in use and what programs take.
 
     On a CPU, half of that fraction of what is free.
-
-    Raises:
-      UsageError: an accelerator does not say how much memory it has.
     """
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:

@@ -91,11 +91,7 @@ def hears(llm: Loaded) -> bool:
 
 
 def settings(llm: Loaded) -> AudioSettings:
-    """The conversion of audio to the frames that the model was trained on.
-
-    Raises:
-      UsageError: the model takes no audio, or its files disagree.
-    """
+    """The conversion of audio to the frames that the model was trained on."""
     within = llm.model.config.encoder
     if within is None or not within.mels:
         raise UsageError(f"{llm.model.config.family} takes text, not audio: pass a prompt to generate")
@@ -114,11 +110,7 @@ def settings(llm: Loaded) -> AudioSettings:
 
 
 def listen(llm: Loaded, sound, where: str = "audio", most: int | None = None) -> Heard:
-    """The windows of an audio input as the model takes them; at most `most`.
-
-    Raises:
-      UsageError: as `audio.load`, or the model takes no audio, or there are more windows.
-    """
+    """The windows of an audio input as the model takes them; at most `most`."""
     how = settings(llm)
     given = audio.read(sound, where)
     length = audio.resampled_count(len(given.samples), given.rate, how.rate)
@@ -138,11 +130,7 @@ def asked(llm: Loaded) -> Speech:
 
 
 def language_code(said: str, languages: Iterable[str], where: str = "language") -> str:
-    """The code of a language given by its code or its English name.
-
-    Raises:
-      UsageError: the model does not know it.
-    """
+    """The code of a language given by its code or its English name."""
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
     known, low = list(languages), str(said).lower().strip("<|>")
@@ -161,11 +149,7 @@ def prompt_tokens(
     previous: Sequence[int] = (),
     where: str = "audio",
 ) -> list[int]:
-    """The decoder's prompt: preceding text, language, task, no timestamps.
-
-    Raises:
-      UsageError: an unknown language or task.
-    """
+    """The decoder's prompt: preceding text, language, task, no timestamps."""
     speech = asked(llm)
     languages, tasks = dict(speech.languages), dict(speech.tasks)
     if task not in TASKS:
@@ -195,11 +179,7 @@ def window_request(
     where: str = "audio",
     salt: str = "",
 ) -> Request:
-    """The request for the text of one window.
-
-    Raises:
-      UsageError: an unknown language or task, or no room in the context.
-    """
+    """The request for the text of one window."""
     speech = asked(llm)
     prompt = prompt_tokens(llm, language, task, previous, where)
     ruled_out = {

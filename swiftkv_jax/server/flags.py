@@ -109,11 +109,7 @@ def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
 
 
 def address(text: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT, HOST, :PORT or PORT; IPv6 hosts stand in brackets.
-
-    Raises:
-      UsageError: it is none of these.
-    """
+    """Host and port of HOST:PORT, HOST, :PORT or PORT; IPv6 hosts stand in brackets."""
     if "/" in text:
         raise UsageError(
             f"--http takes HOST:PORT, not {text!r}; a model comes first: swiftkv serve MODEL --http"
@@ -137,11 +133,7 @@ def is_loopback(host: str) -> bool:
 
 
 def http_settings(args: argparse.Namespace, model: str, api_key: str | None) -> HttpSettings:
-    """The settings from the flags; `api_key` is one more key, from the environment.
-
-    Raises:
-      UsageError: a limit is invalid, or the server would be open to strangers.
-    """
+    """The settings from the flags; `api_key` is one more key, from the environment."""
     keys = [*(args.api_key or ()), *_file_keys("api", args.api_key_file), *([api_key] if api_key else ())]
     keys = [key.strip() for key in keys]  # a file or a secret often ends with a newline
     if any(not key or not key.isascii() or not key.isprintable() for key in keys):
@@ -183,11 +175,7 @@ def model_name(folder: str) -> str:
 
 
 def compared_name(folder: str, first: str) -> str:
-    """The name of the second model.
-
-    Raises:
-      UsageError: it is the name of the first.
-    """
+    """The name of the second model."""
     name = model_name(folder)
     if name == first:
         raise UsageError(f"--compare: both models are called {name!r}; name the first by --served-model-name")

@@ -68,9 +68,6 @@ def read_lines(source: str | None) -> list[tuple[int, str]]:
 
     `source` is a path (JSON when it ends in .jsonl or .json), "-" for stdin (JSON where a line begins with a
     brace), or None for a few examples.
-
-    Raises:
-      UsageError: the file cannot be read.
     """
     if source is None:
         return list(enumerate(EXAMPLES, 1))
@@ -280,12 +277,7 @@ class Output:
 
     def __init__(self, path: str, resume: bool, jobs: list[Job]):
         """Open for writing; with `resume`, append to what an earlier run left, without an incomplete last
-        line.
-
-        Raises:
-          UsageError: the file is not empty and `resume` is not set, or it holds something other than output
-            of these jobs, or it cannot be written.
-        """
+        line."""
         self.left, self.file = jobs, None
         if path == "-":
             self._file = sys.stdout

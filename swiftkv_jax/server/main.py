@@ -194,11 +194,7 @@ def _batch(llm, lines: list[tuple[int, str]], flags: dict, args: argparse.Namesp
 
 
 def server_settings(args: argparse.Namespace, api_key: str | None) -> tuple[HttpSettings, dict]:
-    """The server's settings and sampling defaults from the flags, before anything is loaded.
-
-    Raises:
-      UsageError: a flag that does not belong to a server, or an invalid value.
-    """
+    """The server's settings and sampling defaults from the flags, before anything is loaded."""
     batch = ("input", "output", "resume", "skip_bad_lines", "max_tokens", "stop")
     wrong = [f"--{name.replace('_', '-')}" for name in batch if getattr(args, name)]
     if wrong:
@@ -251,11 +247,7 @@ def _serve(args: argparse.Namespace, api_key: str | None) -> int:
 
 def _agree(args: argparse.Namespace) -> None:
     """With several processes: choose kernels in process 0 for all, and check that flags are the same
-    everywhere.
-
-    Raises:
-      UsageError: flags differ, or some process would have no part of the model.
-    """
+    everywhere."""
     if not jax.distributed.is_initialized():
         return
     _choose(args)  # before JAX has its devices
@@ -333,11 +325,7 @@ def _choose(args: argparse.Namespace, model: str | None = None):
 
 
 def _tensor_size(mesh: str) -> int:
-    """The number of devices that share the heads on a mesh, before JAX counts its devices.
-
-    Raises:
-      UsageError: an unknown axis, or a size of `tensor` that is not known yet.
-    """
+    """The number of devices that share the heads on a mesh, before JAX counts its devices."""
     size = mesh_axes(mesh).get("tensor", 1)
     if size < 1:
         raise UsageError(

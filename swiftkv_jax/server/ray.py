@@ -144,11 +144,7 @@ async def _body(receive, most: int) -> bytes | None:
 
 
 def _ray(module: str):
-    """Import a module of Ray by its name: to some tools, `import ray` in this folder looks like this file.
-
-    Raises:
-      UsageError: Ray is not installed.
-    """
+    """Import a module of Ray by its name: to some tools, `import ray` in this folder looks like this file."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -112,11 +112,7 @@ def _left_to_compile(api: Api) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket on an address that no other socket listens on; port 0 takes a free one.
-
-    Raises:
-      UsageError: the address is not available.
-    """
+    """A listening socket on an address that no other socket listens on; port 0 takes a free one."""
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, proto)

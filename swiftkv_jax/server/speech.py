@@ -115,11 +115,7 @@ class Listener:
             raise ApiError(400, str(error), name) from error
 
     def _heard(self, call: SpeechCall) -> "_Heard":
-        """Convert a call's audio and fields to the model's input.
-
-        Raises:
-          UsageError: the model cannot take them, or there are more windows than one call may have.
-        """
+        """Convert a call's audio and fields to the model's input."""
         sound = speech.listen(self.llm, call.sound, "file", self.service.settings.max_sequences)
         languages = [code for code, _ in speech.asked(self.llm).languages]
         spoken = call.body.language or speech.asked(self.llm).language

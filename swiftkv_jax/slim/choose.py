@@ -33,11 +33,7 @@ def forced(options: Sequence[Sequence[Measured]]) -> list[Choice]:
 
 
 def check(choices: Sequence[Choice], bound: float, name: Callable[[int], str]) -> None:
-    """Check that each chosen row by itself is under the bound; `name` gives a row's name.
-
-    Raises:
-      UsageError: a row is not.
-    """
+    """Check that each chosen row by itself is under the bound; `name` gives a row's name."""
     taken = [choice.measured for choice in choices if choice.measured]
     for worst in sorted(taken, key=lambda m: m.kl)[-1:]:
         if not worst.kl <= bound:

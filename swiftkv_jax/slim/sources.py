@@ -44,11 +44,7 @@ class _Said:
 def read(
     text: str | None, sounds: Sequence[str], folder: Path, model: Transformer, params: PyTree, doing: Doing
 ) -> tuple[Pieces, Pieces]:
-    """(to fit on, to measure on), of a file of documents or of wav files, for the model in `folder`.
-
-    Raises:
-      UsageError: the model reads what is not given, a file cannot be read, or there is too little.
-    """
+    """(to fit on, to measure on), of a file of documents or of wav files, for the model in `folder`."""
     config = model.config
     assert config.encoder is not None
     hears = bool(config.encoder.mels)

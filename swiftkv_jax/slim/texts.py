@@ -75,9 +75,6 @@ def halves(documents: Iterable[list[int]], inputs: int, context: int, vocab: int
     """(to fit on, to measure on): see `apart`.
 
     inputs: of a layer. context: tokens of a piece, at most. vocab: of the model.
-
-    Raises:
-      UsageError: too few tokens to fit on, or ids that the model does not know.
     """
     sides, wanted = apart(documents, inputs), (MOST * inputs, KEPT)
     fit, kept = (_pieces(side, most, context) for side, most in zip(sides, wanted, strict=True))
@@ -110,11 +107,7 @@ def apart(
 
 
 def check_enough(fit: int, kept: int, inputs: int, what: str = "the text") -> None:
-    """Check that there are enough tokens to fit on and to measure on.
-
-    Raises:
-      UsageError: there are too few.
-    """
+    """Check that there are enough tokens to fit on and to measure on."""
     needed, beside = NEEDED * inputs, min(NEEDED * inputs, KEPT) // 2
     if fit < needed or kept < beside:
         raise UsageError(
@@ -145,11 +138,7 @@ def _pieces(documents: Sequence[Sequence[int]], most: int, context: int) -> Piec
 
 
 def encoded(documents, encode: Callable[[str], list[int]], chat: Callable) -> Iterator[list[int]]:
-    """The tokens of texts and of chats.
-
-    Raises:
-      UsageError: the chat template or the tokenizer refuses one, which is named.
-    """
+    """The tokens of texts and of chats."""
     for document in documents:
         try:
             found = chat(list(document.messages)) if document.messages else encode(document.text)

@@ -52,11 +52,7 @@ _NAMED = {
 
 
 def tokenizer_files(header: Header) -> dict[str, dict]:
-    """tokenizer.json and tokenizer_config.json, as JSON, by their names; empty if the file has no tokens.
-
-    Raises:
-      UsageError: an unknown algorithm or pre-tokenizer, or invalid fields.
-    """
+    """tokenizer.json and tokenizer_config.json, as JSON, by their names; empty if the file has no tokens."""
     data = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in header.metadata.items()
@@ -111,9 +107,6 @@ def from_merges(pre: str, vocab: dict[str, int], merges: list[str], bos: str | N
     """tokenizer.json of a model that has GPT-2's vocab.json and merges.txt instead.
 
     pre: how texts are split, as in `tokenizer.ggml.pre`. bos, eos: what is put around them.
-
-    Raises:
-      UsageError: a merge is not of two tokens.
     """
     parts, _ = _byte_level({"pre": pre, "merges": merges}, vocab)
     return _whole(parts, [], _template(bos, eos, vocab))

@@ -20,11 +20,7 @@ _KNOWS_DEVELOPERS = re.compile(r"""["']developer["']""")
 
 
 def conversation(messages, where: str) -> list[dict]:
-    """Messages as a chat template reads them; those that are converted already stay as they are.
-
-    Raises:
-      UsageError: there are none, or `message` refuses one; it begins with `where`.
-    """
+    """Messages as a chat template reads them; those that are converted already stay as they are."""
     if not isinstance(messages, list | tuple) or not messages:
         raise UsageError(f"{where}: messages must be a list of {{role, content}} objects, not empty")
     out = []
@@ -42,9 +38,6 @@ def message(turn) -> dict:
 
     Parts of a content are joined. Beside tool calls the content may be missing. Null fields are left out, and
     a value that JSON cannot say becomes text: a time, or the name of its type.
-
-    Raises:
-      UsageError: it is no message, or has a part that is not text.
     """
     if not isinstance(turn, Mapping):
         raise UsageError("a message is an object with role and content")

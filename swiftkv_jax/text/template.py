@@ -41,10 +41,6 @@ class Template:
         Args:
           values: what the template sees, as JSON; what JSON cannot say becomes the name of its type.
           now: the date it may ask for; today if None.
-
-        Raises:
-          UsageError: the template refuses the values, or takes too much time, memory or text; its message is
-            one line.
         """
         when = None if now is None else now.isoformat()
         request = {"template": self.source, "values": dict(values), "now": when}

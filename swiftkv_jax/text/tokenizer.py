@@ -36,9 +36,6 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
     Ids are those of tokenizer.json, or of GPT-2's vocab.json and merges.txt. No code of a model's folder is
     run.
-
-    Raises:
-      UsageError: no such folder or model, no tokenizer files in it, or files that cannot be read.
     """
     folder = Path(path).expanduser()
     if has_tokenizer(folder):
@@ -203,10 +200,6 @@ class Tokenizer:
           messages: `{"role": ..., "content": ...}` each, in the forms that messages.py converts.
           add_generation_prompt: end with what opens an assistant turn.
           date: what a template that prints the date sees; today if None.
-
-        Raises:
-          UsageError: no template, one that refuses these messages or leaves one out, or one that yields two
-            BOS tokens.
         """
         _, text, _ = self._told(messages, date, add_generation_prompt=add_generation_prompt)
         return self._checked(self._ids(text, add_special_tokens=False))
@@ -219,9 +212,6 @@ class Tokenizer:
         The template's `{% generation %}` blocks are used if it has them. Otherwise the chat is rendered once
         more for each turn, with a marker as its content. The text before and after the marker bounds the turn
         in the chat itself, however often its content occurs there.
-
-        Raises:
-          UsageError: as `encode_chat`, or when no assistant turn is found in the rendered chat.
         """
         messages, text, blocks = self._told(messages, date)
         if _GENERATION.search(str(self.chat_template)):

@@ -82,9 +82,6 @@ def described(rust: Tokenizer, config: Mapping, where: str, old: Iterable[str] =
 
     Args:
       where: opens error messages. old: the tokens of added_tokens.json, in order.
-
-    Raises:
-      UsageError: a field has another type.
     """
     place = f"{where}: added_tokens_decoder"
     decoder = config.get("added_tokens_decoder") or {}
@@ -144,11 +141,7 @@ def _by_ids(rust: Tokenizer, model: Mapping) -> dict[str, str]:
 
 
 def _by_merges(folder: Path, config: Mapping) -> Tokenizer:
-    """GPT-2's vocab.json and merges.txt as a tokenizer; its class says how texts are split.
-
-    Raises:
-      UsageError: they are not there, or the class is another one.
-    """
+    """GPT-2's vocab.json and merges.txt as a tokenizer; its class says how texts are split."""
     pre = _BY_MERGES.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
     if pre is None or not (_there(folder / _VOCABULARY) and _there(folder / _MERGES)):
         raise UsageError(

@@ -1,6 +1,5 @@
 """Equation 1 against float64 loops over transformers' own hidden states."""
 
-
 import hf_models
 import numpy as np
 import pytest
