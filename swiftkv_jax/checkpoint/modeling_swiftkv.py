@@ -241,89 +241,32 @@ class SwiftKVConfig:
         super().__post_init__(**kwargs)
 
 
-class LlamaSwiftKVConfig(SwiftKVConfig, LlamaConfig):
-    """Llama's config, the split, and how many layers share keys and values."""
+def define(name: str, config: type, attention: type, model: type, causal_lm: type) -> None:
+    """The classes of a family, by the names that config.json gives them."""
 
-    model_type = "llama_swiftkv"
-    num_key_value_layers: int = 1
-    key_value_group_size: int = 1
+    class Config(SwiftKVConfig, config):
+        """The family's config, the split, and how many layers share keys and values."""
 
+        model_type = f"{config.model_type}_swiftkv"
+        num_key_value_layers: int = 1
+        key_value_group_size: int = 1
 
-class LlamaSwiftKVAttention(SwiftKVAttention, LlamaAttention):
-    pass
+    class Attention(SwiftKVAttention, attention):
+        pass
 
+    class Model(SwiftKVModel, model):
+        config_class = Config
 
-class LlamaSwiftKVModel(SwiftKVModel, LlamaModel):
-    config_class = LlamaSwiftKVConfig
-    attention = LlamaSwiftKVAttention
+    class ForCausalLM(SwiftKVForCausalLM, causal_lm):
+        config_class = Config
 
-
-class LlamaSwiftKVForCausalLM(SwiftKVForCausalLM, LlamaForCausalLM):
-    config_class = LlamaSwiftKVConfig
-    body = LlamaSwiftKVModel
-
-
-class MistralSwiftKVConfig(SwiftKVConfig, MistralConfig):
-    """Mistral's config, the split, and how many layers share keys and values."""
-
-    model_type = "mistral_swiftkv"
-    num_key_value_layers: int = 1
-    key_value_group_size: int = 1
+    Model.attention, ForCausalLM.body = Attention, Model
+    for part in (Config, Attention, Model, ForCausalLM):
+        part.__name__ = part.__qualname__ = f"{name}SwiftKV{part.__name__}"
+        globals()[part.__name__] = part
 
 
-class MistralSwiftKVAttention(SwiftKVAttention, MistralAttention):
-    pass
-
-
-class MistralSwiftKVModel(SwiftKVModel, MistralModel):
-    config_class = MistralSwiftKVConfig
-    attention = MistralSwiftKVAttention
-
-
-class MistralSwiftKVForCausalLM(SwiftKVForCausalLM, MistralForCausalLM):
-    config_class = MistralSwiftKVConfig
-    body = MistralSwiftKVModel
-
-
-class Qwen2SwiftKVConfig(SwiftKVConfig, Qwen2Config):
-    """Qwen2's config, the split, and how many layers share keys and values."""
-
-    model_type = "qwen2_swiftkv"
-    num_key_value_layers: int = 1
-    key_value_group_size: int = 1
-
-
-class Qwen2SwiftKVAttention(SwiftKVAttention, Qwen2Attention):
-    pass
-
-
-class Qwen2SwiftKVModel(SwiftKVModel, Qwen2Model):
-    config_class = Qwen2SwiftKVConfig
-    attention = Qwen2SwiftKVAttention
-
-
-class Qwen2SwiftKVForCausalLM(SwiftKVForCausalLM, Qwen2ForCausalLM):
-    config_class = Qwen2SwiftKVConfig
-    body = Qwen2SwiftKVModel
-
-
-class Qwen3SwiftKVConfig(SwiftKVConfig, Qwen3Config):
-    """Qwen3's config, the split, and how many layers share keys and values."""
-
-    model_type = "qwen3_swiftkv"
-    num_key_value_layers: int = 1
-    key_value_group_size: int = 1
-
-
-class Qwen3SwiftKVAttention(SwiftKVAttention, Qwen3Attention):
-    pass
-
-
-class Qwen3SwiftKVModel(SwiftKVModel, Qwen3Model):
-    config_class = Qwen3SwiftKVConfig
-    attention = Qwen3SwiftKVAttention
-
-
-class Qwen3SwiftKVForCausalLM(SwiftKVForCausalLM, Qwen3ForCausalLM):
-    config_class = Qwen3SwiftKVConfig
-    body = Qwen3SwiftKVModel
+define("Llama", LlamaConfig, LlamaAttention, LlamaModel, LlamaForCausalLM)
+define("Mistral", MistralConfig, MistralAttention, MistralModel, MistralForCausalLM)
+define("Qwen2", Qwen2Config, Qwen2Attention, Qwen2Model, Qwen2ForCausalLM)
+define("Qwen3", Qwen3Config, Qwen3Attention, Qwen3Model, Qwen3ForCausalLM)

@@ -453,11 +453,6 @@ def reader_of(form: Form, reader: PyTree, attention: PyTree) -> PyTree:
     return reader | {name: attention[name] for name in form.moved}
 
 
-def has_fill(config: ModelConfig, plan: KVPlan) -> bool:
-    """Whether the plan has rows for a fused fill, and the fused fill supports the model."""
-    return plan.has_fill and config.fused_fill
-
-
 PLAIN = KeysValues()
 SLIM: dict[str, OneOfTwo] = {"k": Keys(), "v": Values()}
 FORMS: dict[str, Form] = {

@@ -51,7 +51,7 @@ def check(names: Sequence[str]) -> None:
 
 
 def start(names: Sequence[str], run: str, folder: Path, config: dict) -> list[Tracker]:
-    """Start the trackers of the run named `run`, stored in `folder`; resuming adds another run of that name."""
+    """Start the trackers of the run `run`, stored in `folder`; resuming adds another run of that name."""
     started: list[Tracker] = []
     for name in names:
         try:

@@ -13,7 +13,7 @@ from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import NONE
 from swiftkv_jax.core import cache
-from swiftkv_jax.core.rows import FORMS, PAGED, has_fill
+from swiftkv_jax.core.rows import FORMS, PAGED
 from swiftkv_jax.engine.names import AUTO, SAFE, named
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.kernels.check import machine as machines
@@ -67,7 +67,7 @@ def choose(
     machine = machine or this_machine()
     if settings.kernels not in (AUTO, SAFE):
         names, own = named(settings.kernels)
-        if not has_fill(config, plan) and "fill" not in own:  # no row for it to make
+        if not (plan.has_fill and config.fused_fill) and "fill" not in own:  # no row for it to make
             names.pop("fill", None)
         settings = _with(settings, names)
     given = ByKind.named(settings.attention)
@@ -142,7 +142,7 @@ def calls_of(
     rows = {"row": form.arrays(config)[0].width, "rope": config.rope.rope_type != NONE} if whole else {}
     calls = [Call(kind=kind, operation=form.operation, **rows, **common) for kind in ("decode", "chunk")]
     write = _write_call(config, plan, shards, common)
-    if not has_fill(config, plan):
+    if not (plan.has_fill and config.fused_fill):
         return [*calls, write]
     makers = {"dim": config.hidden_size, "bias": config.qkv_bias, "k_norm": config.qk_norm}
     rows = sum(row.shared_norm for row in plan.rows)

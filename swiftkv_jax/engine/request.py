@@ -346,7 +346,7 @@ def encode(tokenizer, prompt, where: str) -> tuple[str | None, list]:
 
 
 def spelt(tokenizer, words: Iterable[str], where: str) -> list[tuple[int, ...]]:
-    """Each word's tokens, at the beginning of a text and after a space, without duplicates and empty lists."""
+    """Each word's tokens, at the beginning of a text and after a space; no duplicates, no empty lists."""
     found = {}
     for word in words:
         for text in (word.lstrip(), " " + word.lstrip()):

@@ -176,7 +176,7 @@ def usual_page(cache_dtype: str, platform: str) -> int:
 
 
 def _names(setting: str, given: str | None) -> list[str]:
-    """The implementations that a setting of `_KERNELS` names; attention may have one for each kind of call."""
+    """The implementations that a setting of `_KERNELS` names; attention may have one by kind of call."""
     if setting != "attention" or not isinstance(given, str):
         return [] if given is None else [given]
     try:
