@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 
 from swiftkv_jax import SamplingParams
+from swiftkv_jax.common.checks import type_of
 from swiftkv_jax.distill.config import PredictionLossConfig
 from swiftkv_jax.distill.fields import meanings, rows
 from swiftkv_jax.engine.settings import Settings
@@ -58,7 +59,7 @@ def fields(config: type) -> list[str]:
     told, out = meanings(config), []
     for field in dataclasses.fields(config):
         default = "required" if field.default is dataclasses.MISSING else repr(field.default)
-        out.append(entry(field.name, named(field.type), default, told.get(field.name, "")))
+        out.append(entry(field.name, named(type_of(field)), default, told.get(field.name, "")))
     return out
 
 

@@ -164,8 +164,8 @@ def convert(
     _check_out(home.here)
     with working(say, f"reading {model}"):
         folder = local_folder(model)
+        config, plan, _ = read_model(folder)
         tokenizer = load_tokenizer(folder)
-    config, plan, _ = read_model(folder)
     if isinstance(part, PlanConfig):
         check_standard(model, plan)
     with tempfile.TemporaryDirectory(prefix="swiftkv-convert-") as scratch:

@@ -10,8 +10,10 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import parse_qsl
 
 import jax
@@ -33,19 +35,13 @@ _LANES = 64  # answers generated at once, at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(checks.Checked):
     """How answers are chosen, as `SamplingParams` has it. Answer i samples with seed + i."""
 
-    max_tokens: int = 256
-    temperature: float = 0.8
-    top_p: float = 0.95
-    seed: int = 0
-
-    def __post_init__(self):
-        checks.integer("max_tokens", self.max_tokens, 1)
-        checks.number("temperature", self.temperature, 0)
-        checks.above("top_p", self.top_p, 0, 1)
-        checks.integer("seed", self.seed, 0)
+    max_tokens: checks.Count = 256
+    temperature: checks.Amount = 0.8
+    top_p: Annotated[float, partial(checks.above, least=0, most=1)] = 0.95
+    seed: checks.Natural = 0
 
 
 @dataclasses.dataclass(frozen=True)

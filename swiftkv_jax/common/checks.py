@@ -1,6 +1,10 @@
 """Checks of single values given by users. Each returns the value, or raises a UsageError that names it."""
 
+import dataclasses
 import math
+from functools import partial
+from types import NoneType
+from typing import Annotated, get_args
 
 from swiftkv_jax.common.errors import UsageError, suggest
 
@@ -36,6 +40,50 @@ def choice(name: str, value, known):
         near = suggest(str(value), words)
         raise UsageError(f"{name} must be one of {', '.join(words)}, not {value!r}{near}")
     return value
+
+
+def share(name: str, value) -> float:
+    """`value` as a float when it is a number in [0, 1)."""
+    if not 0 <= (part := _finite(name, value)) < 1:
+        raise UsageError(f"{name} is a share, at least 0 and below 1, not {value!r}")
+    return part
+
+
+def one_of(*known):
+    """The check of an annotation that a value is one of `known`."""
+    return partial(choice, known=known)
+
+
+Count = Annotated[int, partial(integer, least=1)]
+Natural = Annotated[int, partial(integer, least=0)]
+Positive = Annotated[float, partial(above, least=0)]
+Amount = Annotated[float, partial(number, least=0)]
+Share = Annotated[float, share]
+Flag = Annotated[bool, flag]
+
+
+def type_of(field: dataclasses.Field):
+    """A field's type without the check in its annotation."""
+    return get_args(field.type)[0] if hasattr(field.type, "__metadata__") else field.type
+
+
+class Checked:
+    """Base of frozen dataclasses: each field is checked, and replaced, by the check in its annotation,
+    `Annotated[type, check]`; None passes where the type allows it.
+
+    Attributes:
+      section: what precedes a field's name in messages, such as "plan.".
+    """
+
+    section = ""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, field.name)
+            if value is None and NoneType in get_args(type_of(field)):
+                continue
+            for check in getattr(field.type, "__metadata__", ()):
+                object.__setattr__(self, field.name, check(self.section + field.name, value))
 
 
 def whole(value):

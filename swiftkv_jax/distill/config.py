@@ -4,9 +4,22 @@ import dataclasses
 import importlib.util
 import json
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
-from swiftkv_jax.common.checks import above, choice, integer, number
+from swiftkv_jax.common.checks import (
+    Amount,
+    Checked,
+    Count,
+    Natural,
+    Positive,
+    Share,
+    choice,
+    integer,
+    number,
+    one_of,
+)
 from swiftkv_jax.common.errors import UsageError, suggest
 from swiftkv_jax.common.folder import CONFIGS, PACKAGE
 from swiftkv_jax.config.model import DTYPES, ModelConfig
@@ -25,7 +38,7 @@ MAPS = ("nearest", "spread")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(Checked):
     """The plan of a SwiftKV student: where its rows come from.
 
     Attributes:
@@ -38,16 +51,11 @@ class PlanConfig:
       init_tokens: tokens of training data for that fit; rounded up to whole batches.
     """
 
-    split: int = 0
-    share: int = 1
-    init: str = LEAST_SQUARES
-    init_tokens: int = 65_536
-
-    def __post_init__(self):
-        integer("plan.split", self.split, 0)
-        integer("plan.share", self.share, 1)
-        choice("plan.init", self.init, (*INITS, LEAST_SQUARES))
-        integer("plan.init_tokens", self.init_tokens, 1)
+    section = "plan."
+    split: Natural = 0
+    share: Count = 1
+    init: Annotated[str, one_of(*INITS, LEAST_SQUARES)] = LEAST_SQUARES
+    init_tokens: Count = 65_536
 
     def build(self, num_layers: int) -> KVPlan:
         return (
@@ -56,7 +64,7 @@ class PlanConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictConfig:
+class PredictConfig(Checked):
     """KV prediction: the auxiliary model that processes prompts, and the start of the predictor.
 
     Attributes:
@@ -71,13 +79,14 @@ class PredictConfig:
       init_tokens: tokens of training data for least squares; rounded up to whole batches.
     """
 
+    section = "predict."
     auxiliary: str = ""
     keep: tuple[int, ...] = ()
     architecture: ModelConfig | None = None
-    map: str | None = None
-    tail: int = 1
-    init: str = LEAST_SQUARES
-    init_tokens: int = 32_768
+    map: Annotated[str | None, one_of(*MAPS)] = None
+    tail: Count = 1
+    init: Annotated[str, one_of(*STARTS)] = LEAST_SQUARES
+    init_tokens: Count = 32_768
 
     def __post_init__(self):
         object.__setattr__(self, "keep", tuple(self.keep))
@@ -86,11 +95,7 @@ class PredictConfig:
             raise UsageError(
                 f"predict has {said}: give auxiliary (a folder or id) or keep (layers of the model)"
             )
-        choice("predict.init", self.init, STARTS)
-        integer("predict.init_tokens", self.init_tokens, 1)
-        integer("predict.tail", self.tail, 1)
-        if self.map is not None:
-            choice("predict.map", self.map, MAPS)
+        super().__post_init__()
 
     def build(self, base: KVPlan, auxiliary: KVPlan) -> Prediction:
         """The map from the rows of `base` to the rows of `auxiliary` that they are predicted from."""
@@ -101,7 +106,7 @@ class PredictConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LossConfig:
+class LossConfig(Checked):
     """Forward KL at `temperature` times temperature^2 (Hinton et al.), plus optional terms.
 
     Attributes:
@@ -117,21 +122,18 @@ class LossConfig:
       chunk_mib: MiB of float32 logits that exist at a time on one device.
     """
 
-    temperature: float = 2.0
-    kl_weight: float = 1.0
-    hidden_weight: float = 0.0
-    lm_weight: float = 0.0
-    exit_weight: float = 0.0
-    reduction: str = "mean"
-    chunk_mib: float = 256.0
+    section = "loss."
+    temperature: Positive = 2.0
+    kl_weight: Amount = 1.0
+    hidden_weight: Amount = 0.0
+    lm_weight: Amount = 0.0
+    exit_weight: Amount = 0.0
+    reduction: Annotated[str, one_of(*REDUCTIONS)] = "mean"
+    chunk_mib: Positive = 256.0
 
     def __post_init__(self):
-        for name in ("temperature", "chunk_mib"):
-            above(f"loss.{name}", getattr(self, name), 0)
-        names = ("kl_weight", "hidden_weight", "lm_weight", "exit_weight")
-        weights = [number(f"loss.{name}", getattr(self, name), 0) for name in names]
-        choice("loss.reduction", self.reduction, REDUCTIONS)
-        if not any(weights):
+        super().__post_init__()
+        if not (self.kl_weight or self.hidden_weight or self.lm_weight or self.exit_weight):
             raise UsageError(
                 "loss: kl_weight, hidden_weight, lm_weight and exit_weight are all 0; "
                 "nothing would be trained"
@@ -153,19 +155,14 @@ class PredictionLossConfig(LossConfig):
         1e-4.
     """
 
-    kl_weight: float = 0.0
-    lm_weight: float = 1.0
-    aux_weight: float = 1.0
-    rows_weight: float | None = None
-    z_loss: float = 0.0
+    kl_weight: Amount = 0.0
+    lm_weight: Amount = 1.0
+    aux_weight: Amount = 1.0
+    rows_weight: Annotated[float | None, partial(number, least=0)] = None
+    z_loss: Amount = 0.0
 
     def __post_init__(self):
-        for name in ("temperature", "chunk_mib"):
-            above(f"loss.{name}", getattr(self, name), 0)
-        for name in ("kl_weight", "lm_weight", "aux_weight", "rows_weight", "z_loss"):
-            if getattr(self, name) is not None:
-                number(f"loss.{name}", getattr(self, name), 0)
-        choice("loss.reduction", self.reduction, REDUCTIONS)
+        Checked.__post_init__(self)
         for name in ("hidden_weight", "exit_weight"):
             if getattr(self, name):
                 raise UsageError(f"loss.{name} is of a SwiftKV student, not of a predictor: set it to 0")
@@ -180,7 +177,7 @@ class PredictionLossConfig(LossConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """AdamW with warm-up and decay.
 
     Attributes:
@@ -195,28 +192,16 @@ class OptimizerConfig:
         time takes memory.
     """
 
-    learning_rate: float = 3e-4
-    warmup: float = 0.05
-    schedule: str = "linear"
-    final_share: float = 0.0
-    weight_decay: float = 0.05
-    beta1: float = 0.9
-    beta2: float = 0.999
-    clip: float = 1.0
-    accumulate: int = 1
-
-    def __post_init__(self):
-        integer("optimizer.accumulate", self.accumulate, 1)
-        for name in ("learning_rate", "clip"):
-            above(f"optimizer.{name}", getattr(self, name), 0)
-        for name in ("weight_decay", "warmup", "final_share", "beta1", "beta2"):
-            number(f"optimizer.{name}", getattr(self, name), 0)
-        for name in ("beta1", "beta2"):
-            if (beta := getattr(self, name)) >= 1:  # a mean that takes nothing new: 0 / 0 at the first step
-                raise UsageError(f"optimizer.{name} is the share of a mean that is kept, below 1, not {beta}")
-        choice("optimizer.schedule", self.schedule, SCHEDULES)
-        if self.warmup >= 1:
-            raise UsageError(f"optimizer.warmup is a share of the steps, below 1, not {self.warmup}")
+    section = "optimizer."
+    learning_rate: Positive = 3e-4
+    warmup: Share = 0.05
+    schedule: Annotated[str, one_of(*SCHEDULES)] = "linear"
+    final_share: Amount = 0.0
+    weight_decay: Amount = 0.05
+    beta1: Share = 0.9  # of 1, a mean takes nothing new: 0 / 0 at the first step
+    beta2: Share = 0.999
+    clip: Positive = 1.0
+    accumulate: Count = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,7 +222,7 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(Checked):
     """The kernel of `causal_attention` by platform; None is the platform's own choice.
 
     Attributes:
@@ -246,14 +231,10 @@ class AttentionConfig:
       tpu: the kernel on TPUs: "splash", "xla" or "reference"; None: what a check chooses, else XLA.
     """
 
-    cpu: str | None = None
-    gpu: str | None = None
-    tpu: str | None = None
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if (name := getattr(self, field.name)) is not None:
-                choice(f"attention.{field.name}", name, tuple(CAUSAL_ATTENTION))
+    section = "attention."
+    cpu: Annotated[str | None, one_of(*CAUSAL_ATTENTION)] = None
+    gpu: Annotated[str | None, one_of(*CAUSAL_ATTENTION)] = None
+    tpu: Annotated[str | None, one_of(*CAUSAL_ATTENTION)] = None
 
     def on(self, platform: str) -> str | None:
         """The kernel on "cpu", "gpu" or "tpu"."""
@@ -261,7 +242,7 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
+class Experiment(Checked):
     """One run of `train.py`.
 
     Attributes:
@@ -314,25 +295,23 @@ class Experiment:
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
     attention: AttentionConfig = AttentionConfig()
-    trainable: str = "swiftkv"
-    dtype: str = "bfloat16"
-    steps: int = 0
-    epochs: int = 1
-    seed: int = 0
+    trainable: Annotated[str, one_of(*TRAINABLE)] = "swiftkv"
+    dtype: Annotated[str, one_of(*DTYPES)] = "bfloat16"
+    steps: Natural = 0
+    epochs: Count = 1
+    seed: Annotated[int, partial(integer, least=-(2**63), most=2**63 - 1)] = 0
     remat: bool = True
-    log_every: int = 10
-    evaluate_every: int = 0
-    evaluation_batches: int = 8
+    log_every: Count = 10
+    evaluate_every: Natural = 0
+    evaluation_batches: Natural = 8
     eval_lengths: tuple[int, ...] = ()
-    checkpoint_every: int = 200
-    keep_checkpoints: int = 3
+    checkpoint_every: Natural = 200
+    keep_checkpoints: Count = 3
     trackers: tuple[str, ...] = ()
-    export_dtype: str = "bfloat16"
+    export_dtype: Annotated[str, one_of(*DTYPES)] = "bfloat16"
 
     def __post_init__(self):
-        choice("trainable", self.trainable, TRAINABLE)
-        choice("dtype", self.dtype, DTYPES)
-        choice("export_dtype", self.export_dtype, DTYPES)
+        super().__post_init__()
         if not self.model and self.architecture is None:
             raise UsageError(
                 "an experiment needs a model (folder or id), or an architecture to train from random weights"
@@ -356,12 +335,6 @@ class Experiment:
             raise UsageError(
                 f"trainable={self.trainable!r} distils a model under a plan: give model and plan.split"
             )
-        integer("steps", self.steps, 0)
-        integer("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("epochs", "log_every", "keep_checkpoints"):
-            integer(name, getattr(self, name), 1)
-        for name in ("evaluate_every", "evaluation_batches", "checkpoint_every"):
-            integer(name, getattr(self, name), 0)
         object.__setattr__(self, "eval_lengths", tuple(self.eval_lengths))
         object.__setattr__(self, "keep", tuple(self.keep))
         object.__setattr__(self, "trackers", tuple(self.trackers))

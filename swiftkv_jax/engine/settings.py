@@ -7,13 +7,14 @@ import sys
 import typing
 from collections.abc import Callable
 from functools import partial
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxlib import xla_client
 
-from swiftkv_jax.common.checks import above, choice, flag, integer, number
+from swiftkv_jax.common.checks import Checked, Count, Flag, Natural, above, choice, integer, number, one_of
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.processes import least as least_of_all
 from swiftkv_jax.config.model import ModelConfig
@@ -51,9 +52,12 @@ _KERNELS = {  # by setting
 }
 
 
+Limit = Annotated[int | None, partial(integer, least=1)]
+
+
 @typing.no_type_check  # user input: its own checks below name the field
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Checked):
     """The settings of an engine. Only `cache_dtype` and `exit_threshold` change what is computed; sizes and
     kernels change rounding, which in bfloat16 may change a greedy token (see `batch_invariant`).
 
@@ -99,39 +103,31 @@ class Settings:
       max_queued_output_tokens: most tokens that waiting requests may generate (`max_tokens`), likewise.
     """
 
-    max_model_len: int
-    max_source_len: int | None = None
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 2048
-    steps_per_launch: int = 8
-    page_size: int = 64
-    num_pages: int | None = None
-    memory_fraction: float = MEMORY_FRACTION
-    cache_dtype: str = "auto"
-    prefix_caching: bool = True
+    max_model_len: Count
+    max_source_len: Limit = None
+    max_num_seqs: Count = 16
+    max_num_batched_tokens: Count = 2048
+    steps_per_launch: Count = 8
+    page_size: Count = 64
+    num_pages: Limit = None
+    memory_fraction: Annotated[float, partial(above, least=0, most=1)] = MEMORY_FRACTION
+    cache_dtype: Annotated[str, one_of("auto", *CACHE_DTYPES)] = "auto"
+    prefix_caching: Flag = True
     kernels: str = AUTO
     attention: str | None = None
     fill: str | None = None
     write: str | None = None
     scoring: str | None = None
-    drafts: int = 0
-    drafter: str = "prompt"
-    exit_threshold: float | None = None
-    batch_invariant: bool = False
-    max_queued_requests: int | None = None
-    max_queued_tokens: int | None = None
-    max_queued_output_tokens: int | None = None
+    drafts: Natural = 0
+    drafter: Annotated[str, one_of(*DRAFTERS)] = "prompt"
+    exit_threshold: Annotated[float | None, partial(number, least=0, most=1)] = None
+    batch_invariant: Flag = False
+    max_queued_requests: Limit = None
+    max_queued_tokens: Limit = None
+    max_queued_output_tokens: Limit = None
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type is int or (field.type == int | None and value is not None):
-                integer(field.name, value, 0 if field.name == "drafts" else 1)
-        flag("prefix_caching", self.prefix_caching)
-        flag("batch_invariant", self.batch_invariant)
-        above("memory_fraction", self.memory_fraction, 0, 1)
-        choice("cache_dtype", self.cache_dtype, ("auto", *CACHE_DTYPES))
-        choice("drafter", self.drafter, DRAFTERS)
+        super().__post_init__()
         if not isinstance(self.kernels, str):
             raise UsageError(f"kernels must be a string, not {self.kernels!r}")
         if self.kernels not in (AUTO, SAFE):
@@ -140,8 +136,6 @@ class Settings:
             if getattr(self, name) is not None:
                 for given in _names(name, getattr(self, name)):
                     choice(name, given, table)
-        if self.exit_threshold is not None:
-            number("exit_threshold", self.exit_threshold, 0, 1)
         if self.batch_invariant and (self.drafts or self.exit_threshold is not None):
             raise UsageError(
                 "batch_invariant takes no draft tokens: leave drafts at 0, and exit_threshold out"

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from swiftkv_jax.common.checks import above, choice
+from swiftkv_jax.common.checks import above, choice, type_of
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.server.settings import REFUSALS, HttpSettings
@@ -51,10 +51,11 @@ def add_flag(group, flag: str, owner: type, text: str, name: str = "") -> None:
     A flag that is not given is None, so that the field's default applies.
     """
     field = next(f for f in dataclasses.fields(owner) if f.name == (name or flag.replace("-", "_")))
-    if field.type is bool:
+    given = type_of(field)
+    if given is bool:
         group.add_argument(f"--{flag}", action="store_const", const=True, help=text)
         return
-    kind = next(kind for kind in (int, float, str) if field.type in (kind, kind | None))
+    kind = next(kind for kind in (int, float, str) if given in (kind, kind | None))
     metavar = {int: "N", float: "X", str: "NAME"}[kind]
     group.add_argument(f"--{flag}", type=kind, metavar=metavar, help=text.format(field.default))
 

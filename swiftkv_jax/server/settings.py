@@ -1,15 +1,16 @@
 """The limits of the HTTP server, as one frozen value."""
 
 import dataclasses
+from typing import Annotated
 
-from swiftkv_jax.common.checks import choice
+from swiftkv_jax.common.checks import Checked, one_of
 
 TELL_S = 2.0  # seconds between progress lines while a server starts
 REFUSALS = (429, 503, 529)  # statuses after which clients wait and retry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HttpSettings:
+class HttpSettings(Checked):
     """Limits of the server; seconds and bytes.
 
     Attributes:
@@ -48,8 +49,8 @@ class HttpSettings:
     header_timeout_s: float = 10.0
     max_connections: int = 1024
     max_requests_per_key: int | None = None
-    queue_status: int = 503
-    key_status: int = 429
+    queue_status: Annotated[int, one_of(*REFUSALS)] = 503
+    key_status: Annotated[int, one_of(*REFUSALS)] = 429
     linger_s: float = 5.0
     write_timeout_s: float = 30.0
     queue_timeout_s: float = 120.0
@@ -64,7 +65,3 @@ class HttpSettings:
     warm_up: bool = True
     show_template: bool = False
     metrics_prefix: str = "swiftkv_"
-
-    def __post_init__(self):
-        for name in ("queue_status", "key_status"):
-            choice(name, getattr(self, name), REFUSALS)
