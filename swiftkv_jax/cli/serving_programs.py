@@ -25,7 +25,7 @@ from swiftkv_jax.engine.dtypes import usual_dtype
 from swiftkv_jax.engine.engine import make_runner
 from swiftkv_jax.engine.memory import allocated, described
 from swiftkv_jax.engine.runner import MODES, Runner
-from swiftkv_jax.engine.settings import MEMORY_FRACTION, Settings, empty_pool, settle
+from swiftkv_jax.engine.settings import MEMORY_FRACTION, Settings, empty_pool, resolve
 
 # What the check on the device is expected to choose.
 KERNELS = {"tpu": {"attention": "pallas_tpu", "write": "pallas_tpu"}, "gpu": {"attention": "pallas_gpu"}}
@@ -56,18 +56,18 @@ def report(name: str, config: ModelConfig, plan: KVPlan, context: int, where: st
         settings, kernels = Settings(max_model_len=context), "the safe ones"
         named = dataclasses.replace(settings, **KERNELS[platform])
         with contextlib.suppress(UsageError):
-            settle(dataclasses.replace(named, num_pages=context), model, [], mesh)
+            resolve(dataclasses.replace(named, num_pages=context), model, [], mesh)
             settings = named
             kernels = ", ".join(f"{operation}={one}" for operation, one in KERNELS[platform].items())
         say(f"{name}, split {plan.depth}, {plan.num_rows} rows, on {where}: heads over {len(devices)} chips")
         say(f"kernels: {kernels} (assumed; the check on the device decides)\n")
         say(_ROW.format("program", "temporary", "launches", "compile", "collectives of a step"))
         try:
-            settings = settle(settings, model, [chip], mesh, taken)
+            settings = resolve(settings, model, [chip], mesh, taken)
         except MemoryError as error:
             raise UsageError(f"{name} does not fit {where}: {error}") from None
         pool = jax.eval_shape(partial(empty_pool, model, settings, mesh))
-    assert settings.num_pages is not None  # see `settle`
+    assert settings.num_pages is not None  # see `resolve`
     cache = f"cache {gib(pool.bytes_on_each)} ({settings.num_pages * settings.page_size:,} tokens)"
     say(f"\non each chip: weights {gib(held)}, {cache}, of {gib(memory)}")
 

@@ -130,7 +130,7 @@ class Engine:
         settings: Settings,
         role: Single | None = None,
     ):
-        """`settings` have `num_pages` settled, see `settle`; `params` are folded if the settings name a fused
+        """`settings` have `num_pages`, see `resolve`; `params` are folded if the settings name a fused
         fill. `role`: the role among the processes whose devices hold the model."""
         self.settings, self.tokenizer = settings, tokenizer
         self.runner = make_runner(model, params, mesh, settings, new_cache, role)

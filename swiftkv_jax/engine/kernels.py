@@ -186,7 +186,7 @@ def _with(settings: Settings, names: dict[str, str]) -> Settings:
 def in_force(
     config: ModelConfig, plan: KVPlan, dtype: str, settings: Settings, shards: int = 1
 ) -> dict[str, str]:
-    """The implementation of each kind of call, for settings that `choose` and `settle` have completed."""
+    """The implementation of each kind of call, for settings that `choose` and `resolve` have completed."""
     given = ByKind.named(settings.attention)
     names = {"decode": given.decode, "chunk": given.chunk, "fill": settings.fill, "write": settings.write}
     chosen = {}

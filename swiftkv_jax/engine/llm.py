@@ -26,22 +26,6 @@ from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.engine import Engine, Group
 from swiftkv_jax.engine.fingerprint import fingerprint
 from swiftkv_jax.engine.followers import Follower, repeated, role_in
-from swiftkv_jax.engine.given import (
-    check_devices,
-    check_ids,
-    check_kind,
-    check_names,
-    choose_kernels,
-    computed_in,
-    context,
-    for_encoder,
-    mesh_of,
-    parts_of,
-    room_for,
-    sampling_defaults,
-    settings_of,
-    vocabulary,
-)
 from swiftkv_jax.engine.kernels import Choice, choose, in_force
 from swiftkv_jax.engine.memory import working_bytes
 from swiftkv_jax.engine.pages import root
@@ -58,8 +42,24 @@ from swiftkv_jax.engine.request import (
 )
 from swiftkv_jax.engine.score import prompt_logprobs, scores
 from swiftkv_jax.engine.sequence import word
-from swiftkv_jax.engine.settings import Settings, check_fill, empty_pools, model_encoder, settle
+from swiftkv_jax.engine.settings import Settings, check_fill, empty_pools, model_encoder, resolve
 from swiftkv_jax.engine.speech import Transcription
+from swiftkv_jax.engine.validate import (
+    check_devices,
+    check_ids,
+    check_kind,
+    check_names,
+    choose_kernels,
+    computed_in,
+    context,
+    for_encoder,
+    mesh_of,
+    parts_of,
+    room_for,
+    sampling_defaults,
+    settings_of,
+    vocabulary,
+)
 from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 
@@ -163,7 +163,7 @@ class LLM:
         self.model, self.params = model, params
         self.role, self._engine = role_in(self.mesh), None
         self._kernels_from = chosen.how
-        self._settle(dataclasses.replace(chosen.settings, max_model_len=self._context(max_model_len)))
+        self._resolve(dataclasses.replace(chosen.settings, max_model_len=self._context(max_model_len)))
         self.defaults = sampling_defaults(generation)
         self.eos_ids = tuple(sorted({*generation.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}))
         self.stats: dict[str, int | float] = {}
@@ -179,10 +179,10 @@ class LLM:
         parts = zip(transformers(self.model), whose, strict=False)
         return min(context(part.config, wanted, who) for part, who in parts)
 
-    def _settle(self, settings: Settings):
+    def _resolve(self, settings: Settings):
         working = functools.partial(working_bytes, self.model, self.params, self.mesh)
-        self._num_pages = settings.num_pages  # as asked for; `settle` computes what None stands for
-        self.settings = settle(settings, self.model, self.devices, self.mesh, working)
+        self._num_pages = settings.num_pages  # as asked for; `resolve` computes what None stands for
+        self.settings = resolve(settings, self.model, self.devices, self.mesh, working)
         if self.settings.fill is not None:  # here, not in the engine: scoring uses these too
             own, params = generator(self.model, self.params)
             folded = fold_shared_norm(own, params)
@@ -210,7 +210,7 @@ class LLM:
             chosen = choose(model.config, model.plan, model.dtype, wanted, parts_of(self.mesh))
             wanted, other._kernels_from = chosen.settings, chosen.how
         other.role = role_in(self.mesh)
-        other._settle(wanted)
+        other._resolve(wanted)
         return other
 
     @property
@@ -346,7 +346,7 @@ class LLM:
     def request(
         self, prompt, params: SamplingParams | None = None, where: str = "prompt", salt: str = ""
     ) -> Request:
-        """Check one prompt and settle its parameters; error messages begin with `where`.
+        """Check one prompt and make its request; error messages begin with `where`.
 
         Only requests with the same `salt` share cached prefixes.
 
@@ -359,13 +359,13 @@ class LLM:
             raise UsageError(f"{where} is empty; give at least one token")
         check_ids("token", ids, vocabulary(self.model), where)
         if model_encoder(self.model) is None:
-            return self.settled(text, ids, params, where, salt)
+            return self.make_request(text, ids, params, where, salt)
         begun, read = for_encoder(self, prompt, ids, where)
-        return self.settled(text, begun, params, where, salt, **read)
+        return self.make_request(text, begun, params, where, salt, **read)
 
     @typing.no_type_check
-    def settled(self, text, ids, params, where: str, salt: str = "", **read) -> Request:
-        """Return the request of a prompt's `ids`, with settled parameters; `read`: other fields of `Request`.
+    def make_request(self, text, ids, params, where: str, salt: str = "", **read) -> Request:
+        """The request of a prompt's `ids`, with `max_tokens` and `seed` set; `read`: other fields of `Request`.
 
         Raises:
           UsageError: as `request`.
@@ -383,13 +383,13 @@ class LLM:
                     f"{where}: prompt_logprobs need a tail of 1 token; this model's is {tail}, and no single "
                     "pass gives them"
                 )
-        settled = {"max_tokens": params.max_tokens or room}
+        resolved = {"max_tokens": params.max_tokens or room}
         with self._numbering:
             if params.seed is None:
-                settled["seed"], self._next_seed = self._next_seed, self._next_seed + params.n
+                resolved["seed"], self._next_seed = self._next_seed, self._next_seed + params.n
             self._next_id += 1
             number = self._next_id
-        params = dataclasses.replace(params, **settled)
+        params = dataclasses.replace(params, **resolved)
         eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < vocabulary(self.model))
         # A tokenizer may know more tokens than the model.
         suppressed = read.pop("bad_ids", ())

@@ -137,7 +137,7 @@ def _exit_turn(model, mode, exits: Exits, params, table, policy, lanes: Lanes, t
     final, cache = _check(model, exits, params, table, jnp.where(sane, x, 0), position, useful, sure, cache)
     final = jnp.where(sane, final, jnp.nan)
 
-    def settle(carry, place):
+    def verify(carry, place):
         lanes, tally, going = carry
         scores, guess, sure = place
         sampled = sample(scores, policy, tally, lanes.produced, lanes.position + 1, mode)
@@ -150,7 +150,7 @@ def _exit_turn(model, mode, exits: Exits, params, table, policy, lanes: Lanes, t
         return (dataclasses.replace(moved, alive=alive), tally.add(sampled.token), going), sampled
 
     start = (lanes, tally, lanes.alive)
-    (lanes, tally, _), sampled = jax.lax.scan(settle, start, (final, guessed, sure))
+    (lanes, tally, _), sampled = jax.lax.scan(verify, start, (final, guessed, sure))
     return sampled, lanes, tally, cache
 
 

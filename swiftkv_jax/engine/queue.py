@@ -18,7 +18,7 @@ class Demand:
 
     @classmethod
     def of(cls, request: Request) -> "Demand":
-        """The demand of all completions of a request whose `max_tokens` is settled."""
+        """The demand of all completions of a request whose `max_tokens` is set."""
         n = request.params.n
         return cls(n, n * len(request.token_ids), n * (request.max_length - len(request.token_ids)))
 

@@ -189,7 +189,7 @@ class Request:
 
     Attributes:
       prompt: its text, None when it came as ids. token_ids: the prompt, never empty.
-      params: with `max_tokens` and `seed` settled. eos_ids: the model's end-of-sequence ids, empty under
+      params: with `max_tokens` and `seed` set. eos_ids: the model's end-of-sequence ids, empty under
         `ignore_eos`. stop_texts: (id, text) of the stop strings that are special tokens.
       mixed_stops: whether a stop string holds special tokens and other text.
       bad_ids: the tokens of each bad word. priority: lower goes first. key: the tenant; keys take turns.
@@ -242,7 +242,7 @@ class Request:
     @property
     def max_length(self) -> int:
         """Most tokens of prompt and completion together."""
-        assert self.params.max_tokens is not None  # settled: see above
+        assert self.params.max_tokens is not None  # see above
         return len(self.token_ids) + self.params.max_tokens
 
 

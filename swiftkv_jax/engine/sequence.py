@@ -118,7 +118,7 @@ class Sequence:
 
     @property
     def seed(self) -> int:
-        assert self.request.params.seed is not None  # settled in every Request
+        assert self.request.params.seed is not None  # see `LLM.make_request`
         return self.request.params.seed + self.child
 
     def append(self, choice: Choice, now: float) -> None:

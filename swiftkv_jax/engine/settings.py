@@ -183,7 +183,7 @@ def _names(setting: str, given: str | None) -> list[str]:
 def empty_pool(model: Transformer, settings: Settings, mesh: Mesh | None = None) -> Cache:
     """The engine's pool of `settings.num_pages` pages and the scratch page, for `mesh`; its own table is
     empty."""
-    assert settings.num_pages is not None  # see `settle`
+    assert settings.num_pages is not None  # see `resolve`
     dtype = model.dtype if settings.cache_dtype == "auto" else settings.cache_dtype
     table, pages = jnp.zeros((1, 1), jnp.int32), settings.num_pages + 1
     page, dtype = settings.page_size, jnp.dtype(dtype)
@@ -253,7 +253,7 @@ def empty_pools(
     return (empty_pool(own, settings, mesh), *(empty_pool(one, ahead, mesh) for one in auxiliary))
 
 
-def settle(
+def resolve(
     settings: Settings,
     whole: Transformer | Predicted,
     devices: list,

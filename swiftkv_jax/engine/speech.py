@@ -21,7 +21,6 @@ from swiftkv_jax.audio import AudioSettings
 from swiftkv_jax.checkpoint.generation import Speech
 from swiftkv_jax.common.errors import UsageError, suggest
 from swiftkv_jax.core.shapes import Float
-from swiftkv_jax.engine.given import Loaded, decoder_start
 from swiftkv_jax.engine.request import (
     CompletionOutput,
     Request,
@@ -29,6 +28,7 @@ from swiftkv_jax.engine.request import (
     RequestOutput,
     SamplingParams,
 )
+from swiftkv_jax.engine.validate import Loaded, decoder_start
 
 TASKS = ("transcribe", "translate")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
@@ -188,7 +188,7 @@ def window_request(
             token for token in speech.first_suppressed if token < llm.model.config.vocab_size
         ),
     }
-    return llm.settled(None, prompt, params or GREEDY, where, salt, **_heard(frames), **ruled_out)
+    return llm.make_request(None, prompt, params or GREEDY, where, salt, **_heard(frames), **ruled_out)
 
 
 def language_request(llm: Loaded, frames: Frames, where: str = "audio") -> Request | None:
@@ -197,7 +197,7 @@ def language_request(llm: Loaded, frames: Frames, where: str = "audio") -> Reque
     if not languages:
         return None
     params = SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=languages, ignore_eos=True)
-    return llm.settled(None, [decoder_start(llm)], params, where, **_heard(frames))
+    return llm.make_request(None, [decoder_start(llm)], params, where, **_heard(frames))
 
 
 def language_of(llm: Loaded, output: RequestOutput) -> str | None:

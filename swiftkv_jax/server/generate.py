@@ -269,7 +269,7 @@ def _status(error: BaseException | None) -> int:
 
 
 def make_requests(llm: LLM, call: Call) -> list[Request]:
-    """Tokenise the prompts and settle the parameters; runs on a tokenizer thread.
+    """Tokenise the prompts and make the requests; runs on a tokenizer thread.
 
     Raises:
       ApiError: 400, naming the field.

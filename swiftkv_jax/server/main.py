@@ -315,7 +315,7 @@ def _say(args: argparse.Namespace):
 
 def _choose(args: argparse.Namespace, model: str | None = None):
     """The kernels of an LLM of `model`, while JAX has no devices yet."""
-    from swiftkv_jax.engine.given import choose_kernels
+    from swiftkv_jax.engine.validate import choose_kernels
 
     given = _given(args, (*_ENGINE, "tensor-parallel-size"))
     if args.mesh:

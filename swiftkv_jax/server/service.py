@@ -225,7 +225,7 @@ class Service:
         try:
             if self.settings.warm_up:
                 self._warm_up()
-                _settle_memory()
+                _freeze_gc()
             self._ready = True
             while not self._stopping:
                 self._turn()
@@ -282,7 +282,7 @@ class Service:
         engine.take_compiled()
         self._compiled = engine.warming or (self._compiled[1], self._compiled[1])
         if engine.warming is None:
-            _settle_memory()
+            _freeze_gc()
 
     def _count_failed(self) -> None:
         self.llm.engine.stats.failed_requests += 1
@@ -439,7 +439,7 @@ class Service:
         self.observer.stepped(engine, load)
 
 
-def _settle_memory() -> None:
+def _freeze_gc() -> None:
     """Exempt the objects alive now from garbage collection: a scan of half a million objects stops every
     thread."""
     gc.collect()

@@ -18,7 +18,7 @@ from swiftkv_jax.engine import llm as llm_module
 from swiftkv_jax.engine.fingerprint import fingerprint
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.engine.settings import settle
+from swiftkv_jax.engine.settings import resolve
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 LENGTHS = (1, 45, 3, 20, 33, 2)  # more prompts than lanes, one of them longer than a launch
@@ -359,7 +359,7 @@ def test_weights_are_in_memory_once_while_an_llm_is_built(tmp_path, monkeypatch)
 
     gc.collect()
     before, seen = live(), []
-    monkeypatch.setattr(llm_module, "settle", lambda *args: (seen.append(live()), settle(*args))[1])
+    monkeypatch.setattr(llm_module, "resolve", lambda *args: (seen.append(live()), resolve(*args))[1])
     with pytest.warns(UsageWarning, match="no tokenizer"):
         llm = LLM(folder, max_model_len=16, num_pages=1)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.params))

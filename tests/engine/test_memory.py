@@ -12,7 +12,7 @@ from swiftkv_jax.core import surgery
 from swiftkv_jax.core.predict import Predicted, uniform
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.memory import taken, working_bytes
-from swiftkv_jax.engine.settings import empty_pools, settle
+from swiftkv_jax.engine.settings import empty_pools, resolve
 
 SLOW = pytest.mark.slow
 KINDS = {
@@ -66,12 +66,12 @@ def test_the_pool_takes_all_that_is_left_and_no_page_more():
     page = two.nbytes // 2
     for room in (2, 5):
         limit = (used + working + (room + 1.5) * page) / 0.8
-        found = settle(wanted, llm.model, [Device(limit, used)], None, lambda settings: working)
+        found = resolve(wanted, llm.model, [Device(limit, used)], None, lambda settings: working)
         assert found.num_pages == room
     with pytest.raises(UsageError, match=r"^0 pages of .* raise num_pages or memory_fraction"):
-        settle(wanted, llm.model, [Device(used + working, used)], None, lambda settings: working)
+        resolve(wanted, llm.model, [Device(used + working, used)], None, lambda settings: working)
     named = dataclasses.replace(wanted, num_pages=7)  # then nothing is compiled to find out
-    assert settle(named, llm.model, [Device(1, 1)], None, lambda settings: 1 // 0).num_pages == 7
+    assert resolve(named, llm.model, [Device(1, 1)], None, lambda settings: 1 // 0).num_pages == 7
 
 
 @pytest.mark.parametrize("platform, refused", [("gpu", True), ("tpu", True), ("cpu", False)])
@@ -80,12 +80,12 @@ def test_an_accelerator_without_a_memory_limit_is_not_sized_by_host_memory(platf
     device._stats = {"bytes_in_use": 0}
     wanted = dataclasses.replace(llm.settings, num_pages=None)
     if not refused:
-        assert settle(wanted, llm.model, [device], None, lambda settings: 0).num_pages
+        assert resolve(wanted, llm.model, [device], None, lambda settings: 0).num_pages
         return
     with pytest.raises(UsageError, match=r"how much memory .* give num_pages \(--num-pages\)"):
-        settle(wanted, llm.model, [device], None, lambda settings: 0)
+        resolve(wanted, llm.model, [device], None, lambda settings: 0)
     named = dataclasses.replace(wanted, num_pages=7)
-    assert settle(named, llm.model, [device], None, lambda settings: 0).num_pages == 7
+    assert resolve(named, llm.model, [device], None, lambda settings: 0).num_pages == 7
 
 
 @pytest.mark.parametrize("asked, of_card", [(0.9, 0.9), (0.5, 0.5), (1.0, 0.9)])
@@ -95,7 +95,7 @@ def test_a_fraction_of_a_gpu_is_of_the_card_and_counts_once(asked, of_card, monk
     llm, used, card = make("plain"), 10**6, 2 * 10**7
     wanted = dataclasses.replace(llm.settings, num_pages=None, memory_fraction=asked, max_num_seqs=10**6)
     (two,) = empty_pools(llm.model, dataclasses.replace(wanted, num_pages=1))
-    found = settle(wanted, llm.model, [Device(0.9 * card, used, "gpu")], None, lambda settings: 0)
+    found = resolve(wanted, llm.model, [Device(0.9 * card, used, "gpu")], None, lambda settings: 0)
     assert found.num_pages == int((of_card * card - used) / (two.nbytes / 2)) - 1
 
 

@@ -17,7 +17,7 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.engine import loop
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.engine.settings import Settings, settle
+from swiftkv_jax.engine.settings import Settings, resolve
 from swiftkv_jax.kernels.common.dispatch import ByKind, Implementation
 from swiftkv_jax.kernels.fused_kv_fill import pallas_gpu as fill_gpu
 from swiftkv_jax.kernels.fused_kv_fill import pallas_tpu as fill_tpu
@@ -175,8 +175,8 @@ def test_kernels_that_score_run_on_one_device():
     net, params = tiny.make_model(tiny.PLANS["acrosskv"])
     settings = dataclasses.replace(LLM.from_model(net, params).settings, scoring="cudnn")
     with pytest.raises(UsageError, match=r"scoring 'cudnn' runs on one device, .* on 4: reference, xla"):
-        settle(settings, net, jax.devices() * 4)
-    assert settle(dataclasses.replace(settings, scoring="xla"), net, jax.devices() * 4).scoring == "xla"
+        resolve(settings, net, jax.devices() * 4)
+    assert resolve(dataclasses.replace(settings, scoring="xla"), net, jax.devices() * 4).scoring == "xla"
 
 
 @pytest.mark.parametrize("fill", [None, "xla"])
