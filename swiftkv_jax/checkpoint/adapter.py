@@ -157,7 +157,8 @@ def save_adapter(
     lacks = model.auxiliary.config.source is None and has_tokenizer(home)
     theirs = tokenizer or (home if lacks else None)
     tensors = {
-        name: _gathered(params, name, slot) for name, slot in _slots(model, params["predictor"]).items()
+        name: write.tensor(params["predictor"], name, slot, np.dtype(np.float32))
+        for name, slot in _slots(model, params["predictor"]).items()
     }
     auxiliary = (model.auxiliary, params["auxiliary"])
     if jax.process_index():
@@ -297,10 +298,6 @@ def _slots(model: Predicted, predictor: PyTree) -> dict[str, Slot]:
                     path=(*path, "bias"), index=index, transposed=False, shape=(outside,)
                 )
     return out
-
-
-def _gathered(params: PyTree, name: str, slot: Slot) -> np.ndarray:
-    return write.tensor(params["predictor"], name, slot, np.dtype(np.float32))
 
 
 def _load_predictor(folder: Path, model: Predicted, mesh: Mesh | None, cuts: weights.Cuts) -> PyTree:

@@ -262,12 +262,13 @@ def make_experiment(
 
     The learning rate is the paper's 3e-4 (SwiftKV, appendix A.1) from a billion parameters on. For smaller
     models it rises with the fourth root of the ratio, to at most 2e-3, which the demo's 3.6 M parameters use.
-    A micro-batch has one row a device (four for smaller models and on CPUs); activations are recomputed,
-    except on CPUs.
+    A micro-batch has at least one row a device (four for smaller models and on CPUs); activations are
+    recomputed, except on CPUs.
     """
     count = weights.count(weights.weights(config, KVPlan.standard(config.num_layers)))
     on_cpu = machine.platform == "cpu"
     micro = machine.devices * (4 if on_cpu or count < 1e9 else 1)
+    most = range(max(1, data.batch_size // micro), 0, -1)
     rate = min(2e-3, 3e-4 * max(1.0, 1e9 / count) ** 0.25)
     lengths = evaluated_lengths(data.seq_len, config.longest_context)
     rows = machine.devices * max(1, data.batch_size * data.seq_len // (lengths[-1] * machine.devices))
@@ -280,7 +281,7 @@ def make_experiment(
         evaluation_batches=max(1, (16_384 if on_cpu else 65_536) // (rows * lengths[-1])),
         eval_lengths=lengths if len(lengths) > 1 else (),
         optimizer=OptimizerConfig(
-            learning_rate=float(f"{rate:.1e}"), accumulate=_divisor(data.batch_size, micro)
+            learning_rate=float(f"{rate:.1e}"), accumulate=next(n for n in most if data.batch_size % n == 0)
         ),
         dtype="float32" if on_cpu else "bfloat16",
         export_dtype=config.dtype,
@@ -294,11 +295,6 @@ def evaluated_lengths(seq_len: int, context: int) -> tuple[int, ...]:
     """Context lengths that a student is evaluated at: that of its rows, and `_LONG` if the model supports
     it."""
     return tuple(sorted({seq_len, _LONG if context >= _LONG else seq_len}))
-
-
-def _divisor(rows: int, micro: int) -> int:
-    """The number of micro-batches that make up `rows`, each of at least `micro` rows if possible."""
-    return next(n for n in range(max(1, rows // micro), 0, -1) if rows % n == 0)
 
 
 def _one_pass(data: DataConfig, tokenizer: Tokenizer, machine: Machine) -> int:

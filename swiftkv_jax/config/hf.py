@@ -236,6 +236,7 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
             f"config.json: word_embed_proj_dim is {_shown(width)}; embeddings of another width than "
             f"hidden_size, {hidden}, are not supported"
         )
+    clip = raw.get("clip_qkv")
     return {
         "family": family,
         "vocab_size": integer(raw, "vocab_size"),
@@ -254,7 +255,7 @@ def fields_from_hf(family: str, raw: Mapping) -> dict:
         "qk_norm": family == "qwen3",
         "windows": _windows_from_hf(family, raw),
         "exit_head": flag(raw, "exit_head"),
-        "clip_qkv": _clip(raw),
+        "clip_qkv": checks.above("config.json: clip_qkv", clip, 0) if clip else None,
         **FAMILIES[family].fields,
         "dtype": said_dtype(raw) or "float32",
     }
@@ -264,12 +265,6 @@ def said_dtype(raw: Mapping) -> str | None:
     """The dtype in config.json; None if it leaves that to the weights."""
     said = str(raw.get("dtype") or raw.get("torch_dtype") or "auto").removeprefix("torch.")
     return None if said == "auto" else said
-
-
-def _clip(raw: Mapping) -> float | None:
-    """The bound of queries, keys and values, if there is one."""
-    value = raw.get("clip_qkv") or None
-    return None if value is None else checks.above("config.json: clip_qkv", value, 0)
 
 
 def forms_from_hf(raw: Mapping, rows: int) -> tuple[str, ...]:

@@ -142,8 +142,9 @@ class RopeConfig:
         values |= {name: list(values[name] or ()) for name in _LISTS if name in values}
         set_ones = {name: value for name, value in values.items() if value or name == "truncate"}
         if self.rope_type == "longrope":
+            factors = {"factor": self.factor, "attention_factor": self.attention_factor}
             told = {name: set_ones[name] for name in (*_LISTS, "original_max_position_embeddings")}
-            set_ones = told if _longrope_fields(told, context) == told | _factors(self) else set_ones
+            set_ones = told if _longrope_fields(told, context) == told | factors else set_ones
         return {"rope_type": self.rope_type} | set_ones
 
 
@@ -173,10 +174,6 @@ def _yarn_fields(fields: dict, context: int) -> dict:
         both = mscale and mscale_all
         fields["attention_factor"] = scale(mscale) / scale(mscale_all) if both else scale(1.0)
     return fields | {"factor": factor, "original_max_position_embeddings": original}
-
-
-def _factors(rope: RopeConfig) -> dict:
-    return {"factor": rope.factor, "attention_factor": rope.attention_factor}
 
 
 def _longrope_fields(fields: dict, context: int) -> dict:

@@ -277,7 +277,9 @@ class Keys(OneOfTwo):
             (pool,),
             kernel_of(reader, q.dtype),
             *paged.places,
-            frequencies=_frequencies(config, paged.capacity),
+            frequencies=None
+            if config.rope.rope_type == NONE
+            else inverse_frequencies(config, paged.capacity),
             # Queries carry the rotary attention factor; keys that are rotated when they are read do not.
             scale=config.head_dim**-0.5 * config.rope.attention_factor,
             **paged.how,
@@ -400,10 +402,6 @@ class HadamardInputs(Inputs):
 
     def project(self, p: PyTree, h: Hidden) -> Raw:
         return (matrices.hadamard(h),)
-
-
-def _frequencies(config: ModelConfig, capacity: int) -> Array | None:
-    return None if config.rope.rope_type == NONE else inverse_frequencies(config, capacity)
 
 
 def _read_whole(config: ModelConfig, q: Queries, w_k: Array, w_v: Array, paged: Paged) -> Queries:

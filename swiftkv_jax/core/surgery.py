@@ -153,7 +153,8 @@ def to_slim(
         plan = plan.with_cross(*cross)
     slim = Transformer(model.config, plan, model.dtype)
     layers, held = weights.partition(plan, model.config.kinds, weights.cuts_of(params))
-    was = _plain_rows(model.plan, plan)
+    made_at = [(row.space, row.maker) for row in model.plan.rows]
+    was = [made_at.index((row.space, row.maker)) for row in plan.rows]
     given = [(solved or {}).get(row) for row in was]
     makers = []
     for made in held:
@@ -174,14 +175,6 @@ def _rows(stacks: Sequence[PyTree], wanted: list[int]) -> PyTree:
     stops = [row + 1 for row in wanted if row + 1 not in wanted]
     parts = weights.recut(stacks, map(range, starts, stops))
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-
-
-def _plain_rows(plain: KVPlan, slim: KVPlan) -> list[int]:
-    """For each row of `slim`, the row of `plain` with the same maker and stream."""
-    return [
-        next(i for i, one in enumerate(plain.rows) if (one.space, one.maker) == (row.space, row.maker))
-        for row in slim.rows
-    ]
 
 
 def _slim_layers(model: Transformer, plain: KVPlan, params: PyTree, held: range, stack: PyTree) -> PyTree:

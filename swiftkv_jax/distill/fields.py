@@ -42,7 +42,8 @@ def rows(config: type = Experiment, prefix: str = "") -> list[tuple[str, str, st
         part = _part(hints[field.name])
         if part is None or field.name == "evaluation":
             kind = "DataConfig" if part else _name(hints[field.name])
-            out.append((prefix + field.name, kind, _default(field), told.get(field.name, "")))
+            default = "required" if field.default is dataclasses.MISSING else repr(field.default)
+            out.append((prefix + field.name, kind, default, told.get(field.name, "")))
         else:
             out += rows(part, f"{prefix}{field.name}.")
     return out
@@ -59,10 +60,6 @@ def _name(hint) -> str:
     if isinstance(hint, type) and not typing.get_args(hint):
         return hint.__name__
     return str(hint).replace("swiftkv_jax.config.model.", "")
-
-
-def _default(field: dataclasses.Field) -> str:
-    return "required" if field.default is dataclasses.MISSING else repr(field.default)
 
 
 def table(under: str = "") -> str:

@@ -385,12 +385,10 @@ class Run:
         """`evaluate_batch`'s sums for every row of these batches, at the current step."""
         compiling = "compiling and " if self._first("evaluate") else ""
         with working(self.say, f"{compiling}evaluating held-out rows") as doing:
-            sums = (self._sums(batch) for batch in doing.counted(batches))
+            run = partial(self.evaluate_fn, self.frozen, self.state.trainable)
+            sums = (run(self._place(batch)) for batch in doing.counted(batches))
             rows = [multihost_utils.process_allgather(each, tiled=True) for each in sums]
         return {name: np.concatenate([r[name] for r in rows]) for name in rows[0]}
-
-    def _sums(self, batch: Batch):
-        return self.evaluate_fn(self.frozen, self.state.trainable, self._place(batch))
 
     def _place(self, batch: Batch) -> Batch:
         put = partial(jax.make_array_from_process_local_data, self.batch_sharding)

@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from swiftkv_jax.analysis import flops
 from swiftkv_jax.common.errors import UsageError
-from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.core.ends import embed, exit_logits, head
@@ -144,7 +143,9 @@ def prepare(
     if trainable == "all":
         return teacher, masters(params), Frozen(None, None)
     check_teacher(teacher)
-    layers, rows = _teachers_stacks(teacher.config, plan)
+    stacks, _ = weights.partition(plan, teacher.config.kinds, (plan.depth,))
+    starts = [run.start for run in stacks]  # the teacher's are cut where the student's are
+    layers, rows = weights.partition(KVPlan.standard(plan.num_layers), teacher.config.windows, starts)
     cut = {"layers": weights.recut(params["layers"], layers), "rows": weights.recut(params["rows"], rows)}
     student, student_params = to_swiftkv(teacher, params | cut, plan, init, exit_head)
     trained, frozen = split_trainable(student, student_params, trainable)
@@ -158,13 +159,6 @@ def _own(student: Transformer, tree: PyTree, trainable: str) -> PyTree:
     layers = jax.tree.map(lambda leaf, yes: leaf if yes else None, tree["layers"], trained["layers"])
     rows = zip(weights.ranges(tree["rows"]), tree["rows"], strict=True)
     return {"layers": layers, "rows": [stack for held, stack in rows if held.start >= depth]}
-
-
-def _teachers_stacks(config: ModelConfig, plan: KVPlan) -> tuple[tuple[range, ...], tuple[range, ...]]:
-    """The stacks (layers, rows) of a standard teacher, cut where those of a student under `plan` are."""
-    layers, _ = weights.partition(plan, config.kinds, (plan.depth,))
-    starts = [run.start for run in layers]
-    return weights.partition(KVPlan.standard(plan.num_layers), config.windows, starts)
 
 
 def masters(tree: PyTree) -> PyTree:

@@ -316,7 +316,8 @@ class Engine:
         reading = self.scheduler.reading
         if self.settings.batch_invariant:
             return reading and not (self._reads and self.scheduler.decoding)
-        return reading or bool(self.settings.lookups) or self._one_by_one()
+        one_by_one = any(sequence.one_by_one for sequence in self.scheduler.running.values())
+        return reading or bool(self.settings.lookups) or one_by_one
 
     def _run(self) -> None:
         guess = partial(draft.guess, self.settings.lookups) if self.settings.lookups else None
@@ -390,10 +391,6 @@ class Engine:
             self.stats.output_tokens += 1
             if sequence.finish_reason:  # what follows a stop string, which only the host sees, is dropped
                 break
-
-    def _one_by_one(self) -> bool:
-        """Whether the host must check every token."""
-        return any(sequence.one_by_one for sequence in self.scheduler.running.values())
 
     def _guarded(self, sequence: Sequence, point: str, action: Callable = lambda: None, *args) -> None:
         """Run `action`; an exception ends this sequence, and nothing else."""

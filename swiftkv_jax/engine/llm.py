@@ -365,7 +365,7 @@ class LLM:
 
     @typing.no_type_check
     def make_request(self, text, ids, params, where: str, salt: str = "", **read) -> Request:
-        """The request of a prompt's `ids`, with `max_tokens` and `seed` set; `read`: other fields of `Request`.
+        """The request of a prompt's `ids`, with `max_tokens` and `seed` set; `read`: its other fields.
 
         Raises:
           UsageError: as `request`.

@@ -93,16 +93,13 @@ class Pages:
         out = []
         for _ in range(n):
             if not self._free:
-                self.forget(self._least_needed(key))
+                richest = max(self._cached, key=lambda each: (self.owned[each], each == key))
+                self.forget(next(iter(self._cached[richest])))
             page = self._free.pop()
             self._references[page], self._key[page] = 1, key
             self.owned[key] += 1
             out.append(page)
         return out
-
-    def _least_needed(self, asking: str) -> int:
-        richest = max(self._cached, key=lambda key: (self.owned[key], key == asking))
-        return next(iter(self._cached[richest]))
 
     def find(self, name: bytes, tokens: tuple[int, ...]) -> int | None:
         """The page of this name, if it holds exactly these tokens."""

@@ -119,7 +119,7 @@ class Scheduler:
 
     def in_order(self) -> list[Sequence]:
         """The running sequences, the most urgent first; equally urgent ones in order of arrival."""
-        return sorted(self.running.values(), key=_urgency)
+        return sorted(self.running.values(), key=lambda each: (each.request.priority, each.number))
 
     @property
     def reading(self) -> bool:
@@ -351,7 +351,3 @@ class Scheduler:
             self.sources.release(sequence.source.pages)
         sequence.lane, sequence.pages, sequence.names, sequence.source = None, [], [], None
         sequence.cached = sequence.validated = 0
-
-
-def _urgency(sequence: Sequence) -> tuple[int, int]:
-    return sequence.request.priority, sequence.number
