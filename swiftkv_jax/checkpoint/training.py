@@ -21,13 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from swiftkv_jax.checkpoint import manifest, storable
+from swiftkv_jax.checkpoint import manifest
 from swiftkv_jax.common.bucket import Place, at, is_bucket
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.common.processes import any_process, from_first
 from swiftkv_jax.core.shapes import PyTree
 
+_LISTED = 10  # differences that one message names
 _TEMPORARY = "*.orbax-checkpoint-tmp*"
 _log = logging.getLogger(__name__)
 
@@ -89,13 +91,14 @@ class Checkpointer:
                 f"cannot save step {step}: {self.directory} already holds checkpoint {later[-1]}; "
                 "resume from it, or choose another directory"
             )
-        arrays = storable.pack(state)
+        named = _named(state)
+        arrays = {name: leaf for name, leaf in named.items() if leaf.size}
         with _explained(f"saving checkpoint {step} in {self.directory}"):
             import orbax.checkpoint as ocp
 
             self._make_room(step, sum(array.nbytes for array in arrays.values()))
             manager = self._manager()
-            stored = {"leaves": storable.describe(state), "meta": meta}
+            stored = {"leaves": _described(named), "meta": meta}
             items = {"state": ocp.args.StandardSave(arrays), "meta": ocp.args.JsonSave(stored)}
             manager.save(step, args=ocp.args.Composite(**items), force=True)
         self._thread = threading.Thread(target=self._finish, args=(manager, step), name="checkpoint")
@@ -146,21 +149,31 @@ class Checkpointer:
         if (step := self._newest_good(steps, report)) is None:
             return None
         self._rejected |= {s for s in steps if s > step}
+        named = _named(abstract_state)
         with _explained(f"restoring checkpoint {step} of {self.directory}"):
             import orbax.checkpoint as ocp
 
             with self._manager(read_only=True) as manager:
                 stored = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-                if differences := storable.differences(stored["leaves"], abstract_state):
+                if differences := _differences(stored["leaves"], _described(named)):
                     raise UsageError(
                         f"checkpoint {step} in {self.directory} is of another model or optimiser: "
                         f"{'; '.join(differences)}. Resume with the run's own config, or choose another "
                         "directory"
                     )
-                args = ocp.args.StandardRestore(storable.abstract(abstract_state))
-                arrays = manager.restore(step, args=ocp.args.Composite(state=args)).state
+                stand_ins = {
+                    name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_place(leaf))
+                    for name, leaf in named.items()
+                    if leaf.size
+                }
+                args = ocp.args.Composite(state=ocp.args.StandardRestore(stand_ins))
+                arrays = manager.restore(step, args=args).state
         self._latest = step
-        return step, storable.unpack(abstract_state, arrays), stored["meta"]
+        values = [
+            arrays[name] if leaf.size else jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), _place(leaf))
+            for name, leaf in named.items()
+        ]
+        return step, jax.tree.unflatten(jax.tree.structure(abstract_state), values), stored["meta"]
 
     def _manager(self, read_only: bool = False):
         """A fresh Orbax manager: it lists the directory as it is now, and keeps nothing of a failed save."""
@@ -271,3 +284,31 @@ def _absl_logger() -> logging.Logger:
     from absl import logging as absl_logging
 
     return absl_logging.get_absl_logger()
+
+
+def _named(tree: PyTree) -> dict[str, Any]:
+    """The leaves by path ("trainable/rows/0/k_proj/kernel"). Orbax stores a flat dict of those that have
+    elements, so that the types of containers need no support from it."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in pairs}
+    if len(leaves) != len(pairs):
+        raise ValueError("two leaves of the state have the same path: a dict key holds '/'")
+    return leaves
+
+
+def _described(named: dict[str, Any]) -> dict[str, str]:
+    """`{"trainable/shared_norm": "float32[48]"}`."""
+    return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named.items()}
+
+
+def _differences(stored: dict[str, str], here: dict[str, str]) -> list[str]:
+    """Differences between two descriptions: at most 10, and a count of the rest."""
+    names = [name for name in sorted(stored | here) if stored.get(name) != here.get(name)]
+    shown = [
+        f"{n} ({stored.get(n, 'nothing')} saved, {here.get(n, 'nothing')} here)" for n in names[:_LISTED]
+    ]
+    return shown + ([f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else [])
+
+
+def _place(leaf: Any) -> jax.sharding.Sharding:
+    return getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
