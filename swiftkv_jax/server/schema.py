@@ -29,48 +29,29 @@ Text = typing.Annotated[str, Field(max_length=_TEXT)]
 Stop = typing.Annotated[str, Field(min_length=1, max_length=1024)]
 Count = typing.Annotated[int, Field(ge=1, le=2**31 - 1)]
 
-_REFUSED = {  # unsupported field: why; values that ask for nothing are accepted
-    "add_special_tokens": "the chat template decides which special tokens a prompt has",
-    "best_of": "best_of is not offered; use n",
-    "continue_final_message": "continuing a message is not offered; send the text so far to /v1/completions",
-    "documents": "documents are not offered; put their text into a message",
-    "echo": "echo is offered in /v1/completions",
-    "include_reasoning": "reasoning is not separated from the answer",
-    "kv_transfer_params": "caches are not passed on",
-    "length_penalty": "beam search is not offered; use temperature 0",
-    "logits_processors": "logits processors are not offered",
-    "max_completion_tokens": "use max_tokens in /v1/completions",
-    "mm_processor_kwargs": "only text is offered",
-    "reasoning_effort": "reasoning effort cannot be set",
-    "return_token_ids": "token ids are not returned; /tokenize gives them",
-    "return_tokens_as_token_ids": "tokens are returned as text",
-    "spaces_between_special_tokens": "text is returned as the tokenizer decodes it",
-    "stop_regex": "use stop, with texts",
-    "structural_tag": "structured output is not offered",
-    "thinking_token_budget": "reasoning effort cannot be set",
-    "web_search_options": "tools are not offered by this server",
-    "suffix": "suffix is not offered",
-    "tools": "tools are not offered by this server",
-    "tool_choice": "tools are not offered by this server",
-    "functions": "functions are not offered by this server",
-    "function_call": "functions are not offered by this server",
-    "response_format": "only response_format {'type': 'text'} is offered",
-    "structured_outputs": "structured output is not offered",
-    "guided_json": "structured output is not offered",
-    "guided_regex": "structured output is not offered",
-    "guided_choice": "structured output is not offered",
-    "guided_grammar": "structured output is not offered",
-    "chat_template": "the model's own chat template is used; a request cannot bring one",
-    "chat_template_kwargs": "the model's own chat template is used as it is",
-    "lora_request": "LoRA adapters are not offered",
-    "lora": "LoRA adapters are not offered",
-    "prompt_embeds": "prompts are text or token ids",
-    "modalities": "only text is offered",
-    "audio": "only text is offered",
-    "use_beam_search": "beam search is not offered; use temperature 0",
-    "prompt_logprobs": "use echo with logprobs in /v1/completions",
-    "truncate_prompt_tokens": "prompts are not truncated; send fewer tokens",
+_WAYS_OUT = {  # unsupported field: what to do instead
+    "best_of": "; use n",
+    "continue_final_message": "; send the text so far to /v1/completions",
+    "documents": "; put their text into a message",
+    "echo": " in chats; use /v1/completions",
+    "length_penalty": "; use temperature 0",
+    "max_completion_tokens": " in /v1/completions; use max_tokens",
+    "prompt_logprobs": "; use echo with logprobs in /v1/completions",
+    "return_token_ids": "; /tokenize gives them",
+    "stop_regex": "; use stop, with texts",
+    "truncate_prompt_tokens": "; send fewer tokens",
+    "use_beam_search": "; use temperature 0",
 }
+_REFUSED = _WAYS_OUT | dict.fromkeys(  # values that ask for nothing are accepted
+    (
+        "add_special_tokens audio chat_template chat_template_kwargs function_call functions guided_choice "
+        "guided_grammar guided_json guided_regex include_reasoning kv_transfer_params logits_processors lora "
+        "lora_request mm_processor_kwargs modalities prompt_embeds reasoning_effort response_format "
+        "return_tokens_as_token_ids spaces_between_special_tokens structural_tag structured_outputs suffix "
+        "thinking_token_budget tool_choice tools web_search_options"
+    ).split(),
+    "",
+)
 _DEFAULT = {  # values that ask for nothing too
     "best_of": 1,
     "include_reasoning": True,
@@ -283,7 +264,7 @@ def parse(model: type[Body], raw: bytes) -> Body:
         raise _bad(error) from None
     for name, value in (body.model_extra or {}).items():
         if name in _REFUSED and _asks(name, value):
-            raise ApiError(400, f"{name}: {_REFUSED[name]}", name, "unsupported_parameter")
+            raise ApiError(400, f"{name} is not offered{_REFUSED[name]}", name, "unsupported_parameter")
     return body
 
 

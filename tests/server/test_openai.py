@@ -236,7 +236,7 @@ def test_errors_are_the_clients_exception_types(served, client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(prompt="x" * 60, max_tokens=20, **GREEDY)
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="tools are not offered"):
+    with pytest.raises(openai.BadRequestError, match="tools is not offered"):
         tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
         client.chat.completions.create(
             messages=[{"role": "user", "content": "x"}], tools=[tool], model="tiny"
