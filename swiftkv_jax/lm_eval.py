@@ -140,13 +140,13 @@ class SwiftKV(TemplateLM):
                     f"{self.max_length}"
                 )
             ids = (context + continuation)[-(self.max_length + 1) :]
-            answer = self.told(ids, len(ids) - len(continuation))
+            answer = self._score(ids, len(ids) - len(continuation))
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
             out.append(answer)
         return out
 
-    def told(self, ids: list[int], start: int) -> tuple[float, bool]:
+    def _score(self, ids: list[int], start: int) -> tuple[float, bool]:
         """The summed log probability of the tokens from `start` on, and whether each is the likeliest."""
         entries = zip(ids[start:], self.llm.score(ids)[start:], strict=True)
         chosen = [(entry or {})[token] for token, entry in entries]

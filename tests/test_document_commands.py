@@ -83,7 +83,7 @@ RUNS: dict[str, Callable[[list[str]], int]] = {
     "swiftkv train": training.main,
     "swiftkv convert": convert.main,
     "swiftkv push": push.main,
-    "swiftkv slim": lambda words: slim.main(commands.spelt_out("slim", words)),
+    "swiftkv slim": lambda words: slim.main(commands.expand_model_argument("slim", words)),
 }
 MODULES = (
     "benchmarks.papers.slim_threshold",

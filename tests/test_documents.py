@@ -267,7 +267,7 @@ def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
         assert name in commands.COMMANDS
         if not rest or rest in (["--fields"], ["--help"]):
             return
-        flags = commands.spelt_out(name, rest)
+        flags = commands.expand_model_argument(name, rest)
         if name == "eval":
             return understood("lm_eval", flags, monkeypatch)
         args = parsed([f"swiftkv {name}", *flags], monkeypatch)

@@ -127,7 +127,7 @@ def test_every_record_names_its_run():
         found = report.result(name)
         about = found.get("about", found)
         run = about.get("run") or about["machine"]
-        assert run["command"].startswith(("python ", "make ")), name
+        assert run["command"].startswith(("python ", "make ", "swiftkv ")), name
         assert run.get("hardware") or run["device"], name
         assert re.fullmatch(r"2026-\d\d-\d\d", run["date"]), name
         assert not any(

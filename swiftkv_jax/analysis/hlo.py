@@ -35,8 +35,8 @@ class _Instruction:
     @functools.cached_property
     def called(self) -> tuple[str, ...]:
         branches = _BRANCHES.search(self.rest)
-        found = branches[1].replace("%", "").split(", ") if branches else []
-        return (*_CALLED.findall(self.rest), *found)
+        names = branches[1].replace("%", "").split(", ") if branches else []
+        return (*_CALLED.findall(self.rest), *names)
 
 
 def bytes_moved(text: str) -> float:
@@ -82,7 +82,7 @@ def launched(text: str) -> tuple[list[tuple[str, str, bool]], list[bool]]:
     """(opcode, text and whether in a loop) of what a program launches, fusions as one; of each loop, whether
     its length is known."""
     program, entry = _parse(text)
-    found: list[tuple[str, str, bool]] = []
+    launches: list[tuple[str, str, bool]] = []
     loops: list[bool] = []
 
     def walk(computation: str, repeated: bool) -> None:
@@ -92,16 +92,16 @@ def launched(text: str) -> tuple[list[tuple[str, str, bool]], list[bool]]:
                 for part in one.called:
                     walk(part, repeated or one.opcode == "while")
             elif one.opcode not in _FREE and not one.opcode.endswith(("-done", "-update")):
-                found.append((one.opcode, f"%{one.name} = {one.type} {one.opcode}({one.rest}", repeated))
+                launches.append((one.opcode, f"%{one.name} = {one.type} {one.opcode}({one.rest}", repeated))
 
     walk(entry, False)
-    return found, loops
+    return launches, loops
 
 
 def collectives(text: str) -> dict[str, tuple[int, float]]:
     """Of each kind of collective in a program: how many there are, and the bytes of their results on one
     device; loops once, asynchronous ones once."""
-    found: dict[str, tuple[int, float]] = {}
+    totals: dict[str, tuple[int, float]] = {}
     for inside in _parse(text)[0].values():
         for one in inside.values():
             kind = one.opcode.removesuffix("-start")
@@ -109,9 +109,9 @@ def collectives(text: str) -> dict[str, tuple[int, float]]:
                 size = _size(one.type, everywhere=True)
                 if one.opcode != kind != "all-reduce":  # its type holds its operands too
                     size -= sum(_size(inside[name].type, everywhere=True) for name in one.operands)
-                count, total = found.get(kind, (0, 0.0))
-                found[kind] = count + 1, total + size
-    return found
+                count, total = totals.get(kind, (0, 0.0))
+                totals[kind] = count + 1, total + size
+    return totals
 
 
 def _read(program, fused: dict[str, _Instruction], index: int, operand: _Instruction | None) -> float:
@@ -162,8 +162,8 @@ def _written(fused: dict[str, _Instruction]) -> float:
 
 def _turns(program, loop: _Instruction) -> int:
     """Iterations of a loop that counts from 0: the compiler's annotation, or the bound in its condition."""
-    if found := _TURNS.search(loop.rest):
-        return int(found[1])
+    if match := _TURNS.search(loop.rest):
+        return int(match[1])
     (condition,) = re.findall(r"condition=%?([\w.\-]+)", loop.rest)
     inside = program.get(condition, {}).values()
     limits = [

@@ -200,10 +200,10 @@ def fingerprint(folder: Path, version: int = _FORMAT) -> str:
         digest.update(_description(config, plan).encode())
     with contextlib.ExitStack() as stack:
         tensors = hf.open_all(folder, stack)
-        for name, (_, found) in sorted(tensors.items()):
-            shape = tuple(found.get_shape())
+        for name, (_, tensor) in sorted(tensors.items()):
+            shape = tuple(tensor.get_shape())
             first = (*(slice(0, 1) for _ in shape[:-1]), *(slice(0, min(n, _SEEN)) for n in shape[-1:]))
-            some = found[first or ...]
+            some = tensor[first or ...]
             digest.update(f"{name} {shape} ".encode())
             digest.update(np.ascontiguousarray(np.asarray(some).astype(np.float32)).tobytes())
     return digest.hexdigest()[:16]
@@ -306,7 +306,7 @@ def _load_predictor(folder: Path, model: Predicted, mesh: Mesh | None, cuts: wei
     with contextlib.ExitStack() as stack:
         tensors = hf.open_one(folder / PREDICTOR, stack)
         hf.check_tensors(folder, tensors, wanted, lambda name: False, ADAPTER)
-        bad = [name for name, (_, found) in tensors.items() if not np.isfinite(found[...]).all()]
+        bad = [name for name, (_, tensor) in tensors.items() if not np.isfinite(tensor[...]).all()]
         if bad:
             raise UsageError(f"{folder / PREDICTOR}: {sorted(bad)[0]} holds numbers that are not finite")
         by_path: dict[tuple, list[tuple]] = {}

@@ -110,12 +110,12 @@ def _older(raw: Mapping, folder: Path) -> dict:
 
 def _speech(raw: Mapping) -> Speech:
     def named(field: str) -> tuple[tuple[str, int], ...]:
-        found = raw.get(field) or {}
-        if not isinstance(found, Mapping):
+        tokens = raw.get(field) or {}
+        if not isinstance(tokens, Mapping):
             raise UsageError(f"generation_config.json: {field} must be an object of token ids")
         return tuple(
             (str(name).strip("<|>"), integer(f"generation_config.json: {field}: {name}", token, 0))
-            for name, token in found.items()
+            for name, token in tokens.items()
         )
 
     def listed(field: str) -> tuple[int, ...]:
@@ -125,8 +125,8 @@ def _speech(raw: Mapping) -> Speech:
         return tuple(integer(f"generation_config.json: {field}", token) for token in found if token != -1)
 
     def one(field: str) -> int | None:
-        found = raw.get(field)
-        return None if found is None else integer(f"generation_config.json: {field}", found, 0)
+        value = raw.get(field)
+        return None if value is None else integer(f"generation_config.json: {field}", value, 0)
 
     return Speech(
         languages=named("lang_to_id"),

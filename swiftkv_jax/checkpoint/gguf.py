@@ -40,18 +40,18 @@ class Slice:
 
     def __init__(self, header: Header, name: str, turned: int):
         self.header, self.name, self.turned = header, name, turned
-        self.found: Stored = header.tensors[name]
+        self.stored: Stored = header.tensors[name]
 
     def get_shape(self) -> list[int]:
-        return list(self.found.shape)
+        return list(self.stored.shape)
 
     def get_dtype(self) -> str:
         return "F32"
 
     def __getitem__(self, spans: tuple[slice, ...]) -> np.ndarray:
         """[rows, columns] or [elements]: the values of some contiguous rows, and some of their columns."""
-        vector = len(self.found.shape) == 1
-        first, last, _ = spans[0].indices(self.found.shape[0])
+        vector = len(self.stored.shape) == 1
+        first, last, _ = spans[0].indices(self.stored.shape[0])
         begin, end = first // self.turned * self.turned, -(-last // self.turned) * self.turned
         values = self._rows(0, 1).T[begin:end] if vector else self._rows(begin, end)
         if self.turned > 1:
@@ -63,13 +63,13 @@ class Slice:
     def _rows(self, begin: int, end: int) -> np.ndarray:
         """Rows [begin, end) as they lie in the file, [rows, columns]; a vector is one row."""
         quants = _package()
-        kind = quants.GGMLQuantizationType(self.found.kind)
-        *outer, width = self.found.shape
-        size = (self.found.end - self.found.start) // math.prod(outer)
+        kind = quants.GGMLQuantizationType(self.stored.kind)
+        *outer, width = self.stored.shape
+        size = (self.stored.end - self.stored.start) // math.prod(outer)
         out = np.empty((end - begin, width), np.float32)
         for start in range(begin, end, _ROWS):
             stop = min(end, start + _ROWS)
-            raw = self.header.read(self.found, start * size, (stop - start) * size).reshape(-1, size)
+            raw = self.header.read(self.stored, start * size, (stop - start) * size).reshape(-1, size)
             with np.errstate(all="ignore"):
                 out[start - begin : stop - begin] = quants.dequantize(raw, kind)
         if not np.isfinite(out).all():
@@ -101,11 +101,11 @@ def open_tensors(header: Header, fields: Mapping) -> dict[str, tuple[Path, Slice
 
 def _published(name: str) -> tuple[str, str]:
     """(Hugging Face's name, llama.cpp's part) of a tensor; a name that is not known stays as it is."""
-    found = _NAME.fullmatch(name)
-    layer, part, kind = found.group("layer", "part", "kind") if found else ("", "", "")
+    match = _NAME.fullmatch(name)
+    layer, part, kind = match.group("layer", "part", "kind") if match else ("", "", "")
     if layer and part in _PARTS:
         return f"model.layers.{int(layer)}.{_PARTS[part]}.{kind}", part
-    if found and not layer and part in _TOP:
+    if match and not layer and part in _TOP:
         return f"{_TOP[part]}.{kind}", part
     return name, ""
 

@@ -75,7 +75,7 @@ def from_pretrained(
     with contextlib.ExitStack() as stack:
         tensors = open_all(folder, stack)
         renamed = bare_names(config, tensors)
-        tensors = {renamed[name]: found for name, found in tensors.items()}
+        tensors = {renamed[name]: tensor for name, tensor in tensors.items()}
         unused = (config, plan, is_swiftkv(raw), raw.get("slim_attention") is not None)
         check_tensors(folder, tensors, wanted, lambda name: ignored(name, *unused))
         by_path: dict[tuple[str | int, ...], list] = {}
@@ -111,9 +111,9 @@ def _stored_dtype(folder: Path) -> str:
     """The dtype that most numbers of a folder's weights are stored in."""
     sums = dict.fromkeys(_ON_DISK, 0)
     with contextlib.ExitStack() as stack:
-        for _, found in open_all(folder, stack).values():
-            if (kind := found.get_dtype()) in sums:
-                sums[kind] += math.prod(found.get_shape())
+        for _, tensor in open_all(folder, stack).values():
+            if (kind := tensor.get_dtype()) in sums:
+                sums[kind] += math.prod(tensor.get_shape())
     return _ON_DISK[max(sums, key=lambda kind: sums[kind])]
 
 
@@ -200,11 +200,11 @@ def check_tensors(
     """Check a checkpoint's tensors and report all mismatches in one error."""
     bad_shape, bad_dtype = [], []
     for name in wanted.keys() & tensors.keys():
-        found = tensors[name][1]
-        if tuple(found.get_shape()) != wanted[name].shape:
-            bad_shape.append(f"{name} is {list(found.get_shape())}, not {list(wanted[name].shape)}")
-        elif found.get_dtype() not in _ON_DISK:
-            bad_dtype.append(f"{name} is {found.get_dtype()}")
+        tensor = tensors[name][1]
+        if tuple(tensor.get_shape()) != wanted[name].shape:
+            bad_shape.append(f"{name} is {list(tensor.get_shape())}, not {list(wanted[name].shape)}")
+        elif tensor.get_dtype() not in _ON_DISK:
+            bad_dtype.append(f"{name} is {tensor.get_dtype()}")
     problems = {
         "missing": sorted(wanted.keys() - tensors.keys()),
         "unexpected": sorted(name for name in tensors.keys() - wanted.keys() if not may_ignore(name)),
@@ -242,8 +242,8 @@ def load(weight: Weight, parts: list, dtype: np.dtype, mesh: Mesh | None) -> Arr
     return jax.make_array_from_callback(weight.shape, place, shard)
 
 
-def _read(slot: Slot, name: str, path: Path, found, spans: list[slice], dtype: np.dtype) -> np.ndarray:
+def _read(slot: Slot, name: str, path: Path, tensor, spans: list[slice], dtype: np.dtype) -> np.ndarray:
     try:
-        return as_dtype(slot.read(found, spans), dtype, name)
+        return as_dtype(slot.read(tensor, spans), dtype, name)
     except (OSError, safetensors.SafetensorError) as error:
         raise UsageError(f"cannot read {path}: {error}") from None

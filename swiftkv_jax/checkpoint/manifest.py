@@ -50,15 +50,15 @@ def fault(folder: Place, step: int) -> str | None:
     try:
         files = _read(folder, step)
         if not isinstance(folder, Path):
-            found = _listed(folder)
-            bad = [name for name, entry in files.items() if found.get(name) != entry]
+            listed = _listed(folder)
+            bad = [name for name, entry in files.items() if listed.get(name) != entry]
             return f"{bad[0]}: missing, or not as it was written" if bad else None
         for name, (size, _) in files.items():
-            if (found := (folder / name).stat().st_size) != size:
-                return f"{name}: {found} bytes, written with {size}"
+            if (actual := (folder / name).stat().st_size) != size:
+                return f"{name}: {actual} bytes, written with {size}"
         with ThreadPoolExecutor(_THREADS) as pool:
-            found = pool.map(lambda name: _entry(folder / name), files)
-            bad = [name for name, entry in zip(files, found, strict=True) if entry != files[name]]
+            entries = pool.map(lambda name: _entry(folder / name), files)
+            bad = [name for name, entry in zip(files, entries, strict=True) if entry != files[name]]
     except FileNotFoundError as error:
         name = Path(error.filename or folder / NAME).relative_to(folder).as_posix()
         return f"{name}: missing" + (", the save was cut short" if name == NAME else "")
@@ -70,8 +70,8 @@ def fault(folder: Place, step: int) -> str | None:
 
 
 def _listed(folder: Place) -> dict[str, list[Any]]:
-    found = {url.removeprefix(f"{folder}/"): entry for url, entry in listing(folder).items()}
-    return {name: entry for name, entry in found.items() if name != NAME}
+    entries = {url.removeprefix(f"{folder}/"): entry for url, entry in listing(folder).items()}
+    return {name: entry for name, entry in entries.items() if name != NAME}
 
 
 def _read(folder: Place, step: int) -> dict[str, list[Any]]:

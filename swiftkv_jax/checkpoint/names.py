@@ -245,10 +245,10 @@ class Slot:
             outputs = slice(cut.start * self.width, cut.stop * self.width)
         where = list(inside)
         where.insert(self.outputs, slice(self.start + outputs.start, self.start + outputs.stop))
-        found = np.moveaxis(tensor[tuple(where)], self.outputs, 0)
+        values = np.moveaxis(tensor[tuple(where)], self.outputs, 0)
         if not self.width:
-            return np.moveaxis(found, 0, -1)
-        return np.moveaxis(found.reshape(-1, self.width, *found.shape[1:]), 1, -1)[..., columns]
+            return np.moveaxis(values, 0, -1)
+        return np.moveaxis(values.reshape(-1, self.width, *values.shape[1:]), 1, -1)[..., columns]
 
     def written(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         """The checkpoint's tensor, made of our parts in their order: the inverse of `read`."""
@@ -281,8 +281,8 @@ def _slots(
     stacks, out = weights.partition(plan, config.kinds, cuts), {}
     if config.encoder is not None and names.encoder is not None:
         within, own = config.encoder, tree["encoder"]
-        found = _slots(within, KVPlan.standard(within.num_layers), names.encoder, own, None)
-        out = {name: dataclasses.replace(slot, path=("encoder", *slot.path)) for name, slot in found.items()}
+        slots = _slots(within, KVPlan.standard(within.num_layers), names.encoder, own, None)
+        out = {name: dataclasses.replace(slot, path=("encoder", *slot.path)) for name, slot in slots.items()}
         tree = {name: part for name, part in tree.items() if name != "encoder"}
     for path, weight in leaves(tree):
         if not math.prod(weight.shape):
@@ -297,12 +297,12 @@ def _slots(
     return dict(sorted(_fused(names, out).items(), key=lambda item: _order(names, item[0])))
 
 
-def bare_names(config: ModelConfig, found: Iterable[str]) -> dict[str, str]:
+def bare_names(config: ModelConfig, present: Iterable[str]) -> dict[str, str]:
     """Name in a file -> name in `slots`, for files of the model without its head (`Names.bare`)."""
-    prefix, found = names_of(config).bare, list(found)
-    if not prefix or any(name.startswith(prefix) for name in found):
-        return {name: name for name in found}
-    return {name: name if name == "lm_head.weight" else prefix + name for name in found}
+    prefix, present = names_of(config).bare, list(present)
+    if not prefix or any(name.startswith(prefix) for name in present):
+        return {name: name for name in present}
+    return {name: name if name == "lm_head.weight" else prefix + name for name in present}
 
 
 def ignored(name: str, config: ModelConfig, plan: KVPlan, swiftkv: bool, slim: bool = False) -> bool:
@@ -387,13 +387,13 @@ def _fused(names: Names, alone: dict[str, Slot]) -> dict[str, Slot]:
     out = dict(alone)
     for whole, parts in names.fused.items():
         for name in alone:
-            found = names.in_layer.fullmatch(name)
-            if found is None or found[2] != parts[0]:
+            match = names.in_layer.fullmatch(name)
+            if match is None or match[2] != parts[0]:
                 continue
-            each = [f"{names.layer}{found[1]}.{part}.{found[3]}" for part in parts]
+            each = [f"{names.layer}{match[1]}.{part}.{match[3]}" for part in parts]
             if all(one in out for one in each):
                 joined = _joined([out.pop(one) for one in each])
-                out[f"{names.layer}{found[1]}.{whole}.{found[3]}"] = joined
+                out[f"{names.layer}{match[1]}.{whole}.{match[3]}"] = joined
     return out
 
 

@@ -130,9 +130,9 @@ def _check_params(model: Transformer, params: PyTree) -> None:
         raise UsageError(f"not this model's parameters: {', '.join(wrong[:5])} differ in shape or presence")
 
 
-def write_extras(folder: Path, found: dict[str, Path | dict]) -> None:
+def write_extras(folder: Path, files: dict[str, Path | dict]) -> None:
     """Put what `extras` found into `folder`."""
-    for name, extra in found.items():
+    for name, extra in files.items():
         if isinstance(extra, Path):
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(inside(extra), folder / name)
@@ -170,8 +170,8 @@ def extras(
     for place, patterns in ((home, GENERATION_FILES), (tokenizer or home, TOKENIZER_FILES)):
         if place is None:
             continue
-        found = (path for pattern in patterns for path in sorted(Path(place).glob(pattern)))
-        paths = {path.relative_to(place).as_posix(): path for path in found if path.is_file()}
+        matches = (path for pattern in patterns for path in sorted(Path(place).glob(pattern)))
+        paths = {path.relative_to(place).as_posix(): path for path in matches if path.is_file()}
         out |= paths
         if patterns is TOKENIZER_FILES and not paths and (file := gguf_of(place)):
             out |= tokenizer_files(read_header(file))

@@ -49,11 +49,11 @@ def main() -> int:
     command = COMMANDS.get(name)
     if command is None:
         return exit_code(lambda: _unknown(name))
-    sys.argv = [f"swiftkv {name}", *spelt_out(name, words)]
+    sys.argv = [f"swiftkv {name}", *expand_model_argument(name, words)]
     return command()
 
 
-def spelt_out(name: str, words: list[str]) -> list[str]:
+def expand_model_argument(name: str, words: list[str]) -> list[str]:
     """The words after a command; a bare MODEL gets the flag that it stands for, where the command needs
     one."""
     if name not in MODEL_FLAGS or not words or words[0].startswith("-"):

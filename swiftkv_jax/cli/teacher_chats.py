@@ -179,14 +179,14 @@ def write_chats(
 
 def _drafted(draft: Path) -> dict[int, tuple[str, int]]:
     """The answers saved by a stopped run: number of the prompt -> (text, tokens)."""
-    found = {}
+    answers = {}
     for line in draft.read_text(encoding="utf-8").splitlines() if draft.exists() else []:
         try:
             number, text, tokens = json.loads(line)
         except ValueError:  # the last line may be incomplete
             continue
-        found[number] = text, tokens
-    return found
+        answers[number] = text, tokens
+    return answers
 
 
 def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling: Sampling):

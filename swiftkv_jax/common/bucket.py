@@ -92,19 +92,19 @@ def fetched(url: str, patterns: Sequence[str]) -> Path:
     they have changed. Raises UsageError: there are none, or they cannot be read."""
     name = url.rpartition("/")[2]
     with reached(f"read {url}"):
-        entries = {there.removeprefix(url).strip("/"): entry for there, entry in listing(url).items()}
-        entries = {
+        files = {there.removeprefix(url).strip("/"): entry for there, entry in listing(url).items()}
+        files = {
             inner: entry
-            for inner, entry in entries.items()
+            for inner, entry in files.items()
             if ".." not in inner and any(fnmatch.fnmatch(inner or name, each) for each in patterns)
         }
-        if not entries:
+        if not files:
             raise UsageError(f"no such folder or file: {url}")
-        place = _kept("models", [url, entries])
+        place = _kept("models", [url, files])
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=place.parent, prefix=".part-") as draft:
-                for inner in entries:
+                for inner in files:
                     _copy(f"{url}/{inner}".rstrip("/"), Path(draft, "whole", name, inner))
                 os.rename(Path(draft, "whole"), place)
     return place / name

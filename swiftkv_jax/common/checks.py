@@ -44,8 +44,9 @@ def choice(name: str, value, known):
 
 def share(name: str, value) -> float:
     """`value` as a float when it is a number in [0, 1)."""
-    if not 0 <= (part := _finite(name, value)) < 1:
-        raise UsageError(f"{name} is a share, at least 0 and below 1, not {value!r}")
+    part = number(name, value, 0)
+    if part >= 1:
+        raise UsageError(f"{name} is a share, below 1, not {value!r}")
     return part
 
 

@@ -20,7 +20,7 @@ _PROJECTIONS = {
 def family_fields(family: str, raw: Mapping, shared: Mapping) -> dict[str, dict]:
     """ModelConfig's fields of the "decoder" and of the "encoder".
 
-    raw: as `config_json.spelled_out` returns it. shared: the fields that are read the same way in every
+    raw: as `hf.with_llama_names` returns it. shared: the fields that are read the same way in every
     family.
     """
     return {"t5": _t5, "whisper": _whisper}[family](raw, dict(shared))

@@ -143,8 +143,8 @@ def _rows(header: Header, name: str) -> int:
 def _commonest(header: Header) -> str:
     """The form that most elements are stored in."""
     sums: dict[int, int] = {}
-    for found in header.tensors.values():
-        sums[found.kind] = sums.get(found.kind, 0) + math.prod(found.shape)
+    for tensor in header.tensors.values():
+        sums[tensor.kind] = sums.get(tensor.kind, 0) + math.prod(tensor.shape)
     return KINDS[max(sums, key=lambda kind: sums[kind])][0]
 
 

@@ -72,15 +72,15 @@ class Header:
 
     def floats(self, name: str) -> np.ndarray:
         """A float32 tensor of the file."""
-        found = self.tensors[name]
-        if KINDS[found.kind][0] != "F32":
-            raise UsageError(f"{self.path}: {name} is {KINDS[found.kind][0]}, not F32")
-        return self.read(found, 0, found.end - found.start).view("<f4").reshape(found.shape)
+        tensor = self.tensors[name]
+        if KINDS[tensor.kind][0] != "F32":
+            raise UsageError(f"{self.path}: {name} is {KINDS[tensor.kind][0]}, not F32")
+        return self.read(tensor, 0, tensor.end - tensor.start).view("<f4").reshape(tensor.shape)
 
-    def read(self, found: Stored, start: int, size: int) -> np.ndarray:
+    def read(self, tensor: Stored, start: int, size: int) -> np.ndarray:
         """`size` bytes of one of the tensors, from its byte `start` on."""
         try:
-            out = np.fromfile(self.path, np.uint8, size, offset=found.start + start)
+            out = np.fromfile(self.path, np.uint8, size, offset=tensor.start + start)
         except OSError as error:
             raise UsageError(f"cannot read {self.path}: {error.strerror or error}") from None
         if len(out) < size:
@@ -184,9 +184,9 @@ class _Reader:
                 return [self.text() for _ in range(self.count(said, 8))]
             size = struct.calcsize(_SCALARS[inner]) if inner in _SCALARS else 1
             return self.scalars(name, inner, self.count(said, size))
-        (found,) = self.scalars(name, kind, 1)
+        (value,) = self.scalars(name, kind, 1)
         # The shortest number with the same bits: 1e-05, not 9.999999747378752e-06.
-        return float(str(np.float32(found))) if kind == _FLOAT else found
+        return float(str(np.float32(value))) if kind == _FLOAT else value
 
     def scalars(self, name: str, kind: int, count: int) -> list:
         if kind not in _SCALARS:
@@ -220,7 +220,7 @@ class _Reader:
             if offset % alignment or end > self.size:
                 raise _Spoilt(f"{name[:60]!r} lies past its end, or between two places; it may be truncated")
             out[name] = Stored(kind, shape, start, end)
-        inner = sorted(out.values(), key=lambda found: found.start)
+        inner = sorted(out.values(), key=lambda tensor: tensor.start)
         if any(b.start < a.end for a, b in itertools.pairwise(inner)):
             raise _Spoilt("two of its tensors overlap")
         return out

@@ -120,7 +120,7 @@ def base_family(raw: Mapping) -> str:
     return family
 
 
-def spelled_out(raw: Mapping) -> Mapping:
+def with_llama_names(raw: Mapping) -> Mapping:
     """`raw` with Llama's field names, and with defaults for fields that the family's files may omit."""
     family = FAMILIES[base_family(raw)]
     names = {own: name for name, own in family.spelling.items()}
@@ -218,7 +218,7 @@ def flag(raw: Mapping, name: str) -> bool:
 
 
 def fields_from_hf(family: str, raw: Mapping) -> dict:
-    """ModelConfig's fields, all but `rope`; `raw` as `spelled_out` gives it."""
+    """ModelConfig's fields, all but `rope`; `raw` as `with_llama_names` gives it."""
     heads, hidden = integer(raw, "num_attention_heads"), integer(raw, "hidden_size")
     multi_head = family in _MULTI_HEAD or "num_key_value_heads" in raw  # null: one for each head
     bias = flag(raw, "attention_bias")

@@ -20,8 +20,8 @@ from swiftkv_jax.config.hf import (
     integer,
     is_swiftkv,
     read_config_json,
-    spelled_out,
     window_fields,
+    with_llama_names,
 )
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import RopeConfig
@@ -173,7 +173,7 @@ class ModelConfig:
             this decoder does not compute. An unknown field that might matter gives a UsageWarning.
         """
         raw = read_config_json(source)
-        family, raw = base_family(raw), spelled_out(raw)
+        family, raw = base_family(raw), with_llama_names(raw)
         check_fields(raw)
         fields = fields_from_hf(family, raw)
         if FAMILIES[family].encoder is not None:
@@ -279,7 +279,7 @@ def plan_from_hf(source: Mapping | str | Path, slim: bool = True) -> KVPlan:
     """The plan that config.json describes: standard, or SwiftKV by its published fields. Rows have the forms
     that `slim_attention` lists, or with slim=False keys and values."""
     raw = read_config_json(source)
-    raw = spelled_out(raw)
+    raw = with_llama_names(raw)
     layers = integer(raw, "num_hidden_layers")
     plan = KVPlan.standard(layers)
     if is_swiftkv(raw):

@@ -400,7 +400,7 @@ def ascending(name: str, numbers: Sequence[int], count: int) -> tuple[int, ...]:
     Raises:
       UsageError: they are not, or there are none.
     """
-    found = tuple(integer(f"{name}[{i}]", number, 0, count - 1) for i, number in enumerate(numbers))
-    if not found or found != tuple(sorted(set(found))):
-        raise UsageError(f"{name} must list some of 0 to {count - 1} in ascending order, not {list(found)}")
-    return found
+    chosen = tuple(integer(f"{name}[{i}]", number, 0, count - 1) for i, number in enumerate(numbers))
+    if not chosen or chosen != tuple(sorted(set(chosen))):
+        raise UsageError(f"{name} must list some of 0 to {count - 1} in ascending order, not {list(chosen)}")
+    return chosen

@@ -436,7 +436,7 @@ def load_experiment(path: str | Path) -> Experiment:
 def _config_file(path: Path) -> Path:
     if path.is_file():
         return path
-    names = sorted(found.stem for found in CONFIGS.glob("*.py"))
+    names = sorted(file.stem for file in CONFIGS.glob("*.py"))
     if path == Path(path.stem) and path.stem in names:
         return CONFIGS / f"{path.stem}.py"
     bare = path == Path(path.name) and not path.suffix

@@ -21,7 +21,7 @@ _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
 def meanings(config: type) -> dict[str, str]:
     """The text on each field in the section `Attributes:` of a dataclass's docstring, and of its base's."""
-    found = meanings(config.__base__) if dataclasses.is_dataclass(config.__base__) else {}
+    texts = meanings(config.__base__) if dataclasses.is_dataclass(config.__base__) else {}
     _, _, section = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")
     entry: list[str] = []
     for line in [*section.splitlines(), "  end: "]:
@@ -29,9 +29,9 @@ def meanings(config: type) -> dict[str, str]:
             entry.append(line.strip())
             continue
         if entry and (match := _ENTRY.fullmatch(" ".join(entry))):
-            found |= dict.fromkeys(match[1].split(", "), match[2])
+            texts |= dict.fromkeys(match[1].split(", "), match[2])
         entry = [line.strip()]
-    return found
+    return texts
 
 
 def rows(config: type = Experiment, prefix: str = "") -> list[tuple[str, str, str, str]]:
@@ -52,8 +52,8 @@ def rows(config: type = Experiment, prefix: str = "") -> list[tuple[str, str, st
 def _part(hint) -> type | None:
     """The config class that a field holds, or None."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    found = [k for k in kinds if dataclasses.is_dataclass(k) and k is not ModelConfig]
-    return typing.cast(type, found[0]) if found else None
+    classes = [k for k in kinds if dataclasses.is_dataclass(k) and k is not ModelConfig]
+    return typing.cast(type, classes[0]) if classes else None
 
 
 def _name(hint) -> str:

@@ -52,14 +52,14 @@ def choose(
     taken = machines.taken()
 
     def name_and_how() -> str:
-        names, found = candidates(experiment, platform), []
+        names, choices = candidates(experiment, platform), []
         safe = names[0], "the safe one"
         options = {"taken": taken, "candidates": {"train": names}, "limits": limits}
         for call in _calls(experiment):
             decision = decide([call], machine, folder, **options)
-            found.append((decision.names["train"], decision.how))
-        same = len({name for name, _ in found}) == 1
-        return json.dumps(found[-1] if same else safe)
+            choices.append((decision.names["train"], decision.how))
+        same = len({name for name, _ in choices}) == 1
+        return json.dumps(choices[-1] if same else safe)
 
     most = _MODELS * (limits.total + 2 * START)
     name, how = json.loads(processes.text_from_first("swiftkv/kernels/train", name_and_how, most))

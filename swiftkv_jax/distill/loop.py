@@ -367,10 +367,10 @@ class Run:
         An exit head adds its KL to the teacher and its agreement with the student. With `eval_lengths`, all
         of these are given for each length that some document has, under names like "2048/kl".
         """
-        found = {length: summarise(rows, self.recipe.has_teacher) for length, rows in self.row_sums().items()}
+        means = {length: summarise(rows, self.recipe.has_teacher) for length, rows in self.row_sums().items()}
         if not self.experiment.eval_lengths:
-            return next(iter(found.values()), {})
-        return {f"{length}/{name}": x for length, means in found.items() for name, x in means.items()}
+            return next(iter(means.values()), {})
+        return {f"{length}/{name}": x for length, each in means.items() for name, x in each.items()}
 
     def row_sums(self) -> dict[int, dict[str, np.ndarray]]:
         """`evaluate_batch`'s sums for every held-out row by context length, at the current step (kept until
@@ -408,11 +408,11 @@ class Run:
             self.home.send()
 
     def _restore(self) -> None:
-        found = self.checkpoints.restore(self.abstract, report=self.say)
-        if found is None:
+        restored = self.checkpoints.restore(self.abstract, report=self.say)
+        if restored is None:
             self.say(f"no checkpoint in {self.checkpoints.directory} yet: starting from the beginning")
             return
-        done, self.state, meta = found
+        done, self.state, meta = restored
         self.loader.restore(meta["data"])
         self.to_fit = False
         self.say(f"resumed from step {done}")

@@ -178,8 +178,8 @@ def license_of(folder: Path | None) -> str | None:
     if path is None or not path.is_file():
         return None
     try:
-        found = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict().get("license")
-        return found if isinstance(found, str) else None
+        name = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict().get("license")
+        return name if isinstance(name, str) else None
     except Exception:  # not our file: it may be in any state
         return None
 

@@ -55,19 +55,19 @@ def identity(config: dict) -> dict[str, typing.Any]:
 
     A field that is off (0, false, null) counts as absent: a run from before the field existed lacks it.
     """
-    found = {}
+    fields = {}
 
     def add(name: str, value) -> None:
         if name in _MAY_CHANGE or not value:
             return
         if not isinstance(value, dict):
-            found[name] = value
+            fields[name] = value
             return
         for inner, part in value.items():
             add(f"{name}.{inner}" if name else inner, part)
 
     add("", config)
-    return found
+    return fields
 
 
 def _differences(theirs: dict, ours: dict) -> str:

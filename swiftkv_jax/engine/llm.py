@@ -34,11 +34,11 @@ from swiftkv_jax.engine.request import (
     Request,
     RequestOutput,
     SamplingParams,
+    bad_word_ids,
     encode,
     is_one,
     one_each,
     special_stops,
-    spelt,
 )
 from swiftkv_jax.engine.score import prompt_logprobs, scores
 from swiftkv_jax.engine.sequence import word
@@ -393,7 +393,7 @@ class LLM:
         eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < vocabulary(self.model))
         # A tokenizer may know more tokens than the model.
         suppressed = read.pop("bad_ids", ())
-        bad, vocab = spelt(self.tokenizer, params.bad_words or (), where), self.model.config.vocab_size
+        bad, vocab = bad_word_ids(self.tokenizer, params.bad_words or (), where), self.model.config.vocab_size
         return Request(
             prompt=text,
             token_ids=tuple(ids),

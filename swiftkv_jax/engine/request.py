@@ -345,7 +345,7 @@ def encode(tokenizer, prompt, where: str) -> tuple[str | None, list]:
     raise UsageError(f"{where} must be a string or a list of token ids, not {type(prompt).__name__}")
 
 
-def spelt(tokenizer, words: Iterable[str], where: str) -> list[tuple[int, ...]]:
+def bad_word_ids(tokenizer, words: Iterable[str], where: str) -> list[tuple[int, ...]]:
     """Each word's tokens, at the beginning of a text and after a space; no duplicates, no empty lists."""
     found = {}
     for word in words:

@@ -201,7 +201,7 @@ class Tokenizer:
           add_generation_prompt: end with what opens an assistant turn.
           date: what a template that prints the date sees; today if None.
         """
-        _, text, _ = self._told(messages, date, add_generation_prompt=add_generation_prompt)
+        _, text, _ = self._rendered_alike(messages, date, add_generation_prompt=add_generation_prompt)
         return self._checked(self._ids(text, add_special_tokens=False))
 
     def assistant_mask(
@@ -213,7 +213,7 @@ class Tokenizer:
         more for each turn, with a marker as its content. The text before and after the marker bounds the turn
         in the chat itself, however often its content occurs there.
         """
-        messages, text, blocks = self._told(messages, date)
+        messages, text, blocks = self._rendered_alike(messages, date)
         if _GENERATION.search(str(self.chat_template)):
             spans = [span for span in blocks if span[0] < span[1]]
         else:
@@ -225,7 +225,7 @@ class Tokenizer:
             mask[start:end] = [True] * (end - start)
         return self._checked(ids), mask
 
-    def _told(self, messages, date, **options) -> tuple[list[dict], str, list[tuple[int, int]]]:
+    def _rendered_alike(self, messages, date, **options) -> tuple[list[dict], str, list[tuple[int, int]]]:
         """The messages as the template reads them, the chat's text, and its generation blocks."""
         if self.template is None:
             raise UsageError(f"the tokenizer of {self.name} has no chat template: give texts, not messages")
@@ -291,7 +291,7 @@ class Tokenizer:
 
     def _rendered(self, messages, date, **options) -> tuple[str, list[tuple[int, int]]]:
         """A chat's text, and the characters [start, end) of its generation blocks."""
-        assert self.template is not None  # see _told
+        assert self.template is not None  # see _rendered_alike
         values = {**self.named, "tools": None, "documents": None, "add_generation_prompt": False, **options}
         values["messages"] = [_aliased(message) for message in messages]
         if date is not None:

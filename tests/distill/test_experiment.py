@@ -204,7 +204,7 @@ def test_the_last_of_two_values_counts(tiny):
         ("loss.temperature=0", "loss.temperature must be above 0"),
         ("optimizer.warmup=1.5", "warmup is a share"),
         ("optimizer.beta1=-0.1", "optimizer.beta1 must be at least 0"),
-        ("optimizer.beta2=1.0", r"optimizer\.beta2 is the share of a mean that is kept, below 1, not 1\.0"),
+        ("optimizer.beta2=1.0", r"optimizer\.beta2 is a share, below 1, not 1\.0"),
         ("plan.split=-1", "plan.split must be at least 0"),
         ("plan.share=0", "plan.share must be at least 1"),
         ("optimizer.accumulate=3", "is not a multiple of optimizer.accumulate 3"),
