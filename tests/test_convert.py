@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from huggingface_hub import ModelCard
@@ -16,8 +17,12 @@ import swiftkv_jax as skv
 from swiftkv_jax.checkpoint.hf import save_pretrained
 from swiftkv_jax.cli import convert as command
 from swiftkv_jax.cli.convert import convert, main
+from swiftkv_jax.cli.untrained import apart
 from swiftkv_jax.config.plan import KVPlan
-from swiftkv_jax.distill.config import PlanConfig
+from swiftkv_jax.core import predict
+from swiftkv_jax.core.ends import logits
+from swiftkv_jax.core.scan import forward
+from swiftkv_jax.distill.config import PlanConfig, PredictConfig
 from swiftkv_jax.distill.data.loader import DataConfig, evaluation_batches
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
@@ -62,24 +67,23 @@ def test_least_squares_costs_less_than_folding(fitted, tmp_path):
     assert solved["teacher_cross_entropy"] == folded["teacher_cross_entropy"], "the same rows"
 
 
-def held_out_pieces(tokenizer) -> tuple[np.ndarray, ...]:
-    """(tokens, targets, mask) of the rows that `made` evaluates on, each segment in a row of its own."""
-    data = DataConfig(
-        sources=(str(command.CORPUS),), split="held_out", seq_len=LENGTH, batch_size=4, long_documents="fill"
-    )
+def held_out_pieces(tokenizer, text, length: int, scratch: Path) -> tuple[np.ndarray, ...]:
+    """(tokens, targets, mask) of the rows that `convert` evaluates on, each segment in a row of its own."""
+    data = DataConfig(sources=(str(text),), seq_len=length, batch_size=4, long_documents="fill")
+    _, data = apart(data, scratch)
     rows = []
-    for batch in evaluation_batches(data, tokenizer, 4096 // LENGTH // 4):
+    for batch in evaluation_batches(data, tokenizer, 4096 // length // 4):
         for row, segments in enumerate(batch.segments):
             for number in range(1, segments.max() + 1):
                 chosen = [x[row][segments == number] for x in (batch.tokens, batch.targets, batch.mask)]
-                rows.append([np.pad(x, (0, LENGTH - len(x))) for x in chosen])
+                rows.append([np.pad(x, (0, length - len(x))) for x in chosen])
     return tuple(np.stack(each) for each in zip(*rows, strict=True))
 
 
-def test_the_saved_student_has_the_printed_quality(fitted):
+def test_the_saved_student_has_the_printed_quality(fitted, tmp_path):
     """The cost is recomputed from the logits of the two folders, in float64."""
     out, found = fitted
-    tokens, targets, mask = held_out_pieces(load_tokenizer(out))
+    tokens, targets, mask = held_out_pieces(load_tokenizer(out), command.CORPUS, LENGTH, tmp_path)
     sure = []
     for path in (TEACHER, out):
         model, params = skv.from_pretrained(path, dtype="float32")
@@ -231,3 +235,23 @@ def test_a_pair_that_cannot_be_made_is_one_line(pairs, tmp_path, capsys, words, 
     found = capsys.readouterr()
     assert found.err.startswith("error: ") and found.err.count("\n") == 1 and said in found.err, found.err
     assert all(line.endswith(" ...") for line in found.out.splitlines()) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_an_adapter_is_measured_as_it_is_served(pairs, tmp_path):
+    """Each position reads predicted rows of earlier tokens and its own row; recomputed from the folder."""
+    text, part = pairs / "text.jsonl", PredictConfig(keep=(0, 2), init_tokens=2000)
+    figures = convert(str(pairs / "base"), part, tmp_path / "out", str(text), length=16)
+    tokens, targets, mask = held_out_pieces(load_tokenizer(tmp_path / "out"), text, 16, tmp_path)
+    tokens = jnp.asarray(tokens)
+    model, params = skv.from_pretrained(tmp_path / "out", dtype="float32")
+    base = model.base, params["base"]
+    sure = []
+    for stream in (forward(*base, tokens), predict.forward(model, params, tokens)):
+        x = np.asarray(logits(*base, stream), np.float64)[mask > 0]
+        sure.append(x - np.logaddexp.reduce(x, axis=-1, keepdims=True))
+    nats = [-np.take_along_axis(x, targets[mask > 0][:, None], 1).mean() for x in sure]
+    teacher, student = sure
+    assert figures["tokens"] == len(teacher) > 100
+    assert figures["gap"] == pytest.approx(nats[1] - nats[0], abs=1e-5) and abs(figures["gap"]) > 1e-3
+    assert figures["kl"] == pytest.approx((np.exp(teacher) * (teacher - student)).sum(-1).mean(), rel=1e-3)
