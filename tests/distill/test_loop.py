@@ -20,6 +20,7 @@ import safetensors.numpy
 from processes_made import finish, start
 
 from swiftkv_jax.checkpoint.hf import save_pretrained
+from swiftkv_jax.cli import teacher_chats
 from swiftkv_jax.cli.train import main
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
@@ -346,7 +347,8 @@ def test_a_folder_is_refused_before_kernels_are_checked_or_chats_are_written(
 ):
     """Which may take minutes, or hours."""
     monkeypatch.setattr(kernels, "choose", None)
-    assert main(command(config, undisturbed)[2:], prepare=lambda _: pytest.fail("it is prepared")) == 2
+    monkeypatch.setattr(teacher_chats, "with_chats", None)
+    assert main(command(config, undisturbed)[2:]) == 2
 
 
 def test_no_write_permission_is_one_line(config, capsys):
