@@ -1,15 +1,14 @@
-"""The Python and shell blocks of README.md and docs/ run, in a folder where all they name is a tiny model.
+"""README.md and docs/: their Python blocks run, their commands are parsed by their programs, links exist.
 
-Shell commands that take longer run in other files: `RUN_BY` of documents.py. `NOT_RUN` has the few that none
-runs. Both, and every command between backticks, are parsed here by the program's own parser of arguments; of
-training the config is loaded, with what --set changes. Of `make` the targets are looked up, of `pip install`
-the extras.
+Everything that a block names is a tiny model here. Of training the config is loaded, with what --set changes;
+of `make` the targets are looked up, of `pip install` the extras.
 """
 
 import argparse
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import re
 import runpy
 import shlex
@@ -20,15 +19,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import encoder_models
-import httpx
 import pytest
 import transformers
-from documents import NOT_RUN, ROOT, RUN_BY, Code, code, found, run_by, runner, why_not_run
+import yaml
+from documents import DOCUMENTS, ROOT, Code, found
 from hub_made import Hub
+from markdown_it import MarkdownIt
 from tiny_models import tiny
 from tokenizers_made import CHATML, make_tokenizer
 
 import swiftkv_jax as skv
+from benchmarks import report
+from docs import reference
 from swiftkv_jax.cli import commands, convert, distil, plan, push, slim
 from swiftkv_jax.cli import train as distill
 from swiftkv_jax.core import predict
@@ -36,28 +38,18 @@ from swiftkv_jax.distill.config import load_experiment
 from swiftkv_jax.distill.fields import override
 from swiftkv_jax.server import main as serving
 from swiftkv_jax.server import ray
-from swiftkv_jax.server.schema import SpeechRequest
 
 FOUND = found()
-HERE = {each.text for each in run_by("tests/test_documents.py")}
-MARKS = ("slow", "soak", "aot", "ray")
+PAGES = [path for path in DOCUMENTS if "benchmarks" not in path.parts]
+PAGES += [ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
 SERVER = "http://127.0.0.1:8000"  # as the documents have it
 TEACHER = "meta-llama/Llama-3.1-8B-Instruct"
-ENCODERS = {
-    "google/flan-t5-small": "t5",
-    "openai/whisper-base": "whisper",
-}  # tiny here
+ENCODERS = {"google/flan-t5-small": "t5", "openai/whisper-base": "whisper"}  # tiny here
 SMALLER = {"num_layers=32, split=16": "num_layers=4, split=2"}  # as deep as the tiny model is
 CONFIG = skv.ModelConfig(
-    vocab_size=300,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=4,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_position_embeddings=128,
-)
+    vocab_size=300, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=2, num_kv_heads=1,
+    head_dim=8, max_position_embeddings=128,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -104,49 +96,9 @@ def server(place) -> Iterator[str]:
         child.communicate()
 
 
-def of_kind(*kinds: str) -> list[Code]:
-    return [each for each in FOUND if each.kind in kinds]
-
-
-MADE_UP = """Say `python -m a --b` or `make it`, never `python`.
-
-    make one && cd two    # three
-    python four.py \\
-        --five '#6'
-
-* in a list:
-
-      $ pip install .
-
-```python
-x = 1
-```
-```
-tree/  python
-```
-
-    lower -> upper
-"""
-
-
-def test_the_code_of_a_document_is_found():
-    assert [(each.kind, each.text.strip()) for each in code("made-up", MADE_UP)] == [
-        ("inline", "python -m a --b"),
-        ("inline", "make it"),
-        ("shell", "make one"),
-        ("shell", "cd two"),
-        ("shell", "python four.py --five '#6'"),
-        ("shell", "pip install ."),
-        ("python", "x = 1"),
-    ]
-    with pytest.raises(ValueError, match="made-up:1: no test can run 'rust'"):
-        code("made-up", "```rust\nfn main() {}\n```\n")
-    assert len(of_kind("python")) > 1 and len(of_kind("shell")) > 9 and len(of_kind("inline")) > 9
-
-
-@pytest.mark.parametrize("document", sorted({each.document for each in of_kind("python")}))
+@pytest.mark.parametrize("document", sorted({each.document for each in FOUND if each.kind == "python"}))
 def test_the_python_blocks_of_a_document_run_one_after_the_other(
-    document, place, server, tmp_path, monkeypatch, capsys
+    document, place, server, tmp_path, monkeypatch
 ):
     """The hub id that they name is the tiny teacher; `num_layers` and `split` follow it."""
     hub = Hub(tmp_path / "hub", monkeypatch)
@@ -159,83 +111,20 @@ def test_the_python_blocks_of_a_document_run_one_after_the_other(
     (tmp_path / "runs").symlink_to(place / "runs")
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    for block in (each for each in of_kind("python") if each.document == document):
+    for block in (each for each in FOUND if each.document == document and each.kind == "python"):
         text = block.text.replace(SERVER, server)
         for old, new in SMALLER.items():
             text = text.replace(old, new)
         exec(compile("\n" * block.line + text, document, "exec"), names)
-        assert "print(" not in text or capsys.readouterr().out.strip(), f"{block} prints nothing"
 
 
-def test_every_shell_command_runs_in_one_test_file_or_has_a_reason():
-    """The files take their commands from `run_by`. No reason and no file is one of no command."""
-    shell = of_kind("shell")
-    for command in shell:
-        assert len(why_not_run(command)) == 1 or runner(command), f"{command}: which test runs it?"
-    assert {why for each in shell for why in why_not_run(each)} == {*NOT_RUN.values()}
-    assert all(run_by(file) for file in RUN_BY.values())
-    for file in RUN_BY.values():
-        assert f'run_by("{file}")' in (ROOT / file).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("command", of_kind("shell"), ids=str)
-def test_a_shell_command_runs_or_at_least_is_understood(command, place, request, monkeypatch, capsys):
+@pytest.mark.parametrize("command", [each for each in FOUND if each.kind != "python"], ids=str)
+def test_a_command_is_parsed_by_its_program(command: Code, place, monkeypatch):
+    """Brackets between backticks stand round what may be left out."""
     monkeypatch.chdir(place)
-    program, *words = shlex.split(command.text)
-    if program == "curl":
-        ask(words, request.getfixturevalue("server"))
-    elif command.text not in HERE:
-        understood(program, words, monkeypatch)
-    elif words[0] == "serve.py":
-        assert serving.main(words[1:]) == 0, capsys.readouterr().err
-    else:
-        assert importlib.import_module(words[1]).main(words[2:]) == 0, capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", of_kind("inline"), ids=str)
-def test_inline_commands_of_documents_are_parsed_by_their_programs(command, place, monkeypatch):
-    """Brackets stand round what may be left out."""
-    monkeypatch.chdir(place)
-    program, *words = shlex.split(re.sub(r"(?<= )\[(\w+)\]", r"\1", command.text))
+    text = re.sub(r"(?<= )\[(\w+)\]", r"\1", command.text) if command.kind == "inline" else command.text
+    program, *words = shlex.split(text)
     understood(program, words, monkeypatch)
-
-
-def ask(words: list[str], server: str) -> None:
-    """Send what curl would; it must be answered."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("url")
-    parser.add_argument("-H", action="append", default=[])
-    parser.add_argument("-d")
-    parser.add_argument("-F", action="append", default=[])
-    args = parser.parse_args(words)
-    if args.F:  # the teacher hears nothing: only what is sent is looked at
-        form = dict(field.split("=") for field in args.F)
-        sent = SpeechRequest.model_validate({name: value for name, value in form.items() if name != "file"})
-        assert form["file"].startswith("@") and not sent.model_extra and "/v1/audio/tran" in args.url
-        return
-    headers = dict(header.split(": ") for header in args.H)
-    answer = httpx.post(args.url.replace(SERVER, server), headers=headers, content=args.d, timeout=300)
-    assert answer.status_code == 200, answer.text
-
-
-LONGEST_DECISION = 60  # words; code is one
-
-
-def decisions(text: str) -> Iterator[tuple[str, list[str], int]]:
-    """(question, the first words of its points, number of words) of each decision."""
-    for entry in re.findall(r"^### (.*?)(?=^##|\Z)", text, re.M | re.S):
-        plain = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", entry))
-        words = [word for word in plain.split() if re.search(r"\w", word)]
-        yield entry.splitlines()[0], re.findall(r"^- (\w+(?: again)?:?)", entry, re.M), len(words)
-
-
-def test_a_decision_says_what_was_asked_measured_and_chosen_in_few_words():
-    found = list(decisions((ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")))
-    assert len(found) > 30
-    for question, points, _ in found:
-        assert points[-1] == "Look again:" and "Chosen" in points[-2], question
-        assert points[0] in ("Options:", "Problem:"), question
-    assert {question: words for question, _, words in found if words > LONGEST_DECISION} == {}
 
 
 class Parsed(BaseException):
@@ -244,27 +133,22 @@ class Parsed(BaseException):
 
 def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a command without running what it starts."""
-    if program in ("git", "cd"):
-        assert words[0] in ("clone", "swiftkv-jax")
-    elif words[:3] == ["storage", "attach"]:
-        assert program == "xpk"
-    elif program == "make":
+    if program in ("git", "cd", "curl") or words[:3] == ["storage", "attach"]:
+        return
+    if program == "make":
         subprocess.run(["make", "--dry-run", *words], cwd=ROOT, check=True, capture_output=True)
     elif program == "pip":
-        if words == ["install", "jax[k8s]"]:
-            return  # an extra of JAX's own
         wanted = re.fullmatch(r"(?:\.|swiftkv-jax)(?:\[(.*)\])?", words[1])
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        assert words[0] == "install" and wanted and {*(wanted[1] or "").split(","), ""} <= {*extras, ""}
+        own = wanted and {*(wanted[1] or "").split(","), ""} <= {*extras, ""}
+        assert words[0] == "install" and (own or words[1] == "jax[k8s]")
     elif program == "lm_eval" or any(word.endswith(".lm_eval") for word in words):
         if importlib.util.find_spec("lm_eval") is None:
             pytest.skip("lm-eval is not installed (the `eval` extra)")
         parsed(["-m", "lm_eval", *words[words.index("--model") :]], monkeypatch)
     elif program == "swiftkv":
         name, *rest = words
-        if words == ["--version"]:
-            return
-        assert name in commands.COMMANDS
+        assert name == "--version" or name in commands.COMMANDS
         if not rest or rest in (["--fields"], ["--help"]):
             return
         flags = commands.expand_model_argument(name, rest)
@@ -277,25 +161,15 @@ def understood(program: str, words: list[str], monkeypatch: pytest.MonkeyPatch) 
         understood(words[0], words[1:], monkeypatch)
     elif program == "xpk":
         started = shlex.split(words[words.index("--command") + 1])
-        assert words[:2] == ["workload", "create"] and started[0] == "swiftkv-train"
         understood("swiftkv", ["train", *started[1:]], monkeypatch)
     elif program == "python" and words[0] == "-c":
         compile(words[1], "-c", "exec")
-    elif program == "python" and words[:2] == ["-m", "pytest"]:
-        options = argparse.ArgumentParser(exit_on_error=False)
-        options.add_argument("files", nargs="+")
-        options.add_argument("-m", choices=MARKS)
-        options.add_argument("-k", default="")
-        chosen = options.parse_args(words[2:])
-        for file in chosen.files:
-            tests = re.findall(r"^def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.M)
-            assert any(chosen.k in test for test in tests)
-    elif program == "python":
+    elif words[:2] == ["-m", "pytest"]:
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+    else:
         args = parsed(words, monkeypatch)
         if words[0] == "train.py":
             override(load_experiment(args.config), args.set)
-    else:
-        pytest.fail(f"{program}: teach tests/test_documents.py to check it")
 
 
 def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
@@ -330,3 +204,46 @@ def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namesp
         except Parsed as found:
             return found.args[0]
     pytest.fail(f"{name} did not read its arguments")
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, on GitHub and on the site alike."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(path.read_text(encoding="utf-8"))
+    headings = (after.content for token, after in itertools.pairwise(tokens) if token.type == "heading_open")
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", each.lower()).strip()) for each in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings_and_lines_are_at_most_100_characters(path):
+    """But for tables, code, and lines that are one link or command long."""
+    text, fenced = path.read_text(encoding="utf-8"), False
+    for token in MarkdownIt("commonmark").enable("table").parse(text):
+        for child in token.children or ():
+            link = str(child.attrs.get("href") or child.attrs.get("src") or "")
+            file, _, anchor = link.partition("#")
+            if link and not re.match(r"\w+:", link):
+                target = (path.parent / file).resolve() if file else path
+                assert target.exists() and (not anchor or anchor in anchors(target)), link
+    for line in text.splitlines():
+        fenced ^= line.startswith("```")
+        free = fenced or line.startswith(("|", "    ", "```")) or " " not in line.strip("*- ")
+        assert len(line) <= 100 or free or "](http" in line, line
+
+
+def test_the_site_has_every_page_once_every_public_name_and_the_reference_of_the_dataclasses():
+    """Documents outside docs/ become pages by docs/hooks.py."""
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    flat = re.findall(r"'([\w./-]+\.md)'", str(config["nav"]))
+    hooks = (ROOT / "docs" / "hooks.py").read_text()
+    outside = dict(re.findall(r'^    "([\w./]+)": "([\w./]+)",$', hooks, re.M))
+    names = [str(path.relative_to(ROOT)) for path in PAGES]
+    assert sorted(flat) == sorted(outside.get(name) or name.removeprefix("docs/") for name in names)
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"^::: swiftkv_jax\.(\w+)$", text, re.M)} == {*skv.__all__} - {"__version__"}
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run: python docs/reference.py"
+
+
+@pytest.mark.parametrize("path", report.DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tables_are_those_of_the_results(path):
+    text = path.read_text(encoding="utf-8")
+    assert "<!-- results: " in text and report.filled(text) == text, "run: python -m benchmarks.report"

@@ -1,11 +1,5 @@
-"""launch/: every file is held to the types of its API, and every command in it to the program's own parser.
+"""launch/: every command in its files is parsed by the program's own parser."""
 
-The schemas have the fields that our files use, with the types and the required ones of the public
-definitions: Kubernetes 1.33 (Pod, Job, Deployment), JobSet v1alpha2, KServe v1beta1, Gateway API v1 with its
-inference extension v1, and SkyPilot's task. A field that is not in them is refused.
-"""
-
-import copy
 import re
 import shlex
 import subprocess
@@ -18,7 +12,6 @@ import pytest
 import yaml
 
 from swiftkv_jax.cli import train as distill
-from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill.config import load_experiment
 from swiftkv_jax.distill.fields import override
 from swiftkv_jax.server import flags, limits
@@ -29,121 +22,6 @@ LAUNCH = ROOT / "launch"
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 PARSERS = {"swiftkv-train": distill.parser, "swiftkv-serve": serving.build_parser}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-
-# A schema: a type; a set, of which one; a list of one schema; a dict of fields, "!" marks those that must be
-# there; {str: type}, a map with any keys.
-MAP, NOTHING = {str: str}, type(None)
-OBJECT = {"name!": str, "labels": MAP, "annotations": MAP}
-PROBE = {"httpGet!": {"path!": str, "port!": int}, "periodSeconds": int, "failureThreshold": int}
-SOURCE = {"fieldRef": {"fieldPath!": str}, "secretKeyRef": {"name!": str, "key!": str}}
-CONTAINER = {
-    "name!": str,
-    "image!": str,
-    "command": [str],
-    "args": [str],
-    "env": [{"name!": str, "value": str, "valueFrom": SOURCE}],
-    "ports": [{"containerPort!": int, "protocol": {"TCP", "UDP", "SCTP"}}],
-    "readinessProbe": PROBE,
-    "livenessProbe": PROBE,
-    "resources": {"limits": {str: int}},
-    "volumeMounts": [{"name!": str, "mountPath!": str, "readOnly": bool}],
-}
-CLAIM = {"claimName!": str}
-POD = {
-    "restartPolicy": {"Always", "OnFailure", "Never"},
-    "terminationGracePeriodSeconds": int,
-    "nodeSelector": MAP,
-    "containers!": [CONTAINER],
-    "volumes": [{"name!": str, "persistentVolumeClaim": CLAIM, "emptyDir": {"medium": {"", "Memory"}}}],
-}
-JOB = {
-    "parallelism": int,
-    "completions": int,
-    "completionMode": {"Indexed", "NonIndexed"},
-    "backoffLimit": int,
-    "template!": {"spec!": POD},
-}
-JOBSET = {
-    "failurePolicy": {"maxRestarts": int},
-    "network": {"enableDNSHostnames": bool},
-    "replicatedJobs!": [{"name!": str, "replicas": int, "template!": {"spec!": JOB}}],
-}
-DEPLOYMENT = {
-    "replicas": int,
-    "selector!": {"matchLabels!": MAP},
-    "template!": {"metadata!": {"labels!": MAP}, "spec!": POD},
-}
-POOL = {
-    "selector!": {"matchLabels!": MAP},
-    "targetPorts!": [{"number!": int}],
-    "endpointPickerRef": {"name!": str, "port": {"number!": int}},
-}
-MATCH = {"path": {"type": {"Exact", "PathPrefix", "RegularExpression"}, "value": str}}
-ROUTE = {
-    "parentRefs": [{"name!": str}],
-    "rules": [{"matches": [MATCH], "backendRefs": [{"group": str, "kind": str, "name!": str}]}],
-}
-PREDICTOR = POD | {
-    "minReplicas": int,
-    "maxReplicas": int,
-    "scaleMetric": {"cpu", "memory", "concurrency", "rps"},
-    "scaleTarget": int,
-    "timeout": int,
-}
-KINDS = {
-    ("jobset.x-k8s.io/v1alpha2", "JobSet"): JOBSET,
-    ("apps/v1", "Deployment"): DEPLOYMENT,
-    ("inference.networking.k8s.io/v1", "InferencePool"): POOL,
-    ("gateway.networking.k8s.io/v1", "HTTPRoute"): ROUTE,
-    ("serving.kserve.io/v1beta1", "InferenceService"): {"predictor!": PREDICTOR},
-}
-SKY = {
-    "name": str,
-    "workdir": str,
-    "resources": {"accelerators": str, "ports": int},
-    "envs": {str: NOTHING},  # to be given with --env
-    "secrets": {str: NOTHING},
-    "file_mounts": {str: {"source": str, "mode": {"MOUNT", "COPY", "MOUNT_CACHED"}}},
-    "service": {"replicas": int, "readiness_probe!": {"path!": str, "initial_delay_seconds": int}},
-    "setup": str,
-    "run": str,
-}
-
-
-def check(value, schema, where: str = "") -> None:
-    """Raise a TypeError that names the place where `value` is not what `schema` says."""
-    if isinstance(schema, set):
-        if value not in schema:
-            raise TypeError(f"{where}: {value!r} is none of {sorted(schema)}")
-    elif isinstance(schema, list):
-        if not isinstance(value, list) or not value:
-            raise TypeError(f"{where} must be a list with something in it")
-        for number, item in enumerate(value):
-            check(item, schema[0], f"{where}[{number}]")
-    elif not isinstance(schema, dict):
-        if type(value) is not schema:  # True is an int to isinstance
-            raise TypeError(f"{where} must be {schema.__name__}, not {value!r}")
-    elif not isinstance(value, dict):
-        raise TypeError(f"{where} must be a mapping, not {value!r}")
-    elif str in schema:
-        for key, item in value.items():
-            check(key, str, f"the key {where}.{key}")
-            check(item, schema[str], f"{where}.{key}")
-    else:
-        fields = {name.rstrip("!"): each for name, each in schema.items()}
-        absent = {name[:-1] for name in schema if name.endswith("!")} - value.keys()
-        if absent or value.keys() - fields.keys():
-            raise TypeError(f"{where} lacks {absent}, has {value.keys() - fields.keys()}")
-        for name, item in value.items():
-            check(item, fields[name], f"{where}.{name}")
-
-
-def schema_of(document: dict):
-    """The schema of a Kubernetes object by its kind; of a SkyPilot task else."""
-    if "kind" not in document:
-        return SKY
-    spec = KINDS[document["apiVersion"], document["kind"]]
-    return {"apiVersion!": str, "kind!": str, "metadata!": OBJECT, "spec!": spec}
 
 
 def read(name: str) -> list[dict]:
@@ -161,34 +39,6 @@ def inside(value, path: tuple = ()) -> Iterator[tuple[tuple, typing.Any]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         yield from inside(item, (*path, key))
-
-
-@pytest.mark.parametrize("name, document", DOCUMENTS, ids=[name for name, _ in DOCUMENTS])
-def test_documents_fit_the_schema_of_their_api_and_corrupted_ones_do_not(name, document):
-    """Spoilt: a list in the place of any value, or a field whose name is not known."""
-    schema = schema_of(document)
-    check(document, schema, name)
-    for path, value in inside(document):
-        if not path or path in (("apiVersion",), ("kind",)):
-            continue
-        spoilt = copy.deepcopy(document)
-        place = spoilt
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = {"no": []} if isinstance(value, list) else []
-        with pytest.raises(TypeError):
-            check(spoilt, schema, name)
-        if isinstance(value, dict) and path[-1] in ("spec", "template", "resources", "service", "httpGet"):
-            place[path[-1]] = value | {"nothingSuch": 1}
-            with pytest.raises(TypeError, match="nothingSuch"):
-                check(spoilt, schema, name)
-
-
-def test_a_missing_required_field_is_reported():
-    [jobset] = read("jobset-h100.yaml")
-    del jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["image"]
-    with pytest.raises(TypeError, match=r"containers\[0\] lacks {'image'}"):
-        check(jobset, schema_of(jobset))
 
 
 def own_commands(text: str) -> Iterator[list[str]]:
@@ -236,22 +86,6 @@ def test_containers_run_commands_of_ours_at_the_port_that_is_probed(name, docume
         assert folders and all(folder.startswith(roots) for folder in folders)
 
 
-def test_the_pool_and_its_route_find_the_pods():
-    deployment, pool, route = read("inferencepool.yaml")
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
-    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    ports = containers(deployment)[0]["ports"]
-    assert [p["number"] for p in pool["spec"]["targetPorts"]] == [p["containerPort"] for p in ports]
-    [backend] = route["spec"]["rules"][0]["backendRefs"]
-    assert backend == {
-        "group": pool["apiVersion"].split("/")[0],
-        "kind": pool["kind"],
-        "name": pool["metadata"]["name"],
-    }
-    assert "--metrics-prefix=vllm:" in containers(deployment)[0]["args"], "the names that the picker reads"
-
-
 def test_processes_of_a_jobset_get_the_right_counts_and_addresses():
     """The number of processes and pod 0's name follow from the JobSet; a slice's hosts have its chips."""
     [jobset] = read("jobset-h100.yaml")
@@ -296,12 +130,6 @@ def test_a_script_is_bash_and_runs_commands_of_ours(name):
         assert found
 
 
-def test_slurm_starts_as_many_processes_as_gpus():
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", SHELL["slurm.sbatch"], re.M))
-    assert options["ntasks-per-node"] == options["gpus-per-node"]
-    assert options["signal"].startswith("TERM@"), "SIGTERM before the end, to save"
-
-
 def test_a_service_of_skypilot_is_probed_where_it_answers():
     [task] = read("skypilot-serve.yaml")
     [words] = own_commands(task["run"])
@@ -339,45 +167,3 @@ def test_a_dockerfile_copies_what_the_package_is_made_of_and_runs_a_command_of_o
     understood(yaml.safe_load(found[-1][1]), port)  # the exec form is JSON
     user = next(i for i, (word, _) in enumerate(found) if word == "USER")
     assert all(word != "RUN" for word, _ in found[user:]), "what serves is not root"
-
-
-def test_the_readme_names_every_file_and_its_commands_are_ours():
-    text = (LAUNCH / "README.md").read_text()
-    named = {*re.findall(r"`([\w.-]+\.(?:cuda13|tpu|sbatch|yaml))`", text)}
-    assert named == {path.name for path in LAUNCH.iterdir()} - {"README.md"}
-    [xpk] = re.findall(r"xpk workload create (.*?)\n\n", text, re.S)
-    words = shlex.split(xpk.replace("\\\n", " "))
-    given = dict(zip(words[::2], words[1::2], strict=True))
-    known = {
-        "--cluster",
-        "--workload",
-        "--tpu-type",
-        "--num-slices",
-        "--storage",
-        "--docker-image",
-        "--command",
-    }
-    assert given.keys() == known  # of `xpk workload create --help`, xpk 1.x
-    understood(shlex.split(given["--command"]))
-
-
-def test_documents_name_files_that_are_here():
-    for path in (ROOT / "docs" / "scale.md", ROOT / "README.md"):
-        named = re.findall(r"launch/([\w.-]*\w)", path.read_text())
-        assert named and all((LAUNCH / name).exists() for name in named), path
-
-
-def test_launch_files_name_no_machine():
-    """No address but this machine's own and that of all interfaces, no account, no home."""
-    for path in LAUNCH.iterdir():
-        text = path.read_text()
-        assert {*re.findall(r"\b\d+\.\d+\.\d+\.\d+\b", text)} <= {"0.0.0.0", "127.0.0.1"}, path
-        assert not re.search(r"@(?!300)|gcr\.io|/root|/Users", text), path
-
-
-def test_a_wrong_flag_in_a_file_is_found():
-    with pytest.raises(UsageError, match="--metric-prefix"):
-        understood(["swiftkv-serve", "--http", "0.0.0.0:8000", "--insecure", "--metric-prefix", "x"])
-    assert list(own_commands('srun a \\\n  swiftkv-train --out "$OUT"\n# swiftkv-train --no\n')) == [
-        ["swiftkv-train", "--out", "$OUT"]
-    ]

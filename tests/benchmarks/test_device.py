@@ -5,23 +5,19 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 import wheels
-from documents import run_by
+from documents import shell
 
 from benchmarks.device import __main__ as command
-from benchmarks.device import engine, hardware, ledger, order, profile, report, student, training
+from benchmarks.device import engine, ledger, order, profile, report, training
 from benchmarks.device.shapes import shape_of
-from swiftkv_jax.config.plan import KVPlan
-from swiftkv_jax.core import weights
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.causal_attention.reference import causal_attention
 from swiftkv_jax.kernels.common.dispatch import Implementation
@@ -144,26 +140,6 @@ def test_ratios_and_goals_compare_lines_with_the_same_kernels_and_sizes():
     assert "not measured" in report.markdown(LLAMA, {"command": "c", "date": "d"}, asked, lines)
 
 
-def test_random_weights_are_one_program_for_each_kind_of_array():
-    config = dataclasses.replace(shape_of("tiny").config, num_layers=8, windows=())
-    plan = KVPlan.swiftkv(8, 4)
-    compiled: list[str] = []
-
-    def count(event: str, _: float, **__) -> None:
-        compiled.extend([event] if event.endswith("backend_compile_duration") else [])
-
-    jax.monitoring.register_event_duration_secs_listener(count)
-    made = engine.random_weights(config, plan, "bfloat16")
-    jax.monitoring.unregister_event_duration_listener(count)
-    want = weights.abstract(config, plan, "bfloat16", cuts=None)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), want
-    )
-    kinds = set(jax.tree.leaves(weights.weights(config, plan, None)))
-    assert len(kinds) <= 10 and len(compiled) <= len(kinds) + 4  # four that cut one key into many
-    assert float(jnp.std(made["embed"].astype(jnp.float32))) == pytest.approx(0.02, rel=0.1)
-
-
 def of_two(tmp_path, line, where, **changed) -> bool:
     """Whether a line that was done is done for a ledger that reads the first one's folder."""
     first = ledger.Ledger([])
@@ -254,80 +230,9 @@ def test_training_attention_across_documents_is_found(monkeypatch):
     assert training.agrees({}, safe) is None
 
 
-def test_the_teachers_half_and_its_chats_make_the_student(tmp_path):
-    chats = tmp_path / student.CHATS
-    without = student.experiment("model", chats, 15, steps=7, rows=3)
-    chats.write_text("")
-    own = student.experiment("model", chats, 15, steps=None, rows=3)
-    assert own.data.sources == (*without.data.sources, str(chats))
-    assert (without.plan.split, without.steps, without.data.batch_size) == (15, 7, 3)
-    assert own.optimizer.schedule == "constant" and own.steps == student.ENDLESS
-    assert round(own.steps * own.optimizer.warmup) == student.WARM_UP
-    assert len(set(student.PROMPTS.read_text().splitlines())) == 20
-
-
-def test_without_a_number_of_steps_the_clock_ends_a_student():
-    """As a signal would, and only this: the handler is the old one afterwards."""
-
-    class Run:
-        """Trains until a signal comes, as `loop.Run` does."""
-
-        step = 3
-
-        def go(self):
-            came: list = []
-            signal.signal(signal.SIGTERM, lambda *_: came.append(1))
-            while not came:
-                time.sleep(0.01)
-            return self
-
-    before = signal.getsignal(signal.SIGTERM)
-    assert student._until(time.monotonic(), Run()) == 3
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_gguf_file_given_in_parts_is_joined(tmp_path):
-    parts = [tmp_path / name for name in ("part.00", "part.01")]
-    for part, text in zip(parts, (b"GGUF", b"more"), strict=True):
-        part.write_bytes(text)
-    assert student.joined([str(part) for part in parts], tmp_path).read_bytes() == b"GGUFmore"
-    assert student.joined([str(parts[0])], tmp_path) == parts[0]
-
-
 def run(monkeypatch, *flags: str) -> int:
     monkeypatch.setattr("sys.argv", ["device", *flags])
     return command.main()
-
-
-def test_without_a_gpu_nothing_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(command.smollm2, "weights", lambda: ROOT / "demo" / "teacher")
-    assert run(monkeypatch, "--output", str(tmp_path / "out")) == 1
-    assert not (tmp_path / "out" / "ledger.json").exists()
-
-
-def test_a_missing_model_or_package_or_a_bad_ledger_is_told_before_a_process_starts(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(command, "Supervisor", lambda *_: pytest.fail("a process was started"))
-    out = ("--output", str(tmp_path / "out"))
-    assert run(monkeypatch, *out, "--model", "nowhere.gguf") == 2
-    assert "nowhere.gguf" in capsys.readouterr().err
-    (tmp_path / "a.gguf").touch()
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    assert run(monkeypatch, *out, "--model", str(tmp_path / "a.gguf")) == 2
-    assert "gguf" in capsys.readouterr().err
-    (tmp_path / "ledger.json").write_text("{")
-    assert run(monkeypatch, *out, "--resume", str(tmp_path), "--model", str(ROOT / "demo" / "teacher")) == 2
-    assert "ledger.json" in capsys.readouterr().err
-    for flags in (["--minutes", "0"], ["--shape", "70b"]):
-        with pytest.raises(SystemExit) as raised:
-            run(monkeypatch, *flags)
-        assert raised.value.code == 2
-
-
-def test_hardware_is_described():
-    (found,) = hardware.hardware()
-    assert found["platform"] == "cpu" and found["versions"]["jax"] == jax.__version__
 
 
 # A worker without JAX: every task has a result at once, but a kernel of chunks dies, one of fills is refused.
@@ -365,9 +270,7 @@ def test_the_readmes_commands_leave_results_at_every_moment_and_the_second_measu
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     (tmp_path / "smollm2.gguf").touch()
-    first, second, *others = (
-        shlex.split(each.text)[3:] for each in run_by("tests/benchmarks/test_device.py")
-    )
+    first, second, *others = (shlex.split(each.text)[3:] for each in shell(r"python -m benchmarks\.device "))
     assert all(run(monkeypatch, *flags) == 0 for flags in others)
     stub, out, moments = tmp_path / "stub.py", tmp_path / "device", []
     stub.write_text(STUB)

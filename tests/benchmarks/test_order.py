@@ -7,12 +7,6 @@ import itertools
 import pytest
 
 from benchmarks.common import in_rounds, in_turn
-from benchmarks.exit_head import contenders
-
-
-def test_no_systems_have_an_empty_order():
-    """This happens when a budget is too small for every system."""
-    assert [in_turn([], number) for number in range(3)] == [[]] * 3
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
@@ -37,14 +31,3 @@ def test_the_first_round_is_a_warm_up_and_is_not_returned():
     seconds = in_rounds({name: functools.partial(run, name) for name in "ab"}, 3)
     assert "".join(called) == "ab" + "ab" + "ba" + "ab"
     assert seconds == {"a": [3.0, 6.0, 7.0], "b": [4.0, 5.0, 8.0]}
-
-
-def test_an_exit_head_is_timed_with_and_without_checks():
-    exits, lossy = {"drafter": "exit"}, {"exit_threshold": 0.9}
-    assert contenders([1, 4], 0.9) == {
-        "plain": {},
-        "drafts 1": exits | {"drafts": 1},
-        "drafts 4": exits | {"drafts": 4},
-        "exits above 0.9": lossy,
-        "drafts 4, exits above 0.9": exits | {"drafts": 4} | lossy,
-    }

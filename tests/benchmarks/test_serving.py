@@ -1,33 +1,18 @@
 """`benchmarks.serving`: its arithmetic by hand, arrivals by statistics, and a real run on tiny servers."""
 
-import contextlib
 import dataclasses
 import json
 import math
 
-import jax
 import numpy as np
 import pytest
 
-import swiftkv_jax as skv
 from benchmarks.common import SYSTEMS
 from benchmarks.serving import bench, report, workloads
-from benchmarks.serving.__main__ import checked, main, parser
-from benchmarks.serving.client import Target
-from benchmarks.serving.servers import Server
+from benchmarks.serving.__main__ import checked
 from benchmarks.serving.timeline import DETAILS, METRICS, Timeline, arrivals, summary
-from swiftkv_jax.analysis.flops import prompt_gflop
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.model import ModelConfig
-from swiftkv_jax.config.plan import KVPlan
-from swiftkv_jax.core import weights
-from swiftkv_jax.core.model import Transformer
-
-KEYS = (  # of vLLM's result file
-    "date backend endpoint_type label model_id tokenizer_id num_prompts request_rate burstiness "
-    "max_concurrency duration completed failed total_input_tokens total_output_tokens request_throughput "
-    "request_goodput output_throughput total_token_throughput max_output_tokens_per_s max_concurrent_requests"
-).split()
 
 # Two that answer, by hand: A in three events of 1, 2 and 2 tokens; B one token only; C was refused.
 A = Timeline(due=10.0, sent=10.5, events=(11.0, 11.25, 12.0), prompt_tokens=7, output_tokens=5)
@@ -166,11 +151,6 @@ def test_lengths_like_sharegpts(ratio):
         assert many.mean(0) == pytest.approx(workloads.SHAREGPT["means"], rel=0.1)
 
 
-def test_an_unreachable_token_ratio_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="have 1000 tokens in per token out"):
-        workloads.like_sharegpt(10, 1000, 64, seed=0)
-
-
 def test_a_sharegpt_file_is_filtered_as_its_shape_is(tmp_path):
     class Words:
         def encode(self, text, add_special_tokens=True):
@@ -242,28 +222,6 @@ def test_budgets_are_shares_of_a_full_batch():
     assert bench.budget_pages(full, CONFIG, 129, 0.2, "merge-all") > 0
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_every_server_that_ran_is_described(alone, monkeypatch):
-    """This holds also if one server ends before the next begins."""
-    running: list[str] = []
-
-    @contextlib.contextmanager
-    def started(name, flags, say):
-        running.append(name)
-        yield Server(name, Target("http://x", name), {"flags": flags})
-        running.remove(name)
-
-    monkeypatch.setattr(bench, "started", started)
-    given = args("--num-warmups", "0", *(["--alone"] if alone else []))
-    point = bench.Point("p", lambda seed: [])
-    with bench.Fleet(given, {"a": ["1"], "b": ["2"]}, lambda text: None) as fleet:
-        for name in ("a", "b", "b", "a"):
-            assert fleet.ready(name, point).name == name
-            assert running == ([name] if alone else ["a", "b"][: len(running)])
-        assert fleet.told == {"a": {"flags": ["1"]}, "b": {"flags": ["2"]}}
-    assert not running
-
-
 def test_gains_are_of_the_same_round():
     """The second system is twice as fast in both rounds, though slower in one than the first in the other."""
     runs = []
@@ -277,97 +235,3 @@ def test_gains_are_of_the_same_round():
     assert without["gain"] is None and without["total_token_throughput"] == 110.0
     assert row["gains"] == [2.0, 2.0] and row["gain"] == 2.0 and row["total_token_throughput"] == 110.0
     assert row["requests"] == 18 and row["failed"] == 2 * runs[0]["failed"] and row["compilations"] == 1
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (["fixd"], "no workload 'fixd'; did you mean 'fixed'?"),
-        (["--systems", "swift"], "did you mean 'swiftkv'?"),
-        (["--goodput", "latency:5"], "--goodput must be such as ttft:500"),
-        (["--goodput", "ttft:x"], "--goodput: 'x' is not a number"),
-        (["--rates", "fastx"], "--rates: 'fast' is not a number"),
-        (["--rates", "0"], "--rates must be above 0"),
-        (["--metric-percentiles", "101"], "must be in [0, 100], not 101"),
-        (["--num-prompts", "0"], "--num-prompts must be at least 1, not 0"),
-        (["--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
-        (["--burstiness", "0"], "--burstiness must be above 0"),
-        (["--base-url", "http://x"], "--base-url must be NAME=VALUE"),
-        (["--base-url", "a=http://127.0.0.1:9"], "no server of OpenAI's API at http://127.0.0.1:9"),
-        (["budgets", "--base-url", "a=http://127.0.0.1:9"], "no budgets"),
-        (["--model", "/nowhere"], "is not a model's folder"),
-        (["--num-prompt", "3"], "did you mean '--num-prompts'?"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_usage_is_a_one_line_error(flags, said, capsys):
-    assert main(flags) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and said in line
-
-
-def test_help_fits_a_screen():
-    lines = parser().format_help().splitlines()
-    assert len(lines) <= 44 and max(map(len, lines)) <= 110
-    assert all(action.help for action in parser()._actions)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model so small that its servers compile in seconds, with a tokenizer."""
-    config = ModelConfig(
-        vocab_size=2048, hidden_size=16, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1,
-        head_dim=8, max_position_embeddings=64,
-    )  # fmt: skip
-    plan = KVPlan.standard(2)
-    described, tree = jax.tree.flatten(weights.weights(config, plan))
-    keys = jax.random.split(jax.random.key(0), len(described))
-    leaves = [jax.random.normal(k, w.shape) for k, w in zip(keys, described, strict=True)]
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    model = Transformer(config, plan)
-    source = bench.Path(__file__).parents[2] / "demo" / "teacher"
-    skv.save_pretrained(path, model, jax.tree.unflatten(tree, leaves), source=source)
-    return path
-
-
-@pytest.mark.slow
-def test_a_run_side_by_side(folder, tmp_path, capsys, monkeypatch):
-    """Two servers in processes of their own, two rounds: exact counts, all keys, and the files."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(jax.config.jax_compilation_cache_dir))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    flags = ["fixed", "--model", str(folder), "--systems", "standard", "swiftkv", "--lengths", "20", "9"]
-    flags += ["--scale", "1", "--output-len", "6", "--num-prompts", "3", "--rounds", "2", "--no-warm-up"]
-    flags += ["--max-num-seqs", "2", "--page-size", "16", "--goodput", "e2el:1e9", "--metadata", "note=x"]
-    flags += ["--save-detailed", "--output", str(tmp_path), "--num-warmups", "0"]
-    assert main(flags) == 0
-    saved = json.loads((tmp_path / "serving.json").read_text())
-    runs = saved["runs"]
-    assert [(r["point"], r["round"], r["system"]) for r in runs] == [
-        ("20:6", 0, "standard"), ("20:6", 0, "swiftkv"), ("9:6", 0, "standard"), ("9:6", 0, "swiftkv"),
-        ("20:6", 1, "swiftkv"), ("20:6", 1, "standard"), ("9:6", 1, "swiftkv"), ("9:6", 1, "standard"),
-    ]  # fmt: skip
-    statistics = [f"{s}_{m}_ms" for s in ("mean", "median", "std", "p90", "p99") for m in METRICS]
-    for found in runs:
-        assert not {*KEYS, *statistics, *DETAILS} - set(found) and found["note"] == "x"
-        size = 20 if found["point"] == "20:6" else 9
-        assert (found["completed"], found["failed"]) == (3, 0), found["errors"]
-        assert found["input_lens"] == [size] * 3 and found["output_lens"] == [6] * 3
-        assert found["total_input_tokens"] == 3 * size and found["total_output_tokens"] == 18
-        total = found["total_token_throughput"] * found["duration"]
-        assert total == pytest.approx(3 * (size + 6)) and found["request_rate"] == "inf"
-        needed = prompt_gflop(ModelConfig.from_hf(folder), None, size) * total / found["duration"] / 1e3
-        assert found["normalised_tflops"] == pytest.approx(needed)
-        assert found["request_goodput"] == pytest.approx(3 / found["duration"])
-        assert 0 < found["mean_ttft_ms"] <= found["mean_e2el_ms"] <= 1e3 * found["duration"]
-    assert sum(found["compilations"] for found in runs) > 0  # nothing was warmed up, and the report says so
-    told = saved["about"]["servers"]
-    assert told["swiftkv"]["cache_bytes_per_token"] == told["standard"]["cache_bytes_per_token"] == 2 * 2 * 32
-    text = (tmp_path / "serving.md").read_text()
-    assert text in capsys.readouterr().out and "| swiftkv | " in text and "0 of 6" in text
-    assert (tmp_path / "serving_fixed.png").stat().st_size > 5000
-
-
-def test_a_budget_too_small_for_every_system_is_reported(folder, tmp_path, capsys):
-    flags = ["budgets", "--model", str(folder), "--scale", "1", "--load", "20", "--output-len", "6"]
-    assert main([*flags, "--budgets", "0.01", "--output", str(tmp_path)]) == 1  # no request was answered
-    assert "1%: too small for every system" in (tmp_path / "serving.md").read_text()

@@ -1,6 +1,5 @@
 """Headless Chromium, driven through chromedriver's own HTTP interface (W3C WebDriver)."""
 
-import base64
 import json
 import shutil
 import socket
@@ -17,7 +16,7 @@ _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --no-proxy-server"
 ).split()
-KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Escape": "\ue00c", "Space": " ", "Control": "\ue009"}
+KEYS = {"Enter": "\ue007", "Escape": "\ue00c"}
 
 
 class Browser:
@@ -104,39 +103,14 @@ class Browser:
     def _find(self, selector: str) -> str:
         return self._post("/element", using="css selector", value=selector)[_ELEMENT]
 
-    def press(self, *names: str) -> None:
-        """Keys one after the other, to whatever has the focus; the Control key stays down for the next."""
-        steps, held = [], []
-        for name in names:
-            key = KEYS.get(name, name)
-            steps.append({"type": "keyDown", "value": key})
-            if name == "Control":
-                held.append(key)
-                continue
-            steps.append({"type": "keyUp", "value": key})
-            steps += [{"type": "keyUp", "value": held.pop()} for _ in range(len(held))]
+    def press(self, name: str) -> None:
+        """A key, to whatever has the focus."""
+        steps = [{"type": kind, "value": KEYS[name]} for kind in ("keyDown", "keyUp")]
         self._post("/actions", actions=[{"type": "key", "id": "keyboard", "actions": steps}])
 
-    def command(self, name: str, **params) -> dict:
-        """A command of Chromium's own protocol."""
-        return self._post("/goog/cdp/execute", cmd=name, params=params)
-
-    def size(self, width: int, height: int, mobile: bool = False) -> None:
-        self._width = width
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
-        self.command("Emulation.setDeviceMetricsOverride", **metrics)
-
-    def scheme(self, name: str) -> None:
-        """ "light" or "dark"."""
-        features = [{"name": "prefers-color-scheme", "value": name}]
-        self.command("Emulation.setEmulatedMedia", features=features)
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, to its right edge, which lies where no scrollbar takes room from it."""
-        whole = self.command("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": self._width, "height": whole["height"], "scale": 1}
-        shot = self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(shot["data"]))
+    def size(self, width: int, height: int) -> None:
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self._post("/goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=metrics)
 
     def requested(self) -> list[str]:
         """Every URL asked for since the last look, by the page or by anything in it."""

@@ -18,7 +18,7 @@ pytest.importorskip("tenacity", reason="lm-eval's client is not installed: pip i
 
 import jax
 import jax.numpy as jnp
-from documents import Code, run_by
+from documents import Code, shell
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -251,7 +251,7 @@ def spoken(command: Code) -> str:
     return "lazy_llm" if "lazy_llm" in command.text else command.text.split("--model ")[1].split()[0]
 
 
-@pytest.mark.parametrize("command", run_by("tests/server/test_lm_eval.py"), ids=spoken)
+@pytest.mark.parametrize("command", shell(r"(?!.*gs://)(lm_eval |python -m [\w.]+\.lm_eval )"), ids=spoken)
 def test_a_command_of_the_documents_runs(command, folders, tasks, serving, monkeypatch, tmp_path, capsys):
     """On the tiny model, whose context is short, and the task of choices instead of hellaswag, which would be
     downloaded."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from documents import ROOT, run_by
+from documents import ROOT, shell
 
 from swiftkv_jax.server.affinity import CHARACTERS, SLACK
 
@@ -32,7 +32,7 @@ PATIENT = {  # of Ray: a busy machine is slow to start it
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-[COMMAND] = run_by("tests/server/test_ray.py")
+[COMMAND] = shell(r"swiftkv replicas (?!.*--num-gpus)")
 FLAGS = f"--num-cpus 0.5 --max-num-seqs {LANES} --page-size {PAGE} --max-model-len 512"
 FLAGS += " --max-num-batched-tokens 128 --max-queued-tokens 65536 --no-warm-up --queue-timeout 900"
 
