@@ -272,6 +272,7 @@ def test_nothing_compiles_after_warm_up():
         SamplingParams(max_tokens=9, seed=1, top_p=0.9, repetition_penalty=1.2, logprobs=3, n=2),
         SamplingParams(max_tokens=9, seed=1, logit_bias={3: 5.0}, bad_words=["ab"]),
     )
+    jax.clear_caches()  # of earlier tests
     with tiny.compilations() as compiled:
         llm = make("swiftkv", drafts=2, max_num_seqs=1, max_num_batched_tokens=32)
         assert llm.fingerprint  # which the first request makes

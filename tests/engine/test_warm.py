@@ -68,6 +68,7 @@ def test_requests_run_by_the_first_programs_until_the_others_are_compiled(kind, 
     monkeypatch.setattr(
         runner.Runner, "_is_ready", lambda self, *key: is_ready(self, *key) and not used.append(key)
     )
+    jax.clear_caches()  # of earlier tests
     with tiny.compilations() as compiled:
         assert llm.fingerprint
         llm.engine.begin_warm_up()
@@ -108,6 +109,7 @@ def test_an_accelerator_reads_one_prompt_in_programs_of_one_row(monkeypatch):
     monkeypatch.setattr(
         runner.Runner, "_step_for", lambda *of: launched.append(step_for(*of)[:2]) or step_for(*of)
     )
+    jax.clear_caches()  # of earlier tests
     with tiny.compilations() as compiled:
         assert llm.fingerprint
         llm.engine.warm_up()
