@@ -11,7 +11,7 @@ from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
-from swiftkv_jax.engine import dtypes, given, kernels
+from swiftkv_jax.engine import dtypes, kernels, validate
 from swiftkv_jax.engine.dtypes import capability, dtype_here, usual_dtype
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.kernels.check import machine as machines
@@ -70,9 +70,9 @@ def test_kernels_are_chosen_for_that_dtype(t4, monkeypatch):
         asked.append(dtype)
         return kernels.choose(config, plan, dtype, *sizes, machine=machines.CPU)
 
-    monkeypatch.setattr(given, "choose", choose)
-    given.choose_kernels(DEMO / "teacher")
-    given.choose_kernels(DEMO / "teacher", B)
+    monkeypatch.setattr(validate, "choose", choose)
+    validate.choose_kernels(DEMO / "teacher")
+    validate.choose_kernels(DEMO / "teacher", B)
     assert asked == [H, B]
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import faulty_kernels
 
-from swiftkv_jax.engine import given, kernels
+from swiftkv_jax.engine import kernels, validate
 from swiftkv_jax.kernels.check import decide
 from swiftkv_jax.kernels.check.machine import Machine
 
 SAFE = "xla_one_turn"
 CANDIDATES = {"decode": (SAFE, *faulty_kernels.FAULTY), "chunk": (SAFE,)}
-choose = given.choose
+choose = validate.choose
 
 
 def on_this_cpu(calls, machine, _, **more):
@@ -39,5 +39,5 @@ if __name__ == "__main__":
     _, folder, *sys.argv = sys.argv
     faulty_kernels.register()
     kernels.this_machine = lambda: Machine("gpu", "a GPU", "1.2.3")
-    kernels.decide, given.choose = on_this_cpu, timed
+    kernels.decide, validate.choose = on_this_cpu, timed
     runpy.run_path(sys.argv[0], run_name="__main__")
