@@ -81,7 +81,8 @@ class Ledger:
             found, key = lines.get(line.name), self.key(line)
             if found and found["status"] != "skipped" and found is not self.entries.get(key):
                 self.entries[key] = {"line": line.name, **about, **found}
-        write_whole(folder / NAME, json.dumps(self.entries, indent=1) + "\n")
+        text = json.dumps(self.entries, indent=1).replace(f"{ROOT}/", "")  # in tracebacks
+        write_whole(folder / NAME, text + "\n")
 
 
 def pack(programs: Path, folder: Path) -> None:
