@@ -218,14 +218,14 @@ def across(q, k, v, segments, window, **options):
 
 @pytest.mark.slow
 def test_training_attention_across_documents_is_found(monkeypatch):
-    monkeypatch.setitem(CAUSAL_ATTENTION, "across", Implementation(across))
+    monkeypatch.setitem(CAUSAL_ATTENTION, "native_cpu", Implementation(across))
 
     def measured(attention: str, documents: int) -> dict:
         parts = training.train("tiny", attention, documents, remat=False)
         return {key: value for part in parts for key, value in part.items()}
 
     for documents, right in ((1, True), (2, False)):
-        safe, wrong, exact = (measured(name, documents) for name in ("xla", "across", "reference"))
+        safe, wrong, exact = (measured(name, documents) for name in ("xla", "native_cpu", "reference"))
         assert training.agrees(exact, safe) and training.agrees(wrong, safe) == right
     assert training.agrees({}, safe) is None
 
@@ -317,8 +317,8 @@ def bare(tmp_path_factory) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_rehearsal_with_the_packages_of_a_bare_machine_lacks_nothing_and_survives_kill_9(bare, tmp_path):
-    flags = ["--shape", "tiny", "--minutes", "20", "--output", str(tmp_path), "--model", "demo/teacher"]
-    run = [bare, "-m", "benchmarks.device", *flags]
+    flags = ["--shape", "tiny", "--minutes", "20", "--output", str(tmp_path), "--resume", str(tmp_path)]
+    run = [bare, "-m", "benchmarks.device", *flags, "--model", "demo/teacher"]
     path, states = tmp_path / "ledger.json", []
     with subprocess.Popen(run, cwd=ROOT, stdout=subprocess.DEVNULL) as first:
         while states.count("done") < 4 or "running" not in states:
