@@ -64,18 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as slow what slow.txt names; a name of nothing is an error where its whole file was collected."""
-    lines = (Path(__file__).parent / "slow.txt").read_text().splitlines()
-    slow, found = {line for line in lines if not line.startswith("#")}, {item.nodeid for item in items}
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`slow` with arguments marks the cases of these ids alone."""
     for item in items:
-        if item.nodeid in slow:
-            item.add_marker(pytest.mark.slow)
-    files = {name.partition("::")[0] for name in found}
-    gone = sorted(name for name in slow - found if name.partition("::")[0] in files)
-    if gone and not config.getoption("lf", False) and not any("::" in argument for argument in config.args):
-        error = RuntimeError if hasattr(config, "workerinput") else pytest.UsageError  # xdist shows no other
-        raise error(f"tests/slow.txt names tests that are not there: {gone}")
+        case = getattr(item, "callspec", None)
+        marks = [m for m in item.own_markers if m.name != "slow" or not m.args or case.id in m.args]
+        item.own_markers[:] = marks
 
 
 @pytest.hookimpl(wrapper=True)

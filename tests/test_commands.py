@@ -132,6 +132,7 @@ def test_kernels_reports_the_check_of_what_serve_would_run(monkeypatch):
     assert words == ["--model", "DIR", "--page-size", "64", "--kernels", "report"]
 
 
+@pytest.mark.slow
 def test_the_package_runs_as_the_command(tmp_path):
     command = [sys.executable, "-m", "swiftkv_jax", "plan", str(ROOT / "nowhere")]
     env = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}

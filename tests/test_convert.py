@@ -80,6 +80,7 @@ def held_out_pieces(tokenizer, text, length: int, scratch: Path) -> tuple[np.nda
     return tuple(np.stack(each) for each in zip(*rows, strict=True))
 
 
+@pytest.mark.slow
 def test_the_saved_student_has_the_printed_quality(fitted, tmp_path):
     """The cost is recomputed from the logits of the two folders, in float64."""
     out, found = fitted
@@ -140,6 +141,7 @@ def test_a_model_is_not_written_over(tmp_path, capsys):
     assert kept == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_student_is_replaced_and_is_no_model_to_convert(fitted, tmp_path, capsys):
     words = ["--split", "4", "--init", "fold", "--length", "16"]
     student = tmp_path / "a student"

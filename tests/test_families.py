@@ -83,6 +83,7 @@ def test_files_come_back_bit_for_bit(name, folders, tmp_path):
     assert skv.ModelConfig.from_hf(tmp_path / "ours") == model.config
 
 
+@pytest.mark.slow("olmo", "phi3")
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_served_greedy_tokens_are_those_that_transformers_generates(name, folders):
     """Ragged prompts, in chunks of 32 tokens, six of them in four lanes."""
@@ -90,6 +91,7 @@ def test_served_greedy_tokens_are_those_that_transformers_generates(name, folder
     assert tiny.tokens(llm.generate(prompts(), tiny.GREEDY, use_tqdm=False)) == generated(folders(name))
 
 
+@pytest.mark.slow("olmo2", "olmo", "opt", "phi3")
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_student_serves_what_its_definition_says(name, folders, tmp_path):
     """The student has shared rows, and is read again from its own folder, which has no PyTorch code."""
@@ -105,6 +107,7 @@ def test_a_student_serves_what_its_definition_says(name, folders, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read, params)
 
 
+@pytest.mark.slow
 def test_the_fused_fill_of_a_student_makes_the_same_rows(folders):
     student, params = student_of(folders("gemma_one_kv_head"))
     texts = prompts()[1:4]
@@ -128,6 +131,7 @@ SLIM = {
 }
 
 
+@pytest.mark.slow("gemma-k", "gpt2-k", "gpt2-v", "gpt2-x", "olmo-k", "opt-k", "opt-v", "phi3-k")
 @pytest.mark.parametrize("name, form", SLIM)
 def test_rows_of_another_form_give_the_same_logits_and_tokens(name, form, folders):
     model, params = from_pretrained(folders(name))

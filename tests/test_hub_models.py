@@ -64,6 +64,7 @@ def experiment(tmp_path) -> list[str]:
     return ["--config", str(tmp_path / "hub.py"), "--out", str(tmp_path / "run")]
 
 
+@pytest.mark.slow
 def test_a_teacher_by_hub_id_exports_a_student_that_answers_text(hub, experiment, tmp_path):
     commit = hub.publish("acme/tiny", make_model(tmp_path / "tiny"))
     assert train(experiment) == 0

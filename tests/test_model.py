@@ -117,6 +117,7 @@ FREE = dataclasses.replace(  # of rotary embedding: a model that can store rows 
 )
 
 
+@pytest.mark.slow("split1x2-x k v")
 @pytest.mark.parametrize("plan, forms", [("standard", "k v x kv"), ("split1x2", "x k v")])
 def test_rows_of_every_form_are_those_of_keys_and_values(plan, forms):
     """`forward` and `step` of a converted model give the logits of the model it was made of."""
@@ -148,6 +149,7 @@ def test_upper_layers_of_one_input_share_one_row_of_it(share):
         np.testing.assert_allclose(got, want[s, p], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_step_over_a_rounding_cache_is_forward_with_rounded_rows(dtype):
     kv, params = tiny(FREE, PLANS["standard"])
@@ -188,6 +190,7 @@ def test_step_is_forward_for_any_chunks_and_survivors(chunks, choices):
     check_step(PLANS["split1x2"], ODD, chunks, lambda i: choices.random() < 0.4)
 
 
+@pytest.mark.slow("standard")
 @pytest.mark.parametrize(
     "plan, config",
     [("standard", PLAIN), ("split2", PLAIN), ("split1x2", ODD)],
@@ -242,6 +245,7 @@ def test_long_sequences_are_attended_in_blocks():
         np.testing.assert_allclose(got, want[0, start:stop], rtol=0, atol=2e-5)  # sums of 1100 terms
 
 
+@pytest.mark.slow
 def test_dynamic_rope_is_fixed_at_the_capacity():
     """`forward` follows the length, as transformers does; a cache has one length for all: its capacity."""
     config = dataclasses.replace(

@@ -106,6 +106,7 @@ class Oracle:
         return (y if norm is None else norm(y)).transpose(1, 2)
 
 
+@pytest.mark.slow("llama-2-2-fields3", "qwen2-2-2-fields7")
 @pytest.mark.parametrize("family, split, share, fields", CASES)
 def test_forward_start_and_export_equal_the_oracle(family, split, share, fields, tmp_path):
     teacher = hf_models.build(family, num_hidden_layers=LAYERS, **fields)

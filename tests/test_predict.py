@@ -100,6 +100,7 @@ def serve(model: Predicted, params, tokens, chunk: int) -> tuple[np.ndarray, Cac
     return np.asarray(out), Caches(base, caches.auxiliary)
 
 
+@pytest.mark.slow("acrosskv_auxiliary", "acrosskv_base", "swiftkv_base")
 @pytest.mark.parametrize("name", PAIRS)
 def test_serving_equals_the_definition_for_any_pair_and_chunk(name):
     """Ragged prompts, one of a single token, over shuffled pages with NaN around them."""
@@ -116,6 +117,7 @@ def test_serving_equals_the_definition_for_any_pair_and_chunk(name):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_packed_rows_equal_their_sequences_run_separately():
     model, params = pair("acrosskv_base")
     a, b = np.random.default_rng(0).integers(0, 67, (2, 1, 9))
@@ -126,6 +128,7 @@ def test_packed_rows_equal_their_sequences_run_separately():
         np.testing.assert_allclose(both, apart, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_long_sequences_are_read_in_blocks(monkeypatch):
     model, params = pair("standard")
     tokens = prompts()
@@ -134,6 +137,7 @@ def test_long_sequences_are_read_in_blocks(monkeypatch):
     np.testing.assert_allclose(predict.forward(model, params, tokens), want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_base_that_is_its_own_auxiliary_is_unchanged():
     """Identity map and predictor: `forward` both ways, and the bytes of both pools for equal chunks, but for
     the deepest row, which no layer of the auxiliary reads."""

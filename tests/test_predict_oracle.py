@@ -161,6 +161,7 @@ def ours(model: Predicted, params, prompt: np.ndarray, tokens: np.ndarray) -> np
     return np.stack(out)
 
 
+@pytest.mark.slow("a_tail_of_three", "llama_of_other_theta_and_scaling", "llama_of_other_width")
 def test_prompt_and_sixteen_generated_tokens_equal_the_oracle(both):
     oracle, model, params = both
     prompt = hf_models.tokens(PROMPT, 1)[0]
@@ -208,6 +209,7 @@ def _turned_before(model, params, given):
     return PREDICT_ROWS(model, params, (rotate(heads, at).reshape(keys.shape), values))
 
 
+@pytest.mark.slow("map-qwen3_norms", "nothing-qwen3_norms", "own row-qwen3_norms")
 @pytest.mark.parametrize("both", ["qwen3_norms"], indirect=True)
 @pytest.mark.parametrize("broken", ["nothing", "norm", "rotation", "map", "own row"])
 def test_the_reference_test_fails_for_each_injected_mistake(both, broken, monkeypatch):

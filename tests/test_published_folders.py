@@ -58,6 +58,20 @@ def generated(model, ids: list[int]) -> list[int]:
         return model.generate(**asked, eos_token_id=None, **STEPS)[0].tolist()
 
 
+@pytest.mark.slow(
+    "HuggingFaceTB--SmolLM2-135M-Instruct",
+    "KoboldAI--OPT-6.7B-Erebus",
+    "Qwen--Qwen2.5-0.5B-Instruct",
+    "allenai--OLMo-2-1124-7B",
+    "allenai--OLMo-7B-Instruct-hf",
+    "deepseek-ai--DeepSeek-R1-Distill-Llama-8B",
+    "google--gemma-2b",
+    "meta-llama--Llama-2-7b-hf",
+    "microsoft--DialoGPT-small",
+    "microsoft--phi-4",
+    "mistralai--Mistral-7B-v0.1",
+    "unsloth--Qwen3-0.6B",
+)
 @pytest.mark.parametrize("name", [name for name in FOLDERS if family(name) not in ("t5", "whisper")])
 def test_a_decoder_answers_as_in_transformers_and_its_student_and_export_load(name, folder, tmp_path):
     path = folder(name)
@@ -97,6 +111,7 @@ def test_a_decoder_answers_as_in_transformers_and_its_student_and_export_load(na
     assert len(served.generate([want], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 8
 
 
+@pytest.mark.slow("google-t5--t5-small")
 @pytest.mark.parametrize("name", [name for name in FOLDERS if family(name) == "t5"])
 def test_a_t5_answers_as_in_transformers_and_its_export_loads(name, folder, tmp_path):
     path = folder(name)
@@ -115,6 +130,7 @@ def test_a_t5_answers_as_in_transformers_and_its_export_loads(name, folder, tmp_
     assert generated(theirs(tmp_path / "export")[1], source) == [0, *ids]
 
 
+@pytest.mark.slow("NbAiLab--nb-whisper-small-beta")
 @pytest.mark.parametrize("name", [name for name in FOLDERS if family(name) == "whisper"])
 def test_a_whisper_hears_as_in_transformers_and_its_export_loads(name, folder, tmp_path):
     path = folder(name)

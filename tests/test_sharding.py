@@ -46,6 +46,7 @@ def report(names: tuple[str, ...], devices: int = 8) -> dict[str, dict]:
     return found_on(devices, "sharded_worker.py", *names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some("swiftkv", "all", "predictor"))
 def test_three_training_steps_equal_one_devices(name):
     """Parameters, gradients and metrics. Pure data parallelism keeps parameters whole."""
@@ -64,6 +65,7 @@ def test_positions_shared_out_among_four_devices_give_the_loss_of_one(trains, me
     assert said["furthest"] < FURTHEST and said["worst"] < 2e-5, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some("generate", "guess"))
 def test_generation_equals_one_devices(name):
     """Guesses of an exit head change no token there."""

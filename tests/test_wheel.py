@@ -48,6 +48,7 @@ def test_the_metadata_say_what_the_package_is(site):
     assert {"Typing :: Typed", "Programming Language :: Python :: 3.12"} <= set(told.get_all("Classifier"))
 
 
+@pytest.mark.slow
 def test_serve_answers_with_the_demo_from_the_wheel_alone(site, tmp_path):
     program = (
         "import sys; sys.argv[0] = 'swiftkv-serve'\n"

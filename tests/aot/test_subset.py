@@ -29,6 +29,7 @@ def in_place(kernel: str, alias: int, temp: int) -> bool:
     return alias == (pool if kernel == FILL else 0) and temp < pool // 4
 
 
+@pytest.mark.slow
 @needs("libtpu")
 @pytest.mark.filterwarnings("ignore")  # the compiler's own notes about machines that are not there
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -37,6 +38,7 @@ def test_a_case_compiles_for_a_tpu(kernel):
     assert in_place(kernel, memory.alias_size_in_bytes, memory.temp_size_in_bytes)
 
 
+@pytest.mark.slow
 @needs("jax_cuda13_plugin")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_case_compiles_for_hopper(kernel):

@@ -148,6 +148,7 @@ def test_a_ragged_batch_generates_our_greedy_tokens(name, share, exported):
     assert generated(theirs, prompts(), use_cache=False) == want
 
 
+@pytest.mark.slow("qwen3-1")
 @pytest.mark.parametrize("name, share", [("llama", 2), ("qwen3", 1)])
 def test_generated_tokens_are_those_of_our_engine(name, share, exported):
     folder = exported(name, share)

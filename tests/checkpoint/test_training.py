@@ -119,6 +119,7 @@ def test_every_flipped_byte_is_noticed(tmp_path):
     assert restored(tmp_path) == (20, [])
 
 
+@pytest.mark.slow
 def test_every_truncated_or_missing_file_is_noticed(tmp_path):
     saved(tmp_path, [10, 20])
     for path in files_of(tmp_path / "20"):

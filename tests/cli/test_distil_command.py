@@ -197,6 +197,7 @@ def test_a_folder_that_holds_no_run_does_not_go_on(teacher, tmp_path, capsys):
         assert error.count("\n") == 1 and said in error and (teacher / "config.json").read_bytes() == config
 
 
+@pytest.mark.slow
 def test_settings_of_the_data_hold_for_how_it_is_read(teacher, tmp_path, capsys):
     """What the message about a broken line tells to do works, with spaces in the path of the run too."""
     texts, out = made.texts(tmp_path / "rows.jsonl"), tmp_path / "a run"

@@ -40,6 +40,7 @@ def test_transformers_loads_the_teacher_and_gives_the_same_logits():
     assert (DEMO / "corpus.jsonl.xz").stat().st_size <= 2_000_000
 
 
+@pytest.mark.slow
 def test_the_teacher_beats_an_interpolated_bigram_model_by_half_a_nat(check):
     """On the first held-out rows of 2048; `demo/check_teacher.py` measures all of them."""
     from demo.bigram import held_out_nats

@@ -113,6 +113,7 @@ def test_the_loss_and_its_gradient_are_torchs_and_reach_the_head_alone():
         jax.tree.map(lambda a, c: np.testing.assert_allclose(a, c, atol=1e-6), grads[name], other[name])
 
 
+@pytest.mark.slow
 def test_a_step_trains_the_head_in_float32_and_evaluation_measures_it():
     _, _, recipe, trained, frozen = prepared()
     b = batch()

@@ -58,6 +58,7 @@ def rows_of(model, params, data) -> list[dict[str, np.ndarray]]:
     return out
 
 
+@pytest.mark.slow
 def test_maps_are_those_of_lstsq_with_a_ridge_on_all_but_the_intercept():
     base, base_params = tiny(ODD, KVPlan.standard(4))
     auxiliary, aux_params = tiny(SHORT, KVPlan.standard(2), seed=1)

@@ -295,6 +295,7 @@ print(jax.process_index(), jax.process_count(), processes.any_process(jax.proces
 """
 
 
+@pytest.mark.slow
 def test_two_processes_of_an_mpiexec_with_an_address_find_each_other():
     """As MPICH starts them; they are told where process 0 is, and nothing else."""
     done = finish(start([[sys.executable, "-c", MPICH]] * 2, PYTHONPATH=str(ROOT)), 120)

@@ -200,6 +200,7 @@ def test_a_pruned_head_counts_no_layer_more_than_another():
     np.testing.assert_allclose(least_squares.share(maps, weights)[:, 3:], maps[1, :, 3:], atol=1e-4)
 
 
+@pytest.mark.slow("1")
 @pytest.mark.parametrize("share", [1, 3])
 def test_the_fitted_start_is_nearer_the_teacher_than_the_folded_one_on_other_tokens(share):
     model, params = teacher_of(qkv_bias=True)
@@ -214,6 +215,7 @@ def test_the_fitted_start_is_nearer_the_teacher_than_the_folded_one_on_other_tok
     assert kl(solved) < 0.9 * kl(whole)
 
 
+@pytest.mark.slow
 def test_at_the_last_layer_the_fitted_student_is_the_teacher():
     """Its own input is the stream at the split: the fit is exact."""
     model, params = teacher_of(qkv_bias=True)

@@ -169,6 +169,7 @@ def undisturbed(config, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_held_out_figures_are_of_each_context_length(undisturbed):
     rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
     evaluated = [row for row in rows if "eval/24/kl" in row]
@@ -203,6 +204,7 @@ def killed_and_resumed(config: Path, out: Path, kills: int, seed: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_kill_9_loses_nothing_but_steps(config, undisturbed, tmp_path):
     killed_and_resumed(config, tmp_path / "run", kills=1, seed=1)
     assert_same_run(tmp_path / "run", undisturbed)
@@ -214,6 +216,7 @@ def test_twenty_kills_lose_nothing_but_steps(config, undisturbed, tmp_path):
     assert_same_run(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number, code", [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
@@ -239,6 +242,7 @@ def test_a_signal_saves_and_leaves(config, undisturbed, tmp_path, number, code):
     assert_same_run(out, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_falls_back_to_the_older_checkpoint(config, undisturbed, tmp_path):
     import shutil
 
@@ -255,6 +259,7 @@ def test_a_flipped_byte_falls_back_to_the_older_checkpoint(config, undisturbed, 
     assert_same_run(out, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_samples(config, tmp_path):
     done = run(
         config, tmp_path / "run", "--set", "optimizer.learning_rate=1e30", "--set", "optimizer.warmup=0.0"
@@ -298,6 +303,7 @@ def test_a_slim_checkpoint_is_refused_in_one_line(config, tmp_path, capsys):
     assert "stores rows as k (Slim attention), which nothing trains through: convert last." in said
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_the_line_and_exit_code_2_too(config, tmp_path):
     done = run(config, tmp_path / "run", "--set", "plan.split=9")
     assert done.returncode == 2 and done.stderr.startswith("error: split must be in [1, 4] for 4 layers")

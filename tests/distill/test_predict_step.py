@@ -175,6 +175,7 @@ def test_the_defaults_are_the_papers():
 # ---- the passes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_passes_are_the_definition_for_any_pair(name):
     """Streams and gradients of scans that keep rows, against one layer after the other."""
@@ -271,6 +272,7 @@ def test_steps_move_the_auxiliary_and_the_predictor_and_nothing_of_the_base():
     assert not still and losses[-1] < 0.9 * losses[0], (still, losses)
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up_to_the_batch():
     model, params = pair("standard")
     trained, frozen = split(params)

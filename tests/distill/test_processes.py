@@ -93,6 +93,7 @@ def test_without_a_launcher_or_where_it_is_not_wanted_a_process_is_alone(monkeyp
         raise KeyError("as it was")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_whose_peers_never_start_fails_in_one_line(index):
     """JAX would call abort(); and what it wrote before is not lost."""

@@ -95,6 +95,7 @@ def naive(teacher, params, recipe, trained, frozen, batch):
     return tau**2 * kl.sum() / batch.mask.sum()
 
 
+@pytest.mark.slow("swiftkv-2-2", "upper-1-3")
 @pytest.mark.parametrize(
     "trainable, split, share",
     [
@@ -116,6 +117,7 @@ def test_shared_lower_half_gives_the_loss_and_gradients_of_two_models(trainable,
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), grads, expected)
 
 
+@pytest.mark.slow
 def test_reference_reduction_counts_masked_positions():
     *_, recipe, trained, frozen = prepared(loss=LossConfig(reduction="reference"))
     batch = packed_batch()
@@ -143,6 +145,7 @@ def test_hidden_loss_compares_the_streams_entering_the_last_layer():
     np.testing.assert_allclose(value, mse, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainable", ["swiftkv", "all", pytest.param("upper", marks=pytest.mark.slow)])
 def test_micro_batches_add_up_to_the_batch(trainable):
     loss = (
@@ -231,6 +234,7 @@ def test_evaluation_is_the_models_own():
     np.testing.assert_allclose(sums["agree"], ((best == chosen) * batch.mask).sum(1))
 
 
+@pytest.mark.slow
 def test_folded_start_is_nearer_the_teacher_when_gains_are_spread():
     """Why "fold" is the default of `to_swiftkv`: input-norm gains over a factor of e either way."""
     teacher, params = teacher_of(5)

@@ -35,6 +35,7 @@ def gap(alone, beside) -> float:
     return 0.0
 
 
+@pytest.mark.slow
 def test_bfloat16_answers_depend_on_the_batch_only_where_two_tokens_are_equally_likely():
     """Beyond the margin a difference would be a fault, of the cache or of the batch, and no rounding."""
     llm = narrow("acrosskv", prefix_caching=False)
@@ -82,6 +83,7 @@ def bits(completion) -> list:
     return [sorted((token, entry.logprob) for token, entry in each.items()) for each in completion.logprobs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["acrosskv", pytest.param("standard", marks=pytest.mark.slow)])
 def test_batch_invariant_bfloat16_answers_are_bit_identical_in_any_batch(plan):
     """The engine has a prefix cache, and so few pages that requests wait for them."""

@@ -18,6 +18,7 @@ from swiftkv_jax.engine.request import SamplingParams
 POINTS = ("schedule", "run", "sample", "detokenise")
 
 
+@pytest.mark.slow("run", "schedule")
 @pytest.mark.parametrize("point", POINTS)
 def test_a_request_that_fails_inside_ends_alone(point):
     llm = make()
@@ -116,6 +117,7 @@ def poisoned(llm: LLM, token: int):
     return params | {"embed": params["embed"].at[token].set(jnp.nan)}
 
 
+@pytest.mark.slow
 def test_no_page_of_a_faulty_prompt_is_cached_when_a_request_that_shares_it_is_aborted():
     """Pages are shared as soon as they are written, and NaN is seen only where a token is sampled: by then
     another may hold them too, and leave before it comes to see it."""

@@ -77,6 +77,7 @@ def all_free(llm: LLM) -> bool:
     return tiny.all_free(llm.engine) and sources.available == sources.total
 
 
+@pytest.mark.slow("t5-forms2")
 @pytest.mark.parametrize(
     "name, forms",
     [("t5_wide", ("x", "x")), pytest.param("t5", ("kv", "kv"), marks=pytest.mark.slow), ("t5", ("kv", "x"))],
@@ -255,6 +256,7 @@ def test_an_older_whisper_whose_tokens_nothing_names_is_refused(folders, tmp_pat
     assert (english.languages, english.no_timestamps) == ((), 99)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forms", ["kv", "x"])
 def test_greedy_tokens_of_100_windows_are_transformers(forms, tmp_path):
     """In one engine; layers read the encoder's output itself. transformers reads all windows in one batch."""

@@ -52,6 +52,9 @@ LONG = (  # each part of these is in another way as well
 )
 
 
+@pytest.mark.slow(
+    "pages filled at once, in chunks of 7", "pages read a few at a time", "pages read by the definition"
+)
 @pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in LONG else w for w in WAYS])
 def test_greedy_tokens_are_the_definitions_however_they_are_run(way):
     """Twice: the second time from a warm prefix cache. Unused pages hold NaN."""
@@ -114,6 +117,7 @@ def test_three_hundred_random_prompts(plan):
     assert all_free(llm.engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["standard", "swiftkv"])
 def test_a_prefix_hit_reuses_all_rows(plan):
     llm, prompt = make(plan), tiny.prompts((40,))[0]
@@ -208,6 +212,7 @@ def rounded_definition(plan: str, dtype: str) -> list[list[int]]:
     return out
 
 
+@pytest.mark.slow("int8-xla")
 @pytest.mark.parametrize(
     ("dtype", "fill"),
     [
@@ -229,6 +234,7 @@ def test_rounding_caches_give_one_result_for_any_chunking(dtype, fill):
     assert llm.engine.runner.cache.bytes_per_token == llm.cache_bytes_per_token
 
 
+@pytest.mark.slow
 def test_a_page_budget_holds_more_sequences_by_exactly_the_plans_factor():
     sizes = {"num_pages": 24, "max_num_seqs": 16, "prefix_caching": False, "max_num_batched_tokens": 64}
     peak = {}
@@ -364,6 +370,7 @@ def test_launches_update_the_pool_in_place():
     assert memory.temp_size_in_bytes < pool / 20
 
 
+@pytest.mark.slow
 def test_bias_allowed_ids_and_bad_words():
     llm, prompt = make(), tiny.prompts((9,))[0]
     free = run(llm, [prompt])[0].outputs[0].token_ids

@@ -89,6 +89,7 @@ def plain(agreement: float, kinds: bool):
 LONG = "one guess, pages of 1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w == LONG else w for w in WAYS])
 def test_exit_head_drafts_change_no_token_under_any_settings(way):
     """Ragged prompts, ends by length and by stop ids, penalties, biases; unused pages hold NaN.
@@ -118,6 +119,7 @@ def test_exit_head_drafts_change_no_token_under_any_settings(way):
     assert (stats.preemptions > 0) == ("preempted" in way)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 def test_drafts_change_no_token_with_an_8_bit_cache(dtype):
     want = tokens(run(make(0.7, cache_dtype=dtype), GREEDY))
@@ -126,6 +128,7 @@ def test_drafts_change_no_token_with_an_8_bit_cache(dtype):
     assert 0 < llm.engine.stats.accepted_tokens < llm.engine.stats.drafted_tokens
 
 
+@pytest.mark.slow
 def test_wrong_drafts_change_no_token():
     llm = make(-1, drafts=2)
     assert tokens(run(llm, GREEDY)) == tokens(plain(-1, False))
@@ -200,6 +203,7 @@ def test_the_lossy_rule_is_exactly_its_definition(threshold, drafts):
     assert tokens(run(llm, dataclasses.replace(GREEDY, max_tokens=10))) == [row for row, _ in want]
 
 
+@pytest.mark.slow
 def test_lossy_tokens_of_any_kind_do_not_depend_on_the_guesses():
     one, three = (run(make(0.5, drafts=drafts, exit_threshold=0.6), KINDS) for drafts in (0, 3))
     assert tokens(one) == tokens(three)
@@ -229,6 +233,7 @@ def test_a_nan_in_the_upper_half_ends_the_request():
     assert {o.outputs[0].finish_reason for o in run(llm, GREEDY)} == {"error"}
 
 
+@pytest.mark.slow
 def test_drafted_samples_have_the_models_distribution():
     """Chi-square of 600 triples of tokens against the product of the model's own conditionals."""
     ids, (prompt,) = (65, 97, 130), tiny.prompts((4,))
@@ -257,6 +262,7 @@ def test_drafted_samples_have_the_models_distribution():
     assert statistic < scipy.stats.chi2.ppf(0.999, len(cells) - 1)
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warm_up():
     with tiny.compilations() as compiled:
         llm = make(0.7, drafts=2, exit_threshold=0.9, max_num_seqs=1)

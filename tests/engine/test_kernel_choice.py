@@ -97,6 +97,7 @@ def asked(monkeypatch) -> list:
     return calls
 
 
+@pytest.mark.slow
 def test_kernels_chosen_by_the_check_run_and_give_the_same_tokens(model, asked, monkeypatch):
     monkeypatch.setattr(kernels, "this_machine", lambda: GPU)
     llm = LLM.from_model(*model, **tiny.SIZES)

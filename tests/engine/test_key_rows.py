@@ -95,6 +95,7 @@ SERVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields, changes, seed", SERVED.values(), ids=SERVED)
 def test_greedy_tokens_equal_transformers(fields, changes, seed, tmp_path):
     theirs, (_, plain), (model, params) = build(tmp_path, **fields)
@@ -158,6 +159,7 @@ def test_a_row_of_keys_takes_half_of_the_bytes(llama):
     assert skv.cache_bytes_per_token(slim[0].config, slim[0].plan, "float32") == half
 
 
+@pytest.mark.slow("2")
 @pytest.mark.parametrize("share", [1, 2])
 def test_rows_of_keys_under_swiftkv_agree_with_rows_of_keys_and_values(llama, share):
     """Rows that the layers from the split on share or own: prompts in chunks, and forward."""
@@ -174,6 +176,7 @@ def test_rows_of_keys_under_swiftkv_agree_with_rows_of_keys_and_values(llama, sh
     np.testing.assert_allclose(stepped(slim, keys, tokens, 13), want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_eight_bit_rows_of_keys_do_not_depend_on_chunks(tmp_path):
     """int8, one scale a token: a prompt in chunks reads what a whole one reads. Keys are orthogonal maps of
     their inputs here, so that a number rounded the other way stays small in the values."""
@@ -251,6 +254,7 @@ EXACT = {
 }
 
 
+@pytest.mark.slow("heads of 20", "heads of 80", "square")
 @pytest.mark.parametrize("fields", EXACT.values(), ids=EXACT)
 def test_logits_and_first_tokens_equal_transformers(fields, tmp_path):
     """Qwen2 in its multi-head form: V = (K - b_K) W_KV + b_V, the constant added where values are read."""

@@ -70,6 +70,7 @@ KINDS = (
 )
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_the_batch():
     """Each kind of request alone, with only its own machinery compiled, and in a batch of all kinds."""
     llm, prompts = make(), tiny.prompts((4, 30, 11, 17, 6))
@@ -145,6 +146,7 @@ def test_a_stop_string_over_several_tokens_and_launches():
     assert tokens(got)[:4] + tokens(got)[5:] == definition("acrosskv")[:4] + definition("acrosskv")[5:]
 
 
+@pytest.mark.slow
 def test_n_completions_are_n_seeds_in_order():
     llm, prompts = make(), tiny.prompts((4, 9))
     params = SamplingParams(n=3, seed=20, max_tokens=10, ignore_eos=True)
@@ -199,6 +201,7 @@ def test_prompts_that_cannot_be_scored_are_refused(ids, said):
         make().score(ids)
 
 
+@pytest.mark.slow
 def test_prompts_in_any_form_and_defaults_of_the_checkpoint():
     net, params = model("acrosskv")
     generation = GenerationDefaults(temperature=0.0, repetition_penalty=1.2)
@@ -267,6 +270,7 @@ def test_other_bad_calls(monkeypatch):
             call()
 
 
+@pytest.mark.slow("llama31_rope-4-lengths1")
 @pytest.mark.parametrize(
     ("name", "lanes", "lengths"),
     [

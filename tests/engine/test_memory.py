@@ -34,6 +34,7 @@ def make(kind: str) -> LLM:
     return LLM.from_model(model, params, tiny.Bytes(), **sizes, **KINDS[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW if KINDS[kind] else ()) for kind in KINDS])
 def test_no_program_takes_more_than_is_kept_for_the_largest(kind):
     """All programs of a warm-up are checked. The pools are small, so that they cannot hide anything."""

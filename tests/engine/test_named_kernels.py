@@ -60,6 +60,7 @@ def tokens(net, params, **settings) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "family", "fill"),
     [
@@ -74,6 +75,7 @@ def test_families_and_plans_by_each_fill(plan, family, fill):
     assert tokens(net, params, fill=fill) == want
 
 
+@pytest.mark.slow
 def test_tpu_kernels(interpret):
     net, params = tiny.make_model(tiny.PLANS["acrosskv"], **FAMILIES["norm of keys"])
     want = [tiny.greedy(net, params, prompt, 5) for prompt in tiny.prompts(LENGTHS)]
@@ -105,6 +107,7 @@ def test_hopper_fill(interpret):
     assert interpret.traced[fill]
 
 
+@pytest.mark.slow("reference-windows")
 @pytest.mark.parametrize("windows", [(), (64, 9, 1, 30)], ids=["full", "windows"])
 @pytest.mark.parametrize("scoring", ["reference", "xla"])
 def test_scores_by_each_attention_of_whole_prompts(scoring, windows):
@@ -129,6 +132,7 @@ def test_a_model_without_upper_rows_has_no_use_for_a_fill():
         LLM.from_model(net, params, **SIZES, fill="xla")
 
 
+@pytest.mark.slow
 def test_a_named_fill_keeps_the_makers_once():
     """All that is alive when an engine stands is its weights, a norm's gain in the makers, and its pool."""
     (prompt,) = tiny.prompts((45,))

@@ -81,11 +81,13 @@ def poison(llm: LLM) -> None:
     reader.cache = dataclasses.replace(reader.cache, stores=stores)
 
 
+@pytest.mark.slow
 def test_prediction_changes_what_is_served():
     """Else the tests below would hold of any engine."""
     assert sum(a != b for a, b in zip(wanted(), tiny.definition("standard"), strict=True)) >= 4
 
 
+@pytest.mark.slow("standard", "swiftkv")
 @pytest.mark.parametrize("plan", tiny.PLANS)
 def test_tokens_are_those_of_the_definition_over_pages_of_nan(plan):
     """Prompts of 1 to 45 tokens together, chunked, in both pools; a base of every plan."""
@@ -95,6 +97,7 @@ def test_tokens_are_those_of_the_definition_over_pages_of_nan(plan):
     assert tiny.all_free(llm.engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -120,6 +123,7 @@ def test_the_base_reads_a_longer_tail(tail):
     assert llm.stats["prompt_tokens"] == sum(tiny.LENGTHS)
 
 
+@pytest.mark.slow
 def test_a_preempted_sequence_is_read_again_by_the_same_rule():
     """Prompt tokens with the auxiliary, generated ones with the base."""
     params = dataclasses.replace(tiny.GREEDY, max_tokens=30)
@@ -153,6 +157,7 @@ def test_a_page_with_a_token_of_the_tail_is_not_shared():
         assert llm.stats["prefix_hits"] == hits
 
 
+@pytest.mark.slow
 def test_completions_of_one_prompt_share_what_the_auxiliary_read():
     params = SamplingParams(temperature=0.8, max_tokens=8, n=3, seed=11, ignore_eos=True)
     prompt = tiny.prompts((21,), seed=2)[0]

@@ -123,6 +123,7 @@ def test_incremental_token_counts_equal_those_of_the_whole():
     jax.tree.map(np.testing.assert_array_equal, tally, want)
 
 
+@pytest.mark.slow
 def test_no_token_is_made_up_where_every_one_is_ruled_out():
     """A bias, the length, or other rules leave only infinities; a neighbouring lane is unaffected."""
     mode = FULL._replace(biased=True)
@@ -169,6 +170,7 @@ def test_an_accelerator_draws_the_tokens_that_a_cpu_draws(mode, monkeypatch):
     assert (tokens[:4] == BAD).all() and len(set(tokens[4:])) > 4
 
 
+@pytest.mark.slow("{'temperature': 0.7}")
 @pytest.mark.parametrize(
     "rules", [{"temperature": 0.7}, {"temperature": 1.3, "top_k": 5, "min_p": 0.05}], ids=str
 )

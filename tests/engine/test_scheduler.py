@@ -205,6 +205,7 @@ def test_launches_are_few_sizes_with_little_padding(budget):
         assert 4 * taken >= 3 * launch_size(pending, budget)
 
 
+@pytest.mark.slow
 @hypothesis.given(
     decoding=st.integers(0, 300),
     guesses=st.integers(0, 10),

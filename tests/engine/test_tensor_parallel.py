@@ -18,6 +18,7 @@ def report() -> dict:
     return found_on(4, "tensor_worker.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_equal_one_devices_and_each_has_its_share_of_the_cache(report, case):
     assert report[case] == {"same": True, "share": CASES[case]}
@@ -29,11 +30,13 @@ def test_tokens_equal_one_devices_with_every_plan_and_form():
     assert len(found) == 13 and all(case["same"] for case in found.values()), found
 
 
+@pytest.mark.slow
 def test_attention_does_not_communicate_and_a_step_little(report):
     """Three layers: two sums each, and at most eight for the embedding and sampling."""
     assert report["collectives"]["inner"] == 0 and report["collectives"]["step"] <= 2 * 3 + 8
 
 
+@pytest.mark.slow
 def test_a_folder_is_loaded_by_several_devices(report):
     assert report["folder"]["same"]
 
@@ -43,6 +46,7 @@ def test_the_flax_module_with_weights_on_a_mesh_is_that_on_one_device(report):
     assert report["flax"] < 2e-5
 
 
+@pytest.mark.slow
 def test_devices_that_do_not_fit_are_refused_in_one_line(report):
     heads, devices, auxiliary = report["refused"]
     assert heads == ("3 devices cannot share 4 query heads and 2 kv heads: tensor parallelism takes 1, 2, 4")

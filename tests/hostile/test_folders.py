@@ -81,6 +81,7 @@ def check(work: Path, first: int, count: int) -> list[dict]:
     return found
 
 
+@pytest.mark.slow
 def test_spoilt_folders_load_rightly_or_are_refused(tmp_path):
     check(tmp_path, 0, 100)
 

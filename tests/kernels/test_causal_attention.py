@@ -79,6 +79,9 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow(
+    "reference-blocks-1073741824", "reference-odd widths-1073741824", "reference-wide-1073741824"
+)
 @pytest.mark.parametrize("window", [ALL, 13])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("implementation", ["reference", *BY])
@@ -100,6 +103,7 @@ def test_bfloat16_within_its_error(implementation):
     check(implementation, ALL, tolerance=2e-2, tokens=100, dtype="bfloat16")
 
 
+@pytest.mark.slow
 @NEEDS_COMPILER
 @settings(max_examples=5)
 @given(
@@ -164,6 +168,12 @@ SPLASH = {
 }
 
 
+@pytest.mark.slow(
+    "one head each-1073741824-two backward kernels",
+    "one kv head-1073741824-one backward kernel",
+    "one kv head-1073741824-two backward kernels",
+    "packed-1073741824-one backward kernel",
+)
 @pytest.mark.parametrize("fused", [True, False], ids=["one backward kernel", "two backward kernels"])
 @pytest.mark.parametrize("window", [ALL, 130])
 @pytest.mark.parametrize("shape", SPLASH)
@@ -214,6 +224,7 @@ def runs(row) -> list[tuple[int, int]]:
     return [(a, b - a) for a, b in itertools.pairwise(edges)]
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.integers(0, 2), min_size=12, max_size=12), min_size=1, max_size=4))
 def test_cudnns_lengths_and_offsets_are_those_of_the_runs(rows):
     lengths, offsets = cudnn.packed(jnp.array(rows), 12)
@@ -262,6 +273,7 @@ def test_cudnn_is_asked_for_the_definition(shape):
     compare(by_cudnn, ALL, tolerance=2e-2, dtype="bfloat16", **SHAPES[shape])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cudnn_as_documented")
 def test_cudnn_never_attends_across_samples():
     """Another sample in the row changes nothing, forward or backward, to the last bit."""
@@ -276,6 +288,7 @@ def test_cudnn_never_attends_across_samples():
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cudnn_as_documented")
 def test_cudnn_gives_nan_to_a_row_with_more_segments_than_it_was_told_of():
     q, k, v, _, _ = arrays(tokens=66, dtype="bfloat16")

@@ -129,6 +129,7 @@ def test_a_kernel_must_be_correct_and_five_per_cent_faster_to_be_chosen(strange,
     assert choose("decode", ("safe", "nearly"), found.results) == "safe"
 
 
+@pytest.mark.slow
 def test_every_kind_of_call_is_checked_and_timed(folder):
     """XLA's own implementations are checked and timed in this process."""
     every = (
@@ -155,6 +156,7 @@ def test_every_kind_of_call_is_checked_and_timed(folder):
             assert decide.sizes_of(found).keys() == sizes[call.kind]
 
 
+@pytest.mark.slow
 def test_chunks_that_are_slow_with_many_prompts_are_not_chosen(monkeypatch):
     def taking(alone: float, many: float):
         """The definition, in so many seconds for one sequence, and for several."""
@@ -469,6 +471,7 @@ def test_a_table_is_as_wide_as_the_engine_s():
     assert verdict([("", case)], "xla_one_turn")["right"]
 
 
+@pytest.mark.slow("int8")
 @pytest.mark.parametrize("stored", ["float32", "int8"])
 def test_a_fill_that_writes_other_pages_is_wrong(stored, monkeypatch):
     def straying(x, makers, cos, sin, pools, names, live, **options):
@@ -505,6 +508,7 @@ def test_a_writer_that_touches_other_places_is_wrong(stored, monkeypatch):
     assert not judged(call, "late")["right"]
 
 
+@pytest.mark.slow
 def test_keys_alone_are_checked_and_timed_by_their_own_operation(monkeypatch):
     def without_biggest(*args, **options):
         out = keys_xla.k_cache_attention(*args, **options)

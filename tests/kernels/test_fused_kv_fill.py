@@ -139,6 +139,7 @@ def test_pieces_of_a_row_and_two_cores_agree_with_the_definition():
     agree(case, interpreted(case, pieces=2, cores=2))
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(
     live=st.lists(st.integers(0, 8), min_size=1, max_size=5),
@@ -153,6 +154,7 @@ def test_any_shape_agrees_with_the_definition(live, heads, bias, k_norm, impleme
     agree(case, implementation(case))
 
 
+@pytest.mark.slow
 def test_the_gain_may_be_folded_into_the_weights():
     """RMS norm with gain, projection, norm of keys and rotation by the layers, against the fill."""
     keys = iter(jax.random.split(jax.random.key(0), 5))

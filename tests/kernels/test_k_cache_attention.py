@@ -274,6 +274,7 @@ def test_skipped_keys_weigh_less_than_the_threshold(threshold):
     assert 0 < np.abs(got - want).max() <= bound
 
 
+@pytest.mark.slow("reference-1")
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("name", ["reference", "xla", "pallas_tpu"])
 def test_cached_inputs_give_ordinary_attention(name, queries):
@@ -298,6 +299,7 @@ def test_cached_inputs_give_ordinary_attention(name, queries):
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(
     lengths=st.lists(st.integers(0, 96), min_size=1, max_size=4),
@@ -322,6 +324,7 @@ def test_bad_shapes_are_named():
         cases.call(args[0], args[1][..., :128], *args[2:], **arrays)
 
 
+@pytest.mark.slow("reference")
 @pytest.mark.parametrize("name", ["reference", "xla"])
 def test_scaled_inputs_are_read_as_what_they_stand_for(name):
     (q, x, *rest), _ = cases.INPUTS_SMALL["narrow"].make()

@@ -451,6 +451,7 @@ def test_any_shape_agrees_with_the_definition(lengths, queries, each, kv_heads, 
     agree(case, implementation(case))
 
 
+@pytest.mark.slow
 def test_cache_attention_equals_the_kernels_reference():
     """A ragged batch of a chunk, a decode token and padding, cut into blocks by the cache itself."""
     keys = iter(jax.random.split(jax.random.key(0), 3))

@@ -114,6 +114,9 @@ def held(steps, step, row):
     return [set(np.flatnonzero(each[row]).tolist()) for each in steps.held[step]]
 
 
+@pytest.mark.slow(
+    "standard-lazy", "standard-random", "standard-static", "student-lazy", "student-random", "student-static"
+)
 @pytest.mark.parametrize("name", NOTHING)
 def test_logits_are_the_models_own_when_nothing_is_left_out(model, params, rows, follow, name):
     tokens, lengths = rows
@@ -130,6 +133,7 @@ SCALED = [  # of a context of 7 tokens; the sequences have 14
 ]
 
 
+@pytest.mark.slow("random", "skip", "static")
 @pytest.mark.parametrize(
     "name, rope",
     [pytest.param(name, RopeConfig(), id=name) for name in NOTHING]
@@ -189,6 +193,7 @@ def test_static_pruning_keeps_what_the_last_token_looks_at_in_the_first_quarter(
         agrees(steps, row, Kept(plain, tokens[row, :length], kept), tokens[row, length:])
 
 
+@pytest.mark.slow("standard-0", "standard-1", "student-0", "student-1")
 @pytest.mark.parametrize("revive", [None, 0, 1])
 def test_lazy_llm_agrees_with_a_set_based_reference(plain, rows, follow, revive):
     tokens, lengths = rows
@@ -212,6 +217,7 @@ def test_lazy_llm_agrees_with_a_set_based_reference(plain, rows, follow, revive)
     assert taken_up if revive != 0 else not taken_up
 
 
+@pytest.mark.slow
 def test_lazy_llm_with_room_for_every_token_is_the_one_without_a_limit(follow):
     unlimited, limited, less = (
         follow(dataclasses.replace(SOME["lazy"], revive=most)) for most in (None, max(LENGTHS) + EXTRA, 0)
@@ -237,6 +243,7 @@ def test_ffn_skip_leaves_out_the_ffns_behind_a_cosine_that_reaches_the_threshold
     assert skipped > 10
 
 
+@pytest.mark.slow("student")
 def test_one_sequence_alone_skips_an_ffn_by_a_condition(model, params):
     """Generating, an FFN that may be skipped stands in a branch; for several sequences all run."""
     for sequences, count in ((1, len(SOME["skip"].middle(LAYERS))), (4, 0)):
@@ -249,6 +256,15 @@ def test_one_sequence_alone_skips_an_ffn_by_a_condition(model, params):
         assert not any(map(all, with_products))
 
 
+@pytest.mark.slow(
+    "standard-lazy",
+    "standard-skip",
+    "standard-static",
+    "student-lazy",
+    "student-random",
+    "student-skip",
+    "student-static",
+)
 @pytest.mark.parametrize("name", SOME)
 def test_an_answer_does_not_depend_on_neighbours_or_padding(model, params, rows, follow, name):
     """One sequence alone, where FFN-SkipLLM really skips; and other tokens behind the prompts' ends."""
@@ -271,6 +287,15 @@ def test_an_answer_does_not_depend_on_neighbours_or_padding(model, params, rows,
     )
 
 
+@pytest.mark.slow(
+    "standard-lazy",
+    "standard-skip",
+    "standard-static",
+    "student-lazy",
+    "student-random",
+    "student-skip",
+    "student-static",
+)
 @pytest.mark.parametrize("name", SOME)
 def test_given_tokens_are_scored_like_generated_ones(model, params, rows, follow, name):
     """The scores agree with the steps checked above, although they are padded to other sizes."""
@@ -284,6 +309,7 @@ def test_given_tokens_are_scored_like_generated_ones(model, params, rows, follow
     assert likeliest.tolist() == (want.argmax(-1) == after).tolist()
 
 
+@pytest.mark.slow
 def test_streamed_tokens_equal_the_generated_ones(model, params):
     prompt, baseline = [5, 6, 7, 8, 9, 1, 2, 3, 11], SOME["random"]
     want = generate(model, params, baseline, [prompt], 20)[0]

@@ -168,6 +168,7 @@ def test_errors_of_rows_are_those_of_the_definition():
     assert apart.max() > 0.01
 
 
+@pytest.mark.slow("own", "whole")
 @pytest.mark.parametrize("kind", ["own", "whole", "predicted"])
 def test_timed_calls_are_compiled_beforehand(kind):
     """The timed call returns the model's own first tokens."""
@@ -226,6 +227,7 @@ def saved(folder, seed: int = 0, **sizes):
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_table_numbers_and_plots(text, tmp_path, monkeypatch, capsys):
     few(monkeypatch)
     model = saved(tmp_path / "model")

@@ -248,6 +248,7 @@ def check_sigterm(process: subprocess.Popen, client: httpx.Client) -> None:
     assert all(error_of(answer)["code"] == "server_is_overloaded" for answer in refused)
 
 
+@pytest.mark.slow
 def test_sigterm_under_load_loses_no_request():
     process, url = start()
     try:

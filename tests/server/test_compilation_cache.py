@@ -94,6 +94,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_cache_that_others_can_write_to_is_not_used(tmp_path):
     """The command must do more than warn: JAX itself would use the folder that the environment names."""
     named = tmp_path / "cache"

@@ -101,6 +101,7 @@ def check_by_description(server: Running, described: dict, examples: int) -> Non
     assert seen[200] > examples // 10 and seen[400] > examples // 10, seen
 
 
+@pytest.mark.slow
 def test_requests_generated_from_the_description_do_no_harm(served, described):
     check_by_description(served, described, 40)
 

@@ -130,6 +130,7 @@ def test_a_body_in_too_many_pieces_is_refused():
         assert answer.startswith(b"HTTP/1.1 413") and b"more than 5 pieces" in answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_waits_longer_than_queue_timeout_gets_503(stream):
     """The status is the same, streamed or not; a request that runs already goes on."""
@@ -181,6 +182,7 @@ sys.exit(main(["--http", "127.0.0.1:0", "--no-warm-up", "--max-num-seqs", "2"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["dies", "the device fails", pytest.param("is stuck", marks=pytest.mark.slow)]
 )
@@ -219,6 +221,7 @@ def test_the_command_ends_with_1_when_its_engine_does_no_more(how):
         process.stderr.close()
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_score_prompts_is_served_and_says_so():
     """A KV prediction of which the base reads two tokens of a prompt; nothing of the warm-up fails."""
     base, params = tiny.model("standard")

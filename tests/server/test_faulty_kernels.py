@@ -83,6 +83,7 @@ def first(tmp_path_factory) -> First:
     return First(kept, json.loads(path.read_text()), seconds, said, text, kernels)
 
 
+@pytest.mark.slow
 def test_a_server_answers_within_the_limit_of_the_check_whatever_candidates_do(first):
     """Each of them ran, and what was wrong with it was found."""
     assert first.seconds < LONGEST
@@ -98,6 +99,7 @@ def test_a_server_answers_within_the_limit_of_the_check_whatever_candidates_do(f
     assert lines["hanging"]["reason"] == f"killed: not finished after {LIMITS.each:.0f} s"
 
 
+@pytest.mark.slow
 def test_a_second_start_checks_nothing_and_chooses_within_200_ms(first):
     """Of processor time: others may be busy."""
     with started(first.kept, "ready") as said:
@@ -108,6 +110,7 @@ def test_a_second_start_checks_nothing_and_chooses_within_200_ms(first):
     assert float(took) < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed", ["source", "version"])
 def test_kernels_are_checked_again_after_a_change_of_source_or_version(first, changed, tmp_path):
     """A comment in a kernel's file; another version of a package, as far as Python can tell."""

@@ -40,6 +40,7 @@ def check_torment(server: Running, count: int) -> None:
     assert seen[200] > count // 5 and seen[400] > count // 5
 
 
+@pytest.mark.slow
 def test_a_greedy_answer_is_unchanged_beside_generated_requests(served):
     check_torment(served, 600)
 
@@ -56,6 +57,7 @@ def test_a_greedy_answer_is_unchanged_beside_many_generated_requests(served):
 BALLAST = 2**18  # bytes
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_under_many_requests(served):
     """Each request brings 256 KiB that differ from all others'. If one in eight left its body behind, in
     whatever form and place, 400 requests would leave 12.5 MiB; noise stays well below that. What else a

@@ -116,6 +116,7 @@ sys.exit(main(["--http", "127.0.0.1:0", "--no-warm-up", "--max-num-seqs", "2"]))
 """
 
 
+@pytest.mark.slow
 def test_the_command_ends_though_its_stderr_is_not_read(tmp_path):
     """The pipe of stderr is full before the command serves; requests are answered, and SIGTERM ends it."""
     reader, writer = os.pipe()

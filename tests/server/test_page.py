@@ -67,6 +67,7 @@ def test_the_files_need_no_key_and_let_nothing_else_in(both):
         assert stranger.get("/page.js/").status_code == stranger.get("/static/page.js").status_code == 401
 
 
+@pytest.mark.slow
 def test_both_models_answer_by_name(both):
     """Each as its own LLM does, with its own engine, and metrics told apart by name."""
     cards = {card["id"]: card for card in both.http.get("/v1/models").json()["data"]}

@@ -152,6 +152,7 @@ runpy.run_path("serve.py", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(folder, whole, tmp_path):
     """kill -9 in the middle of a line, then --resume: nothing missing, nothing twice, the same tokens."""
     source, want = whole
@@ -464,6 +465,7 @@ def test_a_batch_of_which_prompts_fail_ends_with_1(folder, tmp_path, capsys):
     assert {row["finish_reason"] for row in read(out).values()} == {"error"}
 
 
+@pytest.mark.slow
 def test_the_kernels_in_use_are_printed_at_start_and_reported(folder, tmp_path, capsys, monkeypatch):
     given = ["--model", str(folder), *FLAGS[:-1]]
     lines = jsonl(tmp_path / "in.jsonl", [{"prompt": TEXTS[0]}])

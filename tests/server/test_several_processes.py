@@ -90,6 +90,7 @@ def agree(two: dict[int, list], one: dict[int, list]) -> None:
             np.testing.assert_allclose(chosen(ours), chosen(other), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_answer_as_one_does(folder, prompts, tmp_path):
     outputs = [tmp_path / "two.jsonl", tmp_path / "one.jsonl"]
     batch = ["--input", str(prompts), "--output"]

@@ -92,6 +92,7 @@ def test_the_fit_to_rounded_keys_gives_better_values_where_they_are_rounded(conv
     assert fitted["output_error"] < exact["output_error"] / 2 and fitted["kl"] < exact["kl"] / 2
 
 
+@pytest.mark.slow
 def test_the_folder_is_served_as_measured(converted, folder):
     """The checkpoint's plan, its tokenizer, and the plain model behind it."""
     _, out = converted
@@ -217,6 +218,7 @@ def test_a_matrix_that_float16_cannot_hold_is_refused(text, tmp_path, capsys):
     assert re.fullmatch(f"error: {LARGE}: it cannot be stored as 'k'; use --forms auto\n", said), said
 
 
+@pytest.mark.slow
 def test_auto_keeps_the_row_whose_matrix_float16_cannot_hold(text, tmp_path):
     folder, out = in_float16(tmp_path / "half", 2), tmp_path / "out"
     assert main(["--model", str(folder), "--out", str(out), "--text", str(text)]) == 0
@@ -307,6 +309,7 @@ def test_the_model_itself_and_a_converted_one_are_refused(folder, converted, tmp
     assert "is converted already" in refused(converted[1], tmp_path, capsys)
 
 
+@pytest.mark.slow
 def test_a_student_is_converted_by_the_row(folder, text, tmp_path):
     """SwiftKV with AcrossKV: rows made at the split, one W_KV for all that read a row."""
     model, params = skv.from_pretrained(folder)

@@ -50,6 +50,7 @@ def refused() -> str:
     return native_cpu.refuses(*args, **arrays)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_xla_does_the_work_and_one_line_says_why(home, monkeypatch, caplog):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     caplog.set_level(logging.WARNING)
@@ -94,6 +95,7 @@ def test_a_cache_that_others_can_write_is_not_run(home):
     assert "must be writable by you alone" in refused()
 
 
+@pytest.mark.slow
 def test_concurrent_and_later_processes_compile_a_file_once(home, tmp_path, monkeypatch):
     """A compiler that counts its calls is used by two processes at once and by a later one."""
     real = shutil.which("c++") or pytest.skip("needs a C++ compiler named c++")

@@ -11,6 +11,7 @@ from swiftkv_jax.kernels.common import worklist
 PAGE, SLOTS = 4, 6
 
 
+@pytest.mark.slow
 @given(
     ends=st.lists(st.integers(0, PAGE * SLOTS), min_size=1, max_size=5),
     queries=st.integers(1, 3),
