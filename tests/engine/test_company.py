@@ -122,10 +122,6 @@ def test_words_of_several_tokens_are_forbidden_in_batch_invariant_mode_too():
     assert found[: at + 1] == answer[: at + 1] and word not in bytes(t for t in found if t < 128).decode()
 
 
-def test_batch_invariant_mode_has_three_programs():
-    assert tiny.make(batch_invariant=True).engine.warm_up() == 3
-
-
 @pytest.mark.parametrize("other", [{"drafts": 2}, {"exit_threshold": 0.9}])
 def test_batch_invariant_mode_refuses_drafts(other):
     with pytest.raises(UsageError, match="batch_invariant takes no draft tokens"):

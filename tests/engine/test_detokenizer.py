@@ -65,12 +65,6 @@ def test_the_text_is_the_decode_of_prompt_and_output_for_any_bytes(tokenizer):
     check(tokenizer, 2000)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 11))
-def test_the_text_is_the_decode_of_prompt_and_output_for_many_more(tokenizer, seed):
-    check(tokenizer, 10_000, seed)
-
-
 def test_decoding_bytes_is_that_of_utf_8(tokenizer):
     """Of any bytes, valid or not: text that is decoded does not change with what follows."""
     source, ids = random.Random(1), of_bytes(tokenizer)

@@ -6,7 +6,6 @@ import types
 import jax
 import pytest
 
-from swiftkv_jax.common.errors import UsageWarning
 from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
@@ -55,14 +54,6 @@ def t4(monkeypatch):
     monkeypatch.setattr(dtypes, "capability", lambda: T4)
 
 
-def test_an_llm_on_a_t4_takes_float16_and_says_so(t4):
-    with pytest.warns(
-        UsageWarning, match=r"in float16, not in the checkpoint's bfloat16: .* 7\.5 has no"
-    ) as said:
-        llm = LLM(DEMO / "teacher", **GREEDY)
-    assert llm.model.dtype == H and llm.params["embed"].dtype == H and len(said) == 1
-
-
 def test_kernels_are_chosen_for_that_dtype(t4, monkeypatch):
     asked = []
 
@@ -74,11 +65,6 @@ def test_kernels_are_chosen_for_that_dtype(t4, monkeypatch):
     validate.choose_kernels(DEMO / "teacher")
     validate.choose_kernels(DEMO / "teacher", B)
     assert asked == [H, B]
-
-
-@pytest.mark.parametrize("dtype", [B, F])
-def test_a_named_dtype_is_taken_on_a_t4_without_a_word(t4, dtype):
-    assert LLM(DEMO / "teacher", dtype=dtype, **GREEDY).model.dtype == dtype
 
 
 @pytest.mark.parametrize(("family", "want"), [("gemma", F), ("t5", F), ("llama", H), ("qwen2", H)])

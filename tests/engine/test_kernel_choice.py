@@ -2,13 +2,9 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import time
 import types
-from pathlib import Path
 
-import faulty_kernels
 import jax
 import pytest
 import tiny_engine as tiny
@@ -23,9 +19,8 @@ from swiftkv_jax.engine.kernels import calls_of, choose, in_force
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.names import named
 from swiftkv_jax.engine.settings import Settings
-from swiftkv_jax.kernels.check import decide as checks
 from swiftkv_jax.kernels.check.calls import OPERATIONS, known
-from swiftkv_jax.kernels.check.decide import Decision, Limits
+from swiftkv_jax.kernels.check.decide import Decision
 from swiftkv_jax.kernels.check.machine import CPU, Machine
 from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import ByKind, Implementation
@@ -119,45 +114,6 @@ def test_kernels_chosen_by_the_check_run_and_give_the_same_tokens(model, asked, 
         "write": how["write"],
         "how": "the safe ones",
     }
-
-
-@pytest.mark.slow
-def test_an_engine_comes_up_whatever_a_candidate_does(model, tmp_path, monkeypatch):
-    """Within the check's limit and ten seconds; a second start checks nothing, in a fifth of a second of
-    processor time: others may be busy."""
-    path = [str(Path(faulty_kernels.__file__).parent), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    for name in ("hanging", "aborting"):
-        monkeypatch.setitem(PAGED_ATTENTION, name, PAGED_ATTENTION["xla"])
-    limits = Limits(each=4.0, total=45.0)
-    how = {"limits": limits, "module": faulty_kernels.__name__}
-    how["candidates"] = {
-        "decode": ("xla_one_turn", "hanging", "aborting"),
-        "chunk": ("xla",),
-        "fill": ("xla",),
-    }
-
-    def decide(calls, machine, folder, **more):
-        """Decide about a GPU's calls on this CPU."""
-        here = dataclasses.replace(machine, platform="cpu")
-        return checks.decide(calls, here, tmp_path / "kept", **more | how)
-
-    monkeypatch.setattr(kernels, "decide", decide)
-    monkeypatch.setattr(kernels.machines, "taken", lambda: False)
-    monkeypatch.setattr(kernels, "this_machine", lambda: GPU)
-    began = time.monotonic()
-    llm = LLM.from_model(*model, **tiny.SIZES)
-    assert time.monotonic() - began < limits.total + 10
-    assert llm.kernels["decode"] == "xla_one_turn" and llm.kernels["how"].startswith("checked on a GPU")
-    prompt = tiny.prompts((5,))[0]
-    outputs = llm.generate([prompt], dataclasses.replace(tiny.GREEDY, max_tokens=5), use_tqdm=False)
-    assert outputs[0].outputs[0].token_ids == tiny.greedy(*model, prompt, 5)
-    monkeypatch.setattr(checks, "Supervisor", None)
-    settings = Settings(**tiny.SIZES)
-    began = time.process_time()
-    chosen = choose(model[0].config, model[0].plan, model[0].dtype, settings)
-    assert time.process_time() - began < 0.2
-    assert chosen.how == "as checked on a GPU" and chosen.settings.attention == llm.settings.attention
 
 
 def test_named_kernels_are_kept(model, asked, monkeypatch):

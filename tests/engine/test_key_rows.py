@@ -15,7 +15,6 @@ import swiftkv_jax as skv
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.ends import logits
 from swiftkv_jax.core.scan import forward
-from swiftkv_jax.engine.kernels import slower
 
 NEW = 8
 LLAMA = {"num_key_value_heads": 4, "num_hidden_layers": 3}  # multi-head: keys determine their inputs
@@ -110,35 +109,6 @@ def test_greedy_tokens_equal_transformers(fields, changes, seed, tmp_path):
     assert (llm.engine.stats.preemptions > 0) == ("num_pages" in changes)
     arrays = sum({"k": 1, "kv": 2}[row.form] for row in model.plan.rows)
     assert llm.cache_bytes_per_token == arrays * 4 * model.config.head_dim * 4
-
-
-def test_a_kernel_that_cannot_read_keys_is_refused_at_the_start(llama):
-    with pytest.raises(skv.UsageError, match="k_cache_attention has no 'cudnn'; it has reference, xla"):
-        skv.LLM.from_model(*llama[2], max_model_len=40, attention="cudnn")
-    with pytest.raises(
-        skv.UsageError, match="of form kv; this one is standard with rows of form k: give None"
-    ):
-        skv.LLM.from_model(*llama[2], max_model_len=40, fill="xla")
-
-
-@pytest.mark.parametrize(
-    ("heads", "form", "platform", "stored", "said"),
-    [
-        (16, "k", "cpu", "float32", True),
-        (15, "k", "cpu", "float32", False),
-        (4, "k", "cpu", "int8", True),
-        (3, "k", "cpu", "bfloat16", False),
-        (16, "kv", "cpu", "float32", False),
-        (16, "k", "gpu", "float32", False),
-    ],
-)
-def test_a_cpu_server_warns_that_keys_alone_of_many_heads_are_slow(
-    heads, form, platform, stored, said, llama
-):
-    _, (plain, _), (slim, _) = llama
-    config = dataclasses.replace(slim.config, num_heads=heads, num_kv_heads=heads)
-    reason = slower(config, (slim if form == "k" else plain).plan, platform, stored)
-    assert (f"{heads} heads share each row" in reason) == said == bool(reason)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])

@@ -56,11 +56,6 @@ def test_greedy_tokens_are_those_of_the_definition(plan):
     assert llm.stats["prompt_tokens"] == sum(LENGTHS) and llm.stats["output_tokens"] == 10 * len(LENGTHS)
 
 
-def test_neither_chunks_nor_launches_nor_lanes_change_tokens():
-    llm = make(max_num_batched_tokens=7, steps_per_launch=3, max_num_seqs=2)
-    assert tokens(llm.generate(tiny.prompts(LENGTHS), GREEDY, use_tqdm=False)) == definition("acrosskv")
-
-
 KINDS = (
     GREEDY,
     SamplingParams(max_tokens=10, seed=5, ignore_eos=True),

@@ -214,16 +214,6 @@ def test_eight_bit_pools_do_not_depend_on_chunks(dtype):
     assert outputs[0] == outputs[1] != wanted()
 
 
-def test_higher_priority_requests_are_answered_first():
-    llm, prompts = make(max_num_seqs=1), tiny.prompts(tiny.LENGTHS)[:3]
-    asked = [llm.request(prompt, tiny.GREEDY) for prompt in prompts]
-    urgent = [dataclasses.replace(request, priority=-i) for i, request in enumerate(asked)]
-    done = list(llm.run(urgent))
-    assert [number for number, _ in done] == [2, 1, 0]
-    answers = [output.outputs[0].token_ids for _, output in sorted(done, key=lambda pair: pair[0])]
-    assert answers == wanted()[:3]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("plan, tail", [("standard", 1), ("swiftkv", 1), ("standard", 3)])
 def test_three_hundred_prompts_in_any_company_are_answered_as_alone(plan, tail):
@@ -254,11 +244,6 @@ def test_three_hundred_prompts_in_any_company_are_answered_as_alone(plan, tail):
     assert len(found) == 300 and all(counts.values()), counts
     wrong = [prompt for prompt, answer in found if answer != definition(plan, prompt, tail)]
     assert not wrong
-
-
-@pytest.mark.slow
-def test_a_base_that_is_its_own_auxiliary_answers_three_hundred_prompts_as_alone():
-    own_words(300)
 
 
 def test_a_base_that_is_its_own_auxiliary_answers_as_it_does_alone():

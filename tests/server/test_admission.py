@@ -13,13 +13,6 @@ from http_server import Running, connect, error_of, make_llm, raw_request, wait_
 from test_metrics import read
 
 
-@pytest.mark.parametrize("bound", ["max_queued_tokens", "max_queued_output_tokens"])
-def test_a_call_larger_than_the_queue_is_taken_when_nothing_waits(bound):
-    with Running(make_llm(**{bound: 10}), warm_up=False) as server:
-        body = server.complete(["a" * 20] * 6, max_tokens=2)
-        assert body["usage"]["prompt_tokens"] == 120
-
-
 def post(server: Running, key: str, **body) -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"}
     return server.http.post("/v1/completions", json={"prompt": "x"} | body, headers=headers)
@@ -128,14 +121,6 @@ def test_with_several_keys_none_can_take_every_place(keys):
         if several:
             send(stack.enter_context(connect(server)), "two", n=3)
             wait_for(lambda: len(queue) == 5)
-
-
-def test_every_completion_takes_one_of_its_keys_places():
-    llm = make_llm(max_num_seqs=1, max_queued_requests=2)
-    limits = {"api_keys": ("one", "two"), "max_requests_per_key": 3}
-    with Running(llm, warm_up=False, **limits) as server, held_up(server, n=2, max_tokens=1):
-        refused = post(server, "one", max_tokens=1)  # one runs, two wait
-        assert refused.status_code == 429 and "3 requests here already" in error_of(refused)["message"]
 
 
 @pytest.mark.parametrize("bound", ["max_queued_tokens", "max_queued_output_tokens"])

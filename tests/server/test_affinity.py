@@ -1,7 +1,6 @@
 """Which replica a prompt goes to: its own when idle, another when too much waits there."""
 
 import asyncio
-import importlib
 import json
 import random
 import types
@@ -100,31 +99,6 @@ def test_least_recently_used_prefixes_are_forgotten(monkeypatch):
         router.read(named, "b", IDLE)
     busy = {"a": 0, "b": 1}
     assert router.order(kept, busy)[0] == "b" and router.order(lost, busy)[0] == "a"
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ([], "this needs ray: pip install 'swiftkv-jax[ray]'"),
-        (["--replicas", "0"], "--replicas must be above 0"),
-        (["--http", "0.0.0.0:80"], "can be reached by others and no key is set"),
-        (["--http", ":0"], "--compare and port 0 are for serve.py"),
-        (["--output", "x"], "--output are for a batch"),
-        (["--replica", "2"], "did you mean '--replicas'?"),
-    ],
-)
-def test_wrong_usage_of_the_command_is_one_line(flags, said, monkeypatch, capsys):
-    usual = importlib.import_module
-
-    def without_ray(name: str):
-        if name.split(".")[0] == "ray":
-            raise ModuleNotFoundError("No module named 'ray'", name="ray")
-        return usual(name)
-
-    monkeypatch.setattr(importlib, "import_module", without_ray)
-    assert ray.main(flags) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and said in line
 
 
 @pytest.mark.parametrize(("path", "most"), [("/v1/completions", 10), ("/v1/audio/transcriptions", 40)])

@@ -33,27 +33,6 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
         assert too_many.status_code == 400 and error_of(too_many)["param"] == "n"
 
 
-def test_a_key_has_its_share():
-    with Running(make_llm(), warm_up=False, api_keys=("one", "two"), max_requests_per_key=1) as server:
-        with connect(server) as caller:
-            body = raw_request(b'{"prompt": "x", "max_tokens": 60, "ignore_eos": true, "stream": true}')
-            caller.sendall(body.replace(b"host: x", b"host: x\r\nauthorization: Bearer one"))
-            wait_for(lambda: server.api.models.tickets)
-            answers = [
-                server.http.post(
-                    "/v1/completions", json={"prompt": "x"}, headers={"authorization": f"Bearer {k}"}
-                )
-                for k in ("one", "two")
-            ]
-            texts = [
-                server.http.post("/tokenize", json={"prompt": "x"}, headers={"authorization": f"Bearer {k}"})
-                for k in ("one", "two")
-            ]
-        for found in (answers, texts):  # the tokenizer's time is counted too
-            assert [answer.status_code for answer in found] == [429, 200]
-            assert error_of(found[0])["type"] == "rate_limit_error" and found[0].headers["retry-after"]
-
-
 def test_a_key_that_floods_every_lane_does_not_keep_another_waiting():
     """Four lanes, sixteen long answers of one key: another key's short one comes before any of them ends."""
     with Running(make_llm(), warm_up=False, api_keys=("one", "two")) as server:

@@ -1,6 +1,5 @@
 """`serve.py --http`: wrong usage is told in a line; SIGTERM under load loses no request."""
 
-import asyncio
 import dataclasses
 import json
 import os
@@ -9,9 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -20,9 +17,6 @@ from http_server import error_of, wait_for
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.settings import Settings
-from swiftkv_jax.server import main as main_module
-from swiftkv_jax.server import server
-from swiftkv_jax.server.app import Api
 from swiftkv_jax.server.flags import address, http_settings, queue_bounds
 from swiftkv_jax.server.main import build_parser, for_server, main
 from swiftkv_jax.server.settings import HttpSettings
@@ -68,66 +62,6 @@ def test_wrong_usage_is_a_one_line_error(capsys, tmp_path, monkeypatch, flags, s
     assert main([*flags]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1 and error.startswith("error: ")
-
-
-def test_loading_is_announced_at_once_and_repeated_while_it_lasts(monkeypatch, capsys):
-    def load(*_):
-        assert capsys.readouterr().err == "loading   teacher ...\n"
-        time.sleep(0.2)
-        raise UsageError("no such folder")
-
-    monkeypatch.setattr(main_module, "TELL_S", 0.05)
-    monkeypatch.setattr(main_module, "_loaded", load)
-    assert main(["--http", ":0"]) == 2
-    *told, error = capsys.readouterr().err.splitlines()
-    assert told and set(told) == {"loading   teacher: 0 s so far"} and error == "error: no such folder"
-
-
-@dataclasses.dataclass
-class Starting:
-    """Models of a server that starts; `seen` is a list of what it says of itself, one for each look."""
-
-    seen: list[tuple[bool, tuple[int, int]]]
-
-    @property
-    def ready(self) -> bool:
-        return self.seen[0][0]
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        return self.seen.pop(0)[1] if len(self.seen) > 1 else self.seen[0][1]
-
-    @property
-    def how_far(self) -> str:
-        done, total = self.seen[0][1]
-        return f"{done} of {total} programs"
-
-    @property
-    def warm(self) -> bool:
-        return self.seen[0] == (True, (3, 3))
-
-
-@pytest.mark.parametrize(
-    "seen, warm_up, said",
-    [
-        (
-            [(False, (0, 0))] * 4 + [(False, (1, 3))] * 3 + [(True, (1, 3)), (True, (3, 3))],
-            True,
-            ["compiling has begun", "compiling: 1 of 3", "ready in", "all is compiled"],
-        ),
-        ([(True, (3, 3))], False, ["ready in 0.0 s; without a warm-up the first requests wait"]),
-    ],
-)
-def test_a_server_that_starts_is_never_silent_for_long(monkeypatch, seen, warm_up, said):
-    monkeypatch.setattr(server, "TELL_S", 0.1)
-    api = Api.__new__(Api)  # with what is looked at, and no model
-    looked_at = {"models": Starting(list(seen)), "metrics": SimpleNamespace(compilations=3)}
-    vars(api).update(looked_at, settings=HttpSettings(model_name="tiny", warm_up=warm_up))
-    lines: list[str] = []
-    asyncio.run(server._progress(api, lines.append))
-    for begin in said:
-        assert any(line.startswith(begin) for line in lines), lines
-    assert warm_up or len(lines) == 1
 
 
 def test_host_and_port_are_parsed_from_every_spelling():

@@ -1,11 +1,5 @@
 """`/openapi.json`: all of the server is in it, and requests made from it by schemathesis do no harm."""
 
-import contextlib
-import itertools
-import json
-import random
-
-import generated
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -47,23 +41,6 @@ def test_every_route_is_described_and_answers_as_described(served, described):
         assert answer.status_code == (415 if method == "post" else 200)
         content = described["paths"][path][method]["responses"]["200"]["content"]
         assert method == "post" or answer.headers["content-type"].partition(";")[0] in content
-
-
-def test_our_own_generator_tries_every_route(described):
-    tried = {route.replace("/v1/models/tiny", "/v1/models/{name}") for route in generated.ROUTES}
-    assert tried == {*described["paths"], "/nowhere"}
-
-
-def test_our_own_generator_tries_every_pair_of_options():
-    """Faults of samplers lie in combinations; those of the first requests that `make test-soak` sends."""
-    source, seen = random.Random(1), set()
-    for _ in range(2000):
-        _, route, raw, _ = generated.request(source)
-        with contextlib.suppress(ValueError):
-            body = json.loads(raw)
-            good = [name for name, values in generated.GOOD.items() if body.get(name) in values]
-            seen |= set(itertools.combinations(sorted(good), 2)) if "completions" in route else set()
-    assert seen >= set(itertools.combinations(sorted(generated.GOOD), 2))
 
 
 def test_the_description_says_which_routes_need_a_key(described):

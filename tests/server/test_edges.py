@@ -1,6 +1,5 @@
 """Limits that only time, a flood or a dying engine shows; and chats by a published kind of template."""
 
-import dataclasses
 import os
 import re
 import socket
@@ -384,18 +383,6 @@ def test_a_template_without_end_costs_its_request_only(chatty, monkeypatch):
     assert server.complete([1, 2], max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize("route", ["/v1/chat/completions", "/tokenize"])
-def test_a_template_that_repeats_a_message_is_cut_short(chatty, monkeypatch, route):
-    server, _ = chatty
-    monkeypatch.setattr(
-        server.api.llm.tokenizer.template, "source", "{{ raise_exception('no: ' ~ messages[0].content) }}"
-    )
-    for word in ("q" * 1000, "q " * 500):
-        answer = server.http.post(route, json={"messages": [{"role": "user", "content": word}]})
-        assert answer.status_code == 400 and "refuses these messages: no: q" in error_of(answer)["message"]
-        assert answer.text.count("q") <= 101, "one is in invalid_request_error"
-
-
 def test_a_model_without_a_tokenizer_serves_token_ids_and_refuses_texts():
     with Running(LLM.from_model(*http_server.model(), **SIZES), warm_up=False) as server:
         chosen = server.complete([5, 6, 7], max_tokens=2)["choices"][0]
@@ -409,9 +396,3 @@ def test_a_model_without_a_tokenizer_serves_token_ids_and_refuses_texts():
             answer = server.http.post(route, json=body)
             said = answer.json()["error"]["message"]
             assert answer.status_code == 400 and "has no tokenizer" in said and "token ids" in said, said
-
-
-def test_settings_have_the_defaults_that_are_documented():
-    settings = http_server.HttpSettings(model_name="x")
-    found = dataclasses.asdict(settings)
-    assert (found["heartbeat_s"], found["queue_timeout_s"], found["write_timeout_s"]) == (10, 120, 30)

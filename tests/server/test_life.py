@@ -2,8 +2,6 @@
 
 import asyncio
 import dataclasses
-import json
-import logging
 import random
 import threading
 import time
@@ -92,29 +90,6 @@ def test_a_client_that_disconnects_leaves_nothing_behind(served):
         check_disconnects(served, 50)
     assert served.engine.stats.output_tokens - before < 50 * 2 * 50 // 2, "answers ran on for nobody"
     assert served.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
-
-
-@pytest.mark.parametrize("when", ["whole", "before it streams", "while it streams"])
-def test_a_disconnected_client_is_logged(served, caplog, monkeypatch, when):
-    """One line a request, which says how it ended; the status is one that no client ever sees."""
-    caplog.set_level(logging.INFO, "swiftkv_jax.http")
-    step, events = served.engine.step, b""
-    monkeypatch.setattr(served.engine, "step", lambda: time.sleep(0.05) or step())
-    with connect(served) as caller:
-        caller.sendall(raw_request(json.dumps(LONG | {"stream": when != "whole"}).encode()))
-        wait_for(lambda: served.engine.scheduler.running)
-        while when == "while it streams" and b"data: {" not in events:
-            events += caller.recv(2**16)
-    wait_for(served.idle)
-    assert b"[DONE]" not in events
-    served.complete("x", max_tokens=2)
-    refused = served.http.post("/v1/completions", json={"prompt": "x" * 100})
-    assert refused.status_code == 400
-    lines = [record.getMessage() for record in caplog.records]
-    said = [json.loads(line) for line in lines if line.startswith("{")]
-    assert [line["status"] for line in said] == [499, 200, 400]
-    assert [line["finished"] for line in said] == [[], ["length"], []]
-    assert said[2]["request"] == refused.headers["x-request-id"]
 
 
 @pytest.mark.soak
@@ -416,11 +391,6 @@ def test_requests_cut_off_by_a_shutdown_get_errors():
         assert reasons and set(reasons) == {None}
         engine.step = step
         wait_for(server.idle)
-
-
-def test_settings_are_one_frozen_value():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        http_server.HttpSettings(model_name="x").model_name = "y"
 
 
 class Wide(tiny.Bytes):

@@ -89,22 +89,6 @@ def test_gaps_between_tokens_follow_the_stream(served, n, tokens):
     assert (0 < passed < n * took) if tokens > 1 else passed == 0
 
 
-def test_gaps_are_counted_while_a_stream_runs(served):
-    before = gaps(served)[0]
-    body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True, "temperature": 0, "stream": True}
-    with served.http.stream("POST", "/v1/completions", json=body) as answer:
-        lines = answer.iter_lines()
-        assert next(lines).startswith("data: ")
-        wait_for(lambda: gaps(served)[0] > before)
-        for _ in lines:
-            pass
-    wait_for(lambda: gaps(served)[0] - before == 39)
-    samples = read(served)["inter_token_latency_seconds_bucket"]
-    heights = [height for _, height in samples]
-    assert [labels["le"] for labels, _ in samples][-1] == "+Inf" and heights == sorted(heights)
-    assert heights[-1] == gaps(served)[0]
-
-
 def test_counters_count_what_was_asked_and_answered(served):
     """A prompt of 20 tokens in pages of 8, twice: the second completion finds two pages of the first.
 
@@ -140,26 +124,6 @@ def test_prompt_tokens_that_an_auxiliary_read_ran_no_layer_of_the_model():
         wait_for(server.idle)
         names = ("prompt_tokens_total", "auxiliary_prompt_tokens_total", "prefill_tokens_skipped_total")
         wait_for(lambda: [value(server, name) for name in names] == [20, 17, 17 * 2 + 2 * 1])
-
-
-def test_a_failed_request_is_counted_as_such(served):
-    def probe(point, request_id):
-        if point == "sample":
-            raise RuntimeError("injected")
-
-    before = value(served, "corrupted_requests_total")
-    served.engine.probe = probe
-    try:
-        assert served.http.post("/v1/completions", json={"prompt": "x"}).status_code == 500
-    finally:
-        served.engine.probe = lambda point, request_id: None
-    wait_for(lambda: value(served, "corrupted_requests_total") == before + 1)
-
-
-def test_metrics_report_the_kernels_in_use(served):
-    [(labels, _)] = read(served)["kernels_info"]
-    del labels["model_name"]
-    assert labels == served.api.llm.kernels and {"decode", "chunk", "how"} <= labels.keys()
 
 
 def test_under_vllms_prefix_an_endpoint_picker_finds_what_its_protocol_lists():

@@ -87,14 +87,6 @@ def test_chats(served, client, llm):
     assert [c.choices[0].delta.role for c in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
 
 
-def test_the_role_comes_with_the_first_token_and_done_is_last(served):
-    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9, "temperature": 0}
-    first, *rest, done = served.events("/v1/chat/completions", **body, logprobs=True)
-    assert done == "[DONE]" and rest
-    delta = first["choices"][0]["delta"]
-    assert delta["role"] == "assistant" and first["choices"][0]["logprobs"]["content"]
-
-
 def test_n_and_seed(served, client, llm):
     expected = want(llm, PROMPTS[:2], n=3, seed=7, temperature=1.0, max_tokens=8)
     fields = {"model": "tiny", "n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 8}
@@ -221,11 +213,6 @@ def test_usage_reports_tokens_from_the_prefix_cache(served):
     assert cached("q" * 30) == 24, "of the prompt, not of each completion"
 
 
-def test_a_large_logit_bias_decides_every_token(served, client):
-    answer = client.completions.create(prompt="x", max_tokens=5, logit_bias={"65": 100}, **GREEDY)
-    assert answer.choices[0].text == "AAAAA"
-
-
 def test_errors_are_the_clients_exception_types(served, client):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(prompt="x", max_tokens=5, model="tiny", temperature=3)
@@ -248,47 +235,6 @@ def test_models_are_listed(served, client):
     assert client.models.retrieve("tiny").max_model_len == 64
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("../../etc/passwd")
-
-
-def test_requests_of_vllms_benchmark_are_accepted(served):
-    """Its payload and headers; the first event with choices is the first token, the last one counts them."""
-    body = {
-        "model": "tiny",
-        "prompt": "The cache",
-        "repetition_penalty": 1.0,
-        "max_tokens": 6,
-        "logprobs": None,
-    }
-    body |= {"temperature": 0.0, "stream_options": {"include_usage": True}, "ignore_eos": True}
-    *chunks, last, done = served.events(**body)
-    assert done == "[DONE]" and all(len(chunk["choices"]) == 1 for chunk in chunks)
-    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 6
-
-
-def test_requests_of_lm_eval_are_answered_in_its_shape(served, llm):
-    """Prompts of ids, echoed and scored: aligned, null first, and the same float chosen and on top."""
-    prompts = [list("The caché é".encode()), list(b"a b c")]
-    body = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True, "model": "tiny"}
-    choices = served.complete(prompts, **body)["choices"]
-    for ids, choice in zip(prompts, sorted(choices, key=lambda c: c["index"]), strict=True):
-        found = choice["logprobs"]
-        values, tops = found["token_logprobs"], found["top_logprobs"]
-        assert len(values) == len(tops) == len(ids) + 1 and values[0] is tops[0] is None
-        scores = llm.score(ids, 1)
-        assert values[1:-1] == [
-            entry[token].logprob for token, entry in zip(ids[1:], scores[1:], strict=True)
-        ]
-        greedy = [entry[token].rank == 1 for token, entry in zip(ids[1:], scores[1:], strict=True)]
-        assert [v == max(t.values()) for v, t in zip(values[1:-1], tops[1:-1], strict=True)] == greedy
-        assert values[-1] == max(tops[-1].values())
-        assert choice["text"].startswith(bytes(ids).decode())
-
-
-def test_scoring_only(served):
-    answer = served.complete("The cache", max_tokens=0, echo=True, logprobs=1)
-    choice = answer["choices"][0]
-    assert choice["text"] == "The cache" and choice["finish_reason"] == "length"
-    assert len(choice["logprobs"]["tokens"]) == 9 and answer["usage"]["completion_tokens"] == 0
 
 
 def test_a_streamed_echo_ends_once_at_its_end(served):

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from swiftkv_jax.server import jobs
 from swiftkv_jax.server.jobs import Job, Output
 from swiftkv_jax.server.main import main
@@ -66,14 +64,3 @@ def test_no_room_for_a_second_copy_leaves_the_answers_and_says_so(tmp_path, monk
     assert not list(tmp_path.glob(".*"))
     assert main([*flags, "--output", str(out), "--max-model-len", "128", "--resume", "--quiet"]) == 0
     assert order(out) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("path", ["-", "/dev/null"])
-def test_what_is_no_file_is_left_as_it_came(path, capsys):
-    output = Output(path, False, make(2))
-    output.write(row(1))
-    output.write(row(0))
-    output.sort()
-    output.close()
-    came = [json.loads(line)["index"] for line in capsys.readouterr().out.splitlines()]
-    assert output.file is None and came == ([1, 0] if path == "-" else [])

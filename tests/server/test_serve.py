@@ -8,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-import warnings
 from pathlib import Path
 
 import hf_models
@@ -23,21 +21,14 @@ import transformers
 from swiftkv_jax import layer_pruned
 from swiftkv_jax.checkpoint.adapter import from_pretrained, save_pretrained
 from swiftkv_jax.checkpoint.generation import read_generation_config
-from swiftkv_jax.cli import commands
-from swiftkv_jax.common import progress
 from swiftkv_jax.common.errors import UsageWarning
-from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.config.plan import Prediction
 from swiftkv_jax.core import predict
 from swiftkv_jax.core.predict import Predicted
-from swiftkv_jax.engine import kernels
 from swiftkv_jax.engine import llm as llm_module
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.kernels.check.decide import Decision
-from swiftkv_jax.kernels.check.machine import Machine
 from swiftkv_jax.server import jobs
-from swiftkv_jax.server import main as server_main
 from swiftkv_jax.server.main import main
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
@@ -220,13 +211,6 @@ def test_rows_override_flags_and_flags_the_checkpoint(folder, tmp_path, capsys):
     )
 
 
-def test_text_files_give_readable_text_on_stdout(folder, tmp_path, capsys):
-    (tmp_path / "in.txt").write_text("One prompt\n\nTwo prompt\r\n")
-    assert main(["--model", str(folder), "--input", str(tmp_path / "in.txt"), *FLAGS]) == 0
-    out, err = capsys.readouterr()
-    assert out.count("--- ") == 2 and "\nOne prompt >>>" in out and "\nTwo prompt >>>" in out and err == ""
-
-
 def test_stdin_to_stdout(folder, whole, monkeypatch, capsys):
     lines = f"{TEXTS[0]}\n{json.dumps({'prompt': TEXTS[1]})}\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
@@ -327,14 +311,6 @@ def test_a_full_disk_is_one_line_and_a_device_may_take_the_answers(folder, tmp_p
     assert main(["--model", str(folder), "--input", source, "--output", "/dev/null", *FLAGS]) == 0
 
 
-def test_without_a_model_the_packages_own_is_served_in_any_folder(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
-    monkeypatch.setattr(LLM, "run", lambda self, requests: iter(()))
-    assert main(["--input", source, *FLAGS[:-1]]) == 0
-    assert f"model     {DEMO / 'teacher'} (llama; standard, 8 layers)" in capsys.readouterr().err
-
-
 def test_a_hub_model_is_of_one_commit_and_says_which(folder, tmp_path, monkeypatch, capsys):
     """Weights and tokenizer both: asked for twice, the hub may give files of two commits."""
     snapshot, asked = tmp_path / "snapshots" / "0a1b2c", []
@@ -367,58 +343,6 @@ def test_a_model_without_a_tokenizer_serves_token_ids_and_refuses_texts(folder, 
     assert main([*flags, "--quiet", "--input", jsonl(tmp_path / "ids.jsonl", rows[:1])]) == 0
     (row,) = read(out).values()
     assert len(row["token_ids"]) == 6 and row["text"] == "" and not capsys.readouterr().err
-
-
-def test_a_warning_is_one_line_of_a_command(monkeypatch):
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back afterwards
-    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    commands.be_quiet()
-    assert warnings.formatwarning("an odd field", UsageWarning, "a.py", 3) == "warning: an odd field\n"
-    assert "a.py:3: UserWarning: another's" in warnings.formatwarning("another's", UserWarning, "a.py", 3)
-
-
-@pytest.mark.parametrize("terminal", [False, True], ids=["in a log", "on a terminal"])
-def test_a_slow_batch_says_how_far_it_is(terminal, folder, whole, tmp_path, monkeypatch, capsys):
-    """As while its programs compile: lines of a log, or the bar's clock on a terminal."""
-    run, turns = LLM.run, []
-
-    def slow(self, requests):
-        for finished in run(self, requests):
-            time.sleep(0 if turns else 1.5)
-            turns.append(finished)
-            yield finished
-
-    monkeypatch.setattr(LLM, "run", slow)
-    monkeypatch.setattr(progress, "_LOGGED", 0.3)
-    monkeypatch.setattr(server_main, "LIVE", 0.1)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    flags = [flag for flag in FLAGS if flag != "--quiet"]
-    out = ["--output", str(tmp_path / "out.jsonl")]
-    assert main(["--model", str(folder), "--input", whole[0], *out, *flags]) == 0
-    said = capsys.readouterr().err
-    if terminal:
-        assert len(re.findall(r"0/8 \[00:0[01]<", said)) > 10
-    else:
-        assert 2 <= len(re.findall(r"progress  0 of 8 prompts, \d s so far", said)) < 8
-
-
-def test_ctrl_c_says_how_to_resume(folder, whole, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out.jsonl"
-    run = LLM.run
-
-    def interrupted(self, requests):
-        for count, finished in enumerate(run(self, requests)):
-            if count == 3:
-                raise KeyboardInterrupt
-            yield finished
-
-    flags = ["--model", str(folder), "--input", whole[0], "--output", str(out), *FLAGS]
-    monkeypatch.setattr(LLM, "run", interrupted)
-    assert main(flags) == 130
-    assert "3 of 8 prompts: run the same command with --resume" in capsys.readouterr().err
-    monkeypatch.undo()
-    assert main([*flags, "--resume"]) == 0
-    assert answers(read(out)) == answers(whole[1])
 
 
 def test_a_tokenizers_panic_is_one_line(folder, tmp_path, monkeypatch, capsys):
@@ -463,37 +387,3 @@ def test_a_batch_of_which_prompts_fail_ends_with_1(folder, tmp_path, capsys):
     )
     assert [row["timings"]["ttft_s"] for row in read(out).values()] == [None, None]
     assert {row["finish_reason"] for row in read(out).values()} == {"error"}
-
-
-@pytest.mark.slow
-def test_the_kernels_in_use_are_printed_at_start_and_reported(folder, tmp_path, capsys, monkeypatch):
-    given = ["--model", str(folder), *FLAGS[:-1]]
-    lines = jsonl(tmp_path / "in.jsonl", [{"prompt": TEXTS[0]}])
-    assert main([*given, "--input", lines, "--kernels", "decode=reference,xla"]) == 0
-    assert (
-        "kernels   decode reference, chunk xla, write xla, scoring xla (named)\n" in capsys.readouterr().err
-    )
-    assert main([*given, "--kernels", "report"]) == 0
-    assert "nothing to check" in capsys.readouterr().out
-    found = Decision({"decode": "xla"}, "checked on a GPU in 9 s", {"decode: xla": {"status": "failed"}})
-    monkeypatch.setattr(kernels, "this_machine", lambda: Machine("gpu", "a GPU"))
-    monkeypatch.setattr(kernels, "decide", lambda *_, **__: found)
-    assert main([*given, "--kernels", "report"]) == 0
-    assert re.search(r"^decode +\* xla +failed", capsys.readouterr().out, re.M)
-
-
-def test_8_bit_caches_on_a_tpu_get_pages_of_128_tokens_by_default(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(kernels, "this_machine", lambda: Machine("tpu", "a TPU"))
-    lines = jsonl(tmp_path / "in.jsonl", [{"prompt": TEXTS[0]}])
-    given = ["--model", str(folder), *FLAGS[:-1], "--input", lines, "--kernels", "xla"]
-    assert main([*given, "--cache-dtype", "int8"]) == 0
-    assert "room for 256 tokens in pages of 128:" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("asked", [["--help"], ["--http", "--help"]], ids=["batch", "server"])
-def test_help_fits_two_screens(asked, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(asked)
-    said = capsys.readouterr().out
-    assert stopped.value.code == 0 and said.count("\n") <= 60
-    assert ("--api-key" in said) == ("--input" not in said.partition("options")[2]) == ("--http" in asked)

@@ -1,8 +1,5 @@
 """Sound over HTTP by the `openai` client, unmodified: the same text as `LLM.transcribe`."""
 
-import dataclasses
-import json
-import logging
 import random
 import struct
 import threading
@@ -71,43 +68,12 @@ def test_a_transcription_is_transcribes(client, llm, sound):
     assert want.text and answer.text == want.text
 
 
-def test_without_a_language_the_model_detects_it(client, llm):
-    sound = wav(1.5, 5)
-    want = llm.transcribe(sound)
-    answer = client.audio.transcriptions.create(model=http_server.NAME, file=("a.wav", sound))
-    assert answer.text == want.text == llm.transcribe(sound, want.language).text
-
-
-def test_a_language_that_the_model_forces_is_taken_where_none_is_asked_for(folder, llm):
-    """Its own language is not one that it would detect."""
-    sound, generation = wav(1.5, 5), llm.generation
-    heard_in = llm.transcribe(sound).language
-    code = next(code for code, _ in generation.speech.languages if code != heard_in)
-    forced = dataclasses.replace(generation.speech, language=code)
-    model, params = skv.from_pretrained(folder, cuts=None)
-    own = dataclasses.replace(generation, speech=forced)
-    with http_server.Running(
-        LLM.from_model(model, params, tiny.Bytes(), generation=own, **SIZES), warm_up=False
-    ) as server:
-        answer = server.http.post("/v1/audio/transcriptions", files={"file": ("a.wav", sound)}).json()
-    assert answer["text"] == llm.transcribe(sound, code).text
-
-
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI's client calls it so
 def test_a_translation_is_transcribes_with_that_task(client, llm):
     sound = wav(1.5, 6)
     answer = client.audio.translations.create(model=http_server.NAME, file=("a.wav", sound))
     assert answer.text == llm.transcribe(sound, task="translate").text
     assert answer.text != llm.transcribe(sound).text
-
-
-def test_whispers_prompt_and_temperature_change_the_answer(client):
-    given = {"model": http_server.NAME, "file": ("a.wav", wav(0.8, 7)), "language": "en"}
-    plain = client.audio.transcriptions.create(**given).text
-    assert client.audio.transcriptions.create(**given).text == plain
-    assert client.audio.transcriptions.create(**given, prompt="A, B, C").text != plain
-    warm = {client.audio.transcriptions.create(**given, temperature=1.0).text for _ in range(4)}
-    assert len(warm) > 1
 
 
 @pytest.mark.parametrize("count", [18, 60])
@@ -220,17 +186,6 @@ def test_a_disconnected_client_releases_everything(served):
             served.http.post("/v1/audio/transcriptions", **given, timeout=0.3)
     http_server.wait_for(served.idle)
     assert scheduler.sources.available == scheduler.sources.total
-
-
-def test_the_log_has_the_rate_and_channels_of_audio(served, caplog):
-    """And the answer stays as OpenAI's is."""
-    caplog.set_level(logging.INFO, "swiftkv_jax.http")
-    files = {"file": ("a.wav", wav(0.5, 2, 8000, 2))}
-    answer = served.http.post("/v1/audio/transcriptions", data={"language": "en"}, files=files)
-    assert answer.status_code == 200 and set(answer.json()) == {"text", "usage"}
-    http_server.wait_for(lambda: caplog.records)
-    (line,) = [json.loads(record.getMessage()) for record in caplog.records]
-    assert line["sound"] == {"rate": 8000, "channels": 2} and line["status"] == 200
 
 
 def heard(server: http_server.Running, sound: bytes, key: str | None = None) -> httpx.Response:

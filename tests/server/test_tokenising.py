@@ -5,16 +5,11 @@ import random
 import threading
 import time
 
-import httpx
 import pytest
-import tiny_engine as tiny
-from http_server import SIZES, Running
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from tokenizers_made import CHATML, END, make_tokenizer
+from tokenizers_made import END
 from transformers import PreTrainedTokenizerFast
 
-from swiftkv_jax.config.plan import KVPlan
-from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.server import answers
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
@@ -149,60 +144,6 @@ def test_long_texts_are_read_as_short_ones_are(tokenizers, kind):
             assert ids == theirs(text, add_special_tokens=special)["input_ids"]
             for skip in (True, False):
                 assert tokenizer.decode(ids, skip) == theirs.backend_tokenizer.decode(ids, skip)
-
-
-@pytest.fixture(scope="module")
-def reading(tmp_path_factory):
-    folder = make_tokenizer(tmp_path_factory.mktemp("chat"), CHATML)
-    model = tiny.make_model(KVPlan.swiftkv(2, 1), num_layers=2, vocab_size=300)
-    with Running(LLM.from_model(*model, load_tokenizer(folder), **SIZES), warm_up=False) as server:
-        yield server
-
-
-LARGE = of_length(TEXTS["no spaces"], 1_500_000)
-
-
-def looks(server: Running, route: str, body: dict) -> tuple[float, float]:
-    """(seconds that a large body took, seconds that `/health` took at worst meanwhile)."""
-    done, waits = threading.Event(), [0.0]
-    raw, headers = json.dumps(body).encode(), {"content-type": "application/json"}
-
-    def look() -> None:
-        with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
-            while not done.is_set():
-                began = time.perf_counter()
-                assert client.get("/health").status_code == 200
-                waits.append(time.perf_counter() - began)
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    began = time.perf_counter()
-    answer = server.http.post(route, content=raw, headers=headers)
-    took = time.perf_counter() - began
-    done.set()
-    looking.join(60)
-    assert answer.status_code == 200, answer.text
-    return took, max(waits)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "route, body",
-    [
-        ("/tokenize", {"prompt": LARGE}),
-        ("/tokenize", {"messages": [{"role": "user", "content": LARGE}]}),
-    ],
-    ids=["a text", "a chat"],
-)
-def test_others_are_answered_while_a_large_text_is_read(reading, route, body):
-    """A tokenizer that keeps Python's lock holds them up for nearly all of the time. Best of five."""
-    shares = []
-    for _ in range(5):
-        took, wait = looks(reading, route, body)
-        shares.append(wait / took)
-        if shares[-1] < 0.4:
-            return
-    raise AssertionError(f"/health waited for {min(shares):.0%} of the time and more")
 
 
 def longest_stop(work) -> float:

@@ -112,16 +112,3 @@ def test_the_first_event_is_one_token(served, backend):
     name = {"logprobs": True} if backend == "openai-chat" else {"logprobs": 0}
     first = served.events(route, **(body | name))[0]["choices"][0]["logprobs"]
     assert len(first["content" if backend == "openai-chat" else "tokens"]) == 1
-
-
-def test_a_one_token_probe_has_no_inter_token_latency(served):
-    got = ask(served, "openai", 1, 4096)
-    assert got.output_tokens == 1 and got.itl == [] and got.latency == got.ttft
-
-
-def test_vllms_random_prompts_are_realigned_through_the_tokenizer(served):
-    """It detokenises random ids and tokenises the text again, to send exactly so many tokens."""
-    ids = list(range(65, 90))
-    text = served.http.post("/detokenize", json={"model": "tiny", "tokens": ids}).json()["prompt"]
-    body = {"model": "tiny", "prompt": text, "add_special_tokens": False}
-    assert served.http.post("/tokenize", json=body).json()["tokens"] == ids
