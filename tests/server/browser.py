@@ -43,9 +43,8 @@ class Browser:
         deadline = time.monotonic() + 60
         while True:
             try:
-                return self._value(
-                    self._http.post("/session", json={"capabilities": {"alwaysMatch": wanted}})
-                )
+                body = {"capabilities": {"alwaysMatch": wanted}}
+                return self._value(self._http.post("/session", json=body))
             except httpx.ConnectError:
                 assert time.monotonic() < deadline, "chromedriver does not come up"
                 time.sleep(0.05)
@@ -107,10 +106,6 @@ class Browser:
         """A key, to whatever has the focus."""
         steps = [{"type": kind, "value": KEYS[name]} for kind in ("keyDown", "keyUp")]
         self._post("/actions", actions=[{"type": "key", "id": "keyboard", "actions": steps}])
-
-    def size(self, width: int, height: int) -> None:
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
-        self._post("/goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=metrics)
 
     def requested(self) -> list[str]:
         """Every URL asked for since the last look, by the page or by anything in it."""

@@ -85,48 +85,7 @@ def test_texts_that_wait_for_the_tokenizer_are_bounded_and_given_up_with_their_c
         assert len(asked) == 2 and asked[1] == "last", "what nobody waits for is not begun"
 
 
-def test_refused_requests_are_not_tokenised_first():
-    """Refusing is cheap for a key above its share, for a full queue, and while the server drains."""
-    asked, released = [], threading.Event()
-
-    class Counting(tiny.Bytes):
-        def encode(self, text, add_special_tokens=True):
-            asked.append(text)
-            return super().encode(text, add_special_tokens)
-
-    llm = make_llm(Counting(), max_num_seqs=1, max_queued_requests=2)
-    with Running(llm, warm_up=False, api_keys=("one", "two"), max_requests_per_key=2) as server:
-        server.engine.probe = lambda point, request_id: point == "run" and released.wait(60)
-        body = raw_request(b'{"prompt": "known"}').replace(
-            b"host: x", b"host: x\r\nauthorization: Bearer one"
-        )
-        with connect(server) as first, connect(server) as second:
-            for number, caller in enumerate((first, second)):
-                caller.sendall(body)
-                wait_for(lambda number=number: len(asked) > number)
-                wait_for(lambda number=number: len(server.engine.scheduler.running) == 1 or number)
-            statuses = []
-            for key in ("one", "two", "two"):
-                headers, body = {"authorization": f"Bearer {key}"}, {"prompt": "unheard of"}
-                answer = server.http.post("/v1/completions", json=body, headers=headers)
-                statuses.append(answer.status_code)
-                server.api.service.draining = statuses == [429, 503]
-                assert error_of(answer) and answer.headers["retry-after"]
-            assert statuses == [429, 503, 503] and asked == ["known"] * 2
-            server.api.service.draining = False
-            released.set()
-        wait_for(server.idle, 300)  # what was held up compiles now
-
-
-ROUTES = (
-    "/v1/models",
-    "/v1/models/tiny",
-    "/tokenizer_info",
-    "/metrics",
-    "/nowhere",
-    "/page",
-    "/health/",
-)
+ROUTES = "/v1/models /v1/models/tiny /tokenizer_info /metrics /nowhere /page /health/".split()
 POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
@@ -167,40 +126,30 @@ def test_keys_are_compared_in_constant_time(keyed, monkeypatch):
         assert calls == [(32, 32)] * 3, "every key, by digests of one length"
 
 
-def test_no_key_finds_anothers_prefixes(keyed):
-    def hits(key: str, **fields) -> int:
-        before = keyed.engine.stats.prefix_hits
-        headers = {"authorization": f"Bearer {key}"}
-        body = {"prompt": "s" * 40, "max_tokens": 1} | fields
-        assert keyed.http.post("/v1/completions", json=body, headers=headers).status_code == 200
-        wait_for(keyed.idle)
-        return keyed.engine.stats.prefix_hits - before
+def hits(server: Running, key: str, prompt: str, **fields) -> int:
+    """How many tokens of a key's prompt were in the prefix cache."""
+    before = server.engine.stats.prefix_hits
+    body = {"prompt": prompt, "max_tokens": 1} | fields
+    answer = server.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == 200
+    wait_for(server.idle)
+    return server.engine.stats.prefix_hits - before
 
-    assert [hits("first-key"), hits("first-key"), hits("second-key")] == [0, 32, 0]
-    assert [hits("second-key"), hits("second-key", cache_salt="a"), hits("first-key", cache_salt="a")] == [
-        32,
-        0,
-        0,
-    ]
+
+def test_no_key_finds_anothers_prefixes(keyed):
+    assert [hits(keyed, key, "s" * 40) for key in ("first-key", "first-key", "second-key")] == [0, 32, 0]
+    assert hits(keyed, "second-key", "s" * 40) == 32
+    assert [hits(keyed, key, "s" * 40, cache_salt="a") for key in ("second-key", "first-key")] == [0, 0]
 
 
 def test_a_key_that_floods_the_prefix_cache_pushes_no_other_out(keyed):
     """64 pages of 8 tokens; one key keeps 4 of them, another sends a hundred times as much as there is."""
-
-    def ask(key: str, prompt: str) -> int:
-        before = keyed.engine.stats.prefix_hits
-        body = {"prompt": prompt, "max_tokens": 1}
-        headers = {"authorization": f"Bearer {key}"}
-        assert keyed.http.post("/v1/completions", json=body, headers=headers).status_code == 200
-        wait_for(keyed.idle)
-        return keyed.engine.stats.prefix_hits - before
-
-    ask("first-key", "m" * 40)
+    hits(keyed, "first-key", "m" * 40)
     for number in range(120):
-        ask("second-key", f"{number:04d}" * 10)
+        hits(keyed, "second-key", f"{number:04d}" * 10)
     assert keyed.engine.scheduler.pages.cached > 50, "the cache is full of the second's"
-    assert ask("first-key", "m" * 40) == 32
-    assert ask("second-key", "0000" * 10) == 0, "of its own it lost the oldest"
+    assert hits(keyed, "first-key", "m" * 40) == 32
+    assert hits(keyed, "second-key", "0000" * 10) == 0, "of its own it lost the oldest"
 
 
 def labels(server: Running) -> set[str]:

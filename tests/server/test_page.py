@@ -67,28 +67,22 @@ def test_the_files_need_no_key_and_let_nothing_else_in(both):
         assert stranger.get("/page.js/").status_code == stranger.get("/static/page.js").status_code == 401
 
 
-@pytest.mark.slow
 def test_both_models_answer_by_name(both):
     """Each as its own LLM does, with its own engine, and metrics told apart by name."""
     cards = {card["id"]: card for card in both.http.get("/v1/models").json()["data"]}
-    assert list(cards) == ["plain", "swift"]
     assert [(c["layers"], c["split"], c["share"]) for c in cards.values()] == [(2, None, None), (2, 1, 1)]
     ids = list(b"The cache")
     body = {"temperature": 0, "max_tokens": 12, "logprobs": 0, "ignore_eos": True}
     for name, llm in {"plain": standard(), "swift": make_llm(Marked())}.items():
         assert cards[name]["cache_bytes_per_token"] == llm.cache_bytes_per_token
         assert both.http.get(f"/v1/models/{name}").json() == cards[name]
-        params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, ignore_eos=True)
-        (want,) = llm.generate([ids], params, use_tqdm=False)
+        (want,) = llm.generate([ids], SamplingParams(**body), use_tqdm=False)
         found = both.complete(ids, model=name, **body)
-        assert found["model"] == name
         chosen = [next(iter(entry.values())).logprob for entry in want.outputs[0].logprobs]
-        got = found["choices"][0]["logprobs"]["token_logprobs"]
-        assert got == pytest.approx(chosen, abs=1e-5)
-    unnamed = both.complete(ids, **body)
-    assert unnamed["model"] == "plain"
-    refused = both.http.post("/v1/completions", json={"prompt": ids, "model": "third"})
-    assert refused.status_code == 404 and "'plain' and 'swift'" in refused.json()["error"]["message"]
+        assert found["model"] == name
+        assert found["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(chosen, abs=1e-5)
+    assert both.complete(ids, **body)["model"] == "plain"
+    assert both.http.post("/v1/completions", json={"prompt": ids, "model": "third"}).status_code == 404
     lines = both.http.get("/metrics").text.splitlines()
     types = [line for line in lines if line.startswith("# TYPE")]
     assert len(types) == len(set(types)), "each metric is described once"
@@ -108,7 +102,6 @@ def window(tmp_path_factory):
     if browser.ABSENT:
         pytest.skip(browser.ABSENT)
     with browser.Browser(tmp_path_factory.mktemp("profile")) as window:
-        window.size(1100, 900)
         yield window
 
 
@@ -147,38 +140,30 @@ def test_the_page_asks_for_a_key_when_one_is_required(both, window):
 
 @pytest.mark.slow
 def test_an_answer_streams_as_text_with_what_it_cost(both, opened):
+    """And nothing is asked of another host."""
     opened.type("#prompt", "The cache")
     opened.type("#max-tokens", "40")
     opened.click("#run")
     done(opened)
     cards = opened.run("return [...document.querySelectorAll('.card')].map(c => c.innerText)")
     for card, name in zip(cards, ("plain", "swift"), strict=True):
-        llm = both.api.models.by_name[name].llm
-        assert card.startswith(name) and "9 prompt tokens, " in card
+        size = both.api.models.by_name[name].llm.cache_bytes_per_token
         tokens = int(card.split("9 prompt tokens, ")[1].split()[0])
-        kib = 9 * llm.cache_bytes_per_token / 1024 + tokens * llm.cache_bytes_per_token / 1024
         shown = float(card.split("Cache\n")[1].split(" KiB")[0])
-        assert shown == pytest.approx(kib, rel=0.01)
-        assert " ms" in card or " s\n" in card
-        assert MARKUP in card
-    assert re.match(r"swift is .+ to the first token (than|as) plain \(.+\.$", opened.text("#verdict"))
+        assert card.startswith(name) and MARKUP in card
+        assert shown == pytest.approx((9 + tokens) * size / 1024, rel=0.01)
     assert opened.run("return document.title") == "swiftkv-jax"
-    opened.size(360, 800)
-    assert opened.run("return document.documentElement.scrollWidth") <= 360
-    opened.size(1100, 900)
     assert opened.run("return document.querySelectorAll('.answer *').length") == 0
-    assert not opened.complaints()
-
-
-@pytest.mark.slow
-def test_the_page_makes_no_request_to_another_host(both, opened):
-    opened.type("#prompt", "x")
-    opened.click("#run")
-    done(opened)
     own = ("data:", "chrome:")  # the icon that is none, and the empty tab a window begins with
     asked = [url for url in opened.requested() if not url.startswith(own)]
     assert f"{both.url}/v1/completions" in asked
     assert all(url.startswith(both.url + "/") for url in asked), asked
+    opened.run("document.querySelector('input[value=lengths]').click()")
+    opened.click("#run")
+    done(opened)
+    cells = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[0].textContent)"
+    assert [*map(int, opened.run(f"return {cells}"))] == [4, 8, 16, 32, 57]
+    assert not opened.complaints()
 
 
 @pytest.mark.slow
@@ -197,50 +182,22 @@ def test_an_answer_can_be_stopped(both, opened, monkeypatch):
         assert opened.run("return !document.querySelector('#run').disabled")
 
 
-def choose(window, mode: str) -> None:
-    window.run(f"document.querySelector('input[value={mode}]').click()")
-
-
-@pytest.mark.slow
-def test_prompt_lengths_are_plotted_and_listed(both, opened):
-    choose(opened, "lengths")
-    opened.click("#run")
-    done(opened)
-    cells = (
-        "[...document.querySelectorAll('tbody tr')].map(row => [...row.cells].map(cell => cell.textContent))"
-    )
-    rows = opened.run(f"return {cells}")
-    assert [int(row[0]) for row in rows] == [4, 8, 16, 32, 57]
-    assert all(re.fullmatch(r"[\d.]+ (ms|s)", cell) for row in rows for cell in row[1:3])
-    assert all(re.fullmatch(r"as fast|[\d.]+ times (faster|slower)", row[3]) for row in rows)
-    points = (
-        "[...document.querySelectorAll('#plot polyline')].map(line => line.getAttribute('points').split(' '))"
-    )
-    assert [len(line) for line in opened.run(f"return {points}")] == [5, 5]
-    assert opened.text("#verdict").startswith("At 57 prompt tokens, swift is ")
-    assert not opened.complaints()
-
-
 @pytest.mark.slow
 def test_a_chat_sends_its_history_and_can_be_reset(both, opened, monkeypatch):
-    read = []
-    encode = Marked.encode_chat
+    read, encode = [], Marked.encode_chat
     monkeypatch.setattr(
         Marked, "encode_chat", lambda self, said, *rest: read.append(said) or encode(self, said, *rest)
     )
-    choose(opened, "chat")
+    opened.run("document.querySelector('input[value=chat]').click()")
     opened.type("#max-tokens", "2")
     for message in ("one", "two"):
         opened.type("#message", message)
         opened.press("Enter")
         opened.wait("document.querySelector('#run').disabled")
         done(opened)
+    history = [("user", "one"), ("assistant", MARKUP[:3]), ("user", "two")]
     for said in read[2:]:  # of each model
-        assert [(m["role"], m["content"][:3]) for m in said] == [
-            ("user", "one"),
-            ("assistant", MARKUP[:3]),
-            ("user", "two"),
-        ]
+        assert [(m["role"], m["content"][:3]) for m in said] == history
     assert [len(said) for said in read] == [1, 1, 3, 3]
     assert opened.run("return document.querySelectorAll('.turn').length") == 2 * 4
     assert opened.run("return document.querySelectorAll('.turn *').length") == 0

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +27,6 @@ from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.engine import llm as llm_module
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import SamplingParams
-from swiftkv_jax.server import jobs
 from swiftkv_jax.server.main import main
 from swiftkv_jax.text.tokenizer import load_tokenizer
 
@@ -45,14 +43,15 @@ def folder(tmp_path_factory) -> Path:
     hf_models.save(hf_models.build("llama", **fields), path)
     transformers.AutoTokenizer.from_pretrained(ROOT / "demo" / "tokenizer").save_pretrained(path)
     (path / "chat_template.jinja").unlink()
-    (path / "generation_config.json").write_text(
-        json.dumps({"temperature": 0.8, "top_k": 50, "eos_token_id": [1]})
-    )
+    generation = {"temperature": 0.8, "top_k": 50, "eos_token_id": [1]}
+    (path / "generation_config.json").write_text(json.dumps(generation))
     return path
 
 
 def jsonl(path: Path, rows) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    """A file of rows as an editor on Windows saves it, with a byte order mark."""
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8-sig", newline="\r\n")
     return str(path)
 
 
@@ -63,10 +62,12 @@ def read(path) -> dict[int, dict]:
 
 
 def answers(rows: dict[int, dict]) -> list[tuple]:
-    return [
-        (i, row["token_ids"], row["text"], row["finish_reason"], row["key"])
-        for i, row in sorted(rows.items())
-    ]
+    names = ("token_ids", "text", "finish_reason", "key")
+    return [(i, *(row[name] for name in names)) for i, row in sorted(rows.items())]
+
+
+def batch(folder: Path, source: str, out: Path, *flags: str) -> int:
+    return main(["--model", str(folder), "--input", source, "--output", str(out), *FLAGS, *flags])
 
 
 @pytest.fixture(scope="module")
@@ -74,26 +75,21 @@ def whole(folder, tmp_path_factory):
     """(input file, rows) of a run that nothing interrupts."""
     place = tmp_path_factory.mktemp("whole")
     source = jsonl(place / "in.jsonl", [{"prompt": text} for text in TEXTS])
-    out = place / "out.jsonl"
-    assert main(["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]) == 0
-    return source, read(out)
+    assert batch(folder, source, place / "out.jsonl") == 0
+    return source, read(place / "out.jsonl")
 
 
 def test_output_lines_hold_what_llm_generate_gives(folder, whole):
-    rows = whole[1]
     llm = LLM(folder, max_num_seqs=2, max_model_len=64)
     assert llm.defaults == SamplingParams(temperature=0.8, top_k=50)
     assert read_generation_config(folder).eos_token_ids == llm.eos_ids[-1:]
     params = [llm.defaults.updated({"max_tokens": 6, "seed": i}) for i in range(len(TEXTS))]
     for i, output in enumerate(llm.generate(TEXTS, params, use_tqdm=False)):
-        got = rows[i]
-        assert (got["prompt"], got["id"], got["prompt_tokens"]) == (
-            TEXTS[i],
-            None,
-            len(output.prompt_token_ids),
-        )
-        assert (got["text"], got["token_ids"]) == (output.outputs[0].text, output.outputs[0].token_ids)
-        assert got["finish_reason"] == output.outputs[0].finish_reason
+        got, want = whole[1][i], output.outputs[0]
+        asked = (got["prompt"], got["id"], got["prompt_tokens"])
+        assert asked == (TEXTS[i], None, len(output.prompt_token_ids))
+        found = (got["text"], got["token_ids"], got["finish_reason"])
+        assert found == (want.text, want.token_ids, want.finish_reason)
         timings = got["timings"]
         assert 0 <= timings["queue_s"] < timings["ttft_s"] <= timings["total_s"] and timings["tpot_s"] > 0
 
@@ -109,17 +105,15 @@ def test_an_adapter_is_served_like_a_model_wherever_its_base_is(folder, tmp_path
 
     def served(*flags: str) -> list[list[int]]:
         out = tmp_path / f"out{len(flags)}.jsonl"
-        asked = ["--model", str(adapter), "--input", source, "--output", str(out), *FLAGS[:-1]]
-        assert main([*asked, "--temperature", "0", *flags]) == 0
+        assert batch(adapter, source, out, "--temperature", "0", *flags) == 0
         return [row["token_ids"] for _, row in sorted(read(out).items())]
 
     got = served()
-    assert "prompts   read by an auxiliary (llama; 1 layers of width" in capsys.readouterr().err
     assert [len(ids) for ids in got] == [6] * 3
     home.rename(tmp_path / "moved")
-    assert main(["--model", str(adapter), "--input", source, *FLAGS]) == 2
+    assert batch(adapter, source, tmp_path / "out.jsonl") == 2
     said = capsys.readouterr().err
-    assert "is not where it says" in said and "give --base DIR" in said and said.count("\n") == 1
+    assert "--base" in said and said.count("\n") == 1
     assert served("--base", str(tmp_path / "moved")) == got
 
 
@@ -165,54 +159,35 @@ def test_killed_and_resumed_equals_uninterrupted(folder, whole, tmp_path):
 
 def test_no_two_completions_of_a_file_share_a_seed(folder, tmp_path):
     rows = [{"prompt": TEXTS[0], "n": 3}, {"prompt": TEXTS[0], "n": 3}, {"prompt": TEXTS[0]}]
-    source, out = jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    assert main(["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]) == 0
+    out = tmp_path / "out.jsonl"
+    assert batch(folder, jsonl(tmp_path / "in.jsonl", rows), out) == 0
     got = read(out)
     found = [tuple(each["token_ids"]) for i in range(2) for each in got[i]["completions"]]
     assert len({*found, tuple(got[2]["token_ids"])}) == 7
 
 
-def test_rows_override_flags_and_flags_the_checkpoint(folder, tmp_path, capsys):
+def test_rows_override_flags_and_flags_the_checkpoint(folder, tmp_path, monkeypatch):
     rows = [
         {"prompt": TEXTS[0], "id": "first", "temperature": 0.0, "max_tokens": 2, "note": "kept by the user"},
         {"prompt_token_ids": [5, 6, 7], "id": 2, "n": 2, "logprobs": 1},
     ]
-    source, out = jsonl(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
-    flags = [
-        "--model",
-        str(folder),
-        "--input",
-        source,
-        "--output",
-        str(out),
-        *FLAGS[:-1],
-        "--top-k",
-        "3",
-        "--seed",
-        "4",
+    asked, run, out = [], LLM.run, tmp_path / "out.jsonl"
+    monkeypatch.setattr(LLM, "run", lambda self, requests: run(self, asked.extend(requests) or asked))
+    assert batch(folder, jsonl(tmp_path / "in.jsonl", rows), out, "--top-k", "3", "--seed", "4") == 0
+    assert [(r.params.top_k, r.params.temperature, r.params.max_tokens) for r in asked] == [
+        (3, 0, 2),
+        (3, 0.8, 6),
     ]
-    assert main(flags) == 0
-    said = capsys.readouterr().err
-    for piece in (
-        "llama; standard, 2 layers",
-        "float32",
-        "top_k=3",
-        "temperature=0.8",
-        "ignored fields of the input: note",
-    ):
-        assert piece in said
-    assert "bytes per token" in said and "tok/s" in said and "TTFT" in said and "TPOT" in said
     got = read(out)
     assert (got[0]["id"], len(got[0]["token_ids"])) == ("first", 2)
     assert got[1]["prompt"] is None and got[1]["prompt_token_ids"] == [5, 6, 7]
     assert len(got[1]["completions"]) == 2 and got[1]["completions"][0]["text"] == got[1]["text"]
-    assert all(
-        set(entry) == {"logprob", "rank", "decoded_token"} for e in got[1]["logprobs"] for entry in e.values()
-    )
+    entries = [entry for each in got[1]["logprobs"] for entry in each.values()]
+    assert all(set(entry) == {"logprob", "rank", "decoded_token"} for entry in entries)
 
 
 def test_stdin_to_stdout(folder, whole, monkeypatch, capsys):
-    lines = f"{TEXTS[0]}\n{json.dumps({'prompt': TEXTS[1]})}\n"
+    lines = f"\ufeff{TEXTS[0]}\n{json.dumps({'prompt': TEXTS[1]})}\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     assert main(["--model", str(folder), "--input", "-", "--output", "-", *FLAGS]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -238,111 +213,84 @@ BROKEN = [
 
 def test_broken_lines_are_all_named_or_skipped(folder, tmp_path, capsys):
     source, out = jsonl(tmp_path / "in.jsonl", BROKEN), tmp_path / "out.jsonl"
-    flags = ["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]
-    assert main(flags) == 2
+    assert batch(folder, source, out) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and not out.exists()
     for number in range(1, 14):
         assert (f"line {number}: " in message) == (1 < number < 13)
-    assert (
-        "did you mean 'max_tokens'" in message
-        and "no chat template" in message
-        and "2048 is outside" in message
-    )
-    assert main([*flags, "--skip-bad-lines"]) == 0
+    assert batch(folder, source, out, "--skip-bad-lines") == 0
     assert sorted(read(out)) == [0, 12]
 
 
-@pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "-"])
-def test_a_byte_order_mark_is_no_part_of_the_first_line(name, tmp_path, monkeypatch):
-    """As editors on Windows write it, with their line ends."""
-    text = '\ufeff{"prompt": "a"}\r\nthe dog\r\n'
-    (tmp_path / name).write_text(text, encoding="utf-8", newline="")
-    monkeypatch.setattr(jobs.sys, "stdin", io.StringIO(text))
-    source = name if name == "-" else str(tmp_path / name)
-    assert [line.rstrip() for _, line in jobs.read_lines(source)] == ['{"prompt": "a"}', "the dog"]
-
-
-def test_an_output_that_is_not_ours_is_left_alone(folder, whole, tmp_path, capsys):
-    source, out = whole[0], tmp_path / "out.jsonl"
-    flags = ["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]
-    for held, more, problem in (
-        ("precious\n", [], "give --resume to finish it"),
-        ("precious\n", ["--resume"], "line 1, is not an output"),
-        ('{"index": 3, "key": "0"}\n', ["--resume"], "sampling setting at index 3"),
+def test_an_output_that_is_not_ours_is_left_alone(folder, whole, tmp_path):
+    out = tmp_path / "out.jsonl"
+    for held, more in (
+        ("precious\n", []),
+        ("precious\n", ["--resume"]),
+        ('{"index": 3, "key": "0"}\n', ["--resume"]),
     ):
         out.write_text(held)
-        assert main([*flags, *more]) == 2
-        assert problem in capsys.readouterr().err and out.read_text() == held
+        assert batch(folder, whole[0], out, *more) == 2 and out.read_text() == held
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"),
+    ("flags", "name"),
     [
-        (["--max-token", "3"], "did you mean '--max-tokens'"),
-        (["--max-tokens", "many"], "invalid int value"),
-        (["--max-tokens", "0"], "max_tokens must be at least 1|max_tokens must be in"),
-        (["--temperature", "nan"], "temperature must be a finite number"),
-        (["--input", "absent.jsonl"], "cannot read absent.jsonl"),
-        (["--resume"], "--resume needs --output"),
-        (["--model", "./nowhere"], "no such folder"),
-        (["--dtype", "int8"], "dtype 'int8' is not supported"),
+        (["--max-token", "3"], "--max-tokens"),
+        (["--max-tokens", "many"], "--max-tokens"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--temperature", "nan"], "temperature"),
+        (["--input", "absent.jsonl"], "absent.jsonl"),
+        (["--resume"], "--output"),
+        (["--model", "./nowhere"], "nowhere"),
+        (["--dtype", "int8"], "dtype"),
         (["--max-model-len", "999"], "max_model_len"),
-        (
-            ["--kernels", "chunk=pallas_tpu"],
-            "paged_attention: pallas_tpu needs a tpu, this is cpu: reference",
-        ),
-        (["--kernels", "pallas_gpv"], "no operation has 'pallas_gpv': .*; did you mean 'pallas_gpu'"),
-        (["--output", "/nowhere/out.jsonl"], "cannot write /nowhere/out.jsonl"),
+        (["--kernels", "chunk=pallas_tpu"], "pallas_tpu"),
+        (["--kernels", "pallas_gpv"], "pallas_gpu"),
+        (["--output", "/nowhere/out.jsonl"], "/nowhere/out.jsonl"),
     ],
     ids=str,
 )
-def test_bad_flags_exit_with_2_and_one_line(folder, flags, problem, capsys):
+def test_bad_flags_exit_with_2_and_one_line(folder, flags, name, capsys):
     given = flags if "--model" in flags else ["--model", str(folder), *flags]
     assert main([*given, "--quiet"]) == 2
     out, err = capsys.readouterr()
-    assert re.search(problem, err) and err.startswith("error: ") and err.count("\n") == 1 and not out
+    assert name in err and err.startswith("error: ") and err.count("\n") == 1 and not out
 
 
 def test_a_full_disk_is_one_line_and_a_device_may_take_the_answers(folder, tmp_path, capsys):
     source = jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
-    assert main(["--model", str(folder), "--input", source, "--output", "/dev/full", *FLAGS]) == 1
-    assert capsys.readouterr().err == "error: cannot write /dev/full (No space left on device)\n"
-    assert main(["--model", str(folder), "--input", source, "--output", "/dev/null", *FLAGS]) == 0
+    assert batch(folder, source, Path("/dev/full")) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "/dev/full" in said and said.count("\n") == 1
+    assert batch(folder, source, Path("/dev/null")) == 0
 
 
 def test_a_hub_model_is_of_one_commit_and_says_which(folder, tmp_path, monkeypatch, capsys):
     """Weights and tokenizer both: asked for twice, the hub may give files of two commits."""
-    snapshot, asked = tmp_path / "snapshots" / "0a1b2c", []
-    shutil.copytree(folder, snapshot)
-
-    def download(repo, revision, allow_patterns):
-        asked.append(repo)
-        return str(snapshot)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    snapshot, asked = shutil.copytree(folder, tmp_path / "snapshots" / "0a1b2c"), []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda repo, **_: asked.append(repo) or str(snapshot)
+    )
     source = jsonl(tmp_path / "in.jsonl", [{"prompt": "x"}])
     assert main(["--model", "someone/some-model", "--input", source, *FLAGS[:-1]]) == 0
-    assert asked == ["someone/some-model"]
-    assert "someone/some-model at commit 0a1b2c\n" in capsys.readouterr().err
+    assert asked == ["someone/some-model"] and "0a1b2c" in capsys.readouterr().err
 
 
 def test_a_model_without_a_tokenizer_serves_token_ids_and_refuses_texts(folder, tmp_path, capsys):
-    bare = tmp_path / "bare"
+    bare, out = tmp_path / "bare", tmp_path / "out.jsonl"
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(folder / name, bare / name)
     rows = [{"prompt_token_ids": [5, 6, 7]}, {"prompt": "The"}, {"messages": [{"role": "user"}]}]
-    out = tmp_path / "out.jsonl"
-    flags = ["--model", str(bare), "--output", str(out), *FLAGS[:-1]]
-    with pytest.warns(UsageWarning, match="no tokenizer in .*bare"):
-        assert main([*flags, "--input", jsonl(tmp_path / "all.jsonl", rows)]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "line 2: prompt is text, but the model has no tokenizer: give token ids" in said
-    assert "line 3: prompt is text" in said and not out.exists()
-    assert main([*flags, "--quiet", "--input", jsonl(tmp_path / "ids.jsonl", rows[:1])]) == 0
+    with pytest.warns(UsageWarning, match="tokenizer"):
+        assert batch(bare, jsonl(tmp_path / "in.jsonl", rows), out) == 2
+    said = capsys.readouterr().err
+    assert "line 2: " in said and "line 3: " in said and "line 1: " not in said and not out.exists()
+    with pytest.warns(UsageWarning, match="tokenizer"):
+        assert batch(bare, jsonl(tmp_path / "in.jsonl", rows[:1]), out) == 0
     (row,) = read(out).values()
-    assert len(row["token_ids"]) == 6 and row["text"] == "" and not capsys.readouterr().err
+    assert len(row["token_ids"]) == 6 and row["text"] == ""
 
 
 def test_a_tokenizers_panic_is_one_line(folder, tmp_path, monkeypatch, capsys):
@@ -358,32 +306,23 @@ def test_a_tokenizers_panic_is_one_line(folder, tmp_path, monkeypatch, capsys):
                 raise PanicException("retry-limit-in-match over\nat line 5")
             return rust.encode(text, **options)
 
-    tokenizer = load_tokenizer(folder)
+    tokenizer, out = load_tokenizer(folder), tmp_path / "out.jsonl"
     rust, tokenizer.rust = tokenizer.rust, Rust()
     monkeypatch.setattr(llm_module, "load_tokenizer", lambda _: tokenizer)
     source = jsonl(tmp_path / "in.jsonl", [{"prompt": "good"}, {"prompt": "x"}])
-    out = tmp_path / "out.jsonl"
-    flags = ["--model", str(folder), "--input", source, "--output", str(out), *FLAGS]
-    assert main(flags) == 2
+    assert batch(folder, source, out) == 2
     said = capsys.readouterr().err
-    assert "line 2: the tokenizer of" in said and "retry-limit" in said and said.count("\n") == 1
-    assert main([*flags, "--skip-bad-lines"]) == 0 and sorted(read(out)) == [0]
+    assert "line 2: " in said and said.count("\n") == 1
+    assert batch(folder, source, out, "--skip-bad-lines") == 0 and sorted(read(out)) == [0]
 
 
 def test_a_batch_of_which_prompts_fail_ends_with_1(folder, tmp_path, capsys):
     """NaN in the weights: no token came, so there is no time to the first one."""
-    spoilt, out = tmp_path / "spoilt", tmp_path / "out.jsonl"
-    shutil.copytree(folder, spoilt)
+    spoilt, out = shutil.copytree(folder, tmp_path / "spoilt"), tmp_path / "out.jsonl"
     weights = safetensors.numpy.load_file(spoilt / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] * np.nan
     safetensors.numpy.save_file(weights, spoilt / "model.safetensors", {"format": "pt"})
-    source = jsonl(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "two"}])
-    flags = ["--model", str(spoilt), "--input", source, "--output", str(out), *FLAGS[:-1]]
-    assert main(flags) == 1
-    said = capsys.readouterr().err
-    assert "done: 2 prompts" in said and "no token came" in said and "TTFT" not in said
-    assert said.splitlines()[-1] == (
-        "error: 2 of 2 prompts failed: the model's logits are not finite (NaN or infinity)"
-    )
+    assert batch(spoilt, jsonl(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "two"}]), out) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: 2 of 2 prompts failed")
     assert [row["timings"]["ttft_s"] for row in read(out).values()] == [None, None]
     assert {row["finish_reason"] for row in read(out).values()} == {"error"}
