@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import random
 import threading
 import time
@@ -33,26 +34,16 @@ from swiftkv_jax.server.limits import Limits
 WARM_UP = True
 
 
-def check_torment(server: Running, count: int) -> None:
-    seen = unharmed(server, lambda: torment(server, 1, count))
+@pytest.mark.parametrize(
+    "count", [pytest.param(600, marks=pytest.mark.slow), pytest.param(20_000, marks=pytest.mark.soak)]
+)
+def test_a_greedy_answer_is_unchanged_beside_generated_requests(served, count):
+    """64 MiB are the most that 20,000 requests may leave behind: 3 KiB each, a tenth of what one needs."""
+    for some in (count // 40, count):
+        before = resident()
+        seen = unharmed(served, lambda some=some: torment(served, 1, some))
     assert seen[200] > count // 5 and seen[400] > count // 5
-
-
-@pytest.mark.slow
-def test_a_greedy_answer_is_unchanged_beside_generated_requests(served):
-    check_torment(served, 600)
-
-
-@pytest.mark.soak
-def test_a_greedy_answer_is_unchanged_beside_many_generated_requests(served):
-    """64 MiB are the most that 20 000 requests may leave behind: 3 KiB each, a tenth of what one needs."""
-    check_torment(served, 500)
-    before = resident()
-    check_torment(served, 20000)
     assert resident() - before < 64
-
-
-BALLAST = 2**18  # bytes
 
 
 @pytest.mark.slow
@@ -61,52 +52,42 @@ def test_memory_does_not_grow_under_many_requests(served):
     whatever form and place, 400 requests would leave 12.5 MiB; noise stays well below that. What else a
     server could hold on to is counted one by one (`held`), and none of it may grow.
     """
-    torment(served, 2, 150, BALLAST)
+    torment(served, 2, 150, 2**18)
     with gives_all_back(served):
         before = resident()
-        torment(served, 3, 400, BALLAST)
+        torment(served, 3, 400, 2**18)
     assert resident() - before < 12.5
 
 
-def check_disconnects(server: Running, count: int) -> None:
-    source = random.Random(0)
-    whole = raw_request(
-        b'{"prompt": "abcdefgh", "max_tokens": 50, "n": 2, "ignore_eos": true, "stream": true}'
-    )
-    for number in range(count):
-        sent = whole.replace(b'"stream": true', b'"stream":false') if number % 2 else whole
-        cut = len(sent) if source.random() < 0.8 else source.randrange(len(sent))
-        with connect(server) as caller:
-            caller.sendall(sent[:cut])
-            time.sleep(source.choice((0, 0.001, 0.01, 0.05)))
-            if source.random() < 0.3 and cut == len(sent) and not number % 2:
-                caller.recv(source.randint(1, 400))
-    wait_for(server.idle)
-
-
-def test_a_client_that_disconnects_leaves_nothing_behind(served):
-    before = served.engine.stats.output_tokens
+@pytest.mark.parametrize("count", [50, pytest.param(1200, marks=pytest.mark.soak)])
+def test_a_client_that_disconnects_leaves_nothing_behind(served, count):
+    source, before = random.Random(0), served.engine.stats.output_tokens
+    whole = b'{"prompt": "abcdefgh", "max_tokens": 50, "n": 2, "ignore_eos": true, "stream": true}'
+    whole = raw_request(whole)
     with gives_all_back(served):
-        check_disconnects(served, 50)
-    assert served.engine.stats.output_tokens - before < 50 * 2 * 50 // 2, "answers ran on for nobody"
+        for number in range(count):
+            sent = whole.replace(b'"stream": true', b'"stream":false') if number % 2 else whole
+            cut = len(sent) if source.random() < 0.8 else source.randrange(len(sent))
+            with connect(served) as caller:
+                caller.sendall(sent[:cut])
+                time.sleep(source.choice((0, 0.001, 0.01, 0.05)))
+                if source.random() < 0.3 and cut == len(sent) and not number % 2:
+                    caller.recv(source.randint(1, 400))
+        wait_for(served.idle)
+    assert served.engine.stats.output_tokens - before < count * 2 * 50 // 2, "answers ran on for nobody"
     assert served.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.soak
-def test_many_clients_that_disconnect_leave_nothing_behind(served):
-    with gives_all_back(served):
-        check_disconnects(served, 1200)
-
-
 @pytest.mark.parametrize("stream", [b"true", b"false"])
-def test_pages_are_back_two_steps_after_a_client_left(served, monkeypatch, stream):
-    steps, abort = [], served.engine.abort
+def test_pages_are_back_two_steps_after_a_client_left(served, monkeypatch, caplog, stream):
+    """Its line in the log has a status that no client ever sees."""
+    caplog.set_level(logging.INFO, "swiftkv_jax.http")
+    steps, abort, step = [], served.engine.abort, served.engine.step
 
     def watched(request_id):
         steps.append(served.engine.stats.steps)
         abort(request_id)
 
-    step = served.engine.step
     monkeypatch.setattr(served.engine, "abort", watched)
     monkeypatch.setattr(served.engine, "step", lambda: time.sleep(0.05) or step())
     body = b'{"prompt": "abcdefgh", "max_tokens": 50, "ignore_eos": true, "stream": %s}' % stream
@@ -116,6 +97,7 @@ def test_pages_are_back_two_steps_after_a_client_left(served, monkeypatch, strea
     wait_for(lambda: steps and served.idle())
     assert served.engine.stats.steps - steps[0] <= 2
     assert 'finished_reason="abort"' in served.metrics()
+    wait_for(lambda: any('"status": 499' in record.getMessage() for record in caplog.records))
 
 
 def test_a_fault_stays_with_its_request(served):
@@ -249,36 +231,33 @@ def test_a_panic_is_one_requests_error():
             ("/v1/completions", {"prompt": "x", "bad_words": ["panic"]}),
         ):
             answer = server.http.post(route, json=body)
-            assert answer.status_code == 500 and "internal error" in error_of(answer)["message"]
+            assert answer.status_code == 500 and error_of(answer)["code"] == "internal_error"
         assert server.complete("x", max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
-def test_exceptions_that_end_the_process_are_not_caught(kind):
+def test_exceptions_that_end_the_process_are_not_caught():
     async def ends(*_) -> None:
         raise kind
-
-    sent = []
 
     async def send(message) -> None:
         sent.append(message)
 
     scope = {"type": "http", "headers": [], "path": "/health", "query_string": b"", "method": "GET"}
     limits = Limits(ends, http_server.HttpSettings(model_name="x"), lambda: False)
-    loop = asyncio.new_event_loop()  # asyncio.run would itself look at what is raised
-    with pytest.raises(kind):
-        loop.run_until_complete(limits(scope, None, send))
-    loop.close()
-    assert bool(sent) == (kind is asyncio.CancelledError), "who is cut off is told so"
+    for kind in (KeyboardInterrupt, SystemExit, asyncio.CancelledError):
+        sent, loop = [], asyncio.new_event_loop()  # asyncio.run would itself look at what is raised
+        with pytest.raises(kind):
+            loop.run_until_complete(limits(scope, None, send))
+        loop.close()
+        assert bool(sent) == (kind is asyncio.CancelledError), "who is cut off is told so"
 
 
 def test_a_request_that_rules_out_every_token_is_a_400(served):
     body = {"prompt": "x", "allowed_token_ids": [65], "bad_words": ["A"]}
     answer = served.http.post("/v1/completions", json=body)
     assert answer.status_code == 400 and error_of(answer)["param"] == "allowed_token_ids"
-    assert "no token is left" in answer.text
     events = served.events(**(body | {"bad_words": ["AA"], "max_tokens": 9}))
-    assert events[-1] == "[DONE]" and "no token is left" in events[-2]["error"]["message"]
+    assert events[-1] == "[DONE]" and events[-2]["error"]["param"] == "allowed_token_ids"
 
 
 def test_a_failure_between_steps_is_contained_too(monkeypatch):
@@ -329,11 +308,9 @@ def test_malformed_http_gets_the_json_error(served):
 
 def test_draining_refuses_the_new_and_finishes_the_old():
     with Running(make_llm(), warm_up=False, shutdown_s=20.0) as server:
-        server.complete("x", max_tokens=2)
-        want = server.complete("The cache", max_tokens=50, ignore_eos=True)["choices"][0]["text"]
-        slow = server.engine.step
+        want = server.complete(**LONG)["choices"][0]["text"]
+        slow, answers = server.engine.step, []
         server.engine.step = lambda: time.sleep(0.05) or slow()
-        answers = []
         worker = threading.Thread(target=lambda: answers.append(server.complete(**LONG)))
         worker.start()
         wait_for(lambda: server.engine.scheduler.running)
@@ -343,7 +320,7 @@ def test_draining_refuses_the_new_and_finishes_the_old():
         with httpx.Client(base_url=server.url, trust_env=False) as late:
             refused = late.post("/v1/completions", json=LONG)
             assert late.get("/ready").status_code == 503 and late.get("/health").status_code == 200
-        assert refused.status_code == 503 and error_of(refused)["message"] == "the server is shutting down"
+        assert refused.status_code == 503 and error_of(refused)
         assert refused.headers["retry-after"] and refused.headers["connection"] == "close"
         worker.join(30)
         drained.join(30)
@@ -365,13 +342,13 @@ def test_requests_cut_off_by_a_shutdown_get_errors():
             worker.start()
             return worker
 
-        engine.step = lambda: [] if len(engine.scheduler.running) == 2 and all_have_begun() else step()
-
         def all_have_begun() -> bool:
-            return all(sequence.output for sequence in engine.scheduler.running.values())
+            running = engine.scheduler.running
+            return len(running) == 2 and all(sequence.output for sequence in running.values())
 
+        engine.step = lambda: [] if all_have_begun() else step()
         run = [start(lambda: events.extend(server.events(**LONG))), start(ask, "runs")]
-        wait_for(lambda: len(engine.scheduler.running) == 2 and all_have_begun(), 120)
+        wait_for(all_have_begun, 120)
         wait = [start(ask, "waits"), start(lambda: ask("streams", stream=True))]
         wait_for(lambda: len(engine.scheduler.waiting) == 2)
         drains = start(lambda: asyncio.run(service.drain()))
@@ -383,10 +360,8 @@ def test_requests_cut_off_by_a_shutdown_get_errors():
         for worker in [*run, drains]:
             worker.join(60)
         for answer in answers.values():
-            assert answer.status_code == 503 and answer.headers["retry-after"]
-            assert "shutting down" in error_of(answer)["message"]
-        assert len(answers) == 3 and events[-1] == "[DONE]"
-        assert "shutting down" in events[-2]["error"]["message"]
+            assert answer.status_code == 503 and answer.headers["retry-after"] and error_of(answer)
+        assert len(answers) == 3 and events[-1] == "[DONE]" and set(events[-2]) == {"error"}
         reasons = [event["choices"][0]["finish_reason"] for event in events[:-2]]
         assert reasons and set(reasons) == {None}
         engine.step = step

@@ -23,9 +23,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
+import benchmarks.papers.baselines.lm_eval  # noqa: F401 (it adds its model)
 import swiftkv_jax as skv
-from benchmarks.papers import baselines
-from benchmarks.papers.baselines import lm_eval as baseline_eval
 from swiftkv_jax import lm_eval as ours
 from swiftkv_jax.checkpoint.adapter import save_adapter
 from swiftkv_jax.common.errors import UsageError
@@ -74,35 +73,19 @@ def tasks(tmp_path_factory):
         "rolling": DOCUMENTS,
         "write": [row | {"answer": ""} for row in PROMPTS],
     }
-    kinds = {
-        "choice": {
-            "output_type": "multiple_choice",
-            "doc_to_text": "context",
-            "doc_to_choice": "choices",
-            "doc_to_target": "label",
-            "target_delimiter": "",
-            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-        },
-        "rolling": {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "{{text}}",
-            "metric_list": [{"metric": "byte_perplexity"}, {"metric": "word_perplexity"}],
-        },
-        "write": {
-            "output_type": "generate_until",
-            "doc_to_text": "{{context}}",
-            "doc_to_target": "{{answer}}",
-            "generation_kwargs": GENERATE,
-            "metric_list": [{"metric": "exact_match"}],
-        },
-    }
-    for name, lines in rows.items():
+    choice = {"output_type": "multiple_choice", "doc_to_text": "context", "doc_to_choice": "choices"}
+    choice |= {"doc_to_target": "label", "target_delimiter": "", "metric_list": ["acc", "acc_norm"]}
+    rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+    rolling |= {"metric_list": ["byte_perplexity", "word_perplexity"]}
+    write = {"output_type": "generate_until", "doc_to_text": "{{context}}", "doc_to_target": "{{answer}}"}
+    write |= {"generation_kwargs": GENERATE, "metric_list": ["exact_match"]}
+    for (name, lines), kind in zip(rows.items(), (choice, rolling, write), strict=True):
         data = root / f"{name}.jsonl"
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
         source = {"data_files": {"test": str(data)}, "cache_dir": str(root / "cache")}
         config = {"task": f"tiny_{name}", "dataset_path": "json", "dataset_kwargs": source}
-        config |= {"test_split": "test", "num_fewshot": 0} | kinds[name]
+        config |= {"test_split": "test", "num_fewshot": 0} | kind
+        config["metric_list"] = [{"metric": metric} for metric in kind["metric_list"]]
         (root / f"{name}.yaml").write_text(json.dumps(config))  # JSON is YAML
     return root
 
@@ -112,17 +95,12 @@ def evaluate(tasks, by, names=("choice", "rolling", "write"), /, **args) -> dict
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     wanted = [f"tiny_{name}" for name in names]
     out = simple_evaluate(by, args, tasks=wanted, task_manager=manager, bootstrap_iters=0, verbosity="ERROR")
-    metrics = {
-        (task, key): value
-        for task, row in out["results"].items()
-        for key, value in row.items()
-        if isinstance(value, float)
-    }
+    rows = ((task, key, value) for task, row in out["results"].items() for key, value in row.items())
     answers = {}
     for task, samples in out["samples"].items():
         samples = sorted(samples, key=lambda sample: sample["doc_id"])
         answers[task] = [[response[0] for response in sample["resps"]] for sample in samples]
-    return {"metrics": metrics, "answers": answers}
+    return {"metrics": {(t, k): v for t, k, v in rows if isinstance(v, float)}, "answers": answers}
 
 
 @pytest.fixture(scope="module")
@@ -131,60 +109,31 @@ def in_process(folders, tasks):
     return evaluate(tasks, "swiftkv", pretrained=str(folders / "standard"), max_length=CONTEXT)
 
 
-def test_in_process_equals_transformers(folders, tasks, in_process):
-    """lm-eval's own `hf` model on the same folder: the same sums to 1e-3 nats a text, the same choices, the
-    same words; with contexts cut off on the left and texts of several windows among them."""
-    pytest.importorskip("accelerate", reason="lm-eval's hf model is not installed: pip install 'lm_eval[hf]'")
-    theirs = evaluate(
-        tasks,
-        "hf",
-        pretrained=str(folders / "standard"),
-        max_length=CONTEXT,
-        device="cpu",
-        dtype="float32",
-        batch_size=1,
-    )
-    got, want = in_process["answers"], theirs["answers"]
+def check_same(got: dict, want: dict) -> None:
+    """The same sums to 1e-3 nats a text, the same choices, the same words."""
     assert got["tiny_write"] == want["tiny_write"] and all(text for (text,) in got["tiny_write"])
     for mine, other in zip(got["tiny_choice"], want["tiny_choice"], strict=True):
         assert [greedy for _, greedy in mine] == [greedy for _, greedy in other]
         assert [ll for ll, _ in mine] == pytest.approx([ll for ll, _ in other], abs=1e-3)
     assert np.ravel(got["tiny_rolling"]) == pytest.approx(np.ravel(want["tiny_rolling"]), abs=1e-3)
+
+
+def test_in_process_equals_transformers(folders, tasks, in_process):
+    """lm-eval's own `hf` model on the same folder; with contexts cut off on the left and texts of several
+    windows among them."""
+    pytest.importorskip("accelerate", reason="lm-eval's hf model is not installed: pip install 'lm_eval[hf]'")
+    how = {"pretrained": str(folders / "standard"), "max_length": CONTEXT, "dtype": "float32"}
+    theirs = evaluate(tasks, "hf", **how, device="cpu", batch_size=1)
+    check_same(in_process["answers"], theirs["answers"])
     assert in_process["metrics"] == pytest.approx(theirs["metrics"], rel=1e-4)
-    assert [row[0][1] for row in got["tiny_choice"][:3]] == [True, True, False]
+    assert [row[0][1] for row in in_process["answers"]["tiny_choice"][:3]] == [True, True, False]
 
 
 def test_a_baseline_that_leaves_nothing_out_gives_the_models_own_numbers(folders, tasks, in_process):
     """Named as on the command line; contexts that are cut off and texts of several windows among them."""
-    model = {"pretrained": str(folders / "standard"), "max_length": CONTEXT, "dtype": "float32"}
-    got = evaluate(tasks, "swiftkv_baseline", **model, system="random_pruning", keep=1.0)["answers"]
-    want = in_process["answers"]
-    assert got["tiny_write"] == want["tiny_write"]
-    for mine, other in zip(got["tiny_choice"], want["tiny_choice"], strict=True):
-        assert [greedy for _, greedy in mine] == [greedy for _, greedy in other]
-        assert [ll for ll, _ in mine] == pytest.approx([ll for ll, _ in other], abs=1e-3)
-    assert np.ravel(got["tiny_rolling"]) == pytest.approx(np.ravel(want["tiny_rolling"]), abs=1e-3)
-
-
-def test_a_baseline_reads_a_context_its_way_and_writes_greedily(folders):
-    standard = LLM(folders / "standard", max_model_len=CONTEXT)
-    lazy = baseline_eval.SwiftKVBaseline(standard, system="lazy_llm", start=0.5, end=0.25)
-    ids = lazy.tok_encode(TEXT)
-    asked = [(None, ids[:30], ids[30:34])]
-    [(value, _)] = lazy._loglikelihood_tokens(asked, disable_tqdm=True)
-    told, _ = baselines.follow(standard.model, standard.params, lazy.system, ids[:30], ids[30:34])
-    assert value == pytest.approx(told.sum(), abs=1e-4)
-    [(own, _)] = ours.SwiftKV(standard)._loglikelihood_tokens(asked, disable_tqdm=True)
-    assert abs(own - value) > 0.1
-    [text] = lazy.generate_until([request("generate_until", TEXT, dict(GENERATE))], disable_tqdm=True)
-    tokens = list(baselines.stream(standard.model, standard.params, lazy.system, ids, 12))
-    whole = standard.tokenizer.decode(tokens)
-    assert whole.startswith(text) and not any(stop in text for stop in GENERATE["until"])
-    with pytest.raises(UsageError, match="a baseline generates greedily: leave out do_sample"):
-        sampled = GENERATE | {"do_sample": True, "temperature": 0.7}
-        lazy.generate_until([request("generate_until", TEXT, sampled)], disable_tqdm=True)
-    with pytest.raises(UsageError, match="lazy_llm has no field 'max_num_seqs'"):
-        baseline_eval.SwiftKVBaseline(standard, system="lazy_llm", start=0.5, end=0.25, max_num_seqs=4)
+    how = {"pretrained": str(folders / "standard"), "max_length": CONTEXT, "dtype": "float32"}
+    got = evaluate(tasks, "swiftkv_baseline", **how, system="random_pruning", keep=1.0)["answers"]
+    check_same(got, in_process["answers"])
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +142,12 @@ def serving(folders):
     llm = LLM(folders / "standard", max_model_len=CONTEXT + 2, max_num_seqs=4)
     with http_server.Running(llm, warm_up=False) as server:
         yield server
+
+
+def client(server: http_server.Running) -> dict:
+    """What `local-completions` is told of a server."""
+    url = f"{server.url}/v1/completions"
+    return {"model": http_server.NAME, "base_url": url, "max_length": CONTEXT + 2, "max_retries": 1}
 
 
 @pytest.mark.parametrize(
@@ -205,19 +160,8 @@ def test_the_client_of_servers_gives_the_same_numbers(folders, tasks, in_process
     names = ("choice", "rolling", "write")
     if how.get("tokenized_requests") is False:  # a text is cut by tokens only where it is made of them
         names = ("write",)
-    got = evaluate(
-        tasks,
-        "local-completions",
-        names,
-        model=http_server.NAME,
-        base_url=f"{serving.url}/v1/completions",
-        tokenizer=str(folders / "standard"),
-        tokenizer_backend="huggingface",
-        add_bos_token=True,
-        max_length=CONTEXT + 2,
-        max_retries=1,
-        **how,
-    )
+    how |= {"tokenizer": str(folders / "standard"), "tokenizer_backend": "huggingface", "add_bos_token": True}
+    got = evaluate(tasks, "local-completions", names, **client(serving), **how)
     assert got["answers"] == {task: in_process["answers"][task] for task in got["answers"]}
     assert got["metrics"] == {key: in_process["metrics"][key] for key in got["metrics"]}
 
@@ -225,24 +169,9 @@ def test_the_client_of_servers_gives_the_same_numbers(folders, tasks, in_process
 def test_the_client_may_ask_the_server_to_tokenize(folders, tasks, serving):
     """Told nothing of a tokenizer, the client finds the server's. It sends no BOS, and takes a BOS whose
     id is 0 for none: windows begin with EOS then. Told the same, we give the same numbers."""
-    got = evaluate(
-        tasks,
-        "local-completions",
-        ("rolling", "write"),
-        model=http_server.NAME,
-        base_url=f"{serving.url}/v1/completions",
-        max_length=CONTEXT + 2,
-        max_retries=1,
-    )
-    mine = evaluate(
-        tasks,
-        "swiftkv",
-        ("rolling", "write"),
-        pretrained=str(folders / "standard"),
-        max_length=CONTEXT,
-        add_bos_token=False,
-        prefix_token_id=1,
-    )
+    got = evaluate(tasks, "local-completions", ("rolling", "write"), **client(serving))
+    how = {"pretrained": str(folders / "standard"), "max_length": CONTEXT}
+    mine = evaluate(tasks, "swiftkv", ("rolling", "write"), **how, add_bos_token=False, prefix_token_id=1)
     assert got["answers"] == mine["answers"] and got["metrics"] == mine["metrics"]
 
 
@@ -353,55 +282,37 @@ def test_rolling_windows_predict_each_token_once_with_the_most_context(student, 
 
 def test_generation_reads_the_end_of_a_long_context(student):
     """The last C - max_gen_toks tokens; what comes before changes nothing."""
-    tail = student.tok_encode(TEXT * 3)
-    decode = student.llm.tokenizer.decode
-    kept = decode(tail[-84:])
-    assert student.tok_encode(kept)[1:] == tail[-84:]
-    texts = student.generate_until(
-        [request("generate_until", front + kept, dict(GENERATE)) for front in ("", TEXT, "Something else. ")],
-        disable_tqdm=True,
-    )
+    kept = student.llm.tokenizer.decode(student.tok_encode(TEXT * 3)[-84:])
+    assert student.tok_encode(kept)[1:] == student.tok_encode(TEXT * 3)[-84:]
+    fronts = ("", TEXT, "Something else. ")
+    asked = [request("generate_until", front + kept, dict(GENERATE)) for front in fronts]
+    texts = student.generate_until(asked, disable_tqdm=True)
     assert texts[0] and texts[1] == texts[2] == texts[0]
 
 
-@pytest.mark.parametrize(
-    "kwargs, said",
-    [
-        ({"max_gen_toks": 5, "num_beams": 4}, "beam search is not offered"),
-        ({"max_gen_toks": 5, "temprature": 1.0}, "did you mean 'temperature'"),
-        ({"max_gen_toks": 96}, "leaves no room"),
-    ],
-)
-def test_generation_kwargs_that_mean_nothing_are_errors(student, kwargs, said):
-    with pytest.raises(UsageError, match=said):
-        student.generate_until([request("generate_until", "x", kwargs)], disable_tqdm=True)
-
-
-def test_a_continuation_must_fit(student):
-    with pytest.raises(UsageError, match="a continuation of 97 tokens does not fit a context of 96"):
-        student._loglikelihood_tokens([(None, [0], [5] * 97)], disable_tqdm=True)
-    with pytest.raises(UsageError, match="98 tokens are too many to score"):
-        student.llm.score([0] * 98)
-
-
 def test_sampling_is_that_of_the_server(student):
-    """A task that samples gets its temperature; nothing else is changed by lm-eval's own fields."""
+    """A task that samples gets its temperature; nothing else is changed by lm-eval's own fields. What means
+    nothing or does not fit is an error."""
     given = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "until": "x", "max_gen_toks": 5}
     params = student.sampling(given)
     assert (params.temperature, params.top_p, params.seed, params.max_tokens) == (0.7, 0.9, 1234, 5)
     assert params.stop == ("x", student.tokenizer.eos_token)
     assert student.sampling(given | {"do_sample": False}).greedy
+    for wrong in ({"num_beams": 4}, {"temprature": 1.0}, {"max_gen_toks": CONTEXT}):
+        with pytest.raises(UsageError):
+            student.generate_until([request("generate_until", "x", given | wrong)], disable_tqdm=True)
+    with pytest.raises(UsageError):
+        student._loglikelihood_tokens([(None, [0], [5] * (CONTEXT + 1))], disable_tqdm=True)
+    with pytest.raises(UsageError):
+        student.llm.score([0] * (CONTEXT + 2))
 
 
-@pytest.mark.parametrize("flags, code", [([], 0), (["pretrained=/nowhere"], 2)], ids=["runs", "refuses"])
-def test_lm_eval_runs_from_the_command_line(folders, tasks, tmp_path, monkeypatch, capsys, flags, code):
-    model = flags or [f"pretrained={folders / 'standard'},max_length={CONTEXT}"]
-    argv = ["--model", "swiftkv", "--model_args", *model, "--tasks", "tiny_write"]
-    argv += ["--include_path", str(tasks), "--output_path", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["lm_eval", *argv])
-    assert ours.main() == code
-    if code:
-        assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
-    else:
-        [written] = tmp_path.rglob("results_*.json")
-        assert json.loads(written.read_text())["results"]["tiny_write"]
+def test_lm_eval_runs_from_the_command_line(folders, tasks, tmp_path, monkeypatch, capsys):
+    good = f"pretrained={folders / 'standard'},max_length={CONTEXT}"
+    argv = ["--tasks", "tiny_write", "--include_path", str(tasks), "--output_path", str(tmp_path)]
+    for model, code in ((good, 0), ("pretrained=/nowhere", 2)):
+        monkeypatch.setattr(sys, "argv", ["lm_eval", "--model", "swiftkv", "--model_args", model, *argv])
+        assert ours.main() == code
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
+    [written] = tmp_path.rglob("results_*.json")
+    assert json.loads(written.read_text())["results"]["tiny_write"]

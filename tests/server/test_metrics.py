@@ -67,9 +67,8 @@ def test_vllms_names_are_there_with_its_labels(served):
 
 
 def gaps(server: Running) -> tuple[float, float]:
-    return value(server, "inter_token_latency_seconds_count"), value(
-        server, "inter_token_latency_seconds_sum"
-    )
+    name = "inter_token_latency_seconds"
+    return value(server, f"{name}_count"), value(server, f"{name}_sum")
 
 
 @pytest.mark.parametrize("n, tokens", [(1, 1), (1, 2), (1, 23), (3, 14)])

@@ -1,7 +1,6 @@
-"""Starting `serve.py --http`: a second start compiles nothing, and progress is told with the time left."""
+"""Starting `serve.py --http`: a second start compiles nothing."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,31 +29,24 @@ sys.exit(code)
 """
 
 
-def start(cache: Path) -> tuple[int, str]:
-    """(programs that were compiled, what was said) by a server that is ended as soon as it is warm."""
+def start(cache: Path) -> int:
+    """How many programs a server compiled that is ended as soon as it is warm."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", COUNTING, *SMALL]
     pipe = subprocess.PIPE
+    command = [sys.executable, "-c", COUNTING, *SMALL]
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
         assert process.stdout is not None and process.stderr is not None
-        said = ""
         try:
             for line in process.stderr:
-                said += line
                 if line.startswith("all is compiled"):
                     process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0, said
-            return int(process.stdout.read()), said
+            assert process.wait(60) == 0
+            return int(process.stdout.read())
         finally:
             process.kill()
 
 
 @pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path):
-    first, said = start(tmp_path / "cache")
-    assert first > 20
-    left = r"programs, about \d+ s left"
-    assert re.search(rf"^ready in [\d.]+ s with \d+ of \d+ {left}; the others are", said, re.M)
-    assert re.search(rf"^compiling: \d+ of \d+ {left}, \d+ s so far$", said, re.M)
-    again, said = start(tmp_path / "cache")
-    assert again == 0, said
+    assert start(tmp_path / "cache") > 20
+    assert start(tmp_path / "cache") == 0
