@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tiny_engine as tiny
 
-from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import Request, SamplingParams
 
@@ -84,7 +83,7 @@ def bits(completion) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["acrosskv", pytest.param("standard", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["acrosskv", "standard"])
 def test_batch_invariant_bfloat16_answers_are_bit_identical_in_any_batch(plan):
     """The engine has a prefix cache, and so few pages that requests wait for them."""
     prompts = tiny.prompts(np.random.default_rng(5).integers(1, 40, 12), seed=7)
@@ -120,9 +119,3 @@ def test_words_of_several_tokens_are_forbidden_in_batch_invariant_mode_too():
     params = dataclasses.replace(tiny.GREEDY, bad_words=[word])
     ((found,),) = [tiny.tokens(llm.generate([prompt], params, use_tqdm=False))]
     assert found[: at + 1] == answer[: at + 1] and word not in bytes(t for t in found if t < 128).decode()
-
-
-@pytest.mark.parametrize("other", [{"drafts": 2}, {"exit_threshold": 0.9}])
-def test_batch_invariant_mode_refuses_drafts(other):
-    with pytest.raises(UsageError, match="batch_invariant takes no draft tokens"):
-        tiny.make(batch_invariant=True, **other)

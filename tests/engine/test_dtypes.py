@@ -6,6 +6,7 @@ import types
 import jax
 import pytest
 
+from swiftkv_jax.common.errors import UsageWarning
 from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
@@ -55,12 +56,16 @@ def t4(monkeypatch):
 
 
 def test_kernels_are_chosen_for_that_dtype(t4, monkeypatch):
+    """And an LLM takes it, in float16, which a T4 computes in, or as it is named."""
     asked = []
 
     def choose(config, plan, dtype, *sizes):
         asked.append(dtype)
         return kernels.choose(config, plan, dtype, *sizes, machine=machines.CPU)
 
+    with pytest.warns(UsageWarning, match=r"float16.* 7\.5"):
+        assert LLM(DEMO / "teacher", **GREEDY).params["embed"].dtype == H
+    assert LLM(DEMO / "teacher", dtype=B, **GREEDY).model.dtype == B
     monkeypatch.setattr(validate, "choose", choose)
     validate.choose_kernels(DEMO / "teacher")
     validate.choose_kernels(DEMO / "teacher", B)

@@ -43,19 +43,15 @@ WAYS = {
 }  # fmt: skip
 
 
-LONG = (  # each part of these is in another way as well
-    "pages of 5",
-    "pages filled by the definition",
-    "pages filled at once",
-    "pages filled at once, so few that sequences are preempted",
-    "pages filled at once, guesses checked",
-)
+SLOW = (  # each part of these is in another way as well
+    "pages of 5", "pages read by the definition", "pages read a few at a time", "pages filled at once",
+    "pages filled by the definition", "pages filled at once, in chunks of 7",
+    "pages filled at once, guesses checked", "pages filled at once, so few that sequences are preempted",
+)  # fmt: skip
 
 
-@pytest.mark.slow(
-    "pages filled at once, in chunks of 7", "pages read a few at a time", "pages read by the definition"
-)
-@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in LONG else w for w in WAYS])
+@pytest.mark.slow(*SLOW)
+@pytest.mark.parametrize("way", WAYS)
 def test_greedy_tokens_are_the_definitions_however_they_are_run(way):
     """Twice: the second time from a warm prefix cache. Unused pages hold NaN."""
     llm = make(**({"num_pages": 200} | WAYS[way]))
@@ -141,12 +137,8 @@ def test_prefixes_are_shared_within_a_salt_only():
         assert llm.engine.stats.prompt_tokens - before == read
 
 
-def repeating(llm: LLM):
-    """Prompts whose greedy continuation the n-gram lookup can sometimes guess."""
-    return [p * 3 for p in tiny.prompts((4, 9, 7, 5), seed=3)]
-
-
 def test_drafts_change_no_token_greedy_or_sampled():
+    """Of prompts whose greedy continuation the n-gram lookup can sometimes guess."""
     plain, guessing = make(), make(drafts=3)
     kinds = [
         dataclasses.replace(GREEDY, max_tokens=24),
@@ -154,7 +146,7 @@ def test_drafts_change_no_token_greedy_or_sampled():
         SamplingParams(max_tokens=24, seed=6, top_k=3, logprobs=2),
         SamplingParams(max_tokens=24, temperature=0.0, repetition_penalty=1.3),
     ]
-    prompts = repeating(plain)
+    prompts = [p * 3 for p in tiny.prompts((4, 9, 7, 5), seed=3)]
     want, got = run(plain, prompts, kinds), run(guessing, prompts, kinds)
     assert tokens(got) == tokens(want)
     for a, b in zip(got[2].outputs[0].logprobs, want[2].outputs[0].logprobs, strict=True):
@@ -168,7 +160,6 @@ def test_correct_drafts_are_accepted(monkeypatch):
     llm, prompt = make(drafts=3), tiny.prompts((20,))[0]
     want = tiny.greedy(*model("acrosskv"), prompt, 16)
     whole = prompt + want
-
     for wrong in (0, 1):
         monkeypatch.setattr(
             "swiftkv_jax.engine.draft.lookup",
@@ -312,17 +303,13 @@ def test_any_number_of_stop_ids_ends_at_the_first_and_not_too_early(changes):
             out.append(int(scores.argmax()))
         return out
 
-    prompts = tiny.prompts((9, 3, 14, 6))
-    free = tokens(run(make(), prompts, dataclasses.replace(GREEDY, max_tokens=20)))
-    ends = 0
+    prompts, most = tiny.prompts((9, 3, 14, 6)), dataclasses.replace(GREEDY, max_tokens=20)
+    free, ends = tokens(run(make(), prompts, most)), 0
     for least in (0, 5):
         for many in (4, 40):  # ids of every prompt's own text are among them, the last of them first
             stops = [list(dict.fromkeys([*range(200, 200 + many), *out[6:9]]))[::-1] for out in free]
             stops = [ids[::-1] if many > 4 else ids for ids in stops]
-            rules = [
-                dataclasses.replace(GREEDY, max_tokens=20, min_tokens=least, stop_token_ids=ids)
-                for ids in stops
-            ]
+            rules = [dataclasses.replace(most, min_tokens=least, stop_token_ids=ids) for ids in stops]
             found = run(make(**changes), prompts, rules)
             for prompt, ids, output in zip(prompts, stops, found, strict=True):
                 expected = want(prompt, ids, least)
@@ -346,13 +333,8 @@ def test_a_new_prompt_is_read_after_steps_per_launch_tokens_of_the_others(steps)
     assert engine.stats.decoded_steps - before <= 2 * -(-steps // 2)
 
 
-def test_launches_update_the_pool_in_place():
-    llm = make()
-    run(llm, [[1, 2, 3]])
-    machine = llm.engine.runner
-    before = machine.cache
-    run(llm, [[4, 5, 6]])
-    assert all(x.is_deleted() for x in jax.tree.leaves(before.stores))
+def check_in_place(machine: runner.Runner) -> None:
+    """A launch of decoding gives back the buffers of its pool, and needs little beside it."""
     shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (machine.params, machine.cache))
     dtypes = (np.int32, np.int32, np.int32, bool)
     lanes = runner.Lanes(*(np.zeros(4, dtype) for dtype in dtypes), np.zeros((4, 0), np.int32))
@@ -361,29 +343,33 @@ def test_launches_update_the_pool_in_place():
         lambda x: jax.ShapeDtypeStruct((x.shape[0], 4096, *x.shape[2:]), x.dtype), shape[1].stores
     )
     big = dataclasses.replace(shape[1], stores=wide)
-    compiled = runner.decode.lower(
-        machine.model, runner.MODES[0], 4, shape[0], big, table, lanes, policy
-    ).compile()
-    pool = big.nbytes
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= pool
-    assert memory.temp_size_in_bytes < pool / 20
+    args = (machine.model, runner.MODES[0], 8, shape[0], big, table, lanes, policy)
+    memory = decode.lower(*args, exits=machine.exits).compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= big.nbytes
+    assert memory.temp_size_in_bytes < big.nbytes / 20
+
+
+def test_launches_update_the_pool_in_place():
+    llm = make()
+    run(llm, [[1, 2, 3]])
+    before = llm.engine.runner.cache
+    run(llm, [[4, 5, 6]])
+    assert all(x.is_deleted() for x in jax.tree.leaves(before.stores))
+    check_in_place(llm.engine.runner)
 
 
 @pytest.mark.slow
 def test_bias_allowed_ids_and_bad_words():
     llm, prompt = make(), tiny.prompts((9,))[0]
-    free = run(llm, [prompt])[0].outputs[0].token_ids
-    allowed = run(llm, [prompt], dataclasses.replace(GREEDY, allowed_token_ids=[65, 66]))[0].outputs[0]
-    assert set(allowed.token_ids) <= {65, 66}
-    pushed = run(llm, [prompt], dataclasses.replace(GREEDY, logit_bias={77: 100}))[0].outputs[0]
-    assert pushed.token_ids == [77] * 10
-    banned = run(llm, [prompt], dataclasses.replace(GREEDY, logit_bias={free[0]: -100}))[0].outputs[0]
-    assert free[0] not in banned.token_ids
-    never = run(
-        llm, [prompt], dataclasses.replace(GREEDY, allowed_token_ids=[65, 66], bad_words=["AB", "BB"])
-    )
-    text = bytes(never[0].outputs[0].token_ids)
+
+    def given(**rules) -> list[int]:
+        return run(llm, [prompt], dataclasses.replace(GREEDY, **rules))[0].outputs[0].token_ids
+
+    first = given()[0]
+    assert set(given(allowed_token_ids=[65, 66])) <= {65, 66}
+    assert given(logit_bias={77: 100}) == [77] * 10
+    assert first not in given(logit_bias={first: -100})
+    text = bytes(given(allowed_token_ids=[65, 66], bad_words=["AB", "BB"]))
     assert len(text) == 10 and b"AB" not in text and b"BB" not in text
 
 

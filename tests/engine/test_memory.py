@@ -14,7 +14,6 @@ from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.memory import taken, working_bytes
 from swiftkv_jax.engine.settings import empty_pools, resolve
 
-SLOW = pytest.mark.slow
 KINDS = {
     "plain": {},
     "looked up guesses": {"drafts": 3},
@@ -35,7 +34,7 @@ def make(kind: str) -> LLM:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW if KINDS[kind] else ()) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_program_takes_more_than_is_kept_for_the_largest(kind):
     """All programs of a warm-up are checked. The pools are small, so that they cannot hide anything."""
     llm = make(kind)
@@ -64,29 +63,29 @@ def test_the_pool_takes_all_that_is_left_and_no_page_more():
     llm, used, working = make("plain"), 10**6, 300_000
     wanted = dataclasses.replace(llm.settings, num_pages=None, memory_fraction=0.8)
     (two,) = empty_pools(llm.model, dataclasses.replace(wanted, num_pages=1))
-    page = two.nbytes // 2
     for room in (2, 5):
-        limit = (used + working + (room + 1.5) * page) / 0.8
+        limit = (used + working + (room + 1.5) * two.nbytes // 2) / 0.8
         found = resolve(wanted, llm.model, [Device(limit, used)], None, lambda settings: working)
         assert found.num_pages == room
-    with pytest.raises(UsageError, match=r"^0 pages of .* raise num_pages or memory_fraction"):
+    with pytest.raises(UsageError, match="num_pages"):
         resolve(wanted, llm.model, [Device(used + working, used)], None, lambda settings: working)
     named = dataclasses.replace(wanted, num_pages=7)  # then nothing is compiled to find out
     assert resolve(named, llm.model, [Device(1, 1)], None, lambda settings: 1 // 0).num_pages == 7
 
 
-@pytest.mark.parametrize("platform, refused", [("gpu", True), ("tpu", True), ("cpu", False)])
-def test_an_accelerator_without_a_memory_limit_is_not_sized_by_host_memory(platform, refused):
-    llm, device = make("plain"), Device(0, 0, platform)
-    device._stats = {"bytes_in_use": 0}
+def test_an_accelerator_without_a_memory_limit_is_not_sized_by_host_memory():
+    llm = make("plain")
     wanted = dataclasses.replace(llm.settings, num_pages=None)
-    if not refused:
-        assert resolve(wanted, llm.model, [device], None, lambda settings: 0).num_pages
-        return
-    with pytest.raises(UsageError, match=r"how much memory .* give num_pages \(--num-pages\)"):
-        resolve(wanted, llm.model, [device], None, lambda settings: 0)
     named = dataclasses.replace(wanted, num_pages=7)
-    assert resolve(named, llm.model, [device], None, lambda settings: 0).num_pages == 7
+    for platform in ("cpu", "gpu", "tpu"):
+        device = Device(0, 0, platform)
+        del device._stats["bytes_limit"]
+        if platform == "cpu":
+            assert resolve(wanted, llm.model, [device], None, lambda settings: 0).num_pages
+            continue
+        with pytest.raises(UsageError, match="--num-pages"):
+            resolve(wanted, llm.model, [device], None, lambda settings: 0)
+        assert resolve(named, llm.model, [device], None, lambda settings: 0).num_pages == 7
 
 
 @pytest.mark.parametrize("asked, of_card", [(0.9, 0.9), (0.5, 0.5), (1.0, 0.9)])
@@ -101,14 +100,11 @@ def test_a_fraction_of_a_gpu_is_of_the_card_and_counts_once(asked, of_card, monk
 
 
 def test_changed_settings_resize_the_pool_unless_num_pages_is_given():
-    model = tiny.make_model(tiny.PLANS["standard"])
-    llm = LLM.from_model(*model, tiny.Bytes(), **tiny.SIZES)
+    llm = tiny.make("standard")
     assert llm.settings.num_pages == 4 * 8  # of 8 tokens, for 4 sequences of 64
     assert llm.replace(max_num_seqs=2).settings.num_pages == 2 * 8
     assert llm.replace(page_size=7).settings.num_pages == 4 * 10
     assert llm.replace(max_queued_requests=9).settings.num_pages == 4 * 8
-    asked = LLM.from_model(*model, tiny.Bytes(), **tiny.SIZES, num_pages=20)
+    asked = tiny.make("standard", num_pages=20)
     assert asked.replace(max_num_seqs=2).settings.num_pages == 20
     assert asked.replace(num_pages=30).settings.num_pages == 30
-    with pytest.raises(UsageError, match="unknown setting 'page_sizes'; did you mean 'page_size'"):
-        llm.replace(page_sizes=8)

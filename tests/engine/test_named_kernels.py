@@ -65,8 +65,8 @@ def tokens(net, params, **settings) -> list[list[int]]:
     ("plan", "family", "fill"),
     [
         ("swiftkv", "biases", "xla"),
-        pytest.param("swiftkv", "norm of keys", "reference", marks=pytest.mark.slow),
-        pytest.param("acrosskv", "norm of keys", "xla", marks=pytest.mark.slow),
+        ("swiftkv", "norm of keys", "reference"),
+        ("acrosskv", "norm of keys", "xla"),
     ],
 )
 def test_families_and_plans_by_each_fill(plan, family, fill):
@@ -124,12 +124,13 @@ def alive() -> list[jax.Array]:
     return jax.live_arrays()
 
 
-def test_a_model_without_upper_rows_has_no_use_for_a_fill():
-    net, params = tiny.make_model(tiny.PLANS["standard"])
-    with pytest.raises(
-        UsageError, match=r"^fill 'xla' makes .* upper rows.*; this one is standard .*: give None$"
-    ):
-        LLM.from_model(net, params, **SIZES, fill="xla")
+WAYS_OUT = {
+    "a page of 8 tokens: 64, 128": ["--page-size"],
+    "float32 queries: bfloat16": ["--dtype"],
+    "float32 queries of float32 rows: bfloat16 queries, rows int8": ["--dtype", "--cache-dtype"],
+    "512 query heads of a kv head: at most 64": ["--max-num-batched-tokens"],
+    "heads 20 wide: 64, 128": [],
+}
 
 
 @pytest.mark.slow
@@ -149,38 +150,27 @@ def test_a_named_fill_keeps_the_makers_once():
     np.testing.assert_allclose(scored["xla"], scored[None], atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("reason", "flags"),
-    [
-        ("a page of 8 tokens: 64, 128", ["--page-size"]),
-        ("float32 queries: bfloat16", ["--dtype"]),
-        ("float32 queries of float32 rows: bfloat16 queries, rows int8", ["--dtype", "--cache-dtype"]),
-        ("512 query heads of a kv head: at most 64", ["--max-num-batched-tokens"]),
-        ("heads 20 wide: 64, 128", []),
-    ],
-)
-def test_a_refusal_says_which_flag_a_user_can_change(reason, flags, monkeypatch):
-    refusing = Implementation(lambda *_, **__: None, lambda *_, **__: reason)
-    monkeypatch.setitem(PAGED_ATTENTION, "refusing", refusing)
-    with pytest.raises(UsageError) as raised:
-        LLM.from_model(*tiny.make_model(tiny.PLANS["acrosskv"]), **SIZES, attention="refusing")
-    said, _, way_out = str(raised.value).rpartition("; ")
-    assert said == f"paged_attention: refusing does not support {reason}"
-    assert re.findall(r"--[\w-]+", way_out) == [*flags, "--kernels"]
-
-
-def test_cudnn_scores_on_a_gpu_alone():
-    net, params = tiny.make_model(tiny.PLANS["acrosskv"])
-    with pytest.raises(UsageError, match="causal_attention: cudnn needs a gpu, this is cpu: reference, xla"):
-        LLM.from_model(net, params, **SIZES, scoring="cudnn")
+def test_a_refusal_says_which_flag_a_user_can_change(monkeypatch):
+    for reason, flags in WAYS_OUT.items():
+        refusing = Implementation(lambda *_, **__: None, lambda *_, reason=reason, **__: reason)
+        monkeypatch.setitem(PAGED_ATTENTION, "refusing", refusing)
+        with pytest.raises(UsageError) as raised:
+            LLM.from_model(*tiny.make_model(tiny.PLANS["acrosskv"]), **SIZES, attention="refusing")
+        said, _, way_out = str(raised.value).rpartition("; ")
+        assert reason in said and re.findall(r"--[\w-]+", way_out) == [*flags, "--kernels"]
 
 
 def test_kernels_that_score_run_on_one_device():
+    """And cuDNN's on a GPU; a model without upper rows has no use for a fill."""
     net, params = tiny.make_model(tiny.PLANS["acrosskv"])
     settings = dataclasses.replace(LLM.from_model(net, params).settings, scoring="cudnn")
-    with pytest.raises(UsageError, match=r"scoring 'cudnn' runs on one device, .* on 4: reference, xla"):
+    with pytest.raises(UsageError, match="scoring"):
         resolve(settings, net, jax.devices() * 4)
     assert resolve(dataclasses.replace(settings, scoring="xla"), net, jax.devices() * 4).scoring == "xla"
+    with pytest.raises(UsageError, match="causal_attention"):
+        LLM.from_model(net, params, **SIZES, scoring="cudnn")
+    with pytest.raises(UsageError, match="fill"):
+        LLM.from_model(*tiny.make_model(tiny.PLANS["standard"]), **SIZES, fill="xla")
 
 
 @pytest.mark.parametrize("fill", [None, "xla"])
@@ -203,8 +193,6 @@ def test_attention_is_named_by_kind_of_call():
     both = ByKind.named("decode=xla, chunk=reference")
     assert (both.of(1), both.of(ByKind.FEW), both.of(ByKind.FEW + 1)) == ("xla", "xla", "reference")
     assert ByKind.named("xla") == ByKind("xla", "xla") and ByKind.named("chunk=xla") == ByKind(None, "xla")
-    for wrong in ("prefill=xla", "decode=", "decode=xla,reference"):
-        with pytest.raises(UsageError, match=r"give NAME, or decode=NAME,chunk=NAME"):
+    for wrong in ("prefill=xla", "decode=", "decode=xla,reference", "decode=zla"):
+        with pytest.raises(UsageError, match="attention"):
             Settings(max_model_len=8, attention=wrong)
-    with pytest.raises(UsageError, match=r"attention .*'zla'"):
-        Settings(max_model_len=8, attention="decode=zla")

@@ -73,18 +73,18 @@ def make(plan: str = "standard", tail: int = 1, **changes) -> LLM:
     return LLM.from_model(*pair(plan, tail), tiny.Bytes(), **(tiny.SIZES | changes))
 
 
+def of_two(base, params, auxiliary=None, own=None) -> tuple[Predicted, dict]:
+    """A base and an auxiliary of as many rows, by default itself, whose rows it takes as they are."""
+    model = Predicted(base, auxiliary or base, Prediction(tuple(range(tiny.LAYERS))))
+    return model, {"base": params, "auxiliary": own or params, "predictor": predict.identity(model)}
+
+
 def poison(llm: LLM) -> None:
     """NaN in every page of both pools."""
     tiny.poison(llm)
     reader = llm.engine.runner.reader
     stores = jax.tree.map(lambda x: x * jnp.nan, reader.cache.stores)
     reader.cache = dataclasses.replace(reader.cache, stores=stores)
-
-
-@pytest.mark.slow
-def test_prediction_changes_what_is_served():
-    """Else the tests below would hold of any engine."""
-    assert sum(a != b for a, b in zip(wanted(), tiny.definition("standard"), strict=True)) >= 4
 
 
 @pytest.mark.slow("standard", "swiftkv")
@@ -94,6 +94,8 @@ def test_tokens_are_those_of_the_definition_over_pages_of_nan(plan):
     llm = make(plan)
     poison(llm)
     assert tiny.tokens(tiny.run(llm)) == wanted(plan)
+    differ = sum(a != b for a, b in zip(wanted(plan), tiny.definition(plan), strict=True))
+    assert differ >= 4, "else this would hold of any engine"
     assert tiny.all_free(llm.engine)
 
 
@@ -102,10 +104,10 @@ def test_tokens_are_those_of_the_definition_over_pages_of_nan(plan):
     "changes",
     [
         {"max_num_batched_tokens": 7},
-        pytest.param({"max_num_seqs": 1}, marks=pytest.mark.slow),
-        pytest.param({"page_size": 3, "max_num_batched_tokens": 64}, marks=pytest.mark.slow),
-        pytest.param({"prefix_caching": False, "steps_per_launch": 1}, marks=pytest.mark.slow),
-        pytest.param({"drafts": 3}, marks=pytest.mark.slow),
+        {"max_num_seqs": 1},
+        {"page_size": 3, "max_num_batched_tokens": 64},
+        {"prefix_caching": False, "steps_per_launch": 1},
+        {"drafts": 3},
     ],
     ids="_".join,
 )
@@ -160,12 +162,11 @@ def test_a_page_with_a_token_of_the_tail_is_not_shared():
 @pytest.mark.slow
 def test_completions_of_one_prompt_share_what_the_auxiliary_read():
     params = SamplingParams(temperature=0.8, max_tokens=8, n=3, seed=11, ignore_eos=True)
-    prompt = tiny.prompts((21,), seed=2)[0]
-    together = make().generate([prompt], params, use_tqdm=False)[0]
+    prompt = tiny.prompts((21,), seed=2)
+    (together,) = tiny.run(make(), prompt, params)
     for child, output in enumerate(together.outputs):
         one = dataclasses.replace(params, n=1, seed=11 + child)
-        alone = make(prefix_caching=False).generate([prompt], one, use_tqdm=False)[0]
-        assert output.token_ids == alone.outputs[0].token_ids
+        assert tiny.tokens(tiny.run(make(prefix_caching=False), prompt, one)) == [output.token_ids]
 
 
 @pytest.mark.slow
@@ -247,15 +248,8 @@ def test_three_hundred_prompts_in_any_company_are_answered_as_alone(plan, tail):
 
 
 def test_a_base_that_is_its_own_auxiliary_answers_as_it_does_alone():
-    own_words(40)
-
-
-def own_words(count: int) -> None:
-    base, params = tiny.model("standard")
-    model = Predicted(base, base, Prediction(tuple(range(tiny.LAYERS))))
-    parts = {"base": params, "auxiliary": params, "predictor": predict.identity(model)}
-    llm = LLM.from_model(model, parts, tiny.Bytes(), **tiny.SIZES)
-    prompts = tiny.prompts(np.random.default_rng(1).integers(1, 50, count), seed=7)
+    llm = LLM.from_model(*of_two(*tiny.model("standard")), tiny.Bytes(), **tiny.SIZES)
+    prompts = tiny.prompts(np.random.default_rng(1).integers(1, 50, 40), seed=7)
     want = tiny.tokens(tiny.run(tiny.make("standard"), prompts))
     assert tiny.tokens(tiny.run(llm, prompts)) == want
 
@@ -296,34 +290,25 @@ def test_models_that_differ_in_any_part_share_no_pages():
 
 
 def test_unsupported_requests_and_settings_are_refused():
-    with pytest.raises(UsageError, match="prompt_logprobs need a tail of 1 token; this model's is 2"):
-        make(tail=2).generate([[1, 2, 3]], SamplingParams(prompt_logprobs=1), use_tqdm=False)
-    with pytest.raises(UsageError, match="a tail of 2 tokens"):
-        make(tail=2).score([1, 2, 3])
-    with pytest.raises(UsageError, match="scoring 'xla' reads prompts by one model"):
-        make(scoring="xla")
-    with pytest.raises(UsageError, match="drafter 'exit' needs an exit head"):
-        make(drafts=1, drafter="exit")
-    base, params = tiny.model("standard")
-    short, short_params = tiny.make_model(KVPlan.standard(4), max_position_embeddings=32)
-    model = Predicted(base, short, Prediction((0, 1, 2, 3)))
-    parts = {"base": params, "auxiliary": short_params, "predictor": predict.identity(model)}
-    assert LLM.from_model(model, parts).settings.max_model_len == 32
-    with pytest.raises(UsageError, match=r"auxiliary's context, must be in \[1, 32\], not 64"):
-        LLM.from_model(model, parts, max_model_len=64)
-
-
-@pytest.mark.parametrize("asked", [{"fill": "xla"}, {"kernels": "fill=xla"}], ids=["fill", "kernels"])
-def test_a_fill_for_the_auxiliary_is_refused_and_one_for_the_base_is_not(asked):
-    """Two students: what makes the base's upper rows by name cannot make the auxiliary's."""
-    student, params = tiny.model("swiftkv")
-    model = Predicted(student, student, Prediction(tuple(range(tiny.LAYERS))))
-    parts = {"base": params, "auxiliary": params, "predictor": predict.identity(model)}
-    with pytest.raises(UsageError, match=r"fill .*xla' cannot make the auxiliary's .* name no fill"):
-        LLM.from_model(model, parts, **tiny.SIZES, **asked)
-    with pytest.raises(UsageError, match="cannot make the auxiliary's upper rows"):
-        LLM.from_model(model, parts, **tiny.SIZES).replace(**asked)
-    assert make("swiftkv", **asked).settings.fill == "xla"
+    """Of two students, what makes the base's upper rows by name cannot make the auxiliary's."""
+    scored = SamplingParams(prompt_logprobs=1)
+    short = of_two(*tiny.model("standard"), *tiny.make_model(KVPlan.standard(4), max_position_embeddings=32))
+    assert LLM.from_model(*short).settings.max_model_len == 32
+    students = of_two(*tiny.model("swiftkv"))
+    for name, asked in (
+        ("prompt_logprobs", lambda: make(tail=2).generate([[1, 2, 3]], scored, use_tqdm=False)),
+        ("tail", lambda: make(tail=2).score([1, 2, 3])),
+        ("scoring", lambda: make(scoring="xla")),
+        ("drafter", lambda: make(drafts=1, drafter="exit")),
+        ("context", lambda: LLM.from_model(*short, max_model_len=64)),
+        ("fill", lambda: LLM.from_model(*students, **tiny.SIZES, fill="xla")),
+        ("fill", lambda: LLM.from_model(*students, **tiny.SIZES, kernels="fill=xla")),
+        ("fill", lambda: LLM.from_model(*students, **tiny.SIZES).replace(fill="xla")),
+    ):
+        with pytest.raises(UsageError, match=name):
+            asked()
+    for asked in ({"fill": "xla"}, {"kernels": "fill=xla"}):
+        assert make("swiftkv", **asked).settings.fill == "xla"
 
 
 def test_ids_that_the_auxiliary_has_no_embedding_of_are_refused():
@@ -333,7 +318,7 @@ def test_ids_that_the_auxiliary_has_no_embedding_of_are_refused():
     model = Predicted(base, small, Prediction((0, 0, 1, 1)))
     parts = {"base": params, "auxiliary": small_params, "predictor": pair()[1]["predictor"]}
     llm = LLM.from_model(model, parts, tiny.Bytes(), **tiny.SIZES)
-    with pytest.raises(UsageError, match=r"token id 256 is outside the vocabulary \[0, 256\)"):
+    with pytest.raises(UsageError, match="256"):
         llm.generate([[1, 256, 3]], use_tqdm=False)
-    with pytest.raises(UsageError, match=r"token id 257 is outside the vocabulary \[0, 256\)"):
+    with pytest.raises(UsageError, match="257"):
         llm.score([1, 257])

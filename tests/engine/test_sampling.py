@@ -37,45 +37,32 @@ def random_logits(lanes: int = 32, vocab: int = 300, seed: int = 0):
 
 
 FILTERS = [
-    {"top_k": 1},
-    {"top_k": 7},
-    {"top_k": 299},
-    {"top_k": 5000},
-    {"top_p": 0.01},
-    {"top_p": 0.5},
-    {"top_p": 0.97},
-    {"min_p": 0.02},
-    {"min_p": 1.0},
-    {"min_p": 0.01, "top_k": 20},
-    {"top_k": 40, "top_p": 0.7},
+    *({"top_k": k} for k in (1, 7, 299, 5000)),
+    *({"top_p": p} for p in (0.01, 0.5, 0.97)),
+    *({"min_p": 0.02}, {"min_p": 1.0}, {"min_p": 0.01, "top_k": 20}, {"top_k": 40, "top_p": 0.7}),
     {"min_p": 0.005, "top_k": 30, "top_p": 0.9},
 ]
 
 
-@pytest.mark.parametrize("wanted", FILTERS, ids=str)
-def test_filters_keep_exactly_what_transformers_keeps(wanted):
+def test_filters_keep_exactly_what_transformers_keeps():
     torch = pytest.importorskip("torch")
     from transformers.generation import logits_process as hf
 
     logits = random_logits()
-    theirs = torch.tensor(np.asarray(logits))
-    for name, make in (
-        ("min_p", hf.MinPLogitsWarper),
-        ("top_k", hf.TopKLogitsWarper),
-        ("top_p", hf.TopPLogitsWarper),
-    ):
-        theirs = make(wanted[name])(None, theirs) if name in wanted else theirs
-    got = sampling.kept(logits, policy(len(logits), **wanted))
-    np.testing.assert_array_equal(np.asarray(got), np.isfinite(theirs.numpy()))
+    warpers = {"min_p": hf.MinPLogitsWarper, "top_k": hf.TopKLogitsWarper, "top_p": hf.TopPLogitsWarper}
+    for wanted in FILTERS:
+        theirs = torch.tensor(np.asarray(logits))
+        for name, make in warpers.items():
+            theirs = make(wanted[name])(None, theirs) if name in wanted else theirs
+        got = np.asarray(sampling.kept(logits, policy(len(logits), **wanted)))
+        np.testing.assert_array_equal(got, np.isfinite(theirs.numpy()), str(wanted))
 
 
 def test_each_lane_has_its_own_filter_and_neutral_ones_keep_all():
+    """The order of tied tokens does not matter."""
     logits = random_logits(4)
     both = sampling.kept(logits, policy(4, top_k=[0, 3, 0, 0], top_p=[1, 1, 0.3, 1], min_p=[0, 0, 0, 0]))
     assert both.sum(1)[0] == both.sum(1)[3] == 300 and both.sum(1)[1] == 3 and 0 < both.sum(1)[2] < 30
-
-
-def test_the_order_of_tied_tokens_does_not_matter():
     logits = jnp.asarray([[1.0, 2.0, 2.0, 0.0, -0.0, 2.0]])
     assert sampling.kept(logits, policy(1, top_k=2)).tolist() == [[False, True, True, False, False, True]]
     assert sampling.kept(logits, policy(1, top_k=5)).all()  # 0.0 and -0.0 are one number

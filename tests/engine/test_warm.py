@@ -142,7 +142,7 @@ def test_a_warm_up_ends_where_all_is_compiled_before_the_first_look(fails, monke
     def compiled(call) -> None:
         keys.append(programs[len(keys)])
         if keys[-1] == fails:
-            raise ValueError("the compiler gave up")
+            raise ValueError
         compile_one(call)
 
     monkeypatch.setattr(warm, "_compile", compiled)
@@ -160,13 +160,13 @@ def test_a_program_that_cannot_be_compiled_is_done_without_if_the_others_can(nee
     def failing(call) -> None:
         calls.append(call)
         if len(calls) == (1 if needed else 5):
-            raise ValueError("the compiler gave up")
+            raise ValueError
         compile_one(call)
 
     monkeypatch.setattr(warm, "_compile", failing)
     llm = make("plain")
     if needed:
-        with pytest.raises(ValueError, match="gave up"):
+        with pytest.raises(ValueError):
             llm.engine.begin_warm_up()
         return
     llm.engine.begin_warm_up()
@@ -215,12 +215,8 @@ def test_several_processes_launch_new_programs_in_one_order(in_order, monkeypatc
 
 def test_with_several_processes_no_program_is_left_out(monkeypatch):
     fakes = Fakes(monkeypatch)
-
-    def fails(call) -> None:
-        raise ValueError("the compiler gave up")
-
-    monkeypatch.setattr(warm, "_compile", fails)
-    with pytest.raises(ValueError, match="gave up"):
+    monkeypatch.setattr(warm, "_compile", lambda call: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
         warm.WarmUp(fakes.programs, set(), in_order=True).take()
 
 
