@@ -15,9 +15,7 @@ from bucket_made import put, served
 from tiny_models import tiny
 
 import swiftkv_jax as skv
-from benchmarks.papers.compare import __main__ as compare
 from swiftkv_jax.checkpoint.training import Checkpointer
-from swiftkv_jax.cli import convert, distil, plan
 from swiftkv_jax.cli import train as training
 from swiftkv_jax.distill.data.loader import DataLoader
 from swiftkv_jax.distill.data.sources import open_documents
@@ -57,7 +55,7 @@ def equal(one, other) -> bool:
 
 @pytest.mark.slow
 def test_a_run_in_a_bucket_is_that_of_a_folder_and_goes_on_from_there(
-    teacher, buckets, tmp_path, monkeypatch, capsys
+    teacher, buckets, tmp_path, monkeypatch
 ):
     """Its model and its data lie in the bucket too, and its export is loaded from there."""
     texts = made.texts(tmp_path / "rows.jsonl", 60)
@@ -70,40 +68,32 @@ def test_a_run_in_a_bucket_is_that_of_a_folder_and_goes_on_from_there(
     words = ["--config", str(there), "--out", RUN]
     assert training.main(["--config", str(here), "--out", str(tmp_path / "run")]) == 0
     following = DataLoader.__next__
+
+    def ends(self):
+        if self._step == 5:
+            raise OSError(5, "the network is gone")
+        return following(self)
+
+    def rows(raw: bytes) -> list[dict]:
+        return [json.loads(line) for line in raw.splitlines()]
+
     with monkeypatch.context() as patch:
-
-        def ends(self):
-            if self._step == 5:
-                raise OSError(5, "the network is gone")
-            return following(self)
-
         patch.setattr(DataLoader, "__next__", ends)
         assert training.main(words) == 1
-    metrics = [json.loads(line) for line in buckets["bucket/runs/small/metrics.jsonl"][1].splitlines()]
-    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows(buckets["bucket/runs/small/metrics.jsonl"][1])] == [1, 2, 3, 4, 5]
     assert Checkpointer(f"{RUN}/checkpoints").steps() == [3, 5]
-    capsys.readouterr()
-    assert training.main(words) == 2 and f"{RUN} already holds a run" in capsys.readouterr().err
-    assert training.main([*words, "--set", "steps=9", "--resume"]) == 2
-    assert f"{RUN}/config.json belongs to another run: steps is 8" in capsys.readouterr().err
+    assert training.main(words) == 2 == training.main([*words, "--set", "steps=9", "--resume"])
     assert training.main([*words, "--resume"]) == 0
-    said = capsys.readouterr().out
-    assert "resumed from step 5" in said and f"model in {RUN}/export" in said
-    want = skv.from_pretrained(tmp_path / "run" / "export")
-    got = skv.from_pretrained(f"{RUN}/export")
+    want, got = (skv.from_pretrained(f"{home}/export") for home in (tmp_path / "run", RUN))
     assert got[0].plan == want[0].plan and equal(got[1], want[1])
-    losses = [
-        {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
-        for lines in (
-            buckets["bucket/runs/small/metrics.jsonl"][1].splitlines(),
-            (tmp_path / "run" / "metrics.jsonl").read_text().splitlines(),
-        )
-    ]
+    metrics = (
+        buckets["bucket/runs/small/metrics.jsonl"][1],
+        (tmp_path / "run" / "metrics.jsonl").read_bytes(),
+    )
+    losses = [{row["step"]: row["loss"] for row in rows(raw) if "loss" in row} for raw in metrics]
     assert losses[0] == losses[1] and len(losses[0]) == 8
-    names = {
-        name.removeprefix("bucket/runs/small/").partition("/")[0] for name in buckets if "/runs/" in name
-    }
-    assert names == {path.name for path in (tmp_path / "run").iterdir()}
+    ours = (name.removeprefix("bucket/runs/small/") for name in buckets if "/runs/" in name)
+    assert {name.partition("/")[0] for name in ours} == {path.name for path in (tmp_path / "run").iterdir()}
 
 
 def test_a_damaged_checkpoint_in_a_bucket_is_rejected(buckets):
@@ -130,21 +120,6 @@ def test_a_model_is_saved_in_a_bucket_and_read_again_when_it_changes(buckets, tm
     assert sorted(buckets) == [outside, *want] and not list(tmp_path.rglob("escaped.json"))
 
 
-@pytest.mark.slow
-def test_convert_and_distil_write_into_a_bucket(teacher, buckets, tmp_path, capsys):
-    texts, fewer = made.texts(tmp_path / "rows.jsonl"), ["--split", "2", "--length", "16"]
-    words = [str(teacher), *fewer, "--init", "fold", "--text", texts, "--out", "gs://bucket/student"]
-    assert convert.main(words) == 0 == convert.main(words), "an earlier student may be replaced"
-    assert "serve gs://bucket/student --http" in capsys.readouterr().out
-    assert plan.main(["gs://bucket/student"]) == 2 and "already a student" in capsys.readouterr().err
-    few = ["--set", "plan.init_tokens=400", "--set", "evaluation_batches=1", "--steps", "1"]
-    assert distil.main([str(teacher), *fewer, *few, "--data", texts, "--out", RUN]) == 0
-    assert f"quality and costs: {RUN}/report.md" in capsys.readouterr().out
-    for url in ("gs://bucket/student", f"{RUN}/export"):
-        assert skv.from_pretrained(url)[0].plan == skv.KVPlan.swiftkv(4, 2)
-    assert {"bucket/student/README.md", "bucket/runs/small/report.md"} <= buckets.keys()
-
-
 def test_documents_in_a_bucket_are_those_of_files(tmp_path):
     rows = [{"id": f"d{i}", "text": f"text {i}"} for i in range(5)]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
@@ -166,26 +141,3 @@ def test_documents_in_a_bucket_are_those_of_files(tmp_path):
         assert [d.place.removeprefix("gs://bucket/data") for d in got] == [
             d.place.removeprefix(str(folder)) for d in want
         ]
-
-
-def test_what_takes_no_bucket_and_what_is_not_there_is_one_line(teacher, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    texts = made.texts(tmp_path / "rows.jsonl")
-    data = [str(teacher), "--split", "2", "--data"]
-    for command, words, said in (
-        (compare.main, ["--model", str(teacher), "--out", "gs://bucket/x"], "is no folder or file here"),
-        (training.main, ["--config", "tiny", "--out", "s3://bucket/x"], "gs://"),
-        (distil.main, [*data, "gs://bucket/none", "--out", str(tmp_path / "out")], "does not exist"),
-        (plan.main, ["gs://bucket/none"], "no such folder or file: gs://bucket/none"),
-    ):
-        assert command(words) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ") and error.count("\n") == 1 and said in error, error
-    monkeypatch.setattr("fsspec.get_filesystem_class", _missing)
-    assert distil.main([*data, texts, "--out", RUN]) == 2
-    assert "pip install 'swiftkv-jax[gcs]'" in capsys.readouterr().err
-    assert not [path for path in tmp_path.iterdir() if ":" in path.name]
-
-
-def _missing(_protocol):
-    raise ImportError("Please install gcsfs to access Google Storage")

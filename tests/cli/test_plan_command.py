@@ -13,8 +13,7 @@ import pytest
 
 import swiftkv_jax as skv
 from swiftkv_jax.analysis.flops import CHIPS, cache_bytes_per_token, flops_table
-from swiftkv_jax.cli import convert, plan, splits, untrained
-from swiftkv_jax.distill.config import PlanConfig
+from swiftkv_jax.cli import plan, splits, untrained
 from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.distill.step import prepare
 from swiftkv_jax.text.tokenizer import load_tokenizer
@@ -26,18 +25,16 @@ DEMO = str(ROOT / "demo" / "teacher")
 
 def test_a_config_alone_gives_the_figures_of_the_table(tmp_path, capsys):
     (tmp_path / "config.json").write_bytes(LLAMA.read_bytes())
-    assert (
-        plan.main([str(tmp_path), "--split", "16", "--split", "20", "--share", "2", "--context", "4096"]) == 0
-    )
+    words = ["--split", "16", "--split", "20", "--share", "2", "--context", "4096"]
+    assert plan.main([str(tmp_path), *words]) == 0
     said, error = capsys.readouterr()
-    assert not error and "32 layers, 8.03 B parameters, 14.96 GiB in bfloat16" in said
+    assert not error and "8.03 B parameters" in said
     config = skv.ModelConfig.from_hf(LLAMA)
+    whole = cache_bytes_per_token(config)
     for split in (16, 20):
         tables = [flops_table(config, p, 4096) for p in (skv.KVPlan.swiftkv(32, split, 2), None)]
         flops, full = (sum(table[name] for name in ("kv", "qo", "mlp", "attention")) for table in tables)
-        cache = cache_bytes_per_token(config, skv.KVPlan.swiftkv(32, split, 2)) / cache_bytes_per_token(
-            config
-        )
+        cache = cache_bytes_per_token(config, skv.KVPlan.swiftkv(32, split, 2)) / whole
         line = next(line for line in said.splitlines() if re.match(rf" +{split} ", line))
         assert line.split() == [str(split), f"{flops / full:.1%}", f"{cache:.0%}"]
 
@@ -71,41 +68,33 @@ def test_training_bytes_equal_the_arrays_that_prepare_returns(tmp_path):
     assert plan.training_bytes(model.config, 2) == 4 * floats + sum(kept.values())
 
 
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        (["nowhere"], "no model nowhere: give a folder"),
-        ([DEMO, "--split", "8"], "--split must be in [1, 7], not 8"),
-        ([DEMO, "--share", "0"], "--share must be in [1, 8], not 0"),
-        ([DEMO, "--context", "4096"], "--context must be in [1, 2048], not 4096"),
-        ([DEMO, "--context", "0"], "--context must be in [1, 2048], not 0"),
-        ([DEMO, "--topology", "h100:1x1x1"], "--compile-serving and --topology go together"),
-        ([DEMO, "--splits", "4"], "unrecognized arguments: --splits; did you mean '--split'?"),
-        ([], "the following arguments are required: MODEL"),
-    ],
-)
-def test_invalid_arguments_are_refused_in_a_line(words, said, capsys):
-    assert plan.main(words) == 2
-    out, error = capsys.readouterr()
-    assert not out and error.count("\n") == 1 and said in error
-
-
-def test_a_student_and_a_text_without_weights_are_refused(tmp_path, capsys):
-    raw = json.loads(LLAMA.read_text())
-    student = tmp_path / "student"
-    student.mkdir()
-    raw |= {"model_type": "llama_swiftkv", "num_key_value_layers": 16}
-    (student / "config.json").write_text(json.dumps(raw))
-    assert plan.main([str(student)]) == 2
-    assert "is already a student" in capsys.readouterr().err
-    assert plan.main([str(LLAMA), "--text", str(ROOT / "README.md")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_invalid_arguments_are_refused_in_a_line(tmp_path, capsys):
+    raw = json.loads(LLAMA.read_text()) | {"model_type": "llama_swiftkv", "num_key_value_layers": 16}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    for words, name in (
+        (["nowhere"], "nowhere"),
+        ([DEMO, "--split", "8"], "--split"),
+        ([DEMO, "--share", "0"], "--share"),
+        ([DEMO, "--context", "4096"], "--context"),
+        ([DEMO, "--context", "0"], "--context"),
+        ([DEMO, "--topology", "h100:1x1x1"], "--topology"),
+        ([DEMO, "--splits", "4"], "--split"),
+        ([str(tmp_path)], "student"),
+        ([str(LLAMA), "--text", str(ROOT / "README.md")], "weights"),
+        ([], "MODEL"),
+    ):
+        assert plan.main(words) == 2
+        out, error = capsys.readouterr()
+        assert not out and error.count("\n") == 1 and name in error, words
 
 
 def test_the_untrained_cost_is_that_of_the_student_itself(tmp_path):
     """The last split costs nothing; earlier costs follow from the converted student's logits in float64."""
     folder = made.teacher(tmp_path / "teacher")
-    with on_texts(str(folder), made.texts(tmp_path / "rows.jsonl"), tmp_path, 2048) as trial:
+    sources = (made.texts(tmp_path / "rows.jsonl"),)
+    data = DataConfig(sources=sources, seq_len=512, batch_size=1, long_documents="fill")
+    experiment = untrained.on_tokens(folder, *untrained.apart(data, tmp_path), 2048)
+    with untrained.opened(experiment, load_tokenizer(folder), lambda line: None) as trial:
         trial = dataclasses.replace(trial, fit=[])  # too few tokens to fit on: "fold"
         figures = trial.by_split([2, 3], lambda line: None)
         teacher, params = trial.loaded[0]
@@ -119,20 +108,12 @@ def test_the_untrained_cost_is_that_of_the_student_itself(tmp_path):
     assert figures[2]["agreement"] == pytest.approx((own.argmax(-1) == his.argmax(-1)).mean(), abs=1e-9)
 
 
-def on_texts(folder: str, texts: str, scratch: Path, tokens: int):
-    """A trial of a folder on some texts, as `plan --text` opens it."""
-    data = DataConfig(sources=(texts,), seq_len=512, batch_size=1, long_documents="fill")
-    experiment = untrained.on_tokens(Path(folder), *untrained.apart(data, scratch), tokens)
-    return untrained.opened(experiment, load_tokenizer(folder), lambda line: None)
-
-
 def evaluated(model, params, batches) -> tuple[np.ndarray, np.ndarray]:
     """(log probabilities [n, V] float64, targets [n]) of every prediction that counts, segment by segment."""
     apply, sure, targets = jax.jit(model.apply), [], []
     for batch in batches:
-        for tokens, segments, aims in zip(
-            *(np.asarray(x) for x in (batch.tokens, batch.segments, batch.targets)), strict=True
-        ):
+        arrays = (np.asarray(x) for x in (batch.tokens, batch.segments, batch.targets))
+        for tokens, segments, aims in zip(*arrays, strict=True):
             for number in range(1, segments.max() + 1):
                 (at,) = np.nonzero(segments == number)
                 padded = np.pad(tokens[at], (0, len(tokens) - len(at)))
@@ -140,20 +121,6 @@ def evaluated(model, params, batches) -> tuple[np.ndarray, np.ndarray]:
                 sure.append(x[: len(at) - 1] - np.logaddexp.reduce(x[: len(at) - 1], axis=-1, keepdims=True))
                 targets.append(aims[at[:-1]])
     return np.concatenate(sure), np.concatenate(targets)
-
-
-@pytest.mark.slow
-def test_plan_and_convert_report_the_same_untrained_quality(tmp_path, monkeypatch):
-    """The same text, the same tokens, solved by least squares."""
-    monkeypatch.setattr(convert, "HELD_OUT_TOKENS", 8192)
-    with on_texts(DEMO, str(convert.CORPUS), tmp_path, 4 * 8192) as trial:
-        found = trial.by_split([4], lambda line: None)[4]
-    told = convert.convert(
-        DEMO, PlanConfig(split=4, init="least_squares", init_tokens=3 * 8192), tmp_path / "out"
-    )
-    assert found["kl"] == pytest.approx(told["kl"], rel=1e-3) and found["tokens"] == told["tokens"]
-    assert found["gap"] == pytest.approx(told["gap"], abs=1e-5)
-    assert found["agreement"] == pytest.approx(told["agreement"], abs=1e-3)
 
 
 def test_auto_takes_the_earliest_good_split_from_half_depth_on():

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import huggingface_hub
 import made
 import pytest
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.errors import LocalTokenNotFoundError
 
 import swiftkv_jax as skv
 from swiftkv_jax.cli import push
@@ -54,15 +53,6 @@ def run(tmp_path_factory) -> Path:
     return out / "run"
 
 
-def test_an_export_is_uploaded_to_a_repository_that_is_made_for_it(run, hub, capsys):
-    assert push.main([str(run / "export"), "me/student"]) == 0
-    assert hub.calls == [
-        ("create_repo", "me/student", False, True),
-        ("upload_folder", "me/student", run / "export", None),
-    ]
-    assert "uploaded: https://huggingface.co/me/student/commit/1" in capsys.readouterr().out
-
-
 def test_push_creates_a_private_repository_and_a_branch(run, hub):
     assert push.main([str(run / "export"), "me/student", "--private", "--revision", "v2"]) == 0
     assert hub.calls == [
@@ -73,44 +63,21 @@ def test_push_creates_a_private_repository_and_a_branch(run, hub):
 
 
 def test_a_folder_that_is_no_export_is_refused_before_the_hub_is_asked(run, hub, tmp_path, capsys):
-    cases = {
-        run: f"did you mean {run / 'export'}?",
-        run.parent / "teacher": "it holds a plain model, without a card",
-        tmp_path: "it has no config.json beside weights",
-        tmp_path / "nowhere": "it has no config.json beside weights",
-    }
-    for folder, said in cases.items():
+    for folder in (run, run.parent / "teacher", tmp_path, tmp_path / "nowhere"):
         assert push.main([str(folder), "me/student"]) == 2
-        error = capsys.readouterr().err
-        assert said in error and error.count("\n") == 1
+        assert capsys.readouterr().err.count("\n") == 1
     assert not hub.calls
-
-
-def test_a_plain_model_with_our_card_and_an_adapter_are_exports(run, tmp_path):
-    plain = made.teacher(tmp_path / "plain")
-    (plain / "README.md").write_text("---\nlibrary_name: swiftkv-jax\n---\n")
-    push.check_export(plain)
+    (run.parent / "teacher" / "README.md").write_text("---\nlibrary_name: swiftkv-jax\n---\n")
+    push.check_export(run.parent / "teacher")  # a plain model with our card
     (tmp_path / "kv_prediction.json").write_text(json.dumps({"format": 1}))
-    push.check_export(tmp_path)
-
-
-REFUSED = httpx.Response(403, request=httpx.Request("POST", "https://huggingface.co/api/repos/create"))
-BROKEN = httpx.Response(500, request=REFUSED.request)
+    push.check_export(tmp_path)  # an adapter
 
 
 @pytest.mark.parametrize(
-    "error, said, advice",
-    [
-        (LocalTokenNotFoundError("Token is required (`token=True`),\nbut none"), "Token is required", True),
-        (HfHubHTTPError("403 Forbidden: no right\nmore", response=REFUSED), "403 Forbidden: no right", True),
-        (HfHubHTTPError("500 Server Error", response=BROKEN), "500 Server Error", False),
-        (ConnectionError("no network"), "no network", False),
-    ],
-    ids=["no token", "no right", "server", "network"],
+    "error", [LocalTokenNotFoundError("none,\nat all"), ConnectionError("no network")], ids=type
 )
-def test_a_refusal_by_the_hub_is_one_line(run, error, said, advice, monkeypatch, capsys):
+def test_a_refusal_by_the_hub_is_one_line(run, error, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub(error))
     assert push.main([str(run / "export"), "me/student"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"error: cannot push to me/student: {said}") and told.count("\n") == 1
-    assert ("hf auth login" in told) == advice
+    assert told.startswith("error: ") and told.count("\n") == 1

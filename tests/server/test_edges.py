@@ -320,7 +320,8 @@ def test_sentencepieces_tokens_joined_are_the_text(pieces):
 
 def test_tokens_of_the_same_text_are_all_among_the_likeliest():
     entry = {t: Logprob(logprob=-t / 4, rank=t, decoded_token=text) for t, text in enumerate("aaba", 1)}
-    output = CompletionOutput(0, "a", [1], None, [entry], None, None)
+    ended = dict.fromkeys(("cumulative_logprob", "finish_reason", "stop_reason"))
+    output = CompletionOutput(index=0, text="a", token_ids=[1], logprobs=[entry], **ended)
     [top] = answers.CompletionShape("x", "m", "f").choice(0, output, True)["logprobs"]["top_logprobs"]
     assert top == {"a": -0.25, "token_id:2": -0.5, "b": -0.75, "token_id:4": -1.0}
 

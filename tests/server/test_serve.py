@@ -20,7 +20,6 @@ import transformers
 from swiftkv_jax import layer_pruned
 from swiftkv_jax.checkpoint.adapter import from_pretrained, save_pretrained
 from swiftkv_jax.checkpoint.generation import read_generation_config
-from swiftkv_jax.common.errors import UsageWarning
 from swiftkv_jax.config.plan import Prediction
 from swiftkv_jax.core import predict
 from swiftkv_jax.core.predict import Predicted
@@ -283,12 +282,10 @@ def test_a_model_without_a_tokenizer_serves_token_ids_and_refuses_texts(folder, 
     for name in ("config.json", "model.safetensors"):
         shutil.copy(folder / name, bare / name)
     rows = [{"prompt_token_ids": [5, 6, 7]}, {"prompt": "The"}, {"messages": [{"role": "user"}]}]
-    with pytest.warns(UsageWarning, match="tokenizer"):
-        assert batch(bare, jsonl(tmp_path / "in.jsonl", rows), out) == 2
+    assert batch(bare, jsonl(tmp_path / "in.jsonl", rows), out) == 2
     said = capsys.readouterr().err
     assert "line 2: " in said and "line 3: " in said and "line 1: " not in said and not out.exists()
-    with pytest.warns(UsageWarning, match="tokenizer"):
-        assert batch(bare, jsonl(tmp_path / "in.jsonl", rows[:1]), out) == 0
+    assert batch(bare, jsonl(tmp_path / "in.jsonl", rows[:1]), out) == 0
     (row,) = read(out).values()
     assert len(row["token_ids"]) == 6 and row["text"] == ""
 
