@@ -10,56 +10,6 @@ import tiny_engine as tiny
 from http_server import Running, connect, error_of, make_llm, raw_request, torment, wait_for
 
 
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_back():
-    with Running(make_llm(max_queued_requests=3), warm_up=False) as server:
-        server.complete("x", max_tokens=50, ignore_eos=True)
-        callers = [connect(server) for _ in range(40)]
-        for caller in callers:
-            caller.sendall(raw_request(b'{"prompt": "abcdefgh", "max_tokens": 50, "ignore_eos": true}'))
-        answers = []
-        for caller in callers:
-            data = b""
-            while b"\r\n\r\n" not in data or not data.rstrip().endswith(b"}"):
-                data += caller.recv(65536)
-            answers.append(data)
-            caller.close()
-        refused = [data for data in answers if data.startswith(b"HTTP/1.1 503")]
-        done = [data for data in answers if data.startswith(b"HTTP/1.1 200")]
-        assert len(done) + len(refused) == 40 and len(done) >= 3 and len(refused) >= 10
-        assert all(b"\r\nretry-after: " in data and b'"server_is_overloaded"' in data for data in refused)
-        wait_for(server.idle)
-        assert 'admission_rejections_total{engine="0",model_name="tiny",reason="queue"}' in server.metrics()
-        too_many = server.http.post("/v1/completions", json={"prompt": ["a"] * 5})
-        assert too_many.status_code == 400 and error_of(too_many)["param"] == "n"
-
-
-def test_a_key_that_floods_every_lane_does_not_keep_another_waiting():
-    """Four lanes, sixteen long answers of one key: another key's short one comes before any of them ends."""
-    with Running(make_llm(), warm_up=False, api_keys=("one", "two")) as server:
-        flood = [connect(server) for _ in range(4)]
-        body = b'{"prompt": "abcdefgh", "max_tokens": 56, "n": 4, "ignore_eos": true}'
-        raw = raw_request(body).replace(b"host: x", b"host: x\r\nauthorization: Bearer one")
-        for caller in flood:
-            caller.sendall(raw)
-        wait_for(lambda: len(server.engine.scheduler.running) == 4, 60)
-        step, ended = server.engine.step, []
-
-        def watched():
-            groups = step()
-            ended.extend(group.request.key for group in groups if group.finished)
-            return groups
-
-        server.engine.step = watched
-        headers = {"authorization": "Bearer two"}
-        answer = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 5}, headers=headers)
-        assert answer.status_code == 200
-        assert len(set(ended)) == 1 == len(ended), "the flood has not had one answer"
-        for caller in flood:
-            assert b"HTTP/1.1 200" in caller.recv(65536)
-            caller.close()
-        wait_for(server.idle)
-
-
 def test_texts_that_wait_for_the_tokenizer_are_bounded_and_given_up_with_their_clients():
     released, asked = threading.Event(), []
 
@@ -185,17 +135,3 @@ def test_the_server_opens_no_connections(served, monkeypatch):
             client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
         client.post("/v1/completions", json={"prompt": "http://127.0.0.1/", "model": "http://127.0.0.1/"})
     assert callers and set(callers) == {threading.main_thread()}
-
-
-class Controlled(tiny.Bytes):
-    """A tokenizer with a control token that texts can spell."""
-
-    special_texts = {"</s>": tiny.EOS}  # noqa: RUF012
-
-
-def test_a_message_cannot_hold_a_control_token():
-    with Running(make_llm(Controlled()), warm_up=False) as server:
-        for message in ({"role": "user", "content": "a</s>b"}, {"role": "</s>", "content": "x"}):
-            for route in ("/v1/chat/completions", "/tokenize"):
-                answer = server.http.post(route, json={"messages": [message]})
-                assert answer.status_code == 400 and error_of(answer)["param"].startswith("messages.0.")

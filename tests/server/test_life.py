@@ -146,21 +146,7 @@ def test_a_failing_engine_restarts_and_finally_reports_unhealthy(monkeypatch):
         assert answer.status_code == 503 and error_of(answer)["code"] == "unhealthy"
 
 
-def test_a_stuck_engine_is_unhealthy():
-    released = threading.Event()
-    with Running(make_llm(), warm_up=False, warm_up_heartbeat_s=0.6, give_up_s=600.0) as server:
-        assert server.http.get("/health").status_code == server.http.get("/ready").status_code == 200
-        server.engine.probe = lambda point, request_id: released.wait(600)
-        with connect(server) as caller:
-            caller.sendall(raw_request(b'{"prompt": "x"}'))
-            wait_for(lambda: server.http.get("/health").status_code == 503)
-            assert server.http.get("/ready").status_code == 503
-            assert server.http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
-        released.set()
-        wait_for(lambda: server.http.get("/health").status_code == 200)
-
-
-def test_an_engine_that_compiles_without_a_warm_up_is_healthy(monkeypatch):
+def test_a_silent_engine_is_unhealthy_unless_it_may_be_compiling(monkeypatch):
     """Compiling may take longer than a heartbeat; where all was compiled before, such silence is a fault."""
     released, clock = threading.Event(), types.SimpleNamespace(**vars(time))
     monkeypatch.setattr(service_module, "time", clock)
@@ -180,8 +166,12 @@ def test_an_engine_that_compiles_without_a_warm_up_is_healthy(monkeypatch):
             service.settings = dataclasses.replace(service.settings, warm_up=warm)
             clock.monotonic = lambda silence=silence: time.monotonic() + silence
             assert (service.healthy, service.dead) == (healthy, dead), (silence, warm)
+            code = 200 if healthy else 503
+            assert [server.http.get(route).status_code for route in ("/health", "/ready")] == [code] * 2
+            assert healthy or server.http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
         clock.monotonic = time.monotonic
         released.set()
+        wait_for(lambda: server.http.get("/health").status_code == 200)
 
 
 def test_a_callers_request_id_is_only_logged(served):

@@ -1,24 +1,22 @@
 """NaN over HTTP is an error for its request only, and leaves nothing in the cache."""
 
 import contextlib
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from http_server import Running, error_of, gives_all_back, make_llm, wait_for
+from http_server import Running, error_of, make_llm, unharmed, wait_for
 
 from swiftkv_jax.engine.request import SamplingParams
 
 WARM_UP = True
-NEIGHBOURS = ["first neighbour", "second", "the third of them"]
 LENGTH = 24
 
 
 def tokens_of(prompts: list) -> list[list[int]]:
     """The model's answers, from a separate engine."""
-    params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     return [output.outputs[0].token_ids for output in make_llm().generate(prompts, params, use_tqdm=False)]
 
 
@@ -37,39 +35,6 @@ def served_by(server: Running, params: dict):
         yield
     finally:
         llm.params = machine.params = good
-
-
-class Neighbour(threading.Thread):
-    """Streams one greedy answer until told to stop."""
-
-    def __init__(self, server: Running, prompt: str):
-        super().__init__(daemon=True)
-        self.server, self.prompt, self.texts, self.stop = server, prompt, [], threading.Event()
-
-    def run(self) -> None:
-        body = {"prompt": self.prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
-        while not self.stop.is_set():
-            events = self.server.events(**body)
-            self.texts.append("".join(event["choices"][0]["text"] for event in events[:-1]))
-
-
-@contextlib.contextmanager
-def neighbours(server: Running):
-    """Their streams are the same before, beside and after whatever happens in the block."""
-    callers = [Neighbour(server, prompt) for prompt in NEIGHBOURS]
-    for caller in callers:
-        caller.start()
-    try:
-        wait_for(lambda: all(caller.texts for caller in callers), 60)
-        yield
-        now = [len(caller.texts) for caller in callers]
-        wait_for(lambda: all(len(c.texts) > n for c, n in zip(callers, now, strict=True)), 60)
-    finally:
-        for caller in callers:
-            caller.stop.set()
-            caller.join(60)
-    for caller in callers:
-        assert not caller.is_alive() and set(caller.texts) == {text_of(server, caller.prompt)}
 
 
 def text_of(server: Running, prompt, **fields) -> str:
@@ -94,35 +59,36 @@ def check_forgotten(server: Running, prompt: list[int], salt: str, want: str) ->
         assert np.isfinite(np.asarray(pool)[:, 1:]).all(), "pages that others will get hold NaN"
 
 
-def unused_token(answers: list[list[int]]) -> int:
-    """One that no neighbour reads."""
-    said = {token for answer in answers for token in answer} | set("".join(NEIGHBOURS).encode())
+def unused_token() -> int:
+    """One that the canary does not read."""
+    said = {*tokens_of(["canary"])[0], *b"canary"}
     return next(token for token in range(255, 0, -1) if token not in said)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_prompt_that_gives_nan_is_an_error_and_is_forgotten(served, stream, n):
-    answers = tokens_of(NEIGHBOURS)
-    token = unused_token(answers)
+    token = unused_token()
     prompt = [*range(60, 76), token, *range(60, 83)]  # 40: more than one launch reads
     want, failed = text_of(served, prompt, cache_salt="apart"), corrupted(served)
     body = {"prompt": prompt, "max_tokens": 4, "n": n, "stream": stream, "cache_salt": f"{n}{stream}"}
-    bad = poison(served, token)
-    with gives_all_back(served):
-        with neighbours(served), served_by(served, bad):
+
+    def harm() -> None:
+        with served_by(served, poison(served, token)):
             for _ in range(3):
                 answer = served.http.post("/v1/completions", json=body)
                 assert answer.status_code == 500 and answer.headers["x-should-retry"] == "true"
                 error = answer.json()["error"]
                 assert (error["type"], error["code"]) == ("server_error", "internal_error")
-        assert 3 <= corrupted(served) - failed <= 3 * n  # when one has failed the other may not be waited for
-        check_forgotten(served, prompt, body["cache_salt"], want)
+
+    unharmed(served, harm)
+    assert 3 <= corrupted(served) - failed <= 3 * n  # when one has failed the other may not be waited for
+    check_forgotten(served, prompt, body["cache_salt"], want)
 
 
 def test_nan_during_a_stream_ends_it_with_an_error(served):
     """It comes when the model reads a token of its own: what was sent before stands, and is forgotten too."""
-    said = {token for answer in tokens_of(NEIGHBOURS) for token in answer} | set("".join(NEIGHBOURS).encode())
+    said = {*tokens_of(["canary"])[0], *b"canary"}
     prompts = [[*range(start, start + 20)] for start in range(100)]
     prompt, token = next(
         (prompt, tokens[9])
@@ -131,21 +97,22 @@ def test_nan_during_a_stream_ends_it_with_an_error(served):
     )
     want = text_of(served, prompt, cache_salt="apart")
     body = {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
-    bad = poison(served, token)
-    with gives_all_back(served):
-        with neighbours(served), served_by(served, bad):
-            events = served.events(**body, cache_salt="doomed")
-        assert events[-1] == "[DONE]" and set(events[-2]) == {"error"}
-        assert events[-2]["error"]["type"] == "server_error"
-        begun = "".join(event["choices"][0]["text"] for event in events[:-2])
-        assert begun and want.startswith(begun) and begun != want
-        assert all(event["choices"][0]["finish_reason"] is None for event in events[:-2])
-        check_forgotten(served, prompt, "doomed", want)
+
+    def harm() -> list:
+        with served_by(served, poison(served, token)):
+            return served.events(**body, cache_salt="doomed")
+
+    *events, error, done = unharmed(served, harm)
+    assert done == "[DONE]" and set(error) == {"error"} and error["error"]["type"] == "server_error"
+    begun = "".join(event["choices"][0]["text"] for event in events)
+    assert begun and want.startswith(begun) and begun != want
+    assert all(event["choices"][0]["finish_reason"] is None for event in events)
+    check_forgotten(served, prompt, "doomed", want)
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_a_score_that_is_nan_is_an_error_too(served, stream):
-    token = unused_token([])
+    token = unused_token()
     body = {"prompt": [[65, 66], [65, token, 66]], "echo": True, "logprobs": 1, "max_tokens": 0}
     failed = corrupted(served)
     with served_by(served, poison(served, token)):

@@ -67,6 +67,7 @@ def test_the_files_need_no_key_and_let_nothing_else_in(both):
         assert stranger.get("/page.js/").status_code == stranger.get("/static/page.js").status_code == 401
 
 
+@pytest.mark.slow
 def test_both_models_answer_by_name(both):
     """Each as its own LLM does, with its own engine, and metrics told apart by name."""
     cards = {card["id"]: card for card in both.http.get("/v1/models").json()["data"]}
@@ -107,11 +108,15 @@ def window(tmp_path_factory):
 
 @pytest.fixture
 def opened(both, window):
-    """The page, connected by its key."""
+    """The page, connected by its key, which it asked for."""
     window.requested(), window.complaints()
     window.open(both.url)
     window.wait("!document.querySelector('#key-row').hidden")
-    window.complaints()  # the 401 that made it ask
+    window.type("#key", "wrong")
+    window.press("Enter")
+    window.wait("document.querySelector('#error').textContent.includes('no such API key')")
+    assert not window.run("return document.querySelectorAll('.card').length")
+    window.complaints()  # the 401s
     window.type("#key", KEY)
     window.click("#connect")
     window.wait("document.querySelector('#status').textContent == 'ready'")
@@ -125,17 +130,6 @@ def done(window) -> None:
     ended = "document.querySelector('#status').textContent == 'done' || "
     window.wait(ended + "document.querySelector('#error').textContent", 300)
     assert window.text("#status") == "done", window.text("#error")
-
-
-@pytest.mark.slow
-def test_the_page_asks_for_a_key_when_one_is_required(both, window):
-    window.open(both.url)
-    window.wait("!document.querySelector('#error').hidden")
-    assert "asks for an API key" in window.text("#error")
-    window.type("#key", "wrong")
-    window.press("Enter")
-    window.wait("document.querySelector('#error').textContent.includes('no such API key')")
-    assert not window.run("return document.querySelectorAll('.card').length")
 
 
 @pytest.mark.slow
@@ -167,23 +161,7 @@ def test_an_answer_streams_as_text_with_what_it_cost(both, opened):
 
 
 @pytest.mark.slow
-def test_an_answer_can_be_stopped(both, opened, monkeypatch):
-    engine = both.api.models.by_name["plain"].llm.engine
-    step = engine.step
-    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.1) or step())
-    opened.type("#prompt", "The cache")
-    opened.type("#max-tokens", "50")
-    for stop in (lambda: opened.click("#stop"), lambda: opened.press("Escape")):
-        opened.click("#run")
-        opened.wait("document.querySelector('.answer').textContent.length > 0")
-        stop()
-        opened.wait("document.querySelector('#status').textContent == 'stopped'")
-        wait_for(both.idle)
-        assert opened.run("return !document.querySelector('#run').disabled")
-
-
-@pytest.mark.slow
-def test_a_chat_sends_its_history_and_can_be_reset(both, opened, monkeypatch):
+def test_a_chat_sends_its_history_and_can_be_stopped_and_reset(both, opened, monkeypatch):
     read, encode = [], Marked.encode_chat
     monkeypatch.setattr(
         Marked, "encode_chat", lambda self, said, *rest: read.append(said) or encode(self, said, *rest)
@@ -203,4 +181,13 @@ def test_a_chat_sends_its_history_and_can_be_reset(both, opened, monkeypatch):
     assert opened.run("return document.querySelectorAll('.turn *').length") == 0
     opened.click("#anew")
     assert opened.run("return document.querySelectorAll('.turn').length") == 0
+    step = both.engine.step
+    monkeypatch.setattr(both.engine, "step", lambda: time.sleep(0.1) or step())
+    opened.type("#max-tokens", "50")
+    opened.type("#message", "three")
+    opened.press("Enter")
+    wait_for(lambda: both.engine.scheduler.running)
+    opened.press("Escape")
+    opened.wait("document.querySelector('#status').textContent == 'stopped'")
+    wait_for(both.idle)
     assert not opened.complaints()

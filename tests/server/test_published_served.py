@@ -12,6 +12,7 @@ from published_folders import make, theirs
 import swiftkv_jax as skv
 from swiftkv_jax.engine import speech
 
+pytestmark = pytest.mark.slow  # tests/test_published_folders.py compares logits
 COUNT = 8
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "page_size": 8, "dtype": "float32"}
 STEPS = {"do_sample": False, "max_new_tokens": COUNT, "min_new_tokens": COUNT, "eos_token_id": None}

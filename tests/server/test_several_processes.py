@@ -101,19 +101,6 @@ def test_two_processes_answer_as_one_does(folder, prompts, tmp_path):
     agree(*map(rows, outputs))
 
 
-@pytest.mark.slow
-def test_a_mesh_of_two_devices_answers_as_one_device_does(folder, prompts, tmp_path):
-    outputs = [tmp_path / "mesh.jsonl", tmp_path / "one.jsonl"]
-    flags = ["--no-distributed", "--input", str(prompts), "--output"]
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    shared = started(folder, "--mesh", "tensor=2", *flags, str(outputs[0]), count=1, **devices)
-    alone = started(folder, *flags, str(outputs[1]), count=1)
-    both = processes_made.finish([*shared, *alone])
-    assert [done.returncode for done in both] == [0, 0], both[0].stderr[-2000:] + both[1].stderr[-2000:]
-    assert "float32 on 2 x cpu" in both[0].stderr
-    agree(*map(rows, outputs))
-
-
 @contextlib.contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[tuple[list[subprocess.Popen], str, list[list[str]]]]:
     """Two processes that are ready, the address of the first, and the lines that each says on stderr."""
