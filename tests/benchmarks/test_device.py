@@ -13,13 +13,12 @@ import wheels
 from documents import shell
 
 from benchmarks.device import __main__ as command
-from benchmarks.device import engine, ledger, order, report
+from benchmarks.device import engine, ledger, order
 from benchmarks.device.shapes import shape_of
 
 ROOT = Path(__file__).parents[2]
 LLAMA = shape_of("llama8b")
 WHERE = {"device": "NVIDIA H100 80GB HBM3", "versions": {"jax": "0.11.2"}, "status": "done"}
-TOP = {"status": "done", "bytes": 3e12, "flops": 8e14}
 
 
 def lines_of(name="llama8b", results=None, **more) -> list:
@@ -61,56 +60,6 @@ def test_the_engine_runs_by_the_winners_and_a_wrong_kernel_wins_nothing():
     wide = [line.args for line in engines if line.args["cache_dtype"] == "auto"]
     safe = [args["plan"] for args in wide if args["decode"] == "xla_one_turn"]
     assert safe == [order.STANDARD, order.HALF]
-
-
-def test_prompt_flops_leave_the_vocabulary_out_and_count_the_layers_that_run():
-    """Llama-3.1-8B by hand: 31 layers of 2 x 218 million weights, keys and values of the 32nd, and attention
-    over 8192 tokens; the standard model's normalised FLOPs are those of 32."""
-    config = LLAMA.config
-    (line, half, *_) = (line for line in lines_of() if line.task == "engine")
-    found = {"prompt_tokens_per_s": 1000.0, "tokens_per_s": 1000.0, "tpot_ms": 10.0, "bytes_per_step": 3e10}
-    kv, q_o, mlp = 2 * 4096 * 1024, 2 * 4096 * 4096, 3 * 4096 * 14336
-    attention = 4 * 4096 * 8193 / 2
-    flops = 2 * (32 * kv + 31 * (q_o + mlp)) + 31 * attention
-    got = report.of_engine(LLAMA, line.args, found, TOP)
-    assert got["matmul"] == pytest.approx(1000 * flops / 8e14, rel=1e-3)
-    whole = 2 * 32 * (kv + q_o + mlp) + 32 * attention
-    assert got["normalised_tflops"] == pytest.approx(1000 * whole / 1e12, rel=1e-3)
-    assert got["copy"] == pytest.approx(1.0)
-    upper = 2 * (32 * kv + 16 * (q_o + mlp)) + 16 * attention
-    got = report.of_engine(LLAMA, half.args, found, TOP)
-    assert got["matmul"] == pytest.approx(1000 * upper / 8e14, rel=1e-3)
-    assert config.vocab_size * 4096 * 4 > 0.1 * flops  # what a head and embeddings would add
-
-
-def test_ratios_and_goals_compare_lines_with_the_same_kernels_and_sizes():
-    asked = {line.name: line for line in lines_of()}
-    safe, winners = "decode xla_one_turn, chunk xla_one_turn", "decode pallas_gpu, chunk cudnn"
-    figures = {"prompt_tokens_per_s": 1.0, "ttft_ms": 4.0, "tpot_ms": 4.0, "tokens_per_s": 2.0}
-    whole = figures | {"bytes_per_step": 1e9}
-    half = f"engine: 16 x 8192, SwiftKV 50 %, {safe}"
-    lines = {"ceilings": TOP, f"engine: 16 x 8192, standard, {safe}": whole}
-    lines |= {half: {"prompt_tokens_per_s": 1.9, "ttft_ms": 2.0}}
-    lines |= {f"engine: 2 x 32768, SwiftKV 50 %, {safe}": whole}
-    assert report.ratios(lines, asked) == {half: {"prefill": 1.9, "TTFT": 0.5}}
-    lines |= timed("decode, page 64: pallas_gpu", a=0.5)  # 2e12 of 3e12 bytes/s
-    lines |= timed("decode, keys and values, page 64: xla_one_turn", a=1.0)
-    lines |= timed("decode, keys alone, page 64: pallas_gpu", a=0.5)
-    goals = {name: got for name, (_, got) in report.goals(LLAMA, lines, asked).items()}
-    assert goals["paged decode, share of a copy"] == pytest.approx(2 / 3)
-    assert goals["keys alone, times as fast as keys and values"] == 2.0
-    assert goals["SwiftKV 50 %, prompt tokens/s over the standard's"] == 1.9
-    assert goals["SwiftKV 50 %, TPOT over the standard's"] is None
-    fast = {line.name: line for line in lines_of(winner=lambda _, names, __: names[-1])}
-    mine = whole | {"prompt_tokens_per_s": 1.5, "tokens_per_s": 2.6}
-    lines |= {f"engine: 16 x 8192, standard, {winners}": whole}
-    lines |= {f"engine: 16 x 8192, SwiftKV 50 %, {winners}": mine}
-    lines |= {f"engine: 16 x 8192, SwiftKV 50 %, fp8 rows, {winners}": mine | {"tokens_per_s": 9.0}}
-    reached = {name: got for name, (_, got) in report.goals(LLAMA, lines, fast).items()}
-    assert reached["SwiftKV 50 %, prompt tokens/s over the standard's"] == 1.5  # not the slow kernels' 1.9
-    assert reached["SwiftKV 50 %, tokens/s in all over the standard's"] == 1.3  # not with fp8 rows
-    lines["decode, page 64: pallas_gpu"]["right"] = False
-    assert report.goals(LLAMA, lines, asked)["paged decode, share of a copy"][1] is None
 
 
 def of_two(tmp_path, line, where, **changed) -> bool:

@@ -49,23 +49,6 @@ def test_a_failure_on_arrival_reaches_the_caller_only():
     assert all_free(llm.engine)
 
 
-def test_a_detokenizer_that_raises_ends_its_request_only():
-    class Fragile(tiny.Bytes):
-        def decode(self, ids, skip_special_tokens=True):
-            if 250 in ids:
-                raise ValueError("no such piece")
-            return super().decode(ids, skip_special_tokens)
-
-    llm = LLM.from_model(*model("acrosskv"), Fragile(), **SIZES)
-    outputs = run(llm)
-    for want, output in zip(definition("acrosskv"), outputs, strict=True):
-        if 250 in want or 250 in output.prompt_token_ids[-6:]:
-            assert output.outputs[0].finish_reason == "error"
-        else:
-            assert output.outputs[0].token_ids == want
-    assert all_free(llm.engine)
-
-
 def test_a_nan_ends_its_request_and_is_wiped_before_its_pages_are_reused():
     """One token's embedding is NaN: its row of the cache, in pages that others will get, must be cleared."""
     net, params = model("acrosskv")

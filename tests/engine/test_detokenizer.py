@@ -41,10 +41,10 @@ def pending(tokenizer: Tokenizer, ids: list[int], skip: bool) -> bool:
     return bool(decoder.getstate()[0])
 
 
-def check(tokenizer: Tokenizer, count: int, seed: int = 0) -> None:
-    source, bytes_ = random.Random(seed), of_bytes(tokenizer)
+def test_the_text_is_the_decode_of_prompt_and_output_for_any_bytes(tokenizer):
+    source, bytes_ = random.Random(0), of_bytes(tokenizer)
     pools = bytes_, [bytes_[byte] for byte in PARTS], range(tokenizer.vocab_size)
-    for _ in range(count):
+    for _ in range(2000):
         pool, length, skip = source.choice(pools), source.randrange(45), source.random() < 0.5
         ids = [source.choice(pool if source.random() < 0.7 else pools[1]) for _ in range(length)]
         cut = source.randrange(length + 1)
@@ -59,10 +59,6 @@ def check(tokenizer: Tokenizer, count: int, seed: int = 0) -> None:
         assert words.text == tokenizer.decode(ids, skip)[before:], (ids, cut, skip)
         assert "".join(pieces) == words.text[:told]
         assert len(words.text) - told == pending(tokenizer, ids, skip)  # nothing else is held back
-
-
-def test_the_text_is_the_decode_of_prompt_and_output_for_any_bytes(tokenizer):
-    check(tokenizer, 2000)
 
 
 def test_decoding_bytes_is_that_of_utf_8(tokenizer):
@@ -101,22 +97,21 @@ def test_tokens_have_texts_of_their_own(tmp_path):
     )
 
 
-@pytest.mark.parametrize("kind", ["text", "stray bytes", "cut characters", "special", "unknown"])
-def test_each_token_is_decoded_with_few_others(tokenizer, kind, monkeypatch):
-    """However long the text is, and whatever it is made of."""
+def test_each_token_is_decoded_with_few_others(tokenizer, monkeypatch):
+    """However long the text is, and whatever it is made of: text, stray bytes, cut characters, special tokens
+    and unknown ones."""
     bytes_, decode, sizes = of_bytes(tokenizer), tokenizer.decode, []
     monkeypatch.setattr(
         tokenizer, "decode", lambda ids, *a, **k: sizes.append(len(ids)) or decode(ids, *a, **k)
     )
-    tokens = {
-        "text": tokenizer.encode("a true"),
-        "stray bytes": [bytes_[0xFF]],
-        "cut characters": [bytes_[0xF0]],
-        "special": list(tokenizer.special_texts.values()),
-        "unknown": [tokenizer.vocab_size + 5],
-    }[kind]
-    words = Detokenizer(tokenizer, tuple(tokens * 500), True)
-    made = sum(sizes)
-    for token in tokens * 500:
-        words.push(token)
-    assert max(sizes) <= 9 and (sum(sizes) - made) / (500 * len(tokens)) < 11 and made < 3000 * len(tokens)
+    special = list(tokenizer.special_texts.values())
+    text, unknown = tokenizer.encode("a true"), tokenizer.vocab_size + 5
+    for tokens in (text, [bytes_[0xFF]], [bytes_[0xF0]], special, [unknown]):
+        sizes.clear()
+        words = Detokenizer(tokenizer, tuple(tokens * 500), True)
+        made = sum(sizes)
+        for token in tokens * 500:
+            words.push(token)
+        assert (
+            max(sizes) <= 9 and (sum(sizes) - made) / (500 * len(tokens)) < 11 and made < 3000 * len(tokens)
+        )

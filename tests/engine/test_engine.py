@@ -126,17 +126,6 @@ def test_a_prefix_hit_reuses_all_rows(plan):
     assert llm.engine.stats.prompt_tokens == 51 - 48  # what was generated is shared too
 
 
-def test_prefixes_are_shared_within_a_salt_only():
-    llm, prompt = make(), tiny.prompts((40,))[0]
-    for salt, read in (("a", 40), ("b", 40), ("a", 8), ("", 40)):
-        request = llm.request(prompt, GREEDY, salt=salt)
-        before = llm.engine.stats.prompt_tokens
-        llm.engine.add(request)
-        while llm.engine.busy:
-            llm.engine.step()
-        assert llm.engine.stats.prompt_tokens - before == read
-
-
 def test_drafts_change_no_token_greedy_or_sampled():
     """Of prompts whose greedy continuation the n-gram lookup can sometimes guess."""
     plain, guessing = make(), make(drafts=3)

@@ -111,14 +111,6 @@ def test_drafts_change_no_token_with_an_8_bit_cache(dtype):
     assert 0 < llm.engine.stats.accepted_tokens < llm.engine.stats.drafted_tokens
 
 
-@pytest.mark.slow
-def test_wrong_drafts_change_no_token():
-    llm = make(-1, drafts=2)
-    assert tokens(run(llm, GREEDY)) == tokens(plain(-1, False))
-    stats = llm.engine.stats
-    assert stats.accepted_tokens < stats.drafted_tokens / 10
-
-
 def test_the_cache_afterwards_is_plain_decodings():
     """Wrong guesses are overwritten, and nothing was written beyond the last token that another follows."""
     pools = []
@@ -207,6 +199,7 @@ def test_a_draft_token_with_nan_embeddings_fails_no_request():
     bad = params | {"embed": params["embed"].at[broken].set(jnp.nan)}
     llm = LLM.from_model(net, bad, tiny.Bytes(), **SIZES, drafts=2, drafter="exit")
     assert tokens(run(llm, GREEDY)) == want
+    assert llm.engine.stats.accepted_tokens < llm.engine.stats.drafted_tokens / 10, "nearly all are wrong"
 
 
 def test_a_nan_in_the_upper_half_ends_the_request():

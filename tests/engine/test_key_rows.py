@@ -208,13 +208,10 @@ EXACT = {
 
 @pytest.mark.slow("heads of 20", "heads of 80")
 @pytest.mark.parametrize("fields", EXACT.values(), ids=EXACT)
-def test_logits_and_first_tokens_equal_transformers(fields, tmp_path):
+def test_logits_equal_transformers(fields, tmp_path):
     """Qwen2 in its multi-head form: V = (K - b_K) W_KV + b_V, the constant added where values are read."""
     theirs, _, (model, params) = build(tmp_path, **fields)
     ids = hf_models.tokens(20)
     want = hf_models.torch_logits(theirs, ids)
     for got in (full(model, params, ids), stepped(model, params, ids, 7)):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
-    llm = skv.LLM.from_model(model, params, max_model_len=40)
-    first = tiny_engine.tokens(llm.generate(ids.tolist(), GREEDY, use_tqdm=False))
-    assert [ids[0] for ids in first] == want[:, -1].argmax(-1).tolist()

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import gc
-import re
 
 import jax
 import jax.numpy as jnp
@@ -124,15 +123,6 @@ def alive() -> list[jax.Array]:
     return jax.live_arrays()
 
 
-WAYS_OUT = {
-    "a page of 8 tokens: 64, 128": ["--page-size"],
-    "float32 queries: bfloat16": ["--dtype"],
-    "float32 queries of float32 rows: bfloat16 queries, rows int8": ["--dtype", "--cache-dtype"],
-    "512 query heads of a kv head: at most 64": ["--max-num-batched-tokens"],
-    "heads 20 wide: 64, 128": [],
-}
-
-
 @pytest.mark.slow
 def test_a_named_fill_keeps_the_makers_once():
     """All that is alive when an engine stands is its weights, a norm's gain in the makers, and its pool."""
@@ -148,16 +138,6 @@ def test_a_named_fill_keeps_the_makers_once():
         scored[fill] = [next(iter(one.values())).logprob for one in llm.score(prompt)[1:]]
     assert owned["xla"] == owned[None] - 4 * llm.model.config.hidden_size  # the gain of the shared norm
     np.testing.assert_allclose(scored["xla"], scored[None], atol=1e-4)
-
-
-def test_a_refusal_says_which_flag_a_user_can_change(monkeypatch):
-    for reason, flags in WAYS_OUT.items():
-        refusing = Implementation(lambda *_, **__: None, lambda *_, reason=reason, **__: reason)
-        monkeypatch.setitem(PAGED_ATTENTION, "refusing", refusing)
-        with pytest.raises(UsageError) as raised:
-            LLM.from_model(*tiny.make_model(tiny.PLANS["acrosskv"]), **SIZES, attention="refusing")
-        said, _, way_out = str(raised.value).rpartition("; ")
-        assert reason in said and re.findall(r"--[\w-]+", way_out) == [*flags, "--kernels"]
 
 
 def test_kernels_that_score_run_on_one_device():

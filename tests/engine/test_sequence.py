@@ -8,7 +8,7 @@ import pytest
 import tiny_engine as tiny
 
 from swiftkv_jax.engine.request import Request, SamplingParams, special_stops
-from swiftkv_jax.engine.sequence import Choice, Detokenizer, Sequence, find_stop
+from swiftkv_jax.engine.sequence import Choice, Sequence, find_stop
 
 TEXT = st.text(st.sampled_from("ab é漢🙂"), max_size=20)
 
@@ -25,38 +25,6 @@ def feed(sequence: Sequence, tokens) -> Sequence:
             break
         sequence.append(Choice(token), float(moment))
     return sequence
-
-
-@hypothesis.given(TEXT, TEXT)
-def test_text_grows_by_whole_characters_to_the_whole_text(prompt, text):
-    words = Detokenizer(tiny.Bytes(), tuple(prompt.encode()), True)
-    for token in text.encode():
-        before = words.text
-        words.push(token)
-        assert words.text.startswith(before) and text.startswith(words.text)
-        assert "\ufffd" not in words.text
-    assert words.text == text
-
-
-def test_bytes_that_are_no_text_do_not_hold_the_rest_back():
-    words = Detokenizer(tiny.Bytes(), (120,), True)
-    for token in [0xFF, 0xFE, 0xFD, 0xFC, *b"then text"]:
-        words.push(token)
-    assert words.text.endswith("then text") and words.text.startswith("\ufffd")
-
-
-class Spaced:
-    """Words with a leading space that decoding drops at the start, as sentencepiece does."""
-
-    def decode(self, ids, skip_special_tokens=True):
-        return " ".join("abc"[i] for i in ids)
-
-
-def test_the_space_between_prompt_and_output_is_kept():
-    words = Detokenizer(Spaced(), (0, 1), True)
-    for token in (2, 0):
-        words.push(token)
-    assert words.text == " c a"
 
 
 @hypothesis.given(

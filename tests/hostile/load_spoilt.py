@@ -31,6 +31,7 @@ from swiftkv_jax.engine.llm import LLM
 STUCK_S = 300
 CHAT = {"messages": [{"role": "user", "content": "the cat"}]}
 DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
+STARTS = "subprocess.Popen os.system os.exec os.posix_spawn socket.connect ctypes.dlopen".split()
 _OPENED: list[str] = []
 _STARTED: list[list[str]] = []
 
@@ -38,14 +39,7 @@ _STARTED: list[list[str]] = []
 def hook(event: str, arguments: tuple) -> None:
     if event == "open" and isinstance(arguments[0], str | bytes):
         _OPENED.append(os.fsdecode(arguments[0]))
-    elif event in (
-        "subprocess.Popen",
-        "os.system",
-        "os.exec",
-        "os.posix_spawn",
-        "socket.connect",
-        "ctypes.dlopen",
-    ):
+    elif event in STARTS:
         _STARTED.append([event, str(arguments)[:2000]])
 
 
@@ -56,9 +50,8 @@ class Watch:
         libc = ctypes.CDLL(None, use_errno=True)
         self._fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         opened, accessed = 0x20, 0x01
-        assert libc.inotify_add_watch(self._fd, os.fsencode(folder), opened | accessed) > 0, (
-            ctypes.get_errno()
-        )
+        watched = libc.inotify_add_watch(self._fd, os.fsencode(folder), opened | accessed)
+        assert watched > 0, ctypes.get_errno()
 
     def touched(self) -> bool:
         try:
@@ -71,13 +64,9 @@ def total(folder: Path, dtype: str) -> tuple[float, int]:
     """Sum of the finite values of a folder's tensors in `dtype`, and how many are not; read by hand."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
-    files = (
-        [single]
-        if single.exists()
-        else {folder / n for n in json.loads(index.read_text())["weight_map"].values()}
-    )
+    names = {single.name} if single.exists() else set(json.loads(index.read_text())["weight_map"].values())
     values = []
-    for file in files:
+    for file in (folder / name for name in names):
         content = file.read_bytes()
         size = struct.unpack("<Q", content[:8])[0]
         header, data = json.loads(content[8 : 8 + size]), content[8 + size :]

@@ -136,17 +136,15 @@ class Folder:
         size = struct.unpack("<Q", content[:8])[0]
         header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
         tensor = self.random.choice([name for name in header if name != "__metadata__"])
-        kind = self.random.choice(
-            "size dtype shape offsets name gone metadata cut more flip raw twice".split()
-        )
+        kinds = "size dtype shape offsets name gone metadata cut more flip raw twice"
+        kind = self.random.choice(kinds.split())
         raw = None
         if kind == "size":
             size = self.random.choice((0, 1, 2, size - 1, size + 1, 2**32, 2**63, 2**64 - 1))
             raw = struct.pack("<Q", size) + content[8:]
         elif kind == "dtype":
-            header[tensor]["dtype"] = self.random.choice(
-                ("F64", "I8", "U8", "BF16", "F16", "F8_E4M3", "x", 5, None)
-            )
+            dtypes = ("F64", "I8", "U8", "BF16", "F16", "F8_E4M3", "x", 5, None)
+            header[tensor]["dtype"] = self.random.choice(dtypes)
         elif kind == "shape":
             shape = header[tensor]["shape"]
             header[tensor]["shape"] = self.random.choice(
@@ -196,25 +194,15 @@ class Folder:
     def _vocabulary(self) -> str:
         file = self.path / "tokenizer.json"
         raw = json.loads(file.read_text())
-        where = self.random.choice(
-            ("", "model", "pre_tokenizer", "decoder", "post_processor", "added_tokens")
-        )
+        parts = ("", "model", "pre_tokenizer", "decoder", "post_processor", "added_tokens")
+        where = self.random.choice(parts)
         place = raw[where] if where else raw
         if isinstance(place, list):
             place = place[0]
         field = self.random.choice(sorted(place or {"type": 0}))
-        others = (
-            "BPE",
-            "WordPiece",
-            "Unigram",
-            "WordLevel",
-            "Split",
-            "Sequence",
-            "Metaspace",
-            "ByteFallback",
-        )
+        others = "BPE WordPiece Unigram WordLevel Split Sequence Metaspace ByteFallback".split()
         if isinstance(place, dict):
-            place[field] = self.random.choice(VALUES + others)
+            place[field] = self.random.choice((*VALUES, *others))
         if where == "model" and field in ("vocab", "merges") and self.random.random() < 0.7:
             bad = ({"a": 2**31}, {"a": -1}, {"a": 0, "b": 0}, {}, [["a", "b"]] * 9, ["a b c"], ["zz zz"])
             place[field] = self.random.choice(bad)
@@ -231,9 +219,8 @@ class Folder:
         file = self.path / name
         if file.exists():
             file.unlink()
-        target = self.random.choice(
-            (self.outside / name, "/etc/passwd", "/dev/zero", name, "..", "pipe", "folder")
-        )
+        targets = (self.outside / name, "/etc/passwd", "/dev/zero", name, "..", "pipe", "folder")
+        target = self.random.choice(targets)
         if target == "pipe":
             os.mkfifo(file)
         elif target == "folder":
@@ -250,13 +237,11 @@ class Folder:
         if self.random.random() < 0.5:
             for path in self.path.glob("*.safetensors"):
                 path.unlink()
-        name, key = self.random.choice(
-            (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer"))
-        )
+        places = (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer"))
+        name, key = self.random.choice(places)
         raw = json.loads((self.path / name).read_text()) | {"trust_remote_code": True}
-        raw["auto_map"] = {
-            key: self.random.choice(("evil.Evil", ["evil.Evil", "evil.Evil"], "a/b--evil.Evil"))
-        }
+        evil = self.random.choice(("evil.Evil", ["evil.Evil", "evil.Evil"], "a/b--evil.Evil"))
+        raw["auto_map"] = {key: evil}
         (self.path / name).write_text(json.dumps(raw))
         return f"code, and auto_map in {name}"
 
@@ -265,32 +250,16 @@ class Folder:
         file = self.path / self.random.choice(self._names("*.json") + self._names("*.jinja"))
         raw = file.read_bytes()
         at = self.random.randrange(len(raw))
-        piece = self.random.choice(
-            (
-                b"",
-                b"\x00",
-                b"\xff\xfe",
-                b"[" * 100000,
-                b"9" * 5000,
-                b"NaN",
-                b"1e999",
-                b'"\\ud800"',
-                b"}",
-                b"{",
-                b'"',
-            )
-        )
+        pieces = (b"", b"\x00", b"\xff\xfe", b"[" * 100000, b"9" * 5000, b"NaN", b"1e999", b'"\\ud800"')
+        piece = self.random.choice((*pieces, b"}", b"{", b'"'))
         whole = (b"", b"null", b"[]", raw.decode().encode("utf-16"), b"\xef\xbb\xbf" + raw, b'{"a":' * 100000)
         numbers = list(re.finditer(rb"\d+", raw))
         if self.random.random() < 0.2:
             raw = self.random.choice(whole)
         elif numbers and self.random.random() < 0.4:
             found = self.random.choice(numbers)
-            raw = (
-                raw[: found.start()]
-                + self.random.choice((b"-1", b"1e400", b"0", b"9" * 30))
-                + raw[found.end() :]
-            )
+            number = self.random.choice((b"-1", b"1e400", b"0", b"9" * 30))
+            raw = raw[: found.start()] + number + raw[found.end() :]
         else:
             raw = raw[:at] + piece + raw[at + self.random.randint(0, 3) :]
         file.write_bytes(raw)

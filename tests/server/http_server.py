@@ -8,7 +8,9 @@ import gc
 import json
 import os
 import random
+import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -31,6 +33,7 @@ from swiftkv_jax.server.settings import HttpSettings
 
 _T = typing.TypeVar("_T")
 NAME, WATCHER = "tiny", "watcher"
+ROOT = Path(__file__).parents[2]
 SIZES = tiny.SIZES
 LONG = {"prompt": "The cache", "max_tokens": 50, "ignore_eos": True}
 
@@ -246,3 +249,24 @@ def error_of(answer: httpx.Response) -> dict:
     assert "Traceback" not in error["message"] and "0x" not in error["message"]
     assert answer.headers["x-should-retry"] == str(answer.status_code in (408, 429, 503, 529)).lower()
     return error
+
+
+@contextlib.contextmanager
+def started(command: list[str], until: str = "ready", **environment: str):
+    """(process, address, lines on stderr so far) of a command that has said a line beginning with `until`."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    said: list[str] = []
+    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+    try:
+        for line in process.stderr or ():
+            said.append(line)
+            if line.startswith(until):
+                break
+        else:
+            raise AssertionError("".join(said))
+        reader.start()
+        yield process, (re.findall(r"http://[\d.:]+", "".join(said)) or [""])[0], said
+    finally:
+        process.kill()
+        process.communicate()

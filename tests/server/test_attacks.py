@@ -14,6 +14,7 @@ from collections import Counter
 import generated
 import httpx
 import pytest
+from http_server import wait_for
 from test_overload import Client, resident, start
 
 FLAGS = "--http 127.0.0.1:0 --max-num-seqs 4 --max-num-batched-tokens 128 --batch-invariant".split()
@@ -123,16 +124,17 @@ async def attack(url: str, pid: int) -> dict:
 
 def held(url: str, process) -> dict:
     """The resources that the idle server still holds, waiting up to a minute."""
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    deadline, values = time.monotonic() + 60, {}
-    while time.monotonic() < deadline:
+    values: dict[str, float] = {}
+
+    def idle() -> bool:
         lines = httpx.get(f"{url}/metrics", trust_env=False, timeout=60).text.splitlines()
-        values = {
-            n: sum(float(x.split()[-1]) for x in lines if x.startswith(f"swiftkv_{n}{{")) for n in names
-        }
-        if not any(values.values()):
-            break
-        time.sleep(0.5)
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            own = (line for line in lines if line.startswith(f"swiftkv_{name}{{"))
+            values[name] = sum(float(line.split()[-1]) for line in own)
+        return not any(values.values())
+
+    with contextlib.suppress(AssertionError):
+        wait_for(idle)
     descriptors = len(os.listdir(f"/proc/{process.pid}/fd"))
     return values | {"descriptors_after": descriptors, "resident_mib": resident(process)}
 
@@ -158,15 +160,11 @@ async def stopped(url: str, process) -> dict[str, int]:
 
 @pytest.mark.soak
 def test_a_server_under_attack_keeps_answering_and_leaks_nothing(capsys):
-    process, url = start(FLAGS)
-    try:
+    with start(FLAGS) as (process, url):
         found = asyncio.run(asyncio.wait_for(attack(url, process.pid), MOST_S))
         found |= held(url, process)
         found["after_sigterm"] = asyncio.run(asyncio.wait_for(stopped(url, process), 120))
         found["exit"] = process.wait(60)
-    finally:
-        process.kill()
-        process.wait()
     with capsys.disabled():
         print(f"\nattacks: {json.dumps(found)}")
     errors = {status for status in found["statuses"] if status.isdigit() and int(status) >= 500}

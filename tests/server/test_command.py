@@ -14,14 +14,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from http_server import error_of, wait_for
+from http_server import ROOT, error_of, started, wait_for
 
 from swiftkv_jax.engine.request import SamplingParams
 from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.server.flags import address, http_settings
 from swiftkv_jax.server.main import build_parser, for_server, main
 
-ROOT = Path(__file__).parents[2]
 # Programs compile while the server drains, so what runs gets time enough on a busy machine.
 SMALL = "--max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 128 --no-warm-up".split()
 SMALL += ["--shutdown-timeout", "300"]
@@ -95,22 +94,6 @@ def test_two_models_share_what_their_weights_leave_of_a_device():
     assert given == (0.5, pytest.approx(0.3 + (0.9 - 0.3) / 2))
 
 
-def start() -> tuple[subprocess.Popen, str]:
-    """A server of the demo's model, and its address once it is ready."""
-    environment = os.environ | {"SWIFTKV_API_KEY": "from-the-environment"}
-    command = [sys.executable, str(ROOT / "serve.py"), "--http", "127.0.0.1:0", *SMALL]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    said = process.stderr
-    assert said is not None
-    url = ""
-    for line in said:
-        url = url or (re.findall(r"http://[\d.:]+", line) or [""])[0]
-        if line.startswith("ready"):
-            threading.Thread(target=lambda: (said.read(), said.close()), daemon=True).start()
-            return process, url
-    raise AssertionError(f"the server ended with {process.wait()}")
-
-
 def ports(process: subprocess.Popen) -> set[int]:
     """The ports on which a process accepts connections."""
     place = Path(f"/proc/{process.pid}")
@@ -150,14 +133,14 @@ def check_sigterm(process: subprocess.Popen, client: httpx.Client) -> None:
 
 @contextlib.contextmanager
 def running() -> Iterator[tuple[subprocess.Popen, httpx.Client]]:
-    process, url = start()
-    try:
-        headers = {"authorization": "Bearer from-the-environment"}
-        with httpx.Client(base_url=url, timeout=300, trust_env=False, headers=headers) as client:
-            yield process, client
-    finally:
-        process.kill()
-        process.wait()
+    """A server of the demo's model that is ready, and a client."""
+    command = [sys.executable, str(ROOT / "serve.py"), "--http", "127.0.0.1:0", *SMALL]
+    headers = {"authorization": "Bearer from-the-environment"}
+    with (
+        started(command, SWIFTKV_API_KEY="from-the-environment") as (process, url, _),
+        httpx.Client(base_url=url, timeout=300, trust_env=False, headers=headers) as client,
+    ):
+        yield process, client
 
 
 @pytest.mark.slow

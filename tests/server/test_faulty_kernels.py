@@ -6,53 +6,39 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import faulty_kernels
 import httpx
 import pytest
+from http_server import ROOT, started
 
 from swiftkv_jax.kernels.check.decide import LIMITS
 
-ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
+HERE = Path(__file__).parent
 SMALL = "--max-num-seqs 2 --max-num-batched-tokens 64 --max-model-len 128 --no-warm-up".split()
 LONGEST = LIMITS.total + 10  # seconds that a first start may take
 CHECKS, KEPT = "checking kernels on this a GPU, once", "as checked on a GPU"
 
 
 @contextlib.contextmanager
-def started(kept: Path, until: str, tree: Path = ROOT, path: tuple[Path, ...] = ()) -> Iterator[list[str]]:
-    """What a server of the code in `tree` says, up to the line that begins with `until`; it ends after the
-    block. `path`: folders that Python looks into first."""
+def begun(kept: Path, until: str, tree: Path = ROOT, path: tuple[Path, ...] = ()):
+    """A server of the code in `tree` that has said a line that begins with `until`: its address and lines.
+
+    `path`: folders that Python looks into first.
+    """
     folders = (*path, tree, Path(faulty_kernels.__file__).parent)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     command = [sys.executable, str(HERE / "faulty_served.py"), str(kept), str(tree / "serve.py")]
     command += ["--http", "127.0.0.1:0", *SMALL]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        late = threading.Timer(LONGEST, process.kill)
-        late.start()
-        try:
-            assert process.stderr is not None
-            said = []
-            for line in process.stderr:
-                said.append(line)
-                if line.startswith((until, "ready")):
-                    break
-            assert said and said[-1].startswith(until), "".join(said)
-            yield said
-        finally:
-            late.cancel()
-            process.kill()
+    paths = os.pathsep.join(map(str, folders))
+    with started(command, until, PYTHONPATH=paths) as (_, url, said):
+        yield url, said
 
 
-def asked(said: list[str]) -> tuple[str, str]:
+def asked(url: str) -> tuple[str, str]:
     """A greedy answer of the server, and the labels of the metric that names its kernels."""
-    url = re.findall(r"http://[\d.:]+", "".join(said))[0]
     body = {"prompt": "The function", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
         answer = client.post("/v1/completions", json=body)
@@ -75,10 +61,10 @@ class First:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> First:
-    kept, began = tmp_path_factory.mktemp("kept"), time.monotonic()
-    with started(kept, "ready") as said:
-        text, kernels = asked(said)
-        seconds = time.monotonic() - began
+    kept, start = tmp_path_factory.mktemp("kept"), time.monotonic()
+    with begun(kept, "ready") as (url, said):
+        text, kernels = asked(url)
+        seconds = time.monotonic() - start
     (path,) = kept.glob("*.json")
     return First(kept, json.loads(path.read_text()), seconds, said, text, kernels)
 
@@ -102,8 +88,8 @@ def test_a_server_answers_within_the_limit_of_the_check_whatever_candidates_do(f
 @pytest.mark.slow
 def test_a_second_start_checks_nothing_and_chooses_within_200_ms(first):
     """Of processor time: others may be busy."""
-    with started(first.kept, "ready") as said:
-        text, kernels = asked(said)
+    with begun(first.kept, "ready") as (url, said):
+        text, kernels = asked(url)
     assert not any(line.startswith(CHECKS) for line in said)
     assert 'decode="xla_one_turn"' in kernels and f'how="{KEPT}"' in kernels and text == first.text
     (took,) = re.findall(r"^chosen in ([\d.]+) s", "".join(said), re.M)
@@ -126,5 +112,5 @@ def test_kernels_are_checked_again_after_a_change_of_source_or_version(first, ch
         other = tmp_path / "jax_cuda13_plugin-9.9.9.dist-info"
         other.mkdir()
         (other / "METADATA").write_text("Metadata-Version: 2.1\nName: jax-cuda13-plugin\nVersion: 9.9.9\n")
-    with started(first.kept, CHECKS, tree, path) as said:
+    with begun(first.kept, CHECKS, tree, path) as (_, said):
         assert not any(line.startswith("ready") for line in said)

@@ -1,6 +1,7 @@
 """Ten times the load that the server bears: refusals are quick, and what it can do it goes on doing."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -8,31 +9,25 @@ import re
 import statistics
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from http_server import ROOT, started
 
-ROOT = Path(__file__).parents[2]
 FLAGS = "--http 127.0.0.1:0 --max-num-seqs 4 --max-num-batched-tokens 256 --max-model-len 512".split()
 FLAGS += "--max-queued-requests 8 --steps-per-launch 8".split()
 BODY = {"prompt": "The function returns " * 10, "max_tokens": 32, "temperature": 0, "ignore_eos": True}
 
 
-def start(flags: list[str] = FLAGS) -> tuple[subprocess.Popen, str]:
+@contextlib.contextmanager
+def start(flags: list[str] = FLAGS) -> Iterator[tuple[subprocess.Popen, str]]:
     """A server of the demo's model that has nothing left to compile, and its address."""
+    threads = {"NPROC": str(os.cpu_count() or 1)}  # see conftest.py
     command = [sys.executable, str(ROOT / "serve.py"), *flags]
-    environment = {name: value for name, value in os.environ.items() if name != "NPROC"}  # see conftest.py
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    said, url = process.stderr, ""
-    assert said is not None
-    for line in said:
-        url = url or (re.findall(r"http://[\d.:]+", line) or [""])[0]
-        if line.startswith("all is compiled"):
-            threading.Thread(target=lambda: (said.read(), said.close()), daemon=True).start()
-            return process, url
-    raise AssertionError(f"the server ended with {process.wait()}")
+    with started(command, "all is compiled", **threads) as (process, url, _):
+        yield process, url
 
 
 def resident(process: subprocess.Popen) -> float:
@@ -151,12 +146,8 @@ async def measure(url: str, process: subprocess.Popen, seconds: float) -> dict:
 @pytest.mark.soak
 def test_ten_times_the_load(capsys):
     """Alone on its machine: it measures time."""
-    process, url = start()
-    try:
+    with start() as (process, url):
         found = asyncio.run(measure(url, process, 60.0))
-    finally:
-        process.kill()
-        process.wait()
     with capsys.disabled():
         print(f"\noverload: {json.dumps(found)}")
     assert not found["others"] and not found["silent_refusals"] and found["done"] < found["sent"] / 4

@@ -211,45 +211,6 @@ def test_audio_samples_of_any_value_fail_only_their_request(served, value, rate)
     http_server.wait_for(lambda: all_free(served))
 
 
-@pytest.mark.parametrize(
-    "keys, status", [(("flood", "canary"), 429), (("flood",), 503)], ids=["two keys", "one"]
-)
-def test_too_many_windows_are_refused_and_change_no_text(folder, keys, status):
-    """Calls of more windows than may wait are told when to come back; a canary's text is always the same, and
-    a key of its own is never refused. All pages of both spaces come back."""
-    model, params = skv.from_pretrained(folder, cuts=None)
-    generation, limits = read_generation_config(folder), {"max_queued_requests": 8}
-    llm = LLM.from_model(model, params, tiny.Bytes(), generation=generation, **SIZES | limits)
-    canary, found, texts, stop = wav(0.8, 3), [], [], threading.Event()
-    with http_server.Running(llm, warm_up=False, api_keys=keys) as server:
-        want = heard(server, canary, keys[-1]).json()["text"]
-
-        def flood() -> None:
-            while not stop.is_set():
-                found.append(heard(server, wav(3.5, len(found)), keys[0]))
-
-        callers = [threading.Thread(target=flood) for _ in range(4)]
-        for caller in callers:
-            caller.start()
-        try:
-            http_server.wait_for(lambda: {answer.status_code for answer in found} >= {200, status})
-            while len(texts) < (5 if len(keys) > 1 else 1):
-                answer = heard(server, canary, keys[-1])
-                (texts if answer.status_code == 200 else found).append(answer)
-                assert answer.status_code == 200 or len(keys) == 1
-        finally:
-            stop.set()
-            for caller in callers:
-                caller.join(60)
-        assert want and {answer.json()["text"] for answer in texts} == {want}
-        refused = [answer for answer in found if answer.status_code != 200]
-        assert {answer.status_code for answer in refused} <= {429, 503}
-        for answer in refused:
-            assert int(answer.headers["retry-after"]) >= 1 and http_server.error_of(answer)
-        http_server.wait_for(lambda: all_free(server))
-        assert heard(server, canary, keys[-1]).json()["text"] == want
-
-
 VALUES = {
     "model": (http_server.NAME, "", "no such"),
     "language": ("en", "German", "<|fr|>", "Klingon", "", "EN\0", "é" * 40),

@@ -3,8 +3,6 @@
 import threading
 
 import pytest
-import tiny_engine as tiny
-from http_server import Running, connect, make_llm, raw_request, wait_for
 
 from swiftkv_jax.server.admission import LONG, Readers, Turns
 
@@ -60,41 +58,3 @@ def test_short_texts_do_not_wait_for_long_ones():
     released.set()
     assert long.result(20)
     readers.stop()
-
-
-def test_a_key_with_long_texts_does_not_block_others():
-    """Five long texts of one key, each as slow as can be: its own short call and another key's are answered
-    meanwhile, and another key's long text waits for one more of them, not for all."""
-    gate, begun = threading.Semaphore(0), []
-
-    class Slow(tiny.Bytes):
-        def encode(self, text, add_special_tokens=True):
-            if len(text) > LONG:
-                begun.append(text[0])
-                assert gate.acquire(timeout=60)
-            return super().encode(text[:8])
-
-    def long(name: str) -> bytes:
-        return raw_request(b'{"prompt": "%s"}' % (name.encode() * (LONG + 1)), "/tokenize")
-
-    with Running(make_llm(Slow()), warm_up=False, api_keys=("one", "two")) as server:
-        callers = [connect(server) for _ in range(6)]
-        for number, caller in enumerate(callers):
-            key = b"two" if number == 5 else b"one"
-            body = long("ab"[key == b"two"])
-            caller.sendall(body.replace(b"host: x", b"host: x\r\nauthorization: Bearer " + key))
-            wait_for(lambda number=number: server.api.models.tickets > number)
-        wait_for(lambda: begun == ["a"])
-        for key in ("one", "two"):
-            headers = {"authorization": f"Bearer {key}"}
-            for route, body in (("/tokenize", {"prompt": "x"}), ("/v1/completions", {"prompt": "x"})):
-                assert server.http.post(route, json=body, headers=headers, timeout=60).status_code == 200
-        assert begun == ["a"], "the long ones wait for their turn, one at a time"
-        for left in range(5):
-            gate.release()
-            wait_for(lambda left=left: len(begun) == left + 2)
-        assert begun.index("b") <= 2
-        gate.release()
-        for caller in callers:
-            caller.close()
-        wait_for(server.idle)
