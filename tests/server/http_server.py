@@ -256,10 +256,11 @@ def started(command: list[str], until: str = "ready", **environment: str):
     """(process, address, lines on stderr so far) of a command that has said a line beginning with `until`."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    assert process.stderr is not None
     said: list[str] = []
-    reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+    reader = threading.Thread(target=said.extend, args=(process.stderr,), daemon=True)
     try:
-        for line in process.stderr or ():
+        for line in process.stderr:
             said.append(line)
             if line.startswith(until):
                 break
@@ -269,4 +270,7 @@ def started(command: list[str], until: str = "ready", **environment: str):
         yield process, (re.findall(r"http://[\d.:]+", "".join(said)) or [""])[0], said
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        if reader.is_alive():
+            reader.join(10)
+        process.stderr.close()
