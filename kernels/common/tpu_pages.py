@@ -1,6 +1,7 @@
 """Bringing the pages of a work list into VMEM, one grid step ahead of their use (Mosaic TPU)."""
 
 import dataclasses
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import jax
@@ -80,16 +81,8 @@ def first_page(step, s: Scalars, steps: Steps):
     return s.work.low[block] + (step - s.work.first[block]) * steps.pages
 
 
-class Place(NamedTuple):
-    """The place of a grid point: its buffer slot, its block, its first key, and its part of the block."""
-
-    live: Any
-    slot: Any
-    block: Any
-    key: Any
-    is_first: Any
-    is_last: Any
-    is_inner: Any
+# The place of a grid point: its buffer slot, its block, its first key, and its part of the block.
+Place = namedtuple("Place", "live slot block key is_first is_last is_inner")
 
 
 def arrive(s: Scalars, steps: Steps, pools, buffers, arrived) -> Place:

@@ -11,6 +11,7 @@ three times. One launch that read it once, and summed the squares itself, was 3 
 import dataclasses
 import functools
 import math
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import jax
@@ -54,17 +55,9 @@ class _Form:
         return self.heads * self.width
 
 
-class _Side(NamedTuple):
-    """Inputs for keys or for values, in global memory: w [F, D, E]; bias [F, E]; gain [F, H]; cos, sin
-    [T, H / 2]; pool [R, P, Z, E]; scales [R, P, K, Z]. Missing ones are None."""
-
-    w: Any
-    bias: Any
-    gain: Any
-    cos: Any
-    sin: Any
-    pool: Any
-    scales: Any
+# Inputs for keys or for values, in global memory: w [F, D, E]; bias [F, E]; gain [F, H]; cos, sin [T, H / 2];
+# pool [R, P, Z, E]; scales [R, P, K, Z]. Missing ones are None.
+_Side = namedtuple("_Side", "w bias gain cos sin pool scales")
 
 
 class _Inputs(NamedTuple):
@@ -82,25 +75,13 @@ class _Inputs(NamedTuple):
         return self.side.pool.shape[1]
 
 
-class _Scratch(NamedTuple):
-    """x [stages * groups, tokens, depth]; w [stages, depth, columns]; out [groups, tokens, H]; scales
-    [groups, tokens]; full, free [stages]."""
-
-    x: Any
-    w: Any
-    out: Any
-    scales: Any
-    full: Any
-    free: Any
+# x [stages * groups, tokens, depth]; w [stages, depth, columns]; out [groups, tokens, H]; scales [groups,
+# tokens]; full, free [stages].
+_Scratch = namedtuple("_Scratch", "x w out scales full free")
 
 
-class _Place(NamedTuple):
-    """The work of a warpgroup: 64 tokens of the stream, a row of the makers, a block of its columns."""
-
-    group: Any
-    tile: Any
-    row: Any
-    block: Any
+# The work of a warpgroup: 64 tokens of the stream, a row of the makers, a block of its columns.
+_Place = namedtuple("_Place", "group tile row block")
 
 
 def _kernel(form: _Form, x: _Inputs, s: _Scratch):

@@ -7,8 +7,9 @@ from two stages: a step waits for the copies of the step before the last.
 
 import dataclasses
 import functools
+from collections import namedtuple
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,25 +39,13 @@ class Blocks:
     cores: int
 
 
-class _Inputs(NamedTuple):
-    """x [T, D]; makers with [F, D, E] weights and [F, 1, E] biases; cos, sin [T, H / 2]; pools in HBM."""
-
-    x: Any
-    makers: Any
-    cos: Any
-    sin: Any
-    pools: Any
+# x [T, D]; makers with [F, D, E] weights and [F, 1, E] biases; cos, sin [T, H / 2]; pools in HBM.
+_Inputs = namedtuple("_Inputs", "x makers cos sin pools")
 
 
-class _Scratch(NamedTuple):
-    """sums k, v [tokens, columns]; squares [tokens, 128]; stages [2, tokens, columns] and
-    [2, pages, heads, Z]; left [2]."""
-
-    k: Any
-    v: Any
-    squares: Any
-    stage: Any
-    left: Any
+# sums k, v [tokens, columns]; squares [tokens, 128]; stages [2, tokens, columns] and [2, pages, heads, Z];
+# left [2].
+_Scratch = namedtuple("_Scratch", "k v squares stage left")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,9 @@ the scores of that page, and no CTA does so before its sums are done with page i
 
 import dataclasses
 import functools
+from collections import namedtuple
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,46 +59,20 @@ class Form:
     tiles: Tiles
 
 
-class Inputs(NamedTuple):
-    """In global memory: q [b, parts, wide, columns]; pool [R, P, Z, E]; position [b, rows]; pages; cos, sin
-    [slots, Z, H / 2] of every position, or None without rotary embedding; k_scale [R, P, 1, Z], None of wide
-    rows."""
-
-    q: Any
-    pool: Any
-    position: Any
-    pages: Any
-    cos: Any
-    sin: Any
-    k_scale: Any
+# In global memory: q [b, parts, wide, columns]; pool [R, P, Z, E]; position [b, rows]; pages; cos, sin
+# [slots, Z, H / 2] of every position, or None without rotary embedding; k_scale [R, P, 1, Z], None of wide
+# rows.
+Inputs = namedtuple("Inputs", "q pool position pages cos sin k_scale")
 
 
-class Scratch(NamedTuple):
-    """q [wide, columns]; tile [stages * 2, Z, columns / 2] as stored; widened [2, Z, columns / 2], None of
-    wide rows; scores [buffers * layers, Z, rows]; weights [2, rows, Z]; out [2, 64, rows]; stats [2, rows];
-    barriers asked, came and free [stages], sent [buffers]."""
-
-    q: Any
-    tile: Any
-    widened: Any
-    scores: Any
-    weights: Any
-    out: Any
-    stats: Any
-    asked: Any
-    came: Any
-    free: Any
-    sent: Any
+# In shared memory: q [wide, columns]; tile [stages * 2, Z, columns / 2] as stored; widened [2, Z, columns / 2],
+# None of wide rows; scores [buffers * layers, Z, rows]; weights [2, rows, Z]; out [2, 64, rows] and stats
+# [2, rows]; barriers asked, came and free [stages], sent [buffers].
+Scratch = namedtuple("Scratch", "q tile widened scores weights out stats asked came free sent")
 
 
-class _Share(NamedTuple):
-    """The pages of a cluster: `count` of block `block` from `start` on; this CTA's part of the columns."""
-
-    block: Any
-    split: Any
-    part: Any
-    start: Any
-    count: Any
+# The pages of a cluster: `count` of block `block` from `start` on; this CTA's part of the columns.
+_Share = namedtuple("_Share", "block split part start count")
 
 
 def scratch(form: Form, stored) -> Scratch:

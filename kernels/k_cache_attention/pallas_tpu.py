@@ -11,7 +11,8 @@ long as the context is streamed.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,29 +35,13 @@ class _Form:
     threshold: float
 
 
-class _Inputs(NamedTuple):
-    """q [b, rows, E]; position [b, rows, 1]; cos, sin [keys, half] in a step; cos0, sin0 [slots, 1, half] at
-    its first page; pool [R, P, Z, E] and scales [R, P, 1, Z] in HBM. None where there is none."""
-
-    q: Any
-    position: Any
-    cos: Any
-    sin: Any
-    cos0: Any
-    sin0: Any
-    pool: Any
-    scales: Any
+# q [b, rows, E]; position [b, rows, 1]; cos, sin [keys, half] in a step; cos0, sin0 [slots, 1, half] at its
+# first page; pool [R, P, Z, E] and scales [R, P, 1, Z] in HBM. None where there is none.
+_Inputs = namedtuple("_Inputs", "q position cos sin cos0 sin0 pool scales")
 
 
-class _Scratch(NamedTuple):
-    """tile [2, keys, E]; scales [2, pages, 1, Z]; turned [keys, E]; top, total [rows, 128]; arrived [2]."""
-
-    tile: Any
-    scales: Any
-    turned: Any
-    top: Any
-    total: Any
-    arrived: Any
+# tile [2, keys, E]; scales [2, pages, 1, Z]; turned [keys, E]; top, total [rows, 128]; arrived [2].
+_Scratch = namedtuple("_Scratch", "tile scales turned top total arrived")
 
 
 def _turn(x, cos, sin, half: int):

@@ -7,6 +7,7 @@ written, and partially filled ones are read before: a decoded token costs one ti
 """
 
 import dataclasses
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import jax
@@ -56,26 +57,13 @@ class Runs(NamedTuple):
     rows: Any
 
 
-class _Scratch(NamedTuple):
-    """stage [slots, Z, E] pages; fresh [slots, Z + 3 G, E] rows of the batch, from row G on; factors
-    [slots, K, Z] and new ones [slots, K, Z + 128] of 8-bit rows; semaphores [slots]."""
-
-    stage: Any
-    fresh: Any
-    factors: Any
-    new_factors: Any
-    arrived: Any
-    left: Any
+# stage [slots, Z, E] pages; fresh [slots, Z + 3 G, E] rows of the batch, from row G on; factors [slots, K, Z]
+# and new ones [slots, K, Z + 128] of 8-bit rows; semaphores [slots].
+_Scratch = namedtuple("_Scratch", "stage fresh factors new_factors arrived left")
 
 
-class _Run(NamedTuple):
-    """One run: its place in the ring, page, first slot in it, tokens, and first token of the batch."""
-
-    at: Any
-    page: Any
-    slot: Any
-    count: Any
-    token: Any
+# One run: its place in the ring, page, first slot in it, tokens, and first token of the batch.
+_Run = namedtuple("_Run", "at page slot count token")
 
 
 def runs_of(page: jax.Array, slot: jax.Array, rows: tuple[int, ...], pages: int) -> Runs:

@@ -16,7 +16,8 @@ Blocks with more queries than a CTA has room for are split; each piece reads its
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,45 +75,18 @@ class _Form:
     tiles: Tiles
 
 
-class _Inputs(NamedTuple):
-    """In global memory: q [b, K, rows, tile]; k, v [R, P, Z, K * H]; scales [R, P, K, Z], None of wide rows;
-    position [b, rows]; pages."""
-
-    q: Any
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
-    position: Any
-    pages: Any
+# In global memory: q [b, K, rows, tile]; k, v [R, P, Z, K * H]; scales [R, P, K, Z], None of wide rows;
+# position [b, rows]; pages.
+_Inputs = namedtuple("_Inputs", "q k v k_scale v_scale position pages")
 
 
-class _Scratch(NamedTuple):
-    """q [rows, tile]; k, v [stages, Z, tile]; wide [Z, tile], None of wide rows; weights [rows, Z]; sums
-    [tile, rows]; top, total [rows]; barriers asked, k_came and v_came [stages]."""
-
-    q: Any
-    k: Any
-    v: Any
-    wide: Any
-    weights: Any
-    sums: Any
-    top: Any
-    total: Any
-    asked: Any
-    k_came: Any
-    v_came: Any
+# q [rows, tile]; k, v [stages, Z, tile]; wide [Z, tile], None of wide rows; weights [rows, Z]; sums [tile,
+# rows]; top, total [rows]; barriers asked, k_came and v_came [stages].
+_Scratch = namedtuple("_Scratch", "q k v wide weights sums top total asked k_came v_came")
 
 
-class _Share(NamedTuple):
-    """The work of a CTA: `count` pages of block `block` from `start` on, of `row`, for kv head `head`."""
-
-    block: Any
-    head: Any
-    split: Any
-    row: Any
-    start: Any
-    count: Any
+# The work of a CTA: `count` pages of block `block` from `start` on, of `row`, for kv head `head`.
+_Share = namedtuple("_Share", "block head split row start count")
 
 
 def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):

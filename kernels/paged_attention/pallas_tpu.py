@@ -8,7 +8,8 @@ rows to process the heads one by one.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,28 +32,13 @@ class _Form:
     scale: float
 
 
-class _Inputs(NamedTuple):
-    """q [b, K / joint, rows, joint * H]; position [b, rows, 1]; pools and scales [R, P, K, Z] in HBM."""
-
-    q: Any
-    position: Any
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
+# q [b, K / joint, rows, joint * H]; position [b, rows, 1]; pools and scales [R, P, K, Z] in HBM.
+_Inputs = namedtuple("_Inputs", "q position k v k_scale v_scale")
 
 
-class _Scratch(NamedTuple):
-    """k [2, keys, K * H]; v [2, keys, K * U]; scales [2, pages, K, Z]; top, total [K / joint, rows, 128];
-    arrived [2]."""
-
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
-    top: Any
-    total: Any
-    arrived: Any
+# In VMEM: k [2, keys, K * H]; v [2, keys, K * U]; scales [2, pages, K, Z]; top, total [K / joint, rows, 128];
+# semaphores arrived [2].
+_Scratch = namedtuple("_Scratch", "k v k_scale v_scale top total arrived")
 
 
 def _kernel(form: _Form, s: tpu_pages.Scalars, x: _Inputs, out, scratch: _Scratch):
