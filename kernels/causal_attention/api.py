@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from swiftkv_jax.kernels.causal_attention import cudnn, native_cpu, reference, splash, xla
 from swiftkv_jax.kernels.causal_attention.shards import WHOLE, Shards
-from swiftkv_jax.kernels.common import dispatch, mask
+from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import Implementation
 
 CAUSAL_ATTENTION = {
@@ -52,8 +52,4 @@ def causal_attention(
         segments = jnp.zeros(q.shape[:2], jnp.int32)
     args = (q, k, v, segments, window)
     options = {"scale": q.shape[-1] ** -0.5, "shards": shards}
-    known = CAUSAL_ATTENTION
-    if bias is not None:
-        options |= {"bias": bias}
-        known = dispatch.supporting(known, mask.BIASED, mask.A_BIAS)
-    return dispatch.call("causal_attention", known, implementation, args, options)
+    return dispatch.call("causal_attention", CAUSAL_ATTENTION, implementation, args, options, bias)

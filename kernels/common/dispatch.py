@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,23 +13,13 @@ import jax
 # Others run by name only; kernels/check names those that were right on the same machine.
 BY_PLATFORM = {"tpu": ("xla_one_turn", "xla"), "gpu": ("xla_one_turn", "xla"), "cpu": ("native_cpu", "xla")}
 
-PLATFORM_OF = {
-    "native_cpu": "cpu",
-    "pallas_tpu": "tpu",
-    "splash": "tpu",
-    "pallas_gpu": "gpu",
-    "cudnn": "gpu",
-}
+PLATFORM_OF = {"native_cpu": "cpu", "pallas_tpu": "tpu", "splash": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu"}
+BIASED = ("reference", "xla", "xla_one_turn")  # the implementations that take a bias by distance
 _LOG = logging.getLogger(__name__)
 
 
 class UnsupportedError(ValueError):
     """A named implementation cannot run this call; one line says what it supports."""
-
-
-def refuses_nothing(*_, **__) -> str:
-    """`refuses` of an implementation that supports every call."""
-    return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +66,7 @@ class Implementation:
     """
 
     run: Callable[..., Any]
-    refuses: Callable[..., str] = refuses_nothing
+    refuses: Callable[..., str] = lambda *_, **__: ""
 
 
 def device() -> tuple[str, str, int]:
@@ -94,13 +84,20 @@ def static_loops(asked: bool | None) -> bool:
     return device()[0] != "cpu" if asked is None else asked
 
 
-def call(operation: str, table: Mapping[str, Implementation], implementation: str | None, args, kwargs):
-    """Run `operation(*args, **kwargs)` by the named implementation, or by the platform's.
+def call(
+    operation: str, table: Mapping[str, Implementation], implementation: str | None, args, kwargs, bias=None
+):
+    """Run `operation(*args, **kwargs)` by the named implementation, or by the platform's. A `bias` by
+    distance is an option of `BIASED` alone.
 
     Raises:
       UnsupportedError: an unknown name, a name of another platform or chip, or a call that the named one
         does not support.
     """
+    if bias is not None:
+        no = f"a bias by distance: {', '.join(name for name in table if name in BIASED)} do"
+        refusing = {name: Implementation(each.run, lambda *_, **__: no) for name, each in table.items()}
+        table, kwargs = refusing | {n: table[n] for n in BIASED if n in table}, kwargs | {"bias": bias}
     if implementation is None:
         name = preferred(table, args, kwargs)
         _log_choice(operation, name, *device()[:2])
@@ -109,18 +106,6 @@ def call(operation: str, table: Mapping[str, Implementation], implementation: st
     if reason := table[implementation].refuses(*args, **kwargs):
         raise UnsupportedError(f"{operation}: {implementation} does not support {reason}")
     return table[implementation].run(*args, **kwargs)
-
-
-def supporting(
-    table: Mapping[str, Implementation], names: Iterable[str], what: str
-) -> dict[str, Implementation]:
-    """`table` for a call with `what` (in words), which all implementations except `names` then refuse."""
-    known = [name for name in table if name in tuple(names)]
-    no = f"{what}: {', '.join(known)} do"
-    return {
-        name: one if name in known else Implementation(one.run, lambda *_, **__: no)
-        for name, one in table.items()
-    }
 
 
 def unnamed() -> str:
@@ -175,12 +160,10 @@ def expect(**pairs) -> None:
       UnsupportedError: two that do not, by name.
     """
     for name, pair in pairs.items():
-        if any(x is None for x in pair):
-            continue
-        one, other = (tuple(getattr(x, "shape", x)) for x in pair)
-        if one != other:
+        shapes = [tuple(getattr(x, "shape", x)) for x in pair if x is not None]
+        if len(set(shapes)) > 1:
             first, _, second = name.partition("_and_")
-            raise UnsupportedError(f"{first} has {one} where {second} has {other}")
+            raise UnsupportedError(f"{first} has {shapes[0]} where {second} has {shapes[1]}")
 
 
 def divisor(number: int, most: int) -> int:

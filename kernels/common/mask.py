@@ -17,10 +17,6 @@ def visible(position: jax.Array, keys: int, window) -> jax.Array:
     return (back >= 0) & (back < window_of(window))
 
 
-BIASED = ("reference", "xla", "xla_one_turn")  # the implementations that take a bias by distance
-A_BIAS = "a bias by distance"
-
-
 def bias_of(bias: jax.Array, back: jax.Array) -> jax.Array:
     """The bias [N, ...] of scores at distances `back` [...], from `bias` [N, S] by head and distance."""
     return bias[:, jnp.clip(back, 0, bias.shape[1] - 1)]

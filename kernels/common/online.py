@@ -10,11 +10,6 @@ MASKED = -1e30  # finite: nothing seen gives zeros, never NaN
 TURN_KEYS = 4096  # keys that one turn reads, of all blocks together
 
 
-def pages_per_turn(blocks: int, page: int, slots: int, keys: int = TURN_KEYS) -> int:
-    """How many pages of each block one turn of the loop takes: about `keys` of all blocks together."""
-    return max(1, min(slots, keys // (blocks * page)))
-
-
 def softmax_sum(turn: Callable, first, last, shape: tuple[int, ...], width: int) -> jax.Array:
     """Softmax-weighted sums [*shape, width] in float32 over the keys of turns `first` to `last`.
 

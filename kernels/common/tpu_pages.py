@@ -1,4 +1,4 @@
-"""Bringing the pages of a work list into VMEM, one grid step ahead of their use (Mosaic TPU)."""
+"""Attention over the pages of a work list, each brought in one grid step ahead of its use (Mosaic TPU)."""
 
 import dataclasses
 from collections import namedtuple
@@ -45,10 +45,8 @@ def scalars(row, window, table, sequence, position, steps: Steps) -> Scalars:
     """The scalar operands of blocks of queries at `position` [b, C] of sequences `sequence` [b]."""
     window = jnp.asarray(mask.window_of(window), jnp.int32)
     work = worklist.make(position, window, steps.page, steps.pages, steps.slots, chips.current().cores)
-    one = jnp.asarray(row, jnp.int32).reshape(1)
-    return Scalars(
-        one, window.reshape(1), table.reshape(-1).astype(jnp.int32), sequence.astype(jnp.int32), work
-    )
+    row, table = (jnp.asarray(x, jnp.int32).reshape(-1) for x in (row, table))
+    return Scalars(row, window.reshape(1), table, sequence.astype(jnp.int32), work)
 
 
 def step_pages(keys_bytes: int, page: int, slots: int) -> int:
@@ -85,11 +83,66 @@ def first_page(step, s: Scalars, steps: Steps):
 Place = namedtuple("Place", "live slot block key is_first is_last is_inner")
 
 
-def arrive(s: Scalars, steps: Steps, pools, buffers, arrived) -> Place:
+def launch(attend, finish, s: Scalars, steps: Steps, inputs, out, scratch, **options) -> jax.Array:
+    """Online softmax over the pages of the work list: sums in float32.
+
+    `attend(visible, place, x, out, scratch)` adds the keys of a grid point; queries see all of them if
+    `visible` is None. `finish(alive, out, scratch)` divides a block's sums by their totals.
+
+    `inputs`: (named tuple of arrays, the same of block specs); a pool that is there is named as its buffer
+    in `scratch` is. `out`: (shape, block spec). `options`: of `pl.pallas_call`.
+    """
+    arrays, specs = inputs
+
+    def kernel(s, x, out, own):
+        own = type(scratch)(*own)
+        names = [name for name in x._fields if name in own._fields and getattr(x, name) is not None]
+        pairs = [(getattr(x, name), getattr(own, name)) for name in names]
+        place = arrive(s, steps, pairs, own.arrived)
+
+        @pl.when(place.live & place.is_first)
+        def _():
+            own.top[...] = jnp.full_like(own.top, -1e30)
+            own.total[...] = jnp.zeros_like(own.total)
+            out[...] = jnp.zeros_like(out)
+
+        @pl.when(place.live & place.is_inner)
+        def _():
+            attend(None, place, x, out, own)
+
+        @pl.when(place.live & ~place.is_inner)
+        def _():
+            for _, buffer in pairs:
+                if buffer.ndim == 3:  # rows, not scales
+                    clear_unseen(buffer, place, s, steps)
+            attend(seen(x.position[0], place, s, steps), place, x, out, own)
+
+        @pl.when(place.live & place.is_last)
+        def _():
+            finish(x.position[0] >= 0, out, own)
+
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=worklist.grid(s.work),
+            in_specs=[specs],
+            out_specs=out[1],
+            scratch_shapes=[tuple(scratch)],
+        ),
+        out_shape=jax.ShapeDtypeStruct(out[0], jnp.float32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=chips.current().vmem_limit
+        ),
+        **options,
+    )(s, arrays)
+
+
+def arrive(s: Scalars, steps: Steps, pairs, arrived) -> Place:
     """Wait for the pages of this grid point, having asked for those of the next.
 
-    `pools` [R, P, ...page] in HBM and `buffers` [2, pages, ...page] or [2, pages * page, E] in VMEM go
-    together; `arrived` is a DMA semaphore for each slot.
+    `pairs`: of a pool [R, P, ...page] in HBM and its buffer [2, pages, ...page] or [2, pages * page, E] in
+    VMEM; `arrived` is a DMA semaphore for each slot.
     """
     core, index = pl.program_id(0), pl.program_id(1)
     step, end = s.work.begin[core] + index, s.work.begin[core + 1]
@@ -103,11 +156,9 @@ def arrive(s: Scalars, steps: Steps, pools, buffers, arrived) -> Place:
             @pl.when(start + i < s.work.high[block])
             def _(i=i):
                 name = s.table[s.sequence[block] * steps.slots + start + i]
-                for pool, buffer in zip(pools, buffers, strict=True):
+                for pool, buffer in pairs:
                     flat = buffer.ndim == pool.ndim - 1
-                    target = (
-                        buffer.at[slot, pl.ds(i * steps.page, steps.page)] if flat else buffer.at[slot, i]
-                    )
+                    target = buffer.at[slot, pl.ds(i * steps.page, steps.page) if flat else i]
                     act(pltpu.make_async_copy(pool.at[s.row[0], name], target, arrived.at[slot]))
 
     @pl.when((index == 0) & (step < end))

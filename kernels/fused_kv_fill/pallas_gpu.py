@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,19 +60,8 @@ class _Form:
 _Side = namedtuple("_Side", "w bias gain cos sin pool scales")
 
 
-class _Inputs(NamedTuple):
-    """In global memory: x [T, D]; inverse [T], 1 / rms; alive [T]; names [T / Z]; rows [F]."""
-
-    x: Any
-    inverse: Any
-    alive: Any
-    names: Any
-    rows: Any
-    side: _Side
-
-    @property
-    def pages(self) -> int:
-        return self.side.pool.shape[1]
+# In global memory: x [T, D]; inverse [T], 1 / rms; alive [T]; names [T / Z]; rows [F]; and a `_Side`.
+_Inputs = namedtuple("_Inputs", "x inverse alive names rows side")
 
 
 # x [stages * groups, tokens, depth]; w [stages, depth, columns]; out [groups, tokens, H]; scales [groups,
@@ -80,87 +69,76 @@ class _Inputs(NamedTuple):
 _Scratch = namedtuple("_Scratch", "x w out scales full free")
 
 
-# The work of a warpgroup: 64 tokens of the stream, a row of the makers, a block of its columns.
-_Place = namedtuple("_Place", "group tile row block")
-
-
 def _kernel(form: _Form, x: _Inputs, s: _Scratch):
+    """The work of a warpgroup: 64 tokens of the stream, a row of the makers, a block of its columns."""
     far, column, near, group = (lax.axis_index(name) for name in ("far", "column", "near", "group"))
     tile = (far * form.near + near) * _GROUPS
-    at = _Place(group, tile, column // form.blocks, lax.rem(column, form.blocks))
-    some = (tile * _TOKENS < x.x.shape[0]) & _somewhere(form, x, tile)
+    row, block, pages = column // form.blocks, lax.rem(column, form.blocks), x.side.pool.shape[1]
+    # Whether any page of the CTA's tokens must be written.
+    first, last = tile * _TOKENS, x.names.shape[0] - 1
+    starts = range(0, _GROUPS * _TOKENS, min(form.page, _TOKENS))
+    names = (x.names[jnp.minimum((first + start) // form.page, last)] for start in starts)
+    somewhere = functools.reduce(jnp.logical_or, (name < pages for name in names))
+    some = (first < x.x.shape[0]) & somewhere
 
     @pl.when(some & (group == _GROUPS))
     def _():
+        """Keep the ring of stages full."""
         form.tiles.keep_registers(40, "decrease")
-        _bring(form, x, s, at)
+
+        def turn(k, carry):
+            slot, deep = lax.rem(k, form.stages), pl.ds(k * _DEPTH, _DEPTH)
+            pl.when(k >= form.stages)(lambda: plgpu.barrier_wait(s.free.at[slot]))
+            for other in range(_GROUPS):
+                tokens = pl.ds((tile + other) * _TOKENS, _TOKENS)
+                plgpu.copy_gmem_to_smem(x.x.at[tokens, deep], s.x.at[slot * _GROUPS + other], s.full.at[slot])
+            columns = pl.ds(block * form.columns, form.columns)
+            plgpu.copy_gmem_to_smem(x.side.w.at[row, deep, columns], s.w.at[slot], s.full.at[slot])
+            return carry
+
+        lax.fori_loop(0, form.steps, turn, 0)
+
+    def multiply(sums):
+        """Add the products of all stages; each stage is released once the next multiplication has started.
+        Returns 1 / rms [tokens]."""
+
+        def turn(k, carry):
+            slot = lax.rem(k, form.stages)
+            plgpu.barrier_wait(s.full.at[slot])
+            plgpu.wgmma(sums, s.x.at[slot * _GROUPS + group], s.w.at[slot])
+            plgpu.wgmma_wait(1)
+            pl.when(k > 0)(lambda: plgpu.barrier_arrive(s.free.at[lax.rem(k - 1, form.stages)]))
+            return carry
+
+        lax.fori_loop(0, form.steps, turn, 0)
+        plgpu.wgmma_wait(0)
+        return form.tiles.load(x.inverse.at[pl.ds((tile + group) * _TOKENS, _TOKENS)], rows=True)
 
     @pl.when(some & (group < _GROUPS))
     def _():
         form.tiles.keep_registers(232, "increase")
-        shape, place = (_TOKENS, form.columns), at._replace(tile=tile + group)
-        sums, inverse = form.tiles.accumulate(shape, functools.partial(_multiply, form, x, s, place))
+        first = (tile + group) * _TOKENS
+        sums, inverse = form.tiles.accumulate((_TOKENS, form.columns), multiply)
         for head in range(form.heads):
-            _finish(form, x, s, place, sums, inverse, head)
+            _finish(form, x, s, (group, first, row, block), sums, inverse, head)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _somewhere(form: _Form, x: _Inputs, tile):
-    """Whether any page of a CTA's tokens must be written."""
-    first, last = tile * _TOKENS, x.names.shape[0] - 1
-    starts = range(0, _GROUPS * _TOKENS, min(form.page, _TOKENS))
-    names = (x.names[jnp.minimum((first + start) // form.page, last)] for start in starts)
-    return functools.reduce(jnp.logical_or, (name < x.pages for name in names))
-
-
-def _bring(form: _Form, x: _Inputs, s: _Scratch, at: _Place) -> None:
-    """Keep the ring of stages full."""
-
-    def turn(k, carry):
-        slot, deep = lax.rem(k, form.stages), pl.ds(k * _DEPTH, _DEPTH)
-        pl.when(k >= form.stages)(lambda: plgpu.barrier_wait(s.free.at[slot]))
-        for group in range(_GROUPS):
-            tokens = pl.ds((at.tile + group) * _TOKENS, _TOKENS)
-            plgpu.copy_gmem_to_smem(x.x.at[tokens, deep], s.x.at[slot * _GROUPS + group], s.full.at[slot])
-        columns = pl.ds(at.block * form.columns, form.columns)
-        plgpu.copy_gmem_to_smem(x.side.w.at[at.row, deep, columns], s.w.at[slot], s.full.at[slot])
-        return carry
-
-    lax.fori_loop(0, form.steps, turn, 0)
-
-
-def _multiply(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums):
-    """Add the products of all stages; each stage is released once the next multiplication has started.
-    Returns 1 / rms [tokens]."""
-
-    def turn(k, carry):
-        slot = lax.rem(k, form.stages)
-        plgpu.barrier_wait(s.full.at[slot])
-        plgpu.wgmma(sums, s.x.at[slot * _GROUPS + at.group], s.w.at[slot])
-        plgpu.wgmma_wait(1)
-        pl.when(k > 0)(lambda: plgpu.barrier_arrive(s.free.at[lax.rem(k - 1, form.stages)]))
-        return carry
-
-    lax.fori_loop(0, form.steps, turn, 0)
-    plgpu.wgmma_wait(0)
-    return form.tiles.load(x.inverse.at[pl.ds(at.tile * _TOKENS, _TOKENS)], rows=True)
-
-
-def _finish(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums, inverse, head: int) -> None:
+def _finish(form: _Form, x: _Inputs, s: _Scratch, place: tuple, sums, inverse, head: int) -> None:
     """Finish one head of 64 tokens, from the sums in registers to its pages, as two halves of its width."""
-    tiles, side, half, first = form.tiles, x.side, form.width // 2, at.tile * _TOKENS
+    (group, first, made, block), tiles, side, half = place, form.tiles, x.side, form.width // 2
     shape, tokens = (_TOKENS, half), pl.ds(first, _TOKENS)
-    column = (at.block * form.heads + head) * form.width
+    column = (block * form.heads + head) * form.width
     inverse = across(inverse, shape)
     starts = (head * form.width, head * form.width + half)
     parts = [sums[:, start : start + half] * inverse for start in starts]
     if side.bias is not None:
-        biases = (side.bias.at[at.row, pl.ds(column + i * half, half)] for i in range(2))
+        biases = (side.bias.at[made, pl.ds(column + i * half, half)] for i in range(2))
         parts = [y + down(tiles.load(bias), shape) for y, bias in zip(parts, biases, strict=True)]
     if side.gain is not None:
         squares = jnp.sum(parts[0] * parts[0], axis=1) + jnp.sum(parts[1] * parts[1], axis=1)
         inverse = across(lax.rsqrt(squares / form.width + form.eps), shape)
-        gains = (side.gain.at[at.row, pl.ds(i * half, half)] for i in range(2))
+        gains = (side.gain.at[made, pl.ds(i * half, half)] for i in range(2))
         parts = [y * inverse * down(tiles.load(gain), shape) for y, gain in zip(parts, gains, strict=True)]
     if side.cos is not None:
         (a, b), cos, sin = parts, tiles.load(side.cos.at[tokens]), tiles.load(side.sin.at[tokens])
@@ -175,23 +153,23 @@ def _finish(form: _Form, x: _Inputs, s: _Scratch, at: _Place, sums, inverse, hea
         factor = across(jnp.where(scale > 0, 1 / scale, 0.0), shape)
         parts = [y * factor for y in parts]
         parts = [jnp.round(y) for y in parts] if side.pool.dtype == jnp.int8 else parts
-        s.scales.at[at.group][...] = scale
+        s.scales.at[group][...] = scale
     for i, y in enumerate(parts):
-        tiles.store(s.out.at[at.group, :, pl.ds(i * half, half)], y.astype(side.pool.dtype))
+        tiles.store(s.out.at[group, :, pl.ds(i * half, half)], y.astype(side.pool.dtype))
     plgpu.commit_smem()
     each = min(form.page, _TOKENS)
     for i in range(_TOKENS // each):
         page = first + i * each
         name, inside = x.names[page // form.page], pl.ds(lax.rem(page, form.page), each)
 
-        @pl.when(name < x.pages)
+        @pl.when(name < side.pool.shape[1])
         def _(i=i, name=name, inside=inside):
-            row, here = x.rows[at.row], pl.ds(i * each, each)
+            row, here = x.rows[made], pl.ds(i * each, each)
             target = side.pool.at[row, name, inside, pl.ds(column, form.width)]
-            plgpu.copy_smem_to_gmem(s.out.at[at.group, here], target)
+            plgpu.copy_smem_to_gmem(s.out.at[group, here], target)
             if side.scales is not None:
-                target = side.scales.at[row, name, at.block * form.heads + head, inside]
-                plgpu.copy_smem_to_gmem(s.scales.at[at.group, here], target)
+                target = side.scales.at[row, name, block * form.heads + head, inside]
+                plgpu.copy_smem_to_gmem(s.scales.at[group, here], target)
 
 
 def _scratch(stages: int, heads: int, width: int, dtype) -> _Scratch:
@@ -261,17 +239,7 @@ def _fill(inputs: _Inputs, heads: int, eps: float, interpret: Any) -> tuple:
 
 
 def fused_kv_fill(
-    x,
-    makers: Makers,
-    cos,
-    sin,
-    pools: Pools,
-    names,
-    live,
-    *,
-    rows,
-    eps,
-    interpret: Any = False,
+    x, makers: Makers, cos, sin, pools: Pools, names, live, *, rows, eps, interpret: Any = False
 ) -> Pools:
     """As `api.fused_kv_fill`."""
     heads, page = pools.k.shape[-1] // (2 * cos.shape[-1]), pools.k.shape[2]
@@ -280,8 +248,9 @@ def fused_kv_fill(
     cos, sin = (jnp.pad(angle.astype(jnp.float32), ((0, spare), (0, 0))) for angle in (cos, sin))
     wide = x.astype(jnp.float32)
     inverse = jnp.pad(lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps), (0, spare))
-    keys = _Side(makers.w_k, _wide(makers.b_k), _wide(makers.k_norm), cos, sin, pools.k, pools.k_scale)
-    values = _Side(makers.w_v, _wide(makers.b_v), None, None, None, pools.v, pools.v_scale)
+    some = jax.tree.map(lambda x: x.astype(jnp.float32), (makers.b_k, makers.k_norm, makers.b_v))  # or None
+    keys = _Side(makers.w_k, *some[:2], cos, sin, pools.k, pools.k_scale)
+    values = _Side(makers.w_v, some[2], None, None, None, pools.v, pools.v_scale)
     inputs = _Inputs(
         x=jnp.pad(x, ((0, spare), (0, 0))),
         inverse=inverse,
@@ -293,10 +262,6 @@ def fused_kv_fill(
     k, k_scale = _fill(inputs, heads, eps, interpret)
     v, v_scale = _fill(inputs._replace(side=values), heads, eps, interpret)
     return Pools(k, v, k_scale, v_scale)
-
-
-def _wide(array):
-    return None if array is None else array.astype(jnp.float32)
 
 
 def refuses(x, makers: Makers, cos, sin, pools: Pools, *_, **__) -> str:

@@ -7,7 +7,7 @@ import functools
 
 from jaxtyping import Array, Float, Int
 
-from swiftkv_jax.kernels.common import dispatch, mask
+from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import Implementation
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.k_cache_attention import native_cpu, pallas_gpu, pallas_tpu, reference, xla
@@ -17,7 +17,7 @@ K_CACHE = {
     "xla": Implementation(xla.k_cache_attention),
     "xla_one_turn": Implementation(functools.partial(xla.k_cache_attention, one_turn=True)),
     "native_cpu": Implementation(native_cpu.k_cache_attention, native_cpu.refuses),
-    "pallas_tpu": Implementation(pallas_tpu.k_cache_attention, pallas_tpu.refuses_keys),
+    "pallas_tpu": Implementation(pallas_tpu.k_cache_attention, pallas_tpu.refuses),
     "pallas_gpu": Implementation(pallas_gpu.k_cache_attention, pallas_gpu.refuses),
 }
 X_CACHE = {
@@ -25,7 +25,7 @@ X_CACHE = {
     "xla": Implementation(xla.x_cache_attention),
     "xla_one_turn": Implementation(functools.partial(xla.x_cache_attention, one_turn=True)),
     "native_cpu": Implementation(native_cpu.x_cache_attention, native_cpu.refuses_inputs),
-    "pallas_tpu": Implementation(pallas_tpu.x_cache_attention, pallas_tpu.refuses_inputs),
+    "pallas_tpu": Implementation(pallas_tpu.x_cache_attention, pallas_tpu.refuses),
     "pallas_gpu": Implementation(pallas_gpu.x_cache_attention, pallas_gpu.refuses_inputs),
 }
 
@@ -78,18 +78,10 @@ def k_cache_attention(
         q_and_k=((heads * width,), k.shape[-1:]),
         k_and_k_scale=((*k.shape[:2], 1, k.shape[2]), k_scale),
     )
-    options = {
-        "row": row,
-        "frequencies": frequencies,
-        "scale": width**-0.5 if scale is None else scale,
-        "window": window,
-        "rotated": rotated,
-        "threshold": threshold,
-        "k_scale": k_scale,
-    }
+    options = {"row": row, "scale": width**-0.5 if scale is None else scale, "window": window}
+    options |= {"frequencies": frequencies, "rotated": rotated, "threshold": threshold, "k_scale": k_scale}
     args = (q, k, w_kv, table, sequence, position)
-    known, options = _with_bias(K_CACHE, options, bias)
-    return dispatch.call("k_cache_attention", known, implementation, args, options)
+    return dispatch.call("k_cache_attention", K_CACHE, implementation, args, options, bias)
 
 
 def x_cache_attention(
@@ -130,12 +122,4 @@ def x_cache_attention(
     options = {"row": row, "scale": q.shape[-1] ** -0.5 if scale is None else scale, "window": window}
     options |= {} if x_scale is None else {"x_scale": x_scale}
     args = (q, x, w_k, w_v, table, sequence, position)
-    known, options = _with_bias(X_CACHE, options, bias)
-    return dispatch.call("x_cache_attention", known, implementation, args, options)
-
-
-def _with_bias(table, options: dict, bias: Array | None) -> tuple[dict, dict]:
-    """(implementations, options) of a call with this bias."""
-    if bias is None:
-        return table, options
-    return dispatch.supporting(table, mask.BIASED, mask.A_BIAS), options | {"bias": bias}
+    return dispatch.call("x_cache_attention", X_CACHE, implementation, args, options, bias)

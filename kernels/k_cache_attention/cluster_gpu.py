@@ -65,9 +65,9 @@ class Form:
 Inputs = namedtuple("Inputs", "q pool position pages cos sin k_scale")
 
 
-# In shared memory: q [wide, columns]; tile [stages * 2, Z, columns / 2] as stored; widened [2, Z, columns / 2],
-# None of wide rows; scores [buffers * layers, Z, rows]; weights [2, rows, Z]; out [2, 64, rows] and stats
-# [2, rows]; barriers asked, came and free [stages], sent [buffers].
+# Shared memory: q [wide, columns]; tile [stages * 2, Z, columns / 2] as stored, of 8 bits also widened
+# [2, Z, columns / 2]; scores [buffers * layers, Z, rows]; weights [2, rows, Z]; out [2, 64, rows]; and stats
+# [2, rows]. Barriers: asked, came and free [stages], sent [buffers].
 Scratch = namedtuple("Scratch", "q tile widened scores weights out stats asked came free sent")
 
 
@@ -145,10 +145,7 @@ def _score(form: Form, x: Inputs, s: Scratch, at: _Share) -> None:
         return carry
 
     lax.fori_loop(0, at.count, turn, 0)
-    for last in (
-        2,
-        1,
-    ):  # also wait for released tiles that were not refilled: every barrier must complete
+    for last in (2, 1):  # wait for released tiles that were not refilled too: every barrier must complete
         slot = lax.rem(jnp.maximum(at.count - last, 0), _STAGES)
         pl.when(at.count >= last)(functools.partial(plgpu.barrier_wait, s.free.at[slot]))
 
@@ -227,7 +224,9 @@ def _widen(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot, group) -> Non
 def _sum(form: Form, x: Inputs, outs, s: Scratch, at: _Share, group) -> None:
     """Softmax over the scores of all heads, and the weighted sums of half of this CTA's columns."""
     tiles, half = form.tiles, form.columns // 2
-    spans = _spans(half)
+    # Slices of `COLUMNS` columns. The last may overlap the one before it; both have the same sums there.
+    whole = half // COLUMNS * COLUMNS
+    spans = [pl.ds(0, whole)] + ([pl.ds(half - COLUMNS, COLUMNS)] if whole < half else [])
 
     def turn(i, carry):
         top, total, mixed = carry
@@ -276,13 +275,6 @@ def _sum(form: Form, x: Inputs, outs, s: Scratch, at: _Share, group) -> None:
             plgpu.copy_smem_to_gmem(s.stats.at[i], outs[i].at[at.block, at.split])
 
     plgpu.wait_smem_to_gmem(0)
-
-
-def _spans(half: int) -> list:
-    """Slices of `COLUMNS` columns that cover `half` columns. The last may overlap the one before it; both
-    have the same sums there."""
-    whole = half // COLUMNS * COLUMNS
-    return [pl.ds(0, whole)] + ([pl.ds(half - COLUMNS, COLUMNS)] if whole < half else [])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))  # lowered once for all layers

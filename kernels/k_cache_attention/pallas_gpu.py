@@ -10,7 +10,6 @@ scores of all heads, which are added up.
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -55,10 +54,8 @@ def cut_keys(q, k, half: int, queries: int) -> _Cut | None:
     for piece, parts in itertools.product(_PIECES[k.dtype.itemsize], range(1, 9)):
         columns, real = heads // parts * width, heads // parts * queries
         whole = heads % parts == 0 and columns % (2 * piece) == 0 and half % piece == 0
-        sizes = (
-            n for n in (1, 2, 4, *range(_LEAST, _ROWS + 1, _LEAST)) if n >= real and n * parts % _LEAST == 0
-        )
-        own = next(sizes, None)
+        sizes = (1, 2, 4, *range(_LEAST, _ROWS + 1, _LEAST))
+        own = next((n for n in sizes if n >= real and n * parts % _LEAST == 0), None)
         if whole and 2 * COLUMNS <= columns <= _SLICE and own and own * parts <= _ROWS:
             return _Cut(parts, columns, own, max(_LEAST, own), own * parts, piece)
     return None
@@ -78,12 +75,6 @@ def cut_inputs(rows: int, width: int) -> _Cut | None:
 def _memory(cut: _Cut, stored) -> int:
     """Bytes of shared memory of a CTA."""
     return smem_bytes(cluster_gpu.scratch(cut.form(), stored))
-
-
-def _longest(queries: int, cut_of: Callable[[int], _Cut | None], stored) -> int:
-    """The most queries of a block, of `queries`, that a cluster has room for; at least one."""
-    fits = (n for n in range(queries, 1, -1) if (cut := cut_of(n)) and _memory(cut, stored) <= SMEM_BYTES)
-    return next(fits, 1)
 
 
 def queries_of_keys(q, position, cut: _Cut):
@@ -114,60 +105,54 @@ def queries_of_inputs(q, w_k, position, cut: _Cut):
     return jnp.swapaxes(taken, 1, 2), every.astype(jnp.int32)
 
 
-def _angles(frequencies, slots: int) -> tuple[jax.Array, jax.Array]:
-    """cos, sin [slots, Z, H / 2] of every position."""
-    angle = (jnp.arange(slots * KEYS)[:, None] * frequencies.astype(jnp.float32)).reshape(slots, KEYS, -1)
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def k_cache_attention(
-    q, k, w_kv, table, sequence, position, *, interpret: Any = False, **options
-) -> jax.Array:
+def k_cache_attention(q, k, w_kv, *where, interpret: Any = False, **options) -> jax.Array:
     """As `api.k_cache_attention`."""
-    how, whole, slots = Options(**options), q.shape, table.shape[1]
-    half = 0 if how.frequencies is None else q.shape[-1] // 2
+    how, slots = Options(**options), where[0].shape[1]
+    half, angles = 0, (None, None)
+    if how.frequencies is not None:
+        half, frequencies = q.shape[-1] // 2, how.frequencies.astype(jnp.float32)
+        angle = (jnp.arange(slots * KEYS)[:, None] * frequencies).reshape(slots, KEYS, -1)
+        angles = jnp.cos(angle), jnp.sin(angle)  # of every position
     cut_of = functools.partial(cut_keys, q, k, half)
-    most = _longest(q.shape[1], cut_of, k.dtype)
-    q, sequence, position = gpu_pages.pieces(q, sequence, position, most)
-    blocks, queries, heads, _ = q.shape
+    form = {"scale": how.scale, "half": half, "rotated": how.rotated, "interpret": interpret}
+    rows = k, how.row, how.window, angles, how.k_scale
+    return _attend(q, rows, *where, cut_of, queries_of_keys, w_kv, form)
+
+
+def x_cache_attention(q, x, w_k, w_v, *where, row, scale, window, interpret: Any = False) -> jax.Array:
+    """As `api.x_cache_attention`."""
+
+    def cut_of(queries: int) -> _Cut | None:
+        return cut_inputs(q.shape[2] * queries, x.shape[-1])
+
+    def spread(q, position, cut: _Cut):
+        return queries_of_inputs(q, w_k, position, cut)
+
+    rows, form = (x, row, window, (None, None), None), {"scale": scale, "interpret": interpret}
+    return _attend(q, rows, *where, cut_of, spread, w_v, form)
+
+
+def _attend(q, rows, table, sequence, position, cut_of, spread, w, form: dict) -> jax.Array:
+    """Attention by sums of whole rows, which are multiplied by `w` [N, E, U]. `rows`: the pool, its row, the
+    window, cosines and sines, scales. `cut_of` a number of queries; `spread` as `queries_of_keys`."""
+    (pool, row, window, angles, scales), whole, heads = rows, q.shape, q.shape[2]
+    # The most queries that a cluster has room for, at least one.
+    cuts = ((n, cut_of(n)) for n in range(q.shape[1], 1, -1))
+    fits = (n for n, cut in cuts if cut and _memory(cut, pool.dtype) <= SMEM_BYTES)
+    q, sequence, position = gpu_pages.pieces(q, sequence, position, next(fits, 1))
+    blocks, queries = q.shape[:2]
     cut = cut_of(queries)
     assert cut is not None  # `refuses` has looked
-    splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, slots)
-    spread, every = queries_of_keys(q, position, cut)
-    pages = gpu_pages.pages_of(position, table, sequence, how.row, how.window, KEYS)
-    angles = (None,) * 2 if how.frequencies is None else _angles(how.frequencies, slots)
-    form = cut.form(how.scale, half, how.rotated, splits, interpret)
-    inputs = Inputs(spread, k, every, pages, *angles, k_scale=how.k_scale)
-    mixed = cluster_gpu.launch(form, inputs, interpret)
-    mixed = mixed.reshape(blocks, -1, cut.parts, cut.own)[..., : heads // cut.parts * queries]
-    mixed = mixed.reshape(blocks, -1, heads, queries)
-    out = jnp.einsum("benc,neu->bcnu", mixed, w_kv.astype(jnp.float32))
-    return _whole(jnp.where(position[..., None, None] >= 0, out, 0).astype(q.dtype), whole)
-
-
-def _whole(out, shape):
-    """The results of `gpu_pages.pieces` as those of blocks of `shape` [b, C, ...]."""
-    return out.reshape(shape[0], -1, *out.shape[2:])[:, : shape[1]]
-
-
-def x_cache_attention(
-    q, x, w_k, w_v, table, sequence, position, *, row, scale, window, interpret: Any = False
-) -> jax.Array:
-    """As `api.x_cache_attention`."""
-    whole, heads, slots = q.shape, q.shape[2], table.shape[1]
-    most = _longest(q.shape[1], lambda n: cut_inputs(heads * n, x.shape[-1]), x.dtype)
-    q, sequence, position = gpu_pages.pieces(q, sequence, position, most)
-    blocks, queries = q.shape[:2]
-    cut = cut_inputs(heads * queries, x.shape[-1])
-    assert cut is not None  # `refuses_inputs` has looked
-    splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, slots)
-    spread, every = queries_of_inputs(q, w_k, position, cut)
+    splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, table.shape[1])
     pages = gpu_pages.pages_of(position, table, sequence, row, window, KEYS)
-    form = cut.form(scale, splits=splits, interpret=interpret)
-    mixed = cluster_gpu.launch(form, Inputs(spread, x, every, pages, None, None, None), interpret)
-    mixed = mixed[..., : heads * queries].reshape(blocks, -1, heads, queries)
-    out = jnp.einsum("benc,neu->bcnu", mixed, w_v.astype(jnp.float32))
-    return _whole(jnp.where(position[..., None, None] >= 0, out, 0).astype(q.dtype), whole)
+    spread, every = spread(q, position, cut)
+    inputs = Inputs(spread, pool, every, pages, *angles, scales)
+    mixed = cluster_gpu.launch(cut.form(**form, splits=splits), inputs, form["interpret"])
+    parts = cut.rows // cut.own  # a CTA has its own heads' queries, or every one all heads'
+    mixed = mixed.reshape(blocks, -1, parts, cut.own)[..., : heads // parts * queries]
+    out = jnp.einsum("benc,neu->bcnu", mixed.reshape(blocks, -1, heads, queries), w.astype(jnp.float32))
+    out = jnp.where(position[..., None, None] >= 0, out, 0).astype(q.dtype)
+    return out.reshape(whole[0], -1, *out.shape[2:])[:, : whole[1]]
 
 
 def refuses(q, k, w_kv, table, *_, frequencies=None, k_scale=None, **__) -> str:

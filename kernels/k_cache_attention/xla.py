@@ -21,62 +21,37 @@ ONE_TURN_KEYS = 1 << 16  # of all blocks together
 
 
 def k_cache_attention(
-    q,
-    k,
-    w_kv,
-    table,
-    sequence,
-    position,
-    one_turn: bool | None = None,
-    values_first: bool | None = None,
-    **options,
+    q, k, w_kv, *where, one_turn: bool | None = None, values_first: bool | None = None, **options
 ):
     """As `api.k_cache_attention`; `threshold` skips nothing. values_first: None decides by the queries."""
     how, heads = Options(**options), q.shape[2]
-    values_first = _values_pay(q, table) if values_first is None else values_first
+    values_first = _values_pay(q, where[0]) if values_first is None else values_first
 
-    def read(stored, at):
+    def read(stored, place):
         """(keys for the scores, rows to sum), from stored rows [b, s, E] at positions [s]."""
-        keys, rows = turned(stored, at)
+        keys, rows = turned(stored, place)
         return keys, _of_heads(rows, w_kv, rows.dtype) if values_first else rows
 
-    def turned(stored, at):
+    def turned(stored, place):
         split = stored.reshape(*stored.shape[:-1], heads, -1)
         if how.frequencies is None:
             return split.astype(q.dtype), stored
-        angle = at[:, None] * how.frequencies
+        angle = place[:, None] * how.frequencies
         if how.rotated:
             raw = reference.rotate(split.astype(jnp.float32), -angle).astype(stored.dtype)
             return split.astype(q.dtype), raw.reshape(stored.shape)
         return reference.rotate(split.astype(jnp.float32), angle).astype(q.dtype), stored
 
     stored = _Stored(k, how.row, how.window, how.k_scale, how.bias)
-    width = w_kv.shape[2 if values_first else 1]
-    places = table, sequence, position
-    mixed = _attend(q, stored, *places, how.scale, read, width, q.dtype, values_first, one_turn)
-    return _finished(mixed, None if values_first else w_kv).astype(q.dtype)
+    return _attend(q, stored, *where, how.scale, read, w_kv, q.dtype, values_first, one_turn)
 
 
 def x_cache_attention(
-    q,
-    x,
-    w_k,
-    w_v,
-    table,
-    sequence,
-    position,
-    *,
-    row,
-    scale,
-    window,
-    x_scale=None,
-    bias=None,
-    one_turn: bool | None = None,
-    values_first: bool | None = None,
+    q, x, w_k, w_v, *where, row, scale, window, x_scale=None, bias=None, one_turn=None, values_first=None
 ):
     """As `api.x_cache_attention`. W_K is absorbed into the query and W_V applied to the sum, unless keys and
     values are made first."""
-    values_first = _values_pay(q, table) if values_first is None else values_first
+    values_first = _values_pay(q, where[0]) if values_first is None else values_first
     if not values_first:
         q = jnp.einsum("bcnh,neh->bcne", q, w_k, preferred_element_type=jnp.float32).astype(q.dtype)
 
@@ -86,10 +61,7 @@ def x_cache_attention(
         return jnp.broadcast_to(stored[:, :, None], (*stored.shape[:2], q.shape[2], stored.shape[-1])), stored
 
     stored = _Stored(x, row, window, x_scale, bias)
-    width = w_v.shape[2 if values_first else 1]
-    places = table, sequence, position
-    mixed = _attend(q, stored, *places, scale, read, width, q.dtype, values_first, one_turn)
-    return _finished(mixed, None if values_first else w_v).astype(q.dtype)
+    return _attend(q, stored, *where, scale, read, w_v, q.dtype, values_first, one_turn)
 
 
 def _values_pay(q, table) -> bool:
@@ -103,13 +75,6 @@ def _of_heads(rows, w, dtype):
     return jnp.einsum("bse,neu->bsnu", rows, w, preferred_element_type=jnp.float32).astype(dtype)
 
 
-def _finished(mixed, w):
-    """Sums [b, N, C, E] times the matrices of heads, or sums of values unchanged: [b, C, N, U]."""
-    if w is None:
-        return jnp.swapaxes(mixed, 1, 2)
-    return jnp.einsum("bnce,neu->bcnu", mixed, w, preferred_element_type=jnp.float32)
-
-
 class _Stored(NamedTuple):
     """A pool of rows read whole, and how: the options of `api.k_cache_attention`."""
 
@@ -121,19 +86,19 @@ class _Stored(NamedTuple):
 
 
 def _attend(
-    q, stored: _Stored, table, sequence, position, scale, read, width: int, dtype, together: bool, one_turn
+    q, stored: _Stored, table, sequence, position, scale, read, w, dtype, values_first: bool, one_turn
 ) -> jax.Array:
-    """Softmax-weighted sums [b, N, C, width] in float32 of the rows that `read` returns in `dtype`: shared by
-    all heads [b, s, width], or by head [b, s, N, width].
-
-    together: `read` makes what it returns once for all blocks of a sequence.
+    """Attention [b, C, N, U] in `dtype`. `read` returns keys, and rows to sum: rows of all heads [b, s, E],
+    whose sums are multiplied by `w` [N, E, U]; or with `values_first` values by head [b, s, N, U], made once
+    for all blocks of a sequence.
     """
     pool, row, window, pool_scale, bias = stored
     (blocks, queries, heads, _), page = q.shape, pool.shape[2]
-    (sequences, slots), together = table.shape, together and len(table) < len(sequence)
+    (sequences, slots), together = table.shape, values_first and len(table) < len(sequence)
     table = table if together else table[sequence]
     window, one_turn = mask.window_of(window), dispatch.static_loops(one_turn)
-    pages = online.pages_per_turn(blocks, page, slots, ONE_TURN_KEYS if one_turn else online.TURN_KEYS)
+    keys = ONE_TURN_KEYS if one_turn else online.TURN_KEYS
+    pages = max(1, min(slots, keys // (blocks * page)))
     table, turns = jnp.pad(table, ((0, 0), (0, -slots % pages))), -(-slots // pages)
 
     def of_blocks(made):
@@ -141,15 +106,15 @@ def _attend(
 
     def turn(i):
         names = jax.lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
-        at = i * pages * page + jnp.arange(pages * page)
-        back = position[..., None] - at
+        place = i * pages * page + jnp.arange(pages * page)
+        back = position[..., None] - place
         seen = (back >= 0) & (back < window)
         held = pool[row, names].reshape(*names.shape[:1], -1, pool.shape[-1]).astype(dtype)
         live = seen.any(1)
         if together:
-            live = jnp.zeros((sequences, len(at)), bool).at[sequence].max(live)
+            live = jnp.zeros((sequences, len(place)), bool).at[sequence].max(live)
         held = jnp.where(live[..., None], held, 0)  # 0 x NaN of a stale page is NaN
-        keys, rows = (of_blocks(made) for made in read(held, at))
+        keys, rows = (of_blocks(made) for made in read(held, place))
         scores = jnp.einsum("bcnh,bsnh->bncs", q, keys, preferred_element_type=jnp.float32) * scale
         scales = jnp.ones((), jnp.float32)
         if pool_scale is not None:
@@ -167,4 +132,7 @@ def _attend(
         return scores * scales + added, seen[:, None], weigh
 
     span = (0, turns) if one_turn else online.span(position, window, pages * page)
-    return online.softmax_sum(turn, *span, (blocks, heads, queries), width)
+    mixed = online.softmax_sum(turn, *span, (blocks, heads, queries), w.shape[2 if values_first else 1])
+    if values_first:
+        return jnp.swapaxes(mixed, 1, 2).astype(dtype)
+    return jnp.einsum("bnce,neu->bcnu", mixed, w, preferred_element_type=jnp.float32).astype(dtype)

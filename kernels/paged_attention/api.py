@@ -4,7 +4,7 @@ import functools
 
 from jaxtyping import Array, Float, Int
 
-from swiftkv_jax.kernels.common import dispatch, mask
+from swiftkv_jax.kernels.common import dispatch
 from swiftkv_jax.kernels.common.dispatch import Implementation
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.paged_attention import jax_nn, native_cpu, pallas_gpu, pallas_tpu, reference, xla
@@ -62,7 +62,7 @@ def paged_attention(
     kv_heads = k.shape[-1] // width
     if k.shape[-1] % width or heads % kv_heads or v.shape[-1] % kv_heads:
         raise dispatch.UnsupportedError(
-            f"{heads} query heads {width} wide do not fit k {k.shape} and v {v.shape}"
+            f"{heads} query heads {width} wide do not fit k {k.shape}, v {v.shape}"
         )
     scales = (*k.shape[:2], kv_heads, k.shape[2])
     dispatch.expect(
@@ -72,15 +72,7 @@ def paged_attention(
         q_and_position=(q.shape[:2], position),
         q_and_sequence=(q.shape[:1], sequence),
     )
-    options = {
-        "row": row,
-        "scale": width**-0.5 if scale is None else scale,
-        "window": window,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
-    args, known = (q, k, v, table, sequence, position), PAGED_ATTENTION
-    if bias is not None:
-        options |= {"bias": bias}
-        known = dispatch.supporting(known, mask.BIASED, mask.A_BIAS)
-    return dispatch.call("paged_attention", known, implementation, args, options)
+    options = {"row": row, "scale": width**-0.5 if scale is None else scale, "window": window}
+    options |= {"k_scale": k_scale, "v_scale": v_scale}
+    args = (q, k, v, table, sequence, position)
+    return dispatch.call("paged_attention", PAGED_ATTENTION, implementation, args, options, bias)

@@ -85,92 +85,71 @@ _Inputs = namedtuple("_Inputs", "q k v k_scale v_scale position pages")
 _Scratch = namedtuple("_Scratch", "q k v wide weights sums top total asked k_came v_came")
 
 
-# The work of a CTA: `count` pages of block `block` from `start` on, of `row`, for kv head `head`.
-_Share = namedtuple("_Share", "block head split row start count")
-
-
 def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
+    """The work of a CTA: some pages of one block, for one kv head."""
     block, head, split = (lax.axis_index(name) for name in ("block", "head", "split"))
-    at = _Share(block, head, split, x.pages.row[0], *x.pages.share(block, split, form.splits))
-    tiles = form.tiles
+    row, (start, count), tiles = x.pages.row[0], x.pages.share(block, split, form.splits), form.tiles
+
+    def ask(i) -> None:
+        """Start the copies of the i-th page."""
+        slot, name = lax.rem(i, _STAGES), x.pages.name(block, start + i)
+        for pool, columns, tile, came in ((x.k, form.keys, s.k, s.k_came), (x.v, form.values, s.v, s.v_came)):
+            source = pool.at[row, name, :, pl.ds(columns.start(head), columns.tile)]
+            plgpu.copy_gmem_to_smem(source, tile.at[slot], came.at[slot])
+
+    def factors(scales, i):
+        """The scales of the i-th page, [Z, rows]."""
+        scales = scales.at[row, x.pages.name(block, start + i), head]
+        return across(tiles.load(scales, rows=True), (form.page, form.rows))
+
+    def widened(tile, piece) -> jax.Array:
+        """Some columns of a tile of 8-bit numbers; float8 converts to bfloat16 only through float32."""
+        return tiles.load(tile.at[:, piece]).astype(jnp.float32).astype(jnp.bfloat16)
+
+    def pieces(columns: _Columns) -> list:
+        return [pl.ds(first, gpu_pages.COLUMNS) for first in range(0, columns.tile, gpu_pages.COLUMNS)]
+
     plgpu.copy_gmem_to_smem(x.q.at[block, head], s.q, s.asked)
     for i in range(_STAGES - 1):
-        pl.when(i < at.count)(functools.partial(_ask, form, x, s, at, i))
+        pl.when(i < count)(functools.partial(ask, i))
     plgpu.barrier_wait(s.asked)
 
     def turn(i, carry):
         top, total, mixed = carry
-        slot, key = lax.rem(i, _STAGES), (at.start + i) * form.page
+        slot, key = lax.rem(i, _STAGES), (start + i) * form.page
         plgpu.barrier_wait(s.k_came.at[slot])
         ahead = i + _STAGES - 1
-        pl.when(ahead < at.count)(functools.partial(_ask, form, x, s, at, ahead))
-        scores = _scores(form, x, s, at, i)
+        pl.when(ahead < count)(functools.partial(ask, ahead))
+        shape, tile = (form.page, form.rows), s.k.at[lax.rem(i, _STAGES)]
+        if x.k_scale is None:
+            scores = tiles.matmul(shape, tile, s.q, (False, True)) * form.scale
+        else:
+            parts = ((widened(tile, piece), s.q.at[:, piece]) for piece in pieces(form.keys))
+            scores = tiles.products(shape, parts) * form.scale * factors(x.k_scale, i)
         position = tiles.load(x.position.at[block])  # loaded in each turn, to save registers
         top, weights, decay = x.pages.weigh(tiles, scores, position, key, top)
         total = total * decay + jnp.sum(weights, axis=0)
         if x.v_scale is not None:  # scales of unseen keys may be NaN
-            weights = weights * jnp.where(weights > 0, _factors(form, x, at, x.v_scale, i), 0.0)
+            weights = weights * jnp.where(weights > 0, factors(x.v_scale, i), 0.0)
         tiles.store_transposed(s.weights, weights)
         plgpu.barrier_wait(s.v_came.at[slot])
-        values = _values(form, s, slot)
+        values = s.v.at[slot] if s.wide is None else s.wide
+        if s.wide is not None:
+            for piece in pieces(form.values):
+                s.wide.at[:, piece][...] = widened(s.v.at[slot], piece)
         x.pages.clear_unseen(tiles, values, block, key)
         plgpu.commit_smem()
         return top, total, tiles.add_matmul(mixed * down(decay, mixed.shape), values, s.weights)
 
-    carry = (
-        tiles.constant(MASKED, (form.rows,)),
-        tiles.constant(0.0, (form.rows,)),
-        tiles.constant(0.0, (form.values.tile, form.rows)),
-    )
-    found = lax.fori_loop(0, at.count, turn, carry)
+    top, total = (tiles.constant(value, (form.rows,)) for value in (MASKED, 0.0))
+    sums = top, total, tiles.constant(0.0, (form.values.tile, form.rows))
     stages = s.top, s.total, s.sums
-    for stage, value in zip(stages, found, strict=True):
+    for stage, value in zip(stages, lax.fori_loop(0, count, turn, sums), strict=True):
         stage[...] = value
     plgpu.commit_smem()
     for stage, out in zip(stages, outs, strict=True):
         plgpu.copy_smem_to_gmem(stage, out.at[block, head, split])
     plgpu.wait_smem_to_gmem(0)
-
-
-def _ask(form: _Form, x: _Inputs, s: _Scratch, at: _Share, i) -> None:
-    """Start the copies of the i-th page of a share."""
-    slot, name = lax.rem(i, _STAGES), x.pages.name(at.block, at.start + i)
-    for pool, columns, tile, came in ((x.k, form.keys, s.k, s.k_came), (x.v, form.values, s.v, s.v_came)):
-        source = pool.at[at.row, name, :, pl.ds(columns.start(at.head), columns.tile)]
-        plgpu.copy_gmem_to_smem(source, tile.at[slot], came.at[slot])
-
-
-def _scores(form: _Form, x: _Inputs, s: _Scratch, at: _Share, i):
-    """[Z, rows] of the i-th page of a share."""
-    shape, tile = (form.page, form.rows), s.k.at[lax.rem(i, _STAGES)]
-    if x.k_scale is None:
-        return form.tiles.matmul(shape, tile, s.q, (False, True)) * form.scale
-    parts = ((_widened(form, tile, piece), s.q.at[:, piece]) for piece in _pieces(form.keys))
-    return form.tiles.products(shape, parts) * form.scale * _factors(form, x, at, x.k_scale, i)
-
-
-def _factors(form: _Form, x: _Inputs, at: _Share, scales, i):
-    """The scales of the i-th page of a share, [Z, rows]."""
-    scales = scales.at[at.row, x.pages.name(at.block, at.start + i), at.head]
-    return across(form.tiles.load(scales, rows=True), (form.page, form.rows))
-
-
-def _values(form: _Form, s: _Scratch, slot):
-    """The reference [Z, tile] where a stage's values are wide."""
-    if s.wide is None:
-        return s.v.at[slot]
-    for piece in _pieces(form.values):
-        s.wide.at[:, piece][...] = _widened(form, s.v.at[slot], piece)
-    return s.wide
-
-
-def _pieces(columns: _Columns) -> list:
-    return [pl.ds(start, gpu_pages.COLUMNS) for start in range(0, columns.tile, gpu_pages.COLUMNS)]
-
-
-def _widened(form: _Form, tile, piece) -> jax.Array:
-    """Some columns of a tile of 8-bit numbers; float8 converts to bfloat16 only through float32."""
-    return form.tiles.load(tile.at[:, piece]).astype(jnp.float32).astype(jnp.bfloat16)
 
 
 def _scratch(form: _Form, stored) -> _Scratch:
@@ -201,21 +180,6 @@ def _columns(q, k, v) -> tuple[_Columns, _Columns]:
     return _Columns(q.shape[-1], heads), _Columns(v.shape[-1] // heads, heads)
 
 
-def _spread(q, columns: _Columns, rows: int):
-    """q [b, K, rows, tile]: queries of each kv head where its keys lie in their tile; zero elsewhere."""
-    blocks, queries, heads, width = q.shape
-    each = heads // columns.heads
-    q = q.reshape(blocks, queries, columns.heads, each, width).transpose(2, 0, 3, 1, 4)
-    q = q.reshape(columns.heads, blocks, each * queries, width)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, rows - each * queries), (0, 0)))
-    starts = map(columns.inside, range(columns.heads))
-    placed = (
-        jnp.pad(one, ((0, 0), (0, 0), (at, columns.tile - width - at)))
-        for one, at in zip(q, starts, strict=True)
-    )
-    return jnp.stack(list(placed), axis=1)
-
-
 def paged_attention(
     q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, interpret: Any = False
 ):
@@ -229,12 +193,20 @@ def paged_attention(
     splits = gpu_pages.splits_of(_CTAS, blocks * kv_heads, table.shape[1])
     form = _Form(page, keys, values, rows, splits, scale, Tiles(bool(interpret)))
     every = jnp.pad(jnp.tile(position, (1, each)), ((0, 0), (0, rows - real)), constant_values=-1)
+    # [b, K, rows, tile]: queries of each kv head where its keys lie in their tile; zero elsewhere.
+    grouped = q.reshape(blocks, queries, kv_heads, each, keys.width).transpose(2, 0, 3, 1, 4)
+    grouped = jnp.pad(grouped.reshape(kv_heads, blocks, real, -1), ((0, 0), (0, 0), (0, rows - real), (0, 0)))
+    starts = map(keys.inside, range(kv_heads))
+    placed = [
+        jnp.pad(one, ((0, 0), (0, 0), (start, keys.tile - keys.width - start)))
+        for one, start in zip(grouped, starts, strict=True)
+    ]
     pages = gpu_pages.pages_of(position, table, sequence, row, window, page)
-    inputs = _Inputs(_spread(q, keys, rows), k, v, k_scale, v_scale, every.astype(jnp.int32), pages)
+    inputs = _Inputs(jnp.stack(placed, axis=1), k, v, k_scale, v_scale, every.astype(jnp.int32), pages)
     mixed = _launch(form, inputs, interpret)[..., :real]
     starts = map(values.inside, range(kv_heads))
-    mixed = jnp.stack([mixed[:, head, at : at + values.width] for head, at in enumerate(starts)], axis=1)
-    mixed = mixed.reshape(blocks, kv_heads, values.width, each, queries)
+    own = [mixed[:, head, start : start + values.width] for head, start in enumerate(starts)]
+    mixed = jnp.stack(own, axis=1).reshape(blocks, kv_heads, values.width, each, queries)
     mixed = mixed.transpose(0, 4, 1, 3, 2).reshape(whole[0], -1, heads, values.width)
     return mixed[:, : whole[1]].astype(q.dtype)
 
@@ -245,7 +217,7 @@ def _launch(form: _Form, inputs: _Inputs, interpret: Any):
     blocks, kv_heads = inputs.q.shape[:2]
     part = (blocks, kv_heads, form.splits)
     shapes = (*part, form.rows), (*part, form.rows), (*part, form.values.tile, form.rows)
-    found = gpu_pages.launch(
+    parts = gpu_pages.launch(
         functools.partial(_kernel, form),
         inputs,
         _scratch(form, inputs.k.dtype),
@@ -255,7 +227,7 @@ def _launch(form: _Form, inputs: _Inputs, interpret: Any):
         kernel_name="paged_attention",
         interpret=interpret,
     )
-    return gpu_pages.merge(*found)
+    return gpu_pages.merge(*parts)
 
 
 def most_queries(q, k, v) -> int:

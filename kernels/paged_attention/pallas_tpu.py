@@ -9,7 +9,6 @@ rows to process the heads one by one.
 import dataclasses
 import functools
 from collections import namedtuple
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,19 +40,10 @@ _Inputs = namedtuple("_Inputs", "q position k v k_scale v_scale")
 _Scratch = namedtuple("_Scratch", "k v k_scale v_scale top total arrived")
 
 
-def _kernel(form: _Form, s: tpu_pages.Scalars, x: _Inputs, out, scratch: _Scratch):
-    pairs = [(x.k, scratch.k), (x.v, scratch.v), (x.k_scale, scratch.k_scale), (x.v_scale, scratch.v_scale)]
-    pools, buffers = zip(*(pair for pair in pairs if pair[0] is not None), strict=True)
-    place = tpu_pages.arrive(s, form.steps, pools, buffers, scratch.arrived)
+def _attend(form: _Form, visible, place: tpu_pages.Place, x: _Inputs, out, scratch: _Scratch):
     dtype, (groups, rows) = x.q.dtype, x.q.shape[1:3]
     exact = "highest" if dtype == jnp.float32 else None
     dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
-
-    @pl.when(place.live & place.is_first)
-    def _():
-        scratch.top[...] = jnp.full_like(scratch.top, -1e30)
-        scratch.total[...] = jnp.zeros_like(scratch.total)
-        out[...] = jnp.zeros_like(out)
 
     def factors(buffer, group: int):
         """[rows, keys]: the scale of each row's head and each key, by a matmul with ones."""
@@ -68,46 +58,24 @@ def _kernel(form: _Form, s: tpu_pages.Scalars, x: _Inputs, out, scratch: _Scratc
         width = buffer.shape[-1] // groups
         return buffer[place.slot, :, group * width : (group + 1) * width].astype(dtype)
 
-    def attend(inner: bool):
-        visible = None
-        if not inner:
-            tpu_pages.clear_unseen(scratch.k, place, s, form.steps)
-            tpu_pages.clear_unseen(scratch.v, place, s, form.steps)
-            visible = tpu_pages.seen(x.position[0], place, s, form.steps)
-        for group in range(groups):
-            keys = columns(scratch.k, group)
-            scores = dot(x.q[0, group], keys, (((1,), (1,)), ((), ())), precision=exact) * form.scale
-            if x.k_scale is not None:
-                scores = scores * factors(scratch.k_scale, group)
-            top, total = scratch.top.at[group], scratch.total.at[group]
-            weights, decay = tpu_pages.rescale(scores, visible, top, total)
-            if x.v_scale is not None:
-                scales = factors(scratch.v_scale, group)
-                weights = weights * (scales if visible is None else jnp.where(visible, scales, 0.0))
-            values = columns(scratch.v, group)
-            gained = dot(weights.astype(dtype), values, (((1,), (0,)), ((), ())), precision=exact)
-            out[0, group] = out[0, group] * decay + gained
-
-    @pl.when(place.live & place.is_inner)
-    def _():
-        attend(inner=True)
-
-    @pl.when(place.live & ~place.is_inner)
-    def _():
-        attend(inner=False)
-
-    @pl.when(place.live & place.is_last)
-    def _():
-        alive = x.position[0] >= 0
-        for group in range(groups):
-            total = jnp.maximum(scratch.total[group][:, :1], 1e-30)
-            out[0, group] = jnp.where(alive, out[0, group] / total, 0.0)
+    for group in range(groups):
+        keys = columns(scratch.k, group)
+        scores = dot(x.q[0, group], keys, (((1,), (1,)), ((), ())), precision=exact) * form.scale
+        if x.k_scale is not None:
+            scores = scores * factors(scratch.k_scale, group)
+        weights, decay = tpu_pages.rescale(scores, visible, scratch.top.at[group], scratch.total.at[group])
+        if x.v_scale is not None:
+            scales = factors(scratch.v_scale, group)
+            weights = weights * (scales if visible is None else jnp.where(visible, scales, 0.0))
+        values = columns(scratch.v, group)
+        gained = dot(weights.astype(dtype), values, (((1,), (0,)), ((), ())), precision=exact)
+        out[0, group] = out[0, group] * decay + gained
 
 
-def _joint(heads: int, rows: int, width: int) -> int:
-    """How many kv heads of `rows` query rows each share a matmul: at most _ROWS rows, whole lanes if any."""
-    fits = [g for g in range(1, heads + 1) if heads % g == 0 and (g == 1 or g * rows <= _ROWS)]
-    return max((g for g in fits if g * width % LANES == 0), default=fits[-1])
+def _finish(alive, out, scratch: _Scratch):
+    for group in range(out.shape[1]):
+        total = jnp.maximum(scratch.total[group][:, :1], 1e-30)
+        out[0, group] = jnp.where(alive, out[0, group] / total, 0.0)
 
 
 def _form(q, k, v, table, scale: float, pages: int | None) -> _Form:
@@ -115,8 +83,11 @@ def _form(q, k, v, table, scale: float, pages: int | None) -> _Form:
     kv_heads, slots = k.shape[-1] // width, table.shape[1]
     # Computation uses at least two bytes a number, whatever rows are stored in.
     token = (k.shape[-1] + v.shape[-1]) * max(2, k.dtype.itemsize)
-    joint = _joint(kv_heads, heads // kv_heads * queries, width)
     most = pages or tpu_pages.step_pages(token, page, slots)
+    # So many kv heads share a matmul: of at most _ROWS rows, and of whole lanes if any are.
+    whole = (n for n in range(1, kv_heads + 1) if kv_heads % n == 0)
+    fits = [n for n in whole if n == 1 or n * heads // kv_heads * queries <= _ROWS]
+    joint = max((n for n in fits if n * width % LANES == 0), default=fits[-1])
 
     def form(pages: int) -> _Form:
         return _Form(tpu_pages.Steps(pages, page, slots), kv_heads, joint, scale)
@@ -128,20 +99,7 @@ def _form(q, k, v, table, scale: float, pages: int | None) -> _Form:
 
 
 def paged_attention(
-    q,
-    k,
-    v,
-    table,
-    sequence,
-    position,
-    *,
-    row,
-    scale,
-    window,
-    k_scale,
-    v_scale,
-    pages: int | None = None,
-    interpret: Any = False,
+    q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, pages=None, interpret=False
 ):
     """As `api.paged_attention`, in grid steps of `pages` pages; by default as many as fit the chip."""
     form = _form(q, k, v, table, scale, pages)
@@ -157,44 +115,26 @@ def paged_attention(
     def mine(core, index, s):
         return tpu_pages.block_of(core, index, s), 0, 0, 0
 
-    hbm = pl.BlockSpec(memory_space=pl.ANY)
-    specs = _Inputs(
-        q=pl.BlockSpec((1, groups, rows, joint * width), mine),
-        position=pl.BlockSpec((1, rows, 1), lambda *at: mine(*at)[:3]),
-        k=hbm,
-        v=hbm,
-        k_scale=None if k_scale is None else hbm,
-        v_scale=None if v_scale is None else hbm,
-    )
+    q_spec = pl.BlockSpec((1, groups, rows, joint * width), mine)
+    position_spec = pl.BlockSpec((1, rows, 1), lambda *point: mine(*point)[:3])
+    pools = k, v, k_scale, v_scale
+    hbm = (None if pool is None else pl.BlockSpec(memory_space=pl.ANY) for pool in pools)
+    specs = _Inputs(q_spec, position_spec, *hbm)
 
     def scales(array):
         return None if array is None else pltpu.VMEM((2, steps.pages, *array.shape[2:]), jnp.float32)
 
     scratch = _Scratch(
-        k=pltpu.VMEM((2, steps.keys, k.shape[-1]), k.dtype),
-        v=pltpu.VMEM((2, steps.keys, v.shape[-1]), v.dtype),
-        k_scale=scales(k_scale),
-        v_scale=scales(v_scale),
+        *(pltpu.VMEM((2, steps.keys, pool.shape[-1]), pool.dtype) for pool in (k, v)),
+        *map(scales, (k_scale, v_scale)),
         top=pltpu.VMEM((groups, rows, LANES), jnp.float32),
         total=pltpu.VMEM((groups, rows, LANES), jnp.float32),
         arrived=pltpu.SemaphoreType.DMA((2,)),
     )
-    mixed = pl.pallas_call(
-        lambda *refs: _kernel(form, refs[0], refs[1], refs[2], _Scratch(*refs[3])),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=tpu_pages.worklist.grid(s.work),
-            in_specs=[specs],
-            out_specs=pl.BlockSpec((1, groups, rows, joint * value), mine),
-            scratch_shapes=[tuple(scratch)],
-        ),
-        out_shape=jax.ShapeDtypeStruct((blocks, groups, rows, joint * value), jnp.float32),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=chips.current().vmem_limit
-        ),
-        interpret=interpret,
-        name="paged_attention",
-    )(s, _Inputs(spread, jnp.tile(position, (1, joint * each))[..., None], k, v, k_scale, v_scale))
+    inputs = _Inputs(spread, jnp.tile(position, (1, joint * each))[..., None], *pools)
+    out = (blocks, groups, rows, joint * value), pl.BlockSpec((1, groups, rows, joint * value), mine)
+    attend, how = functools.partial(_attend, form), {"interpret": interpret, "name": "paged_attention"}
+    mixed = tpu_pages.launch(attend, _finish, s, steps, (inputs, specs), out, scratch, **how)
     mixed = mixed.reshape(blocks, groups, joint, each, queries, joint, value)
     mixed = jnp.einsum("bjkgcku->bcjkgu", mixed)
     return mixed.reshape(blocks, queries, heads, value).astype(q.dtype)

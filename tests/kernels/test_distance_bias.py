@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION, causal_attention
-from swiftkv_jax.kernels.common.dispatch import UnsupportedError
-from swiftkv_jax.kernels.common.mask import BIASED
+from swiftkv_jax.kernels.common.dispatch import BIASED, UnsupportedError
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.k_cache_attention.api import k_cache_attention, x_cache_attention
 from swiftkv_jax.kernels.paged_attention.api import PAGED_ATTENTION, paged_attention

@@ -338,5 +338,5 @@ def test_scaled_inputs_are_read_as_what_they_stand_for(name):
 
 def test_scales_of_inputs_are_refused_where_they_would_be_passed_over():
     (q, x, *rest), _ = cases.INPUTS_SMALL["narrow"].make()
-    assert "rows with scales" in pallas_tpu.refuses_inputs(q, x, *rest, x_scale=jnp.ones(1))
+    assert "rows with scales" in pallas_tpu.refuses(q, x, *rest, x_scale=jnp.ones(1))
     assert pallas_gpu.refuses_inputs(q, x, *rest, x_scale=jnp.ones(1))

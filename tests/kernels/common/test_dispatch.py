@@ -76,7 +76,7 @@ def test_the_default_skips_implementations_that_do_not_support_the_call(monkeypa
 )
 def test_the_tpu_kernels_say_what_they_support(pool, slots, message):
     q, table = jnp.zeros((2, 1, 1, 128), jnp.bfloat16), jnp.zeros((2, slots), jnp.int32)
-    assert message in pallas_tpu.refuses_keys(q, pool, jnp.zeros((1, 128, 128)), table)
+    assert message in pallas_tpu.refuses(q, pool, jnp.zeros((1, 128, 128)), table, None, None)
 
 
 def test_8_bit_pages_of_a_wrong_size_are_refused_on_a_tpu_with_the_sizes():
