@@ -64,22 +64,17 @@ class Case(Base):
         return dict(zip(NAMES, exact, strict=True))
 
     @classmethod
-    def of_call(cls, call: Call, tokens: int, window: int | None) -> "Case":
-        """A row of the call's model."""
-        own = {name: getattr(call, name) for name in ("heads", "kv_heads", "width", "computed")}
-        return cls(tokens=tokens, window=window, **own)
-
-    @classmethod
     def checked(cls, call: Call) -> Iterator[tuple[str, Base]]:
         for window in call.windows:
             far = -(-(window or 0) // 128) * 128 + 128  # exceeds the window, in whole lanes of a TPU
-            case = cls.of_call(call, min(call.tokens, _LONG_ROW, max(_ROW, far)), window)
+            tokens = min(call.tokens, _LONG_ROW, max(_ROW, far))
+            case = cls.of_model(call, tokens=tokens, window=window)
             yield "packed rows" + ("" if window is None else f", window {window}"), case
 
     @classmethod
     def sizes(cls, call: Call) -> Iterator[tuple[str, Base]]:
         for window in call.windows:
-            case = cls.of_call(call, call.tokens, window)
+            case = cls.of_model(call, tokens=call.tokens, window=window)
             yield f"{call.tokens}" + ("" if window is None else f", window {window}"), case
 
     def timed(self, implementation: str) -> Callable[[], tuple]:

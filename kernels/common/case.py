@@ -5,6 +5,7 @@ time compilation, the check of kernels on a machine, and the benchmark use nothi
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -26,6 +27,8 @@ _SPARE = 3  # pages that belong to no sequence
 _LONG, _LONGEST = 1000, 5000  # tokens of the longest sequence whose numbers are checked
 _TIMED_BYTES = 2**31  # of rows that are timed at once, at most
 _SHORT_BLOCK = 32  # queries of the shortest block that is a chunk's
+# What a case has of its call's model, if it has a field of that name.
+_OF_MODEL = ("heads", "kv_heads", "width", "computed", "stored", "page", "rope", "dim", "bias", "k_norm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,7 @@ class Case:
       computed: dtype of the computation.
     """
 
+    operation: ClassVar[Callable]  # of what `make` returns, the options and an implementation's name
     donated: ClassVar[tuple[int, ...]] = ()  # arguments that the call updates in place
     compared: ClassVar[bool] = True  # whether results of `timed` are compared
 
@@ -114,7 +118,13 @@ class Case:
 
     def by(self, implementation: str) -> Callable:
         """The operation by this implementation, as a function of what `make` returns."""
-        raise NotImplementedError
+        return functools.partial(self.operation, **self.options, implementation=implementation)
+
+    @classmethod
+    def of_model(cls, call: Call, **sizes) -> "Case":
+        """A case of the call's model."""
+        fields = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: getattr(call, name) for name in _OF_MODEL if name in fields} | sizes)
 
     @classmethod
     def checked(cls, call: Call) -> Iterator[tuple[str, "Case"]]:
@@ -231,11 +241,6 @@ class PagedCase(Case):
     rows: int = 2
     window: int | None = None
     stored: str = "float32"
-
-    @classmethod
-    def of_call(cls, call: Call, **sizes) -> "PagedCase":
-        """A case of the call's model."""
-        raise NotImplementedError
 
     @property
     def scaled(self) -> bool:
@@ -365,13 +370,9 @@ class PagedCase(Case):
                 many = block > 1 and (not alone or call.alone > 1)  # lanes and blocks at the end are empty
                 empty = {"lanes": len(pairs) + 1, "most": 2 * len(pairs) + 1} if many else {}
                 where = f"blocks of {block}" + ("" if window is None else f", window {window}")
-                sizes = {
-                    "lengths": tuple(map(sum, pairs)),
-                    "queries": tuple(new for _, new in pairs),
-                    "block": block,
-                    "window": window,
-                }
-                yield where + (", one sequence" if alone else ""), cls.of_call(call, **sizes, **empty)
+                sizes = {"lengths": tuple(map(sum, pairs)), "queries": tuple(new for _, new in pairs)}
+                sizes |= {"block": block, "window": window}
+                yield where + (", one sequence" if alone else ""), cls.of_model(call, **sizes, **empty)
 
     @classmethod
     def sizes(cls, call: Call) -> Iterator[tuple[str, Case]]:
@@ -404,14 +405,8 @@ class PagedCase(Case):
         of many in that of all lanes. More rows than a cache holds are read one after the other."""
         block, most = call.spread if lanes > 1 else (call.block, call.spread[1] if call.alone > 1 else 0)
         chunk = {"lanes": call.alone if lanes == 1 else call.lanes, "most": most}
-        case = cls.of_call(
-            call,
-            lengths=(cached + tokens,) * lanes,
-            queries=tokens,
-            block=min(block, tokens),
-            capacity=call.capacity,
-            window=window,
-            **(chunk if call.kind == "chunk" else {}),
-        )
+        sizes = {"lengths": (cached + tokens,) * lanes, "queries": tokens, "block": min(block, tokens)}
+        sizes |= {"capacity": call.capacity, "window": window} | (chunk if call.kind == "chunk" else {})
+        case = cls.of_model(call, **sizes)
         rows = 1 if jax.default_backend() == "cpu" else min(MOST_ROWS, math.ceil(COLD / case.bytes))
         return dataclasses.replace(case, rows=1 + rows)

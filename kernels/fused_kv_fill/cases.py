@@ -19,6 +19,13 @@ from swiftkv_jax.kernels.fused_kv_fill.reference import Makers, Pools
 UNFUSED = "unfused"  # rows made by XLA and written token by token
 
 
+def call(x, makers: Makers, cos, sin, pools: Pools, names, live, **options) -> Pools:
+    """`api.fused_kv_fill`, with the arguments and the result of its implementations."""
+    both = Pool(pools.k, pools.k_scale), Pool(pools.v, pools.v_scale)
+    k, v = api.fused_kv_fill(x, makers, cos, sin, both, names, live, **options)
+    return Pools(k.data, v.data, k.scale, v.scale)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(Base):
     """One call of an implementation of `fused_kv_fill`.
@@ -29,7 +36,7 @@ class Case(Base):
       pages: of the pool; more than are written. lanes: sequences of the step that is timed.
     """
 
-    donated, compared = (4,), False
+    operation, donated, compared = staticmethod(call), (4,), False
 
     live: tuple[int, ...]
     rows: tuple[int, ...] = (1, 2)
@@ -48,9 +55,6 @@ class Case(Base):
     @property
     def options(self) -> dict:
         return {"rows": self.rows, "eps": 1e-5}
-
-    def by(self, implementation: str) -> Callable:
-        return functools.partial(call, **self.options, implementation=implementation)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # one compilation, not one for each operation
     def make(self, seed: int = 0) -> tuple[tuple, dict]:
@@ -90,11 +94,8 @@ class Case(Base):
         (*_, before, names, _), _ = self.make()
         named = jnp.zeros(self.pages, bool).at[names].set(True, mode="drop")
         after = run(*self.make()[0])
-        intact = all(
-            same_bits(one, other)[:, ~named].all()
-            for one, other in zip(after, before, strict=True)
-            if one is not None
-        )
+        pairs = jax.tree.map(same_bits, after, before)
+        intact = all(same[:, ~named].all() for same in jax.tree.leaves(pairs))
         pools = {"keys": Pool(after.k, after.k_scale), "values": Pool(after.v, after.v_scale)}
         rows = {name: decode(pool)[jnp.array(self.rows)][:, named] for name, pool in pools.items()}
         return Results(rows, bool(intact))
@@ -103,12 +104,10 @@ class Case(Base):
         return self.results(untuned(self.by("reference"))).parts
 
     @classmethod
-    def of_call(cls, call: Call, live: tuple[int, ...], rows: int) -> "Case":
+    def of_call(cls, call: Call, live: tuple[int, ...], rows: int) -> Base:
         """A fill of the call's model: of `rows` rows, `live` tokens of each page."""
-        names = ("page", "dim", "width", "bias", "k_norm", "stored", "computed")
-        own = {name: getattr(call, name) for name in names}
-        own |= {"heads": call.kv_heads, "lanes": call.alone, "pages": 2 * len(live)}
-        return cls(live=live, rows=tuple(range(rows)), of=rows, **own)
+        sizes = {"heads": call.kv_heads, "lanes": call.alone, "pages": 2 * len(live)}
+        return cls.of_model(call, live=live, rows=tuple(range(rows)), of=rows, **sizes)
 
     @classmethod
     def checked(cls, call: Call) -> Iterator[tuple[str, Base]]:
@@ -118,8 +117,8 @@ class Case(Base):
 
     @classmethod
     def sizes(cls, call: Call) -> Iterator[tuple[str, Base]]:
-        case = cls.of_call(call, (call.page,) * max(1, call.tokens // call.page), call.rows)
-        yield f"{len(case.live) * case.page} tokens", case
+        pages = max(1, call.tokens // call.page)
+        yield f"{pages * call.page} tokens", cls.of_call(call, (call.page,) * pages, call.rows)
 
     def timed(self, implementation: str) -> Callable[[], Any]:
         """A chunk of a prompt that begins at a page: as pages by the fused fill, or token by token."""
@@ -156,13 +155,6 @@ class Case(Base):
         return float(moved + tokens * self._columns * jnp.dtype(self.stored).itemsize)
 
 
-def call(x, makers: Makers, cos, sin, pools: Pools, names, live, **options) -> Pools:
-    """`api.fused_kv_fill`, with the arguments and the result of its implementations."""
-    both = Pool(pools.k, pools.k_scale), Pool(pools.v, pools.v_scale)
-    k, v = api.fused_kv_fill(x, makers, cos, sin, both, names, live, **options)
-    return Pools(k.data, v.data, k.scale, v.scale)
-
-
 SMALL = {
     "plain": Case(live=(32, 32, 5)),
     "one_token": Case(live=(1, 0)),
@@ -182,18 +174,8 @@ SMALL = {
 }
 
 # Llama-3.1-8B (arXiv 2407.21783), SwiftKV at half its layers: 16 rows of 8192 tokens.
-_LLAMA_8B = Case(
-    live=(64,) * 128,
-    rows=tuple(range(16, 32)),
-    of=32,
-    pages=1024,
-    page=64,
-    dim=4096,
-    heads=8,
-    width=128,
-    stored="bfloat16",
-    computed="bfloat16",
-)
+_ROWS = {"rows": tuple(range(16, 32)), "of": 32, "pages": 1024, "page": 64, "live": (64,) * 128}
+_LLAMA_8B = Case(**_ROWS, dim=4096, heads=8, width=128, stored="bfloat16", computed="bfloat16")
 
 REAL = {
     "llama_8b": _LLAMA_8B,

@@ -48,18 +48,8 @@ _Inputs = namedtuple("_Inputs", "x makers cos sin pools")
 _Scratch = namedtuple("_Scratch", "k v squares stage left")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """Static parameters of the kernel. heads: of a piece."""
-
-    blocks: Blocks
-    page: int
-    heads: int
-    eps: float
-    tiles: int
-    depths: int
-    columns: int
-    width: int
+# Static parameters of the kernel; `heads` are those of a piece.
+_Form = namedtuple("_Form", "blocks page heads eps tiles depths columns width")
 
 
 def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
@@ -67,11 +57,8 @@ def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
     core, column, tile, depth = (pl.program_id(i) for i in range(4))
     here = column * form.tiles + tile
     pages = form.blocks.tokens // form.page
-    dot = functools.partial(
-        jnp.dot,
-        preferred_element_type=jnp.float32,
-        precision="highest" if x.x.dtype == jnp.float32 else None,
-    )
+    exact = "highest" if x.x.dtype == jnp.float32 else None
+    dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32, precision=exact)
 
     @pl.when(depth == 0)
     def _():
@@ -79,9 +66,8 @@ def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
         scratch.v[...] = jnp.zeros_like(scratch.v)
         scratch.squares[...] = jnp.zeros_like(scratch.squares)
 
-    somewhere = functools.reduce(
-        jnp.logical_or, (names[tile * pages + i] < out.k.shape[1] for i in range(pages))
-    )
+    each = (names[tile * pages + i] < out.k.shape[1] for i in range(pages))
+    somewhere = functools.reduce(jnp.logical_or, each)
 
     @pl.when(somewhere)  # a tile without pages to write costs only its copies
     def _():
@@ -137,7 +123,11 @@ def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
                 y = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
             y = jnp.where(alive, y, 0.0)
             if scales is not None:
-                y, factor = quantise(y, jnp.int8) if stage.dtype == jnp.int8 else _float8(y)
+                if stage.dtype == jnp.int8:
+                    y, factor = quantise(y, jnp.int8)
+                else:  # left in float32
+                    factor = jnp.max(jnp.abs(y), axis=1) / largest(stage.dtype)
+                    y = y * jnp.where(factor > 0, 1 / factor, 0)[:, None]
                 factors.append(factor.reshape(-1, 1))
             stage[slot, rows, columns] = y.astype(stage.dtype)
         if scales is not None:
@@ -177,20 +167,12 @@ def _kernel(form: _Form, s, x: _Inputs, out, scratch: _Scratch):
             copies(here, slot, lambda copy: copy.wait())
 
 
-def _float8(y):
-    """`quantise` to float8_e4m3fn, left in float32."""
-    scale = jnp.max(jnp.abs(y), axis=1) / largest(jnp.float8_e4m3fn)
-    return y * jnp.where(scale > 0, 1 / scale, 0)[:, None], scale
-
-
 def _vmem_bytes(blocks: Blocks, x, pools: Pools) -> int:
     """VMEM that a grid step takes: operands twice, sums, stages, and sums once more for temporaries."""
     columns = (pools.k.shape[-1] + pools.v.shape[-1]) // blocks.pieces
     operands = 2 * blocks.depth * (blocks.tokens + columns) * x.dtype.itemsize
-    angles = 2 * 2 * 4 * blocks.tokens * _LANES  # cos and sin, whole lanes of them, twice
-    return (
-        operands + angles + blocks.tokens * columns * (8 + 2 * pools.k.dtype.itemsize) + blocks.tokens * 512
-    )
+    angles = 2 * 2 * 4 * _LANES  # cos and sin of a token, whole lanes of them, twice
+    return operands + blocks.tokens * (angles + columns * (8 + 2 * pools.k.dtype.itemsize) + 512)
 
 
 def choose(x, makers: Makers, pools: Pools, heads: int) -> Blocks | None:
@@ -225,18 +207,7 @@ def _cuts(x, filled: int, pools: Pools, heads: int) -> Iterator[Blocks]:
 
 
 def fused_kv_fill(
-    x,
-    makers: Makers,
-    cos,
-    sin,
-    pools: Pools,
-    names,
-    live,
-    *,
-    rows,
-    eps,
-    blocks: Blocks | None = None,
-    interpret: Any = False,
+    x, makers: Makers, cos, sin, pools: Pools, names, live, *, rows, eps, blocks=None, interpret: Any = False
 ) -> Pools:
     """As `api.fused_kv_fill`, cut into `blocks`; by default the best cut that fits the chip."""
     (tokens, width), page = x.shape, pools.k.shape[2]
@@ -245,16 +216,8 @@ def fused_kv_fill(
     assert blocks is not None  # `refuses` has looked
     filled, pieces = len(rows), blocks.pieces
     tiles, columns = -(-tokens // blocks.tokens), filled * pieces // blocks.cores
-    form = _Form(
-        blocks=blocks,
-        page=page,
-        heads=heads // pieces,
-        eps=eps,
-        tiles=tiles,
-        depths=width // blocks.depth,
-        columns=columns,
-        width=width,
-    )
+    depths = width // blocks.depth
+    form = _Form(blocks, page, heads // pieces, eps, tiles, depths, columns, width)
     spare = tiles * blocks.tokens // page - names.shape[0]
     scalars = (
         jnp.pad(names.astype(jnp.int32), (0, spare), constant_values=pools.k.shape[1]),
@@ -262,61 +225,33 @@ def fused_kv_fill(
         jnp.array(rows, jnp.int32),
     )
 
-    def column(core, n):
-        return core * columns + n
-
-    def weight(array):
-        size = array.shape[-1] // pieces
+    def block(array, split: int, depth: int):
+        """A block of [F, D, E], or of [F, 1, E]: of all of a row's columns, or one of `split` pieces."""
 
         def place(c, n, t, k, *_):
-            return column(c, n) // pieces, k, column(c, n) % pieces
+            column = c * columns + n
+            return column // pieces, k if depth > 1 else 0, column % split
 
-        return pl.BlockSpec((1, blocks.depth, size), place)
+        return None if array is None else pl.BlockSpec((1, depth, array.shape[-1] // split), place)
 
-    def of_row(array, split: int):
-        """A block of [F, 1, E]: the whole row, or one of `split` pieces."""
-        size = array.shape[-1] // split
-        return pl.BlockSpec(
-            (1, 1, size),
-            lambda c, n, t, k, *_: (column(c, n) // pieces, 0, column(c, n) % pieces if split > 1 else 0),
-        )
-
-    def maybe(array, spec):
-        return None if array is None else spec(array)
-
-    flat = Makers(
-        makers.w_k,
-        makers.w_v,
-        *(maybe(a, lambda a: a[:, None]) for a in (makers.b_k, makers.b_v, makers.k_norm)),
-    )
+    flat = Makers(*makers[:2], *(None if a is None else a[:, None] for a in makers[2:]))
+    cuts = (pieces, blocks.depth), (pieces, blocks.depth), (pieces, 1), (pieces, 1), (1, 1)
     angle = pl.BlockSpec((blocks.tokens, cos.shape[-1]), lambda c, n, t, k, *_: (t, 0))
     hbm = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), pools)
     inputs = _Inputs(x, flat, cos.astype(jnp.float32), sin.astype(jnp.float32), pools)
     specs = _Inputs(
         x=pl.BlockSpec((blocks.tokens, blocks.depth), lambda c, n, t, k, *_: (t, k)),
-        makers=_MakersOf(
-            w_k=weight(makers.w_k),
-            w_v=weight(makers.w_v),
-            b_k=maybe(makers.b_k, lambda a: of_row(a, pieces)),
-            b_v=maybe(makers.b_v, lambda a: of_row(a, pieces)),
-            k_norm=maybe(makers.k_norm, lambda a: of_row(a, 1)),
-        ),
+        makers=_MakersOf(*(block(array, *cut) for array, cut in zip(makers, cuts, strict=True))),
         cos=angle,
         sin=angle,
         pools=hbm,
     )
-    k_columns, v_columns = pools.k.shape[-1] // pieces, pools.v.shape[-1] // pieces
-    scales = maybe(pools.k_scale, lambda a: pltpu.VMEM((2, blocks.tokens // page, form.heads, page), a.dtype))
+    sizes = [(blocks.tokens, pool.shape[-1] // pieces) for pool in (pools.k, pools.v)]
+    stages = [pltpu.VMEM((2, *size), pools.k.dtype) for size in sizes]
+    factors = pltpu.VMEM((2, blocks.tokens // page, form.heads, page), jnp.float32)
     scratch = _Scratch(
-        k=pltpu.VMEM((blocks.tokens, k_columns), jnp.float32),
-        v=pltpu.VMEM((blocks.tokens, v_columns), jnp.float32),
-        squares=pltpu.VMEM((blocks.tokens, _LANES), jnp.float32),
-        stage=_PoolsOf(
-            pltpu.VMEM((2, blocks.tokens, k_columns), pools.k.dtype),
-            pltpu.VMEM((2, blocks.tokens, v_columns), pools.v.dtype),
-            scales,
-            scales,
-        ),
+        *(pltpu.VMEM(size, jnp.float32) for size in (*sizes, (blocks.tokens, _LANES))),
+        stage=_PoolsOf(*stages, *(None if pools.k_scale is None else factors,) * 2),
         left=pltpu.SemaphoreType.DMA((2,)),
     )
     before = len(jax.tree.leaves((scalars, inputs))) - len(jax.tree.leaves(pools))
@@ -336,9 +271,7 @@ def fused_kv_fill(
             dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
             vmem_limit_bytes=chips.current().vmem_limit,
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=flops, bytes_accessed=filled * pieces * x.nbytes, transcendentals=0
-        ),
+        cost_estimate=pl.CostEstimate(flops, 0, filled * pieces * x.nbytes),
         interpret=interpret,
         name="fused_kv_fill",
     )(*scalars, inputs)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.kernels.common.case import Call, PagedCase
+from swiftkv_jax.kernels.common.case import Case as Base
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.k_cache_attention import api
 
@@ -30,10 +31,9 @@ class Case(PagedCase):
     threshold: float = 0.0
 
     @classmethod
-    def of_call(cls, call: Call, **sizes) -> PagedCase:
-        names = ("heads", "width", "rope", "page", "stored", "computed")
+    def of_model(cls, call: Call, **sizes) -> Base:
         inputs = call.row if call.operation == "x_cache_attention" else 0
-        return cls(**{name: getattr(call, name) for name in names}, inputs=inputs, **sizes)
+        return super().of_model(call, inputs=inputs, **sizes)
 
     @property
     def options(self) -> dict:
@@ -41,9 +41,9 @@ class Case(PagedCase):
         own = {name: getattr(self, name) for name in names}
         return {"row": 1, "scale": self.width**-0.5, "window": self.window} | own
 
-    def by(self, implementation: str) -> Callable:
-        operation = call_inputs if self.inputs else call
-        return functools.partial(operation, **self.options, implementation=implementation)
+    @property
+    def operation(self) -> Callable:
+        return call_inputs if self.inputs else call
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # one compilation, not one for each operation
     def make(self, seed: int = 0) -> tuple[tuple, dict]:

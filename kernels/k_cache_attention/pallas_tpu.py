@@ -9,7 +9,6 @@ angles within a step rotates every tile by s, and the query is rotated by -t0 on
 long as the context is streamed.
 """
 
-import dataclasses
 import functools
 from collections import namedtuple
 from typing import Any
@@ -23,16 +22,8 @@ from swiftkv_jax.kernels.common import chips, tpu_pages
 from swiftkv_jax.kernels.common.tpu_pages import LANES
 from swiftkv_jax.kernels.k_cache_attention.reference import Options
 
-
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """Static parameters of the kernel. half: columns of half a head, 0 without rotary embedding."""
-
-    steps: tpu_pages.Steps
-    half: int
-    rotated: bool
-    scale: float
-    threshold: float
+# Static parameters of the kernel. half: columns of half a head, 0 without rotary embedding.
+_Form = namedtuple("_Form", "steps half rotated scale threshold")
 
 
 # q [b, rows, E]; position [b, rows, 1]; cos, sin [keys, half] in a step; cos0, sin0 [slots, 1, half] at its

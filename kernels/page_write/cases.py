@@ -24,7 +24,7 @@ class Case(Base):
       heads, width: of a row. stored, computed: dtypes of the pool and of what is written.
     """
 
-    donated, compared = (0,), False
+    operation, donated, compared = staticmethod(api.page_write), (0,), False
 
     sequences: tuple[tuple[int, int], ...]
     padding: int = 0
@@ -40,9 +40,6 @@ class Case(Base):
     @property
     def options(self) -> dict:
         return {"rows": self.rows}
-
-    def by(self, implementation: str) -> Callable:
-        return functools.partial(api.page_write, **self.options, implementation=implementation)
 
     @property
     def tokens(self) -> int:
@@ -104,10 +101,10 @@ class Case(Base):
         return {"": jnp.where(page[:, None] > 0, rows, 0)}
 
     @classmethod
-    def of_call(cls, call: Call, sequences: tuple[tuple[int, int], ...], of: int, padding: int = 0) -> "Case":
+    def of_call(cls, call: Call, sequences: tuple[tuple[int, int], ...], of: int, padding: int = 0) -> Base:
         """A write of the call's model into the last of `of` rows."""
-        own = {name: getattr(call, name) for name in ("page", "width", "stored", "computed")}
-        return cls(sequences=sequences, rows=(of - 1,), of=of, padding=padding, heads=call.kv_heads, **own)
+        sizes = {"rows": (of - 1,), "of": of, "padding": padding, "heads": call.kv_heads}
+        return cls.of_model(call, sequences=sequences, **sizes)
 
     @classmethod
     def checked(cls, call: Call) -> Iterator[tuple[str, Base]]:
@@ -165,15 +162,7 @@ SMALL = {
 }
 
 # Llama-3.1-8B (arXiv 2407.21783): one array of one layer's row, in a pool of 32 rows.
-_LLAMA_8B = Case(
-    sequences=((0, 2048),),
-    rows=(7,),
-    of=32,
-    spare=1024,
-    page=64,
-    heads=8,
-    width=128,
-)
+_LLAMA_8B = Case(sequences=((0, 2048),), rows=(7,), of=32, spare=1024, page=64, heads=8, width=128)
 _DECODE = tuple((100 * i, 1) for i in range(32))
 _WIDE = {"page": 128, "spare": 512}
 

@@ -25,11 +25,8 @@ def refuses(pool: Pool, *_, **__) -> str:
 def page_write(pool: Pool, new, page, slot, *, rows: tuple[int, ...]) -> Pool:
     """As `api.page_write`, in place."""
     arrays = pool.data, jnp.zeros((0, 0, 0, 0)) if pool.scale is None else pool.scale
-    call = jax.ffi.ffi_call(
-        TARGET,
-        [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
-        input_output_aliases={0: 0, 1: 1},
-    )
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    call = jax.ffi.ffi_call(TARGET, shapes, input_output_aliases={0: 0, 1: 1})
     where = (x.astype(jnp.int32) for x in (page, slot, jnp.array(rows)))
     data, scale = call(*arrays, new.astype(jnp.float32), *where)
     return Pool(data, None if pool.scale is None else scale)

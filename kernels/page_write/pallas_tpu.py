@@ -6,7 +6,6 @@ written, and partially filled ones are read before: a decoded token costs one ti
 32-bit words, whatever their dtype, so that the other rows stay bit for bit the same.
 """
 
-import dataclasses
 from collections import namedtuple
 from typing import Any, NamedTuple
 
@@ -23,22 +22,8 @@ _LANES, _WORDS = 128, 8  # of a tile of 32-bit words
 _MOST = 64  # runs in flight
 
 
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """Static parameters of the kernel.
-
-    Attributes:
-      page: tokens of a page. tile: rows of a tile. slots: places for runs in flight.
-    """
-
-    page: int
-    tile: int
-    slots: int
-
-    @property
-    def inside(self) -> int:
-        """Rows in a 32-bit word."""
-        return self.tile // _WORDS
+# Static parameters of the kernel: tokens of a page, rows of a tile, places for runs in flight.
+_Form = namedtuple("_Form", "page tile slots")
 
 
 class Runs(NamedTuple):
@@ -63,7 +48,7 @@ _Scratch = namedtuple("_Scratch", "stage fresh factors new_factors arrived left"
 
 
 # One run: its place in the ring, page, first slot in it, tokens, and first token of the batch.
-_Run = namedtuple("_Run", "at page slot count token")
+_Run = namedtuple("_Run", "place page slot count token")
 
 
 def runs_of(page: jax.Array, slot: jax.Array, rows: tuple[int, ...], pages: int) -> Runs:
@@ -106,19 +91,19 @@ def _kernel(form: _Form, s: Runs, new, new_scale, data, scale, scratch: _Scratch
         """Act on the copies of a run's inputs: the batch's rows, and the page's partially written tiles."""
 
         def copy(source, target):
-            act(pltpu.make_async_copy(source, target, scratch.arrived.at[r.at]))
+            act(pltpu.make_async_copy(source, target, scratch.arrived.at[r.place]))
 
         whole, begin, last = r.count == form.page, r.token // tile, r.token + r.count - 1
 
         def bring(i, count: int = 1):
-            copy(new.at[filled, rows_of(begin + i, count)], scratch.fresh.at[r.at, rows_of(1 + i, count)])
+            copy(new.at[filled, rows_of(begin + i, count)], scratch.fresh.at[r.place, rows_of(1 + i, count)])
 
         def edge(i):
             full = (r.slot <= i * tile) & ((i + 1) * tile <= r.slot + r.count)
 
             @pl.when(jnp.logical_not(full))
             def _():
-                copy(data.at[row, r.page, rows_of(i)], scratch.stage.at[r.at, rows_of(i)])
+                copy(data.at[row, r.page, rows_of(i)], scratch.stage.at[r.place, rows_of(i)])
 
         in_page = form.page // tile
         if new.shape[1] >= form.page:
@@ -139,68 +124,69 @@ def _kernel(form: _Form, s: Runs, new, new_scale, data, scale, scratch: _Scratch
             def bring_factors(i):
                 lanes = (pl.ds(pl.multiple_of(x * _LANES, _LANES), _LANES) for x in (begin + i, i))
                 source, target = lanes
-                copy(new_scale.at[filled, :, source], scratch.new_factors.at[r.at, :, target])
+                copy(new_scale.at[filled, :, source], scratch.new_factors.at[r.place, :, target])
 
             each(0, last // _LANES + 1 - begin, bring_factors)
 
             @pl.when(jnp.logical_not(whole))
             def _():
-                copy(scale.at[row, r.page], scratch.factors.at[r.at])
+                copy(scale.at[row, r.page], scratch.factors.at[r.place])
 
     def merge(r: _Run) -> None:
-        bits = 32 // form.inside
+        packed = tile // _WORDS  # rows in a 32-bit word
+        bits = 32 // packed
         end = r.slot + r.count
-        place = lax.broadcasted_iota(jnp.int32, (_WORDS, scratch.stage.shape[-1]), 0) * form.inside
+        place = lax.broadcasted_iota(jnp.int32, (_WORDS, scratch.stage.shape[-1]), 0) * packed
 
         def one(i):
             # The row of `fresh` for the tile's first row; it begins `odd` rows into a word.
             start = i * tile - r.slot + lax.rem(r.token, tile) + tile
-            odd, turn = lax.rem(start, form.inside), lax.rem(start, tile) // form.inside
-            words = pltpu.bitcast(scratch.fresh[r.at, rows_of(start // tile, 2), :], jnp.int32)
+            odd, turn = lax.rem(start, packed), lax.rem(start, tile) // packed
+            words = pltpu.bitcast(scratch.fresh[r.place, rows_of(start // tile, 2), :], jnp.int32)
             got = pltpu.roll(words, 2 * _WORDS - turn, 0)[:_WORDS]
-            if form.inside > 1:
+            if packed > 1:
                 after = pltpu.roll(words, 2 * _WORDS - turn - 1, 0)[:_WORDS]
                 low = lax.shift_right_logical(got, jnp.full_like(got, odd * bits))
                 high = lax.shift_left(after, jnp.full_like(got, 31 - odd * bits))
                 got = low | lax.shift_left(high, jnp.full_like(got, 1))  # a shift by 32 is undefined
             mask = jnp.zeros_like(got)
-            for k in range(form.inside):
+            for k in range(packed):
                 here = i * tile + place + k
                 own = ((1 << bits) - 1) << (k * bits)
                 own = jnp.int32(own - (1 << 32) if own >= 1 << 31 else own)
                 mask |= jnp.where((here >= r.slot) & (here < end), own, 0)
-            old = pltpu.bitcast(scratch.stage[r.at, rows_of(i), :], jnp.int32)
+            old = pltpu.bitcast(scratch.stage[r.place, rows_of(i), :], jnp.int32)
             both = (got & mask) | (old & ~mask)
-            scratch.stage[r.at, rows_of(i), :] = pltpu.bitcast(both, scratch.stage.dtype)
+            scratch.stage[r.place, rows_of(i), :] = pltpu.bitcast(both, scratch.stage.dtype)
 
         each(*tiles(r), one)
         if scale is not None:
             width = form.page + _LANES
             turn = lax.rem(r.slot - lax.rem(r.token, _LANES) + width, width)
-            got = pltpu.roll(scratch.new_factors[r.at], turn, 1)[:, : form.page]
+            got = pltpu.roll(scratch.new_factors[r.place], turn, 1)[:, : form.page]
             here = lax.broadcasted_iota(jnp.int32, got.shape, 1)
             inside = (here >= r.slot) & (here < end)
-            scratch.factors[r.at] = jnp.where(inside, got, scratch.factors[r.at])
+            scratch.factors[r.place] = jnp.where(inside, got, scratch.factors[r.place])
 
     def writes(r: _Run, act) -> None:
         def copy(source, target):
-            act(pltpu.make_async_copy(source, target, scratch.left.at[r.at]))
+            act(pltpu.make_async_copy(source, target, scratch.left.at[r.place]))
 
         whole = r.count == form.page
 
         @pl.when(whole)
         def _():
-            copy(scratch.stage.at[r.at], data.at[row, r.page])
+            copy(scratch.stage.at[r.place], data.at[row, r.page])
 
         @pl.when(jnp.logical_not(whole))
         def _():
             def put(i):
-                copy(scratch.stage.at[r.at, rows_of(i)], data.at[row, r.page, rows_of(i)])
+                copy(scratch.stage.at[r.place, rows_of(i)], data.at[row, r.page, rows_of(i)])
 
             each(*tiles(r), put)
 
         if scale is not None:
-            copy(scratch.factors.at[r.at], scale.at[row, r.page])
+            copy(scratch.factors.at[r.place], scale.at[row, r.page])
 
     start, wait = (lambda copy: copy.start()), (lambda copy: copy.wait())
 
@@ -230,13 +216,6 @@ def _kernel(form: _Form, s: Runs, new, new_scale, data, scale, scratch: _Scratch
     each(jnp.where(apart, jnp.maximum(runs - form.slots, 0), runs), runs, lambda i: writes(run(i), wait))
 
 
-def _form(pool: Pool) -> _Form:
-    """As many runs in flight as half the VMEM holds."""
-    page, tile = pool.data.shape[2], 32 // pool.data.dtype.itemsize
-    room = chips.current().vmem_limit // 2
-    return _Form(page, tile, min(_MOST, room // _slot_bytes(pool)))
-
-
 def _slot_bytes(pool: Pool) -> int:
     """VMEM that one run takes."""
     page, width = pool.data.shape[2:]
@@ -248,8 +227,9 @@ def _slot_bytes(pool: Pool) -> int:
 
 def page_write(pool: Pool, new, page, slot, *, rows: tuple[int, ...], interpret: Any = False) -> Pool:
     """As `api.page_write`, in place."""
-    data, scale = pool
-    form, (tokens, filled) = _form(pool), new.shape[:2]
+    (data, scale), (tokens, filled) = pool, new.shape[:2]
+    slots = min(_MOST, chips.current().vmem_limit // 2 // _slot_bytes(pool))  # that half the VMEM holds
+    form = _Form(data.shape[2], 32 // data.dtype.itemsize, slots)
     stored, factor = encode(new, data.dtype)
     stored = jnp.moveaxis(stored.reshape(tokens, filled, -1), 0, 1)
     arrays = [jnp.pad(stored, ((0, 0), (0, -tokens % form.tile), (0, 0)))]

@@ -2,15 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from swiftkv_jax.kernels.common.case import Call, PagedCase
+from swiftkv_jax.kernels.common.case import PagedCase
 from swiftkv_jax.kernels.common.pools import Pool
 from swiftkv_jax.kernels.paged_attention import api
+
+
+def call(q, k, v, *where, k_scale=None, v_scale=None, **options) -> jax.Array:
+    """`api.paged_attention`, with the arguments that its implementations take."""
+    return api.paged_attention(q, (Pool(k, k_scale), Pool(v, v_scale)), *where, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,20 +25,14 @@ class Case(PagedCase):
       kv_heads: of keys and values. value: width of a value, that of a key by default.
     """
 
+    operation = staticmethod(call)
+
     kv_heads: int = 2
     value: int = 0
-
-    @classmethod
-    def of_call(cls, call: Call, **sizes) -> PagedCase:
-        names = ("heads", "kv_heads", "width", "page", "stored", "computed")
-        return cls(**{name: getattr(call, name) for name in names}, **sizes)
 
     @property
     def options(self) -> dict:
         return {"row": 1, "scale": self.width**-0.5, "window": self.window}
-
-    def by(self, implementation: str) -> Callable:
-        return functools.partial(call, **self.options, implementation=implementation)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))  # one compilation, not one for each operation
     def make(self, seed: int = 0) -> tuple[tuple, dict]:
@@ -52,11 +50,6 @@ class Case(PagedCase):
     def flops(self) -> float:
         """FLOPs of scores and sums."""
         return 2 * self.pairs * self.heads * (self.width + (self.value or self.width))
-
-
-def call(q, k, v, *where, k_scale=None, v_scale=None, **options) -> jax.Array:
-    """`api.paged_attention`, with the arguments that its implementations take."""
-    return api.paged_attention(q, (Pool(k, k_scale), Pool(v, v_scale)), *where, **options)
 
 
 SMALL = {

@@ -6,7 +6,6 @@ the diagonal blocks are kept. Either way the cache passes through the matrix uni
 rows to process the heads one by one.
 """
 
-import dataclasses
 import functools
 from collections import namedtuple
 
@@ -21,14 +20,8 @@ from swiftkv_jax.kernels.common.tpu_pages import LANES
 _ROWS = 128  # of queries, up to which heads share a matmul
 
 
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """Static parameters of the kernel: `joint` kv heads share a matmul."""
-
-    steps: tpu_pages.Steps
-    heads: int
-    joint: int
-    scale: float
+# Static parameters of the kernel: `joint` kv heads share a matmul.
+_Form = namedtuple("_Form", "steps heads joint scale")
 
 
 # q [b, K / joint, rows, joint * H]; position [b, rows, 1]; pools and scales [R, P, K, Z] in HBM.
