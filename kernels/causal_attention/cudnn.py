@@ -69,18 +69,9 @@ def _of_device(attend, scale, q, k, v, segments, _):
 
 def _by_cudnn(q, k, v, lengths, offsets, scale):
     module = _module()
-    return module.dot_product_attention(
-        q,
-        k,
-        v,
-        q_seqlen=lengths,
-        kv_seqlen=lengths,
-        q_offsets=offsets,
-        kv_offsets=offsets,
-        scale=scale,
-        mask_type=module.MaskType.PADDING_CAUSAL,
-        qkv_layout="BTNH",
-    )
+    where = {"q_seqlen": lengths, "kv_seqlen": lengths, "q_offsets": offsets, "kv_offsets": offsets}
+    how = {"scale": scale, "mask_type": module.MaskType.PADDING_CAUSAL, "qkv_layout": "BTNH"}
+    return module.dot_product_attention(q, k, v, **where, **how)
 
 
 def packed(segments: Int[Array, "B T"], most: int) -> tuple[Int[Array, "B M"], Int[Array, "B M1"]]:

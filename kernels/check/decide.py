@@ -106,8 +106,7 @@ def decide(
         package = Path(spec.origin).parents[1] if spec and spec.origin else None  # searched first by `-m`
         how = {"tell": _LOG.info, "folder": package}
         supervisor = Supervisor(command, lambda: file.write(results), limits.total, **how)
-        stack.callback(supervisor.close)
-        results = supervisor.results
+        results = stack.enter_context(supervisor).results
         results |= _without(kept.get("results", {}), "skipped", "not started")
         for result in results.values():
             if result["status"] == "running":
@@ -129,25 +128,20 @@ def decide(
             file.write(_without(results, "running"))
             raise
         how = f"checked on {machine.kind} in {time.monotonic() - began:.0f} s"
-        return _concluded(file, contenders, results, how, taken)
-
-
-def _concluded(file: "File", contenders, results: dict[str, dict], how: str, taken: bool) -> Decision:
-    """The decision by these results, which are kept if they are the machine's."""
-    names = {kind: choose(kind, names, results) for kind, names in contenders.items()}
-    reasons = {result["status"]: result.get("reason", "") for result in results.values()}
-    if taken and any("RESOURCE_EXHAUSTED" in result.get("reason", "") for result in results.values()):
-        file.write({})
-        return Decision(names, how, results)
-    if "not started" in reasons:  # another process has the TPU, say: the next start tries again
-        file.write(_without(results, "not started"))
-        return Decision(names, f"safe ones, not checked: {reasons['not started']}", results)
-    if "skipped" in reasons:
-        file.write(results)
-        more = "; the next start continues" if file.path else ""
-        return Decision(names, f"{how}, in part{more}", results)
-    file.write(results, names)
-    return Decision(names, how, results, file.path)
+        chosen = {kind: choose(kind, names, results) for kind, names in contenders.items()}
+        reasons = {result["status"]: result.get("reason", "") for result in results.values()}
+        if taken and any("RESOURCE_EXHAUSTED" in result.get("reason", "") for result in results.values()):
+            file.write({})
+            return Decision(chosen, how, results)
+        if "not started" in reasons:  # another process has the TPU, say: the next start tries again
+            file.write(_without(results, "not started"))
+            return Decision(chosen, f"safe ones, not checked: {reasons['not started']}", results)
+        if "skipped" in reasons:
+            file.write(results)
+            more = "; the next start continues" if file.path else ""
+            return Decision(chosen, f"{how}, in part{more}", results)
+        file.write(results, chosen)
+        return Decision(chosen, how, results, file.path)
 
 
 def _without(results: Mapping[str, dict], *statuses: str) -> dict[str, dict]:
@@ -199,21 +193,19 @@ def table(decision: Decision) -> str:
     for title, result in decision.results.items():
         kind, _, name = title.partition(": ")
         mark = "*" if decision.names.get(kind) == name else " "
-        rows.append((kind, f"{mark} {name}", _words(result)))
+        if result["status"] != "done":
+            words = f"{result['status']}: {result.get('reason', '')}"
+        elif not result["right"]:
+            words = f"not right: {result['why']}"
+        else:
+            times = (f"{size}: {1e3 * each['seconds']:.3f} ms" for size, each in sizes_of(result).items())
+            words = "; ".join([f"right, error {result['error']:.1e}", *times])
+        rows.append((kind, f"{mark} {name}", words))
     if len(rows) == 1:
         rows += [(kind, f"* {name}", "not checked") for kind, name in decision.names.items()]
     widths = [max(len(row[i]) for row in rows) for i in range(2)]
     lines = [f"{a:{widths[0]}}  {b:{widths[1]}}  {c}" for a, b, c in rows]
     return "\n".join([*lines, decision.how, *([f"kept in {decision.kept}"] if decision.kept else [])])
-
-
-def _words(result: Mapping) -> str:
-    if result["status"] != "done":
-        return f"{result['status']}: {result.get('reason', '')}"
-    if not result["right"]:
-        return f"not right: {result['why']}"
-    sizes = [f"{name}: {1e3 * size['seconds']:.3f} ms" for name, size in sizes_of(result).items()]
-    return "; ".join([f"right, error {result['error']:.1e}", *sizes])
 
 
 def inputs_of(

@@ -4,6 +4,7 @@ A TPU has one owner, and JAX takes most of a GPU's memory when it first looks fo
 same environment variables as JAX; no other module in kernels/ reads the environment.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,17 +17,8 @@ from pathlib import Path
 
 import jax
 
-PACKAGES = (
-    "jax",
-    "jaxlib",
-    "jax-cuda12-plugin",
-    "jax-cuda12-pjrt",
-    "jax-cuda13-plugin",
-    "jax-cuda13-pjrt",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13",
-    "libtpu",
-)
+PACKAGES = ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+PACKAGES += ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "libtpu")
 _PLATFORMS = {"cuda": "gpu", "gpu": "gpu", "tpu": "tpu", "cpu": "cpu"}  # by JAX_PLATFORMS' words
 _GOOGLE = "0x1ae0"  # vendor of PCI devices
 _CHIPS = {  # by PCI device, as JAX names them
@@ -68,11 +60,11 @@ def recognise(
     if first and first not in _PLATFORMS:
         return CPU
     installed = versions()
-    if _PLATFORMS.get(first, "tpu") == "tpu" and "libtpu" in installed and (found := _tpu(root, environ)):
-        return found
+    if _PLATFORMS.get(first, "tpu") == "tpu" and "libtpu" in installed and (machine := _tpu(root, environ)):
+        return machine
     plugin = any(name.startswith("jax-cuda") for name in installed)
-    if _PLATFORMS.get(first, "gpu") == "gpu" and plugin and (found := _gpu(root, environ)):
-        return found
+    if _PLATFORMS.get(first, "gpu") == "gpu" and plugin and (machine := _gpu(root, environ)):
+        return machine
     return CPU
 
 
@@ -93,26 +85,17 @@ def _gpu(root: Path, environ: Mapping[str, str]) -> Machine | None:
     if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _NO_GPUS:
         return None
     driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", _read(root / "proc/driver/nvidia/version"))
-    models = (
-        re.search(r"^Model:\s*(.+)$", _read(path), re.M)
-        for path in (root / "proc/driver/nvidia/gpus").glob("*/information")
-    )
-    kinds = {found[1].strip() for found in models if found}
+    texts = map(_read, (root / "proc/driver/nvidia/gpus").glob("*/information"))
+    kinds = {model.strip() for text in texts for model in re.findall(r"^Model:\s*(.+)$", text, re.M)[:1]}
     if driver and kinds:
         return Machine("gpu", " + ".join(sorted(kinds)), driver[0])
-    return _asked() if root == Path("/") else None
-
-
-def _asked() -> Machine | None:
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    pairs = [line.rpartition(", ") for line in said.splitlines() if ", " in line]
-    if not pairs:
-        return None
-    return Machine("gpu", " + ".join(sorted({name for name, _, _ in pairs})), pairs[0][2])
+    command, pairs = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], []
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        if root == Path("/"):
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+            pairs = [line.rpartition(", ") for line in answer.splitlines() if ", " in line]
+    names = " + ".join(sorted({name for name, _, _ in pairs}))
+    return Machine("gpu", names, pairs[0][2]) if pairs else None
 
 
 def _read(path: Path) -> str:
@@ -125,13 +108,11 @@ def _read(path: Path) -> str:
 @functools.cache
 def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Versions of the packages that are installed; by default of those that compile programs."""
-    found = {}
+    installed = {}
     for name in packages:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 @functools.cache

@@ -51,35 +51,32 @@ def fused_kv_fill(
       dispatch.UnsupportedError: shapes that disagree, or a call that the named implementation cannot run.
     """
     (k, k_scale), (v, v_scale) = pools
-    both = Pools(k, v, k_scale, v_scale)
-    _check(x, makers, cos, sin, both, names, live, len(rows))
-    args = (x, makers, cos, sin, both, names, live)
-    made = dispatch.call("fused_kv_fill", FUSED_KV_FILL, implementation, args, {"rows": rows, "eps": eps})
-    return Pool(made.k, made.k_scale), Pool(made.v, made.v_scale)
-
-
-def _check(x, makers: Makers, cos, sin, pools: Pools, names, live, filled: int) -> None:
-    (*pool, page, k_width), v_width, width = pools.k.shape, pools.v.shape[-1], 2 * cos.shape[-1]
+    (*pool, page, k_width), v_width, width = k.shape, v.shape[-1], 2 * cos.shape[-1]
     scales = (*pool, k_width // width, page)
-    for one, scale in ((pools.k, pools.k_scale), (pools.v, pools.v_scale)):
-        if (one.dtype.itemsize == 1) != (scale is not None):
-            raise dispatch.UnsupportedError(f"{one.dtype} rows: 8-bit rows have scales, wider ones have none")
+    for data, scale in pools:
+        if (data.dtype.itemsize == 1) != (scale is not None):
+            raise dispatch.UnsupportedError(
+                f"{data.dtype} rows: 8-bit rows have scales, wider ones have none"
+            )
     dispatch.expect(
         x_and_cos=(x.shape[:1], cos.shape[:1]),
         cos_and_sin=(cos, sin),
-        w_k_and_rows_x_k=(makers.w_k, (filled, x.shape[1], k_width)),
-        w_v_and_rows_x_v=(makers.w_v, (filled, x.shape[1], v_width)),
-        b_k_and_rows_k=(makers.b_k, (filled, k_width)),
-        b_v_and_rows_v=(makers.b_v, (filled, v_width)),
-        k_norm_and_rows_cos=(makers.k_norm, (filled, width)),
-        k_and_v=(pools.k.shape[:-1], pools.v.shape[:-1]),
-        k_and_k_scale=(scales, pools.k_scale),
-        v_and_v_scale=(scales, pools.v_scale),
+        w_k_and_rows_x_k=(makers.w_k, (len(rows), x.shape[1], k_width)),
+        w_v_and_rows_x_v=(makers.w_v, (len(rows), x.shape[1], v_width)),
+        b_k_and_rows_k=(makers.b_k, (len(rows), k_width)),
+        b_v_and_rows_v=(makers.b_v, (len(rows), v_width)),
+        k_norm_and_rows_cos=(makers.k_norm, (len(rows), width)),
+        k_and_v=(k.shape[:-1], v.shape[:-1]),
+        k_and_k_scale=(scales, k_scale),
+        v_and_v_scale=(scales, v_scale),
         names_and_pages_of_x=(names, (x.shape[0] // page,)),
         names_and_live=(names, live),
     )
     if x.shape[0] % page or k_width % width or v_width % (k_width // width):
         raise dispatch.UnsupportedError(
-            f"x {x.shape} and cos {cos.shape} do not fit pages of k {pools.k.shape} and v {pools.v.shape}: "
+            f"x {x.shape} and cos {cos.shape} do not fit pages of k {k.shape} and v {v.shape}: "
             "whole pages, whole heads"
         )
+    args = (x, makers, cos, sin, Pools(k, v, k_scale, v_scale), names, live)
+    made = dispatch.call("fused_kv_fill", FUSED_KV_FILL, implementation, args, {"rows": rows, "eps": eps})
+    return Pool(made.k, made.k_scale), Pool(made.v, made.v_scale)

@@ -70,27 +70,20 @@ def fill_pages(
 
     In a page that begins in the batch, the places after the batch's last token are zeros.
     """
-    if not chunks:
-        return _append(tokens, makers, pools, table, rows, eps, writer)
     size = pools[0].data.shape[2]
+    if not chunks:  # made by XLA
+        heads = pools[0].data.shape[-1] // (2 * tokens.cos.shape[-1])
+        made = rows_of(tokens.x, makers, tokens.cos, tokens.sin, heads, eps)
+        return _put(tokens, made, pools, table, rows, writer)
     begun = begun_here(tokens, size)
     pools = _append_some(
         tokens, tokens.valid & ~begun, makers, pools, table, rows, eps, implementation, writer
     )
     pages = pages_of(tokens, begun, pools[0].data.shape[1], size, table)
     picked = jnp.clip(pages.first[:, None] + jnp.arange(size), 0, len(tokens.x) - 1).reshape(-1)
-    return fused_kv_fill(
-        tokens.x[picked],
-        makers,
-        tokens.cos[picked],
-        tokens.sin[picked],
-        pools,
-        pages.page,
-        pages.live,
-        rows=rows,
-        eps=eps,
-        implementation=implementation,
-    )
+    x, cos, sin = (field[picked] for field in tokens[:3])
+    how = {"rows": rows, "eps": eps, "implementation": implementation}
+    return fused_kv_fill(x, makers, cos, sin, pools, pages.page, pages.live, **how)
 
 
 def begun_here(tokens: Tokens, size: int) -> jax.Array:
@@ -114,19 +107,8 @@ def pages_of(tokens: Tokens, begun: jax.Array, count: int, size: int, table: jax
         return jnp.full(most, empty, jnp.int32).at[where].set(values.astype(jnp.int32), mode="drop")
 
     live = jnp.zeros(most, jnp.int32).at[place].add(1, mode="drop")
-    page, _ = _places(tokens, size, table)
+    page, _ = places(table, tokens.sequence, tokens.position, tokens.valid, size)
     return Pages(placed(jnp.arange(total), 0), live, placed(page, count))
-
-
-def _places(tokens: Tokens, size: int, table: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return places(table, tokens.sequence, tokens.position, tokens.valid, size)
-
-
-def _append(tokens: Tokens, makers: Makers, pools, table, rows, eps: float, writer) -> tuple[Pool, Pool]:
-    """Make all tokens of a batch by XLA and write them one by one into their pages."""
-    heads = pools[0].data.shape[-1] // (2 * tokens.cos.shape[-1])
-    made = rows_of(tokens.x, makers, tokens.cos, tokens.sin, heads, eps)
-    return _put(tokens, made, pools, table, rows, writer)
 
 
 def _append_some(
@@ -144,25 +126,19 @@ def _append_some(
     tokens = Tokens(*(field[picked] for field in tokens))
     tokens = tokens._replace(valid=jnp.arange(len(picked)) < count)
     shapes = [(len(rows), len(first), _PACKED, pool.data.shape[-1]) for pool in pools]
-    made = fused_kv_fill(
-        tokens.x,
-        makers,
-        tokens.cos,
-        tokens.sin,
-        (Pool(jnp.zeros(shapes[0], tokens.x.dtype)), Pool(jnp.zeros(shapes[1], tokens.x.dtype))),
-        jnp.where(first < count, jnp.arange(len(first)), len(first)),
-        jnp.clip(count - first, 0, _PACKED),
-        rows=tuple(range(len(rows))),
-        eps=eps,
-        implementation=implementation,
-    )
+    own = Pool(jnp.zeros(shapes[0], tokens.x.dtype)), Pool(jnp.zeros(shapes[1], tokens.x.dtype))
+    names = jnp.where(first < count, jnp.arange(len(first)), len(first))
+    live = jnp.clip(count - first, 0, _PACKED)
+    how = {"rows": tuple(range(len(rows))), "eps": eps, "implementation": implementation}
+    made = fused_kv_fill(tokens.x, makers, tokens.cos, tokens.sin, own, names, live, **how)
     flat = (jnp.moveaxis(pool.data.reshape(len(rows), len(picked), -1), 0, 1) for pool in made)
     return _put(tokens, flat, pools, table, rows, writer)
 
 
 def _put(tokens: Tokens, made, pools, table, rows, writer) -> tuple[Pool, Pool]:
     """The pools with keys and values `made`, each [T, F, E], of a batch's tokens."""
-    page, slot = _places(tokens, pools[0].data.shape[2], table)
+    size = pools[0].data.shape[2]
+    page, slot = places(table, tokens.sequence, tokens.position, tokens.valid, size)
     heads = pools[0].data.shape[-1] // (2 * tokens.cos.shape[-1])
     write = functools.partial(page_write, page=page, slot=slot, rows=rows, implementation=writer)
     k, v = (write(p, y.reshape(*y.shape[:2], heads, -1)) for p, y in zip(pools, made, strict=True))

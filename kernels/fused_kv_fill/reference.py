@@ -59,8 +59,9 @@ def store(pool, scales, filled, heads: int, rows: tuple[int, ...], names, live):
     return pool, scales
 
 
-def rows_of(x, makers: Makers, cos, sin, wide, heads: int, eps: float) -> tuple[jax.Array, jax.Array]:
-    """Keys [T, F, K * H] and values [T, F, K * U] of the stream [T, D], computed in dtype `wide`."""
+def rows_of(x, makers: Makers, cos, sin, heads: int, eps: float) -> tuple[jax.Array, jax.Array]:
+    """Keys [T, F, K * H] and values [T, F, K * U] of the stream [T, D], computed in at least float32."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
     x = x.astype(wide)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
@@ -85,8 +86,12 @@ def finish_keys(k, gain, cos, sin, eps: float) -> jax.Array:
 def fused_kv_fill(x, makers: Makers, cos, sin, pools: Pools, names, live, *, rows, eps) -> Pools:
     """As `api.fused_kv_fill`, in at least float32."""
     heads = pools.k.shape[-1] // (2 * cos.shape[-1])
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    k, v = rows_of(x, makers, cos, sin, wide, heads, eps)
+    return put(rows_of(x, makers, cos, sin, heads, eps), pools, heads, rows, names, live)
+
+
+def put(made, pools: Pools, heads: int, rows: tuple[int, ...], names, live) -> Pools:
+    """The pools with the pages of keys and of values `made`, each [T, F, E]."""
+    k, v = made
     k, k_scale = store(pools.k, pools.k_scale, k, heads, rows, names, live)
     v, v_scale = store(pools.v, pools.v_scale, v, heads, rows, names, live)
     return Pools(k, v, k_scale, v_scale)

@@ -34,7 +34,4 @@ def rows_of(x, makers: Makers, cos, sin, heads: int, eps: float) -> tuple[jax.Ar
 def fused_kv_fill(x, makers: Makers, cos, sin, pools: Pools, names, live, *, rows, eps) -> Pools:
     """As `api.fused_kv_fill`."""
     heads = pools.k.shape[-1] // (2 * cos.shape[-1])
-    k, v = rows_of(x, makers, cos, sin, heads, eps)
-    k, k_scale = reference.store(pools.k, pools.k_scale, k, heads, rows, names, live)
-    v, v_scale = reference.store(pools.v, pools.v_scale, v, heads, rows, names, live)
-    return Pools(k, v, k_scale, v_scale)
+    return reference.put(rows_of(x, makers, cos, sin, heads, eps), pools, heads, rows, names, live)

@@ -19,19 +19,7 @@ _WIDEST = 256
 
 
 def paged_attention(
-    q,
-    k,
-    v,
-    table,
-    sequence,
-    position,
-    *,
-    row,
-    scale,
-    window,
-    k_scale,
-    v_scale,
-    by: Literal["xla", "cudnn"],
+    q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, by: Literal["xla", "cudnn"]
 ):
     """As `api.paged_attention`, for blocks whose positions rise by one, as those of one sequence do together;
     `by` names jax.nn's implementation."""
@@ -64,8 +52,8 @@ def paged_attention(
     shifted = jnp.take_along_axis(q, jnp.minimum(place + begin, queries - 1)[..., None, None], axis=1)
     shifted = jnp.where(own[..., None, None], shifted, 0)
     some = jnp.maximum(count, 1).astype(jnp.int32)  # never empty; the result of an empty part is not used
-    at = jnp.where(own, first[:, None] + place, 0)
-    inside = part(jnp.take_along_axis(names, at // page, axis=1), at % page, own)
+    positions = jnp.where(own, first[:, None] + place, 0)
+    inside = part(jnp.take_along_axis(names, positions // page, axis=1), positions % page, own)
     inside = attend(shifted, *inside, some, some, scale, True)
     before = part(names, None, jnp.arange(names.shape[1] * page) < first[:, None])
     before = attend(shifted, *before, some, jnp.maximum(first, 1).astype(jnp.int32), scale, False)
@@ -107,10 +95,9 @@ def by_cudnn(q, k, v, queries, keys, scale, causal: bool):
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     kind = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
-    found: Any = cudnn.dot_product_attention(
-        q, k, v, q_seqlen=queries, kv_seqlen=keys, scale=scale, mask_type=kind, return_residual=True
-    )
-    mixed, lse = found
+    how = {"q_seqlen": queries, "kv_seqlen": keys, "scale": scale, "mask_type": kind, "return_residual": True}
+    sums: Any = cudnn.dot_product_attention(q, k, v, **how)
+    mixed, lse = sums
     return mixed, jnp.swapaxes(lse, 1, 2)
 
 

@@ -29,20 +29,7 @@ _FEW_ROWS = 8
 
 
 def paged_attention(
-    q,
-    k,
-    v,
-    table,
-    sequence,
-    position,
-    *,
-    row,
-    scale,
-    window,
-    k_scale,
-    v_scale,
-    bias=None,
-    one_turn: bool | None = None,
+    q, k, v, table, sequence, position, *, row, scale, window, k_scale, v_scale, bias=None, one_turn=None
 ):
     """As `api.paged_attention`. `one_turn` avoids loops whose length is known only at run time; None: as
     `dispatch.static_loops` says."""
@@ -57,7 +44,9 @@ def paged_attention(
         size, copies = (4 + q.dtype.itemsize) * queries, (k.shape[-1] + v.shape[-1]) * q.dtype.itemsize
         if position.shape[1] > 1:
             read, copies = _whole_rows, copies if len(table) > 1 else 0
-        elif _suits_sums(q.shape[2] * q.shape[3] // k.shape[-1]):
+        elif q.shape[2] * q.shape[3] // k.shape[-1] <= _FEW_ROWS and dispatch.device()[0] != "tpu":
+            # Each query head of a kv head reads the rows again, on a GPU from its L2 cache. A TPU cannot fuse
+            # such reads with a sum.
             read, copies = _in_place, 0
         together = ONE_TURN_BYTES // (keys * (size + copies))
         if read is _whole_rows and len(table) == 1:  # its pages are copied once for all turns
@@ -145,12 +134,6 @@ def _singles(q, pools, table, position, row, scale, window, bias):
     return _gather(mixed, 1, heads).reshape(blocks, 1, -1, v.shape[-1] // heads).astype(dtype)
 
 
-def _suits_sums(group: int) -> bool:
-    """Whether `_in_place` suits single queries with `group` query heads for each kv head. Each head reads the
-    rows again, on a GPU from its L2 cache. A TPU cannot fuse such reads with a sum."""
-    return group <= _FEW_ROWS and dispatch.device()[0] != "tpu"
-
-
 def _in_place(q, pools, table, position, row, scale, window, bias):
     """One query in each block, [b, 1, N, H], against all pages of `table` [b, slots], by sums that read rows
     in place. Matmuls would need a copy of the rows."""
@@ -217,10 +200,8 @@ def _blocks(q, pools, table, position, row, scale, window, bias, one_turn=False)
         return scores, seen, lambda weights: _mix(weights.astype(dtype), _cut(values, groups))
 
     width = v.shape[-1] // groups
-    if pages == slots:
-        mixed = online.softmax_sum(turn, 0, 1, q.shape[:2], width)
-    else:
-        mixed = online.softmax_sum(turn, *online.span(position, window, keys), q.shape[:2], width)
+    span = (0, 1) if pages == slots else online.span(position, window, keys)
+    mixed = online.softmax_sum(turn, *span, q.shape[:2], width)
     mixed = _gather(mixed.reshape(blocks, groups, rows, width), queries, heads)
     return mixed.reshape(*shape[:3], -1).astype(dtype)
 
@@ -265,9 +246,8 @@ def _bias(bias, back, groups: int):
     `_spread`."""
     if bias is None:
         return 0.0
-    found = mask.bias_of(bias, back)
-    found = found.reshape(groups, -1, *back.shape)  # [J, heads, b, C, keys]
-    return jnp.transpose(found, (2, 0, 3, 1, 4)).reshape(back.shape[0] * groups, -1, back.shape[-1])
+    by_group = mask.bias_of(bias, back).reshape(groups, -1, *back.shape)  # [J, heads, b, C, keys]
+    return jnp.transpose(by_group, (2, 0, 3, 1, 4)).reshape(back.shape[0] * groups, -1, back.shape[-1])
 
 
 def _read(pool, scale, row: int, names, heads: int, dtype, scales=None):
@@ -294,11 +274,8 @@ def _scores(q, k, one_by_one: bool = True):
     """q k^T in float32, [b, r, s]; a few queries are multiplied one by one, which avoids packing the
     matrix."""
     if one_by_one and q.shape[1] <= _FEW_ROWS:
-        rows = [
-            jnp.einsum("bse,be->bs", k, q[:, r], preferred_element_type=jnp.float32)
-            for r in range(q.shape[1])
-        ]
-        return jnp.stack(rows, axis=1)
+        product = functools.partial(jnp.einsum, "bse,be->bs", k, preferred_element_type=jnp.float32)
+        return jnp.stack([product(q[:, r]) for r in range(q.shape[1])], axis=1)
     return jnp.einsum("bre,bse->brs", q, k, preferred_element_type=jnp.float32)
 
 
