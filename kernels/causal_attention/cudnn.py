@@ -53,18 +53,16 @@ def causal_attention(q, k, v, segments, window, *, scale, shards: Shards, attend
             q, k, v, scale=scale, is_causal=True, local_window_size=near, implementation="cudnn"
         )
     cut, attend = shards.of(q.shape[0], q.shape[1], k.shape[2]), attend or _by_cudnn
-    return cut.run(lambda _, *arrays: _of_device(attend, scale, *arrays), q, k, v, segments)
 
+    def of_device(_, q, k, v, segments, __):
+        # A kv head for each query head: JAX 0.10 counts where a segment's keys begin in the queries' heads.
+        k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+        most = max(_FEWEST, q.shape[1] // _TOKENS)
+        out = attend(q, k, v, *packed(segments, most), scale)
+        too_many = jnp.sum(starts(segments), axis=1) > most
+        return jnp.where(too_many[:, None, None, None], jnp.nan, out)
 
-def _of_device(attend, scale, q, k, v, segments, _):
-    group = q.shape[2] // k.shape[2]
-    # A kv head for each query head: JAX 0.10 counts where the keys of a segment begin in the queries' heads.
-    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    most = max(_FEWEST, q.shape[1] // _TOKENS)
-    lengths, offsets = packed(segments, most)
-    out = attend(q, k, v, lengths, offsets, scale)
-    too_many = jnp.sum(starts(segments), axis=1) > most
-    return jnp.where(too_many[:, None, None, None], jnp.nan, out)
+    return cut.run(of_device, q, k, v, segments)
 
 
 def _by_cudnn(q, k, v, lengths, offsets, scale):

@@ -24,7 +24,11 @@ _FUSED = 8
 
 def refuses(q, k, v, segments, window, *, scale, shards: Shards, interpret=False) -> str:
     """Name the unsupported part of a call, or return ""."""
-    if not _there():
+    try:
+        there = importlib.util.find_spec(_MODULE) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        there = False
+    if not there:
         return f"this JAX: it has no {_MODULE}"
     if not isinstance(window, int):
         return "a window that is known only at run time: give an int"
@@ -73,33 +77,14 @@ def _kernel(tokens: int, pieces: int, group: int, window: int, interpret: bool):
     queries, keys = _block(tokens // pieces, _QUERIES), _block(tokens, chips.current().keys)
     at_once = _block(keys, _KEYS_AT_ONCE)
     fused = tokens // keys <= _FUSED
-    blocks = splash.BlockSizes(
-        block_q=queries,
-        block_kv=keys,
-        block_kv_compute=at_once,
-        block_q_dkv=queries,
-        block_kv_dkv=keys,
-        block_kv_dkv_compute=at_once,
-        block_q_dq=None if fused else queries,
-        block_kv_dq=None if fused else keys,
-        use_fused_bwd_kernel=fused,
-    )
-    return splash.make_splash_mqa(
-        splash.MultiHeadMask([mask] * group),
-        block_sizes=blocks,
-        head_shards=1,
-        q_seq_shards=pieces,
-        interpret=interpret,
-    )
+    sizes = {"block_q": queries, "block_kv": keys, "block_kv_compute": at_once, "block_q_dkv": queries}
+    sizes |= {"block_kv_dkv": keys, "block_kv_dkv_compute": at_once}
+    sizes |= {} if fused else {"block_q_dq": queries, "block_kv_dq": keys}
+    blocks = splash.BlockSizes(**sizes, use_fused_bwd_kernel=fused)
+    how = {"block_sizes": blocks, "head_shards": 1, "q_seq_shards": pieces, "interpret": interpret}
+    return splash.make_splash_mqa(splash.MultiHeadMask([mask] * group), **how)
 
 
 def _block(tokens: int, most: int) -> int:
     """The largest divisor up to `most` that is a multiple of the lanes."""
     return _LANES * divisor(tokens // _LANES, most // _LANES)
-
-
-def _there() -> bool:
-    try:
-        return importlib.util.find_spec(_MODULE) is not None
-    except ModuleNotFoundError:  # a parent package is missing
-        return False

@@ -37,9 +37,8 @@ def causal_attention(q, k, v, segments, window, *, scale, shards=None, bias=None
         begin = start + _BLOCK * jnp.arange(pieces)
         keys, values = k[:, :stop], v[:, :stop]
         out = jax.lax.map(lambda x, keys=keys, values=values: checkpointed(*x, keys, values), (begin, cut))
-        spans.append(
-            jnp.moveaxis(out, 0, 1).reshape(q.shape[0], pieces * _BLOCK, *out.shape[3:])[:, : stop - start]
-        )
+        out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], pieces * _BLOCK, *out.shape[3:])
+        spans.append(out[:, : stop - start])
     return jnp.concatenate(spans, axis=1)
 
 

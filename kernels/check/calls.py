@@ -160,22 +160,22 @@ def medians(calls: Sequence[Callable], enough: float = 0.05, rounds: int = 5) ->
     A round times every call once, so that changes of the clock rate affect all of them alike. Long calls are
     timed in two rounds.
     """
+
+    def seconds_of(call: Callable, count: int) -> float:
+        began, out = time.perf_counter(), None
+        for _ in range(count):
+            out = call()
+        jax.block_until_ready(out)
+        return (time.perf_counter() - began) / count
+
     inner, longest = [], 0.0
     for call in calls:
         jax.block_until_ready(call())
-        once = _seconds(call, 1)
+        once = seconds_of(call, 1)
         longest = max(longest, once)
         inner.append(max(1, min(50, round(enough / max(once, 1e-6)))))
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds if longest < 10 * enough else min(2, rounds)):
         for call, count, seconds in zip(calls, inner, times, strict=True):
-            seconds.append(_seconds(call, count))
+            seconds.append(seconds_of(call, count))
     return [statistics.median(seconds) for seconds in times]
-
-
-def _seconds(call: Callable, count: int) -> float:
-    began, out = time.perf_counter(), None
-    for _ in range(count):
-        out = call()
-    jax.block_until_ready(out)
-    return (time.perf_counter() - began) / count

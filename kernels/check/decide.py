@@ -16,6 +16,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import sys
 import tempfile
 import time
@@ -215,7 +216,7 @@ def inputs_of(
     inputs = {
         "machine": dataclasses.asdict(machine),
         "versions": machines.versions(),
-        "flags": machines.flags(),
+        "flags": {name: os.environ[name] for name in machines.FLAGS if name in os.environ},
         "source": machines.source(),
         "calls": [dataclasses.asdict(call) for call in calls],
         "candidates": dict(contenders),

@@ -128,9 +128,9 @@ class Supervisor:
                 self.close()
         result["seconds"] = round(time.monotonic() - began, 2)
         self.save()
-        told = say(result) if result["status"] == "done" else f"{result['status']}: {result['reason']}"
+        words = say(result) if result["status"] == "done" else f"{result['status']}: {result['reason']}"
         minute = (time.monotonic() - self._began) / 60
-        self._tell(f"[{minute:5.2f} min] {measurement.name}: {told}")
+        self._tell(f"[{minute:5.2f} min] {measurement.name}: {words}")
         return result
 
     def _start(self, measurement: Measurement) -> None:
@@ -179,19 +179,15 @@ class Supervisor:
                 raise _Failed(late)
             more = os.read(pipe, 1 << 16)
             if not more:
-                raise self._exit_report()
+                code = self._process.wait()
+                how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                self._errors.seek(0)
+                stderr = self._errors.read().decode(errors="replace").strip()
+                last = f"; {stderr.splitlines()[-1][:200]}" if stderr else ""
+                raise _Failed(f"its process died: {how}{last}", stderr)
             self._buffer += more
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
-
-    def _exit_report(self) -> _Failed:
-        assert self._process is not None
-        code = self._process.wait()
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        self._errors.seek(0)
-        stderr = self._errors.read().decode(errors="replace").strip()
-        last = f"; {stderr.splitlines()[-1][:200]}" if stderr else ""
-        return _Failed(f"its process died: {how}{last}", stderr)
 
     def close(self) -> None:
         """End the process, if there is one, and all that it started."""

@@ -104,9 +104,12 @@ def splits_of(ctas: int, work: int, slots: int) -> int:
     return max(1, min(-(-ctas // work), slots // _SHORTEST))
 
 
-def launch(kernel, inputs, scratch, out_type, *, interpret: Any, **options) -> Any:
-    """Launch `kernel(inputs, outs, scratch)` on trees of references and return the outs; `options` of
-    `plgpu.kernel`."""
+def launch(kernel, inputs, scratch, parts, rows: int, width: int, *, interpret: Any, **options) -> jax.Array:
+    """Softmax-weighted sums [..., width, rows]: of `parts` [..., splits], for each of which
+    `kernel(inputs, outs, scratch)`, on trees of references, makes the maxima and totals [rows] and the sums
+    [width, rows]. `options` of `plgpu.kernel`."""
+    shapes = (*parts, rows), (*parts, rows), (*parts, width, rows)
+    out_type = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     leaves, tree = jax.tree.flatten(inputs)
     kinds, shape = jax.tree.flatten(scratch)
 
@@ -115,7 +118,7 @@ def launch(kernel, inputs, scratch, out_type, *, interpret: Any, **options) -> A
         read, outs, own = refs[: ends[0]], refs[ends[0] : ends[1]], refs[ends[1] :]
         kernel(jax.tree.unflatten(tree, read), outs, jax.tree.unflatten(shape, own))
 
-    return plgpu.kernel(
+    tops, totals, sums = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=kinds,
@@ -123,11 +126,6 @@ def launch(kernel, inputs, scratch, out_type, *, interpret: Any, **options) -> A
         interpret=interpret,
         **options,
     )(*leaves)
-
-
-def merge(tops, totals, sums):
-    """Softmax-weighted sums [..., E, rows] of all shares, from their maxima and totals [..., splits, rows]
-    and sums [..., splits, E, rows]."""
     share = jnp.exp(tops - jnp.max(tops, axis=-2, keepdims=True))
     total = jnp.maximum(jnp.sum(totals * share, axis=-2), 1e-30)
     return jnp.sum(sums * share[..., None, :], axis=-3) / total[..., None, :]

@@ -44,20 +44,6 @@ class Tiles:
 
     interpreted: bool = False
 
-    def matmul(self, shape: tuple[int, int], a, b, transpose: tuple[bool, bool]):
-        """a @ b of references in shared memory; `transpose` says which of them to transpose."""
-        if self.interpreted:
-            one, other = (x[...].astype(jnp.float32) for x in (a, b))
-            return jnp.dot(one.T if transpose[0] else one, other.T if transpose[1] else other)
-        a, b = (x.transpose((1, 0)) if t else x for x, t in zip((a, b), transpose, strict=True))
-
-        def run(sums):
-            plgpu.wgmma(sums, a, b)
-            plgpu.wgmma_wait(0)
-            return sums[...]
-
-        return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-
     def store(self, ref, tile) -> None:
         """Write a tile of any width to a reference, also where no order of its numbers avoids bank conflicts,
         which jax 0.12 asks to be told."""
@@ -78,7 +64,7 @@ class Tiles:
     def add_matmul(self, sums, a, b):
         """`sums` + a^T @ b^T of references in shared memory, in the registers of `sums`."""
         if self.interpreted:
-            return sums + self.matmul(sums.shape, a, b, (True, True))
+            return sums + jnp.dot(*(x[...].astype(jnp.float32).T for x in (a, b)))
 
         def run(sums):
             plgpu.wgmma(sums, *(x.transpose((1, 0)) for x in (a, b)))
@@ -115,8 +101,8 @@ class Tiles:
         """(an accumulator that starts at zero, after `add(sums)`; the result of `add`)."""
 
         def run(sums):
-            found = add(sums)
-            return sums[...], found
+            result = add(sums)
+            return sums[...], result
 
         return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 

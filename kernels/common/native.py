@@ -70,14 +70,12 @@ def library(source: Path) -> Path:
         raise NoLibraryError(
             f"{folder} must be writable by you alone (chmod 700), and nobody else may be able to rename it"
         )
-    headers = Path(__file__).parent
-    made_of = (
-        *(path.read_text(encoding="utf-8") for path in (source, *sorted(headers.glob("*.h")))),
-        _output([compiler, "--version"]),
-        _processor(),
-        version("jaxlib"),
-        FLAGS,
-    )
+    headers, cpuinfo = Path(__file__).parent, Path("/proc/cpuinfo")
+    texts = [path.read_text(encoding="utf-8") for path in (source, *sorted(headers.glob("*.h")))]
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    # The processor's properties that `-march=native` depends on, as far as the system tells.
+    processor = next((x for x in lines if x.startswith(("flags", "Features"))), platform.processor())
+    made_of = (*texts, _output([compiler, "--version"]), processor, version("jaxlib"), FLAGS)
     compiled = folder / f"{source.parent.name}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.so"
     with (folder / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
         fcntl.flock(lock, fcntl.LOCK_EX)  # if many processes start at once, one compiles
@@ -88,13 +86,6 @@ def library(source: Path) -> Path:
             _output([compiler, *FLAGS, *folders, str(source), "-o", str(made)])
             os.replace(made, compiled)
     return compiled
-
-
-def _processor() -> str:
-    """The processor's properties that `-march=native` depends on, as far as the system tells."""
-    known = Path("/proc/cpuinfo")
-    lines = known.read_text(encoding="utf-8").splitlines() if known.exists() else []
-    return next((x for x in lines if x.startswith(("flags", "Features"))), platform.processor())
 
 
 def _output(command: list[str]) -> str:
@@ -109,6 +100,6 @@ def _output(command: list[str]) -> str:
         raise NoLibraryError(f"{command[0]}: {error}") from None
     if done.returncode:
         lines = done.stderr.splitlines()
-        said = next((x for x in lines if "error" in x), " ".join(lines[:1]))
-        raise NoLibraryError(f"{command[0]} fails: {said[:200]}")
+        reason = next((x for x in lines if "error" in x), " ".join(lines[:1]))
+        raise NoLibraryError(f"{command[0]} fails: {reason[:200]}")
     return done.stdout

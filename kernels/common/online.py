@@ -26,11 +26,8 @@ def softmax_sum(turn: Callable, first, last, shape: tuple[int, ...], width: int)
         decay = jnp.exp(top - higher)
         return higher, total * decay + weights.sum(-1), mixed * decay[..., None] + weigh(weights)
 
-    carry = (
-        jnp.full(shape, MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, width), jnp.float32),
-    )
+    top, nothing = (jnp.full(shape, value, jnp.float32) for value in (MASKED, 0))
+    carry = top, nothing, jnp.zeros((*shape, width), jnp.float32)
     _, total, mixed = lax.fori_loop(first, last, step, carry)
     return mixed / jnp.maximum(total, 1e-30)[..., None]
 

@@ -1,8 +1,8 @@
 """Attention over the pages of a work list, each brought in one grid step ahead of its use (Mosaic TPU)."""
 
 import dataclasses
+import functools
 from collections import namedtuple
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +14,9 @@ from swiftkv_jax.kernels.common import chips, mask, worklist
 LANES = 128
 
 
-class Scalars(NamedTuple):
-    """Operands of the scalar core: int32 arrays, or references to them inside a kernel.
-
-    Attributes:
-      row: [1] of the pool. window: [1]. table: [Q * slots]. sequence: [b]. work: the steps.
-    """
-
-    row: Any
-    window: Any
-    table: Any
-    sequence: Any
-    work: worklist.WorkList
+# Operands of the scalar core: int32 arrays, or references to them inside a kernel. row: [1] of the pool.
+# window: [1]. table: [Q * slots]. sequence: [b]. work: the steps.
+Scalars = namedtuple("Scalars", "row window table sequence work")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +70,13 @@ def first_page(step, s: Scalars, steps: Steps):
     return s.work.low[block] + (step - s.work.first[block]) * steps.pages
 
 
-# The place of a grid point: its buffer slot, its block, its first key, and its part of the block.
-Place = namedtuple("Place", "live slot block key is_first is_last is_inner")
-
-
 def launch(attend, finish, s: Scalars, steps: Steps, inputs, out, scratch, **options) -> jax.Array:
     """Online softmax over the pages of the work list: sums in float32.
 
-    `attend(visible, place, x, out, scratch)` adds the keys of a grid point; queries see all of them if
-    `visible` is None. `finish(alive, out, scratch)` divides a block's sums by their totals.
+    `attend(visible, slot, x, out, scratch)` adds the keys of a grid point, which are in that slot of buffers.
+    Queries see all of them if `visible` is None. `finish(alive, out, scratch)` divides a block's sums by
+    their totals. Pages arrive one grid point ahead: of pools [R, P, ...page] in HBM, in buffers
+    [2, pages, ...page] or [2, pages * page, E] in VMEM.
 
     `inputs`: (named tuple of arrays, the same of block specs); a pool that is there is named as its buffer
     in `scratch` is. `out`: (shape, block spec). `options`: of `pl.pallas_call`.
@@ -98,26 +87,70 @@ def launch(attend, finish, s: Scalars, steps: Steps, inputs, out, scratch, **opt
         own = type(scratch)(*own)
         names = [name for name in x._fields if name in own._fields and getattr(x, name) is not None]
         pairs = [(getattr(x, name), getattr(own, name)) for name in names]
-        place = arrive(s, steps, pairs, own.arrived)
+        core, index = pl.program_id(0), pl.program_id(1)
+        step, end = s.work.begin[core] + index, s.work.begin[core + 1]
+        slot = jax.lax.rem(index, 2)
 
-        @pl.when(place.live & place.is_first)
+        def copies(step, slot, act):
+            block = s.work.owner[step]
+            start = first_page(step, s, steps)
+            for i in range(steps.pages):
+
+                @pl.when(start + i < s.work.high[block])
+                def _(i=i):
+                    name = s.table[s.sequence[block] * steps.slots + start + i]
+                    for pool, buffer in pairs:
+                        flat = buffer.ndim == pool.ndim - 1
+                        target = buffer.at[slot, pl.ds(i * steps.page, steps.page) if flat else i]
+                        act(pltpu.make_async_copy(pool.at[s.row[0], name], target, own.arrived.at[slot]))
+
+        @pl.when((index == 0) & (step < end))
+        def _():
+            copies(step, slot, lambda copy: copy.start())
+
+        @pl.when(step + 1 < end)
+        def _():
+            copies(step + 1, 1 - slot, lambda copy: copy.start())
+
+        @pl.when(step < end)
+        def _():
+            copies(step, slot, lambda copy: copy.wait())
+
+        last = jnp.minimum(step, end - 1)
+        block = s.work.owner[last]
+        done = last - s.work.first[block]
+        key = first_page(last, s, steps) * steps.page
+        inner = (s.work.edge[4 * block + 1] <= key) & (key + steps.keys <= s.work.edge[4 * block + 2])
+        live = step < end
+
+        @pl.when(live & (done == 0))
         def _():
             own.top[...] = jnp.full_like(own.top, -1e30)
             own.total[...] = jnp.zeros_like(own.total)
             out[...] = jnp.zeros_like(out)
 
-        @pl.when(place.live & place.is_inner)
+        @pl.when(live & inner)
         def _():
-            attend(None, place, x, out, own)
+            attend(None, slot, x, out, own)
 
-        @pl.when(place.live & ~place.is_inner)
+        @pl.when(live & ~inner)
         def _():
+            def clear(buffer, rows):
+                """Zero the rows that no query sees: they may hold NaN, and 0 x NaN is NaN."""
+                token = key + rows.start + jax.lax.broadcasted_iota(jnp.int32, (steps.page, 1), 0)
+                keep = (token >= s.work.edge[4 * block]) & (token < s.work.edge[4 * block + 3])
+                tile = buffer[slot, rows, :]
+                tile = tile.astype(jnp.float32) if tile.dtype.itemsize == 1 else tile
+                buffer[slot, rows, :] = jnp.where(keep, tile, jnp.zeros_like(tile)).astype(buffer.dtype)
+
             for _, buffer in pairs:
                 if buffer.ndim == 3:  # rows, not scales
-                    clear_unseen(buffer, place, s, steps)
-            attend(seen(x.position[0], place, s, steps), place, x, out, own)
+                    each_page(steps, functools.partial(clear, buffer))
+            position = x.position[0]  # [rows, 1]
+            back = position - (key + jax.lax.broadcasted_iota(jnp.int32, (len(position), steps.keys), 1))
+            attend((back >= 0) & (back < s.window[0]), slot, x, out, own)
 
-        @pl.when(place.live & place.is_last)
+        @pl.when(live & (done == s.work.count[block] - 1))
         def _():
             finish(x.position[0] >= 0, out, own)
 
@@ -138,57 +171,6 @@ def launch(attend, finish, s: Scalars, steps: Steps, inputs, out, scratch, **opt
     )(s, arrays)
 
 
-def arrive(s: Scalars, steps: Steps, pairs, arrived) -> Place:
-    """Wait for the pages of this grid point, having asked for those of the next.
-
-    `pairs`: of a pool [R, P, ...page] in HBM and its buffer [2, pages, ...page] or [2, pages * page, E] in
-    VMEM; `arrived` is a DMA semaphore for each slot.
-    """
-    core, index = pl.program_id(0), pl.program_id(1)
-    step, end = s.work.begin[core] + index, s.work.begin[core + 1]
-    slot = jax.lax.rem(index, 2)
-
-    def copies(step, slot, act):
-        block = s.work.owner[step]
-        start = first_page(step, s, steps)
-        for i in range(steps.pages):
-
-            @pl.when(start + i < s.work.high[block])
-            def _(i=i):
-                name = s.table[s.sequence[block] * steps.slots + start + i]
-                for pool, buffer in pairs:
-                    flat = buffer.ndim == pool.ndim - 1
-                    target = buffer.at[slot, pl.ds(i * steps.page, steps.page) if flat else i]
-                    act(pltpu.make_async_copy(pool.at[s.row[0], name], target, arrived.at[slot]))
-
-    @pl.when((index == 0) & (step < end))
-    def _():
-        copies(step, slot, lambda copy: copy.start())
-
-    @pl.when(step + 1 < end)
-    def _():
-        copies(step + 1, 1 - slot, lambda copy: copy.start())
-
-    @pl.when(step < end)
-    def _():
-        copies(step, slot, lambda copy: copy.wait())
-
-    step = jnp.minimum(step, end - 1)
-    block = s.work.owner[step]
-    done = step - s.work.first[block]
-    key = first_page(step, s, steps) * steps.page
-    inner = (s.work.edge[4 * block + 1] <= key) & (key + steps.keys <= s.work.edge[4 * block + 2])
-    return Place(
-        live=s.work.begin[core] + index < end,
-        slot=slot,
-        block=block,
-        key=key,
-        is_first=done == 0,
-        is_last=done == s.work.count[block] - 1,
-        is_inner=inner,
-    )
-
-
 def each_page(steps: Steps, body) -> None:
     """Call `body(rows)` for the rows of each page of a tile; unrolling whole tiles would be slow to
     compile."""
@@ -198,27 +180,6 @@ def each_page(steps: Steps, body) -> None:
         return _
 
     jax.lax.fori_loop(0, steps.pages, turn, 0)
-
-
-def clear_unseen(buffer, place: Place, s: Scalars, steps: Steps) -> None:
-    """Zero the rows of a [2, keys, E] buffer that no query sees: they may hold NaN, and 0 x NaN is NaN."""
-
-    def clear(rows):
-        at = place.key + rows.start + jax.lax.broadcasted_iota(jnp.int32, (steps.page, 1), 0)
-        keep = (at >= s.work.edge[4 * place.block]) & (at < s.work.edge[4 * place.block + 3])
-        tile = buffer[place.slot, rows, :]
-        if tile.dtype.itemsize == 1:
-            tile = tile.astype(jnp.float32)
-        buffer[place.slot, rows, :] = jnp.where(keep, tile, jnp.zeros_like(tile)).astype(buffer.dtype)
-
-    each_page(steps, clear)
-
-
-def seen(position, place: Place, s: Scalars, steps: Steps):
-    """[rows, keys]: which keys of this step queries at `position` [rows, 1] see."""
-    at = place.key + jax.lax.broadcasted_iota(jnp.int32, (position.shape[0], steps.keys), 1)
-    back = position - at
-    return (back >= 0) & (back < s.window[0])
 
 
 def rescale(scores, visible, top, total):

@@ -5,31 +5,18 @@ long as reading a page. Here every grid step belongs to one block of queries and
 pages; the number of steps is a run-time value.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
 
-
-class WorkList(NamedTuple):
-    """Steps of all blocks, in order; all int32, for the scalar core.
-
-    Attributes:
-      owner: [most] the block of each step.
-      first: [b] the first step of each block. count: [b] its steps, at least one.
-      low: [b] its first page. high: [b] one past its last page, equal to low if it needs none.
-      edge: [b * 4] of each block: no query sees a key before the first or from the fourth on, and every live
-        query sees the keys from the second up to the third.
-      begin: [cores + 1] the first step of each core, and the number of all steps.
-    """
-
-    owner: jax.Array
-    first: jax.Array
-    count: jax.Array
-    low: jax.Array
-    high: jax.Array
-    edge: jax.Array
-    begin: jax.Array
+# Steps of all blocks, in order; all int32, for the scalar core.
+# owner: [most] the block of each step. first: [b] the first step of each block. count: [b] its steps, one at
+# least. low: [b] its first page. high: [b] one past its last page, equal to low if it needs none.
+# edge: [b * 4] of each block: no query sees a key before the first or from the fourth on, and every live one
+# sees the keys from the second up to the third.
+# begin: [cores + 1] the first step of each core, and the number of all steps.
+WorkList = namedtuple("WorkList", "owner first count low high edge begin")
 
 
 def make(position: jax.Array, window, page: int, pages: int, slots: int, cores: int) -> WorkList:
@@ -53,7 +40,7 @@ def make(position: jax.Array, window, page: int, pages: int, slots: int, cores: 
     # Each core takes whole blocks, at least one, with about equally many steps.
     shares = [end[-1] * core // cores for core in range(1, cores)]
     ends = [jnp.searchsorted(end, share, method="compare_all") for share in shares]  # without a loop
-    cuts = [jnp.clip(at + 1, core, blocks - cores + core) for core, at in enumerate(ends, 1)]
+    cuts = [jnp.clip(last + 1, core, blocks - cores + core) for core, last in enumerate(ends, 1)]
     begin = jnp.stack([jnp.zeros((), first.dtype), *(first[cut] for cut in cuts), end[-1]])
     arrays = (jnp.minimum(owner, blocks - 1), first, count, low, high, edge, begin)
     return WorkList(*(a.astype(jnp.int32) for a in arrays))

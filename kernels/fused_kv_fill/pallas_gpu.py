@@ -74,12 +74,11 @@ def _kernel(form: _Form, x: _Inputs, s: _Scratch):
     far, column, near, group = (lax.axis_index(name) for name in ("far", "column", "near", "group"))
     tile = (far * form.near + near) * _GROUPS
     row, block, pages = column // form.blocks, lax.rem(column, form.blocks), x.side.pool.shape[1]
-    # Whether any page of the CTA's tokens must be written.
     first, last = tile * _TOKENS, x.names.shape[0] - 1
+    some = first < x.x.shape[0]
     starts = range(0, _GROUPS * _TOKENS, min(form.page, _TOKENS))
     names = (x.names[jnp.minimum((first + start) // form.page, last)] for start in starts)
-    somewhere = functools.reduce(jnp.logical_or, (name < pages for name in names))
-    some = (first < x.x.shape[0]) & somewhere
+    some &= functools.reduce(jnp.logical_or, (name < pages for name in names))  # some page must be written
 
     @pl.when(some & (group == _GROUPS))
     def _():
@@ -251,14 +250,9 @@ def fused_kv_fill(
     some = jax.tree.map(lambda x: x.astype(jnp.float32), (makers.b_k, makers.k_norm, makers.b_v))  # or None
     keys = _Side(makers.w_k, *some[:2], cos, sin, pools.k, pools.k_scale)
     values = _Side(makers.w_v, some[2], None, None, None, pools.v, pools.v_scale)
-    inputs = _Inputs(
-        x=jnp.pad(x, ((0, spare), (0, 0))),
-        inverse=inverse,
-        alive=jnp.pad(alive, (0, spare)),
-        names=jnp.pad(names.astype(jnp.int32), (0, spare // page), constant_values=pools.k.shape[1]),
-        rows=jnp.array(rows, jnp.int32),
-        side=keys,
-    )
+    x, alive = jnp.pad(x, ((0, spare), (0, 0))), jnp.pad(alive, (0, spare))
+    names = jnp.pad(names.astype(jnp.int32), (0, spare // page), constant_values=pools.k.shape[1])
+    inputs = _Inputs(x, inverse, alive, names, jnp.array(rows, jnp.int32), keys)
     k, k_scale = _fill(inputs, heads, eps, interpret)
     v, v_scale = _fill(inputs._replace(side=values), heads, eps, interpret)
     return Pools(k, v, k_scale, v_scale)

@@ -239,13 +239,9 @@ def fused_kv_fill(
     angle = pl.BlockSpec((blocks.tokens, cos.shape[-1]), lambda c, n, t, k, *_: (t, 0))
     hbm = jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), pools)
     inputs = _Inputs(x, flat, cos.astype(jnp.float32), sin.astype(jnp.float32), pools)
-    specs = _Inputs(
-        x=pl.BlockSpec((blocks.tokens, blocks.depth), lambda c, n, t, k, *_: (t, k)),
-        makers=_MakersOf(*(block(array, *cut) for array, cut in zip(makers, cuts, strict=True))),
-        cos=angle,
-        sin=angle,
-        pools=hbm,
-    )
+    stream = pl.BlockSpec((blocks.tokens, blocks.depth), lambda c, n, t, k, *_: (t, k))
+    made_by = _MakersOf(*(block(array, *cut) for array, cut in zip(makers, cuts, strict=True)))
+    specs = _Inputs(stream, made_by, angle, angle, hbm)
     sizes = [(blocks.tokens, pool.shape[-1] // pieces) for pool in (pools.k, pools.v)]
     stages = [pltpu.VMEM((2, *size), pools.k.dtype) for size in sizes]
     factors = pltpu.VMEM((2, blocks.tokens // page, form.heads, page), jnp.float32)

@@ -71,10 +71,6 @@ Inputs = namedtuple("Inputs", "q pool position pages cos sin k_scale")
 Scratch = namedtuple("Scratch", "q tile widened scores weights out stats asked came free sent")
 
 
-# The pages of a cluster: `count` of block `block` from `start` on; this CTA's part of the columns.
-_Share = namedtuple("_Share", "block split part start count")
-
-
 def scratch(form: Form, stored) -> Scratch:
     """The scratch memory for rows of dtype `stored`."""
     half, dtype = form.columns // 2, jnp.bfloat16
@@ -96,204 +92,180 @@ def scratch(form: Form, stored) -> Scratch:
 def kernel(form: Form, x: Inputs, outs, s: Scratch):
     """Maxima and totals [b, splits, rows] and sums [b, splits, E, rows] of every share, into `outs`."""
     block, split, part, group = (lax.axis_index(name) for name in ("block", "split", "part", "group"))
-    at = _Share(block, split, part, *x.pages.share(block, split, form.splits))
+    start, count = x.pages.share(block, split, form.splits)
+    tiles, half, dtype = form.tiles, form.columns // 2, s.q.dtype
+
+    def stored(slot, column: int):
+        """A piece of a stage's rows, converted in type only; float8 converts to bfloat16 only through
+        float32."""
+        side, inside = divmod(column, half)
+        return tiles.load(s.tile.at[slot * 2 + side, :, pl.ds(inside, form.piece)]).astype(jnp.float32)
+
+    def turns(i) -> Iterator:
+        """(column in a head's first half, column in its second half, cos, sin) for the share's i-th page;
+        every angle occurs once."""
+        for first in range(0, form.half, form.piece):
+            some = pl.ds(first, form.piece)
+            cos, sin = (tiles.load(angle.at[start + i, :, some]) for angle in (x.cos, x.sin))
+            for column in range(first, form.columns, 2 * form.half):
+                yield column, column + form.half, cos, sin
+
+    def factors(i, shape: tuple[int, int]):
+        """The scales of the i-th page of the share, along the rows of a tile."""
+        scales = x.k_scale.at[x.pages.row[0], x.pages.name(block, start + i), 0]
+        return across(tiles.load(scales, rows=True), shape)
 
     @pl.when(group == SUMMERS)
     def _():
-        _score(form, x, s, at)
+        """Bring the pages in, and send the scores of this CTA's columns to all."""
+        plgpu.copy_gmem_to_smem(x.q.at[block, part], s.q, s.asked)
+
+        def ask(i):
+            slot, name = lax.rem(i, _STAGES), x.pages.name(block, start + i)
+            for side in range(2):
+                columns = pl.ds(part * form.columns + side * half, half)
+                source = x.pool.at[x.pages.row[0], name, :, columns]
+                plgpu.copy_gmem_to_smem(source, s.tile.at[slot * 2 + side], s.came.at[slot])
+
+        def terms(i, slot) -> Iterator:
+            """Pieces of the keys, rotated to their positions, each with the queries' columns. Wide rows that
+            must be rotated back for the sum are left so in the tile."""
+
+            def queries(column: int):
+                return s.q.at[:, pl.ds(column, form.piece)]
+
+            if not form.half or (form.rotated and s.widened is not None):
+                for column in range(0, form.columns, form.piece):
+                    yield stored(slot, column).astype(dtype), queries(column)
+                return
+            for column, other, cos, sin in turns(i):
+                a, b = stored(slot, column), stored(slot, other)
+                if form.rotated:
+                    yield a.astype(dtype), queries(column)
+                    yield b.astype(dtype), queries(other)
+                    for place, back in ((column, a * cos + b * sin), (other, b * cos - a * sin)):
+                        side, inside = divmod(place, half)
+                        s.tile.at[slot * 2 + side, :, pl.ds(inside, form.piece)][...] = back.astype(dtype)
+                    continue
+                yield (a * cos - b * sin).astype(dtype), queries(column)
+                a, b = stored(slot, column), stored(slot, other)  # loaded again to save registers
+                yield (b * cos + a * sin).astype(dtype), queries(other)
+
+        for i in range(_STAGES):
+            pl.when(i < count)(functools.partial(ask, i))
+        plgpu.barrier_wait(s.asked)
+
+        def turn(i, carry):
+            slot, buffer = lax.rem(i, _STAGES), lax.rem(i, _BUFFERS)
+            plgpu.barrier_wait(s.came.at[slot])
+
+            @pl.when((i > 0) & (i + 1 < count))
+            def _():
+                plgpu.barrier_wait(s.free.at[1 - slot])
+                ask(i + 1)
+
+            shape = KEYS, form.wide
+            scores = tiles.products(shape, terms(i, slot)) * form.scale
+            if x.k_scale is not None:
+                scores = scores * factors(i, shape)
+            if form.rotated:
+                plgpu.commit_smem()
+            column = pl.multiple_of(part // form.layers * form.wide, 8)
+            layer = buffer * form.layers + lax.rem(part, form.layers)
+            target = s.scores.at[layer, :, pl.ds(column, form.wide)]
+            tiles.send(scores, target, s.sent.at[buffer], form.parts, "part")
+            return carry
+
+        lax.fori_loop(0, count, turn, 0)
+        for last in (2, 1):  # wait for released tiles that were not refilled too: every barrier must complete
+            slot = lax.rem(jnp.maximum(count - last, 0), _STAGES)
+            pl.when(count >= last)(functools.partial(plgpu.barrier_wait, s.free.at[slot]))
+
+    def widen(i, slot) -> None:
+        """Widen this warpgroup's half of a stage's rows, by their scales, to bfloat16 before rotary
+        embedding."""
+        scales = factors(i, (KEYS, form.piece))
+
+        def turn_back(side: int) -> None:
+            for column, other, cos, sin in turns(i):
+                for one, two, sign in ((column, other, 1), (other, column, -1)):
+                    if one // half == side:
+                        rows = stored(slot, one) * cos + stored(slot, two) * (sin * sign)
+                        target = s.widened.at[side, :, pl.ds(one % half, form.piece)]
+                        target[...] = (rows * scales).astype(dtype)
+
+        if form.rotated:
+            for side in range(SUMMERS):
+                pl.when(group == side)(functools.partial(turn_back, side))
+            return
+        for column in range(0, half, form.piece):
+            some = pl.ds(column, form.piece)
+            rows = tiles.load(s.tile.at[slot * 2 + group, :, some]).astype(jnp.float32)
+            s.widened.at[group, :, some][...] = (rows * scales).astype(dtype)
 
     @pl.when(group < SUMMERS)
     def _():
-        _sum(form, x, outs, s, at, group)
+        """Softmax over the scores of all heads, and the weighted sums of half of this CTA's columns."""
+        # Slices of `COLUMNS` columns. The last may overlap the one before it; both have the same sums there.
+        whole = half // COLUMNS * COLUMNS
+        spans = [pl.ds(0, whole)] + ([pl.ds(half - COLUMNS, COLUMNS)] if whole < half else [])
 
+        def turn(i, carry):
+            top, total, mixed = carry
+            slot, buffer, key = lax.rem(i, _STAGES), lax.rem(i, _BUFFERS), (start + i) * KEYS
+            plgpu.barrier_wait(s.came.at[slot])
+            rows = s.tile.at[slot * 2 + group]
+            if s.widened is not None:
+                widen(i, slot)
+                rows = s.widened.at[group]
+            plgpu.barrier_wait(s.sent.at[buffer])  # by then a tile of wide rows has been rotated back
+            scores = sum(tiles.load(s.scores.at[buffer * form.layers + n]) for n in range(form.layers))
+            position = tiles.load(x.position.at[block])  # loaded in each turn, to save registers
+            top, weights, decay = x.pages.weigh(tiles, scores, position, key, top)
+            total = total * decay + jnp.sum(weights, axis=0)
+            tiles.store_transposed(s.weights.at[group], weights)
+            x.pages.clear_unseen(tiles, rows, block, key, form.piece)
+            plgpu.commit_smem()
+            mixed = tuple(
+                tiles.add_matmul(sums * down(decay, sums.shape), rows.at[:, some], s.weights.at[group])
+                for sums, some in zip(mixed, spans, strict=True)
+            )
+            if s.widened is not None:
+                plgpu.commit_smem()  # no warp may widen the next rows while another still multiplies these
+            plgpu.barrier_arrive(s.free.at[slot])
+            return top, total, mixed
 
-def _score(form: Form, x: Inputs, s: Scratch, at: _Share) -> None:
-    """Bring the pages in, and send the scores of this CTA's columns to all."""
-    tiles, half = form.tiles, form.columns // 2
-    plgpu.copy_gmem_to_smem(x.q.at[at.block, at.part], s.q, s.asked)
+        top, total = (tiles.constant(value, (form.rows,)) for value in (MASKED, 0.0))
+        sums = tuple(tiles.constant(0.0, (some.size, form.rows)) for some in spans)
+        top, total, mixed = lax.fori_loop(0, count, turn, (top, total, sums))
+        for sums, some in zip(mixed, spans, strict=True):
+            for column in range(0, some.size, COLUMNS):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                s.out.at[group][...] = sums[column : column + COLUMNS]
+                plgpu.commit_smem()
+                target = pl.ds(part * form.columns + group * half + some.start + column, COLUMNS)
+                plgpu.copy_smem_to_gmem(s.out.at[group], outs[2].at[block, split, target])
 
-    def ask(i):
-        slot, name = lax.rem(i, _STAGES), x.pages.name(at.block, at.start + i)
-        for side in range(2):
-            columns = pl.ds(at.part * form.columns + side * half, half)
-            source = x.pool.at[x.pages.row[0], name, :, columns]
-            plgpu.copy_gmem_to_smem(source, s.tile.at[slot * 2 + side], s.came.at[slot])
-
-    for i in range(_STAGES):
-        pl.when(i < at.count)(functools.partial(ask, i))
-    plgpu.barrier_wait(s.asked)
-
-    def turn(i, carry):
-        slot, buffer = lax.rem(i, _STAGES), lax.rem(i, _BUFFERS)
-        plgpu.barrier_wait(s.came.at[slot])
-
-        @pl.when((i > 0) & (i + 1 < at.count))
+        @pl.when((part == 0) & (group == 0))
         def _():
-            plgpu.barrier_wait(s.free.at[1 - slot])
-            ask(i + 1)
+            for i, value in enumerate((top, total)):
+                s.stats.at[i][...] = value
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(s.stats.at[i], outs[i].at[block, split])
 
-        shape = KEYS, form.wide
-        scores = tiles.products(shape, _terms(form, x, s, at, i, slot)) * form.scale
-        if x.k_scale is not None:
-            scores = scores * _factors(form, x, at, i, shape)
-        if form.rotated:
-            plgpu.commit_smem()
-        column = pl.multiple_of(at.part // form.layers * form.wide, 8)
-        layer = buffer * form.layers + lax.rem(at.part, form.layers)
-        target = s.scores.at[layer, :, pl.ds(column, form.wide)]
-        tiles.send(scores, target, s.sent.at[buffer], form.parts, "part")
-        return carry
-
-    lax.fori_loop(0, at.count, turn, 0)
-    for last in (2, 1):  # wait for released tiles that were not refilled too: every barrier must complete
-        slot = lax.rem(jnp.maximum(at.count - last, 0), _STAGES)
-        pl.when(at.count >= last)(functools.partial(plgpu.barrier_wait, s.free.at[slot]))
-
-
-def _terms(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot) -> Iterator:
-    """Pieces of the keys, rotated to their positions, each with the queries' columns. Wide rows that must be
-    rotated back for the sum are left so in the tile."""
-    dtype = s.q.dtype
-
-    def queries(column: int):
-        return s.q.at[:, pl.ds(column, form.piece)]
-
-    if not form.half or (form.rotated and s.widened is not None):
-        for column in range(0, form.columns, form.piece):
-            yield _stored(form, s, slot, column).astype(dtype), queries(column)
-        return
-    for column, other, cos, sin in _turns(form, x, at, i):
-        a, b = _stored(form, s, slot, column), _stored(form, s, slot, other)
-        if form.rotated:
-            yield a.astype(dtype), queries(column)
-            yield b.astype(dtype), queries(other)
-            for place, back in ((column, a * cos + b * sin), (other, b * cos - a * sin)):
-                side, inside = divmod(place, form.columns // 2)
-                s.tile.at[slot * 2 + side, :, pl.ds(inside, form.piece)][...] = back.astype(dtype)
-            continue
-        yield (a * cos - b * sin).astype(dtype), queries(column)
-        a, b = _stored(form, s, slot, column), _stored(form, s, slot, other)  # loaded again to save registers
-        yield (b * cos + a * sin).astype(dtype), queries(other)
-
-
-def _stored(form: Form, s: Scratch, slot, column: int):
-    """A piece of a stage's rows, converted in type only; float8 converts to bfloat16 only through float32."""
-    side, inside = divmod(column, form.columns // 2)
-    piece = s.tile.at[slot * 2 + side, :, pl.ds(inside, form.piece)]
-    return form.tiles.load(piece).astype(jnp.float32)
-
-
-def _turns(form: Form, x: Inputs, at: _Share, i) -> Iterator:
-    """(column in a head's first half, column in its second half, cos, sin) for the i-th page of a share;
-    every angle occurs once."""
-    for start in range(0, form.half, form.piece):
-        some = pl.ds(start, form.piece)
-        cos, sin = (form.tiles.load(angle.at[at.start + i, :, some]) for angle in (x.cos, x.sin))
-        for column in range(start, form.columns, 2 * form.half):
-            yield column, column + form.half, cos, sin
-
-
-def _factors(form: Form, x: Inputs, at: _Share, i, shape: tuple[int, int]):
-    """The scales of the i-th page of a share, along the rows of a tile."""
-    scales = x.k_scale.at[x.pages.row[0], x.pages.name(at.block, at.start + i), 0]
-    return across(form.tiles.load(scales, rows=True), shape)
-
-
-def _widen(form: Form, x: Inputs, s: Scratch, at: _Share, i, slot, group) -> None:
-    """Widen this warpgroup's half of a stage's rows, by their scales, to bfloat16 before rotary embedding."""
-    half, dtype = form.columns // 2, s.widened.dtype
-    factors = _factors(form, x, at, i, (KEYS, form.piece))
-
-    def turn_back(side: int) -> None:
-        for column, other, cos, sin in _turns(form, x, at, i):
-            for one, two, sign in ((column, other, 1), (other, column, -1)):
-                if one // half == side:
-                    rows = _stored(form, s, slot, one) * cos + _stored(form, s, slot, two) * (sin * sign)
-                    s.widened.at[side, :, pl.ds(one % half, form.piece)][...] = (rows * factors).astype(dtype)
-
-    if form.rotated:
-        for side in range(SUMMERS):
-            pl.when(group == side)(functools.partial(turn_back, side))
-        return
-    for column in range(0, half, form.piece):
-        some = pl.ds(column, form.piece)
-        rows = form.tiles.load(s.tile.at[slot * 2 + group, :, some]).astype(jnp.float32)
-        s.widened.at[group, :, some][...] = (rows * factors).astype(dtype)
-
-
-def _sum(form: Form, x: Inputs, outs, s: Scratch, at: _Share, group) -> None:
-    """Softmax over the scores of all heads, and the weighted sums of half of this CTA's columns."""
-    tiles, half = form.tiles, form.columns // 2
-    # Slices of `COLUMNS` columns. The last may overlap the one before it; both have the same sums there.
-    whole = half // COLUMNS * COLUMNS
-    spans = [pl.ds(0, whole)] + ([pl.ds(half - COLUMNS, COLUMNS)] if whole < half else [])
-
-    def turn(i, carry):
-        top, total, mixed = carry
-        slot, buffer, key = lax.rem(i, _STAGES), lax.rem(i, _BUFFERS), (at.start + i) * KEYS
-        plgpu.barrier_wait(s.came.at[slot])
-        rows = s.tile.at[slot * 2 + group]
-        if s.widened is not None:
-            _widen(form, x, s, at, i, slot, group)
-            rows = s.widened.at[group]
-        plgpu.barrier_wait(s.sent.at[buffer])  # by then a tile of wide rows has been rotated back
-        scores = sum(tiles.load(s.scores.at[buffer * form.layers + n]) for n in range(form.layers))
-        position = tiles.load(x.position.at[at.block])  # loaded in each turn, to save registers
-        top, weights, decay = x.pages.weigh(tiles, scores, position, key, top)
-        total = total * decay + jnp.sum(weights, axis=0)
-        tiles.store_transposed(s.weights.at[group], weights)
-        x.pages.clear_unseen(tiles, rows, at.block, key, form.piece)
-        plgpu.commit_smem()
-        mixed = tuple(
-            tiles.add_matmul(part * down(decay, part.shape), rows.at[:, some], s.weights.at[group])
-            for part, some in zip(mixed, spans, strict=True)
-        )
-        if s.widened is not None:
-            plgpu.commit_smem()  # no warp may widen the next rows while another still multiplies these
-        plgpu.barrier_arrive(s.free.at[slot])
-        return top, total, mixed
-
-    carry = (
-        tiles.constant(MASKED, (form.rows,)),
-        tiles.constant(0.0, (form.rows,)),
-        tuple(tiles.constant(0.0, (some.size, form.rows)) for some in spans),
-    )
-    top, total, mixed = lax.fori_loop(0, at.count, turn, carry)
-    for part, some in zip(mixed, spans, strict=True):
-        for column in range(0, some.size, COLUMNS):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            s.out.at[group][...] = part[column : column + COLUMNS]
-            plgpu.commit_smem()
-            target = pl.ds(at.part * form.columns + group * half + some.start + column, COLUMNS)
-            plgpu.copy_smem_to_gmem(s.out.at[group], outs[2].at[at.block, at.split, target])
-
-    @pl.when((at.part == 0) & (group == 0))
-    def _():
-        for i, value in enumerate((top, total)):
-            s.stats.at[i][...] = value
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s.stats.at[i], outs[i].at[at.block, at.split])
-
-    plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))  # lowered once for all layers
 def launch(form: Form, inputs: Inputs, interpret: Any):
     """The softmax-weighted sums [b, E, rows] of whole rows."""
-    blocks, width = inputs.q.shape[0], inputs.pool.shape[-1]
-    shapes = *((blocks, form.splits, form.rows),) * 2, (blocks, form.splits, width, form.rows)
-    found = gpu_pages.launch(
-        functools.partial(kernel, form),
-        inputs,
-        scratch(form, inputs.pool.dtype),
-        tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
-        grid=(blocks, form.splits),
-        grid_names=("block", "split"),
-        cluster=(form.parts,),
-        cluster_names=("part",),
-        num_threads=SUMMERS + 1,
-        thread_name="group",
-        kernel_name="k_cache_attention",
-        interpret=interpret,
-    )
-    return gpu_pages.merge(*found)
+    parts, body = (inputs.q.shape[0], form.splits), functools.partial(kernel, form)
+    how = {
+        "grid": parts,
+        "grid_names": ("block", "split"),
+        "cluster": (form.parts,),
+        "cluster_names": ("part",),
+    }
+    how |= {"num_threads": SUMMERS + 1, "thread_name": "group", "kernel_name": "k_cache_attention"}
+    sizes, memory = (parts, form.rows, inputs.pool.shape[-1]), scratch(form, inputs.pool.dtype)
+    return gpu_pages.launch(body, inputs, memory, *sizes, interpret=interpret, **how)

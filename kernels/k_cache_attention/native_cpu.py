@@ -41,11 +41,9 @@ def k_cache_attention(
 
     values_first: None decides by the number of queries.
     """
-    table = where[0]
-    none = jnp.zeros((0, 0, 0))
-    tiles = -(-table.shape[1] * k.shape[2] // _TILE)
-    near, far = none, none
+    near = far = none = jnp.zeros((0, 0, 0))
     if frequencies is not None:
+        tiles = -(-where[0].shape[1] * k.shape[2] // _TILE)
         near, far = _angles(jnp.arange(_TILE), frequencies), _angles(_TILE * jnp.arange(tiles), frequencies)
     return _call(q, k, k_scale, none, w_kv, near, far, where, row, scale, window, values_first)
 

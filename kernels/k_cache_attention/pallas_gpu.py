@@ -162,20 +162,15 @@ def refuses(q, k, w_kv, table, *_, frequencies=None, k_scale=None, **__) -> str:
         return f"{q.dtype} queries of {k.dtype} rows: bfloat16 queries, rows {' or '.join(_STORED)}"
     if (k.dtype.itemsize == 1) != (k_scale is not None):
         return f"{k.dtype} rows {'without' if k_scale is None else 'with'} a scale: 8-bit rows have one"
-    if k.shape[2] != KEYS:
-        return f"a page of {k.shape[2]} tokens: {KEYS}"
     heads, width = q.shape[2:]
     if frequencies is not None and width not in _WIDTHS:
         return f"heads {width} wide with rotary embedding: {', '.join(map(str, _WIDTHS))}"
-    half = 0 if frequencies is None else width // 2
-    cut = cut_keys(q, k, half, 1)
-    if cut is None:
-        least = _PIECES[k.dtype.itemsize][-1]
-        return (
-            f"{heads} heads {width} wide: at most {_ROWS} query rows; slices for 8 CTAs of {2 * COLUMNS} to"
-            f" {_SLICE} columns, multiples of {2 * least} in whole heads, and so are halves of {least}"
-        )
-    return _refuses_memory(cut, k.dtype)
+    least = _PIECES[k.dtype.itemsize][-1]
+    no_cut = (
+        f"{heads} heads {width} wide: at most {_ROWS} query rows; slices for 8 CTAs of {2 * COLUMNS} to"
+        f" {_SLICE} columns, multiples of {2 * least} in whole heads, and so are halves of {least}"
+    )
+    return _refuses(k, cut_keys(q, k, 0 if frequencies is None else width // 2, 1), no_cut)
 
 
 def refuses_inputs(q, x, *_, **__) -> str:
@@ -183,19 +178,18 @@ def refuses_inputs(q, x, *_, **__) -> str:
     ""."""
     if q.dtype != jnp.bfloat16 or x.dtype != jnp.bfloat16:
         return f"{q.dtype} queries of {x.dtype} rows: both bfloat16"
-    if x.shape[2] != KEYS:
-        return f"a page of {x.shape[2]} tokens: {KEYS}"
-    heads = q.shape[2]
-    cut = cut_inputs(heads, x.shape[-1])
+    no_cut = (
+        f"{q.shape[2]} heads and rows {x.shape[-1]} wide: at most {_ROWS} query rows;"
+        f" slices for 8 CTAs of at most {_SLICE} columns, multiples of {2 * COLUMNS}"
+    )
+    return _refuses(x, cut_inputs(q.shape[2], x.shape[-1]), no_cut)
+
+
+def _refuses(pool, cut: _Cut | None, no_cut: str) -> str:
+    if pool.shape[2] != KEYS:
+        return f"a page of {pool.shape[2]} tokens: {KEYS}"
     if cut is None:
-        return (
-            f"{heads} heads and rows {x.shape[-1]} wide: at most {_ROWS} query rows;"
-            f" slices for 8 CTAs of at most {_SLICE} columns, multiples of {2 * COLUMNS}"
-        )
-    return _refuses_memory(cut, x.dtype)
-
-
-def _refuses_memory(cut: _Cut, stored) -> str:
-    if (need := _memory(cut, stored)) > SMEM_BYTES:
-        return f"one query of these heads, for {need} bytes of shared memory: at most {SMEM_BYTES}"
-    return ""
+        return no_cut
+    need = _memory(cut, pool.dtype)
+    over = f"one query of these heads, for {need} bytes of shared memory: at most {SMEM_BYTES}"
+    return over if need > SMEM_BYTES else ""

@@ -44,7 +44,7 @@ def _turn(x, cos, sin, half: int):
     return jnp.concatenate(out, axis=-1)
 
 
-def _attend(form: _Form, visible, place: tpu_pages.Place, x: _Inputs, out, scratch: _Scratch):
+def _attend(form: _Form, visible, slot, x: _Inputs, out, scratch: _Scratch):
     dtype, turns = x.q.dtype, form.half > 0
     exact = "highest" if dtype == jnp.float32 else None
     dot = functools.partial(jax.lax.dot_general, precision=exact, preferred_element_type=jnp.float32)
@@ -56,7 +56,7 @@ def _attend(form: _Form, visible, place: tpu_pages.Place, x: _Inputs, out, scrat
             cos, sin = x.cos[rows, :], sign * x.sin[rows, :]
             for start in range(0, out.shape[-1], 2 * form.half):
                 columns = slice(start, start + 2 * form.half)
-                head = scratch.pool[place.slot, rows, columns].astype(jnp.float32)
+                head = scratch.pool[slot, rows, columns].astype(jnp.float32)
                 scratch.turned[rows, columns] = _turn(head, cos, sin, form.half).astype(dtype)
 
         tpu_pages.each_page(form.steps, turn)
@@ -67,10 +67,10 @@ def _attend(form: _Form, visible, place: tpu_pages.Place, x: _Inputs, out, scrat
         q = _turn(q.astype(jnp.float32), x.cos0[0], -x.sin0[0], form.half).astype(dtype)
         keys = scratch.turned[...]
     else:
-        keys = scratch.pool[place.slot].astype(dtype)
+        keys = scratch.pool[slot].astype(dtype)
     scores = dot(q, keys, (((1,), (1,)), ((), ()))) * form.scale
     if x.scales is not None:
-        pages = [scratch.scales[place.slot, i] for i in range(form.steps.pages)]
+        pages = [scratch.scales[slot, i] for i in range(form.steps.pages)]
         scales = jnp.concatenate(pages, axis=-1)
         scores = scores * scales
     weights, decay = tpu_pages.rescale(scores, visible, scratch.top, scratch.total)
@@ -80,7 +80,7 @@ def _attend(form: _Form, visible, place: tpu_pages.Place, x: _Inputs, out, scrat
 
     def add():
         if not (turns and form.rotated):
-            rows = scratch.pool[place.slot].astype(dtype)
+            rows = scratch.pool[slot].astype(dtype)
             out[0] += dot(weights.astype(dtype), rows, (((1,), (0,)), ((), ())))
             return
         turn_tile(-1.0)

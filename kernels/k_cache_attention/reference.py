@@ -7,27 +7,17 @@ Letters: b blocks of queries, C queries of a block (of one sequence), N heads, H
 of an output head, E the width of a cached row, R rows, P pages, Z tokens of a page.
 """
 
-import dataclasses
-from typing import Any
+from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
 
 from swiftkv_jax.kernels.common.mask import bias_of, visible, weights_of
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of `api.k_cache_attention`, all given."""
-
-    row: int
-    frequencies: Any
-    scale: float
-    window: Any
-    rotated: bool
-    threshold: float
-    k_scale: Any
-    bias: Any = None
+# The options of `api.k_cache_attention`.
+Options = namedtuple(
+    "Options", "row frequencies scale window rotated threshold k_scale bias", defaults=(None,)
+)
 
 
 def rotate(heads: jax.Array, angle: jax.Array) -> jax.Array:
@@ -37,15 +27,10 @@ def rotate(heads: jax.Array, angle: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def gather(pool: jax.Array, row: int, names: jax.Array) -> jax.Array:
-    """Pages `names` [b, slots] of a row, as keys in order: [b, slots * Z, E]."""
-    return pool[row, names].reshape(names.shape[0], -1, pool.shape[-1])
-
-
 def k_cache_attention(q, k, w_kv, table, sequence, position, **options):
     """As `api.k_cache_attention`, in at least float32; `threshold` skips nothing here."""
     how, wide = Options(**options), jnp.promote_types(q.dtype, jnp.float32)
-    stored = gather(k, how.row, table[sequence]).astype(wide)
+    stored = k[how.row, table[sequence]].reshape(len(sequence), -1, k.shape[-1]).astype(wide)
     keys = stored.shape[1]
     seen = visible(position, keys, how.window)
     stored = jnp.where(seen.any(1)[..., None], stored, 0)
@@ -78,7 +63,7 @@ def x_cache_attention(
     """As `api.x_cache_attention`: keys and values made from the cached inputs, in at least float32."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     seen = visible(position, table.shape[1] * x.shape[2], window)
-    inputs = gather(x, row, table[sequence]).astype(wide)
+    inputs = x[row, table[sequence]].reshape(len(sequence), -1, x.shape[-1]).astype(wide)
     if x_scale is not None:
         inputs *= x_scale[row, table[sequence]].reshape(*inputs.shape[:2], 1)
     inputs = jnp.where(seen.any(1)[..., None], inputs, 0)

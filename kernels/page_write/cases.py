@@ -123,11 +123,11 @@ class Case(Base):
     def timed(self, implementation: str) -> Callable[[], Any]:
         """Writing of one array of some rows, one row after the other; or of several rows together."""
         (pool, *rest), _ = self.make()
-        turns = [(row,) for row in range(self.of)] if len(self.rows) == 1 else [self.rows]
+        writes = [(row,) for row in range(self.of)] if len(self.rows) == 1 else [self.rows]
 
         @functools.partial(jax.jit, donate_argnums=0)
         def run(pool, *rest):
-            for rows in turns:
+            for rows in writes:
                 pool = api.page_write(pool, *rest, rows=rows, implementation=implementation)
             return pool
 

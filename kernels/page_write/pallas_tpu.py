@@ -7,7 +7,7 @@ written, and partially filled ones are read before: a decoded token costs one ti
 """
 
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +26,10 @@ _MOST = 64  # runs in flight
 _Form = namedtuple("_Form", "page tile slots")
 
 
-class Runs(NamedTuple):
-    """Tokens that are neighbours in the batch and in a page; int32, for the scalar core.
-
-    Attributes:
-      first, last: [T] the tokens of each run, both included; T where there is no run. some: [2] the number of
-        runs, and whether no two are in one page. page, slot: [T] of each token. rows: [F].
-    """
-
-    first: Any
-    last: Any
-    some: Any
-    page: Any
-    slot: Any
-    rows: Any
+# Tokens that are neighbours in the batch and in a page; int32, for the scalar core. first, last: [T] the
+# tokens of each run, both included; T where there is no run. some: [2] the number of runs, and whether no two
+# are in one page. page, slot: [T] of each token. rows: [F].
+Runs = namedtuple("Runs", "first last some page slot rows")
 
 
 # stage [slots, Z, E] pages; fresh [slots, Z + 3 G, E] rows of the batch, from row G on; factors [slots, K, Z]

@@ -75,15 +75,10 @@ def merge(one, other, there):
 
 def by_xla(q, k, v, queries, keys, scale, causal: bool):
     """(sums, log-sum-exps) by XLA's composition; in float32, since jax.nn rounds the latter to its inputs."""
-    return jax.nn.dot_product_attention(
-        *(x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (q, k, v)),
-        scale=scale,
-        is_causal=causal,
-        query_seq_lengths=queries,
-        key_value_seq_lengths=keys,
-        implementation="xla",
-        return_residual=True,
-    )
+    wide = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (q, k, v))
+    lengths = {"query_seq_lengths": queries, "key_value_seq_lengths": keys}
+    how: Any = {"scale": scale, "is_causal": causal, "implementation": "xla", "return_residual": True}
+    return jax.nn.dot_product_attention(*wide, **lengths, **how)
 
 
 def by_cudnn(q, k, v, queries, keys, scale, causal: bool):

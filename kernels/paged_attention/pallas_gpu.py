@@ -122,7 +122,7 @@ def _kernel(form: _Form, x: _Inputs, outs, s: _Scratch):
         pl.when(ahead < count)(functools.partial(ask, ahead))
         shape, tile = (form.page, form.rows), s.k.at[lax.rem(i, _STAGES)]
         if x.k_scale is None:
-            scores = tiles.matmul(shape, tile, s.q, (False, True)) * form.scale
+            scores = tiles.products(shape, [(tile, s.q)]) * form.scale
         else:
             parts = ((widened(tile, piece), s.q.at[:, piece]) for piece in pieces(form.keys))
             scores = tiles.products(shape, parts) * form.scale * factors(x.k_scale, i)
@@ -214,20 +214,10 @@ def paged_attention(
 @functools.partial(jax.jit, static_argnums=(0, 2))  # lowered once for all layers
 def _launch(form: _Form, inputs: _Inputs, interpret: Any):
     """The softmax-weighted sums [b, K, tile, rows]."""
-    blocks, kv_heads = inputs.q.shape[:2]
-    part = (blocks, kv_heads, form.splits)
-    shapes = (*part, form.rows), (*part, form.rows), (*part, form.values.tile, form.rows)
-    parts = gpu_pages.launch(
-        functools.partial(_kernel, form),
-        inputs,
-        _scratch(form, inputs.k.dtype),
-        tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes),
-        grid=part,
-        grid_names=("block", "head", "split"),
-        kernel_name="paged_attention",
-        interpret=interpret,
-    )
-    return gpu_pages.merge(*parts)
+    parts, kernel = (*inputs.q.shape[:2], form.splits), functools.partial(_kernel, form)
+    how = {"grid_names": ("block", "head", "split"), "kernel_name": "paged_attention", "interpret": interpret}
+    sizes, scratch = (parts, form.rows, form.values.tile), _scratch(form, inputs.k.dtype)
+    return gpu_pages.launch(kernel, inputs, scratch, *sizes, grid=parts, **how)
 
 
 def most_queries(q, k, v) -> int:

@@ -33,7 +33,7 @@ _Inputs = namedtuple("_Inputs", "q position k v k_scale v_scale")
 _Scratch = namedtuple("_Scratch", "k v k_scale v_scale top total arrived")
 
 
-def _attend(form: _Form, visible, place: tpu_pages.Place, x: _Inputs, out, scratch: _Scratch):
+def _attend(form: _Form, visible, slot, x: _Inputs, out, scratch: _Scratch):
     dtype, (groups, rows) = x.q.dtype, x.q.shape[1:3]
     exact = "highest" if dtype == jnp.float32 else None
     dot = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
@@ -41,7 +41,7 @@ def _attend(form: _Form, visible, place: tpu_pages.Place, x: _Inputs, out, scrat
     def factors(buffer, group: int):
         """[rows, keys]: the scale of each row's head and each key, by a matmul with ones."""
         heads = slice(group * form.joint, (group + 1) * form.joint)
-        scales = [buffer[place.slot, i][heads] for i in range(form.steps.pages)]
+        scales = [buffer[slot, i][heads] for i in range(form.steps.pages)]
         owner = jax.lax.broadcasted_iota(jnp.int32, (rows, form.joint), 0) // (rows // form.joint)
         mine = owner == jax.lax.broadcasted_iota(jnp.int32, (rows, form.joint), 1)
         scales = jnp.concatenate(scales, axis=-1)
@@ -49,7 +49,7 @@ def _attend(form: _Form, visible, place: tpu_pages.Place, x: _Inputs, out, scrat
 
     def columns(buffer, group: int):
         width = buffer.shape[-1] // groups
-        return buffer[place.slot, :, group * width : (group + 1) * width].astype(dtype)
+        return buffer[slot, :, group * width : (group + 1) * width].astype(dtype)
 
     for group in range(groups):
         keys = columns(scratch.k, group)

@@ -50,7 +50,8 @@ def paged_attention(
             read, copies = _in_place, 0
         together = ONE_TURN_BYTES // (keys * (size + copies))
         if read is _whole_rows and len(table) == 1:  # its pages are copied once for all turns
-            held = _stored(pools, table, position.reshape(1, -1), row, window, q)
+            heads = k.shape[-1] // q.shape[-1]
+            held = _stored(pools, table, position.reshape(1, -1), row, window, heads, q.dtype)
             read = functools.partial(read, held=held)
 
     def some(q, sequence, position):
@@ -176,7 +177,7 @@ def _after(q, names, stored=0):
 
 def _blocks(q, pools, table, position, row, scale, window, bias, one_turn=False):
     """Blocks of C queries against the pages `table` [b, slots], up to the last page that any of them sees."""
-    k, v, k_scale, v_scale = pools
+    k, v, *_ = pools
     (blocks, queries, _, width), page, slots = q.shape, k.shape[2], table.shape[1]
     heads = k.shape[-1] // width
     most = min(TURN_KEYS // blocks, _TURN_SCORES // (blocks * queries))
@@ -188,12 +189,9 @@ def _blocks(q, pools, table, position, row, scale, window, bias, one_turn=False)
     q = q.reshape(-1, rows, q.shape[-1])
 
     def turn(i):
-        names = lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1)
-        back = position[..., None] - (i * keys + jnp.arange(keys))
-        seen = (back >= 0) & (back < window)
-        stored = _read(k, k_scale, row, names, heads, dtype)
-        values = _read(v, v_scale, row, names, heads, dtype)
-        values = jnp.where(seen.any(1)[..., None, None], values, 0)  # 0 x NaN of a stale page is NaN
+        names, here = lax.dynamic_slice_in_dim(table, i * pages, pages, axis=1), position - i * keys
+        stored, values = _stored(pools, names, here, row, window, heads, dtype)
+        back, seen = _seen(here, keys, window)
         scores = _scores(q, _cut(stored, groups), one_by_one=not one_turn) * scale
         scores += _bias(bias, back, groups)
         seen = jnp.repeat(jnp.repeat(seen, rows // queries, axis=1), groups, axis=0)
@@ -211,7 +209,7 @@ def _whole_rows(q, pools, table, position, row, scale, window, bias, held=None):
     sequence, whose blocks all are."""
     k, shape = pools[0], q.shape
     heads = k.shape[-1] // shape[-1]
-    keys, values = held or _stored(pools, table, position, row, window, q)
+    keys, values = held or _stored(pools, table, position, row, window, heads, q.dtype)
     position = position.reshape(len(keys), -1)
     back, seen = _seen(position, keys.shape[1], window)
     q = _spread(q.reshape(*position.shape, *shape[2:]), heads)
@@ -226,12 +224,11 @@ def _whole_rows(q, pools, table, position, row, scale, window, bias, held=None):
     return mixed.reshape(*shape[:3], -1).astype(q.dtype)
 
 
-def _stored(pools, table, position, row, window, q):
-    """Keys and values [b, keys, K, width] of the pages `table`, in q's dtype."""
+def _stored(pools, table, position, row, window, heads: int, dtype):
+    """Keys and values [b, keys, K, width] of the pages `table`."""
     k, v, k_scale, v_scale = pools
-    heads, keys = k.shape[-1] // q.shape[-1], table.shape[1] * k.shape[2]
-    stored, values = (_read(*x, row, table, heads, q.dtype) for x in ((k, k_scale), (v, v_scale)))
-    seen = _seen(position, keys, window)[1].any(1)
+    stored, values = (_read(*x, row, table, heads, dtype) for x in ((k, k_scale), (v, v_scale)))
+    seen = _seen(position, stored.shape[1], window)[1].any(1)
     return stored, jnp.where(seen[..., None, None], values, 0)  # 0 x NaN of a stale page is NaN
 
 
