@@ -77,7 +77,7 @@ def _kernel(tokens: int, pieces: int, group: int, window: int, interpret: bool):
     queries, keys = _block(tokens // pieces, _QUERIES), _block(tokens, chips.current().keys)
     at_once = _block(keys, _KEYS_AT_ONCE)
     fused = tokens // keys <= _FUSED
-    sizes = {"block_q": queries, "block_kv": keys, "block_kv_compute": at_once, "block_q_dkv": queries}
+    sizes: dict = {"block_q": queries, "block_kv": keys, "block_kv_compute": at_once, "block_q_dkv": queries}
     sizes |= {"block_kv_dkv": keys, "block_kv_dkv_compute": at_once}
     sizes |= {} if fused else {"block_q_dq": queries, "block_kv_dq": keys}
     blocks = splash.BlockSizes(**sizes, use_fused_bwd_kernel=fused)

@@ -208,7 +208,7 @@ def kernel(form: Form, x: Inputs, outs, s: Scratch):
         """Softmax over the scores of all heads, and the weighted sums of half of this CTA's columns."""
         # Slices of `COLUMNS` columns. The last may overlap the one before it; both have the same sums there.
         whole = half // COLUMNS * COLUMNS
-        spans = [pl.ds(0, whole)] + ([pl.ds(half - COLUMNS, COLUMNS)] if whole < half else [])
+        spans: list[Any] = [pl.ds(0, whole)] + ([pl.ds(half - COLUMNS, COLUMNS)] if whole < half else [])
 
         def turn(i, carry):
             top, total, mixed = carry

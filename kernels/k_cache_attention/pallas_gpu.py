@@ -116,7 +116,7 @@ def k_cache_attention(q, k, w_kv, *where, interpret: Any = False, **options) -> 
     cut_of = functools.partial(cut_keys, q, k, half)
     form = {"scale": how.scale, "half": half, "rotated": how.rotated, "interpret": interpret}
     rows = k, how.row, how.window, angles, how.k_scale
-    return _attend(q, rows, *where, cut_of, queries_of_keys, w_kv, form)
+    return _attend(q, rows, cut_of, queries_of_keys, w_kv, form, *where)
 
 
 def x_cache_attention(q, x, w_k, w_v, *where, row, scale, window, interpret: Any = False) -> jax.Array:
@@ -129,10 +129,10 @@ def x_cache_attention(q, x, w_k, w_v, *where, row, scale, window, interpret: Any
         return queries_of_inputs(q, w_k, position, cut)
 
     rows, form = (x, row, window, (None, None), None), {"scale": scale, "interpret": interpret}
-    return _attend(q, rows, *where, cut_of, spread, w_v, form)
+    return _attend(q, rows, cut_of, spread, w_v, form, *where)
 
 
-def _attend(q, rows, table, sequence, position, cut_of, spread, w, form: dict) -> jax.Array:
+def _attend(q, rows, cut_of, spread, w, form: dict, table, sequence, position) -> jax.Array:
     """Attention by sums of whole rows, which are multiplied by `w` [N, E, U]. `rows`: the pool, its row, the
     window, cosines and sines, scales. `cut_of` a number of queries; `spread` as `queries_of_keys`."""
     (pool, row, window, angles, scales), whole, heads = rows, q.shape, q.shape[2]
@@ -146,7 +146,7 @@ def _attend(q, rows, table, sequence, position, cut_of, spread, w, form: dict) -
     splits = gpu_pages.splits_of(_CTAS, blocks * cut.parts, table.shape[1])
     pages = gpu_pages.pages_of(position, table, sequence, row, window, KEYS)
     spread, every = spread(q, position, cut)
-    inputs = Inputs(spread, pool, every, pages, *angles, scales)
+    inputs = Inputs(spread, pool, every, pages, angles[0], angles[1], scales)
     mixed = cluster_gpu.launch(cut.form(**form, splits=splits), inputs, form["interpret"])
     parts = cut.rows // cut.own  # a CTA has its own heads' queries, or every one all heads'
     mixed = mixed.reshape(blocks, -1, parts, cut.own)[..., : heads // parts * queries]

@@ -131,7 +131,7 @@ def _sum_rows(q, pool, table, sequence, position, row, window, angles, form: _Fo
         total=pltpu.VMEM((rows, LANES), jnp.float32),
         arrived=pltpu.SemaphoreType.DMA((2,)),
     )
-    inputs = _Inputs(q, position[..., None], *angles, pool, k_scale), specs
+    inputs = _Inputs(q, position[..., None], *angles, pool=pool, scales=k_scale), specs
     attend, how = functools.partial(_attend, form), {"interpret": interpret, "name": "k_cache_attention"}
     mixed = tpu_pages.launch(attend, _finish, s, steps, inputs, (q.shape, own), scratch, **how)
     return mixed.reshape(blocks, heads, queries, width)

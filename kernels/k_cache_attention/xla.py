@@ -43,7 +43,7 @@ def k_cache_attention(
         return reference.rotate(split.astype(jnp.float32), angle).astype(q.dtype), stored
 
     stored = _Stored(k, how.row, how.window, how.k_scale, how.bias)
-    return _attend(q, stored, *where, how.scale, read, w_kv, q.dtype, values_first, one_turn)
+    return _attend(q, stored, how.scale, read, w_kv, q.dtype, values_first, one_turn, *where)
 
 
 def x_cache_attention(
@@ -61,7 +61,7 @@ def x_cache_attention(
         return jnp.broadcast_to(stored[:, :, None], (*stored.shape[:2], q.shape[2], stored.shape[-1])), stored
 
     stored = _Stored(x, row, window, x_scale, bias)
-    return _attend(q, stored, *where, scale, read, w_v, q.dtype, values_first, one_turn)
+    return _attend(q, stored, scale, read, w_v, q.dtype, values_first, one_turn, *where)
 
 
 def _values_pay(q, table) -> bool:
@@ -86,7 +86,7 @@ class _Stored(NamedTuple):
 
 
 def _attend(
-    q, stored: _Stored, table, sequence, position, scale, read, w, dtype, values_first: bool, one_turn
+    q, stored: _Stored, scale, read, w, dtype, values_first: bool, one_turn, table, sequence, position
 ) -> jax.Array:
     """Attention [b, C, N, U] in `dtype`. `read` returns keys, and rows to sum: rows of all heads [b, s, E],
     whose sums are multiplied by `w` [N, E, U]; or with `values_first` values by head [b, s, N, U], made once
