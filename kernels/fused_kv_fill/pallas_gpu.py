@@ -247,9 +247,9 @@ def fused_kv_fill(
     cos, sin = (jnp.pad(angle.astype(jnp.float32), ((0, spare), (0, 0))) for angle in (cos, sin))
     wide = x.astype(jnp.float32)
     inverse = jnp.pad(lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps), (0, spare))
-    some = jax.tree.map(lambda x: x.astype(jnp.float32), (makers.b_k, makers.k_norm, makers.b_v))  # or None
-    keys = _Side(makers.w_k, *some[:2], cos, sin, pools.k, pools.k_scale)
-    values = _Side(makers.w_v, some[2], None, None, None, pools.v, pools.v_scale)
+    b_k, b_v, k_norm = jax.tree.map(lambda x: x.astype(jnp.float32), makers[2:])  # or None
+    keys = _Side(makers.w_k, b_k, k_norm, cos, sin, pools.k, pools.k_scale)
+    values = _Side(makers.w_v, b_v, None, None, None, pools.v, pools.v_scale)
     x, alive = jnp.pad(x, ((0, spare), (0, 0))), jnp.pad(alive, (0, spare))
     names = jnp.pad(names.astype(jnp.int32), (0, spare // page), constant_values=pools.k.shape[1])
     inputs = _Inputs(x, inverse, alive, names, jnp.array(rows, jnp.int32), keys)

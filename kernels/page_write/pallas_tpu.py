@@ -97,11 +97,7 @@ def _kernel(form: _Form, s: Runs, new, new_scale, data, scale, scratch: _Scratch
 
         in_page = form.page // tile
         if new.shape[1] >= form.page:
-
-            @pl.when(whole)
-            def _():
-                bring(0, in_page)
-
+            pl.when(whole)(lambda: bring(0, in_page))
         each(jnp.where(whole, in_page, 0), last // tile + 1 - begin, bring)
 
         @pl.when(jnp.logical_not(whole))
