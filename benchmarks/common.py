@@ -5,8 +5,10 @@ import json
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
@@ -18,6 +20,7 @@ import numpy as np
 
 import swiftkv_jax as skv
 from swiftkv_jax.analysis.flops import prompt_gflop
+from swiftkv_jax.analysis.plots import new_figure, save
 
 Name = TypeVar("Name", bound=Hashable)
 RESULTS = Path(__file__).parent / "results"
@@ -129,24 +132,19 @@ def bars(
 ) -> None:
     """A bar chart with the kinds side by side in every group. `words`: labels of the groups' and the values'
     axes; `colours`: of the kinds, by default in order."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    figure, (axis,) = new_figure()
+    figure.set_size_inches(8, 4)
     kinds = list(dict.fromkeys(kind for row in values.values() for kind in row))
     width = 0.8 / len(kinds)
     for i, kind in enumerate(kinds):
         heights = [row.get(kind, 0.0) for row in values.values()]
-        at, colour = np.arange(len(values)) + i * width, (colours or {}).get(kind)
-        drawn = axis.bar(at, heights, 0.95 * width, label=kind, color=colour)
+        places, colour = np.arange(len(values)) + i * width, (colours or {}).get(kind)
+        drawn = axis.bar(places, heights, 0.95 * width, label=kind, color=colour)
         axis.bar_label(drawn, [f"{height:.3g}" if height else "" for height in heights], fontsize=7)
     axis.set_xticks(np.arange(len(values)) + 0.4 - width / 2, list(values))
     axis.set(xlabel=words[0], ylabel=words[1])
     figure.legend(loc="outside upper center", ncols=len(kinds), fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def write(name: str, result: dict, text: str, folder: Path) -> None:
@@ -167,31 +165,32 @@ def not_measured(name: str, title: str, lacking: str, command: str, folder: Path
     return f"no {lacking} here: {path.with_suffix('.md')} says not measured"
 
 
+def command(module: str) -> str:
+    """This process's command line."""
+    return " ".join([f"python -m benchmarks.{module}", *sys.argv[1:]])
+
+
 def machine(command: str) -> dict:
     """The machine, time and commit (if known) of a result."""
-    device = jax.devices()[0]
-    kind = f"{len(jax.devices())} x {device.device_kind}" if device.platform != "cpu" else _processor()
-    return {
-        "command": command,
-        "device": kind,
-        "jax": jax.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": _commit(),
-    }
+    device, info = jax.devices()[0], Path("/proc/cpuinfo")
+    kind = f"{len(jax.devices())} x {device.device_kind}"
+    if device.platform == "cpu":
+        names = re.findall(r"^model name\s*: (.*)$", info.read_text() if info.exists() else "", re.MULTILINE)
+        kind = f"{os.cpu_count()} CPU cores ({names[0] if names else platform.machine()})"
+    run, git = {"cwd": RESULTS.parent, "capture_output": True, "text": True}, "git rev-parse --short HEAD"
+    commit = subprocess.run(git.split(), **run).stdout.strip() if shutil.which("git") else ""
+    about = {"command": command, "device": kind, "jax": jax.__version__}
+    return about | {"date": time.strftime("%Y-%m-%d"), "commit": commit}  # "" outside a clone
 
 
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)$", info.read_text() if info.exists() else "", re.MULTILINE)
-    return f"{os.cpu_count()} CPU cores ({names[0] if names else platform.machine()})"
+def headline(about: dict) -> str:
+    """`machine` in a line."""
+    return f"{about['command']}, {about['device']}, jax {about['jax']}, {about['date']}"
 
 
-def _commit() -> str:
-    """The short hash of the current commit; "" outside a clone."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(
-            command, cwd=RESULTS.parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+def shown(result: dict, output: Path | None) -> None:
+    """Print a result as JSON, and write it to `output`."""
+    text = json.dumps(result, indent=2)
+    print(text)
+    if output is not None:
+        output.write_text(text + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks.common import interleaved, ratio
+from benchmarks.common import interleaved, ratio, table
 from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.common.errors import UsageError, exit_code
 from swiftkv_jax.common.folder import read_text
@@ -59,17 +59,11 @@ def measure(args: argparse.Namespace) -> dict:
     pace = {name: values[1:] for name, values in pace.items()}  # the first of each compiled
     rows = {}
     for name in llms:
-        pairs = [
-            p for a, b in zip(answers[name], answers["plain"], strict=True) for p in zip(a, b, strict=True)
-        ]
-        drafted, accepted = stats[name]["drafted_tokens"], stats[name]["accepted_tokens"]
-        rows[name] = {
-            "tpot_ms": statistics.median(pace[name]) * 1e3,
-            "ratio_to_plain": ratio(pace, name, "plain"),
-            "drafted": drafted,
-            "accepted": accepted,
-            "equal_tokens": sum(a == b for a, b in pairs) / len(pairs),
-        }
+        equal = np.equal(answers[name], answers["plain"])
+        rows[name] = {"tpot_ms": statistics.median(pace[name]) * 1e3}
+        rows[name] |= {"ratio_to_plain": ratio(pace, name, "plain")}
+        rows[name] |= {kind: stats[name][f"{kind}_tokens"] for kind in ("drafted", "accepted")}
+        rows[name] |= {"equal_tokens": float(equal.mean())}
     given = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
     device = jax.devices()[0].device_kind
     kernels = {name: llm.kernels for name, llm in llms.items()}
@@ -77,9 +71,7 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.exit_head", description=(__doc__ or "").split("\n")[0]
-    )
+    p = argparse.ArgumentParser(prog="python -m benchmarks.exit_head", description=__doc__.splitlines()[0])
     p.add_argument("--model", required=True, metavar="DIR", help="a student with an exit head")
     p.add_argument("--text", required=True, type=Path, metavar="FILE", help="text to cut prompts from")
     p.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
@@ -88,20 +80,17 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--threshold", type=float, default=0.95, help="threshold of the lossy rule (0.95)")
     for name, value in (("batch", 1), ("prompt-tokens", 256), ("new-tokens", 64), ("rounds", 10)):
         p.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"(default {value})")
-    args = p.parse_args(argv)
-    return exit_code(lambda: report(args))
+    return exit_code(lambda: report(p.parse_args(argv)))
 
 
 def report(args: argparse.Namespace) -> None:
-    result = measure(args)
+    result, lines = measure(args), []
     print(f"{result['device']}, jax {result['jax']}, batch {args.batch}, {args.rounds} rounds\n")
-    print(
-        "| | TPOT, ms | ratio to no drafts | drafted | accepted | equal tokens |\n|---|---|---|---|---|---|"
-    )
     for name, row in result["rows"].items():
         right = f"{row['accepted'] / row['drafted']:.1%}" if row["drafted"] else ""
-        cells = (f"{row['tpot_ms']:.2f}", f"{row['ratio_to_plain']:.2f}", row["drafted"] or "", right)
-        print("|", " | ".join(map(str, (name, *cells, f"{row['equal_tokens']:.2%}"))), "|")
+        cells = [f"{row['tpot_ms']:.2f}", f"{row['ratio_to_plain']:.2f}", str(row["drafted"] or ""), right]
+        lines.append([name, *cells, f"{row['equal_tokens']:.2%}"])
+    print(table(["", "TPOT, ms", "ratio to no drafts", "drafted", "accepted", "equal tokens"], lines))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

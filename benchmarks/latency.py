@@ -11,10 +11,7 @@ layers whose output is not needed.
 
 import argparse
 import dataclasses
-import json
 import statistics
-import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import in_rounds, interleaved, machine, ratio, seconds_of
+from benchmarks.common import command, in_rounds, interleaved, machine, ratio, seconds_of, shown
 from benchmarks.papers.compare.times import empty, reader
 from benchmarks.papers.prediction_flops import Sizes, prediction_table
 from swiftkv_jax import LLM, SamplingParams
@@ -51,12 +48,6 @@ def load(name: str, folder: str | Path, dtype: str = "float32") -> Contender:
     return Contender(name, *from_pretrained(folder, dtype=dtype, cuts=None))
 
 
-def as_served(c: Contender, form: str) -> tuple[Transformer, dict]:
-    """A standard model with its rows in another form, without the weights that only files keep."""
-    model, params = to_slim(c.model, c.params, form)
-    return model, weights.split_layers(model.config, model.plan, params)
-
-
 @partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def decode(model: Transformer, params, cache: Cache, start, count: int):
     """`count` greedy tokens for every sequence of the cache, from position `start` on, in one launch."""
@@ -68,13 +59,6 @@ def decode(model: Transformer, params, cache: Cache, start, count: int):
         return jnp.argmax(out, -1).astype(token.dtype), cache
 
     return jax.lax.fori_loop(0, count, turn, (jnp.zeros(sequences, jnp.int32), cache))
-
-
-def time_to_first_token(contenders: list[Contender], length: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds from a prompt of `length` random tokens to its first output token, each round of each
-    contender."""
-    reads = {c.name: reader(c.model, c.params, 1, length, c.full_depth) for c in contenders}
-    return interleaved(reads, rounds)
 
 
 def time_per_output_token(
@@ -116,24 +100,18 @@ def through_engines(contenders: list[Contender], length: int, rounds: int, outpu
     for kind, runs in (("ttft", ttft), ("tpot", tpot)):
         seconds = in_rounds(runs, rounds)
         out[kind] = {
-            name: {"ms": 1e3 * statistics.median(found)}
+            name: {"ms": 1e3 * statistics.median(times)}
             | {f"vs_{base}": ratio(seconds, name, base) for base in list(runs)[:2]}
-            for name, found in seconds.items()
+            for name, times in seconds.items()
         }
     return out
 
 
 def matmul_rate(size: int = 1024, rounds: int = 5) -> float:
     """Measured FLOP/s of a square float32 matmul, from which the floors are computed."""
-    a = jnp.ones((size, size))
-    run = jax.jit(lambda a: a @ a)
+    a, run = jnp.ones((size, size)), jax.jit(lambda a: a @ a)
     run(a).block_until_ready()
-    best = float("inf")
-    for _ in range(rounds):
-        began = time.perf_counter()
-        run(a).block_until_ready()
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
+    return 2 * size**3 / min(seconds_of(lambda: run(a).block_until_ready()) for _ in range(rounds))
 
 
 def prompt_flops(c: Contender, length: int) -> float:
@@ -151,7 +129,9 @@ def measure(contenders: list[Contender], lengths, rounds: int, decode_rounds: in
     rate = matmul_rate()
     out = {"kernels": dispatch.unnamed(), "matmul_gflops": rate / 1e9, "ttft": {}, "tpot": {}}
     for length in lengths:
-        seconds = time_to_first_token(contenders, length, rounds)
+        # From a prompt of random tokens to its first output token.
+        reads = {c.name: reader(c.model, c.params, 1, length, c.full_depth) for c in contenders}
+        seconds = interleaved(reads, rounds)
         out["ttft"][str(length)] = {
             c.name: {
                 "ms": 1e3 * statistics.median(seconds[c.name]),
@@ -173,10 +153,6 @@ def measure(contenders: list[Contender], lengths, rounds: int, decode_rounds: in
     return out
 
 
-def _name(folder: Path) -> str:
-    return folder.parent.name if folder.name == "export" else folder.name
-
-
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("models", nargs="+", help="folders; the first is the standard model")
@@ -192,18 +168,19 @@ def main() -> None:
     first, *rest = args.models
     standard = load("standard", first)
     contenders = [dataclasses.replace(standard, name="full_depth", full_depth=True), standard]
-    contenders += [Contender(f"as {form}", *as_served(standard, form)) for form in args.forms]
-    contenders += [load(_name(Path(folder)), folder) for folder in rest]
+    for form in args.forms:  # without the weights that only files keep
+        model, params = to_slim(standard.model, standard.params, form)
+        params = weights.split_layers(model.config, model.plan, params)
+        contenders.append(Contender(f"as {form}", model, params))
+    for folder in map(Path, rest):
+        name = folder.parent.name if folder.name == "export" else folder.name
+        contenders.append(load(name, folder))
     decodes = [(256, 1), (2048, 1), (256, 16), (2048, 16)]
     if args.engine:
-        found = through_engines(contenders, args.lengths[0], args.rounds)
+        result = through_engines(contenders, args.lengths[0], args.rounds)
     else:
-        found = measure(contenders, args.lengths, args.rounds, args.decode_rounds, decodes)
-    found = {"machine": machine(" ".join(["python -m benchmarks.latency", *sys.argv[1:]])), **found}
-    text = json.dumps(found, indent=2)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n")
+        result = measure(contenders, args.lengths, args.rounds, args.decode_rounds, decodes)
+    shown({"machine": machine(command("latency")), **result}, args.output)
 
 
 if __name__ == "__main__":

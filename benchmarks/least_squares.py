@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.common import machine
+from benchmarks.common import command, machine
 from benchmarks.papers.compare.evaluation import answers_by_rows, fit_batches, prompts_of
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.common.errors import exit_code
@@ -40,9 +40,8 @@ def paired(split: int, fold: np.ndarray, fitted: np.ndarray, own: np.ndarray) ->
     """The difference of two starts, from nats [rows, prompts] of both and of the teacher."""
     lower = (fold - fitted).mean(1)
     error = lower.std(ddof=1) / math.sqrt(len(lower))
-    return Difference(
-        split, float((fold - own).mean()), float((fitted - own).mean()), float(lower.mean()), float(error)
-    )
+    means = ((fold - own).mean(), (fitted - own).mean(), lower.mean(), error)
+    return Difference(split, *map(float, means))
 
 
 def measure(args: argparse.Namespace) -> list[Difference]:
@@ -51,14 +50,14 @@ def measure(args: argparse.Namespace) -> list[Difference]:
     model, params = from_pretrained(folder, dtype="float32")
     prompts = prompts_of(args.text, folder, args.prompts, args.length)
     batches = fit_batches(args.text, folder, args.length)
-    own, found = answers_by_rows(model, params, prompts).nats, []
+    own, differences = answers_by_rows(model, params, prompts).nats, []
     for split in args.splits:
         student, start = to_swiftkv(model, params, KVPlan.swiftkv(model.config.num_layers, split))
         fitted = least_squares.fit(student, start, model, params, batches)
         nats = [answers_by_rows(student, p, prompts).nats for p in (start, fitted)]
-        found.append(paired(split, *nats, own))
-        print(f"{found[-1]}: {found[-1].errors_apart:.1f} standard errors", flush=True)
-    return found
+        differences.append(paired(split, *nats, own))
+        print(f"{differences[-1]}: {differences[-1].errors_apart:.1f} standard errors", flush=True)
+    return differences
 
 
 def main() -> int:
@@ -71,11 +70,9 @@ def main() -> int:
     p.add_argument("--length", type=int, default=256, metavar="N", help="tokens of a row of text")
     args = p.parse_args()
 
-    said = f"python -m benchmarks.least_squares {args.model} --prompts {args.prompts}"
-
     def work() -> None:
-        found = [d._asdict() | {"errors_apart": d.errors_apart} for d in measure(args)]
-        print(json.dumps({"differences": found, "machine": machine(said)}, indent=1))
+        rows = [d._asdict() | {"errors_apart": d.errors_apart} for d in measure(args)]
+        print(json.dumps({"differences": rows, "machine": machine(command("least_squares"))}, indent=1))
 
     return exit_code(work)
 

@@ -12,7 +12,6 @@ teacher's own projections (untrained), which does not change its speed.
 import argparse
 import importlib.util
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import swiftkv_jax as skv
-from benchmarks.common import RESULTS, in_rounds, machine, seconds_of, table, timed, write
+from benchmarks.common import RESULTS, command, in_rounds, machine, ratio, seconds_of, table, timed, write
 from benchmarks.llama_cpp_peer import LlamaCpp, write_gguf
 
 BATCHES = (1, 8, 32)
@@ -32,8 +31,8 @@ def in_batches(generate: Generate, batch: int, prompts: list[list[int]], outputs
     """The tokens from `generate`, called on `batch` prompts of similar lengths at a time."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     out: dict[int, list[int]] = {}
-    for at in range(0, len(order), batch):
-        some = order[at : at + batch]
+    for start in range(0, len(order), batch):
+        some = order[start : start + batch]
         out |= zip(some, generate([prompts[i] for i in some], outputs), strict=True)
     return [out[i] for i in range(len(prompts))]
 
@@ -46,15 +45,8 @@ def by_transformers(model, prompts: list[list[int]], outputs: int) -> list[list[
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     with torch.inference_mode():
-        got = model.generate(
-            ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=outputs,
-            min_new_tokens=outputs,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+        how = {"do_sample": False, "max_new_tokens": outputs, "min_new_tokens": outputs}
+        got = model.generate(ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, **how)
     return [row[width:].tolist() for row in got]
 
 
@@ -120,32 +112,18 @@ def main() -> None:
     identical["swiftkv-jax"] = same(ours(llms["swiftkv-jax, standard"], prompts, args.outputs))
     seconds = in_rounds(runs, args.rounds)
     base, tokens = next(iter(runs)), sum(lengths.tolist()) + args.prompts * args.outputs
-    rows = {
-        name: {
-            "tokens_per_s": tokens / statistics.median(s),
-            "gain": statistics.median(b / a for a, b in zip(s, seconds[base], strict=True)),
-        }
-        for name, s in seconds.items()
-    }
-    result = {
-        "machine": machine(" ".join(["python -m benchmarks.peers", *sys.argv[1:]])),
-        "identical": identical,
-        "rows": rows,
-    }
-    result |= {
-        "kernels": {name: llm.kernels for name, llm in llms.items()},
-        "prompts": args.prompts,
-        "seconds_by_batch": batches,
-    }
+    speeds = {name: tokens / statistics.median(s) for name, s in seconds.items()}
+    rows = {name: {"tokens_per_s": speeds[name], "gain": ratio(seconds, base, name)} for name in seconds}
+    result = {"machine": machine(command("peers")), "identical": identical, "rows": rows}
+    result |= {"kernels": {name: llm.kernels for name, llm in llms.items()}, "prompts": args.prompts}
+    result |= {"seconds_by_batch": batches}
     lines = [[name, f"{row['tokens_per_s']:,.0f}", f"{row['gain']:.2f}"] for name, row in rows.items()]
     info = result["machine"]
     text = (
         f"{info['command']}, {info['device']}, jax {info['jax']}, torch {torch.__version__}, {info['date']}; "
         f"completions identical to those of transformers at batch 8, of {args.prompts}: "
         + ", ".join(f"{name} {count}" for name, count in identical.items())
-        + "\n\n"
-        + table(["", "tokens/s", "gain"], lines)
-        + "\n"
+        + f"\n\n{table(['', 'tokens/s', 'gain'], lines)}\n"
     )
     print(text)
     write(args.name, result, text, args.output)

@@ -8,9 +8,7 @@ counted FLOPs.
 """
 
 import argparse
-import json
 import statistics
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.common import interleaved, machine
+from benchmarks.common import command, interleaved, machine, ratio, shown
 from swiftkv_jax.analysis.flops import training_flops_per_token
 from swiftkv_jax.checkpoint.hf import from_pretrained
 from swiftkv_jax.config.plan import KVPlan
@@ -49,15 +47,12 @@ def two_forwards_step(
         t, s = run(teacher, teacher_params), run(recipe.student, params)
         to_logits = partial(head, params)
         chunk = steps.chunk_of(recipe, batch)
-        return (
-            losses.kl_sum(to_logits, to_logits, s, t, batch.mask, recipe.loss.temperature, chunk)
-            / batch.mask.sum()
-        )
+        kl = losses.kl_sum(to_logits, to_logits, s, t, batch.mask, recipe.loss.temperature, chunk)
+        return kl / batch.mask.sum()
 
     value, grads = jax.value_and_grad(loss)(state.trainable)
-    updates, opt = steps.optimizer(recipe.optimizer, recipe.steps).update(
-        grads, state.optimizer, state.trainable
-    )
+    optimizer = steps.optimizer(recipe.optimizer, recipe.steps)
+    updates, opt = optimizer.update(grads, state.optimizer, state.trainable)
     trained = optax.apply_updates(state.trainable, updates)
     return steps.TrainState(state.step + 1, trained, opt), {"loss": value}
 
@@ -70,15 +65,11 @@ def measure(folder: str, rows: int, length: int, chunk_mib: float, rounds: int) 
     student, trained, frozen = steps.prepare(teacher, params, plan, "fold", "swiftkv")
     loss = LossConfig(chunk_mib=chunk_mib)
     recipe = steps.Recipe(student, loss, OptimizerConfig(), 1000, "swiftkv", remat=False)
-    tokens = np.random.default_rng(0).integers(2, teacher.config.vocab_size, (rows, length)).astype(np.int32)
-    whole = jnp.ones((rows, length), jnp.int32)
+    tokens = np.random.default_rng(0).integers(2, teacher.config.vocab_size, (rows, length))
+    tokens, whole = jnp.asarray(tokens, jnp.int32), jnp.ones((rows, length), jnp.int32)
     place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     batch = Batch(
-        tokens=jnp.asarray(tokens),
-        targets=jnp.asarray(tokens),
-        positions=place,
-        segments=whole,
-        mask=whole.astype(jnp.float32),
+        tokens=tokens, targets=tokens, positions=place, segments=whole, mask=whole.astype(jnp.float32)
     )
     state = steps.init_state(recipe, trained)
     shared = jax.jit(partial(steps.train_step, recipe))
@@ -90,13 +81,12 @@ def measure(folder: str, rows: int, length: int, chunk_mib: float, rounds: int) 
         "two_forwards": lambda: jax.block_until_ready(apart(frozen, state, batch)),
     }
     seconds = interleaved(runs, rounds)
-    pairs = zip(seconds["two_forwards"], seconds["shared"], strict=True)
     count = partial(training_flops_per_token, teacher.config, plan, length)
     return {
         "kernels": dispatch.unnamed(),
         "tokens_per_step": rows * length,
         **{f"{name}_ms": 1e3 * statistics.median(values) for name, values in seconds.items()},
-        "speedup": statistics.median(a / b for a, b in pairs),
+        "speedup": ratio(seconds, "two_forwards", "shared"),
         "speedup_by_flops": count(shared_lower=False) / count(shared_lower=True),
     }
 
@@ -106,18 +96,13 @@ def main() -> None:
     p.add_argument("--model", default="demo/teacher")
     p.add_argument("--rows", type=int, default=8)
     p.add_argument("--length", type=int, default=256)
-    p.add_argument(
-        "--chunk-mib", type=float, default=4.0, help="MiB of logits at a time (configs/tiny.py: 4)"
-    )
+    p.add_argument("--chunk-mib", type=float, default=4.0, help="MiB of logits at a time (in tiny.py: 4)")
     p.add_argument("--rounds", type=int, default=15)
     p.add_argument("--output", type=Path)
     args = p.parse_args()
-    about = machine(" ".join(["python -m benchmarks.training_step", *sys.argv[1:]]))
-    found = measure(args.model, args.rows, args.length, args.chunk_mib, args.rounds)
-    text = json.dumps({"machine": about, **found}, indent=2)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n")
+    about = machine(command("training_step"))
+    result = measure(args.model, args.rows, args.length, args.chunk_mib, args.rounds)
+    shown({"machine": about, **result}, args.output)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import swiftkv_jax as skv
-from benchmarks.common import RESULTS, in_turn, machine, table, write
+from benchmarks.common import RESULTS, command, headline, in_turn, machine, table, write
 from swiftkv_jax.common.checks import above, integer
 from swiftkv_jax.common.errors import exit_code
 from swiftkv_jax.engine.request import Request
@@ -34,12 +34,8 @@ class Busy:
         self.llm = skv.LLM.from_model(
             model, params, steps_per_launch=steps, prefix_caching=False, cache_dtype="bfloat16", **settings
         )
-        self.vocab, self.random, self.source = (
-            model.config.vocab_size,
-            np.random.default_rng(0),
-            random.Random(0),
-        )
-        self.prompt = args.prompt
+        self.vocab, self.prompt = model.config.vocab_size, args.prompt
+        self.random, self.source = np.random.default_rng(0), random.Random(0)
         self.endless = dataclasses.replace(ONE, max_tokens=args.context - args.prompt)
         for _ in range(args.max_num_seqs - 1):
             self.fill()
@@ -90,7 +86,7 @@ def measure(model, params, args) -> dict:
         for steps in in_turn(engines, number):
             waits[steps] += [engines[steps].wait() for _ in range(args.arrivals)]
             rates[steps].append(engines[steps].decode(args.seconds))
-    found = {
+    by_steps = {
         str(steps): {
             "ttft_ms": 1e3 * statistics.median(waits[steps]),
             "ttft_p95_ms": 1e3 * statistics.quantiles(waits[steps], n=20)[-1],
@@ -99,15 +95,10 @@ def measure(model, params, args) -> dict:
         }
         for steps in engines
     }
-    return {"kernels": next(iter(engines.values())).llm.kernels, "steps": found}
+    return {"kernels": next(iter(engines.values())).llm.kernels, "steps": by_steps}
 
 
-def main() -> int:
-    """Exit code 2 for bad usage."""
-    return exit_code(_run)
-
-
-def _run() -> None:
+def main() -> None:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--model", default="demo/teacher")
     p.add_argument("--dtype", default="float32")
@@ -125,17 +116,15 @@ def _run() -> None:
     integer("--context", args.context, 2 * args.prompt)
     above("--seconds", args.seconds, 0)
     model, params = skv.from_pretrained(args.model, dtype=args.dtype)
-    found = measure(model, params, args)
-    about = machine(" ".join(["python -m benchmarks.waiting", *sys.argv[1:]]))
+    result = measure(model, params, args)
+    about = machine(command("waiting"))
     head = ["steps per launch", "TTFT ms", "p95", "time of these steps, ms", "tokens/s of the other lanes"]
     columns = ("ttft_ms", "ttft_p95_ms", "steps_ms", "tokens_per_s")
-    rows = [[steps, *(f"{row[name]:,.1f}" for name in columns)] for steps, row in found["steps"].items()]
-    text = (
-        f"{about['command']}, {about['device']}, jax {about['jax']}, {about['date']}\n\n{table(head, rows)}\n"
-    )
+    rows = [[steps, *(f"{row[name]:,.1f}" for name in columns)] for steps, row in result["steps"].items()]
+    text = f"{headline(about)}\n\n{table(head, rows)}\n"
     print(text)
-    write("waiting", {"machine": about} | found, text, args.output)
+    write("waiting", {"machine": about} | result, text, args.output)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(main))

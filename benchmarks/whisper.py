@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import interleaved, machine
+from benchmarks.common import command, interleaved, machine
 from swiftkv_jax import to_slim
 from swiftkv_jax.checkpoint.generation import GenerationDefaults
 from swiftkv_jax.common.errors import exit_code
@@ -105,9 +105,8 @@ def show_table() -> None:
         left = f"{name:8}{kv.stored:8.1f}{k.stored:8.1f}{chip:8.1f} {kv.stored / chip:5.1f}x"
         print(f"{left}{size.option_2:8.1f}{x.stored:8.1f} {kv.stored / x.stored:5.1f}x")
     for batch in (1, 64):
-        print(
-            f"\nNumbers read for a token at batch {batch}, in millions, and times fewer than keys and values"
-        )
+        counted = "in millions, and times fewer than keys and values"
+        print(f"\nNumbers read for a token at batch {batch}, {counted}")
         print(f"{'':8}{'kv':>8}{'k':>15}{'x, E on chip':>15}{'x, E counted':>15}")
         for name, size in SIZES.items():
             base = counts(size, "kv").read(batch, size.layers, True)
@@ -120,20 +119,11 @@ def show_table() -> None:
 
 def make(size: Size, form: str, lanes: int) -> LLM:
     """An engine of this size with random weights."""
-    raw = {
-        "model_type": "whisper",
-        "vocab_size": VOCAB,
-        "d_model": size.width,
-        "num_mel_bins": 80,
-        "max_source_positions": SOURCE,
-        "max_target_positions": CONTEXT,
-    }
+    raw = {"model_type": "whisper", "vocab_size": VOCAB, "d_model": size.width, "num_mel_bins": 80}
+    raw |= {"max_source_positions": SOURCE, "max_target_positions": CONTEXT}
     for half in ("encoder", "decoder"):
-        raw |= {
-            f"{half}_layers": size.layers,
-            f"{half}_attention_heads": size.heads,
-            f"{half}_ffn_dim": 4 * size.width,
-        }
+        raw |= {f"{half}_layers": size.layers, f"{half}_attention_heads": size.heads}
+        raw |= {f"{half}_ffn_dim": 4 * size.width}
     config = ModelConfig.from_hf(raw)
     plan = KVPlan.standard(size.layers).with_cross("kv")
     model = Transformer(config, plan)
@@ -162,19 +152,19 @@ def measured(size: Size, batch: int) -> dict[str, dict]:
         for outputs in (1, 1 + OUTPUTS)
     }
     seconds = interleaved(runs, ROUNDS)
-    found = {}
+    result = {}
     for form, llm in llms.items():
         first, all_of_them = seconds[form, 1], seconds[form, 1 + OUTPUTS]
         later = statistics.median(b - a for a, b in zip(first, all_of_them, strict=True))
         stats = llm.engine.stats
         stored = stats.cache_bytes_per_token * CONTEXT + stats.source_bytes_per_token * SOURCE
-        found[form] = {
+        result[form] = {
             "cache_mb": stored / 1e6,
             "first_ms": 1e3 * statistics.median(first) / batch,
             "tokens_per_s": batch * OUTPUTS / later,
             "kernels": llm.kernels,
         }
-    return found
+    return result
 
 
 def main() -> None:
@@ -188,20 +178,16 @@ def main() -> None:
     show_table()
     if not args.run:
         return
-    found = {
-        "machine": machine(" ".join(["python -m benchmarks.whisper", *sys.argv[1:]])),
-        "size": args.size,
-        "batches": {},
-    }
-    print(f"\nWhisper {args.size} here: " + ", ".join(f"{k} {v}" for k, v in found["machine"].items()))
+    result = {"machine": machine(command("whisper")), "size": args.size, "batches": {}}
+    print(f"\nWhisper {args.size} here: " + ", ".join(f"{k} {v}" for k, v in result["machine"].items()))
     print(f"{'batch':>5}  {'rows':4}{'cache, MB':>11}{'first token, ms per window':>26}{'then tokens/s':>15}")
     for batch in args.batch:
-        found["batches"][batch] = measured(SIZES[args.size], batch)
-        for form, row in found["batches"][batch].items():
+        result["batches"][batch] = measured(SIZES[args.size], batch)
+        for form, row in result["batches"][batch].items():
             times = f"{row['first_ms']:26.0f}{row['tokens_per_s']:15.1f}"
             print(f"{batch:5}  {form:4}{row['cache_mb']:11.1f}{times}")
         if args.output is not None:
-            args.output.write_text(json.dumps(found, indent=2) + "\n")
+            args.output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -84,13 +84,7 @@ def experiment(model: str, chats: Path, split: int, steps: int | None, rows: int
 
 
 def student(
-    model: Sequence[str],
-    folder: str,
-    chats: str,
-    seconds: float,
-    steps: int | None,
-    rows: int,
-    words: int,
+    model: Sequence[str], folder: str, chats: str, seconds: float, steps: int | None, rows: int, words: int
 ) -> Iterator[dict]:
     """Make a student whose prompts run half of the layers, and evaluate each stage; training stops when
     enough of `seconds` is left for the rest. Costs are of rows of 512 tokens, and of 2048 (`_long`)."""
@@ -105,10 +99,7 @@ def student(
         length = e.data.seq_len
 
         def stage(name: str) -> dict:
-            return {
-                name: costs(run, run.row_sums()[length], length),
-                f"{name}_long": smollm2.long_rows(run),
-            }
+            return {name: costs(run, run.row_sums()[length], length), f"{name}_long": smollm2.long_rows(run)}
 
         yield stage("rewired")
         began = time.perf_counter()

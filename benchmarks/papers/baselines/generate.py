@@ -148,11 +148,7 @@ def stream(
 
 
 def follow(
-    model: Transformer,
-    params: PyTree,
-    baseline: Baseline,
-    prompt: Sequence[int],
-    following: Sequence[int],
+    model: Transformer, params: PyTree, baseline: Baseline, prompt: Sequence[int], following: Sequence[int]
 ) -> tuple[Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """Log probability of each token that follows a prompt, and whether it is the likeliest one there.
 
