@@ -9,7 +9,6 @@ benchmarks/results/. On a CPU the cases are the tests' small ones, only to see t
 import argparse
 import datetime
 import functools
-import importlib.metadata
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from benchmarks.common import RESULTS, not_measured, table, write
 from benchmarks.device import hardware
 from benchmarks.kernel_peers import peers
 from swiftkv_jax.kernels.check.calls import OPERATIONS, medians
+from swiftkv_jax.kernels.check.machine import versions
 from swiftkv_jax.kernels.common.case import Case
 from swiftkv_jax.kernels.fused_kv_fill.cases import UNFUSED
 
@@ -68,22 +68,17 @@ def run(platform: str, kernels: list[str], only: str | None, rounds: int, deadli
             floor = max(work[what] / top[what] for what in work)
             cases.append({"kernel": kernel, "case": name, **work, "floor": floor, "seconds": seconds})
             print(f"{kernel} {name}: {seconds}", flush=True)
-    return {
-        "device": jax.devices()[0].device_kind,
-        "date": datetime.date.today().isoformat(),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
-        "ceilings": top,
-        "cases": cases,
-        "no_time_for": missing,
-    }
+    about = {"device": jax.devices()[0].device_kind, "date": datetime.date.today().isoformat()}
+    about |= {"versions": versions(("jax", "jaxlib")), "ceilings": top}
+    return about | {"cases": cases, "no_time_for": missing}
 
 
 def markdown(result: dict) -> str:
     """The table: time, bandwidth, FLOP rate, and the share of the floor that the ceilings give."""
     top = result["ceilings"]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     head = (
-        f"# Kernels on {result['device']}\n\n{result['date']}, {versions}. Measured ceilings: copy "
+        f"# Kernels on {result['device']}\n\n{result['date']}, {packages}. Measured ceilings: copy "
         f"{top['bytes'] / 1e9:.0f} GB/s, bfloat16 matmul {top['flops'] / 1e12:.1f} TFLOP/s. Share: the"
         " time these allow over the time taken.\n\n"
     )
@@ -117,10 +112,8 @@ def main() -> int:
     try:
         jax.devices(platform)
     except RuntimeError:
-        command = f"python -m benchmarks.kernels --platform {platform}"
-        print(
-            not_measured(f"kernels_{platform}", f"Kernels on {platform}", platform, command, options.output)
-        )
+        command, where = f"python -m benchmarks.kernels --platform {platform}", options.output
+        print(not_measured(f"kernels_{platform}", f"Kernels on {platform}", platform, command, where))
         return 1
     with jax.default_device(jax.devices(platform)[0]):
         kernels = [options.kernel] if options.kernel else KERNELS

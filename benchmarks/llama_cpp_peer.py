@@ -97,8 +97,8 @@ class LlamaCpp:
         given: list[list[int]] = [[] for _ in prompts]
         pending = [(s, i, token, i == len(p) - 1) for s, p in enumerate(prompts) for i, token in enumerate(p)]
         for number in range(outputs):
-            for at in range(0, len(pending), _STEP):
-                for s, token in self._run(pending[at : at + _STEP]):
+            for start in range(0, len(pending), _STEP):
+                for s, token in self._run(pending[start : start + _STEP]):
                     given[s].append(token)
             pending = [(s, len(p) + number, given[s][-1], True) for s, p in enumerate(prompts)]
         return given
@@ -112,10 +112,10 @@ class LlamaCpp:
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
         if code := self.api.llama_decode(self._context, batch):
             raise RuntimeError(f"llama_decode of {len(tokens)} tokens returned {code}")
-        return [(t[0], int(self._logits(i).argmax())) for i, t in enumerate(tokens) if t[3]]
-
-    def _logits(self, i: int) -> np.ndarray:
-        return np.ctypeslib.as_array(self.api.llama_get_logits_ith(self._context, i), (self._vocab,))
+        wanted = [(i, sequence) for i, (sequence, _, _, sampled) in enumerate(tokens) if sampled]
+        logits = (self.api.llama_get_logits_ith(self._context, i) for i, _ in wanted)
+        arrays = (np.ctypeslib.as_array(pointer, (self._vocab,)) for pointer in logits)
+        return [(sequence, int(a.argmax())) for (_, sequence), a in zip(wanted, arrays, strict=True)]
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)

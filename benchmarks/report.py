@@ -55,17 +55,13 @@ def shown(columns: list[str], rows: Rows) -> str:
     """A Markdown table; the floats of a column have the same number of decimals, and None is an empty
     cell."""
     out = [[""] * len(columns) for _ in rows]
-    for at in range(len(columns)):
-        values = [row[at] for row in rows]
+    for column in range(len(columns)):
+        values = [row[column] for row in rows]
         decimals = max((len(str(v).partition(".")[2]) for v in values if isinstance(v, float)), default=0)
         for cells, value in zip(out, values, strict=True):
             if value is not None:
-                cells[at] = f"{value:.{decimals}f}" if isinstance(value, float) else str(value)
+                cells[column] = f"{value:.{decimals}f}" if isinstance(value, float) else str(value)
     return table(columns, out)
-
-
-def _record(found: dict) -> tuple[list[str], Rows]:
-    return found["columns"], found["rows"]
 
 
 def _latency(found: dict) -> tuple[list[str], Rows]:
@@ -89,31 +85,20 @@ def _peers(found: dict) -> tuple[list[str], Rows]:
 
 def _throughput(found: dict) -> tuple[list[str], Rows]:
     columns = ["prompt:output", "plan", "tokens/s", "gain", "predicted gain", "cache bytes per token"]
-    rows = [
-        [
-            lengths,
-            name,
-            f"{row['tokens_per_s']:,.0f}",
-            round(row["gain"], 2),
-            round(row["predicted_gain"], 2),
-            row["cache_bytes_per_token"],
-        ]
-        for lengths, plans in found["workloads"].items()
-        for name, row in plans.items()
-    ]
+    rows = []
+    for lengths, plans in found["workloads"].items():
+        for name, row in plans.items():
+            gains = (round(row[key], 2) for key in ("gain", "predicted_gain"))
+            rows.append([lengths, name, f"{row['tokens_per_s']:,.0f}", *gains, row["cache_bytes_per_token"]])
     return columns, rows
 
 
 def _waiting(found: dict) -> tuple[list[str], Rows]:
     columns = ["`steps_per_launch`", "TTFT, ms", "TTFT, 95th percentile, ms", "time of these steps, ms"]
-    rows = [
-        [
-            steps,
-            *(round(row[name], 1) for name in ("ttft_ms", "ttft_p95_ms", "steps_ms")),
-            f"{row['tokens_per_s']:,.0f}",
-        ]
-        for steps, row in found["steps"].items()
-    ]
+    rows = []
+    for steps, row in found["steps"].items():
+        times = (round(row[name], 1) for name in ("ttft_ms", "ttft_p95_ms", "steps_ms"))
+        rows.append([steps, *times, f"{row['tokens_per_s']:,.0f}"])
     return [*columns, "tokens/s of the other lanes"], rows
 
 
@@ -141,20 +126,13 @@ def _serving(found: dict) -> tuple[list[str], Rows]:
     columns = ["prompt:output", "plan", "tokens/s", "gain", "least to most", "TTFT, ms", "TPOT, ms", "failed"]
     names = {"standard": "standard", "swiftkv": "SwiftKV 50 %", "acrosskv": "+ 2-way AcrossKV"}
     points = aggregate(found["runs"], found["about"]["percentile"], "standard")["fixed"]
-    rows = [
-        [
-            point,
-            names[system],
-            f"{row['total_token_throughput']:,.0f}",
-            round(row["gain"], 2),
-            f"{row['gains'][0]:.2f} to {row['gains'][-1]:.2f}",
-            f"{row['median_ttft_ms']:,.0f}",
-            round(row["median_tpot_ms"], 1),
-            f"{row['failed']} of {row['requests']}",
-        ]
-        for point, systems in points.items()
-        for system, row in systems.items()
-    ]
+    rows = []
+    for point, systems in points.items():
+        for system, row in systems.items():
+            gains = round(row["gain"], 2), f"{row['gains'][0]:.2f} to {row['gains'][-1]:.2f}"
+            times = f"{row['median_ttft_ms']:,.0f}", round(row["median_tpot_ms"], 1)
+            rows.append([point, names[system], f"{row['total_token_throughput']:,.0f}", *gains, *times])
+            rows[-1].append(f"{row['failed']} of {row['requests']}")
     return columns, rows
 
 
@@ -188,12 +166,8 @@ def _splits() -> tuple[list[str], Rows]:
         + [f"{by_way[way]['agreement']:.3f}" if way in by_way else None for way in ways]
         for split, by_way in found.items()
     ]
-    return [
-        "split",
-        "prompt FLOPs in the layers",
-        "agreement, rewired",
-        *(f"after {way}" for way in ("least squares", "distillation")),
-    ], rows
+    columns = ["split", "prompt FLOPs in the layers", "agreement, rewired", "after least squares"]
+    return [*columns, "after distillation"], rows
 
 
 _TABLES: dict[str, Callable[[dict], tuple[list[str], Rows]]] = {
@@ -220,7 +194,8 @@ def block(name: str) -> str:
     if name in _COMMANDS and not (RESULTS / f"{name}.json").exists():
         return f"Not measured with today's code: `{_COMMANDS[name]}` does."
     found = result(name)
-    return f"{shown(*_TABLES.get(name, _record)(found))}\n\n{caption(found)}"
+    made = _TABLES[name](found) if name in _TABLES else (found["columns"], found["rows"])
+    return f"{shown(*made)}\n\n{caption(found)}"
 
 
 def filled(text: str) -> str:
@@ -239,10 +214,8 @@ def plot(path: Path) -> None:
     swiftkv, acrosskv = demo.values()
     names = ["standard model", "SwiftKV, half the layers", "+ 2-way AcrossKV"]
     times = [1.0, swiftkv["TTFT"], acrosskv["TTFT"]]
-    sizes = [
-        1.0,
-        *(row["cache bytes per token"] / swiftkv["cache bytes per token"] for row in (swiftkv, acrosskv)),
-    ]
+    size = swiftkv["cache bytes per token"]
+    sizes = [1.0, *(row["cache bytes per token"] / size for row in (swiftkv, acrosskv))]
     figure, axes = pyplot.subplots(1, 2, figsize=(7.6, 2.0), layout="constrained", sharey=True)
     titles = ("relative time to first token, 2048 tokens", "relative cache bytes")
     for axis, values, title in zip(axes, (times, sizes), titles, strict=True):

@@ -31,11 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before JAX counts the cores
     for heads in args.heads:
-        made = (
-            prompts(heads, args.tokens, args.dtype)
-            if args.prompt
-            else calls(heads, args.sequences, args.tokens, args.dtype)
-        )
+        sizes = (args.tokens, args.dtype)
+        made = prompts(heads, *sizes) if args.prompt else calls(heads, args.sequences, *sizes)
         seconds = measure(made, args.rounds)
         print(json.dumps({"heads": heads, "dtype": args.dtype, **summary(seconds)}), flush=True)
     return 0
@@ -60,27 +57,16 @@ def prompts(heads: int, tokens: int, dtype: str) -> dict[str, Callable]:
     from swiftkv_jax.core import weights
 
     width, layers = heads * HEAD, 4
-    config = skv.ModelConfig(
-        vocab_size=1024,
-        hidden_size=width,
-        intermediate_size=8 * width // 3,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=HEAD,
-        max_position_embeddings=tokens + 1,
-    )
+    shape = {"vocab_size": 1024, "hidden_size": width, "intermediate_size": 8 * width // 3}
+    shape |= {"num_layers": layers, "num_heads": heads, "num_kv_heads": heads, "head_dim": HEAD}
+    config = skv.ModelConfig(**shape, max_position_embeddings=tokens + 1)
     plan = skv.KVPlan.standard(layers)
     model, params = skv.Transformer(config, plan), weights.init(config, plan, jax.random.key(0))
     made = {"kv": (model, params), "k": skv.to_slim(model, params, "k")}
     prompt = np.random.default_rng(0).integers(0, 1024, tokens).tolist()
     first = skv.SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    sizes = {
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": tokens,
-        "prefix_caching": False,
-        "cache_dtype": dtype,
-    }
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": tokens}
+    sizes |= {"prefix_caching": False, "cache_dtype": dtype}
     return {
         name: functools.partial(skv.LLM.from_model(*pair, **sizes).generate, [prompt], first, use_tqdm=False)
         for name, pair in made.items()

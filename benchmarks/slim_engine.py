@@ -10,39 +10,30 @@ that. `--shape tiny` tries the command out on a CPU.
 import argparse
 import dataclasses
 import functools
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 import swiftkv_jax as skv
-from benchmarks.common import RESULTS, machine, not_measured, write
+from benchmarks.common import RESULTS, command, machine, not_measured, write
 from benchmarks.throughput import measure, report, workload
 from swiftkv_jax.core import weights
 
 NAME, TITLE = "slim_engine", "Slim attention, served"
+_HEADS = {"num_heads": 32, "num_kv_heads": 32, "head_dim": 128}
+_LLAMA2_7B = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_layers": 32,
+    **_HEADS,
+}
+_FEW_HEADS = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
+_TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, **_FEW_HEADS}
 SHAPES = {
-    "llama2_7b": skv.ModelConfig(
-        vocab_size=32000,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=128,
-        max_position_embeddings=16384,
-        dtype="bfloat16",
-    ),
-    "tiny": skv.ModelConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=16,
-    ),
+    "llama2_7b": skv.ModelConfig(**_LLAMA2_7B, max_position_embeddings=16384, dtype="bfloat16"),
+    "tiny": skv.ModelConfig(**_TINY),
 }
 
 
@@ -51,17 +42,10 @@ def served(config: skv.ModelConfig, form: str, context: int, requests: int, chun
     plan, dtype = skv.KVPlan.standard(config.num_layers).stored_as(form), jnp.dtype(config.dtype)
     init = functools.partial(weights.init, config, plan, jax.random.key(0), dtype, cuts=None)
     params = weights.split_layers(config, plan, jax.jit(init)())
-    page = 64
-    return skv.LLM.from_model(
-        skv.Transformer(config, plan, config.dtype),
-        params,
-        max_model_len=context,
-        max_num_seqs=requests,
-        max_num_batched_tokens=chunk,
-        page_size=page,
-        num_pages=requests * -(-context // page) + 1,
-        prefix_caching=False,
-    )
+    page, model = 64, skv.Transformer(config, plan, config.dtype)
+    sizes = {"max_model_len": context, "max_num_seqs": requests, "max_num_batched_tokens": chunk}
+    sizes |= {"page_size": page, "num_pages": requests * -(-context // page) + 1}
+    return skv.LLM.from_model(model, params, **sizes, prefix_caching=False)
 
 
 def main() -> int:
@@ -75,9 +59,8 @@ def main() -> int:
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--output", type=Path, default=RESULTS)
     args = p.parse_args()
-    command = " ".join([f"python -m benchmarks.{NAME}", *sys.argv[1:]])
     if args.shape != "tiny" and jax.default_backend() == "cpu":
-        print(not_measured(NAME, TITLE, "GPU or TPU", command, args.output))
+        print(not_measured(NAME, TITLE, "GPU or TPU", command(NAME), args.output))
         return 1
     config, (length, outputs) = SHAPES[args.shape], args.workload
     if args.layers:
@@ -85,8 +68,8 @@ def main() -> int:
     sizes = length + outputs, args.requests, args.chunk
     names = {"standard": "kv"} | {form: form for form in args.forms}
     llms = {name: served(config, form, *sizes) for name, form in names.items()}
-    found = measure(llms, length, outputs, args.requests, args.rounds)
-    result = {"machine": machine(command), "workloads": {f"{length}:{outputs}": found}, "budgets": {}}
+    figures = {f"{length}:{outputs}": measure(llms, length, outputs, args.requests, args.rounds)}
+    result = {"machine": machine(command(NAME)), "workloads": figures, "budgets": {}}
     text = f"# {TITLE}\n\n{report(result)}"
     print(text)
     write(NAME if args.shape != "tiny" else f"{NAME}_tiny", result, text, args.output)

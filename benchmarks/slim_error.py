@@ -34,38 +34,28 @@ def short(number: float, digits: str = ".2g") -> str:
     return f"{number:{digits}}".replace("e-0", "e-") if number else "0"
 
 
-def row(dtype: str, found: dict) -> list[str]:
+def row(dtype: str, slim: dict) -> list[str]:
     """The table's row of one slim.json."""
     ways = ("exact", "calibrated")
-    whole = [*(found["every_row"][f"k {way}"] for way in ways), found["keys_and_values"]]
-    errors = [
-        ", ".join(
-            short(each["error"])
-            for one in found["rows"]
-            for each in one["candidates"]
-            if each["matrix"] == way
-        )
-        for way in ways
-    ]
+    whole = [*(slim["every_row"][f"k {way}"] for way in ways), slim["keys_and_values"]]
+    candidates = [each for row in slim["rows"] for each in row["candidates"]]
+    errors = [", ".join(short(each["error"]) for each in candidates if each["matrix"] == way) for way in ways]
     agreement = " / ".join(f"{each['agreement']:.3f}" for each in whole)
     return [dtype, *errors, *(short(each["kl"], ".1e") for each in whole), agreement]
 
 
 def measure(model: Path) -> dict:
     """A record of all dtypes, with the conditions of the model's W_K and what its cache takes."""
-    record = {
-        "run": machine(f"python -m benchmarks.slim_error --model {model}"),
-        "columns": COLUMNS,
-        "rows": [],
-    }
+    run = machine(f"python -m benchmarks.slim_error --model {model}")
+    record = {"run": run, "columns": COLUMNS, "rows": []}
     for dtype in DTYPES:
         with tempfile.TemporaryDirectory() as folder:
             given = ("--model", str(model), "--out", folder, "--forms", "k", "--cache-dtype", dtype)
-            found = convert(slim_parser().parse_args(given))
-        record["rows"].append(row(dtype, found))
-        record.setdefault("bytes_per_token", {})[dtype] = found["bytes_per_token"]
-    record["conditions"] = [one["condition"] for one in found["rows"]]
-    record["tokens"] = {name: found[f"{name}_tokens"] for name in ("fit", "kept")}
+            slim = convert(slim_parser().parse_args(given))
+        record["rows"].append(row(dtype, slim))
+        record.setdefault("bytes_per_token", {})[dtype] = slim["bytes_per_token"]
+    record["conditions"] = [each["condition"] for each in slim["rows"]]
+    record["tokens"] = {name: slim[f"{name}_tokens"] for name in ("fit", "kept")}
     return record
 
 
@@ -74,11 +64,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a multi-head checkpoint")
     parser.add_argument("--output", type=Path, default=RESULTS / "slim_error.json", metavar="FILE")
-    args = parser.parse_args(argv)
 
     def work() -> None:
-        record = measure(args.model)
-        args.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        args = parser.parse_args(argv)
+        args.output.write_text(json.dumps(measure(args.model), indent=2) + "\n", encoding="utf-8")
 
     return exit_code(work)
 

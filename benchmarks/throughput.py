@@ -11,7 +11,6 @@ output token in prompt tokens, r the remaining share of a prompt token's cost wi
 
 import argparse
 import statistics
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,9 @@ from benchmarks.common import (
     SYSTEMS,
     Variant,
     bars,
+    command,
     engine,
+    headline,
     in_rounds,
     machine,
     pages_within,
@@ -51,11 +52,8 @@ def measure(llms: dict[str, skv.LLM], length: int, outputs: int, requests: int, 
     runs |= {(name, outputs): partial(whole, name) for name in llms}
     seconds = in_rounds(runs, rounds)
     first, all_of = ({name: seconds[name, count] for name in llms} for count in (1, outputs))
-    per_output = requests * (outputs - 1)
-    costs = [
-        ((b - a) / per_output) / (a / (requests * length))
-        for a, b in zip(first["standard"], all_of["standard"], strict=True)
-    ]
+    pairs = zip(first["standard"], all_of["standard"], strict=True)
+    costs = [((b - a) / (requests * (outputs - 1))) / (a / (requests * length)) for a, b in pairs]
     n, c = length / outputs, statistics.median(costs)
     out = {}
     for name, llm in llms.items():
@@ -107,26 +105,15 @@ def budgets(model, params, kinds: list[Variant], args) -> dict:
 
 def report(result: dict) -> str:
     """The result as Markdown."""
-    machine = result["machine"]
-    parts = [f"{machine['command']}, {machine['device']}, jax {machine['jax']}, {machine['date']}\n"]
+    parts = [headline(result["machine"]) + "\n"]
     head = ["variant", "tokens/s", "gain", "predicted", "r", "c", "TPOT ms", "host ms/step", "B/token"]
+    forms = {"tokens_per_s": ",.0f", "gain": ".2f", "predicted_gain": ".2f", "prompt_share": ".2f"}
+    forms |= {"output_cost": ".1f", "tpot_ms": ".2f", "host_ms_per_step": ".3f", "cache_bytes_per_token": ","}
     for name, rows in result["workloads"].items():
-        parts.append(f"{name} tokens in:out\n")
         lines = [
-            [
-                variant,
-                f"{row['tokens_per_s']:,.0f}",
-                f"{row['gain']:.2f}",
-                f"{row['predicted_gain']:.2f}",
-                f"{row['prompt_share']:.2f}",
-                f"{row['output_cost']:.1f}",
-                f"{row['tpot_ms']:.2f}",
-                f"{row['host_ms_per_step']:.3f}",
-                f"{row['cache_bytes_per_token']:,}",
-            ]
-            for variant, row in rows.items()
+            [variant, *(f"{row[k]:{form}}" for k, form in forms.items())] for variant, row in rows.items()
         ]
-        parts.append(table(head, lines) + "\n")
+        parts += [f"{name} tokens in:out\n", table(head, lines) + "\n"]
     if result["budgets"]:
         names = list(next(iter(result["budgets"].values())))
         lines = [
@@ -157,20 +144,18 @@ def main() -> None:
     model, params = skv.from_pretrained(args.model, dtype=args.dtype)
     every = zip(SYSTEMS, variants(model.config.num_layers, args.share, args.cache_dtype), strict=True)
     kinds = [variant for name, variant in every if name in ("standard", *args.systems)]
-    command = " ".join(["python -m benchmarks.throughput", *sys.argv[1:]])
-    result: dict = {"machine": machine(command), "workloads": {}, "budgets": {}}
+    result: dict = {"machine": machine(command("throughput")), "workloads": {}, "budgets": {}}
     for length, outputs in args.workloads:
         sizes = {"max_num_seqs": args.max_num_seqs, "page_size": args.page_size}
         llms = {kind.name: engine(model, params, kind, length + outputs, **sizes) for kind in kinds}
-        found = measure(llms, length, outputs, args.requests, args.rounds)
-        result["workloads"][f"{length}:{outputs}"] = found
+        figures = measure(llms, length, outputs, args.requests, args.rounds)
+        result["workloads"][f"{length}:{outputs}"] = figures
     result["budgets"] = budgets(model, params, kinds, args) if args.budgets else {}
     text = report(result)
     print(text)
     write("throughput", result, text, args.output)
-    gains = {
-        name: {kind: row["gain"] for kind, row in rows.items()} for name, rows in result["workloads"].items()
-    }
+    workloads = result["workloads"].items()
+    gains = {name: {kind: row["gain"] for kind, row in rows.items()} for name, rows in workloads}
     bars(gains, ("tokens in:out", "throughput over standard"), args.output / "throughput.png")
 
 
