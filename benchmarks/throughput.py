@@ -17,23 +17,8 @@ from pathlib import Path
 import numpy as np
 
 import swiftkv_jax as skv
-from benchmarks.common import (
-    RESULTS,
-    SYSTEMS,
-    Variant,
-    bars,
-    command,
-    engine,
-    headline,
-    in_rounds,
-    machine,
-    pages_within,
-    ratio,
-    table,
-    timed,
-    variants,
-    write,
-)
+from benchmarks import common
+from benchmarks.common import RESULTS, SYSTEMS, Variant, ratio, table, timed
 
 
 def measure(llms: dict[str, skv.LLM], length: int, outputs: int, requests: int, rounds: int) -> dict:
@@ -50,7 +35,7 @@ def measure(llms: dict[str, skv.LLM], length: int, outputs: int, requests: int, 
     # All in one round, so that drifts of the machine's speed affect all variants alike.
     runs = {(name, 1): partial(timed, llm, prompts, 1) for name, llm in llms.items()}
     runs |= {(name, outputs): partial(whole, name) for name in llms}
-    seconds = in_rounds(runs, rounds)
+    seconds = common.in_rounds(runs, rounds)
     first, all_of = ({name: seconds[name, count] for name in llms} for count in (1, outputs))
     pairs = zip(first["standard"], all_of["standard"], strict=True)
     costs = [((b - a) / (requests * (outputs - 1))) / (a / (requests * length)) for a, b in pairs]
@@ -85,19 +70,19 @@ def budgets(model, params, kinds: list[Variant], args) -> dict:
     """Table 3: throughput if the cache may take only a share of the memory that a standard model needs."""
     length, outputs = args.budget_workload
     context, page = length + outputs, args.page_size
-    standard = engine(model, params, kinds[0], context, page_size=page).cache_bytes_per_token
+    standard = common.engine(model, params, kinds[0], context, page_size=page).cache_bytes_per_token
     prompts = np.random.default_rng(1).integers(2, model.config.vocab_size, (args.requests, length)).tolist()
     out = {}
     for share in args.budgets:
         budget = share * standard * args.max_num_seqs * context
         llms = {}
         for kind in kinds:
-            per_token = engine(model, params, kind, context, page_size=page).cache_bytes_per_token
-            if pages := pages_within(budget, per_token, page, context):
+            per_token = common.engine(model, params, kind, context, page_size=page).cache_bytes_per_token
+            if pages := common.pages_within(budget, per_token, page, context):
                 settings = {"num_pages": pages, "page_size": page, "max_num_seqs": args.max_num_seqs}
-                llms[kind.name] = engine(model, params, kind, context, **settings)
+                llms[kind.name] = common.engine(model, params, kind, context, **settings)
         runs = {name: partial(timed, llm, prompts, outputs) for name, llm in llms.items()}
-        seconds = in_rounds(runs, args.rounds)
+        seconds = common.in_rounds(runs, args.rounds)
         tokens = args.requests * context
         out[f"{share:.0%}"] = {name: tokens / statistics.median(s) for name, s in seconds.items()}
     return out
@@ -105,7 +90,7 @@ def budgets(model, params, kinds: list[Variant], args) -> dict:
 
 def report(result: dict) -> str:
     """The result as Markdown."""
-    parts = [headline(result["machine"]) + "\n"]
+    parts = [common.headline(result["machine"]) + "\n"]
     head = ["variant", "tokens/s", "gain", "predicted", "r", "c", "TPOT ms", "host ms/step", "B/token"]
     forms = {"tokens_per_s": ",.0f", "gain": ".2f", "predicted_gain": ".2f", "prompt_share": ".2f"}
     forms |= {"output_cost": ".1f", "tpot_ms": ".2f", "host_ms_per_step": ".3f", "cache_bytes_per_token": ","}
@@ -142,21 +127,21 @@ def main() -> None:
     p.add_argument("--output", type=Path, default=RESULTS)
     args = p.parse_args()
     model, params = skv.from_pretrained(args.model, dtype=args.dtype)
-    every = zip(SYSTEMS, variants(model.config.num_layers, args.share, args.cache_dtype), strict=True)
+    every = zip(SYSTEMS, common.variants(model.config.num_layers, args.share, args.cache_dtype), strict=True)
     kinds = [variant for name, variant in every if name in ("standard", *args.systems)]
-    result: dict = {"machine": machine(command("throughput")), "workloads": {}, "budgets": {}}
+    result: dict = {"machine": common.machine(common.command("throughput")), "workloads": {}, "budgets": {}}
     for length, outputs in args.workloads:
         sizes = {"max_num_seqs": args.max_num_seqs, "page_size": args.page_size}
-        llms = {kind.name: engine(model, params, kind, length + outputs, **sizes) for kind in kinds}
+        llms = {kind.name: common.engine(model, params, kind, length + outputs, **sizes) for kind in kinds}
         figures = measure(llms, length, outputs, args.requests, args.rounds)
         result["workloads"][f"{length}:{outputs}"] = figures
     result["budgets"] = budgets(model, params, kinds, args) if args.budgets else {}
     text = report(result)
     print(text)
-    write("throughput", result, text, args.output)
+    common.write("throughput", result, text, args.output)
     workloads = result["workloads"].items()
     gains = {name: {kind: row["gain"] for kind, row in rows.items()} for name, rows in workloads}
-    bars(gains, ("tokens in:out", "throughput over standard"), args.output / "throughput.png")
+    common.bars(gains, ("tokens in:out", "throughput over standard"), args.output / "throughput.png")
 
 
 if __name__ == "__main__":

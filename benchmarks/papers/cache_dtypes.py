@@ -105,18 +105,15 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--text", default=str(CORPUS), help="text, of which the held-out part is evaluated")
     p.add_argument("--length", type=int, default=512, help="tokens of a row")
     p.add_argument("--tokens", type=int, default=8192, help="tokens to evaluate")
-    p.add_argument(
-        "--fit-tokens", type=int, default=65_536, help="tokens that least squares fits a student on"
-    )
+    p.add_argument("--fit-tokens", type=int, default=65_536, help="tokens that a student is fitted on")
     p.add_argument("--output", type=Path, default=RESULTS / "cache_dtypes.json", metavar="FILE")
     given = sys.argv[1:] if argv is None else argv
     args = p.parse_args(given)
 
     def work() -> None:
         with tempfile.TemporaryDirectory() as scratch:
-            data = DataConfig(
-                sources=(args.text,), seq_len=args.length, batch_size=_ROWS, long_documents="fill"
-            )
+            sizes = {"seq_len": args.length, "batch_size": _ROWS}
+            data = DataConfig(sources=(args.text,), long_documents="fill", **sizes)
             fit, held_out = apart(data, Path(scratch))
             tokenizer = load_tokenizer(local_folder(args.teacher))
             batches = evaluation_batches(held_out, tokenizer, math.ceil(args.tokens / _ROWS / args.length))

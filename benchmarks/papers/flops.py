@@ -52,14 +52,11 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--split", type=int, nargs="+", help="default: three quarters, and half, of the layers")
     p.add_argument("--share", type=int, nargs="+", default=[1, 4], help="layers that share a row")
     p.add_argument("--context", type=int, default=131072, help="tokens of the prompt")
-    p.add_argument(
-        "--printed",
-        action="store_true",
-        help="in the paper's units: attention in 2^30 FLOP, and a vocabulary of 131072",
-    )
-    args = p.parse_args(argv)
+    units = "in the paper's units: attention in 2^30 FLOP, and a vocabulary of 131072"
+    p.add_argument("--printed", action="store_true", help=units)
 
     def work() -> None:
+        args = p.parse_args(argv)
         config = config_of(args.model)
         layers = config.num_layers
         plans = {"baseline": KVPlan.standard(layers)}

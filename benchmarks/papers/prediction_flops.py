@@ -127,24 +127,11 @@ PRINTED = {  # "FLOPs reduction" of Tables 3 and 5 to 8; Table 3 prints 3.59 for
     "3B-KVP-LP-0.5": 1.97,
     "3B-KVP-LP-0.25": 3.84,
 }
-_BASELINES = {  # of either base; LazyLLM's as in Table 7: Tables 5 and 6 swap those of 0.75-0.1 and 0.75-0.01
-    "RP-0.75": 1.33,
-    "RP-0.5": 2.00,
-    "RP-0.25": 4.00,
-    "SP-0.5": 1.33,
-    "SP-0.25": 2.00,
-    "L0.75-0.75": 1.21,
-    "L0.75-0.5": 1.38,
-    "L0.75-0.25": 1.60,
-    "L0.75-0.1": 1.77,
-    "L0.75-0.05": 1.83,
-    "L0.75-0.01": 1.89,
-    "L0.5-0.5": 1.54,
-    "L0.5-0.25": 1.82,
-    "L0.5-0.1": 2.04,
-    "L0.5-0.05": 2.13,
-    "L0.5-0.01": 2.20,
-}
+# Of either base; LazyLLM's as in Table 7: Tables 5 and 6 swap those of 0.75-0.1 and 0.75-0.01.
+_BASELINES = {"RP-0.75": 1.33, "RP-0.5": 2.00, "RP-0.25": 4.00, "SP-0.5": 1.33, "SP-0.25": 2.00}
+_BASELINES |= {"L0.75-0.75": 1.21, "L0.75-0.5": 1.38, "L0.75-0.25": 1.60, "L0.75-0.1": 1.77}
+_BASELINES |= {"L0.75-0.05": 1.83, "L0.75-0.01": 1.89, "L0.5-0.5": 1.54, "L0.5-0.25": 1.82}
+_BASELINES |= {"L0.5-0.1": 2.04, "L0.5-0.05": 2.13, "L0.5-0.01": 2.20}
 PRINTED |= {f"{base}-{name}": value for base in ("1.1B", "3B") for name, value in _BASELINES.items()}
 
 
@@ -194,9 +181,8 @@ def prediction_table(base: Sizes, auxiliary: Sizes, prediction: Prediction, cont
         "predictor": maps * ahead / context,
         "base": base.read(base.layers, base.layers, context - (tail - 1) / 2) * tail / context,
     }
-    whole, but_one = (
-        base.read(depth, base.layers, float(context)) for depth in (base.layers, base.layers - 1)
-    )
+    depths = base.layers, base.layers - 1
+    whole, but_one = (base.read(depth, base.layers, float(context)) for depth in depths)
     step = base.read(base.layers - 1, base.layers, mean) + (whole - but_one) / context
     full = base.read(base.layers, base.layers, mean)
     table |= {"total": sum(table.values()), "full_depth": full, "step": step}
@@ -267,9 +253,8 @@ def pairs() -> list[tuple[str, Sizes, Sizes, Prediction]]:
         base = OPENELM[large]
         for name in small:
             auxiliary = OPENELM[name]
-            out.append(
-                (f"{large}-KVP-C-{name}", base, auxiliary, Prediction.spread(base.layers, auxiliary.layers))
-            )
+            spread = Prediction.spread(base.layers, auxiliary.layers)
+            out.append((f"{large}-KVP-C-{name}", base, auxiliary, spread))
         for share in (0.75, 0.5, 0.25):
             auxiliary, keep = pruned(base, share)
             out.append((f"{large}-KVP-LP-{share}", base, auxiliary, Prediction.nearest(base.layers, keep)))
@@ -279,10 +264,9 @@ def pairs() -> list[tuple[str, Sizes, Sizes, Prediction]]:
 def baselines(base: Sizes) -> list[tuple[str, float, Callable[[int], float]]]:
     """The paper's RP, SP and LazyLLM (L): name, FLOPs reduction as published, and as run for a context."""
     probe = math.ceil(base.layers / 4)
-    out: list[tuple[str, float, Callable[[int], float]]] = [
-        (f"RP-{keep}", random_pruning(keep), partial(pruning_as_run, base, keep))
-        for keep in (0.75, 0.5, 0.25)
-    ]
+    out: list[tuple[str, float, Callable[[int], float]]] = []
+    for keep in (0.75, 0.5, 0.25):
+        out.append((f"RP-{keep}", random_pruning(keep), partial(pruning_as_run, base, keep)))
     for keep in (0.5, 0.25):
         out.append((f"SP-{keep}", static_pruning(keep), partial(pruning_as_run, base, keep, probe=probe)))
     for start, ends in ((0.75, (0.75, 0.5, 0.25, 0.1, 0.05, 0.01)), (0.5, (0.5, 0.25, 0.1, 0.05, 0.01))):
@@ -311,13 +295,9 @@ def report() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; its exit code."""
-
-    def work() -> None:
-        about = "FLOPs reductions of the KV prediction paper, as published and as they are run."
-        Parser(prog="python -m benchmarks.papers.prediction_flops", description=about).parse_args(argv)
-        report()
-
-    return exit_code(work)
+    about = "FLOPs reductions of the KV prediction paper, as published and as they are run."
+    p = Parser(prog="python -m benchmarks.papers.prediction_flops", description=about)
+    return exit_code(lambda: report() if p.parse_args(argv) else None)
 
 
 if __name__ == "__main__":

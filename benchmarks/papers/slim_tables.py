@@ -114,15 +114,9 @@ class Cost(NamedTuple):
 
 def numbers_per_token(shape: Published, form: str) -> int:
     """Numbers that a token takes in the cache of a model whose rows all have one form."""
-    config = ModelConfig(
-        vocab_size=1,
-        hidden_size=shape.hidden,
-        intermediate_size=1,
-        num_layers=shape.layers,
-        num_heads=shape.heads,
-        num_kv_heads=shape.heads,
-        head_dim=shape.width,
-    )
+    heads = {"num_heads": shape.heads, "num_kv_heads": shape.heads, "head_dim": shape.width}
+    sizes = {"vocab_size": 1, "hidden_size": shape.hidden, "intermediate_size": 1}
+    config = ModelConfig(**sizes, num_layers=shape.layers, **heads)
     return cache_bytes_per_token(config, KVPlan.standard(shape.layers).stored_as(form), "bfloat16") // 2
 
 
@@ -142,9 +136,7 @@ def decoding(hidden: int, heads: int, tokens: int, width: int | None = None) -> 
         "kv": Cost(3 * into + out, 4 * d * e, scores + summed, 2 * n * e),
         "k, values first": Cost(2 * into + out + 2 * n * e * e, 3 * d * e + e * e, scores + summed, n * e),
         "k": Cost(2 * into + out + heads * 2 * e * w, 3 * d * e + e * e, scores + heads * 2 * n * e, n * e),
-        "x": Cost(
-            into + out + heads * (2 * w * d + 2 * d * w), 4 * d * e, heads * (2 * d * n + 2 * n * d), n * d
-        ),
+        "x": Cost(into + out + heads * 4 * w * d, 4 * d * e, heads * 4 * d * n, n * d),
     }
 
 
@@ -182,20 +174,20 @@ def show() -> None:
         kv, k = (numbers_per_token(m, form) for form in ("kv", "k"))
         print(f"{m.name:24}{m.hidden:7}{m.layers:7}{m.heads:5}{m.width:5}{kv:>11,}{k:>11,}")
     d, h, n = 4096, 32, 16 * K
-    print(
-        f"\nTable 2: one decoded token in one layer, d {d}, h {h}, n {n} (in millions), and per number read"
-    )
+    print(f"\nTable 2: a decoded token in one layer, d {d}, h {h}, n {n} (in millions), and per number read")
     for name, cost in decoding(d, h, n).items():
         a, b = cost.intensities()
         values = "".join(f"{value / 1e6:12,.1f}" for value in cost)
         print(f"{name:18}{values}   {a:8.0f} {b:4.0f}")
     print("\nTable 3: operations per byte: the paper's in int8, then bfloat16 of analysis.flops")
     for chip, (tops, bandwidth, printed) in CHIPS.items():
-        found = intensity(tops * 1e12, bandwidth * 1e9)
-        print(f"{chip:24}{tops:7}{bandwidth:7}{found:7}" + ("" if found == printed else f" * {printed}"))
+        per_byte = intensity(tops * 1e12, bandwidth * 1e9)
+        print(
+            f"{chip:24}{tops:7}{bandwidth:7}{per_byte:7}" + ("" if per_byte == printed else f" * {printed}")
+        )
     for chip, ours in flops.CHIPS.items():
-        found = intensity(ours.flops, ours.bandwidth)
-        print(f"{chip:24}{ours.flops / 1e12:7.0f}{ours.bandwidth / 1e9:7.0f}{found:7}")
+        per_byte = intensity(ours.flops, ours.bandwidth)
+        print(f"{chip:24}{ours.flops / 1e12:7.0f}{ours.bandwidth / 1e9:7.0f}{per_byte:7}")
     print("\nSection 5: e = d_k h > d. Cache of kv, k and x; W_V and W_KV, in numbers")
     for m in WIDE:
         e = m.heads * m.width
@@ -207,15 +199,9 @@ def show() -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
-    p = Parser(
-        prog="python -m benchmarks.papers.slim_tables", description="The Slim attention paper's tables."
-    )
-
-    def work() -> None:
-        p.parse_args(argv)
-        show()
-
-    return exit_code(work)
+    about = "The Slim attention paper's tables."
+    p = Parser(prog="python -m benchmarks.papers.slim_tables", description=about)
+    return exit_code(lambda: show() if p.parse_args(argv) else None)
 
 
 if __name__ == "__main__":

@@ -37,10 +37,8 @@ WAYS = ("all heads", "each head")
 
 def parser() -> Parser:
     """The flags."""
-    p = Parser(
-        prog="python -m benchmarks.papers.slim_threshold",
-        description="Measure how many keys a threshold on attention weights would skip.",
-    )
+    about = "Measure how many keys a threshold on attention weights would skip."
+    p = Parser(prog="python -m benchmarks.papers.slim_threshold", description=about)
     p.add_argument("--model", required=True, metavar="DIR", help="a standard model: folder, or hub id")
     p.add_argument("--text", metavar="FILE", help=".jsonl or .txt (the demo's corpus)")
     p.add_argument("--tile", type=int, default=64, metavar="N", help="keys of a tile (64)")
@@ -87,11 +85,8 @@ def _layer(model: Transformer, layer: int, tile: int, params: PyTree, x, at, rea
     scores = jnp.einsum("btnh,bsnh->bnts", q, keys, precision="highest") * config.head_dim**-0.5
     back = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])
     scores = jnp.where((back >= 0) & (back < config.windows[layer]), scores, -jnp.inf)
-    found = [
-        jax.vmap(partial(left_out, tile=tile, threshold=threshold))(scores, values, real).sum(0)
-        for threshold in THRESHOLDS
-    ]
-    return jnp.stack(found)
+    dropped = (jax.vmap(partial(left_out, tile=tile, threshold=threshold)) for threshold in THRESHOLDS)
+    return jnp.stack([count(scores, values, real).sum(0) for count in dropped])
 
 
 def measure(model: Transformer, params: PyTree, kept: texts.Pieces, tile: int) -> list[dict]:
@@ -104,8 +99,8 @@ def measure(model: Transformer, params: PyTree, kept: texts.Pieces, tile: int) -
         at = angles_and_segments(model.config, tokens, None, None)[0]
         entering = layer_inputs(model, params, tokens)
         for layer in range(model.config.num_layers):
-            found = _layer(model, layer, tile, alone, entering[layer], at, jnp.asarray(batch.real))
-            total += np.asarray(found, np.float64)
+            sums = _layer(model, layer, tile, alone, entering[layer], at, jnp.asarray(batch.real))
+            total += np.asarray(sums, np.float64)
     return [
         {"threshold": threshold, "way": way, "left_out": float(n / of), "error": float((off / size) ** 0.5)}
         for threshold, rows in zip(THRESHOLDS, total, strict=True)
@@ -133,11 +128,7 @@ def report(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; exit code 0, 2 for bad input, 1 for a failure."""
-
-    def work() -> None:
-        report(parser().parse_args(argv))
-
-    return exit_code(work)
+    return exit_code(lambda: report(parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -5,38 +5,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.papers import plots
-from benchmarks.papers.compare import times
-from benchmarks.papers.compare.evaluation import (
-    FIT_TOKENS,
-    ROWS,
-    Answers,
-    Point,
-    answers_by_prompts,
-    answers_by_rows,
-    fit_batches,
-    point,
-    prompts_of,
-    table,
-)
+from benchmarks.papers import command, plots
+from benchmarks.papers.compare import evaluation, systems, times
+from benchmarks.papers.compare.evaluation import Answers, Point, answers_by_rows, point
 from benchmarks.papers.compare.row_errors import row_errors
-from benchmarks.papers.compare.systems import (
-    SYSTEMS,
-    Source,
-    System,
-    by_weights,
-    check_auxiliary,
-    full_depth,
-    is_half,
-    others,
-    total,
-)
+from benchmarks.papers.compare.systems import Source, System, is_half, total
 from benchmarks.papers.compare.training import trained
 from benchmarks.papers.prediction_flops import Sizes
 from swiftkv_jax.analysis.plots import save_result
 from swiftkv_jax.checkpoint.hf import from_pretrained, local_folder
 from swiftkv_jax.common.checks import integer
-from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
+from swiftkv_jax.common.errors import Parser, UsageError
 from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.config.plan import KVPlan
@@ -46,56 +25,41 @@ from swiftkv_jax.kernels.common import dispatch
 
 def parser() -> Parser:
     """All flags of the command."""
-    p = Parser(
-        prog="python -m benchmarks.papers.compare",
-        description="Compare SwiftKV, KV prediction and others: quality of the first token against "
-        "FLOPs of the prompt.",
+    about = (
+        "Compare SwiftKV, KV prediction and others: quality of the first token against FLOPs of the prompt."
     )
-    p.add_argument(
-        "--model", required=True, metavar="DIR", help="a standard model: folder, GGUF file or hub id"
-    )
-    p.add_argument(
-        "--text",
-        default=str(DEMO / "corpus.jsonl.xz"),
-        metavar="FILE",
-        help="documents in any format that train.py reads (default: Python's documentation, in the package)",
-    )
-    p.add_argument(
-        "--prompts", type=int, default=1024, metavar="N", help="least number of held-out prompts (1024)"
-    )
-    p.add_argument("--few", action="store_true", help="one setting per system: takes a few minutes")
-    p.add_argument("--length", type=int, default=256, metavar="N", help="tokens per row of text (256)")
-    p.add_argument(
-        "--auxiliary", metavar="DIR", help="a smaller model with the same tokenizer, for KV prediction"
-    )
-    p.add_argument(
-        "--train", type=int, default=0, metavar="STEPS", help="also train each system for this many steps (0)"
-    )
-    p.add_argument(
-        "--rounds", type=int, default=5, metavar="N", help="timing rounds; 0 measures no times (5)"
-    )
-    p.add_argument(
-        "--out", type=Path, default=Path("runs/compare"), metavar="DIR", help="output folder (runs/compare)"
-    )
+    p = Parser(prog="python -m benchmarks.papers.compare", description=about)
+    add = p.add_argument
+    add("--model", required=True, metavar="DIR", help="a standard model: folder, GGUF file or hub id")
+    text = "documents in any format that train.py reads (default: Python's documentation, in the package)"
+    add("--text", default=str(DEMO / "corpus.jsonl.xz"), metavar="FILE", help=text)
+    add("--prompts", type=int, default=1024, metavar="N", help="least number of held-out prompts (1024)")
+    add("--few", action="store_true", help="one setting per system: takes a few minutes")
+    add("--length", type=int, default=256, metavar="N", help="tokens per row of text (256)")
+    add("--auxiliary", metavar="DIR", help="a smaller model with the same tokenizer, for KV prediction")
+    add("--train", type=int, default=0, metavar="STEPS", help="also train each system for so many steps (0)")
+    add("--rounds", type=int, default=5, metavar="N", help="timing rounds; 0 measures no times (5)")
+    out = Path("runs/compare")
+    add("--out", type=Path, default=out, metavar="DIR", help="output folder (runs/compare)")
     return p
 
 
 def measured(source: Source, own: Answers, args: argparse.Namespace) -> Iterator[tuple[System | None, Point]]:
     """Every system with its point, in the order of the table; None as the system of a baseline."""
-    for systems in SYSTEMS:
-        for system in systems(source):
+    for kind in systems.SYSTEMS:
+        for system in kind(source):
             yield system, _of_system(source, own, args, system)
             again = [system] if args.train else []
             if again and is_half(source, system) and isinstance(system.model, Predicted):
-                again += by_weights(system)
+                again += systems.by_weights(system)
             for each in again:
                 to = args.out / "trained"
                 made = trained(each, args.model, args.text, args.length, args.train, to)
                 yield made, _of_system(source, own, args, made)
     sizes = Sizes.of(source.model.config)
-    full = total(source.prompts, lambda n: full_depth(sizes, n))
-    for name, setting, baseline in others(source):
-        found, flops = answers_by_prompts(source.model, source.params, baseline, source.prompts)
+    full = total(source.prompts, lambda n: systems.full_depth(sizes, n))
+    for name, setting, baseline in systems.others(source):
+        found, flops = evaluation.answers_by_prompts(source.model, source.params, baseline, source.prompts)
         yield None, point(name, setting, flops / full, found, own)
 
 
@@ -134,12 +98,11 @@ def report(args: argparse.Namespace) -> dict:
         raise UsageError("compare takes a standard model of 4 layers or more, no window of it below --length")
     auxiliary = local_folder(args.auxiliary) if args.auxiliary else None
     if auxiliary is not None:
-        check_auxiliary(folder, auxiliary, length)
+        systems.check_auxiliary(folder, auxiliary, length)
     with working(show, f"reading {args.text}"):
-        prompts = prompts_of(args.text, folder, args.prompts, length)
-        source = Source(
-            model, params, folder, fit_batches(args.text, folder, length), prompts, args.few, auxiliary
-        )
+        prompts = evaluation.prompts_of(args.text, folder, args.prompts, length)
+        batches = evaluation.fit_batches(args.text, folder, length)
+        source = Source(model, params, folder, batches, prompts, args.few, auxiliary)
     out.mkdir(parents=True, exist_ok=True)
     with working(show, "computing the model's own answers"):
         own, points, halves = answers_by_rows(model, params, prompts), [], []
@@ -150,23 +113,14 @@ def report(args: argparse.Namespace) -> dict:
             points.append(found)
             if system is not None and is_half(source, system):
                 halves.append(system)
-    print(table(points))
-    (out / "compare.md").write_text(table(points) + "\n", encoding="utf-8")
+    print(evaluation.table(points))
+    (out / "compare.md").write_text(evaluation.table(points) + "\n", encoding="utf-8")
     plots.comparison(points, out / "compare.png")
-    result = {
-        "model": args.model,
-        "kernels": dispatch.unnamed(),
-        "text": args.text,
-        "prompts": int(prompts.lengths.size),
-        "rows": len(prompts.tokens),
-        "length": length,
-        "fit_tokens": FIT_TOKENS,
-        "train_tokens": args.train * ROWS * length,
-        "teacher_nats": round(float(own.nats.mean()), 6),
-        "points": [
-            {k: round(v, 6) if isinstance(v, float) else v for k, v in p._asdict().items()} for p in points
-        ],
-    }
+    rows = [{k: round(v, 6) if isinstance(v, float) else v for k, v in p._asdict().items()} for p in points]
+    result = {"model": args.model, "kernels": dispatch.unnamed(), "text": args.text}
+    result |= {"prompts": int(prompts.lengths.size), "rows": len(prompts.tokens), "length": length}
+    result |= {"fit_tokens": evaluation.FIT_TOKENS, "train_tokens": args.train * evaluation.ROWS * length}
+    result |= {"teacher_nats": round(float(own.nats.mean()), 6), "points": rows}
     with working(show, "measuring rows and times for the plots"):
         drawn = pictures(source, halves, args.rounds, out)
     return save_result(result | drawn, out, "compare")
@@ -183,22 +137,16 @@ def pictures(source: Source, halves: list[System], rounds: int, out: Path) -> di
             keys, values = ([round(float(x), 5) for x in l1.mean(1)] for l1 in errors.l1)
             found["row_l1"] = {"of": f"{name}, {setting}", "keys": keys, "values": values}
     if rounds:
-        curves = times.by_length(
-            (source.model, source.params), {s.name: (s.model, s.params) for s in halves}, rounds
-        )
+        by_name = {s.name: (s.model, s.params) for s in halves}
+        curves = times.by_length((source.model, source.params), by_name, rounds)
         plots.times(curves, out / "ttft.png")
         found["ttft_seconds"] = {"prompts": times.MANY} | curves
     return found
 
 
-def _run(args: argparse.Namespace) -> None:
-    with explained(f"write to {args.out}"):
-        report(args)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command line; its exit code."""
-    return exit_code(lambda: _run(parser().parse_args(argv)))
+    return command.run(parser(), argv, report)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.common import table as markdown
 from benchmarks.papers.baselines import Baseline, dense, read
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.core import predict
@@ -108,12 +109,10 @@ def answers_by_rows(model: Transformer | Predicted, params: PyTree, prompts: Pro
 
     @jax.jit
     def some(params, tokens, lengths, targets):
-        if isinstance(model, Predicted):
-            x = predict.forward(model, params, tokens)
-        else:
-            x = forward(model, params, tokens)
+        run = predict.forward if isinstance(model, Predicted) else forward
+        x = run(model, params, tokens)
         x = jnp.take_along_axis(x, (lengths - 1)[..., None], axis=1)
-        return _told(logits(*generator(model, params), x), targets)
+        return _answer(logits(*generator(model, params), x), targets)
 
     found = []
     for start in range(0, len(prompts.tokens), ROWS):
@@ -134,7 +133,7 @@ def answers_by_prompts(
     longest = prompts.tokens.shape[1]
     nats, likeliest, flops = np.zeros(rows * each), np.zeros(rows * each, np.int32), 0.0
     order = np.argsort(lengths, kind="stable")
-    tell = jax.jit(_told)
+    answer = jax.jit(_answer)
     sizes = [-(-longest * i // _PADS) for i in range(_PADS + 1)]
     for shorter, size in itertools.pairwise(sizes):
         these = order[(lengths[order] > shorter) & (lengths[order] <= size)]
@@ -143,13 +142,13 @@ def answers_by_prompts(
             padded = np.resize(batch, _TOGETHER)
             tokens = prompts.tokens[padded // each, :size]
             out, _, work = read(model, params, baseline, tokens, jnp.asarray(lengths[padded]), size)
-            told = [np.asarray(x)[: len(batch)] for x in tell(out, targets[padded])]
-            nats[batch], likeliest[batch] = told
+            answered = [np.asarray(x)[: len(batch)] for x in answer(out, targets[padded])]
+            nats[batch], likeliest[batch] = answered
             flops += float(dense.flops(model.config, work)[: len(batch)].sum())
     return Answers(nats.reshape(rows, each), likeliest.reshape(rows, each)), flops
 
 
-def _told(scores, targets):
+def _answer(scores, targets):
     known = jax.nn.log_softmax(scores, axis=-1)
     nats = -jnp.take_along_axis(known, targets[..., None], axis=-1)[..., 0]
     return nats, jnp.argmax(scores, axis=-1)
@@ -181,7 +180,7 @@ def table(points: list[Point]) -> str:
     timed = any(p.ttft is not None for p in points)
     heads = ["system", "setting", "FLOPs", "gap", "KV prediction there", "agreement"]
     heads[3:3] = ["TTFT", "TTFT, short"] if timed else []
-    lines = [heads]
+    lines = []
     for p in points:
         like = f"KV prediction{TRAINED}" if p.system.endswith(TRAINED) else "KV prediction"
         beside = at_equal_flops(points, like, p.flops)
@@ -190,5 +189,4 @@ def table(points: list[Point]) -> str:
         gap = f"{p.gap:.4f} ± {p.gap_error:.4f}"
         agreement = f"{p.agreement:.3f} ± {p.agreement_error:.3f}"
         lines.append([p.system, p.setting, f"{p.flops:.3f}", *times, gap, there, agreement])
-    rows = ["| " + " | ".join(line) + " |" for line in lines]
-    return "\n".join([rows[0], "|" + "---|" * len(heads), *rows[1:]])
+    return markdown(heads, lines)

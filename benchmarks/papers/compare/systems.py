@@ -188,16 +188,16 @@ def is_half(source: Source, system: System) -> bool:
 def by_weights(half: System) -> Iterator[System]:
     """KV prediction to be trained by the paper's losses, with three weights of the rows' loss (its Table
     2)."""
-    for said, weight in (("0", 0.0), ("1 / rows", None), ("1", 1.0)):
+    for words, weight in (("0", 0.0), ("1 / rows", None), ("1", 1.0)):
         training = half.training | {"loss": PredictionLossConfig(rows_weight=weight)}
-        name, setting = f"{half.name}, the paper's loss", f"rows_weight {said}"
+        name, setting = f"{half.name}, the paper's loss", f"rows_weight {words}"
         yield half._replace(name=name, setting=setting, training=training)
 
 
 def others(source: Source) -> Iterator[tuple[str, str, Baseline]]:
     """(name, setting, system): pruning of tokens, LazyLLM, and FFN-SkipLLM at 35 to 85 % of the depth."""
-    found = list(_others(source))
-    yield from {one[0]: one for one in found}.values() if source.few else found
+    every = list(_others(source))
+    yield from {other[0]: other for other in every}.values() if source.few else every
 
 
 def _others(source: Source) -> Iterator[tuple[str, str, Baseline]]:

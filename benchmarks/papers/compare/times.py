@@ -1,7 +1,6 @@
 """Time to the first token of a batch of prompts on a dense cache, by `loop.step` and `predict.fill`."""
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.common import interleaved, ratio
 from swiftkv_jax.core.cache import Cache, make_batch
 from swiftkv_jax.core.ends import embed, logits
 from swiftkv_jax.core.loop import run, step
@@ -34,8 +34,8 @@ def first_tokens(
 
     def flat(first: int, last: int):
         count = last - first
-        at = jnp.tile(jnp.arange(first, last), prompts)
-        return tokens[:, first:last].ravel(), at, count * jnp.arange(prompts + 1)
+        positions = jnp.tile(jnp.arange(first, last), prompts)
+        return tokens[:, first:last].ravel(), positions, count * jnp.arange(prompts + 1)
 
     base, theirs = generator(model, params)
     if isinstance(model, Predicted) and isinstance(cache, Caches):
@@ -72,24 +72,10 @@ def reader(model: Model, params: PyTree, prompts: int, length: int, whole: bool 
     params, held = split_layers(model, params), [empty(model, params, prompts, length)]
 
     def read() -> None:
-        found, held[0] = first_tokens(model, params, tokens, held[0], whole=whole)
-        found.block_until_ready()
+        first, held[0] = first_tokens(model, params, tokens, held[0], whole=whole)
+        first.block_until_ready()
 
     return read
-
-
-def seconds(reads: Mapping[str, Callable], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call in `rounds` rounds of all of them; each round begins with the next call."""
-    for read in reads.values():
-        read()  # compiles
-    out: dict[str, list[float]] = {name: [] for name in reads}
-    for number in range(rounds):
-        names = list(reads)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            began = time.perf_counter()
-            reads[name]()
-            out[name].append(time.perf_counter() - began)
-    return out
 
 
 def over_full_depth(
@@ -97,8 +83,7 @@ def over_full_depth(
 ) -> float:
     """Time to the first token of `one` over that of `full` at full depth: the median of paired ratios."""
     reads = {"full": reader(*full, prompts, length, whole=True), "one": reader(*one, prompts, length)}
-    found = seconds(reads, rounds)
-    return statistics.median(a / b for a, b in zip(found["one"], found["full"], strict=True))
+    return ratio(interleaved(reads, rounds), "one", "full")
 
 
 def by_length(
@@ -110,6 +95,6 @@ def by_length(
     for length in (n for n in LENGTHS if n <= most):
         reads = {name: reader(*one, MANY, length) for name, one in others.items()}
         reads |= {"full depth": reader(*full, MANY, length, whole=True)}
-        for name, found in seconds(reads, rounds).items():
-            out[name][length] = statistics.median(found)
+        for name, seconds in interleaved(reads, rounds).items():
+            out[name][length] = statistics.median(seconds)
     return out

@@ -18,19 +18,10 @@ def experiment(system: System, model: str, text: str, length: int, steps: int) -
     predictor by the KL of the model on predicted rows to the model, layers alone as a language model."""
     data = DataConfig(sources=(text,), split="train", seq_len=length, batch_size=ROWS, long_documents="fill")
     optimizer = OptimizerConfig(learning_rate=1e-3, warmup=0.05, weight_decay=0.0, schedule="linear")
-    plain = Experiment(
-        name=f"{system.name}, {system.setting}",
-        model=model,
-        data=data,
-        optimizer=optimizer,
-        mesh=MeshConfig(fsdp=1, tensor=-1),
-        dtype="float32",
-        export_dtype="float32",
-        steps=steps,
-        remat=False,
-        checkpoint_every=0,
-        plan=PlanConfig(split=1),
-    )
+    how = {"mesh": MeshConfig(fsdp=1, tensor=-1), "dtype": "float32", "export_dtype": "float32"}
+    how |= {"steps": steps, "remat": False, "checkpoint_every": 0, "plan": PlanConfig(split=1)}
+    name = f"{system.name}, {system.setting}"
+    plain = Experiment(name=name, model=model, data=data, optimizer=optimizer, **how)
     return dataclasses.replace(plain, **({"plan": PlanConfig()} | system.training))
 
 
@@ -44,8 +35,6 @@ def trained(system: System, model: str, text: str, length: int, steps: int, out:
     folder = out / re.sub(r"\W+", "-", run.name).strip("-")
     result = train(run, folder, resume=folder.exists(), say=lambda line: None)
     if result.export is None:
-        raise UsageError(
-            f"training {run.name} was ended by a signal: the same command continues from {folder}"
-        )
+        raise UsageError(f"training {run.name} was ended by a signal: the same command goes on from {folder}")
     made, params = from_pretrained(str(result.export), dtype="float32")
     return system._replace(name=system.name + TRAINED, model=made, params=params)
