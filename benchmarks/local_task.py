@@ -31,17 +31,10 @@ def write(folder: Path, count: int = COUNT) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / f"{NAME}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in passages(count)), encoding="utf-8")
-    task = {
-        "task": NAME,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")},
-        "test_split": "test",
-        "num_fewshot": 0,
-        "output_type": "loglikelihood",
-        "doc_to_text": "{{context}}",
-        "doc_to_target": " {{word}}",
-        "metric_list": _METRICS,
-    }
+    files = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
+    task = {"task": NAME, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
+    task |= {"num_fewshot": 0, "output_type": "loglikelihood", "metric_list": _METRICS}
+    task |= {"doc_to_text": "{{context}}", "doc_to_target": " {{word}}"}
     (folder / f"{NAME}.yaml").write_text(json.dumps(task))  # JSON is YAML
     return str(folder)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common import RESULTS, table
+from benchmarks.common import RESULTS, command, table
 from benchmarks.device import order, report
 from benchmarks.device.ledger import Ledger, pack, unpack
 from benchmarks.device.shapes import shape_of
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if not torch:
         print("transformers is not measured: PyTorch is not installed")
     args.output.mkdir(parents=True, exist_ok=True)
-    head = {"command": " ".join(["python -m benchmarks.device", *sys.argv[1:]]), "date": time.strftime("%F")}
+    head = {"command": command("device"), "date": time.strftime("%F")}
     ledger = Ledger([*args.resume, args.output])
     with tempfile.TemporaryDirectory() as scratch:
         programs, chats = Path(scratch) / "programs", args.output.absolute() / CHATS
@@ -102,38 +102,23 @@ def listed(lines) -> str:
     rows, total = [], 0.0
     for line in (order.line("hardware", "hardware", {}), *lines):
         total += line.least
-        rows.append(
-            [line.name, f"{line.least:.0f}", f"{int(total / 60)}:{total % 60:02.0f}", f"{line.limit:.0f}"]
-        )
+        together = f"{int(total / 60)}:{total % 60:02.0f}"
+        rows.append([line.name, f"{line.least:.0f}", together, f"{line.limit:.0f}"])
     return table(["line", "expected, s", "together", "limit, s"], rows)
 
 
 def main() -> int:
     """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.device",
-        description="Measure what matters most on this accelerator, in the minutes that there are.",
-    )
+    about = "Measure what matters most on this accelerator, in the minutes that there are."
+    p = argparse.ArgumentParser(prog="python -m benchmarks.device", description=about)
     p.add_argument("--shape", choices=("llama8b", "tiny"), default="llama8b")
     p.add_argument("--minutes", type=float, default=9.0, help="time limit of the run (default 9)")
-    p.add_argument(
-        "--output", type=Path, default=Path("device"), help="folder of the results (default device)"
-    )
-    p.add_argument(
-        "--resume",
-        type=Path,
-        nargs="+",
-        default=[RESULTS / "device"],
-        metavar="DIR",
-        help="earlier results: what they have is not measured again (default benchmarks/results/device)",
-    )
-    p.add_argument(
-        "--model",
-        type=Path,
-        nargs="+",
-        metavar="PART",
-        help="the student's teacher: a folder, or a GGUF file's parts",
-    )
+    out = "folder of the results (default device)"
+    p.add_argument("--output", type=Path, default=Path("device"), help=out)
+    kept = "earlier results: what they have is not measured again (default benchmarks/results/device)"
+    p.add_argument("--resume", type=Path, nargs="+", default=[RESULTS / "device"], metavar="DIR", help=kept)
+    teacher = "the student's teacher: a folder, or a GGUF file's parts"
+    p.add_argument("--model", type=Path, nargs="+", metavar="PART", help=teacher)
     p.add_argument("--list", action="store_true", help="print the lines and their expected seconds, and exit")
     args = p.parse_args()
     if args.minutes <= 0:

@@ -56,19 +56,12 @@ def measure(
     params = random_weights(config, rows, sizes.dtype)
     yield {"weights_seconds": time.perf_counter() - began}
     read_once = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embed"].nbytes
-    llm = skv.LLM.from_model(
-        skv.Transformer(config, rows, sizes.dtype),
-        params,
-        max_model_len=prompt + outputs,
-        max_num_seqs=requests,
-        max_num_batched_tokens=sizes.budget,
-        page_size=page,
-        num_pages=1 + (requests + 1) * (-(-(prompt + outputs) // page) + 1),
-        cache_dtype=cache_dtype,
-        kernels="xla",  # for kernels that are not named, so that no check runs inside this line
-        attention=f"decode={decode},chunk={chunk}",
-        fill=fill if rows.has_fill else None,
-    )
+    settings = {"max_model_len": prompt + outputs, "max_num_seqs": requests, "cache_dtype": cache_dtype}
+    settings |= {"max_num_batched_tokens": sizes.budget, "page_size": page}
+    settings |= {"num_pages": 1 + (requests + 1) * (-(-(prompt + outputs) // page) + 1)}
+    settings |= {"attention": f"decode={decode},chunk={chunk}", "fill": fill if rows.has_fill else None}
+    # XLA for kernels that are not named, so that no check runs inside this line.
+    llm = skv.LLM.from_model(skv.Transformer(config, rows, sizes.dtype), params, kernels="xla", **settings)
     began = time.perf_counter()
     compile_programs(llm.engine.runner, requests * page)
     yield {"compile_seconds": time.perf_counter() - began}

@@ -45,9 +45,8 @@ def line(name: str, task: str, args: Mapping, kind: str = "", group: str = "jax"
 
 def label(call: Call) -> str:
     """What a kind of call is named in lines: with the rows that are read, if these are special."""
-    rows = {"k_cache_attention": "keys alone, ", "x_cache_attention": "inputs alone, "}.get(
-        call.operation, ""
-    )
+    special = {"k_cache_attention": "keys alone, ", "x_cache_attention": "inputs alone, "}
+    rows = special.get(call.operation, "")
     if call.kind == "decode" and not rows and call.heads == call.kv_heads:
         rows = "keys and values, "
     eight = "fp8, " if call.stored.startswith("float8") else ""
@@ -57,16 +56,10 @@ def label(call: Call) -> str:
 def calls(shape: Shape, page: int = PAGE, dtype: str = "auto") -> dict[str, Call]:
     """The calls of an engine of this shape, by kind; of attention over half of `max_model_len` tokens."""
     (requests, prompt), _ = shape.requests
-    settings = Settings(
-        max_model_len=2 * prompt,
-        max_num_seqs=requests,
-        max_num_batched_tokens=shape.budget,
-        page_size=page,
-        cache_dtype=dtype,
-    )
-    layers = shape.config.num_layers
-    found = calls_of(shape.config, KVPlan.swiftkv(layers, layers // 2), shape.dtype, settings)
-    return {call.kind: call for call in found}
+    sizes = {"max_model_len": 2 * prompt, "max_num_seqs": requests, "max_num_batched_tokens": shape.budget}
+    settings, layers = Settings(**sizes, page_size=page, cache_dtype=dtype), shape.config.num_layers
+    plan = KVPlan.swiftkv(layers, layers // 2)
+    return {call.kind: call for call in calls_of(shape.config, plan, shape.dtype, settings)}
 
 
 def calls_of_rows(shape: Shape) -> list[Call]:
@@ -118,14 +111,14 @@ def order(
         return winner(label(call), known(call, shape.candidates[call.kind]), lines)
 
     def engine(
-        plan: str, decode: str, chunk: str, at=(requests, prompt), dtype="auto", fill=None
+        plan: str, decode: str, chunk: str, sizes=(requests, prompt), dtype="auto", fill=None
     ) -> Measurement:
         safe = decode == shape.candidates["decode"][0] and chunk == shape.candidates["chunk"][0]
         eight = ", fp8 rows" if dtype != "auto" else ""
         made = f", fill {fill}" if fill and plan != STANDARD else ""
-        title = f"engine: {at[0]} x {at[1]}, {plan}{eight}, decode {decode}, chunk {chunk}{made}"
+        title = f"engine: {sizes[0]} x {sizes[1]}, {plan}{eight}, decode {decode}, chunk {chunk}{made}"
         args = {"shape": name, "plan": plan, "cache_dtype": dtype, "page": PAGE}
-        args |= {"requests": at[0], "prompt": at[1], "decode": decode, "chunk": chunk, "fill": fill}
+        args |= {"requests": sizes[0], "prompt": sizes[1], "decode": decode, "chunk": chunk, "fill": fill}
         return line(title, "engine", args, "engine, safe" if safe else "engine")
 
     def step(attention: str, remat: bool = False) -> Measurement:
@@ -151,7 +144,7 @@ def order(
     yield from examined(eight["decode"])
     yield engine(HALF, won(eight["decode"]), best["chunk"], dtype=shape.fp8)
     for plan in (STANDARD, HALF):
-        yield engine(plan, **best, at=long)
+        yield engine(plan, **best, sizes=long)
     yield from examined(inputs)
     if model:
         given = {"model": model, "words": shape.words, **files}
@@ -169,8 +162,7 @@ def order(
         yield engine(HALF, **best, fill=fill)
     yield step(shape.candidates["train"][-1], remat=True)
     for how, kinds in BUFFERS.items():
-        env = (
-            {} if kinds is None else {"XLA_FLAGS": f"{flags} --xla_gpu_enable_command_buffer={kinds}".strip()}
-        )
+        buffers = f"{flags} --xla_gpu_enable_command_buffer={kinds}".strip()
+        env = {} if kinds is None else {"XLA_FLAGS": buffers}
         count = {"count": 20 if name == "tiny" else 500}
         yield line(f"launches: command buffers {how}", "launches", count, group="launches", **env)

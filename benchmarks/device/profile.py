@@ -21,17 +21,9 @@ def kernels(run: Callable[[], object]) -> dict:
             run()
         (path,) = Path(folder).rglob("*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(path)).planes
-        return summed([event for plane in planes if "/device:GPU" in plane.name for event in _events(plane)])
-
-
-def _events(plane) -> list[tuple[str, float, float]]:
-    """(name, start, end in ns) of what ran on the streams."""
-    lines = [line for line in plane.lines if line.name.startswith("Stream")]
-    return [
-        (event.name, event.start_ns, event.start_ns + event.duration_ns)
-        for line in lines
-        for event in line.events
-    ]
+        lines = [line for plane in planes if "/device:GPU" in plane.name for line in plane.lines]
+        events = [event for line in lines if line.name.startswith("Stream") for event in line.events]
+        return summed([(event.name, event.start_ns, event.start_ns + event.duration_ns) for event in events])
 
 
 def summed(events: list[tuple[str, float, float]]) -> dict:

@@ -59,16 +59,14 @@ def ratios(lines: Mapping[str, dict], asked: Mapping[str, Measurement]) -> dict[
         if line.task != "engine" or line.args["plan"] == STANDARD:
             continue
         alike = {"plan": STANDARD, "fill": None, "cache_dtype": "auto"}
-        base = next((n for n, one in asked.items() if _same(one, line, alike)), "")
+        wanted = {**line.args, **alike}
+        engines = ((n, each.args) for n, each in asked.items() if each.task == "engine")
+        base = next((n for n, args in engines if {**args, "fill": None} == wanted), "")
         mine, its = lines.get(name, {}), lines.get(base, {})
         both = {words: mine[key] / its[key] for key, words in RATIOS.items() if key in mine and key in its}
         if both:
             out[name] = both
     return out
-
-
-def _same(one: Measurement, other: Measurement, but: Mapping) -> bool:
-    return one.task == other.task and {**one.args, "fill": None} == {**other.args, **but}
 
 
 def goals(shape: Shape, lines: Mapping[str, dict], asked: Mapping[str, Measurement]) -> dict[str, tuple]:
@@ -92,7 +90,13 @@ def goals(shape: Shape, lines: Mapping[str, dict], asked: Mapping[str, Measureme
         for name, line in asked.items()
         if line.task == "engine" and line.args["plan"] == STANDARD and name in lines
     ]
-    half = [r for name, r in ratios(lines, asked).items() if _is_claim(shape, asked[name].args)]
+
+    def is_claim(args: Mapping) -> bool:
+        """Whether an engine line is SwiftKV alone, rows as wide as the standard's, at the first length."""
+        first = (args["requests"], args["prompt"]) == shape.requests[0]
+        return first and args["plan"] == HALF and args["cache_dtype"] == "auto"
+
+    half = [r for name, r in ratios(lines, asked).items() if is_claim(asked[name].args)]
     mfu = [found["mfu"] for name, found in lines.items() if name.startswith("step: ") and found.get("mfu")]
 
     def by_winners(key: str) -> float | None:
@@ -108,12 +112,6 @@ def goals(shape: Shape, lines: Mapping[str, dict], asked: Mapping[str, Measureme
         f"{HALF}, TPOT over the standard's": (1.0, by_winners("TPOT")),
         "distillation step, MFU": (0.40, max(mfu, default=None)),
     }
-
-
-def _is_claim(shape: Shape, args: Mapping) -> bool:
-    """Whether an engine line is SwiftKV alone, with rows as wide as the standard's, at the first length."""
-    at = (args["requests"], args["prompt"]) == shape.requests[0]
-    return at and args["plan"] == HALF and args["cache_dtype"] == "auto"
 
 
 def said(shape: Shape, line: Measurement, lines: Mapping[str, dict]) -> str:
@@ -141,11 +139,8 @@ def _examined(shape: Shape, line: Measurement, lines: Mapping[str, dict], top: M
     for size, value in sizes_of(found).items():
         part = share(value[by] / value["seconds"], top, by) if value.get(by) else None
         of = "" if part is None else f", {part:.0%} of a {'matmul' if by == 'flops' else 'copy'}"
-        times = (
-            ""
-            if line.args["name"] == line.args["beside"]
-            else f" ({value['beside'] / value['seconds']:.2f}x)"
-        )
+        alone = line.args["name"] == line.args["beside"]
+        times = "" if alone else f" ({value['beside'] / value['seconds']:.2f}x)"
         off = f", OFF BY {value['off']:.2g}" if value["off"] > OFF else ""
         parts.append(f"{size}: {1e3 * value['seconds']:.3f} ms{times}{of}{off}")
     return "; ".join(parts)
@@ -153,9 +148,8 @@ def _examined(shape: Shape, line: Measurement, lines: Mapping[str, dict], top: M
 
 def _trained(shape: Shape, line: Measurement, lines: Mapping[str, dict], top: Mapping) -> str:
     found = lines.get(line.name, {})
-    safe = line.name.replace(line.args["attention"], shape.candidates["train"][0]).removesuffix(
-        ", recomputed"
-    )
+    safe = line.name.replace(line.args["attention"], shape.candidates["train"][0])
+    safe = safe.removesuffix(", recomputed")
     right = {None: "", True: "right, ", False: "NOT RIGHT, "}[agrees(found, lines.get(safe, {}))]
     if "step_ms" not in found:
         return right
@@ -179,11 +173,8 @@ def _student(shape: Shape, line: Measurement, lines: Mapping[str, dict], top: Ma
 
 def _plain(found: Mapping) -> str:
     left_out = ("status", "seconds", "reason", "details", "line", "device", "versions", "date", "answers")
-    return ", ".join(f"{k} {_short(v)}" for k, v in found.items() if k not in left_out)
-
-
-def _short(value) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    shown = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in found.items() if k not in left_out}
+    return ", ".join(f"{k} {v}" for k, v in shown.items())
 
 
 def markdown(shape: Shape, head: Mapping, asked: Mapping[str, Measurement], lines: Mapping[str, dict]) -> str:
@@ -235,9 +226,8 @@ def _profiles(lines: Mapping[str, dict]) -> list[str]:
 
 def _answers(lines: Mapping[str, dict]) -> list[str]:
     """Both models' answers, as far as there are any."""
-    given = {
-        who: lines.get(name, {}).get("answers") for who, name in (("teacher", TEACHER), ("student", STUDENT))
-    }
+    names = {"teacher": TEACHER, "student": STUDENT}
+    given = {who: lines.get(name, {}).get("answers") for who, name in names.items()}
     given = {"": PROMPTS.read_text().splitlines()} | {who: texts for who, texts in given.items() if texts}
     rows = zip(*given.values(), strict=True)
     cells = [[" ".join(text.split()).replace("|", "/")[:300] for text in row] for row in rows]

@@ -73,14 +73,5 @@ def shape_of(name: str) -> Shape:
         "batch": 1,
         "steps": 2,
     }
-    return Shape(
-        config=config,
-        trained=config,
-        trained_dtype="float32",
-        budget=64,
-        requests=((2, 128), (1, 256)),
-        copied=1 << 20,
-        multiplied=256,
-        candidates=_ON_A_CPU,
-        **few,
-    )
+    few |= {"budget": 64, "requests": ((2, 128), (1, 256)), "copied": 1 << 20, "multiplied": 256}
+    return Shape(config=config, trained=config, trained_dtype="float32", candidates=_ON_A_CPU, **few)

@@ -42,10 +42,8 @@ def teacher(model: Sequence[str], folder: str, chats: str, count: int, words: in
     asked = [_asked(f"{ASKED[i % len(ASKED)]}\n\n{passage}") for i, passage in enumerate(passages)]
     llm = served(joined(model, Path(folder)), words)
     outputs = llm.chat(asked, SamplingParams(max_tokens=words, temperature=0.8, top_p=0.95), use_tqdm=False)
-    rows = [
-        [*turns, {"role": "assistant", "content": output.outputs[0].text}]
-        for turns, output in zip(asked, outputs, strict=True)
-    ]
+    texts = [{"role": "assistant", "content": output.outputs[0].text} for output in outputs]
+    rows = [[*turns, text] for turns, text in zip(asked, texts, strict=True)]
     write_whole(Path(chats), "".join(json.dumps({"messages": row}) + "\n" for row in rows))
     yield {"chats": len(rows), "tokens_per_s": llm.stats["output_tokens_per_s"]}
     yield {"answers": answers(llm, words)}
@@ -74,13 +72,9 @@ def experiment(model: str, chats: Path, split: int, steps: int | None, rows: int
     if steps is None:
         steps, constant = ENDLESS, {"schedule": "constant", "warmup": WARM_UP / ENDLESS}
         e = dataclasses.replace(e, optimizer=dataclasses.replace(e.optimizer, **constant))
-    return dataclasses.replace(
-        e,
-        data=dataclasses.replace(e.data, batch_size=rows),
-        attention=AttentionConfig(gpu="xla"),  # cuDNN has no float32; named, so that no check runs here
-        steps=steps,
-        log_every=steps,
-    )
+    attention = AttentionConfig(gpu="xla")  # cuDNN has no float32; named, so that no check runs here
+    data = dataclasses.replace(e.data, batch_size=rows)
+    return dataclasses.replace(e, data=data, attention=attention, steps=steps, log_every=steps)
 
 
 def student(
@@ -108,12 +102,8 @@ def student(
         began = time.perf_counter()
         done = _until(end, run)
         took = time.perf_counter() - began
-        yield {
-            "kernels": run.kernels,
-            "steps": done,
-            "distilled_seconds": took,
-            "trained_tokens_per_s": done * rows * length / took,
-        }
+        speed = {"distilled_seconds": took, "trained_tokens_per_s": done * rows * length / took}
+        yield {"kernels": run.kernels, "steps": done, **speed}
         yield stage("distilled")
         run.export(Path(scratch) / "export")
         yield {"answers": answers(served(Path(scratch) / "export", words), words)}

@@ -12,7 +12,8 @@ from pathlib import Path
 from benchmarks.common import RESULTS, SYSTEMS, normalised_tflops, write
 from benchmarks.serving import bench, report, workloads
 from benchmarks.serving.timeline import DETAILS
-from swiftkv_jax.common.errors import Parser, UsageError, exit_code, suggest
+from swiftkv_jax.common.checks import above, choice, integer, number
+from swiftkv_jax.common.errors import Parser, UsageError, exit_code
 from swiftkv_jax.config.hf import read_config_json
 from swiftkv_jax.config.model import ModelConfig
 
@@ -43,21 +44,10 @@ def parser() -> Parser:
     add("--scale", type=float, metavar="X", help="divides all lengths (default: what makes 128K fit)")
     add("--ratios", type=float, nargs="+", default=[*workloads.RATIOS], metavar="X", help="of sharegpt")
     add("--dataset", type=Path, metavar="FILE", help="a ShareGPT json, instead of lengths like its")
-    add(
-        "--rates",
-        nargs="+",
-        default="0.25x 0.5x 0.75x 0.9x 1x 1.25x".split(),
-        metavar="R",
-        help="arrival rates of rates",
-    )
-    add(
-        "--budgets",
-        type=float,
-        nargs="+",
-        default=[1.0, 0.5, 0.25, 0.2],
-        metavar="X",
-        help="cache sizes of budgets",
-    )
+    shares = "0.25x 0.5x 0.75x 0.9x 1x 1.25x".split()
+    add("--rates", nargs="+", default=shares, metavar="R", help="arrival rates of rates")
+    sizes = [1.0, 0.5, 0.25, 0.2]
+    add("--budgets", type=float, nargs="+", default=sizes, metavar="X", help="cache sizes of budgets")
     add("--num-prompts", type=int, default=32, metavar="N", help="requests of a run (32)")
     add("--rounds", type=int, default=3, metavar="N", help="runs of each, interleaved (3)")
     add("--num-warmups", type=int, default=1, metavar="N", help="requests before, not counted (1)")
@@ -85,24 +75,27 @@ def checked(argv: list[str] | None) -> argparse.Namespace:
     args = parser().parse_args(argv)
     args.workloads = args.workloads or ["fixed"]
     for name in args.workloads:
-        if name not in WORKLOADS:
-            raise UsageError(
-                f"no workload {name!r}{suggest(name, WORKLOADS)}; choose of {', '.join(WORKLOADS)}"
-            )
+        choice("workload", name, WORKLOADS)
     for name in ("load", "output_len", "num_prompts", "rounds", "share", "max_num_seqs", "page_size"):
-        _above(name, getattr(args, name), 1)
-    _above("max_concurrency", args.max_concurrency, 1)
-    _above("num_warmups", args.num_warmups, 0)
-    for name in ("scale", "burstiness"):
-        _above(name, getattr(args, name), 0, inclusive=False)
-    for name, bound in (("lengths", 1), ("ratios", 0)):
+        integer(_flag(name), getattr(args, name), 1)
+    integer("--num-warmups", args.num_warmups, 0)
+    if args.max_concurrency is not None:
+        integer("--max-concurrency", args.max_concurrency, 1)
+    if args.scale is not None:
+        above("--scale", args.scale, 0)
+    if args.burstiness != math.inf:
+        above("--burstiness", args.burstiness, 0)
+    for name, check, least in (("lengths", integer, 1), ("ratios", number, 0), ("budgets", above, 0)):
         for value in getattr(args, name):
-            _above(name, value, bound)
-    for share in args.budgets:
-        _above("budgets", share, 0, inclusive=False)
-    args.goals = dict(_goal(text) for text in args.goodput)
-    args.wanted = [_rate(text) for text in args.rates]
-    args.percentiles = _percentiles(args.metric_percentiles)
+            check(_flag(name), value, least)
+    args.goals = {}
+    for name, _, value in (text.partition(":") for text in args.goodput):
+        args.goals[choice("--goodput", name, _GOALS)] = above("--goodput", _number("goodput", value), 0)
+    # (a number, whether its unit is the rate that the first system can sustain).
+    rates = [(_number("rates", text.removesuffix("x")), text.endswith("x")) for text in args.rates]
+    args.wanted = [(above("--rates", rate, 0), relative) for rate, relative in rates]
+    percentiles = [_number("metric-percentiles", part) for part in args.metric_percentiles.split(",")]
+    args.percentiles = [number("--metric-percentiles", value, 0, 100) for value in percentiles]
     args.metadata = dict(_pair("metadata", text) for text in args.metadata)
     args.base_url = dict(_pair("base-url", text) for text in args.base_url or ())
     if args.base_url and ("budgets" in args.workloads or args.systems or args.alone):
@@ -110,25 +103,19 @@ def checked(argv: list[str] | None) -> argparse.Namespace:
             "--base-url names servers that run already: no budgets, --systems or --alone with it"
         )
     for name in args.systems or ():
-        if name not in SYSTEMS:
-            raise UsageError(f"no system {name!r}{suggest(name, SYSTEMS)}; choose of {', '.join(SYSTEMS)}")
+        choice("--systems", name, SYSTEMS)
     return args
 
 
-def _above(name: str, value, least: float, inclusive: bool = True) -> None:
-    if value is not None and not (value >= least if inclusive else value > least):
-        word = "at least" if inclusive else "above"
-        raise UsageError(f"--{name.replace('_', '-')} must be {word} {least:g}, not {value:g}")
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _number(flag: str, text: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = math.nan
-    if math.isnan(value):
-        raise UsageError(f"--{flag}: {text!r} is not a number")
-    return value
+        raise UsageError(f"--{flag}: {text!r} is not a number") from None
 
 
 def _pair(flag: str, text: str) -> tuple[str, str]:
@@ -136,30 +123,6 @@ def _pair(flag: str, text: str) -> tuple[str, str]:
     if not (name and sign and value):
         raise UsageError(f"--{flag} must be NAME=VALUE, not {text!r}")
     return name, value
-
-
-def _goal(text: str) -> tuple[str, float]:
-    name, _, value = text.partition(":")
-    if name not in _GOALS:
-        raise UsageError(f"--goodput must be such as ttft:500 (of {', '.join(_GOALS)}, in ms), not {text!r}")
-    found = _number("goodput", value)
-    _above("goodput", found, 0, inclusive=False)
-    return name, found
-
-
-def _rate(text: str) -> tuple[float, bool]:
-    """(a number, whether its unit is the rate that the first system can sustain)."""
-    value = _number("rates", text.removesuffix("x"))
-    _above("rates", value, 0, inclusive=False)
-    return value, text.endswith("x")
-
-
-def _percentiles(text: str) -> list[float]:
-    values = [_number("metric-percentiles", part) for part in text.split(",")]
-    for value in values:
-        if not 0 <= value <= 100:
-            raise UsageError(f"--metric-percentiles must be in [0, 100], not {value:g}")
-    return values
 
 
 def run(args: argparse.Namespace, say) -> tuple[list[dict], dict]:
@@ -175,15 +138,11 @@ def run(args: argparse.Namespace, say) -> tuple[list[dict], dict]:
     runs: list[dict] = []
     about: dict = {"left_out": {}, "machine": {}}
     for workload in args.workloads:
-        runs += (
-            _budgets(args, config, about, say)
-            if workload == "budgets"
-            else _even(args, config, workload, about, say)
-        )
-    for found in runs:
-        prompt = found["total_input_tokens"] // max(1, found["completed"])
-        rate = found["total_token_throughput"]
-        found["normalised_tflops"] = normalised_tflops(config, rate, prompt)
+        budgets = workload == "budgets"
+        runs += _budgets(args, config, about, say) if budgets else _even(args, config, workload, about, say)
+    for each in runs:
+        prompt = each["total_input_tokens"] // max(1, each["completed"])
+        each["normalised_tflops"] = normalised_tflops(config, each["total_token_throughput"], prompt)
     return runs, about
 
 
@@ -203,7 +162,7 @@ def _even(args, config: ModelConfig, workload: str, about: dict, say) -> list[di
             most = statistics.median(r["request_throughput"] for r in runs if r["system"] == systems[0])
             at_rates = bench.rates(point, args.wanted, most)
             runs += bench.measure(args, fleet, workload, at_rates, systems, say)
-        _note(about, systems, fleet.told)
+        _note(about, systems, fleet.described)
     return runs
 
 
@@ -221,13 +180,13 @@ def _budgets(args, config: ModelConfig, about: dict, say) -> list[dict]:
         with bench.Fleet(args, flags, say) as fleet:
             here = dataclasses.replace(point, name=name)
             runs += bench.measure(args, fleet, "budgets", [here], fit, say)
-            _note(about, systems, fleet.told)
+            _note(about, systems, fleet.described)
     return runs
 
 
-def _note(about: dict, systems: list[str], told: dict[str, dict]) -> None:
+def _note(about: dict, systems: list[str], described: dict[str, dict]) -> None:
     about["systems"] = systems
-    for name, words in told.items():
+    for name, words in described.items():
         about["machine"] = words.get("machine") or about["machine"]
         about.setdefault("servers", {})[name] = words
 

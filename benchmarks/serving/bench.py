@@ -40,7 +40,7 @@ class Fleet:
         """`flags`: for each system's process; empty for servers that run elsewhere."""
         self._args, self._flags, self._say = args, flags, say
         self._running: dict[str, Server] = {}
-        self.told: dict[str, dict] = {}  # the description that each server gave of itself
+        self.described: dict[str, dict] = {}  # the description that each server gave of itself
         self._warm: set[tuple[str, str]] = set()
         self._stack = contextlib.ExitStack()
 
@@ -53,25 +53,22 @@ class Fleet:
     def ready(self, name: str, point: Point) -> Server:
         """The server, which has answered a few requests of this point."""
         if name not in self._running:
-            self._start(name)
+            if self._args.base_url:
+                server = found(name, self._args.base_url[name])
+            else:
+                if self._args.alone:
+                    self._stack.close()
+                    self._running.clear()
+                    self._warm.clear()
+                self._say(f"{name}: starting")
+                server = self._stack.enter_context(started(name, self._flags[name], self._say))
+            self._running[name], self.described[name] = server, server.described
         server = self._running[name]
         if (name, point.name) not in self._warm and self._args.num_warmups:
             first = point.asks(self._args.seed + 999_983)[: self._args.num_warmups]
             run(server.target, first, [0.0] * len(first))
             self._warm.add((name, point.name))
         return server
-
-    def _start(self, name: str) -> None:
-        if self._args.base_url:
-            server = found(name, self._args.base_url[name])
-        else:
-            if self._args.alone:
-                self._stack.close()
-                self._running.clear()
-                self._warm.clear()
-            self._say(f"{name}: starting")
-            server = self._stack.enter_context(started(name, self._flags[name], self._say))
-        self._running[name], self.told[name] = server, server.told
 
 
 def measure(args, fleet: Fleet, workload: str, points: Sequence[Point], systems: Sequence[str], say) -> list:
@@ -85,7 +82,13 @@ def measure(args, fleet: Fleet, workload: str, points: Sequence[Point], systems:
         for point, name in pairs:
             server = fleet.ready(name, point)
             result = one_run(args, server, point, args.seed + number)
-            say(_said(workload, point, name, number, result))
+            say(
+                f"{workload} {point.name}, round {number + 1}, {name}: "
+                "{request_throughput:.2f} req/s, {total_token_throughput:,.0f} tokens/s, "
+                "TTFT {median_ttft_ms:.1f} ms, TPOT {median_tpot_ms:.2f} ms, failed {failed}".format(**result)
+            )
+            for error in [e for e in result["errors"] if e][:10]:
+                say(f"  {error}")
             runs.append({"workload": workload, "point": point.name, "round": number} | result)
     return runs
 
@@ -97,33 +100,14 @@ def one_run(args, server: Server, point: Point, seed: int) -> dict:
     before, date = server.compilations(), time.strftime("%Y%m%d-%H%M%S")
     timelines, duration = run(server.target, asks, delays, args.max_concurrency)
     after = server.compilations()
-    about = {
-        "date": date,
-        "backend": "openai",
-        "endpoint_type": "openai",
-        "label": None,
-        "model_id": server.target.model,
-        "tokenizer_id": str(args.model),
-        "num_prompts": len(asks),
-        "request_rate": "inf" if math.isinf(point.rate) else point.rate,
-        "burstiness": args.burstiness if math.isfinite(args.burstiness) else "inf",
-        "max_concurrency": args.max_concurrency,
-    }
-    more = {
-        "system": server.name,
-        "seed": seed,
-        "compilations": None if after is None else after - (before or 0),
-    }
+    kind = {"backend": "openai", "endpoint_type": "openai", "label": None}
+    about = {"date": date, **kind, "model_id": server.target.model, "tokenizer_id": str(args.model)}
+    about |= {"num_prompts": len(asks), "request_rate": "inf" if math.isinf(point.rate) else point.rate}
+    about |= {"burstiness": args.burstiness if math.isfinite(args.burstiness) else "inf"}
+    about |= {"max_concurrency": args.max_concurrency}
+    compiled = None if after is None else after - (before or 0)
+    more = {"system": server.name, "seed": seed, "compilations": compiled}
     return about | args.metadata | summary(timelines, duration, args.percentiles, args.goals) | more
-
-
-def _said(workload: str, point: Point, name: str, number: int, result: dict) -> str:
-    lines = [
-        f"{workload} {point.name}, round {number + 1}, {name}: {result['request_throughput']:.2f} req/s, "
-        f"{result['total_token_throughput']:,.0f} tokens/s, TTFT {result['median_ttft_ms']:.1f} ms, "
-        f"TPOT {result['median_tpot_ms']:.2f} ms, failed {result['failed']}"
-    ]
-    return "\n".join(lines + [f"  {error}" for error in [e for e in result["errors"] if e][:10]])
 
 
 def fixed(args, config: ModelConfig) -> tuple[list[Point], int]:
@@ -196,9 +180,8 @@ def server_flags(args, context: int, num_pages: int | None = None) -> list[str]:
         "dtype": args.dtype,
         "share": args.share,
         "context": context,
-        "max-num-seqs": args.max_num_seqs,
-        "page-size": args.page_size,
     }
+    named |= {"max-num-seqs": args.max_num_seqs, "page-size": args.page_size}
     named |= {} if num_pages is None else {"num-pages": num_pages}
     flags = [part for name, value in named.items() for part in (f"--{name}", str(value))]
     return [*flags, "--no-warm-up"] if args.no_warm_up else flags

@@ -14,6 +14,8 @@ import h11
 
 from benchmarks.serving.timeline import Timeline
 
+# What an answer that does not follow this API leads to.
+_WRONG = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, h11.ProtocolError)
 _LONGEST_S = 6 * 60 * 60  # for one request, as vLLM's client has it
 
 
@@ -79,27 +81,17 @@ async def send(target: Target, ask: Ask, due: float) -> Timeline:
     try:
         async with asyncio.timeout(_LONGEST_S):
             await _stream(target, ask, moments, usage)
-        _check(ask, moments, usage)
+        got = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if got != (len(ask.prompt), ask.outputs) or not moments:
+            wanted = f"{len(ask.prompt)} tokens in and {ask.outputs} out"
+            raise Failed(f"asked for {wanted}, the server counted {got[0]} and {got[1]}")
     except Failed as failure:
         error = str(failure)
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        h11.ProtocolError,
-    ) as failure:
-        error = f"{type(failure).__name__}: {failure}"  # the answer does not follow this API
-    return Timeline(
-        due=due,
-        sent=sent,
-        events=tuple(moments),
-        prompt_tokens=usage.get("prompt_tokens", len(ask.prompt)),
-        output_tokens=usage.get("completion_tokens", 0),
-        error=error,
-    )
+    except _WRONG as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    tokens = {"prompt_tokens": usage.get("prompt_tokens", len(ask.prompt))}
+    tokens |= {"output_tokens": usage.get("completion_tokens", 0)}
+    return Timeline(due=due, sent=sent, events=tuple(moments), error=error, **tokens)
 
 
 def body(target: Target, ask: Ask) -> dict:
@@ -161,32 +153,18 @@ async def receive(connection: h11.Connection, reader, moments: list[float], usag
             for message in events.feed(bytes(event.data)):
                 if message == b"[DONE]":
                     return
-                _take(json.loads(message), now, moments, usage)
+                answer = json.loads(message)
+                if problem := answer.get("error"):
+                    raise Failed(f"after {len(moments)} events: {problem.get('message', problem)}")
+                if answer.get("choices"):
+                    moments.append(now)
+                elif answer.get("usage"):
+                    usage |= answer["usage"]
         elif status != 200 and isinstance(event, h11.EndOfMessage):
-            raise Failed(f"HTTP {status}: {_said(refusal)}")
+            try:
+                reason = json.loads(refusal)["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                reason = refusal[:200].decode(errors="replace")
+            raise Failed(f"HTTP {status}: {reason}")
         elif isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
             raise Failed(f"the stream ended after {len(moments)} events, without [DONE]")
-
-
-def _take(message: dict, now: float, moments: list[float], usage: dict[str, int]) -> None:
-    if message.get("error"):
-        raise Failed(f"after {len(moments)} events: {message['error'].get('message', message['error'])}")
-    if message.get("choices"):
-        moments.append(now)
-    elif message.get("usage"):
-        usage |= message["usage"]
-
-
-def _said(refusal: bytes) -> str:
-    """The message of a refusal, or its first characters."""
-    try:
-        return json.loads(refusal)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        return refusal[:200].decode(errors="replace")
-
-
-def _check(ask: Ask, moments: list[float], usage: dict[str, int]) -> None:
-    got = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    if got != (len(ask.prompt), ask.outputs) or not moments:
-        wanted = f"{len(ask.prompt)} tokens in and {ask.outputs} out"
-        raise Failed(f"asked for {wanted}, the server counted {got[0]} and {got[1]}")

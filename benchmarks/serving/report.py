@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import SYSTEMS, bars, table
+from swiftkv_jax.analysis.plots import new_figure, save
 
 _MEDIANS = ("request_throughput", "total_token_throughput", "output_throughput", "median_e2el_ms")
 _TITLES = {
@@ -64,25 +65,13 @@ def markdown(settings: dict, found: dict) -> str:
         "(least to most). TFLOPS: normalised, what the standard model needs for as many tokens per second. "
         "Compiled: programs compiled while measuring; a figure with any is no measurement.\n"
     )
-    head = [
-        "system",
-        "req/s",
-        "tokens/s",
-        "gain",
-        "TFLOPS",
-        "TTFT",
-        "TPOT",
-        "ITL",
-        "E2EL",
-        "good/s",
-        "failed",
-    ]
+    head = "system req/s tokens/s gain TFLOPS TTFT TPOT ITL E2EL good/s failed compiled".split()
     for workload, points in found.items():
         lines.append(f"## {_TITLES[workload]}\n")
         for point, systems in points.items():
             rows = [_cells(name, row) for name, row in systems.items()]
             rows += [[name, "too small", *[""] * 10] for name in settings["left_out"].get(point, [])]
-            lines += [f"{point}\n", table([*head, "compiled"], rows) + "\n"]
+            lines += [f"{point}\n", table(head, rows) + "\n"]
     nobody = [point for point in settings["left_out"] if point not in found.get("budgets", {})]
     lines += [f"{point}: too small for every system\n" for point in nobody]
     return "\n".join(lines)
@@ -115,9 +104,7 @@ def plots(found: dict, folder: Path) -> list[Path]:
         else:
             name = "total_token_throughput" if workload == "budgets" else "gain"
             values = {p: {s: row[name] or 0.0 for s, row in rows.items()} for p, rows in points.items()}
-            word = (
-                "tokens per second" if workload == "budgets" else "tokens per second, over the first system"
-            )
+            word = "tokens per second" + ("" if workload == "budgets" else ", over the first system")
             bars(values, (_TITLES[workload], word), path, _colours(points))
         out.append(path)
     return out
@@ -131,12 +118,7 @@ def _colours(points: dict) -> dict[str, str]:
 
 def _lines(points: dict, path: Path) -> None:
     """Plot latency over the request rate; nothing is drawn if all requests arrive at once."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, axes = new_figure(columns=2)
     rates, colours = [point for point in points if point != "inf"], _colours(points)
     for name in dict.fromkeys(system for point in rates for system in points[point]):
         have = [point for point in rates if name in points[point]]
@@ -147,5 +129,4 @@ def _lines(points: dict, path: Path) -> None:
     for axis, word in zip(axes, ("median TTFT, ms", "median TPOT, ms"), strict=True):
         axis.set(xlabel="requests per second", ylabel=word, ylim=(0, 1.05 * axis.get_ylim()[1]))
     axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)

@@ -23,11 +23,11 @@ _START_S = 3600.0
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A server that is ready. `told`: the process's description of itself, empty for an existing server."""
+    """A server that is ready. `described`: what its process says of itself, empty for an existing server."""
 
     name: str
     target: Target
-    told: dict
+    described: dict
 
     def compilations(self) -> float | None:
         """Programs compiled so far; None where the server does not say."""
@@ -35,8 +35,8 @@ class Server:
             text = _get(f"{self.target.url}/metrics").decode()
         except OSError:
             return None
-        found = _COMPILED.search(text)
-        return float(found[1]) if found else None
+        count = _COMPILED.search(text)
+        return float(count[1]) if count else None
 
 
 def found(name: str, url: str) -> Server:
@@ -69,11 +69,17 @@ def started(name: str, flags: list[str], say) -> Iterator[Server]:
             if not line:
                 process.wait()
                 raise _died(name, log)
-            told = json.loads(line)
-            url = f"http://127.0.0.1:{told['port']}"
+            described = json.loads(line)
+            url = f"http://127.0.0.1:{described['port']}"
             say(f"{name}: warming up")
-            _await_ready(name, url, process, log)
-            yield Server(name, Target(url, name), told)
+            deadline = time.monotonic() + _START_S
+            while not _is_ready(url):
+                if process.poll() is not None:
+                    raise _died(name, log)
+                if time.monotonic() > deadline:
+                    raise UsageError(f"{name} was not ready within {_START_S:g} s")
+                time.sleep(0.1)
+            yield Server(name, Target(url, name), described)
         finally:
             process.terminate()
             try:
@@ -84,16 +90,10 @@ def started(name: str, flags: list[str], say) -> Iterator[Server]:
             process.stdout.close()
 
 
-def _await_ready(name: str, url: str, process: subprocess.Popen, log) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise _died(name, log)
-        with contextlib.suppress(OSError):
-            if json.loads(_get(f"{url}/ready"))["warm"]:
-                return
-        time.sleep(0.1)
-    raise UsageError(f"{name} was not ready within {_START_S:g} s")
+def _is_ready(url: str) -> bool:
+    with contextlib.suppress(OSError):
+        return json.loads(_get(f"{url}/ready"))["warm"]
+    return False
 
 
 def _died(name: str, log) -> UsageError:

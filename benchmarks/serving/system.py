@@ -42,13 +42,9 @@ def main() -> int:
     llm = engine(model, params, variant, args.context, tokenizer=load_tokenizer(args.model), **sizes)
     settings = HttpSettings(model_name=args.system, warm_up=not args.no_warm_up)
     listener = server.listen("127.0.0.1", 0)
-    told = {
-        "port": listener.getsockname()[1],
-        "machine": machine("python -m benchmarks.serving"),
-        "settings": vars(llm.settings),
-        "kernels": llm.kernels,
-    }
-    print(json.dumps(told | {"cache_bytes_per_token": llm.cache_bytes_per_token}), flush=True)
+    described = {"port": listener.getsockname()[1], "machine": machine("python -m benchmarks.serving")}
+    described |= {"settings": vars(llm.settings), "kernels": llm.kernels}
+    print(json.dumps(described | {"cache_bytes_per_token": llm.cache_bytes_per_token}), flush=True)
     return server.run(Api(llm, settings), listener, quiet=False)
 
 

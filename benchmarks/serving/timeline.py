@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+_FIELD = {"ttft": "ttft", "tpot": "tpot", "e2el": "latency"}  # of a timeline, by a goal's name
 METRICS = ("ttft", "tpot", "itl", "e2el")
 DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times", "errors")
 
@@ -92,6 +93,9 @@ def summary(
     """
     done = [t for t in timelines if not t.error]
     tokens_in, tokens_out = (sum(getattr(t, n) for t in done) for n in ("prompt_tokens", "output_tokens"))
+    # One that ends as another begins does not overlap it.
+    changes = sorted([(t.sent, 1) for t in done] + [(t.sent + t.latency, -1) for t in done])
+    good = sum(all(1e3 * getattr(t, _FIELD[n]) <= most for n, most in (goals or {}).items()) for t in done)
     out = {
         "duration": duration,
         "completed": len(done),
@@ -99,11 +103,11 @@ def summary(
         "total_input_tokens": tokens_in,
         "total_output_tokens": tokens_out,
         "request_throughput": len(done) / duration,
-        "request_goodput": sum(_is_good(t, goals) for t in done) / duration if goals else None,
+        "request_goodput": good / duration if goals else None,
         "output_throughput": tokens_out / duration,
         "total_token_throughput": (tokens_in + tokens_out) / duration,
         "max_output_tokens_per_s": _busiest_second(done),
-        "max_concurrent_requests": _most_at_once(done),
+        "max_concurrent_requests": int(max(np.cumsum([change for _, change in changes]), default=0)),
     }
     seconds = {
         "ttft": [t.ttft for t in done],
@@ -113,36 +117,15 @@ def summary(
         "client_queue_time": [t.queued for t in done],
         "e2el_including_client_queue": [t.queued + t.latency for t in done],
     }
-    for name, values in seconds.items():
-        out |= _statistics(name, values, percentiles)
-    return out | _details(timelines)
-
-
-def _statistics(name: str, seconds: list[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """vLLM's statistics of some seconds; zeros if there are none."""
-    ms = 1e3 * np.asarray(seconds or [0.0])
-    out = {f"mean_{name}_ms": np.mean(ms), f"median_{name}_ms": np.median(ms), f"std_{name}_ms": np.std(ms)}
-    out |= {f"p{p:g}_{name}_ms": np.percentile(ms, p) for p in percentiles}
-    return {key: float(value) for key, value in out.items()}
-
-
-def _details(timelines: Sequence[Timeline]) -> dict[str, list]:
-    """A value for every request, failed ones too, in the order of their arrival."""
-    return {
-        "input_lens": [t.prompt_tokens for t in timelines],
-        "output_lens": [0 if t.error else t.output_tokens for t in timelines],
-        "ttfts": [t.ttft for t in timelines],
-        "itls": [t.itl for t in timelines],
-        "latencies": [t.latency for t in timelines],
-        "start_times": [t.sent for t in timelines],
-        "queue_times": [t.queued for t in timelines],
-        "errors": [t.error for t in timelines],
-    }
-
-
-def _is_good(t: Timeline, goals: Mapping[str, float]) -> bool:
-    got = {"ttft": t.ttft, "tpot": t.tpot, "e2el": t.latency}
-    return all(1e3 * got[name] <= most for name, most in goals.items())
+    for name, values in seconds.items():  # zeros if there are none
+        ms = 1e3 * np.asarray(values or [0.0])
+        averages = (("mean", np.mean), ("median", np.median), ("std", np.std))
+        out |= {f"{word}_{name}_ms": float(average(ms)) for word, average in averages}
+        out |= {f"p{p:g}_{name}_ms": float(np.percentile(ms, p)) for p in percentiles}
+    # Of every request, failed ones too, in the order of their arrival.
+    rows = [(t.prompt_tokens, 0 if t.error else t.output_tokens, t.ttft, t.itl, t.latency) for t in timelines]
+    rows = [(*row, t.sent, t.queued, t.error) for row, t in zip(rows, timelines, strict=True)]
+    return out | {name: [row[i] for row in rows] for i, name in enumerate(DETAILS)}
 
 
 def _busiest_second(done: Sequence[Timeline]) -> float:
@@ -154,9 +137,3 @@ def _busiest_second(done: Sequence[Timeline]) -> float:
     moments = np.concatenate([np.asarray(t.events) for t in done]) - first
     tokens = np.concatenate([np.full(len(t.events), t.output_tokens / len(t.events)) for t in done])
     return float(np.bincount(moments.astype(int), tokens).max())
-
-
-def _most_at_once(done: Sequence[Timeline]) -> int:
-    """Most requests at the same time; one that ends as another begins does not overlap it."""
-    changes = sorted([(t.sent, 1) for t in done] + [(t.sent + t.latency, -1) for t in done])
-    return int(max(np.cumsum([change for _, change in changes]), default=0))

@@ -13,26 +13,11 @@ from benchmarks.papers.baselines.pruning import RandomPruning, StaticPruning
 from swiftkv_jax.common.checks import choice
 from swiftkv_jax.common.errors import UsageError, suggest
 
-__all__ = [
-    "Baseline",
-    "FFNSkip",
-    "LazyLLM",
-    "RandomPruning",
-    "StaticPruning",
-    "check",
-    "follow",
-    "generate",
-    "named",
-    "read",
-    "stream",
-]
+__all__ = ["Baseline", "FFNSkip", "LazyLLM", "RandomPruning", "StaticPruning"]
+__all__ += ["check", "follow", "generate", "named", "read", "stream"]
 
-_KINDS = {
-    "ffn_skip": FFNSkip,
-    "lazy_llm": LazyLLM,
-    "random_pruning": RandomPruning,
-    "static_pruning": StaticPruning,
-}
+_KINDS = {"ffn_skip": FFNSkip, "lazy_llm": LazyLLM}
+_KINDS |= {"random_pruning": RandomPruning, "static_pruning": StaticPruning}
 
 
 def named(name: str, **fields) -> Baseline:

@@ -171,9 +171,9 @@ def _followed(model: Transformer, params: PyTree, baseline: Baseline, tokens, le
 
     def one(carry, token):
         out, state = carry
-        told = jax.nn.log_softmax(out[0])[token], jnp.argmax(out[0]) == token
+        score = jax.nn.log_softmax(out[0])[token], jnp.argmax(out[0]) == token
         out, state, _ = baseline.extend(model, params, token[None], state)
-        return (out, state), told
+        return (out, state), score
 
     return jax.lax.scan(one, (out, state), following)[1]
 

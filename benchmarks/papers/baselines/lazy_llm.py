@@ -13,7 +13,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from benchmarks.papers.baselines import dense
-from benchmarks.papers.baselines.dense import Slots, State, Step
+from benchmarks.papers.baselines.dense import State, Step
 from benchmarks.papers.prediction_flops import lazy_share
 from swiftkv_jax.common.checks import above, integer
 from swiftkv_jax.core.ends import embed
@@ -54,7 +54,9 @@ class LazyLLM:
         at = jnp.where(places < lengths[:, None], places, slots)
         most = [int(dense.counts(share, tokens.shape[1])[-1]) for share in self.shares(layers)]
         shape = (len(tokens), slots, model.config.hidden_size)
-        left = tuple(jnp.zeros(shape, model.dtype) if stage else None for stage in self._stages(layers))
+        shares = self.shares(layers)  # of some layers fewer tokens than of the one before
+        stages = (share < before for share, before in zip(shares, (1.0, *shares), strict=False))
+        left = tuple(jnp.zeros(shape, model.dtype) if stage else None for stage in stages)
         state = State(dense.empty(model, len(tokens), slots), lengths, left)
         return self._run(model, params, embed(model, params, tokens, at), at, state, most)
 
@@ -66,11 +68,6 @@ class LazyLLM:
         grown = State(state.rows, state.length + 1, state.left)
         x = embed(model, params, tokens[:, None], state.length[:, None])
         return self._run(model, params, x, state.length[:, None], grown, most)
-
-    def _stages(self, layers: int) -> list[bool]:
-        """Whether a layer sees fewer tokens than the one before."""
-        shares = self.shares(layers)
-        return [share < before for share, before in zip(shares, (1.0, *shares), strict=False)]
 
     def _run(self, model, params, x: Float[Array, "B n D"], at, state: State, most: list[int]) -> Step:
         """Run the tokens `at`, the last of each sequence among them: (its logits, state, work).
@@ -87,7 +84,12 @@ class LazyLLM:
                 behind = dense.put(behind, x, at)
                 count = jnp.asarray(dense.counts(share, slots))[state.length]
                 room = most[layer] if layer <= plan.split else 1
-                active, run = _choose(scores, active, rows[plan.reads[layer]].held, last, count, room)
+                # The layer sees the best `count`, the last included. Of those without a row, at most `room`
+                # run it, the last included.
+                held, last_slot = rows[plan.reads[layer]].held, dense.one(slots, last)
+                chosen = dense.best(jnp.where(last_slot, jnp.inf, scores), active, count)
+                run = dense.best(scores, chosen & ~held & ~last_slot, room - 1) | last_slot
+                active = (chosen & held) | run
                 at = dense.in_order(run, room)
                 x = dense.take(behind, at)
             entering = dense.only(x, at, last)
@@ -98,19 +100,3 @@ class LazyLLM:
             works.append(work)
         out = dense.last_logits(model, params, x, at, last)
         return out, State(rows, state.length, tuple(left)), dense.by_layer(works)
-
-
-def _choose(
-    scores: Float[Array, "B S"],
-    active: Slots,
-    held: Slots,
-    last: Int[Array, " B"],
-    count: Int[Array, " B"],
-    most: int,
-) -> tuple[Slots, Slots]:
-    """(the slots that a layer sees, those of them that must run it). The layer sees the best `count` of
-    `active`, `last` included; at most `most` of those without a row, `last` included, run it."""
-    last_slot = dense.one(held.shape[1], last)
-    chosen = dense.best(jnp.where(last_slot, jnp.inf, scores), active, count)
-    run = dense.best(scores, chosen & ~held & ~last_slot, most - 1) | last_slot
-    return (chosen & held) | run, run

@@ -59,8 +59,8 @@ class RandomPruning:
 
         def row(tokens, length):
             odd = jax.vmap(jax.random.bits)(at_each(jax.random.key(self.seed), places))
-            told = jnp.where(places < length, tokens.astype(jnp.uint32) * odd, 0).sum(dtype=jnp.uint32)
-            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), length), told)
+            mark = jnp.where(places < length, tokens.astype(jnp.uint32) * odd, 0).sum(dtype=jnp.uint32)
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), length), mark)
             return jax.vmap(jax.random.uniform)(at_each(key, places))
 
         return jax.vmap(row)(tokens, lengths)
