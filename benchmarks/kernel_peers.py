@@ -25,6 +25,13 @@ def peers(case: Case) -> dict[str, Callable[[], Callable]]:
     return {name: functools.partial(make, case) for name, make in makers.items()}
 
 
+def in_order(case: Case) -> tuple[jax.Array, jax.Array, int]:
+    """(tokens of each sequence, its pages in order, all pages)."""
+    pages = len(case.lengths) * case.held
+    table = jnp.arange(pages, dtype=jnp.int32).reshape(len(case.lengths), -1)
+    return jnp.array(case.lengths, jnp.int32), table, pages
+
+
 def contiguous(name: str, case: Case) -> Callable:
     """jax.nn's attention by an implementation."""
     q = jnp.ones((len(case.lengths), case.queries, case.heads, case.width), jnp.dtype(case.computed))
@@ -37,11 +44,11 @@ def cudnn_paged(case: Case) -> Callable:
     """cuDNN's paged attention, pages in order; its name in JAX is private."""
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, paged_attention
 
-    blocks, pages = len(case.lengths), len(case.lengths) * case.held
+    (lengths, table, pages), blocks = in_order(case), len(case.lengths)
     k = jnp.ones((pages, case.page, case.kv_heads, case.width), jnp.dtype(case.computed))
     q = jnp.ones((blocks, case.queries, case.heads, case.width), k.dtype)
-    table = jnp.arange(pages, dtype=jnp.int32).reshape(blocks, 1, case.held, 1)
-    sizes = jnp.full(blocks, case.queries, jnp.int32), jnp.array(case.lengths, jnp.int32)
+    table = table.reshape(blocks, 1, case.held, 1)
+    sizes = jnp.full(blocks, case.queries, jnp.int32), lengths
     run = functools.partial(paged_attention, scale=case.width**-0.5, mask_type=MaskType.PADDING)
     return functools.partial(jax.jit(run), q, k, k, *sizes, table, table)
 
@@ -50,12 +57,10 @@ def triton_paged(case: Case) -> Callable:
     """JAX's deprecated Triton kernel: one sequence a block, one query each, pages in order."""
     from jax.experimental.pallas.ops.gpu import paged_attention as triton
 
-    pages = len(case.lengths) * case.held
+    lengths, table, pages = in_order(case)
     k = jnp.ones((case.kv_heads, pages, case.page, case.width), jnp.dtype(case.computed))
-    q = jnp.ones((len(case.lengths), case.heads, case.width), k.dtype)
-    table = jnp.arange(pages, dtype=jnp.int32).reshape(len(case.lengths), -1)
-    run = jax.jit(triton.paged_attention)
-    return functools.partial(run, q, k, k, table, jnp.array(case.lengths, jnp.int32))
+    q = jnp.ones((len(lengths), case.heads, case.width), k.dtype)
+    return functools.partial(jax.jit(triton.paged_attention), q, k, k, table, lengths)
 
 
 def tpu_paged(case: Case) -> Callable:
@@ -65,10 +70,10 @@ def tpu_paged(case: Case) -> Callable:
 
     if case.queries > 1:
         raise ValueError("one query of a sequence")
-    blocks, pages, row = len(case.lengths), len(case.lengths) * case.held, case.kv_heads * case.width
+    (lengths, table, pages), row = in_order(case), case.kv_heads * case.width
+    blocks = len(lengths)
     k = jnp.ones((1, pages, case.page, row), jnp.dtype(case.computed))
     q = jnp.ones((blocks, case.heads, case.width), k.dtype)
-    table = jnp.arange(pages, dtype=jnp.int32).reshape(blocks, -1)
 
     def run(q, k, lengths, table):
         place = jnp.repeat(jnp.eye(case.kv_heads, dtype=q.dtype), case.heads // case.kv_heads, axis=0)
@@ -76,19 +81,18 @@ def tpu_paged(case: Case) -> Callable:
         out = paged_attention(spread, k, k, lengths, table, pages_per_compute_block=min(8, case.held))
         return jnp.einsum("bnkh,nk->bnh", out.reshape(*out.shape[:2], case.kv_heads, -1), place)
 
-    return functools.partial(jax.jit(run), q, k, jnp.array(case.lengths, jnp.int32), table)
+    return functools.partial(jax.jit(run), q, k, lengths, table)
 
 
 def tpu_ragged(case: Case) -> Callable:
     """JAX's ragged kernel with its own block sizes, keys and values head by head in one pool."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-    blocks, pages = len(case.lengths), len(case.lengths) * case.held
+    (lengths, table, pages), blocks = in_order(case), len(case.lengths)
     kv = jnp.ones((pages, case.page, 2 * case.kv_heads, case.width), jnp.dtype(case.computed))
     q = jnp.ones((blocks * case.queries, case.heads, case.width), kv.dtype)
-    table = jnp.arange(pages, dtype=jnp.int32).reshape(blocks, -1)
     starts = case.queries * jnp.arange(blocks + 1, dtype=jnp.int32)
-    sizes = jnp.array(case.lengths, jnp.int32), table, starts, jnp.array([blocks], jnp.int32)
+    sizes = lengths, table, starts, jnp.array([blocks], jnp.int32)
     run = functools.partial(ragged_paged_attention, sm_scale=case.width**-0.5)
     return functools.partial(jax.jit(run), q, kv, *sizes)
 

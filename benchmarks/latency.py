@@ -98,12 +98,7 @@ def through_engines(contenders: list[Contender], length: int, rounds: int, outpu
         tpot[c.name] = lambda llm=llm: llm.generate([prompt], more, use_tqdm=False)[0].metrics.tpot
     out: dict = {"kernels": kernels}
     for kind, runs in (("ttft", ttft), ("tpot", tpot)):
-        seconds = in_rounds(runs, rounds)
-        out[kind] = {
-            name: {"ms": 1e3 * statistics.median(times)}
-            | {f"vs_{base}": ratio(seconds, name, base) for base in list(runs)[:2]}
-            for name, times in seconds.items()
-        }
+        out[kind] = compared(in_rounds(runs, rounds), list(runs)[:2])
     return out
 
 
@@ -132,25 +127,20 @@ def measure(contenders: list[Contender], lengths, rounds: int, decode_rounds: in
         # From a prompt of random tokens to its first output token.
         reads = {c.name: reader(c.model, c.params, 1, length, c.full_depth) for c in contenders}
         seconds = interleaved(reads, rounds)
-        out["ttft"][str(length)] = {
-            c.name: {
-                "ms": 1e3 * statistics.median(seconds[c.name]),
-                "floor_ms": 1e3 * prompt_flops(c, length) / rate,
-                **{f"vs_{base.name}": ratio(seconds, c.name, base.name) for base in contenders[:2]},
-            }
-            for c in contenders
-        }
+        figures = compared(seconds, [base.name for base in contenders[:2]])
+        floors = {c.name: {"floor_ms": 1e3 * prompt_flops(c, length) / rate} for c in contenders}
+        out["ttft"][str(length)] = {name: row | floors[name] for name, row in figures.items()}
     standard = [c for c in contenders if not c.full_depth]
     for context, batch in decodes:
         seconds = time_per_output_token(standard, context, batch, decode_rounds, 16 if batch == 1 else 4)
-        out["tpot"][f"{batch}x{context}"] = {
-            c.name: {
-                "ms": 1e3 * statistics.median(seconds[c.name]),
-                f"vs_{standard[0].name}": ratio(seconds, c.name, standard[0].name),
-            }
-            for c in standard
-        }
+        out["tpot"][f"{batch}x{context}"] = compared(seconds, [standard[0].name])
     return out
+
+
+def compared(seconds: dict[str, list[float]], bases: list[str]) -> dict[str, dict[str, float]]:
+    """Median milliseconds of each contender, and its ratios to some."""
+    medians = {name: {"ms": 1e3 * statistics.median(times)} for name, times in seconds.items()}
+    return {n: row | {f"vs_{base}": ratio(seconds, n, base) for base in bases} for n, row in medians.items()}
 
 
 def main() -> None:

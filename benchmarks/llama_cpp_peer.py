@@ -32,19 +32,14 @@ def write_gguf(model, path: Path) -> None:
     from gguf import GGUFWriter
 
     writer = GGUFWriter(str(path), "llama")
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    sizes = {"vocab_size": config.vocab_size, "context_length": config.max_position_embeddings}
+    sizes |= {"embedding_length": config.hidden_size, "block_count": config.num_hidden_layers}
+    sizes |= {"feed_forward_length": config.intermediate_size, "head_count": config.num_attention_heads}
+    sizes |= dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), config.head_dim)
+    sizes |= {"head_count_kv": config.num_key_value_heads, "layer_norm_rms_eps": config.rms_norm_eps}
+    sizes |= {"tokenizer_model": "none", "rope_freq_base": config.rope_parameters["rope_theta"]}
+    for name, value in sizes.items():
+        getattr(writer, f"add_{name}")(value)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

@@ -61,11 +61,9 @@ def main() -> None:
 
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--model", default="demo/teacher", help="a standard model's folder, or a GGUF file")
-    p.add_argument("--prompts", type=int, default=32)
     p.add_argument("--lengths", type=int, nargs=2, default=[16, 512], metavar=("LEAST", "MOST"))
-    p.add_argument("--outputs", type=int, default=64)
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--threads", type=int, default=2)
+    for name, value in (("prompts", 32), ("outputs", 64), ("rounds", 5), ("threads", 2)):
+        p.add_argument(f"--{name}", type=int, default=value, metavar="N")
     p.add_argument("--name", default="peers", help="of the files written (default peers)")
     p.add_argument("--output", type=Path, default=RESULTS)
     args = p.parse_args()

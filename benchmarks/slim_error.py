@@ -18,15 +18,8 @@ from swiftkv_jax.cli.slim import parser as slim_parser
 from swiftkv_jax.common.errors import exit_code
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
-COLUMNS = [
-    "rows",
-    "error of values by layer, exact",
-    "calibrated",
-    "KL, every row exact",
-    "calibrated",
-    "keys and values",
-    "agreement, exact / calibrated / keys and values",
-]
+COLUMNS = ["rows", "error of values by layer, exact", "calibrated", "KL, every row exact", "calibrated"]
+COLUMNS += ["keys and values", "agreement, exact / calibrated / keys and values"]
 
 
 def short(number: float, digits: str = ".2g") -> str:

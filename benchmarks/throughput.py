@@ -44,17 +44,11 @@ def measure(llms: dict[str, skv.LLM], length: int, outputs: int, requests: int, 
     for name, llm in llms.items():
         r, last = ratio(first, name, "standard"), stats[name]
         steps = max(1, last["decoded_steps"])
-        out[name] = {
-            "tokens_per_s": requests * (length + outputs) / statistics.median(all_of[name]),
-            "gain": ratio(all_of, "standard", name),
-            "predicted_gain": (n + c) / (n * r + c),
-            "prompt_share": r,
-            "output_cost": c,
-            "tpot_ms": 1e3 * last["decode_seconds"] / steps,
-            "host_ms_per_step": 1e3 * last["decode_host_seconds"] / steps,
-            "cache_bytes_per_token": llm.cache_bytes_per_token,
-            "kernels": llm.kernels,
-        }
+        out[name] = {"tokens_per_s": requests * (length + outputs) / statistics.median(all_of[name])}
+        out[name] |= {"gain": ratio(all_of, "standard", name), "predicted_gain": (n + c) / (n * r + c)}
+        out[name] |= {"prompt_share": r, "output_cost": c, "tpot_ms": 1e3 * last["decode_seconds"] / steps}
+        out[name] |= {"host_ms_per_step": 1e3 * last["decode_host_seconds"] / steps}
+        out[name] |= {"cache_bytes_per_token": llm.cache_bytes_per_token, "kernels": llm.kernels}
     return out
 
 
@@ -120,10 +114,8 @@ def main() -> None:
     p.add_argument("--budgets", type=float, nargs="*", default=[1.0, 0.5, 0.25, 0.1])
     p.add_argument("--budget-workload", type=workload, default=(512, 64), metavar="IN:OUT")
     p.add_argument("--share", type=int, default=2, help="AcrossKV group (default 2)")
-    p.add_argument("--requests", type=int, default=64)
-    p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--max-num-seqs", type=int, default=64)
-    p.add_argument("--page-size", type=int, default=64)
+    for name, value in (("requests", 64), ("rounds", 5), ("max-num-seqs", 64), ("page-size", 64)):
+        p.add_argument(f"--{name}", type=int, default=value, metavar="N")
     p.add_argument("--output", type=Path, default=RESULTS)
     args = p.parse_args()
     model, params = skv.from_pretrained(args.model, dtype=args.dtype)

@@ -103,12 +103,11 @@ def main() -> None:
     p.add_argument("--model", default="demo/teacher")
     p.add_argument("--dtype", default="float32")
     p.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
-    p.add_argument("--max-num-seqs", type=int, default=16)
-    p.add_argument("--context", type=int, default=1024)
+    for name, value in (("max-num-seqs", 16), ("context", 1024), ("rounds", 5)):
+        p.add_argument(f"--{name}", type=int, default=value, metavar="N")
     p.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     p.add_argument("--arrivals", type=int, default=20, help="arrivals per round")
     p.add_argument("--seconds", type=float, default=1.0, help="seconds of decoding alone, per round")
-    p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--output", type=Path, default=RESULTS)
     args = p.parse_args()
     for name, least in (("max_num_seqs", 2), ("rounds", 1), ("arrivals", 2), ("prompt", 1)):

@@ -31,16 +31,10 @@ def hardware() -> Iterator[dict]:
         driver = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         driver = ""
-    yield {
-        "platform": device.platform,
-        "device": device.device_kind,
-        "devices": len(jax.devices()),
-        "cores": os.cpu_count(),
-        "memory": (device.memory_stats() or {}).get("bytes_limit", 0),
-        "driver": driver,
-        "versions": versions(PACKAGES),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-    }
+    memory = (device.memory_stats() or {}).get("bytes_limit", 0)
+    found = {"platform": device.platform, "device": device.device_kind, "devices": len(jax.devices())}
+    found |= {"cores": os.cpu_count(), "memory": memory, "driver": driver, "versions": versions(PACKAGES)}
+    yield found | {"xla_flags": os.environ.get("XLA_FLAGS", "")}
 
 
 def ceilings(shape: str) -> Iterator[dict]:

@@ -31,13 +31,15 @@ def packed(shape: Shape, documents: int) -> Batch:
     place = np.arange(shape.row, dtype=np.int32)
     each = shape.row // documents
     positions, segments = (np.broadcast_to(x, size) for x in (place % each, place // each + 1))
-    return Batch(
-        tokens=jnp.asarray(tokens),
-        targets=jnp.asarray(np.roll(tokens, -1, axis=1)),
-        positions=jnp.asarray(positions),
-        segments=jnp.asarray(segments),
-        mask=jnp.asarray(positions >= each // 2, jnp.float32),
-    )
+    mask, targets = (positions >= each // 2).astype(np.float32), np.roll(tokens, -1, axis=1)
+    arrays = {
+        "tokens": tokens,
+        "targets": targets,
+        "positions": positions,
+        "segments": segments,
+        "mask": mask,
+    }
+    return Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
 
 
 def train(shape: str, attention: str, documents: int, remat: bool) -> Iterator[dict]:
@@ -56,10 +58,8 @@ def train(shape: str, attention: str, documents: int, remat: bool) -> Iterator[d
     batch, state = packed(made, documents), steps.init_state(recipe, trained)
     began = time.perf_counter()
     compiled = jax.jit(lambda *given: steps.train_step(recipe, *given)).lower(frozen, state, batch).compile()
-    yield {
-        "compile_seconds": time.perf_counter() - began,
-        "temporary_gib": compiled.memory_analysis().temp_size_in_bytes / 2**30,
-    }
+    gib = compiled.memory_analysis().temp_size_in_bytes / 2**30
+    yield {"compile_seconds": time.perf_counter() - began, "temporary_gib": gib}
     yield {"probe": probe(recipe, trained, frozen, batch)}
     metrics = compiled(frozen, state, batch)[1]
     yield {name: float(metrics[name]) for name in ("loss", "grad_norm")}
@@ -67,20 +67,16 @@ def train(shape: str, attention: str, documents: int, remat: bool) -> Iterator[d
     tokens = made.rows * made.row
     work = steps.flops_per_token(recipe, made.row // documents) * tokens
     chip = CHIPS.get(jax.devices()[0].device_kind)
-    yield {
-        "step_ms": 1e3 * seconds,
-        "tokens_per_s": tokens / seconds,
-        "tflops": work / seconds / 1e12,
-        "mfu": work / seconds / chip.flops if chip else None,
-    }
+    rates = {"tokens_per_s": tokens / seconds, "tflops": work / seconds / 1e12}
+    yield {"step_ms": 1e3 * seconds, **rates, "mfu": work / seconds / chip.flops if chip else None}
 
 
 def probe(recipe: steps.Recipe, trained, frozen: steps.Frozen, batch: Batch) -> list[float]:
     """The student's last hidden states at some positions, each projected on one random direction."""
     h = jax.jit(lambda *given: steps.hidden_states(recipe, *given)[0][0])(trained, frozen, batch)
     at = np.linspace(0, h.shape[1] - 1, _PROBED).astype(np.int32)
-    found = h[:, at].astype(jnp.float32) @ jax.random.normal(jax.random.key(1), h.shape[-1:])
-    return np.asarray(found).ravel().tolist()
+    numbers = h[:, at].astype(jnp.float32) @ jax.random.normal(jax.random.key(1), h.shape[-1:])
+    return np.asarray(numbers).ravel().tolist()
 
 
 def agrees(line: Mapping, safe: Mapping) -> bool | None:

@@ -85,18 +85,13 @@ def report(model_path: str, text: Path, out: Path, max_tokens: int, bins: int) -
         sure, agree = measure(model, params, tokens)
     share, agreement = by_bin(sure, agree, bins)
     above = sure > THRESHOLD
-    result = {
-        "model": model_path,
-        "text": str(text),
-        "tokens": len(tokens),
-        "agreement": round(float(agree.mean()), 6),
-        "edges": [round(i / bins, 6) for i in range(bins + 1)],
-        "share_by_bin": np.round(share, 6).tolist(),
-        "agreement_by_bin": [None if np.isnan(a) else round(float(a), 6) for a in agreement],
-        "threshold": THRESHOLD,
-        "share_above": round(float(above.mean()), 6),
-        "agreement_above": round(float(agree[above].mean()), 6) if above.any() else None,
-    }
+    by_bins = {"edges": [round(i / bins, 6) for i in range(bins + 1)]}
+    by_bins |= {"share_by_bin": np.round(share, 6).tolist()}
+    by_bins |= {"agreement_by_bin": [None if np.isnan(a) else round(float(a), 6) for a in agreement]}
+    result = {"model": model_path, "text": str(text), "tokens": len(tokens)}
+    result |= {"agreement": round(float(agree.mean()), 6), **by_bins, "threshold": THRESHOLD}
+    right = round(float(agree[above].mean()), 6) if above.any() else None
+    result |= {"share_above": round(float(above.mean()), 6), "agreement_above": right}
     for i in range(bins):
         right = "     -" if np.isnan(agreement[i]) else f"{agreement[i]:6.3f}"
         low, high = result["edges"][i : i + 2]

@@ -96,18 +96,10 @@ async def send(target: Target, ask: Ask, due: float) -> Timeline:
 
 def body(target: Target, ask: Ask) -> dict:
     """The request that `vllm bench serve --ignore-eos --temperature 0` sends, with the prompt as ids."""
-    return {
-        "model": target.model,
-        "prompt": list(ask.prompt),
-        "repetition_penalty": 1.0,
-        "max_tokens": ask.outputs,
-        "min_tokens": ask.outputs,
-        "logprobs": None,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "ignore_eos": True,
-        "temperature": 0.0,
-    }
+    sampling = {"repetition_penalty": 1.0, "temperature": 0.0, "logprobs": None, "ignore_eos": True}
+    lengths = dict.fromkeys(("max_tokens", "min_tokens"), ask.outputs)
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"model": target.model, "prompt": list(ask.prompt)} | sampling | lengths | stream
 
 
 async def _stream(target: Target, ask: Ask, moments: list[float], usage: dict[str, int]) -> None:

@@ -29,11 +29,9 @@ def main() -> int:
     p.add_argument("--system", choices=SYSTEMS, default="standard")
     p.add_argument("--model", default="demo/teacher", help="a standard model's folder")
     p.add_argument("--dtype", default="float32")
-    p.add_argument("--share", type=int, default=2, help="AcrossKV group (default 2)")
-    p.add_argument("--context", type=int, default=2048)
-    p.add_argument("--max-num-seqs", type=int, default=16)
-    p.add_argument("--page-size", type=int, default=64)
-    p.add_argument("--num-pages", type=int)
+    sizes = {"share": 2, "context": 2048, "max-num-seqs": 16, "page-size": 64, "num-pages": None}
+    for name, value in sizes.items():
+        p.add_argument(f"--{name}", type=int, default=value, metavar="N")
     p.add_argument("--no-warm-up", action="store_true")
     args = p.parse_args()
     model, params = skv.from_pretrained(args.model, dtype=args.dtype)

@@ -19,8 +19,19 @@ from swiftkv_jax.core.shapes import Array, Float, Int, PyTree, Tokens
 PROBED = 4  # static pruning probes one layer in so many, rounded up
 
 
+class Pruning:
+    """What is common: a token that is generated sees all kept tokens."""
+
+    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
+        """As `generate.Baseline.extend`."""
+        at = state.length[:, None]
+        x = embed(model, params, tokens[:, None], at)
+        out, rows, work = dense.run_layers(model, params, x, at, state.rows, state.length)
+        return out, State(rows, state.length + 1, state.left), work
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RandomPruning:
+class RandomPruning(Pruning):
     """RP: keep a random share of a prompt's tokens. The choice depends only on the prompt and the seed.
 
     Attributes:
@@ -48,10 +59,6 @@ class RandomPruning:
         kept = chosen(shares, lengths, self.keep, self.keep_first)
         return read_some(model, params, tokens, lengths, slots, kept, self.keep, self.keep_first)
 
-    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
-        """As `generate.Baseline.extend`."""
-        return extend(model, params, tokens, state)
-
     def scores(self, tokens: Tokens, lengths: Int[Array, " B"]) -> Float[Array, "B T"]:
         """Uniform numbers; those of a prompt do not depend on its neighbours, nor on how far it is padded."""
         places = jnp.arange(tokens.shape[1])
@@ -67,7 +74,7 @@ class RandomPruning:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StaticPruning:
+class StaticPruning(Pruning):
     """SP: the first quarter of the layers (the probe) reads the whole prompt. Then all layers read only the
     tokens with the highest attention weights of the last token, averaged over the probe's layers and heads.
 
@@ -104,10 +111,6 @@ class StaticPruning:
         more = jax.tree.map(lambda all, probe: all.at[:probed].add(probe), work, dense.by_layer(works))
         return out, state, more
 
-    def extend(self, model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
-        """As `generate.Baseline.extend`."""
-        return extend(model, params, tokens, state)
-
 
 def chosen(scores: Float[Array, "B T"], lengths: Int[Array, " B"], keep: float, keep_first: int = 0) -> Slots:
     """The tokens to keep: those that must stay, then the best of the others."""
@@ -137,11 +140,3 @@ def read_some(
     rows = dense.empty(model, len(tokens), slots)
     out, rows, work = dense.run_layers(model, params, x, at, rows, lengths - 1)
     return out, State(rows, lengths), work
-
-
-def extend(model: Transformer, params: PyTree, tokens: Int[Array, " B"], state: State) -> Step:
-    """Run one more token of each sequence, which sees all kept tokens."""
-    at = state.length[:, None]
-    x = embed(model, params, tokens[:, None], at)
-    out, rows, work = dense.run_layers(model, params, x, at, state.rows, state.length)
-    return out, State(rows, state.length + 1, state.left), work

@@ -141,8 +141,8 @@ def predicted(source: Source) -> Iterator[System]:
     if auxiliary is None:
         return
     small = from_pretrained(auxiliary, dtype="float32")
-    rows = small[0].plan.num_rows
-    name, setting, given = f"{_NAME}, its own auxiliary", auxiliary.name, Prediction.spread(layers, rows)
+    given = Prediction.spread(layers, small[0].plan.num_rows)
+    name, setting = f"{_NAME}, its own auxiliary", auxiliary.name
     how = PredictConfig(auxiliary=str(auxiliary), init_tokens=evaluation.FIT_TOKENS)
     yield _pair(source, name, setting, small, given, how)
     alone = {"model": str(auxiliary), "trainable": "all", "loss": _LANGUAGE}
