@@ -50,11 +50,6 @@ def by_transformers(model, prompts: list[list[int]], outputs: int) -> list[list[
     return [row[width:].tolist() for row in got]
 
 
-def ours(llm: skv.LLM, prompts: list[list[int]], outputs: int) -> list[list[int]]:
-    params = skv.SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
-    return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
-
-
 def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM
@@ -107,7 +102,9 @@ def main() -> None:
         runs[f"{name}, batch {best}"] = partial(seconds_of, by_batch[best])
     for name, llm in llms.items():
         runs[name] = partial(timed, llm, prompts, args.outputs)
-    identical["swiftkv-jax"] = same(ours(llms["swiftkv-jax, standard"], prompts, args.outputs))
+    greedy = skv.SamplingParams(temperature=0.0, max_tokens=args.outputs, ignore_eos=True)
+    ours = llms["swiftkv-jax, standard"].generate(prompts, greedy, use_tqdm=False)
+    identical["swiftkv-jax"] = same([output.outputs[0].token_ids for output in ours])
     seconds = in_rounds(runs, args.rounds)
     base, tokens = next(iter(runs)), sum(lengths.tolist()) + args.prompts * args.outputs
     speeds = {name: tokens / statistics.median(s) for name, s in seconds.items()}

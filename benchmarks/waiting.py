@@ -37,15 +37,15 @@ class Busy:
         self.vocab, self.prompt = model.config.vocab_size, args.prompt
         self.random, self.source = np.random.default_rng(0), random.Random(0)
         self.endless = dataclasses.replace(ONE, max_tokens=args.context - args.prompt)
-        for _ in range(args.max_num_seqs - 1):
-            self.fill()
+        self.fill(args.max_num_seqs - 1)
         while self.llm.engine.scheduler.reading:
             self.step()
         self.wait()  # compiles
         self.decode(0.2)
 
-    def fill(self) -> None:
-        self.llm.engine.add(self.request(self.endless))
+    def fill(self, lanes: int) -> None:
+        for _ in range(lanes):
+            self.llm.engine.add(self.request(self.endless))
 
     def request(self, params: skv.SamplingParams) -> Request:
         return self.llm.request(self.random.integers(2, self.vocab, self.prompt).tolist(), params)
@@ -58,23 +58,19 @@ class Busy:
         """Seconds from the arrival of a prompt, at a random moment, to its first token."""
         arrival = time.perf_counter() + self.source.uniform(0.0, 0.1)
         while time.perf_counter() < arrival:
-            self.refill(self.step())
+            self.fill(len(self.step()))
         request = self.request(ONE)
         self.llm.engine.add(request)
         while request.request_id not in (ended := self.step()):
-            self.refill(ended)
+            self.fill(len(ended))
         return time.perf_counter() - arrival
-
-    def refill(self, ended: set[str]) -> None:
-        for _ in ended:
-            self.fill()
 
     def decode(self, seconds: float) -> float:
         """Output tokens per second while nothing arrives."""
         stats = self.llm.engine.stats
         before, began = stats.output_tokens, time.perf_counter()
         while time.perf_counter() < began + seconds:
-            self.refill(self.step())
+            self.fill(len(self.step()))
         return (stats.output_tokens - before) / (time.perf_counter() - began)
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import statistics
 import sys
+from collections import namedtuple
 from functools import partial
 from pathlib import Path
 
@@ -38,17 +39,8 @@ FORMS = {"kv": ("kv", "kv"), "k": ("k", "k"), "x": ("x", "x")}
 OUTPUTS, ROUNDS = 32, 3  # tokens that are decoded after a window's first, and rounds
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """One published Whisper: decoder layers, width, heads; and the paper's numbers for it, in millions."""
-
-    layers: int
-    width: int
-    heads: int
-    baseline: float
-    option_2: float
-
-
+# One published Whisper: decoder layers, width, heads; and the paper's numbers for it, in millions.
+Size = namedtuple("Size", "layers width heads baseline option_2")
 SIZES = {
     "tiny": Size(4, 384, 6, 6.0, 0.7),
     "base": Size(6, 512, 8, 12.0, 1.4),

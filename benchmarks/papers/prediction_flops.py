@@ -40,15 +40,14 @@ class Sizes:
     def of(cls, config: ModelConfig) -> "Sizes":
         """The sizes of a model of equal layers; norms and biases are not counted."""
         layers, matrices = config.num_layers, 1 if config.tie_word_embeddings else 2
-        return cls(
-            width=config.hidden_size,
-            head_dim=config.head_dim,
-            heads=(config.num_heads,) * layers,
-            kv_heads=(config.num_kv_heads,) * layers,
-            ffn=(config.intermediate_size,) * layers,
-            extra=matrices * config.vocab_size * config.hidden_size,
-            matrices=2 + config.gated,
-        )
+        of_layer = {
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "ffn": config.intermediate_size,
+        }
+        sizes: dict = {name: (size,) * layers for name, size in of_layer.items()}
+        sizes |= {"extra": matrices * config.vocab_size * config.hidden_size, "matrices": 2 + config.gated}
+        return cls(width=config.hidden_size, head_dim=config.head_dim, **sizes)
 
     def kept(self, layers: Sequence[int]) -> "Sizes":
         """The sizes with only these layers: a layer-pruned model."""
@@ -97,14 +96,10 @@ def openelm(width: int, layers: int, head_dim: int, vocab: int = 32000) -> Sizes
         return near + by if near < 0.9 * value else near
 
     heads = tuple(divisible(width * m, 4 * head_dim) // head_dim for m in steps(0.5, 1.0))
-    return Sizes(
-        width=width,
-        head_dim=head_dim,
-        heads=heads,
-        kv_heads=tuple(n // 4 for n in heads),
-        ffn=tuple(divisible(width * m, 256) for m in steps(0.5, 4.0)),
-        extra=width * (vocab + 1) + layers * 2 * (width + head_dim),  # norms, also of queries and keys
-    )
+    ffn = tuple(divisible(width * m, 256) for m in steps(0.5, 4.0))
+    extra = width * (vocab + 1) + layers * 2 * (width + head_dim)  # norms, also of queries and keys
+    kv_heads = tuple(n // 4 for n in heads)
+    return Sizes(width=width, head_dim=head_dim, heads=heads, kv_heads=kv_heads, ffn=ffn, extra=extra)
 
 
 OPENELM = {

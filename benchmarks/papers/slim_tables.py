@@ -10,6 +10,7 @@ that are not square.
 
 import math
 import sys
+from collections import namedtuple
 from typing import NamedTuple
 
 from swiftkv_jax.analysis import flops
@@ -21,18 +22,8 @@ from swiftkv_jax.config.plan import KVPlan
 K = 1024
 
 
-class Published(NamedTuple):
-    """A row of the paper: shapes, tokens in the cache at most, and the cache it prints, in numbers."""
-
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    width: int
-    tokens: int = 0
-    printed: str = ""
-
-
+# A row of the paper: shapes, tokens in the cache at most, and the cache it prints, in numbers.
+Published = namedtuple("Published", "name hidden layers heads width tokens printed", defaults=(0, ""))
 WHISPER = 1500 + 448  # encoder's and decoder's tokens
 TABLE_1 = (
     Published("CodeLlama-7B", 4096, 32, 32, 128, 16 * K, "4.3B"),

@@ -66,31 +66,28 @@ def markdown(settings: dict, found: dict) -> str:
         "Compiled: programs compiled while measuring; a figure with any is no measurement.\n"
     )
     head = "system req/s tokens/s gain TFLOPS TTFT TPOT ITL E2EL good/s failed compiled".split()
+
+    def cells(name: str, row: dict) -> list[str]:
+        gain, gains, good, compiled = (row[k] for k in ("gain", "gains", "request_goodput", "compilations"))
+        latencies = (
+            f"{row[f'median_{m}_ms']:.1f} / {row[f'tail_{m}_ms']:.1f}" for m in ("ttft", "tpot", "itl")
+        )
+        speed = "" if gain is None else f"{gain:.2f} ({gains[0]:.2f} to {gains[-1]:.2f})"
+        work = "" if row["normalised_tflops"] is None else f"{row['normalised_tflops']:.3g}"
+        rates = f"{row['request_throughput']:.2f}", f"{row['total_token_throughput']:,.0f}"
+        rest = "" if good is None else f"{good:.2f}", f"{row['failed']} of {row['requests']}"
+        last = "?" if compiled is None else f"{compiled:g}"
+        return [name, *rates, speed, work, *latencies, f"{row['median_e2el_ms']:.1f}", *rest, last]
+
     for workload, points in found.items():
         lines.append(f"## {_TITLES[workload]}\n")
         for point, systems in points.items():
-            rows = [_cells(name, row) for name, row in systems.items()]
+            rows = [cells(name, row) for name, row in systems.items()]
             rows += [[name, "too small", *[""] * 10] for name in settings["left_out"].get(point, [])]
             lines += [f"{point}\n", table(head, rows) + "\n"]
     nobody = [point for point in settings["left_out"] if point not in found.get("budgets", {})]
     lines += [f"{point}: too small for every system\n" for point in nobody]
     return "\n".join(lines)
-
-
-def _cells(name: str, row: dict) -> list[str]:
-    gain, gains, good, compiled = (row[k] for k in ("gain", "gains", "request_goodput", "compilations"))
-    return [
-        name,
-        f"{row['request_throughput']:.2f}",
-        f"{row['total_token_throughput']:,.0f}",
-        "" if gain is None else f"{gain:.2f} ({gains[0]:.2f} to {gains[-1]:.2f})",
-        "" if row["normalised_tflops"] is None else f"{row['normalised_tflops']:.3g}",
-        *(f"{row[f'median_{m}_ms']:.1f} / {row[f'tail_{m}_ms']:.1f}" for m in ("ttft", "tpot", "itl")),
-        f"{row['median_e2el_ms']:.1f}",
-        "" if good is None else f"{good:.2f}",
-        f"{row['failed']} of {row['requests']}",
-        "?" if compiled is None else f"{compiled:g}",
-    ]
 
 
 def plots(found: dict, folder: Path) -> list[Path]:

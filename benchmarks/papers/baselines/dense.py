@@ -101,7 +101,7 @@ def run_layer(
         new = Held(keys, values, jnp.ones_like(at, bool))
         added = jax.tree.map(lambda old, new: put(old, new, at), rows[row], new)
         rows = (*rows[:row], added, *rows[row + 1 :])
-    made = running(at, slots) * len(due)
+    made = (at < slots).sum(1) * len(due)
     if layer == plan.split and last is not None:
         x, at = only(x, at, last), last[:, None]
         angles = _angles(config, at, rows[0])
@@ -112,7 +112,7 @@ def run_layer(
         mixed = jnp.einsum("bkgns,bsku->bnkgu", _shares(q, read.keys, seen).astype(q.dtype), read.values)
         return mixed.reshape(q.shape)
 
-    ran = running(at, slots)
+    ran = (at < slots).sum(1)
     work = Work(made, ran, ran, seen.sum((1, 2)))
     return decoder_layer(config, p, x, angles, [attend], mlp), at, rows, work
 
@@ -171,11 +171,6 @@ def run_layers(
 def by_layer(works: Sequence[Work]) -> Work:
     """The work of all layers, from that of each."""
     return jax.tree.map(lambda *each: jnp.stack(each), *works)
-
-
-def running(at: Positions, slots: int) -> Int[Array, " B"]:
-    """How many tokens of each sequence run."""
-    return (at < slots).sum(1)
 
 
 def put(into: Array, new: Array, at: Positions) -> Array:

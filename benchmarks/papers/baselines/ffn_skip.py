@@ -58,9 +58,7 @@ class FFNSkip:
             )
         return middle
 
-    def read(
-        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
-    ) -> Step:
+    def read(self, model, params, tokens, lengths, slots) -> Step:
         """As `generate.read`."""
         places = jnp.arange(tokens.shape[1])
         at = jnp.where(places < lengths[:, None], places, slots)

@@ -18,7 +18,7 @@ from benchmarks.papers.prediction_flops import lazy_share
 from swiftkv_jax.common.checks import above, integer
 from swiftkv_jax.core.ends import embed
 from swiftkv_jax.core.model import Transformer
-from swiftkv_jax.core.shapes import Array, Float, Int, PyTree, Tokens
+from swiftkv_jax.core.shapes import Array, Float, Int, PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,7 @@ class LazyLLM:
         """The share of the tokens that each layer sees."""
         return tuple(lazy_share(self.start, self.end, layer / layers) for layer in range(layers))
 
-    def read(
-        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
-    ) -> Step:
+    def read(self, model, params, tokens, lengths, slots) -> Step:
         """As `generate.read`."""
         places, layers = jnp.arange(tokens.shape[1]), model.config.num_layers
         at = jnp.where(places < lengths[:, None], places, slots)

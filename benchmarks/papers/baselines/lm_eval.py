@@ -45,27 +45,26 @@ class SwiftKVBaseline(SwiftKV):
         super().__init__(pretrained, dtype=dtype, max_length=max_length, **given)
         baselines.check(self.llm.model, self.system)
 
-    def told(self, ids: list[int], start: int) -> tuple[float, bool]:
+    def _score(self, ids: list[int], start: int) -> tuple[float, bool]:
         model, params = self.llm.model, self.llm.params
         values, likeliest = baselines.follow(model, params, self.system, ids[:start], ids[start:])
         return float(values.sum()), bool(likeliest.all())
 
     def written(self, prompts: list[list[int]], params: list[SamplingParams], quiet: bool) -> list[str]:
-        pairs = tqdm(list(zip(prompts, params, strict=True)), desc="generate", disable=quiet)
-        return [self._written(*pair) for pair in pairs]
-
-    def _written(self, prompt: list[int], params: SamplingParams) -> str:
-        """The text after a prompt; it ends as in the engine."""
-        if not params.greedy or params.penalised or params.biased or params.min_tokens:
-            raise UsageError("a baseline generates greedily: leave out do_sample and other sampling fields")
-        request = self.llm.request(prompt, params)
-        sequence = Sequence(request, 0, self.llm.tokenizer, 0.0)
-        model, most = self.llm.model, request.max_length - len(prompt)
-        for token in baselines.stream(model, self.llm.params, self.system, prompt, most):
-            sequence.append(Choice(token), 0.0)
-            if sequence.finish_reason:
-                break
-        return sequence.completion().text
+        """The text after each prompt; it ends as in the engine."""
+        texts, model, weights = [], self.llm.model, self.llm.params
+        pairs = list(zip(prompts, params, strict=True))
+        for prompt, own in tqdm(pairs, desc="generate", disable=quiet):
+            if not own.greedy or own.penalised or own.biased or own.min_tokens:
+                raise UsageError("a baseline generates greedily: leave out do_sample and the like")
+            request = self.llm.request(prompt, own)
+            sequence, most = Sequence(request, 0, self.llm.tokenizer, 0.0), request.max_length - len(prompt)
+            for token in baselines.stream(model, weights, self.system, prompt, most):
+                sequence.append(Choice(token), 0.0)
+                if sequence.finish_reason:
+                    break
+            texts.append(sequence.completion().text)
+        return texts
 
 
 if __name__ == "__main__":

@@ -51,9 +51,7 @@ class RandomPruning(Pruning):
         integer("keep_first", self.keep_first, 0)
         integer("seed", self.seed, 0, 2**31 - 1)
 
-    def read(
-        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
-    ) -> Step:
+    def read(self, model, params, tokens, lengths, slots) -> Step:
         """As `generate.read`."""
         shares = self.scores(tokens, lengths)
         kept = chosen(shares, lengths, self.keep, self.keep_first)
@@ -90,9 +88,7 @@ class StaticPruning(Pruning):
     def __post_init__(self):
         above("keep", self.keep, 0, 1)
 
-    def read(
-        self, model: Transformer, params: PyTree, tokens: Tokens, lengths: Int[Array, " B"], slots: int
-    ) -> Step:
+    def read(self, model, params, tokens, lengths, slots) -> Step:
         """As `generate.read`. The probe's work is counted."""
         probed = math.ceil(model.config.num_layers / PROBED)
         length = tokens.shape[1]
