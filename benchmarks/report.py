@@ -171,20 +171,13 @@ def _splits() -> tuple[list[str], Rows]:
 
 
 _TABLES: dict[str, Callable[[dict], tuple[list[str], Rows]]] = {
-    "kv_prediction_latency": _prediction,
-    "latency": _latency,
-    "peers": _peers,
-    "peers_smollm2": _peers,
-    "serving": _serving,
-    "throughput": _throughput,
-    "waiting": _waiting,
-    "whisper": _whisper,
+    **{"peers": _peers, "peers_smollm2": _peers, "kv_prediction_latency": _prediction, "latency": _latency},
+    **{"serving": _serving, "throughput": _throughput, "waiting": _waiting, "whisper": _whisper},
 }
 _JOINED = {"summary": _summary, "splits": _splits}
-_COMMANDS = {  # commands for results that may be missing
-    "peers": "python -m benchmarks.peers",
-    "throughput": "python -m benchmarks.throughput --systems swiftkv acrosskv",
-}
+# Commands for results that may be missing.
+_COMMANDS = {"peers": "python -m benchmarks.peers"}
+_COMMANDS |= {"throughput": "python -m benchmarks.throughput --systems swiftkv acrosskv"}
 
 
 def block(name: str) -> str:

@@ -82,13 +82,10 @@ def measure(folder: str, rows: int, length: int, chunk_mib: float, rounds: int) 
     }
     seconds = interleaved(runs, rounds)
     count = partial(training_flops_per_token, teacher.config, plan, length)
-    return {
-        "kernels": dispatch.unnamed(),
-        "tokens_per_step": rows * length,
-        **{f"{name}_ms": 1e3 * statistics.median(values) for name, values in seconds.items()},
-        "speedup": ratio(seconds, "two_forwards", "shared"),
-        "speedup_by_flops": count(shared_lower=False) / count(shared_lower=True),
-    }
+    times = {f"{name}_ms": 1e3 * statistics.median(values) for name, values in seconds.items()}
+    speedup = {"speedup": ratio(seconds, "two_forwards", "shared")}
+    speedup |= {"speedup_by_flops": count(shared_lower=False) / count(shared_lower=True)}
+    return {"kernels": dispatch.unnamed(), "tokens_per_step": rows * length} | times | speedup
 
 
 def main() -> None:

@@ -82,15 +82,15 @@ def measure(model, params, args) -> dict:
         for steps in in_turn(engines, number):
             waits[steps] += [engines[steps].wait() for _ in range(args.arrivals)]
             rates[steps].append(engines[steps].decode(args.seconds))
-    by_steps = {
-        str(steps): {
-            "ttft_ms": 1e3 * statistics.median(waits[steps]),
-            "ttft_p95_ms": 1e3 * statistics.quantiles(waits[steps], n=20)[-1],
-            "steps_ms": 1e3 * steps * (args.max_num_seqs - 1) / statistics.median(rates[steps]),
-            "tokens_per_s": statistics.median(rates[steps]),
+    by_steps = {}
+    for steps in engines:
+        wait, rate = waits[steps], statistics.median(rates[steps])
+        ttft = {"ttft_ms": statistics.median(wait), "ttft_p95_ms": statistics.quantiles(wait, n=20)[-1]}
+        by_steps[str(steps)] = {name: 1e3 * seconds for name, seconds in ttft.items()}
+        by_steps[str(steps)] |= {
+            "steps_ms": 1e3 * steps * (args.max_num_seqs - 1) / rate,
+            "tokens_per_s": rate,
         }
-        for steps in engines
-    }
     return {"kernels": next(iter(engines.values())).llm.kernels, "steps": by_steps}
 
 

@@ -138,11 +138,8 @@ def measured(size: Size, batch: int) -> dict[str, dict]:
     """Form -> a request's bytes of cache, milliseconds per window until the first tokens, and tokens per
     second after that: medians of interleaved rounds."""
     llms = {form: make(size, form, batch) for form in FORMS}
-    runs = {
-        (form, outputs): partial(transcribe, llm, batch, outputs)
-        for form, llm in llms.items()
-        for outputs in (1, 1 + OUTPUTS)
-    }
+    keys = [(form, outputs) for form in llms for outputs in (1, 1 + OUTPUTS)]
+    runs = {(form, n): partial(transcribe, llms[form], batch, n) for form, n in keys}
     seconds = interleaved(runs, ROUNDS)
     result = {}
     for form, llm in llms.items():
@@ -150,12 +147,8 @@ def measured(size: Size, batch: int) -> dict[str, dict]:
         later = statistics.median(b - a for a, b in zip(first, all_of_them, strict=True))
         stats = llm.engine.stats
         stored = stats.cache_bytes_per_token * CONTEXT + stats.source_bytes_per_token * SOURCE
-        result[form] = {
-            "cache_mb": stored / 1e6,
-            "first_ms": 1e3 * statistics.median(first) / batch,
-            "tokens_per_s": batch * OUTPUTS / later,
-            "kernels": llm.kernels,
-        }
+        times = {"first_ms": 1e3 * statistics.median(first) / batch, "tokens_per_s": batch * OUTPUTS / later}
+        result[form] = {"cache_mb": stored / 1e6, **times, "kernels": llm.kernels}
     return result
 
 

@@ -80,12 +80,10 @@ def measure(
     stats = llm.stats
     steps = max(1, stats["decoded_steps"])
     seen = requests * (prompt + outputs / 2) * llm.cache_bytes_per_token * config.num_layers / rows.num_rows
-    yield {
-        "tpot_ms": 1e3 * stats["decode_seconds"] / steps,
-        "host_ms_per_step": 1e3 * stats["decode_host_seconds"] / steps,
-        "bytes_per_step": read_once + seen,
-        "tokens_per_s": requests * (prompt + outputs) / (read + decoded),
-    }
+    times = {"tpot_ms": stats["decode_seconds"], "host_ms_per_step": stats["decode_host_seconds"]}
+    figures = {name: 1e3 * seconds / steps for name, seconds in times.items()}
+    figures |= {"tokens_per_s": requests * (prompt + outputs) / (read + decoded)}
+    yield figures | {"bytes_per_step": read_once + seen}
     if jax.default_backend() == "gpu":
         yield {"prompt_profile": profile.kernels(lambda: timed(llm, prompts(1), 1))}
         yield {"decode_profile": profile.kernels(lambda: timed(llm, some, PROFILED))}

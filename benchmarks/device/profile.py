@@ -35,8 +35,5 @@ def summed(events: list[tuple[str, float, float]]) -> dict:
         times[re.sub(r"([_.]\d+)+$", "", name)[:120]].append((end - start) / 1e6)
     longest = sorted(times, key=lambda name: -sum(times[name]))[:MOST]
     span = max(end for *_, end in events) - min(start for _, start, _ in events)
-    return {
-        "span_ms": span / 1e6,
-        "busy_ms": sum(map(sum, times.values())),
-        "kernels": [[name, len(times[name]), sum(times[name])] for name in longest],
-    }
+    kernels = [[name, len(times[name]), sum(times[name])] for name in longest]
+    return {"span_ms": span / 1e6, "busy_ms": sum(map(sum, times.values())), "kernels": kernels}

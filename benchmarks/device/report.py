@@ -186,10 +186,8 @@ def markdown(shape: Shape, head: Mapping, asked: Mapping[str, Measurement], line
         took = f"{lines.get(name, {}).get('seconds', 0):.0f}"
         words = said(shape, line, lines).replace("|", "/").replace("\n", " ")
         rows.append([name, words, took, f"{line.least:.0f}", f"{line.limit:.0f}"])
-    reached = [
-        [goal, f"{aim:g}", "not measured" if got is None else f"{got:.3g}"]
-        for goal, (aim, got) in goals(shape, lines, asked).items()
-    ]
+    aims = goals(shape, lines, asked).items()
+    reached = [[g, f"{a:g}", "not measured" if got is None else f"{got:.3g}"] for g, (a, got) in aims]
     over = [
         [name.removeprefix("engine: "), *(f"{r[w]:.2f}" if w in r else "-" for w in RATIOS.values())]
         for name, r in ratios(lines, asked).items()
@@ -197,9 +195,8 @@ def markdown(shape: Shape, head: Mapping, asked: Mapping[str, Measurement], line
     parts = [
         f"# Measured on {where.get('device', 'an unknown device')}",
         f"`{head['command']}`, {head['date']}, driver {where.get('driver') or 'unknown'}; {versions}.",
-        "Engine, training and transformers: random weights. A kernel is right if its numbers are those of "
-        "the reference in float32, twice the same; in brackets, how many times as fast as the first right "
-        "one.",
+        "Engine, training and transformers: random weights. A kernel is right if its numbers are the "
+        "reference's in float32, twice the same; in brackets, how many times as fast as the first right one.",
         table(["goal", "aim", "reached"], reached),
         "Over the standard plan, with the same kernels and sizes:",
         table(["engine", *RATIOS.values()], over),

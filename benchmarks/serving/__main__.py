@@ -22,15 +22,13 @@ _GOALS = ("ttft", "tpot", "e2el")
 
 
 def parser() -> Parser:
-    p = Parser(
-        prog="python -m benchmarks.serving",
-        usage="%(prog)s [fixed] [sharegpt] [rates] [budgets] [flags]",
-        description="Time servers as `vllm bench serve` does, side by side: standard, SwiftKV, + AcrossKV, "
-        "+ fp8. Lengths are in tokens; rates in requests per second, or, with an x behind, in what the first "
-        "system can take.",
-        formatter_class=partial(argparse.HelpFormatter, max_help_position=30, width=110),
-        allow_abbrev=False,
-    )
+    about = "Time servers as `vllm bench serve` does, side by side: standard, SwiftKV, + AcrossKV, + fp8. "
+    about += "Lengths are in tokens; rates in requests per second, or, with an x behind, in what the first "
+    about += "system can take."
+    usage = "%(prog)s [fixed] [sharegpt] [rates] [budgets] [flags]"
+    form = partial(argparse.HelpFormatter, max_help_position=30, width=110)
+    how = {"description": about, "formatter_class": form, "allow_abbrev": False}
+    p = Parser(prog="python -m benchmarks.serving", usage=usage, **how)
     p.add_argument("workloads", nargs="*", metavar="workload", help="what to measure (default fixed)")
     add = p.add_argument
     add("--model", default="demo/teacher", metavar="DIR", help="a standard model's folder (demo/teacher)")

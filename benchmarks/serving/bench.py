@@ -116,10 +116,8 @@ def fixed(args, config: ModelConfig) -> tuple[list[Point], int]:
     pairs = [(workloads.scaled(length, scale), outputs) for length in args.lengths]
     pairs = [pair for pair in pairs if sum(pair) <= config.max_position_embeddings]
     if not pairs:
-        raise UsageError(
-            f"no length of {args.lengths} fits a context of {config.max_position_embeddings} at --scale "
-            f"{scale:g}: raise --scale"
-        )
+        most = config.max_position_embeddings
+        raise UsageError(f"no length of {args.lengths} fits {most} at --scale {scale:g}: raise --scale")
     return [_even(args, config, pair) for pair in pairs], max(map(sum, pairs))
 
 

@@ -96,27 +96,17 @@ def summary(
     # One that ends as another begins does not overlap it.
     changes = sorted([(t.sent, 1) for t in done] + [(t.sent + t.latency, -1) for t in done])
     good = sum(all(1e3 * getattr(t, _FIELD[n]) <= most for n, most in (goals or {}).items()) for t in done)
-    out = {
-        "duration": duration,
-        "completed": len(done),
-        "failed": len(timelines) - len(done),
-        "total_input_tokens": tokens_in,
-        "total_output_tokens": tokens_out,
-        "request_throughput": len(done) / duration,
-        "request_goodput": good / duration if goals else None,
-        "output_throughput": tokens_out / duration,
-        "total_token_throughput": (tokens_in + tokens_out) / duration,
-        "max_output_tokens_per_s": _busiest_second(done),
-        "max_concurrent_requests": int(max(np.cumsum([change for _, change in changes]), default=0)),
-    }
-    seconds = {
-        "ttft": [t.ttft for t in done],
-        "tpot": [t.tpot for t in done if t.output_tokens > 1],
-        "itl": [gap for t in done for gap in t.itl],
-        "e2el": [t.latency for t in done],
-        "client_queue_time": [t.queued for t in done],
-        "e2el_including_client_queue": [t.queued + t.latency for t in done],
-    }
+    most_at_once = int(max(np.cumsum([change for _, change in changes]), default=0))
+    out = {"duration": duration, "completed": len(done), "failed": len(timelines) - len(done)}
+    out |= {"total_input_tokens": tokens_in, "total_output_tokens": tokens_out}
+    out |= {"request_throughput": len(done) / duration, "output_throughput": tokens_out / duration}
+    out |= {"request_goodput": good / duration if goals else None}
+    out |= {"total_token_throughput": (tokens_in + tokens_out) / duration}
+    out |= {"max_output_tokens_per_s": _busiest_second(done), "max_concurrent_requests": most_at_once}
+    seconds = {"ttft": [t.ttft for t in done], "tpot": [t.tpot for t in done if t.output_tokens > 1]}
+    seconds |= {"itl": [gap for t in done for gap in t.itl], "e2el": [t.latency for t in done]}
+    seconds |= {"client_queue_time": [t.queued for t in done]}
+    seconds |= {"e2el_including_client_queue": [t.queued + t.latency for t in done]}
     for name, values in seconds.items():  # zeros if there are none
         ms = 1e3 * np.asarray(values or [0.0])
         averages = (("mean", np.mean), ("median", np.median), ("std", np.std))

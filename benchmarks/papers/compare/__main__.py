@@ -71,11 +71,8 @@ def _of_system(source: Source, own: Answers, args: argparse.Namespace, system: S
         return result
     one = system.model, system.params
     shapes = {"ttft": (1, args.length), "ttft_short": times.SHORT}
-    ratios = {
-        name: times.over_full_depth(full, one, count, length, args.rounds)
-        for name, (count, length) in shapes.items()
-        if length <= most
-    }
+    shapes = {name: shape for name, shape in shapes.items() if shape[1] <= most}
+    ratios = {name: times.over_full_depth(full, one, *shape, args.rounds) for name, shape in shapes.items()}
     return result._replace(**ratios)
 
 
