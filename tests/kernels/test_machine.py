@@ -12,7 +12,6 @@ from swiftkv_jax.kernels.check.machine import CPU, Machine, recognise
 def installed(monkeypatch):
     known = {"jax": "1", "libtpu": "1", "jax-cuda13-plugin": "1"}
     monkeypatch.setattr(machine, "versions", lambda: known)
-    monkeypatch.setattr(machine, "_asked", lambda: None)
     return known
 
 
