@@ -2,24 +2,22 @@
 
     python faulty_served.py FOLDER serve.py [flags]
 
-FOLDER keeps the decision. On stderr it says what processor time the choice took.
+FOLDER keeps the decision.
 """
 
 import dataclasses
 import runpy
 import sys
-import time
 from pathlib import Path
 
 import faulty_kernels
 
-from swiftkv_jax.engine import kernels, validate
+from swiftkv_jax.engine import kernels
 from swiftkv_jax.kernels.check import decide
 from swiftkv_jax.kernels.check.machine import Machine
 
 SAFE = "xla_one_turn"
 CANDIDATES = {"decode": (SAFE, *faulty_kernels.FAULTY), "chunk": (SAFE,)}
-choose = validate.choose
 
 
 def on_this_cpu(calls, machine, _, **more):
@@ -28,16 +26,9 @@ def on_this_cpu(calls, machine, _, **more):
     return decide.decide(calls, here, Path(folder), **more | how, module=faulty_kernels.__name__)
 
 
-def timed(*args, **more):
-    began = time.process_time()
-    found = choose(*args, **more)
-    print(f"chosen in {time.process_time() - began:.3f} s", file=sys.stderr, flush=True)
-    return found
-
-
 if __name__ == "__main__":
     _, folder, *sys.argv = sys.argv
     faulty_kernels.register()
     kernels.this_machine = lambda: Machine("gpu", "a GPU", "1.2.3")
-    kernels.decide, validate.choose = on_this_cpu, timed
+    kernels.decide = on_this_cpu
     runpy.run_path(sys.argv[0], run_name="__main__")
