@@ -64,7 +64,7 @@ def test_requested_output_tokens_count_in_the_queue():
         for asked in (
             {"max_tokens": 61},
             {"max_tokens": 16, "n": 4},
-            {"max_tokens": 31, "prompt": ["x", "y"]},
+            {"max_tokens": 31, "prompt": ["x"] * 2},
         ):
             refused = post(server, "one", **asked)
             assert refused.status_code == 503 and refused.headers["retry-after"] and error_of(refused), asked

@@ -133,21 +133,10 @@ def test_bad_messages_and_unsupported_chat_fields_are_named(served):
 
 
 def test_neutral_values_of_unsupported_fields_are_accepted(served):
-    nothing = {
-        "tools": [],
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-        "stop": None,
-        "n": None,
-    }
-    nothing |= {"include_reasoning": True, "continue_final_message": False, "add_generation_prompt": True}
-    nothing |= {
-        "add_special_tokens": False,
-        "echo": False,
-        "user": "someone",
-        "store": False,
-        "max_tokens": 2,
-    }
+    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "stop": None}
+    nothing |= {"n": None, "include_reasoning": True, "continue_final_message": False, "echo": False}
+    nothing |= {"add_generation_prompt": True, "add_special_tokens": False, "user": "someone", "store": False}
+    nothing |= {"max_tokens": 2}
     assert served.http.post("/v1/chat/completions", json=CHAT | nothing | {"new": [1]}).status_code == 200
     nothing = {"best_of": 1, "suffix": "", "prompt_logprobs": None, "use_beam_search": False, "max_tokens": 1}
     nothing |= {"spaces_between_special_tokens": True, "max_completion_tokens": None}

@@ -68,10 +68,8 @@ def test_host_and_port_are_parsed_from_every_spelling():
 
 
 def test_every_engine_setting_has_a_flag():
-    flags, named = (
-        vars(build_parser().parse_args([])),
-        {"attention", "fill", "write", "scoring"},
-    )  # by --kernels
+    flags = vars(build_parser().parse_args([]))
+    named = {"attention", "fill", "write", "scoring"}  # by --kernels
     assert {f.name for f in dataclasses.fields(Settings)} - set(flags) == {"prefix_caching"} | named
 
 

@@ -14,13 +14,8 @@ FLAGS = "--http 127.0.0.1:0 --max-num-seqs 4 --max-num-batched-tokens 128 --queu
 FLAGS += "--api-key greedy --api-key modest --max-scored-tokens 64".split()
 ASKED = 100  # requests alone, and beside; p99 is the last but one
 MOST_S = 900.0
-FLOOD = {
-    "prompt": "The function returns " * 10,
-    "max_tokens": 1900,
-    "n": 4,
-    "temperature": 1,
-    "ignore_eos": True,
-}
+FLOOD = {"prompt": "The function returns " * 10, "max_tokens": 1900, "n": 4, "temperature": 1}
+FLOOD |= {"ignore_eos": True}
 
 
 async def ask(client: Client, count: int) -> list[float]:
