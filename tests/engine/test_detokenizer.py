@@ -70,23 +70,6 @@ def test_decoding_bytes_is_that_of_utf_8(tokenizer):
         assert tokenizer.decode([ids[byte] for byte in raw]) == want or want.startswith(" ")
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_tokens_joined_are_the_text_and_begin_where_the_text_was(tokenizer, skip):
-    prompt = tokenizer.encode("a true")
-    for text in (" true true", "é  true", "  雪🌶é", "🌶 true"):
-        ids = tokenizer.encode(f"a{text}", add_special_tokens=False)
-        ids = ids[len(tokenizer.encode("a", add_special_tokens=False)) :]
-        words, begun = Detokenizer(tokenizer, tuple(prompt), skip), []
-        for token in ids:
-            begun.append(len(words.text))
-            words.push(token)
-        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == words.text == text
-        own = [word(tokenizer, token) or "" for token in ids]
-        assert all(
-            words.text.startswith(t, at) for t, at in zip(own, begun, strict=True) if "\ufffd" not in t
-        )
-
-
 def test_tokens_have_texts_of_their_own(tmp_path):
     tokenizer = load_tokenizer(make_sentencepiece(tmp_path))
     texts = {name: word(tokenizer, tokenizer.rust.token_to_id(name)) for name in tokenizer.rust.get_vocab()}

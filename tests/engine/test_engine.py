@@ -214,24 +214,6 @@ def test_rounding_caches_give_one_result_for_any_chunking(dtype, fill):
     assert llm.engine.runner.cache.bytes_per_token == llm.cache_bytes_per_token
 
 
-@pytest.mark.slow
-def test_a_page_budget_holds_more_sequences_by_exactly_the_plans_factor():
-    sizes = {"num_pages": 24, "max_num_seqs": 16, "prefix_caching": False, "max_num_batched_tokens": 64}
-    peak = {}
-    for plan in ("standard", "acrosskv"):
-        rows = tiny.PLANS[plan].num_rows
-        llm = make(plan, **(sizes | {"num_pages": 24 * tiny.PLANS["standard"].num_rows // rows}))
-        requests = [llm.request(p, GREEDY) for p in tiny.prompts([22] * 16)]  # four pages to the end
-        for request in requests:
-            llm.engine.add(request)
-        peak[plan] = 0
-        while llm.engine.busy:
-            llm.engine.step()
-            peak[plan] = max(peak[plan], len(llm.engine.scheduler.running))
-        assert llm.engine.stats.preemptions == 0 or plan == "standard"
-    assert peak["acrosskv"] > peak["standard"]
-
-
 def test_streamed_pieces_are_the_whole_and_stop_strings_never_leak():
     llm = make(steps_per_launch=2)
     want = run(llm, ["hello there"], dataclasses.replace(GREEDY, max_tokens=20))[0].outputs[0]

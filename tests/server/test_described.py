@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 pytestmark = pytest.mark.filterwarnings(  # schemathesis' own
     "ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning"
 )
-WARM_UP = True
+WARM_UP, SLOW = True, pytest.mark.slow
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -54,8 +54,11 @@ def test_the_description_says_which_routes_need_a_key(described):
                 assert (answer.status_code == 401) == (said == [{"key": []}]) == (said != [])
 
 
-def check_by_description(server: Running, described: dict, examples: int) -> None:
-    """`examples` requests that fit the description, and as many that do not; none does harm."""
+@pytest.mark.parametrize(
+    "examples", [pytest.param(40, marks=SLOW), pytest.param(5000, marks=pytest.mark.soak)]
+)
+def test_requests_generated_from_the_description_do_no_harm(served, described, examples):
+    """So many that fit the description, and as many that do not; none does harm."""
     schema = schemathesis.openapi.from_dict(described)
     seen: dict[int, int] = {}
     modes = [schema.as_strategy(generation_mode=mode) for mode in GenerationMode]
@@ -66,7 +69,7 @@ def check_by_description(server: Running, described: dict, examples: int) -> Non
             @hypothesis.settings(max_examples=2 * examples)
             @hypothesis.given(st.one_of(modes))
             def send(case):
-                answer = case.call(base_url=server.url, session=session, timeout=30)
+                answer = case.call(base_url=served.url, session=session, timeout=30)
                 seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
                 too_large = answer.status_code == 413  # a refusal that schemathesis does not know as one
                 case.validate_response(answer, checks=CHECKS[:-1] if too_large else CHECKS)
@@ -74,15 +77,5 @@ def check_by_description(server: Running, described: dict, examples: int) -> Non
 
             send()
 
-    unharmed(server, harm)
+    unharmed(served, harm)
     assert seen[200] > examples // 10 and seen[400] > examples // 10, seen
-
-
-@pytest.mark.slow
-def test_requests_generated_from_the_description_do_no_harm(served, described):
-    check_by_description(served, described, 40)
-
-
-@pytest.mark.soak
-def test_many_requests_generated_from_the_description_do_no_harm(served, described):
-    check_by_description(served, described, 5000)

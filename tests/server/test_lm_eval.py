@@ -295,14 +295,3 @@ def test_sampling_is_that_of_the_server(student):
         student._loglikelihood_tokens([(None, [0], [5] * (CONTEXT + 1))], disable_tqdm=True)
     with pytest.raises(UsageError):
         student.llm.score([0] * (CONTEXT + 2))
-
-
-def test_lm_eval_runs_from_the_command_line(folders, tasks, tmp_path, monkeypatch, capsys):
-    good = f"pretrained={folders / 'standard'},max_length={CONTEXT}"
-    argv = ["--tasks", "tiny_write", "--include_path", str(tasks), "--output_path", str(tmp_path)]
-    for model, code in ((good, 0), ("pretrained=/nowhere", 2)):
-        monkeypatch.setattr(sys, "argv", ["lm_eval", "--model", "swiftkv", "--model_args", model, *argv])
-        assert ours.main() == code
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
-    [written] = tmp_path.rglob("results_*.json")
-    assert json.loads(written.read_text())["results"]["tiny_write"]

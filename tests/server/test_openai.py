@@ -165,24 +165,6 @@ def test_a_history_with_calls_of_tools_is_read(served, client, monkeypatch):
     assert back == {"role": "tool", "content": "12:00", "tool_call_id": "c1"}
 
 
-def test_special_tokens_and_generation_prompts_can_be_left_out(served, monkeypatch):
-    asked, encode, chat = [], tiny.Bytes.encode, tiny.Bytes.encode_chat
-    monkeypatch.setattr(
-        tiny.Bytes, "encode", lambda self, t, special=True: asked.append(special) or encode(self, t)
-    )
-    monkeypatch.setattr(
-        tiny.Bytes, "encode_chat", lambda self, m, opens: asked.append((opens,)) or chat(self, m, opens)
-    )
-    said = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
-    for given in (True, False):
-        served.complete("x", max_tokens=1, add_special_tokens=given)
-        assert asked.pop() == given
-        body = said | {"add_generation_prompt": given}
-        answer = served.http.post("/v1/chat/completions", json=body).json()
-        assert answer["usage"]["prompt_tokens"] == 4 + 2 * given and (given,) in asked
-        asked.clear()
-
-
 def test_usage_reports_tokens_from_the_prefix_cache(served):
     """Pages of 8 tokens; two prompts of a call count both."""
     body = {"max_tokens": 3, "cache_salt": "usage"}
