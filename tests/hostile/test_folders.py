@@ -25,7 +25,6 @@ from swiftkv_jax.text.tokenizer import load_tokenizer
 HERE = Path(__file__).parent
 SHAPE = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "head_dim": 8}
 CONFIG = ModelConfig(**SHAPE, num_heads=2, num_kv_heads=1)
-SLOW = pytest.mark.slow
 MOST_SECONDS = 20.0  # of the processor's time for one folder: nothing hangs; the slowest takes about 2
 MOST_GROWTH = 256  # MiB, over all folders
 PATIENCE = 60.0  # seconds of the clock for a chat that should end after SECONDS of the processor's time
@@ -46,7 +45,8 @@ def make_good(work: Path) -> None:
             shutil.copy(path, work / "outside" / path.name)
 
 
-@pytest.mark.parametrize("count", [pytest.param(100, marks=SLOW), pytest.param(2000, marks=pytest.mark.soak)])
+@pytest.mark.slow("100")
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.soak)])
 def test_spoilt_folders_load_rightly_or_are_refused(tmp_path, count):
     """They are loaded, or refused in a line; nothing but loading and refusing may happen."""
     make_good(tmp_path)

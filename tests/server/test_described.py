@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 pytestmark = pytest.mark.filterwarnings(  # schemathesis' own
     "ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning"
 )
-WARM_UP, SLOW = True, pytest.mark.slow
+WARM_UP = True
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -54,9 +54,8 @@ def test_the_description_says_which_routes_need_a_key(described):
                 assert (answer.status_code == 401) == (said == [{"key": []}]) == (said != [])
 
 
-@pytest.mark.parametrize(
-    "examples", [pytest.param(40, marks=SLOW), pytest.param(5000, marks=pytest.mark.soak)]
-)
+@pytest.mark.slow("40")
+@pytest.mark.parametrize("examples", [40, pytest.param(5000, marks=pytest.mark.soak)])
 def test_requests_generated_from_the_description_do_no_harm(served, described, examples):
     """So many that fit the description, and as many that do not; none does harm."""
     schema = schemathesis.openapi.from_dict(described)

@@ -34,9 +34,8 @@ from swiftkv_jax.server.limits import Limits
 WARM_UP = True
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(600, marks=pytest.mark.slow), pytest.param(20_000, marks=pytest.mark.soak)]
-)
+@pytest.mark.slow("600")
+@pytest.mark.parametrize("count", [600, pytest.param(20_000, marks=pytest.mark.soak)])
 def test_a_greedy_answer_is_unchanged_beside_generated_requests(served, count):
     """64 MiB are the most that 20,000 requests may leave behind: 3 KiB each, a tenth of what one needs."""
     for some in (count // 40, count):
