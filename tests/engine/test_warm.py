@@ -133,50 +133,33 @@ class AtOnce(ThreadPoolExecutor):
         return future
 
 
-@pytest.mark.parametrize("fails", (None, ("step", 1, 1)))
+@pytest.mark.parametrize("fails", (None, ("step", 1, 1), "the first"))
 def test_a_warm_up_ends_where_all_is_compiled_before_the_first_look(fails, monkeypatch):
-    """This happens if everything is in the compilation cache; `begin_warm_up` then takes all into use."""
+    """This happens if everything is in the compilation cache; `begin_warm_up` then takes all into use.
+
+    A program that cannot be compiled is done without if the others can do its work.
+    """
     llm, compile_one, keys = make("plain"), warm._compile, []
     programs = [program.key for program in llm.engine.runner.programs()]
 
     def compiled(call) -> None:
         keys.append(programs[len(keys)])
-        if keys[-1] == fails:
+        if keys[-1] == fails or fails == "the first":
             raise ValueError
         compile_one(call)
 
     monkeypatch.setattr(warm, "_compile", compiled)
     monkeypatch.setattr(warm, "ThreadPoolExecutor", AtOnce)
-    llm.engine.begin_warm_up()
-    llm.engine.take_compiled()
-    assert keys == programs and llm.engine.warming is None
-    assert answers(llm)
-
-
-@pytest.mark.parametrize("needed", (True, False))
-def test_a_program_that_cannot_be_compiled_is_done_without_if_the_others_can(needed, monkeypatch):
-    compile_one, calls = warm._compile, []
-
-    def failing(call) -> None:
-        calls.append(call)
-        if len(calls) == (1 if needed else 5):
-            raise ValueError
-        compile_one(call)
-
-    monkeypatch.setattr(warm, "_compile", failing)
-    llm = make("plain")
-    if needed:
+    if fails == "the first":
         with pytest.raises(ValueError):
             llm.engine.begin_warm_up()
         return
     llm.engine.begin_warm_up()
-    while llm.engine.warming:
-        llm.engine.take_compiled()
-        time.sleep(0.01)
-    assert llm.fingerprint
-    with tiny.compilations() as compiled:
-        answers(llm)
-    assert compiled == []
+    llm.engine.take_compiled()
+    assert keys == programs and llm.engine.warming is None and llm.fingerprint
+    with tiny.compilations() as found:
+        assert answers(llm)
+    assert found == []
 
 
 class Fakes:
