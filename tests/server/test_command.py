@@ -24,7 +24,13 @@ from swiftkv_jax.server.main import build_parser, for_server, main
 # Programs compile while the server drains, so what runs gets time enough on a busy machine.
 SMALL = "--max-num-seqs 2 --max-num-batched-tokens 32 --max-model-len 128 --no-warm-up".split()
 SMALL += ["--shutdown-timeout", "300"]
-QUIET = ["--http", ":0", "--quiet"]  # says nothing while it loads
+
+
+WRONG = (  # beside --http :0; the first flag is named
+    "--input x|--api-key-file /nowhere|--metrics-key-file /nowhere|--shutdown-timeout -1|--queue-timeout nan|"
+    "--max-queued-requests 0|--busy-status 500|--metrics-prefix a-b|--mesh depth=2 --quiet|"
+    "--mesh tensor=4096 --quiet|--mesh tensor=-1 --quiet"
+).split("|")
 
 
 @pytest.mark.parametrize(
@@ -34,20 +40,11 @@ QUIET = ["--http", ":0", "--quiet"]  # says nothing while it loads
         (["--http", "[::]:0"], "key"),
         *((["--http", where], "--http") for where in ("127.0.0.1:notaport", "127.0.0.1:70000", "70000")),
         (["--http", "203.0.113.9:0", "--insecure"], "203.0.113.9:0"),
-        (["--http", ":0", "--input", "x"], "--input"),
-        (["--http", ":0", "--api-key", ""], "--api-key"),
-        (["--http", ":0", "--api-key", "a\tb"], "--api-key"),
-        (["--http", ":0", "--api-key-file", "/nowhere"], "--api-key-file"),
-        (["--http", ":0", "--metrics-key-file", "/nowhere"], "--metrics-key-file"),
+        *((["--http", ":0", "--api-key", key], "--api-key") for key in ("", "a\tb")),
         (["--http", ":0", "--api-key", "k", "--metrics-key-file", "K"], "API keys"),
-        (["--http", ":0", "--shutdown-timeout", "-1"], "--shutdown-timeout"),
-        (["--http", ":0", "--queue-timeout", "nan"], "--queue-timeout"),
-        (["--http", ":0", "--max-queued-requests", "0"], "--max-queued-requests"),
-        (["--http", ":0", "--busy-status", "500"], "--busy-status"),
-        (["--http", ":0", "--metrics-prefix", "a-b"], "--metrics-prefix"),
         (["--http", ":0", "--temperature", "9"], "temperature"),
         (["--htpp"], "--http"),
-        *(([*QUIET, "--mesh", mesh], mesh) for mesh in ("depth=2", "tensor=4096", "tensor=-1")),
+        *((["--http", ":0", *words.split()], words.split()[0].lstrip("-")) for words in WRONG),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
