@@ -102,27 +102,25 @@ def test_rows_are_as_many_as_devices_share_out_and_chats_count_where_the_assista
 @pytest.mark.parametrize(
     "words, name",
     [
-        (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--data", "nowhere.jsonl", "--split", "4"], "--split"),
-        (["--data", "nowhere.jsonl", "--split", "half"], "--split"),
-        (["--data", "TEXTS", "--weight", "2", "--weight", "1"], "weight"),
-        (["--data", "TEXTS", "--columns", "txt=body"], "columns"),
-        (["--data", "TEXTS", "--columns", "text=bdoy"], "bdoy"),
-        (["--data", "TEXTS", "more.jsonl"], "more.jsonl"),
-        *((["--data", "TEXTS", "--length", length], "--length") for length in ("0", "128")),
-        (["--data", "TEXTS", "--steps", "0"], "--steps"),
-        (["--data", "TEXTS", "--set", "step=3"], "steps"),
-        (["--dat", "x", "--splt", "2"], "--split"),
-        ([], "--data"),
+        ("--data nowhere.jsonl", "nowhere.jsonl"),
+        *((f"--data nowhere.jsonl --split {split}", "--split") for split in ("4", "half")),
+        ("--data TEXTS --weight 2 --weight 1", "weight"),
+        ("--data TEXTS --columns txt=body", "columns"),
+        ("--data TEXTS --columns text=bdoy", "bdoy"),
+        ("--data TEXTS more.jsonl", "more.jsonl"),
+        *((f"--data TEXTS --length {length}", "--length") for length in (0, 128)),
+        ("--data TEXTS --steps 0", "--steps"),
+        ("--data TEXTS --set step=3", "steps"),
+        ("--dat x --splt 2", "--split"),
+        ("", "--data"),
     ],
 )
 def test_invalid_arguments_are_refused_in_a_line(words, name, teacher, tmp_path, capsys):
-    texts = made.texts(tmp_path / "rows.jsonl")
-    words = [texts if word == "TEXTS" else word for word in words]
-    assert distil.main([str(teacher), *words, "--out", str(tmp_path / "out")]) == 2
+    texts, out = made.texts(tmp_path / "rows.jsonl"), tmp_path / "out"
+    flags = [texts if word == "TEXTS" else word for word in words.split()]
+    assert distil.main([str(teacher), *flags, "--out", str(out)]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and name in error
-    assert not (tmp_path / "out").exists()
+    assert error.count("\n") == 1 and name in error and not out.exists()
 
 
 def test_a_folder_that_holds_no_run_does_not_go_on(teacher, tmp_path, capsys):
