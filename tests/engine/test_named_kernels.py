@@ -174,5 +174,5 @@ def test_attention_is_named_by_kind_of_call():
     assert (both.of(1), both.of(ByKind.FEW), both.of(ByKind.FEW + 1)) == ("xla", "xla", "reference")
     assert ByKind.named("xla") == ByKind("xla", "xla") and ByKind.named("chunk=xla") == ByKind(None, "xla")
     for wrong in ("prefill=xla", "decode=", "decode=xla,reference", "decode=zla"):
-        with pytest.raises(UsageError, match="attention"):
+        with pytest.raises(UsageError):
             Settings(max_model_len=8, attention=wrong)

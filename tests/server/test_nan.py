@@ -71,10 +71,11 @@ def test_a_prompt_that_gives_nan_is_an_error_and_is_forgotten(served, stream, n)
     token = unused_token()
     prompt = [*range(60, 76), token, *range(60, 83)]  # 40: more than one launch reads
     want, failed = text_of(served, prompt, cache_salt="apart"), corrupted(served)
+    bad = poison(served, token)
     body = {"prompt": prompt, "max_tokens": 4, "n": n, "stream": stream, "cache_salt": f"{n}{stream}"}
 
     def harm() -> None:
-        with served_by(served, poison(served, token)):
+        with served_by(served, bad):
             for _ in range(3):
                 answer = served.http.post("/v1/completions", json=body)
                 assert answer.status_code == 500 and answer.headers["x-should-retry"] == "true"
@@ -96,10 +97,11 @@ def test_nan_during_a_stream_ends_it_with_an_error(served):
         if tokens[9] not in {*said, *prompt, *tokens[:9]} and tokens[9] < 256
     )
     want = text_of(served, prompt, cache_salt="apart")
+    bad = poison(served, token)
     body = {"prompt": prompt, "max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
 
     def harm() -> list:
-        with served_by(served, poison(served, token)):
+        with served_by(served, bad):
             return served.events(**body, cache_salt="doomed")
 
     *events, error, done = unharmed(served, harm)
