@@ -80,12 +80,12 @@ def test_invalid_arguments_are_refused_in_a_line(tmp_path, capsys):
         ([DEMO, "--topology", "h100:1x1x1"], "--topology"),
         ([DEMO, "--splits", "4"], "--split"),
         ([str(tmp_path)], ""),
-        ([str(LLAMA), "--text", str(ROOT / "README.md")], ""),
         ([], "MODEL"),
     ):
         assert plan.main(words) == 2
         out, error = capsys.readouterr()
         assert not out and error.count("\n") == 1 and name in error, words
+    assert plan.main([str(LLAMA), "--text", str(ROOT / "README.md")]) == 2, "without weights"
 
 
 def test_the_untrained_cost_is_that_of_the_student_itself(tmp_path):
