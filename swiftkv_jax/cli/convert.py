@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from swiftkv_jax.checkpoint.hf import local_folder, read_model
+from swiftkv_jax.cli.splits import SHARE
 from swiftkv_jax.cli.untrained import ROWS, apart, costs, opened
 from swiftkv_jax.common.bucket import Home, Place, path_or_url
 from swiftkv_jax.common.checks import integer
@@ -56,63 +57,38 @@ def parser() -> Parser:
         "and measure its quality.",
         epilog="example: %(prog)s model.gguf --split 20 --out student",
     )
-    p.add_argument("model", metavar="MODEL", help="a folder, a GGUF file or a hub id")
+    inits = tuple(dict.fromkeys((LEAST_SQUARES, *INITS, *STARTS)))
+    count = f"{PlanConfig().init_tokens}, for KV prediction {PredictConfig(keep=(0,)).init_tokens}"
     method = p.add_mutually_exclusive_group(required=True)
-    method.add_argument(
-        "--split",
+    p.flag("MODEL", "a folder, a GGUF file or a hub id")
+    p.flag(
+        "--split N",
+        "layers that prompt tokens run; later layers' keys and values come from the output of these",
+        method,
         type=int,
-        metavar="N",
-        help="layers that prompt tokens run; later layers' keys and values come from the output of these",
     )
-    method.add_argument(
-        "--keep", metavar="N,N,...", help="KV prediction: layers of MODEL that read prompts for it"
-    )
-    method.add_argument(
-        "--auxiliary", metavar="DIR", help="KV prediction: folder or hub id of a model that reads prompts"
-    )
-    p.add_argument(
-        "--share",
-        type=int,
-        default=1,
-        metavar="S",
-        help="AcrossKV: number of later layers that share one row",
-    )
-    p.add_argument(
-        "--map",
-        choices=MAPS,
-        help="which auxiliary row predicts which row (nearest with --keep, else spread)",
-    )
-    p.add_argument(
-        "--tail", type=int, default=1, metavar="N", help="last prompt tokens that MODEL reads itself (1)"
-    )
-    p.add_argument(
-        "--text",
-        action="append",
-        metavar="FILE",
-        help="text to fit and evaluate on: .txt, .md or .jsonl, a folder of them, or hf://org/name; may be "
+    p.flag("--keep N,N,...", "KV prediction: layers of MODEL that read prompts for it", method)
+    p.flag("--auxiliary DIR", "KV prediction: folder or hub id of a model that reads prompts", method)
+    p.flag("--share S", SHARE, type=int, default=1)
+    p.flag("--map", "which auxiliary row predicts which row (nearest with --keep, else spread)", choices=MAPS)
+    p.flag("--tail N", "last prompt tokens that MODEL reads itself (1)", type=int, default=1)
+    p.flag(
+        "--text FILE",
+        "text to fit and evaluate on: .txt, .md or .jsonl, a folder of them, or hf://org/name; may be "
         "repeated (default: Python's documentation, which comes with the package)",
+        action="append",
     )
-    p.add_argument(
+    p.flag(
         "--init",
-        choices=tuple(dict.fromkeys((LEAST_SQUARES, *INITS, *STARTS))),
+        "initialisation of the new keys and values, or of KV prediction's maps (default: %(default)s)",
+        choices=inits,
         default=LEAST_SQUARES,
-        help="initialisation of the new keys and values, or of KV prediction's maps (default: %(default)s)",
     )
-    p.add_argument(
-        "--tokens",
-        type=int,
-        metavar="N",
-        help=f"approximate number of tokens for least squares (default: {PlanConfig().init_tokens}, for KV "
-        f"prediction {PredictConfig(keep=(0,)).init_tokens})",
-    )
-    p.add_argument(
-        "--length", type=int, default=512, metavar="N", help="context length in tokens (default: %(default)s)"
-    )
-    p.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="dtype of the computation (default: %(default)s)"
-    )
-    about = "folder for the student, here or gs://BUCKET/PATH"
-    p.add_argument("--out", type=path_or_url, required=True, metavar="DIR", help=about)
+    p.flag("--tokens N", f"approximate number of tokens for least squares (default: {count})", type=int)
+    p.flag("--length N", "context length in tokens (default: %(default)s)", type=int, default=512)
+    about = "dtype of the computation (default: %(default)s)"
+    p.flag("--dtype", about, choices=DTYPES, default="float32")
+    p.flag("--out DIR", "folder for the student, here or gs://BUCKET/PATH", type=path_or_url, required=True)
     return p
 
 

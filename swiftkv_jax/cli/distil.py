@@ -62,60 +62,29 @@ def parser() -> Parser:
         "follow from the model's size and this machine's devices; --set changes any of them.",
         epilog="example: %(prog)s meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl",
     )
-    p.add_argument("model", metavar="MODEL", help="a folder, a GGUF file or a hub id")
-    p.add_argument(
-        "--data",
+    several = {"action": "append", "default": []}
+    p.flag("MODEL", "a folder, a GGUF file or a hub id")
+    p.flag(
+        "--data X",
+        "a file of texts or chats, a folder or pattern of them, hf://org/name, or self://prompts.jsonl "
+        "for chats that the model writes itself; may be repeated",
         action="append",
         required=True,
-        metavar="X",
-        help="a file of texts or chats, a folder or pattern of them, hf://org/name, or self://prompts.jsonl "
-        "for chats that the model writes itself; may be repeated",
     )
-    p.add_argument(
-        "--weight",
-        action="append",
-        type=float,
-        default=[],
-        metavar="W",
-        help="sampling weight of each --data, in order: 2 takes every document twice per pass (default: 1)",
-    )
-    p.add_argument(
-        "--columns",
-        action="append",
-        default=[],
-        metavar="OURS=THEIRS",
-        help="rename a column of your rows, as in prompt=question; may be repeated",
-    )
-    p.add_argument(
-        "--split",
-        default=AUTO,
-        metavar="N",
-        help="number of layers that prompt tokens run; auto (the default) fits students and compares them",
-    )
-    p.add_argument(
-        "--share",
-        type=int,
-        default=1,
-        metavar="S",
-        help="AcrossKV: number of later layers that share one row",
-    )
+    about = "sampling weight of each --data, in order: 2 takes every document twice per pass (default: 1)"
+    p.flag("--weight W", about, type=float, **several)
+    about = "rename a column of your rows, as in prompt=question; may be repeated"
+    p.flag("--columns OURS=THEIRS", about, **several)
+    about = "number of layers that prompt tokens run; auto (the default) fits students and compares them"
+    p.flag("--split N", about, default=AUTO)
+    p.flag("--share S", splits.SHARE, type=int, default=1)
     about = "folder of the run, here or gs://BUCKET/PATH (default: runs/<the model's name>)"
-    p.add_argument("--out", type=path_or_url, metavar="DIR", help=about)
-    p.add_argument("--length", type=int, metavar="N", help="tokens per row (default: 4096, on CPUs 512)")
-    p.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="training steps (default: one pass over the data, at most 2000, on CPUs 200)",
-    )
-    p.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="a.b=value",
-        help="override a field of the config, see below; may be repeated",
-    )
-    p.add_argument("--resume", action="store_true", help="continue from the newest good checkpoint in --out")
+    p.flag("--out DIR", about, type=path_or_url)
+    p.flag("--length N", "tokens per row (default: 4096, on CPUs 512)", type=int)
+    about = "training steps (default: one pass over the data, at most 2000, on CPUs 200)"
+    p.flag("--steps N", about, type=int)
+    p.flag("--set a.b=value", "override a field of the config, see below; may be repeated", **several)
+    p.flag("--resume", "continue from the newest good checkpoint in --out")
     return p
 
 

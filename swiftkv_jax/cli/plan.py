@@ -34,7 +34,6 @@ from swiftkv_jax.text.tokenizer import load_tokenizer
 CONTEXT = 8192  # prompt tokens to plan for, or the model's context if that is shorter
 SHARES = (1, 2, 4)
 TOKENS, MFU = 680e6, 0.4  # of a distillation: the SwiftKV paper's tokens (appendix A.1); a rate it may reach
-_TOKENS = 8192  # of a text to measure on
 
 
 def parser() -> Parser:
@@ -44,42 +43,23 @@ def parser() -> Parser:
         "A config.json is enough; --text, which measures quality, needs weights.",
         epilog="example: %(prog)s meta-llama/Llama-3.1-8B-Instruct",
     )
-    p.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, a config.json or a hub id")
-    p.add_argument(
-        "--split", action="append", type=int, metavar="N", help="show this split only; may be repeated"
-    )
-    p.add_argument(
-        "--share",
-        action="append",
-        type=int,
-        metavar="S",
-        help="AcrossKV: number of later layers that share one row; may be repeated (default: 1, 2 and 4)",
-    )
-    p.add_argument(
-        "--context",
-        type=int,
-        metavar="N",
-        help=f"prompt length in tokens (default: {CONTEXT}, or the model's context)",
-    )
-    p.add_argument(
-        "--text",
-        metavar="FILE",
-        help="also measure on this text how similar layers are, and each split's quality before training",
-    )
-    p.add_argument(
-        "--max-tokens",
-        type=int,
-        default=_TOKENS,
-        metavar="N",
-        help="tokens of --text to use, 3/4 of them to fit on (default: %(default)s); a fit needs as many "
+    p.flag("MODEL", "a folder, a GGUF file, a config.json or a hub id")
+    p.flag("--split N", "show this split only; may be repeated", action="append", type=int)
+    about = f"{splits.SHARE}; may be repeated (default: 1, 2 and 4)"
+    p.flag("--share S", about, action="append", type=int)
+    p.flag("--context N", f"prompt length in tokens (default: {CONTEXT}, or the model's context)", type=int)
+    about = "also measure on this text how similar layers are, and each split's quality before training"
+    p.flag("--text FILE", about)
+    p.flag(
+        "--max-tokens N",
+        "tokens of --text to use, 3/4 of them to fit on (default: %(default)s); a fit needs as many "
         "as the model is wide",
+        type=int,
+        default=8192,
     )
-    p.add_argument(
-        "--compile-serving",
-        action="store_true",
-        help="compile the engine's programs for --topology, by default with half of the layers (--split)",
-    )
-    p.add_argument("--topology", metavar="T", help="h100:1x1x4, v5p:2x2x1, ...: chips that share the heads")
+    about = "compile the engine's programs for --topology, by default with half of the layers (--split)"
+    p.flag("--compile-serving", about)
+    p.flag("--topology T", "h100:1x1x4, v5p:2x2x1, ...: chips that share the heads")
     return p
 
 

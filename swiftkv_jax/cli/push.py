@@ -19,9 +19,9 @@ def parser() -> Parser:
         epilog="example: %(prog)s runs/mine/export me/llama-swiftkv --private",
     )
     p.add_argument("folder", type=Path, metavar="DIR", help="an export, such as runs/mine/export")
-    p.add_argument("repo", metavar="REPO", help="owner/name on the hub; it is created if it is not there")
-    p.add_argument("--private", action="store_true", help="create it for you alone")
-    p.add_argument("--revision", metavar="BRANCH", help="upload to this branch, created from main if need be")
+    p.flag("REPO", "owner/name on the hub; it is created if it is not there")
+    p.flag("--private", "create it for you alone")
+    p.flag("--revision BRANCH", "upload to this branch, created from main if need be")
     return p
 
 

@@ -39,17 +39,13 @@ def parser() -> Parser:
     p = Parser(
         description="Convert a multi-head model to store keys alone where the measured loss is small.",
     )
-    p.add_argument("--model", required=True, metavar="DIR", help="a checkpoint: folder, or hub id")
-    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for the converted model")
-    p.add_argument(
-        "--text", metavar="FILE", help=".jsonl or .txt like the prompts it will serve (the demo's corpus)"
-    )
-    p.add_argument(
-        "--audio", nargs="+", default=(), metavar="PATH", help="for Whisper: wav files, or folders of them"
-    )
-    p.add_argument("--forms", default=AUTO, metavar="F", help="auto, or k, v or x for every row (auto)")
-    p.add_argument("--cache-dtype", metavar="D", help="dtype of the cache when served (the model's)")
-    p.add_argument("--max-kl", type=float, metavar="X", help=f"bound on the KL, nats per token ({MAX_KL:g})")
+    p.flag("--model DIR", "a checkpoint: folder, or hub id", required=True)
+    p.flag("--out DIR", "folder for the converted model", required=True, type=Path)
+    p.flag("--text FILE", ".jsonl or .txt like the prompts it will serve (the demo's corpus)")
+    p.flag("--audio PATH", "for Whisper: wav files, or folders of them", nargs="+", default=())
+    p.flag("--forms F", "auto, or k, v or x for every row (auto)", default=AUTO)
+    p.flag("--cache-dtype D", "dtype of the cache when served (the model's)")
+    p.flag("--max-kl X", f"bound on the KL, nats per token ({MAX_KL:g})", type=float)
     return p
 
 

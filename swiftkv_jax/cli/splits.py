@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from swiftkv_jax.common.errors import UsageError
 
 MOST_KL = 0.5  # nats per token
+SHARE = "AcrossKV: number of later layers that share one row"  # the help of --share
 
 
 def candidates(layers: int) -> list[int]:

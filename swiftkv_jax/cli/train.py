@@ -34,38 +34,26 @@ def parser() -> Parser:
         description="Convert a checkpoint to SwiftKV and distil it, as a Python config file says.",
         epilog="example: %(prog)s --config tiny --set steps=100 --out runs/mine",
     )
-    p.add_argument(
-        "--config",
-        required=True,
-        metavar="FILE",
-        help="a Python file that defines `config = Experiment(...)`, or the name of one that comes with "
+    p.flag(
+        "--config FILE",
+        "a Python file that defines `config = Experiment(...)`, or the name of one that comes with "
         "the package, such as tiny",
+        required=True,
     )
-    p.add_argument(
-        "--set", action="append", default=[], metavar="a.b=value", help="override one field; may be repeated"
-    )
-    p.add_argument(
-        "--fields",
-        action=_Fields,
-        nargs="?",
-        metavar="a.b",
-        help="describe the fields that --set takes, or those under a.b, and exit",
-    )
+    p.flag("--set a.b=value", "override one field; may be repeated", action="append", default=[])
+    about = "describe the fields that --set takes, or those under a.b, and exit"
+    p.flag("--fields a.b", about, action=_Fields, nargs="?")
     about = "folder of the run, here or gs://BUCKET/PATH (default: runs/<name>)"
-    p.add_argument("--out", type=path_or_url, metavar="DIR", help=about)
-    p.add_argument("--resume", action="store_true", help="continue from the newest good checkpoint in --out")
-    p.add_argument(
+    p.flag("--out DIR", about, type=path_or_url)
+    p.flag("--resume", "continue from the newest good checkpoint in --out")
+    p.flag(
         "--distributed",
-        action=argparse.BooleanOptionalAction,
-        help="join the processes that a launcher started (default: where SLURM, Open MPI, a Kubernetes "
+        "join the processes that a launcher started (default: where SLURM, Open MPI, a Kubernetes "
         "job, a Cloud TPU or JAX_COORDINATOR_ADDRESS announces several)",
+        action=argparse.BooleanOptionalAction,
     )
-    p.add_argument(
-        "--compile-only", action="store_true", help="compile the real step for --topology, without hardware"
-    )
-    p.add_argument(
-        "--topology", metavar="T", help="v5p:2x2x4, v4:2x2x1, v6e:2x2, h100:1x1x8, ... (with --compile-only)"
-    )
+    p.flag("--compile-only", "compile the real step for --topology, without hardware")
+    p.flag("--topology T", "v5p:2x2x4, v4:2x2x1, v6e:2x2, h100:1x1x8, ... (with --compile-only)")
     return p
 
 

@@ -55,6 +55,11 @@ def one_of(*known):
     return partial(choice, known=known)
 
 
+def every(check):
+    """The check of an annotation that each element passes `check`; they become a tuple."""
+    return lambda name, values: tuple(check(name, value) for value in values)
+
+
 Count = Annotated[int, partial(integer, least=1)]
 Natural = Annotated[int, partial(integer, least=0)]
 Positive = Annotated[float, partial(above, least=0)]

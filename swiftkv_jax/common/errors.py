@@ -92,6 +92,18 @@ class Parser(argparse.ArgumentParser):
         version = f"swiftkv-jax {__version__}"
         self.add_argument("--version", action="version", version=version, help="print the version and exit")
 
+    def flag(self, usage: str, text: str, group=None, **options) -> None:
+        """Add a flag, to a group or to the parser itself, by its usage as --help shows it: "--split N", or
+        "MODEL", or "--resume", which is true if it is given."""
+        name, _, metavar = usage.partition(" ")
+        if metavar:
+            options["metavar"] = metavar
+        elif not name.startswith("-"):
+            name, options["metavar"] = name.lower(), name
+        elif not options:
+            options["action"] = "store_true"
+        (group or self).add_argument(name, help=text, **options)
+
     def parse_known_args(self, args=None, namespace=None):
         """Report an unknown flag before a missing one: most often it is the missing one, misspelt."""
         words = sys.argv[1:] if args is None else list(args)

@@ -11,7 +11,7 @@ import lzma
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,7 @@ from swiftkv_jax.distill.data.forms import BadRow
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 ROW_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 PIECE = 2**20  # bytes; a longer text is several documents, NAME#0, NAME#1, ...
-_TOGETHER = 1000  # rows of a parquet file that are read at a time
-_LONGEST_FIELD = 2**28  # characters of a field of a table
 _END = "\0 end of the table \0"
-_SHOWN = 200  # characters of a broken row
 
 
 def _zstd(file, mode: str) -> io.BufferedReader:
@@ -48,7 +45,15 @@ def files_of(source: str) -> list[tuple[Place, str]]:
       UsageError: there is none, or it is of a kind that is not read.
     """
     if is_bucket(source):
-        return _in_bucket(source.rstrip("/"))
+        with reached(f"read {source}"):
+            urls = {
+                at(url): url.removeprefix(f"{source.rstrip('/')}/") for url in listing(source.rstrip("/"))
+            }
+        named = [(path, path.name if name == str(path) else name) for path, name in urls.items()]
+        named = [(path, name) for path, name in named if kind_of(path) and "/." not in f"/{name}"]
+        if not named:
+            raise UsageError(f"source {source} does not exist, or holds none of {KNOWN}")
+        return named
     root = Path(source).expanduser()
     if root.is_dir():
         lying = (path for path in root.rglob("*") if path.is_file() and kind_of(path) is not None)
@@ -56,29 +61,16 @@ def files_of(source: str) -> list[tuple[Place, str]]:
         if not paths:
             raise UsageError(f"no {', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)} files in folder {source}")
         return [(path, path.relative_to(root).as_posix()) for path in paths]
-    if root.is_file():
-        paths = [root]
-    else:
-        paths = [Path(name) for name in sorted(glob.glob(str(root), recursive=True))]
-        paths = [path for path in paths if path.is_file()]
+    names = [str(root)] if root.is_file() else sorted(glob.glob(str(root), recursive=True))
+    paths = [path for path in map(Path, names) if path.is_file()]
     if not paths:
-        named = re.fullmatch(r"[\w.-]+/[\w.-]+", source) and kind_of(root) is None
-        hint = f"; a hub dataset is written hf://{source}" if named else ""
+        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", source) and kind_of(root) is None
+        hint = f"; a hub dataset is written hf://{source}" if of_hub else ""
         raise UsageError(f"source {source} does not exist{hint}")
     for path in paths:
         if kind_of(path) is None:
             raise UsageError(f"source {path} is none of {KNOWN}")
     return [(path, path.name) for path in paths]
-
-
-def _in_bucket(source: str) -> list[tuple[Place, str]]:
-    with reached(f"read {source}"):
-        paths = [(at(url), url.removeprefix(f"{source}/")) for url in listing(source)]
-    paths = [(path, path.name if name == str(path) else name) for path, name in paths]
-    paths = [(path, name) for path, name in paths if kind_of(path) and "/." not in f"/{name}"]
-    if not paths:
-        raise UsageError(f"source {source} does not exist, or holds none of {KNOWN}")
-    return paths
 
 
 def kind_of(path: Place) -> str | None:
@@ -109,26 +101,17 @@ def texts(path: Place, name: str, bad: Bad) -> Iterator[tuple[str, str]]:
       UsageError: it cannot be read.
     """
     with _opened(path) as file:
-        held, number, line = file.readlines(PIECE), 0, 1
+        lines, number, line = file.readlines(PIECE), 0, 1
         more = file.readlines(PIECE)
-        while held:
-            text = decoded(b"".join(held))
-            if text is None:
+        while lines:
+            try:
+                yield (f"{name}#{number}" if more or number else name), b"".join(lines).decode("utf-8-sig")
+            except UnicodeDecodeError:
                 note(bad, path, line, BadRow("not UTF-8"))
-            else:
-                yield (f"{name}#{number}" if more or number else name), text
-            line += len(held)
-            held, more, number = more, file.readlines(PIECE) if more else [], number + 1
+            line += len(lines)
+            lines, more, number = more, file.readlines(PIECE) if more else [], number + 1
         if not number:
             yield name, ""
-
-
-def decoded(raw: bytes) -> str | None:
-    """The text of UTF-8 bytes, without a byte order mark; None if they are not UTF-8."""
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return None
 
 
 def rows(path: Place, kind: str, bad: Bad) -> Iterator[tuple[int, object]]:
@@ -169,9 +152,11 @@ def _json(path: Place, bad: Bad) -> Iterator[tuple[int, object]]:
     with _opened(path) as file:
         lines = (line for line in file if line.strip())
         first, second = next(lines, b""), next(lines, b"")
-    if first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and second and _is_object(first):
-        yield from _lines(path, bad)
-        return
+    if first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and second:
+        with suppress(BadRow):
+            if isinstance(_loads(first), dict):
+                yield from _lines(path, bad)
+                return
     with _opened(path) as file:
         raw = file.read()
     try:
@@ -183,19 +168,11 @@ def _json(path: Place, bad: Bad) -> Iterator[tuple[int, object]]:
     yield from enumerate(value, 1)
 
 
-def _is_object(line: bytes) -> bool:
-    try:
-        return isinstance(_loads(line), dict)
-    except BadRow:
-        return False
-
-
 def _loads(raw: bytes):
-    text = decoded(raw)
-    if text is None:
-        raise BadRow("not UTF-8")
     try:
-        return json.loads(text)
+        return json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise BadRow("not UTF-8") from None
     except (ValueError, RecursionError) as error:  # a number may have more digits than Python takes
         raise BadRow(f"not JSON: {getattr(error, 'msg', error)}") from error
 
@@ -203,7 +180,7 @@ def _loads(raw: bytes):
 def _table(path: Place, bad: Bad, delimiter: str) -> Iterator[tuple[int, object]]:
     """Rows of a table, with the column names in its first line. A field in quotes may hold line breaks; rows
     are numbered by the line that they begin in."""
-    csv.field_size_limit(_LONGEST_FIELD)  # of the whole process; Python's own is 131,072
+    csv.field_size_limit(2**28)  # of the whole process; Python's own is 131,072
     with _opened(path) as file:
         text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
         # A line of our own after the last shows whether a quote is open there.
@@ -219,7 +196,7 @@ def _table(path: Place, bad: Bad, delimiter: str) -> Iterator[tuple[int, object]
                     raise UsageError(f"{path}:{line} opens a quote that nothing closes")
                 if row and row != [_END]:
                     if len(row) != len(names):
-                        shown = delimiter.join(row)[:_SHOWN].encode(errors="replace").decode()
+                        shown = delimiter.join(row)[:200].encode(errors="replace").decode()
                         note(bad, path, line, BadRow(f"{len(row)} fields, not {len(names)}: {shown}"))
                     elif not _is_text(row):
                         note(bad, path, line, BadRow("not UTF-8"))
@@ -246,7 +223,7 @@ def _parquet(path: Place, bad: Bad) -> Iterator[tuple[int, object]]:
     number = 0
     with _opened(path) as file:
         try:
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_TOGETHER):
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(1000):
                 for index in range(batch.num_rows):
                     number += 1
                     try:

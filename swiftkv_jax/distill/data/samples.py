@@ -5,28 +5,26 @@ import contextlib
 import dataclasses
 import datetime
 from collections.abc import Sequence
+from functools import partial
 from hashlib import sha256
+from typing import Annotated
 
 import numpy as np
 
-from swiftkv_jax.common.checks import above, choice, integer, number
+from swiftkv_jax.common.checks import Checked, Count, above, every, integer, number, one_of
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.distill.data.forms import Document, check_columns
 from swiftkv_jax.distill.data.packing import Sample
 from swiftkv_jax.distill.data.sources import Documents, open_documents, split_of
 from swiftkv_jax.text.tokenizer import Tokenizer
 
-SPLITS = ("train", "tuning", "held_out", "all")
-MASKS = ("all", "assistant")
-CHATS = ("template", "plain")
-LONG_DOCUMENTS = ("split", "fill", "drop", "truncate")
 _CACHED_TOKENS = 1 << 24  # tokenised samples kept in memory: 80 MB
 _HASHED = 8  # samples whose ids a digest covers
 _CHAT_DATE = datetime.date(2024, 7, 26)  # for templates that print one: data must not change from day to day
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Checked):
     """The training data and its shape.
 
     Attributes:
@@ -58,60 +56,49 @@ class DataConfig:
         `fuse_positions_prob`, 0.1 in its long-context recipes).
     """
 
+    section = "data."
     sources: tuple[str, ...]
-    seq_len: int
-    batch_size: int
-    weights: tuple[float, ...] = ()
+    seq_len: Annotated[int, partial(integer, least=2)]  # a token and its target
+    batch_size: Count
+    weights: Annotated[tuple[float, ...], every(partial(above, least=0))] = ()
     columns: tuple[str, ...] = ()
-    stream_rows: int | None = None
-    seed: int = 0
+    stream_rows: Annotated[int | None, partial(integer, least=1)] = None
+    seed: Annotated[int, partial(integer, least=0, most=2**64 - 1)] = 0
     pack: bool = True
-    split: str = "all"
-    mask: str = "all"
-    chats: str = "template"
+    split: Annotated[str, one_of("train", "tuning", "held_out", "all")] = "all"
+    mask: Annotated[str, one_of("all", "assistant")] = "all"
+    chats: Annotated[str, one_of("template", "plain")] = "template"
     append_eos: bool = True
     skip_bad_lines: bool = False
-    limit: int | None = None
-    long_documents: str = "split"
-    piece_lengths: tuple[int, ...] = ()
-    fuse_positions: float = 0.0
+    limit: Annotated[int | None, partial(integer, least=1)] = None
+    long_documents: Annotated[str, one_of("split", "fill", "drop", "truncate")] = "split"
+    piece_lengths: Annotated[tuple[int, ...], every(partial(integer, least=2))] = ()
+    fuse_positions: Annotated[float, partial(number, least=0, most=1)] = 0.0
 
     def __post_init__(self):
         if isinstance(self.sources, str) or not self.sources:
             raise UsageError(f"data.sources is a tuple of at least one source, not {self.sources!r}")
-        object.__setattr__(self, "sources", tuple(self.sources))
-        kinds = {"split": SPLITS, "mask": MASKS, "chats": CHATS, "long_documents": LONG_DOCUMENTS}
-        for name, known in kinds.items():
-            choice(f"data.{name}", getattr(self, name), known)
+        super().__post_init__()
+        for name in ("sources", "columns"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_columns(self.columns)
         if self.chats == "plain" and self.mask == "assistant":
             raise UsageError(
                 'data.mask="assistant" works only with data.chats="template": change one of them'
             )
-        for name in ("weights", "columns"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        check_columns(self.columns)
-        for weight in self.weights:
-            above("data.weights", weight, 0)
         if self.weights and len(self.weights) != len(self.sources):
             raise UsageError(
                 f"data.weights {self.weights} are not one for each of {len(self.sources)} sources"
             )
-        if self.stream_rows is not None:
-            integer("data.stream_rows", self.stream_rows, 1)
-        integer("data.seq_len", self.seq_len, 2)  # a token and its target
-        object.__setattr__(self, "piece_lengths", tuple(self.piece_lengths))
-        for length in self.piece_lengths:
-            integer("data.piece_lengths", length, 2, self.seq_len)
+        if max(self.lengths) > self.seq_len:
+            raise UsageError(
+                f"data.piece_lengths {self.piece_lengths} must be at most data.seq_len {self.seq_len}"
+            )
         if self.piece_lengths and self.long_documents in ("drop", "truncate"):
             raise UsageError(
                 f"data.piece_lengths cut long documents, data.long_documents={self.long_documents!r} does "
                 'not: use "split" or "fill"'
             )
-        integer("data.batch_size", self.batch_size, 1)
-        integer("data.seed", self.seed, 0, 2**64 - 1)
-        if self.limit is not None:
-            integer("data.limit", self.limit, 1)
-        number("data.fuse_positions", self.fuse_positions, 0, 1)
         if self.fuse_positions and not self.pack:
             raise UsageError(
                 "data.fuse_positions needs data.pack=True: a row with one sample has nothing to fuse"
@@ -136,7 +123,16 @@ class Samples(Sequence):
             raise UsageError(f"the tokenizer of {tokenizer.name} has no EOS token: set data.append_eos=False")
         self.config, self.tokenizer = config, tokenizer
         self.documents = documents_of(config)
-        self.indices = _select(self.documents, config)
+        indices: Sequence[int] | np.ndarray = range(len(self.documents))
+        if config.split != "all":
+            chosen = (split_of(name) == config.split for name in self.documents.ids())
+            indices = np.flatnonzero(np.fromiter(chosen, bool, len(self.documents)))
+        if not len(indices):
+            raise UsageError(
+                f'split "{config.split}" of {", ".join(config.sources)} is empty: of {len(self.documents)} '
+                'documents about 1 in 20 is held out, 1 in 40 for tuning; split="all" uses every one'
+            )
+        self.indices = indices[: config.limit]
         ends = np.searchsorted(self.indices, self.documents.ends) if config.weights else ()
         self.sizes = tuple(int(size) for size in np.diff(ends))  # samples of each source, where they count
         self._cache: collections.OrderedDict[int, Sample] = collections.OrderedDict()
@@ -209,17 +205,3 @@ class Samples(Sequence):
 def documents_of(config: DataConfig) -> Documents:
     """The documents of a config's sources, those of every split."""
     return open_documents(config.sources, config.skip_bad_lines, config.columns, config.stream_rows)
-
-
-def _select(documents: Documents, config: DataConfig) -> Sequence[int] | np.ndarray:
-    """Indices of the documents in the split, in order, up to the limit."""
-    indices: Sequence[int] | np.ndarray = range(len(documents))
-    if config.split != "all":
-        chosen = (split_of(name) == config.split for name in documents.ids())
-        indices = np.flatnonzero(np.fromiter(chosen, bool, len(documents)))
-    if not len(indices):
-        raise UsageError(
-            f'split "{config.split}" of {", ".join(config.sources)} is empty: of {len(documents)} documents '
-            'about 1 in 20 is held out, 1 in 40 for tuning; split="all" uses every one'
-        )
-    return indices[: config.limit]
