@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from swiftkv_jax.common import processes
-from swiftkv_jax.common.errors import UsageError, UsageWarning, exit_code, suggest
+from swiftkv_jax.common.errors import UsageWarning, suggest
 from swiftkv_jax.common.folder import private
 from swiftkv_jax.version import __version__
 
@@ -46,11 +46,12 @@ def main() -> int:
     if name == "--version":
         print(f"swiftkv-jax {__version__}")
         return 0
-    command = COMMANDS.get(name)
-    if command is None:
-        return exit_code(lambda: _unknown(name))
+    if name not in COMMANDS:
+        reason = f"no command {name!r}{suggest(name, COMMANDS)}" if name else "which command?"
+        print(f"error: {reason}; there are {', '.join(COMMANDS)} (swiftkv --help)", file=sys.stderr)
+        return 2
     sys.argv = [f"swiftkv {name}", *expand_model_argument(name, words)]
-    return command()
+    return COMMANDS[name]()
 
 
 def expand_model_argument(name: str, words: list[str]) -> list[str]:
@@ -59,11 +60,6 @@ def expand_model_argument(name: str, words: list[str]) -> list[str]:
     if name not in MODEL_FLAGS or not words or words[0].startswith("-"):
         return words
     return [*MODEL_FLAGS[name](words[0]), *words[1:]]
-
-
-def _unknown(name: str) -> int:
-    said = f"no command {name!r}{suggest(name, COMMANDS)}" if name else "which command?"
-    raise UsageError(f"{said}; there are {', '.join(COMMANDS)} (swiftkv --help)")
 
 
 def _command(module: str, compiles: str = "") -> Callable[[], int]:
@@ -109,15 +105,13 @@ def replicas() -> int:
     claim_gpu_memory()
     from swiftkv_jax.server.ray import main
 
-    folder = jax.config.values["jax_compilation_cache_dir"]
-    fraction = os.environ.get("XLA_CLIENT_MEM_FRACTION")
-    theirs = {
-        "JAX_COMPILATION_CACHE_DIR": folder,
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"],
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": _WORTH_KEEPING_S,
-        "XLA_CLIENT_MEM_FRACTION": fraction,
+        "XLA_CLIENT_MEM_FRACTION": os.environ.get("XLA_CLIENT_MEM_FRACTION"),
     }
-    known = {name: str(value) for name, value in theirs.items() if value is not None}
-    return main(api_key=os.environ.get("SWIFTKV_API_KEY"), environment=known)
+    environment = {name: str(value) for name, value in settings.items() if value is not None}
+    return main(api_key=os.environ.get("SWIFTKV_API_KEY"), environment=environment)
 
 
 def kernels() -> int:

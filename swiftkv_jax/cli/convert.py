@@ -11,7 +11,6 @@ were not fitted on.
 import argparse
 import dataclasses
 import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -148,7 +147,14 @@ def convert(
         with working(say, f"reading {', '.join(texts)}"):
             experiment = _experiment(str(folder), config, part, texts, length, dtype, Path(scratch))
         attention, _ = kernels.choose(experiment)  # before JAX has its devices
-        experiment = dataclasses.replace(_on_each(experiment, jax.device_count()), attention=attention)
+        rows = jax.device_count() * ROWS
+        parts = {
+            name: dataclasses.replace(data, batch_size=rows)
+            for name in ("data", "evaluation")
+            if (data := getattr(experiment, name)) is not None
+        }
+        count = max(1, HELD_OUT_TOKENS // (rows * length))
+        experiment = dataclasses.replace(experiment, **parts, evaluation_batches=count, attention=attention)
         began = time.monotonic()
         with opened(experiment, tokenizer, say) as trial:
             student = trial.student(part, say)
@@ -236,19 +242,6 @@ def _experiment(
     )
 
 
-def _on_each(experiment: Experiment, devices: int) -> Experiment:
-    """The same experiment spread over `devices`, with as many tokens to evaluate on."""
-    rows, length = devices * experiment.data.batch_size, experiment.data.seq_len
-    parts = {
-        name: dataclasses.replace(data, batch_size=rows)
-        for name in ("data", "evaluation")
-        if (data := getattr(experiment, name)) is not None
-    }
-    return dataclasses.replace(
-        experiment, **parts, evaluation_batches=max(1, HELD_OUT_TOKENS // (rows * length))
-    )
-
-
 def report(figures: dict[str, float], part: PlanConfig | PredictConfig, layers: int, length: int) -> str:
     """The costs as text."""
     if isinstance(part, PlanConfig):
@@ -273,7 +266,3 @@ def report(figures: dict[str, float], part: PlanConfig | PredictConfig, layers: 
             *saved,
         )
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

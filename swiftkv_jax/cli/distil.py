@@ -1,6 +1,7 @@
 """`swiftkv distil MODEL --data X`: a student in one command; settings follow from model and machine."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,7 +21,7 @@ from swiftkv_jax.cli.untrained import apart, on_tokens, opened
 from swiftkv_jax.common.bucket import Home, at, path_or_url
 from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
-from swiftkv_jax.common.progress import Say, show, working
+from swiftkv_jax.common.progress import show, working
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
@@ -106,7 +107,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     began, config = time.monotonic(), config_of(args.model)
-    split = _split(args.split, config.num_layers)
+    split = None
+    if args.split != AUTO:
+        if not args.split.isdecimal():
+            raise UsageError(f"--split is auto or a number of layers, not {args.split!r}")
+        split = integer("--split", int(args.split), 1, config.num_layers - 1)
     out = args.out or Path("runs") / _name(args.model)
     check_free(at(out), args.resume)
     home = Home(out)
@@ -130,11 +135,21 @@ def _run(args: argparse.Namespace) -> int:
         experiment(data, data, split or config.num_layers - 1, 1)  # fail early on mistakes in --set
         with explained(f"write to {out}"):
             data, held_out = apart(data, home.here / "data")
-        steps = args.steps or _one_pass(data, tokenizer, machine)
+        steps = args.steps
+        if steps is None:
+            with contextlib.closing(DataLoader(data, tokenizer)) as loader:
+                steps = min(loader.steps_per_epoch(), 200 if machine.platform == "cpu" else 2000)
     if split is None and args.resume:
-        split = _kept(home.here)
+        split = _split_of_run(home.here)
     if split is None:
-        split = _measured(folder, tokenizer, data, held_out, show)
+        layers = config.num_layers
+        with opened(on_tokens(folder, data, held_out, _MEASURED), tokenizer, show) as trial:
+            show("choosing a split: evaluating a least-squares student of each candidate")
+            later = [split for split in splits.candidates(layers) if 2 * split >= layers]
+            kl = {split: cost["kl"] for split, cost in trial.by_split(later, show).items()}
+        split = splits.chosen(kl, layers)
+        rule = f"the earliest from half depth on with a KL of at most {splits.MOST_KL}, or the best"
+        show(f"split {split}: {rule}")
     result = train(experiment(data, held_out, split, steps), home, args.resume, chosen=chosen)
     if result.signal:
         show(f"saved step {result.step} in {out}; the same command with --resume continues")
@@ -164,23 +179,11 @@ def _attention(
 def _row_tokens(length: int | None, config: ModelConfig, machine: Machine) -> int:
     """Tokens of a row: the value of --length, or as many as suit the machine."""
     usual = min(512 if machine.platform == "cpu" else 4096, config.max_position_embeddings)
-    tokens = usual if length is None else length
-    integer("--length", tokens, 2, config.longest_context)
-    return tokens
+    return integer("--length", usual if length is None else length, 2, config.longest_context)
 
 
 def _name(model: str) -> str:
     return Path(model).name.removesuffix(".gguf") or "student"
-
-
-def _split(text: str, layers: int) -> int | None:
-    """The number that --split gives; None for auto."""
-    if text == AUTO:
-        return None
-    if not text.isdecimal():
-        raise UsageError(f"--split is auto or a number of layers, not {text!r}")
-    integer("--split", int(text), 1, layers - 1)
-    return int(text)
 
 
 def data_for(
@@ -239,7 +242,7 @@ def make_experiment(
     micro = machine.devices * (4 if on_cpu or count < 1e9 else 1)
     most = range(max(1, data.batch_size // micro), 0, -1)
     rate = min(2e-3, 3e-4 * max(1.0, 1e9 / count) ** 0.25)
-    lengths = evaluated_lengths(data.seq_len, config.longest_context)
+    lengths = tuple(sorted({data.seq_len, _LONG if config.longest_context >= _LONG else data.seq_len}))
     rows = machine.devices * max(1, data.batch_size * data.seq_len // (lengths[-1] * machine.devices))
     return Experiment(
         name=_name(model),
@@ -260,34 +263,7 @@ def make_experiment(
     )
 
 
-def evaluated_lengths(seq_len: int, context: int) -> tuple[int, ...]:
-    """Context lengths that a student is evaluated at: that of its rows, and `_LONG` if the model supports
-    it."""
-    return tuple(sorted({seq_len, _LONG if context >= _LONG else seq_len}))
-
-
-def _one_pass(data: DataConfig, tokenizer: Tokenizer, machine: Machine) -> int:
-    """Steps of one pass over the data, up to a limit on the time to wait."""
-    loader = DataLoader(data, tokenizer)
-    try:
-        return min(loader.steps_per_epoch(), 200 if machine.platform == "cpu" else 2000)
-    finally:
-        loader.close()
-
-
-def _measured(folder: Path, tokenizer: Tokenizer, data: DataConfig, held_out: DataConfig, say: Say) -> int:
-    """The split that `splits.chosen` picks from measurements on these data."""
-    with opened(on_tokens(folder, data, held_out, _MEASURED), tokenizer, say) as trial:
-        layers = trial.loaded[0][0].config.num_layers
-        say("choosing a split: evaluating a least-squares student of each candidate")
-        later = [split for split in splits.candidates(layers) if 2 * split >= layers]
-        figures = trial.by_split(later, say)
-    split = splits.chosen({split: cost["kl"] for split, cost in figures.items()}, layers)
-    say(f"split {split}: the earliest from half depth on with a KL of at most {splits.MOST_KL}, or the best")
-    return split
-
-
-def _kept(out: Path) -> int | None:
+def _split_of_run(out: Path) -> int | None:
     """The split of the run in `out`, if there is one."""
     path = out / "config.json"
     with explained(f"read {path}"):

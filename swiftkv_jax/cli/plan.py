@@ -95,10 +95,19 @@ def _run(args: argparse.Namespace) -> None:
 def config_of(model: str) -> ModelConfig:
     """The config of a standard model from a folder, a file, or the hub (only the config is fetched)."""
     path = local_folder(model) if is_bucket(model) else Path(model).expanduser()
-    hub = re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", model)
-    if not path.exists() and not hub:
+    if not path.exists() and not re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", model):
         raise UsageError(f"no model {model}: give a folder, a GGUF file, a config.json or a hub id")
-    raw = read_config_json(path if path.exists() else _from_hub(model))
+    if not path.exists():
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(model, "config.json"))
+        except Exception as error:  # the hub client raises many types; they all mean: not available
+            raise UsageError(
+                f"{model!r} is not a local folder, and the Hugging Face hub gives no config.json: "
+                f"{first_line(error)}"
+            ) from None
+    raw = read_config_json(path)
     config = ModelConfig.from_hf(raw)
     check_standard(model, plan_from_hf(raw))
     if config.num_layers < 2:
@@ -106,35 +115,19 @@ def config_of(model: str) -> ModelConfig:
     return config
 
 
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # the hub client raises many types; to the user they all mean: not available
-        raise UsageError(
-            f"{name!r} is not a local folder, and the Hugging Face hub gives no config.json: "
-            f"{first_line(error)}"
-        ) from None
-
-
 def report(name: str, config: ModelConfig, chosen: list[int], shares, context: int) -> str:
-    """Two tables: what each split and share saves, and what fits on which chip."""
+    """Two tables: what each split and share saves, and what fits on which chip.
+
+    The first has FLOPs of prompt tokens in the layers, and cache bytes per token, relative to the full
+    model's.
+    """
     whole = weight_bytes(config)
     count = whole // jnp.dtype(config.dtype).itemsize
-    head = (
-        f"{name}: {config.num_layers} layers, {size(count)} parameters, {whole / 2**30:,.2f} GiB in "
-        f"{config.dtype}"
-    )
-    return "\n\n".join(
-        (head, savings(config, chosen, shares, context), fits(config, chosen, shares, context))
-    )
-
-
-def savings(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
-    """FLOPs of prompt tokens in the layers, and cache bytes per token, relative to the full model's."""
     full, cache = prompt_gflop(config, None, context), cache_bytes_per_token(config)
     lines = [
+        f"{name}: {config.num_layers} layers, {size(count)} parameters, {whole / 2**30:,.2f} GiB in "
+        f"{config.dtype}",
+        "",
         f"A prompt of {context:,} tokens takes {full:,.3g} GFLOP per token in the layers, and {cache:,}",
         "bytes per token of bfloat16 cache. What remains of both, by split:",
         "",
@@ -148,7 +141,7 @@ def savings(config: ModelConfig, chosen: list[int], shares, context: int) -> str
             kept = cache_bytes_per_token(config, plan) / cache
             cells += f"{flops:{len(str(share)) + 16}.1%}{kept:7.0%}"
         lines.append(f"{split:5}{cells}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", fits(config, chosen, shares, context)])
 
 
 def fits(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
@@ -174,16 +167,15 @@ def fits(config: ModelConfig, chosen: list[int], shares, context: int) -> str:
         + f"{'distil':>12}{'hours':>7}",
     ]
     for name, chip in CHIPS.items():
-        cells = "".join(f"{_room(config, plan, chip, context):>12}" for plan in plans.values())
+        cells = ""
+        for plan in plans.values():
+            taken = weight_bytes(config, plan)
+            left = chip.memory * MEMORY_FRACTION - taken
+            count = int(left // (cache_bytes_per_token(config, plan) * context))
+            cells += f"{f'{count:,}' if left > 0 else f'{chips_for(taken, chip)} chips':>12}"
         chips, hours = chips_for(training, chip), work / (MFU * chip.flops) / 3600
         lines.append(f"{name:<24}{chip.memory / 2**30:4.0f} GiB{cells}{f'{chips} or more':>12}{hours:7,.0f}")
     return "\n".join(lines)
-
-
-def _room(config: ModelConfig, plan: KVPlan, chip: Chip, context: int) -> str:
-    left = chip.memory * MEMORY_FRACTION - weight_bytes(config, plan)
-    count = int(left // (cache_bytes_per_token(config, plan) * context))
-    return f"{count:,}" if left > 0 else f"{chips_for(weight_bytes(config, plan), chip)} chips"
 
 
 def chips_for(taken: int, chip: Chip) -> int:

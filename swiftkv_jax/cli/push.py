@@ -1,6 +1,5 @@
 """`swiftkv push DIR REPO`: an exported model to the Hugging Face hub."""
 
-import argparse
 from pathlib import Path
 
 from swiftkv_jax.checkpoint.write import ADAPTER, INDEX, SINGLE
@@ -27,17 +26,18 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run; exit code 0, 2 for bad usage or no access, 130 for Ctrl-C."""
-    return exit_code(lambda: _run(parser().parse_args(argv)), failures=(OSError,))
 
+    def run() -> None:
+        push(**vars(parser().parse_args(argv)))
 
-def _run(args: argparse.Namespace) -> None:
-    push(args.folder, args.repo, args.private, args.revision)
+    return exit_code(run, failures=(OSError,))
 
 
 def push(folder: Path, repo: str, private: bool = False, revision: str | None = None, say: Say = show) -> str:
     """Upload an export and return the address of the commit. The hub itself checks the model card."""
     check_export(folder)
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     api = HfApi(library_name=LIBRARY)
     try:
@@ -45,28 +45,17 @@ def push(folder: Path, repo: str, private: bool = False, revision: str | None = 
             api.create_repo(repo, private=private, exist_ok=True)
             if revision is not None:
                 api.create_branch(repo, branch=revision, exist_ok=True)
+            message = f"Upload by {LIBRARY}"
             done = api.upload_folder(
-                repo_id=repo,
-                folder_path=folder,
-                revision=revision,
-                commit_message=f"Upload by {LIBRARY}",
+                repo_id=repo, folder_path=folder, revision=revision, commit_message=message
             )
     except Exception as error:  # the hub client raises many types; the first line of the message is reported
-        raise UsageError(f"cannot push to {repo}: {first_line(error)}{_advice(error)}") from error
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
+        denied = status in (401, 403) or isinstance(error, LocalTokenNotFoundError)
+        advice = "; log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
+        raise UsageError(f"cannot push to {repo}: {first_line(error)}{advice if denied else ''}") from error
     say(f"uploaded: {done.commit_url}")
     return done.commit_url
-
-
-def _advice(error: Exception) -> str:
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-
-    if isinstance(error, HfHubHTTPError):
-        denied = error.response.status_code in (401, 403)
-    else:
-        denied = isinstance(error, LocalTokenNotFoundError)
-    if not denied:
-        return ""
-    return "; log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
 
 
 def check_export(folder: Path) -> None:

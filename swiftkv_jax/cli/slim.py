@@ -49,43 +49,11 @@ def parser() -> Parser:
     return p
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """A plain model, computing in float32, and the settings of its conversion."""
-
-    model: Transformer
-    params: PyTree
-    dtype: str
-    forms: str
-    max_kl: float
-
-    def bytes_per_token(self, plan: KVPlan, space: str = SELF) -> int:
-        """Bytes per token of a cache under `plan`."""
-        return cache_bytes_per_token(self.model.config, plan, self.dtype, space)
-
-    def size(self, row: int, form: str) -> float:
-        """Bytes per token of one row if all rows of its space have this form (inputs share one row)."""
-        plan = self.model.plan
-        space = plan.rows[row].space
-        every = plan.stored_as(form) if space == SELF else plan.with_cross(form)
-        return self.bytes_per_token(every, space) / sum(one.space == space for one in plan.rows)
-
-    def candidates_of(self) -> tuple[list[str], dict[str, str]]:
-        """(forms to try, form -> why this model cannot have it)."""
-        wanted = [form for form in CHECKPOINT_FORMS if form != "kv"] if self.forms == AUTO else [self.forms]
-        refused = {form: FORMS[form].refuses(self.model.config) for form in wanted}
-        if self.forms != AUTO and refused[self.forms]:
-            raise UsageError(
-                f"rows cannot be stored as {self.forms!r}: {refused[self.forms]}; use --forms auto"
-            )
-        return [f for f in wanted if not refused[f]], {f: why for f, why in refused.items() if why}
-
-
 def convert(args: argparse.Namespace) -> dict:
     """Measure, choose, print, and write the folder; returns the content of slim.json."""
-    choice("--forms", args.forms, (AUTO, *(form for form in CHECKPOINT_FORMS if form != "kv")))
-    bound = MAX_KL if args.max_kl is None else args.max_kl
-    above("--max-kl", bound, 0)
+    slim_forms = [form for form in CHECKPOINT_FORMS if form != "kv"]
+    choice("--forms", args.forms, (AUTO, *slim_forms))
+    bound = above("--max-kl", MAX_KL if args.max_kl is None else args.max_kl, 0)
     folder = local_folder(args.model)
     if args.out.resolve() == folder.resolve():
         raise UsageError(f"--out {args.out} is the model itself: name another folder")
@@ -93,42 +61,52 @@ def convert(args: argparse.Namespace) -> dict:
         model, params = from_pretrained(folder)
     if {*model.plan.forms, *model.plan.cross_forms} != {"kv"}:
         raise UsageError(f"{args.model} is converted already: give the plain model it was made of")
-    dtype = args.cache_dtype or model.dtype
-    choice("--cache-dtype", dtype, (*DTYPES, *EIGHT_BIT))
-    plain = Transformer(model.config, model.plan, "float32")
-    work = Work(plain, params, dtype, args.forms, bound)
-    forms, refused = work.candidates_of()
+    config, plan = model.config, model.plan
+    dtype = choice("--cache-dtype", args.cache_dtype or model.dtype, (*DTYPES, *EIGHT_BIT))
+    plain = Transformer(config, plan, "float32")
+    wanted = slim_forms if args.forms == AUTO else [args.forms]
+    refused = {form: why for form in wanted if (why := FORMS[form].refuses(config))}
+    if args.forms in refused:
+        raise UsageError(f"rows cannot be stored as {args.forms!r}: {refused[args.forms]}; use --forms auto")
+    forms = [form for form in wanted if form not in refused]
     fit, kept = _read(args, folder, plain, params)
     with working(show, f"fitting rows on {fit.count:,} tokens") as doing:
-        found = candidates(plain, params, fit, kept, forms, dtype)
-        rows = sorted(doing.counted(found, len(model.plan.rows)), key=lambda found: found.row)
+        fitted = candidates(plain, params, fit, kept, forms, dtype)
+        rows = sorted(doing.counted(fitted, len(plan.rows)), key=lambda row: row.row)
     if not forms:  # of the model, not of a row
         rows = [dataclasses.replace(row, refused=refused) for row in rows]
     if args.forms != AUTO and (bad := [why for row in rows for why in row.refused.values()]):
         raise UsageError(f"{bad[0]}: it cannot be stored as {args.forms!r}; use --forms auto")
-    strict = bool(plain.plan.cross) or args.max_kl is not None
 
     def cost(picks: list[Candidate]) -> tuple[float, float]:
         return reference.distance(*served(plain, params, picks))
+
+    def cache_bytes(plan: KVPlan, space: str = SELF) -> int:
+        return cache_bytes_per_token(config, plan, dtype, space)
+
+    def size(row: int, form: str) -> float:
+        """Bytes per token of one row if all rows of its space have this form (inputs share one row)."""
+        space = plan.rows[row].space
+        every = plan.stored_as(form) if space == SELF else plan.with_cross(form)
+        return cache_bytes(every, space) / sum(each.space == space for each in plan.rows)
 
     with working(show, f"measuring each row alone on {kept.count:,} tokens") as doing:
         reference = Reference(plain, params, kept, dtype)
         rounding = cost([])
         options = [[Measured(c, *cost([c])) for c in row.candidates] for row in doing.counted(rows)]
     if args.forms == AUTO:
-        limits = work.size, rounding[0], bound, lambda picks: cost(picks)[0]
         with working(show, "choosing rows, and measuring the whole model"):
-            chosen = choose.under(rows, options, *limits)
+            chosen = choose.under(rows, options, size, rounding[0], bound, lambda picks: cost(picks)[0])
     else:
         chosen = choose.forced(options)
-        if strict:
-            choose.check(chosen, bound, plain.plan.name)
+        if plan.cross or args.max_kl is not None:
+            choose.check(chosen, bound, plan.name)
     picks = [each.measured.candidate for each in chosen if each.measured]
     with working(show, "measuring every row stored in one way"):
-        every_row = _every_row(plain.plan, rows, cost)
-        for one in hybrids(plain, params, fit, kept, dtype) if plain.plan.cross and "k" in forms else ():
-            found = reference.distance(one.model, one.params, one.stored)
-            every_row[f"{_SPACES[ENCODER]} hybrid {one.how}"] = _pair(found)
+        every_row = _every_row(plan, rows, cost)
+        for hybrid in hybrids(plain, params, fit, kept, dtype) if plan.cross and "k" in forms else ():
+            distance = reference.distance(hybrid.model, hybrid.params, hybrid.stored)
+            every_row[f"{_SPACES[ENCODER]} hybrid {hybrid.how}"] = _pair(distance)
     slim, made = converted(model, params, picks)
     result = {
         "model": str(args.model),
@@ -140,15 +118,12 @@ def convert(args: argparse.Namespace) -> dict:
         "refused": refused,
         "cache_dtype": dtype,
         "max_kl": bound,
-        "bytes_per_token": {"kv": work.bytes_per_token(model.plan), "now": work.bytes_per_token(slim.plan)},
-        "bytes_per_position": {
-            "kv": work.bytes_per_token(model.plan, ENCODER),
-            "now": work.bytes_per_token(slim.plan, ENCODER),
-        },
+        "bytes_per_token": {"kv": cache_bytes(plan), "now": cache_bytes(slim.plan)},
+        "bytes_per_position": {"kv": cache_bytes(plan, ENCODER), "now": cache_bytes(slim.plan, ENCODER)},
         "keys_and_values": _pair(rounding),
         "whole": _pair(cost(picks)),
         "every_row": every_row,
-        "rows": [_row(model.plan, *each) for each in zip(rows, options, chosen, strict=True)],
+        "rows": [_row(plan, *each) for each in zip(rows, options, chosen, strict=True)],
     }
     _print(result)
     save_pretrained(args.out, slim, made)
@@ -191,6 +166,10 @@ def _pair(measured: tuple[float, float]) -> dict[str, float]:
 
 def _row(plan: KVPlan, found: Found, options: list[Measured], chosen: Choice) -> dict:
     """One row's entry in slim.json."""
+
+    def matrix(c: Candidate) -> str | None:
+        return None if c.matrix is None else c.how
+
     picked = chosen.measured.candidate if chosen.measured else None
     return {
         "row": found.row,
@@ -199,18 +178,13 @@ def _row(plan: KVPlan, found: Found, options: list[Measured], chosen: Choice) ->
         "condition": found.condition if math.isfinite(found.condition) else None,
         "largest_w_kv": found.largest,
         "form": picked.form if picked else "kv",
-        "matrix": picked.how if picked and picked.matrix is not None else None,
+        "matrix": matrix(picked) if picked else None,
         "why": chosen.why,
         "candidates": [
-            {
-                "form": m.candidate.form,
-                "matrix": m.candidate.how if m.candidate.matrix is not None else None,
-                "ridge": m.candidate.ridge,
-                "error": m.candidate.error,
-                "output_error": m.candidate.output_error,
-            }
-            | _pair((m.kl, m.agreement))
-            for m in options
+            {"form": c.form, "matrix": matrix(c), "ridge": c.ridge, "error": c.error}
+            | {"output_error": c.output_error, "kl": measured.kl, "agreement": measured.agreement}
+            for measured in options
+            for c in [measured.candidate]
         ],
     }
 
@@ -233,15 +207,13 @@ def _print(result: dict) -> None:
     for form, why in result["refused"].items():
         print(f"{form}: {why}")
     sizes = result["bytes_per_token"]
+    distances = {}
     for way, measured in result["every_row"].items():
         part, _, rest = way.partition(" ")
-        said = f"every {part} row {rest}" if part in _SPACES.values() else f"every row {way}"
-        print(f"{said}: KL {measured['kl']:.1e}, agreement {measured['agreement']:.3f}")
-    for name, what in (
-        ("keys_and_values", f"keys and values in {result['cache_dtype']}"),
-        ("whole", "converted"),
-    ):
-        print(f"{what}: KL {result[name]['kl']:.1e}, agreement {result[name]['agreement']:.3f}")
+        distances[f"every {part} row {rest}" if part in _SPACES.values() else f"every row {way}"] = measured
+    distances[f"keys and values in {result['cache_dtype']}"] = result["keys_and_values"]
+    for what, measured in (distances | {"converted": result["whole"]}).items():
+        print(f"{what}: KL {measured['kl']:.1e}, agreement {measured['agreement']:.3f}")
     print(f"{sizes['now']} bytes per token instead of {sizes['kv']}")
     if result["bytes_per_position"]["kv"]:
         sizes = result["bytes_per_position"]
@@ -250,24 +222,17 @@ def _print(result: dict) -> None:
 
 def _curves(rows: list[dict]) -> dict[str, list[float]]:
     """Errors by row of each way of storing it, NaN where a row has none."""
-    names = dict.fromkeys((c["form"], c["matrix"]) for row in rows for c in row["candidates"])
-    return {
-        f"{form} {matrix or ''}".strip(): [
-            next(
-                (c["error"] for c in row["candidates"] if (c["form"], c["matrix"]) == (form, matrix)),
-                math.nan,
-            )
-            for row in rows
-        ]
-        for form, matrix in names
-        if matrix is not None
-    }
+    ways = [
+        {f"{c['form']} {c['matrix']}": c["error"] for c in row["candidates"] if c["matrix"]} for row in rows
+    ]
+    names = dict.fromkeys(name for each in ways for name in each)
+    return {name: [each.get(name, math.nan) for each in ways] for name in names}
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; exit code 0, 2 for bad input, 1 for a failure."""
 
-    def work() -> None:
+    def run() -> None:
         convert(parser().parse_args(argv))
 
-    return exit_code(work)
+    return exit_code(run)

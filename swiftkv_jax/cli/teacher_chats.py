@@ -5,6 +5,7 @@ by the engine once, and kept in the cache of `datasets` under the model, the pro
 `self://prompts.jsonl?max_tokens=512&temperature=1` overrides defaults of `Sampling`.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 from urllib.parse import parse_qsl
 
 import jax
@@ -31,7 +32,6 @@ from swiftkv_jax.text.tokenizer import load_tokenizer
 
 Chat = list[dict]
 _VERSION = 1  # of the cached files
-_LANES = 64  # answers generated at once, at most
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,7 @@ class Sampling(checks.Checked):
     seed: checks.Natural = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
+class Written(NamedTuple):
     """The amount written: number of chats, tokens of their answers, and seconds."""
 
     chats: int
@@ -96,7 +95,7 @@ def chats_of(model: str, source: str, say: Say = show) -> Path:
 
 def sampling_of(query: str, source: str) -> Sampling:
     """The sampling options after the question mark of a source."""
-    known: dict[str, type] = {"max_tokens": int, "temperature": float, "top_p": float, "seed": int}
+    known = {field.name: type(field.default) for field in dataclasses.fields(Sampling)}
     given = {}
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name not in known:
@@ -154,7 +153,11 @@ def write_chats(
     began, draft = time.monotonic(), path.with_name(f"{path.name}.part")
     with explained(f"write to {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        answers = _drafted(draft)
+        answers: dict[int, tuple[str, int]] = {}  # of each prompt: text, tokens
+        for line in draft.read_text(encoding="utf-8").splitlines() if draft.exists() else []:
+            with contextlib.suppress(ValueError):  # the last line of a stopped run may be incomplete
+                number, *answer = json.loads(line)
+                answers[number] = (answer[0], answer[1])
         with (
             working(say, f"{Path(model).name} answers {len(prompts):,} prompts") as doing,
             draft.open("a", encoding="utf-8") as file,
@@ -177,18 +180,6 @@ def write_chats(
     return Written(len(rows), sum(tokens for _, tokens in answers.values()), time.monotonic() - began)
 
 
-def _drafted(draft: Path) -> dict[int, tuple[str, int]]:
-    """The answers saved by a stopped run: number of the prompt -> (text, tokens)."""
-    answers = {}
-    for line in draft.read_text(encoding="utf-8").splitlines() if draft.exists() else []:
-        try:
-            number, text, tokens = json.loads(line)
-        except ValueError:  # the last line may be incomplete
-            continue
-        answers[number] = text, tokens
-    return answers
-
-
 def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling: Sampling):
     """(number, (text, tokens)) of the answers to the prompts numbered `left`, as they are finished."""
     if not left:
@@ -200,21 +191,17 @@ def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling:
     tokenizer, context = load_tokenizer(folder), ModelConfig.from_hf(folder).max_position_embeddings
     lengths = {number: len(tokenizer.encode_chat(prompts[number], True)) for number in left}
     most = min(context, max(lengths.values()) + sampling.max_tokens)
-    llm = LLM(model, max_model_len=most, max_num_seqs=min(_LANES, len(left)), dtype="auto")
-
-    def request(number: int):
-        room = most - lengths[number]
-        how = SamplingParams(
-            max_tokens=max(1, min(sampling.max_tokens, room)),  # without room `llm.request` raises
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            seed=sampling.seed + number,
-        )
-        return llm.request({"messages": prompts[number]}, how, f"prompt {number}")
-
-    requests = [request(number) for number in left]
-    for which, output in llm.run(requests):
+    llm = LLM(model, max_model_len=most, max_num_seqs=min(64, len(left)), dtype="auto")
+    requests = []
+    for number in left:
+        changed = {
+            "max_tokens": max(1, min(sampling.max_tokens, most - lengths[number])),  # none: `request` raises
+            "seed": sampling.seed + number,
+        }
+        params = SamplingParams(**dataclasses.asdict(sampling) | changed)
+        requests.append(llm.request({"messages": prompts[number]}, params, f"prompt {number}"))
+    for index, output in llm.run(requests):
         answer = output.outputs[0]
         if answer.finish_reason == "error":
-            raise UsageError(f"{model} fails on prompt {left[which]}: {answer.error}")
-        yield left[which], (answer.text, len(answer.token_ids))
+            raise UsageError(f"{model} fails on prompt {left[index]}: {answer.error}")
+        yield left[index], (answer.text, len(answer.token_ids))

@@ -3,11 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.slim.calibrate import EXACT, Candidate, Found
-
-_ROUNDING = 1e-9  # nats: KLs that differ by less are equal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,8 +18,7 @@ class Measured:
     agreement: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The decision for one row: a candidate, or None for keys and values; and the reason."""
 
     measured: Measured | None
@@ -62,11 +60,11 @@ def under(
     """
     share = max(bound - plain, 0.0) / len(found)
     choices = [_smallest(row, each, size, plain, share) for row, each in zip(found, options, strict=True)]
-    while any(c.measured for c in choices):
-        total = whole([c.measured.candidate for c in choices if c.measured])
+    while stored := {i: c.measured for i, c in enumerate(choices) if c.measured}:
+        total = whole([measured.candidate for measured in stored.values()])
         if total <= bound:
             break
-        worst = max((i for i, c in enumerate(choices) if c.measured), key=lambda i: _kl(choices[i]))
+        worst = max(stored, key=lambda i: stored[i].kl)
         choices[worst] = Choice(
             None, f"the whole model's KL was {total:.1e} with this row, the costliest of those left"
         )
@@ -95,9 +93,5 @@ def _best(options: Sequence[Measured]) -> Measured:
     if not finite:
         return options[0]
     least = min(m.kl for m in finite)
-    near = [m for m in finite if m.kl <= max(1.05 * least, least + _ROUNDING)]
+    near = [m for m in finite if m.kl <= max(1.05 * least, least + 1e-9)]  # nats that say nothing
     return min(near, key=lambda m: (m.candidate.how != EXACT, m.kl))
-
-
-def _kl(choice: Choice) -> float:
-    return choice.measured.kl if choice.measured else 0.0
