@@ -9,6 +9,7 @@ tokenizer files         the base's
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -171,24 +172,20 @@ def save_adapter(
             "reads": list(model.prediction.reads),
             "tail": model.prediction.tail,
         }
+        extras, name = write.extras(None, home, tokenizer), "generation_config.json"
+        generation = extras.get(name, {})
+        generation = read_json(generation) if isinstance(generation, Path) else generation
+        ids = write.token_ids(home)  # of the base's config.json; an adapter has none
+        if ids.keys() - generation.keys():
+            extras[name] = ids | generation
         with write.staged(out) as folder:
             write.save_pretrained(folder / AUXILIARY, *auxiliary, dtype=dtype, tokenizer=theirs)
-            write.write_extras(folder, _extras(home, tokenizer))
+            write.write_extras(folder, extras)
             save_file(tensors, folder / PREDICTOR, {"format": "pt"})
             (folder / PREDICTOR).chmod(folder.stat().st_mode & 0o666)
             write.write_json(folder / ADAPTER, said)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("save_adapter")
-
-
-def _extras(home: Path, tokenizer: str | Path | None) -> dict[str, Path | dict]:
-    """The base's tokenizer and generation config. Token ids that only its config.json has are added, since an
-    adapter has no config.json."""
-    found, name = write.extras(None, home, tokenizer), "generation_config.json"
-    own = found.get(name, {})
-    said = read_json(own) if isinstance(own, Path) else own
-    ids = write.token_ids(home)
-    return found | ({name: ids | said} if ids.keys() - said.keys() else {})
 
 
 def fingerprint(folder: Path, version: int = _FORMAT) -> str:
@@ -214,15 +211,13 @@ def _description(config: ModelConfig, plan: KVPlan) -> str:
     that a new one changes no fingerprint."""
     length = () if config.rope.rope_type == "dynamic" else ("max_position_embeddings",)
 
-    def said(one) -> dict:
-        fields = [(f, getattr(one, f.name)) for f in dataclasses.fields(one) if f.name not in _INERT + length]
-        told = {f.name: value for f, value in fields if value != f.default}
-        return {
-            name: said(value) if dataclasses.is_dataclass(value) else value for name, value in told.items()
-        }
+    def changed(part) -> dict:
+        fields = [f for f in dataclasses.fields(part) if f.name not in _INERT + length]
+        values = {f.name: value for f in fields if (value := getattr(part, f.name)) != f.default}
+        return {name: changed(x) if dataclasses.is_dataclass(x) else x for name, x in values.items()}
 
     rows = [(row.source, row.maker, row.shared_norm) for row in plan.rows]
-    return json.dumps([said(config), rows, plan.reads], sort_keys=True)
+    return json.dumps([changed(config), rows, plan.reads], sort_keys=True)
 
 
 def check_tokenizers(base: Path, auxiliary: Path) -> None:
@@ -232,7 +227,9 @@ def check_tokenizers(base: Path, auxiliary: Path) -> None:
     """
     if not all(map(has_tokenizer, (base, auxiliary))):
         return
-    if not _same_tokenizer(base, auxiliary):
+    files = [folder / "tokenizer.json" for folder in (base, auxiliary)]
+    same = all(file.is_file() for file in files) and read_json(files[0]) == read_json(files[1])
+    if not same and len({load_tokenizer(folder).ids_fingerprint for folder in (base, auxiliary)}) > 1:
         raise UsageError(
             f"the models in {base} and {auxiliary} have different tokenizers: an auxiliary must read the "
             "base's tokens"
@@ -245,13 +242,6 @@ def check_tokenizers(base: Path, auxiliary: Path) -> None:
         )
 
 
-def _same_tokenizer(one: Path, other: Path) -> bool:
-    files = [folder / "tokenizer.json" for folder in (one, other)]
-    if all(file.is_file() for file in files) and read_json(files[0]) == read_json(files[1]):
-        return True
-    return load_tokenizer(one).ids_fingerprint == load_tokenizer(other).ids_fingerprint
-
-
 def _read(path: Path) -> tuple[int, str, str, Prediction]:
     """(format, base, its fingerprint, prediction) of an adapter's JSON."""
     raw = read_json(path)
@@ -260,9 +250,9 @@ def _read(path: Path) -> tuple[int, str, str, Prediction]:
         if not isinstance(raw.get(name), str) or not 0 < len(raw[name]) <= _LONGEST:
             raise UsageError(f"{path}: {name} must be a string of 1 to {_LONGEST} characters")
     reads = raw.get("reads")
-    if not isinstance(reads, list):
-        raise UsageError(f"{path}: reads must be a list of rows, not {type(reads).__name__}")
     try:
+        if not isinstance(reads, list):
+            raise UsageError(f"reads must be a list of rows, not {type(reads).__name__}")
         prediction = Prediction(tuple(reads), integer("tail", raw.get("tail")))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
@@ -274,9 +264,7 @@ def _base_folder(folder: Path, named: str, given: str | Path | None) -> Path:
     if given is not None:
         return local_folder(given)
     try:
-        if (folder / named).exists():
-            return local_folder(folder / named)
-        return local_folder(named)
+        return local_folder(folder / named if (folder / named).exists() else named)
     except UsageError as error:
         raise UsageError(
             f"the base model of {folder} is not where it says ({error}): give --base DIR"
@@ -285,18 +273,17 @@ def _base_folder(folder: Path, named: str, given: str | Path | None) -> Path:
 
 def _slots(model: Predicted, predictor: PyTree) -> dict[str, Slot]:
     """Name of each of the predictor's tensors -> its place in the parameter tree."""
-    inside_, outside = model.auxiliary.config.kv_width, model.base.config.kv_width
+    inside, outside = model.auxiliary.config.kv_width, model.base.config.kv_width
     out = {}
-    for number, held in enumerate(weights.ranges(predictor["rows"])):
-        for index, row in enumerate(held):
-            for name in ("k", "v"):
-                path = ("rows", number, f"{name}_proj")
-                out[f"rows.{row}.{name}.weight"] = Slot(
-                    path=(*path, "kernel"), index=index, transposed=True, shape=(outside, inside_)
-                )
-                out[f"rows.{row}.{name}.bias"] = Slot(
-                    path=(*path, "bias"), index=index, transposed=False, shape=(outside,)
-                )
+    for number, rows in enumerate(weights.ranges(predictor["rows"])):
+        for (index, row), name in itertools.product(enumerate(rows), ("k", "v")):
+            for leaf, stored, shape in (
+                ("kernel", "weight", (outside, inside)),
+                ("bias", "bias", (outside,)),
+            ):
+                path = ("rows", number, f"{name}_proj", leaf)
+                slot = Slot(path=path, index=index, transposed=leaf == "kernel", shape=shape)
+                out[f"rows.{row}.{name}.{stored}"] = slot
     return out
 
 

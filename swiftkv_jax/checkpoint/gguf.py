@@ -90,24 +90,19 @@ def open_tensors(header: Header, fields: Mapping) -> dict[str, tuple[Path, Slice
     for name in header.tensors:
         if name == ROPE_FACTORS:  # config.json's rope_scaling has the same information
             continue
-        new, part = _published(name)
+        match = _NAME.fullmatch(name)
+        layer, part, kind = match.group("layer", "part", "kind") if match else (None, "", "")
+        new = name
+        if layer and part in _PARTS:
+            new = f"model.layers.{int(layer)}.{_PARTS[part]}.{kind}"
+        elif not layer and part in _TOP:
+            new = f"{_TOP[part]}.{kind}"
         if new in out:
             raise UsageError(
                 f"{header.path}: {name[:60]!r} occurs twice, under two names: fetch the file again"
             )
-        out[new] = header.path, Slice(header, name, turned if part in _PERMUTED else 1)
+        out[new] = header.path, Slice(header, name, turned if layer and part in _PERMUTED else 1)
     return out
-
-
-def _published(name: str) -> tuple[str, str]:
-    """(Hugging Face's name, llama.cpp's part) of a tensor; a name that is not known stays as it is."""
-    match = _NAME.fullmatch(name)
-    layer, part, kind = match.group("layer", "part", "kind") if match else ("", "", "")
-    if layer and part in _PARTS:
-        return f"model.layers.{int(layer)}.{_PARTS[part]}.{kind}", part
-    if match and not layer and part in _TOP:
-        return f"{_TOP[part]}.{kind}", part
-    return name, ""
 
 
 def _package():

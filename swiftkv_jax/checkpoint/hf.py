@@ -48,21 +48,10 @@ def from_pretrained(
     revision: str | None = None,
     slim: bool = True,
 ) -> tuple[Transformer, PyTree]:
-    """A model and its parameters from a folder, a GGUF file or a hub id: standard, SwiftKV or Slim.
+    """A model and its parameters, as `adapter.from_pretrained` gives them: standard, SwiftKV or Slim.
 
     Each device's shard of each array is read by itself, straight from the files: the whole model never
     exists in host memory.
-
-    Args:
-      path_or_id: a folder with config.json and safetensors, a GGUF file (Llama, Mistral, Qwen2, Qwen3) or a
-        folder with one, or the id of a model on the Hugging Face hub.
-      dtype: of the parameters and activations; the checkpoint's own by default, bfloat16 for the blocks of
-        GGUF files, which are dequantised.
-      mesh: where to place the parameters (see sharding.py); the first device by default.
-      cuts: layers before which stacks are cut (see `weights.partition`); None: before every layer, as
-        serving wants them.
-      revision: branch, tag or commit of a hub model; its main branch by default.
-      slim: False reads the rows of a Slim attention checkpoint as keys and values: the plain model.
     """
     folder = local_folder(path_or_id, revision)
     config, plan, raw = read_model(folder, slim)

@@ -190,7 +190,10 @@ class Checkpointer:
                 self._rejected.discard(step)
                 if jax.process_index() == 0:
                     manifest.write(self.directory / str(step), step)
-                    self._delete_old()
+                    oldest = self._with_manifest()[-self.keep :][0]
+                    for old in self.steps():  # also unfinished and rejected ones
+                        if old < oldest:
+                            _delete_step(self.directory / str(old))
             self._latest = step
         except CheckpointError as error:
             self._error = error
@@ -200,13 +203,6 @@ class Checkpointer:
         """Steps that are complete and not known to be damaged."""
         complete = (s for s in self.steps() if (self.directory / str(s) / manifest.NAME).exists())
         return [s for s in complete if s not in self._rejected]
-
-    def _delete_old(self) -> None:
-        """Delete all steps older than the newest `keep` complete ones, also unfinished and rejected ones."""
-        oldest = self._with_manifest()[-self.keep :][0]
-        for step in self.steps():
-            if step < oldest:
-                _delete_step(self.directory / str(step))
 
     def _sweep(self) -> None:
         """Delete what killed or failed saves left half-written."""
@@ -267,16 +263,13 @@ def _explained(doing: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{doing} failed: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    """The cause in one line. TensorStore's messages are long, so the operating system's part comes first."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
-    text = " ".join(str(error).split()) or type(error).__name__
-    code = re.search(r"os_error_code='(\d+)'", text)
-    return (f"{os.strerror(int(code[1]))}: " if code else "") + text[:200]
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror + (f": {error.filename}" if error.filename else "")
+        else:  # TensorStore's messages are long, so the operating system's part comes first
+            text = " ".join(str(error).split()) or type(error).__name__
+            code = re.search(r"os_error_code='(\d+)'", text)
+            reason = (f"{os.strerror(int(code[1]))}: " if code else "") + text[:200]
+        raise CheckpointError(f"{doing} failed: {reason}") from error
 
 
 def _absl_logger() -> logging.Logger:

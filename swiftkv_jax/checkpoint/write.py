@@ -52,27 +52,22 @@ def save_pretrained(
     dtype: str | None = None,
     tokenizer: str | Path | None = None,
 ) -> None:
-    """Write a folder that transformers loads.
+    """Write a folder that transformers loads, as `adapter.save_pretrained` says.
 
-    A SwiftKV model gets the published tensor names and the PyTorch code that runs it
-    (`trust_remote_code=True`); a UsageWarning is given for families without such code.
+    A UsageWarning is given for SwiftKV models of families without PyTorch code. Rows of other forms (Slim
+    attention) keep the plain model's tensors beside their own, and config.json lists them as
+    `slim_attention`: transformers reads the plain model.
 
-    Rows of other forms (Slim attention) keep the plain model's tensors beside their own, and config.json
-    lists them as `slim_attention`: transformers reads the plain model.
-
-    Everything is written to a sibling folder first. A new `out_dir` appears whole or not at all; in one that
-    exists each file is replaced whole, config.json last, and weights that the new ones supersede are removed.
-
-    With several processes all of them call this: each tensor is gathered in turn, and process 0 writes.
-
-    Args:
-      source: folder or GGUF file to copy generation_config.json, the tokenizer and config.json's token ids
-        from; by default the one that the model was read from (`model.config.source`).
-      max_shard_bytes: larger weights are split into several files with an index.
-      dtype: of the weights on disk; that of the parameters by default.
-      tokenizer: another folder or GGUF file to copy the tokenizer from, and nothing else.
+    Everything is written to a sibling folder first. In an `out_dir` that exists each file is replaced whole,
+    config.json last, and weights that the new ones supersede are removed. With several processes each tensor
+    is gathered in turn, and process 0 writes.
     """
-    _check_params(model, params)
+    described = weights.weights(model.config, model.plan, weights.cuts_of(params))
+    want = {path: weight.shape for path, weight in leaves(described)}
+    have = {path: tuple(leaf.shape) for path, leaf in leaves(params)}
+    paths = sorted(want.keys() | have.keys(), key=str)
+    if wrong := [".".join(map(str, path)) for path in paths if want.get(path) != have.get(path)]:
+        raise UsageError(f"not this model's parameters: {', '.join(wrong[:5])} differ in shape or presence")
     dtype = dtype or str(params["embed"].dtype)
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is not supported; known: {', '.join(DTYPES)}")
@@ -96,38 +91,19 @@ def save_pretrained(
             )
         elif model.plan.is_swiftkv:
             shutil.copyfile(Path(__file__).with_name(MODELLING), folder / MODELLING)
-            config |= _asks_for_code(config["architectures"][0])
+            architecture = config["architectures"][0]
+            config["auto_map"] = {
+                "AutoConfig": f"{OWN_CODE}.{architecture.replace('ForCausalLM', 'Config')}",
+                "AutoModelForCausalLM": f"{OWN_CODE}.{architecture}",
+            }
+            # Transformers' own class of the family would initialise the tensors that it misses at random,
+            # with only a warning. It looks for this file, whose name tells the user what to do.
+            code = "use AutoModelForCausalLM with trust_remote_code=True.safetensors"
+            config["transformers_weights"] = code
         _write_weights(folder, params, table, jnp.dtype(dtype), max_shard_bytes)
         write_json(folder / "config.json", config)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("save_pretrained")
-
-
-def _asks_for_code(architecture: str) -> dict:
-    """config.json fields by which transformers finds the code, and refuses to load the weights without it.
-
-    Otherwise transformers' own class of the family would initialise the tensors that it misses at random,
-    with only a warning. It looks for the file that `transformers_weights` names, whose name tells the user
-    what to do.
-    """
-    settings = architecture.replace("ForCausalLM", "Config")
-    return {
-        "auto_map": {
-            "AutoConfig": f"{OWN_CODE}.{settings}",
-            "AutoModelForCausalLM": f"{OWN_CODE}.{architecture}",
-        },
-        "transformers_weights": "use AutoModelForCausalLM with trust_remote_code=True.safetensors",
-    }
-
-
-def _check_params(model: Transformer, params: PyTree) -> None:
-    described = weights.weights(model.config, model.plan, weights.cuts_of(params))
-    want = {path: weight.shape for path, weight in leaves(described)}
-    have = {path: tuple(leaf.shape) for path, leaf in leaves(params)}
-    paths = sorted(want.keys() | have.keys(), key=str)
-    wrong = [".".join(map(str, path)) for path in paths if want.get(path) != have.get(path)]
-    if wrong:
-        raise UsageError(f"not this model's parameters: {', '.join(wrong[:5])} differ in shape or presence")
 
 
 def write_extras(folder: Path, files: dict[str, Path | dict]) -> None:

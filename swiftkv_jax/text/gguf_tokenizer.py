@@ -53,15 +53,11 @@ _NAMED = {
 
 def tokenizer_files(header: Header) -> dict[str, dict]:
     """tokenizer.json and tokenizer_config.json, as JSON, by their names; empty if the file has no tokens."""
-    data = {
-        key.removeprefix("tokenizer.ggml."): value
-        for key, value in header.metadata.items()
-        if key.startswith("tokenizer.ggml.")
-    }
     if TOKENS not in header.metadata:
         return {}
+    fields = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
     try:
-        return _files(data, header.metadata.get("tokenizer.chat_template"))
+        return _files(fields, header.metadata.get("tokenizer.chat_template"))
     except UsageError as error:
         raise UsageError(f"the tokenizer of {header.path}: {error}; give another one's folder") from None
 
@@ -85,22 +81,18 @@ def _files(data: Mapping[str, typing.Any], template) -> dict[str, dict]:
         raise UsageError(f"tokenizer.ggml.model {str(kind)[:60]!r} is not known; gpt2 and llama are")
     special = {index for index, each in enumerate(kinds) if each in (_UNKNOWN, _CONTROL)}
     special |= {vocab[token] for token in named.values()}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
-        _added(index, tokens[index], index in special)
-        for index in range(len(tokens))
+        {"id": index, "content": token, **flags, "special": index in special}
+        for index, token in enumerate(tokens)
         if index in special or kinds[index] == _USER
     ]
     first = named.get("bos_token") if data.get("add_bos_token", bos) else None
     last = named.get("eos_token") if data.get("add_eos_token", False) else None
-    whole = _whole(parts, added, _template(first, last, vocab))
-    config: dict = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **named,
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named}
     if isinstance(template, str):
         config["chat_template"] = template
-    return {"tokenizer.json": whole, "tokenizer_config.json": config}
+    return {"tokenizer.json": _whole(parts, added, first, last, vocab), "tokenizer_config.json": config}
 
 
 def from_merges(pre: str, vocab: dict[str, int], merges: list[str], bos: str | None, eos: str | None) -> dict:
@@ -109,19 +101,30 @@ def from_merges(pre: str, vocab: dict[str, int], merges: list[str], bos: str | N
     pre: how texts are split, as in `tokenizer.ggml.pre`. bos, eos: what is put around them.
     """
     parts, _ = _byte_level({"pre": pre, "merges": merges}, vocab)
-    return _whole(parts, [], _template(bos, eos, vocab))
+    return _whole(parts, [], bos, eos, vocab)
 
 
-def _whole(parts: dict, added: list[dict], around: dict) -> dict:
+def _whole(parts: dict, added: list[dict], bos: str | None, eos: str | None, vocab: dict[str, int]) -> dict:
+    """tokenizer.json, with a post-processor that adds `bos` and `eos` around a text."""
+    first, last = ([{"SpecialToken": {"id": x, "type_id": 0}}] if x else [] for x in (bos, eos))
+    one, two = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    around = _BYTES | {"trim_offsets": False, "use_regex": True}
+    if bos or eos:
+        around = {
+            "type": "TemplateProcessing",
+            "single": [*first, one, *last],
+            "pair": [*first, one, *last, *first, two, *last],
+            "special_tokens": {x: {"id": x, "ids": [vocab[x]], "tokens": [x]} for x in (bos, eos) if x},
+        }
     fields = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
     return {**fields, **parts, "post_processor": around}
 
 
 def _list(data: Mapping, name: str, kind: type) -> list:
-    found = data.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
+    values = data.get(name, [])
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
         raise UsageError(f"tokenizer.ggml.{name} is not a list of {kind.__name__}")
-    return found
+    return values
 
 
 def _named(data: Mapping, key: str, tokens: list[str]) -> str | None:
@@ -131,11 +134,6 @@ def _named(data: Mapping, key: str, tokens: list[str]) -> str | None:
     if not isinstance(index, int) or not 0 <= index < len(tokens):
         raise UsageError(f"tokenizer.ggml.{key} is {str(index)[:40]}, and it has {len(tokens)} tokens")
     return tokens[index]
-
-
-def _added(index: int, token: str, special: bool) -> dict:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": index, "content": token, **flags, "special": special}
 
 
 def _byte_level(data: Mapping, vocab: dict[str, int]) -> tuple[dict, bool]:
@@ -148,7 +146,7 @@ def _byte_level(data: Mapping, vocab: dict[str, int]) -> tuple[dict, bool]:
             f"these are known: {', '.join(_SPLITS)}"
         )
     splits, whole_words = _SPLITS[pre]
-    model = _bpe(vocab, [_pair(merge) for merge in _list(data, "merges", str)])
+    model = _bpe(vocab, [merge.split(" ") for merge in _list(data, "merges", str)])
     return {
         "normalizer": {"type": "NFC"} if pre in _NFC else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
@@ -157,17 +155,10 @@ def _byte_level(data: Mapping, vocab: dict[str, int]) -> tuple[dict, bool]:
     }, whole_words
 
 
-def _pair(merge: str) -> list[str]:
-    left, _, right = merge.partition(" ")
-    if not left or not right or " " in right:
-        raise UsageError(f"the merge {merge[:60]!r} is not of two tokens")
-    return [left, right]
-
-
 def _bpe(vocab: dict[str, int], merges: list[list[str]]) -> dict:
-    missing = next((pair for pair in merges if not {*pair, "".join(pair)} <= vocab.keys()), None)
-    if missing is not None:
-        raise UsageError(f"the merge {' '.join(missing)[:60]!r} is of texts that are not tokens")
+    for pair in merges:
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys():
+            raise UsageError(f"the merge {' '.join(pair)[:60]!r} is not of two tokens that make a third")
     names = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
     flags = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
     return {"type": "BPE", **dict.fromkeys(names), **flags, "vocab": vocab, "merges": merges}
@@ -204,23 +195,3 @@ def _sentence_piece(
         "decoder": {"type": "Sequence", "decoders": after},
         "model": model | {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True},
     }, True
-
-
-def _template(bos: str | None, eos: str | None, vocab: dict[str, int]) -> dict:
-    """The post-processor that adds special tokens around a text."""
-    first = [_mark(bos)] if bos else []
-    last = [_mark(eos)] if eos else []
-    marks = {token: {"id": token, "ids": [vocab[token]], "tokens": [token]} for token in (bos, eos) if token}
-    one, two = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-    if not marks:
-        return _BYTES | {"trim_offsets": False, "use_regex": True}
-    return {
-        "type": "TemplateProcessing",
-        "single": [*first, one, *last],
-        "pair": [*first, one, *last, *first, two, *last],
-        "special_tokens": marks,
-    }
-
-
-def _mark(token: str) -> dict:
-    return {"SpecialToken": {"id": token, "type_id": 0}}

@@ -48,10 +48,10 @@ def message(turn) -> dict:
         raise UsageError(_NEEDED)
     if not isinstance(calls, list | tuple):
         raise UsageError("tool_calls must be a list")
-    said = {"role": role, "content": content} | (
-        {"tool_calls": [_call(each) for each in calls]} if calls else {}
-    )
-    return said | _present(rest)
+    made = {"role": role, "content": content}
+    if calls:
+        made["tool_calls"] = [_call(call) for call in calls]
+    return made | _present(rest)
 
 
 def _joined(content):

@@ -1,5 +1,6 @@
 """Chat templates are programs that come with a model, so each is rendered in an expendable process."""
 
+import contextlib
 import datetime
 import importlib.util
 import json
@@ -69,7 +70,12 @@ class Template:
     def _running(self) -> subprocess.Popen:
         if self.process is None or self.process.poll() is not None:
             self.close()
-            roots = {str(Path(_origin(name)).parent.parent) for name in ("jinja2", "markupsafe")}
+            roots = set()
+            for name in ("jinja2", "markupsafe"):
+                spec = importlib.util.find_spec(name)
+                if spec is None or spec.origin is None:
+                    raise UsageError(f"chat templates need the package {name}: pip install {name}")
+                roots.add(str(Path(spec.origin).parent.parent))
             limits = [str(SECONDS), str(BYTES), str(LONGEST)]
             command = [sys.executable, "-I", "-S", str(_WORKER), *limits, *sorted(roots)]
             self.process = subprocess.Popen(
@@ -112,19 +118,10 @@ def _spent(pid: int) -> float:
         return 0.0
 
 
-def _origin(name: str) -> str:
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:
-        raise UsageError(f"chat templates need the package {name}: pip install {name}")
-    return found.origin
-
-
 def _stop(process: subprocess.Popen) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            try:
+            with contextlib.suppress(BrokenPipeError):  # the rest of the input has no reader
                 pipe.close()
-            except BrokenPipeError:  # the rest of the input has no reader
-                continue
     process.wait()

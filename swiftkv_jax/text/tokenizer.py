@@ -45,8 +45,15 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     elif not re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", str(path)):
         raise UsageError(f"tokenizer folder {path} does not exist")
     try:
-        folder = folder if folder.exists() else _from_hub(str(path))
-        return Tokenizer(_from_gguf(folder) if folder.is_file() else read(folder), str(path), folder)
+        if not folder.exists():
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(str(path), allow_patterns=[*FILES, "config.json"]))
+        if folder.is_dir():
+            return Tokenizer(read(folder), str(path), folder)
+        whole, config = tokenizer_files(read_header(folder)).values()
+        rust = tokenizers.Tokenizer.from_str(json.dumps(whole))
+        return Tokenizer(described(rust, config, str(folder)), str(path), folder)
     except UsageError:
         raise
     except BaseException as error:  # the hub's client and `tokenizers` raise many types
@@ -78,18 +85,6 @@ def _reason(error: BaseException) -> str:
     return first_line(error)
 
 
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=[*FILES, "config.json"]))
-
-
-def _from_gguf(path: Path) -> Described:
-    """The tokenizer in a GGUF file, through equivalent files."""
-    whole, config = tokenizer_files(read_header(path)).values()
-    return described(tokenizers.Tokenizer.from_str(json.dumps(whole)), config, str(path))
-
-
 class Tokenizer:
     """Token ids of texts and of chats.
 
@@ -107,8 +102,8 @@ class Tokenizer:
         self.named, self.templates = found.named, found.templates
         self.rust.no_truncation()
         self.rust.no_padding()
-        found_ids = {role: self.rust.token_to_id(token) for role, token in self.named.items()}
-        ids = {role: index for role, index in found_ids.items() if index is not None}
+        pairs = ((role, self.rust.token_to_id(token)) for role, token in self.named.items())
+        ids = {role: index for role, index in pairs if index is not None}
         self.bos_id, eos = ids.get("bos_token"), ids.get("eos_token")
         self.eos_ids: tuple[int, ...] = () if eos is None else (eos,)
         self.vocab_size: int = self.rust.get_vocab_size()
@@ -217,11 +212,17 @@ class Tokenizer:
         if _GENERATION.search(str(self.chat_template)):
             spans = [span for span in blocks if span[0] < span[1]]
         else:
-            spans = self._marked_turns(text, messages, date)
-        ids, spans = self._tokens_of(text, spans)
-        mask = [False] * len(ids)
-        for start, end in spans:
-            end = self._turn_end(ids, start, end)
+            turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            spans = [span for i in turns if (span := self._turn(text, messages, i, date))]
+            if turns and not spans:
+                raise UsageError(f"the chat template of {self.name} does not mark the assistant's turns")
+        with self._contained("this text"):
+            encoded = self.rust.encode(text, add_special_tokens=False)
+        ids, mask = encoded.ids, [False] * len(encoded.ids)
+        starts, ends = [a for a, _ in encoded.offsets], [b for _, b in encoded.offsets]
+        for first, last in spans:  # characters; the tokens that touch them count
+            start = bisect.bisect_right(ends, first)
+            end = self._turn_end(ids, start, bisect.bisect_left(starts, last))
             mask[start:end] = [True] * (end - start)
         return self._checked(ids), mask
 
@@ -234,7 +235,7 @@ class Tokenizer:
             conversation(messages, f"the chat template of {self.name} refuses these messages"),
         )
         text, spans = self._rendered(messages, date, **options)
-        number = lost(messages, text, lambda changed: self._render(changed, date, **options))
+        number = lost(messages, text, lambda changed: self._rendered(changed, date, **options)[0])
         if number is not None:
             raise UsageError(
                 f"the chat template of {self.name} leaves out message {number}, whose role is "
@@ -242,28 +243,12 @@ class Tokenizer:
             )
         return messages, text, spans
 
-    def _marked_turns(self, text: str, messages, date) -> list[tuple[int, int]]:
-        """The characters [start, end) of the content of each assistant turn."""
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = [span for i in turns if (span := self._turn(text, messages, i, date))]
-        if turns and not spans:
-            raise UsageError(f"the chat template of {self.name} does not mark the assistant's turns")
-        return spans
-
-    def _tokens_of(self, text: str, spans) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of a text, and which of its tokens [start, end) touch each span of characters."""
-        with self._contained("this text"):
-            encoded = self.rust.encode(text, add_special_tokens=False)
-        starts, ends = [a for a, _ in encoded.offsets], [b for _, b in encoded.offsets]
-        return encoded.ids, [(bisect.bisect_right(ends, a), bisect.bisect_left(starts, b)) for a, b in spans]
-
     def _turn(self, text: str, messages, index: int, date) -> tuple[int, int] | None:
         """The characters of `text` that come from turn `index`; None if the template leaves it out."""
         marked = [*messages[:index], {**messages[index], "content": MARKER}, *messages[index + 1 :]]
-        rendered = self._render(marked, date)
-        if MARKER not in rendered:
+        before, marker, rest = self._rendered(marked, date)[0].partition(MARKER)
+        if not marker:
             return None
-        before, _, rest = rendered.partition(MARKER)
         after = rest.rpartition(MARKER)[2]
         start = _shared(text, before)
         return start, len(text) - _shared(text[start:][::-1], after[::-1])
@@ -286,14 +271,15 @@ class Tokenizer:
             return following + 1
         return min(end + 1, len(ids))
 
-    def _render(self, messages, date=None, **options) -> str:
-        return self._rendered(messages, date, **options)[0]
-
     def _rendered(self, messages, date, **options) -> tuple[str, list[tuple[int, int]]]:
         """A chat's text, and the characters [start, end) of its generation blocks."""
         assert self.template is not None  # see _rendered_alike
         values = {**self.named, "tools": None, "documents": None, "add_generation_prompt": False, **options}
-        values["messages"] = [_aliased(message) for message in messages]
+        values["messages"] = []
+        for message in messages:  # with its reasoning under every name that published templates read
+            reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+            names = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+            values["messages"].append(message if reasoning is None else names)
         if date is not None:
             values["date_string"] = date.strftime("%d %b %Y")
         try:
@@ -329,12 +315,6 @@ class Tokenizer:
                 f"take {self.named['bos_token']!r} out of the first message"
             )
         return ids
-
-
-def _aliased(message: dict) -> dict:
-    """The message with its reasoning under every name that published templates read."""
-    found = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _shared(text: str, start: str) -> int:

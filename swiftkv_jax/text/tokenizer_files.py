@@ -29,7 +29,6 @@ FILES = (
 )
 # Classes that are published without tokenizer.json: how they split texts, by the names of GGUF files.
 _BY_MERGES = {"GPT2Tokenizer": "gpt-2", "WhisperTokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
-_ROLES = ("bos_token", "eos_token", "pad_token")  # as config.json has them
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -68,13 +67,21 @@ def read(folder: Path) -> Described:
     for token, index in old.items():
         checks.integer(f"{folder / _ADDED}: {token[:40]!r}", index, 0)
     out = described(rust, config, str(folder / CONFIG), sorted(old, key=old.__getitem__))
-    # GPT-2's files name no token.
-    named = out.named or _by_ids(rust, _fields(folder / "config.json"))
-    templates = _files(folder) or out.templates
-    if not templates:
-        place = folder / _TEMPLATE_JSON
-        templates = _templates(_fields(place), str(place))
-    return Described(rust, named, templates)
+    named = out.named
+    if not named:  # as in GPT-2's files: config.json has the ids of the tokens
+        model, count = _fields(folder / "config.json"), rust.get_vocab_size()
+        ids = {role: model.get(f"{role}_id") for role in ("bos_token", "eos_token", "pad_token")}
+        known = {role: index for role, index in ids.items() if isinstance(index, int) and 0 <= index < count}
+        named = {role: token for role, i in known.items() if (token := rust.id_to_token(i)) is not None}
+    # Templates in files of their own go before the one in tokenizer_config.json.
+    if (folder / _MORE_TEMPLATES).is_symlink():
+        raise UsageError(f"{folder / _MORE_TEMPLATES} is a link; put the folder itself there")
+    paths = {path.stem: path for path in sorted(folder.glob(FILES[-1]))}
+    if _there(folder / _TEMPLATE):
+        paths["default"] = folder / _TEMPLATE
+    templates = {name: bounded(path).read_text(encoding="utf-8") for name, path in paths.items()}
+    place = folder / _TEMPLATE_JSON
+    return Described(rust, named, templates or out.templates or _templates(_fields(place), str(place)))
 
 
 def described(rust: Tokenizer, config: Mapping, where: str, old: Iterable[str] = ()) -> Described:
@@ -94,7 +101,13 @@ def described(rust: Tokenizer, config: Mapping, where: str, old: Iterable[str] =
         for name, value in config.items()
         if name.endswith("_token") and not isinstance(value, bool | None)
     }
-    special = [*named.values(), *_listed(config, where)]
+    special = [*named.values()]
+    for name in _LISTS:  # those without a role
+        value = config.get(name) or []
+        if not isinstance(value, list | Mapping):
+            raise UsageError(f"{where}: {name} must be a list, not {type(value).__name__}")
+        values = value.values() if isinstance(value, Mapping) else value
+        special += [_token(each, f"{where}: {name}", special=True) for each in values]
     texts = {token.content for token in special}
     present = {repr(token) for token in rust.get_added_tokens_decoder().values()}
     for token in numbered:  # one that is new, and has a role, is special whatever is said of it
@@ -110,18 +123,6 @@ def _add_missing(rust: Tokenizer, tokens: Iterable[AddedToken]) -> None:
     rust.add_tokens([token for token in tokens if token.content not in known])
 
 
-def _listed(config: Mapping, where: str) -> list[AddedToken]:
-    """The special tokens without a role."""
-    out = []
-    for name in _LISTS:
-        value = config.get(name) or []
-        if not isinstance(value, list | Mapping):
-            raise UsageError(f"{where}: {name} must be a list, not {type(value).__name__}")
-        values = value.values() if isinstance(value, Mapping) else value
-        out += [_token(each, f"{where}: {name}", special=True) for each in values]
-    return out
-
-
 def _token(value, where: str, **flags) -> AddedToken:
     """A token: a text, or an object with a text and flags."""
     if isinstance(value, str):
@@ -132,14 +133,6 @@ def _token(value, where: str, **flags) -> AddedToken:
     raise UsageError(f"{where} must be a text or an object with content, not {type(value).__name__}")
 
 
-def _by_ids(rust: Tokenizer, model: Mapping) -> dict[str, str]:
-    """The tokens whose ids config.json gives."""
-    ids = {role: model.get(f"{role}_id") for role in _ROLES}
-    count = rust.get_vocab_size()
-    found = {role: rust.id_to_token(i) for role, i in ids.items() if isinstance(i, int) and 0 <= i < count}
-    return {role: token for role, token in found.items() if token is not None}
-
-
 def _by_merges(folder: Path, config: Mapping) -> Tokenizer:
     """GPT-2's vocab.json and merges.txt as a tokenizer; its class says how texts are split."""
     pre = _BY_MERGES.get(str(config.get("tokenizer_class")).removesuffix("Fast"))
@@ -148,14 +141,13 @@ def _by_merges(folder: Path, config: Mapping) -> Tokenizer:
             f"{folder} has no {_JSON}; with sentencepiece installed, transformers writes it: "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
-    where = str(folder / CONFIG)
     lines = bounded(folder / _MERGES).read_text(encoding="utf-8").split("\n")
     merges = [line for line in lines if line and not line.startswith("#version")]
     around = (
-        _token(config.get(f"{name}_token"), f"{where}: {name}_token").content
-        if config.get(f"add_{name}_token") is True
+        _token(config.get(name), f"{folder / CONFIG}: {name}").content
+        if config.get(f"add_{name}") is True
         else None
-        for name in ("bos", "eos")
+        for name in ("bos_token", "eos_token")
     )
     return Tokenizer.from_str(json.dumps(from_merges(pre, read_json(folder / _VOCABULARY), merges, *around)))
 
@@ -169,16 +161,6 @@ def _templates(config: Mapping, where: str) -> dict[str, str]:
         return {str(each["name"]): str(each["template"]) for each in given}
     except (TypeError, KeyError):
         raise UsageError(f"{where}: chat_template must be a text or a list of name and template") from None
-
-
-def _files(folder: Path) -> dict[str, str]:
-    """The chat templates in files of their own, which go before the one in tokenizer_config.json."""
-    if (folder / _MORE_TEMPLATES).is_symlink():
-        raise UsageError(f"{folder / _MORE_TEMPLATES} is a link; put the folder itself there")
-    paths = {path.stem: path for path in sorted(folder.glob(FILES[-1]))}
-    if _there(folder / _TEMPLATE):
-        paths["default"] = folder / _TEMPLATE
-    return {name: bounded(path).read_text(encoding="utf-8") for name, path in paths.items()}
 
 
 def _fields(path: Path) -> dict:
