@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from swiftkv_jax.analysis import flops, hlo
 from swiftkv_jax.common.errors import UsageError, first_line, suggest
@@ -114,13 +114,16 @@ def compile_step(experiment: Experiment, devices):
     recipe = start.make_recipe(experiment, start.abstract_student(experiment), experiment.steps or 1000)
     mesh = sharding.make_mesh(**dataclasses.asdict(experiment.mesh), devices=devices)
     state, frozen = steps.abstract_run(recipe, mesh)
-    batch = abstract_batch(experiment, mesh)
+    shape = (experiment.data.batch_size, experiment.data.seq_len)
+    place = NamedSharding(mesh, sharding.spec("B .", shape, mesh))
+    dtypes = {f.name: jnp.float32 if f.name == "mask" else jnp.int32 for f in dataclasses.fields(Batch)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, dtype in dtypes.items()}
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     capable = float(getattr(devices[0], "compute_capability", 9)) >= 9
     with jax.set_mesh(mesh), stand_in.for_cudnn(capable):
         steps.check(experiment, mesh)
         step = jax.jit(partial(steps.train_step, recipe), donate_argnums=1, out_shardings=(places, None))
-        return *compiled(step.lower(frozen, state, batch)), recipe, mesh
+        return *compiled(step.lower(frozen, state, Batch(**arrays))), recipe, mesh
 
 
 def compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
@@ -142,16 +145,6 @@ def compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
         return made, max(texts, key=lambda path: path.stat().st_size).read_text()
 
 
-def abstract_batch(experiment: Experiment, mesh: Mesh) -> Batch:
-    """One global batch's shapes and shardings."""
-    shape = (experiment.data.batch_size, experiment.data.seq_len)
-    place = NamedSharding(mesh, sharding.spec("B .", shape, mesh))
-    dtypes = {f.name: jnp.float32 if f.name == "mask" else jnp.int32 for f in dataclasses.fields(Batch)}
-    return Batch(
-        **{name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, dtype in dtypes.items()}
-    )
-
-
 def report(experiment: Experiment, where: str, say=print) -> int:
     """Compile and print bytes per device, FLOPs and collectives; 0 if it fits the chip's memory, else 1."""
     kind, devices = topology(where)
@@ -165,43 +158,34 @@ def report(experiment: Experiment, where: str, say=print) -> int:
     assert memory is not None  # the compilers of all these chips report it
     trained, frozen = recipe.method.trees(recipe.student, recipe.trainable)
     total = weights.count((trained, frozen.student))
-    arguments, temporaries = gib(memory.argument_size_in_bytes), gib(memory.temp_size_in_bytes)
-    used = (
-        memory.argument_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
+    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    used = arguments + temporaries + memory.output_size_in_bytes - memory.alias_size_in_bytes
     size = " x ".join(f"{name} {extent}" for name, extent in mesh.shape.items())
-    say(f"{experiment.name} on {where}: {mesh.size} devices, mesh {size}")
-    say(f"  attention         {attention}")
-    if attention.startswith("cudnn"):
-        say(_STAND_IN)
-    say(f"  parameters        {total / 1e9:.3f} B")
-    say(f"  trained           {weights.count(trained) / 1e6:,.1f} M")
-    say(f"  per device        arguments {arguments}, temporaries {temporaries}")
-    say(f"  needed / memory   {gib(used)} of {gib(chip.memory)} ({used / chip.memory:.0%})")
     tokens = experiment.data.batch_size * experiment.data.seq_len
     work = recipe.method.flops(recipe, experiment.data.seq_len) * tokens / mesh.size
-    best = work / chip.flops
-    say(f"  FLOPs per device  {work:.3e} a step of {tokens:,} tokens; {best:.2f} s at the chip's bf16 peak")
     again = recipe.method.recomputed(recipe, experiment.data.seq_len) * tokens / mesh.size
-    busy, moved = (work + again) / chip.flops, hlo.bytes_moved(text)
-    wait = moved / chip.bandwidth
-    say(f"  recomputed        {again:.3e} (remat); {busy:.2f} s with them")
-    say(f"  bytes per device  {moved / 1e9:,.1f} GB moved; {wait:.2f} s at the full bandwidth of its memory")
-    say(
-        f"  bound on MFU      {best / max(busy, wait):.0%} if memory traffic and matmuls overlap, "
-        f"{best / (busy + wait):.0%} if they never overlap"
-    )
-    said = ", ".join(f"{n} {name}" for name, (n, _) in hlo.collectives(text).items())
-    say(f"  collectives       {said or 'none'}")
+    moved = hlo.bytes_moved(text)
+    best, busy, wait = work / chip.flops, (work + again) / chip.flops, moved / chip.bandwidth
+    collectives = ", ".join(f"{n} {name}" for name, (n, _) in hlo.collectives(text).items())
     fits = used <= chip.memory
-    say(
-        "  fits"
-        if fits
-        else "  does NOT fit: more fsdp or tensor shards, a smaller data.batch_size, or optimizer.accumulate"
-    )
+    advice = "  does NOT fit: more fsdp or tensor shards, a smaller data.batch_size, or optimizer.accumulate"
+    lines = f"""\
+{experiment.name} on {where}: {mesh.size} devices, mesh {size}
+  attention         {attention}
+{_STAND_IN if attention.startswith("cudnn") else ""}
+  parameters        {total / 1e9:.3f} B
+  trained           {weights.count(trained) / 1e6:,.1f} M
+  per device        arguments {gib(arguments)}, temporaries {gib(temporaries)}
+  needed / memory   {gib(used)} of {gib(chip.memory)} ({used / chip.memory:.0%})
+  FLOPs per device  {work:.3e} a step of {tokens:,} tokens; {best:.2f} s at the chip's bf16 peak
+  recomputed        {again:.3e} (remat); {busy:.2f} s with them
+  bytes per device  {moved / 1e9:,.1f} GB moved; {wait:.2f} s at the full bandwidth of its memory
+  bound on MFU      {best / max(busy, wait):.0%} if memory traffic and matmuls overlap, \
+{best / (busy + wait):.0%} if they never overlap
+  collectives       {collectives or "none"}
+{"  fits" if fits else advice}"""
+    for line in filter(None, lines.splitlines()):
+        say(line)
     return 0 if fits else 1
 
 

@@ -15,7 +15,7 @@ from swiftkv_jax.common.checks import (
     Natural,
     Positive,
     Share,
-    choice,
+    every,
     integer,
     number,
     one_of,
@@ -29,9 +29,6 @@ from swiftkv_jax.distill.data.loader import DataConfig
 from swiftkv_jax.distill.trackers import TRACKERS
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 
-TRAINABLE = ("swiftkv", "upper", "all", "predictor")
-SCHEDULES = ("linear", "cosine", "constant")
-REDUCTIONS = ("mean", "reference")
 LEAST_SQUARES = "least_squares"
 STARTS = (LEAST_SQUARES, "identity", "uniform")  # of a predictor
 MAPS = ("nearest", "spread")
@@ -128,7 +125,7 @@ class LossConfig(Checked):
     hidden_weight: Amount = 0.0
     lm_weight: Amount = 0.0
     exit_weight: Amount = 0.0
-    reduction: Annotated[str, one_of(*REDUCTIONS)] = "mean"
+    reduction: Annotated[str, one_of("mean", "reference")] = "mean"
     chunk_mib: Positive = 256.0
 
     def __post_init__(self):
@@ -195,7 +192,7 @@ class OptimizerConfig(Checked):
     section = "optimizer."
     learning_rate: Positive = 3e-4
     warmup: Share = 0.05
-    schedule: Annotated[str, one_of(*SCHEDULES)] = "linear"
+    schedule: Annotated[str, one_of("linear", "cosine", "constant")] = "linear"
     final_share: Amount = 0.0
     weight_decay: Amount = 0.05
     beta1: Share = 0.9  # of 1, a mean takes nothing new: 0 / 0 at the first step
@@ -295,7 +292,7 @@ class Experiment(Checked):
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
     attention: AttentionConfig = AttentionConfig()
-    trainable: Annotated[str, one_of(*TRAINABLE)] = "swiftkv"
+    trainable: Annotated[str, one_of("swiftkv", "upper", "all", "predictor")] = "swiftkv"
     dtype: Annotated[str, one_of(*DTYPES)] = "bfloat16"
     steps: Natural = 0
     epochs: Count = 1
@@ -307,7 +304,7 @@ class Experiment(Checked):
     eval_lengths: tuple[int, ...] = ()
     checkpoint_every: Natural = 200
     keep_checkpoints: Count = 3
-    trackers: tuple[str, ...] = ()
+    trackers: Annotated[tuple[str, ...], every(one_of(*TRACKERS))] = ()
     export_dtype: Annotated[str, one_of(*DTYPES)] = "bfloat16"
 
     def __post_init__(self):
@@ -316,15 +313,28 @@ class Experiment(Checked):
             raise UsageError(
                 "an experiment needs a model (folder or id), or an architecture to train from random weights"
             )
-        self._check_prediction()
-        if self.trainable == "all" and (self.loss.kl_weight or self.loss.hidden_weight):
+        predicts = self.predict is not None
+        if (self.trainable == "predictor") != predicts:
+            given = f"predict with trainable={self.trainable!r}" if predicts else "no predict"
             raise UsageError(
-                'trainable="all" is plain language-model training: '
-                "set loss.kl_weight=0, loss.hidden_weight=0, loss.lm_weight=1"
+                f'an experiment with {given}: KV prediction takes trainable="predictor" and '
+                "predict=PredictConfig(...), both or neither"
             )
-        if self.trainable == "all" and self.loss.exit_weight:
+        if isinstance(self.loss, PredictionLossConfig) != predicts:
+            wanted = "PredictionLossConfig" if predicts else "LossConfig"
             raise UsageError(
-                'loss.exit_weight is of a student\'s exit head; trainable="all" has no student: set it to 0'
+                f"trainable={self.trainable!r} takes loss={wanted}(...), not {type(self.loss).__name__}"
+            )
+        if predicts and (not self.model or self.plan != PlanConfig()):
+            raise UsageError(
+                'trainable="predictor" predicts the rows of a model as it is: give model, and leave out '
+                f"plan (split {self.plan.split}, init {self.plan.init})"
+            )
+        loss = self.loss
+        if self.trainable == "all" and (loss.kl_weight or loss.hidden_weight or loss.exit_weight):
+            raise UsageError(
+                'trainable="all" is plain language-model training, without a teacher: set loss.kl_weight=0, '
+                "loss.hidden_weight=0, loss.exit_weight=0, loss.lm_weight=1"
             )
         if self.trainable == "all" and self.plan.split:
             raise UsageError(
@@ -335,11 +345,8 @@ class Experiment(Checked):
             raise UsageError(
                 f"trainable={self.trainable!r} distils a model under a plan: give model and plan.split"
             )
-        object.__setattr__(self, "eval_lengths", tuple(self.eval_lengths))
-        object.__setattr__(self, "keep", tuple(self.keep))
-        object.__setattr__(self, "trackers", tuple(self.trackers))
-        for name in self.trackers:
-            choice("trackers", name, TRACKERS)
+        for name in ("eval_lengths", "keep"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.keep and (self.trainable != "all" or not self.model):
             raise UsageError(
                 f'keep {self.keep} leaves some layers of a model to train: give model, and trainable="all"'
@@ -349,28 +356,6 @@ class Experiment(Checked):
             raise UsageError(
                 f"data.batch_size {self.data.batch_size} is not a multiple of "
                 f"optimizer.accumulate {self.optimizer.accumulate}"
-            )
-
-    def _check_prediction(self) -> None:
-        """Check that `predict`, `trainable` and the kind of loss agree."""
-        if (self.trainable == "predictor") != (self.predict is not None):
-            given = "no predict" if self.predict is None else f"predict with trainable={self.trainable!r}"
-            raise UsageError(
-                f'an experiment with {given}: KV prediction takes trainable="predictor" and '
-                "predict=PredictConfig(...), both or neither"
-            )
-        if isinstance(self.loss, PredictionLossConfig) != (self.predict is not None):
-            wanted = "LossConfig" if self.predict is None else "PredictionLossConfig"
-            raise UsageError(
-                f"trainable={self.trainable!r} takes loss={wanted}(...), not {type(self.loss).__name__}"
-            )
-        if self.predict is not None and (not self.model or self.plan != PlanConfig()):
-            said = (
-                "no model" if not self.model else f"plan.split {self.plan.split}, plan.init {self.plan.init}"
-            )
-            raise UsageError(
-                f'trainable="predictor" predicts the rows of a model as it is, and this has {said}: give '
-                "model, and no plan"
             )
 
     @property
@@ -413,7 +398,14 @@ def load_experiment(path: str | Path) -> Experiment:
     Raises:
       UsageError: no such file or name, or it defines no experiment.
     """
-    path = _config_file(Path(path))
+    path = Path(path)
+    if not path.is_file():
+        names = sorted(file.stem for file in CONFIGS.glob("*.py"))
+        bare = path == Path(path.name) and not path.suffix
+        if not bare or path.name not in names:
+            known = f"; these come with the package: {', '.join(names)}" if bare else ""
+            raise UsageError(f"config file {path} does not exist{suggest(path.stem, names) or known}")
+        path = CONFIGS / f"{path.name}.py"
     module_spec = importlib.util.spec_from_file_location(f"swiftkv_config_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
         raise UsageError(f"config file {path} is not Python; its name must end in .py")
@@ -431,17 +423,6 @@ def load_experiment(path: str | Path) -> Experiment:
     if not isinstance(experiment, Experiment):
         raise UsageError(f"{path} must define `config = Experiment(...)`")
     return experiment
-
-
-def _config_file(path: Path) -> Path:
-    if path.is_file():
-        return path
-    names = sorted(file.stem for file in CONFIGS.glob("*.py"))
-    if path == Path(path.stem) and path.stem in names:
-        return CONFIGS / f"{path.stem}.py"
-    bare = path == Path(path.name) and not path.suffix
-    near = suggest(path.stem, names) or (f"; these come with the package: {', '.join(names)}" if bare else "")
-    raise UsageError(f"config file {path} does not exist{near}")
 
 
 def from_package(experiment: Experiment) -> Experiment:

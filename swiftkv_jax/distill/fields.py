@@ -37,29 +37,19 @@ def meanings(config: type) -> dict[str, str]:
 def rows(config: type = Experiment, prefix: str = "") -> list[tuple[str, str, str, str]]:
     """(name, type, default, meaning) of every field that --set can change; a part is followed by its
     fields."""
-    told, hints, out = meanings(config), typing.get_type_hints(config), []
+    texts, hints, out = meanings(config), typing.get_type_hints(config), []
     for field in dataclasses.fields(config):
-        part = _part(hints[field.name])
-        if part is None or field.name == "evaluation":
-            kind = "DataConfig" if part else _name(hints[field.name])
-            default = "required" if field.default is dataclasses.MISSING else repr(field.default)
-            out.append((prefix + field.name, kind, default, told.get(field.name, "")))
-        else:
-            out += rows(part, f"{prefix}{field.name}.")
+        hint = hints[field.name]
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        parts = [kind for kind in kinds if dataclasses.is_dataclass(kind) and kind is not ModelConfig]
+        if parts and field.name != "evaluation":
+            out += rows(typing.cast(type, parts[0]), f"{prefix}{field.name}.")
+            continue
+        plain = isinstance(hint, type) and not typing.get_args(hint)
+        kind = hint.__name__ if plain else str(hint).replace("swiftkv_jax.config.model.", "")
+        default = "required" if field.default is dataclasses.MISSING else repr(field.default)
+        out.append((prefix + field.name, "DataConfig" if parts else kind, default, texts.get(field.name, "")))
     return out
-
-
-def _part(hint) -> type | None:
-    """The config class that a field holds, or None."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    classes = [k for k in kinds if dataclasses.is_dataclass(k) and k is not ModelConfig]
-    return typing.cast(type, classes[0]) if classes else None
-
-
-def _name(hint) -> str:
-    if isinstance(hint, type) and not typing.get_args(hint):
-        return hint.__name__
-    return str(hint).replace("swiftkv_jax.config.model.", "")
 
 
 def table(under: str = "") -> str:
@@ -93,30 +83,26 @@ def override(config: _Config, assignments: Sequence[str], under: str = "") -> _C
       under: where `config` is such a part, the beginning of its fields' names, such as "data."; other
         assignments are left out.
     """
-    changes: dict[str, typing.Any] = {}
+    changes: dict[str, typing.Any] = {}  # new values by name, and dictionaries of them for parts
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
             raise UsageError(f"--set takes key=value, not {assignment!r}")
-        if key.startswith(under):
-            _note(changes, config, key.removeprefix(under).split("."), text, key)
+        if not key.startswith(under):
+            continue
+        owner, inner, names = typing.cast(typing.Any, config), changes, key.removeprefix(under).split(".")
+        for number, name in enumerate(names, 1):
+            hints = typing.get_type_hints(type(owner))
+            if name not in hints:
+                near = suggest(name, hints)
+                raise UsageError(f"unknown key {key!r}: {type(owner).__name__} has no {name!r}{near}")
+            if number == len(names):
+                inner[name] = _parse(text, hints[name], key)
+                break
+            owner, inner = getattr(owner, name), inner.setdefault(name, {})
+            if not dataclasses.is_dataclass(owner) or not isinstance(inner, dict):
+                raise UsageError(f"unknown key {key!r}: {name} has no fields")
     return _replaced(config, changes)
-
-
-def _note(changes: dict[str, typing.Any], value: typing.Any, path: list[str], text: str, key: str) -> None:
-    """Add an assignment to `changes`: new values by name, and dictionaries of them for parts."""
-    fields = {f.name: f for f in dataclasses.fields(value)}
-    name = path[0]
-    if name not in fields:
-        raise UsageError(
-            f"unknown key {key!r}: {type(value).__name__} has no {name!r}{suggest(name, fields)}"
-        )
-    if len(path) == 1:
-        changes[name] = _parse(text, typing.get_type_hints(type(value))[name], key)
-    elif dataclasses.is_dataclass(getattr(value, name)) and isinstance(changes.get(name, {}), dict):
-        _note(changes.setdefault(name, {}), getattr(value, name), path[1:], text, key)
-    else:
-        raise UsageError(f"unknown key {key!r}: {name} has no fields")
 
 
 def _replaced(value: typing.Any, changes: dict[str, typing.Any]):

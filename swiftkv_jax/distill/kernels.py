@@ -20,7 +20,6 @@ from swiftkv_jax.kernels.common.case import Call
 
 WHOLE_ROWS = ("cudnn",)  # kernels that need whole rows: no sharding over `context`
 _LONGEST = 16_384  # tokens of a timed row without windows: longer ones only take a check's time
-_MODELS = 2  # of a run, at most: a base and its auxiliary
 
 
 def choose(
@@ -61,16 +60,15 @@ def choose(
         same = len({name for name, _ in choices}) == 1
         return json.dumps(choices[-1] if same else safe)
 
-    most = _MODELS * (limits.total + 2 * START)
+    most = 2 * (limits.total + 2 * START)  # of a base and its auxiliary
     name, how = json.loads(processes.text_from_first("swiftkv/kernels/train", name_and_how, most))
     return dataclasses.replace(named, **{platform: name}), how
 
 
 def candidates(experiment: Experiment, platform: str) -> tuple[str, ...]:
     """The kernels that a check compares for a run, the safe one first and the one expected to win last."""
-    names = CANDIDATES[platform]["train"]
     whole = experiment.mesh.context == 1
-    return tuple(name for name in names if whole or name not in WHOLE_ROWS)
+    return tuple(name for name in CANDIDATES[platform]["train"] if whole or name not in WHOLE_ROWS)
 
 
 def _calls(experiment: Experiment) -> list[Call]:

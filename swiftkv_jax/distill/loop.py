@@ -103,13 +103,13 @@ class Run:
         self,
         experiment: Experiment,
         home: Home,
-        mesh,
+        mesh: jax.sharding.Mesh,
         resume: bool,
         say: Say,
-        chosen: tuple[AttentionConfig, str] | None = None,
+        chosen: tuple[AttentionConfig, str],
     ):
         self.experiment, self.home, self.out, self.mesh = experiment, home, home.here, mesh
-        attention, self.how = chosen or (experiment.attention, "named, or the choice of this platform")
+        attention, self.chosen_by = chosen
         self.first = processes.is_first()
         self.say = say if self.first else lambda _line: None
         with processes.together():  # on its own: the others must not read weights before they are refused
@@ -138,7 +138,13 @@ class Run:
         self.longest = {
             length: -processes.least(-longest_piece(batches)) for length, batches in self.held_out.items()
         }
-        self._drop_repeated()
+        before = 0
+        for length in sorted(self.held_out):
+            if before and self.longest[length] <= before:  # the evaluation would repeat that of `before`
+                del self.held_out[length]
+                self.say(report.too_short(length, self.longest[length]))
+            else:
+                before = length
         steps.check(experiment, mesh)
         with working(self.say, "making the student"):
             student, trained, frozen = start.prepare(experiment, loaded)
@@ -158,33 +164,30 @@ class Run:
                 run_folder.make(self.out, experiment)
                 home.send()
             self.checkpoints = Checkpointer(home.place / "checkpoints", keep=experiment.keep_checkpoints)
-            self.progress = self._progress() if self.first else Silence()
+            self.progress = Silence()
+            if self.first:
+                settings = json.loads(resolved(experiment))
+                started = trackers.start(experiment.trackers, experiment.name, self.out, settings)
+                context = sum(experiment.data.lengths) // len(experiment.data.lengths)
+                per_token = self.recipe.method.flops(self.recipe, context)
+                chip = flops.CHIPS.get(jax.devices()[0].device_kind)
+                peak, every = chip.flops * mesh.size if chip else None, experiment.log_every
+                self.progress = Progress(self.out, total, every, per_token, peak, started, self.say)
         self.evaluated: tuple[int, dict[int, dict[str, np.ndarray]]] | None = None
         self.compiled: set[str] = set()
         self.to_fit = experiment.fits_start
         self.caught = 0
         self.several, self.stop = jax.process_count() > 1, processes.Stop()
         if resume:
-            self._restore()
-
-    def _drop_repeated(self) -> None:
-        """Drop the evaluations at lengths that no held-out document has: they would repeat another's."""
-        before = 0
-        for length in sorted(self.held_out):
-            if before and self.longest[length] <= before:
-                del self.held_out[length]
-                self.say(report.too_short(length, self.longest[length]))
+            restored = self.checkpoints.restore(self.abstract, report=self.say)
+            if restored is None:
+                where = self.checkpoints.directory
+                self.say(f"no checkpoint in {where} yet: starting from the beginning")
             else:
-                before = length
-
-    def _progress(self) -> Progress:
-        e = self.experiment
-        context = sum(e.data.lengths) // len(e.data.lengths)
-        per_token = self.recipe.method.flops(self.recipe, context)
-        chip = flops.CHIPS.get(jax.devices()[0].device_kind)
-        peak = chip.flops * self.mesh.size if chip else None
-        told = trackers.start(e.trackers, e.name, self.out, json.loads(resolved(e)))
-        return Progress(self.out, self.recipe.steps, e.log_every, per_token, peak, told, self.say)
+                done, self.state, meta = restored
+                self.loader.restore(meta["data"])
+                self.to_fit = False
+                self.say(f"resumed from step {done}")
 
     def _first(self, what: str) -> bool:
         """Whether a program runs for the first time, and so compiles."""
@@ -195,7 +198,16 @@ class Run:
 
     def go(self) -> Result:
         """Step until the end or a signal; every metric is read one step late, so the device never waits."""
-        self._describe()
+        e = self.experiment
+        trained = weights.count(self.state.trainable)
+        total = trained + weights.count(self.frozen.student)
+        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        self.say(
+            f"{e.name}: {millions(total)} parameters, {millions(trained)} trained ({trained / total:.1%}); "
+            f"{self.recipe.steps} steps of {e.data.batch_size} x {e.data.seq_len} tokens; "
+            f"{jax.devices()[0].device_kind}, mesh {mesh}; {e.dtype}"
+        )
+        self.say(f"kernels: {self.kernels}")
         self.fit_start()
         with processes.together():  # none begins a step for which, or for the next, another has no batch
             if self.several:
@@ -276,19 +288,10 @@ class Run:
         evaluation = self.evaluate()
         if evaluation:
             self.progress.evaluation(done, evaluation)
-        folder = self.out / "export"
-        self.export(folder)
+        self.export(self.out / "export")
         if self.first:
-            kind = jax.devices()[0].device_kind
-            report.write(
-                self.out,
-                e,
-                self.recipe.student,
-                evaluation,
-                f"{self.mesh.size} x {kind}",
-                self.folder,
-                self.longest,
-            )
+            model, device = self.recipe.student, f"{self.mesh.size} x {jax.devices()[0].device_kind}"
+            report.write(self.out, e, model, evaluation, device, self.folder, self.longest)
         return Result(done, evaluation, self.home.place / "export")
 
     def _stops(self, done: int) -> bool:
@@ -367,10 +370,12 @@ class Run:
         An exit head adds its KL to the teacher and its agreement with the student. With `eval_lengths`, all
         of these are given for each length that some document has, under names like "2048/kl".
         """
-        means = {length: summarise(rows, self.recipe.has_teacher) for length, rows in self.row_sums().items()}
-        if not self.experiment.eval_lengths:
-            return next(iter(means.values()), {})
-        return {f"{length}/{name}": x for length, each in means.items() for name, x in each.items()}
+        named = bool(self.experiment.eval_lengths)
+        return {
+            f"{length}/{name}" if named else name: value
+            for length, rows in self.row_sums().items()
+            for name, value in summarise(rows, self.recipe.has_teacher).items()
+        }
 
     def row_sums(self) -> dict[int, dict[str, np.ndarray]]:
         """`evaluate_batch`'s sums for every held-out row by context length, at the current step (kept until
@@ -407,34 +412,12 @@ class Run:
         with self._noted():
             self.home.send()
 
-    def _restore(self) -> None:
-        restored = self.checkpoints.restore(self.abstract, report=self.say)
-        if restored is None:
-            self.say(f"no checkpoint in {self.checkpoints.directory} yet: starting from the beginning")
-            return
-        done, self.state, meta = restored
-        self.loader.restore(meta["data"])
-        self.to_fit = False
-        self.say(f"resumed from step {done}")
-
     def export(self, folder: Path) -> None:
         """Save the student as it is now, in `export_dtype`, with its tokenizer."""
         params = steps.merge(self.state.trainable, self.frozen.student)
         dtype, tokenizer = self.experiment.export_dtype, self.tokenizer.folder
         with working(self.say, f"exporting to {folder}"):
             start.export(folder, self.recipe.student, params, dtype, self.folder, tokenizer)
-
-    def _describe(self) -> None:
-        e = self.experiment
-        trained = weights.count(self.state.trainable)
-        total = trained + weights.count(self.frozen.student)
-        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
-        self.say(
-            f"{e.name}: {millions(total)} parameters, {millions(trained)} trained ({trained / total:.1%}); "
-            f"{self.recipe.steps} steps of {e.data.batch_size} x {e.data.seq_len} tokens; "
-            f"{jax.devices()[0].device_kind}, mesh {mesh}; {e.dtype}"
-        )
-        self.say(f"kernels: {self.kernels}")
 
     @property
     def kernels(self) -> str:
@@ -447,9 +430,9 @@ class Run:
         )
         segments = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
         named = self.recipe.attention.on(device()[0])
-        how = {"scale": config.head_dim**-0.5, "shards": sharding.SHARDS}
-        kernel = named or preferred(CAUSAL_ATTENTION, (q, k, k, segments, config.windows[0]), how)
-        return f"causal_attention {kernel} ({self.how})"
+        options = {"scale": config.head_dim**-0.5, "shards": sharding.SHARDS}
+        kernel = named or preferred(CAUSAL_ATTENTION, (q, k, k, segments, config.windows[0]), options)
+        return f"causal_attention {kernel} ({self.chosen_by})"
 
     def _catch(self, number: int, _frame) -> None:
         if self.caught:
@@ -492,13 +475,8 @@ def summarise(rows: dict[str, np.ndarray], has_teacher: bool) -> dict[str, float
     out = {"cross_entropy": mean["student"], "perplexity": math.exp(min(mean["student"], 700))}
     if not has_teacher:
         return out
-    teacher = {
-        "teacher_cross_entropy": mean["teacher"],
-        "teacher_perplexity": math.exp(min(mean["teacher"], 700)),
-    }
-    out |= teacher | {"kl": mean["kl"], "agreement": mean["agree"]}
-    if "auxiliary" in mean:
-        out["auxiliary_cross_entropy"] = mean["auxiliary"]
-    if "exit_kl" in mean:
-        out |= {"exit_kl": mean["exit_kl"], "exit_agreement": mean["exit_agree"]}
-    return out
+    out["teacher_cross_entropy"] = mean["teacher"]
+    out["teacher_perplexity"] = math.exp(min(mean["teacher"], 700))
+    names = {"kl": "kl", "agree": "agreement", "auxiliary": "auxiliary_cross_entropy"}
+    names |= {"exit_kl": "exit_kl", "exit_agree": "exit_agreement"}
+    return out | {name: mean[sums] for sums, name in names.items() if sums in mean}

@@ -1,6 +1,7 @@
 """The training step of KV prediction: an auxiliary and a predictor are trained for a frozen base."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,20 +35,15 @@ from swiftkv_jax.distill.step import (
 
 
 def parts(recipe: Recipe) -> tuple[Predicted, PredictionLossConfig]:
-    """The recipe's model and loss, which are those of KV prediction."""
-    model, config = recipe.student, recipe.loss
-    if not isinstance(model, Predicted) or not isinstance(config, PredictionLossConfig):
-        raise TypeError(f"a recipe of KV prediction has no {type(model).__name__}, {type(config).__name__}")
-    return model, config
+    """The recipe's model and loss, which are those of KV prediction (see `Experiment`)."""
+    assert isinstance(recipe.loss, PredictionLossConfig)
+    return recipe.student, recipe.loss
 
 
 def split(tree: PyTree) -> tuple[PyTree, Frozen]:
     """(trained, frozen) of a tree of parameters, or of its `Weight`s: all but the base trains."""
-
-    def without(*names: str) -> PyTree:
-        return {n: jax.tree.map(lambda _: None, part) if n in names else part for n, part in tree.items()}
-
-    return without("base"), Frozen(without("auxiliary", "predictor"), None)
+    nothing = jax.tree.map(lambda _: None, tree)
+    return tree | {"base": nothing["base"]}, Frozen(nothing | {"base": tree["base"]}, None)
 
 
 def weight_trees(model: Predicted, trainable: str) -> tuple[PyTree, Frozen]:
@@ -98,18 +94,22 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
     counted, real = totals
     chunk = chunk_of(recipe, batch)
     terms: dict[str, tuple[float, Array]] = {}  # name -> weight, value
-    if config.lm_weight:
-        terms |= entropies(config, "lm", config.lm_weight, *base, x, batch, counted, chunk)
-    if config.aux_weight:
-        terms |= entropies(config, "aux", config.aux_weight, *auxiliary, small.x, batch, counted, chunk)
+    entropies = (("lm", config.lm_weight, base, x), ("aux", config.aux_weight, auxiliary, small.x))
+    for name, weight, owner, stream in entropies:
+        if not weight:
+            continue
+        to_logits, h = partial(head, with_whole_head(*owner)), final(*owner, stream)
+        if config.z_loss:
+            entropy, z = losses.cross_entropy_and_z_sum(to_logits, h, batch.targets, batch.mask, chunk)
+            terms[name] = weight, entropy / counted
+            terms[f"{name}_z"] = weight * config.z_loss, z / counted
+        else:
+            entropy = losses.cross_entropy_sum(to_logits, h, batch.targets, batch.mask, chunk)
+            terms[name] = weight, entropy / counted
     if config.kl_weight:
-        whole = with_whole_head(*base)
-
-        def to_logits(h):
-            return head(whole, h)
-
-        both = final(*base, x), final(*base, own.x)
-        kl = losses.kl_sum(to_logits, to_logits, *both, batch.mask, config.temperature, chunk)
+        to_logits = partial(head, with_whole_head(*base))
+        streams = final(*base, x), final(*base, own.x)
+        kl = losses.kl_sum(to_logits, to_logits, *streams, batch.mask, config.temperature, chunk)
         terms["kl"] = config.kl_weight, kl / counted
     every = range(model.base.plan.num_rows)
     if weight := config.of_rows(len(every)):
@@ -117,26 +117,6 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
         terms["rows"] = weight, differences(*rows, (batch.segments > 0).astype(jnp.float32)) / real
     total = sum((weight * value for weight, value in terms.values()), jnp.zeros(()))
     return total, {name: value for name, (_, value) in terms.items()}
-
-
-def entropies(
-    config: PredictionLossConfig,
-    name: str,
-    weight: float,
-    model: Transformer,
-    params: PyTree,
-    x: Hidden,
-    batch: Batch,
-    counted: Array,
-    chunk: int,
-) -> dict[str, tuple[float, Array]]:
-    """A model's cross-entropy per counted token, and its z-loss if there is one: name -> weight, value."""
-    whole = with_whole_head(model, params)
-    given = (lambda h: head(whole, h), final(model, params, x), batch.targets, batch.mask, chunk)
-    if not config.z_loss:
-        return {name: (weight, losses.cross_entropy_sum(*given) / counted)}
-    entropy, z = losses.cross_entropy_and_z_sum(*given)
-    return {name: (weight, entropy / counted), f"{name}_z": (weight * config.z_loss, z / counted)}
 
 
 def differences(
@@ -191,8 +171,8 @@ def flops_per_token(recipe: Recipe, seq_len: int) -> float:
     """FLOPs that one step of rows of `seq_len` tokens must do per token: see analysis/flops.py."""
     model, config = parts(recipe)
     base, auxiliary = ((part.config, part.plan) for part in (model.base, model.auxiliary))
-    wanted = {"kl": bool(config.kl_weight), "alone": bool(config.aux_weight)}
-    return flops.prediction_training_flops_per_token(base, auxiliary, model.prediction, seq_len, **wanted)
+    kl, alone = bool(config.kl_weight), bool(config.aux_weight)
+    return flops.prediction_training_flops_per_token(base, auxiliary, model.prediction, seq_len, kl, alone)
 
 
 def recomputed_flops_per_token(recipe: Recipe, seq_len: int) -> float:

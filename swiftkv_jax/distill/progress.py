@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from swiftkv_jax.common.progress import Say, pause, show, ticking
 from swiftkv_jax.distill.trackers import Tracker
@@ -31,7 +30,12 @@ class Progress:
     ):
         self.steps, self.log_every, self._tell, self.trackers = steps, log_every, say, trackers
         self.flops_per_token, self.peak = flops_per_token, peak
-        self.file = _opened(folder / "metrics.jsonl")
+        path = folder / "metrics.jsonl"
+        with path.open("ab+") as file:  # a kill may have cut the last line short
+            if size := file.tell():
+                file.seek(size - 1)
+                file.write(b"" if file.read() == b"\n" else b"\n")
+        self.file = path.open("a", encoding="utf-8")
         self.began, self.first = time.monotonic(), None
         self.said = self.began
 
@@ -45,8 +49,13 @@ class Progress:
         self._write(row)
         now = time.monotonic()
         slow = now - self.said >= pause(self._tell, now - self.began)
-        if slow or step % self.log_every == 0 or step == self.steps:
-            self.say(self._line(step, row))
+        if not (slow or step % self.log_every == 0 or step == self.steps):
+            return
+        left = (now - self.began) / max(1, step - self.first + 1) * (self.steps - step)
+        parts = [f"step {step}/{self.steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
+        parts += [f"grad {row['grad_norm']:.2f}", f"{row['tokens_per_second']:,.0f} tok/s"]
+        parts += [f"mfu {row['mfu']:.1%}"] if "mfu" in row else []
+        self.say("  ".join([*parts, f"eta {int(left) // 60}:{int(left) % 60:02d}"]))
 
     def waiting(self, step: int) -> contextlib.AbstractContextManager:
         """Context for the wait for a step: its seconds are counted."""
@@ -54,15 +63,6 @@ class Progress:
         return ticking(
             lambda seconds: self.say(f"{words}: {seconds:.0f} s so far"), partial(pause, self._tell)
         )
-
-    def _line(self, step: int, row: dict) -> str:
-        assert self.first is not None  # `record` has set it
-        done = max(1, step - self.first + 1)
-        left = (time.monotonic() - self.began) / done * (self.steps - step)
-        parts = [f"step {step}/{self.steps}", f"loss {row['loss']:.4f}", f"lr {row['lr']:.2e}"]
-        parts += [f"grad {row['grad_norm']:.2f}", f"{row['tokens_per_second']:,.0f} tok/s"]
-        parts += [f"mfu {row['mfu']:.1%}"] if "mfu" in row else []
-        return "  ".join([*parts, f"eta {int(left) // 60}:{int(left) % 60:02d}"])
 
     def evaluation(self, step: int, result: dict[str, float]) -> None:
         """Record an evaluation on held-out data; a line for each context length ("2048/kl")."""
@@ -94,15 +94,6 @@ class Progress:
             stack.callback(self.file.close)
             for tracker in self.trackers:
                 stack.callback(tracker.finish)
-
-
-def _opened(path: Path) -> IO[str]:
-    """The file to append to, at the start of a line: a kill may have cut the last one short."""
-    with path.open("ab+") as file:
-        if size := file.tell():
-            file.seek(size - 1)
-            file.write(b"" if file.read() == b"\n" else b"\n")
-    return path.open("a", encoding="utf-8")
 
 
 class Silence:

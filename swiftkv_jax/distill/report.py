@@ -152,16 +152,8 @@ def card(
         teacher = f"[{e.model}](https://huggingface.co/{e.model})" if known else "its teacher"
         lines += [f"A {_METHODS[kind]} student of {teacher}, made with {LIBRARY} {__version__}.", ""]
     lines += [f"* {name}: {value}" for name, value in about(model, e.data.seq_len)]
-    lines += [
-        "",
-        "## Quality on held-out data, in nats per token",
-        "",
-        *quality(evaluation, longest),
-        "",
-        "## Use",
-        "",
-    ]
-    lines += [f"    pip install {LIBRARY}[serve]", "    swiftkv serve DIR --http", ""]
+    lines += ["", "## Quality on held-out data, in nats per token", "", *quality(evaluation, longest), ""]
+    lines += ["## Use", "", f"    pip install {LIBRARY}[serve]", "    swiftkv serve DIR --http", ""]
     if kind == "swiftkv":
         lines += [
             "Or in PyTorch, with the code that this folder carries: "
@@ -174,14 +166,14 @@ def license_of(folder: Path | None) -> str | None:
     """The license in the model card of a teacher's folder, if there is a readable one."""
     from huggingface_hub import ModelCard
 
-    path = folder / "README.md" if folder is not None and folder.is_dir() else None
-    if path is None or not path.is_file():
+    if folder is None or not (folder / "README.md").is_file():
         return None
     try:
-        name = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict().get("license")
-        return name if isinstance(name, str) else None
+        card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True)
     except Exception:  # not our file: it may be in any state
         return None
+    name = card.data.to_dict().get("license")
+    return name if isinstance(name, str) else None
 
 
 def write(

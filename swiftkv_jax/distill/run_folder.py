@@ -28,8 +28,22 @@ def check(out: Place, experiment: Experiment, resume: bool) -> None:
     check_free(out, resume)
     path = out / "config.json"
     with reached(f"read {path}"):
-        if path.exists() and (what := _differences(_json(path), json.loads(resolved(experiment)))):
-            raise UsageError(f"{path} belongs to another run: {what}. Use another --out")
+        if not path.exists():
+            return
+        try:
+            there = identity(json.loads(path.read_text()))
+        except ValueError as error:
+            raise UsageError(
+                f"{path} is not valid JSON ({error}); to continue the run, delete this file and give --resume"
+            ) from None
+    here = identity(json.loads(resolved(experiment)))
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    if names:
+        changes = [
+            f"{name} is {_short(there.get(name))} there, {_short(here.get(name))} here" for name in names
+        ]
+        more = f"; and {len(names) - 3} more" if len(names) > 3 else ""
+        raise UsageError(f"{path} belongs to another run: {'; '.join(changes[:3])}{more}. Use another --out")
 
 
 def make(out: Path, experiment: Experiment) -> None:
@@ -39,15 +53,6 @@ def make(out: Path, experiment: Experiment) -> None:
         draft = out / ".config.json.tmp"  # a kill leaves the old file or the new one, never half of one
         draft.write_text(resolved(experiment))
         os.replace(draft, out / "config.json")
-
-
-def _json(path: Place) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise UsageError(
-            f"{path} is not valid JSON ({error}); to continue the run, delete this file and give --resume"
-        ) from None
 
 
 def identity(config: dict) -> dict[str, typing.Any]:
@@ -68,14 +73,6 @@ def identity(config: dict) -> dict[str, typing.Any]:
 
     add("", config)
     return fields
-
-
-def _differences(theirs: dict, ours: dict) -> str:
-    """Up to three of the fields that differ."""
-    there, here = identity(theirs), identity(ours)
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    said = [f"{name} is {_short(there.get(name))} there, {_short(here.get(name))} here" for name in names[:3]]
-    return "; ".join(said) + (f"; and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _short(value) -> str:

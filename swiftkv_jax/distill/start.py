@@ -26,24 +26,27 @@ Student = Transformer | Predicted
 
 
 def load(experiment: Experiment, folder: Path | None, tokenizer: Tokenizer, mesh: Mesh) -> list[Loaded]:
-    """Load the model that is trained, distilled or predicted for, then the auxiliary, if there is one."""
+    """Load the model that is trained, distilled or predicted for, then the auxiliary, if there is one.
+
+    The auxiliary, which reads prompts for the base, is some of its layers, or another model.
+    """
     loaded = [load_teacher(experiment, folder, mesh)]
-    if experiment.predict is not None:
-        loaded.append(load_auxiliary(experiment, loaded[0], tokenizer, mesh))
+    if (predict := experiment.predict) is not None and predict.keep:
+        loaded.append(surgery.layer_pruned(*loaded[0], predict.keep))
+    elif predict is not None:
+        place = local_folder(predict.auxiliary)
+        check_tokenizers(tokenizer.folder, place)
+        loaded.append(from_pretrained(place, dtype=experiment.dtype, mesh=mesh))
     for name, (model, _) in zip(("model", "auxiliary"), loaded, strict=False):
         check_vocabulary(tokenizer, model.config, name)
-        _check_lengths(experiment, model.config, name)
+        most = model.config.max_position_embeddings
+        for what, data in (("data", experiment.data), ("evaluation", experiment.evaluation)):
+            if data is not None and model.config.learned_positions and data.seq_len > most:
+                raise UsageError(
+                    f"{what}.seq_len {data.seq_len} is more than the {most} positions that the {name} has "
+                    "learned"
+                )
     return loaded
-
-
-def _check_lengths(experiment: Experiment, config: ModelConfig, name: str) -> None:
-    """Raises UsageError: rows of data are longer than the model's table of positions."""
-    for what, data in (("data", experiment.data), ("evaluation", experiment.evaluation)):
-        most = config.max_position_embeddings
-        if data is not None and config.learned_positions and data.seq_len > most:
-            raise UsageError(
-                f"{what}.seq_len {data.seq_len} is more than the {most} positions that the {name} has learned"
-            )
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, name: str = "model") -> None:
@@ -82,28 +85,14 @@ def load_teacher(experiment: Experiment, folder: Path | None, mesh: Mesh) -> Loa
     return model, make(jax.random.key(experiment.seed))
 
 
-def load_auxiliary(experiment: Experiment, base: Loaded, tokenizer: Tokenizer, mesh: Mesh) -> Loaded:
-    """The auxiliary, which reads prompts for `base`: some of its layers, or another model."""
-    config = experiment.predict
-    assert config is not None  # for the type checker: only called with `predict`
-    if config.keep:
-        return surgery.layer_pruned(*base, config.keep)
-    folder = local_folder(config.auxiliary)
-    check_tokenizers(tokenizer.folder, folder)
-    return from_pretrained(folder, dtype=experiment.dtype, mesh=mesh)
-
-
 def prepare(experiment: Experiment, loaded: list[Loaded]) -> tuple[Student, PyTree, steps.Frozen]:
     """(student, trained in fp32, frozen) before any fit."""
     (teacher, params), *auxiliary = loaded
     if experiment.predict is not None:
         config, ((small, theirs),) = experiment.predict, auxiliary
         model = Predicted(teacher, small, config.build(teacher.plan, small.plan))
-        made = (
-            predict.identity(model)
-            if config.init == "identity"
-            else predict.uniform(model, jax.random.key(experiment.seed))
-        )
+        same, key = config.init == "identity", jax.random.key(experiment.seed)
+        made = predict.identity(model) if same else predict.uniform(model, key)
         trained, frozen = split({"base": params, "auxiliary": theirs, "predictor": made})
         return model, steps.masters(trained), frozen
     plan, init = experiment.plan.build(teacher.config.num_layers), experiment.plan.init
@@ -134,8 +123,8 @@ def abstract_student(experiment: Experiment) -> Student:
 
 def make_recipe(experiment: Experiment, student: Student, total: int) -> steps.Recipe:
     """The static part of each of `total` steps."""
-    method = steps.DISTIL if experiment.predict is None else PREDICT
-    return steps.make_recipe(experiment, student, total, method)
+    e, method = experiment, steps.DISTIL if experiment.predict is None else PREDICT
+    return steps.Recipe(student, e.loss, e.optimizer, total, e.trainable, e.remat, e.attention, method)
 
 
 def export(

@@ -17,7 +17,6 @@ from swiftkv_jax.core import sharding, weights
 from swiftkv_jax.core.ends import embed, exit_logits, head
 from swiftkv_jax.core.layers import norm
 from swiftkv_jax.core.model import Transformer
-from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.core.pytree import pytree
 from swiftkv_jax.core.scan import angles_and_segments, forward, through
 from swiftkv_jax.core.shapes import Array, PyTree
@@ -99,24 +98,22 @@ def schedule(config: OptimizerConfig, steps: int):
     warm = max(1, round(config.warmup * steps)) if config.warmup else 0
     rate, end, rest = config.learning_rate, config.learning_rate * config.final_share, max(1, steps - warm)
     decay = {
-        "linear": lambda: optax.linear_schedule(rate, end, rest),
-        "cosine": lambda: optax.cosine_decay_schedule(rate, rest, config.final_share),
-        "constant": lambda: optax.constant_schedule(rate),
-    }[config.schedule]()
+        "linear": optax.linear_schedule(rate, end, rest),
+        "cosine": optax.cosine_decay_schedule(rate, rest, config.final_share),
+        "constant": optax.constant_schedule(rate),
+    }[config.schedule]
     return optax.join_schedules([optax.linear_schedule(0.0, rate, warm), decay], [warm]) if warm else decay
 
 
 def optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """Clipping, then AdamW; only matrices (kernels and embeddings) decay."""
-
-    def decays(tree: PyTree) -> PyTree:
-        def matrix(path, _):
-            return path[-1].key in ("kernel", "embed", "lm_head")
-
-        return jax.tree_util.tree_map_with_path(matrix, tree)
-
+    matrices = ("kernel", "embed", "lm_head")
     adamw = optax.adamw(
-        schedule(config, steps), config.beta1, config.beta2, weight_decay=config.weight_decay, mask=decays
+        schedule(config, steps),
+        config.beta1,
+        config.beta2,
+        weight_decay=config.weight_decay,
+        mask=partial(jax.tree_util.tree_map_with_path, lambda path, _: path[-1].key in matrices),
     )
     return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
 
@@ -292,27 +289,20 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
     chunk = chunk_of(recipe, batch)
     counted, real = totals
     parts: dict[str, Array] = {}
+    to_logits, rest = partial(head, params), (batch.mask, config.temperature, chunk)
     if config.kl_weight:
-
-        def to_logits(h):
-            return head(params, h)
-
-        parts["kl"] = (
-            losses.kl_sum(to_logits, to_logits, h, teacher[0], batch.mask, config.temperature, chunk)
-            / counted
-        )
+        parts["kl"] = losses.kl_sum(to_logits, to_logits, h, teacher[0], *rest) / counted
     if config.hidden_weight:
         parts["hidden"] = losses.hidden_sum(last, teacher[1], (batch.segments > 0).astype(jnp.float32)) / real
     if config.lm_weight:
-        ce = losses.cross_entropy_sum(lambda h: head(params, h), h, batch.targets, batch.mask, chunk)
-        parts["lm"] = ce / counted
+        parts["lm"] = losses.cross_entropy_sum(to_logits, h, batch.targets, batch.mask, chunk) / counted
     if config.exit_weight:
 
         def early(kernels, x):
             return exit_logits(recipe.student, {"exit": kernels}, x)
 
-        exits = (early, params["exit"], lambda h: head(params, h), x, teacher[0])
-        parts["exit_kl"] = losses.head_kl_sum(*exits, batch.mask, config.temperature, chunk) / counted
+        exit_kl = losses.head_kl_sum(early, params["exit"], to_logits, x, teacher[0], *rest)
+        parts["exit_kl"] = exit_kl / counted
     weights = {"kl": config.kl_weight, "hidden": config.hidden_weight, "lm": config.lm_weight}
     weights["exit_kl"] = config.exit_weight
     return sum((weights[name] * value for name, value in parts.items()), jnp.zeros(())), parts
@@ -400,22 +390,13 @@ def check(experiment: Experiment, mesh: Mesh | AbstractMesh) -> None:
     held_out = experiment.evaluation
     if held_out is not None and held_out.batch_size % shards:
         raise UsageError(
-            f"evaluation.batch_size {held_out.batch_size} is not a multiple of {shards}, the mesh's "
-            "data x fsdp"
+            f"evaluation.batch_size {held_out.batch_size} is no multiple of {shards}, the mesh's data x fsdp"
         )
     for data in filter(None, (experiment.data, held_out)):
         if data.seq_len % parts:
             raise UsageError(
                 f"rows of {data.seq_len} tokens are not a multiple of mesh.context {parts}: change either"
             )
-
-
-def make_recipe(
-    experiment: Experiment, student: Transformer | Predicted, steps: int, method: Method | None = None
-) -> Recipe:
-    e = experiment
-    fields = (student, e.loss, e.optimizer, steps, e.trainable, e.remat, e.attention)
-    return Recipe(*fields, method=method or DISTIL)
 
 
 def flops_per_token(recipe: Recipe, seq_len: int) -> float:

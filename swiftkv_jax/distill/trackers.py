@@ -1,5 +1,6 @@
 """Trackers of metrics beside metrics.jsonl: TensorBoard, wandb and trackio, each imported only if named."""
 
+import importlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ NEEDS = {
     "trackio": ("trackio", "trackio"),
 }
 TRACKERS = tuple(NEEDS)
-PROJECT = "swiftkv-jax"
 
 
 @runtime_checkable
@@ -55,20 +55,12 @@ def start(names: Sequence[str], run: str, folder: Path, config: dict) -> list[Tr
     started: list[Tracker] = []
     for name in names:
         try:
-            started.append(_start(name, run, folder, config))
+            if name == "tensorboard":
+                started.append(Board(folder / "tensorboard"))
+                continue
+            place = {"dir": str(folder)} if name == "wandb" else {}
+            init = importlib.import_module(name).init
+            started.append(init(project="swiftkv-jax", name=run, config=config, **place))
         except Exception as error:  # they may raise any class
             raise UsageError(f"trackers: {name} does not start: {first_line(error)}") from error
     return started
-
-
-def _start(name: str, run: str, folder: Path, config: dict) -> Tracker:
-    if name == "tensorboard":
-        return Board(folder / "tensorboard")
-    about = {"project": PROJECT, "name": run, "config": config}
-    if name == "trackio":
-        import trackio  # pyright: ignore[reportMissingImports]
-
-        return trackio.init(**about)
-    import wandb  # pyright: ignore[reportMissingImports]
-
-    return wandb.init(**about, dir=str(folder))

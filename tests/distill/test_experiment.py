@@ -79,7 +79,7 @@ def test_recipe_trains_the_papers_share(name):
     experiment = load_experiment(CONFIGS / f"{name}.py")
     plan = experiment.plan.build(experiment.architecture.num_layers)
     student = Transformer(experiment.architecture, plan, experiment.dtype)
-    recipe = steps.make_recipe(experiment, student, 10)
+    recipe = start.make_recipe(experiment, student, 10)
     mesh = sharding.make_mesh(fsdp=-1, devices=jax.devices()[:1])
     state, frozen = steps.abstract_run(recipe, mesh)
     billions, trained = SIZES[name]

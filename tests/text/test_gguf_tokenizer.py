@@ -177,7 +177,7 @@ def test_a_file_without_tokens_has_no_tokenizer(tmp_path):
         ({"tokens": [1, 2]}, "tokens is not a list of str"),
         ({"eos_token_id": 10**6}, "eos_token_id is 1000000, and it has"),
         ({"merges": ["ab"]}, "the merge 'ab' is not of two tokens"),
-        ({"merges": ["zz qq"]}, "the merge 'zz qq' is of texts that are not tokens"),
+        ({"merges": ["zz qq"]}, "the merge 'zz qq' is not of two tokens"),
         ({"model": "llama", "scores": [1.0]}, "1 scores"),
     ],
 )

@@ -17,7 +17,6 @@ from swiftkv_jax.distill.data.samples import DataConfig, Samples
 from swiftkv_jax.text.tokenizer import Tokenizer
 
 _TRIED, _TRIED_TOKENS = 2000, 2**20  # samples that `check` looks at, at most, and tokens
-_MEASURED = 10_000  # samples that steps_per_epoch looks at
 # Second word of the random key for other uses; for an epoch's order it is the epoch's number.
 _FUSE_STREAM, _PASS_STREAM = 2**64 - 1, 2**64 - 2
 
@@ -81,7 +80,14 @@ class DataLoader:
 
     def steps_per_epoch(self) -> int:
         """Steps of one pass; with many samples, estimated from the lengths of 10,000 evenly spaced ones."""
-        return self._worker.submit(self._measure).result()
+
+        def measure() -> int:
+            every = self._members(0) if self._counts else range(len(self.samples))
+            indices = every[:: -(-len(every) // 10_000)]
+            rows = len(_pack_once(self.config, self.samples, indices))
+            return math.ceil(rows * len(every) / len(indices) / self.config.batch_size)
+
+        return self._worker.submit(measure).result()
 
     def check(self) -> None:
         """Tokenise the samples that this process meets first, up to 2,000; they stay cached.
@@ -89,7 +95,21 @@ class DataLoader:
         Raises:
           UsageError: one of them is broken, and `skip_bad_lines` is not set.
         """
-        self._worker.submit(self._check).result()
+
+        def check() -> None:
+            broken, tokens = [], 0
+            for number in range(min(_TRIED, self._epoch_size)):
+                if number % self.config.batch_size not in self.lanes or tokens > _TRIED_TOKENS:
+                    continue
+                try:
+                    tokens += len(self.samples[self._index(number)])
+                except UsageError as error:
+                    broken.append(error)
+            if broken:
+                more = f" ({len(broken)} rows of the first that are met are broken)" if broken[1:] else ""
+                raise UsageError(f"{broken[0]}{more}")
+
+        self._worker.submit(check).result()
 
     def different(self) -> int:
         """Tokens of all samples, each counted once."""
@@ -163,7 +183,8 @@ class DataLoader:
                 places[lane],
             )
             rows.append(pieces)
-            fused.append(self._fused(lane, step))
+            bits = _philox(self.config.seed, _FUSE_STREAM, lane, step).random_raw(1)
+            fused.append(int(bits[0]) < self.config.fuse_positions * 2**64)
         self._front = (step + 1, after)
         return assemble(rows, fused, self.config.seq_len), [[p.id for p in row] for row in rows], self._front
 
@@ -189,31 +210,6 @@ class DataLoader:
             return _shuffled(sizes[source], seed, _PASS_STREAM, source, number)
 
         return mixture.members(sizes, self._counts, epoch, order)
-
-    def _fused(self, lane: int, step: int) -> bool:
-        if not self.config.fuse_positions:
-            return False
-        stream = _philox(self.config.seed, _FUSE_STREAM, lane, step)
-        return int(stream.random_raw(1)[0]) < self.config.fuse_positions * 2**64
-
-    def _check(self) -> None:
-        broken, tokens = [], 0
-        for number in range(min(_TRIED, self._epoch_size)):
-            if number % self.config.batch_size not in self.lanes or tokens > _TRIED_TOKENS:
-                continue
-            try:
-                tokens += len(self.samples[self._index(number)])
-            except UsageError as error:
-                broken.append(error)
-        if broken:
-            more = f" ({len(broken)} rows of the first that are met are broken)" if broken[1:] else ""
-            raise UsageError(f"{broken[0]}{more}")
-
-    def _measure(self) -> int:
-        every = self._members(0) if self._counts else range(len(self.samples))
-        indices = every[:: -(-len(every) // _MEASURED)]
-        rows = len(_pack_once(self.config, self.samples, indices))
-        return math.ceil(rows * len(every) / len(indices) / self.config.batch_size)
 
 
 def _shuffled(size: int, seed: int, stream: int, *place: int) -> np.ndarray:
