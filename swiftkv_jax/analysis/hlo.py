@@ -19,7 +19,6 @@ _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id"),
     *("replica-id", "iota", "opt-barrier", "add-dependency", "get-dimension-size", "domain"),
 }
-_SLICES = ("dynamic-slice", "slice", "gather")
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -130,7 +129,7 @@ def _used(program, fused: dict[str, _Instruction], name: str, whole: float) -> f
     for user in (x for x in fused.values() if name in x.operands):
         if user.opcode == "bitcast":
             read += _used(program, fused, user.name, whole)
-        elif user.opcode in _SLICES and user.operands[0] == name:
+        elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
             read += _size(user.type, everywhere=True)
         elif user.opcode == "fusion":
             inner = program[user.called[0]]

@@ -37,7 +37,6 @@ from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
 _FORMAT = 2
-_FORMATS = (1, _FORMAT)  # 1: its fingerprint is of the base's tensors alone
 _SEEN = 64  # numbers of each tensor that a fingerprint is made of
 _INERT = ("family", "dtype", "source", "exit_head")  # fields of a config that change no number of the model
 _LONGEST = 4096  # characters of a base's name
@@ -245,7 +244,7 @@ def check_tokenizers(base: Path, auxiliary: Path) -> None:
 def _read(path: Path) -> tuple[int, str, str, Prediction]:
     """(format, base, its fingerprint, prediction) of an adapter's JSON."""
     raw = read_json(path)
-    choice(f"{path}: format", raw.get("format"), _FORMATS)
+    choice(f"{path}: format", raw.get("format"), (1, _FORMAT))
     for name in ("base", "base_fingerprint"):
         if not isinstance(raw.get(name), str) or not 0 < len(raw[name]) <= _LONGEST:
             raise UsageError(f"{path}: {name} must be a string of 1 to {_LONGEST} characters")

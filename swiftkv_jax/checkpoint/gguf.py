@@ -27,7 +27,6 @@ _PARTS = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,5})\.)?(?P<part>\w+)\.(?P<kind>weight|bias)", re.ASCII)
-_PERMUTED = ("attn_q", "attn_k")
 _ROWS = 4096  # dequantised at a time: the `gguf` package needs several times their size in memory
 
 
@@ -101,7 +100,7 @@ def open_tensors(header: Header, fields: Mapping) -> dict[str, tuple[Path, Slice
             raise UsageError(
                 f"{header.path}: {name[:60]!r} occurs twice, under two names: fetch the file again"
             )
-        out[new] = header.path, Slice(header, name, turned if layer and part in _PERMUTED else 1)
+        out[new] = header.path, Slice(header, name, turned if layer and part in ("attn_q", "attn_k") else 1)
     return out
 
 

@@ -30,7 +30,6 @@ from swiftkv_jax.common.processes import any_process, from_first
 from swiftkv_jax.core.shapes import PyTree
 
 _LISTED = 10  # differences that one message names
-_TEMPORARY = "*.orbax-checkpoint-tmp*"
 _log = logging.getLogger(__name__)
 
 
@@ -207,7 +206,7 @@ class Checkpointer:
     def _sweep(self) -> None:
         """Delete what killed or failed saves left half-written."""
         if jax.process_index() == 0:
-            for path in self.directory.glob(_TEMPORARY):
+            for path in self.directory.glob("*.orbax-checkpoint-tmp*"):
                 with contextlib.suppress(OSError):
                     _remove(path)
 

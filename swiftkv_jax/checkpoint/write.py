@@ -38,7 +38,6 @@ ADAPTER, PREDICTOR, AUXILIARY = "kv_prediction.json", "predictor.safetensors", "
 # PyTorch code that a student's folder carries for transformers; nothing here imports or runs it.
 MODELLING = f"{OWN_CODE}.py"
 _CODED = ("llama", "mistral", "qwen2", "qwen3")  # families that it supports
-_LAST = ("config.json", ADAPTER)  # the files that mark a folder as a model's, or as an adapter's
 # Token ids that ModelConfig does not keep, because no number depends on them.
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -240,7 +239,9 @@ def _move_in(folder: Path, out: Path) -> None:
     if not out.exists():
         os.rename(folder, out)
         return
-    new = sorted((path.name for path in folder.iterdir()), key=lambda name: (name in _LAST, name))
+    new = sorted(
+        (path.name for path in folder.iterdir()), key=lambda name: (name in ("config.json", ADAPTER), name)
+    )
     for name in new[:-1]:
         if (folder / name).is_dir():  # a rename cannot replace it
             shutil.rmtree(out / name, ignore_errors=True)

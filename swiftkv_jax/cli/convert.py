@@ -46,7 +46,6 @@ from swiftkv_jax.text.tokenizer import load_tokenizer
 
 CORPUS = DEMO / "corpus.jsonl.xz"
 HELD_OUT_TOKENS = 16_384  # at most, that a student is evaluated on
-_FIGURES = ("cross_entropy", "teacher_cross_entropy", "kl", "agreement")  # of `costs`, in the model card
 
 
 def parser() -> Parser:
@@ -168,7 +167,10 @@ def convert(
                 start.export(home.here, made, student.params, config.dtype, folder, tokenizer.folder)
         named = dataclasses.replace(experiment, name=home.here.name, model=model)
         with explained(f"write to {out}"):
-            shown = {f"{length}/{name}": figures[name] for name in _FIGURES}
+            shown = {
+                f"{length}/{name}": figures[name]
+                for name in ("cross_entropy", "teacher_cross_entropy", "kl", "agreement")
+            }
             page = card(named, made, shown, license_of(folder), {length: longest})
             (home.here / "README.md").write_text(page, encoding="utf-8")
         home.send()

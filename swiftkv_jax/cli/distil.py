@@ -37,10 +37,8 @@ from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 AUTO = "auto"
-_MEASURED = 16_384  # tokens that --split auto measures on, about
 _LONG = 2048  # a context length that every student is evaluated at, if its model supports it
 _READ = ("data.sources=", "data.columns=")  # settings that only hold for what --data names
-_PEEKED = 64  # documents looked at to tell texts from chats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +141,7 @@ def _run(args: argparse.Namespace) -> int:
         split = _split_of_run(home.here)
     if split is None:
         layers = config.num_layers
-        with opened(on_tokens(folder, data, held_out, _MEASURED), tokenizer, show) as trial:
+        with opened(on_tokens(folder, data, held_out, 16_384), tokenizer, show) as trial:
             show("choosing a split: evaluating a least-squares student of each candidate")
             later = [split for split in splits.candidates(layers) if 2 * split >= layers]
             kl = {split: cost["kl"] for split, cost in trial.by_split(later, show).items()}
@@ -214,7 +212,7 @@ def data_for(
     )
     read = override(data, settings, under="data.")
     documents = open_documents(read.sources, read.skip_bad_lines, read.columns, read.stream_rows)
-    chats = all(documents[i].messages for i in range(min(_PEEKED, len(documents))))
+    chats = all(documents[i].messages for i in range(min(64, len(documents))))
     chats = chats and read.chats == "template"
     mask, long_documents = ("assistant", "split") if chats else ("all", "fill")
     made = dataclasses.replace(data, mask=mask, long_documents=long_documents)

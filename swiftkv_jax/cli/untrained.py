@@ -31,8 +31,6 @@ from swiftkv_jax.distill.data.sources import PLACE, split_of
 from swiftkv_jax.text.tokenizer import Tokenizer
 
 ROWS = 4  # of a batch on each device
-_LENGTH = 512  # tokens of a row
-_FEW = 8  # held-out documents; fewer are not enough to evaluate on
 _PIECE = 4000  # characters that a text is cut into, where there are few documents
 _EVERY = 10  # of these pieces one is held out
 
@@ -116,7 +114,7 @@ def opened(experiment: Experiment, tokenizer: Tokenizer, say: Say) -> Iterator[T
 def on_tokens(folder: Path, fit: DataConfig, held_out: DataConfig, tokens: int) -> Experiment:
     """An experiment on about so many tokens of these data, three quarters of them to fit on."""
     config = ModelConfig.from_hf(folder)
-    length = min(_LENGTH, fit.seq_len, config.max_position_embeddings)
+    length = min(512, fit.seq_len, config.max_position_embeddings)
     shape = {"seq_len": length, "batch_size": ROWS * jax.device_count()}
     count = math.ceil(tokens / (length * shape["batch_size"]) / 4)
     return Experiment(
@@ -169,7 +167,7 @@ def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
     written to `scratch`.
     """
     documents = documents_of(data)
-    if sum(split_of(name) == "held_out" for name in documents.ids()) >= _FEW:
+    if sum(split_of(name) == "held_out" for name in documents.ids()) >= 8:
         return dataclasses.replace(data, split="train"), dataclasses.replace(data, split="held_out")
     if data.weights:
         raise UsageError(

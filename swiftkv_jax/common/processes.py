@@ -19,7 +19,6 @@ START_S = 300  # how long a process waits for the others to start
 HEARTBEAT_S = 50  # a process that is silent for so long is dead, and the others end
 SHUTDOWN_S = 30  # how long the others wait for a process that does not reach the end with them
 LEAVE_S = 5  # the same, after an error
-_LOOK_MS = 1000  # how long to wait for a message before signals are handled
 _BLOCK = 256  # messages that are dropped together
 _LOST = re.compile("Gloo|NCCL|coordination.service|Connection (closed|reset)")  # in errors of joint work
 _MPI = (  # Open MPI; MPICH, Intel MPI; MVAPICH2: how many processes, which is this, which on its host
@@ -275,7 +274,7 @@ class Channel:
         self._next(lambda block: None)
         while True:
             try:
-                return self._client.blocking_key_value_get_bytes(self._key(), _LOOK_MS)
+                return self._client.blocking_key_value_get_bytes(self._key(), 1000)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise

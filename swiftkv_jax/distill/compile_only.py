@@ -78,7 +78,6 @@ dnn_version_info {{ major: 9 minor: 12 }}
 device_description_str: "{name}"
 """  # as XLA:GPU's `target_config` wants it
 
-_ASSUMED = "assumed; the check on the device decides"
 _STAND_IN = """\
                     estimated from the arrays it reads and writes, since only its GPU can compile it
                     (with XLA's attention: --set attention.gpu=xla)"""
@@ -207,7 +206,7 @@ def with_attention(experiment: Experiment, devices):
             if not names:
                 raise UsageError(f"{error}; choose another by attention") from None
         else:
-            return f"{name} ({'named' if named else _ASSUMED})", made
+            return f"{name} ({'named' if named else 'assumed; the check on the device decides'})", made
 
 
 def gib(size: float) -> str:

@@ -16,7 +16,6 @@ from swiftkv_jax.distill.config import Experiment
 
 _WIDTH, _COLUMN = 100, 27  # of a line; where meanings begin in --help
 _Config = typing.TypeVar("_Config")  # a dataclass
-_ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
 
 def meanings(config: type) -> dict[str, str]:
@@ -28,7 +27,7 @@ def meanings(config: type) -> dict[str, str]:
         if line.startswith("   "):
             entry.append(line.strip())
             continue
-        if entry and (match := _ENTRY.fullmatch(" ".join(entry))):
+        if entry and (match := re.fullmatch(r"(\w+(?:, \w+)*): (.*)", " ".join(entry))):
             texts |= dict.fromkeys(match[1].split(", "), match[2])
         entry = [line.strip()]
     return texts

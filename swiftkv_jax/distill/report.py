@@ -16,8 +16,6 @@ from swiftkv_jax.distill.config import Experiment
 from swiftkv_jax.version import __version__
 
 LIBRARY = "swiftkv-jax"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_DATA = re.compile(r"hf://([^\[\]:@]+)")
 _METHODS = {
     "swiftkv": "[SwiftKV](https://arxiv.org/abs/2410.03960)",
     "kv-prediction": "[KV prediction](https://arxiv.org/abs/2410.08391)",
@@ -138,10 +136,10 @@ def card(
     from huggingface_hub import ModelCardData
 
     e, kind = experiment, kind_of(model)
-    known = _HUB_ID.fullmatch(e.model) is not None and not Path(e.model).exists()
+    known = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", e.model) is not None and not Path(e.model).exists()
     data = ModelCardData(
         base_model=e.model if known else None,
-        datasets=[found[1] for s in e.data.sources if (found := _HUB_DATA.match(s))] or None,
+        datasets=[found[1] for s in e.data.sources if (found := re.match(r"hf://([^\[\]:@]+)", s))] or None,
         library_name=LIBRARY,
         license=license,
         pipeline_tag="text-generation",

@@ -71,25 +71,15 @@ class Found:
     refused: dict[str, str]
 
 
-class _Batch(NamedTuple):
-    """A batch before a layer. text: what it is made of; real: its positions that count."""
-
-    text: Pieces
-    now: Entering
-
-    @property
-    def real(self) -> np.ndarray:
-        return self.text.real
-
-
-class _Seen(NamedTuple):
+class _Input(NamedTuple):
     """The input of a row in a batch: `h` [B, T, D], of which the positions `some` count; `x` enters the
-    attention that reads the row."""
+    attention that reads the row. text: what the batch is made of. entering: its state before the layer."""
 
     h: Array
     some: np.ndarray
     x: Array
-    batch: _Batch
+    text: Pieces
+    entering: Entering
 
 
 def served(model: Transformer, params: PyTree, picks: list[Candidate]) -> tuple[Transformer, PyTree]:
@@ -117,56 +107,53 @@ def candidates(
     given = [(jnp.asarray(text.tokens), text.encoded) for half in halves for text in half]
     inputs: dict[int, list[list[Array]]] = {}  # of each row, until its first reader is reached
     for layer, states in enumerate(walk(model, params, given)):
-        left = iter(states)
-        both = [[_Batch(text, next(left)) for text in half] for half in halves]
+        rest = iter(states)
+        both = [[(text, next(rest)) for text in half] for half in halves]
         for shared in {plan.rows[row].shared_norm for row in plan.made_at(layer)}:
-            h = [[normalised(model, params, shared, layer, batch.now.x) for batch in half] for half in both]
+            h = [[normalised(model, params, shared, layer, now.x) for _, now in half] for half in both]
             due = [row for row in plan.made_at(layer) if plan.rows[row].shared_norm == shared]
             inputs |= dict.fromkeys(due, h)
         for row in [row for row in inputs if plan.readers(row)[0] == layer]:
-            pairs = [zip(half, h, strict=True) for half, h in zip(both, inputs.pop(row), strict=True)]
-            seen = [[_Seen(h, batch.real, batch.now.x, batch) for batch, h in half] for half in pairs]
-            yield _found(model, params, row, seen, forms, dtype)
+            pairs = [zip(inner, half, strict=True) for inner, half in zip(inputs.pop(row), both, strict=True)]
+            seen = [[_Input(h, text.real, now.x, text, now) for h, (text, now) in half] for half in pairs]
+            yield _ways_of(model, params, row, seen, forms, dtype)
         if plan.cross:
-            seen = [[_at_cross(model, params, layer, batch) for batch in half] for half in both]
-            yield _found(model, params, plan.cross[layer], seen, forms, dtype)
+            seen = [[_at_cross(model, params, layer, text, now) for text, now in half] for half in both]
+            yield _ways_of(model, params, plan.cross[layer], seen, forms, dtype)
 
 
-def _at_cross(model: Transformer, params: PyTree, layer: int, batch: _Batch) -> _Seen:
+def _at_cross(model: Transformer, params: PyTree, layer: int, text: Pieces, now: Entering) -> _Input:
     """The inputs of a layer's cross-attention: the encoder's output, and the stream after self-attention."""
-    x, encoded, beside = batch.now.x, batch.now.encoded, batch.text.beside
-    assert encoded is not None and beside is not None
-    h = normalised(model, params, False, layer, x)
-    own = weights.row(params, model.plan.reads[layer]), weights.layer(params, layer)["attentions"][0]
-    relative = params.get("relative")
-    made = _output(model, SELF, layer, "kv", "auto", *own, relative, _Seen(h, batch.real, x, batch))
-    return _Seen(encoded.x, beside.some, x + made, batch)
+    assert now.encoded is not None and text.beside is not None
+    own = _Input(normalised(model, params, False, layer, now.x), text.real, now.x, text, now)
+    row, p = weights.row(params, model.plan.reads[layer]), weights.layer(params, layer)["attentions"][0]
+    update = _output(model, SELF, layer, "kv", "auto", row, p, params.get("relative"), own)
+    return _Input(now.encoded.x, text.beside.some, now.x + update, text, now)
 
 
-def _found(
-    model: Transformer, params: PyTree, row: int, seen: list[list[_Seen]], forms: list[str], dtype: str
+def _ways_of(
+    model: Transformer, params: PyTree, row: int, seen: list[list[_Input]], forms: list[str], dtype: str
 ) -> Found:
     p = weights.row(params, row)
     keys, values = [_stored(p, form, seen, dtype) for form in ("k", "v")]
-    known, out, refused, name = condition(SLIM["k"].kernels(p)[0]), [], {}, model.plan.name(row)
+    of_keys, out, refused, name = condition(SLIM["k"].kernels(p)[0]), [], {}, model.plan.name(row)
     for form in forms:
         if form == "x":
             out.append(Candidate(row, "x", EXACT))
             continue
         rows, others = (keys, values) if form == "k" else (values, keys)
         a, b = SLIM[form].kernels(p)
-        found = known if form == "k" else condition(a)
-        if found >= SINGULAR:
-            refused[form] = f"{name}: W_{form.upper()} is singular (condition {found:.1e})"
+        number = of_keys if form == "k" else condition(a)
+        if number >= SINGULAR:
+            refused[form] = f"{name}: W_{form.upper()} is singular (condition {number:.1e})"
             continue
         exact = Candidate(row, form, EXACT, between(a, b, f"row {row}"))
         fits = [
             Candidate(row, form, FITTED, matrix, ridge)
             for ridge, matrix in zip(RIDGES, solve(rows[0].rounded, others[0].exact), strict=True)
         ]
-        exact, *fits = (
-            _with_error(c, model, params, rows[1].rounded, others[1].exact) for c in (exact, *fits)
-        )
+        kept, wanted = rows[1].rounded, others[1].exact
+        exact, *fits = (_with_error(c, params["embed"].dtype, kept, wanted) for c in (exact, *fits))
         finite = [c for c in (exact, min(fits, key=lambda c: c.error)) if np.isfinite(c.error)]
         out += finite
         if not finite:
@@ -175,22 +162,21 @@ def _found(
             )
     out = [_with_output_error(c, model, params, seen[1], dtype) for c in out]
     largest = next((float(np.abs(c.matrix).max()) for c in out if c.matrix is not None), 0.0)
-    return Found(row, known, largest, tuple(out), refused)
+    return Found(row, of_keys, largest, tuple(out), refused)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rows:
+class _Rows(NamedTuple):
     """Keys or values [n, E] of one half, without biases, in float64: exact, and as a cache rounds them."""
 
     exact: np.ndarray
     rounded: np.ndarray
 
 
-def _stored(p: PyTree, form: str, seen: list[list[_Seen]], dtype: str) -> list[_Rows]:
+def _stored(p: PyTree, form: str, seen: list[list[_Input]], dtype: str) -> list[_Rows]:
     """Keys (form "k") or values ("v") of both halves; keys are rounded with their bias."""
     bias, out = SLIM[form].origin(p), []
     for half in seen:
-        rows = np.concatenate([np.asarray(SLIM[form].project(p, one.h)[0])[one.some] for one in half])
+        rows = np.concatenate([np.asarray(SLIM[form].project(p, part.h)[0])[part.some] for part in half])
         (back,) = rounded((jnp.asarray(rows)[:, None],), dtype)
         out.append(_Rows(rows.astype(np.float64) - bias, np.asarray(back[:, 0], np.float64) - bias))
     return out
@@ -206,9 +192,8 @@ def solve(rows: np.ndarray, wanted: np.ndarray) -> list[np.ndarray]:
     return [np.linalg.solve(gram + ridge * scale * eye, cross) for ridge in RIDGES]
 
 
-def _with_error(c: Candidate, model: Transformer, params: PyTree, rows, wanted) -> Candidate:
-    """The candidate with the error of its matrix, rounded to the dtype of the model's weights."""
-    dtype = params["embed"].dtype
+def _with_error(c: Candidate, dtype, rows: np.ndarray, wanted: np.ndarray) -> Candidate:
+    """The candidate with the error of its matrix, rounded to `dtype`, that of the model's weights."""
     assert c.matrix is not None
     with np.errstate(over="ignore", invalid="ignore"):  # float16 may overflow, which is then reported
         got = rows @ c.matrix.astype(dtype).astype(np.float64)
@@ -216,7 +201,7 @@ def _with_error(c: Candidate, model: Transformer, params: PyTree, rows, wanted) 
 
 
 def _with_output_error(
-    c: Candidate, model: Transformer, params: PyTree, half: list[_Seen], dtype: str
+    c: Candidate, model: Transformer, params: PyTree, half: list[_Input], dtype: str
 ) -> Candidate:
     layer, space = model.plan.readers(c.row)[0], model.plan.rows[c.row].space
     slim, made = served(model, params, [c])
@@ -225,7 +210,7 @@ def _with_output_error(
     off = of = 0.0
     for seen in half:
         p, q = (weights.layer(tree, layer)["attentions"][space != SELF] for tree in (params, made))
-        args, real = (params.get("relative"), seen), seen.batch.real
+        args, real = (params.get("relative"), seen), seen.text.real
         want = _output(model, space, layer, "kv", "auto", weights.row(params, c.row), p, *args)[real]
         got = _output(slim, space, layer, *stored, q, *args)[real]
         off, of = off + float(jnp.sum((got - want) ** 2)), of + float(jnp.sum(want**2))
@@ -233,14 +218,13 @@ def _with_output_error(
 
 
 def _output(
-    model: Transformer, space: str, layer: int, form: str, dtype, row: PyTree, p, relative, seen: _Seen
+    model: Transformer, space: str, layer: int, form: str, dtype, row: PyTree, p, relative, seen: _Input
 ) -> Array:
     """The residual update [B, T, D] of a layer's attention, from a row stored in `form`, rounded or not."""
-    now, lengths = seen.batch.now, None
-    if space == ENCODER and now.encoded is not None:
-        lengths = now.encoded.lengths
-    how = model, layer, form, dtype
-    return _attended(*how, row, p, relative, seen.x, seen.h, now.angles, now.segments, lengths)
+    now = seen.entering
+    lengths = now.encoded.lengths if space == ENCODER and now.encoded is not None else None
+    x, h, angles = seen.x, seen.h, now.angles
+    return _attended(model, layer, form, dtype, row, p, relative, x, h, angles, now.segments, lengths)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))

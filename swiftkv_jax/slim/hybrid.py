@@ -59,22 +59,15 @@ def hybrids(model: Transformer, params: PyTree, fit: Pieces, kept: Pieces, dtype
     best = min(fits, key=lambda matrix: float(np.linalg.norm(keys @ matrix - inputs)))
     slim, made = to_slim(model, params, "kv", cross_forms="x")
     exact = between(kernel, np.eye(len(kernel)), model.plan.name(model.plan.cross[0]))
-    return [
-        Hybrid(how, slim, _read_through(made, matrix), stored)
-        for how, matrix in ((EXACT, exact), (FITTED, best))
-    ]
-
-
-def _read_through(params: PyTree, matrix: np.ndarray) -> PyTree:
-    """The parameters of a model with an E-cache that reads inputs times the inverse of `matrix` [E, D]."""
-
-    def moved(p: PyTree) -> PyTree:
-        kernel = np.einsum("ed,ladu->laeu", matrix, np.asarray(p["kernel"], np.float64))
-        return p | {"kernel": jnp.asarray(kernel, p["kernel"].dtype)}
-
-    def layers(stack: PyTree) -> PyTree:
-        own, cross = stack["attentions"]
-        changed = {name: moved(cross[name]) for name in FORMS["x"].moved}
-        return stack | {"attentions": [own, cross | changed]}
-
-    return params | {"layers": [layers(stack) for stack in params["layers"]]}
+    out = []
+    for how, matrix in ((EXACT, exact), (FITTED, best)):
+        layers = []
+        for stack in made["layers"]:  # each reads inputs times the inverse of `matrix` [E, D]
+            own, cross = stack["attentions"]
+            for name in FORMS["x"].moved:
+                old = cross[name]["kernel"]
+                kernel = np.einsum("ed,ladu->laeu", matrix, np.asarray(old, np.float64))
+                cross = cross | {name: cross[name] | {"kernel": jnp.asarray(kernel, old.dtype)}}
+            layers.append(stack | {"attentions": [own, cross]})
+        out.append(Hybrid(how, slim, made | {"layers": layers}, stored))
+    return out

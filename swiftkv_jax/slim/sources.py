@@ -8,7 +8,6 @@ document, for Whisper a window of a sound file.
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,7 +20,6 @@ from swiftkv_jax.common.progress import Doing
 from swiftkv_jax.core.encoder import encode
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.shapes import PyTree
-from swiftkv_jax.distill.data.sources import open_documents
 from swiftkv_jax.engine import speech
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.request import RequestOutput, SamplingParams
@@ -55,7 +53,12 @@ def read(
     tokenizer, generation = load_tokenizer(folder), read_generation_config(folder)
     sizes = {"max_num_seqs": BATCH, "max_source_len": limit}
     llm = LLM.from_model(model, params, tokenizer, generation=generation, **sizes)
-    files = _files(sounds)
+    files: list[Path] = []
+    for path in map(Path, sounds):
+        wavs = sorted(path.rglob("*.wav")) if path.is_dir() else [path]
+        if not wavs:
+            raise UsageError(f"--audio {path} holds no .wav files")
+        files += wavs
     documents = _transcribed(llm, doing.counted(files)) if hears else doing.counted(_answered(llm, text))
     sides = texts.apart(documents, config.hidden_size, lambda said: sum(len(one.tokens) for one in said))
     fit, kept = (list(itertools.chain.from_iterable(side)) for side in sides)
@@ -69,17 +72,6 @@ def read(
 def _count(said: list[_Said]) -> int:
     """Number of tokens, or of source positions if these are fewer."""
     return min(sum(len(one.tokens) for one in said), sum(one.positions for one in said))
-
-
-def _files(sounds: Iterable[str]) -> list[Path]:
-    """The wav files of files and folders."""
-    found = []
-    for path in map(Path, sounds):
-        inside = sorted(path.rglob("*.wav")) if path.is_dir() else [path]
-        if not inside:
-            raise UsageError(f"--audio {path} holds no .wav files")
-        found += inside
-    return found
 
 
 def _transcribed(llm: LLM, files: Iterable[Path]) -> Iterator[list[_Said]]:
@@ -100,11 +92,9 @@ def _answered(llm: LLM, text: str | None) -> Iterator[list[_Said]]:
     """The pieces of each document, each with the model's answer."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None
-    chat = partial(tokenizer.encode_chat, add_generation_prompt=False)
-    documents = texts.encoded(open_documents([text or str(texts.DEFAULT)]), tokenizer.encode, chat)
     most = min(ANSWER, llm.settings.max_model_len - 1)
     params = SamplingParams(temperature=0.0, max_tokens=most)
-    for document in documents:
+    for document in texts.encoded(text, tokenizer):
         end = document[-1:] if document[-1] in llm.eos_ids else []
         body, size = document[: len(document) - len(end)], PIECE - len(end)
         pieces = [[*body[at : at + size], *end] for at in range(0, len(body), size)]
@@ -139,13 +129,8 @@ def _pieces(
         rows = np.minimum(np.arange(at, at + BATCH), len(said) - 1)
         x.append(np.asarray(run(jnp.asarray(sources[rows]), jnp.asarray(lengths[rows])))[: len(said) - at])
     x = np.concatenate(x)
-    return Pieces(tokens, real, Beside(x, lengths, _some(lengths, x.shape[1], most)))
-
-
-def _some(lengths: np.ndarray, size: int, most: int) -> np.ndarray:
-    """[n, size] of the first `lengths` positions of each, at most `most`, evenly spread."""
-    some = np.zeros((len(lengths), size), bool)
-    places = np.flatnonzero(np.arange(size) < lengths[:, None])
+    some = np.zeros(x.shape[:2], bool)  # positions that are not padding, at most `most`, evenly spread
+    places = np.flatnonzero(np.arange(x.shape[1]) < lengths[:, None])
     chosen = np.linspace(0, len(places) - 1, min(most, len(places))).astype(int)
     some.reshape(-1)[places[chosen]] = True
-    return some
+    return Pieces(tokens, real, Beside(x, lengths, some))

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.core.cache import Encoded
 from swiftkv_jax.core.shapes import Bool, Float, Int
 from swiftkv_jax.distill.data.sources import open_documents
-from swiftkv_jax.text.tokenizer import load_tokenizer
+from swiftkv_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 NEEDED, MOST = 8, 16  # tokens to fit on, for each of a layer's inputs: at least, and at most
 KEPT = 8192  # tokens to measure on, at most
@@ -118,9 +117,7 @@ def check_enough(fit: int, kept: int, inputs: int, what: str = "the text") -> No
 
 def read(text: str | None, folder: Path, config: ModelConfig) -> tuple[Pieces, Pieces]:
     """`halves` of a file of documents, or of the demo's corpus, for the model in `folder`."""
-    tokenizer = load_tokenizer(folder)
-    documents = open_documents([text or str(DEFAULT)])
-    ids = encoded(documents, tokenizer.encode, partial(tokenizer.encode_chat, add_generation_prompt=False))
+    ids = encoded(text, load_tokenizer(folder))
     return halves(ids, config.hidden_size, config.max_position_embeddings, config.vocab_size)
 
 
@@ -137,11 +134,12 @@ def _pieces(documents: Sequence[Sequence[int]], most: int, context: int) -> Piec
     return Pieces(tokens, real)
 
 
-def encoded(documents, encode: Callable[[str], list[int]], chat: Callable) -> Iterator[list[int]]:
-    """The tokens of texts and of chats."""
-    for document in documents:
+def encoded(text: str | None, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """The tokens of each text or chat of a file of documents, or of the demo's corpus."""
+    for document in open_documents([text or str(DEFAULT)]):
         try:
-            found = chat(list(document.messages)) if document.messages else encode(document.text)
+            chat = list(document.messages)
+            ids = tokenizer.encode_chat(chat, False) if chat else tokenizer.encode(document.text)
         except UsageError as error:
             raise UsageError(f"{document.place or document.id}: {error}") from error
-        yield found
+        yield ids

@@ -19,7 +19,6 @@ SECONDS = 0.8  # of CPU time for one chat; the longest published templates take 
 BYTES = 2**29  # of address space, Python's own included
 LONGEST = 2**24  # characters of a rendered chat
 PATIENCE = 40.0  # seconds of wall time after which a process is considered stuck
-_LOOK = 0.1  # seconds between two looks at a process that has not answered
 _WORKER = Path(__file__).with_name("template_worker.py")
 
 
@@ -105,7 +104,7 @@ def _end_if_late(process: subprocess.Popen, answer: int) -> None:
     most = _spent(process.pid) + 2 * SECONDS
     poll = select.poll()
     poll.register(answer, select.POLLIN)
-    while not poll.poll(1000 * _LOOK):
+    while not poll.poll(1000 * 0.1):
         if _spent(process.pid) > most or time.monotonic() > late:
             return process.kill()
 

@@ -20,7 +20,6 @@ from swiftkv_jax.text.messages import MARKER, conversation, lost, with_roles_of
 from swiftkv_jax.text.template import Template
 from swiftkv_jax.text.tokenizer_files import FILES, VOCABULARIES, Described, described, read
 
-_GENERATION = re.compile(r"\{%-?\s*generation\b")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _LONG = 2**12  # characters or ids; longer calls release the GIL
 _NO_CHARACTER = "\ufffd"
@@ -209,7 +208,7 @@ class Tokenizer:
         in the chat itself, however often its content occurs there.
         """
         messages, text, blocks = self._rendered_alike(messages, date)
-        if _GENERATION.search(str(self.chat_template)):
+        if re.search(r"\{%-?\s*generation\b", str(self.chat_template)):
             spans = [span for span in blocks if span[0] < span[1]]
         else:
             turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

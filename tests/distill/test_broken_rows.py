@@ -119,12 +119,8 @@ def test_a_text_that_the_tokenizer_refuses_is_such_a_row(tmp_path, tokenizer, mo
         evaluation_batches(config(source), tokenizer)
     samples = Samples(config(source, skip_bad_lines=True), tokenizer)
     assert [len(sample) > 0 for sample in samples] == [True, False, True]
-    with pytest.raises(UsageError, match=r"rows\.jsonl:1: it needs chats"):
-        list(texts.encoded(samples.documents, _no_texts, tokenizer.encode_chat))
-
-
-def _no_texts(_):
-    raise UsageError("it needs chats")
+    with pytest.raises(UsageError, match=r"rows\.jsonl:2: it fails"):
+        list(texts.encoded(samples.config.sources[0], tokenizer))
 
 
 def test_all_rows_broken_is_an_error_that_says_why(tmp_path, tokenizer):

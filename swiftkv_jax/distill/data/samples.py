@@ -19,7 +19,6 @@ from swiftkv_jax.distill.data.sources import Documents, open_documents, split_of
 from swiftkv_jax.text.tokenizer import Tokenizer
 
 _CACHED_TOKENS = 1 << 24  # tokenised samples kept in memory: 80 MB
-_HASHED = 8  # samples whose ids a digest covers
 _CHAT_DATE = datetime.date(2024, 7, 26)  # for templates that print one: data must not change from day to day
 
 
@@ -160,7 +159,7 @@ class Samples(Sequence):
     def digest(self) -> str:
         """A hash of the ids of a few samples: what else changes in a tokenizer does not matter."""
         digest = sha256()
-        for index in range(0, len(self), -(-len(self) // _HASHED)):
+        for index in range(0, len(self), -(-len(self) // 8)):
             with contextlib.suppress(UsageError):  # it is skipped, or named when it is met
                 digest.update(self[index].tokens.tobytes())
             digest.update(b";")

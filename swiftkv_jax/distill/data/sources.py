@@ -25,7 +25,6 @@ _ROWS_WRITTEN = 100  # documents, of which a text's piece has a MiB, that are wr
 _VERSION = 2  # of the cached files
 PLACE = "swiftkv_jax.place"  # column of our own files of pieces: the file and line of a piece's document
 _SHOWN = 10  # broken lines that an error names
-_SAMPLED = 64  # documents of a dataset on disk that its digest covers
 # Training splits and id columns of the paper's data (SwiftKV section 4.1), of the published recipe's
 # (ArcticTraining) and of other datasets.
 HUB = {
@@ -125,7 +124,7 @@ class Documents(Sequence):
         """A hash of the ids and contents of all documents in memory, and of a sample of those on disk."""
         digest = sha256()
         for part in filter(len, self.parts):
-            stride = max(1, len(part) // _SAMPLED) if isinstance(part, OnDisk) else 1
+            stride = max(1, len(part) // 64) if isinstance(part, OnDisk) else 1
             digest.update(b"%d;" % len(part))
             for index in range(0, len(part), stride):
                 document = part[index]
@@ -170,28 +169,29 @@ def open_documents(
         parts.append(_open_local(source, bad, skip_bad_lines, columns, seen))
         if not len(parts[-1]) and len(bad) == before:
             raise UsageError(f"source {source} holds no documents")
-    _check_seen(columns, seen, parts)
+    for part in columns:
+        theirs = part.partition("=")[2]
+        if theirs not in seen:
+            for stored in parts:  # nothing is kept on disk that was read with these columns
+                if isinstance(stored, StoredDocuments):
+                    stored.path.unlink(missing_ok=True)
+            have = ", ".join(list(seen)[:_SHOWN])
+            raise UsageError(
+                f"no row has the column {theirs!r} of columns {part!r}; the rows have {have[:300]}"
+            )
     if bad and not skip_bad_lines:
-        raise UsageError(_broken(bad))
+        shown = _SHOWN
+        advice = "Fix them, or let swiftkv train or distil skip them: --set data.skip_bad_lines=True"
+        if all("known form" in why for why in bad[:_SHOWN]):
+            shown = 1
+            advice = f"Rows have columns of one of these forms: {KNOWN}. Others are named by columns: "
+            advice += "prompt=question, say"
+        more = f" and {len(bad) - shown} more" if len(bad) > shown else ""
+        raise UsageError(f"broken lines: {'; '.join(bad[:shown])}{more}. {advice}")
     documents = Documents(parts)
     if not len(documents):
         raise UsageError(f"no usable documents in {', '.join(sources)}: {len(bad)} broken lines")
     return documents
-
-
-def _broken(bad: files.Bad) -> str:
-    """The error message for broken rows, in one line, with advice if all seem to have an unknown form."""
-    if all("known form" in why for why in bad[:_SHOWN]):
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        return (
-            f"broken lines: {bad[0]}{more}. Rows have columns of one of these forms: {KNOWN}. Others are "
-            "named by columns: prompt=question, say"
-        )
-    more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-    return (
-        f"broken lines: {'; '.join(bad[:_SHOWN])}{more}. Fix them, or let swiftkv train or distil skip "
-        "them: --set data.skip_bad_lines=True"
-    )
 
 
 def _see(row, columns: Sequence[str], seen: dict[str, None]) -> None:
@@ -199,20 +199,6 @@ def _see(row, columns: Sequence[str], seen: dict[str, None]) -> None:
     if columns and isinstance(row, Mapping):
         wanted = {part.partition("=")[2] for part in columns}
         seen |= {name: None for name in row if len(seen) < _SHOWN or name in wanted}
-
-
-def _check_seen(columns: Sequence[str], seen: dict[str, None], parts: Sequence[Sequence]) -> None:
-    """Raises UsageError: `columns` names a column that no row has. Then nothing is kept on disk that was read
-    with these columns."""
-    for part in columns:
-        theirs = part.partition("=")[2]
-        if theirs in seen:
-            continue
-        for stored in parts:
-            if isinstance(stored, StoredDocuments):
-                stored.path.unlink(missing_ok=True)
-        have = ", ".join(list(seen)[:_SHOWN])
-        raise UsageError(f"no row has the column {theirs!r} of columns {part!r}; the rows have {have[:300]}")
 
 
 def _open_local(
@@ -225,7 +211,7 @@ def _open_local(
     if sum(size for _, _, size, _ in stamps) >= _LOOKED_UP and (place := _place(identity)).exists():
         seen |= {part.partition("=")[2]: None for part in columns}  # else it would not have been kept
         return StoredDocuments(place)
-    return _held(_read(paths, bad, columns, seen), identity, bad, skip)
+    return _listed_or_stored(_read(paths, bad, columns, seen), identity, bad, skip)
 
 
 def _place(identity: list) -> Path:
@@ -245,31 +231,31 @@ def kept_at(name: str) -> Path:
     return Path(home) / "swiftkv_jax" / name
 
 
-def _held(documents: Iterator[Document], identity: list, bad: files.Bad, skip: bool) -> Sequence:
-    """The documents as a list; or stored, if they are larger than `IN_MEMORY` and `datasets` is installed."""
+def _listed_or_stored(documents: Iterator[Document], identity: list, bad: files.Bad, skip: bool) -> Sequence:
+    """The documents as a list; or stored, if they are larger than `IN_MEMORY` and `datasets` is installed.
+
+    They are stored atomically; nothing is written if rows are broken and none is skipped.
+    """
     first, size = [], 0
     limit = IN_MEMORY if importlib.util.find_spec("datasets") else math.inf
     for document in documents:
         first.append(document)
         size += len(document.content)
         if size > limit:
-            return _store(itertools.chain(first, documents), _place(identity), bad, skip)
-    return first
-
-
-def _store(documents: Iterator[Document], place: Path, bad: files.Bad, skip: bool) -> Sequence:
-    """Write the documents to `place` atomically; nothing is written if rows are broken and none is
-    skipped."""
+            break
+    else:
+        return first
     from datasets import Features, Value
     from datasets.arrow_writer import ArrowWriter
 
     features = Features({name: Value("large_string") for name in ("id", "text", "messages", "place")})
+    place = _place(identity)
     with explained(f"write to {place.parent}"):
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".part-") as folder:
             draft = Path(folder) / place.name
             with ArrowWriter(path=str(draft), features=features, writer_batch_size=_ROWS_WRITTEN) as writer:
-                for document in documents:
+                for document in itertools.chain(first, documents):
                     row = {"id": document.id, "text": document.text, "place": document.place, "messages": ""}
                     if document.messages:
                         row["messages"] = json.dumps(document.messages, ensure_ascii=False)
@@ -332,7 +318,7 @@ def _open_hub(
         taken = HubDocuments(source, [], id_column, skip_bad_rows, columns)
         first = itertools.islice(rows, stream_rows)
         documents = (taken._document(i, row) for i, row in enumerate(first))
-        return _held(documents, [_VERSION, source, stream_rows, list(columns)], [], skip_bad_rows)
+        return _listed_or_stored(documents, [_VERSION, source, stream_rows, list(columns)], [], skip_bad_rows)
     if not len(rows):
         raise UsageError(f"source {source} holds no documents")
     return HubDocuments(source, rows, id_column, skip_bad_rows, columns)
