@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -61,7 +62,19 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
             f"{environ['JAX_COORDINATOR_ADDRESS']!r}"
         )
     apart = named and "JAX_LOCAL_DEVICE_IDS" not in environ
-    late = threading.Timer(START_S, _give_up, (environ.get("JAX_COORDINATOR_ADDRESS"),))
+    # JAX would take any pod for one of an indexed job: a server's pod would not start, or not without the
+    # rights to ask for its job.
+    indexed = "JOB_COMPLETION_INDEX" in environ and (count is None or index is None)
+    pod = "KUBERNETES_SERVICE_HOST" in environ and not any(name in environ for name in _BEFORE_PODS)
+
+    def give_up() -> None:
+        address = environ.get("JAX_COORDINATOR_ADDRESS")
+        where = f" and whether JAX_COORDINATOR_ADDRESS={address} can be reached from here" if address else ""
+        missing = f"not all processes of this run started within {START_S} s; see which is missing{where}"
+        print(f"error: {missing}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    late = threading.Timer(START_S, give_up)
     late.daemon = True
     late.start()
     try:
@@ -71,7 +84,7 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
                 process_id=index,
                 # One GPU for each process, as JAX does under SLURM.
                 local_device_ids=[local] if apart and local is not None else None,
-                cluster_detection_method=_method(environ, count is not None and index is not None),
+                cluster_detection_method="deactivate" if pod and not indexed else None,
                 initialization_timeout=10 * START_S,  # at its end JAX would abort
                 heartbeat_timeout_seconds=HEARTBEAT_S,
                 shutdown_timeout_seconds=SHUTDOWN_S,
@@ -99,28 +112,6 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
             ) from None
     finally:
         late.cancel()
-
-
-def _give_up(address: str | None) -> None:
-    """End this process, which still waits for the others."""
-    where = f" and whether JAX_COORDINATOR_ADDRESS={address} can be reached from here" if address else ""
-    print(
-        f"error: not all processes of this run started within {START_S} s; see which is missing{where}",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)
-
-
-def _method(environ: Mapping[str, str], named: bool) -> str | None:
-    """JAX's name for how it looks for a launcher; None: in every way that it knows.
-
-    It would take any pod for one of an indexed job: a server's pod would not start, or not without the rights
-    to ask for its job. `named`: all that JAX would ask for is known.
-    """
-    indexed = "JOB_COMPLETION_INDEX" in environ and not named
-    pod = "KUBERNETES_SERVICE_HOST" in environ and not any(name in environ for name in _BEFORE_PODS)
-    return "deactivate" if pod and not indexed else None
 
 
 def leave(code: int) -> None:
@@ -173,7 +164,12 @@ def together() -> Iterator[None]:
         if _alone():
             raise
         failure = error
-    messages = _gather_text(_message_of(failure))
+    mine = (
+        f"usage:{failure}"
+        if isinstance(failure, UsageError)
+        else f"failure:{failure and first_line(failure)}"
+    )
+    messages = _gather_text("" if failure is None else mine)
     first = next((index for index, text in enumerate(messages) if text), None)
     if first is None:
         return
@@ -237,15 +233,19 @@ def text_from_first(name: str, make: Callable[[], str], limit_s: float) -> str:
     """
     if not jax.distributed.is_initialized():
         return make()
+    client, index = _coordination()
+    if index:
+        return client.blocking_key_value_get(name, int(1000 * limit_s))
+    text = make()
+    client.key_value_set(name, text, allow_overwrite=True)
+    return text
+
+
+def _coordination() -> tuple[Any, int]:
+    """JAX's client of the coordination service, and the number of this process."""
     from jax._src import distributed
 
-    state = distributed.global_state
-    assert state.client is not None
-    if state.process_id:
-        return state.client.blocking_key_value_get(name, int(1000 * limit_s))
-    text = make()
-    state.client.key_value_set(name, text, allow_overwrite=True)
-    return text
+    return distributed.global_state.client, distributed.global_state.process_id
 
 
 class Channel:
@@ -254,11 +254,7 @@ class Channel:
 
     def __init__(self, name: str):
         """`name` is the same in all processes, and no other channel's."""
-        from jax._src import distributed
-
-        client = distributed.global_state.client
-        assert client is not None
-        self._client, self._name, self._count = client, name, 0
+        self._client, self._name, self._count = _coordination()[0], name, 0
 
     def send(self, message: bytes) -> None:
         """Send a message, in process 0. Messages that all have read are dropped, a block at a time."""
@@ -312,12 +308,9 @@ class Stop:
 
     def reached(self, step: int) -> bool:
         """Whether all stop after this step; where this process has failed, it now says when."""
-        from jax._src import distributed
-
-        client = distributed.global_state.client
-        assert client is not None
+        client, index = _coordination()
         if self.failure is not None and not self._said:
-            client.key_value_set(f"stop/{jax.process_index()}", str(step + self.LAG))
+            client.key_value_set(f"stop/{index}", str(step + self.LAG))
             self._said = True
         return any(int(last) <= step for _, last in client.key_value_dir_get("stop/"))
 
@@ -340,12 +333,6 @@ def _gather_text(text: str) -> list[str]:
     """The text of every process, cut to `_BYTES`, by process index."""
     raw = np.frombuffer(text.encode()[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in _gather(raw)]
-
-
-def _message_of(error: Exception | None) -> str:
-    if error is None:
-        return ""
-    return f"usage:{error}" if isinstance(error, UsageError) else f"failure:{first_line(error)}"
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int | None:

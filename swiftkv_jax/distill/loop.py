@@ -29,7 +29,7 @@ from swiftkv_jax.distill import kernels, report, run_folder, start, trackers
 from swiftkv_jax.distill import step as steps
 from swiftkv_jax.distill.config import AttentionConfig, Experiment, resolved
 from swiftkv_jax.distill.data.loader import Batch, DataLoader, evaluation_batches, longest_piece
-from swiftkv_jax.distill.progress import Progress, Silence
+from swiftkv_jax.distill.progress import Progress
 from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import UnsupportedError, device, preferred
 from swiftkv_jax.text.tokenizer import load_tokenizer
@@ -164,15 +164,14 @@ class Run:
                 run_folder.make(self.out, experiment)
                 home.send()
             self.checkpoints = Checkpointer(home.place / "checkpoints", keep=experiment.keep_checkpoints)
-            self.progress = Silence()
-            if self.first:
-                settings = json.loads(resolved(experiment))
-                started = trackers.start(experiment.trackers, experiment.name, self.out, settings)
-                context = sum(experiment.data.lengths) // len(experiment.data.lengths)
-                per_token = self.recipe.method.flops(self.recipe, context)
-                chip = flops.CHIPS.get(jax.devices()[0].device_kind)
-                peak, every = chip.flops * mesh.size if chip else None, experiment.log_every
-                self.progress = Progress(self.out, total, every, per_token, peak, started, self.say)
+            settings = json.loads(resolved(experiment))
+            wanted, folder_of_metrics = (experiment.trackers, self.out) if self.first else ((), None)
+            started = trackers.start(wanted, experiment.name, self.out, settings)
+            context = sum(experiment.data.lengths) // len(experiment.data.lengths)
+            per_token = self.recipe.method.flops(self.recipe, context)
+            chip = flops.CHIPS.get(jax.devices()[0].device_kind)
+            peak, every = chip.flops * mesh.size if chip else None, experiment.log_every
+            self.progress = Progress(folder_of_metrics, total, every, per_token, peak, started, self.say)
         self.evaluated: tuple[int, dict[int, dict[str, np.ndarray]]] | None = None
         self.compiled: set[str] = set()
         self.to_fit = experiment.fits_start

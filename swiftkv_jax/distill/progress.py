@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -16,11 +17,12 @@ class Progress:
 
     A line is printed every `log_every` steps, and sooner if steps are slow. On a terminal the next line
     replaces it, and the seconds of a long step are counted. A `say` other than `show` receives the lines.
+    Without a folder, as in the processes other than the first, nothing is written.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         steps: int,
         log_every: int,
         flops_per_token: float,
@@ -30,7 +32,7 @@ class Progress:
     ):
         self.steps, self.log_every, self._tell, self.trackers = steps, log_every, say, trackers
         self.flops_per_token, self.peak = flops_per_token, peak
-        path = folder / "metrics.jsonl"
+        path = Path(os.devnull) if folder is None else folder / "metrics.jsonl"
         with path.open("ab+") as file:  # a kill may have cut the last line short
             if size := file.tell():
                 file.seek(size - 1)
@@ -94,18 +96,3 @@ class Progress:
             stack.callback(self.file.close)
             for tracker in self.trackers:
                 stack.callback(tracker.finish)
-
-
-class Silence:
-    """Progress of the processes other than the first: prints and writes nothing."""
-
-    def record(self, step: int, metrics: dict[str, float], seconds: float) -> None: ...
-
-    def evaluation(self, step: int, result: dict[str, float]) -> None: ...
-
-    def waiting(self, step: int) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
-
-    def say(self, line: str, keep: bool = False) -> None: ...
-
-    def close(self) -> None: ...
