@@ -52,9 +52,7 @@ def layer_similarity(
     is NaN.
     """
     if model.plan != KVPlan.standard(model.config.num_layers):
-        raise UsageError(
-            "layer similarity is measured on a standard model: give the teacher, not its SwiftKV student"
-        )
+        raise UsageError("layer similarity is of a standard model: give the teacher, not its student")
     if not len(tokens):
         raise UsageError("layer similarity needs at least one token")
 

@@ -76,9 +76,7 @@ def from_pretrained(
     folder = local_folder(path_or_id, revision)
     if not (folder / ADAPTER).exists():
         if base is not None:
-            raise UsageError(
-                f"{folder} has no {ADAPTER}: it is not an adapter with a base, so leave base out"
-            )
+            raise UsageError(f"{folder} has no {ADAPTER}: only adapters have a base, so leave it out")
         return hf.from_pretrained(folder, dtype, mesh, cuts, slim=slim)
     version, named, said, prediction = _read(folder / ADAPTER)
     home = _base_folder(folder, named, base)
@@ -229,10 +227,7 @@ def check_tokenizers(base: Path, auxiliary: Path) -> None:
     files = [folder / "tokenizer.json" for folder in (base, auxiliary)]
     same = all(file.is_file() for file in files) and read_json(files[0]) == read_json(files[1])
     if not same and len({load_tokenizer(folder).ids_fingerprint for folder in (base, auxiliary)}) > 1:
-        raise UsageError(
-            f"the models in {base} and {auxiliary} have different tokenizers: an auxiliary must read the "
-            "base's tokens"
-        )
+        raise UsageError(f"{base} and {auxiliary} have different tokenizers: they must read the same tokens")
     most, known = (hf.read_model(folder)[0].vocab_size for folder in (base, auxiliary))
     if most > known and (count := load_tokenizer(base).vocab_size) > known:
         raise UsageError(
@@ -265,9 +260,7 @@ def _base_folder(folder: Path, named: str, given: str | Path | None) -> Path:
     try:
         return local_folder(folder / named if (folder / named).exists() else named)
     except UsageError as error:
-        raise UsageError(
-            f"the base model of {folder} is not where it says ({error}): give --base DIR"
-        ) from None
+        raise UsageError(f"the base of {folder} is not where it says ({error}): give --base DIR") from None
 
 
 def _slots(model: Predicted, predictor: PyTree) -> dict[str, Slot]:

@@ -103,10 +103,7 @@ def config_of(model: str) -> ModelConfig:
         try:
             path = Path(hf_hub_download(model, "config.json"))
         except Exception as error:  # the hub client raises many types; they all mean: not available
-            raise UsageError(
-                f"{model!r} is not a local folder, and the Hugging Face hub gives no config.json: "
-                f"{first_line(error)}"
-            ) from None
+            raise UsageError(f"{model!r} is no folder, and the hub has none: {first_line(error)}") from None
     raw = read_config_json(path)
     config = ModelConfig.from_hf(raw)
     check_standard(model, plan_from_hf(raw))

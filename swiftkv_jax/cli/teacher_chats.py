@@ -85,9 +85,7 @@ def chats_of(model: str, source: str, say: Say = show) -> Path:
         say(f"{source}: chats that {model} wrote before, in {path}")
         return path
     if jax.process_count() > 1:
-        raise UsageError(
-            f"{source} is not written yet: write it with a single process first (--no-distributed)"
-        )
+        raise UsageError(f"{source} is not written yet: write it with one process (--no-distributed)")
     done = write_chats(str(folder), prompts, path, sampling, say)
     say(f"{model} wrote {done.chats:,} chats, {done.tokens:,} tokens, in {done.seconds:.0f} s: {path}")
     return path
@@ -99,9 +97,8 @@ def sampling_of(query: str, source: str) -> Sampling:
     given = {}
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name not in known:
-            raise UsageError(
-                f"{source}: no setting {name!r}{suggest(name, known)}; known: {', '.join(known)}"
-            )
+            near = suggest(name, known)
+            raise UsageError(f"{source}: no setting {name!r}{near}; known: {', '.join(known)}")
         try:
             given[name] = known[name](text)
         except ValueError:

@@ -170,9 +170,7 @@ def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
     if sum(split_of(name) == "held_out" for name in documents.ids()) >= 8:
         return dataclasses.replace(data, split="train"), dataclasses.replace(data, split="held_out")
     if data.weights:
-        raise UsageError(
-            f"{', '.join(data.sources)} hold too few documents for weights: give more, or no weights"
-        )
+        raise UsageError(f"{', '.join(data.sources)} hold too few documents for weights: leave weights out")
     pieces: list[dict] = []
     for document in (documents[i] for i in range(len(documents))):
         place = {PLACE: document.place or document.id}
@@ -182,7 +180,7 @@ def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
         pieces += [{"text": document.text[start : start + _PIECE]} | place for start in cuts]
     if len(pieces) < _EVERY:
         raise UsageError(
-            f"{', '.join(data.sources)} is too short: give a text of {_PIECE * _EVERY:,} characters or more"
+            f"{', '.join(data.sources)} is too short: give {_PIECE * _EVERY:,} characters or more"
         )
     parts = {
         "fit": [piece for i, piece in enumerate(pieces) if i % _EVERY != _EVERY - 1],

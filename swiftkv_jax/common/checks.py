@@ -55,7 +55,7 @@ def one_of(*known):
     return partial(choice, known=known)
 
 
-def every(check):
+def every(check=lambda name, value: value):
     """The check of an annotation that each element passes `check`; they become a tuple."""
     return lambda name, values: tuple(check(name, value) for value in values)
 

@@ -73,9 +73,8 @@ def exit_code(
 def local_path(text: str) -> Path:
     """The type of a flag for a file or folder that cannot be in a bucket."""
     if "://" in text:
-        raise argparse.ArgumentTypeError(
-            f"{text} is no folder or file here; docs/tpu_and_gpu.md says which flags take gs://"
-        )
+        about = "docs/tpu_and_gpu.md says which flags take gs://"
+        raise argparse.ArgumentTypeError(f"{text} is no folder or file here; {about}")
     return Path(text)
 
 

@@ -57,10 +57,8 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
     count = _number(environ, "JAX_NUM_PROCESSES", many) if named else None
     index = _number(environ, "JAX_PROCESS_ID", rank) if named else None
     if named and not re.fullmatch(r".+:\d+", environ["JAX_COORDINATOR_ADDRESS"]):
-        raise UsageError(
-            "JAX_COORDINATOR_ADDRESS must be HOST:PORT of process 0, not "
-            f"{environ['JAX_COORDINATOR_ADDRESS']!r}"
-        )
+        address = environ["JAX_COORDINATOR_ADDRESS"]
+        raise UsageError(f"JAX_COORDINATOR_ADDRESS must be HOST:PORT of process 0, not {address!r}")
     apart = named and "JAX_LOCAL_DEVICE_IDS" not in environ
     # JAX would take any pod for one of an indexed job: a server's pod would not start, or not without the
     # rights to ask for its job.
@@ -139,9 +137,7 @@ def among_the_living() -> Iterator[None]:
     except Exception as error:
         if _alone() or isinstance(error, UsageError | PeerLost) or not _LOST.search(str(error)):
             raise
-        raise PeerLost(
-            f"another process of this run has ended, so this one ends too ({first_line(error)})"
-        ) from error
+        raise PeerLost(f"another process has ended, so this one ends too ({first_line(error)})") from error
 
 
 def is_first() -> bool:

@@ -98,17 +98,13 @@ def _check(base: Transformer, auxiliary: Transformer, prediction: Prediction) ->
     for name, config in (("base", base.config), ("auxiliary", auxiliary.config)):
         if config.clip_qkv is not None:
             raise UsageError(
-                f"KV prediction maps keys and values as they leave their projections; the {name} clips its "
-                f"own at {config.clip_qkv}"
+                f"KV prediction maps keys and values; the {name} clips them at {config.clip_qkv}"
             )
     if auxiliary.config.exit_head:
-        raise UsageError(
-            "an auxiliary generates nothing, and this one has an exit head: leave it out, as "
-            "surgery.layer_pruned(auxiliary, params, range(layers)) does"
-        )
+        raise UsageError("the auxiliary has an exit head: prune it with layer_pruned")
     if len(reads) != base.plan.num_rows:
         raise UsageError(
-            f"reads names {len(reads)} rows, and the base has {base.plan.num_rows}: one for each is needed"
+            f"reads names {len(reads)} rows, not one for each of the base's {base.plan.num_rows}"
         )
     if max(reads) >= rows:
         raise UsageError(f"reads names row {max(reads)}; the auxiliary's rows are 0 to {rows - 1}")
@@ -222,16 +218,12 @@ def identity(model: Predicted, dtype=jnp.float32) -> PyTree:
     inside, outside = model.auxiliary.config.kv_width, model.base.config.kv_width
     if inside != outside:
         raise UsageError(
-            f"an identity start needs rows of one width; the auxiliary's have {inside}, the base's "
-            f"{outside}: use least_squares"
+            f"an identity start needs rows of one width, not {inside} and {outside}: use least_squares"
         )
     rows = model.base.plan.num_rows
-
-    def one() -> PyTree:
-        kernel = jnp.broadcast_to(jnp.eye(inside, dtype=dtype), (rows, inside, outside))
-        return {"kernel": kernel, "bias": jnp.zeros((rows, outside), dtype)}
-
-    return {"rows": [{name: one() for name in PLAIN.projections}]}
+    kernel = jnp.broadcast_to(jnp.eye(inside, dtype=dtype), (rows, inside, outside))
+    zeros = jnp.zeros((rows, outside), dtype)
+    return {"rows": [{name: {"kernel": kernel, "bias": zeros} for name in PLAIN.projections}]}
 
 
 def uniform(model: Predicted, key: Array, dtype=jnp.float32) -> PyTree:
@@ -265,10 +257,8 @@ def forward(
     made from rows that are not stored yet, and then stored.
     """
     if own and model.prediction.tail > 1:
-        raise UsageError(
-            f"with a tail of {model.prediction.tail} tokens no single pass gives what is served at every "
-            "place: use tail=1, or own=False"
-        )
+        tail = model.prediction.tail
+        raise UsageError(f"a tail of {tail} tokens needs more than one pass: use tail=1, or own=False")
     where = (tokens, positions, segments)
     reads = model.prediction.reads
     small = read(model.auxiliary, params["auxiliary"], *where, reads, remat=remat, length=length, store=store)

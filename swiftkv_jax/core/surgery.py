@@ -79,9 +79,7 @@ def check_teacher(model: Transformer) -> None:
             "plain model (from_pretrained(..., slim=False)), and give the student to to_slim"
         )
     if model.plan != KVPlan.standard(model.config.num_layers):
-        raise UsageError(
-            "to_swiftkv starts from a standard model; this one's rows are already shared or rewired"
-        )
+        raise UsageError("to_swiftkv starts from a standard model; this one's rows are shared or rewired")
 
 
 def _makers(config: ModelConfig, params: PyTree, plan: KVPlan, held: range, init: str) -> PyTree:
@@ -215,15 +213,14 @@ def hadamard_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, Py
 def _transformed(p: PyTree, dtype: str) -> PyTree:
     """A projection by head, [L, N, E, H], for inputs after `rows.hadamard`. A scale is multiplied in, and the
     kernel is then in `dtype`."""
-    kernel = p["kernel"]
-    kind = jnp.dtype(dtype) if "scale" in p else kernel.dtype
-    run = jax.jit(_with_rows_transformed, static_argnums=1, out_shardings=kernel.sharding)
-    return {name: leaf for name, leaf in p.items() if name != "scale"} | {"kernel": run(kernel_of(p), kind)}
 
+    def transformed(kernel: Array) -> Array:
+        by_row = jnp.swapaxes(kernel.astype(jnp.float32), -1, -2)
+        rows = jnp.swapaxes(hadamard(by_row, inverse=True), -1, -2)
+        return rows.astype(jnp.dtype(dtype) if "scale" in p else p["kernel"].dtype)
 
-def _with_rows_transformed(kernel: Array, dtype) -> Array:
-    by_row = jnp.swapaxes(kernel.astype(jnp.float32), -1, -2)
-    return jnp.swapaxes(hadamard(by_row, inverse=True), -1, -2).astype(dtype)
+    kernel = jax.jit(transformed, out_shardings=p["kernel"].sharding)(kernel_of(p))
+    return {name: leaf for name, leaf in p.items() if name != "scale"} | {"kernel": kernel}
 
 
 def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:

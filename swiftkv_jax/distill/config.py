@@ -78,7 +78,7 @@ class PredictConfig(Checked):
 
     section = "predict."
     auxiliary: str = ""
-    keep: tuple[int, ...] = ()
+    keep: Annotated[tuple[int, ...], every()] = ()
     architecture: ModelConfig | None = None
     map: Annotated[str | None, one_of(*MAPS)] = None
     tail: Count = 1
@@ -86,13 +86,12 @@ class PredictConfig(Checked):
     init_tokens: Count = 32_768
 
     def __post_init__(self):
-        object.__setattr__(self, "keep", tuple(self.keep))
+        super().__post_init__()
         if bool(self.auxiliary) == bool(self.keep):
             said = f"both auxiliary {self.auxiliary!r} and keep {self.keep}" if self.keep else "neither"
             raise UsageError(
                 f"predict has {said}: give auxiliary (a folder or id) or keep (layers of the model)"
             )
-        super().__post_init__()
 
     def build(self, base: KVPlan, auxiliary: KVPlan) -> Prediction:
         """The map from the rows of `base` to the rows of `auxiliary` that they are predicted from."""
@@ -131,10 +130,7 @@ class LossConfig(Checked):
     def __post_init__(self):
         super().__post_init__()
         if not (self.kl_weight or self.hidden_weight or self.lm_weight or self.exit_weight):
-            raise UsageError(
-                "loss: kl_weight, hidden_weight, lm_weight and exit_weight are all 0; "
-                "nothing would be trained"
-            )
+            raise UsageError("loss: the weights of all terms are 0; nothing would be trained")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,9 +160,7 @@ class PredictionLossConfig(LossConfig):
             if getattr(self, name):
                 raise UsageError(f"loss.{name} is of a SwiftKV student, not of a predictor: set it to 0")
         if not (self.kl_weight or self.lm_weight or self.rows_weight is None or self.rows_weight):
-            raise UsageError(
-                "loss: kl_weight, lm_weight and rows_weight are all 0; no loss would train the predictor"
-            )
+            raise UsageError("loss: kl_weight, lm_weight and rows_weight are all 0; no loss would train it")
 
     def of_rows(self, rows: int) -> float:
         """The weight of the sum over so many rows."""
@@ -285,7 +279,7 @@ class Experiment(Checked):
     model: str = ""
     architecture: ModelConfig | None = None
     tokenizer: str = ""
-    keep: tuple[int, ...] = ()
+    keep: Annotated[tuple[int, ...], every()] = ()
     plan: PlanConfig = PlanConfig()
     predict: PredictConfig | None = None
     loss: LossConfig = LossConfig()
@@ -301,7 +295,7 @@ class Experiment(Checked):
     log_every: Count = 10
     evaluate_every: Natural = 0
     evaluation_batches: Natural = 8
-    eval_lengths: tuple[int, ...] = ()
+    eval_lengths: Annotated[tuple[int, ...], every()] = ()
     checkpoint_every: Natural = 200
     keep_checkpoints: Count = 3
     trackers: Annotated[tuple[str, ...], every(one_of(*TRACKERS))] = ()
@@ -310,9 +304,7 @@ class Experiment(Checked):
     def __post_init__(self):
         super().__post_init__()
         if not self.model and self.architecture is None:
-            raise UsageError(
-                "an experiment needs a model (folder or id), or an architecture to train from random weights"
-            )
+            raise UsageError("an experiment needs a model (folder or id), or an architecture to begin from")
         predicts = self.predict is not None
         if (self.trainable == "predictor") != predicts:
             given = f"predict with trainable={self.trainable!r}" if predicts else "no predict"
@@ -338,25 +330,16 @@ class Experiment(Checked):
             )
         if self.trainable == "all" and self.plan.split:
             raise UsageError(
-                f'trainable="all" trains a model as it is; plan.split {self.plan.split} is of a student: set '
-                "it to 0"
+                f'trainable="all" has no student; plan.split {self.plan.split} is of one: set it to 0'
             )
         if self.trainable in ("swiftkv", "upper") and (not self.model or not self.plan.split):
-            raise UsageError(
-                f"trainable={self.trainable!r} distils a model under a plan: give model and plan.split"
-            )
-        for name in ("eval_lengths", "keep"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            raise UsageError(f"trainable={self.trainable!r} needs model and plan.split: give both")
         if self.keep and (self.trainable != "all" or not self.model):
-            raise UsageError(
-                f'keep {self.keep} leaves some layers of a model to train: give model, and trainable="all"'
-            )
+            raise UsageError(f'keep {self.keep} trains some layers of a model: give it, and trainable="all"')
         self.held_out()
         if self.data.batch_size % self.optimizer.accumulate:
-            raise UsageError(
-                f"data.batch_size {self.data.batch_size} is not a multiple of "
-                f"optimizer.accumulate {self.optimizer.accumulate}"
-            )
+            batch, pieces = self.data.batch_size, self.optimizer.accumulate
+            raise UsageError(f"data.batch_size {batch} is not a multiple of optimizer.accumulate {pieces}")
 
     @property
     def start(self) -> PlanConfig | PredictConfig:
@@ -377,10 +360,7 @@ class Experiment(Checked):
             return {}
         longest = self.evaluation.seq_len
         for length in self.eval_lengths:
-            if not 2 <= length <= longest:
-                raise UsageError(
-                    f"eval_lengths are at least 2 and at most evaluation.seq_len {longest}, not {length}"
-                )
+            integer("eval_lengths, up to evaluation.seq_len,", length, 2, longest)
         return {
             length: dataclasses.replace(self.evaluation, piece_lengths=(length,))
             for length in self.eval_lengths

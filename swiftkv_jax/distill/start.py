@@ -43,8 +43,7 @@ def load(experiment: Experiment, folder: Path | None, tokenizer: Tokenizer, mesh
         for what, data in (("data", experiment.data), ("evaluation", experiment.evaluation)):
             if data is not None and model.config.learned_positions and data.seq_len > most:
                 raise UsageError(
-                    f"{what}.seq_len {data.seq_len} is more than the {most} positions that the {name} has "
-                    "learned"
+                    f"{what}.seq_len {data.seq_len} exceeds the {name}'s {most} learned positions"
                 )
     return loaded
 
@@ -97,9 +96,7 @@ def prepare(experiment: Experiment, loaded: list[Loaded]) -> tuple[Student, PyTr
         return model, steps.masters(trained), frozen
     plan, init = experiment.plan.build(teacher.config.num_layers), experiment.plan.init
     if experiment.fits_start and not plan.has_shared_norm:
-        raise UsageError(
-            f"plan.split {plan.split} of {plan.num_layers} layers leaves no rows to fit by least squares"
-        )
+        raise UsageError(f"plan.split {plan.split} of {plan.num_layers} layers leaves no rows to fit")
     init = "fold" if init == LEAST_SQUARES else init
     exit_head = experiment.loss.exit_weight > 0
     return steps.prepare(teacher, params, plan, init, experiment.trainable, exit_head=exit_head)

@@ -389,14 +389,11 @@ def check(experiment: Experiment, mesh: Mesh | AbstractMesh) -> None:
         )
     held_out = experiment.evaluation
     if held_out is not None and held_out.batch_size % shards:
-        raise UsageError(
-            f"evaluation.batch_size {held_out.batch_size} is no multiple of {shards}, the mesh's data x fsdp"
-        )
+        size = held_out.batch_size
+        raise UsageError(f"evaluation.batch_size {size} is no multiple of {shards}, the mesh's data x fsdp")
     for data in filter(None, (experiment.data, held_out)):
         if data.seq_len % parts:
-            raise UsageError(
-                f"rows of {data.seq_len} tokens are not a multiple of mesh.context {parts}: change either"
-            )
+            raise UsageError(f"rows of {data.seq_len} tokens are not a multiple of mesh.context {parts}")
 
 
 def flops_per_token(recipe: Recipe, seq_len: int) -> float:

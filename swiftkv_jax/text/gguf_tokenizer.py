@@ -66,9 +66,8 @@ def _files(data: Mapping[str, typing.Any], template) -> dict[str, dict]:
     tokens = _list(data, "tokens", str)
     kinds = _list(data, "token_type", int) or [1] * len(tokens)
     if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise UsageError(
-            f"it has {len(set(tokens))} different tokens, {len(tokens)} ids and {len(kinds)} types"
-        )
+        counts = len(set(tokens)), len(tokens), len(kinds)
+        raise UsageError("it has {} different tokens, {} ids and {} types".format(*counts))
     vocab = {token: index for index, token in enumerate(tokens)}
     named = {name: _named(data, key, tokens) for name, key in _NAMED.items()}
     named = {name: token for name, token in named.items() if token is not None}
@@ -141,10 +140,7 @@ def _byte_level(data: Mapping, vocab: dict[str, int]) -> tuple[dict, bool]:
     pre = data.get("pre")  # files of before May 2024 lack it
     if pre not in _SPLITS:
         said = "is missing" if pre is None else f"{str(pre)[:60]!r} is not known"
-        raise UsageError(
-            f"tokenizer.ggml.pre {said}, and texts would be split wrongly; "
-            f"these are known: {', '.join(_SPLITS)}"
-        )
+        raise UsageError(f"tokenizer.ggml.pre {said}; these are known: {', '.join(_SPLITS)}")
     splits, whole_words = _SPLITS[pre]
     model = _bpe(vocab, [merge.split(" ") for merge in _list(data, "merges", str)])
     return {

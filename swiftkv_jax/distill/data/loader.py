@@ -41,9 +41,8 @@ class DataLoader:
     ):
         """A thread makes `prefetch` batches ahead; `state` counts only those handed out."""
         if config.batch_size % process_count:
-            raise UsageError(
-                f"data.batch_size {config.batch_size} is not a multiple of the {process_count} processes"
-            )
+            size = config.batch_size
+            raise UsageError(f"data.batch_size {size} is not a multiple of the {process_count} processes")
         share = config.batch_size // process_count
         self.config, self.prefetch = config, prefetch
         self.lanes = range(process_index * share, (process_index + 1) * share)

@@ -16,7 +16,7 @@ def counts(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
     empty = [i for i, size in enumerate(sizes) if not size]
     if empty:
         raise UsageError(
-            f"data.weights: source number {empty[0] + 1} has no samples left; raise data.limit, or drop it"
+            f"data.weights: source {empty[0] + 1} has no samples left; raise data.limit, or drop it"
         )
     return tuple(max(1, round(size * weight)) for size, weight in zip(sizes, weights, strict=True))
 

@@ -56,11 +56,11 @@ class DataConfig(Checked):
     """
 
     section = "data."
-    sources: tuple[str, ...]
+    sources: Annotated[tuple[str, ...], every()]
     seq_len: Annotated[int, partial(integer, least=2)]  # a token and its target
     batch_size: Count
     weights: Annotated[tuple[float, ...], every(partial(above, least=0))] = ()
-    columns: tuple[str, ...] = ()
+    columns: Annotated[tuple[str, ...], every()] = ()
     stream_rows: Annotated[int | None, partial(integer, least=1)] = None
     seed: Annotated[int, partial(integer, least=0, most=2**64 - 1)] = 0
     pack: bool = True
@@ -78,30 +78,22 @@ class DataConfig(Checked):
         if isinstance(self.sources, str) or not self.sources:
             raise UsageError(f"data.sources is a tuple of at least one source, not {self.sources!r}")
         super().__post_init__()
-        for name in ("sources", "columns"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         check_columns(self.columns)
         if self.chats == "plain" and self.mask == "assistant":
-            raise UsageError(
-                'data.mask="assistant" works only with data.chats="template": change one of them'
-            )
+            raise UsageError('data.mask="assistant" needs data.chats="template": change one of them')
         if self.weights and len(self.weights) != len(self.sources):
             raise UsageError(
                 f"data.weights {self.weights} are not one for each of {len(self.sources)} sources"
             )
         if max(self.lengths) > self.seq_len:
-            raise UsageError(
-                f"data.piece_lengths {self.piece_lengths} must be at most data.seq_len {self.seq_len}"
-            )
+            raise UsageError(f"data.piece_lengths {self.piece_lengths} exceed data.seq_len {self.seq_len}")
         if self.piece_lengths and self.long_documents in ("drop", "truncate"):
             raise UsageError(
                 f"data.piece_lengths cut long documents, data.long_documents={self.long_documents!r} does "
                 'not: use "split" or "fill"'
             )
         if self.fuse_positions and not self.pack:
-            raise UsageError(
-                "data.fuse_positions needs data.pack=True: a row with one sample has nothing to fuse"
-            )
+            raise UsageError("data.fuse_positions needs data.pack=True: one sample has nothing to fuse")
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -168,9 +160,7 @@ class Samples(Sequence):
     def _tokenise(self, index: int) -> Sample:
         document = self.documents[int(self.indices[index])]
         if document.text and self.config.mask == "assistant":
-            raise UsageError(
-                f'data.mask="assistant" needs chats, and document {document.id} is a text: set mask="all"'
-            )
+            raise UsageError(f'data.mask="assistant" needs chats, not texts as {document.id}: set mask="all"')
         try:
             ids, learn = self._encode(document)
         except UsageError as error:  # of the chat template or the tokenizer

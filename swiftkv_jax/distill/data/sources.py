@@ -294,9 +294,7 @@ def _open_hub(
 ) -> Sequence:
     match = _HUB.fullmatch(source)
     if not match:
-        raise UsageError(
-            f"a hub dataset is written hf://org/name or hf://org/name:config[split]@revision, not {source}"
-        )
+        raise UsageError(f"a hub dataset is written hf://org/name:config[split]@revision, not {source}")
     name = match["name"]
     known_split, id_column = HUB.get(name, ("train", "id"))
     split = match["split"] or known_split
