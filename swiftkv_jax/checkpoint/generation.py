@@ -4,11 +4,9 @@ import dataclasses
 import re
 import typing
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-from swiftkv_jax.common.checks import Checked, integer, number, whole
+from swiftkv_jax.common.checks import integer, number, whole
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.config.gguf_header import gguf_of
 from swiftkv_jax.config.hf import read_config_json
@@ -37,24 +35,24 @@ class Speech:
 
 _LANGUAGE, _TASKS = re.compile(r"<\|[a-z]{2,3}\|>"), ("transcribe", "translate")
 _MULTILINGUAL = 51865  # tokens of the smallest vocabulary with languages; the English one has one less
+_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerationDefaults(Checked):
+class GenerationDefaults:
     """Generation settings in a checkpoint's files; None for those that are absent.
 
     `eos_token_ids` holds every id that ends an answer (published files give one id or a list).
     `decoder_start_token_id` is the first token of a decoder with an encoder; `speech` is for Whisper only.
     """
 
-    section = "generation_config.json: "
     eos_token_ids: tuple[int, ...] = ()
-    temperature: Annotated[float | None, number] = None
-    top_k: Annotated[int | None, lambda name, value: integer(name, whole(value))] = None
-    top_p: Annotated[float | None, number] = None
-    min_p: Annotated[float | None, number] = None
-    repetition_penalty: Annotated[float | None, number] = None
-    decoder_start_token_id: Annotated[int | None, partial(integer, least=0)] = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    decoder_start_token_id: int | None = None
     speech: Speech | None = None
 
 
@@ -68,18 +66,21 @@ def read_generation_config(folder: str | Path) -> GenerationDefaults:
     if eos is None:
         place, eos = files[1].name, model.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    where = f"{files[0].name}: "
+    values: dict[str, typing.Any] = {name: own[name] for name in _NUMBERS if own.get(name) is not None}
+    for name, value in values.items():
+        whole_number = name == "top_k"
+        values[name] = integer(where + name, whole(value)) if whole_number else number(where + name, value)
     known = [integer(f"{place}: eos_token_id", value) for value in ids]
-    first = own.get("decoder_start_token_id")
-    speech = None
+    values["eos_token_ids"] = tuple(value for value in known if value >= 0)  # -1: none
+    for place in (model, own):
+        if place.get("decoder_start_token_id") is not None:
+            name = "decoder_start_token_id"
+            values[name] = integer(f"generation_config.json: {name}", place[name], 0)
     if model.get("model_type") == "whisper":
         raw = {**model, **own}
-        speech = _speech(raw if raw.get("lang_to_id") else raw | _older(raw, Path(folder)))
-    return GenerationDefaults(
-        eos_token_ids=tuple(value for value in known if value >= 0),  # -1: none
-        decoder_start_token_id=model.get("decoder_start_token_id") if first is None else first,
-        speech=speech,
-        **{name: own.get(name) for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
-    )
+        values["speech"] = _speech(raw if raw.get("lang_to_id") else raw | _older(raw, Path(folder)))
+    return GenerationDefaults(**values)
 
 
 def _older(raw: Mapping, folder: Path) -> dict:
