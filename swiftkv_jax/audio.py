@@ -76,11 +76,7 @@ _NAMES = {
 
 
 def read_settings(folder: str | Path, mels: int) -> AudioSettings:
-    """Settings from a folder's preprocessor_config.json; without one Whisper's own, with `mels` mel bins.
-
-    Raises:
-      UsageError: it cannot be read.
-    """
+    """Settings from a folder's preprocessor_config.json; without one Whisper's own, with `mels` mel bins."""
     for name in PREPROCESSORS:
         path = Path(folder) / name
         if not path.is_file():
@@ -120,10 +116,6 @@ def read(audio, where: str = "audio") -> Sound:
       audio: the path of a wav file, its bytes, or (samples [n] or [n, channels], their rate); integers count
         in full scale of their type.
       where: opens every error message.
-
-    Raises:
-      UsageError: it is none of these, not a wav file that is understood here, or has no samples, or samples
-        that are not finite.
     """
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below
         sound = _read(audio, where)

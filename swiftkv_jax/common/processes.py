@@ -45,9 +45,6 @@ def start(wanted: bool | None, environ: Mapping[str, str]) -> None:
     Args:
       wanted: True joins or refuses; False runs alone; None joins where a launcher is found.
       environ: the environment's variables.
-
-    Raises:
-      UsageError: no launcher was found though one is wanted, or its information is incomplete.
     """
     if wanted is False:
         return
@@ -176,11 +173,7 @@ def together() -> Iterator[None]:
 
 
 def check_same(what: str, value: str) -> None:
-    """Refuse a value that is not the same in every process, before it makes them do different things.
-
-    Raises:
-      UsageError: in all processes; it names the first process that differs from process 0.
-    """
+    """Refuse a value that is not the same in every process, before it makes them do different things."""
     digests = _gather_text(hashlib.sha256(value.encode()).hexdigest())
     other = next((index for index, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:

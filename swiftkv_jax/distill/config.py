@@ -374,9 +374,6 @@ def load_experiment(path: str | Path) -> Experiment:
 
     Args:
       path: a file, or the bare name of a config that comes with the package: "tiny".
-
-    Raises:
-      UsageError: no such file or name, or it defines no experiment.
     """
     path = Path(path)
     if not path.is_file():

@@ -347,11 +347,7 @@ class Run:
         return now
 
     def _values(self, pending) -> dict[str, float]:
-        """A step's metrics, once they are there.
-
-        Raises:
-          TrainingError: the loss or the gradient is not finite.
-        """
+        """A step's metrics, once they are there."""
         step, metrics, ids = pending
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):

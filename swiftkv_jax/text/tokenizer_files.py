@@ -51,11 +51,6 @@ def read(folder: Path) -> Described:
     """Read the tokenizer of a folder.
 
     As in transformers 5, `add_bos_token` and `add_eos_token` are read only if there is no tokenizer.json.
-
-    Raises:
-      UsageError: there is no tokenizer.json, nor files that stand for it; or a file leaves the folder, is too
-        large, is not JSON, or has a field of another type.
-      Exception: tokenizer.json is invalid. The library raises bare ones, and panics.
     """
     config, old = _fields(folder / CONFIG), {}
     if config.get("added_tokens_decoder") is None:  # files of before 2023

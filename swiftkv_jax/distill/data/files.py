@@ -39,11 +39,7 @@ Bad = list[str]
 
 def files_of(source: str) -> list[tuple[Place, str]]:
     """(path, name) of the files of a source: a file, a pattern, or a folder and what lies in it that is not
-    hidden.
-
-    Raises:
-      UsageError: there is none, or it is of a kind that is not read.
-    """
+    hidden."""
     if is_bucket(source):
         with reached(f"read {source}"):
             urls = {
@@ -95,11 +91,7 @@ def _opened(path: Place) -> Iterator[Any]:
 
 def texts(path: Place, name: str, bad: Bad) -> Iterator[tuple[str, str]]:
     """(name, text) of the documents of a text file: one, or pieces of about `PIECE` bytes that end lines. A
-    piece that is not UTF-8 is noted in `bad` by its first line.
-
-    Raises:
-      UsageError: it cannot be read.
-    """
+    piece that is not UTF-8 is noted in `bad` by its first line."""
     with _opened(path) as file:
         lines, number, line = file.readlines(PIECE), 0, 1
         more = file.readlines(PIECE)
@@ -119,9 +111,6 @@ def rows(path: Place, kind: str, bad: Bad) -> Iterator[tuple[int, object]]:
 
     .jsonl has a row a line, as has a .json that does not begin with a bracket; any other .json is a list, and
     is read as a whole.
-
-    Raises:
-      UsageError: it cannot be read, or is not what its name says.
     """
     yield from {
         ".jsonl": _lines,

@@ -89,11 +89,7 @@ class DataLoader:
         return self._worker.submit(measure).result()
 
     def check(self) -> None:
-        """Tokenise the samples that this process meets first, up to 2,000; they stay cached.
-
-        Raises:
-          UsageError: one of them is broken, and `skip_bad_lines` is not set.
-        """
+        """Tokenise the samples that this process meets first, up to 2,000; they stay cached."""
 
         def check() -> None:
             broken, tokens = [], 0
@@ -128,9 +124,6 @@ class DataLoader:
         """Continue exactly where `state` was taken, with any number of processes.
 
         A state of several processes must have the lanes of all of them.
-
-        Raises:
-          UsageError: a state of other data or another config, or one that lacks lanes of this process.
         """
         try:
             step, saved, lanes = int(state["step"]), dict(state["config"]), dict(state["lanes"])
@@ -235,9 +228,6 @@ def evaluation_batches(
     Args:
       limit: most batches to return. The last one is filled up with empty rows.
       process_index, process_count: as in `DataLoader`: this process's rows of each batch.
-
-    Raises:
-      UsageError: an empty split (see `DataConfig`), or a batch size that the processes do not divide.
     """
     if config.batch_size % process_count:
         raise UsageError(f"batch_size {config.batch_size} is not a multiple of the {process_count} processes")

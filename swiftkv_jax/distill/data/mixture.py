@@ -8,11 +8,7 @@ from swiftkv_jax.common.errors import UsageError
 
 
 def counts(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
-    """Samples of each source in an epoch: its size times its weight, rounded, but at least one.
-
-    Raises:
-      UsageError: a source has no samples.
-    """
+    """Samples of each source in an epoch: its size times its weight, rounded, but at least one."""
     empty = [i for i, size in enumerate(sizes) if not size]
     if empty:
         raise UsageError(

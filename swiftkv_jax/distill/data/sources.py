@@ -152,9 +152,6 @@ def open_documents(
       skip_bad_lines: leave broken rows out.
       columns: "ours=theirs" each, for rows whose columns are not those of `FORMS`.
       stream_rows: read only this many rows of each hub dataset, over the network, instead of downloading all.
-
-    Raises:
-      UsageError: a source that is missing, of another kind, unreadable or empty; broken rows, by place.
     """
     check_columns(columns)
     parts, bad = [], []
