@@ -15,11 +15,13 @@ import struct
 import typing
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
-from swiftkv_jax.common.checks import integer
+from swiftkv_jax.common.checks import Checked, integer
 from swiftkv_jax.common.errors import UsageError, explained
 from swiftkv_jax.common.folder import read_json
 from swiftkv_jax.core.shapes import Float
@@ -35,8 +37,11 @@ _MIXED_TOGETHER = 1 << 18  # numbers of an array while sound is mixed
 PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")  # the latter has the former inside
 
 
+_Size = Annotated[int, partial(integer, least=1, most=10**6)]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AudioSettings:
+class AudioSettings(Checked):
     """How audio becomes frames, by preprocessor_config.json; the defaults are Whisper's.
 
     Attributes:
@@ -44,16 +49,12 @@ class AudioSettings:
         made from. hop: samples from one frame to the next.
     """
 
-    mels: int = 80
-    rate: int = 16_000
-    seconds: int = 30
-    width: int = 400
-    hop: int = 160
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            low, high = _RATES if field.name == "rate" else (1, 10**6)
-            integer(f"preprocessor_config.json: {field.name}", getattr(self, field.name), low, high)
+    section = "preprocessor_config.json: "
+    mels: _Size = 80
+    rate: Annotated[int, partial(integer, least=_RATES[0], most=_RATES[1])] = 16_000
+    seconds: _Size = 30
+    width: _Size = 400
+    hop: _Size = 160
 
     @property
     def samples(self) -> int:
@@ -66,13 +67,8 @@ class AudioSettings:
         return self.samples // self.hop
 
 
-_NAMES = {
-    "mels": "feature_size",
-    "rate": "sampling_rate",
-    "seconds": "chunk_length",
-    "width": "n_fft",
-    "hop": "hop_length",
-}
+_NAMES = {"mels": "feature_size", "rate": "sampling_rate", "seconds": "chunk_length"}
+_NAMES |= {"width": "n_fft", "hop": "hop_length"}
 
 
 def read_settings(folder: str | Path, mels: int) -> AudioSettings:
@@ -207,18 +203,15 @@ def _wav(data: bytes, where: str) -> Sound:
     return Sound(samples=samples, rate=rate, channels=channels)
 
 
-def _laws() -> tuple[np.ndarray, np.ndarray]:
-    """The 16-bit samples of all codes of A-law and mu-law (ITU-T G.711)."""
-    a, u = np.arange(256) ^ 0x55, np.arange(256) ^ 0xFF
-    a_exponent, a_size = a >> 4 & 7, (a & 15) << 4
-    a_size = np.where(a_exponent, (a_size + 0x108) << np.maximum(a_exponent - 1, 0), a_size + 8)
-    u_size = (((u & 15) << 3) + 0x84 << (u >> 4 & 7)) - 0x84
-    return np.where(a & 0x80, a_size, -a_size).astype("<i2"), np.where(u & 0x80, -u_size, u_size).astype(
-        "<i2"
-    )
-
-
-_OF_ALAW, _OF_ULAW = _laws()
+def _law(kind: int) -> np.ndarray:
+    """The 16-bit samples of all codes of A-law or mu-law (ITU-T G.711)."""
+    code = np.arange(256) ^ (0x55 if kind == _ALAW else 0xFF)
+    exponent, size = code >> 4 & 7, code & 15
+    if kind == _ULAW:
+        size = ((size << 3) + 0x84 << exponent) - 0x84
+        return np.where(code & 0x80, -size, size).astype("<i2")
+    size = np.where(exponent, ((size << 4) + 0x108) << np.maximum(exponent - 1, 0), (size << 4) + 8)
+    return np.where(code & 0x80, size, -size).astype("<i2")
 
 
 def _triples(data: memoryview) -> np.ndarray:
@@ -235,8 +228,8 @@ _READERS = {
     (_PCM, 32): lambda data: _array(np.frombuffer(data, "<i4"), ""),
     (_FLOAT, 32): lambda data: np.frombuffer(data, "<f4").astype(np.float32),
     (_FLOAT, 64): lambda data: np.frombuffer(data, "<f8").astype(np.float32),
-    (_ALAW, 8): lambda data: _array(_OF_ALAW[np.frombuffer(data, np.uint8)], ""),
-    (_ULAW, 8): lambda data: _array(_OF_ULAW[np.frombuffer(data, np.uint8)], ""),
+    (_ALAW, 8): lambda data: _array(_law(_ALAW)[np.frombuffer(data, np.uint8)], ""),
+    (_ULAW, 8): lambda data: _array(_law(_ULAW)[np.frombuffer(data, np.uint8)], ""),
 }
 
 

@@ -154,11 +154,17 @@ class Checkpointer:
 
             with self._manager(read_only=True) as manager:
                 stored = manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())).meta
-                if differences := _differences(stored["leaves"], _described(named)):
+                there, here = stored["leaves"], _described(named)
+                names = [name for name in sorted(there | here) if there.get(name) != here.get(name)]
+                if names:
+                    other = [
+                        f"{n} ({there.get(n, 'nothing')} saved, {here.get(n, 'nothing')} here)"
+                        for n in names[:_LISTED]
+                    ]
+                    other += [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
                     raise UsageError(
                         f"checkpoint {step} in {self.directory} is of another model or optimiser: "
-                        f"{'; '.join(differences)}. Resume with the run's own config, or choose another "
-                        "directory"
+                        f"{'; '.join(other)}. Resume with the run's own config, or choose another directory"
                     )
                 stand_ins = {
                     name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_place(leaf))
@@ -291,15 +297,6 @@ def _named(tree: PyTree) -> dict[str, Any]:
 def _described(named: dict[str, Any]) -> dict[str, str]:
     """`{"trainable/shared_norm": "float32[48]"}`."""
     return {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in named.items()}
-
-
-def _differences(stored: dict[str, str], here: dict[str, str]) -> list[str]:
-    """Differences between two descriptions: at most 10, and a count of the rest."""
-    names = [name for name in sorted(stored | here) if stored.get(name) != here.get(name)]
-    shown = [
-        f"{n} ({stored.get(n, 'nothing')} saved, {here.get(n, 'nothing')} here)" for n in names[:_LISTED]
-    ]
-    return shown + ([f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else [])
 
 
 def _place(leaf: Any) -> jax.sharding.Sharding:

@@ -99,7 +99,18 @@ def save_pretrained(
             # with only a warning. It looks for this file, whose name tells the user what to do.
             code = "use AutoModelForCausalLM with trust_remote_code=True.safetensors"
             config["transformers_weights"] = code
-        _write_weights(folder, params, table, jnp.dtype(dtype), max_shard_bytes)
+        # Only one file's tensors are in host memory at a time.
+        shards, files = _shards(table, jnp.dtype(dtype).itemsize, max_shard_bytes), {}
+        for number, names in enumerate(shards, 1):
+            file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
+            tensors = {name: tensor(params, name, table[name], jnp.dtype(dtype)) for name in names}
+            save_file(tensors, folder / file, {"format": "pt"})
+            (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors makes it private to its owner
+            del tensors
+            files |= dict.fromkeys(names, file)
+        if len(shards) > 1:
+            total = jnp.dtype(dtype).itemsize * sum(math.prod(slot.shape) for slot in table.values())
+            write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
         write_json(folder / "config.json", config)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("save_pretrained")
@@ -163,23 +174,6 @@ def token_ids(place: str | Path | None) -> dict:
         return {}
     raw = read_config_json(place)
     return {name: raw[name] for name in _CARRIED if name in raw}
-
-
-def _write_weights(folder: Path, params: PyTree, table: dict[str, Slot], dtype: np.dtype, limit: int) -> None:
-    """Write one file, or several with an index; only one file's tensors are in host memory at a time."""
-    shards = _shards(table, dtype.itemsize, limit)
-    where = {}
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
-        tensors = {name: tensor(params, name, table[name], dtype) for name in names}
-        save_file(tensors, folder / file, {"format": "pt"})
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors makes files private to their owner
-        del tensors
-        where |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        total = dtype.itemsize * sum(math.prod(slot.shape) for slot in table.values())
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        write_json(folder / INDEX, index)
 
 
 def write_json(path: Path, value: dict) -> None:

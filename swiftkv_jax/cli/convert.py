@@ -27,7 +27,7 @@ from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import Parser, UsageError, exit_code, explained
 from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.common.progress import Say, show, working
-from swiftkv_jax.config.model import DTYPES, ModelConfig, plan_from_hf
+from swiftkv_jax.config.model import DTYPES, plan_from_hf
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core.surgery import INITS
 from swiftkv_jax.distill import kernels, start
@@ -144,16 +144,29 @@ def convert(
         check_standard(model, plan)
     with tempfile.TemporaryDirectory(prefix="swiftkv-convert-") as scratch:
         with working(say, f"reading {', '.join(texts)}"):
-            experiment = _experiment(str(folder), config, part, texts, length, dtype, Path(scratch))
+            context = config.longest_context
+            kind: dict[str, Any] = {"plan": part}
+            if isinstance(part, PlanConfig):
+                integer("--split", part.split, 1, config.num_layers - 1)
+                if part.init == LEAST_SQUARES:
+                    integer("--tokens", part.init_tokens, config.hidden_size + 1)
+            else:
+                if part.auxiliary:
+                    context = min(context, read_model(local_folder(part.auxiliary))[0].longest_context)
+                kind = {"predict": part, "trainable": "predictor", "loss": PredictionLossConfig()}
+            integer("--length", length, 2, context)
+            data = DataConfig(sources=texts, seq_len=length, batch_size=ROWS, long_documents="fill")
+            data, evaluation = apart(data, Path(scratch))
+            types = {"dtype": dtype, "export_dtype": config.dtype}
+            kind |= {"model": str(folder), "data": data, "evaluation": evaluation, "steps": 1}
+            # The run that would train this student on one device; none of its steps is taken.
+            experiment = Experiment(name="convert", remat=False, **types, **kind)
         attention, _ = kernels.choose(experiment)  # before JAX has its devices
         rows = jax.device_count() * ROWS
-        parts = {
-            name: dataclasses.replace(data, batch_size=rows)
-            for name in ("data", "evaluation")
-            if (data := getattr(experiment, name)) is not None
-        }
+        data, evaluation = (dataclasses.replace(part, batch_size=rows) for part in (data, evaluation))
         count = max(1, HELD_OUT_TOKENS // (rows * length))
-        experiment = dataclasses.replace(experiment, **parts, evaluation_batches=count, attention=attention)
+        changes = {"evaluation_batches": count, "attention": attention}
+        experiment = dataclasses.replace(experiment, data=data, evaluation=evaluation, **changes)
         began = time.monotonic()
         with opened(experiment, tokenizer, say) as trial:
             student = trial.student(part, say)
@@ -206,42 +219,6 @@ def _check_out(out: Path) -> None:
         plan = None
     if plan is None or plan == KVPlan.standard(plan.num_layers):
         raise UsageError(f"{out} holds a run, or a model that is not a student: give another --out")
-
-
-def _experiment(
-    model: str,
-    config: ModelConfig,
-    part: PlanConfig | PredictConfig,
-    texts: tuple[str, ...],
-    length: int,
-    dtype: str,
-    scratch: Path,
-) -> Experiment:
-    """The run that would train this student on one device; none of its steps is taken."""
-    context = config.longest_context
-    if isinstance(part, PlanConfig):
-        integer("--split", part.split, 1, config.num_layers - 1)
-        if part.init == LEAST_SQUARES:
-            integer("--tokens", part.init_tokens, config.hidden_size + 1)
-        kind: dict[str, Any] = {"plan": part}
-    else:
-        if part.auxiliary:
-            context = min(context, read_model(local_folder(part.auxiliary))[0].longest_context)
-        kind = {"predict": part, "trainable": "predictor", "loss": PredictionLossConfig()}
-    integer("--length", length, 2, context)
-    data = DataConfig(sources=texts, seq_len=length, batch_size=ROWS, long_documents="fill")
-    data, evaluation = apart(data, scratch)
-    return Experiment(
-        name="convert",
-        model=model,
-        data=data,
-        evaluation=evaluation,
-        dtype=dtype,
-        export_dtype=config.dtype,
-        steps=1,
-        remat=False,
-        **kind,
-    )
 
 
 def report(figures: dict[str, float], part: PlanConfig | PredictConfig, layers: int, length: int) -> str:

@@ -162,8 +162,16 @@ def open_documents(
             continue
         if source.startswith(SELF):
             raise UsageError(f"{source}: only swiftkv train and swiftkv distil write a model's own chats")
-        before = len(bad)
-        parts.append(_open_local(source, bad, skip_bad_lines, columns, seen))
+        before, paths = len(bad), files.files_of(source)
+        with explained(f"read {source}"):
+            stamps = [(str(path.resolve()), name, *stamp(path)) for path, name in paths]
+        identity = [_VERSION, stamps, list(columns), skip_bad_lines]
+        place = _place(identity)
+        if sum(size for _, _, size, _ in stamps) >= _LOOKED_UP and place.exists():
+            seen |= {part.partition("=")[2]: None for part in columns}  # else it would not have been kept
+            parts.append(StoredDocuments(place))
+            continue
+        parts.append(_listed_or_stored(_read(paths, bad, columns, seen), place, bad, skip_bad_lines))
         if not len(parts[-1]) and len(bad) == before:
             raise UsageError(f"source {source} holds no documents")
     for part in columns:
@@ -198,19 +206,6 @@ def _see(row, columns: Sequence[str], seen: dict[str, None]) -> None:
         seen |= {name: None for name in row if len(seen) < _SHOWN or name in wanted}
 
 
-def _open_local(
-    source: str, bad: files.Bad, skip: bool, columns: Sequence[str], seen: dict[str, None]
-) -> Sequence:
-    paths = files.files_of(source)
-    with explained(f"read {source}"):
-        stamps = [(str(path.resolve()), name, *stamp(path)) for path, name in paths]
-    identity = [_VERSION, stamps, list(columns), skip]
-    if sum(size for _, _, size, _ in stamps) >= _LOOKED_UP and (place := _place(identity)).exists():
-        seen |= {part.partition("=")[2]: None for part in columns}  # else it would not have been kept
-        return StoredDocuments(place)
-    return _listed_or_stored(_read(paths, bad, columns, seen), identity, bad, skip)
-
-
 def _place(identity: list) -> Path:
     """The path, in the cache of `datasets`, of documents with this identity."""
     return kept_at(f"{sha256(json.dumps(identity).encode()).hexdigest()[:32]}.arrow")
@@ -228,7 +223,7 @@ def kept_at(name: str) -> Path:
     return Path(home) / "swiftkv_jax" / name
 
 
-def _listed_or_stored(documents: Iterator[Document], identity: list, bad: files.Bad, skip: bool) -> Sequence:
+def _listed_or_stored(documents: Iterator[Document], place: Path, bad: files.Bad, skip: bool) -> Sequence:
     """The documents as a list; or stored, if they are larger than `IN_MEMORY` and `datasets` is installed.
 
     They are stored atomically; nothing is written if rows are broken and none is skipped.
@@ -246,7 +241,6 @@ def _listed_or_stored(documents: Iterator[Document], identity: list, bad: files.
     from datasets.arrow_writer import ArrowWriter
 
     features = Features({name: Value("large_string") for name in ("id", "text", "messages", "place")})
-    place = _place(identity)
     with explained(f"write to {place.parent}"):
         place.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=".part-") as folder:
@@ -313,7 +307,8 @@ def _open_hub(
         taken = HubDocuments(source, [], id_column, skip_bad_rows, columns)
         first = itertools.islice(rows, stream_rows)
         documents = (taken._document(i, row) for i, row in enumerate(first))
-        return _listed_or_stored(documents, [_VERSION, source, stream_rows, list(columns)], [], skip_bad_rows)
+        place = _place([_VERSION, source, stream_rows, list(columns)])
+        return _listed_or_stored(documents, place, [], skip_bad_rows)
     if not len(rows):
         raise UsageError(f"source {source} holds no documents")
     return HubDocuments(source, rows, id_column, skip_bad_rows, columns)
