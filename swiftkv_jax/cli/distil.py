@@ -26,7 +26,7 @@ from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
 from swiftkv_jax.distill import kernels
-from swiftkv_jax.distill.config import LEAST_SQUARES, AttentionConfig, Experiment, OptimizerConfig, PlanConfig
+from swiftkv_jax.distill.config import LEAST_SQUARES, Experiment, OptimizerConfig, PlanConfig
 from swiftkv_jax.distill.data.loader import DataConfig, DataLoader
 from swiftkv_jax.distill.data.sources import open_documents
 from swiftkv_jax.distill.fields import override
@@ -48,10 +48,6 @@ class Machine:
 
     platform: str
     devices: int
-
-    @classmethod
-    def here(cls) -> "Machine":
-        return cls(platform=jax.default_backend(), devices=jax.device_count())
 
 
 def parser() -> Parser:
@@ -115,8 +111,14 @@ def _run(args: argparse.Namespace) -> int:
     home = Home(out)
     if args.steps is not None:
         integer("--steps", args.steps, 1)
-    chosen = _attention(args, config, split)
-    machine = Machine.here()
+    # The attention kernel is chosen before JAX has its devices, on an experiment of one of them.
+    recognised = Machine(platform=machines.recognise().platform, devices=1)
+    tokens = _row_tokens(args.length, config, recognised)
+    data = DataConfig(sources=tuple(args.data), seq_len=tokens, batch_size=1)
+    plan = PlanConfig(split=split or config.num_layers - 1, share=args.share)
+    first = make_experiment(args.model, config, recognised, data, data, plan, 1)
+    chosen = kernels.choose(override(first, args.set))
+    machine = Machine(platform=jax.default_backend(), devices=jax.device_count())
 
     def experiment(data: DataConfig, held_out: DataConfig, split: int, steps: int) -> Experiment:
         plan = PlanConfig(split=split, share=args.share)
@@ -138,7 +140,12 @@ def _run(args: argparse.Namespace) -> int:
             with contextlib.closing(DataLoader(data, tokenizer)) as loader:
                 steps = min(loader.steps_per_epoch(), 200 if machine.platform == "cpu" else 2000)
     if split is None and args.resume:
-        split = _split_of_run(home.here)
+        path = home.here / "config.json"
+        with explained(f"read {path}"):
+            try:
+                split = json.loads(path.read_text())["plan"]["split"] if path.exists() else None
+            except (KeyError, TypeError, ValueError):
+                raise UsageError(f"{path} is not that of a run: give another --out") from None
     if split is None:
         layers = config.num_layers
         with opened(on_tokens(folder, data, held_out, 16_384), tokenizer, show) as trial:
@@ -157,21 +164,6 @@ def _run(args: argparse.Namespace) -> int:
     show(f"quality and costs: {out}/report.md")
     show(f"to serve it: {serving(result.export)}")
     return 0
-
-
-def _attention(
-    args: argparse.Namespace, config: ModelConfig, split: int | None
-) -> tuple[AttentionConfig, str]:
-    """The attention kernel that the run will use, from `kernels.choose` on a one-device experiment. Must be
-    called before JAX has its devices."""
-    machine = Machine(platform=machines.recognise().platform, devices=1)
-    data = DataConfig(
-        sources=tuple(args.data), seq_len=_row_tokens(args.length, config, machine), batch_size=1
-    )
-    plan = PlanConfig(split=split or config.num_layers - 1, share=args.share)
-    return kernels.choose(
-        override(make_experiment(args.model, config, machine, data, data, plan, 1), args.set)
-    )
 
 
 def _row_tokens(length: int | None, config: ModelConfig, machine: Machine) -> int:
@@ -259,15 +251,3 @@ def make_experiment(
         remat=not on_cpu,
         evaluate_every=max(50, steps // 4),
     )
-
-
-def _split_of_run(out: Path) -> int | None:
-    """The split of the run in `out`, if there is one."""
-    path = out / "config.json"
-    with explained(f"read {path}"):
-        if not path.exists():
-            return None
-        try:
-            return json.loads(path.read_text())["plan"]["split"]
-        except (KeyError, TypeError, ValueError):
-            raise UsageError(f"{path} is not that of a run: give another --out") from None

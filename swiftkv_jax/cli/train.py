@@ -73,20 +73,18 @@ def main(
 def _run(args: argparse.Namespace, join: Callable[[bool | None], object] | None) -> int:
     if bool(args.topology) != args.compile_only:
         raise UsageError("--compile-only and --topology go together")
+    from swiftkv_jax.cli.teacher_chats import with_chats
     from swiftkv_jax.common import processes
+    from swiftkv_jax.common.progress import show
+    from swiftkv_jax.distill.compile_only import report
     from swiftkv_jax.distill.config import from_package, load_experiment
     from swiftkv_jax.distill.fields import override
-
-    if args.compile_only:
-        from swiftkv_jax.distill.compile_only import report
-
-        return report(from_package(override(load_experiment(args.config), args.set)), args.topology)
-    from swiftkv_jax.cli.teacher_chats import with_chats
-    from swiftkv_jax.common.progress import show
     from swiftkv_jax.distill.kernels import choose
     from swiftkv_jax.distill.loop import train
     from swiftkv_jax.distill.run_folder import check_free
 
+    if args.compile_only:
+        return report(from_package(override(load_experiment(args.config), args.set)), args.topology)
     if join is not None:
         join(args.distributed)
     with processes.together():

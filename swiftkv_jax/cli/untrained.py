@@ -182,16 +182,11 @@ def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
         raise UsageError(
             f"{', '.join(data.sources)} is too short: give {_PIECE * _EVERY:,} characters or more"
         )
-    parts = {
-        "fit": [piece for i, piece in enumerate(pieces) if i % _EVERY != _EVERY - 1],
-        "held_out": pieces[_EVERY - 1 :: _EVERY],
-    }
     scratch.mkdir(parents=True, exist_ok=True)
-    for name, part in parts.items():
-        lines = (json.dumps(piece) + "\n" for piece in part)
-        (scratch / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    fit, held_out = (
-        dataclasses.replace(data, sources=(str(scratch / f"{name}.jsonl"),), split="all", columns=())
-        for name in parts
-    )
-    return fit, held_out
+    held_out = pieces[_EVERY - 1 :: _EVERY]
+    del pieces[_EVERY - 1 :: _EVERY]
+    configs = []
+    for path, part in ((scratch / "fit.jsonl", pieces), (scratch / "held_out.jsonl", held_out)):
+        path.write_text("".join(json.dumps(piece) + "\n" for piece in part), encoding="utf-8")
+        configs.append(dataclasses.replace(data, sources=(str(path),), split="all", columns=()))
+    return configs[0], configs[1]
