@@ -16,6 +16,7 @@ So the later layers of a token influence that token alone. When only a prompt's 
 `generate`, only the last token runs them.
 """
 
+import importlib
 import inspect
 
 import torch
@@ -25,20 +26,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaForCausalLM,
-    LlamaModel,
-    eager_attention_forward,
-    rotate_half,
-)
-from transformers.models.mistral.configuration_mistral import MistralConfig
-from transformers.models.mistral.modeling_mistral import MistralAttention, MistralForCausalLM, MistralModel
-from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2ForCausalLM, Qwen2Model
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3Model
+from transformers.models.llama.modeling_llama import LlamaModel, eager_attention_forward, rotate_half
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -241,8 +229,10 @@ class SwiftKVConfig:
         super().__post_init__(**kwargs)
 
 
-def define(name: str, config: type, attention: type, model: type, causal_lm: type) -> None:
-    """The classes of a family, by the names that config.json gives them."""
+def define(name: str) -> None:
+    """The classes of a family of transformers, by the names that config.json gives them."""
+    module = importlib.import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    config = getattr(module, f"{name}Config")
 
     class Config(SwiftKVConfig, config):
         """The family's config, the split, and how many layers share keys and values."""
@@ -251,13 +241,13 @@ def define(name: str, config: type, attention: type, model: type, causal_lm: typ
         num_key_value_layers: int = 1
         key_value_group_size: int = 1
 
-    class Attention(SwiftKVAttention, attention):
+    class Attention(SwiftKVAttention, getattr(module, f"{name}Attention")):
         pass
 
-    class Model(SwiftKVModel, model):
+    class Model(SwiftKVModel, getattr(module, f"{name}Model")):
         config_class = Config
 
-    class ForCausalLM(SwiftKVForCausalLM, causal_lm):
+    class ForCausalLM(SwiftKVForCausalLM, getattr(module, f"{name}ForCausalLM")):
         config_class = Config
 
     Model.attention, ForCausalLM.body = Attention, Model
@@ -266,7 +256,5 @@ def define(name: str, config: type, attention: type, model: type, causal_lm: typ
         globals()[part.__name__] = part
 
 
-define("Llama", LlamaConfig, LlamaAttention, LlamaModel, LlamaForCausalLM)
-define("Mistral", MistralConfig, MistralAttention, MistralModel, MistralForCausalLM)
-define("Qwen2", Qwen2Config, Qwen2Attention, Qwen2Model, Qwen2ForCausalLM)
-define("Qwen3", Qwen3Config, Qwen3Attention, Qwen3Model, Qwen3ForCausalLM)
+for family in ("Llama", "Mistral", "Qwen2", "Qwen3"):
+    define(family)

@@ -90,22 +90,18 @@ class Predicted(nn.Module):
 
 def _check(base: Transformer, auxiliary: Transformer, prediction: Prediction) -> None:
     reads, rows = prediction.reads, auxiliary.plan.num_rows
-    for name, plan in (("base", base.plan), ("auxiliary", auxiliary.plan)):
+    for name, model in (("base", base), ("auxiliary", auxiliary)):
+        plan, clip = model.plan, model.config.clip_qkv
         if plan.cross:
             raise UsageError(f"KV prediction is of decoders; the {name} reads an encoder's output")
         if plan.forms != ("kv",) or plan.merged:
             raise UsageError(f"KV prediction maps keys and values; the {name}'s rows are stored otherwise")
-    for name, config in (("base", base.config), ("auxiliary", auxiliary.config)):
-        if config.clip_qkv is not None:
-            raise UsageError(
-                f"KV prediction maps keys and values; the {name} clips them at {config.clip_qkv}"
-            )
+        if clip is not None:
+            raise UsageError(f"KV prediction maps keys and values; the {name} clips them at {clip}")
     if auxiliary.config.exit_head:
         raise UsageError("the auxiliary has an exit head: prune it with layer_pruned")
     if len(reads) != base.plan.num_rows:
-        raise UsageError(
-            f"reads names {len(reads)} rows, not one for each of the base's {base.plan.num_rows}"
-        )
+        raise UsageError(f"reads names {len(reads)} rows; the base has {base.plan.num_rows}, one for each")
     if max(reads) >= rows:
         raise UsageError(f"reads names row {max(reads)}; the auxiliary's rows are 0 to {rows - 1}")
     context = base.config.max_position_embeddings

@@ -72,8 +72,8 @@ def candidates(experiment: Experiment, platform: str) -> tuple[str, ...]:
 
 
 def _calls(experiment: Experiment) -> list[Call]:
-    """One call for each model that trains or is read, if all can be checked; models of equal heads share
-    one."""
+    """The attention call of one row on one device, for each model that trains or is read, if all can be
+    checked; models of equal heads share one."""
     given = experiment.predict
     try:
         configs = [experiment.architecture or ModelConfig.from_hf(local_folder(experiment.model))]
@@ -83,29 +83,16 @@ def _calls(experiment: Experiment) -> list[Call]:
         return []
     if any(config.encoder is not None for config in configs):
         return []
-    return list(dict.fromkeys(_call(experiment, config) for config in configs))
-
-
-def _call(experiment: Experiment, config: ModelConfig) -> Call:
-    """The attention call for one row on one device."""
-    tokens, shards = experiment.data.seq_len, max(1, experiment.mesh.tensor)
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    windows = tuple(dict.fromkeys(None if w >= tokens else w for w in config.windows))
-    if windows == (None,):
-        tokens = min(tokens, _LONGEST)
-    if kv_heads % shards == 0:
-        heads, kv_heads = heads // shards, kv_heads // shards
-    return Call(
-        kind="train",
-        operation="causal_attention",
-        heads=heads,
-        kv_heads=kv_heads,
-        width=config.head_dim,
-        computed=experiment.dtype,
-        stored=experiment.dtype,
-        page=tokens,
-        capacity=tokens,
-        lanes=1,
-        tokens=tokens,
-        windows=windows,
-    )
+    calls = []
+    for config in configs:
+        tokens, shards = experiment.data.seq_len, max(1, experiment.mesh.tensor)
+        shards = 1 if config.num_kv_heads % shards else shards
+        windows = tuple(dict.fromkeys(None if w >= tokens else w for w in config.windows))
+        if windows == (None,):
+            tokens = min(tokens, _LONGEST)
+        heads = {"heads": config.num_heads // shards, "kv_heads": config.num_kv_heads // shards}
+        sizes = dict.fromkeys(("page", "capacity", "tokens"), tokens)
+        dtypes = dict.fromkeys(("computed", "stored"), experiment.dtype)
+        shape = {"width": config.head_dim, "lanes": 1, "windows": windows} | heads | sizes | dtypes
+        calls.append(Call(kind="train", operation="causal_attention", **shape))
+    return list(dict.fromkeys(calls))

@@ -39,13 +39,6 @@ def metrics_of(run: Path) -> list[dict]:
     return sorted(rows.values(), key=lambda row: row["step"])
 
 
-def kind_of(model: Transformer | Predicted) -> str:
-    """A model card's tag: "swiftkv", "kv-prediction", or "" for a plain model."""
-    if isinstance(model, Predicted):
-        return "kv-prediction"
-    return "swiftkv" if model.plan.skipped_layers else ""
-
-
 def about(model: Transformer | Predicted, context: int) -> list[tuple[str, str]]:
     """(quantity, value) pairs of a student relative to its teacher, at prompts of `context` tokens."""
     if isinstance(model, Predicted):
@@ -135,7 +128,8 @@ def card(
     """The README.md of an export: a model card as the Hugging Face hub reads it."""
     from huggingface_hub import ModelCardData
 
-    e, kind = experiment, kind_of(model)
+    e, kind = experiment, "swiftkv" if model.plan.skipped_layers else ""
+    kind = "kv-prediction" if isinstance(model, Predicted) else kind
     known = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", e.model) is not None and not Path(e.model).exists()
     data = ModelCardData(
         base_model=e.model if known else None,
