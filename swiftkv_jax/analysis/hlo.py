@@ -118,14 +118,10 @@ def _read(program, fused: dict[str, _Instruction], index: int, operand: _Instruc
     if operand is None:
         return 0.0
     whole = _size(operand.type)
-    name = _parameter(fused, index)
-    return min(whole, _used(program, fused, name, whole)) if whole and name else whole
-
-
-def _parameter(computation: dict[str, _Instruction], index: int) -> str:
-    """The name of parameter number `index` of a computation; empty if it uses none."""
-    parameters = (x for x in computation.values() if x.opcode == "parameter")
-    return next((x.name for x in parameters if x.rest.startswith(f"{index})")), "")
+    mine = [x for x in fused.values() if x.opcode == "parameter" and x.rest.startswith(f"{index})")]
+    if not whole or not mine:
+        return whole
+    return min(whole, _used(program, fused, mine[0].name, whole))
 
 
 def _used(program, fused: dict[str, _Instruction], name: str, whole: float) -> float:
@@ -137,9 +133,11 @@ def _used(program, fused: dict[str, _Instruction], name: str, whole: float) -> f
             read += _size(user.type, everywhere=True)
         elif user.opcode == "fusion":
             inner = program[user.called[0]]
-            for index in (i for i, operand in enumerate(user.operands) if operand == name):
-                own = _parameter(inner, index)
-                read += _used(program, inner, own, whole) if own else whole
+            for place in (i for i, operand in enumerate(user.operands) if operand == name):
+                mine = [
+                    x for x in inner.values() if x.opcode == "parameter" and x.rest.startswith(f"{place})")
+                ]
+                read += _used(program, inner, mine[0].name, whole) if mine else whole
         elif user.opcode != "dynamic-update-slice" or user.operands[0] != name:
             return whole
     return read
