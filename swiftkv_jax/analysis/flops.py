@@ -72,12 +72,12 @@ def flops_table(
     if context < 1:
         raise UsageError(f"context must be at least 1 token, not {context}")
     depth = plan.split if layers is None else layers
-    one = _layer(config)
+    layer = _layer(config)
     table = {
         "vocab": 2 * _head(config),
         "kv": _made(config, plan, range(len(plan.rows))),
-        "qo": depth * (one["q"] + one["o"]),
-        "mlp": depth * one["mlp"],
+        "qo": depth * (layer["q"] + layer["o"]),
+        "mlp": depth * layer["mlp"],
         "attention": _attention(config, context, 0, depth),
     }
     table = {name: value / 1e9 for name, value in table.items()}
@@ -118,17 +118,17 @@ def training_flops_per_token(
     weight gradient. Recomputation (remat) is not counted, nor is the mask between packed documents.
     """
     plan = _checked(config, plan)
-    one, head = _layer(config), _head(config)
+    layer, head = _layer(config), _head(config)
     top = config.num_layers - plan.depth
-    dense = one["q"] + one["o"] + one["mlp"]
+    dense = layer["q"] + layer["o"] + layer["mlp"]
     low = plan.depth * dense + _attention(config, seq_len, 0, plan.depth)
     low += _made(config, plan, [i for i, row in enumerate(plan.rows) if row.source != plan.depth])
     attention = _attention(config, seq_len, plan.depth, config.num_layers)
-    teacher = top * (dense + one["kv"]) + attention + head
+    teacher = top * (dense + layer["kv"]) + attention + head
     made = _made(config, plan, plan.made_at(plan.depth))
     forward = top * dense + made + attention + head
     backward = top * dense + made + 2 * attention + head
-    trained = made + top * (dense if trainable == "upper" else one["q"]) + 2 * head * config.exit_head
+    trained = made + top * (dense if trainable == "upper" else layer["q"]) + 2 * head * config.exit_head
     return (1 if shared_lower else 2) * low + teacher + forward + backward + trained
 
 
@@ -141,10 +141,13 @@ def recomputed_flops_per_token(
     The last product of each layer is left out, since no gradient needs it. The layers are the student's upper
     ones, whose rows are kept, or with trainable="all" every layer and its row.
     """
-    plan, one = _checked(config, plan), _layer(config)
+    plan, layer = _checked(config, plan), _layer(config)
     first = 0 if trainable == "all" else plan.depth
     dense = (
-        one["q"] + one["o"] + one["mlp"] * _INSIDE[config.gated] + (one["kv"] if trainable == "all" else 0)
+        layer["q"]
+        + layer["o"]
+        + layer["mlp"] * _INSIDE[config.gated]
+        + (layer["kv"] if trainable == "all" else 0)
     )
     return (config.num_layers - first) * dense + _attention(config, seq_len, first, config.num_layers)
 
@@ -177,8 +180,8 @@ def prediction_training_flops_per_token(
     read = _pass(small, small_plan, _depth(auxiliary, prediction, alone), seq_len)
     read += _head(small) if alone else 0
     maps = 2 * 2.0 * plan.num_rows * small.kv_width * config.kv_width
-    one = _layer(config)
-    dense = config.num_layers * (one["q"] + one["o"] + one["mlp"]) + _head(config)
+    layer = _layer(config)
+    dense = config.num_layers * (layer["q"] + layer["o"] + layer["mlp"]) + _head(config)
     return own + 3 * (read + maps + _attention(config, seq_len, 0, config.num_layers)) + 2 * dense
 
 
@@ -190,8 +193,8 @@ def prediction_recomputed_flops_per_token(
     depth = _depth(auxiliary, prediction, alone)
     total = 0.0
     for (config, _), layers in ((base, base[0].num_layers), (auxiliary, depth)):
-        one = _layer(config)
-        total += layers * (one["q"] + one["o"] + one["mlp"] * _INSIDE[config.gated])
+        layer = _layer(config)
+        total += layers * (layer["q"] + layer["o"] + layer["mlp"] * _INSIDE[config.gated])
         total += _attention(config, seq_len, 0, layers)
     small, plan = auxiliary
     own = [i for i, row in enumerate(plan.rows) if row.maker < depth and plan.makes_own(row.maker)]
@@ -207,9 +210,9 @@ def _depth(part: Part, prediction: Prediction, whole: bool) -> int:
 
 def _pass(config: ModelConfig, plan: KVPlan, layers: int, seq_len: int) -> float:
     """FLOPs of one token that runs `layers` layers and makes every row up to the input of the next."""
-    one = _layer(config)
+    layer = _layer(config)
     rows = [i for i, row in enumerate(plan.rows) if isinstance(row.source, int) and row.source <= layers]
-    dense = layers * (one["q"] + one["o"] + one["mlp"])
+    dense = layers * (layer["q"] + layer["o"] + layer["mlp"])
     return dense + _made(config, plan, rows) + _attention(config, seq_len, 0, layers)
 
 

@@ -50,29 +50,29 @@ def bytes_moved(text: str) -> float:
     def total(computation: str) -> float:
         return sum(map(functools.partial(cost, program[computation]), program[computation].values()))
 
-    def cost(inside: dict[str, _Instruction], one: _Instruction) -> float:
-        if one.opcode in _FREE or one.opcode.endswith(("-done", "-update")):
+    def cost(inside: dict[str, _Instruction], op: _Instruction) -> float:
+        if op.opcode in _FREE or op.opcode.endswith(("-done", "-update")):
             return 0.0
-        if one.opcode == "while":
-            turns = _turns(program, one)
-            return turns * sum(map(total, one.called))
-        if one.opcode == "conditional":
-            return max(map(total, one.called), default=0.0)
-        if one.opcode in ("call", "async-start"):
-            return sum(map(total, one.called))
-        if one.opcode == "fusion":
-            fused = program[one.called[0]]
-            reads = sum(_read(program, fused, i, inside.get(name)) for i, name in enumerate(one.operands))
-            return reads + min(_written(fused), _size(one.type))
-        operands = [inside[name] for name in one.operands if name in inside]
-        if one.opcode in ("dynamic-slice", "gather", "slice"):
-            return 2 * _size(one.type)
-        if one.opcode in ("dynamic-update-slice", "scatter"):
-            return 2 * _size(operands[1 if one.opcode == "dynamic-update-slice" else -1].type)
+        if op.opcode == "while":
+            iterations = _turns(program, op)
+            return iterations * sum(map(total, op.called))
+        if op.opcode == "conditional":
+            return max(map(total, op.called), default=0.0)
+        if op.opcode in ("call", "async-start"):
+            return sum(map(total, op.called))
+        if op.opcode == "fusion":
+            fused = program[op.called[0]]
+            reads = sum(_read(program, fused, i, inside.get(name)) for i, name in enumerate(op.operands))
+            return reads + min(_written(fused), _size(op.type))
+        operands = [inside[name] for name in op.operands if name in inside]
+        if op.opcode in ("dynamic-slice", "gather", "slice"):
+            return 2 * _size(op.type)
+        if op.opcode in ("dynamic-update-slice", "scatter"):
+            return 2 * _size(operands[1 if op.opcode == "dynamic-update-slice" else -1].type)
         reads = sum(_size(operand.type) for operand in operands)
-        if one.opcode.endswith("-start"):  # its type holds its operands too, and for a copy a context
-            return max(_size(one.type), reads)
-        return reads + _size(one.type)
+        if op.opcode.endswith("-start"):  # its type holds its operands too, and for a copy a context
+            return max(_size(op.type), reads)
+        return reads + _size(op.type)
 
     return total(entry)
 
@@ -85,13 +85,13 @@ def launched(text: str) -> tuple[list[tuple[str, str, bool]], list[bool]]:
     loops: list[bool] = []
 
     def walk(computation: str, repeated: bool) -> None:
-        for one in program[computation].values():
-            if one.opcode in ("while", "call", "conditional", "async-start"):
-                loops.extend(["known_trip_count" in one.rest] if one.opcode == "while" else [])
-                for part in one.called:
-                    walk(part, repeated or one.opcode == "while")
-            elif one.opcode not in _FREE and not one.opcode.endswith(("-done", "-update")):
-                launches.append((one.opcode, f"%{one.name} = {one.type} {one.opcode}({one.rest}", repeated))
+        for op in program[computation].values():
+            if op.opcode in ("while", "call", "conditional", "async-start"):
+                loops.extend(["known_trip_count" in op.rest] if op.opcode == "while" else [])
+                for part in op.called:
+                    walk(part, repeated or op.opcode == "while")
+            elif op.opcode not in _FREE and not op.opcode.endswith(("-done", "-update")):
+                launches.append((op.opcode, f"%{op.name} = {op.type} {op.opcode}({op.rest}", repeated))
 
     walk(entry, False)
     return launches, loops
@@ -102,12 +102,12 @@ def collectives(text: str) -> dict[str, tuple[int, float]]:
     device; loops once, asynchronous ones once."""
     totals: dict[str, tuple[int, float]] = {}
     for inside in _parse(text)[0].values():
-        for one in inside.values():
-            kind = one.opcode.removesuffix("-start")
+        for op in inside.values():
+            kind = op.opcode.removesuffix("-start")
             if kind in COLLECTIVES:
-                size = _size(one.type, everywhere=True)
-                if one.opcode != kind != "all-reduce":  # its type holds its operands too
-                    size -= sum(_size(inside[name].type, everywhere=True) for name in one.operands)
+                size = _size(op.type, everywhere=True)
+                if op.opcode != kind != "all-reduce":  # its type holds its operands too
+                    size -= sum(_size(inside[name].type, everywhere=True) for name in op.operands)
                 count, total = totals.get(kind, (0, 0.0))
                 totals[kind] = count + 1, total + size
     return totals
@@ -146,17 +146,17 @@ def _used(program, fused: dict[str, _Instruction], name: str, whole: float) -> f
 def _written(fused: dict[str, _Instruction]) -> float:
     """Bytes that a fusion writes: of an operand that it updates in place, the update."""
 
-    def of(one: _Instruction) -> float:
-        if one.opcode == "bitcast" and one.operands[0] in fused:
-            inner = of(fused[one.operands[0]])
-            return min(inner, _size(one.type))
-        if one.opcode == "tuple":
-            return sum(of(fused[name]) for name in one.operands)
-        if one.opcode == "dynamic-update-slice" and _size(one.type):
-            return _size(fused[one.operands[1]].type, everywhere=True)
-        return _size(one.type)
+    def of(op: _Instruction) -> float:
+        if op.opcode == "bitcast" and op.operands[0] in fused:
+            inner = of(fused[op.operands[0]])
+            return min(inner, _size(op.type))
+        if op.opcode == "tuple":
+            return sum(of(fused[name]) for name in op.operands)
+        if op.opcode == "dynamic-update-slice" and _size(op.type):
+            return _size(fused[op.operands[1]].type, everywhere=True)
+        return _size(op.type)
 
-    return sum(of(one) for one in fused.values() if one.root)
+    return sum(of(op) for op in fused.values() if op.root)
 
 
 def _turns(program, loop: _Instruction) -> int:
@@ -194,12 +194,12 @@ def _parse(text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
             entry = name if words[0] == "ENTRY" else entry
             current = program.setdefault(name, {})
         elif " = " in line and line.startswith(" "):
-            one = _instruction(line.strip())
-            for part in (name for name in one.operands if "#" in name):  # of a tuple, as jax 0.11 prints it
+            op = _instruction(line.strip())
+            for part in (name for name in op.operands if "#" in name):  # of a tuple, as jax 0.11 prints it
                 whole, index = part.split("#")
                 type_ = list(_ARRAY.finditer(current[whole].type))[int(index)][0]
                 current[part] = _Instruction(part, type_, "get-tuple-element", (whole,), "", False)
-            current[one.name] = one
+            current[op.name] = op
     return program, entry
 
 

@@ -38,9 +38,9 @@ def blocks(
 
 def layer_inputs(model: Transformer, params: PyTree, tokens: Tokens) -> Float[jax.Array, "L B T D"]:
     """The hidden states entering every layer of a standard model, in its dtype."""
-    at, segments = angles_and_segments(model.config, tokens, None, None)
+    angles, segments = angles_and_segments(model.config, tokens, None, None)
     x = embed(model, params, tokens, None)
-    return jnp.concatenate(through(model, params, x, at, segments, tap=True).streams)
+    return jnp.concatenate(through(model, params, x, angles, segments, tap=True).streams)
 
 
 def layer_similarity(

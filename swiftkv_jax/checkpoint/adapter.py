@@ -78,19 +78,21 @@ def from_pretrained(
         if base is not None:
             raise UsageError(f"{folder} has no {ADAPTER}: only adapters have a base, so leave it out")
         return hf.from_pretrained(folder, dtype, mesh, cuts, slim=slim)
-    version, named, said, prediction = _read(folder / ADAPTER)
+    version, named, stored, prediction = _read(folder / ADAPTER)
     home = _base_folder(folder, named, base)
-    own, own_params = hf.from_pretrained(home, dtype, mesh, cuts, slim=False)  # it predicts keys and values
-    if fingerprint(home, version) != said:
+    base_model, base_params = hf.from_pretrained(
+        home, dtype, mesh, cuts, slim=False
+    )  # it predicts keys and values
+    if fingerprint(home, version) != stored:
         raise UsageError(
             f"{home} differs from the model that {folder} was made for, in weights or config: give the right "
             "one by --base DIR (base= in Python)"
         )
     check_tokenizers(home, folder / AUXILIARY)
-    auxiliary, aux_params = hf.from_pretrained(folder / AUXILIARY, own.dtype, mesh, cuts, slim=False)
-    model = Predicted(own, auxiliary, prediction)
+    auxiliary, aux_params = hf.from_pretrained(folder / AUXILIARY, base_model.dtype, mesh, cuts, slim=False)
+    model = Predicted(base_model, auxiliary, prediction)
     predictor = _load_predictor(folder, model, mesh, cuts)
-    return model, {"base": own_params, "auxiliary": aux_params, "predictor": predictor}
+    return model, {"base": base_params, "auxiliary": aux_params, "predictor": predictor}
 
 
 def read_model(
@@ -162,7 +164,7 @@ def save_adapter(
     if jax.process_index():
         write.save_pretrained(out / AUXILIARY, *auxiliary, dtype=dtype, tokenizer=theirs)
     else:
-        said = {
+        fields = {
             "format": _FORMAT,
             "base": named,
             "base_fingerprint": fingerprint(home),
@@ -180,7 +182,7 @@ def save_adapter(
             write.write_extras(folder, extras)
             save_file(tensors, folder / PREDICTOR, {"format": "pt"})
             (folder / PREDICTOR).chmod(folder.stat().st_mode & 0o666)
-            write.write_json(folder / ADAPTER, said)
+            write.write_json(folder / ADAPTER, fields)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("save_adapter")
 
@@ -293,7 +295,7 @@ def _load_predictor(folder: Path, model: Predicted, mesh: Mesh | None, cuts: wei
             by_path.setdefault(slot.path, []).append((slot, name, *tensors[name]))
         dtype = jnp.dtype(model.dtype)
 
-        def one(path, weight):
+        def loaded(path, weight):
             return hf.load(weight, by_path[weights.keys(path)], dtype, mesh)
 
-        return jax.tree_util.tree_map_with_path(one, described)
+        return jax.tree_util.tree_map_with_path(loaded, described)

@@ -128,24 +128,24 @@ class SwiftKVModel:
                 )
                 for kind in set(self.kinds)
             }
-        at = self.rotary_emb(x, position_ids)
+        angles = self.rotary_emb(x, position_ids)
         split = self.config.num_key_value_layers
         rows = {}
         for number, layer in enumerate(self.layers):
             if number == split:
-                rows = self.rows(self.norm_swiftkv(x), at, cache)
+                rows = self.rows(self.norm_swiftkv(x), angles, cache)
                 # Every token runs the later layers where masks are no tensors (flex_attention), and where no
                 # mask hides the empty places of a static cache from a single query.
                 full = cache is None or not cache.is_compileable
                 if last_only and all(torch.is_tensor(m) or (m is None and full) for m in masks.values()):
                     x, position_ids = x[:, -1:], position_ids[:, -1:]
-                    at = tuple(part[:, -1:] for part in at)
+                    angles = tuple(part[:, -1:] for part in angles)
                     masks = {kind: last_query(mask) for kind, mask in masks.items()}
             x = layer(
                 x,
                 attention_mask=masks[self.kinds[number]],
                 position_ids=position_ids,
-                position_embeddings=at,
+                position_embeddings=angles,
                 use_cache=use_cache,
                 **(rows[number] if rows else {CACHE: cache}),
                 **kwargs,
@@ -154,7 +154,7 @@ class SwiftKVModel:
             last_hidden_state=self.norm(x), **{CACHE: cache if use_cache else None}
         )
 
-    def rows(self, stream: torch.Tensor, at, cache) -> dict[int, dict[str, torch.Tensor]]:
+    def rows(self, stream: torch.Tensor, angles, cache) -> dict[int, dict[str, torch.Tensor]]:
         """Keys and values of every layer from `split` on, those of earlier tokens included.
 
         A group's layers share one place in the cache, or two if some of them have a sliding window.
@@ -163,7 +163,7 @@ class SwiftKVModel:
         rows, made, places = {}, None, {}
         for number in range(split, len(self.layers)):
             if (number - split) % share == 0:
-                made, places = self.layers[number].self_attn.make(stream, at), {}
+                made, places = self.layers[number].self_attn.make(stream, angles), {}
             kind = self.kinds[number]
             if kind not in places:
                 places[kind] = made if cache is None else cache.update(*made, number)

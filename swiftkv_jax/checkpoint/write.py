@@ -135,7 +135,7 @@ def has_extras(place: Path) -> bool:
 
 
 def extras(
-    own: str | None, source: str | Path | None, tokenizer: str | Path | None
+    origin: str | None, source: str | Path | None, tokenizer: str | Path | None
 ) -> dict[str, Path | dict]:
     """The files to put beside the weights, name -> a path or the content: of the tokenizer, of generation
     and of sound.
@@ -145,13 +145,13 @@ def extras(
     for name, place in {"source": source, "tokenizer": tokenizer}.items():
         if place is not None and not _is_place(place):
             raise UsageError(f"{name} {place} is not a folder here, and no GGUF file")
-    if source is None and own is not None and not _is_place(own):
+    if source is None and origin is not None and not _is_place(origin):
         warnings.warn(
-            f"{own}, where the model was read, is gone: its tokenizer and settings are not copied",
+            f"{origin}, where the model was read, is gone: its tokenizer and settings are not copied",
             UsageWarning,
             stacklevel=2,
         )
-    home = source or own
+    home = source or origin
     out: dict[str, Path | dict] = {}
     for place, patterns in ((home, GENERATION_FILES), (tokenizer or home, TOKENIZER_FILES)):
         if place is None:

@@ -140,8 +140,8 @@ def be_quiet() -> None:
     usual = warnings.formatwarning
 
     def line(message, category, *place, **source) -> str:
-        own = issubclass(category, UsageWarning)
-        return f"warning: {message}\n" if own else usual(message, category, *place, **source)
+        ours = issubclass(category, UsageWarning)
+        return f"warning: {message}\n" if ours else usual(message, category, *place, **source)
 
     warnings.formatwarning = line
 
@@ -151,8 +151,8 @@ def claim_gpu_memory() -> None:
     setting of JAX's memory allocation in the environment takes precedence."""
     from swiftkv_jax.engine.settings import MEMORY_FRACTION
 
-    own = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
-    if any(name in os.environ for name in own):
+    settings = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
+    if any(name in os.environ for name in settings):
         return
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     reader.add_argument("--memory-fraction", type=float, default=MEMORY_FRACTION)
@@ -176,12 +176,12 @@ def cache_or_compile(flag: str) -> None:
 def cache_programs() -> None:
     """Cache compiled programs where the environment says, or in the user's own cache folder. A folder that
     others can write to is not used, since its contents are executed."""
-    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftkv-jax" / "xla"
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "swiftkv-jax" / "xla"
     named = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING_S)
     if named and "://" in named:  # a bucket: only its owner knows who may write there
         return
-    cache = Path(named or own).resolve()
+    cache = Path(named or default).resolve()
     kept = private(cache)
     jax.config.update("jax_compilation_cache_dir", str(cache) if kept else None)
     if not kept:

@@ -42,15 +42,16 @@ def report(name: str, config: ModelConfig, plan: KVPlan, context: int, where: st
     model = widened(Transformer(config, plan, dtype), len(devices))
     mesh = make_mesh(tensor=len(devices), devices=devices)
     params = weights.abstract(model.config, plan, dtype, mesh, cuts=None)
-    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params))
-    if held > MEMORY_FRACTION * memory:
-        raise UsageError(f"{name} does not fit {where}: {gib(held)} of weights, and a chip has {gib(memory)}")
-    stats = {"bytes_limit": memory, "bytes_in_use": held}
+    leaves = jax.tree.leaves(params)
+    used = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    if used > MEMORY_FRACTION * memory:
+        raise UsageError(f"{name} does not fit {where}: {gib(used)} of weights, and a chip has {gib(memory)}")
+    stats = {"bytes_limit": memory, "bytes_in_use": used}
     chip = SimpleNamespace(platform="described", process_index=0, memory_stats=lambda: stats)
 
     def taken(settings: Settings) -> int:
-        one = dataclasses.replace(settings, num_pages=settings.pages_per_sequence)
-        return max(_compiled(make_runner(model, params, mesh, one, described), say))
+        smallest = dataclasses.replace(settings, num_pages=settings.pages_per_sequence)
+        return max(_compiled(make_runner(model, params, mesh, smallest, described), say))
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         settings, kernels = Settings(max_model_len=context), "the safe ones"
@@ -58,7 +59,7 @@ def report(name: str, config: ModelConfig, plan: KVPlan, context: int, where: st
         with contextlib.suppress(UsageError):
             resolve(dataclasses.replace(named, num_pages=context), model, [], mesh)
             settings = named
-            kernels = ", ".join(f"{operation}={one}" for operation, one in KERNELS[platform].items())
+            kernels = ", ".join(f"{operation}={kernel}" for operation, kernel in KERNELS[platform].items())
         say(f"{name}, split {plan.depth}, {plan.num_rows} rows, on {where}: heads over {len(devices)} chips")
         say(f"kernels: {kernels} (assumed; the check on the device decides)\n")
         say(_ROW.format("program", "temporary", "launches", "compile", "collectives of a step"))
@@ -69,7 +70,7 @@ def report(name: str, config: ModelConfig, plan: KVPlan, context: int, where: st
         pool = jax.eval_shape(partial(empty_pool, model, settings, mesh))
     assert settings.num_pages is not None  # see `resolve`
     cache = f"cache {gib(pool.bytes_on_each)} ({settings.num_pages * settings.page_size:,} tokens)"
-    say(f"\non each chip: weights {gib(held)}, {cache}, of {gib(memory)}")
+    say(f"\non each chip: weights {gib(used)}, {cache}, of {gib(memory)}")
 
 
 def _compiled(runner: Runner, say: Say) -> Iterator[int]:
@@ -87,6 +88,6 @@ def _compiled(runner: Runner, say: Say) -> Iterator[int]:
             made, text = compiled(call.func.lower(*call.args, **call.keywords))
         seconds = f"{time.perf_counter() - begin:.0f} s"
         launches = sum(inside or call is not loop for *_, inside in hlo.launched(text)[0])
-        said = [f"{n} {kind} ({size / 1e6:,.1f} MB)" for kind, (n, size) in hlo.collectives(text).items()]
-        say(_ROW.format(name, gib(allocated(made)), launches, seconds, ", ".join(said) or "none"))
+        counts = [f"{n} {kind} ({size / 1e6:,.1f} MB)" for kind, (n, size) in hlo.collectives(text).items()]
+        say(_ROW.format(name, gib(allocated(made)), launches, seconds, ", ".join(counts) or "none"))
         yield allocated(made)

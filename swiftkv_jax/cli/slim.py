@@ -164,7 +164,7 @@ def _pair(measured: tuple[float, float]) -> dict[str, float]:
     return {"kl": measured[0], "agreement": measured[1]}
 
 
-def _row(plan: KVPlan, found: Found, options: list[Measured], chosen: Choice) -> dict:
+def _row(plan: KVPlan, ways: Found, options: list[Measured], chosen: Choice) -> dict:
     """One row's entry in slim.json."""
 
     def matrix(c: Candidate) -> str | None:
@@ -172,11 +172,11 @@ def _row(plan: KVPlan, found: Found, options: list[Measured], chosen: Choice) ->
 
     picked = chosen.measured.candidate if chosen.measured else None
     return {
-        "row": found.row,
-        "space": plan.rows[found.row].space,
-        "layers": list(plan.readers(found.row)),
-        "condition": found.condition if math.isfinite(found.condition) else None,
-        "largest_w_kv": found.largest,
+        "row": ways.row,
+        "space": plan.rows[ways.row].space,
+        "layers": list(plan.readers(ways.row)),
+        "condition": ways.condition if math.isfinite(ways.condition) else None,
+        "largest_w_kv": ways.largest,
         "form": picked.form if picked else "kv",
         "matrix": matrix(picked) if picked else None,
         "why": chosen.why,

@@ -191,11 +191,9 @@ def _answers(model: str, prompts: Sequence[Chat], left: Sequence[int], sampling:
     llm = LLM(model, max_model_len=most, max_num_seqs=min(64, len(left)), dtype="auto")
     requests = []
     for number in left:
-        changed = {
-            "max_tokens": max(1, min(sampling.max_tokens, most - lengths[number])),  # none: `request` raises
-            "seed": sampling.seed + number,
-        }
-        params = SamplingParams(**dataclasses.asdict(sampling) | changed)
+        room = max(1, min(sampling.max_tokens, most - lengths[number]))  # without any `llm.request` raises
+        temperature, top_p, seed = sampling.temperature, sampling.top_p, sampling.seed + number
+        params = SamplingParams(max_tokens=room, temperature=temperature, top_p=top_p, seed=seed)
         requests.append(llm.request({"messages": prompts[number]}, params, f"prompt {number}"))
     for index, output in llm.run(requests):
         answer = output.outputs[0]

@@ -140,8 +140,8 @@ def costs(run: Untrained | loop.Run, rows: dict[str, np.ndarray], length: int) -
     """
     means = loop.summarise(rows, has_teacher=True)
     student, teacher = run.recipe.student, means["teacher_cross_entropy"]
-    held = rows["tokens"] > 0
-    gaps = (rows["student"] - rows["teacher"])[held] / rows["tokens"][held]
+    counted = rows["tokens"] > 0
+    gaps = (rows["student"] - rows["teacher"])[counted] / rows["tokens"][counted]
     result = {
         "cross_entropy": means["cross_entropy"],
         "teacher_cross_entropy": teacher,

@@ -58,15 +58,15 @@ def exit_code(
     try:
         return run() or 0
     except UsageError as error:
-        code, said = 2, f"error: {error}"
+        code, report = 2, f"error: {error}"
     except KeyboardInterrupt:
-        code, said = 130, interrupted
+        code, report = 130, interrupted
     except failures as error:
-        code, said = 1, f"error: {first_line(error, 500)}"
+        code, report = 1, f"error: {first_line(error, 500)}"
     except Exception as error:
         traceback.print_exc()
-        code, said = 1, f"error: {type(error).__name__}: {error}"
-    print(said, file=sys.stderr)
+        code, report = 1, f"error: {type(error).__name__}: {error}"
+    print(report, file=sys.stderr)
     return code
 
 

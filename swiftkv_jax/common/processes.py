@@ -199,7 +199,7 @@ def from_first(value: int) -> int:
 def _filtered_stderr() -> Iterator[None]:
     """Route stderr through `stderr_filter.py` from here on; undone if the block raises."""
     program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("stderr_filter.py"))]
-    own = os.dup(2)
+    stderr = os.dup(2)
     relay = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True)
     assert relay.stdin is not None
     os.dup2(relay.stdin.fileno(), 2)
@@ -208,11 +208,11 @@ def _filtered_stderr() -> Iterator[None]:
         yield
     except BaseException:
         sys.stderr.flush()
-        os.dup2(own, 2)
+        os.dup2(stderr, 2)
         relay.wait()
         raise
     finally:
-        os.close(own)
+        os.close(stderr)
 
 
 def text_from_first(name: str, make: Callable[[], str], limit_s: float) -> str:

@@ -20,26 +20,26 @@ def main() -> None:
     """Pass on until the process ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the process, which may still print
         signal.signal(number, signal.SIG_IGN)
-    rest, held, reported = b"", b"", False
+    rest, suspended, reported = b"", b"", False
     while True:
-        if held and _FATAL not in held and not select.select([0], [], [], _HOLD_S)[0]:
-            os.write(2, held)  # it was not a death after all
-            held = b""
+        if suspended and _FATAL not in suspended and not select.select([0], [], [], _HOLD_S)[0]:
+            os.write(2, suspended)  # it was not a death after all
+            suspended = b""
         chunk = os.read(0, 2**16)
         *lines, rest = (rest + chunk).splitlines(keepends=True) or [b""]
         if not chunk or rest.endswith(b"\n"):
             lines, rest = [*lines, rest], b""
         for line in lines:
-            if held or _FATAL in line or _BEFORE.match(line):
-                held += line
+            if suspended or _FATAL in line or _BEFORE.match(line):
+                suspended += line
             else:
                 reported |= line.startswith(b"error: ")
                 os.write(2, line)
         if not chunk:
             break
-    if _FATAL in held:
-        held = b"" if reported else GONE.encode()
-    os.write(2, held)
+    if _FATAL in suspended:
+        suspended = b"" if reported else GONE.encode()
+    os.write(2, suspended)
 
 
 if __name__ == "__main__":

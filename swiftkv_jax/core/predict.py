@@ -135,7 +135,7 @@ def described(model: Predicted, cuts: weights.Cuts = ()) -> PyTree:
     """The tree of `Weight`s; `cuts` as in `weights.partition`, for all three parts."""
     base, auxiliary = model.base, model.auxiliary
     inside, outside = ("D", auxiliary.config.kv_width), ("E", base.config.kv_width)
-    one = linear_weights(inside, outside, True, inside[1] ** -0.5)
+    projection = linear_weights(inside, outside, True, inside[1] ** -0.5)
     rows = base.plan.num_rows
     stacks = [rows] if cuts is not None else [1] * rows
     return {
@@ -143,7 +143,7 @@ def described(model: Predicted, cuts: weights.Cuts = ()) -> PyTree:
         "auxiliary": weights.weights(auxiliary.config, auxiliary.plan, cuts),
         "predictor": {
             "rows": [
-                {name: jax.tree.map(lambda w, n=n: w.stacked(n), one) for name in PLAIN.projections}
+                {name: jax.tree.map(lambda w, n=n: w.stacked(n), projection) for name in PLAIN.projections}
                 for n in stacks
             ]
         },
@@ -174,9 +174,9 @@ def for_mesh(model: Transformer | Predicted, params: PyTree, mesh: Mesh) -> tupl
     """
     if not isinstance(model, Predicted):
         return surgery.for_mesh(model, params, mesh)
-    base, own = surgery.for_mesh(model.base, params["base"], mesh)
+    base, base_params = surgery.for_mesh(model.base, params["base"], mesh)
     try:
-        auxiliary, theirs = surgery.for_mesh(model.auxiliary, params["auxiliary"], mesh)
+        auxiliary, auxiliary_params = surgery.for_mesh(model.auxiliary, params["auxiliary"], mesh)
     except UsageError as error:
         raise UsageError(f"the auxiliary model: {error}") from None
     wide, predictor = Predicted(base, auxiliary, model.prediction), params["predictor"]
@@ -184,7 +184,7 @@ def for_mesh(model: Transformer | Predicted, params: PyTree, mesh: Mesh) -> tupl
         made = described(wide, cuts=None)["predictor"]
         where = jax.tree.map(lambda w: sharding.named(mesh, w.axes, w.shape), made)
         predictor = jax.jit(partial(_widened, model, wide), out_shardings=where)(predictor)
-    return wide, {"base": own, "auxiliary": theirs, "predictor": predictor}
+    return wide, {"base": base_params, "auxiliary": auxiliary_params, "predictor": predictor}
 
 
 def _widened(model: Predicted, wide: Predicted, predictor: PyTree) -> PyTree:
@@ -197,13 +197,13 @@ def _widened(model: Predicted, wide: Predicted, predictor: PyTree) -> PyTree:
         heads = x.reshape(*x.shape[:-1], config.num_kv_heads, config.head_dim)
         return jnp.repeat(heads, times, axis=-2).reshape(*x.shape[:-1], -1)
 
-    def one(p: PyTree) -> PyTree:
+    def widened(p: PyTree) -> PyTree:
         rows, outside = p["kernel"].shape[0], p["kernel"].shape[-1]
         heads = p["kernel"].reshape(rows, before.num_kv_heads, 1, before.head_dim, outside)
         kernel = jnp.pad(heads, ((0, 0), (0, 0), (0, skipped), (0, 0), (0, 0)))
         return {"kernel": repeated(kernel.reshape(rows, -1, outside)), "bias": repeated(p["bias"])}
 
-    return {"rows": [{name: one(part) for name, part in stack.items()} for stack in predictor["rows"]]}
+    return {"rows": [{name: widened(part) for name, part in stack.items()} for stack in predictor["rows"]]}
 
 
 # ---- making one --------------------------------------------------------------------------------------
@@ -257,12 +257,14 @@ def forward(
         raise UsageError(f"a tail of {tail} tokens needs more than one pass: use tail=1, or own=False")
     where = (tokens, positions, segments)
     reads = model.prediction.reads
-    small = read(model.auxiliary, params["auxiliary"], *where, reads, remat=remat, length=length, store=store)
-    raw = predict_rows(model, params, of_rows(small.raw, reads))
-    at, segments = angles_and_segments(model.base.config, *where, length)
+    auxiliary_pass = read(
+        model.auxiliary, params["auxiliary"], *where, reads, remat=remat, length=length, store=store
+    )
+    raw = predict_rows(model, params, of_rows(auxiliary_pass.raw, reads))
+    angles, segments = angles_and_segments(model.base.config, *where, length)
     x = constrain(embed(model.base, params["base"], tokens, positions), STREAM)
-    rows = finished(model.base, params["base"], raw, at, store)
-    run = partial(through, model.base, params["base"], x, at, segments, remat=remat, store=store)
+    rows = finished(model.base, params["base"], raw, angles, store)
+    run = partial(through, model.base, params["base"], x, angles, segments, remat=remat, store=store)
     return (run(beside=rows, attention=_with_own) if own else run(rows=rows)).x
 
 
@@ -285,10 +287,10 @@ def read(
     """
     rows = set(rows)
     last = model.plan.num_layers if whole else deepest(model.plan, rows)
-    at, segments = angles_and_segments(model.config, tokens, positions, segments, length)
+    angles, segments = angles_and_segments(model.config, tokens, positions, segments, length)
     x = constrain(embed(model, params, tokens, positions), STREAM)
     options = {"remat": remat, "attention": attention, "store": store}
-    passed = through(model, params, x, at, segments, range(last), keep=rows, **options)
+    passed = through(model, params, x, angles, segments, range(last), keep=rows, **options)
     due = [row for row in model.plan.made_at(last) if row in rows]
     raw = project_rows(model, params, due, last, passed.x)
     alone = {row: Stacked(jax.tree.map(lambda y: y[None], made), {}, 0) for row, made in raw.items()}
@@ -311,7 +313,7 @@ def _predicted(model: Predicted, p: PyTree, raw: Raw) -> Raw:
 
 
 def finished(
-    model: Transformer, params: PyTree, raw: Raw, at: Rotary, store: Callable = lambda made: made
+    model: Transformer, params: PyTree, raw: Raw, angles: Rotary, store: Callable = lambda made: made
 ) -> dict[int, Stacked]:
     """All rows of a model as its layers read them, from the rows [R, B, T, E] as projections leave them.
 
@@ -319,7 +321,7 @@ def finished(
     """
     out, finish = {}, partial(PLAIN.finish, model.config)
     for stack, part in _by_stack(params["rows"], raw):
-        arrays = jax.vmap(finish, in_axes=(0, 0, None))(stack, part, at)
+        arrays = jax.vmap(finish, in_axes=(0, 0, None))(stack, part, angles)
         arrays, first = store(tuple(constrain(y, _CUT) for y in arrays)), len(out)
         out |= {first + i: Stacked(arrays, {}, i) for i in range(weights.length(stack))}
     return out
@@ -336,8 +338,8 @@ def heads(model: Transformer, params: PyTree, raw: Raw) -> Raw:
 
 def _by_stack(stacks: Sequence[PyTree], raw: Raw) -> list[tuple[PyTree, Raw]]:
     """Each stack of rows' weights, with its part of these rows."""
-    held = weights.ranges(stacks)
-    cut = [raw if len(held) == 1 else tuple(y[part.start : part.stop] for y in raw) for part in held]
+    ranges = weights.ranges(stacks)
+    cut = [raw if len(ranges) == 1 else tuple(y[part.start : part.stop] for y in raw) for part in ranges]
     return list(zip(stacks, cut, strict=True))
 
 
@@ -374,12 +376,12 @@ def _with_own(
         whole = jnp.pad(x, ((0, 0), (0, blocks * size - length), *[(0, 0)] * (x.ndim - 2)))
         return jnp.moveaxis(whole.reshape(x.shape[0], blocks, size, *x.shape[2:]), 1, 0)
 
-    def one(block):
+    def attended(block):
         start, q, k, v, first = block
         grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-        at, places = start + jnp.arange(size), jnp.arange(length)
-        here = places == at[:, None]
-        seen = (places <= at[:, None]) & (places >= first[..., None])
+        queries, places = start + jnp.arange(size), jnp.arange(length)
+        here = places == queries[:, None]
+        seen = (places <= queries[:, None]) & (places >= first[..., None])
         scores = jnp.einsum("bckgh,bskh->bkgcs", grouped, keys, preferred_element_type=jnp.float32)
         alone = jnp.einsum("bckgh,bckh->bkgc", grouped, k, preferred_element_type=jnp.float32)
         scores = jnp.where(here, alone[..., None], scores) * q.shape[-1] ** -0.5
@@ -391,7 +393,7 @@ def _with_own(
         return mixed.reshape(*q.shape[:3], -1).astype(q.dtype)
 
     parts = (size * jnp.arange(blocks), *map(cut, (q, k, v, first)))
-    out = jnp.moveaxis(jax.lax.map(jax.checkpoint(one), parts), 0, 1)
+    out = jnp.moveaxis(jax.lax.map(jax.checkpoint(attended), parts), 0, 1)
     return out.reshape(out.shape[0], blocks * size, *out.shape[3:])[:, :length]
 
 
@@ -426,14 +428,14 @@ def fill(
     that they do not depend on the chunking.
     """
     aux, p, reads = model.auxiliary, params["auxiliary"], model.prediction.reads
-    at, theirs = caches.base.angles.at(positions), caches.auxiliary.angles.at(positions)
+    angles, auxiliary_angles = caches.base.angles.at(positions), caches.auxiliary.angles.at(positions)
     batch, last = make_batch(query_starts, positions), deepest(aux.plan, reads)
     x = embed(aux, p, tokens, positions)
-    ran = run(aux, p, x, theirs, batch, caches.auxiliary, range(last), keep=reads)
+    ran = run(aux, p, x, auxiliary_angles, batch, caches.auxiliary, range(last), keep=reads)
     due = [row for row in aux.plan.made_at(last) if row in reads]
     raw = ran.raw | project_rows(aux, p, due, last, ran.x)
     made = []
     for row, read in enumerate(reads):
         predicted = _predicted(model, weights.row(params["predictor"], row), raw[read])
-        made.append(PLAIN.finish(model.base.config, weights.row(params["base"], row), predicted, at))
+        made.append(PLAIN.finish(model.base.config, weights.row(params["base"], row), predicted, angles))
     return Caches(caches.base.write(range(len(reads)), made, batch), ran.cache)

@@ -57,11 +57,11 @@ def to_swiftkv(
     layers, rows = weights.partition(plan, model.config.kinds, weights.cuts_of(params))
     out = {name: value for name, value in params.items() if name in weights.ENDS}
     out["layers"] = weights.recut(params["layers"], layers)
-    out["rows"] = [_makers(model.config, params, plan, held, init) for held in rows]
+    out["rows"] = [_makers(model.config, params, plan, numbers, init) for numbers in rows]
     if plan.is_swiftkv:
-        own = weights.layer(params, plan.split)["attentions"][0]
+        attention = weights.layer(params, plan.split)["attentions"][0]
         for name, weight in shared_norm_weights(model.config).items():
-            gain = own[name.removeprefix("shared_")]
+            gain = attention[name.removeprefix("shared_")]
             out[name] = jnp.full_like(gain, weight.fill) if init == "fold" else gain
     if exit_head:
         kernel = params["lm_head"] if "lm_head" in params else params["embed"].T
@@ -82,10 +82,10 @@ def check_teacher(model: Transformer) -> None:
         raise UsageError("to_swiftkv starts from a standard model; this one's rows are shared or rewired")
 
 
-def _makers(config: ModelConfig, params: PyTree, plan: KVPlan, held: range, init: str) -> PyTree:
+def _makers(config: ModelConfig, params: PyTree, plan: KVPlan, numbers: range, init: str) -> PyTree:
     """The makers of consecutive rows, stacked: each the mean over its readers of the teacher's makers."""
-    groups = [plan.readers(row) for row in held]
-    folded = [plan.rows[row].shared_norm and init == "fold" for row in held]
+    groups = [plan.readers(row) for row in numbers]
+    folded = [plan.rows[row].shared_norm and init == "fold" for row in numbers]
     if not any(folded) and all(len(group) == 1 for group in groups):
         return weights.recut(params["rows"], [range(groups[0][0], groups[-1][0] + 1)])[0]
 
@@ -101,17 +101,19 @@ def _makers(config: ModelConfig, params: PyTree, plan: KVPlan, held: range, init
 
 def _folded(config: ModelConfig, params: PyTree, layer: int) -> PyTree:
     """A layer's makers with the gain of its input norm multiplied into their kernels' rows."""
-    row, own = weights.row(params, layer), weights.layer(params, layer)["attentions"][0]
-    if config.norm_after or "norm" not in own:
+    row, attention = weights.row(params, layer), weights.layer(params, layer)["attentions"][0]
+    if config.norm_after or "norm" not in attention:
         return row
-    gain = effective_gain(config, own["norm"]).astype(jnp.float32)
+    gain = effective_gain(config, attention["norm"]).astype(jnp.float32)
 
     def projection(p: PyTree) -> PyTree:
         wide = p["kernel"].astype(jnp.float32)
         out = p | {"kernel": (wide * gain[:, None]).astype(p["kernel"].dtype)}
-        if "norm_bias" not in own or "bias" not in p:  # a bias of keys shifts all scores of a query alike
+        if (
+            "norm_bias" not in attention or "bias" not in p
+        ):  # a bias of keys shifts all scores of a query alike
             return out
-        bias = p["bias"].astype(jnp.float32) + own["norm_bias"].astype(jnp.float32) @ wide
+        bias = p["bias"].astype(jnp.float32) + attention["norm_bias"].astype(jnp.float32) @ wide
         return out | {"bias": bias.astype(p["bias"].dtype)}
 
     return row | {name: projection(row[name]) for name in PLAIN.projections}
@@ -145,17 +147,17 @@ def to_slim(
     stored = {*model.plan.forms, *model.plan.cross_forms}
     if stored != {"kv"}:
         raise UsageError(f"to_slim converts rows of keys and values, not of {', '.join(sorted(stored))}")
-    own, cross = ([each] if isinstance(each, str) else each for each in (forms, cross_forms))
-    plan = model.plan.stored_as(*own)
+    self_forms, cross = ([each] if isinstance(each, str) else each for each in (forms, cross_forms))
+    plan = model.plan.stored_as(*self_forms)
     if model.plan.cross:
         plan = plan.with_cross(*cross)
     slim = Transformer(model.config, plan, model.dtype)
-    layers, held = weights.partition(plan, model.config.kinds, weights.cuts_of(params))
+    layers, ranges = weights.partition(plan, model.config.kinds, weights.cuts_of(params))
     made_at = [(row.space, row.maker) for row in model.plan.rows]
     was = [made_at.index((row.space, row.maker)) for row in plan.rows]
     given = [(solved or {}).get(row) for row in was]
     makers = []
-    for made in held:
+    for made in ranges:
         plain = _rows(params["rows"], [was[row] for row in made])
         names = [plan.name(row) for row in made]
         form = FORMS[plan.rows[made.start].form]
@@ -175,13 +177,13 @@ def _rows(stacks: Sequence[PyTree], wanted: list[int]) -> PyTree:
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
-def _slim_layers(model: Transformer, plain: KVPlan, params: PyTree, held: range, stack: PyTree) -> PyTree:
+def _slim_layers(model: Transformer, plain: KVPlan, params: PyTree, numbers: range, stack: PyTree) -> PyTree:
     """A stack of layers with the projections that their attentions take over from their rows."""
     plan, attentions = model.plan, list(stack["attentions"])
     for i, (reads, was) in enumerate(((plan.reads, plain.reads), (plan.cross, plain.cross))):
-        form = FORMS[plan.rows[reads[held.start]].form] if reads else None
+        form = FORMS[plan.rows[reads[numbers.start]].form] if reads else None
         if form is not None and form.moved:
-            makers = [weights.row(params, was[layer]) for layer in held]
+            makers = [weights.row(params, was[layer]) for layer in numbers]
             makers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *makers)
             attentions[i] = attentions[i] | form.convert_reader(model.config, makers)
     return stack | {"attentions": attentions}
@@ -206,7 +208,7 @@ def hadamard_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, Py
         return stack | {"attentions": attentions}
 
     stacks = zip(params["layers"], weights.ranges(params["layers"]), strict=True)
-    layers = [read_by(stack, held.start) for stack, held in stacks]
+    layers = [read_by(stack, numbers.start) for stack, numbers in stacks]
     return Transformer(model.config, served, model.dtype), params | {"layers": layers}
 
 
@@ -231,12 +233,12 @@ def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
     """
     plan = model.plan
     starts: dict[tuple[str | int, ...], int] = {
-        (name, i): held.start
+        (name, i): numbers.start
         for name in ("layers", "rows")
-        for i, held in enumerate(weights.ranges(tree.get(name, ())))
+        for i, numbers in enumerate(weights.ranges(tree.get(name, ())))
     }
 
-    def one(path, _) -> bool:
+    def trained(path, _) -> bool:
         keys = weights.keys(path)
         if which == "all" or keys[0] in ("shared_norm", "shared_norm_bias", "exit"):
             return True
@@ -245,7 +247,7 @@ def is_trained(model: Transformer, tree: PyTree, which: str) -> PyTree:
         wanted = which == "upper" or bool({"q_proj", "q_norm"} & set(keys))
         return keys[0] == "layers" and starts[keys[:2]] >= plan.depth and wanted
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(trained, tree)
 
 
 def widened(model: Transformer, parts: int) -> Transformer:
@@ -294,8 +296,8 @@ def fold_shared_norm(model: Transformer, params: PyTree) -> PyTree:
     due = [i for i, row in enumerate(model.plan.rows) if row.shared_norm]
     if not due or "shared_norm" not in params:
         return params
-    held = [r for r in weights.ranges(params["rows"]) if r.start not in due]
-    stacks = weights.recut(params["rows"], [*held, range(due[0], due[-1] + 1)])
+    ranges = [r for r in weights.ranges(params["rows"]) if r.start not in due]
+    stacks = weights.recut(params["rows"], [*ranges, range(due[0], due[-1] + 1)])
     folded = {n: p for n, p in stacks[-1].items()}
     gain = effective_gain(model.config, params["shared_norm"])
     for name in FORMS[model.plan.rows[due[0]].form].projections:
@@ -331,9 +333,9 @@ def layer_pruned(model: Transformer, params: PyTree, keep: Sequence[int]) -> tup
     out = {name: params[name] for name in weights.ENDS if name in params}
     if auxiliary.plan.has_shared_norm:
         out["shared_norm"] = params["shared_norm"]
-    for name, numbers, held in (("layers", keep, layers), ("rows", rows, made)):
+    for name, numbers, ranges in (("layers", keep, layers), ("rows", rows, made)):
         alone = weights.recut(params[name], [range(number, number + 1) for number in numbers])
-        out[name] = weights.recut(alone, held)
+        out[name] = weights.recut(alone, ranges)
     return auxiliary, out
 
 

@@ -88,9 +88,9 @@ class PredictConfig(Checked):
     def __post_init__(self):
         super().__post_init__()
         if bool(self.auxiliary) == bool(self.keep):
-            said = f"both auxiliary {self.auxiliary!r} and keep {self.keep}" if self.keep else "neither"
+            given = f"both auxiliary {self.auxiliary!r} and keep {self.keep}" if self.keep else "neither"
             raise UsageError(
-                f"predict has {said}: give auxiliary (a folder or id) or keep (layers of the model)"
+                f"predict has {given}: give auxiliary (a folder or id) or keep (layers of the model)"
             )
 
     def build(self, base: KVPlan, auxiliary: KVPlan) -> Prediction:

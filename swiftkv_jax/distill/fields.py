@@ -44,8 +44,9 @@ def rows(config: type = Experiment, prefix: str = "") -> list[tuple[str, str, st
         if parts and field.name != "evaluation":
             out += rows(typing.cast(type, parts[0]), f"{prefix}{field.name}.")
             continue
-        plain = isinstance(hint, type) and not typing.get_args(hint)
-        kind = hint.__name__ if plain else str(hint).replace("swiftkv_jax.config.model.", "")
+        kind = str(hint).replace("swiftkv_jax.config.model.", "")
+        if isinstance(hint, type) and not typing.get_args(hint):
+            kind = hint.__name__
         default = "required" if field.default is dataclasses.MISSING else repr(field.default)
         out.append((prefix + field.name, "DataConfig" if parts else kind, default, texts.get(field.name, "")))
     return out

@@ -51,7 +51,8 @@ def batch_moments(model: Predicted, params: PyTree, batch: Batch) -> tuple[Array
         jax.lax.map(lambda row, x=x: products(x[row[0]], row[1]), (place, y))
         for x, y in zip(regressors, wanted, strict=True)
     ]
-    return *(constrain(jnp.stack(sums, axis=1), ". . . .") for sums in (gram, cross)), real.sum()
+    gram, cross = jnp.stack(gram, axis=1), jnp.stack(cross, axis=1)
+    return constrain(gram, ". . . ."), constrain(cross, ". . . ."), real.sum()
 
 
 def fit(model: Predicted, params: PyTree, batches: Iterable[Batch], ridge: float = 1e-3) -> PyTree:

@@ -90,9 +90,19 @@ def _calls(experiment: Experiment) -> list[Call]:
         windows = tuple(dict.fromkeys(None if w >= tokens else w for w in config.windows))
         if windows == (None,):
             tokens = min(tokens, _LONGEST)
-        heads = {"heads": config.num_heads // shards, "kv_heads": config.num_kv_heads // shards}
-        sizes = dict.fromkeys(("page", "capacity", "tokens"), tokens)
-        dtypes = dict.fromkeys(("computed", "stored"), experiment.dtype)
-        shape = {"width": config.head_dim, "lanes": 1, "windows": windows} | heads | sizes | dtypes
-        calls.append(Call(kind="train", operation="causal_attention", **shape))
+        call = Call(
+            kind="train",
+            operation="causal_attention",
+            heads=config.num_heads // shards,
+            kv_heads=config.num_kv_heads // shards,
+            width=config.head_dim,
+            computed=experiment.dtype,
+            stored=experiment.dtype,
+            page=tokens,
+            capacity=tokens,
+            lanes=1,
+            tokens=tokens,
+            windows=windows,
+        )
+        calls.append(call)
     return list(dict.fromkeys(calls))

@@ -49,22 +49,22 @@ class Moments:
 
 
 def batch_moments(
-    student: Transformer, params: PyTree, teacher: Transformer, own: PyTree, batch: Batch
+    student: Transformer, params: PyTree, teacher: Transformer, own_params: PyTree, batch: Batch
 ) -> tuple[Array, Array, Array]:
     """(gram, cross, tokens) of one batch, in float32; padding is left out.
 
     `teacher`, `own`: the teacher and its parameters from the split on, as `steps.teacher_of` gives them.
     """
     config, plan = student.config, student.plan
-    at, segments = angles_and_segments(config, batch.tokens, batch.positions, batch.segments)
+    angles, segments = angles_and_segments(config, batch.tokens, batch.positions, batch.segments)
     real = (segments > 0).astype(jnp.float32)
     x = embed(student, params, batch.tokens, batch.positions)
-    x = through(student, params, x, at, segments, range(plan.depth)).x
+    x = through(student, params, x, angles, segments, range(plan.depth)).x
     n = before(config, unit_norm(config, jnp.float32), x.astype(jnp.float32))
     n = jnp.concatenate([n, jnp.ones_like(n[..., :1])], axis=-1) if config.qkv_bias else n
     n = n * real[..., None]
     upper = range(plan.depth, plan.num_layers)
-    raw = through(teacher, own, x, at, segments, upper, keep=upper).raw
+    raw = through(teacher, own_params, x, angles, segments, upper, keep=upper).raw
     keys, values = of_rows(raw, upper)
 
     def products(row):
@@ -75,22 +75,24 @@ def batch_moments(
 
 
 def moments(
-    student: Transformer, params: PyTree, teacher: Transformer, own: PyTree, batches: Iterable[Batch]
+    student: Transformer, params: PyTree, teacher: Transformer, own_params: PyTree, batches: Iterable[Batch]
 ) -> tuple[Moments, Moments]:
     """Two sums over real tokens: of most of the `batches`, and of every eighth one, to choose ridges on."""
-    run = jax.jit(lambda params, own, batch: batch_moments(student, params, teacher, own, batch))
+    run = jax.jit(
+        lambda params, own_params, batch: batch_moments(student, params, teacher, own_params, batch)
+    )
     unknowns = student.config.hidden_size + student.config.qkv_bias
     parts = [Moments(np.zeros(()), np.zeros(()), 0) for _ in range(2)]
     for number, batch in enumerate(batches):
-        gram, cross, count = (np.asarray(x, np.float64) for x in run(params, own, batch))
+        gram, cross, count = (np.asarray(x, np.float64) for x in run(params, own_params, batch))
         parts[number % _HELD == _HELD - 1] += Moments(gram, cross, int(count))
-    solved, held = parts
-    if solved.tokens + held.tokens < unknowns:
+    solved, held_out = parts
+    if solved.tokens + held_out.tokens < unknowns:
         raise UsageError(
-            f"a least-squares start has {unknowns} unknowns an output and {solved.tokens + held.tokens} "
+            f"a least-squares start has {unknowns} unknowns an output and {solved.tokens + held_out.tokens} "
             "tokens to find them by: raise plan.init_tokens, or set plan.init=fold"
         )
-    return solved, held
+    return solved, held_out
 
 
 def residuals(sums: Moments, maps: np.ndarray) -> np.ndarray:
@@ -101,14 +103,14 @@ def residuals(sums: Moments, maps: np.ndarray) -> np.ndarray:
     return np.einsum("uase,uase->us", seen - 2 * sums.cross, maps)
 
 
-def searched(solved: Moments, held: Moments, width: int) -> tuple[np.ndarray, np.ndarray]:
+def searched(solved: Moments, held_out: Moments, width: int) -> tuple[np.ndarray, np.ndarray]:
     """(maps as `solve` gives them, their ridges [U, 2]). For each layer's keys, and for its values, the ridge
     is the one of `RIDGES` with the least error on the held-out tokens; then all tokens are used to solve."""
-    if not held.tokens or solved.tokens < len(solved.gram):
-        maps = solve(solved + held, RIDGE, width)
+    if not held_out.tokens or solved.tokens < len(solved.gram):
+        maps = solve(solved + held_out, RIDGE, width)
         return maps, np.full((len(maps), 2), RIDGE)
-    scores = np.stack([residuals(held, solve(solved, ridge, width)) for ridge in RIDGES])
-    best, every = scores.argmin(0), solved + held
+    scores = np.stack([residuals(held_out, solve(solved, ridge, width)) for ridge in RIDGES])
+    best, every = scores.argmin(0), solved + held_out
     maps = np.zeros(every.cross.shape)
     for number in np.unique(best):
         chosen = (best == number)[:, None, :, None]
@@ -163,7 +165,7 @@ def fit(
     student: Transformer,
     params: PyTree,
     teacher: Transformer,
-    own: PyTree,
+    own_params: PyTree,
     batches: Iterable[Batch],
     ridge: float | None = None,
 ) -> PyTree:
@@ -180,19 +182,19 @@ def fit(
       ridge: as in `solve`; None chooses one on held-out batches, for each layer's keys and values by itself.
     """
     config, plan = student.config, student.plan
-    parts = moments(student, params, teacher, own, batches)
+    parts = moments(student, params, teacher, own_params, batches)
     if ridge is None:
         solved, _ = searched(*parts, config.hidden_size)
     else:
         solved = solve(parts[0] + parts[1], ridge, config.hidden_size)
     upper = range(plan.depth, plan.num_layers)
-    kernels = [weights.layer(own, layer)["attentions"][0]["o_proj"]["kernel"] for layer in upper]
+    kernels = [weights.layer(own_params, layer)["attentions"][0]["o_proj"]["kernel"] for layer in upper]
     by_output = np.asarray(jax.jit(partial(output_weights, student))(jnp.stack(kernels)), np.float64)
     alike = np.broadcast_to(np.eye(config.head_dim), by_output.shape)
     costs = dict(zip(PLAIN.projections, (alike, by_output), strict=True))
 
-    def fitted(held: range, stack: PyTree) -> PyTree:
-        groups = [[layer - plan.depth for layer in plan.readers(row)] for row in held]
+    def fitted(numbers: range, stack: PyTree) -> PyTree:
+        groups = [[layer - plan.depth for layer in plan.readers(row)] for row in numbers]
         out = dict(stack)
         for which, (name, cost) in enumerate(costs.items()):
             maps = np.stack([share(solved[group, :, which], cost[group]) for group in groups])  # [n, A, E]
@@ -201,8 +203,8 @@ def fit(
         return out
 
     made = plan.made_at(plan.depth)
-    held = zip(weights.ranges(params["rows"]), params["rows"], strict=True)
-    rows = [fitted(numbers, stack) if numbers.start in made else stack for numbers, stack in held]
+    stacks = zip(weights.ranges(params["rows"]), params["rows"], strict=True)
+    rows = [fitted(numbers, stack) if numbers.start in made else stack for numbers, stack in stacks]
     unit = {name: np.full(weight.shape, weight.fill) for name, weight in shared_norm_weights(config).items()}
     shared = {name: like(params[name], value) for name, value in unit.items()}
     return params | {"rows": rows} | shared

@@ -89,10 +89,10 @@ def _kl_and_slope(got, want, mask) -> tuple[Float[Array, ""], Float[Array, "B c 
     return value, (jnp.exp(got) - jnp.exp(want)) * mask[..., None]
 
 
-def _with_slope(total: Float[Array, ""], slope: PyTree, at: PyTree) -> Float[Array, ""]:
+def _with_slope(total: Float[Array, ""], slope: PyTree, point: PyTree) -> Float[Array, ""]:
     """`total`, whose gradient with respect to `at` is `slope`."""
     total, slope = jax.lax.stop_gradient((total, slope))
-    each = jax.tree.map(lambda g, a: jnp.sum(g * a.astype(jnp.float32)), slope, at)
+    each = jax.tree.map(lambda g, a: jnp.sum(g * a.astype(jnp.float32)), slope, point)
     moved = sum(jax.tree.leaves(each), jnp.zeros(()))
     return total + moved - jax.lax.stop_gradient(moved)
 

@@ -63,16 +63,18 @@ def passes(
     where, reads = (batch.tokens, batch.positions, batch.segments), model.prediction.reads
     base, every = model.base, range(model.base.plan.num_rows)
     frozen = jax.lax.stop_gradient(params["base"])
-    own = predict.read(base, frozen, *where, every, whole[0], attention=attention)
-    small = predict.read(
+    base_pass = predict.read(base, frozen, *where, every, whole[0], attention=attention)
+    auxiliary_pass = predict.read(
         model.auxiliary, params["auxiliary"], *where, reads, whole[1], recipe.remat, attention
     )
-    raw = predict.predict_rows(model, params, of_rows(small.raw, reads))
-    at, segments = angles_and_segments(base.config, *where)
+    raw = predict.predict_rows(model, params, of_rows(auxiliary_pass.raw, reads))
+    angles, segments = angles_and_segments(base.config, *where)
     x = constrain(embed(base, params["base"], batch.tokens, batch.positions), STREAM)
-    rows = predict.finished(base, params["base"], raw, at)
-    x = through(base, params["base"], x, at, segments, rows=rows, remat=recipe.remat, attention=attention).x
-    return own, small, x, raw
+    rows = predict.finished(base, params["base"], raw, angles)
+    x = through(
+        base, params["base"], x, angles, segments, rows=rows, remat=recipe.remat, attention=attention
+    ).x
+    return base_pass, auxiliary_pass, x, raw
 
 
 def final(model: Transformer, params: PyTree, x: Hidden) -> Hidden:
@@ -89,12 +91,12 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
     model, config = parts(recipe)
     params = merge(trained, frozen.student)
     whole = bool(config.kl_weight), bool(config.aux_weight)
-    own, small, x, raw = passes(recipe, params, batch, whole)
+    base_pass, auxiliary_pass, x, raw = passes(recipe, params, batch, whole)
     base, auxiliary = (model.base, params["base"]), (model.auxiliary, params["auxiliary"])
     counted, real = totals
     chunk = chunk_of(recipe, batch)
     terms: dict[str, tuple[float, Array]] = {}  # name -> weight, value
-    entropies = (("lm", config.lm_weight, base, x), ("aux", config.aux_weight, auxiliary, small.x))
+    entropies = (("lm", config.lm_weight, base, x), ("aux", config.aux_weight, auxiliary, auxiliary_pass.x))
     for name, weight, owner, stream in entropies:
         if not weight:
             continue
@@ -108,12 +110,12 @@ def batch_loss(recipe: Recipe, trained: PyTree, frozen: Frozen, batch: Batch, to
             terms[name] = weight, entropy / counted
     if config.kl_weight:
         to_logits = partial(head, with_whole_head(*base))
-        streams = final(*base, x), final(*base, own.x)
+        streams = final(*base, x), final(*base, base_pass.x)
         kl = losses.kl_sum(to_logits, to_logits, *streams, batch.mask, config.temperature, chunk)
         terms["kl"] = config.kl_weight, kl / counted
     every = range(model.base.plan.num_rows)
     if weight := config.of_rows(len(every)):
-        rows = predict.heads(*base, raw), predict.heads(*base, of_rows(own.raw, every))
+        rows = predict.heads(*base, raw), predict.heads(*base, of_rows(base_pass.raw, every))
         terms["rows"] = weight, differences(*rows, (batch.segments > 0).astype(jnp.float32)) / real
     total = sum((weight * value for weight, value in terms.values()), jnp.zeros(()))
     return total, {name: value for name, (_, value) in terms.items()}
@@ -125,12 +127,12 @@ def differences(
     """Sum over rows, real tokens, and keys and values, of the mean absolute difference over heads and widths,
     in float32."""
 
-    def one(a, b):
+    def distance(a, b):
         gap = a.astype(jnp.float32) - b.astype(jnp.float32)
         gap *= jax.lax.stop_gradient(jnp.sign(gap))  # jnp.abs has a slope of 1 at 0; equal rows have none
         return jnp.sum(jnp.mean(gap, axis=(-2, -1)) * real)
 
-    return sum((one(a, b) for a, b in zip(got, want, strict=True)), jnp.zeros(()))
+    return sum((distance(a, b) for a, b in zip(got, want, strict=True)), jnp.zeros(()))
 
 
 def evaluate_batch(
@@ -143,7 +145,7 @@ def evaluate_batch(
     """
     model, _ = parts(recipe)
     params = merge(trained, frozen.student)
-    own, small, x, _ = passes(recipe, params, batch)
+    base_pass, auxiliary_pass, x, _ = passes(recipe, params, batch)
     if served:
         x = predict.forward(model, params, batch.tokens, batch.positions, batch.segments)
     base, auxiliary = (model.base, params["base"]), (model.auxiliary, params["auxiliary"])
@@ -155,7 +157,7 @@ def evaluate_batch(
         sums = {name: jnp.sum(x * mask, axis=1) for name, x in sums.items()}
         return sums | {"tokens": jnp.sum(mask, axis=1)}, ()
 
-    streams = final(*base, x), final(*base, own.x), final(*auxiliary, small.x)
+    streams = final(*base, x), final(*base, base_pass.x), final(*auxiliary, auxiliary_pass.x)
     return losses.over_chunks(per_chunk, chunk_of(recipe, batch), *streams, batch.targets, batch.mask)[0]
 
 

@@ -74,8 +74,8 @@ class Progress:
             length, _, figure = name.rpartition("/")
             lines.setdefault(length, []).append(f"{figure} {value:.4f}")
         for length, figures in lines.items():
-            at = f"at {length:>5s} tokens  " if length else ""
-            self.say(f"eval {step}  {at}" + "  ".join(figures), keep=True)
+            prefix = f"at {length:>5s} tokens  " if length else ""
+            self.say(f"eval {step}  {prefix}" + "  ".join(figures), keep=True)
 
     def say(self, line: str, keep: bool = False) -> None:
         """Print a line; on a terminal the next one replaces it unless `keep`."""

@@ -125,11 +125,11 @@ def split_trainable(model: Transformer, params: PyTree, trainable: str) -> tuple
     return trained, jax.tree.map(lambda leaf, yes: None if yes else leaf, params, chosen)
 
 
-def merge(one: PyTree, other: PyTree) -> PyTree:
+def merge(first: PyTree, second: PyTree) -> PyTree:
     """Merge two trees of the same structure: each leaf comes, uncopied, from the tree that has it."""
-    if other is None:
-        return one
-    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
+    if second is None:
+        return first
+    return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=lambda leaf: leaf is None)
 
 
 def prepare(
@@ -155,7 +155,7 @@ def _own(student: Transformer, tree: PyTree, trainable: str) -> PyTree:
     trained = is_trained(student, {"layers": tree["layers"]}, trainable)
     layers = jax.tree.map(lambda leaf, yes: leaf if yes else None, tree["layers"], trained["layers"])
     rows = zip(weights.ranges(tree["rows"]), tree["rows"], strict=True)
-    return {"layers": layers, "rows": [stack for held, stack in rows if held.start >= depth]}
+    return {"layers": layers, "rows": [stack for numbers, stack in rows if numbers.start >= depth]}
 
 
 def masters(tree: PyTree) -> PyTree:
@@ -232,15 +232,15 @@ def hidden_states(
     if not recipe.has_teacher:
         x = forward(model, params, batch.tokens, batch.positions, batch.segments, remat, attention)
         return (normal(x), x), None, None
-    at, segments = angles_and_segments(model.config, batch.tokens, batch.positions, batch.segments)
+    angles, segments = angles_and_segments(model.config, batch.tokens, batch.positions, batch.segments)
     x = sharding.constrain(embed(model, params, batch.tokens, batch.positions), "B T .")
     lower, upper = range(model.plan.depth), range(model.plan.depth, model.plan.num_layers)
-    below = jax.lax.stop_gradient(through(model, params, x, at, segments, lower, attention=attention))
+    below = jax.lax.stop_gradient(through(model, params, x, angles, segments, lower, attention=attention))
     x, rows = below.x, below.rows
-    student = through(model, params, x, at, segments, upper, rows, remat, attention)
-    teacher, own = teacher_of(model, params, frozen)
-    own = jax.lax.stop_gradient(own)
-    wanted = through(teacher, own, x, at, segments, upper, attention=attention)
+    student = through(model, params, x, angles, segments, upper, rows, remat, attention)
+    teacher, own_params = teacher_of(model, params, frozen)
+    own_params = jax.lax.stop_gradient(own_params)
+    wanted = through(teacher, own_params, x, angles, segments, upper, attention=attention)
     got = normal(student.x), student.entering
     return got, jax.lax.stop_gradient((normal(wanted.x), wanted.entering)), x
 
@@ -249,11 +249,11 @@ def teacher_of(student: Transformer, params: PyTree, frozen: Frozen) -> tuple[Tr
     """The teacher from the plan's depth on: it shares the student's weights, except those that train."""
     config, depth = dataclasses.replace(student.config, exit_head=False), student.plan.depth
     below = [{"absent": jnp.zeros((depth, 0))}] if depth else []  # rows that nothing from there on reads
-    own = {
+    own_params = {
         "layers": merge(frozen.teacher["layers"], params["layers"]),
         "rows": [*below, *frozen.teacher["rows"]],
     }
-    return Transformer(config, KVPlan.standard(config.num_layers), student.dtype), own
+    return Transformer(config, KVPlan.standard(config.num_layers), student.dtype), own_params
 
 
 def with_whole_head(model: Transformer, params: PyTree) -> PyTree:

@@ -125,9 +125,9 @@ def candidates(
 def _at_cross(model: Transformer, params: PyTree, layer: int, text: Pieces, now: Entering) -> _Input:
     """The inputs of a layer's cross-attention: the encoder's output, and the stream after self-attention."""
     assert now.encoded is not None and text.beside is not None
-    own = _Input(normalised(model, params, False, layer, now.x), text.real, now.x, text, now)
+    h = normalised(model, params, False, layer, now.x)
     row, p = weights.row(params, model.plan.reads[layer]), weights.layer(params, layer)["attentions"][0]
-    update = _output(model, SELF, layer, "kv", "auto", row, p, params.get("relative"), own)
+    update = _output(model, SELF, layer, "kv", "auto", row, p, params.get("relative"), now.x, h, now)
     return _Input(now.encoded.x, text.beside.some, now.x + update, text, now)
 
 
@@ -210,35 +210,38 @@ def _with_output_error(
     off = of = 0.0
     for seen in half:
         p, q = (weights.layer(tree, layer)["attentions"][space != SELF] for tree in (params, made))
-        args, real = (params.get("relative"), seen), seen.text.real
+        args, real = (params.get("relative"), seen.x, seen.h, seen.entering), seen.text.real
         want = _output(model, space, layer, "kv", "auto", weights.row(params, c.row), p, *args)[real]
         got = _output(slim, space, layer, *stored, q, *args)[real]
         off, of = off + float(jnp.sum((got - want) ** 2)), of + float(jnp.sum(want**2))
     return dataclasses.replace(c, output_error=float(np.sqrt(off / of)))
 
 
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _output(
-    model: Transformer, space: str, layer: int, form: str, dtype, row: PyTree, p, relative, seen: _Input
+    model: Transformer,
+    space: str,
+    layer: int,
+    form: str,
+    dtype,
+    row: PyTree,
+    p,
+    relative,
+    x,
+    h,
+    now: Entering,
 ) -> Array:
-    """The residual update [B, T, D] of a layer's attention, from a row stored in `form`, rounded or not."""
-    now = seen.entering
-    lengths = now.encoded.lengths if space == ENCODER and now.encoded is not None else None
-    x, h, angles = seen.x, seen.h, now.angles
-    return _attended(model, layer, form, dtype, row, p, relative, x, h, angles, now.segments, lengths)
+    """The residual update [B, T, D] of a layer's attention, from a row stored in `form`, rounded or not.
 
-
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _attended(
-    model: Transformer, layer: int, form: str, dtype, row: PyTree, p, relative, x, h, at, segments, lengths
-) -> Array:
-    """Attention of a layer over a row. lengths: of cross-attention's sources; None: self-attention."""
-    config, how = model.config, FORMS[form]
-    made = rounded(how.make(config, row, h, at), dtype)
-    k, v = how.keys_values(config, reader_of(how, how.reader(row), p), made, at)
-    q = queries(config, p, before(config, p, x), at)
-    if lengths is not None:
-        mixed = see_all(q, k, v, lengths)
+    x: the stream that enters the attention. h: the row's input. now: the state before the layer.
+    """
+    config, angles, stored = model.config, now.angles, FORMS[form]
+    made = rounded(stored.make(config, row, h, angles), dtype)
+    k, v = stored.keys_values(config, reader_of(stored, stored.reader(row), p), made, angles)
+    q = queries(config, p, before(config, p, x), angles)
+    if space == ENCODER and now.encoded is not None:
+        mixed = see_all(q, k, v, now.encoded.lengths)
     else:
         bias = None if relative is None else causal_bias(config, relative, x.shape[1])
-        mixed = causal_attention(q, k, v, segments, config.windows[layer], bias=bias)
+        mixed = causal_attention(q, k, v, now.segments, config.windows[layer], bias=bias)
     return after(config, p, linear(mixed.reshape(*x.shape[:-1], -1), p["o_proj"]))

@@ -42,7 +42,7 @@ def check(choices: Sequence[Choice], bound: float, name: Callable[[int], str]) -
 
 
 def under(
-    found: Sequence[Found],
+    rows: Sequence[Found],
     options: Sequence[Sequence[Measured]],
     size: Callable[[int, str], float],
     plain: float,
@@ -58,8 +58,8 @@ def under(
 
     size: bytes of a row, by its number, in a form. whole: KL of the model with these candidates.
     """
-    share = max(bound - plain, 0.0) / len(found)
-    choices = [_smallest(row, each, size, plain, share) for row, each in zip(found, options, strict=True)]
+    share = max(bound - plain, 0.0) / len(rows)
+    choices = [_smallest(row, each, size, plain, share) for row, each in zip(rows, options, strict=True)]
     while stored := {i: c.measured for i, c in enumerate(choices) if c.measured}:
         total = whole([measured.candidate for measured in stored.values()])
         if total <= bound:

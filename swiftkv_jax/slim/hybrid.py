@@ -63,11 +63,11 @@ def hybrids(model: Transformer, params: PyTree, fit: Pieces, kept: Pieces, dtype
     for how, matrix in ((EXACT, exact), (FITTED, best)):
         layers = []
         for stack in made["layers"]:  # each reads inputs times the inverse of `matrix` [E, D]
-            own, cross = stack["attentions"]
+            own_attention, cross = stack["attentions"]
             for name in FORMS["x"].moved:
                 old = cross[name]["kernel"]
                 kernel = np.einsum("ed,ladu->laeu", matrix, np.asarray(old, np.float64))
                 cross = cross | {name: cross[name] | {"kernel": jnp.asarray(kernel, old.dtype)}}
-            layers.append(stack | {"attentions": [own, cross]})
+            layers.append(stack | {"attentions": [own_attention, cross]})
         out.append(Hybrid(how, slim, made | {"layers": layers}, stored))
     return out

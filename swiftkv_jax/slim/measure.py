@@ -43,8 +43,8 @@ class Reference:
         for x, batch in zip(self._x, self._kept.batches(), strict=True):
             tokens, encoded = _given(batch)
             got = _hidden(model, params, tokens, encoded and stored(encoded), self._dtype)
-            want, found = (_logits(self._model, self._params, each) for each in (x, got))  # one head
-            total += np.asarray(_compare(want, found, jnp.asarray(batch.real)), np.float64)
+            want, logits = (_logits(self._model, self._params, each) for each in (x, got))  # one head
+            total += np.asarray(_compare(want, logits, jnp.asarray(batch.real)), np.float64)
         kl, same = total / self._kept.count
         return float(kl), float(same)
 

@@ -31,7 +31,7 @@ ANSWER = 128  # tokens of an answer to a text, at most
 
 
 @dataclasses.dataclass(frozen=True)
-class _Said:
+class _Answered:
     """A source (token ids or audio frames), its positions, and the tokens that the decoder reads with it."""
 
     source: np.ndarray
@@ -60,21 +60,23 @@ def read(
             raise UsageError(f"--audio {path} holds no .wav files")
         files += wavs
     documents = _transcribed(llm, doing.counted(files)) if hears else doing.counted(_answered(llm, text))
-    sides = texts.apart(documents, config.hidden_size, lambda said: sum(len(one.tokens) for one in said))
+    sides = texts.apart(
+        documents, config.hidden_size, lambda said: sum(len(answer.tokens) for answer in said)
+    )
     fit, kept = (list(itertools.chain.from_iterable(side)) for side in sides)
     what = f"the model's answer to the {'audio' if hears else 'text'}"
     texts.check_enough(_count(fit), _count(kept), config.hidden_size, what)
-    shape = max(len(one.tokens) for one in fit + kept), max(len(one.source) for one in fit + kept)
+    shape = max(len(answer.tokens) for answer in fit + kept), max(len(answer.source) for answer in fit + kept)
     most = MOST * config.hidden_size
     return _pieces(model, params, fit, most, shape), _pieces(model, params, kept, KEPT, shape)
 
 
-def _count(said: list[_Said]) -> int:
+def _count(answers: list[_Answered]) -> int:
     """Number of tokens, or of source positions if these are fewer."""
-    return min(sum(len(one.tokens) for one in said), sum(one.positions for one in said))
+    return min(sum(len(answer.tokens) for answer in answers), sum(answer.positions for answer in answers))
 
 
-def _transcribed(llm: LLM, files: Iterable[Path]) -> Iterator[list[_Said]]:
+def _transcribed(llm: LLM, files: Iterable[Path]) -> Iterator[list[_Answered]]:
     """The windows of each file with their transcripts, in the language that the model detects."""
     for file in files:
         with explained(f"read {file}"):
@@ -85,10 +87,10 @@ def _transcribed(llm: LLM, files: Iterable[Path]) -> Iterator[list[_Said]]:
         except speech.SpeechError as error:
             raise UsageError(f"calibration data {file}: {error}") from None
         pairs = zip(frames, heard.windows, strict=True)
-        yield [_Said(window, len(window) // 2, _read(llm, output)) for window, output in pairs]
+        yield [_Answered(window, len(window) // 2, _read(llm, output)) for window, output in pairs]
 
 
-def _answered(llm: LLM, text: str | None) -> Iterator[list[_Said]]:
+def _answered(llm: LLM, text: str | None) -> Iterator[list[_Answered]]:
     """The pieces of each document, each with the model's answer."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None
@@ -97,37 +99,37 @@ def _answered(llm: LLM, text: str | None) -> Iterator[list[_Said]]:
     for document in texts.encoded(text, tokenizer):
         end = document[-1:] if document[-1] in llm.eos_ids else []
         body, size = document[: len(document) - len(end)], PIECE - len(end)
-        pieces = [[*body[at : at + size], *end] for at in range(0, len(body), size)]
+        pieces = [[*body[start : start + size], *end] for start in range(0, len(body), size)]
         answers = dict(llm.run([llm.request(piece, params) for piece in pieces]))
-        yield [_Said(np.array(x, np.int32), len(x), _read(llm, answers[i])) for i, x in enumerate(pieces)]
+        yield [_Answered(np.array(x, np.int32), len(x), _read(llm, answers[i])) for i, x in enumerate(pieces)]
 
 
 def _read(llm: LLM, output: RequestOutput) -> list[int]:
     """All tokens that the decoder has read once it has generated its last token."""
-    (said,) = output.outputs
-    if said.finish_reason == "error":
-        raise UsageError(f"the model fails on its calibration data: {said.error}")
-    return [*output.prompt_token_ids, *said.token_ids][:-1]
+    (answer,) = output.outputs
+    if answer.finish_reason == "error":
+        raise UsageError(f"the model fails on its calibration data: {answer.error}")
+    return [*output.prompt_token_ids, *answer.token_ids][:-1]
 
 
 def _pieces(
-    model: Transformer, params: PyTree, said: list[_Said], most: int, shape: tuple[int, int]
+    model: Transformer, params: PyTree, answers: list[_Answered], most: int, shape: tuple[int, int]
 ) -> Pieces:
     """The first items, up to about `most` tokens, padded to `shape` (tokens, source)."""
-    ends = np.cumsum([len(one.tokens) for one in said])
-    said = said[: 1 + int(np.searchsorted(ends, most))]
-    tokens = np.zeros((len(said), shape[0]), np.int32)
+    ends = np.cumsum([len(answer.tokens) for answer in answers])
+    answers = answers[: 1 + int(np.searchsorted(ends, most))]
+    tokens = np.zeros((len(answers), shape[0]), np.int32)
     real = np.zeros(tokens.shape, bool)
-    for row, one in enumerate(said):
-        tokens[row, : len(one.tokens)], real[row, : len(one.tokens)] = one.tokens, True
-    lengths = np.array([one.positions for one in said], np.int32)
-    blank = np.zeros((shape[1], *said[0].source.shape[1:]), said[0].source.dtype)
-    sources = np.stack([np.concatenate([one.source, blank[len(one.source) :]]) for one in said])
+    for row, answer in enumerate(answers):
+        tokens[row, : len(answer.tokens)], real[row, : len(answer.tokens)] = answer.tokens, True
+    lengths = np.array([answer.positions for answer in answers], np.int32)
+    blank = np.zeros((shape[1], *answers[0].source.shape[1:]), answers[0].source.dtype)
+    sources = np.stack([np.concatenate([answer.source, blank[len(answer.source) :]]) for answer in answers])
     run = jax.jit(lambda source, lengths: encode(model, params, source, lengths).x)
     x = []
-    for at in range(0, len(said), BATCH):
-        rows = np.minimum(np.arange(at, at + BATCH), len(said) - 1)
-        x.append(np.asarray(run(jnp.asarray(sources[rows]), jnp.asarray(lengths[rows])))[: len(said) - at])
+    for at in range(0, len(answers), BATCH):
+        rows = np.minimum(np.arange(at, at + BATCH), len(answers) - 1)
+        x.append(np.asarray(run(jnp.asarray(sources[rows]), jnp.asarray(lengths[rows])))[: len(answers) - at])
     x = np.concatenate(x)
     some = np.zeros(x.shape[:2], bool)  # positions that are not padding, at most `most`, evenly spread
     places = np.flatnonzero(np.arange(x.shape[1]) < lengths[:, None])

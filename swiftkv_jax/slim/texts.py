@@ -62,12 +62,12 @@ class Pieces:
     def batches(self) -> Iterator["Pieces"]:
         """Batches of one shape; the last is filled up with its last piece, whose copies do not count."""
         for i in range(0, len(self.tokens), BATCH):
-            at = np.minimum(np.arange(i, i + BATCH), len(self.tokens) - 1)
-            new = (np.arange(i, i + BATCH) == at)[:, None]
+            index = np.minimum(np.arange(i, i + BATCH), len(self.tokens) - 1)
+            new = (np.arange(i, i + BATCH) == index)[:, None]
             beside = self.beside
             if beside is not None:
-                beside = Beside(beside.x[at], beside.lengths[at], beside.some[at] & new)
-            yield Pieces(self.tokens[at], self.real[at] & new, beside)
+                beside = Beside(beside.x[index], beside.lengths[index], beside.some[index] & new)
+            yield Pieces(self.tokens[index], self.real[index] & new, beside)
 
 
 def halves(documents: Iterable[list[int]], inputs: int, context: int, vocab: int) -> tuple[Pieces, Pieces]:
@@ -95,10 +95,10 @@ def apart(
     """
     wanted, sides = (MOST * inputs, KEPT), ([], [])
     for document in filter(None, documents):
-        found = [sum(map(size, side)) for side in sides]
-        if all(a >= b for a, b in zip(found, wanted, strict=True)):
+        sizes = [sum(map(size, side)) for side in sides]
+        if all(a >= b for a, b in zip(sizes, wanted, strict=True)):
             break
-        sides[found[1] < found[0]].append(document)
+        sides[sizes[1] < sizes[0]].append(document)
     if not sides[1] and sides[0]:
         (whole,) = sides[0]
         sides = ([whole[: len(whole) // 2]], [whole[len(whole) // 2 :]])

@@ -106,13 +106,13 @@ def from_merges(pre: str, vocab: dict[str, int], merges: list[str], bos: str | N
 def _whole(parts: dict, added: list[dict], bos: str | None, eos: str | None, vocab: dict[str, int]) -> dict:
     """tokenizer.json, with a post-processor that adds `bos` and `eos` around a text."""
     first, last = ([{"SpecialToken": {"id": x, "type_id": 0}}] if x else [] for x in (bos, eos))
-    one, two = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    text, second_text = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     around = _BYTES | {"trim_offsets": False, "use_regex": True}
     if bos or eos:
         around = {
             "type": "TemplateProcessing",
-            "single": [*first, one, *last],
-            "pair": [*first, one, *last, *first, two, *last],
+            "single": [*first, text, *last],
+            "pair": [*first, text, *last, *first, second_text, *last],
             "special_tokens": {x: {"id": x, "ids": [vocab[x]], "tokens": [x]} for x in (bos, eos) if x},
         }
     fields = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
@@ -139,8 +139,8 @@ def _byte_level(data: Mapping, vocab: dict[str, int]) -> tuple[dict, bool]:
     """GPT-2's algorithm: (the parts of tokenizer.json, whether texts begin with BOS by default)."""
     pre = data.get("pre")  # files of before May 2024 lack it
     if pre not in _SPLITS:
-        said = "is missing" if pre is None else f"{str(pre)[:60]!r} is not known"
-        raise UsageError(f"tokenizer.ggml.pre {said}; these are known: {', '.join(_SPLITS)}")
+        reason = "is missing" if pre is None else f"{str(pre)[:60]!r} is not known"
+        raise UsageError(f"tokenizer.ggml.pre {reason}; these are known: {', '.join(_SPLITS)}")
     splits, whole_words = _SPLITS[pre]
     model = _bpe(vocab, [merge.split(" ") for merge in _list(data, "merges", str)])
     return {

@@ -48,7 +48,7 @@ def message(turn) -> dict:
         raise UsageError(_NEEDED)
     if not isinstance(calls, list | tuple):
         raise UsageError("tool_calls must be a list")
-    made = {"role": role, "content": content}
+    made: dict = {"role": role, "content": content}
     if calls:
         made["tool_calls"] = [_call(call) for call in calls]
     return made | _present(rest)
@@ -61,7 +61,7 @@ def _joined(content):
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            other = next((said for word, said in _NOT_OFFERED.items() if word in str(kind)), "other parts")
+            other = next((offer for word, offer in _NOT_OFFERED.items() if word in str(kind)), "other parts")
             raise UsageError(f"{_NEEDED}: part {number} of its content is none, and {other} are not offered")
     return "".join(part["text"] for part in content)
 
@@ -119,13 +119,13 @@ def lost(messages: Sequence[dict], text: str, render: Callable[[list[dict]], str
     The chat is rendered once more, with a marker in place of each content and of each called function's name.
     Only for a message without a marker there, it is rendered without what that message says.
     """
-    said = [i for i, turn in enumerate(messages) if turn["content"].strip() or turn.get("tool_calls")]
+    speaking = [i for i, turn in enumerate(messages) if turn["content"].strip() or turn.get("tool_calls")]
     try:
-        found = render([_with_marker(turn, i) for i, turn in enumerate(messages)]).lower()
+        marked = render([_with_marker(turn, i) for i, turn in enumerate(messages)]).lower()
     except UsageError:  # the template checks contents
-        found = ""
-    for i in said:
-        if f"{MARKER}{i}e" not in found:
+        marked = ""
+    for i in speaking:
+        if f"{MARKER}{i}e" not in marked:
             silent = {name: value for name, value in messages[i].items() if name != "tool_calls"}
             try:
                 if render([*messages[:i], silent | {"content": ""}, *messages[i + 1 :]]) == text:

@@ -58,11 +58,11 @@ class Template:
             process.stdin.write(line + "\n")
             process.stdin.flush()
             _end_if_late(process, process.stdout.fileno())
-            said = process.stdout.readline()
+            answer = process.stdout.readline()
         except BrokenPipeError:
-            said = ""
-        if said.endswith("\n"):
-            return json.loads(said)
+            answer = ""
+        if answer.endswith("\n"):
+            return json.loads(answer)
         self.close()
         return {"error": f"it takes more than {SECONDS} seconds or {BYTES >> 20} MiB"}
 

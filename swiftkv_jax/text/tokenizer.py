@@ -96,9 +96,9 @@ class Tokenizer:
       vocab_size: number of tokens, added ones included.
     """
 
-    def __init__(self, found: Described, name: str, folder: Path):
-        self.rust, self.name, self.folder = found.rust, name, folder
-        self.named, self.templates = found.named, found.templates
+    def __init__(self, files: Described, name: str, folder: Path):
+        self.rust, self.name, self.folder = files.rust, name, folder
+        self.named, self.templates = files.named, files.templates
         self.rust.no_truncation()
         self.rust.no_padding()
         pairs = ((role, self.rust.token_to_id(token)) for role, token in self.named.items())
@@ -167,8 +167,8 @@ class Tokenizer:
         """The bytes that one token stands for within a text, possibly only part of a character."""
         name = self.rust.id_to_token(index) or ""
         text = self._joined(["a", name]).removeprefix("a")  # decoders drop the space of a first token
-        if _NO_CHARACTER in text and self._falls_back and (found := _BYTE.fullmatch(name)):
-            return bytes.fromhex(found[1])
+        if _NO_CHARACTER in text and self._falls_back and (match := _BYTE.fullmatch(name)):
+            return bytes.fromhex(match[1])
         if _NO_CHARACTER in text and all(character in _BYTE_OF for character in name):  # GPT-2
             return bytes(_BYTE_OF[character] for character in name)
         return text.encode()
