@@ -222,7 +222,7 @@ BAD = {
     "the base's rows are stored otherwise": lambda: Predicted(
         Transformer(PLAIN, KVPlan.merge_all(LAYERS)), SMALL, Prediction((0,))
     ),
-    "an auxiliary generates nothing, .* leave it out, as surgery.layer_pruned": lambda: Predicted(
+    "the auxiliary has an exit head: prune it": lambda: Predicted(
         TINY, Transformer(HEADED, KVPlan.swiftkv(LAYERS, 2)), Prediction((0, 1, 2, 3))
     ),
     "the auxiliary's have 32, the base's 24: use least_squares": lambda: predict.identity(

@@ -262,7 +262,7 @@ def _base_folder(folder: Path, named: str, given: str | Path | None) -> Path:
     try:
         return local_folder(folder / named if (folder / named).exists() else named)
     except UsageError as error:
-        raise UsageError(f"the base of {folder} is not where it says ({error}): give --base DIR") from None
+        raise UsageError(f"base model of {folder} is not where it says ({error}): give --base DIR") from None
 
 
 def _slots(model: Predicted, predictor: PyTree) -> dict[str, Slot]:

@@ -72,7 +72,7 @@ class Slice:
             with np.errstate(all="ignore"):
                 out[start - begin : stop - begin] = quants.dequantize(raw, kind)
         if not np.isfinite(out).all():
-            raise UsageError(f"{self.header.path}: numbers of {self.name} are not finite; fetch it again")
+            raise UsageError(f"{self.header.path}: {self.name} holds values that are not finite")
         return out
 
 
@@ -95,7 +95,7 @@ def open_tensors(header: Header, fields: Mapping) -> dict[str, tuple[Path, Slice
         elif not layer and part in _TOP:
             new = f"{_TOP[part]}.{kind}"
         if new in out:
-            raise UsageError(f"{header.path}: {name[:60]!r} occurs twice: fetch the file again")
+            raise UsageError(f"{header.path}: {name[:60]!r} occurs twice, under two names")
         out[new] = header.path, Slice(header, name, turned if layer and part in ("attn_q", "attn_k") else 1)
     return out
 
@@ -104,5 +104,5 @@ def _package():
     try:
         import gguf
     except ImportError as error:
-        raise UsageError(f"a GGUF file needs {error.name}: pip install 'swiftkv-jax[gguf]'") from None
+        raise UsageError(f"GGUF needs the package {error.name}: pip install 'swiftkv-jax[gguf]'") from None
     return gguf

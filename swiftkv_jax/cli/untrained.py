@@ -179,9 +179,8 @@ def apart(data: DataConfig, scratch: Path) -> tuple[DataConfig, DataConfig]:
         cuts = range(0, len(document.text), _PIECE)
         pieces += [{"text": document.text[start : start + _PIECE]} | place for start in cuts]
     if len(pieces) < _EVERY:
-        raise UsageError(
-            f"{', '.join(data.sources)} is too short: give {_PIECE * _EVERY:,} characters or more"
-        )
+        needed = f"give a text of {_PIECE * _EVERY:,} characters or more"
+        raise UsageError(f"{', '.join(data.sources)} is too short: {needed}")
     scratch.mkdir(parents=True, exist_ok=True)
     held_out = pieces[_EVERY - 1 :: _EVERY]
     del pieces[_EVERY - 1 :: _EVERY]

@@ -319,8 +319,8 @@ class Experiment(Checked):
             )
         if predicts and (not self.model or self.plan != PlanConfig()):
             raise UsageError(
-                'trainable="predictor" predicts the rows of a model as it is: give model, and leave out '
-                f"plan (split {self.plan.split}, init {self.plan.init})"
+                'trainable="predictor" predicts the rows of a model as it is, and this has plan.split '
+                f"{self.plan.split}, plan.init {self.plan.init}, model {self.model!r}: give model alone"
             )
         loss = self.loss
         if self.trainable == "all" and (loss.kl_weight or loss.hidden_weight or loss.exit_weight):
@@ -335,7 +335,9 @@ class Experiment(Checked):
         if self.trainable in ("swiftkv", "upper") and (not self.model or not self.plan.split):
             raise UsageError(f"trainable={self.trainable!r} needs model and plan.split: give both")
         if self.keep and (self.trainable != "all" or not self.model):
-            raise UsageError(f'keep {self.keep} trains some layers of a model: give it, and trainable="all"')
+            raise UsageError(
+                f'keep {self.keep} leaves some layers of a model to train: give it, trainable="all"'
+            )
         self.held_out()
         if self.data.batch_size % self.optimizer.accumulate:
             batch, pieces = self.data.batch_size, self.optimizer.accumulate

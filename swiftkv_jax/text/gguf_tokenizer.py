@@ -140,7 +140,8 @@ def _byte_level(data: Mapping, vocab: dict[str, int]) -> tuple[dict, bool]:
     pre = data.get("pre")  # files of before May 2024 lack it
     if pre not in _SPLITS:
         reason = "is missing" if pre is None else f"{str(pre)[:60]!r} is not known"
-        raise UsageError(f"tokenizer.ggml.pre {reason}; these are known: {', '.join(_SPLITS)}")
+        reason += f", and texts would be split wrongly; these are known: {', '.join(_SPLITS)}"
+        raise UsageError(f"tokenizer.ggml.pre {reason}")
     splits, whole_words = _SPLITS[pre]
     model = _bpe(vocab, [merge.split(" ") for merge in _list(data, "merges", str)])
     return {

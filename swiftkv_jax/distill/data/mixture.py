@@ -11,9 +11,8 @@ def counts(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
     """Samples of each source in an epoch: its size times its weight, rounded, but at least one."""
     empty = [i for i, size in enumerate(sizes) if not size]
     if empty:
-        raise UsageError(
-            f"data.weights: source {empty[0] + 1} has no samples left; raise data.limit, or drop it"
-        )
+        number = empty[0] + 1
+        raise UsageError(f"data.weights: source number {number} has no samples left; raise data.limit")
     return tuple(max(1, round(size * weight)) for size, weight in zip(sizes, weights, strict=True))
 
 

@@ -71,7 +71,7 @@ class DataConfig(Checked):
     skip_bad_lines: bool = False
     limit: Annotated[int | None, partial(integer, least=1)] = None
     long_documents: Annotated[str, one_of("split", "fill", "drop", "truncate")] = "split"
-    piece_lengths: Annotated[tuple[int, ...], every(partial(integer, least=2))] = ()
+    piece_lengths: Annotated[tuple[int, ...], every()] = ()
     fuse_positions: Annotated[float, partial(number, least=0, most=1)] = 0.0
 
     def __post_init__(self):
@@ -85,8 +85,8 @@ class DataConfig(Checked):
             raise UsageError(
                 f"data.weights {self.weights} are not one for each of {len(self.sources)} sources"
             )
-        if max(self.lengths) > self.seq_len:
-            raise UsageError(f"data.piece_lengths {self.piece_lengths} exceed data.seq_len {self.seq_len}")
+        for length in self.piece_lengths:
+            integer("data.piece_lengths", length, 2, self.seq_len)
         if self.piece_lengths and self.long_documents in ("drop", "truncate"):
             raise UsageError(
                 f"data.piece_lengths cut long documents, data.long_documents={self.long_documents!r} does "
@@ -160,7 +160,8 @@ class Samples(Sequence):
     def _tokenise(self, index: int) -> Sample:
         document = self.documents[int(self.indices[index])]
         if document.text and self.config.mask == "assistant":
-            raise UsageError(f'data.mask="assistant" needs chats, not texts as {document.id}: set mask="all"')
+            advice = f'document {document.id} is a text: set mask="all"'
+            raise UsageError(f'data.mask="assistant" needs chats, and {advice}')
         try:
             ids, learn = self._encode(document)
         except UsageError as error:  # of the chat template or the tokenizer
