@@ -138,16 +138,8 @@ def save_adapter(
     dtype: str | None = None,
     tokenizer: str | Path | None = None,
 ) -> None:
-    """Write the auxiliary and the predictor, and which base they are for; the base stays where it is.
-
-    A new `out_dir` appears whole or not at all. With several processes all of them call this.
-
-    Args:
-      base: the base's folder or hub id, by default the folder it was read from. A path that leads there from
-        the adapter's folder is kept relative.
-      dtype: of the auxiliary's weights on disk; that of the parameters by default. The predictor has float32.
-      tokenizer: another folder or GGUF file than the base's to copy the tokenizer from.
-    """
+    """Write the auxiliary and the predictor, in float32, and which base they are for, as `save_pretrained`
+    says. A path of the base that leads there from the adapter's folder is kept relative."""
     given = base or model.base.config.source
     if given is None:
         raise UsageError("an adapter names its base's folder, and this base was read from none: give base")

@@ -20,11 +20,7 @@ _THREADS = 8  # hashing and fsync release the interpreter's lock
 
 def write(folder: Place, step: int) -> None:
     """Sync the files of `folder` to disk, then record them; afterwards the step survives a power cut. In a
-    bucket they are recorded with its own checksums.
-
-    Raises:
-      OSError: a file cannot be read or synced, or the manifest not be written.
-    """
+    bucket they are recorded with its own checksums."""
     if not isinstance(folder, Path):
         (folder / NAME).write_bytes(_encode(step, _listed(folder)))
         return

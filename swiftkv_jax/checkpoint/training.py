@@ -78,9 +78,6 @@ class Checkpointer:
         Args:
           state: jax arrays.
           meta: what `json` can hold; read back with tuples as lists and all keys as strings.
-        Raises:
-          CheckpointError: this save could not start, or the one before it failed.
-          UsageError: the directory holds this step or a later one, of a run that was not resumed.
         """
         self.wait()
         if step == self._latest:
@@ -104,11 +101,7 @@ class Checkpointer:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return once the last save is safe on disk, its manifest included.
-
-        Raises:
-          CheckpointError: it failed, in any process; earlier checkpoints are unchanged.
-        """
+        """Return once the last save is safe on disk, its manifest included."""
         if self._thread is None:
             return
         self._thread.join()
@@ -138,9 +131,6 @@ class Checkpointer:
           abstract_state: arrays or `jax.ShapeDtypeStruct`s; the state comes back in their tree, shapes,
             dtypes and shardings (on the first device where they have none).
           report: is given one line for each step that had to be rejected (in process 0).
-        Raises:
-          CheckpointError: every step is damaged, or a good one could not be read.
-          UsageError: the checkpoint is of another model or optimiser.
         """
         self.wait()
         if not (steps := self.steps()):

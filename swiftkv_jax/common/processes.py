@@ -124,11 +124,7 @@ def leave(code: int) -> None:
 
 @contextlib.contextmanager
 def among_the_living() -> Iterator[None]:
-    """Context for joint work of all processes: errors caused by the end of another one become PeerLost.
-
-    Raises:
-      PeerLost: a collective lost its peer.
-    """
+    """Context for joint work of all processes: errors caused by the end of another one become PeerLost."""
     try:
         yield
     except Exception as error:
