@@ -23,7 +23,6 @@ from swiftkv_jax.config.plan import CHECKPOINT_FORMS, ENCODER, SELF, KVPlan
 from swiftkv_jax.core.cache import EIGHT_BIT
 from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.rows import FORMS
-from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.slim import choose, sources, texts
 from swiftkv_jax.slim.calibrate import Candidate, Found, candidates, converted, served
 from swiftkv_jax.slim.choose import Choice, Measured
@@ -69,7 +68,15 @@ def convert(args: argparse.Namespace) -> dict:
     if args.forms in refused:
         raise UsageError(f"rows cannot be stored as {args.forms!r}: {refused[args.forms]}; use --forms auto")
     forms = [form for form in wanted if form not in refused]
-    fit, kept = _read(args, folder, plain, params)
+    what = ", ".join(args.audio) or args.text or texts.DEFAULT.name
+    if plan.cross:
+        with working(show, f"generating the model's answers to {what}") as doing:
+            fit, kept = sources.read(args.text, args.audio, folder, plain, params, doing)
+    elif args.audio:
+        raise UsageError(f"--audio is for models that take audio, and {config.family} reads text")
+    else:
+        with working(show, f"reading {what}"):
+            fit, kept = texts.read(args.text, folder, config)
     with working(show, f"fitting rows on {fit.count:,} tokens") as doing:
         fitted = candidates(plain, params, fit, kept, forms, dtype)
         rows = sorted(doing.counted(fitted, len(plan.rows)), key=lambda row: row.row)
@@ -129,20 +136,6 @@ def convert(args: argparse.Namespace) -> dict:
     save_pretrained(args.out, slim, made)
     plots.slim_errors(_curves(result["rows"]), args.out / "slim.png")
     return plots.save_result(result, args.out, "slim")
-
-
-def _read(
-    args: argparse.Namespace, folder: Path, model: Transformer, params: PyTree
-) -> tuple[texts.Pieces, texts.Pieces]:
-    """(the texts to fit on, the texts to measure on)."""
-    what = ", ".join(args.audio) or args.text or texts.DEFAULT.name
-    if model.plan.cross:
-        with working(show, f"generating the model's answers to {what}") as doing:
-            return sources.read(args.text, args.audio, folder, model, params, doing)
-    if args.audio:
-        raise UsageError(f"--audio is for models that take audio, and {model.config.family} reads text")
-    with working(show, f"reading {what}"):
-        return texts.read(args.text, folder, model.config)
 
 
 def _every_row(plan: KVPlan, rows: list[Found], cost) -> dict[str, dict[str, float]]:

@@ -119,7 +119,15 @@ def prompts_of(source: str) -> list[Chat]:
             raise UsageError(f"prompts are rows of {', '.join(files.ROW_SUFFIXES)}; {path} has none")
         for place, row in files.rows(path, kind, bad):
             try:
-                prompts.append(_prompt(row))
+                if isinstance(row, dict) and isinstance(row.get("prompt"), str) and row["prompt"]:
+                    prompts.append([{"role": "user", "content": row["prompt"]}])
+                    continue
+                chat = list(parse_row(row).messages)
+                while chat and chat[-1]["role"] != "user":
+                    chat.pop()
+                if not chat:
+                    raise BadRow('neither "prompt" nor a turn of the user')
+                prompts.append(chat)
             except BadRow as error:
                 files.note(bad, path, place, error)
     if bad:
@@ -127,17 +135,6 @@ def prompts_of(source: str) -> list[Chat]:
     if not prompts:
         raise UsageError(f"{source} holds no prompts")
     return prompts
-
-
-def _prompt(row) -> Chat:
-    if isinstance(row, dict) and isinstance(row.get("prompt"), str) and row["prompt"]:
-        return [{"role": "user", "content": row["prompt"]}]
-    turns = list(parse_row(row).messages)
-    while turns and turns[-1]["role"] != "user":
-        turns.pop()
-    if not turns:
-        raise BadRow('neither "prompt" nor a turn of the user')
-    return turns
 
 
 def write_chats(

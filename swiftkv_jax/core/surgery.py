@@ -162,11 +162,17 @@ def to_slim(
         names = [plan.name(row) for row in made]
         form = FORMS[plan.rows[made.start].form]
         makers.append(form.convert(model.config, plain, given[made.start : made.stop], names))
-    cut = zip(layers, weights.recut(params["layers"], layers), strict=True)
-    return slim, params | {
-        "layers": [_slim_layers(slim, model.plan, params, *p) for p in cut],
-        "rows": makers,
-    }
+    stacks = []  # of layers, with the projections that their attentions take over from their rows
+    for numbers, stack in zip(layers, weights.recut(params["layers"], layers), strict=True):
+        attentions = list(stack["attentions"])
+        for i, (reads, old) in enumerate(((plan.reads, model.plan.reads), (plan.cross, model.plan.cross))):
+            form = FORMS[plan.rows[reads[numbers.start]].form] if reads else None
+            if form is not None and form.moved:
+                taken = [weights.row(params, old[layer]) for layer in numbers]
+                taken = jax.tree.map(lambda *leaves: jnp.stack(leaves), *taken)
+                attentions[i] = attentions[i] | form.convert_reader(model.config, taken)
+        stacks.append(stack | {"attentions": attentions})
+    return slim, params | {"layers": stacks, "rows": makers}
 
 
 def _rows(stacks: Sequence[PyTree], wanted: list[int]) -> PyTree:
@@ -175,18 +181,6 @@ def _rows(stacks: Sequence[PyTree], wanted: list[int]) -> PyTree:
     stops = [row + 1 for row in wanted if row + 1 not in wanted]
     parts = weights.recut(stacks, map(range, starts, stops))
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-
-
-def _slim_layers(model: Transformer, plain: KVPlan, params: PyTree, numbers: range, stack: PyTree) -> PyTree:
-    """A stack of layers with the projections that their attentions take over from their rows."""
-    plan, attentions = model.plan, list(stack["attentions"])
-    for i, (reads, was) in enumerate(((plan.reads, plain.reads), (plan.cross, plain.cross))):
-        form = FORMS[plan.rows[reads[numbers.start]].form] if reads else None
-        if form is not None and form.moved:
-            makers = [weights.row(params, was[layer]) for layer in numbers]
-            makers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *makers)
-            attentions[i] = attentions[i] | form.convert_reader(model.config, makers)
-    return stack | {"attentions": attentions}
 
 
 def hadamard_inputs(model: Transformer, params: PyTree) -> tuple[Transformer, PyTree]:
