@@ -160,7 +160,7 @@ class PredictionLossConfig(LossConfig):
             if getattr(self, name):
                 raise UsageError(f"loss.{name} is of a SwiftKV student, not of a predictor: set it to 0")
         if not (self.kl_weight or self.lm_weight or self.rows_weight is None or self.rows_weight):
-            raise UsageError("loss: kl_weight, lm_weight and rows_weight are all 0; no loss would train it")
+            raise UsageError("loss: its weights are all 0; no loss would train the predictor")
 
     def of_rows(self, rows: int) -> float:
         """The weight of the sum over so many rows."""
@@ -329,11 +329,10 @@ class Experiment(Checked):
                 "loss.hidden_weight=0, loss.exit_weight=0, loss.lm_weight=1"
             )
         if self.trainable == "all" and self.plan.split:
-            raise UsageError(
-                f'trainable="all" has no student; plan.split {self.plan.split} is of one: set it to 0'
-            )
+            split = f"plan.split {self.plan.split} is of a student"
+            raise UsageError(f'{split}, and trainable="all" has none: set it to 0')
         if self.trainable in ("swiftkv", "upper") and (not self.model or not self.plan.split):
-            raise UsageError(f"trainable={self.trainable!r} needs model and plan.split: give both")
+            raise UsageError(f"trainable={self.trainable!r} distils a model: give model and plan.split")
         if self.keep and (self.trainable != "all" or not self.model):
             raise UsageError(
                 f'keep {self.keep} leaves some layers of a model to train: give it, trainable="all"'
@@ -362,7 +361,8 @@ class Experiment(Checked):
             return {}
         longest = self.evaluation.seq_len
         for length in self.eval_lengths:
-            integer("eval_lengths, up to evaluation.seq_len,", length, 2, longest)
+            if not 2 <= length <= longest:
+                raise UsageError(f"eval_lengths are 2 to at most evaluation.seq_len {longest}, not {length}")
         return {
             length: dataclasses.replace(self.evaluation, piece_lengths=(length,))
             for length in self.eval_lengths

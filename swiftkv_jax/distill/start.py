@@ -43,7 +43,7 @@ def load(experiment: Experiment, folder: Path | None, tokenizer: Tokenizer, mesh
         for what, data in (("data", experiment.data), ("evaluation", experiment.evaluation)):
             if data is not None and model.config.learned_positions and data.seq_len > most:
                 raise UsageError(
-                    f"{what}.seq_len {data.seq_len} exceeds the {name}'s {most} learned positions"
+                    f"{what}.seq_len {data.seq_len} is more than the {most} positions of the {name}"
                 )
     return loaded
 
