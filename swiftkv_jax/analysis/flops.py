@@ -143,12 +143,8 @@ def recomputed_flops_per_token(
     """
     plan, layer = _checked(config, plan), _layer(config)
     first = 0 if trainable == "all" else plan.depth
-    dense = (
-        layer["q"]
-        + layer["o"]
-        + layer["mlp"] * _INSIDE[config.gated]
-        + (layer["kv"] if trainable == "all" else 0)
-    )
+    dense = layer["q"] + layer["o"] + layer["mlp"] * _INSIDE[config.gated]
+    dense += layer["kv"] if trainable == "all" else 0
     return (config.num_layers - first) * dense + _attention(config, seq_len, first, config.num_layers)
 
 
