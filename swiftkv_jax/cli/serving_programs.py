@@ -22,9 +22,7 @@ from swiftkv_jax.core.sharding import make_mesh
 from swiftkv_jax.core.surgery import widened
 from swiftkv_jax.distill.compile_only import compiled, gib, topology
 from swiftkv_jax.engine.dtypes import usual_dtype
-from swiftkv_jax.engine.engine import make_runner
-from swiftkv_jax.engine.memory import allocated, described
-from swiftkv_jax.engine.runner import MODES, Runner
+from swiftkv_jax.engine.runner import MODES, Runner, allocated, described
 from swiftkv_jax.engine.settings import MEMORY_FRACTION, Settings, empty_pool, resolve
 
 # What the check on the device is expected to choose.
@@ -51,7 +49,7 @@ def report(name: str, config: ModelConfig, plan: KVPlan, context: int, where: st
 
     def taken(settings: Settings) -> int:
         smallest = dataclasses.replace(settings, num_pages=settings.pages_per_sequence)
-        return max(_compiled(make_runner(model, params, mesh, smallest, described), say))
+        return max(_compiled(Runner(model, params, mesh, smallest, described), say))
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         settings, kernels = Settings(max_model_len=context), "the safe ones"

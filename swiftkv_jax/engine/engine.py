@@ -1,9 +1,10 @@
 """Continuous batching: plan, run, record; requests join and leave while the batch keeps running."""
 
+import contextlib
 import dataclasses
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import jax
@@ -11,23 +12,19 @@ from jax.sharding import Mesh
 
 from swiftkv_jax.common.errors import UsageError, first_line
 from swiftkv_jax.common.processes import PeerLost
-from swiftkv_jax.core.cache import Cache
 from swiftkv_jax.core.model import Transformer
-from swiftkv_jax.core.predict import Predicted, cached, generator
+from swiftkv_jax.core.predict import Predicted
 from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.engine import draft
 from swiftkv_jax.engine.followers import Single
 from swiftkv_jax.engine.pages import Pages
 from swiftkv_jax.engine.queue import Demand
-from swiftkv_jax.engine.reader import Reader
 from swiftkv_jax.engine.request import Request, RequestOutput
-from swiftkv_jax.engine.runner import DecodeLaunch, Runner, StepLaunch
+from swiftkv_jax.engine.runner import DecodeLaunch, Runner, StepLaunch, new_cache
 from swiftkv_jax.engine.scheduler import Scheduler
 from swiftkv_jax.engine.sequence import BAD, RULED_OUT, Choice, Sequence
-from swiftkv_jax.engine.settings import Settings, empty_pool, of_auxiliary
+from swiftkv_jax.engine.settings import Settings
 from swiftkv_jax.engine.warm import WarmUp
-
-_AHEAD = 2  # decode launches in flight: one runs, the next is queued behind it on the device
 
 
 class Overloaded(RuntimeError):
@@ -133,7 +130,7 @@ class Engine:
         """`settings` have `num_pages`, see `resolve`; `params` are folded if the settings name a fused
         fill. `role`: the role among the processes whose devices hold the model."""
         self.settings, self.tokenizer = settings, tokenizer
-        self.runner = make_runner(model, params, mesh, settings, new_cache, role)
+        self.runner = Runner(model, params, mesh, settings, new_cache, role)
         self._start()
         self.count_anew()
         self.probe: Callable[[str, str], None] = lambda point, request_id: None
@@ -150,10 +147,8 @@ class Engine:
 
     def count_anew(self) -> None:
         """Reset `stats`."""
-        reader = self.runner.reader
-        pools = [self.runner.cache, *([reader.cache] if reader is not None else [])]
+        pools, cross = self.runner.pools, self.runner.cache.cross
         own, *auxiliary = (pool.bytes_per_token for pool in pools)
-        cross = self.runner.cache.cross
         self.stats = Stats(
             source_cache_bytes=0 if cross is None else cross.nbytes,
             source_bytes_per_token=0 if cross is None else cross.bytes_per_token,
@@ -163,13 +158,16 @@ class Engine:
         )
 
     def _start(self) -> None:
-        s = self.settings
-        pages = Pages(self.runner.cache.pages)
-        cross = self.runner.cache.cross
-        share = s.prefix_caching and cross is None  # with an encoder, rows also depend on the source
-        sources = None if cross is None else Pages(cross.pages)
-        sizes = s.page_size, s.max_num_seqs, s.max_num_batched_tokens
-        self.scheduler = Scheduler(pages, *sizes, share, sources, s.batch_invariant)
+        s, cross = self.settings, self.runner.cache.cross
+        self.scheduler = Scheduler(
+            Pages(self.runner.cache.pages),
+            s.page_size,
+            s.max_num_seqs,
+            s.max_num_batched_tokens,
+            s.prefix_caching and cross is None,  # with an encoder, rows also depend on the source
+            None if cross is None else Pages(cross.pages),
+            s.batch_invariant,
+        )
 
     @property
     def busy(self) -> bool:
@@ -220,32 +218,27 @@ class Engine:
 
     def add(self, *requests: Request) -> None:
         """Queue requests, all or none; each `request_id` must be new."""
+        page, pages = self.settings.page_size, self.scheduler.pages.total
         for request in requests:
-            self._check(request)
+            if (need := -(-request.max_length // page)) > pages:
+                raise UsageError(
+                    f"{request.max_length} tokens of prompt and completion need {need} pages of {page}; the "
+                    f"cache has {pages}: raise num_pages, or lower max_tokens"
+                )
+            if request.request_id in self._groups:
+                raise UsageError(f"request_id {request.request_id!r} is in use")
         coming = sum(map(Demand.of, requests), Demand())
         if why := self.scheduler.waiting.demand.crowds_out(coming, self.settings.queue):
             raise Overloaded(why)
-        groups = [self._group(request) for request in requests]
+        groups = []
+        for request in requests:
+            self.probe("admit", request.request_id)
+            groups.append(Group(request, self.tokenizer, time.perf_counter(), self._count))
+            self._count += request.params.n
         for group in groups:
             self._groups[group.request.request_id] = group
             for sequence in group.sequences:
                 self.scheduler.add(sequence)
-
-    def _check(self, request: Request) -> None:
-        need, pages = -(-request.max_length // self.settings.page_size), self.scheduler.pages.total
-        if need > pages:
-            raise UsageError(
-                f"{request.max_length} tokens of prompt and completion need {need} pages of "
-                f"{self.settings.page_size}; the cache has {pages}: raise num_pages, or lower max_tokens"
-            )
-        if request.request_id in self._groups:
-            raise UsageError(f"request_id {request.request_id!r} is in use")
-
-    def _group(self, request: Request) -> Group:
-        self.probe("admit", request.request_id)
-        group = Group(request, self.tokenizer, time.perf_counter(), self._count)
-        self._count += request.params.n
-        return group
 
     def abort(self, request_id: str) -> None:
         """End a request, whatever it is doing; its pages are free at once. Unknown ids are ignored."""
@@ -256,11 +249,7 @@ class Engine:
                 self._leave(sequence)
 
     def step(self) -> list[Group]:
-        """Run one launch; return the requests that it changed.
-
-        Raises:
-          PeerLost: a launch failed that other processes take part in.
-        """
+        """Run one launch; return the requests that it changed."""
         began, self._waited = time.perf_counter(), 0.0
         prompts, decoded = self.stats.prompt_tokens, self.stats.decoded_steps
         self._advance()
@@ -293,7 +282,12 @@ class Engine:
                 return self._read(launch)
             for sequence in self.scheduler.admit():
                 sequence.scheduled = time.perf_counter()
-                self._guarded(sequence, "schedule", self._seat, sequence)
+                with self._contained(sequence):
+                    self.probe("schedule", sequence.request.request_id)
+                    runner.seats.take(sequence)
+                    if sequence.source is not None and not sequence.source.filled:  # by a sibling
+                        runner.encode(sequence)
+                        self.stats.source_tokens += sequence.request.source_length
             self._reads = self._is_step_next()
             if self._reads:
                 self._run()
@@ -303,13 +297,6 @@ class Engine:
             if runner.role.several:
                 raise PeerLost(f"a launch of several processes failed: {first_line(error, 200)}") from error
             self.restart(error)
-
-    def _seat(self, sequence: Sequence) -> None:
-        """Write its parameters into its lane, and encode its source, unless a sibling's pages hold it."""
-        self.runner.seats.take(sequence)
-        if sequence.source is not None and not sequence.source.filled:
-            self.runner.encode(sequence)
-            self.stats.source_tokens += sequence.request.source_length
 
     def _is_step_next(self) -> bool:
         """Whether the next launch is a step. With batch invariance, steps and decode launches alternate."""
@@ -323,7 +310,8 @@ class Engine:
         guess = partial(draft.guess, self.settings.lookups) if self.settings.lookups else None
         work, size = self.scheduler.plan(guess)
         for item in work:
-            self._guarded(item.sequence, "run")
+            with self._contained(item.sequence):
+                self.probe("run", item.sequence.request.request_id)
         work = [item for item in work if item.sequence.lane is not None]
         if not work:
             return
@@ -343,9 +331,9 @@ class Engine:
             if sequence.lane is not None:
                 self.scheduler.grow(sequence, min(sequence.length + steps - 1, sequence.request.max_length))
         for sequence in self.scheduler.decoding:
-            self._guarded(sequence, "run")
-        rows = self.scheduler.decoding
-        if rows:
+            with self._contained(sequence):
+                self.probe("run", sequence.request.request_id)
+        if rows := self.scheduler.decoding:
             self._flight = self.runner.decode(rows)
 
     def _follow(self, launch: DecodeLaunch) -> DecodeLaunch | None:
@@ -374,7 +362,9 @@ class Engine:
         self._waited += now - began
         for sequence, choices in zip(launch.rows, rows, strict=True):
             if choices and not sequence.finish_reason:
-                self._guarded(sequence, "sample", self._append, sequence, choices, now)
+                with self._contained(sequence):
+                    self.probe("sample", sequence.request.request_id)
+                    self._append(sequence, choices, now)
                 if sequence.finish_reason and sequence.lane is not None:
                     self._leave(sequence)
                 self._touch(sequence)
@@ -392,11 +382,11 @@ class Engine:
             if sequence.finish_reason:  # what follows a stop string, which only the host sees, is dropped
                 break
 
-    def _guarded(self, sequence: Sequence, point: str, action: Callable = lambda: None, *args) -> None:
-        """Run `action`; an exception ends this sequence, and nothing else."""
+    @contextlib.contextmanager
+    def _contained(self, sequence: Sequence) -> Iterator[None]:
+        """A context in which an exception ends this sequence, and nothing else."""
         try:
-            self.probe(point, sequence.request.request_id)
-            action(*args)
+            yield
         except jax.errors.JaxRuntimeError:
             raise
         except Exception as error:
@@ -437,34 +427,3 @@ class Engine:
         self._start()
         for sequence in waiting:
             self.scheduler.add(sequence)
-
-
-def new_cache(params: PyTree, make: Callable[[], Cache]) -> Cache:
-    """The empty cache that `make` describes, on its mesh or, without one, where `params` are.
-
-    It is committed and pinned there like every launch's result; else the second launch would compile again.
-    """
-    if jax.eval_shape(make).mesh is None:
-        return jax.device_put(make(), jax.tree.leaves(params)[0].sharding)
-    return jax.jit(lambda: make().pinned())()
-
-
-def make_runner(
-    model: Transformer | Predicted,
-    params: PyTree,
-    mesh: Mesh | None,
-    settings: Settings,
-    new: Callable,
-    role: Single | None = None,
-) -> Runner:
-    """Return the runner of a model under `settings`; `new(weights, make)` makes each of its pools."""
-    reader = None
-    if isinstance(model, Predicted):
-        make = partial(empty_pool, cached(model)[1], of_auxiliary(settings), mesh)
-        reader = Reader(model, params, partial(new, params["auxiliary"], make))
-    base, params = generator(model, params)
-    empty = partial(new, params, partial(empty_pool, base, settings, mesh))
-    budget, steps = settings.max_num_batched_tokens, -(-settings.steps_per_launch // _AHEAD)
-    lanes, lookups, exits = settings.max_num_seqs, settings.lookups, settings.exits
-    parts = {"exits": exits, "reader": reader, "role": role, "fixed": settings.batch_invariant}
-    return Runner(base, params, empty, lanes, budget, steps, lookups, **parts)

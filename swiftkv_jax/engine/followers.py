@@ -24,7 +24,7 @@ from swiftkv_jax.engine.loop import Inputs, Lanes, Survivors
 from swiftkv_jax.engine.sampling import Mode, Policy
 
 _KINDS = {kind.__name__: kind for kind in (Inputs, Lanes, Survivors, Policy, Mode)}
-_PLAIN = (bool, int, type(None))
+_PLAIN = (bool, int, str, type(None))
 _SMALL = 2**14  # bytes sent uncompressed; larger ones, such as token biases, are mostly zeros
 _NAMES: set[str] = set()  # of methods that are repeated
 _numbers = itertools.count()

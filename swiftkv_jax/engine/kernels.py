@@ -14,8 +14,7 @@ from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.config.rope import NONE
 from swiftkv_jax.core import cache
 from swiftkv_jax.core.rows import FORMS, PAGED
-from swiftkv_jax.engine.names import AUTO, SAFE, named
-from swiftkv_jax.engine.settings import Settings
+from swiftkv_jax.engine.settings import AUTO, SAFE, Settings, named
 from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.kernels.check.calls import CANDIDATES, UNFUSED, known, preferred
 from swiftkv_jax.kernels.check.decide import LIMITS, Decision, Limits, decide

@@ -27,7 +27,6 @@ from swiftkv_jax.engine.engine import Engine, Group
 from swiftkv_jax.engine.fingerprint import fingerprint
 from swiftkv_jax.engine.followers import Follower, repeated, role_in
 from swiftkv_jax.engine.kernels import Choice, choose, in_force
-from swiftkv_jax.engine.memory import working_bytes
 from swiftkv_jax.engine.pages import root
 from swiftkv_jax.engine.request import (
     Logprob,
@@ -40,14 +39,13 @@ from swiftkv_jax.engine.request import (
     one_each,
     special_stops,
 )
+from swiftkv_jax.engine.runner import working_bytes
 from swiftkv_jax.engine.score import prompt_logprobs, scores
 from swiftkv_jax.engine.sequence import word
-from swiftkv_jax.engine.settings import Settings, check_fill, empty_pools, model_encoder, resolve
+from swiftkv_jax.engine.settings import Settings, check_fill, empty_pools, resolve
 from swiftkv_jax.engine.speech import Transcription
 from swiftkv_jax.engine.validate import (
-    check_devices,
     check_ids,
-    check_kind,
     check_names,
     choose_kernels,
     computed_in,
@@ -58,7 +56,6 @@ from swiftkv_jax.engine.validate import (
     room_for,
     sampling_defaults,
     settings_of,
-    vocabulary,
 )
 from swiftkv_jax.text.tokenizer import has_tokenizer, load_tokenizer
 
@@ -157,10 +154,13 @@ class LLM:
 
     def _set(self, model, params, tokenizer, generation, mesh, seed, max_model_len, chosen: Choice):
         self.tokenizer, self.mesh, self.generation = tokenizer, mesh, generation
-        check_devices(model, mesh)
-        if self.mesh is not None:
-            model, params = for_mesh(model, params, self.mesh)
+        if mesh is not None and mesh.size > 1 and model.config.encoder is not None:
+            raise UsageError(f"{model.config.family} has an encoder: such models run on one device")
+        if mesh is not None:
+            model, params = for_mesh(model, params, mesh)
         self.model, self.params = model, params
+        # Ids that every part of the model knows: paddings of a vocabulary may differ.
+        self.vocab_size = min(part.config.vocab_size for part in transformers(model))
         self.role, self._engine = role_in(self.mesh), None
         self._kernels_from = chosen.how
         self._resolve(dataclasses.replace(chosen.settings, max_model_len=self._context(max_model_len)))
@@ -353,12 +353,17 @@ class LLM:
         Raises:
           UsageError: no tokens, wrong types, ids out of range, or longer than the context.
         """
-        check_kind(self, prompt, where)
+        encoder = self.model.config.encoder
+        if encoder is not None and encoder.mels:
+            raise UsageError(f"{where} is text, and {encoder.family} takes audio: pass it to transcribe")
+        if encoder is None and isinstance(prompt, Mapping) and "decoder_prompt" in prompt:
+            family = self.model.config.family
+            raise UsageError(f"{where}: decoder_prompt has no place, as {family} has no encoder")
         text, ids = encode(self.tokenizer, prompt, where)
         if not ids:
             raise UsageError(f"{where} is empty; give at least one token")
-        check_ids("token", ids, vocabulary(self.model), where)
-        if model_encoder(self.model) is None:
+        check_ids("token", ids, self.vocab_size, where)
+        if encoder is None:
             return self.make_request(text, ids, params, where, salt)
         begun, read = for_encoder(self, prompt, ids, where)
         return self.make_request(text, begun, params, where, salt, **read)
@@ -373,16 +378,13 @@ class LLM:
         params = self.defaults if params is None else params
         if not isinstance(params, SamplingParams):
             raise UsageError(f"{where}: sampling_params must be SamplingParams, not {type(params).__name__}")
-        room = room_for(self, ids, params, where, read_by_encoder=bool(read))
-        ahead = None
-        if isinstance(self.model, Predicted):
-            tail = self.model.prediction.tail
-            ahead = max(0, len(ids) - tail)
-            if not self.scorable and params.prompt_logprobs is not None:
-                raise UsageError(
-                    f"{where}: prompt_logprobs need a tail of 1 token; this model's is {tail}, and no single "
-                    "pass gives them"
-                )
+        room = room_for(self, ids, params, where)
+        if params.prompt_logprobs is not None and not self.scorable:
+            raise UsageError(
+                f"{where}: prompt_logprobs are of models without an encoder and, with an auxiliary, of a "
+                "tail of 1 token"
+            )
+        ahead = max(0, len(ids) - self.model.prediction.tail) if isinstance(self.model, Predicted) else None
         resolved = {"max_tokens": params.max_tokens or room}
         with self._numbering:
             if params.seed is None:
@@ -390,16 +392,16 @@ class LLM:
             self._next_id += 1
             number = self._next_id
         params = dataclasses.replace(params, **resolved)
-        eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < vocabulary(self.model))
+        eos = () if params.ignore_eos else tuple(i for i in self.eos_ids if i < self.vocab_size)
         # A tokenizer may know more tokens than the model.
         suppressed = read.pop("bad_ids", ())
-        bad, vocab = bad_word_ids(self.tokenizer, params.bad_words or (), where), self.model.config.vocab_size
+        bad, vocab = bad_word_ids(self.tokenizer, params.bad_words, where), self.model.config.vocab_size
         return Request(
             prompt=text,
             token_ids=tuple(ids),
             params=params,
             eos_ids=eos,
-            **special_stops(self.tokenizer, params.stop or (), vocab),
+            **special_stops(self.tokenizer, params.stop, vocab),
             bad_ids=tuple(ids for ids in [*bad, *suppressed] if max(ids) < vocab),  # others never occur
             root=root(self.fingerprint, self.settings.cache_dtype, str(self.settings.page_size), salt),
             request_id=str(number),
@@ -464,7 +466,7 @@ class LLM:
         """
         if not token_ids:
             raise UsageError("there are no tokens to score")
-        check_ids("token", token_ids, vocabulary(self.model), "score")
+        check_ids("token", token_ids, self.vocab_size, "score")
         spell = functools.partial(word, self.tokenizer)
         return prompt_logprobs(token_ids, top, self.settings.max_model_len, spell, self._scores)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from swiftkv_jax.core import encoder, predict
 from swiftkv_jax.core.cache import Cache, Sources, make_batch
 from swiftkv_jax.core.ends import embed, exit_logits, logits
 from swiftkv_jax.core.loop import make_rows, run, step
@@ -353,3 +354,30 @@ def draw(
         return sampled
     guessed, sure = draw_early(early, threshold, *where)
     return choose(sure, guessed, sampled)
+
+
+# ---- what is read ahead of the model's own prompt ------------------------------------------------------
+
+
+@partial(jax.jit, static_argnames=("model",), donate_argnames=("caches",))
+def read_ahead(
+    model: predict.Predicted,
+    params: PyTree,
+    caches: predict.Caches,
+    tokens: Int[jax.Array, " T"],
+    positions: Int[jax.Array, " T"],
+    query_starts: Int[jax.Array, " Q1"],
+    table: Int[jax.Array, "Q slots"],
+) -> predict.Caches:
+    """Cache a flat ragged batch of prompt tokens in both pools, as `predict.fill`: no logits, no sampling."""
+    filled = predict.fill(model, params, tokens, positions, query_starts, caches.seen_by(table))
+    own, base = filled.auxiliary.seen_by(caches.auxiliary.table), filled.base.seen_by(caches.base.table)
+    return predict.Caches(base.pinned(), own.pinned())
+
+
+@partial(jax.jit, static_argnames=("model",), donate_argnames=("cache",))
+def read_source(
+    model: Transformer, params: PyTree, cache: Cache, source: jax.Array, sources: Sources
+) -> Cache:
+    """Write the rows of some sources to the cache; the pages that each sequence reads stay the same."""
+    return encoder.fill(model, params, source, cache, sources).reading(cache.sources).pinned()

@@ -107,11 +107,7 @@ class Pages:
         return page if held == tokens else None
 
     def share(self, page: int) -> None:
-        """Add an owner to a page that is in use or cached.
-
-        Raises:
-          RuntimeError: it is free.
-        """
+        """Add an owner to a page that is in use or cached."""
         if page not in self._key:
             raise RuntimeError(f"page {page} is free: nothing in it can be shared")
         if not self._references[page]:
@@ -119,11 +115,7 @@ class Pages:
         self._references[page] += 1
 
     def name(self, page: int, name: bytes, tokens: tuple[int, ...]) -> None:
-        """Name a page in use that is now full of these tokens. The first page to take a name keeps it.
-
-        Raises:
-          RuntimeError: nobody uses it.
-        """
+        """Name a page in use that is now full of these tokens. The first page to take a name keeps it."""
         if not self._references[page]:
             raise RuntimeError(f"page {page} is used by nobody: what it holds cannot get a name")
         if name not in self._named and page not in self._name:
@@ -137,9 +129,6 @@ class Pages:
     def release(self, pages: Iterable[int]) -> None:
         """Drop one reference from each page. Pages without references are cached if verified, else freed; the
         last pages are reused first.
-
-        Raises:
-          RuntimeError: one of them has no owner left.
         """
         for page in reversed(list(pages)):
             if not self._references[page]:

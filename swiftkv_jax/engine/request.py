@@ -1,11 +1,12 @@
 """Requests to the engine and its answers, under vLLM's names. Plain Python: no jax, no numpy."""
 
 import dataclasses
-import math
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Annotated
 
-from swiftkv_jax.common.checks import above, flag, integer, number
+from swiftkv_jax.common.checks import Checked, Count, Flag, above, integer, number
 from swiftkv_jax.common.errors import UsageError, suggest
 from swiftkv_jax.text.messages import conversation
 
@@ -15,18 +16,38 @@ GREEDY_BELOW = 1e-5  # a lower temperature is greedy: dividing by it would overf
 MIN_TEMPERATURE = 1e-2  # what a positive temperature is raised to, as vLLM does
 MIN_TOP_P = 1e-9  # the same for top_p: it keeps only the likeliest token, where 0 in float32 would keep none
 
-_RANGES = {  # field: (least, most), both allowed
-    "temperature": (0, 2),
-    "min_p": (0, 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-}
-_ABOVE = {"top_p": (0, 1), "repetition_penalty": (0, math.inf)}  # the same; the least itself is not allowed
+_INT32 = 2**31 - 1
+
+
+def _strings(name: str, value) -> tuple[str, ...]:
+    value = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise UsageError(f"{name} must be a string or a list of strings, none of them empty, not {value!r}")
+    return tuple(value)
+
+
+def _bias(value) -> tuple[tuple[int, float], ...]:
+    """(id, bias) pairs in order; JSON's ids are strings."""
+    value = {} if value is None else dict(value) if isinstance(value, tuple) else value
+    if not isinstance(value, Mapping):
+        raise UsageError(f"logit_bias must map token ids to numbers, not {value!r}")
+    out = {}
+    for token, bias in value.items():
+        token = int(token) if isinstance(token, str) and token.isdecimal() else token
+        integer("logit_bias: a token id", token, 0, _INT32)
+        out[token] = number(f"logit_bias of token {token}", bias, -100, 100)
+    return tuple(sorted(out.items()))
+
+
+def _ids(name: str, value) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{name} must be a list of token ids, not {value!r}")
+    return tuple(integer(name, item, 0, _INT32) for item in value)
 
 
 @typing.no_type_check  # user input: its own checks below name the field
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Checked):
     """Sampling parameters of one request; names and defaults are vLLM's.
 
     Attributes:
@@ -56,36 +77,32 @@ class SamplingParams:
       skip_special_tokens: leave special tokens out of the text.
     """
 
-    n: int = 1
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
+    n: Count = 1
+    max_tokens: Annotated[int | None, partial(integer, least=1, most=_INT32)] = 16
+    min_tokens: Annotated[int, partial(integer, least=0, most=_INT32)] = 0
+    temperature: Annotated[float, partial(number, least=0, most=2)] = 1.0
+    top_p: Annotated[float, partial(above, least=0, most=1)] = 1.0
+    top_k: Annotated[int, partial(integer, least=-1, most=_INT32)] = 0
+    min_p: Annotated[float, partial(number, least=0, most=1)] = 0.0
+    repetition_penalty: Annotated[float, partial(above, least=0)] = 1.0
+    presence_penalty: Annotated[float, partial(number, least=-2, most=2)] = 0.0
+    frequency_penalty: Annotated[float, partial(number, least=-2, most=2)] = 0.0
+    seed: Annotated[int | None, partial(integer, least=-(2**63), most=2**63 - 1)] = None
     stop: str | Sequence[str] | None = ()
-    stop_token_ids: Sequence[int] | None = ()
-    ignore_eos: bool = False
+    stop_token_ids: Annotated[Sequence[int] | None, _ids] = ()
+    ignore_eos: Flag = False
     bad_words: Sequence[str] | None = ()
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
+    allowed_token_ids: Annotated[Sequence[int] | None, _ids] = None
+    include_stop_str_in_output: Flag = False
+    logprobs: Annotated[int | None, partial(integer, least=0, most=MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int | None, partial(integer, least=0, most=MAX_LOGPROBS)] = None
+    skip_special_tokens: Flag = True
 
     def __post_init__(self):
-        for name, bounds in _RANGES.items():
-            self._set(name, number(name, getattr(self, name), *bounds))
-        for name, bounds in _ABOVE.items():
-            self._set(name, above(name, getattr(self, name), *bounds))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            flag(name, getattr(self, name))
-        self._check_counts()
+        super().__post_init__()
+        self._set("top_k", max(0, self.top_k))
+        self._set("seed", None if self.seed == -1 else self.seed)
         if self.temperature < GREEDY_BELOW:
             self._set("temperature", 0.0)
         elif self.temperature < MIN_TEMPERATURE:
@@ -93,28 +110,12 @@ class SamplingParams:
         self._set("top_p", max(self.top_p, MIN_TOP_P))
         self._set("stop", _strings("stop", self.stop))
         self._set("bad_words", _strings("bad_words", self.bad_words))
-        self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        if self.allowed_token_ids is not None:
-            self._set("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
-            if not self.allowed_token_ids:
-                raise UsageError("allowed_token_ids is empty: no token could be generated; give None for all")
+        self._set("stop_token_ids", self.stop_token_ids or ())
         self._set("logit_bias", _bias(self.logit_bias))
-
-    def _check_counts(self):
-        self._set("top_k", 0 if self.top_k == -1 else self.top_k)
-        self._set("seed", None if self.seed == -1 else self.seed)
-        integer("n", self.n, 1)
-        integer("top_k", self.top_k, 0, 2**31 - 1)
-        integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.max_tokens is not None:
-            integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-            if self.min_tokens > self.max_tokens:
-                raise UsageError(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}")
-        if self.seed is not None:
-            integer("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise UsageError(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}")
+        if self.allowed_token_ids == ():
+            raise UsageError("allowed_token_ids is empty: no token could be generated; give None for all")
 
     def _set(self, name: str, value):
         object.__setattr__(self, name, value)
@@ -154,33 +155,6 @@ class SamplingParams:
     def filtered(self) -> bool:
         """Whether some tokens are ruled out by rank or probability."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-
-
-def _strings(name: str, value) -> tuple[str, ...]:
-    value = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
-        raise UsageError(f"{name} must be a string or a list of strings, none of them empty, not {value!r}")
-    return tuple(value)
-
-
-def _bias(value) -> tuple[tuple[int, float], ...]:
-    """(id, bias) pairs in order; JSON's ids are strings."""
-    value = {} if value is None else dict(value) if isinstance(value, tuple) else value
-    if not isinstance(value, Mapping):
-        raise UsageError(f"logit_bias must map token ids to numbers, not {value!r}")
-    out = {}
-    for token, bias in value.items():
-        token = int(token) if isinstance(token, str) and token.isdecimal() else token
-        integer("logit_bias: a token id", token, 0, 2**31 - 1)
-        out[token] = number(f"logit_bias of token {token}", bias, -100, 100)
-    return tuple(sorted(out.items()))
-
-
-def _ids(name: str, value) -> tuple[int, ...]:
-    value = () if value is None else value
-    if not isinstance(value, list | tuple):
-        raise UsageError(f"{name} must be a list of token ids, not {value!r}")
-    return tuple(integer(name, item, 0, 2**31 - 1) for item in value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 import sys
 import typing
 from collections.abc import Callable
@@ -26,9 +25,9 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.predict import Predicted, cached, transformers
 from swiftkv_jax.core.surgery import fold_shared_norm
 from swiftkv_jax.engine.loop import Exits
-from swiftkv_jax.engine.names import AUTO, SAFE, SCORING, named
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.score import SHORTEST, scores
+from swiftkv_jax.kernels.causal_attention.api import CAUSAL_ATTENTION
 from swiftkv_jax.kernels.common.dispatch import PLATFORM_OF, ByKind, UnsupportedError
 from swiftkv_jax.kernels.fused_kv_fill.api import FUSED_KV_FILL
 from swiftkv_jax.kernels.page_write.api import PAGE_WRITE
@@ -38,18 +37,57 @@ CACHE_DTYPES = ("float32", "bfloat16", "float16", *EIGHT_BIT)
 MEMORY_FRACTION = 0.9
 _USUAL_SHARE = 0.75  # of a GPU, which JAX takes unless the environment says otherwise
 DRAFTERS = ("prompt", "exit")
-_CHANGES = {  # flag -> words in a kernel's error about what the flag changes
-    "--page-size": r"\bpages?\b",
-    "--dtype": r"\w+\d+ (queries|stream)",
-    "--cache-dtype": r"\brows\b|keys and",
-    "--max-num-batched-tokens": r"a block|of a kv head|\d tokens, for",
-}
-_KERNELS = {  # by setting
-    "attention": PAGED_ATTENTION,
+AUTO, SAFE = "auto", "xla"  # of `kernels`: as checked on this machine; the safe ones
+SCORING = {name: CAUSAL_ATTENTION[name] for name in ("reference", "xla", "cudnn")}
+OPERATIONS = {  # as `kernels` calls them; "attention" is decode and chunk
+    "decode": PAGED_ATTENTION,
+    "chunk": PAGED_ATTENTION,
     "fill": FUSED_KV_FILL,
     "write": PAGE_WRITE,
     "scoring": SCORING,
 }
+KERNEL_SETTINGS = ("attention", "fill", "write", "scoring")
+
+
+def named(text: str) -> tuple[dict[str, str], set[str]]:
+    """Parse "NAME,operation=NAME,...": return (operation -> implementation, the operations that were named).
+
+    An entry for one operation overrides an entry for all; of two such entries the first counts.
+    """
+    for_all: dict[str, str] = {}
+    for_one: dict[str, str] = {}
+    for part in text.split(","):
+        operation, equals, name = (word.strip() for word in part.rpartition("="))
+        if equals:
+            choice("kernels: the operation", operation, ("attention", *OPERATIONS))
+            operations = ("decode", "chunk") if operation == "attention" else (operation,)
+            choice(f"kernels: {operation}", name, OPERATIONS[operations[0]])
+            for_one = dict.fromkeys(operations, name) | for_one
+        elif name != AUTO:  # the default of what is not named
+            choice("kernels", name, [AUTO, *dict.fromkeys(n for table in OPERATIONS.values() for n in table)])
+            having = [known for known, table in OPERATIONS.items() if name in table]
+            for_all = dict.fromkeys(having, name) | for_all
+    return for_all | for_one, set(for_one)
+
+
+def _kernels(name: str, value) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{name} must be a string, not {value!r}")
+    if value != SAFE:
+        named(value)
+    return value
+
+
+def _attention(name: str, value) -> str:
+    """An implementation, or one by kind of call."""
+    try:
+        by_kind = ByKind.named(value) if isinstance(value, str) else ByKind(value, value)
+    except UnsupportedError as error:
+        raise UsageError(str(error)) from None
+    for implementation in (by_kind.decode, by_kind.chunk):
+        if implementation is not None:
+            choice(name, implementation, PAGED_ATTENTION)
+    return value
 
 
 Limit = Annotated[int | None, partial(integer, least=1)]
@@ -113,11 +151,11 @@ class Settings(Checked):
     memory_fraction: Annotated[float, partial(above, least=0, most=1)] = MEMORY_FRACTION
     cache_dtype: Annotated[str, one_of("auto", *CACHE_DTYPES)] = "auto"
     prefix_caching: Flag = True
-    kernels: str = AUTO
-    attention: str | None = None
-    fill: str | None = None
-    write: str | None = None
-    scoring: str | None = None
+    kernels: Annotated[str, _kernels] = AUTO
+    attention: Annotated[str | None, _attention] = None
+    fill: Annotated[str | None, partial(choice, known=FUSED_KV_FILL)] = None
+    write: Annotated[str | None, partial(choice, known=PAGE_WRITE)] = None
+    scoring: Annotated[str | None, partial(choice, known=SCORING)] = None
     drafts: Natural = 0
     drafter: Annotated[str, one_of(*DRAFTERS)] = "prompt"
     exit_threshold: Annotated[float | None, partial(number, least=0, most=1)] = None
@@ -128,14 +166,6 @@ class Settings(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        if not isinstance(self.kernels, str):
-            raise UsageError(f"kernels must be a string, not {self.kernels!r}")
-        if self.kernels not in (AUTO, SAFE):
-            named(self.kernels)
-        for name, table in _KERNELS.items():
-            if getattr(self, name) is not None:
-                for given in _names(name, getattr(self, name)):
-                    choice(name, given, table)
         if self.batch_invariant and (self.drafts or self.exit_threshold is not None):
             raise UsageError(
                 "batch_invariant takes no draft tokens: leave drafts at 0, and exit_threshold out"
@@ -169,17 +199,6 @@ def usual_page(cache_dtype: str, platform: str) -> int:
     return 128 if platform == "tpu" and cache_dtype in EIGHT_BIT else Settings.page_size
 
 
-def _names(setting: str, given: str | None) -> list[str]:
-    """The implementations that a setting of `_KERNELS` names; attention may have one by kind of call."""
-    if setting != "attention" or not isinstance(given, str):
-        return [] if given is None else [given]
-    try:
-        by_kind = ByKind.named(given)
-    except UnsupportedError as error:
-        raise UsageError(str(error)) from None
-    return [name for name in dict.fromkeys((by_kind.decode, by_kind.chunk)) if name is not None]
-
-
 def empty_pool(model: Transformer, settings: Settings, mesh: Mesh | None = None) -> Cache:
     """The engine's pool of `settings.num_pages` pages and the scratch page, for `mesh`; its own table is
     empty."""
@@ -200,11 +219,6 @@ def empty_pool(model: Transformer, settings: Settings, mesh: Mesh | None = None)
     cross = Cache.create(model.config, model.plan, own, count, page, dtype, longest, ENCODER)
     by |= {"attention": ByKind(*map(_any_place, (attention.decode, attention.chunk)))}
     return dataclasses.replace(cache, cross=dataclasses.replace(cross, **by, mesh=mesh))
-
-
-def model_encoder(model: Transformer | Predicted) -> ModelConfig | None:
-    """The config of the model's encoder; None without one."""
-    return transformers(model)[0].config.encoder
 
 
 def source_len(config: ModelConfig, settings: Settings) -> int:
@@ -241,7 +255,7 @@ def check_fill(
 def of_auxiliary(settings: Settings) -> Settings:
     """Settings for an auxiliary model, which reads prompts. Kernels are named and checked for the base alone;
     without a name a GPU or TPU uses XLA's."""
-    return dataclasses.replace(settings, **dict.fromkeys(_KERNELS))
+    return dataclasses.replace(settings, **dict.fromkeys(KERNEL_SETTINGS))
 
 
 def empty_pools(
@@ -266,33 +280,10 @@ def resolve(
     called where a device's memory is known and `num_pages` is not.
     """
     model, *auxiliary = transformers(whole)
-    _check_exits(settings, model)
-    if settings.max_source_len is not None and model.config.encoder is None:
-        raise UsageError(
-            f"max_source_len is for models with an encoder, and {model.config.family} has none: leave it out"
-        )
-    _check_scoring(settings.scoring, len(devices))
-    if auxiliary and settings.scoring is not None:
-        raise UsageError(
-            f"scoring {settings.scoring!r} reads prompts by one model, and here an auxiliary reads them: "
-            "give None"
-        )
-    if auxiliary and settings.batch_invariant:
-        raise UsageError(
-            "batch_invariant is for one model, and here an auxiliary reads prompts: leave it out"
-        )
-    plan = model.plan
-    if settings.fill is not None and plan.has_fill and not model.config.fused_fill:
-        raise UsageError(f"fill {settings.fill!r} does not support {model.config.family}: leave it out")
-    if settings.fill is not None and not plan.has_fill:
-        has = f"{plan.kind} with rows of form {', '.join(plan.named.forms)}"
-        raise UsageError(
-            f"fill {settings.fill!r} makes a SwiftKV model's upper rows, of form kv; this one is {has}: "
-            "give None"
-        )
+    _check_model(settings, model, bool(auxiliary), len(devices))
     least, pages = settings.pages_per_sequence, settings.num_pages
     smallest = dataclasses.replace(settings, num_pages=1)
-    if any(getattr(settings, name) for name in _KERNELS):
+    if any(getattr(settings, name) for name in KERNEL_SETTINGS):
         _try_kernels(smallest, model, mesh)
         for one in auxiliary:
             _try_kernels(of_auxiliary(smallest), one, mesh)
@@ -314,13 +305,49 @@ def resolve(
     return dataclasses.replace(settings, num_pages=pages)
 
 
-def _check_scoring(name: str | None, devices: int) -> None:
-    """Check that a scoring kernel runs on one device: only attention over pages is sharded by kv head."""
-    if devices > 1 and name in PLATFORM_OF:
-        whole = ", ".join(n for n in SCORING if n not in PLATFORM_OF)
-        raise UsageError(
-            f"scoring {name!r} runs on one device, and the model lies on {devices}: {whole}, or None"
-        )
+def _check_model(settings: Settings, model: Transformer, auxiliary: bool, devices: int) -> None:
+    """Raises UsageError: a setting is not for such a model, with an auxiliary or not, on so many devices."""
+    config, plan, scoring, fill = model.config, model.plan, settings.scoring, settings.fill
+    exits = "drafter 'exit'" if settings.drafter == "exit" else f"exit_threshold {settings.exit_threshold}"
+    refusals = (
+        (
+            settings.drafter == "exit" and not settings.drafts,
+            "drafter 'exit' needs drafts of 1 or more, not 0",
+        ),
+        (
+            settings.exits and not config.exit_head,
+            f"{exits} needs an exit head, and this model has none; train one with train.py --set "
+            "loss.exit_weight=1.0",
+        ),
+        (
+            settings.max_source_len is not None and config.encoder is None,
+            f"max_source_len is for models with an encoder, and {config.family} has none: leave it out",
+        ),
+        (
+            devices > 1 and scoring in PLATFORM_OF,  # only attention over pages is sharded by kv head
+            f"scoring {scoring!r} runs on one device, and the model lies on {devices}: give xla, or None",
+        ),
+        (
+            auxiliary and scoring is not None,
+            f"scoring {scoring!r} reads prompts by one model, and here an auxiliary reads them: give None",
+        ),
+        (
+            auxiliary and settings.batch_invariant,
+            "batch_invariant is for one model, and here an auxiliary reads prompts: leave it out",
+        ),
+        (
+            fill and plan.has_fill and not config.fused_fill,
+            f"fill {fill!r} does not support {config.family}: leave it out",
+        ),
+        (
+            fill and not plan.has_fill,
+            f"fill {fill!r} makes a SwiftKV model's upper rows, of form kv; this one is {plan.kind} with "
+            f"rows of form {', '.join(plan.named.forms)}: give None",
+        ),
+    )
+    for refused, why in refusals:
+        if refused:
+            raise UsageError(why)
 
 
 def _try_kernels(settings: Settings, model: Transformer, mesh: Mesh | None) -> None:
@@ -341,26 +368,7 @@ def _try_kernels(settings: Settings, model: Transformer, mesh: Mesh | None) -> N
         if model.config.encoder is None:
             jax.eval_shape(score, params, whole(1, SHORTEST), whole(SHORTEST))
     except UnsupportedError as error:
-        raise UsageError(f"{error}; {_way_out(str(error))}") from None
-
-
-def _way_out(refusal: str) -> str:
-    """The flags that a user can change when a kernel refuses a call with this message."""
-    flags = [flag for flag, words in _CHANGES.items() if re.search(words, refusal)]
-    change = f"change {' or '.join(flags)}, or " if flags else ""
-    return f"{change}give --kernels another"
-
-
-def _check_exits(settings: Settings, model: Transformer) -> None:
-    drafter, threshold = settings.drafter, settings.exit_threshold
-    if drafter == "exit" and not settings.drafts:
-        raise UsageError("drafter 'exit' needs drafts of 1 or more, not 0")
-    if settings.exits and not model.config.exit_head:
-        asked = "drafter 'exit'" if drafter == "exit" else f"exit_threshold {threshold}"
-        raise UsageError(
-            f"{asked} needs an exit head, and this model has none; train one with train.py --set "
-            "loss.exit_weight=1.0"
-        )
+        raise UsageError(f"{error}; change that, or give --kernels another") from None
 
 
 def _free_bytes(device, fraction: float, working: Callable[[], int]) -> float:

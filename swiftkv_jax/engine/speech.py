@@ -28,7 +28,7 @@ from swiftkv_jax.engine.request import (
     RequestOutput,
     SamplingParams,
 )
-from swiftkv_jax.engine.validate import Loaded, decoder_start
+from swiftkv_jax.engine.validate import decoder_start
 
 TASKS = ("transcribe", "translate")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
@@ -84,13 +84,13 @@ class Heard:
         return {"rate": self.rate, "channels": self.channels}
 
 
-def hears(llm: Loaded) -> bool:
+def hears(llm) -> bool:
     """Whether the model takes audio."""
     within = llm.model.config.encoder
     return within is not None and bool(within.mels)
 
 
-def settings(llm: Loaded) -> AudioSettings:
+def settings(llm) -> AudioSettings:
     """The conversion of audio to the frames that the model was trained on."""
     within = llm.model.config.encoder
     if within is None or not within.mels:
@@ -109,7 +109,7 @@ def settings(llm: Loaded) -> AudioSettings:
     return how
 
 
-def listen(llm: Loaded, sound, where: str = "audio", most: int | None = None) -> Heard:
+def listen(llm, sound, where: str = "audio", most: int | None = None) -> Heard:
     """The windows of an audio input as the model takes them; at most `most`."""
     how = settings(llm)
     given = audio.read(sound, where)
@@ -124,7 +124,7 @@ def listen(llm: Loaded, sound, where: str = "audio", most: int | None = None) ->
     return Heard(windows=frames, duration=duration, rate=given.rate, channels=given.channels)
 
 
-def asked(llm: Loaded) -> Speech:
+def asked(llm) -> Speech:
     """The special token ids of the model's speech prompts."""
     return llm.generation.speech or Speech()
 
@@ -143,7 +143,7 @@ def language_code(said: str, languages: Iterable[str], where: str = "language") 
 
 
 def prompt_tokens(
-    llm: Loaded,
+    llm,
     language: str | None,
     task: str = "transcribe",
     previous: Sequence[int] = (),
@@ -170,7 +170,7 @@ def prompt_tokens(
 
 
 def window_request(
-    llm: Loaded,
+    llm,
     frames: Frames,
     language: str | None,
     task: str = "transcribe",
@@ -191,7 +191,7 @@ def window_request(
     return llm.make_request(None, prompt, params or GREEDY, where, salt, **_heard(frames), **ruled_out)
 
 
-def language_request(llm: Loaded, frames: Frames, where: str = "audio") -> Request | None:
+def language_request(llm, frames: Frames, where: str = "audio") -> Request | None:
     """The request whose only output token is the language of a window; None if the model knows only one."""
     languages = [token for _, token in asked(llm).languages]
     if not languages:
@@ -200,10 +200,34 @@ def language_request(llm: Loaded, frames: Frames, where: str = "audio") -> Reque
     return llm.make_request(None, [decoder_start(llm)], params, where, **_heard(frames))
 
 
-def language_of(llm: Loaded, output: RequestOutput) -> str | None:
+def language_of(llm, output: RequestOutput) -> str | None:
     """The language that the answer to a `language_request` names; None: it failed."""
     names = {token: code for code, token in asked(llm).languages}
     return next((names.get(token) for token in output.outputs[0].token_ids), None)
+
+
+def spoken_language(llm, heard: Heard, language: str | None) -> tuple[str | None, Request | None]:
+    """(the code of the language of some audio, the request that asks for it, None where it is known). Until
+    it is answered the language is the first that the model knows; None if it knows only one."""
+    codes = [code for code, _ in asked(llm).languages]
+    if (language := language or asked(llm).language) is not None:
+        return language_code(language, codes or ["en"]), None
+    return next(iter(codes), None), language_request(llm, heard.windows[0])
+
+
+def requests(
+    llm,
+    heard: Heard,
+    language: str | None,
+    task: str,
+    params: SamplingParams | None,
+    previous: Sequence[int] = (),
+    where: str = "audio",
+) -> list[Request]:
+    """The request of each window of some audio; `previous`: token ids of the text before it."""
+    known = [previous, *[()] * (len(heard.windows) - 1)]
+    pairs = zip(heard.windows, known, strict=True)
+    return [window_request(llm, frames, language, task, params, ids, where) for frames, ids in pairs]
 
 
 def failed(output: RequestOutput) -> bool:
@@ -261,32 +285,26 @@ def _sum(parts: Iterable):
 
 
 def transcribe(
-    llm: Loaded, sounds: list, language: str | None, task: str, params: SamplingParams | None
+    llm, sounds: list, language: str | None, task: str, params: SamplingParams | None
 ) -> list[Transcription]:
     """`LLM.transcribe` for several audio inputs at once."""
     if not sounds:
         raise UsageError("audio is empty: give at least one file")
     names = [f"audio[{i}]" if len(sounds) > 1 else "audio" for i in range(len(sounds))]
     heard = [listen(llm, sound, name) for sound, name in zip(sounds, names, strict=True)]
-    language = language or asked(llm).language
-    spoken, questions = [language] * len(sounds), {}
-    if language is None and asked(llm).languages:
-        prompt_tokens(llm, asked(llm).languages[0][0], task)  # errors are raised before anything runs
-        requests = [
-            language_request(llm, sound.windows[0], name) for sound, name in zip(heard, names, strict=True)
-        ]
-        questions = dict(llm.run([request for request in requests if request is not None]))
-        spoken = [language_of(llm, questions[i]) or asked(llm).languages[0][0] for i in range(len(sounds))]
-    elif language is not None:
-        known = [code for code, _ in asked(llm).languages] or ["en"]
-        spoken = [language_code(language, known)] * len(sounds)
-    requests = [
-        window_request(llm, window, code, task, params, where=name)
-        for sound, code, name in zip(heard, spoken, names, strict=True)
-        for window in sound.windows
+    pairs = [spoken_language(llm, sound, language) for sound in heard]
+    prompt_tokens(llm, pairs[0][0], task)  # errors are raised before anything runs
+    questions = dict(llm.run([question for _, question in pairs if question is not None]))  # all ask, or none
+    codes = [code for code, _ in pairs]
+    for i, answer in questions.items():
+        codes[i] = language_of(llm, answer) or codes[i]
+    windows_of = [
+        requests(llm, sound, code, task, params, where=name)
+        for sound, code, name in zip(heard, codes, names, strict=True)
     ]
-    answers, out, first, wrong = dict(llm.run(requests)), [], 0, []
-    for number, (sound, code) in enumerate(zip(heard, spoken, strict=True)):
+    answers = dict(llm.run([request for windows in windows_of for request in windows]))
+    out, first, wrong = [], 0, []
+    for number, (sound, code) in enumerate(zip(heard, codes, strict=True)):
         windows = [answers[i] for i in range(first, first + len(sound.windows))]
         text = joined(window.outputs[0].text for window in windows)
         source = {"duration": sound.duration, **sound.given}

@@ -2,9 +2,9 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, no_type_check, runtime_checkable
+from typing import Any, no_type_check
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -14,29 +14,12 @@ from swiftkv_jax.checkpoint.generation import GenerationDefaults
 from swiftkv_jax.common.checks import integer
 from swiftkv_jax.common.errors import UsageError, UsageWarning, suggest
 from swiftkv_jax.config.model import ModelConfig
-from swiftkv_jax.core.model import Transformer
-from swiftkv_jax.core.predict import Predicted, transformers
 from swiftkv_jax.core.shapes import PyTree
 from swiftkv_jax.engine import kernels
 from swiftkv_jax.engine.dtypes import dtype_here
 from swiftkv_jax.engine.kernels import Choice, choose
-from swiftkv_jax.engine.request import Request, RequestOutput, SamplingParams, encode
-from swiftkv_jax.engine.settings import Settings, model_encoder, source_len, usual_page
-
-
-@runtime_checkable
-class Loaded(Protocol):
-    """An `LLM` as the checks of requests, and transcription, see it."""
-
-    model: Any
-    tokenizer: Any
-    generation: GenerationDefaults
-    settings: Settings
-
-    def make_request(self, text, ids, params, where: str, salt: str = "", **read) -> Request: ...
-
-    def run(self, requests: list[Request]) -> Iterator[tuple[int, RequestOutput]]: ...
-
+from swiftkv_jax.engine.request import SamplingParams, encode
+from swiftkv_jax.engine.settings import Settings, source_len, usual_page
 
 _ASKED = ("eos_token_ids", "decoder_start_token_id", "speech")  # not for sampling
 
@@ -118,24 +101,8 @@ def choose_kernels(
     return choose(config, plan, dtype_here(config, plan)[0] if dtype == "auto" else dtype, sizes, parts)
 
 
-def check_devices(model: Transformer | Predicted, mesh: Mesh | None) -> None:
-    """Check that a model can be placed on the devices of `mesh`."""
-    if mesh is not None and mesh.size > 1 and model_encoder(model) is not None:
-        raise UsageError(f"{model.config.family} has an encoder: such models run on one device")
-
-
-@no_type_check  # user input: checked here, by name
-def check_kind(llm: Loaded, prompt, where: str) -> None:
-    """Check that a prompt is of a kind that the model reads."""
-    encoder = model_encoder(llm.model)
-    if encoder is not None and encoder.mels:
-        raise UsageError(f"{where} is text, and {encoder.family} takes audio: pass it to transcribe")
-    if encoder is None and isinstance(prompt, Mapping) and "decoder_prompt" in prompt:
-        raise UsageError(f"{where}: decoder_prompt has no place, as {llm.model.config.family} has no encoder")
-
-
 @no_type_check
-def for_encoder(llm: Loaded, prompt, ids: list[int], where: str) -> tuple[list[int], dict]:
+def for_encoder(llm, prompt, ids: list[int], where: str) -> tuple[list[int], dict]:
     """Return (the decoder's prompt, fields of `Request`) for a prompt whose `ids` an encoder reads."""
     longest = source_len(llm.model.config, llm.settings)
     if len(ids) > longest:
@@ -149,17 +116,12 @@ def for_encoder(llm: Loaded, prompt, ids: list[int], where: str) -> tuple[list[i
     return [decoder_start(llm), *begun], {"source": tuple(ids), "source_length": len(ids)}
 
 
-def decoder_start(llm: Loaded) -> int:
+def decoder_start(llm) -> int:
     """The first token of the decoder of a model with an encoder."""
     start = llm.generation.decoder_start_token_id
     if start is None:
         raise UsageError("no decoder_start_token_id in the model's config.json or generation_config.json")
     return start
-
-
-def vocabulary(model: Transformer | Predicted) -> int:
-    """The number of token ids that every part of the model knows; paddings of a vocabulary may differ."""
-    return min(part.config.vocab_size for part in transformers(model))
 
 
 def check_ids(name: str, ids: Sequence, vocab: int, where: str) -> None:
@@ -172,13 +134,9 @@ def check_ids(name: str, ids: Sequence, vocab: int, where: str) -> None:
             raise UsageError(f"{where}: {name} id {value} is outside the vocabulary [0, {vocab})")
 
 
-def room_for(
-    llm: Loaded, ids: Sequence[int], params: SamplingParams, where: str, read_by_encoder: bool
-) -> int:
+def room_for(llm, ids: Sequence[int], params: SamplingParams, where: str) -> int:
     """The number of tokens that the context has room for after a prompt's `ids`."""
     limit = llm.settings.max_model_len
-    if read_by_encoder and params.prompt_logprobs is not None:
-        raise UsageError(f"{where}: prompt_logprobs are of models without an encoder")
     biased: Any = params.logit_bias or ()
     named = {
         "token": ids,
@@ -187,7 +145,7 @@ def room_for(
         "logit_bias:": list(dict(biased)),
     }
     for name, values in named.items():
-        check_ids(name, values, vocabulary(llm.model), where)
+        check_ids(name, values, llm.vocab_size, where)
     if params.stop and llm.tokenizer is None:
         raise UsageError(f"{where}: stop strings need a tokenizer; this LLM has none")
     room = limit - len(ids)

@@ -85,20 +85,12 @@ class Admission:
                 taken.waiting = False
 
     def admit(self, tenant: str, demand: Demand) -> Ticket:
-        """Reserve room for a call's sequences and its estimated prompt and output tokens.
-
-        Raises:
-          ApiError: as `check`.
-        """
+        """Reserve room for a call's sequences and its estimated prompt and output tokens."""
         self.check(tenant, demand)
         return self._issue(tenant, demand)
 
     def check(self, tenant: str, demand: Demand) -> None:
-        """Check that there is room for `demand`.
-
-        Raises:
-          ApiError: the status of a full queue; that of a key above its share; 400 if it can never fit.
-        """
+        """Check that there is room for `demand`."""
         most, share = self._engine.queue, self._share
         fits = min(self._limits.max_sequences, most.sequences, share.sequences)
         if demand.sequences > fits:
@@ -115,11 +107,7 @@ class Admission:
             raise self.refuse("queue", self.full(why))
 
     def admit_reader(self, tenant: str) -> Ticket:
-        """Admit a call that needs only the tokenizer; at most `max_sequences` of them may be here at a time.
-
-        Raises:
-          ApiError: as `admit`, except 400.
-        """
+        """Admit a call that needs only the tokenizer; at most `max_sequences` of them are here at a time."""
         self._check_key(tenant, 1)
         readers = sum(not ticket.demand.sequences for ticket in self._tickets)
         if readers >= self._limits.max_sequences:

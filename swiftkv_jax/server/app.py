@@ -103,11 +103,7 @@ class Api:
         return await until_disconnect(request.receive, model.listener.respond(call))
 
     def _knock(self, request: Request) -> None:
-        """Refuse a request before its body is read, if no model would take even the smallest request.
-
-        Raises:
-          ApiError: as `Service.check`.
-        """
+        """Refuse a request before its body is read, if no model would take even the smallest request."""
         try:
             self.models.check(request.scope[TENANT])
         except ApiError as error:
@@ -138,11 +134,7 @@ class Api:
         return await self._consult(request, model, size, lambda: _text(model.llm, body.tokens))
 
     async def _consult(self, request: Request, model: Model, size: int, work: Callable[[], dict]) -> Response:
-        """Return the result of `work` as JSON; both are made on the tokenizer's threads.
-
-        Raises:
-          ApiError: 400 for what the tokenizer cannot take.
-        """
+        """Return the result of `work` as JSON; both are made on the tokenizer's threads."""
         made = model.service.consult(request.scope[TENANT], size, lambda: encode(work()))
         try:
             return Response(await until_disconnect(request.receive, made), media_type=JSON)

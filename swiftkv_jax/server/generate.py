@@ -115,11 +115,7 @@ class Generator:
         self.service, self.llm = service, service.llm
 
     async def respond(self, call: Call) -> Response:
-        """Run a call; its reserved capacity is released however it ends.
-
-        Raises:
-          ApiError: it was refused, or failed before anything was sent.
-        """
+        """Run a call; its reserved capacity is released however it ends."""
         self._check_size(call)
         async with AsyncExitStack() as stack:
             tally = stack.enter_context(Tally(call.request_id, call.client_id))
@@ -151,11 +147,7 @@ class Generator:
                 raise ApiError(400, message, call.where, "context_length_exceeded")
 
     async def _openings(self, call: Call, requests: list[Request]) -> list[CompletionOutput]:
-        """The part that `echo` puts first: the prompts and, with `logprobs`, their tokens' log probabilities.
-
-        Raises:
-          ApiError: 400: too much to score; 500: the log probabilities are not finite.
-        """
+        """What `echo` puts first: the prompts and, with `logprobs`, their tokens' log probabilities."""
         if not call.echo:
             return []
         if call.logprobs is not None:
@@ -269,11 +261,7 @@ def _status(error: BaseException | None) -> int:
 
 
 def make_requests(llm: LLM, call: Call) -> list[Request]:
-    """Tokenise the prompts and make the requests; runs on a tokenizer thread.
-
-    Raises:
-      ApiError: 400, naming the field.
-    """
+    """Tokenise the prompts and make the requests; runs on a tokenizer thread."""
     fields = {name: getattr(call.body, name) for name in _PLAIN}
     given = {name: value for name, value in fields.items() if value is not None}
     given |= {"max_tokens": 1 if call.max_tokens == 0 else call.max_tokens, "logprobs": call.logprobs}
@@ -297,11 +285,7 @@ def _request(llm: LLM, call: Call, params: SamplingParams, number: int) -> Reque
 
 
 def refuse_control_tokens(llm: LLM, messages: list[dict[str, typing.Any]]) -> None:
-    """Refuse messages with the text of a control token, which could end their own turn.
-
-    Raises:
-      ApiError: 400.
-    """
+    """Refuse messages with the text of a control token, which could end their own turn."""
     for number, message in enumerate(messages):
         for name, value in message.items():
             text = name + (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))

@@ -100,9 +100,6 @@ def make_jobs(
 
     Lines without a seed get consecutive ones from `seed` on, so that a resumed run gives the same answers; a
     line of n completions takes n. Paths in lines are relative to `folder`.
-
-    Raises:
-      BadLines: any line is bad and `skip_bad` is not set.
     """
     jobs, problems, ignored = [], {}, set()
     for index, (number, line) in enumerate(lines):
@@ -174,14 +171,11 @@ def _sound_job(index: int, name, prompt: dict, params: SamplingParams, llm, fold
     with explained(f"read audio {path}"):
         sound = (folder / os.path.expanduser(path)).read_bytes()
     heard = speech.listen(llm, sound, f"audio {path}")
-    language, task = prompt.get("language"), prompt.get("task") or "transcribe"
-    codes = [code for code, _ in speech.asked(llm).languages]
-    question = speech.language_request(llm, heard.windows[0]) if language is None else None
-    spoken = next(iter(codes), None) if language is None else speech.language_code(language, codes or ["en"])
-    given = spoken if codes else None, task, params
-    requests = tuple(speech.window_request(llm, window, *given) for window in heard.windows)
+    language, question = speech.spoken_language(llm, heard, prompt.get("language"))
+    task = prompt.get("task") or "transcribe"
+    requests = tuple(speech.requests(llm, heard, language, task, params))
     key = _key(llm, prompt | {"sha256": hashlib.sha256(sound).hexdigest()}, params)
-    said = {"language": spoken, "task": task, "duration": heard.duration, **heard.given}
+    said = {"language": language, "task": task, "duration": heard.duration, **heard.given}
     return Job(index, name, prompt, requests, key, question, said)
 
 
@@ -301,11 +295,7 @@ class Output:
         self._file.flush()
 
     def sort(self) -> None:
-        """Put the lines of a file in the order of the input, once every job has one.
-
-        Raises:
-          OSError: there is no room for a second copy; the file is as it was.
-        """
+        """Put the lines of a file in the order of the input, once every job has one."""
         if self.file is None:
             return
         places, offset = [], 0

@@ -45,9 +45,6 @@ class Keys:
     def check_metrics(self, authorization: bytes) -> None:
         """Check access to the metrics. They cover all requests, so that one of several API keys does not open
         them.
-
-        Raises:
-          ApiError: 403, or 401 without any key.
         """
         if self._metrics is not None and hmac.compare_digest(_bearer(authorization), self._metrics):
             return
@@ -113,9 +110,6 @@ class Limits:
     def _check(self, scope) -> int:
         """Check the headers' size, then the key, then the announced length; return the most bytes that the
         body may have.
-
-        Raises:
-          ApiError: 431, 401, 403, 413 or 400.
         """
         limits, headers = self.settings, scope["headers"]
         size = len(scope.get("raw_path") or b"") + len(scope["query_string"])

@@ -253,11 +253,7 @@ _PROMPTS: dict[type, pydantic.TypeAdapter] = {
 
 
 def parse(model: type[Body], raw: bytes) -> Body:
-    """Parse and check a body.
-
-    Raises:
-      ApiError: 400, naming the first field at fault and never its value.
-    """
+    """Parse and check a body."""
     try:
         body = model.model_validate_json(raw)
     except pydantic.ValidationError as error:
@@ -269,11 +265,7 @@ def parse(model: type[Body], raw: bytes) -> Body:
 
 
 def parse_form(model: type[Body], fields: dict[str, str]) -> Body:
-    """Check the fields of a form.
-
-    Raises:
-      ApiError: 400, naming the first field at fault and never its value.
-    """
+    """Check the fields of a form."""
     for name, value in fields.items():
         if name in _REFUSED_OF_FORMS and value.lower() not in _NOTHING_OF_FORMS:
             raise ApiError(400, f"{name}: {_REFUSED_OF_FORMS[name]}", name, "unsupported_parameter")
@@ -296,11 +288,7 @@ def unknown_fields(body: BaseModel) -> list[str]:
 
 
 def prompts(value: typing.Any, most: int) -> list[str | list[int]]:
-    """The prompts of a completion request: each a text or a list of token ids.
-
-    Raises:
-      ApiError: 400: none, too many, an empty one, or a mixture.
-    """
+    """The prompts of a completion request: each a text or a list of token ids."""
     single = isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], int))
     value = [value] if single else value
     if not isinstance(value, list) or not value:

@@ -138,11 +138,7 @@ class Models:
         return self.ready and done == total
 
     def check(self, tenant: str) -> None:
-        """Check that some model would take the smallest request of this key.
-
-        Raises:
-          ApiError: none would; as `Service.check`.
-        """
+        """Check that some model would take the smallest request of this key."""
         refusals: list[ApiError] = []
         for service in self._services:
             try:

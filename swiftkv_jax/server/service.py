@@ -134,20 +134,12 @@ class Service:
         return self._ready and self.healthy and not self.draining
 
     def admit(self, tenant: str, demand: Demand) -> Ticket:
-        """`Admission.admit`, while the server is open.
-
-        Raises:
-          ApiError: as `check`.
-        """
+        """`Admission.admit`, while the server is open."""
         self._check_open()
         return self.admission.admit(tenant, demand)
 
     def check(self, tenant: str, demand: Demand) -> None:
-        """`Admission.check`, while the server is open.
-
-        Raises:
-          ApiError: 503 while starting or draining; or as there.
-        """
+        """`Admission.check`, while the server is open."""
         self._check_open()
         self.admission.check(tenant, demand)
 
@@ -158,11 +150,7 @@ class Service:
             raise self.admission.refuse("starting", error)
 
     async def consult(self, tenant: str, size: int, work: Callable[[], _ANSWER]) -> _ANSWER:
-        """`encode`, for a call that needs only the tokenizer.
-
-        Raises:
-          ApiError: 503 while draining; or as `Admission.admit_reader`.
-        """
+        """`encode`, for a call that needs only the tokenizer."""
         self._check_not_draining()
         with self.admission.admit_reader(tenant):
             return await self.encode(tenant, size, work)
@@ -180,11 +168,7 @@ class Service:
         return await asyncio.wrap_future(self._readers.submit(tenant, size, work))
 
     async def score(self, tenant: str, ids: tuple[int, ...], top: int) -> list[dict[int, Logprob] | None]:
-        """`LLM.score`, one at a time, when it is this key's turn.
-
-        Raises:
-          FloatingPointError: as there; it is counted with the engine's own failures.
-        """
+        """`LLM.score`, one at a time, when it is this key's turn."""
         work = partial(self.llm.score, ids, top)
         try:
             return await asyncio.wrap_future(self._scorer.submit(tenant, work))

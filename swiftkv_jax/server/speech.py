@@ -6,7 +6,6 @@ joined. If no language is given, it is detected in the first window before the o
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from urllib.parse import urlsplit
 
 from starlette.datastructures import UploadFile
@@ -44,12 +43,7 @@ class SpeechCall:
 
 
 async def read_form(request: HttpRequest, kind: type[schema.Body]) -> tuple[schema.Body, bytes]:
-    """Return (the checked fields of a form, the bytes of its file).
-
-    Raises:
-      ApiError: 403: it comes from another site's page, which a browser lets send forms; 415: it is not a
-        form; 400: a field is wrong, or there is not exactly one file.
-    """
+    """Return (the checked fields of a form, the bytes of its file)."""
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
         raise ApiError(403, "a page of another site may not send audio")
@@ -76,56 +70,45 @@ class Listener:
         self.service, self.llm = service, service.llm
 
     async def respond(self, call: SpeechCall) -> Response:
-        """Run a call; its reserved capacity is released however it ends.
-
-        Raises:
-          ApiError: it was refused, or failed.
-        """
+        """Run a call; its reserved capacity is released however it ends."""
         with Tally(call.request_id, call.client_id) as tally:
-            heard = await self._ask(call, lambda: self._heard(call), len(call.sound))
-            spoken, tally.sound = heard.guess, heard.sound.given
-            async with AsyncExitStack() as stack:
-                demand = Demand.of(heard.question) if heard.question else Demand()
-                demand += sum(map(Demand.of, self._windows(call, heard, heard.guess)), Demand())
-                ticket = stack.enter_context(self.service.admit(call.tenant, demand))
-                if heard.question is not None:
-                    ((tokens, _),) = await self._run(call, [heard.question], ticket, tally)
+            heard, language, question, previous = await self._prepared(call)
+            tally.sound = heard.given
+            requests = self._requests(call, heard, language, previous)
+            demand = sum(map(Demand.of, [*requests, *([question] if question else [])]), Demand())
+            with self.service.admit(call.tenant, demand) as ticket:
+                if question is not None:
+                    ((tokens, _),) = await self._run(call, [question], ticket, tally)
                     names = {token: code for code, token in speech.asked(self.llm).languages}
-                    spoken = next((names[token] for token in tokens if token in names), heard.guess)
-                requests = self._windows(call, heard, spoken)
+                    language = next((names[token] for token in tokens if token in names), language)
+                    requests = self._requests(call, heard, language, previous)
                 tally.prompt = sum(len(request.token_ids) for request in requests)
-                answers_of = await self._run(call, requests, ticket, tally)
-        text = speech.joined(said for _, said in answers_of)
+                windows = await self._run(call, requests, ticket, tally)
+        text = speech.joined(text for _, text in windows)
         if call.body.response_format == "text":
             return PlainTextResponse(f"{text}\n")
-        usage = {"type": "duration", "seconds": round(heard.sound.duration)}
+        usage = {"type": "duration", "seconds": round(heard.duration)}
         return Response(answers.encode({"text": text, "usage": usage}), media_type="application/json")
 
-    async def _ask(self, call: SpeechCall, work, size: int):
-        """Return the result of `work`, which runs on the tokenizer's threads: they read audio too, off the
-        event loop.
-
-        Raises:
-          ApiError: 400 for audio or fields that the model cannot take.
+    async def _prepared(
+        self, call: SpeechCall
+    ) -> tuple[speech.Heard, str | None, Request | None, Sequence[int]]:
+        """(the audio as the model takes it, its language and the request that asks for it, see
+        `speech.spoken_language`, token ids of the text before). The tokenizer's threads read audio too, off
+        the event loop.
         """
+
+        def work():
+            heard = speech.listen(self.llm, call.sound, "file", self.service.settings.max_sequences)
+            return heard, *speech.spoken_language(self.llm, heard, call.body.language), self._previous(call)
+
         try:
-            return await self.service.consult(call.tenant, size, work)
+            return await self.service.consult(call.tenant, len(call.sound), work)
         except UsageError as error:
             name = next((n for n in ("language", "prompt") if f"{n} " in str(error)[:40]), "file")
             raise ApiError(400, str(error), name) from error
 
-    def _heard(self, call: SpeechCall) -> "_Heard":
-        """Convert a call's audio and fields to the model's input."""
-        sound = speech.listen(self.llm, call.sound, "file", self.service.settings.max_sequences)
-        languages = [code for code, _ in speech.asked(self.llm).languages]
-        spoken = call.body.language or speech.asked(self.llm).language
-        if spoken is not None:
-            spoken = speech.language_code(spoken, languages or ["en"])
-        question = speech.language_request(self.llm, sound.windows[0], "file") if spoken is None else None
-        before = self._before(call)
-        return _Heard(sound, question, spoken or next(iter(languages), None), before)
-
-    def _before(self, call: SpeechCall) -> Sequence[int]:
+    def _previous(self, call: SpeechCall) -> Sequence[int]:
         """Token ids of the text before the audio, at most as many as the model was trained on."""
         said = (call.body.prompt or "").strip()
         if not said:
@@ -135,16 +118,12 @@ class Listener:
         most = self.llm.settings.max_model_len // 2 - 1
         return self.llm.tokenizer.encode(f" {said}", add_special_tokens=False)[-most:]
 
-    def _windows(self, call: SpeechCall, heard: "_Heard", spoken: str | None) -> list[Request]:
-        """The request of each window, for text in the spoken language."""
+    def _requests(
+        self, call: SpeechCall, heard: speech.Heard, language: str | None, previous: Sequence[int]
+    ) -> list[Request]:
         params = speech.GREEDY.updated({"temperature": call.body.temperature or 0.0})
-        languages = speech.asked(self.llm).languages
-        given = (spoken if languages else None, call.task, params)
         try:
-            return [
-                speech.window_request(self.llm, frames, *given, () if number else heard.before, "file")
-                for number, frames in enumerate(heard.sound.windows)
-            ]
+            return speech.requests(self.llm, heard, language, call.task, params, previous, "file")
         except UsageError as error:
             raise ApiError(400, str(error), "file") from error
 
@@ -163,18 +142,3 @@ class Listener:
                 if delta.finish_reason == "error":
                     raise model_failed(call.request_id, delta.error)
         return list(zip(tokens, texts, strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Heard:
-    """A call's audio as the model takes it.
-
-    Attributes:
-      question: the request that asks for the language; None where it is known. guess: the language that was
-        given, or else the first the model knows. before: token ids of a text.
-    """
-
-    sound: speech.Heard
-    question: Request | None
-    guess: str | None
-    before: Sequence[int]

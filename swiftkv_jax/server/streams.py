@@ -104,11 +104,7 @@ def _failed(child: int) -> CompletionOutput:
 
 
 async def until_disconnect(receive, work: Coroutine[typing.Any, typing.Any, _ANSWER]) -> _ANSWER:
-    """Return the result of `work`; if the client disconnects first, `work` is cancelled.
-
-    Raises:
-      ApiError: 499, which only the log shows.
-    """
+    """Return the result of `work`; if the client disconnects first, `work` is cancelled."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -33,8 +33,8 @@ from swiftkv_jax.core.sharding import make_mesh
 from swiftkv_jax.core.surgery import fold_shared_norm
 from swiftkv_jax.distill import compile_only
 from swiftkv_jax.engine.loop import Inputs, Lanes, decode, run_any
-from swiftkv_jax.engine.memory import working_bytes
 from swiftkv_jax.engine.request import MOST_STOPS
+from swiftkv_jax.engine.runner import working_bytes
 from swiftkv_jax.engine.sampling import Mode, Policy
 from swiftkv_jax.engine.settings import Settings, empty_pool, usual_page
 from swiftkv_jax.kernels.paged_attention.xla import ONE_TURN_BYTES

@@ -14,7 +14,7 @@ from swiftkv_jax.config.rope import NONE, RopeConfig
 from swiftkv_jax.core.ends import logits
 from swiftkv_jax.core.scan import forward
 from swiftkv_jax.core.surgery import to_slim
-from swiftkv_jax.engine import runner
+from swiftkv_jax.engine import loop, runner
 from swiftkv_jax.engine.draft import lookup
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.loop import decode
@@ -308,8 +308,11 @@ def check_in_place(machine: runner.Runner) -> None:
     """A launch of decoding gives back the buffers of its pool, and needs little beside it."""
     shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (machine.params, machine.cache))
     dtypes = (np.int32, np.int32, np.int32, bool)
-    lanes = runner.Lanes(*(np.zeros(4, dtype) for dtype in dtypes), np.zeros((4, 0), np.int32))
-    table, policy = np.zeros((4, machine.slots), np.int32), machine.seats.policy([], 4, runner.MODES[0])
+    lanes = loop.Lanes(*(np.zeros(4, dtype) for dtype in dtypes), np.zeros((4, 0), np.int32))
+    table, policy = (
+        np.zeros((4, machine.arrays.slots), np.int32),
+        machine.seats.policy([], 4, runner.MODES[0]),
+    )
     wide = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0], 4096, *x.shape[2:]), x.dtype), shape[1].stores
     )

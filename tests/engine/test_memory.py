@@ -11,7 +11,7 @@ from swiftkv_jax.config.plan import KVPlan, Prediction
 from swiftkv_jax.core import surgery
 from swiftkv_jax.core.predict import Predicted, uniform
 from swiftkv_jax.engine.llm import LLM
-from swiftkv_jax.engine.memory import taken, working_bytes
+from swiftkv_jax.engine.runner import taken, working_bytes
 from swiftkv_jax.engine.settings import empty_pools, resolve
 
 KINDS = {

@@ -158,7 +158,7 @@ def test_a_step_of_prompts_updates_the_pool_in_place(fill):
     net, params = tiny.make_model(tiny.PLANS["acrosskv"])
     llm = LLM.from_model(net, params, **SIZES, num_pages=4096, fill=fill)
     machine = llm.engine.runner
-    table, survivors = np.zeros((2, machine.slots), np.int32), np.zeros(2, np.int32)
+    table, survivors = np.zeros((2, machine.arrays.slots), np.int32), np.zeros(2, np.int32)
     flat, starts = np.zeros(32, np.int32), np.zeros(3, np.int32)
     inputs = loop.Inputs(flat, flat, starts, survivors, table)
     compiled = loop.run_any.lower(net, machine.params, machine.cache, inputs).compile()
