@@ -56,31 +56,32 @@ class Ticket:
 
 
 class Admission:
-    """Gives out tickets on the event loop's thread; the engine's thread publishes its load."""
+    """Gives out tickets on the event loop's thread; the engine's thread publishes its load.
+
+    Attributes:
+      tickets: of the calls that are being answered. load: what the engine published last.
+    """
 
     def __init__(self, engine: Settings, limits: HttpSettings, refused: Callable[[str], None]):
         """`refused` is called with the reason of every temporary refusal."""
         self._engine, self._limits, self._refused = engine, limits, refused
-        self._share = _share(engine, limits)
-        self._load = Load(pages=max(1, engine.num_pages or 1))
-        self._tickets: set[Ticket] = set()
+        # The most that one key may have: sequences that run or wait, and tokens of those that wait. With two
+        # or more keys it is half of the total, so that no key alone can keep the others out.
+        self._share, most = Demand(*[sys.maxsize] * 3), engine.queue
+        if len(limits.api_keys) > 1:
+            places = (most.sequences + engine.max_num_seqs) // 2
+            self._share = Demand(max(1, places), most.tokens // 2, most.output_tokens // 2)
+        if limits.max_requests_per_key is not None:
+            self._share = dataclasses.replace(self._share, sequences=limits.max_requests_per_key)
+        self.load = Load(pages=max(1, engine.num_pages or 1))
+        self.tickets: set[Ticket] = set()
         self._per_tenant: Counter[str] = Counter()
         self._lock = threading.Lock()  # guards what both threads write: the load and `Ticket.waiting`
-
-    @property
-    def tickets(self) -> int:
-        """The number of calls that are being answered."""
-        return len(self._tickets)
-
-    @property
-    def load(self) -> Load:
-        """The load that the engine published last."""
-        return self._load
 
     def publish(self, load: Load, taken: Ticket | None) -> None:
         """Publish the engine's load; `taken` is now counted in the engine's own queue, or has ended."""
         with self._lock:
-            self._load = load
+            self.load = load
             if taken:
                 taken.waiting = False
 
@@ -97,8 +98,8 @@ class Admission:
             raise ApiError(400, f"n times prompts is {demand.sequences}; at most {fits} may be", "n")
         self._check_key(tenant, demand.sequences)
         with self._lock:
-            coming = [ticket for ticket in self._tickets if ticket.waiting]
-            load = self._load
+            coming = [ticket for ticket in self.tickets if ticket.waiting]
+            load = self.load
         own = [ticket.demand for ticket in coming if ticket.tenant == tenant]
         mine = sum(own, load.waiting.get(tenant, Demand()))
         if why := mine.crowds_out(demand, dataclasses.replace(share, sequences=sys.maxsize)):
@@ -109,14 +110,14 @@ class Admission:
     def admit_reader(self, tenant: str) -> Ticket:
         """Admit a call that needs only the tokenizer; at most `max_sequences` of them are here at a time."""
         self._check_key(tenant, 1)
-        readers = sum(not ticket.demand.sequences for ticket in self._tickets)
+        readers = sum(not ticket.demand.sequences for ticket in self.tickets)
         if readers >= self._limits.max_sequences:
             raise self.refuse("queue", self.full(f"{readers} texts are waiting"))
         return self._issue(tenant, Demand())
 
     def release(self, ticket: Ticket) -> None:
         """Release the reservation of a call that has ended."""
-        self._tickets.discard(ticket)
+        self.tickets.discard(ticket)
         self._per_tenant[ticket.tenant] -= ticket.places
         if not self._per_tenant[ticket.tenant]:
             del self._per_tenant[ticket.tenant]
@@ -128,8 +129,8 @@ class Admission:
 
     def full(self, why: str) -> ApiError:
         """The error of a full queue: retry when the waiting prompts may have been read."""
-        rate = self._load.tokens_per_s
-        seconds = math.ceil(self._load.queued.tokens / rate) if rate else 1
+        rate = self.load.tokens_per_s
+        seconds = math.ceil(self.load.queued.tokens / rate) if rate else 1
         status = self._limits.queue_status
         return ApiError(status, f"the server is busy: {why}", retry_after=min(60, max(1, seconds)))
 
@@ -145,25 +146,9 @@ class Admission:
 
     def _issue(self, tenant: str, demand: Demand) -> Ticket:
         ticket = Ticket(self, tenant, demand)
-        self._tickets.add(ticket)
+        self.tickets.add(ticket)
         self._per_tenant[tenant] += ticket.places
         return ticket
-
-
-def _share(engine: Settings, limits: HttpSettings) -> Demand:
-    """The most that one key may have: sequences that run or wait, and tokens of those that wait.
-
-    With two or more keys it is half of the total, so that no key alone can keep the others out. A single key
-    may have everything.
-    """
-    most = engine.queue
-    share = Demand(*[sys.maxsize] * 3)
-    if len(limits.api_keys) > 1:
-        places = (most.sequences + engine.max_num_seqs) // 2
-        share = Demand(max(1, places), most.tokens // 2, most.output_tokens // 2)
-    if limits.max_requests_per_key is not None:
-        share = dataclasses.replace(share, sequences=limits.max_requests_per_key)
-    return share
 
 
 class Readers:

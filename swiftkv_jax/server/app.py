@@ -78,14 +78,14 @@ class Api:
         self._knock(request)
         body, model = await self._read(request, schema.CompletionRequest)
         call = generate.completion_call(body, _common(request, model), self.settings.max_prompts)
-        return await until_disconnect(request.receive, model.generator.respond(call))
+        return await until_disconnect(request.receive, generate.Generator(model.service).respond(call))
 
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions, by the model's own template."""
         self._knock(request)
         body, model = await self._read(request, schema.ChatRequest)
         call = generate.chat_call(body, _common(request, model))
-        return await until_disconnect(request.receive, model.generator.respond(call))
+        return await until_disconnect(request.receive, generate.Generator(model.service).respond(call))
 
     async def transcribe(self, request: Request) -> Response:
         """OpenAI's transcriptions: a wav file in, its text out."""
@@ -100,7 +100,7 @@ class Api:
         body, sound = await speech.read_form(request, schema.SpeechRequest)
         model = self._model(body.model)
         call = speech.SpeechCall(body, sound, task, **_caller(request))
-        return await until_disconnect(request.receive, model.listener.respond(call))
+        return await until_disconnect(request.receive, speech.Listener(model.service).respond(call))
 
     def _knock(self, request: Request) -> None:
         """Refuse a request before its body is read, if no model would take even the smallest request."""

@@ -14,6 +14,17 @@ from swiftkv_jax.server.settings import REFUSALS, HttpSettings
 
 DEFAULT = "127.0.0.1:8000"
 QUEUED_REQUESTS = 256
+_TEXTS = {  # flag: (metavar, help)
+    "served-model-name": ("NAME", "the model's name in the API (default: the folder's)"),
+    "compare": ("DIR", "a second model beside the first; the page at / shows both"),
+    "api-key-file": ("FILE", "API keys, one per line; unlike --api-key, not visible in `ps`"),
+    "metrics-key-file": ("FILE", "file with a key for /metrics; needed if there are several API keys"),
+}
+_SWITCHES = {
+    "insecure": "accept calls from other machines without a key",
+    "no-warm-up": "compile on first use: the first requests are slow",
+    "show-template": "show the chat template in /tokenizer_info",
+}
 _QUEUES = {  # flag: help; limits of the queue, fields of engine.Settings
     "max-queued-requests": f"requests that may wait (default {QUEUED_REQUESTS})",
     "max-queued-tokens": "prompt tokens that may wait (default: 64 steps' worth)",
@@ -22,15 +33,9 @@ _QUEUES = {  # flag: help; limits of the queue, fields of engine.Settings
 _LIMITS = {  # flag: (field of HttpSettings, help)
     "shutdown-timeout": ("shutdown_s", "seconds for running requests to finish on SIGTERM (default {:g})"),
     "queue-timeout": ("queue_timeout_s", "seconds that a request may wait in the queue (default {:g})"),
-    "max-requests-per-key": (
-        "max_requests_per_key",
-        "running and waiting requests of a key (default: half, if several)",
-    ),
+    "max-requests-per-key": ("max_requests_per_key", "running and waiting requests of a key (default: half)"),
     "max-scored-tokens": ("max_scored_tokens", "longest prompt to score with echo (default {})"),
-    "metrics-prefix": (
-        "metrics_prefix",
-        "prefix of metric names (default {}; vLLM's is vllm:)",
-    ),
+    "metrics-prefix": ("metrics_prefix", "prefix of metric names (default {}; vLLM's is vllm:)"),
 }
 
 
@@ -63,46 +68,18 @@ def add_flag(group, flag: str, owner: type, text: str, name: str = "") -> None:
 def add_flags(parser: argparse.ArgumentParser, shown: bool) -> None:
     """Add the group "server"; unless `shown`, --help lists only --http."""
     p = parser.add_argument_group("server")
-    p.add_argument(
-        "--http",
-        nargs="?",
-        const=DEFAULT,
-        metavar="HOST:PORT",
-        help=f"serve OpenAI's API (default {DEFAULT}); see --http --help",
-    )
+    text = f"serve OpenAI's API (default {DEFAULT}); see --http --help"
+    p.add_argument("--http", nargs="?", const=DEFAULT, metavar="HOST:PORT", help=text)
     if not shown:
         p = Hidden(parser)
-    p.add_argument(
-        "--served-model-name", metavar="NAME", help="the model's name in the API (default: the folder's)"
-    )
-    p.add_argument(
-        "--compare", metavar="DIR", help="a second model beside the first; the page at / shows both"
-    )
-    p.add_argument(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help="API key for all routes but /health and /ready; may be repeated",
-    )
-    p.add_argument(
-        "--api-key-file", metavar="FILE", help="API keys, one per line; unlike --api-key, not visible in `ps`"
-    )
-    p.add_argument(
-        "--metrics-key-file",
-        metavar="FILE",
-        help="file with a key for /metrics; needed if there are several API keys",
-    )
-    p.add_argument("--insecure", action="store_true", help="accept calls from other machines without a key")
-    p.add_argument(
-        "--no-warm-up", action="store_true", help="compile on first use: the first requests are slow"
-    )
-    p.add_argument("--show-template", action="store_true", help="show the chat template in /tokenizer_info")
-    p.add_argument(
-        "--busy-status",
-        type=int,
-        metavar="N",
-        help="status of refusals: 429, 503 or 529 (default: by reason)",
-    )
+    for flag, (metavar, text) in _TEXTS.items():
+        p.add_argument(f"--{flag}", metavar=metavar, help=text)
+    text = "API key for all routes but /health and /ready; may be repeated"
+    p.add_argument("--api-key", action="append", metavar="KEY", help=text)
+    for flag, text in _SWITCHES.items():
+        p.add_argument(f"--{flag}", action="store_true", help=text)
+    text = "status of refusals: 429, 503 or 529 (default: by reason)"
+    p.add_argument("--busy-status", type=int, metavar="N", help=text)
     for flag, text in _QUEUES.items():
         add_flag(p, flag, Settings, text)
     for flag, (name, text) in _LIMITS.items():

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from swiftkv_jax.common.errors import UsageError
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.queue import Demand
-from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, SamplingParams, special_texts
+from swiftkv_jax.engine.request import CompletionOutput, Logprob, Request, special_texts
 from swiftkv_jax.engine.sequence import RULED_OUT, Detokenizer, unfinished, word
 from swiftkv_jax.server import answers, schema
 from swiftkv_jax.server.errors import MAX_ECHO, ApiError, clip
@@ -57,10 +57,6 @@ class Call:
     tenant: str
     request_id: str
     client_id: str
-
-    @property
-    def salt(self) -> str:
-        return f"{self.tenant}:{self.body.cache_salt or ''}"
 
     @property
     def n(self) -> int:
@@ -182,11 +178,8 @@ class Generator:
         return CompletionOutput(
             index=0,
             text=text,
-            token_ids=[],
-            cumulative_logprob=None,
             logprobs=entries,
             finish_reason="length" if call.max_tokens == 0 else None,  # None is not 0
-            stop_reason=None,
             offsets=offsets,
         )
 
@@ -240,9 +233,11 @@ class Tally:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _) -> None:
-        """Log it as JSON, so that nothing a client sent can look like a log line of its own."""
+        """Log it as JSON, so that nothing a client sent can look like a log line of its own. A cancelled call
+        means that the client disconnected (499)."""
+        status = 200 if error is None else 499 if isinstance(error, asyncio.CancelledError) else 500
         record = {
-            "status": _status(error),
+            "status": error.status if isinstance(error, ApiError) else status,
             "request": self.request_id,
             "client": self.client_id,
             "prompt_tokens": self.prompt,
@@ -253,35 +248,30 @@ class Tally:
         log.info(json.dumps(record | ({"sound": self.sound} if self.sound else {})))
 
 
-def _status(error: BaseException | None) -> int:
-    """HTTP status for the log line; a cancelled call means that the client disconnected (499)."""
-    if isinstance(error, ApiError):
-        return error.status
-    return 200 if error is None else 499 if isinstance(error, asyncio.CancelledError) else 500
-
-
 def make_requests(llm: LLM, call: Call) -> list[Request]:
     """Tokenise the prompts and make the requests; runs on a tokenizer thread."""
     fields = {name: getattr(call.body, name) for name in _PLAIN}
     given = {name: value for name, value in fields.items() if value is not None}
     given |= {"max_tokens": 1 if call.max_tokens == 0 else call.max_tokens, "logprobs": call.logprobs}
     try:
-        params = llm.defaults.updated(given)
-        return [_request(llm, call, params, number) for number in range(len(call.prompts))]
+        params, requests = llm.defaults.updated(given), []
+        for number, prompt in enumerate(call.prompts):
+            where = call.where if len(call.prompts) == 1 else f"{call.where} {number}"
+            if call.where == "messages":
+                refuse_control_tokens(llm, prompt["messages"])
+            request = llm.request(prompt, params, where, f"{call.tenant}:{call.body.cache_salt or ''}")
+            if call.max_tokens is None and call.unsaid is not None:
+                most = min(call.unsaid, request.max_length - len(request.token_ids))
+                request = dataclasses.replace(request, params=request.params.updated({"max_tokens": most}))
+            requests.append(dataclasses.replace(request, priority=call.body.priority or 0))
+        return requests
     except UsageError as error:
-        raise _bad_request(llm, call, error) from error
-
-
-def _request(llm: LLM, call: Call, params: SamplingParams, number: int) -> Request:
-    where = call.where if len(call.prompts) == 1 else f"{call.where} {number}"
-    prompt = call.prompts[number]
-    if call.where == "messages":
-        refuse_control_tokens(llm, prompt["messages"])
-    request = llm.request(prompt, params, where, call.salt)
-    if call.max_tokens is None and call.unsaid is not None:
-        most = min(call.unsaid, request.max_length - len(request.token_ids))
-        request = dataclasses.replace(request, params=request.params.updated({"max_tokens": most}))
-    return dataclasses.replace(request, priority=call.body.priority or 0)
+        message = without_place(llm, error)
+        match = _NAMED.match(message)
+        named = (match[1] or match[2]) if match else ""
+        param = named if named in type(call.body).model_fields else call.where
+        long = "a context of" in message or "the context of" in message
+        raise ApiError(400, message, param, "context_length_exceeded" if long else None) from error
 
 
 def refuse_control_tokens(llm: LLM, messages: list[dict[str, typing.Any]]) -> None:
@@ -303,15 +293,6 @@ def without_place(llm: LLM, error: UsageError) -> str:
     return said.replace(words, clip(words, MAX_ECHO)) if words else said
 
 
-def _bad_request(llm: LLM, call: Call, error: UsageError) -> ApiError:
-    message = without_place(llm, error)
-    match = _NAMED.match(message)
-    named = (match[1] or match[2]) if match else ""
-    param = named if named in type(call.body).model_fields else call.where
-    code = "context_length_exceeded" if "a context of" in message or "the context of" in message else None
-    return ApiError(400, message, param, code)
-
-
 async def _begun(deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
     """The same deltas, once the first has arrived: until then a failure can still set the status."""
     first = await anext(deltas, None)
@@ -330,17 +311,15 @@ async def _whole(call: Call, deltas: AsyncGenerator[Delta, None], tally: Tally) 
     parts: dict[int, list[CompletionOutput]] = {}
     async for number, delta in deltas:
         parts.setdefault(number * call.n + delta.index, []).append(delta)
-    if call.logprobs is None:
-        content = _written(call, parts, tally)
-    else:  # up to a hundred times the text
-        content = await asyncio.to_thread(_written, call, parts, tally)
+
+    def written() -> bytes:
+        choices = (call.shape.final(index, _joined(parts[index]), True) for index in sorted(parts))
+        body = call.shape.envelope(call.shape.whole, [])
+        return answers.joined(body | {"usage": tally.usage}, choices)
+
+    # With log probabilities it is up to a hundred times the text.
+    content = written() if call.logprobs is None else await asyncio.to_thread(written)
     return Response(content, media_type="application/json")
-
-
-def _written(call: Call, parts: dict[int, list[CompletionOutput]], tally: Tally) -> bytes:
-    choices = (call.shape.final(index, _joined(parts[index]), True) for index in sorted(parts))
-    body = call.shape.envelope(call.shape.whole, [])
-    return answers.joined(body | {"usage": tally.usage}, choices)
 
 
 def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
@@ -389,14 +368,13 @@ def size(prompt) -> int:
     if isinstance(prompt, str):
         return len(prompt.encode())
     if isinstance(prompt, dict):
-        texts = [prompt["prompt"]] if "prompt" in prompt else map(_texts_of, prompt["messages"])
-        return sum(len(text.encode()) for text in texts)
+        if "prompt" in prompt:
+            return len(prompt["prompt"].encode())
+        messages = prompt["messages"]
+        rest = [{n: v for n, v in m.items() if n not in ("role", "content")} for m in messages]
+        texts = [json.dumps(fields, ensure_ascii=False) for fields in rest if fields]
+        return sum(len(text.encode()) for text in [*texts, *(m["content"] for m in messages)])
     return _BYTES_PER_TOKEN * len(prompt)
-
-
-def _texts_of(message: dict[str, typing.Any]) -> str:
-    rest = {name: value for name, value in message.items() if name not in ("role", "content")}
-    return message["content"] + (json.dumps(rest, ensure_ascii=False) if rest else "")
 
 
 def _text(llm: LLM, ids: Sequence[int]) -> str:

@@ -18,7 +18,6 @@ from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.sequence import Sequence
 from swiftkv_jax.server import logs
 from swiftkv_jax.server.admission import Load
-from swiftkv_jax.server.service import Observer
 from swiftkv_jax.server.settings import HttpSettings
 
 _LATENCY = tuple(
@@ -67,7 +66,7 @@ _COUNTS = {
 }
 
 
-class Metrics(Observer):
+class Metrics:
     """One registry, filled by the engine's thread and read by `/metrics`."""
 
     def __init__(self, llm: LLM, settings: HttpSettings):
@@ -140,6 +139,7 @@ class Metrics(Observer):
         return iter(self._registry.collect())
 
     def stepped(self, engine: Engine, load: Load) -> None:
+        """Count what the last launch did; on the engine's thread."""
         self._stats = dataclasses.replace(engine.stats)
         self._gauges["num_requests_running"].set(load.running)
         self._gauges["num_requests_waiting"].set(load.queued.sequences)
@@ -153,6 +153,7 @@ class Metrics(Observer):
             self._gaps.observe(sequence)
 
     def finished(self, group: Group) -> None:
+        """Count a request that has ended, for any reason; on the engine's thread."""
         params = group.request.params
         self._sizes["request_prompt_tokens"].observe(len(group.request.token_ids))
         self._sizes["request_generation_tokens"].observe(sum(len(s.output) for s in group.sequences))
@@ -179,6 +180,7 @@ class Metrics(Observer):
                 self._per_token.observe((last - first) / (len(sequence.output) - 1))
 
     def refused(self, reason: str) -> None:
+        """Count a refused request, by one of `REFUSALS`; on the event loop's thread too."""
         self._refused[reason].inc()
 
     def totals(self) -> Iterator[Metric]:

@@ -29,28 +29,18 @@ Text = typing.Annotated[str, Field(max_length=_TEXT)]
 Stop = typing.Annotated[str, Field(min_length=1, max_length=1024)]
 Count = typing.Annotated[int, Field(ge=1, le=2**31 - 1)]
 
-_WAYS_OUT = {  # unsupported field: what to do instead
-    "best_of": "; use n",
-    "continue_final_message": "; send the text so far to /v1/completions",
-    "documents": "; put their text into a message",
-    "echo": " in chats; use /v1/completions",
-    "length_penalty": "; use temperature 0",
-    "max_completion_tokens": " in /v1/completions; use max_tokens",
-    "prompt_logprobs": "; use echo with logprobs in /v1/completions",
-    "return_token_ids": "; /tokenize gives them",
-    "stop_regex": "; use stop, with texts",
-    "truncate_prompt_tokens": "; send fewer tokens",
-    "use_beam_search": "; use temperature 0",
-}
-_REFUSED = _WAYS_OUT | dict.fromkeys(  # values that ask for nothing are accepted
+_REFUSED = frozenset(  # unless their value asks for nothing
     (
-        "add_special_tokens audio chat_template chat_template_kwargs function_call functions guided_choice "
-        "guided_grammar guided_json guided_regex include_reasoning kv_transfer_params logits_processors lora "
-        "lora_request mm_processor_kwargs modalities prompt_embeds reasoning_effort response_format "
-        "return_tokens_as_token_ids spaces_between_special_tokens structural_tag structured_outputs suffix "
-        "thinking_token_budget tool_choice tools web_search_options"
-    ).split(),
-    "",
+        "add_special_tokens audio best_of chat_template chat_template_kwargs continue_final_message "
+        "documents echo function_call functions guided_choice guided_grammar guided_json guided_regex "
+        "include_reasoning kv_transfer_params length_penalty logits_processors lora lora_request max_completion_tokens "
+        "mm_processor_kwargs modalities prompt_embeds prompt_logprobs reasoning_effort response_format "
+        "return_token_ids return_tokens_as_token_ids spaces_between_special_tokens stop_regex structural_tag "
+        "structured_outputs suffix thinking_token_budget tool_choice tools truncate_prompt_tokens "
+        "use_beam_search web_search_options "
+        # Of forms.
+        "chunking_strategy include[] known_speaker_names[] stream timestamp_granularities[]"
+    ).split()
 )
 _DEFAULT = {  # values that ask for nothing too
     "best_of": 1,
@@ -135,23 +125,23 @@ class Sampling(_Body):
     priority: typing.Annotated[int, Field(ge=0, le=100)] | None = None
 
 
-_SOME_TEXT = {"type": "string", "minLength": 1}
-_SOME_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
-_PROMPT = {
-    "anyOf": [
-        _SOME_TEXT,
-        {"type": "array", "minItems": 1, "items": _SOME_TEXT},
-        _SOME_IDS,
-        {"type": "array", "minItems": 1, "items": _SOME_IDS},
-    ],
-    "description": "texts or token ids, one or several",
+_Texts = typing.Annotated[
+    list[typing.Annotated[Text, Field(min_length=1)]], Field(min_length=1, fail_fast=True)
+]
+_Tokens = typing.Annotated[Ids, Field(min_length=1)]
+_Lists = typing.Annotated[list[_Tokens], Field(min_length=1, fail_fast=True)]
+_STRICT = ConfigDict(strict=True)
+_PROMPTS: dict[type, pydantic.TypeAdapter] = {
+    str: pydantic.TypeAdapter(_Texts, config=_STRICT),
+    list: pydantic.TypeAdapter(_Lists, config=_STRICT),
 }
+_PROMPT = pydantic.TypeAdapter(typing.Annotated[Text, Field(min_length=1)] | _Texts | _Tokens | _Lists)
 
 
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: typing.Annotated[typing.Any, WithJsonSchema(_PROMPT)]  # checked by `prompts`
+    prompt: typing.Annotated[typing.Any, WithJsonSchema(_PROMPT.json_schema())]  # checked by `prompts`
     echo: bool | None = None
     add_special_tokens: bool = True
     logprobs: typing.Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -216,13 +206,6 @@ class DetokenizeRequest(_Body):
 
 
 _FILE = {"type": "string", "format": "binary", "description": "a wav file"}
-_REFUSED_OF_FORMS = {
-    "chunking_strategy": "audio is cut into windows of 30 s",
-    "include[]": "only the text is offered",
-    "known_speaker_names[]": "speakers are not distinguished",
-    "stream": "the text comes whole",
-    "timestamp_granularities[]": "timestamps are not offered",
-}
 _NOTHING_OF_FORMS = ("", "false", "auto", "null")
 
 
@@ -241,16 +224,6 @@ class SpeechRequest(_Body):
 
 Body = typing.TypeVar("Body", bound=_Body)
 
-_STRICT = ConfigDict(strict=True)
-_Texts = typing.Annotated[list[Text], Field(min_length=1, fail_fast=True)]
-_Lists = typing.Annotated[
-    list[typing.Annotated[Ids, Field(min_length=1)]], Field(min_length=1, fail_fast=True)
-]
-_PROMPTS: dict[type, pydantic.TypeAdapter] = {
-    str: pydantic.TypeAdapter(_Texts, config=_STRICT),
-    list: pydantic.TypeAdapter(_Lists, config=_STRICT),
-}
-
 
 def parse(model: type[Body], raw: bytes) -> Body:
     """Parse and check a body."""
@@ -260,19 +233,24 @@ def parse(model: type[Body], raw: bytes) -> Body:
         raise _bad(error) from None
     for name, value in (body.model_extra or {}).items():
         if name in _REFUSED and _asks(name, value):
-            raise ApiError(400, f"{name} is not offered{_REFUSED[name]}", name, "unsupported_parameter")
+            raise _not_offered(name)
     return body
 
 
 def parse_form(model: type[Body], fields: dict[str, str]) -> Body:
     """Check the fields of a form."""
     for name, value in fields.items():
-        if name in _REFUSED_OF_FORMS and value.lower() not in _NOTHING_OF_FORMS:
-            raise ApiError(400, f"{name}: {_REFUSED_OF_FORMS[name]}", name, "unsupported_parameter")
+        if name in _REFUSED - model.model_fields.keys() and value.lower() not in _NOTHING_OF_FORMS:
+            raise _not_offered(name)
     try:
         return model.model_validate({name: value for name, value in fields.items() if name != "file"})
     except pydantic.ValidationError as error:
         raise _bad(error) from None
+
+
+def _not_offered(name: str) -> ApiError:
+    message = f"{name} is not offered; /openapi.json lists the fields"
+    return ApiError(400, message, name, "unsupported_parameter")
 
 
 def _asks(name: str, value: typing.Any) -> bool:
@@ -297,13 +275,9 @@ def prompts(value: typing.Any, most: int) -> list[str | list[int]]:
         raise ApiError(400, f"prompt holds {len(value)} prompts; at most {most} may come at once", "prompt")
     adapter = _PROMPTS[str if isinstance(value[0], str) else list]
     try:
-        prompts = adapter.validate_python(value)
+        return adapter.validate_python(value)
     except pydantic.ValidationError as error:
         raise _bad(error, "prompt") from None
-    empty = next((i for i, prompt in enumerate(prompts) if not prompt), None)
-    if empty is not None:
-        raise ApiError(400, f"prompt {empty} is empty; give at least one token", "prompt")
-    return prompts
 
 
 def _bad(error: pydantic.ValidationError, *where: str) -> ApiError:

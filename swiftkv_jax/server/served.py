@@ -7,38 +7,21 @@ import time
 from swiftkv_jax.engine.llm import LLM
 from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.server.errors import ApiError
-from swiftkv_jax.server.generate import Generator
 from swiftkv_jax.server.metrics import Metrics
 from swiftkv_jax.server.service import Service
 from swiftkv_jax.server.settings import HttpSettings
-from swiftkv_jax.server.speech import Listener
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-@dataclasses.dataclass(frozen=True)
 class Model:
-    """One model with its engine, its metrics and what answers its requests.
+    """One model with its engine's service and its metrics."""
 
-    `fingerprint` is computed at once, not by the first request: that would compile a little on the event
-    loop.
-    """
-
-    name: str
-    fingerprint: str
-    llm: LLM
-    metrics: Metrics
-    service: Service
-    generator: Generator
-    listener: Listener
-
-    @classmethod
-    def of(cls, llm: LLM, settings: HttpSettings) -> "Model":
-        metrics = Metrics(llm, settings)
-        service = Service(llm, settings, metrics)
-        return cls(
-            settings.model_name, llm.fingerprint, llm, metrics, service, Generator(service), Listener(service)
-        )
+    def __init__(self, llm: LLM, settings: HttpSettings):
+        self.name, self.llm = settings.model_name, llm
+        self.fingerprint = llm.fingerprint  # now: it compiles a little, which would hold up the event loop
+        self.metrics = Metrics(llm, settings)
+        self.service = Service(llm, settings, self.metrics)
 
     def card(self, created: int) -> dict:
         """The model's entry in `/v1/models`; `created` is in Unix seconds."""
@@ -68,7 +51,7 @@ class Models:
     def __init__(self, llms: dict[str, LLM], settings: HttpSettings):
         """`settings.model_name` is one of `llms`."""
         self.by_name = {
-            name: Model.of(llm, dataclasses.replace(settings, model_name=name)) for name, llm in llms.items()
+            name: Model(llm, dataclasses.replace(settings, model_name=name)) for name, llm in llms.items()
         }
         self.first = self.by_name[settings.model_name]
         self._services = [model.service for model in self.by_name.values()]
@@ -114,7 +97,7 @@ class Models:
     @property
     def tickets(self) -> int:
         """The number of calls that are being answered."""
-        return sum(service.admission.tickets for service in self._services)
+        return sum(len(service.admission.tickets) for service in self._services)
 
     @property
     def progress(self) -> tuple[int, int]:

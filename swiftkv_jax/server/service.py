@@ -29,6 +29,7 @@ from swiftkv_jax.engine.queue import Demand
 from swiftkv_jax.engine.request import Logprob, Request
 from swiftkv_jax.server.admission import Admission, Load, Readers, Ticket, Turns
 from swiftkv_jax.server.errors import ApiError
+from swiftkv_jax.server.metrics import Metrics
 from swiftkv_jax.server.settings import HttpSettings
 from swiftkv_jax.server.streams import Delta, Stream, ends, news
 
@@ -39,30 +40,12 @@ _ANSWER = typing.TypeVar("_ANSWER")
 _ACCEPTED = "accepted"
 
 
-@dataclasses.dataclass(frozen=True)
-class State:
-    """The state of a service.
-
-    Attributes:
-      alive: its thread runs. requests: those whose callers still wait. restarts: recent ones of the engine.
-    """
+class State(typing.NamedTuple):
+    """Whether a service's thread runs, its requests whose callers wait, its engine's recent restarts."""
 
     alive: bool
     requests: int
     restarts: int
-
-
-class Observer:
-    """Callbacks on the engine's thread; the metrics implement them."""
-
-    def stepped(self, engine: Engine, load: Load) -> None:
-        """Called after every launch."""
-
-    def finished(self, group: Group) -> None:
-        """Called when a request has ended, for any reason."""
-
-    def refused(self, reason: str) -> None:
-        """Called when a request was refused: "queue", "key", "draining" or "starting"."""
 
 
 class Service:
@@ -73,11 +56,12 @@ class Service:
       admission: the limits on what may wait.
     """
 
-    def __init__(self, llm: LLM, settings: HttpSettings, observer: Observer):
-        self.llm, self.settings, self.observer = llm, settings, observer
+    def __init__(self, llm: LLM, settings: HttpSettings, metrics: Metrics):
+        self.llm, self.settings, self.metrics = llm, settings, metrics
         self.draining = False
-        self.admission = Admission(llm.settings, settings, observer.refused)
-        self._compiled = self._scoring = (0, 0)  # programs in use, of how many
+        self.admission = Admission(llm.settings, settings, metrics.refused)
+        self._compiled = (0, 0)  # programs in use, of how many
+        self._scored = self._scorings = 0  # programs of scores, likewise; the first by the scorer's thread
         self._ready = self._stopping = self._dead = False
         self.reason_of_death = "the engine has stopped; see the log"  # reported when it is dead
         self._beat = time.monotonic()
@@ -127,7 +111,7 @@ class Service:
     def progress(self) -> tuple[int, int]:
         """(programs compiled by the warm-up, programs in all); it continues while the first requests are
         served."""
-        return self._compiled[0] + self._scoring[0], self._compiled[1] + self._scoring[1]
+        return self._compiled[0] + self._scored, self._compiled[1] + self._scorings
 
     @property
     def ready(self) -> bool:
@@ -158,6 +142,10 @@ class Service:
     def _check_not_draining(self) -> None:
         if self.draining:
             raise self._closing()
+
+    def _late(self) -> ApiError:
+        why = f"no slot became free within {self.settings.queue_timeout_s:g} seconds"
+        return self.admission.refuse("queue", self.admission.full(why))
 
     def _closing(self) -> ApiError:
         error = ApiError(503, "the server is shutting down", retry_after=5)
@@ -212,7 +200,7 @@ class Service:
                 _freeze_gc()
             self._ready = True
             while not self._stopping:
-                self._turn()
+                self._iterate()
         except Exception as error:
             if self._stopping:
                 return
@@ -221,7 +209,10 @@ class Service:
             else:
                 log.critical("the engine has stopped: \n%s", traceback.format_exc())
             self._dead = True
-            self._fail_all()
+            for stream in set(self._streams.values()):
+                for request in stream.requests:
+                    self._tell(stream.loop, [(stream, ends(stream, request))])
+            self._streams.clear()
         while not self._stopping:  # the engine is gone, but callers still wait for an answer
             try:
                 self._calls.get()()
@@ -234,7 +225,7 @@ class Service:
         limit = self.llm.settings.max_model_len
         longest = min(self.settings.max_scored_tokens, limit)
         lengths = score.lengths(longest, limit) if self.llm.scorable else []
-        self._scoring = (0, len(lengths))
+        self._scorings = len(lengths)
 
         def say(done: int, total: int) -> None:
             self._beat, self._compiled = time.monotonic(), (done, total)
@@ -253,33 +244,24 @@ class Service:
         except Exception:  # of a request: the requests that need it get it too
             log.error("prompts of %d tokens cannot be scored\n%s", length, traceback.format_exc())
         finally:
-            self._calls.put(self._count_scoring)
-
-    def _count_scoring(self) -> None:
-        self._scoring = (self._scoring[0] + 1, self._scoring[1])
-
-    def _go_on_warming(self) -> None:
-        """Put programs into use that were compiled since the last turn."""
-        engine = self.llm.engine
-        if engine.warming is None:
-            return
-        engine.take_compiled()
-        self._compiled = engine.warming or (self._compiled[1], self._compiled[1])
-        if engine.warming is None:
-            _freeze_gc()
+            self._scored += 1
 
     def _count_failed(self) -> None:
         self.llm.engine.stats.failed_requests += 1
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         self._beat = time.monotonic()
         engine, before = self.llm.engine, self.llm.engine.restarts
         try:
             self._take_calls(0.0 if engine.busy else _IDLE_S)
-            self._go_on_warming()
+            if engine.warming is not None:
+                engine.take_compiled()
+                self._compiled = engine.warming or (self._compiled[1], self._compiled[1])
+                if engine.warming is None:
+                    _freeze_gc()
             if engine.busy:
                 self._post(engine.step())
-                self._refuse_late()
+                self._cut_off(self._unbegun(time.perf_counter() - self.settings.queue_timeout_s), self._late)
         except PeerLost:
             raise
         except Exception as error:
@@ -301,15 +283,6 @@ class Service:
                 call = self._calls.get_nowait()
         except queue.Empty:
             return
-
-    def _refuse_late(self) -> None:
-        """Refuse requests that have waited for too long without having begun."""
-
-        def late() -> ApiError:
-            why = f"no slot became free within {self.settings.queue_timeout_s:g} seconds"
-            return self.admission.refuse("queue", self.admission.full(why))
-
-        self._cut_off(self._unbegun(time.perf_counter() - self.settings.queue_timeout_s), late)
 
     def _unbegun(self, arrived_before: float = math.inf) -> Collection[Stream]:
         """The streams of which no completion has had a lane yet."""
@@ -367,37 +340,23 @@ class Service:
         if not self._dead:
             self.llm.engine.abort(request_id)
 
-    def _fail_all(self) -> None:
-        """End every stream with an error: the engine is gone."""
-        posts = []
-        for stream in set(self._streams.values()):
-            posts += [(stream, ends(stream, request)) for request in stream.requests]
-        self._streams.clear()
-        for stream, deltas in posts:
-            self._tell(stream.loop, [(stream, deltas)])
-
     def _post(self, groups: list[Group]) -> None:
         posts: list[tuple[Stream, list[Delta]]] = []
         for group in groups:
             key = group.request.request_id
             stream = self._streams.get(key)
             if stream is not None:
-                posts.append((stream, self._new_deltas(stream, group)))
+                try:
+                    posts.append((stream, news(stream, group)))
+                except Exception:
+                    log.error("an answer could not be delivered\n%s", traceback.format_exc())
+                    self._forget(key)
+                    posts.append((stream, ends(stream, group.request)))
             if group.finished:
                 self._streams.pop(key, None)
-                self.observer.finished(group)
+                self.metrics.finished(group)
         if posts:
             self._tell(posts[0][0].loop, posts)
-
-    def _new_deltas(self, stream: Stream, group: Group) -> list[Delta]:
-        """The new part of a group's completions; if it cannot be determined, an error that ends them."""
-        try:
-            return news(stream, group)
-        except Exception:
-            log.error("an answer could not be delivered\n%s", traceback.format_exc())
-            key = group.request.request_id
-            self._forget(key)
-            return ends(stream, group.request)
 
     def _tell(self, loop: asyncio.AbstractEventLoop, posts) -> None:
         def post():
@@ -420,7 +379,7 @@ class Service:
             tokens_per_s=stats.prompt_tokens / stats.prompt_seconds if stats.prompt_seconds else 0.0,
         )
         self.admission.publish(load, taken)
-        self.observer.stepped(engine, load)
+        self.metrics.stepped(engine, load)
 
 
 def _freeze_gc() -> None:

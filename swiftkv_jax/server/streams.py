@@ -16,15 +16,6 @@ _ANSWER = typing.TypeVar("_ANSWER")
 Delta = tuple[int, CompletionOutput]  # prompt number, what is new of one of its completions
 
 
-@typing.runtime_checkable
-class Owner(typing.Protocol):
-    """The part of the service that streams use."""
-
-    def enter(self, stream: "Stream") -> None: ...
-
-    def leave(self, stream: "Stream") -> None: ...
-
-
 class Stream:
     """The completions of one call as they grow. Used as `async with`, which aborts what is left.
 
@@ -32,7 +23,7 @@ class Stream:
       numbers: request id -> prompt number. sequences: completions in all. left: unfinished ones.
     """
 
-    def __init__(self, service: Owner, requests: list[Request], ticket: Ticket):
+    def __init__(self, service, requests: list[Request], ticket: Ticket):
         self._service, self.requests, self.ticket = service, requests, ticket
         self.numbers = {request.request_id: number for number, request in enumerate(requests)}
         self.left = self.sequences = sum(request.params.n for request in requests)
@@ -87,20 +78,9 @@ def ends(stream: Stream, request: Request) -> list[Delta]:
     key = request.request_id
     left = [child for child in range(request.params.n) if (key, child) not in stream.ended]
     stream.ended |= {(key, child) for child in left}
-    return [(stream.numbers[key], _failed(child)) for child in left]
-
-
-def _failed(child: int) -> CompletionOutput:
-    return CompletionOutput(
-        index=child,
-        text="",
-        token_ids=[],
-        cumulative_logprob=None,
-        logprobs=None,
-        finish_reason="error",
-        stop_reason=None,
-        error="the engine could not continue this request",
-    )
+    why = "the engine could not continue this request"
+    outputs = [CompletionOutput(index=child, finish_reason="error", error=why) for child in left]
+    return [(stream.numbers[key], output) for output in outputs]
 
 
 async def until_disconnect(receive, work: Coroutine[typing.Any, typing.Any, _ANSWER]) -> _ANSWER:
