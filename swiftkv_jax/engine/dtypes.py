@@ -48,14 +48,9 @@ def dtype_here(config: ModelConfig, plan: KVPlan) -> tuple[str, str]:
     """`usual_dtype` of a checkpoint on this machine. JAX gets no devices by it."""
     platform = kernels.this_machine().platform
     least = capability() if platform == "gpu" else None
-    wide, fits = FAMILIES[config.family].wide, platform != "cpu" or _in_float32(config, plan)
-    return usual_dtype(config.dtype, platform, least, wide, fits)
-
-
-def _in_float32(config: ModelConfig, plan: KVPlan) -> bool:
-    """Whether float32 weights take at most half of the machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 2 * 4 * weights.count(weights.weights(config, plan)) <= memory
+    fits = 2 * 4 * weights.count(weights.weights(config, plan)) <= memory  # with as much room for the rest
+    return usual_dtype(config.dtype, platform, least, FAMILIES[config.family].wide, fits)
 
 
 def capability() -> tuple[int, int] | None:

@@ -403,7 +403,7 @@ class Engine:
             for one in group.sequences if group else [sequence]:
                 one.invalid = True
         if sequence.invalid:
-            self.runner.clear(self.scheduler.invalidate(sequence), self.scheduler.sole_source(sequence))
+            self.runner.clear(*self.scheduler.invalidate(sequence))
         self.scheduler.remove(sequence)
         self._touch(sequence)
 

@@ -69,8 +69,7 @@ def choose(
         if not (plan.has_fill and config.fused_fill) and "fill" not in own:  # no row for it to make
             names.pop("fill", None)
         settings = _with(settings, names)
-    given = ByKind.named(settings.attention)
-    given = {"decode": given.decode, "chunk": given.chunk, "fill": settings.fill, "write": settings.write}
+    given = _given(settings)
     every = calls_of(config, plan, dtype, settings, shards)
     calls = [call for call in every if call.kind in CANDIDATES[machine.platform] and not given[call.kind]]
     if every and not calls:
@@ -138,23 +137,18 @@ def calls_of(
         "spread": (cache.block_size(tokens, lanes), cache.block_count(tokens, lanes)),
         "windows": tuple(dict.fromkeys(None if w >= capacity else w for w in config.windows)),
     }
-    rows = {"row": form.arrays(config)[0].width, "rope": config.rope.rope_type != NONE} if whole else {}
+    array = form.arrays(config)[0]  # its others are like it
+    rows = {"row": array.width, "rope": config.rope.rope_type != NONE} if whole else {}
     calls = [Call(kind=kind, operation=form.operation, **rows, **common) for kind in ("decode", "chunk")]
-    write = _write_call(config, plan, shards, common)
+    heads = array.heads // shards if array.heads % shards == 0 else array.heads
+    write = Call(kind="write", operation="page_write", **common)
+    write = dataclasses.replace(write, kv_heads=heads, width=array.width)
     if not (plan.has_fill and config.fused_fill):
         return [*calls, write]
     makers = {"dim": config.hidden_size, "bias": config.qkv_bias, "k_norm": config.qk_norm}
     rows = sum(row.shared_norm for row in plan.rows)
     fill = Call(kind="fill", operation="fused_kv_fill", rows=rows, **makers, **common)
     return [*calls, fill, write]
-
-
-def _write_call(config: ModelConfig, plan: KVPlan, shards: int, common: dict) -> Call:
-    """The call that writes the form's first array, which is like its others."""
-    array = FORMS[plan.forms[0]].arrays(config)[0]
-    shards = shards if array.heads % shards == 0 else 1
-    call = Call(kind="write", operation="page_write", **common)
-    return dataclasses.replace(call, kv_heads=array.heads // shards, width=array.width)
 
 
 def slower(config: ModelConfig, plan: KVPlan, platform: str, stored: str) -> str:
@@ -168,16 +162,21 @@ def slower(config: ModelConfig, plan: KVPlan, platform: str, stored: str) -> str
     )
 
 
+def _given(settings: Settings) -> dict[str, str | None]:
+    """The names in `settings`, by kind of call."""
+    by_kind = ByKind.named(settings.attention)
+    return dataclasses.asdict(by_kind) | {"fill": settings.fill, "write": settings.write}
+
+
 def _with(settings: Settings, names: dict[str, str]) -> Settings:
     """`settings` with these names where none is given."""
-    given = ByKind.named(settings.attention)
-    attention = {"decode": given.decode or names.get("decode"), "chunk": given.chunk or names.get("chunk")}
-    fill = names.get("fill")
+    names = names | {kind: name for kind, name in _given(settings).items() if name}
+    attention = [f"{kind}={names[kind]}" for kind in ("decode", "chunk") if kind in names]
     return dataclasses.replace(
         settings,
-        attention=",".join(f"{kind}={name}" for kind, name in attention.items() if name) or None,
-        fill=settings.fill or (None if fill == UNFUSED else fill),
-        write=settings.write or names.get("write"),
+        attention=",".join(attention) or None,
+        fill=None if names.get("fill") == UNFUSED else names.get("fill"),
+        write=names.get("write"),
         scoring=settings.scoring or names.get("scoring"),
     )
 
@@ -186,9 +185,7 @@ def in_force(
     config: ModelConfig, plan: KVPlan, dtype: str, settings: Settings, shards: int = 1
 ) -> dict[str, str]:
     """The implementation of each kind of call, for settings that `choose` and `resolve` have completed."""
-    given = ByKind.named(settings.attention)
-    names = {"decode": given.decode, "chunk": given.chunk, "fill": settings.fill, "write": settings.write}
-    chosen = {}
+    names, chosen = _given(settings), {}
     for call in calls_of(config, plan, dtype, settings, shards):
         name = names[call.kind]
         chosen[call.kind] = name if name and known(call, (name,)) else preferred(call)

@@ -36,12 +36,10 @@ from swiftkv_jax.engine.request import (
     bad_word_ids,
     encode,
     is_one,
-    one_each,
     special_stops,
 )
 from swiftkv_jax.engine.runner import working_bytes
 from swiftkv_jax.engine.score import prompt_logprobs, scores
-from swiftkv_jax.engine.sequence import word
 from swiftkv_jax.engine.settings import Settings, check_fill, empty_pools, resolve
 from swiftkv_jax.engine.speech import Transcription
 from swiftkv_jax.engine.validate import (
@@ -283,7 +281,12 @@ class LLM:
         prompts = [prompts] if is_one(prompts) else prompts
         if not isinstance(prompts, list | tuple):
             raise UsageError(f"prompts must be a string or a list, not {type(prompts).__name__}")
-        params = one_each(sampling_params, len(prompts))
+        one = not isinstance(sampling_params, list | tuple)
+        params = [sampling_params] * len(prompts) if one else sampling_params
+        if len(params) != len(prompts):
+            raise UsageError(
+                f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all, or one each"
+            )
         pairs = enumerate(zip(prompts, params, strict=True))
         requests = [self.request(prompt, p, f"prompts[{i}]") for i, (prompt, p) in pairs]
         outputs: dict[int, RequestOutput] = {}
@@ -467,8 +470,7 @@ class LLM:
         if not token_ids:
             raise UsageError("there are no tokens to score")
         check_ids("token", token_ids, self.vocab_size, "score")
-        spell = functools.partial(word, self.tokenizer)
-        return prompt_logprobs(token_ids, top, self.settings.max_model_len, spell, self._scores)
+        return prompt_logprobs(token_ids, top, self.settings.max_model_len, self.tokenizer, self._scores)
 
     @repeated
     def _scores(self, tokens, following):

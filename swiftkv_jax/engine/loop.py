@@ -235,12 +235,8 @@ def draw_early(
     sampled = sample(scores, policy, tally, produced, position, mode)
     if threshold is None:
         return sampled, jnp.zeros(scores.shape[0], bool)
-    return sampled, (largest_probability(scores) > threshold) & (sampled.token >= 0)
-
-
-def largest_probability(scores: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
-    """The largest softmax probability over the last axis; never above 1, NaN where a score is."""
-    return 1 / jnp.exp(scores - scores.max(-1, keepdims=True)).sum(-1)
+    largest = 1 / jnp.exp(scores - scores.max(-1, keepdims=True)).sum(-1)  # probability; NaN where a score is
+    return sampled, (largest > threshold) & (sampled.token >= 0)
 
 
 def choose(first: Bool[Array, " Q"], a: Sampled, b: Sampled) -> Sampled:

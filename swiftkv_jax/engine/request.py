@@ -349,15 +349,6 @@ def is_one(prompts) -> bool:
     return isinstance(prompts, list | tuple) and bool(prompts) and isinstance(prompts[0], int)
 
 
-def one_each(params, count: int) -> list:
-    """Sampling parameters for each of `count` prompts, from one for all or a list."""
-    if not isinstance(params, list | tuple):
-        return [params] * count
-    if len(params) != count:
-        raise UsageError(f"{len(params)} sampling_params for {count} prompts; give one for all, or one each")
-    return list(params)
-
-
 def _need(tokenizer, where: str):
     if tokenizer is None:
         raise UsageError(

@@ -68,11 +68,16 @@ def needed(sequences: list[Sequence]) -> Mode:
 
 
 class Seats:
-    """The parameters of the sequence in each lane, in arrays of the host."""
+    """The parameters of the sequence in each lane, in arrays of the host; empty lanes are greedy."""
 
     def __init__(self, lanes: int, vocab_size: int):
         self._vocab_size = vocab_size
-        self._all = _idle(lanes)
+        zeros, ones = ("temperature", "min_p", "presence", "frequency"), ("top_p", "repetition")
+        fields = {name: np.zeros(lanes, np.float32) for name in zeros}
+        fields |= {name: np.ones(lanes, np.float32) for name in ones}
+        fields |= {name: np.zeros(lanes, np.int32) for name in ("top_k", "min_tokens", "max_tokens")}
+        fields |= {"seed": np.zeros((lanes, 2), np.uint32), "bias": np.zeros((lanes, 0), np.float32)}
+        self._all = Policy(**fields, stop_ids=np.full((lanes, MOST_STOPS), NO_ID, np.int32))
         self._gathered: dict[tuple, Policy] = {}
 
     def take(self, sequence: Sequence) -> None:
@@ -124,26 +129,6 @@ class Seats:
                 bias[row, token] += value
             bias[row, s.forbidden()] = -np.inf
         return bias
-
-
-def _idle(lanes: int) -> Policy:
-    """Greedy placeholder parameters for empty lanes."""
-    zero, one = np.zeros(lanes, np.float32), np.ones(lanes, np.float32)
-    whole = np.zeros(lanes, np.int32)
-    return Policy(
-        temperature=zero,
-        top_k=whole,
-        top_p=one,
-        min_p=zero.copy(),
-        repetition=one.copy(),
-        presence=zero.copy(),
-        frequency=zero.copy(),
-        seed=np.zeros((lanes, 2), np.uint32),
-        stop_ids=np.full((lanes, MOST_STOPS), NO_ID, np.int32),
-        min_tokens=whole.copy(),
-        max_tokens=whole.copy(),
-        bias=np.zeros((lanes, 0), np.float32),
-    )
 
 
 @pytree

@@ -188,7 +188,10 @@ class Scheduler:
         reading = [s for s in self.in_order() if not s.decodes]
         reading.sort(key=lambda s: (s.request.priority, self.waiting.served[s.request.key], s.number))
         used = self.budget - left
-        size = self._size(used, reading)
+        # All decode tokens fit, and prompts advance by at least one token.
+        size = launch_size(used + sum(s.pending for s in reading), self.budget)
+        least = min(self.budget, _padded(used + bool(reading)))
+        size = self.budget if self.invariant else max(size, least)
         left = size - used
         for sequence in reading:
             count = self._chunk(sequence, left)
@@ -196,14 +199,6 @@ class Scheduler:
                 work.append(Work(sequence, count))
                 left -= count
         return work, size
-
-    def _size(self, decoded: int, reading: list[Sequence]) -> int:
-        """Array size of a step with `decoded` decode tokens: all of them fit, and prompts advance by at least
-        one token."""
-        if self.invariant:
-            return self.budget
-        size = launch_size(decoded + sum(s.pending for s in reading), self.budget)
-        return max(size, min(self.budget, _padded(decoded + bool(reading))))
 
     def grow(self, sequence: Sequence, tokens: int, preempt: bool = True) -> bool:
         """Allocate pages for `tokens` tokens of a running sequence; return whether it has them. The sequence
@@ -231,8 +226,11 @@ class Scheduler:
         shareable = min(sequence.cached, self._shareable(sequence.request))
         while (len(sequence.names) + 1) * self.page <= shareable:
             tokens = sequence.tokens if tokens is None else tokens
-            at = len(sequence.names) * self.page
-            self._name(sequence, tuple(tokens[at : at + self.page]))
+            count = len(sequence.names)
+            part = tuple(tokens[count * self.page : (count + 1) * self.page])
+            name = extend(sequence.names[-1] if count else sequence.request.root, part)
+            self.pages.name(sequence.pages[count], name, part)
+            sequence.names.append(name)
 
     def _shareable(self, request: Request) -> int:
         """The number of leading tokens of a request whose rows would be the same in any other request."""
@@ -243,8 +241,9 @@ class Scheduler:
         known, sequence.validated = sequence.validated, len(sequence.names)
         self.pages.validate(sequence.pages[known : sequence.validated])
 
-    def invalidate(self, sequence: Sequence) -> list[int]:
-        """Make sure that a sequence's pages are never found again; return the pages that only it uses.
+    def invalidate(self, sequence: Sequence) -> tuple[list[int], list[int]]:
+        """Make sure that a sequence's pages are never found again; return those that only it uses, and the
+        pages of its source that no other sequence reads.
 
         Sequences that share one of them are marked as invalid too: they may end before their own logits show
         the fault.
@@ -253,20 +252,15 @@ class Scheduler:
             self.pages.forget(page)
         for other in self.running.values():
             other.invalid |= not set(other.pages).isdisjoint(sequence.pages)
-        return [page for page in sequence.pages if self.pages.references(page) == 1]
-
-    def _name(self, sequence: Sequence, tokens: tuple[int, ...]) -> None:
-        name = extend(sequence.names[-1] if sequence.names else sequence.request.root, tokens)
-        self.pages.name(sequence.pages[len(sequence.names)], name, tokens)
-        sequence.names.append(name)
+        alone = [page for page in sequence.pages if self.pages.references(page) == 1]
+        if self.sources is None or sequence.source is None:
+            return alone, []
+        return alone, [page for page in sequence.source.pages if self.sources.references(page) == 1]
 
     def _can_start(self, sequence: Sequence) -> bool:
-        """Whether a sequence can start: it waits for a sibling that still reads their prompt, to share
-        pages."""
-        running = self.running.values()
-        return not self.share_prefixes or not any(
-            other.request is sequence.request and not other.output for other in running
-        )
+        """False while a sibling still reads their prompt, whose pages it can then share."""
+        siblings = (other for other in self.running.values() if other.request is sequence.request)
+        return not self.share_prefixes or all(other.output for other in siblings)
 
     def _take_pages(self, sequence: Sequence) -> bool:
         if self.running and self.pages.available <= len(self.running):
@@ -309,12 +303,6 @@ class Scheduler:
         if pages is None:
             raise RuntimeError("there are fewer pages of sources than the lanes need")
         sequence.source = SourcePages(pages)
-
-    def sole_source(self, sequence: Sequence) -> list[int]:
-        """The pages of its source that no other sequence reads."""
-        if self.sources is None or sequence.source is None:
-            return []
-        return [page for page in sequence.source.pages if self.sources.references(page) == 1]
 
     def _find(self, sequence: Sequence, tokens: list[int]) -> tuple[list[int], list[bytes]]:
         """Named pages that begin with `tokens`, and their names; at least one token is left to run."""

@@ -20,7 +20,7 @@ from swiftkv_jax.core.scan import forward
 from swiftkv_jax.core.shapes import Array, Int, PyTree
 from swiftkv_jax.engine.request import MAX_LOGPROBS, Logprob
 from swiftkv_jax.engine.scheduler import power_of_two
-from swiftkv_jax.engine.sequence import NOT_FINITE
+from swiftkv_jax.engine.sequence import NOT_FINITE, Choice, logprobs
 from swiftkv_jax.kernels.causal_attention.api import causal_attention
 
 _BLOCK = 64  # positions whose logits exist at a time
@@ -28,12 +28,12 @@ SHORTEST, _STEP = 128, 4  # the smallest compiled size, and the ratio of each si
 
 
 def prompt_logprobs(
-    ids: Sequence[int], top: int, limit: int, word: Callable, read: Callable
+    ids: Sequence[int], top: int, limit: int, tokenizer, read: Callable
 ) -> list[dict[int, Logprob] | None]:
     """Return one entry per token: its log probability and rank, then the `top` likeliest; None for the first.
 
-    `limit` is the context in tokens; `word` returns a token's text; `read(tokens, following)` returns what
-    `scores` does. The last token is only predicted, so there may be one token more than the context holds.
+    `limit` is the context in tokens; `read(tokens, following)` returns what `scores` does. The last token is
+    only predicted, so there may be one token more than the context holds.
     """
     if len(ids) > limit + 1:
         raise UsageError(
@@ -45,17 +45,12 @@ def prompt_logprobs(
     arrays = jax.device_get(read(tokens, following))
     if not np.isfinite(arrays[0][: len(ids) - 1]).all():
         raise FloatingPointError(NOT_FINITE)
-    return [None, *(_entries(arrays, i - 1, ids[i], top, word) for i in range(1, len(ids)))]
-
-
-def _entries(arrays, index: int, token: int, top: int, word: Callable) -> dict[int, Logprob]:
-    chosen, rank, top_ids, top_values = (array[index] for array in arrays)
-    entries = {token: (chosen.item(), rank.item())}
-    for place, (other, value) in enumerate(zip(top_ids[:top].tolist(), top_values.tolist(), strict=False), 1):
-        entries.setdefault(other, (value, place))
-    return {
-        t: Logprob(logprob=value, rank=place, decoded_token=word(t)) for t, (value, place) in entries.items()
-    }
+    entries: list[dict[int, Logprob] | None] = [None]
+    for token, *of_token in zip(ids[1:], *arrays, strict=False):
+        value, rank, likeliest, values = (array.tolist() for array in of_token)
+        choice = Choice(token, value, rank, tuple(zip(likeliest, values, strict=True)))
+        entries.append(logprobs(choice, top, tokenizer))
+    return entries
 
 
 def _size(tokens: int, limit: int) -> int:

@@ -217,7 +217,7 @@ class Sequence:
             text=self._words.text[characters:end] if self._words else "",
             token_ids=self.output[tokens:],
             cumulative_logprob=None if wanted is None else self._logprob,
-            logprobs=None if wanted is None else [self._logprobs(choice, wanted) for choice in new],
+            logprobs=None if wanted is None else [logprobs(choice, wanted, self.tokenizer) for choice in new],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
@@ -235,15 +235,16 @@ class Sequence:
             output_tokens=len(self.output),
         )
 
-    def _logprobs(self, choice: Choice, wanted: int) -> dict[int, Logprob]:
-        """The chosen token first, then the likeliest ones."""
-        ranked = {token: (value, rank) for rank, (token, value) in enumerate(choice.top[:wanted], 1)}
-        entries = {choice.token: (choice.logprob, choice.rank)}
-        entries |= {token: entry for token, entry in ranked.items() if token != choice.token}
-        return {
-            token: Logprob(logprob=value, rank=rank, decoded_token=word(self.tokenizer, token))
-            for token, (value, rank) in entries.items()
-        }
+
+def logprobs(choice: Choice, top: int, tokenizer) -> dict[int, Logprob]:
+    """The chosen token first, then the `top` likeliest ones."""
+    entries = {choice.token: (choice.logprob, choice.rank)}
+    for rank, (token, value) in enumerate(choice.top[:top], 1):
+        entries.setdefault(token, (value, rank))
+    return {
+        token: Logprob(logprob=value, rank=rank, decoded_token=word(tokenizer, token))
+        for token, (value, rank) in entries.items()
+    }
 
 
 def word(tokenizer, token: int) -> str | None:

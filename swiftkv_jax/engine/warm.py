@@ -77,10 +77,10 @@ class WarmUp:
                 if self._in_order:
                     break
                 continue
-            error, optional = future.exception(), program.key not in self._needed
-            if error is not None and (self._in_order or not optional):
-                raise error
-            if error is not None:
+            optional = program.key not in self._needed
+            if (error := future.exception()) is not None:
+                if self._in_order or not optional:
+                    raise error
                 _LOG.error("%s cannot be compiled, others do for it: %s", program.key, first_line(error))
                 self._drop(program)
                 continue
@@ -91,7 +91,7 @@ class WarmUp:
                     self._drop(program)
                 raise
             self.ready.add(program.key)
-            self._left = [one for one in self._left if one[0].key != program.key]
+            self._left.remove((program, future))
         if self.done:
             self._pool.shutdown()
 

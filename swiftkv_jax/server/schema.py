@@ -33,11 +33,11 @@ _REFUSED = frozenset(  # unless their value asks for nothing
     (
         "add_special_tokens audio best_of chat_template chat_template_kwargs continue_final_message "
         "documents echo function_call functions guided_choice guided_grammar guided_json guided_regex "
-        "include_reasoning kv_transfer_params length_penalty logits_processors lora lora_request max_completion_tokens "
-        "mm_processor_kwargs modalities prompt_embeds prompt_logprobs reasoning_effort response_format "
-        "return_token_ids return_tokens_as_token_ids spaces_between_special_tokens stop_regex structural_tag "
-        "structured_outputs suffix thinking_token_budget tool_choice tools truncate_prompt_tokens "
-        "use_beam_search web_search_options "
+        "include_reasoning kv_transfer_params length_penalty logits_processors lora lora_request "
+        "max_completion_tokens mm_processor_kwargs modalities prompt_embeds prompt_logprobs reasoning_effort "
+        "response_format return_token_ids return_tokens_as_token_ids spaces_between_special_tokens "
+        "stop_regex structural_tag structured_outputs suffix thinking_token_budget tool_choice tools "
+        "truncate_prompt_tokens use_beam_search web_search_options "
         # Of forms.
         "chunking_strategy include[] known_speaker_names[] stream timestamp_granularities[]"
     ).split()
