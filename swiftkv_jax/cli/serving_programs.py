@@ -21,9 +21,9 @@ from swiftkv_jax.core.model import Transformer
 from swiftkv_jax.core.sharding import make_mesh
 from swiftkv_jax.core.surgery import widened
 from swiftkv_jax.distill.compile_only import compiled, gib, topology
-from swiftkv_jax.engine.dtypes import usual_dtype
 from swiftkv_jax.engine.runner import MODES, Runner, allocated, described
 from swiftkv_jax.engine.settings import MEMORY_FRACTION, Settings, empty_pool, resolve
+from swiftkv_jax.engine.validate import usual_dtype
 
 # What the check on the device is expected to choose.
 KERNELS = {"tpu": {"attention": "pallas_tpu", "write": "pallas_tpu"}, "gpu": {"attention": "pallas_gpu"}}

@@ -89,7 +89,7 @@ class LLM:
         Args:
           path_or_id: a folder, a GGUF file, an adapter's folder, or a hub id.
           dtype: of weights and activations; "auto": the checkpoint's, or another (and a UsageWarning) if this
-            machine does not compute in it, or on a CPU float32, see `dtypes.usual_dtype`.
+            machine does not compute in it, or on a CPU float32, see `validate.usual_dtype`.
           max_model_len: context length in tokens; None: the model's.
           tokenizer: another folder, or an object with the tokenizer's methods; None: the model's. Without any
             (a warning), prompts must be token ids, and texts are empty.

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import time
 import typing
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from starlette.requests import Request
@@ -16,12 +18,13 @@ from swiftkv_jax.server import generate, openapi, page, schema, speech
 from swiftkv_jax.server.answers import encode
 from swiftkv_jax.server.errors import ApiError, clip
 from swiftkv_jax.server.limits import AUDIO, METRICS, OPEN, REQUEST_ID, TENANT, Limits, log
-from swiftkv_jax.server.logs import Refusals
 from swiftkv_jax.server.metrics import render
 from swiftkv_jax.server.openapi import EVENTS, JSON, Operation
 from swiftkv_jax.server.served import Model, Models
 from swiftkv_jax.server.settings import HttpSettings
 from swiftkv_jax.server.streams import until_disconnect
+
+_REFUSALS_S = 1.0
 
 
 class Api:
@@ -43,7 +46,7 @@ class Api:
         routes = [operation.route() for operation in self.operations]
         router = Router(routes, redirect_slashes=False, lifespan=self._lifespan)
         self.asgi = Limits(router, settings, lambda: self.models.draining)
-        self._refusals = Refusals()
+        self._refusals: Counter[int] = Counter()
 
     def _all_operations(self) -> list[Operation]:
         answers = (JSON, EVENTS)
@@ -75,14 +78,14 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's legacy completions: texts or token ids in, text out."""
-        self._knock(request)
+        self._refuse_early(request)
         body, model = await self._read(request, schema.CompletionRequest)
         call = generate.completion_call(body, _common(request, model), self.settings.max_prompts)
         return await until_disconnect(request.receive, generate.Generator(model.service).respond(call))
 
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions, by the model's own template."""
-        self._knock(request)
+        self._refuse_early(request)
         body, model = await self._read(request, schema.ChatRequest)
         call = generate.chat_call(body, _common(request, model))
         return await until_disconnect(request.receive, generate.Generator(model.service).respond(call))
@@ -96,18 +99,26 @@ class Api:
         return await self._listen(request, "translate")
 
     async def _listen(self, request: Request, task: str) -> Response:
-        self._knock(request)
+        self._refuse_early(request)
         body, sound = await speech.read_form(request, schema.SpeechRequest)
         model = self._model(body.model)
         call = speech.SpeechCall(body, sound, task, **_caller(request))
         return await until_disconnect(request.receive, speech.Listener(model.service).respond(call))
 
-    def _knock(self, request: Request) -> None:
-        """Refuse a request before its body is read, if no model would take even the smallest request."""
+    def _refuse_early(self, request: Request) -> None:
+        """Refuse a request before its body is read, if no model would take even the smallest request. The
+        number of such refusals is logged by status, at most once a second."""
+
+        def tell() -> None:
+            log.info(json.dumps({"refused": dict(sorted(self._refusals.items()))}))
+            self._refusals.clear()
+
         try:
             self.models.check(request.scope[TENANT])
         except ApiError as error:
-            self._refusals.add(error.status)
+            if not self._refusals:
+                asyncio.get_running_loop().call_later(_REFUSALS_S, tell)
+            self._refusals[error.status] += 1
             raise
 
     async def list_models(self, _: Request) -> Response:
@@ -125,13 +136,30 @@ class Api:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
         size = generate.size({"messages": body.messages} if body.prompt is None else body.prompt)
-        return await self._consult(request, model, size, lambda: _tokens(model.llm, body))
+
+        def work() -> dict:
+            if body.prompt is not None:
+                ids = _tokenizer(model.llm).encode(body.prompt, add_special_tokens=body.add_special_tokens)
+            else:
+                generate.refuse_control_tokens(model.llm, body.messages or [])
+                ids = _tokenizer(model.llm).encode_chat(body.messages, body.add_generation_prompt)
+            return {"tokens": ids, "count": len(ids), "max_model_len": model.llm.settings.max_model_len}
+
+        return await self._consult(request, model, size, work)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         body, model = await self._read(request, schema.DetokenizeRequest)
         size = generate.size(body.tokens)
-        return await self._consult(request, model, size, lambda: _text(model.llm, body.tokens))
+
+        def work() -> dict:
+            vocab = model.llm.model.config.vocab_size
+            bad = next((i for i, token in enumerate(body.tokens) if token >= vocab), None)
+            if bad is not None:
+                raise ApiError(400, f"tokens.{bad}: is outside the vocabulary [0, {vocab})", "tokens")
+            return {"prompt": _tokenizer(model.llm).decode(body.tokens, skip_special_tokens=False)}
+
+        return await self._consult(request, model, size, work)
 
     async def _consult(self, request: Request, model: Model, size: int, work: Callable[[], dict]) -> Response:
         """Return the result of `work` as JSON; both are made on the tokenizer's threads."""
@@ -221,21 +249,3 @@ def _tokenizer(llm: LLM):
     if llm.tokenizer is None:
         raise ApiError(400, "this model has no tokenizer; send token ids", "prompt")
     return llm.tokenizer
-
-
-def _tokens(llm: LLM, body: schema.TokenizeRequest) -> dict:
-    if body.prompt is not None:
-        ids = _tokenizer(llm).encode(body.prompt, add_special_tokens=body.add_special_tokens)
-    else:
-        messages = body.messages or []
-        generate.refuse_control_tokens(llm, messages)
-        ids = _tokenizer(llm).encode_chat(messages, body.add_generation_prompt)
-    return {"tokens": ids, "count": len(ids), "max_model_len": llm.settings.max_model_len}
-
-
-def _text(llm: LLM, ids: list[int]) -> dict:
-    vocab = llm.model.config.vocab_size
-    bad = next((i for i, token in enumerate(ids) if token >= vocab), None)
-    if bad is not None:
-        raise ApiError(400, f"tokens.{bad}: is outside the vocabulary [0, {vocab})", "tokens")
-    return {"prompt": _tokenizer(llm).decode(ids, skip_special_tokens=False)}

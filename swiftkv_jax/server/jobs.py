@@ -189,7 +189,12 @@ def answered(llm, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput]]:
             lost.add(i)
             yield jobs[i], speech.whole([heard[number]])
         else:
-            jobs[i] = _in_language(llm, jobs[i], speech.language_of(llm, heard[number]))
+            language = speech.language_of(llm, heard[number])
+            if language is not None:  # else the assumed one stays
+                begun = tuple(speech.prompt_tokens(llm, language, jobs[i].said["task"]))
+                requests = tuple(dataclasses.replace(r, token_ids=begun) for r in jobs[i].requests)
+                said = jobs[i].said | {"language": language}
+                jobs[i] = dataclasses.replace(jobs[i], requests=requests, said=said)
     left = [(i, job) for i, job in enumerate(jobs) if i not in lost]
     owners = [(i, number) for i, job in left for number in range(len(job.requests))]
     waiting: list[dict[int, RequestOutput]] = [{} for _ in jobs]
@@ -199,16 +204,6 @@ def answered(llm, jobs: list[Job]) -> Iterator[tuple[Job, RequestOutput]]:
         if len(waiting[i]) == len(jobs[i].requests):
             windows = [waiting[i].pop(n) for n in range(len(jobs[i].requests))]
             yield jobs[i], windows[0] if "audio" not in jobs[i].prompt else speech.whole(windows)
-
-
-def _in_language(llm, job: Job, language: str | None) -> Job:
-    """The job of an audio line in the language that was detected; None: none was, and the assumed one
-    stays."""
-    if language is None:
-        return job
-    begun = tuple(speech.prompt_tokens(llm, language, job.said["task"]))
-    requests = tuple(dataclasses.replace(request, token_ids=begun) for request in job.requests)
-    return dataclasses.replace(job, requests=requests, said=job.said | {"language": language})
 
 
 def _parse(line: str) -> dict:
@@ -284,7 +279,15 @@ class Output:
             if held and not resume:
                 raise UsageError(f"{path} is not empty: give --resume to finish it, or another --output")
             whole = held[: held.rfind(b"\n") + 1]
-            self.left = _left(path, jobs, _finished(path, whole))
+            finished = _finished(path, whole)
+            for job in jobs:
+                if finished.get(job.index, job.key) != job.key:
+                    raise UsageError(
+                        f"{path} has an answer of another prompt, model or sampling setting at index "
+                        f"{job.index}; resume with the input and flags of the first run, or choose another "
+                        "--output"
+                    )
+            self.left = [job for job in jobs if job.index not in finished]
             self._file = open(path, "r+" if held else "w", encoding="utf-8")  # noqa: SIM115 (closed by close)
             self._file.truncate(len(whole))
             self._file.seek(0, os.SEEK_END)
@@ -294,18 +297,26 @@ class Output:
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._file.flush()
 
-    def sort(self) -> None:
-        """Put the lines of a file in the order of the input, once every job has one."""
+    def sort(self) -> str:
+        """Put the lines of a file in the order of the input, once every job has one; return why not, "" if
+        they are. Without room for a second copy, the file stays as it was."""
         if self.file is None:
-            return
+            return "they are not in a file"
+        try:
+            self._sort(self.file)
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    def _sort(self, file: Path) -> None:
         places, offset = [], 0
-        with self.file.open("rb") as written:
+        with file.open("rb") as written:
             for line in written:
                 places.append((json.loads(line)["index"], offset))
                 offset += len(line)
             if places == sorted(places):
                 return
-            draft = self.file.with_name(f".{self.file.name}.sorted")
+            draft = file.with_name(f".{file.name}.sorted")
             try:
                 with draft.open("wb") as out:
                     for _, offset in sorted(places):
@@ -313,8 +324,8 @@ class Output:
                         out.write(written.readline())
                     out.flush()
                     os.fsync(out.fileno())  # a crash of the machine leaves the old file or the new one
-                shutil.copymode(self.file, draft)
-                os.replace(draft, self.file)
+                shutil.copymode(file, draft)
+                os.replace(draft, file)
             finally:
                 draft.unlink(missing_ok=True)
 
@@ -322,16 +333,6 @@ class Output:
         if self._file is not sys.stdout:
             with contextlib.suppress(OSError):  # of a line that could not be written, which `write` reported
                 self._file.close()
-
-
-def _left(path: str, jobs: list[Job], finished: dict[int, str]) -> list[Job]:
-    for job in jobs:
-        if finished.get(job.index, job.key) != job.key:
-            raise UsageError(
-                f"{path} has an answer of another prompt, model or sampling setting at index "
-                f"{job.index}; resume with the input and flags of the first run, or choose another --output"
-            )
-    return [job for job in jobs if job.index not in finished]
 
 
 def _finished(path: str, content: bytes) -> dict[int, str]:

@@ -1,18 +1,14 @@
 """The log, written by its own thread: a stderr that is not read never blocks the server."""
 
-import asyncio
 import contextlib
-import json
 import logging
 import queue
 import threading
 import time
-from collections import Counter
 
 MOST = 4096  # lines that may wait to be written; more are dropped, and counted
 _TOGETHER_S = 0.05  # seconds: lines that come within this time are one write
 _STOP_S = 2.0
-_REFUSALS_S = 1.0
 
 
 class Log(logging.Handler):
@@ -66,22 +62,3 @@ class Log(logging.Handler):
 def dropped() -> int:
     """The number of lines that the handlers of this process have dropped."""
     return sum(handler.dropped for handler in logging.getLogger().handlers if isinstance(handler, Log))
-
-
-class Refusals:
-    """The number of requests refused unread, by status, logged as at most one line a second."""
-
-    def __init__(self):
-        self._counts: Counter[int] = Counter()
-
-    def add(self, status: int) -> None:
-        """Count one more; on the event loop's thread."""
-        if not self._counts:
-            asyncio.get_running_loop().call_later(_REFUSALS_S, self._tell)
-        self._counts[status] += 1
-
-    def _tell(self) -> None:
-        logging.getLogger("swiftkv_jax.http").info(
-            json.dumps({"refused": dict(sorted(self._counts.items()))})
-        )
-        self._counts.clear()

@@ -310,20 +310,14 @@ def _choose(args: argparse.Namespace, model: str | None = None):
 
     given = _given(args, (*_ENGINE, "tensor-parallel-size"))
     if args.mesh:
-        given["tensor_parallel_size"] = _tensor_size(args.mesh)
+        given["tensor_parallel_size"] = mesh_axes(args.mesh).get("tensor", 1)
+        if given["tensor_parallel_size"] < 1:
+            raise UsageError(
+                f"--mesh {args.mesh}: give tensor a number of devices; kernels are chosen for each one's "
+                "share of the heads, before JAX counts the devices"
+            )
     given["slim"], given["base"] = model is not None or args.slim == "on", None if model else args.base
     return choose_kernels(model or args.model or _DEMO, args.dtype, **given)
-
-
-def _tensor_size(mesh: str) -> int:
-    """The number of devices that share the heads on a mesh, before JAX counts its devices."""
-    size = mesh_axes(mesh).get("tensor", 1)
-    if size < 1:
-        raise UsageError(
-            f"--mesh {mesh}: give tensor a number of devices; kernels are chosen for each one's share of the "
-            "heads, before JAX counts the devices"
-        )
-    return size
 
 
 def _load(args: argparse.Namespace, model: str | None = None):
@@ -374,13 +368,15 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
                 if output:
                     output.write(row)
                 else:
-                    bar.write(_readable(row), file=sys.stdout)
+                    prompt = next(row[name] for name in PROMPTS if row.get(name) is not None)
+                    answer = f"{prompt} >>>{row.get('error') or row['text']}"
+                    bar.write(f"--- {row['index']} ({row['finish_reason']})\n{answer}\n", file=sys.stdout)
                 metrics.append(result.metrics)
                 failed += [each.error or "" for each in result.outputs if each.finish_reason == "error"][:1]
                 bar.set_postfix_str(f"{llm.stats['output_tokens_per_s']:.1f} output tok/s", refresh=False)
                 bar.update()
-        if output:
-            _sort(output, args.output, say)
+        if output and (why := output.sort()):
+            say(f"note      answers are in the order in which they came, by index of the input ({why})")
     except KeyboardInterrupt:
         how = (
             "run the same command with --resume to finish"
@@ -401,17 +397,6 @@ def _generate(llm, jobs: list[Job], output: Output | None, args, say) -> int:
     return int(bool(failed))
 
 
-def _sort(output: Output, path: str, say) -> None:
-    try:
-        output.sort()
-    except OSError as error:
-        why = error.strerror
-    else:
-        why = "they are not in a file" if output.file is None else ""
-    if why:
-        say(f"note      answers are in the order in which they came, by index of the input ({why})")
-
-
 def _describe(llm, defaults: SamplingParams, name, say) -> None:
     """Print the start-up lines: what runs, on what, and the defaults in force."""
     from swiftkv_jax.engine.kernels import slower
@@ -427,8 +412,8 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
         size = f"{aux.config.family}; {aux.plan.num_layers} layers of width {aux.config.hidden_size}"
         say(f"prompts   read by an auxiliary ({size}) but for the last {tail} token{'s' * (tail > 1)}")
         apart = f", {own} of them the model's and {sum(auxiliary)} the auxiliary's"
-    own = "" if model.dtype == model.config.dtype else f" (the checkpoint is in {model.config.dtype})"
-    say(f"running   {model.dtype}{own} on {where}, context {llm.settings.max_model_len}")
+    stored_in = "" if model.dtype == model.config.dtype else f" (the checkpoint is in {model.config.dtype})"
+    say(f"running   {model.dtype}{stored_in} on {where}, context {llm.settings.max_model_len}")
     names = dict(llm.kernels)
     how = names.pop("how")
     say(f"kernels   {', '.join(f'{kind} {name}' for kind, name in names.items())} ({how})")
@@ -439,7 +424,13 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
     each = ", ".join(f"{forms.count(form)} as {form}" for form in dict.fromkeys(forms))
     kept = f", {each}" if plan.forms != ("kv",) else ""
     rows = f"{plan.num_rows} rows{kept}{apart}"
-    say(f"cache     {llm.cache_bytes_per_token} bytes per token in {rows}; {_room(llm)}")
+    s, standard = llm.settings, cache_bytes_per_token(model.config, None, stored)
+    tokens = s.num_pages * s.page_size
+    full = tokens / s.max_model_len
+    room = f"room for {tokens:,} tokens in pages of {s.page_size}: {full:.1f} sequences of {s.max_model_len}"
+    if llm.cache_bytes_per_token != standard:
+        room += f" (a standard model's cache: {full * llm.cache_bytes_per_token / standard:.1f})"
+    say(f"cache     {llm.cache_bytes_per_token} bytes per token in {rows}; {room}")
     most = None if speech.hears(llm) else DEFAULT_MAX_TOKENS
     defaults = defaults.updated({"max_tokens": defaults.max_tokens or most})
     plain = SamplingParams()
@@ -447,23 +438,6 @@ def _describe(llm, defaults: SamplingParams, name, say) -> None:
         n for n in SamplingParams.names() if getattr(defaults, n) != getattr(plain, n) or n == "temperature"
     ]
     say(f"sampling  {', '.join(f'{n}={getattr(defaults, n)!r}' for n in shown)}")
-
-
-def _room(llm) -> str:
-    """The number of tokens that the cache holds, at what concurrency, compared with a standard model's."""
-    s, model = llm.settings, llm.model
-    tokens = s.num_pages * s.page_size
-
-    full = tokens / s.max_model_len
-    text = f"room for {tokens:,} tokens in pages of {s.page_size}: {full:.1f} sequences of {s.max_model_len}"
-    dtype = model.dtype if s.cache_dtype == "auto" else s.cache_dtype
-    share = llm.cache_bytes_per_token / cache_bytes_per_token(model.config, None, dtype)
-    return text if share == 1 else f"{text} (a standard model's cache: {full * share:.1f})"
-
-
-def _readable(row: dict) -> str:
-    prompt = next(row[name] for name in PROMPTS if row.get(name) is not None)
-    return f"--- {row['index']} ({row['finish_reason']})\n{prompt} >>>{row.get('error') or row['text']}\n"
 
 
 def _summary(stats: dict, metrics: list[RequestMetrics], say) -> None:

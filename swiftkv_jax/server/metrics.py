@@ -33,29 +33,28 @@ REASONS = ("stop", "length", "abort", "error")
 REFUSALS = ("queue", "key", "draining", "starting")
 _COUNTED = {  # metric: (field of Stats, what it counts)
     "prompt_tokens": ("prompt_tokens", "prompt tokens computed; those of cached prefixes are not"),
-    "auxiliary_prompt_tokens": (
-        "auxiliary_tokens",
-        "prompt tokens computed by an auxiliary model (KV prediction)",
-    ),
+    "auxiliary_prompt_tokens": ("auxiliary_tokens", "prompt tokens that an auxiliary model computed"),
     "generation_tokens": ("output_tokens", "tokens generated"),
-    "num_preemptions": (
-        "preemptions",
-        "sequences preempted: they gave up their pages and were computed again",
-    ),
+    "num_preemptions": ("preemptions", "sequences preempted: they gave up their pages and began anew"),
     "prefix_cache_queries": ("prefix_queries", "prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("prefix_hits", "prompt tokens found in the prefix cache"),
-    "corrupted_requests": (
-        "failed_requests",
-        "completions that failed in the engine, including those with non-finite logits",
-    ),
+    "corrupted_requests": ("failed_requests", "completions that failed, as by non-finite logits"),
 }
-_TIMES = {
-    "time_to_first_token_seconds": "from arrival to the first token",
-    "e2e_request_latency_seconds": "from arrival to the last token",
-    "request_queue_time_seconds": "from arrival to the start of execution",
-    "request_prefill_time_seconds": "from the start of execution to the first token",
-    "request_decode_time_seconds": "from the first token to the last",
-    "request_inference_time_seconds": "from the start of execution to the last token",
+_TIMES = {  # metric: (times of a `Sequence` that it begins and ends at, what it measures)
+    "time_to_first_token_seconds": ("arrival", "first_token", "from arrival to the first token"),
+    "e2e_request_latency_seconds": ("arrival", "finished", "from arrival to the last token"),
+    "request_queue_time_seconds": ("arrival", "scheduled", "from arrival to its start"),
+    "request_prefill_time_seconds": (
+        "scheduled",
+        "first_token",
+        "from its start to the first token",
+    ),
+    "request_decode_time_seconds": ("first_token", "finished", "from the first token to the last"),
+    "request_inference_time_seconds": (
+        "scheduled",
+        "finished",
+        "from its start to the last token",
+    ),
 }
 _COUNTS = {
     "request_prompt_tokens": "tokens of a prompt",
@@ -66,7 +65,7 @@ _COUNTS = {
 }
 
 
-class Metrics:
+class Metrics(Collector):
     """One registry, filled by the engine's thread and read by `/metrics`."""
 
     def __init__(self, llm: LLM, settings: HttpSettings):
@@ -74,48 +73,37 @@ class Metrics:
         self._registry, self._prefix = CollectorRegistry(), settings.metrics_prefix
         self._stats, self._tokens, self._compiled = Stats(), 0, 0
         self._plan = llm.model.plan
-        self._gauges = {
-            name: self._one(Gauge, name, text)
-            for name, text in {
-                "num_requests_running": "sequences in the batch",
-                "num_requests_waiting": "sequences that wait to run",
-                "kv_cache_usage_perc": "share of the cache's pages in use, 0 to 1",
-                "kv_bytes": "bytes of the whole cache",
-            }.items()
+        gauges = {
+            "num_requests_running": "sequences in the batch",
+            "num_requests_waiting": "sequences that wait to run",
+            "kv_cache_usage_perc": "share of the cache's pages in use, 0 to 1",
+            "kv_bytes": "bytes of the whole cache",
         }
-        self._times = {name: self._one(Histogram, name, text, _LATENCY) for name, text in _TIMES.items()}
-        self._per_token = self._one(
-            Histogram,
-            "request_time_per_output_token_seconds",
-            "seconds per token after the first",
-            _PER_TOKEN,
-        )
+        self._gauges = {name: self._one(Gauge, name, text) for name, text in gauges.items()}
+        times = {name: text for name, (*_, text) in _TIMES.items()}
+        self._times = {name: self._one(Histogram, name, text, _LATENCY) for name, text in times.items()}
+        name, text = "request_time_per_output_token_seconds", "seconds per token after the first"
+        self._per_token = self._one(Histogram, name, text, _PER_TOKEN)
         self._sizes = {name: self._one(Histogram, name, text, _SIZES) for name, text in _COUNTS.items()}
         self._gaps = _Gaps()
-        self._ended = self._several(
-            "request_success", "finished requests by reason", "finished_reason", REASONS
-        )
+        text = "finished requests by reason"
+        self._ended = self._several("request_success", text, "finished_reason", REASONS)
         self._refused = self._several("admission_rejections", "requests not taken", "reason", REFUSALS)
-        info = Info(f"{self._prefix}cache_config", "the cache", registry=self._registry)
         sizes = dataclasses.asdict(llm.settings) | {"bytes_per_token": llm.cache_bytes_per_token}
-        sizes |= {"model_name": settings.model_name}
-        sizes |= {
-            "block_size": llm.settings.page_size,
-            "num_gpu_blocks": llm.settings.num_pages,
-        }  # vLLM's words
-        info.info({name: str(value) for name, value in sizes.items()})
-        used = Info(
-            f"{self._prefix}kernels",
-            "which implementation runs each kind of kernel call",
-            registry=self._registry,
-        )
-        used.info({"model_name": settings.model_name} | llm.kernels)
-        self._registry.register(_Totals(self))
+        # In vLLM's words too.
+        sizes |= {"block_size": llm.settings.page_size, "num_gpu_blocks": llm.settings.num_pages}
+        self._info("cache_config", "the cache", sizes)
+        self._info("kernels", "which implementation runs each kind of kernel call", llm.kernels)
+        self._registry.register(self)
         jax.monitoring.register_event_duration_secs_listener(self._heard)
 
     def close(self) -> None:
         """Stop counting compilations."""
         jax.monitoring.unregister_event_duration_listener(self._heard)
+
+    def _info(self, name: str, text: str, values: dict) -> None:
+        info = Info(f"{self._prefix}{name}", text, registry=self._registry)
+        info.info({name: str(value) for name, value in values.items()} | {"model_name": self._names[0]})
 
     def _one(self, kind, name: str, text: str, buckets=None):
         options = {} if buckets is None else {"buckets": buckets}
@@ -134,7 +122,7 @@ class Metrics:
         """Programs compiled, or read from the compilation cache, since this object was made."""
         return self._compiled
 
-    def collect(self) -> Iterator[Metric]:
+    def all(self) -> Iterator[Metric]:
         """Every metric with its current samples."""
         return iter(self._registry.collect())
 
@@ -164,27 +152,17 @@ class Metrics:
             self._ended[sequence.finish_reason or "error"].inc()
             if not sequence.first_token:
                 continue
-            moments = (sequence.arrival, sequence.scheduled, sequence.first_token, sequence.finished)
-            arrival, scheduled, first, last = moments
-            spans = {
-                "time_to_first_token_seconds": first - arrival,
-                "e2e_request_latency_seconds": last - arrival,
-                "request_queue_time_seconds": scheduled - arrival,
-                "request_prefill_time_seconds": first - scheduled,
-                "request_decode_time_seconds": last - first,
-                "request_inference_time_seconds": last - scheduled,
-            }
-            for name, seconds in spans.items():
-                self._times[name].observe(max(0.0, seconds))
-            if len(sequence.output) > 1:
-                self._per_token.observe((last - first) / (len(sequence.output) - 1))
+            for name, (begin, end, _) in _TIMES.items():
+                self._times[name].observe(max(0.0, getattr(sequence, end) - getattr(sequence, begin)))
+            if len(sequence.output) > 1 and (seconds := sequence.metrics.tpot) is not None:
+                self._per_token.observe(seconds)
 
     def refused(self, reason: str) -> None:
         """Count a refused request, by one of `REFUSALS`; on the event loop's thread too."""
         self._refused[reason].inc()
 
-    def totals(self) -> Iterator[Metric]:
-        """Counters that the engine keeps itself, and the gaps between tokens."""
+    def collect(self) -> Iterator[Metric]:
+        """For the registry: counters that the engine keeps itself, and the gaps between tokens."""
         stats, plan = self._stats, self._plan
         values = {name: (getattr(stats, field), text) for name, (field, text) in _COUNTED.items()}
         own = stats.prompt_tokens - stats.auxiliary_tokens - stats.prompt_survivors
@@ -232,18 +210,10 @@ class _Gaps:
         return list(zip(bounds, map(float, itertools.accumulate(self._counts)), strict=True))
 
 
-class _Totals(Collector):
-    def __init__(self, metrics: Metrics):
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        return self._metrics.totals()
-
-
 def render(everyone: Iterable[Metrics]) -> bytes:
     """Prometheus' text format. A metric of several models has one name, and labels tell the models apart."""
     families: dict[str, Metric] = {}
-    for family in (family for metrics in everyone for family in metrics.collect()):
+    for family in (family for metrics in everyone for family in metrics.all()):
         known = families.setdefault(family.name, family)
         if known is not family:
             known.samples += family.samples

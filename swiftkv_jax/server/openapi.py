@@ -86,16 +86,11 @@ def describe(operations: Iterable[Operation], keyed: bool, unguarded: Collection
 
 def _operation(operation: Operation, path: str) -> dict:
     done = {"description": "done", "content": {media: {} for media in operation.media}}
-    failed = {"schema": {"$ref": "#/components/schemas/Error"}}
+    failed = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    why = "refused or failed; `message` gives the reason"
     out: dict[str, typing.Any] = {
         "summary": (inspect.getdoc(operation.handler) or "").splitlines()[0],
-        "responses": {
-            "200": done,
-            "default": {
-                "description": "refused or failed; `message` gives the reason",
-                "content": {JSON: failed},
-            },
-        },
+        "responses": {"200": done, "default": {"description": why, "content": failed}},
     }
     names = re.findall(r"{(\w+)}", path)
     if names:

@@ -92,7 +92,10 @@ async def _progress(api: Api, say: Callable[[str], None]) -> None:
         done, total = api.models.progress
         if api.models.ready and not ready:
             ready = True
-            say(f"ready in {clock() - began:.1f} s{_left_to_compile(api)}")
+            rest = "" if api.models.warm else f" with {api.models.how_far}; the others are being compiled"
+            if not api.settings.warm_up:
+                rest = "; without a warm-up the first requests wait while their programs are compiled"
+            say(f"ready in {clock() - began:.1f} s{rest}")
         elif (total and 10 * done // total > tenths) or (not ready and clock() - spoke > TELL_S):
             tenths, spoke = 10 * done // total if total else 0, clock()
             how = f": {api.models.how_far}" if total else " has begun"
@@ -102,13 +105,6 @@ async def _progress(api: Api, say: Callable[[str], None]) -> None:
         return
     count = api.metrics.compilations
     say(f"all is compiled after {clock() - began:.1f} s: {count} programs, made or read from the cache")
-
-
-def _left_to_compile(api: Api) -> str:
-    """The end of a line: the compilations that requests may still wait for."""
-    if not api.settings.warm_up:
-        return "; without a warm-up the first requests wait while their programs are compiled"
-    return "" if api.models.warm else f" with {api.models.how_far}; the others are being compiled"
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -13,9 +13,9 @@ from test_engine_programs import CONFIG, LANES, PLANS, TOKENS, a_step, on, text_
 
 from swiftkv_jax.core import weights
 from swiftkv_jax.core.model import Transformer
-from swiftkv_jax.engine.dtypes import usual_dtype
 from swiftkv_jax.engine.loop import run_any
 from swiftkv_jax.engine.settings import Settings, empty_pool
+from swiftkv_jax.engine.validate import usual_dtype
 
 pytestmark = [pytest.mark.aot, pytest.mark.filterwarnings("ignore")]
 

@@ -11,9 +11,9 @@ from swiftkv_jax.common.folder import DEMO
 from swiftkv_jax.config.model import ModelConfig
 from swiftkv_jax.config.plan import KVPlan
 from swiftkv_jax.core import weights
-from swiftkv_jax.engine import dtypes, kernels, validate
-from swiftkv_jax.engine.dtypes import capability, dtype_here, usual_dtype
+from swiftkv_jax.engine import kernels, validate
 from swiftkv_jax.engine.llm import LLM
+from swiftkv_jax.engine.validate import capability, dtype_here, usual_dtype
 from swiftkv_jax.kernels.check import machine as machines
 from swiftkv_jax.kernels.check.machine import Machine
 
@@ -45,14 +45,14 @@ def test_a_cpu_computes_in_float32_unless_its_memory_is_too_small(monkeypatch):
     assert llm.model.dtype == F and llm.params["embed"].dtype == F and llm.model.config.dtype == B
     size = 4 * 2 * weights.count(llm.params) // 4096
     for pages, want in ((size + 1, F), (size // 2, B)):
-        monkeypatch.setattr(dtypes.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}.get)
+        monkeypatch.setattr(validate.os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}.get)
         assert dtype_here(llm.model.config, llm.model.plan)[0] == want
 
 
 @pytest.fixture
 def t4(monkeypatch):
     monkeypatch.setattr(kernels, "this_machine", lambda: Machine("gpu", "Tesla T4", "550.54.15"))
-    monkeypatch.setattr(dtypes, "capability", lambda: T4)
+    monkeypatch.setattr(validate, "capability", lambda: T4)
 
 
 def test_kernels_are_chosen_for_that_dtype(t4, monkeypatch):
